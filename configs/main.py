@@ -89,9 +89,11 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     words = ["--config", str(arguments.config), *unknown, *["--overwrite"] * arguments.overwrite]
     flags = {name: getattr(arguments, name.replace("-", "_")) for name in ("run", "target", "dtype", "device-map")}
     words += [f"--{name}={value}" for name, value in flags.items() if value is not None]
+    if resume.needs_target(recipe) and recipe.target.path not in made_here:
+        targets = import_module("aerie.model.target")
+        if why := targets.only_trains(targets.load_config(recipe.target)):  # a run ends with measurements
+            raise UserError(f"{recipe.target.path}: {why}; run aerie features and aerie train")
     if arguments.plan:
-        if resume.needs_target(recipe) and recipe.target.path not in made_here:
-            import_module("aerie.model.target").load_config(recipe.target)  # refuses layers that no draft tree fits
         print("\n".join(f"aerie {stage} {shlex.join(words)}" for stage in stages))
         return 0
     write_text(recipe.paths.root / "recipe.yaml", dump(recipe))

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from aerie.configs.errors import UserError
 from aerie.data.cache import CachedRow, decode
 from aerie.data.chat import Row
-from aerie.model.target import Target, TargetOutput
+from aerie.model.target import Target, TargetOutput, context_of, family
 
 T = TypeVar("T")
 TokenisedRow = Row | CachedRow
@@ -191,8 +192,39 @@ def forward(
 ) -> tuple[TargetOutput, Tensor]:
     """The target's states of right-padded ids [B, T], and the mask [B, T] of tokens."""
     mask = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths[:, None]
+    is_long = lengths > (target.rope_switch or 2**31)
+    if is_long.any() and not is_long.all():  # LongRoPE: a long row would turn the others, too
+        of_long, of_short = (
+            forward(target, input_ids[rows, : int(lengths[rows].max())], lengths[rows], after_blocks)[0]
+            for rows in (is_long, ~is_long)
+        )
+
+        def joined(long: Tensor | None, short: Tensor | None) -> Any:
+            if long is None or short is None:
+                return None
+            whole = long.new_zeros(*input_ids.shape, long.shape[-1])
+            for rows, part in ((is_long, long), (~is_long, short)):
+                whole[rows, : part.shape[1]] = part
+            return whole
+
+        return TargetOutput(*map(joined, vars(of_long).values(), vars(of_short).values())), mask
     attention_mask = None if bool(mask.all()) else mask.long().to(target.device)
     return target.features(input_ids.to(target.device), attention_mask, after_blocks), mask
+
+
+@torch.inference_mode()
+def check_padding(target: Target) -> None:
+    """UserError where a row's states change beside a longer one."""
+    length = min(32, context_of(target.config) or 32)
+    ids = torch.arange(2 * length).view(2, length).mul(7).remainder(target.vocab.embedding.shape[0])
+    lengths = torch.tensor([length, max(1, length // 3)])
+    together = forward(target, ids, lengths, ())[0].last_hidden
+    for row, beside, count in zip(ids, together, lengths.tolist(), strict=True):
+        alone = target.features(row[None, :count].to(target.device)).last_hidden[0]
+        error = target.difference(target.logits(beside[:count]), target.logits(alone))
+        if error is not None:
+            what = f"a row's logits change by {error:.2g} beside a longer row"
+            raise UserError(f"{target.recipe.path}: {family(target.model)}: {what}; no head can be trained for it")
 
 
 def with_states(target: Target, after_blocks: tuple[int, ...], dtype: torch.dtype, batch: Batch) -> Batch:

@@ -17,14 +17,14 @@ from torch import Tensor
 from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.data import DataConfig, FeaturesConfig
 from aerie.configs.schema.recipe import Recipe
-from aerie.data.batches import collate, forward, grouped
+from aerie.data.batches import check_padding, collate, forward, grouped
 from aerie.data.cache import STATES, TOKENS, CachePlan, Shard, Storage, decode, encode, pack, rows_digest
 from aerie.data.chat import Row
 from aerie.data.stage import ALL, COMMAND, INDEX, Share, bar, size, state_inputs
 from aerie.data.tokens import TokenisedData, statistics, text_fingerprint, tokenised
 from aerie.model.heads.eagle import check_size
 from aerie.model.storage import FILE, Lock, Manifest, Stage, digest, explained, remove_temporaries, remove_tree
-from aerie.model.target import Target, TargetOutput, check_taps, load_config, taps_of
+from aerie.model.target import Target, TargetOutput, check_taps, context_of, load_config, only_trains, taps_of
 
 WRITING = ".writing"  # the directory of locks
 SAMPLE_TOKENS = 256  # that measure the error of the storage
@@ -50,7 +50,7 @@ def plan_cache(
 
 def within_context(data: DataConfig, text_config: Any, speaks: bool = True) -> DataConfig:
     """With a max_length that the target can hold."""
-    context = getattr(text_config, "max_position_embeddings", None) or data.max_length
+    context = context_of(text_config) or data.max_length
     if context < data.max_length and speaks:
         warn(f"data.max_length: {data.max_length:,} is beyond the target's context; conversations end at {context:,}")
     return replace(data, max_length=min(data.max_length, context))
@@ -206,6 +206,8 @@ def prepare(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, rank: i
     """(plan, tokenizer, facts) after all checks without weights."""
     hf_config = load_config(recipe.target)
     text, path = hf_config.get_text_config(), recipe.target.path
+    if rank == 0 and (why := only_trains(hf_config)):
+        warn(f"{path}: {why}")
     taps = taps_of(recipe, text.num_hidden_layers)
     check_size(getattr(recipe.head, "draft_vocab_size", None), text.vocab_size)
     data, tokenizer, tally = tokenised(recipe.target, within_context(recipe.data, text, rank == 0), rank == 0)
@@ -234,6 +236,7 @@ def prepare(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, rank: i
 def write(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, state: Any) -> str:
     plan, tokenizer, facts = prepare(recipe, stage, share, overwrite, state.process_index)
     target = Target.load(recipe.target, state.device)
+    check_padding(target)
     index, writer = extract(target, plan, state, text_fingerprint(tokenizer, recipe.data), share, overwrite)
     speed = ""
     if writer.num_tokens:

@@ -21,7 +21,7 @@ from aerie.data.conversations import read_rows
 from aerie.data.stage import is_here, size
 from aerie.data.tokens import tokenised
 from aerie.model.heads.eagle import DEFAULT_SIZE
-from aerie.model.target import default_taps, load_config, weights_size
+from aerie.model.target import context_of, default_taps, load_config, weights_size
 
 MUCH, SAMPLE, MOST = 100_000, 1000, 4096  # rows; those that are measured; tokens of a row (SpecForge)
 GPU_SPEED, CORE_SPEED = 400e12, 15e9  # operations a second (assumed; docs/scale.md)
@@ -43,7 +43,7 @@ def recipe_text(asked: dict[str, Any]) -> str:
 
     data: DataConfig = validate(asked["data"], DataConfig, "--data", {})
     data, rows, trained_rows, lengths = _measured(target, data, "held_out" not in asked["data"])
-    longest, context = lengths[int(0.99 * len(lengths))], getattr(text, "max_position_embeddings", None) or MOST
+    longest, context = lengths[int(0.99 * len(lengths))], context_of(text) or MOST
     max_length = asked["data"].get("max_length") or min(MOST, context, 64 * ceil(longest / 64))
     mean = sum(min(length, max_length) for length in lengths) / len(lengths)
     counted = f"{rows:,} rows, about {rows * mean:,.0f} tokens; 99 % of the rows have at most {longest:,}"

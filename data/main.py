@@ -15,7 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from aerie.configs.errors import UserError, exit_codes, stop_on_signals
+from aerie.configs.errors import UserError, exit_codes, stop_on_signals, warn
 from aerie.configs.read import as_dict, override, user_path, validate
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe, add_arguments, load, pairs_of
@@ -221,10 +221,28 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
         with status_file(status, "features") as ended:
             ended["state"] = write(recipe, stage, share, arguments.overwrite, _processes(recipe))
         return 0
+    try_in_miniature(recipe)
     plan, _, _ = prepare(recipe, stage, share, arguments.overwrite)
     if arguments.estimate:
         time_forwards(recipe, plan, share, _device(recipe))
     return 0
+
+
+def try_in_miniature(recipe: Recipe) -> None:
+    """UserError for a target of a kind that no head can be trained for; a warning for one that does not decode."""
+    from aerie.data.batches import check_padding
+    from aerie.infer.decode.check import checked_lm
+    from aerie.model.miniature import miniature
+    from aerie.model.target import load_config, only_trains
+
+    hf_config = load_config(recipe.target)
+    if (small := miniature(hf_config, recipe.target)) is not None:
+        check_padding(small)
+        try:
+            checked_lm(small)
+        except UserError as error:
+            if not only_trains(hf_config):  # which `prepare` says
+                warn(str(error))
 
 
 def _processes(recipe: Recipe) -> Any:

@@ -1,6 +1,5 @@
 """The recipe's conversations as tokenised rows; their preview and draft vocabulary."""
 
-import os
 import re
 import sys
 import time
@@ -26,7 +25,7 @@ from aerie.data.chat import Chat, Rendered, Row, shared_start
 from aerie.data.conversations import Conversation, Tally, UnusableRow, hub_commit, load_conversations
 from aerie.data.stage import bar, conversation_inputs, is_here
 from aerie.model.heads.eagle import DEFAULT_SIZE, DraftVocabulary
-from aerie.model.storage import Manifest, Whole, digest, directory_atomically, file_digest
+from aerie.model.storage import Manifest, Whole, digest, directory_atomically, file_digest, user_cache
 from aerie.model.target import load_tokenizer, target_end_ids
 
 BATCH = 256  # conversations of one tokenizer call
@@ -49,7 +48,7 @@ def tokenised(target: TargetConfig, config: DataConfig, speaks: bool = True) -> 
 def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally, speaks: bool = True) -> TokenisedData:
     """Rows cut at max_length, each with a supervised slot; what takes long is kept in the user's cache folder."""
     inputs, started = _decisive(config, tokenizer, end_ids), time.monotonic()
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "aerie" / digest(inputs)
+    directory = user_cache() / digest(inputs)
     if isinstance(found := Manifest.check(directory, inputs), Whole):
         if speaks:
             print(f"tokenised rows are read from {directory}", file=sys.stderr, flush=True)

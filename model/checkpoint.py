@@ -16,7 +16,7 @@ from aerie.model.heads.eagle import EMBEDDING, TAP_CONVENTION, DraftVocabulary, 
 from aerie.model.hub import head_directory
 from aerie.model.layers import Rotary
 from aerie.model.storage import CONFIG, read_json, write_json
-from aerie.model.target import VocabWeights
+from aerie.model.target import VocabWeights, context_of
 
 TABLES = ("d2t", "t2d")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -58,7 +58,10 @@ def config_for(
     vocab_size, width = vocab.embedding.shape
     asked = {name: value for name, value in vars(section).items() if value is not None}
     theirs = {name: getattr(text_config, name, None) for name in LAYER}
-    heads = asked.get("num_attention_heads", theirs["num_attention_heads"])
+    others = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner")  # Falcon's, OPT's, GPT-2's
+    inner = next((size for name in others if (size := getattr(text_config, name, None))), 4 * width)
+    theirs["intermediate_size"] = max(inner) if isinstance(inner, list) else inner  # Gemma-3n has one a layer
+    heads = asked.get("num_attention_heads", theirs["num_attention_heads"] or max(1, width // 64))
     if "num_attention_heads" in asked:  # the target's grouping is for its own
         theirs["num_key_value_heads"] = theirs["head_dim"] = None
     theta, scaling = rope_of(text_config)
@@ -67,10 +70,11 @@ def config_for(
         "hidden_size": width,
         "target_hidden_size": width,
         "vocab_size": vocab_size,
+        "num_attention_heads": heads,
         "num_key_value_heads": theirs["num_key_value_heads"] or heads,
         "head_dim": theirs["head_dim"] or asked.get("hidden_size", width) // heads,
         "rms_norm_eps": float(theirs["rms_norm_eps"] or 1e-6),
-        "max_position_embeddings": text_config.max_position_embeddings,
+        "max_position_embeddings": context_of(text_config),
         "rope_theta": theta,
         "rope_scaling": None if "rope_theta" in asked else scaling,
         "qk_norm": str(getattr(text_config, "model_type", "")).startswith("qwen3"),
@@ -122,7 +126,7 @@ def rope_of(text_config: Any) -> tuple[float, dict[str, Any] | None]:
     """RoPE's base and scaling (None: plain), of any transformers version."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
     if "full_attention" in parameters:  # Gemma-3 has one per kind of layer
-        parameters = parameters["full_attention"]
+        parameters = parameters["full_attention"] or {}
     theta = parameters.get("rope_theta", getattr(text_config, "rope_theta", None)) or 10000.0
     scaling = {k: v for k, v in parameters.items() if k != "rope_theta" and v is not None}
     return float(theta), None if scaling.get("rope_type", "default") == "default" else scaling
@@ -135,7 +139,7 @@ def position_warnings(config: Any, text_config: Any, place: str) -> list[str]:
     if (config.rope_theta, config.rope_scaling) != (theta, scaling):
         ours = f"rope_theta is {config.rope_theta:,.0f} with scaling {config.rope_scaling}"
         warnings.append(f"{place}: {ours}, its target's {theta:,.0f} with {scaling}; right only if trained so")
-    length, context = config.max_position_embeddings, getattr(text_config, "max_position_embeddings", 0)
+    length, context = config.max_position_embeddings, context_of(text_config) or 0
     if length < context:
         warnings.append(f"{place}: max_position_embeddings is {length:,}, its target's {context:,}: answers stop there")
     return warnings

@@ -188,6 +188,11 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()[:16]
 
 
+def user_cache() -> Path:
+    """The user's folder for what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "aerie"
+
+
 @dataclass(frozen=True)
 class Whole:
     manifest: "Manifest"

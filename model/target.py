@@ -22,6 +22,7 @@ from aerie.model.hub import hub_answer, require_target
 from aerie.model.storage import WEIGHTS, digest, first_line, read_json, template_path
 
 LARGE = 10**8  # bytes of a target whose loading is announced
+TOLERANCE = {torch.float64: 3e-3, torch.float32: 3e-3, torch.float16: 0.1}  # of `difference`; narrower dtypes: 0.25
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Target:
     def __init__(self, model: PreTrainedModel, config: TargetConfig) -> None:
         self.model = model.eval().requires_grad_(False)
         self.recipe, self.config, self.decoder = config, model.config.get_text_config(), model.get_decoder()
-        require_plain_attention(self.config, config.path)
+        self.decodes = set[str]()  # the forms of drafts that infer.decode.check found lossless
+        self.rope_switch = rope_switch(self.config)
         first, last = _embedding_and_head(model, config.path)
         bias = None if getattr(last, "bias", None) is None else last.bias.detach()
         transform = final_transform(self.config)
@@ -67,13 +69,18 @@ class Target:
         self.num_blocks = int(self.config.num_hidden_layers)
         self.generation_config = cast(GenerationConfig, model.generation_config)
         ids = torch.arange(1, 5, device=self.device).remainder(self.vocab.embedding.shape[0])[None]  # [1, 4]
-        with torch.inference_mode():
-            theirs = model(input_ids=ids, use_cache=False).logits.float()
-            ours = self.logits(self.features(ids).last_hidden).float().to(theirs.device)
+        try:
+            with torch.inference_mode():
+                theirs = model(input_ids=ids, use_cache=False).logits.float()
+                ours = self.logits(self.features(ids).last_hidden).float().to(theirs.device)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as stumbled:  # whatever a model that is no plain causal LM can do
+            raise UserError(f"{config.path}: {family(model)} gives no logits: {first_line(stumbled)}") from stumbled
         error = (theirs - ours).abs().max().item()
         if not error <= 1e-3 * max(1.0, theirs.abs().max().item()):  # also where they are not finite
             what = f"differ from the LM head's by {error:.2g} (nan: broken weights, or target.dtype is too narrow)"
-            raise UserError(f"{config.path}: its logits {what}; drafting would not be lossless")
+            raise UserError(f"{config.path}: {family(model)}: its logits {what}; drafting would not be lossless")
 
     @classmethod
     def load(cls, config: TargetConfig, device: torch.device | str | None = None) -> "Target":
@@ -113,8 +120,20 @@ class Target:
         taps = [out.hidden_states[k].to(self.device) for k in after_blocks]
         return TargetOutput(out.last_hidden_state.to(self.device), torch.cat(taps, dim=-1) if taps else None)
 
+    def difference(self, ours: Tensor, theirs: Tensor) -> float | None:
+        """The root mean square of that of logits [..., V], relative; null within the rounding of the target's dtype."""
+        ours, theirs = ours.float(), theirs.float().to(ours.device)
+        errors = (ours - theirs).square().mean(-1).sqrt() / theirs.std(-1).clamp_min(1e-9)  # [...]
+        # A close call of a router may go either way in a narrow dtype, at one token or another.
+        error = float(errors.max() if self.dtype in (torch.float32, torch.float64) else errors.median())
+        return None if error <= TOLERANCE.get(self.dtype, 0.25) else error
+
     def fingerprint(self) -> str:
         return fingerprint(self.config, self.vocab)
+
+
+def family(model: Any) -> str:
+    return f"{type(model).__name__} ({model.config.model_type})"
 
 
 def transformed(out: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -147,16 +166,30 @@ def weights_size(config: TargetConfig) -> int:
 
 def load_config(config: TargetConfig) -> Any:
     with _readable(config, "read the target's configuration"):
-        hf_config = AutoConfig.from_pretrained(config.path, **_source(config))
-    require_plain_attention(hf_config.get_text_config(), config.path)
-    return hf_config
+        return AutoConfig.from_pretrained(config.path, **_source(config))
 
 
-def require_plain_attention(text_config: Any, path: str) -> None:
-    """UserError for recurrent layers and linear attention, whose state holds no branches."""
-    kinds = {*(getattr(text_config, "layer_types", None) or [])} | {text_config.model_type} & {"rwkv", "xlstm"}
-    if other := kinds - {"full_attention", "sliding_attention"}:
-        raise UserError(f"{path}: has {sorted(other)} layers; a draft tree needs plain attention")
+def only_trains(hf_config: Any) -> str | None:
+    """A sentence where layers keep a state that holds no drafts."""
+    text = hf_config.get_text_config()
+    kinds = {*(getattr(text, "layer_types", None) or [])} | {text.model_type} & {"rwkv", "xlstm"}
+    other = sorted(kinds - {"full_attention", "sliding_attention"})
+    what = f"{text.model_type} has {other} layers, and drafts need plain attention"
+    return f"{what}: heads can be trained and exported for it, but aerie does not decode with it" if other else None
+
+
+def context_of(text_config: Any) -> int | None:
+    """How many tokens the target can read."""
+    names = ("max_position_embeddings", "max_seq_len")  # the last is MPT's
+    return next((int(length) for name in names if (length := getattr(text_config, name, None))), None)
+
+
+def rope_switch(text_config: Any) -> int | None:
+    """Of LongRoPE: a forward with a position at or beyond this one turns all its rows by other factors."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
+    lengths = (part["original_max_position_embeddings"] for part in parts if part.get("rope_type") == "longrope")
+    return next(lengths, None)
 
 
 def load_tokenizer(config: TargetConfig) -> Any:

@@ -15,12 +15,12 @@ from aerie.configs.read import as_dict
 from aerie.configs.schema.heads import DraftLMSection, Eagle3Section
 from aerie.configs.schema.recipe import Recipe
 from aerie.data import tokens
-from aerie.data.batches import Batch, Order, ShardPools, TokenisedRow, with_states
+from aerie.data.batches import Batch, Order, ShardPools, TokenisedRow, check_padding, with_states
 from aerie.data.cache import FeatureCache, rows_digest
 from aerie.data.conversations import Tally
 from aerie.data.features import check_rows, within_context
 from aerie.model.checkpoint import new_head, position_warnings, save_head
-from aerie.model.target import Target, fingerprint, load_tokenizer, load_vocab, taps_of, target_end_ids
+from aerie.model.target import Target, context_of, fingerprint, load_tokenizer, load_vocab, taps_of, target_end_ids
 from aerie.train import lm
 from aerie.train.launch import rank, world_size
 from aerie.train.objectives import OBJECTIVES, Objective
@@ -82,6 +82,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
     rows = _rows(recipe, tokenizer, end_ids, text_config, vocab, taps)
     length, drafted = within_context(recipe.data, text_config, False).max_length, _num_drafted(recipe)
     if is_online and whole is not None:
+        check_padding(whole)
         features = partial(with_states, whole, taps, getattr(torch, recipe.features.dtype or "", whole.dtype))
     if isinstance(section, DraftLMSection):
         head: Any = lm.new_causal_lm(section, tokenizer, settings.seed, None if vocab is None else len(vocab.embedding))
@@ -100,7 +101,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
             size = section.draft_vocab_size
             vocabulary, facts, counted = tokens.draft_vocabulary(rows.tokens, num_tokens, rows.origin, size, forced)
         if section.init_from is None and section.max_position_embeddings is None:
-            positions = max(text_config.max_position_embeddings, length + drafted)
+            positions = max(context_of(text_config) or 0, length + drafted)
             section = replace(section, max_position_embeddings=positions)
         head = new_head(section, text_config, vocab, settings.seed, path, taps, vocabulary).float()
         # A warm start keeps its vocabulary, which must be able to end a turn.

@@ -116,16 +116,19 @@ def measured_tau(recipe: Recipe, job: "Job") -> "Measure":
     """Greedy decoding of held-out prompts, a share of them in each process."""
     import torch
 
+    from aerie.infer.decode.check import checked_lm
     from aerie.infer.decode.drafters import DRAFTERS
     from aerie.infer.decode.engine import SpeculativeDecoder
     from aerie.infer.decode.methods import drafting
+    from aerie.model.target import context_of
     from aerie.train.launch import all_reduce, rank, world_size
 
     settings: Any = recipe.train
     target, tree = job.target, recipe.tree
     assert target is not None and tree is not None
+    checked_lm(target, form="chain" if tree.shape == "chain" else "tree")
     positions = job.objective.config.max_position_embeddings
-    room = min(getattr(target.config, "max_position_embeddings", None) or positions, positions)
+    room = min(context_of(target.config) or positions, positions)
     room -= settings.measure_new_tokens
     starts = ((row, next(place for place, turn in enumerate(list(row.turns)) if turn)) for row in job.rows.held_out)
     openings = ([int(token) for token in row.input_ids[:first]] for row, first in starts if 0 < first <= room)

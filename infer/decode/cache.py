@@ -26,23 +26,24 @@ class PreallocatedCache(Cache):
     def __init__(self, prefilled: DynamicCache, capacity: int) -> None:
         super().__init__(layers=[])
         self.length, self.pending = prefilled.get_seq_length(), 0
-        # layers of one device, dtype and shape share a tensor, so that `keep` gathers them all at once
-        self._groups: list[Tensor] = []  # [2 * layers, 1, KV, capacity, head_dim]
-        self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # views: keys and values of each layer
-        alike: dict[Any, list[int]] = {}
+        # tensors of one device, dtype and shape share one, so that `keep` gathers them all at once
+        self._groups: list[Tensor] = []  # [tensors, 1, KV, capacity, head_dim]
+        self._rows: dict[tuple[int, str], Tensor] = {}  # views: each layer's keys and values
+        alike: dict[Any, dict[tuple[int, str], Tensor]] = {}
         for index, layer in enumerate(prefilled.layers):
-            alike.setdefault((layer.keys.device, layer.keys.dtype, layer.keys.shape), []).append(index)
-        for indices in alike.values():
-            first = prefilled.layers[indices[0]].keys
-            store = first.new_empty(2 * len(indices), *first.shape[:2], capacity, first.shape[-1])
-            for index, keys, values in zip(indices, store[::2], store[1::2], strict=True):
-                keys[:, :, : self.length] = prefilled.layers[index].keys
-                values[:, :, : self.length] = prefilled.layers[index].values
-                self._rows[index] = keys, values
+            for name in ("keys", "values") if layer.is_initialized else ():  # not where layers share an earlier one's
+                rows = getattr(layer, name)  # MLA's values are narrower than its keys
+                alike.setdefault((rows.device, rows.dtype, rows.shape), {})[index, name] = rows
+        for group in alike.values():
+            first = next(iter(group.values()))
+            store = first.new_empty(len(group), *first.shape[:2], capacity, first.shape[-1])
+            for view, (place, rows) in zip(store, group.items(), strict=True):
+                view[:, :, : self.length] = rows
+                self._rows[place] = view
             self._groups.append(store)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        keys, values = self._rows[layer_idx]
+        keys, values = self._rows[layer_idx, "keys"], self._rows[layer_idx, "values"]
         start, count = self.length + self.pending, key_states.shape[2]
         keys.narrow(2, start, count).copy_(key_states)
         values.narrow(2, start, count).copy_(value_states)
@@ -84,6 +85,12 @@ class CachedLM:
         # the prompt goes through transformers' own cache and causal mask; its rows are then copied once
         self.cache = PreallocatedCache(cache, capacity)
         return self._step(out, last_only=True)
+
+    @property
+    def max_levels(self) -> int:
+        """Of a tree: with LongRoPE no node may turn the rows that are kept."""
+        left = (self.target.rope_switch or 0) - self.cache.length - 1
+        return left if left >= 0 else 2**31
 
     def extend(self, tree: Tree) -> TargetStep:
         return self._step(self._forward(tree.tokens, tree.depth, tree.mask))

@@ -15,13 +15,13 @@ from torch.nn import functional as F
 
 from aerie.configs.schema.decode import LookaheadConfig, PromptLookupConfig
 from aerie.configs.schema.heads import DType, TargetConfig
-from aerie.infer.decode.cache import CachedLM
+from aerie.infer.decode.check import checked_lm
 from aerie.infer.decode.sampling import Sampler
 from aerie.infer.decode.shape import Cycle, Drafter, Proposer
 from aerie.infer.decode.tree import Path, Tree, ancestors, root_only
 from aerie.model.heads.eagle import Eagle1Head, Eagle3Head, EagleDraft
 from aerie.model.layers import KeyValueBuffer
-from aerie.model.target import Target, load_tokenizer, require_same_token_ids
+from aerie.model.target import Target, context_of, load_tokenizer, require_same_token_ids
 
 
 class EagleDrafter(Drafter):
@@ -163,9 +163,9 @@ class DraftLMDrafter(Drafter):
     """A small LM. `commit` leaves the accepted tokens that drafting has not read to the forward of the next `start`."""
 
     def __init__(self, draft: Target, target: Target) -> None:
-        self.draft, self._lm = draft, CachedLM(draft)
+        self.draft, self._lm = draft, checked_lm(draft, form="chain")
         self.forwards = ((draft.decoder, "forward"), (draft, "logits"))
-        self.max_positions = int(getattr(draft.config, "max_position_embeddings", None) or 2**31)
+        self.max_positions = context_of(draft.config) or 2**31
         # laws are over the tokens that both vocabularies have: one of them may be padded
         self._num_columns = min(int(draft.vocab.lm_head.shape[0]), int(target.vocab.lm_head.shape[0]))
         self._unread = torch.empty(0, dtype=torch.long)  # committed tokens
@@ -292,6 +292,8 @@ def continuation(text: NDArray[np.int64], config: PromptLookupConfig, end_ids: C
 
 
 class PromptLookup(Proposer):
+    is_chain = True
+
     def __init__(self, config: PromptLookupConfig) -> None:
         self.config, self.max_nodes = config, config.length + 1
 

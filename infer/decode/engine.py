@@ -17,13 +17,13 @@ from aerie.configs.read import validate
 from aerie.configs.schema.decode import METHODS, USUAL, MethodConfig, TreeConfig, TypicalConfig, check_kind
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data.chat import answer_text, apply_template
-from aerie.infer.decode.cache import CachedLM
+from aerie.infer.decode.check import Form, checked_lm
 from aerie.infer.decode.methods import Drafters, kind_at, make_proposer
 from aerie.infer.decode.sampling import Decoding, Sampler, resolve
 from aerie.infer.decode.shape import Cycle, Proposer
 from aerie.infer.decode.tree import root_only
 from aerie.infer.decode.verify import rule_of, verify
-from aerie.model.target import Target, load_tokenizer
+from aerie.model.target import Target, context_of, load_tokenizer
 
 SETTINGS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id")
 PHASES = ("prefill", "draft", "verify", "commit", "other", "wall")
@@ -85,7 +85,8 @@ class SpeculativeDecoder:
         if typical is not None and proposer is None:  # its bonus token is the argmax
             raise UserError("typical acceptance needs drafted tokens; give the decoder a head")
         self.target, self.proposer, self.typical = target, proposer, typical
-        self.lm = CachedLM(target, () if proposer is None else proposer.after_blocks)
+        form: Form = "chain" if proposer is None or proposer.is_chain else "tree"
+        self.lm = checked_lm(target, () if proposer is None else proposer.after_blocks, form)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -193,8 +194,12 @@ class SpeculativeDecoder:
             remaining = limit - len(answer)
             if remaining == 0 or answer[-1] in decoding.eos_token_ids:
                 break
+            if self.lm.cache.length == self.target.rope_switch:  # LongRoPE: all rows are to be turned anew
+                self.lm.prefill(torch.cat([prompt, torch.tensor(answer, device=prompt.device)]), capacity)
+                self.lm.cache.length -= 1  # the root's row comes with its tree
             # (1) draft; the bonus token takes one place of what is left
-            tree = root_only(root) if proposer is None or remaining == 1 else proposer.propose(root, remaining - 1)
+            levels = min(remaining - 1, self.lm.max_levels)
+            tree = root_only(root) if proposer is None or levels == 0 else proposer.propose(root, levels)
             position, draft_ms = self.lm.cache.length, clock.lap("draft")
             # (2) verify in one target forward
             step = self.lm.extend(tree)
@@ -237,7 +242,7 @@ class SpeculativeDecoder:
     @property
     def limits(self) -> dict[str, int]:
         """How many tokens prompt and answer may have together, by what bounds them."""
-        limits = {"the target's context": int(getattr(self.target.config, "max_position_embeddings", None) or 2**31)}
+        limits = {"the target's context": context_of(self.target.config) or 2**31}
         if self.proposer is not None:
             limits["the draft head's max_position_embeddings"] = self.proposer.max_positions
         return limits

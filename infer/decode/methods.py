@@ -24,7 +24,7 @@ from aerie.model.heads import Head
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.hub import head_directory
 from aerie.model.storage import CALIBRATOR, CONFIG, digests, read_json
-from aerie.model.target import Target, default_taps, load_vocab, other_weights
+from aerie.model.target import Target, context_of, default_taps, load_vocab, other_weights
 
 FLOOR = 1e-4  # no token is impossible because a few held-out prompts never had it
 
@@ -114,7 +114,8 @@ def make_proposer(drafters: Drafters, asked: MethodConfig, head: str | None) -> 
     """null: vanilla; the head was found by `find_head`."""
     options, tree = asked.options, asked.tree
     if isinstance(options, schema.LookaheadConfig):
-        return Lookahead(options, getattr(drafters.target.config, "max_position_embeddings", None))
+        target = drafters.target  # no passenger may turn LongRoPE
+        return Lookahead(options, target.rope_switch or context_of(target.config))
     if options is not None:
         return PromptLookup(options)
     if tree is None:

@@ -54,6 +54,8 @@ class Drafter:
 class Shape:
     """draft_slots: the most nodes that one tree gives to `Drafter.step`."""
 
+    is_chain = False
+
     def __init__(self, stop: Stop, levels: int, max_nodes: int, draft_slots: int, calibrate: Calibrate) -> None:
         self.stop, self.calibrate = stop, calibrate
         self.levels, self.max_nodes, self.draft_slots = levels, max_nodes, draft_slots
@@ -253,6 +255,7 @@ class Proposer:
     max_nodes: int = 1  # of a tree, root and passengers included
     max_positions: int = 2**31  # as of Drafter
     after_blocks: tuple[int, ...] = ()
+    is_chain: bool = False  # no node ever has siblings
 
     def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
         """A new prompt [T]; capacity in tokens and nodes of one tree."""
@@ -271,7 +274,7 @@ class Drafting(Proposer):
     def __init__(self, drafter: Drafter, shape: Shape) -> None:
         self.drafter, self.shape = drafter, shape
         self.max_nodes, self.max_positions = shape.max_nodes, drafter.max_positions
-        self.after_blocks = drafter.after_blocks
+        self.after_blocks, self.is_chain = drafter.after_blocks, shape.is_chain
 
     def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
         self._sampler = sampler

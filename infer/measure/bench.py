@@ -39,7 +39,7 @@ from aerie.infer.measure.suite import Suite, suite_of
 from aerie.infer.measure.tasks import Prompt, encode_turn, load_prompts, pinned, prompt_inputs
 from aerie.model.hub import quieten
 from aerie.model.storage import Foreign, Manifest, Stage, Whole, first_line, remove_temporaries, write_json, write_text
-from aerie.model.target import Target
+from aerie.model.target import Target, context_of
 
 CYCLES, JOB = "cycles.jsonl", "job.json"
 WARM_UP_TOKENS = 24
@@ -118,7 +118,7 @@ def measured(
 ) -> dict[str, Any]:
     """The bench and its facts."""
     asked, kinds = pinned(section.prompts), [head and kind_at(head) for head in heads]
-    prompts, longest = load_prompts(asked), getattr(target.config, "max_position_embeddings", None)
+    prompts, longest = load_prompts(asked), context_of(target.config)
     suite = suite_of(section, prompts)
     bench = Bench(target, tokenizer, make_decoders(target, suite.rows, heads), kinds, section, output)
     what = results.Asked(suite.main, suite.points, section.by_task, section.contexts, longest)

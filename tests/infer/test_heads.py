@@ -94,10 +94,11 @@ def test_every_verified_node_was_drafted_and_is_counted(kind: str, options: dict
             column = proposer.drafter.target_ids(torch.arange(len(law))).tolist().index(int(grown.tokens[node]))
             assert float(grown.confidence[node]) == pytest.approx(float(law[column]), abs=1e-5)
 
+    decoder = SpeculativeDecoder(target, proposer)
     hook = target.decoder.register_forward_pre_hook(
         lambda _, __, keywords: read.append(keywords["input_ids"].shape[1]), with_kwargs=True
     )
-    found = SpeculativeDecoder(target, proposer).generate(ids, do_sample=False, max_new_tokens=12, on_cycle=watch)
+    found = decoder.generate(ids, do_sample=False, max_new_tokens=12, on_cycle=watch)
     hook.remove()
     statistics = found.statistics
     assert [width - 1 for width in read[1:]] == nodes == statistics.cycle_nodes and sum(nodes) > 50

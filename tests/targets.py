@@ -1,0 +1,120 @@
+"""Every causal LM of transformers in miniature, and what aerie does with it.
+
+python -m tests.targets > docs/targets.md
+"""
+
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cache
+from traceback import extract_tb
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from aerie.configs.errors import UserError
+from aerie.configs.schema.decode import ChainConfig, DynamicConfig
+from aerie.configs.schema.heads import Eagle1Section, TargetConfig
+from aerie.data.batches import check_padding
+from aerie.infer.decode.drafters import EagleDrafter
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.methods import drafting
+from aerie.infer.measure.lossless import Reference
+from aerie.model.checkpoint import new_head
+from aerie.model.miniature import small_model
+from aerie.model.target import Target
+from tests.infer.steered import steered
+
+FACTORS = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [3.0, 5.0, 7.0, 9.0]}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 28, **FACTORS}
+OWN: dict[str, dict[str, Any]] = {  # sizes of a kind that depend on each other
+    "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "phi3": {"rope_parameters": LONGROPE, "pad_token_id": None},
+}
+DRAFTS = {"tree": DynamicConfig(levels=4, k=3, nodes=12), "chain": ChainConfig(levels=4)}
+WORDS = {
+    "tree": "decode with draft trees, and the tokens are those of `generate`",
+    "chain": "decode with chains and without drafts, and the tokens are those of `generate`; trees are refused",
+    "trained": "train and export heads; decoding is refused",
+    "refused": "are refused",
+    "not built": "are not built in miniature here, so that nothing is said about them",
+    "WRONG": "are WRONG",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    word: str
+    why: str = ""
+
+
+def small(name: str) -> Any:
+    return small_model(CONFIG_MAPPING[name](), **OWN.get(name, {}))
+
+
+@cache
+def outcome(name: str) -> Outcome:
+    try:
+        model = small(name)
+    except Exception as error:
+        return Outcome("not built", f"{type(error).__name__}: {str(error).splitlines()[:1]}")
+    try:
+        return _outcome(model, name)
+    except Exception as error:
+        place = extract_tb(error.__traceback__)[-1]
+        return Outcome("WRONG", f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})")
+
+
+def _outcome(model: Any, name: str) -> Outcome:
+    try:
+        target = Target(model, TargetConfig(path=name))
+        check_padding(target)
+        head = new_head(
+            Eagle1Section(max_position_embeddings=256, rope_theta=1e4), target.config, target.vocab, 0
+        ).eval()
+    except UserError as error:
+        return Outcome("refused", str(error))
+    for setting in "eos_token_id forced_eos_token_id pad_token_id suppress_tokens begin_suppress_tokens".split():
+        setattr(model.generation_config, setting, None)
+    ids, refusals = torch.randint(5, 97, (1, 24), generator=torch.Generator().manual_seed(1)), []
+    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+    for form, shape in DRAFTS.items():
+        try:
+            decoder = SpeculativeDecoder(target, drafting(EagleDrafter(head, target), shape))
+        except UserError as error:
+            refusals.append(str(error))
+            continue
+        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        decoders = [SpeculativeDecoder(target), steered(decoder, [Reference(ids, theirs[0, 24:].tolist())], right=True)]
+        for each in decoders:
+            out = each.generate(ids, eos_token_id=[], **options)
+            if not torch.equal(out.sequences, theirs):
+                return Outcome("WRONG", f"{out.new_ids} are not {theirs[0, 24:].tolist()}")
+        assert out.statistics.tau > 2, "drafts are steered"
+        return Outcome(form, *refusals)
+    return Outcome("trained", refusals[-1])
+
+
+def table(names: list[str]) -> str:
+    found = defaultdict[str, dict[str, str]](dict)
+    for name in names:
+        seen = outcome(name)
+        found[seen.word][name] = seen.why.removeprefix(f"{name}: ")
+    text = "# Targets\n\nWritten by `python -m tests.targets` with transformers " + transformers.__version__
+    text += ": every architecture of\n`AutoModelForCausalLM`, in miniature with random weights in float32.\n"
+    for word, what in WORDS.items():
+        if some := found[word]:
+            text += f"\n## {len(some)} {what}\n\n"
+            if any(some.values()):
+                text += "| | why |\n|---|---|\n" + "".join(f"| {name} | {why} |\n" for name, why in some.items())
+            else:
+                text += ", ".join(some) + ".\n"
+    return text
+
+
+if __name__ == "__main__":
+    print(table(sys.argv[1:] or [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]), end="")

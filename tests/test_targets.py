@@ -1,0 +1,100 @@
+"""Every family of targets is right or refused by name: trees and chains give the tokens of plain decoding."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from aerie.configs.errors import UserError
+from aerie.configs.schema.heads import TargetConfig
+from aerie.data import main as data
+from aerie.data.batches import check_padding
+from aerie.infer import main as infer
+from aerie.infer.decode import check
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.model import main as model
+from aerie.model.miniature import small_model
+from aerie.model.target import Target
+from aerie.train import main as train
+from tests import tiny
+from tests.targets import outcome, small, table
+
+FAST = {"llama": "tree", "gpt2": "tree", "gpt_neox": "tree", "falcon": "tree", "opt": "tree", "gemma2": "tree"}
+FAST |= {"deepseek_v3": "tree", "phi3": "tree", "mpt": "chain", "gpt_neo": "chain", "qwen3_next": "trained"}
+FAST |= {"rwkv": "trained", "bert": "refused"}
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_family_decodes_as_it_does_alone_or_is_refused_by_name(name: str) -> None:
+    seen = outcome(name)
+    assert seen.word == FAST[name] and (seen.word == "tree" or name in seen.why), seen
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+def test_no_family_is_wrong_and_none_ends_in_a_traceback() -> None:
+    names = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    assert "WRONG" not in table(names) and sum(outcome(name).word == "tree" for name in names) >= 80
+
+
+def test_a_hybrid_target_trains_and_exports_a_head_and_says_that_it_does_not_decode(
+    tmp_path: Path, capsys: Any
+) -> None:
+    for kind in ("qwen3_next", "mpt"):
+        small_model(AutoConfig.for_model(kind), vocab_size=320).save_pretrained(tmp_path / kind)
+        tiny.tokenizer().save_pretrained(tmp_path / kind)
+    rows, target = tiny.write_conversations(tmp_path / "rows.jsonl", 12), tmp_path / "qwen3_next"
+    values = {"run": str(tmp_path / "run"), "threads": 1, "target": {"path": str(target)}}
+    values |= {"data": {"conversations": [str(rows)], "held_out": 0.2, "max_length": 64}}
+    values |= {"train": {"max_steps": 2, "batch_size": 4, "eval_every": 0}}
+    recipe = tiny.recipe(tmp_path / "recipe.yaml", values)
+    why = "qwen3_next has ['linear_attention'] layers, and drafts need plain attention: heads can be trained"
+    assert tiny.call(data, "features", "--config", recipe, "--plan") == 0
+    assert capsys.readouterr().err.count(why) == 1
+    assert tiny.call(data, "features", "--config", recipe) == tiny.call(train, "--config", recipe) == 0
+    head, out = tmp_path / "run/heads/eagle1", tmp_path / "out"
+    assert tiny.call(model, "convert", head, "--to", "safeailab", "--target", target, "--out", out) == 0
+    capsys.readouterr()
+    assert tiny.call(infer, "generate", "--target", target, "--prompt", "x") == 2
+    assert f"error: {target}: {why}" in capsys.readouterr().err
+    # counts positions by rows of the cache: chains alone are right
+    assert (
+        tiny.call(
+            data, "features", "--config", recipe, "--run", tmp_path / "2", "--target.path", tmp_path / "mpt", "--plan"
+        )
+        == 0
+    )
+    assert "MptForCausalLM (mpt): its logits for a draft tree after 16 tokens" in capsys.readouterr().err
+    assert tiny.call(infer, "generate", "--target", tmp_path / "mpt", "--prompt", "x", "--max-new-tokens", 3) == 0
+    assert tiny.call(infer, "generate", "--target", tmp_path / "mpt", "--prompt", "x", "--method", "lookahead") == 2
+    assert "use a method that drafts a chain (eagle-chain, sps, pld), or vanilla" in capsys.readouterr().err
+
+
+def test_longrope_is_that_of_each_row_and_of_plain_decoding_before_across_and_beyond_its_original_length() -> None:
+    target = Target(small("phi3"), TargetConfig(path="phi3"))
+    check_padding(target)  # rows of 32 and 10 tokens
+    target.model.generation_config.eos_token_id = None
+    for length in (8, 27, 28, 29, 40):
+        ids = torch.randint(5, 97, (1, length), generator=torch.Generator().manual_seed(length))
+        theirs = target.model.generate(ids, max_new_tokens=12, do_sample=False)
+        for method in ("vanilla", "pld", "lookahead"):
+            decoder = SpeculativeDecoder.from_pretrained(target, method=method)
+            assert torch.equal(decoder.generate(ids, max_new_tokens=12, do_sample=False).sequences, theirs), length
+
+
+def test_a_large_target_is_checked_once_and_again_where_its_weights_change(tmp_path: Path, monkeypatch: Any) -> None:
+    asked: list[str] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(check, "LARGE", 1000)
+    monkeypatch.setattr(check, "_fault", lambda target, form: asked.append(form))
+    for seed in (0, 0, 1):
+        config = TargetConfig(str(tiny.target(tmp_path / f"target-{seed}", seed=seed)))
+        SpeculativeDecoder(Target.load(config))
+    assert asked == ["chain", "chain"]
+    monkeypatch.setattr(check, "_fault", lambda target, form: "is wrong")
+    for _ in range(2):  # what is refused is never kept
+        with pytest.raises(UserError, match=r"LlamaForCausalLM .llama.: is wrong; heads can be trained"):
+            SpeculativeDecoder.from_pretrained(Target.load(config), method="lookahead")
