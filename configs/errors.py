@@ -1,7 +1,9 @@
 """Mistakes of the user: one line on stderr and exit code 2, no traceback."""
 
+import argparse
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -9,6 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
+
+from safetensors import SafetensorError
 
 REQUEUE = 75  # the exit code that asks for another start (sysexits.h: EX_TEMPFAIL)
 
@@ -36,29 +41,60 @@ def stop_on_signals() -> None:
     signal.signal(signal.SIGUSR1, requeue)
 
 
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # how Python reads bytes that are not UTF-8, or half an escape
+SECRETS = re.compile(  # in a URL: what stands before its @, and the values behind its ?; keys of OpenAI and of the Hub
+    r"(?<=://)[^\s/]+(?=@)|(?<=[?&])([\w.-]+=)[^\s&'\")]+|\bhf_\w{30,}|\bsk-[\w-]{16,}|(?<=bearer )[^\s'\",]+",
+    re.IGNORECASE,
+)
+
+
+def masked(text: str) -> str:
+    """Without passwords and keys, such as in a server's address or in what it answers."""
+    for value in (os.environ.get("OPENAI_API_KEY", ""), os.environ.get("HF_TOKEN", "")):
+        text = text.replace(value, "***") if len(value) >= 8 else text
+    return SECRETS.sub(lambda found: f"{found[1] or ''}***", text)
+
+
 def warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+    print(f"warning: {masked(message)}", file=sys.stderr, flush=True)
+
+
+class Arguments(argparse.ArgumentParser):
+    """Whose mistakes are told in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
     """Around a main: exits with 2 for a UserError, 130 for Ctrl-C, 75 for SIGUSR1, 141 when nobody reads stdout."""
     try:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+            if not os.environ.get(name, "0").isdecimal():
+                raise UserError(f"{name}: {os.environ[name]!r} is no number; a launcher sets it, so unset it")
+        for word in sys.argv:
+            if LONE_SURROGATE.search(word):
+                raise UserError(f"{word!a}: is no UTF-8 text")
         yield
         sys.stdout.flush()
-    except UserError as error:
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except (UserError, OSError, SafetensorError, UnicodeDecodeError) as error:
+        said = str(error) if isinstance(error, UserError) else (str(error).splitlines() or [type(error).__name__])[0]
+        if isinstance(error, OSError) and error.filename is not None:
+            said = f"{error.filename}: {error.strerror}"
+        said = masked(said)
         # torch's launcher quotes this file at the end of its own report.
         if reply := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            Path(reply).write_text(json.dumps({"message": f"error: {error}", "timestamp": int(time.time())}))
+            Path(reply).write_text(json.dumps({"message": f"error: {said}", "timestamp": int(time.time())}))
         # The first process says the same, and the launcher ends the others.
         if os.environ.get("LOCAL_RANK", "0") != "0":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(3)
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {said}", file=sys.stderr, flush=True)
         sys.exit(2)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
     except Requeued:
         print("stopped before the time limit: the same command goes on", file=sys.stderr)
         sys.exit(REQUEUE)

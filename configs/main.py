@@ -27,7 +27,7 @@ from typing import Any
 
 import yaml
 
-from aerie.configs.errors import REQUEUE, Requeued, UserError, exit_codes, stop_on_signals
+from aerie.configs.errors import REQUEUE, Arguments, Requeued, UserError, exit_codes, stop_on_signals
 from aerie.configs.read import TAGS, Place, Section, as_dict, dump, sections, suggestion, user_path
 from aerie.configs.schema.recipe import Recipe, add_arguments, load
 from aerie.data.stage import feature_stage, is_here, size, target_inputs
@@ -54,7 +54,7 @@ BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 @exit_codes()
 def main() -> int:
-    parser = argparse.ArgumentParser("aerie", description="Runs and settings.", allow_abbrev=False)
+    parser = Arguments("aerie", description="Runs and settings.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(command: Any, summary: str) -> argparse.ArgumentParser:
@@ -212,7 +212,11 @@ def status(arguments: argparse.Namespace, unknown: list[str]) -> int:
     root = next((place for place in (given, *given.parents[:2]) if [*place.glob("status*.json")]), given)
     found = sorted(root.glob("status*.json")) or sorted(root.glob("*/status.json"))
     for path in found:
-        said, run = read_json(path), path.parent
+        match read_json(path):
+            case {"stage": str(), "state": str(), "code": int()} as said:
+                run = path.parent
+            case _:
+                raise UserError(f"{path}: is not the status of a run; delete it")
         with suppress(OSError), Lock(path.with_name(f".{path.name}.lock")) as lock:
             if said["state"] == "running" and lock.acquire(wait=False) is True:  # a running stage would hold it
                 said |= {"state": "killed", "code": 137}
@@ -257,8 +261,8 @@ def _state(place: Path) -> tuple[str, list[str]]:
     found: Any = Manifest.check(place, content=False)
     if (place / "summary.json").is_file() and not (place / FILE).exists():  # the report
         rows = [row for row in read_json(place / "summary.json")["rows"] if row["status"] == "ok"]
-        best = max(rows, key=lambda row: float(row["tau"]))
-        return "whole", [f"best tau {best['tau']:.2f} ({best['method']}, {best['speedup'] or 0:.2f}x)"]
+        best = sorted(rows, key=lambda row: -float(row["tau"]))[:1]
+        return "whole", [f"best tau {row['tau']:.2f} ({row['method']}, {row['speedup'] or 0:.2f}x)" for row in best]
     if not (place / FILE).is_file():
         return "stopped" if place.is_dir() and any(place.iterdir()) else "absent", []
     record = found

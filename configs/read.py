@@ -5,6 +5,8 @@ import dataclasses
 import difflib
 import functools
 import itertools
+import json
+import math
 import os
 import re
 import typing
@@ -15,7 +17,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import yaml
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError, model_validator
 
-from aerie.configs.errors import UserError
+from aerie.configs.errors import LONE_SURROGATE, UserError
 
 T = TypeVar("T")
 
@@ -79,6 +81,7 @@ _Loader.add_implicit_resolver(  # 3e-5 is a number, as in YAML 1.2
 )
 # Making one takes as long as thousands of its calls.
 adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
+MOST_BYTES, MOST_VALUES = 2**20, 100_000  # of a recipe; what an anchor repeats counts each time
 
 
 def load(path: Path, schema: type[T], overrides: Sequence[str]) -> T:
@@ -87,18 +90,60 @@ def load(path: Path, schema: type[T], overrides: Sequence[str]) -> T:
     return validate(values, schema, str(path), lines, overrides)
 
 
+def require_regular(path: Path) -> None:
+    """UserError for what has no end: a pipe, a device, a socket."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UserError(f"{path}: a pipe or a device; name a regular file")
+
+
+def read_text(path: Path, most_bytes: float = math.inf) -> str:
+    """A file's UTF-8 text; UserError where it cannot be read, or is longer."""
+    try:
+        require_regular(path)
+        if (size := path.stat().st_size) > most_bytes:
+            raise UserError(f"{path}: has {size:,} bytes, and {most_bytes:,} are read at most; is it another file?")
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from error
+
+
+def parse_json(text: str, read: Callable[[str], Any] = json.loads) -> Any:
+    """ValueError for all that is no JSON value, or one that is too deep or too long for Python."""
+    try:
+        return read(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _parse_yaml(text: str, place: str) -> tuple[Any, Any]:
+    """The value and its node."""
+    try:
+        loader = _Loader(text)
+        node: Any = loader.get_single_node()
+        waiting, count = [node] * (node is not None), 0
+        while waiting:  # does not end by itself where an anchor holds itself
+            value = waiting.pop().value
+            if isinstance(value, str) and LONE_SURROGATE.search(value):
+                raise UserError(f"{place}: {value!a} holds half of a surrogate pair; write the character itself")
+            inner = [] if isinstance(value, str) else value
+            inner = [*itertools.chain.from_iterable(inner)] if inner and isinstance(inner[0], tuple) else inner
+            count += len(inner)
+            if count > MOST_VALUES:
+                raise UserError(f"{place}: more than {MOST_VALUES:,} values, with what anchors repeat; write fewer")
+            waiting += inner
+        return None if node is None else loader.construct_document(node), node
+    except RecursionError as error:
+        raise UserError(f"{place}: nested too deeply") from error
+    except (yaml.YAMLError, ValueError) as error:  # no such date, too long a number
+        mark = getattr(error, "problem_mark", None)
+        where = f"{place}:{mark.line + 1}" if mark else place
+        what = getattr(error, "problem", None) or str(error).splitlines()[0].partition(";")[0]
+        raise UserError(f"{where}: not YAML ({what}); check the indentation") from error
+
+
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """The file's mapping, and 'file:line' of each dotted key."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        node = yaml.compose(text, Loader=_Loader)
-        values = yaml.load(text, Loader=_Loader)  # noqa: S506 (_Loader is a SafeLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot read the recipe: {getattr(error, 'strerror', 'not UTF-8 text')}") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise UserError(f"{where}: not YAML ({getattr(error, 'problem', error)}); check the indentation") from error
+    values, node = _parse_yaml(read_text(path, MOST_BYTES), str(path))
     if not isinstance(values, dict) or not isinstance(node, yaml.MappingNode):
         raise UserError(f"{path}: a recipe is a mapping of sections; this is {type(values).__name__}")
     lines: dict[str, str] = {}
@@ -123,10 +168,7 @@ def override(words: Sequence[str], values: dict[str, Any], lines: dict[str, str]
     """Sets `a.b.c=value` in values."""
     for word in words:
         name, _, text = word.partition("=")
-        try:
-            value = yaml.load(text, Loader=_Loader)  # noqa: S506
-        except yaml.YAMLError as error:
-            raise UserError(f"--{name}: cannot read the value {text!r}") from error
+        value, _ = _parse_yaml(text, f"--{name}")
         parts, section = name.split("."), typing.cast(Any, values)
         for depth, part in enumerate(parts):
             key: Any = part

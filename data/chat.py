@@ -17,13 +17,12 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError
 from tokenizers import Tokenizer
 
-from aerie.configs.errors import UserError
+from aerie.configs.errors import LONE_SURROGATE, UserError
 from aerie.data.conversations import Conversation, Message, Tally, UnusableRow
 from aerie.model.storage import SHIPPED_TEMPLATE, first_line
 
 # A row's text, its answers as ascending (start, end) in characters (end exclusive), and its source.
 Rendered = tuple[str, list[tuple[int, int]], str]
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 # gpt-oss's harmony format: a channel's name is ordinary text between two special tokens
 FINAL = re.compile(r"<\|channel\|>final.*?<\|message\|>(.*?)(?:<\|(?:end|return|call|start|channel)\|>|$)", re.DOTALL)
 
@@ -59,7 +58,7 @@ def apply_template(tokenizer: Any, messages: Sequence[Message], **settings: Any)
         return tokenizer.apply_chat_template(list(messages), **{"tokenize": False, "return_dict": False, **settings})
     except TemplateSyntaxError as error:
         raise UserError(f"{name}: chat template: line {error.lineno}: {error.message}") from error
-    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
         raise UnusableRow(f"the chat template refuses it: {first_line(error)[:120]}", "") from error
 
 

@@ -13,8 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from aerie.configs.errors import UserError
-from aerie.configs.read import read_yaml
+from aerie.configs.errors import LONE_SURROGATE, UserError
+from aerie.configs.read import parse_json, read_yaml
 from aerie.configs.schema.data import DataConfig
 from aerie.data.stage import ROW_SUFFIXES, is_here, row_files
 from aerie.model.hub import readable_errors
@@ -136,17 +136,21 @@ def _numbered(path: Path) -> Iterator[tuple[int, Any]]:
     with path.open(encoding="utf-8-sig") as file:
         text, number = file.read().strip() if path.suffix == ".json" else "", 1
         try:
-            value, end = json.JSONDecoder().raw_decode(text) if text else (None, -1)
+            value, end = parse_json(text, json.JSONDecoder().raw_decode) if text else (None, -1)
             if end == len(text):
                 yield from enumerate(value if isinstance(value, list) else [value], start=1)
                 return
             file.seek(0)
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield number, json.loads(line.strip())
-        except json.JSONDecodeError as error:
-            fault = f"{path}:{number + error.lineno - 1}: not JSON ({error.msg} at column {error.colno})"
-            raise UserError(f"{fault}; mend or delete the line") from error
+                    yield number, parse_json(line.strip())
+        except UnicodeDecodeError:
+            raise
+        except ValueError as error:
+            at, why = number, first_line(error).partition(";")[0]  # of a value that is too deep or too long
+            if isinstance(error, json.JSONDecodeError):
+                at, why = number + error.lineno - 1, f"{error.msg} at column {error.colno}"
+            raise UserError(f"{path}:{at}: not JSON ({why}); mend or delete the line") from error
 
 
 def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversation]:
@@ -156,6 +160,9 @@ def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversatio
         tally.rows += 1
         try:
             conversation = _read(row, config, tally)
+        except RecursionError:
+            tally.add("skipped", "nested too deeply", row.place)
+            continue
         except UnusableRow as error:
             if error.reason == UNKNOWN_KEYS and row.number == 1:
                 raise UserError(f"{row.place} {error.sentence}") from error
@@ -168,6 +175,11 @@ def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversatio
     if tally.kept == 0:
         counts = tally.line().removeprefix("conversations: ")
         raise UserError(f"{', '.join(config.conversations)}: no usable conversation: {counts}")
+
+
+def is_text(value: Any) -> bool:
+    """One that a tokenizer takes, and not blank."""
+    return isinstance(value, str) and bool(value.strip()) and not LONE_SURROGATE.search(value)
 
 
 def _read(row: RawRow, config: DataConfig, tally: Tally) -> Conversation:
@@ -225,8 +237,8 @@ def to_messages(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> list[Me
 def _unpacked(value: Any) -> Any:
     """The list that a column holds, also as JSON or as Python's text (a table's cell, such as pandas writes)."""
     if isinstance(value, str) and value.lstrip().startswith("["):
-        for read in (json.loads, ast.literal_eval):
-            with suppress(ValueError, SyntaxError):
+        for read in (parse_json, ast.literal_eval):
+            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: nested too deeply
                 return read(value.strip())
     return value
 
@@ -236,7 +248,7 @@ def _message(turn: Any, number: int) -> Message:
     speaker = turn.get("from") or turn.get("role")
     role = ROLES.get(str(speaker).strip().lower())
     if role is None:
-        raise UnusableRow("unknown role", f"turn {number} is from {speaker!r}; expected human, gpt, system or tool")
+        raise UnusableRow("unknown role", f"turn {number} is from {speaker!r:.60}; expected human, gpt, system or tool")
     content = turn.get("value") if turn.get("value") is not None else turn.get("content")
     if isinstance(content, list):  # parts: {type: text, text}
         texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
@@ -253,7 +265,7 @@ def _message(turn: Any, number: int) -> Message:
 def _tool_call(call: Any) -> Any:
     # With arguments as an object: a template would quote JSON text twice.
     try:
-        arguments = json.loads(call["function"]["arguments"])
+        arguments = parse_json(call["function"]["arguments"])
     except (TypeError, KeyError, ValueError):
         return call
     return {**call, "function": {**call["function"], "arguments": arguments}} if isinstance(arguments, dict) else call

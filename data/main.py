@@ -15,7 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from aerie.configs.errors import UserError, exit_codes, stop_on_signals, warn
+from aerie.configs.errors import Arguments, UserError, exit_codes, stop_on_signals, warn
 from aerie.configs.read import as_dict, override, user_path, validate
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe, add_arguments, load, pairs_of
@@ -28,7 +28,7 @@ BARRIER = timedelta(hours=12)  # processes wait for the slowest shard of the oth
 
 @exit_codes()
 def main() -> int:
-    parser = argparse.ArgumentParser("aerie", description="Conversations and the feature cache.", allow_abbrev=False)
+    parser = Arguments("aerie", description="Conversations and the feature cache.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(command: Any, summary: str) -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import as_dict
+from aerie.configs.read import as_dict, require_regular
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
 from aerie.model.hub import require_target
@@ -61,6 +61,7 @@ def is_here(name: str) -> bool:
     is_file = name[0] == "." or path.suffix in (*ROW_SUFFIXES, ".txt", ".gz")
     if not path.exists() and (is_file or not HUB_NAME.fullmatch(name)):
         raise UserError(f"{name}: no such file or directory; a data set of the Hub is OWNER/NAME or OWNER/NAME:SPLIT")
+    require_regular(path)
     return path.exists()
 
 

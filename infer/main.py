@@ -1,6 +1,5 @@
 """Decode with a draft head, calibrate it, measure it, tune its tree, compare, report, and prove that it is lossless."""
 
-import argparse
 import shlex
 import sys
 from argparse import Namespace
@@ -13,7 +12,7 @@ from typing import Any, get_args
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")  # the checkout's packages, as aerie.*
 
-from aerie.configs.errors import UserError, exit_codes, stop_on_signals, warn
+from aerie.configs.errors import Arguments, UserError, exit_codes, stop_on_signals, warn
 from aerie.configs.read import as_dict, user_path, validate
 from aerie.configs.read import load as load_row
 from aerie.configs.schema import decode
@@ -21,7 +20,7 @@ from aerie.configs.schema.decode import METHODS, USUAL, Method, MethodConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.measure import BenchConfig, CalibrateConfig, HeldOutPrompts, SamplingConfig, TuneConfig
 from aerie.configs.schema.recipe import Recipe, RunPaths, add_arguments, load, pairs_of
-from aerie.data.conversations import Message, RawRow, UnusableRow, read_rows, to_messages
+from aerie.data.conversations import Message, RawRow, UnusableRow, is_text, read_rows, to_messages
 from aerie.data.stage import target_inputs
 from aerie.model import storage
 from aerie.model.hub import head_directory, is_on_hub, require_target
@@ -255,7 +254,7 @@ def _prompts(arguments: Namespace) -> list[list[Message]]:
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()  # to be written anew
         asked = [message["content"] for message in messages if message["role"] == "user"]
-        if not asked or not all(isinstance(text, str) and text.strip() for text in asked):
+        if not asked or not all(map(is_text, asked)):
             raise UserError(f"{row.place}: the prompt is empty, or no text")
         if arguments.raw and len(messages) > 1:
             raise UserError(f"{row.place}: several turns need the chat template; leave --raw out")
@@ -420,7 +419,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 @exit_codes()
 def main() -> int:
     stop_on_signals()
-    parser = argparse.ArgumentParser("aerie", description=__doc__)
+    parser = Arguments("aerie", description=__doc__)
     subparsers = parser.add_subparsers(dest="command", required=True)
     for run in COMMANDS:
         command = subparsers.add_parser(run.__name__, help=run.__doc__)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from aerie.configs.errors import UserError
-from aerie.model.storage import CALIBRATOR, CONFIG, find_weights, first_line
+from aerie.model.storage import CALIBRATOR, CONFIG, ORDER, find_weights, first_line, weight_map
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 RECORDS = ("recipe.yaml", "provenance.json", "calibration.json", CALIBRATOR)
@@ -52,6 +52,9 @@ def require_target(path: str) -> None:
         code = f"M.from_pretrained('{path}').merge_and_unload().save_pretrained('MERGED')"
         line = f'python -c "from peft import AutoPeftModelForCausalLM as M; {code}"'
         raise UserError(f"{path}: a LoRA adapter; merge it into its model, and add the model's tokenizer files: {line}")
+    for index in place.glob("*.index.json"):
+        if index.name in ORDER:
+            weight_map(index)  # transformers follows it wherever it points
     if not place.is_dir() and (place.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise UserError(f"{path}: no such target directory; name a local one or a Hub id")
 

@@ -10,14 +10,14 @@ import argparse
 import json
 from os.path import expanduser
 
-from aerie.configs.errors import UserError, exit_codes
+from aerie.configs.errors import Arguments, UserError, exit_codes
 from aerie.configs.read import user_path
 from aerie.model.hub import HUB_ID, quieten
 from aerie.model.storage import CONFIG, read_json
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser("aerie", description="Heads that travel: inspect, convert, push.", allow_abbrev=False)
+    top = Arguments("aerie", description="Heads that travel: inspect, convert, push.", allow_abbrev=False)
     commands = top.add_subparsers(dest="command", required=True)
 
     def add(name: str, summary: str) -> argparse.ArgumentParser:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError
 
 from aerie.configs.errors import REQUEUE, NotWritable, Requeued, UserError
+from aerie.configs.read import parse_json, read_text
 
 ROOT = Path(__file__).resolve().parent.parent  # the checkout
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -74,9 +75,9 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # also for text that is not UTF-8
-        raise UserError(f"{path}: {getattr(error, 'strerror', None) or f'not JSON ({error})'}") from error
+        return parse_json(read_text(path))
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON ({error})") from error
 
 
 def plainly(value: Any, nothing: str = "none") -> str:
@@ -373,7 +374,8 @@ def status_file(path: Path, stage: str) -> Iterator[dict[str, Any]]:
             lock.acquire(wait=False)
             yield ended
     except BaseException as error:
-        ends = {Requeued: ("requeue", REQUEUE), KeyboardInterrupt: ("interrupted", 130), UserError: ("failed", 2)}
+        ends: dict[type, tuple[str, int]] = {Requeued: ("requeue", REQUEUE), KeyboardInterrupt: ("interrupted", 130)}
+        ends |= dict.fromkeys((UserError, OSError, SafetensorError), ("failed", 2))
         state, code = next((end for kind, end in ends.items() if isinstance(error, kind)), ("failed", 1))
         with suppress(NotWritable):  # a full disk is what may have failed
             write_status(path, stage, state, code)
@@ -390,6 +392,18 @@ SHIPPED_TEMPLATE = "configs/templates/vicuna.jinja"
 def find_weights(directory: Path) -> Path | None:
     """The file that holds a directory's tensors or lists its shards."""
     return next((directory / name for name in ORDER if (directory / name).is_file()), None)
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor; UserError for an index that names none, or one that is not beside it."""
+    values = read_json(index)
+    where = values.get("weight_map") if isinstance(values, dict) else None
+    if not where or not isinstance(where, dict):
+        raise UserError(f"{index}: has no weight_map from tensors to files; fetch it anew")
+    for name in where.values():
+        if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+            raise UserError(f"{index}: names {name!r}, which is no file beside it; fetch it anew")
+    return where
 
 
 def digests(directory: Path) -> dict[str, str]:

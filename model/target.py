@@ -19,7 +19,7 @@ from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
 from aerie.model.hub import hub_answer, require_target
-from aerie.model.storage import WEIGHTS, digest, first_line, read_json, template_path
+from aerie.model.storage import WEIGHTS, digest, first_line, read_json, template_path, weight_map
 
 LARGE = 10**8  # bytes of a target whose loading is announced
 TOLERANCE = {torch.float64: 3e-3, torch.float32: 3e-3, torch.float16: 0.1}  # of `difference`; narrower dtypes: 0.25
@@ -227,7 +227,7 @@ def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[
     options = {"revision": config.revision, "_raise_exceptions_for_missing_entries": False}
     single = cached_file(config.path, WEIGHTS, **options)  # read first, as transformers does
     index = None if single else cached_file(config.path, f"{WEIGHTS}.index.json", **options)
-    table = read_json(Path(index))["weight_map"] if index else {}
+    table = weight_map(Path(index)) if index else {}
     stored: dict[str, Tensor] = {}
     for name in wanted.values():
         file = cached_file(config.path, table.get(name, WEIGHTS), **options)

@@ -9,14 +9,13 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")  # the checkout's packages, as aerie.*
 
-import argparse
 import copy
 import os
 from contextlib import nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from aerie.configs.errors import UserError, exit_codes
+from aerie.configs.errors import Arguments, UserError, exit_codes
 from aerie.configs.read import dump
 from aerie.configs.schema.recipe import Recipe, add_arguments, load
 from aerie.model.storage import Stage, status_file, write_text
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 @exit_codes()
 def main() -> int:
-    parser = argparse.ArgumentParser("aerie train", description="Train a head, or a small LM.", allow_abbrev=False)
+    parser = Arguments("aerie train", description="Train a head, or a small LM.", allow_abbrev=False)
     add_arguments(parser)
     parser.add_argument("--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1")
     arguments, unknown = parser.parse_known_args()

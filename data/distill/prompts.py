@@ -11,10 +11,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from aerie.configs.errors import UserError
+from aerie.configs.errors import LONE_SURROGATE, UserError
 from aerie.configs.read import read_yaml
 from aerie.configs.schema.data import DistillConfig, SourceConfig
-from aerie.data.chat import LONE_SURROGATE
 from aerie.data.conversations import UNKNOWN_KEYS, RawRow, UnusableRow, read_rows, to_messages
 from aerie.model.storage import digest
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import read_yaml
+from aerie.configs.read import read_text, read_yaml, require_regular
 from aerie.configs.schema.measure import HeldOutPrompts, PromptsConfig, TaskConfig
 from aerie.data.chat import apply_template
-from aerie.data.conversations import Tally, hub_commit, load_conversations, read_rows
+from aerie.data.conversations import Tally, hub_commit, is_text, load_conversations, read_rows
 from aerie.data.distill.prompts import TEXTS
 from aerie.data.stage import ROW_SUFFIXES
 from aerie.model.storage import digest, file_digest
@@ -67,8 +67,8 @@ def prompt_of(task: str, row: Any, number: int, place: str, config: PromptsConfi
         question = f"a question of {task}" if task else "a question"
         raise UserError(f"{place}: {question} needs {error}; this row has {', '.join(values)}") from error
     texts = [turns] if isinstance(turns, str) else turns
-    if not isinstance(texts, list | tuple) or not texts or not all(isinstance(t, str) and t.strip() for t in texts):
-        raise UserError(f"{place}: a question is a text or a list of texts, none empty")
+    if not isinstance(texts, list | tuple) or not texts or not all(map(is_text, texts)):
+        raise UserError(f"{place}: a question is a text or a list of texts, none empty or with half a surrogate pair")
     identity, turns = values.get(column), tuple(texts[: config.turns])
     return Prompt(str(number if identity is None else identity), task, turns, config.system_prompt)
 
@@ -93,8 +93,9 @@ def _held_out(config: HeldOutPrompts) -> list[Prompt]:
     """Questions that training never sees, none so long that its answer may lie behind max_length."""
     data, found = config.data, dict[tuple[str, ...], Prompt]()
     for number, row in enumerate(load_conversations(data, Tally()), start=1):
-        turns = tuple(str(message["content"]) for message in row.messages if message["role"] == "user")
-        if row.is_held_out and (turns := turns[: config.turns or 1]) and len("".join(turns)) <= data.max_length:
+        asked = tuple(str(message["content"]) for message in row.messages if message["role"] == "user")
+        turns = asked[: config.turns or 1] if row.is_held_out and all(map(is_text, asked)) else ()
+        if turns and len("".join(turns)) <= data.max_length:
             system = config.system_prompt or data.system_prompt
             found.setdefault(turns, Prompt(str(number), "held_out", turns, system))
         if config.num_prompts is not None and len(found) == 2 * config.num_prompts:
@@ -113,10 +114,7 @@ def _of_file(path: Path, config: PromptsConfig) -> list[Prompt]:
             prompts.append(replace(prompt, task=config.task or str(row.value.get("category") or path.stem)))
         chosen = {id(prompt) for prompt in _taking_turns(prompts)[: config.num_prompts]}
         return [prompt for prompt in prompts if id(prompt) in chosen]
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not at U+2028
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot read the prompts: {error}") from error
+    lines = read_text(path).split("\n")  # not at U+2028
     numbered = [(str(number), line) for number, line in enumerate(lines, start=1) if line.strip()][: config.num_prompts]
     return [Prompt(number, config.task or path.stem, (line,), config.system_prompt) for number, line in numbered]
 
@@ -153,6 +151,7 @@ def source_of(task: TaskConfig) -> tuple[str, str | None]:
 def check_sources(config: PromptsConfig) -> None:
     """Of files alone: the Hub is not asked."""
     for source in [config.path] if config.path else [source_of(task)[0] for task in config.tasks]:
+        require_regular(Path(source))
         is_file = config.path or Path(source).suffix in ROW_SUFFIXES
         if is_file and not Path(source).exists():
             raise UserError(f"{source}: no such file of prompts")

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aerie.configs.errors import UserError
+from aerie.model import storage
 from aerie.model.formats.content import HeadContent, HeadFiles, Rule, configured, read_rope, read_taps, renamed, table
 from aerie.model.formats.eagle import FIRST_LAYER, TYPE, read_eagle1, read_eagle3
 from aerie.model.heads import HEADS
@@ -132,7 +133,7 @@ def tensor_names(directory: Path) -> set[str]:
     path = find_weights(directory)
     if path is None:
         return set()
-    return set(_weight_map(path) if path.suffix == ".json" else _read_file(path, names_only=True))
+    return set(storage.weight_map(path) if path.suffix == ".json" else _read_file(path, names_only=True))
 
 
 def read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
@@ -143,7 +144,7 @@ def read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
     if path.suffix != ".json":
         return path, _read_file(path)
     tensors: dict[str, Tensor] = {}
-    for file in sorted(set(_weight_map(path).values())):
+    for file in sorted(set(storage.weight_map(path).values())):
         tensors |= _read_file(path.parent / file)
     return path, tensors
 
@@ -154,13 +155,6 @@ def write_tensors(directory: Path, tensors: dict[str, Tensor], pickled: bool = F
     save = torch.save if pickled else partial(save_file, metadata={"format": "pt"})
     write_atomically(path, lambda temporary: save(copies, temporary))
     return path
-
-
-def _weight_map(path: Path) -> dict[str, str]:
-    where = table(read_json(path), "weight_map")
-    if not where or any(Path(str(name)).name != name for name in where.values()):
-        raise UserError(f"{path}: has no weight_map from tensors to files beside it; fetch it anew")
-    return where
 
 
 def _read_file(path: Path, names_only: bool = False) -> dict[str, Any]:

@@ -159,4 +159,4 @@ def test_a_run_goes_to_its_report_and_status_says_what_is_left(folder: Path, cap
 def test_a_mistake_under_the_launcher_is_its_last_line_and_its_code(folder: Path, capfd: Any) -> None:
     command = [str(main.ROOT / "train/main.py"), "--config", "nowhere.yaml"]
     assert ended(fork(lambda: main._launched(command, 2, "no"))) == 2
-    assert capfd.readouterr().err.splitlines()[-1].startswith("error: nowhere.yaml: cannot read the recipe")
+    assert capfd.readouterr().err.splitlines()[-1].startswith("error: nowhere.yaml: No such file")

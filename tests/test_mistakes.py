@@ -1,0 +1,187 @@
+"""Mistakes and hostile inputs of every command: one line that begins with error:, exit code 2, and no file is lost."""
+
+import io
+import json
+import os
+import shlex
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aerie.__main__ import PACKAGES
+from tests import tiny
+from tests.infer.test_main import write_recipe
+
+OWNERS = {command: package for package, commands in PACKAGES.items() for command in commands}
+DEEP, HUGE = "[" * 200_000, "9" * 10_000
+LEVELS = "".join(
+    f"{new}: &{new} [{', '.join(['*' + old] * 9)}]\n" for old, new in zip("abcdefg", "bcdefgh", strict=True)
+)
+BOMB = f"a: &a [{', '.join('1' * 9)}]\n{LEVELS}"
+TEXTS = {  # of the files in {bad}
+    "deep.json": DEEP,
+    "deep.jsonl": f'{{"messages": {DEEP}\n',
+    "nested.jsonl": '{"messages": ' + "[" * 900 + "]" * 900 + "}\n",
+    "huge.jsonl": f'{{"messages": {HUGE}}}\n',
+    "bomb.yaml": BOMB,
+    "merge.yaml": BOMB.replace("[1, 1, 1, 1, 1, 1, 1, 1, 1]", "{k: 1}").replace("[*", "{<<: [*").replace("]\n", "]}\n"),
+    "loop.yaml": "run: x\ntarget: &t {path: *t}\n",
+    "loops.yaml": "run: &r [*r]\n",
+    "deep.yaml": f"run: {DEEP}\n",
+    "huge.yaml": f"seed: {HUGE}\n",
+    "date.yaml": "run: 2024-13-45\n",
+    "keys.yaml": "[a]: 3\n",
+    "half.yaml": 'run: "\\ud800"\n',
+    "code.yaml": "run: !!python/object/apply:os.system [id]\n",
+    "binary.yaml": "\0\1",
+    "list.yaml": "- 1\n",
+    "empty.yaml": "",
+    "tabs.yaml": "run:\n\tx: 1\n",
+    "long.yaml": "run: x\n#" + "x" * 2**20,
+    "numbers.jsonl": '{"messages": [{"role": "user", "content": 5}, {"role": "assistant", "content": [1, 2]}]}\n',
+    "torn.jsonl": '{"messages": [\n',
+    "bad.parquet": "PAR1 not",
+    "half.jsonl": '{"prompt": "\\ud800 boats"}\n',
+    "null/status.json": "null",
+    "deep/status.json": DEEP,
+    "outside/config.json": "{}",
+    "outside/model.safetensors.index.json": json.dumps({"weight_map": {"a": "../../target/model.safetensors"}}),
+    "head/config.json": DEEP,
+    "head/model.safetensors": "x",
+    "lora/adapter_config.json": "{}",
+    "model.gguf": "GGUF",
+}
+SHORT = {
+    "{data}": "{recipe} --plan --data.max_length 256 --data.conversations",
+    "{recipe}": "--config {root}/recipe.yaml",
+    "{bad}": "{root}/bad",
+}
+MISTAKES = r"""
+run => no recipe; name one with --config
+run {bad}/gone.yaml => gone.yaml: No such file or directory
+run {bad} => bad: Is a directory
+run /dev/zero => /dev/zero: a pipe or a device
+run {root}/recipe.yaml --processes many => --processes: invalid int value: 'many'
+run {root}/recipe.yaml => none.jsonl: no such file or directory
+status => the following arguments are required: RUN
+status {bad}/nowhere => nowhere: no run
+status {bad}/null => null/status.json: is not the status of a run
+status {bad}/deep => deep/status.json: not JSON (nested too deeply)
+keys trian => trian: no section or key of a recipe; did you mean 'train'
+init => the following arguments are required: --target, --data, --out
+init --target {root}/target --data {bad}/gone.jsonl --out {root}/new.yaml => gone.jsonl: no such file
+init --target {root}/target --data {bad}/pipe.jsonl --out {root}/new.yaml => pipe.jsonl: a pipe or a device
+init --target {root}/target --data {root}/rows.jsonl --out {root}/recipe.yaml => is there already
+init --target {bad}/lora --data {root}/rows.jsonl --out {root}/new.yaml => lora: a LoRA adapter
+init --target {bad}/model.gguf --data {root}/rows.jsonl --out {root}/new.yaml => GGUF is not read
+init --target {bad}/outside --data {root}/rows.jsonl --out {root}/new.yaml => index.json: names '../../target
+synthetic {recipe} => no section 'synthetic'
+synthetic --config {bad}/list.yaml => list.yaml: a recipe is a mapping of sections; this is list
+distill {recipe} => no section 'distill'
+distill --config {bad}/binary.yaml => binary.yaml: not YAML
+distill {recipe} --plan --distill.sources '[{path: {bad}/pipe.jsonl}]' => pipe.jsonl: a pipe or a device
+distill {recipe} --plan --distill.sources '[{path: {bad}/deep.jsonl}]' => deep.jsonl:1: not JSON (nested too deeply)
+distill {recipe} --distill.sources '[{path: {root}/rows.jsonl}]' --shard 3/2 => --shard: 3/2 is no share
+features --config {bad}/loop.yaml => loop.yaml: more than 100,000 values
+features {data} {bad}/deep.jsonl => deep.jsonl:1: not JSON (nested too deeply)
+features {data} {bad}/deep.json => deep.json:1: not JSON (nested too deeply)
+features {data} {bad}/huge.jsonl => huge.jsonl:1: not JSON (Exceeds the limit
+features {data} {bad}/numbers.jsonl => no usable conversation: 1 read, 0 kept, 1 skipped; skipped 1 turn is not text
+features {data} {bad}/nested.jsonl => no usable conversation: 1 read, 0 kept, 1 skipped
+features {data} {bad}/pipe.jsonl => pipe.jsonl: a pipe or a device
+features {data} /dev/zero => /dev/zero: a pipe or a device
+features {data} [] => --data.conversations: tuple should have at least 1 item
+show {data} {bad}/torn.jsonl --limit 0 => --limit: must be at least 1, not 0
+show {recipe} --data.conversations {bad}/torn.jsonl => torn.jsonl:1: not JSON (Expecting value
+show {recipe} --data.conversations {bad}/bad.parquet => bad.parquet: cannot be read
+show {recipe} --data.conversations {bad}/latin.jsonl => latin.jsonl: cannot be read ('utf-8' codec
+show --config {bad}/keys.yaml => keys.yaml:1: not YAML (found unhashable key)
+train --config {bad}/bomb.yaml => bomb.yaml: more than 100,000 values
+train --config {bad}/half.yaml => half.yaml: '\ud800' holds half of a surrogate pair
+train {recipe} --lr 1 => --lr: unknown key; did you mean 'train.learning_rate'
+train {recipe} --train.max_steps 0 => --train.max_steps: input should be greater than 0
+train {recipe} --target {bad}/outside => index.json: names '../../target
+train {recipe} --target {bad}/nowhere/x => no such target directory
+WORLD_SIZE=two train {recipe} => WORLD_SIZE: 'two' is no number
+RANK=first features {recipe} => RANK: 'first' is no number
+MASTER_PORT= bench {recipe} => MASTER_PORT: '' is no number
+generate {recipe} => generate needs either --prompt TEXT
+generate {recipe} --prompt '' => --prompt: the prompt is empty, or no text
+generate {recipe} --prompt - => --prompt: the prompt is empty, or no text
+generate {recipe} --prompt {byte} => '\udcff': is no UTF-8 text
+generate {recipe} --prompts {bad}/half.jsonl => half.jsonl: row 1: the prompt is empty, or no text
+generate {recipe} --prompts {bad}/pipe.jsonl => pipe.jsonl: a pipe or a device
+generate {recipe} --prompts {bad}/numbers.jsonl => turn 1 holds int
+generate {recipe} --prompt x --target {bad}/outside => index.json: names '../../target
+generate {recipe} --prompt x --head {bad}/head => head/config.json: not JSON (nested too deeply)
+generate {recipe} --prompt x --head {bad}/nowhere => nowhere: holds no head
+generate {recipe} --prompt x --row {bad}/merge.yaml => merge.yaml: more than 100,000 values
+generate {recipe} --prompt x --temperature -1 => temperature: input should be greater than or equal to 0
+generate --prompt x --run {bad}/nowhere => recipe.yaml: not there
+chat --config {bad}/pipe.yaml => pipe.yaml: a pipe or a device
+calibrate --config {bad}/huge.yaml => huge.yaml: not YAML (Exceeds the limit
+calibrate {recipe} --calibrate.prompts.path {bad}/pipe => pipe: a pipe or a device
+calibrate {recipe} --calibrate.method pld => pld has no head
+bench --config {bad}/loops.yaml => loops.yaml: more than 100,000 values
+bench {recipe} --bench.prompts.path /dev/zero => /dev/zero: a pipe or a device
+bench {recipe} --bench.prompts.path {bad}/half.jsonl => half.jsonl:1: a question is a text
+tune --config {bad}/empty.yaml => empty.yaml: a recipe is a mapping of sections; this is NoneType
+tune {recipe} --head {root}/run => run: a run and no head
+report --config {bad}/date.yaml => date.yaml: not YAML (month must be in 1..12)
+report {recipe} => bench: no bench, or one that was stopped
+results {bad}/null => null: has no report
+results => the following arguments are required: RUN
+compare {recipe} --of 0 --against 1 => records.jsonl
+verify => verify needs --config RECIPE, or --target
+verify {recipe} --draws 10 => 200 draws are needed
+verify --config {bad}/code.yaml => code.yaml:1: not YAML (could not determine a constructor
+verify --config {bad}/tabs.yaml => tabs.yaml:2: not YAML
+inspect {bad}/nowhere => nowhere: holds no head
+inspect {root}/run => run: a run and no head
+inspect {root}/run/heads/eagle3 --after-blocks 3,2 => --after-blocks: invalid taps value: '3,2'
+convert {root}/run/heads/eagle1 --to vllm --target {root}/target --out {root}/run => run: not empty
+convert {bad}/head --to vllm --target {root}/target --out {root}/out => head/config.json: not JSON
+convert {root}/run/heads/eagle1 --to vllm --target {bad}/nowhere/x --out {root}/out => no such target
+push {root}/run/heads/eagle1 --repo noname => --repo noname: no repository name
+push {root}/run/heads/eagle1 --repo me/head --dry-run => no measured results
+generate --config {bad}/long.yaml --prompt x => long.yaml: has 1,048,584 bytes, and 1,048,576 are read at most
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("mistakes")
+    write_recipe(root)
+    for name, text in TEXTS.items():
+        (root / "bad" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "bad" / name).write_text(text)
+    (root / "bad/latin.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
+    for name in ("pipe", "pipe.jsonl", "pipe.yaml"):
+        os.mkfifo(root / "bad" / name)
+    return root
+
+
+def state(root: Path) -> dict[Path, Any]:
+    """Size and time of each file but those that say how a stage ended."""
+    files = (path for path in root.rglob("*") if not path.is_dir() and "status" not in path.name)
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+
+
+@pytest.mark.parametrize(("line", "message"), [line.split(" => ") for line in MISTAKES.strip().splitlines()])
+def test_a_mistake_is_one_line_and_nothing_is_lost(
+    line: str, message: str, root: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    for name, meant in {**SHORT, "{root}": str(root), "{byte}": "\udcff"}.items():
+        line = line.replace(name, meant)
+    before, words = state(root), shlex.split(line)
+    while "=" in words[0]:
+        monkeypatch.setenv(*words.pop(0).split("="))
+    main = import_module(f"aerie.{OWNERS[words[0]]}.main")
+    monkeypatch.setattr(main, "stop_on_signals", lambda: None, raising=False)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    code, err = tiny.call(main, *words[words[0] == "train" :]), capsys.readouterr().err
+    assert (code, err.count("\n"), err[:7]) == (2, 1, "error: "), err
+    assert message in err, err
+    assert {path: there for path, there in state(root).items() if path in before} == before
