@@ -9,13 +9,13 @@ from typing import Any
 
 import yaml
 
-from aerie.configs.errors import UserError
+from aerie.configs.errors import UserError, masked
 from aerie.configs.read import read_yaml
 from aerie.model.export import export
 from aerie.model.formats.content import TargetFacts, table
 from aerie.model.formats.eagle import CHECKED, LOST, SPECULATIVE_TOKENS
 from aerie.model.hub import OURS, RECORDS, head_directory, is_on_hub, readable_errors
-from aerie.model.storage import CALIBRATOR, CONFIG, WEIGHTS, content_digest, digests, is_dirty, read_json
+from aerie.model.storage import CALIBRATOR, CONFIG, WEIGHTS, content_digest, digests, is_dirty, read_json, weight_map
 
 Files = dict[str, Path | bytes]  # name in the repository -> local file or content
 TAG = "aerie"  # of every card
@@ -80,7 +80,7 @@ def pack(
     records = {name: public(record, names) for name, record in records.items()}
     files: Files = {name: _written(name, record) for name, record in records.items()}
     weights = directory / head["weights"]
-    shards = set(read_json(weights)["weight_map"].values()) if weights.suffix == ".json" else set()
+    shards = set(weight_map(weights).values()) if weights.suffix == ".json" else set()
     files |= {name: directory / name for name in (weights.name, *shards)}
     known, fitted = digests(directory), _table(directory / CALIBRATOR)
     if fitted.get("head") == known:  # it has to fit the shipped config.json
@@ -173,15 +173,17 @@ ROOTED = re.compile(r"""(?<![\w./~-])(?!//)(?:~\w*|(?:\.\./)*\.\.)?/[^\s'"\[\]()
 HOME = re.compile(r"(~\w*|(/.*)?/(home|Users)/[^/]+|/root)/?")
 
 
-def public(value: Any, names: dict[str, str]) -> Any:
-    """A record with public names for local paths, also in keys: of `names`, else the last part."""
+def public(value: Any, names: dict[str, str], is_secret: bool = False) -> Any:
+    """A record with public names for local paths, also in keys: of `names`, else the last part; without secrets."""
     if isinstance(value, dict):
-        return {public(key, names): public(entry, names) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [public(entry, names) for entry in value]
-    if not isinstance(value, str):
-        return value
-    text = value.replace("file://", "")
+        secret = {key: is_secret or key in ("extra_body", "headers") for key in value}
+        return {public(key, names): public(entry, names, secret[key]) for key, entry in value.items()}
+    if isinstance(value, list):  # of words, too: what follows --distill.server.extra_body
+        secrets = [False, *(isinstance(entry, str) and entry.startswith("--distill") for entry in value)]
+        return [public(entry, names, is_secret or secret) for entry, secret in zip(value, secrets, strict=False)]
+    if is_secret or not isinstance(value, str):
+        return "***" if isinstance(value, str) else value
+    text = re.sub(r"(?s)(--distill[\w.]*=).*", r"\1***", masked(value)).replace("file://", "")
     for local, name in names.items():
         if "/" in local:
             text = re.sub(rf"(?<![\w./~-]){re.escape(local)}(?![\w.-])", name.replace("\\", r"\\"), text)

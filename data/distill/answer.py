@@ -5,9 +5,13 @@ import os
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, Literal
 
-from aerie.configs.errors import UserError, warn
+from pydantic import ValidationError
+
+from aerie.configs.errors import LONE_SURROGATE, UserError, masked, warn
+from aerie.configs.read import adapter
 from aerie.configs.schema.data import SamplingConfig, ServerConfig
 from aerie.data.chat import answer_text, apply_template
 from aerie.data.conversations import Message
@@ -19,6 +23,7 @@ CONNECT_S = 10.0
 PAUSE_S = 1.0  # before a server that was away or busy is asked again
 QUESTION: list[Message] = [{"role": "user", "content": "Hi"}]
 OPEN, CLOSE = "<think>", "</think>"
+LOOSE = re.compile(rf"\s|\ufffd|{OPEN}|{CLOSE}")  # in which a text and its tokens may differ
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,8 @@ class Thinking:
         text = self.prompt([*QUESTION, {"role": "assistant", "content": "contentprobe"}], is_whole=True)
         after_answer = self.ids(text.rpartition("contentprobe")[2])
         self.end_id = next((token for token in after_answer if token in end_ids), tokenizer.eos_token_id)
+        self.num_ids = max(tokenizer.get_vocab().values()) + 1
+        self.special_ids = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     def read(self, answer: Answer) -> Answer:
         """The answer, its thinking told apart from its content."""
@@ -81,6 +88,21 @@ class Thinking:
             thought = thought if self.is_opened else thought.partition(OPEN)[2]
             return replace(answer, reasoning=thought, content=rest)
         return replace(answer, reasoning=None)
+
+    def problem(self, answer: Answer) -> str | None:
+        """Why what `read` gives is not what the target wrote, as far as it shows."""
+        text = f"{answer.reasoning or ''}{answer.content}"
+        if LONE_SURROGATE.search(text):
+            return "the answer holds half of a surrogate pair"
+        if answer.token_ids is None:
+            return "the answer spells a special token" if self.special_ids & {*self.ids(text)} else None
+        ids = [*answer.token_ids, *(answer.prompt_token_ids or ())]
+        if not 0 <= min(ids, default=0) <= max(ids, default=0) < self.num_ids:
+            return f"token ids outside the {self.num_ids:,} of the target's tokenizer"
+        ids = [token for token in answer.token_ids if token not in self.end_ids]
+        decoded = (answer_text(self.tokenizer, ids), self.tokenizer.decode(ids))
+        said = {LOOSE.sub("", words) for words in (text, answer.content)}
+        return None if said & {LOOSE.sub("", words) for words in decoded} else "token ids that are not its text's"
 
     def message(self, answer: Answer) -> Message:
         thought, content = answer.reasoning or "", answer.content
@@ -161,10 +183,23 @@ class ServedTarget:
             import openai
         except ImportError as error:
             raise UserError("distill.server needs openai: pip install -e .[distill]") from error
-        self.config, self.errors = config, (openai.APIError, ValueError)
+        self.config, self.errors = config, (openai.APIError, ValueError, RecursionError)
         timeout = openai.Timeout(config.timeout_s, connect=min(CONNECT_S, config.timeout_s))
+        httpx = import_module(openai.DefaultAsyncHttpxClient.__mro__[-2].__module__.partition(".")[0])  # or httpx2
+
+        class Client(openai.DefaultAsyncHttpxClient):
+            async def send(self, request: Any, **options: Any) -> Any:
+                try:
+                    async with asyncio.timeout(config.timeout_s):  # each byte has as long by itself
+                        return await super().send(request, **options)
+                except TimeoutError as error:
+                    raise httpx.ReadTimeout("", request=request) from error
+
         settings = {"api_key": os.environ.get("OPENAI_API_KEY") or "none", "max_retries": config.retries}
-        self.clients = {url: openai.AsyncOpenAI(base_url=url, timeout=timeout, **settings) for url in config.urls}
+        self.clients = dict[str, Any]()
+        for url in config.urls:
+            client = Client(follow_redirects=False, timeout=timeout)
+            self.clients[url] = openai.AsyncOpenAI(base_url=url, http_client=client, timeout=timeout, **settings)
         self.under_way, self.away = dict.fromkeys(config.urls, 0), set[str]()
         extra = {**config.extra_body, **({} if sampling.top_k is None else {"top_k": sampling.top_k})}
         extra |= {"return_token_ids": True} if config.token_ids else {}
@@ -195,7 +230,11 @@ class ServedTarget:
                 self.away.discard(url)
                 return answer
             except self.errors as error:
-                status, why = getattr(error, "status_code", None), first_line(error)[:200]
+                status, why = getattr(error, "status_code", None), masked(first_line(error))[:200]
+                if status in (301, 302, 303, 307, 308):  # whoever is there would get the key and the prompts
+                    reply: Any = getattr(error, "response", None)
+                    fix = f"redirects to {reply.headers.get('location')}; if you trust it, name it itself"
+                    raise UserError(f"{url}: {fix} in distill.server.urls") from error
                 if status in (401, 403, 404):
                     fix = f"check distill.server.urls (.../v1), model ({self.body['model']}) and OPENAI_API_KEY"
                     raise UserError(f"{url}: {why}; {fix}") from error
@@ -219,15 +258,20 @@ class ServedTarget:
 
     async def _complete(self, client: Any, **body: Any) -> Answer:
         reply = await client.chat.completions.create(**body)
-        if not getattr(reply, "choices", None) or reply.choices[0].finish_reason not in ("stop", "length"):
-            raise ValueError("the reply holds no whole answer")
-        choice, self.last_answer = reply.choices[0], asyncio.get_running_loop().time()
-        ids, prompt_ids = getattr(choice, "token_ids", None), getattr(reply, "prompt_token_ids", None)
-        thought = getattr(choice.message, "reasoning_content", None)
-        thought = thought or getattr(choice.message, "reasoning", thought)
-        num_tokens = reply.usage.completion_tokens if reply.usage else 0
-        both = (tuple(ids), tuple(prompt_ids)) if ids and prompt_ids else (None, None)
-        return Answer(choice.message.content or "", choice.finish_reason, num_tokens, thought, *both)
+        try:
+            if not getattr(reply, "choices", None) or reply.choices[0].finish_reason not in ("stop", "length"):
+                raise ValueError("the reply holds no whole answer")
+            choice, self.last_answer = reply.choices[0], asyncio.get_running_loop().time()
+            ids, prompt_ids = getattr(choice, "token_ids", None), getattr(reply, "prompt_token_ids", None)
+            thought = getattr(choice.message, "reasoning_content", None)
+            thought = thought or getattr(choice.message, "reasoning", thought)
+            num_tokens = reply.usage.completion_tokens if reply.usage else 0
+            made = {"content": choice.message.content or "", "finish": choice.finish_reason, "num_tokens": num_tokens}
+            made |= {"token_ids": ids, "prompt_token_ids": prompt_ids} if ids and prompt_ids else {}
+            answer: Answer = adapter(Answer).validate_python({**made, "reasoning": thought})
+        except (ValidationError, AttributeError, TypeError, LookupError) as error:
+            raise Unanswered("skipped", "the server's reply is no text with token ids that are numbers") from error
+        return answer
 
     async def _is_up(self, url: str) -> bool:
         # By another question: then the row is at fault.

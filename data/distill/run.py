@@ -183,7 +183,10 @@ class Job:
                 thinking.prompt(messages)
             except UnusableRow as error:
                 raise Unanswered("skipped", error.reason) from error
-            return thinking.read(await ask(messages, seed))
+            answer = thinking.read(await ask(messages, seed))
+            if problem := thinking.problem(answer):
+                raise Unanswered("skipped", problem)
+            return answer
 
         if prompt.skip is not None:
             return Outcome(prompt.id, "skipped", prompt.place, prompt.skip)

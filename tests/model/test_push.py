@@ -85,9 +85,12 @@ def head(tmp_path: Path) -> Path:
     place = run / "heads" / "eagle3"
     save_head(published.eagle3(), place, target_path=target, draft_vocabulary={"coverage": 0.9})
     conversations = ["HuggingFaceH4/ultrachat_200k", str(home / "chats" / "train.jsonl"), "~/chats/more.jsonl"]
-    recipe = {"run": str(run), "target": {"path": target}, "data": {"conversations": conversations}}
+    recipe: Any = {"run": str(run), "target": {"path": target}, "data": {"conversations": conversations}}
+    server = {"urls": ["http://bob:hunter2@host:8000/v1?key=hunter2"], "extra_body": {"min_p": 0.1, "key": "hunter2"}}
+    recipe["distill"] = {"server": server}
     (place / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "head": {"init_from": str(home)}}))
     argv = ["main.py", "--config", str(home / "c.yaml"), f"--run={run}", f"--data.conversations=[{conversations[1]}]"]
+    argv += ["--distill.server.extra_body", "{headers: {x: hunter2}}", "--distill.server.urls=[http://hunter2@host]"]
     facts = {"commit": "0123456789ab", "dirty": False, "argv": argv, "inputs": {"files": {conversations[1]: "01"}}}
     write_json(place / "provenance.json", {**facts, "tokens": 1627195, "versions": {"torch": "2.13.0"}})
     (place / "conversations.jsonl").write_text('{"text": "a private conversation"}\n')
@@ -146,7 +149,7 @@ def test_no_conversation_no_local_path_and_nobodys_name_leaves_the_machine(
         assert set(texts.pop("names").split()) == {"model.safetensors", *texts} - {"notes"} and len(texts) == 7
         assert ("conversations.jsonl stays here" in texts.pop("notes")) == (layout == "aerie")
         for file, text in texts.items():
-            for private in (str(tmp_path), "alice", "secret-project", "/home", "~/", "private conversation"):
+            for private in (str(tmp_path), "alice", "secret-project", "/home", "~/", "private conversation", "hunter2"):
                 assert private not in text, (file, private)
         assert ("base_model: someone/tiny-llama" in texts["README.md"]) == (name is not None)
         assert json.loads(texts["config.json"])["aerie"]["target_path"] == (name or "tiny-llama")
@@ -154,7 +157,8 @@ def test_no_conversation_no_local_path_and_nobodys_name_leaves_the_machine(
         assert layout == "aerie" or served in texts["README.md"]
         assert ("--target TARGET" in texts["README.md"]) == ("place of `TARGET`" in texts["README.md"]) == (not name)
         recipe = yaml.safe_load(texts["recipe.yaml"])
-        assert recipe["run"] == "mine"
+        server = {"urls": ["http://***@host:8000/v1?key=***"], "extra_body": {"min_p": 0.1, "key": "***"}}
+        assert recipe["run"] == "mine" and recipe["distill"]["server"] == server
         assert recipe["data"]["conversations"] == ["HuggingFaceH4/ultrachat_200k", "train.jsonl", "more.jsonl"]
     assert target in (place / "config.json").read_text()  # what is here stays
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from aerie.configs.errors import UserError
+from aerie.configs.errors import UserError, masked
 from aerie.configs.schema.data import SamplingConfig, ServerConfig
 from aerie.data.distill import answer
 from aerie.data.distill.answer import TOO_LONG, Answer, ServedTarget, Unanswered
 
 base_client = pytest.importorskip("openai._base_client", reason="needs the extra 'distill' (pip install -e .[distill])")
+
+KEY = "sk-madeUpForTheTests0123"
 
 
 @pytest.fixture(autouse=True)
@@ -58,20 +60,27 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = fault == "cut"
         if fault == "slow":
             time.sleep(0.6)
-        status = 400 if fault == "long" else int(fault) if fault.isdecimal() else 200
+        status = {"long": 400, "moved": 307}.get(fault, int(fault) if fault.isdecimal() else 200)
         message = {"role": "assistant", "content": f"re: {question}"}
         choice = {"index": 0, "finish_reason": "stop", "message": message, **self.server.extra}
         made: dict[str, Any] = {"choices": [choice], "prompt_token_ids": [1, 2], "usage": {"completion_tokens": 3}}
+        if fault.startswith("{"):
+            made["choices"][0] |= json.loads(fault)
         if status != 200:
-            made = {"error": {"message": "maximum context length is 9" if fault == "long" else f"planted {fault}"}}
+            made = {
+                "error": {"message": "maximum context length is 9" if fault == "long" else f"planted {fault} for {KEY}"}
+            }
         text = b"<html>a proxy's own page</html>" if fault == "garbled" else json.dumps(made).encode()
         with suppress(OSError):  # whoever asked may have gone
             if fault != "cut":
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(text)))
+                self.send_header("Location", f"http://bob:{KEY}@127.0.0.1:9/v1")
                 self.end_headers()
-                self.wfile.write(text)
+                for start in range(len(text) if fault == "drip" else 1):
+                    self.wfile.write(text[start : start + 1] if fault == "drip" else text)
+                    time.sleep(0.1 if fault == "drip" else 0)
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Nothing on the terminal."""
@@ -137,6 +146,26 @@ def test_a_wrong_key_address_or_length_stops_the_run_with_the_fix(fault: str) ->
     with Scripted(lambda *_: fault) as server, pytest.raises(UserError, match=r"check distill\.(server|sampling)"):
         ask([server.url], "a")
     assert server.asked == ["Hi"]
+
+
+def test_a_server_that_sends_elsewhere_is_refused_and_no_key_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with Scripted(lambda *_: "moved") as server, pytest.raises(UserError, match="redirects to http://bob:") as caught:
+        ask([server.url], "a")
+    assert server.asked == ["Hi"] and masked(str(caught.value)).count("http://***@127.0.0.1:9/v1; if you trust it") == 1
+    with Scripted(lambda question, _: "400" if question == "a" else "") as server:
+        (error,) = ask([server.url], "a")
+    assert error.why.endswith("for ***'}}") or KEY not in error.why
+
+
+def test_a_server_that_drips_is_cut_off_and_one_odd_reply_costs_its_row_alone() -> None:
+    odd = [{"message": {"content": content}} for content in (5, [1, 2], {"a": 1})]
+    odd += [{"message": None}, {"message": 5}, {"token_ids": 7}, {"token_ids": ["x"]}, {"token_ids": [[1]]}]
+    with Scripted(lambda question, _: question if question[0] == "{" else "drip" if question == "a" else "") as server:
+        start = time.monotonic()
+        dripped, *ends, good = ask([server.url], "a", *map(json.dumps, odd), "b", retries=0, timeout_s=0.4)
+    assert dripped.status == "failed" and good == "re: b" and time.monotonic() - start < 5
+    assert [(end.status, "no text" in end.why) for end in ends] == [("skipped", True)] * len(odd)
 
 
 def test_a_request_says_how_to_sample_and_an_answer_brings_thinking_and_ids() -> None:

@@ -1,5 +1,6 @@
 """Thinking is put where the template has it, and rows to train on hold what the target wrote, token for token."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,20 @@ def test_rows_stay_text_where_the_template_gives_the_answers_back_and_are_tokens
     cut = rows_of(reader, Answer("one.", "stop", 2), Answer("and tw", "length", 2))
     assert learnt(cut, reader, tmp_path) == ["one.<|end|>and tw"]
     assert learnt(rows_of(trimming, Answer(" four\n", "stop", 3)), trimming, tmp_path) == [" four\n<|im_end|>"]
+
+
+def test_ids_and_special_tokens_that_are_not_what_the_target_wrote_are_named() -> None:
+    reader, thoughts = thinking(), of(THINK_OPENING)
+    end, said = min(reader.end_ids), reader.ids("four boats")
+    right = Answer("four boats", "stop", 3, None, (*said, end), (1, 2))
+    cut = replace(right, content="four  boats\ufffd", finish="length", token_ids=tuple(said))  # servers mend blanks
+    thought = thoughts.read(Answer("four", "stop", 9, "2 + 2", tuple(thoughts.ids("2 + 2\n</think>\n\nfour")), (1,)))
+    assert [reader.problem(answer) for answer in (right, cut)] == [thoughts.problem(thought), None] == [None, None]
+    for changes, problem in (
+        ({"content": "five boats"}, "token ids that are not its text's"),
+        ({"token_ids": (*said, 320)}, "token ids outside the 320 of the target's tokenizer"),
+        ({"prompt_token_ids": (1, -1)}, "token ids outside"),
+        ({"content": "\ud800"}, "the answer holds half of a surrogate pair"),
+        ({"token_ids": None, "content": "I write <|user|> now"}, "the answer spells a special token"),
+    ):
+        assert str(reader.problem(replace(right, **changes))).startswith(problem), changes
