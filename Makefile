@@ -7,6 +7,8 @@ CPU_WHEELS := https://download.pytorch.org/whl/cpu
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # Python compiles what it imports when it first does so; compiling all of torch and transformers takes a minute more.
 PIP := pip install -qq --no-compile --disable-pip-version-check
+IS_LOCKED := 'import platform as p; raise SystemExit([p.python_implementation(), p.python_version_tuple()[:2], \
+	p.machine(), p.libc_ver()[0]] != ["CPython", ("3", "11"), "x86_64", "glibc"])'
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 
 # Two CPU processes make a real DeepSpeed group; with GPUs, one process each, two at most (the embedded run is small).
@@ -27,7 +29,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Where it is set (as in many containers), every process compiles all of torch and transformers again: 10 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo bench bench-full test soak lint clean
+.PHONY: help demo bench bench-full test soak lint lock clean
 help:
 	@echo "make demo   the whole pipeline on the embedded default, to runs/embedded/report/ (at most 10 minutes, set-up included)"
 	@echo "make bench  every method on the embedded default, to runs/seeds/report/ (about 36 minutes the first time)"
@@ -94,10 +96,20 @@ clean:
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache runs/embedded
 	find configs data infer model tests train -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml constraints.txt
+# Hashes of what this machine installs; elsewhere than on CPython 3.11 and Linux x86_64 the lock is not used.
+lock: $(STAMP)
+	@grep -v '^torch==' constraints.txt | $(BIN)/python -m $(PIP) --dry-run --ignore-installed --no-deps \
+		--report .venv/report.json -r /dev/stdin
+	@$(BIN)/python -c 'import json; print("# Made by make lock: the files that CPython 3.11 installs on Linux x86_64.", \
+		*sorted("{0[name]}=={0[version]} --hash={1}".format(each["metadata"], each["download_info"]["archive_info"]["hash"] \
+		.replace("=", ":")) for each in json.load(open(".venv/report.json"))["install"]), sep="\n")' >requirements.lock
+
+$(STAMP): pyproject.toml constraints.txt requirements.lock
 	@$(find_python); \
 	echo "setting up .venv with $$python ($$("$$python" --version)): torch $(TORCH), then the rest; about two minutes"; \
 	[ -x $(BIN)/python ] || "$$python" -m venv .venv
+	@if $(BIN)/python -c $(IS_LOCKED); then $(BIN)/python -m $(PIP) --no-deps --require-hashes -r requirements.lock; \
+	else echo "no requirements.lock for this Python and machine: versions are pinned, their files are not"; fi
 	@$(install_torch)
 	@$(BIN)/python -m $(PIP) -c constraints.txt -e '.[report,dev]'
 	@touch $(STAMP)
