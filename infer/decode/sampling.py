@@ -1,6 +1,8 @@
 """The target's law at a node, by transformers' own processors, and draws from it."""
 
+import json
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ from transformers.generation import logits_process
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
 
-# settings that no draft tree honours, with the value that switches them off
-OFF = read_yaml(Path(__file__).with_name("settings_off.yaml"))[0]
+SETTINGS = read_yaml(Path(__file__).with_name("settings.yaml"))[0]  # applied, without_effect, neutral
+COLDEST = 1e-6  # logits / temperature stay finite in float32
 
 
 @dataclass(frozen=True)
@@ -29,32 +31,39 @@ class Decoding:
 
 def resolve(config: GenerationConfig, **asked: Any) -> Decoding:
     """UserError for a setting that a draft tree cannot honour."""
-    for name, off in OFF.items():
-        value = getattr(config, name, None)
-        if value is not None and value != off:
-            raise UserError(f"generation_config sets {name}={value}, which aerie does not apply; set it to {off}")
+    for name, value in vars(config).items():
+        is_known, off = name in (*SETTINGS["applied"], *SETTINGS["without_effect"]), SETTINGS["neutral"].get(name)
+        if not (is_known or name[0] == "_" or value is False or value in (None, [], off)):
+            fix = f"set it to {json.dumps(off)}, or remove it"
+            raise UserError(f"generation_config sets {name}={value}, which aerie does not apply; {fix}")
     defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 512}
     # what was asked, else the model's own setting, else the default
     values: dict[str, Any] = {
         name: next(value for value in (asked.get(name), getattr(config, name, None), default) if value is not None)
         for name, default in (defaults | {"eos_token_id": ()}).items()
     }
-    temperature, top_p, top_k, min_p = (values[name] for name in ("temperature", "top_p", "top_k", "min_p"))
-    max_new_tokens, ends = int(values["max_new_tokens"]), token_ids(values["eos_token_id"])
+    numbers = [values[name] for name in defaults]
+    for name, value in zip(defaults, numbers, strict=True):
+        if not isinstance(value, int | float):
+            raise UserError(f"{name} must be a number, not {value!r}")
+    temperature, top_p, top_k, min_p, max_new_tokens = numbers
     given = asked.get("do_sample")
     do_sample = (bool(config.do_sample) or asked.get("temperature") is not None) if given is None else bool(given)
     do_sample = do_sample and temperature > 0.0
+    is_warm = temperature == 0 or COLDEST <= temperature < inf
     for name, value, is_right, range_ in (
-        ("temperature", temperature, temperature >= 0, "at least 0"),
-        ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
+        ("temperature", temperature, is_warm, f"0 (greedy) or at least {COLDEST:g}"),
+        ("max_new_tokens", max_new_tokens, 1 <= max_new_tokens < inf, "at least 1"),
         ("top_p", top_p, not do_sample or 0.0 < top_p <= 1.0, "a share in (0, 1]"),
-        ("top_k", top_k, not do_sample or top_k >= 0, "at least 0, which switches it off"),
+        ("top_k", top_k, not do_sample or 0 <= top_k < inf, "at least 0, which switches it off"),
+        ("min_p", min_p, not do_sample or 0.0 <= min_p <= 1.0, "a share in [0, 1]"),
     ):
         if not is_right:
             raise UserError(f"{name} must be {range_}, not {value:g}")
     if not do_sample:
         temperature, top_k, top_p, min_p = 0.0, 0, 1.0, 0.0
-    return Decoding(do_sample, float(temperature), int(top_k), float(top_p), float(min_p), max_new_tokens, ends)
+    settings = (float(temperature), int(top_k), float(top_p), float(min_p), int(max_new_tokens))
+    return Decoding(do_sample, *settings, token_ids(values["eos_token_id"]))
 
 
 def token_ids(value: Any) -> frozenset[int]:

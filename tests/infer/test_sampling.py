@@ -52,7 +52,21 @@ def test_the_law_is_the_one_that_generate_samples_from() -> None:
     assert (law > 0).sum() < 12  # top-p cut more than top-k did
 
 
-@pytest.mark.parametrize("settings", [{"no_repeat_ngram_size": 3}, {"num_beams": 2}, {"typical_p": 0.9}])
-def test_settings_that_look_back_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=next(iter(settings))):
-        resolve(GenerationConfig(**settings))
+NOT_APPLIED = [{"no_repeat_ngram_size": 3}, {"num_beams": 2}, {"typical_p": 0.9}, {"top_h": 0.5}, {"new_law": 1}]
+NOT_APPLIED += [{"dola_layers": "high"}, {"forced_eos_token_id": 0}, {"bad_words_ids": [[5]]}, {"token_healing": True}]
+SAMPLED = {"do_sample": True}
+OUT_OF_RANGE = [{"temperature": 1e-40, **SAMPLED}, {"min_p": 1.5, **SAMPLED}, {"top_k": -1, **SAMPLED}]
+OUT_OF_RANGE += [{"temperature": float("nan"), **SAMPLED}, {"top_p": "0.9", **SAMPLED}, {"max_new_tokens": 0}]
+
+
+@pytest.mark.parametrize("settings", NOT_APPLIED + OUT_OF_RANGE)
+def test_settings_that_are_not_applied_or_out_of_range_are_refused_by_name(settings: dict[str, Any]) -> None:
+    config = GenerationConfig()
+    vars(config).update(settings)  # a file's values, which transformers does not all check
+    with pytest.raises(UserError, match=rf"^(generation_config sets )?{next(iter(settings))}"):
+        resolve(config)
+
+
+def test_settings_without_effect_and_neutral_ones_are_taken() -> None:
+    settings: dict[str, Any] = {"num_beams": 1, "no_repeat_ngram_size": 0, "repetition_penalty": 1.0, "max_length": 20}
+    assert resolve(GenerationConfig(use_cache=False, suppress_tokens=[], **settings)) == resolve(GenerationConfig())
