@@ -148,7 +148,7 @@ def _require_own_outputs(recipe: Recipe, stages: list[str]) -> None:
     train = Stage("train", paths.head(recipe), resume.stage_inputs(recipe))
     if resume.reads_cache(recipe):
         features.require_own_directory(overwrite=False)
-        train.inputs["features"] = digest(features.inputs)
+        train.inputs["features"] = train.inputs["features"] or digest(features.inputs)
     resume.require_own_output(train, paths.state(resume.state_name(recipe)))
     for stage in (stage for stage in stages if stage in ("distill", "calibrate", "bench", "tune")):
         place = paths.root / PLACES.get(stage, stage)

@@ -15,8 +15,8 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict, require_regular
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
-from aerie.model.hub import require_target
-from aerie.model.storage import FILE, Stage, file_digest, template_path
+from aerie.model.hub import require_target, weights_digest
+from aerie.model.storage import FILE, Stage, file_digest, is_same, template_path
 
 COMMAND = "aerie features --config RECIPE"  # builds and mends a feature cache
 INDEX = "index.json"  # of a feature cache; written last
@@ -46,7 +46,10 @@ def target_inputs(config: TargetConfig) -> dict[str, Any]:
     directory = Path(config.path)
     require_target(config.path)
     if directory.is_dir():
-        weights = dict.fromkeys(("*.safetensors", "*.bin"), sampled_digest)
+        # older records have the first half alone
+        weights = dict.fromkeys(
+            ("*.safetensors", "*.bin"), lambda path: sampled_digest(path) + weights_digest(path)[:16]
+        )
         patterns = dict.fromkeys(OTHER_FILES, sampled_if_large) | weights
         found = [(path, read) for pattern, read in patterns.items() for path in directory.glob(pattern)]
         inputs["files"] = {path.name: read(path) for path, read in found if path.is_file()}
@@ -111,7 +114,7 @@ def changed_since(made_of: dict[str, Any], target: dict[str, Any], conversations
     now = {**conversations, "target.chat_template": target.get("chat_template")}
     if "files" in before and before["path"] == target["path"]:
         now |= target.get("files", {})
-    return next((name for name in sorted(now) if now[name] != then.get(name)), None)
+    return next((name for name in sorted(now) if not is_same(then.get(name), now[name])), None)
 
 
 def sampled_digest(path: Path) -> str:

@@ -369,7 +369,12 @@ def _head(arguments: Namespace, recipe: Recipe, asked: MethodConfig, place: str)
 
 
 def _check(target: TargetConfig, heads: Sequence[str | None]) -> None:
-    target_inputs(target)
+    from aerie.model.target import load_config, only_trains
+
+    if why := only_trains(load_config(target)):
+        raise UserError(f"{target.path}: {why}")
+    if target.chat_template is not None:
+        storage.template_path(target.chat_template)
     for head in filter(None, heads):
         if not is_on_hub(head) and storage.find_weights(Path(head)) is None:
             raise UserError(f"{head}: holds no weights; train the head with: aerie train --config RECIPE")

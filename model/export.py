@@ -19,7 +19,6 @@ from aerie.model.heads import AnyConfig
 from aerie.model.heads.eagle import EMBEDDING, Eagle3Config
 from aerie.model.hub import RECORDS, head_directory, is_on_hub
 from aerie.model.storage import CONFIG, digests, directory_atomically, plainly, read_json, write_json
-from aerie.model.target import other_weights
 
 OF_AN_EXPORT = ("exported_from", SERVER, ZERO_BIAS)  # not inherited by the next
 BOOKKEEPING = re.compile(  # keys of config.json that drafting does not need, or that `unread` reports
@@ -45,7 +44,7 @@ def export(
     state = _completed(files, content, target)
     check_taps(content.config, directory, after_blocks, target)
     facts = {name: value for name, value in table(files.values, "aerie").items() if name not in OF_AN_EXPORT}
-    other = other_weights(facts.get("target"), target.path, target.text_config, target.vocab)
+    other = target.other_weights(facts.get("target"))
     if other is not None and not any_target:
         raise UserError(f"{source}: {other}; give its own target, or --any-target")
     values, new, added = write_eagle(to, dataclasses.replace(content, tensors=state), target)
@@ -151,7 +150,7 @@ def inspect_head(
             passed(vocabulary.check_ends, target.end_ids, str(files.weights_place))
         passed(checkpoint.check_sizes, config, target.vocab, str(directory), target.path)
         passed(check_taps, config, directory, None, target)
-        other = other_weights(facts.get("target"), target.path, target.text_config, target.vocab)
+        other = target.other_weights(facts.get("target"))
         problems += [f"{directory}: {other}"] if other else []
         remarks += checkpoint.position_warnings(config, target.text_config, str(directory))
     embedding = "not in the file: the target's" if content.is_embedding_optional else "none of its own"

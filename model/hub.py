@@ -1,19 +1,24 @@
 """The Hugging Face Hub: heads fetched by repository name; its errors, without tokens."""
 
 import difflib
+import hashlib
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from aerie.configs.errors import UserError
+from aerie.model import storage
 from aerie.model.storage import CALIBRATOR, CONFIG, ORDER, find_weights, first_line, weight_map
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 RECORDS = ("recipe.yaml", "provenance.json", "calibration.json", CALIBRATOR)
 OURS = "aerie"  # the folder of a head as it was trained, where a repository's root is a server's layout
+SHA256 = re.compile("[0-9a-f]{64}")
+KEPT_BYTES, TOLD_BYTES = 2**26, 10**10  # smaller files are hashed each time, larger ones take long enough to say so
 SAFE, PICKLED = ("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.bin.index.json", "*_lm_head.pt")
 
 
@@ -46,7 +51,7 @@ def head_directory(path: Path | str) -> Path:
 def require_target(path: str) -> None:
     """UserError for a local path that is no directory of a whole model."""
     place = Path(path)
-    if place.suffix == ".gguf" or (any(place.glob("*.gguf")) and not (place / CONFIG).is_file()):
+    if place.suffix == ".gguf" or (any(place.glob("*.gguf")) and find_weights(place) is None):
         raise UserError(f"{path}: GGUF is not read; name the safetensors model that it was made from")
     if (place / "adapter_config.json").is_file() and find_weights(place) is None:
         code = f"M.from_pretrained('{path}').merge_and_unload().save_pretrained('MERGED')"
@@ -69,6 +74,42 @@ def quieten() -> None:
     logging.set_verbosity_error()
     if os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty():
         logging.disable_progress_bar()
+
+
+def weights_digest(path: Path) -> str:
+    """The SHA-256 of a file of weights: in the Hub's cache its name; of a large one it is kept by size and time."""
+    place = path.resolve()
+    if place.parent.name == "blobs" and SHA256.fullmatch(place.name):
+        return place.name
+    status = place.stat()
+    times = [status.st_mtime_ns, status.st_ctime_ns]
+    kept = storage.user_cache() / "digests" / storage.digest([str(place), status.st_size, *times])
+    with suppress(OSError, ValueError):
+        if status.st_size >= KEPT_BYTES and SHA256.fullmatch(text := kept.read_text(encoding="utf-8")):
+            return text
+    if status.st_size >= TOLD_BYTES:
+        print(f"{path}: is hashed once ({status.st_size / 1e9:.1f} GB)", file=sys.stderr, flush=True)
+    with place.open("rb") as handle:
+        text = hashlib.file_digest(handle, "sha256").hexdigest()
+    if status.st_size >= KEPT_BYTES:
+        with suppress(OSError, UserError):  # no room, no permission
+            storage.write_text(kept, text)
+    return text
+
+
+def weights_digests(path: str, revision: str | None, names: Sequence[str]) -> list[str]:
+    """Of a target's files, which need not be here if it is on the Hub."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if Path(path).is_dir():
+        return [weights_digest(Path(path, name)) for name in names]
+    cached = [try_to_load_from_cache(path, name, revision=revision) for name in names]
+    here = [weights_digest(Path(file)) for file in cached if isinstance(file, str)]
+    if len(here) == len(names):
+        return here
+    with readable_errors(path):
+        files: list[Any] = HfApi().get_paths_info(path, list(names), revision=revision)
+    return [file.lfs.sha256 if file.lfs else file.blob_id for file in files]
 
 
 def is_on_hub(path: Path | str) -> bool:

@@ -1,6 +1,7 @@
 """The target: any stock `AutoModelForCausalLM`, asked for features and logits."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -13,13 +14,14 @@ from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import cached_file
 
 from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
-from aerie.model.hub import hub_answer, require_target
-from aerie.model.storage import WEIGHTS, digest, first_line, read_json, template_path, weight_map
+from aerie.model.hub import hub_answer, require_target, weights_digests
+from aerie.model.storage import ORDER, WEIGHTS, digest, first_line, read_json, template_path, weight_map
 
 LARGE = 10**8  # bytes of a target whose loading is announced
 TOLERANCE = {torch.float64: 3e-3, torch.float32: 3e-3, torch.float16: 0.1}  # of `difference`; narrower dtypes: 0.25
@@ -91,13 +93,18 @@ class Target:
             arguments["attn_implementation"] = "eager"  # sdpa has no softcap
         if (size := weights_size(config)) >= LARGE and os.environ.get("RANK", "0") == "0":
             print(f"loading {config.path} ({size / 1e9:.1f} GB)", file=sys.stderr, flush=True)
+        target_end_ids(config)  # transformers reads a damaged generation_config.json as none
+        # weights of other shapes are in the info, too
+        arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         with _readable(config, "load the target"):
-            model = AutoModelForCausalLM.from_pretrained(config.path, **arguments)
+            model, info = AutoModelForCausalLM.from_pretrained(config.path, **arguments)
+            require_whole(model, info, config.path)
         penalty = getattr(model.generation_config, "repetition_penalty", None)
         if penalty not in (None, 1.0):
             warn(f"{config.path}: generation_config sets repetition_penalty={penalty}; aerie decodes without it (1.0)")
             model.generation_config.repetition_penalty = 1.0
-        return cls(model if config.device_map is not None or device is None else model.to(device), config)
+        with _readable(config, "run the target"):
+            return cls(model if config.device_map is not None or device is None else model.to(device), config)
 
     @property
     def device(self) -> torch.device:
@@ -129,7 +136,30 @@ class Target:
         return None if error <= TOLERANCE.get(self.dtype, 0.25) else error
 
     def fingerprint(self) -> str:
-        return fingerprint(self.config, self.vocab)
+        return fingerprint(self.recipe, self.config, self.vocab)
+
+
+def require_whole(model: PreTrainedModel, info: Mapping[str, Any], path: str) -> None:
+    """UserError for weights that are missing, misshapen or would be misread; a warning for others that are not read."""
+    wrong = [f"{name} is missing" for name in sorted(info["missing_keys"])]
+    wrong += [f"{name} is {[*there]}, not {[*asked]}" for name, there, asked in sorted(info["mismatched_keys"])]
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True).keys()  # transformers loads another one untied
+    wrong += [f"{name} is not tied as tie_word_embeddings says" for name in sorted(tied - model.all_tied_weights_keys)]
+    owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    lengths = {name: len(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    more = getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0  # a server's own drafts
+    left_out: list[str] = []
+    for name in sorted(info["unexpected_keys"]):
+        layer = re.match(r"(.+?)\.(\d+)\.", name)
+        is_beyond = layer is not None and int(layer[2]) >= lengths.get(layer[1], sys.maxsize - more) + more
+        # a bias, a scale, or a layer more
+        (wrong if is_beyond or name.rpartition(".")[0] in owners else left_out).append(f"{name} has no place")
+    if wrong:
+        others = f" and {len(wrong) - 3:,} more" if len(wrong) > 3 else ""
+        what = f"its weights and its config.json do not fit: {', '.join(wrong[:3])}{others}"
+        raise UserError(f"{path}: {what}; fetch both anew, or mend config.json")
+    if left_out:
+        warn(f"{path}: {len(left_out):,} weights of its files are not read: {left_out[0]} in {type(model).__name__}")
 
 
 def family(model: Any) -> str:
@@ -166,7 +196,18 @@ def weights_size(config: TargetConfig) -> int:
 
 def load_config(config: TargetConfig) -> Any:
     with _readable(config, "read the target's configuration"):
-        return AutoConfig.from_pretrained(config.path, **_source(config))
+        hf_config = AutoConfig.from_pretrained(config.path, **_source(config))
+        for part in (hf_config, hf_config.get_text_config()):
+            settings = getattr(part, "quantization_config", None)  # transformers skips an unknown one
+            if isinstance(settings, dict) and not AutoHfQuantizer.supports_quant_method(settings):
+                raise ValueError(f"quantization_config: quant_method {settings.get('quant_method')!r} is not known")
+    if Path(config.path).is_dir():
+        if not (names := weight_files(config)[0]):
+            raise UserError(f"{config.path}: holds no weights; fetch {WEIGHTS}, or its shards and their index")
+        for name in names:
+            with _readable(config, f"read {name}"):
+                name.endswith(".bin") or safe_open(Path(config.path, name), framework="pt")  # tells a truncated file
+    return hf_config
 
 
 def only_trains(hf_config: Any) -> str | None:
@@ -203,67 +244,100 @@ def load_tokenizer(config: TargetConfig) -> Any:
 
 def target_end_ids(config: TargetConfig, tokenizer: Any = None) -> set[int]:
     """EOS of the tokenizer, if given, and of the generation config, which is optional."""
-    ids: set[int | None] = {getattr(tokenizer, "eos_token_id", None)}
-    with suppress(OSError):
-        stops = GenerationConfig.from_pretrained(config.path, revision=config.revision).eos_token_id
-        ids.update(stops if isinstance(stops, list) else [stops])
-    return {number for number in ids if number is not None}
+    ids = {getattr(tokenizer, "eos_token_id", None)}
+    with _readable(config, "read generation_config.json"):
+        if _file(config, "generation_config.json") is not None:
+            stops = GenerationConfig.from_pretrained(config.path, revision=config.revision).eos_token_id
+            ids.update(stops if isinstance(stops, list) else [stops])
+        return {int(number) for number in ids if number is not None}
+
+
+def weight_files(config: TargetConfig) -> tuple[list[str], dict[str, str]]:
+    """The names of the files that transformers reads, and of each tensor's shard, where there are shards."""
+    with _readable(config, "find the weights"):
+        place = next(filter(None, (_file(config, name) for name in ORDER[:4])), None)
+        table = weight_map(place) if place is not None and place.suffix == ".json" else {}
+        return sorted(set(table.values())) or ([] if place is None else [place.name]), table
+
+
+def _file(config: TargetConfig, name: str) -> Path | None:
+    place = cached_file(config.path, name, revision=config.revision, _raise_exceptions_for_missing_entries=False)
+    return None if place is None else Path(place)
 
 
 def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[Any, VocabWeights]:
     """Read without the trunk."""
     hf_config = load_config(config)
     text = hf_config.get_text_config()
-    with torch.device("meta"):
+    with _readable(config, "build the target"), torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.trust_remote_code)
+        first, last = _embedding_and_head(skeleton, config.path)
     # of tied weights the first name, which is the one in the file
     names = {id(parameter): name for name, parameter in skeleton.named_parameters()}
-    first, last = _embedding_and_head(skeleton, config.path)
-    wanted = {"embedding": names[id(first.weight)]}
-    if not text.tie_word_embeddings:
-        wanted["lm_head"] = names[id(last.weight)]
-    if getattr(last, "bias", None) is not None:
-        wanted["bias"] = names[id(last.bias)]
-    options = {"revision": config.revision, "_raise_exceptions_for_missing_entries": False}
-    single = cached_file(config.path, WEIGHTS, **options)  # read first, as transformers does
-    index = None if single else cached_file(config.path, f"{WEIGHTS}.index.json", **options)
-    table = weight_map(Path(index)) if index else {}
-    stored: dict[str, Tensor] = {}
-    for name in wanted.values():
-        file = cached_file(config.path, table.get(name, WEIGHTS), **options)
-        if file is not None:
-            with _readable(config, "load the target"), safe_open(str(file), framework="pt") as handle:
-                if name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
-                    stored[name] = handle.get_tensor(name).clone()
-    if len(stored) < len(wanted):  # another format, or other names
+    ends = {"embedding": first.weight, "lm_head": last.weight, "bias": getattr(last, "bias", None)}
+    wanted = {role: names[id(weight)] for role, weight in ends.items() if weight is not None}
+    tied = {name: source for name, source in skeleton.all_tied_weights_keys.items() if source in wanted.values()}
+    table, stored = weight_files(config)[1], dict[str, Tensor]()
+    for name in {*wanted.values(), *tied}:
+        with _readable(config, "load the target"):
+            file = _file(config, table.get(name, WEIGHTS))
+            if file is not None and file.suffix == ".safetensors":
+                with safe_open(str(file), framework="pt") as handle:
+                    if name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+                        stored[name] = handle.get_tensor(name).clone()
+    sizes = {name: skeleton.get_parameter(name).shape for name in wanted.values()}
+    is_plain = all(name in stored and stored[name].shape == sizes[name] for name in sizes)
+    is_plain = is_plain and all(torch.equal(stored.get(name, stored[one]), stored[one]) for name, one in tied.items())
+    if not is_plain:  # another format, other names, or what require_whole refuses
         asked: dict[str, Any] = {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
         target = Target.load(replace(config, **asked))
         return target.config, target.vocab
     if dtype is None and config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
     dtype = dtype or getattr(text, "dtype", None) or stored[wanted["embedding"]].dtype
-    tensors = {role: stored[name].to(dtype) for role, name in wanted.items()}
-    embedding = tensors["embedding"]
-    return text, VocabWeights(embedding, tensors.get("lm_head", embedding), tensors.get("bias"), *final_transform(text))
+    tensors = {name: stored[name].to(dtype) for name in sizes}
+    embedding, lm_head = (tensors[wanted[role]] for role in ("embedding", "lm_head"))
+    return text, VocabWeights(embedding, lm_head, tensors.get(wanted.get("bias", "")), *final_transform(text))
 
 
-def fingerprint(text_config: Any, vocab: VocabWeights, dtype: torch.dtype | None = None) -> str:
-    """A digest of sizes and of sampled weights, rounded to dtype."""
+def fingerprint(config: TargetConfig, text_config: Any, vocab: VocabWeights) -> str:
+    """A digest of sizes and of the weights' files; of a target without files, of sampled weights."""
+    names: list[str] = []
+    with suppress(UserError):  # a loaded model may have no files
+        names, _ = weight_files(config)
+    if not names:
+        return sampled_fingerprint(text_config, vocab)
+    files = sorted(weights_digests(config.path, config.revision, names))
+    return f"sha256:{digest([_sizes(text_config), files])}"
+
+
+def sampled_fingerprint(text_config: Any, vocab: VocabWeights, dtype: torch.dtype | None = None) -> str:
+    """What older heads and caches recorded: a digest of sizes and of sampled weights, rounded to dtype."""
 
     def sample(weight: Tensor) -> list[float]:
         some = weight.detach().reshape(-1)[:: max(1, weight.numel() // 64)][:64]
         return [round(value, 5) for value in some.to(dtype or weight.dtype).float().tolist()]
 
-    facts = {k: getattr(text_config, k, None) for k in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
-    return digest([facts, [sample(vocab.embedding), sample(vocab.lm_head)]])
+    return digest([_sizes(text_config), [sample(vocab.embedding), sample(vocab.lm_head)]])
 
 
-def other_weights(recorded: str | None, path: str, text_config: Any, vocab: VocabWeights) -> str | None:
-    """A sentence where a head's recorded target had other weights than the one at path, rounded or not."""
-    here, *rounded = (fingerprint(text_config, vocab, dtype) for dtype in (None, torch.bfloat16, torch.float16))
-    if recorded in (None, here, *rounded):
+def other_weights(recorded: str | None, config: TargetConfig, text_config: Any, vocab: VocabWeights) -> str | None:
+    """A sentence where a head or cache records another target than config's."""
+    if recorded is None or recorded == (here := fingerprint(config, text_config, vocab)):
         return None
-    return f"was trained on a target with other weights than {path} (fingerprint {recorded}, not {here})"
+    has_files, is_of_files = ":" in here, ":" in recorded
+    # rounded to the head's dtype, of weights as the files have them or rounded to config's
+    known = [] if is_of_files else [vocab, *([load_vocab(config, torch.float32)[1]] if has_files else [])]
+    dtypes = (None, torch.bfloat16, torch.float16)
+    older = [sampled_fingerprint(text_config, one, dtype) for one in known for dtype in dtypes]
+    if recorded in older or (is_of_files and not has_files):  # not to be told of a loaded model
+        return None
+    return f"was made for a target with other weight files than {config.path} (fingerprint {recorded}, not {here})"
+
+
+def _sizes(text_config: Any) -> dict[str, Any]:
+    names = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+    return {name: getattr(text_config, name, None) for name in names}
 
 
 def default_taps(num_blocks: int) -> tuple[int, ...] | None:
@@ -317,13 +391,19 @@ def _source(config: TargetConfig) -> dict[str, Any]:
 
 @contextmanager
 def _readable(config: TargetConfig, what: str) -> Iterator[None]:
+    """Whatever a library raises becomes a line: a target's files can be broken in any way."""
     require_target(config.path)
     try:
         yield
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        why = hub_answer(error) or f"cannot {what}: {first_line(error)}"
+    except UserError:
+        raise
+    except Exception as error:
+        text = first_line(error)
+        if not isinstance(error, OSError | ValueError | ImportError | SafetensorError):
+            text = f"{type(error).__name__}: {text}"
+        why = hub_answer(error) or f"cannot {what}: {text}"
         if "trust_remote_code" in str(error):
             why = "comes with code of its own; read it, then add --target.trust_remote_code true"
-        elif "config.json" in why:
+        elif "config.json" in text and "JSON file" not in text:
             why += " (a target is a whole model: merge a LoRA adapter into its own first; GGUF is not read)"
         raise UserError(f"{config.path}: {why}") from error

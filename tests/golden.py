@@ -38,7 +38,7 @@ CYCLE = "pos_start verify draft_forwards drafted depth nodes accepted bonus_id n
 NODE = "token parent depth q survival entropy p accepted passenger".split()
 COUNTS = "verify target_forwards draft_forwards draft_forwards_wasted draft_nodes accepted".split()
 COUNTS += "cycle_tokens cycle_nodes identical identical_to_generate prompt_ids".split()
-DIGESTS = re.compile(r'("(?:key|seal|config\.json)": )"[0-9a-f]{16}"')
+DIGESTS = re.compile(r'("(?:key|seal|config\.json|target)": )"(?:sha256:)?[0-9a-f]{16}"')
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # recipe, sizes of the section `head`
     "target": ("draft_lm/embedded", {"num_hidden_layers": 7, "hidden_size": 48, "intermediate_size": 128}),

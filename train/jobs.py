@@ -19,8 +19,18 @@ from aerie.data.batches import Batch, Order, ShardPools, TokenisedRow, check_pad
 from aerie.data.cache import FeatureCache, rows_digest
 from aerie.data.conversations import Tally
 from aerie.data.features import check_rows, within_context
+from aerie.data.stage import COMMAND
 from aerie.model.checkpoint import new_head, position_warnings, save_head
-from aerie.model.target import Target, context_of, fingerprint, load_tokenizer, load_vocab, taps_of, target_end_ids
+from aerie.model.target import (
+    Target,
+    context_of,
+    fingerprint,
+    load_tokenizer,
+    load_vocab,
+    other_weights,
+    taps_of,
+    target_end_ids,
+)
 from aerie.train import lm
 from aerie.train.launch import rank, world_size
 from aerie.train.objectives import OBJECTIVES, Objective
@@ -110,7 +120,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
             own.check_ends(end_ids, f"head.init_from: {section.init_from}")
             _, facts, counted = tokens.draft_vocabulary(rows.tokens, len(own.t2d), rows.origin, given=own)
         objective = OBJECTIVES[section.kind](head, vocab, settings)
-        known: dict[str, Any] = {"target_path": path, "target": fingerprint(text_config, vocab)}
+        known: dict[str, Any] = {"target_path": path, "target": fingerprint(recipe.target, text_config, vocab)}
         known |= {"draft_vocabulary": facts} if facts else {}
         save = partial(save_head, **known)
     sizes = head.config.get_text_config() if isinstance(section, DraftLMSection) else head.config
@@ -143,7 +153,9 @@ def _num_drafted(recipe: Recipe) -> int:
 def _rows(recipe: Recipe, tokenizer: Any, end_ids: set[int], text: Any, vocab: Any, taps: tuple[int, ...]) -> Rows:
     if reads_cache(recipe):
         asked = {"data": as_dict(recipe.data), "after_blocks": list(taps), "storage": recipe.features.storage}
-        cache = FeatureCache.open(recipe.paths.features, {"target": fingerprint(text, vocab), **asked})
+        cache = FeatureCache.open(recipe.paths.features, asked)
+        if other := other_weights(cache.fingerprint["target"], recipe.target, text, vocab):
+            raise UserError(f"{recipe.paths.features}: {other}; rebuild with: {COMMAND} --overwrite")
         train, at_once = cache.split("train"), recipe.features.shuffle_shards
         pools = None if at_once is None else ShardPools(train.shards, at_once)
         origin = {name: cache.fingerprint.get(name) for name in ("rows", "tokenizer", "template")}

@@ -24,7 +24,7 @@ from aerie.model.heads import Head
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.hub import head_directory
 from aerie.model.storage import CALIBRATOR, CONFIG, digests, read_json
-from aerie.model.target import Target, context_of, default_taps, load_vocab, other_weights
+from aerie.model.target import Target, context_of, default_taps, other_weights
 
 FLOOR = 1e-4  # no token is impossible because a few held-out prompts never had it
 
@@ -137,10 +137,7 @@ def load_head_for(target: Target, head: str) -> Head:
             where = f"{target.recipe.path} has {target.num_blocks} blocks"
             raise UserError(f"{head}: reads the target's states after blocks {taps}, and {where}; give its target")
         module.vocabulary.check_ends(sorted(token_ids(target.generation_config.eos_token_id)), head)
-    recorded, path = head_facts(head).get("target"), target.recipe.path
-    other, is_exact = other_weights(recorded, path, target.config, target.vocab), target.dtype == torch.float32
-    # where the weights have fewer digits than the head was trained with, the files decide
-    if other and (is_exact or other_weights(recorded, path, *load_vocab(target.recipe, torch.float32))):
+    if other := other_weights(head_facts(head).get("target"), target.recipe, target.config, target.vocab):
         warn(f"{head}: {other}; few drafts will fit: give its target")
     return module.to(target.device).eval().requires_grad_(False)
 

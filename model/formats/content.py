@@ -16,7 +16,7 @@ from aerie.model.heads import HEADS, AnyConfig
 from aerie.model.heads.eagle import TAP_CONVENTION, Eagle1Config, Eagle3Config
 from aerie.model.layers import Rotary
 from aerie.model.storage import first_line
-from aerie.model.target import VocabWeights, default_taps, load_config, load_vocab, target_end_ids
+from aerie.model.target import VocabWeights, default_taps, load_config, load_vocab, other_weights, target_end_ids
 
 T = TypeVar("T", bound=AnyConfig)
 Rule = tuple[str, str | Callable[[re.Match[str]], str]]  # of re.sub
@@ -63,6 +63,9 @@ class TargetFacts:
         architectures = tuple(load_config(config).architectures or ())
         text_config, vocab = load_vocab(config)
         return cls(path, text_config, vocab, name or path, architectures, tuple(target_end_ids(config)))
+
+    def other_weights(self, recorded: str | None) -> str | None:
+        return other_weights(recorded, TargetConfig(self.path), self.text_config, self.vocab)
 
     @property
     def num_blocks(self) -> int:

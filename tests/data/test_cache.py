@@ -44,7 +44,7 @@ def test_a_cache_of_another_target_or_recipe_is_refused_with_both_values_and_the
     cache: FeatureCache, target: Target, tmp_path: Path
 ) -> None:
     text_config, ends = load_vocab(TargetConfig(path=target.recipe.path))  # as training does, without the trunk
-    expected = {"target": fingerprint(text_config, ends), "after_blocks": (1, 3), "storage": None}
+    expected = {"target": fingerprint(target.recipe, text_config, ends), "after_blocks": (1, 3), "storage": None}
     assert len(FeatureCache.open(cache.directory, expected)) == 15
     for name, value in (("after_blocks", [1, 2]), ("target", "other"), ("storage", "fp8")):
         with pytest.raises(UserError, match=rf"{name}.*: .* there, .* asked; rebuild with: .* features .*--overwrite"):

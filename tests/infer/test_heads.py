@@ -160,7 +160,7 @@ def test_a_head_of_another_target_or_with_other_positions_is_noticed(
     head = saved(own, tmp_path / "head")
     assert warnings(own, head) == []
     (line,) = warnings(other, head)
-    assert "trained on a target with other weights than" in line and "give its target" in line
+    assert "made for a target with other weight files than" in line and "give its target" in line
     assert own.fingerprint() in line
     save_head(tiny.head(own.vocab.embedding.float()), tmp_path / "nameless")  # it names no target
     assert warnings(other, str(tmp_path / "nameless")) == []

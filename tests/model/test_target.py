@@ -1,10 +1,14 @@
 """Any stock causal LM: its features and logits are the model's own, without forked files."""
 
+import hashlib
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from aerie.configs.errors import UserError
@@ -12,8 +16,17 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.tree import Tree, ancestors
-from aerie.model.storage import write_json
-from aerie.model.target import Target, fingerprint, load_config, load_vocab, only_trains, require_same_token_ids
+from aerie.model.hub import weights_digest
+from aerie.model.storage import CONFIG, WEIGHTS, write_json
+from aerie.model.target import (
+    Target,
+    load_config,
+    load_vocab,
+    only_trains,
+    other_weights,
+    require_same_token_ids,
+    sampled_fingerprint,
+)
 from tests import tiny
 
 SIZES: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
@@ -78,8 +91,90 @@ def test_the_ends_alone_are_those_of_the_whole_target(tmp_path: Path, tied: bool
     config = TargetConfig(path=str(tiny.target(tmp_path / "t", tie_word_embeddings=tied)), dtype="float32")
     whole, (text, vocab) = Target.load(config), load_vocab(config)
     assert torch.equal(vocab.embedding, whole.vocab.embedding) and torch.equal(vocab.lm_head, whole.vocab.lm_head)
-    other = Target.load(TargetConfig(path=str(tiny.target(tmp_path / "other", seed=1))))
-    assert fingerprint(text, vocab) == whole.fingerprint() != other.fingerprint()
+    for recorded in (whole.fingerprint(), sampled_fingerprint(text, vocab)):  # the second is an older head's
+        assert other_weights(recorded, config, text, vocab) is None
+    recorded = whole.fingerprint()
+    change(tmp_path / "t", {WEIGHTS: {"model.layers.1.mlp.up_proj.weight": torch.ones(64, 32)}})  # no more than that
+    assert "with other weight files" in str(other_weights(recorded, config, text, vocab))
+
+
+def test_a_file_of_weights_is_hashed_once_and_a_blob_of_the_hubs_cache_never(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("aerie.model.hub.KEPT_BYTES", 0)
+    path, blob = tmp_path / WEIGHTS, tmp_path / "blobs" / ("0" * 64)
+    path.write_bytes(b"weights")
+    assert weights_digest(path) == hashlib.sha256(b"weights").hexdigest()
+    next(tmp_path.glob("cache/aerie/digests/*")).write_text("1" * 64)
+    assert weights_digest(path) == "1" * 64
+    path.write_bytes(b"others!")
+    os.utime(path, ns=(0, 0))
+    assert weights_digest(path) == hashlib.sha256(b"others!").hexdigest()
+    blob.parent.mkdir()
+    path.rename(blob)
+    path.symlink_to(blob)
+    assert weights_digest(path) == "0" * 64
+
+
+def change(target: Path, files: dict[str, Any]) -> None:
+    """A file's tensors, keys, text, size, name or absence."""
+    for name, value in files.items():
+        path = target / name
+        match value:
+            case dict() if path.suffix == ".safetensors":
+                tensors = {key: tensor for key, tensor in (load_file(path) | value).items() if tensor is not None}
+                save_file(tensors, path, {"format": "pt"})
+            case dict():
+                write_json(path, (json.loads(path.read_text()) if path.exists() else {}) | value)
+            case str():
+                path.write_text(value)
+            case int():
+                os.truncate(path, value)
+            case Path():
+                path.rename(target / value)
+
+
+INDEX, SETTINGS, DEEP = f"{WEIGHTS}.index.json", "generation_config.json", '{"a": ' * 200_000
+NO_FIT, ONE = "its weights and its config.json do not fit", Path("1.safetensors")
+SHARDED = {"metadata": {}, "weight_map": {"model.norm.weight": "1.safetensors"}}
+BROKEN: list[tuple[int, str, dict[str, Any]]] = [  # by how many of the three is it noticed
+    (1, f"{NO_FIT}: .*2.mlp.down_proj.weight is missing", {WEIGHTS: {"model.layers.2.mlp.down_proj.weight": None}}),
+    (2, f"{NO_FIT}: lm_head.weight is missing", {WEIGHTS: {"lm_head.weight": None}}),
+    (2, f"{NO_FIT}: lm_head.weight is not tied as tie_word_embeddings says", {CONFIG: {"tie_word_embeddings": True}}),
+    (2, f"{NO_FIT}: lm_head.weight is .320, 32., not .400, 32.", {CONFIG: {"vocab_size": 400}}),
+    (1, f"{NO_FIT}: .*q_proj.bias has no place", {WEIGHTS: {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}}),
+    (1, "its logits differ .*broken weights", {WEIGHTS: {"model.norm.weight": torch.full((32,), torch.nan)}}),
+    (1, f"{NO_FIT}: model.layers.4.* is missing.* and 15 more; fetch", {CONFIG: {"num_hidden_layers": 6}}),
+    (1, f"{NO_FIT}: model.layers.3.* has no place", {CONFIG: {"num_hidden_layers": 3}}),
+    (2, f"{NO_FIT}: lm_head", {WEIGHTS: ONE, "1.safetensors": {"lm_head.weight": None}, INDEX: SHARDED}),
+    (3, "read 2.safetensors: No such file", {WEIGHTS: ONE, INDEX: {"weight_map": {"a": "2.safetensors"}}}),
+    (3, "names .*, which is no file beside it", {WEIGHTS: ONE, INDEX: {"weight_map": {"a": f"../{ONE}"}}}),
+    (3, "quant_method 'mystery' is not known", {CONFIG: {"quantization_config": {"quant_method": "mystery"}}}),
+    (3, "hidden_size", {CONFIG: {"hidden_size": "wide"}}),
+    (3, "RecursionError", {CONFIG: DEEP}),
+    (1, "cannot read generation_config.json: RecursionError", {SETTINGS: DEEP}),
+    (1, "cannot read generation_config.json: .*JSON", {SETTINGS: "{"}),
+    (1, "cannot read generation_config.json: .*'end'", {SETTINGS: {"eos_token_id": "end"}}),
+    (3, "cannot read model.safetensors: .*header", {WEIGHTS: 100_000}),
+    (3, "cannot read model.safetensors: .*header", {WEIGHTS: 0}),
+    (3, "holds no weights; fetch model.safetensors", {WEIGHTS: Path("weights.old")}),
+    (3, "GGUF is not read", {WEIGHTS: Path("model-q4.gguf")}),
+]
+
+
+@pytest.mark.parametrize(("count", "said", "files"), BROKEN)
+def test_what_a_targets_files_lack_is_one_line(count: int, said: str, files: Any, tmp_path: Path) -> None:
+    """And it is said before the weights are read where the files' names and headers show it."""
+    config = TargetConfig(str(tiny.target(tmp_path / "t")))
+    change(tmp_path / "t", files)
+    for read in (Target.load, load_vocab, load_config)[:count]:
+        with pytest.raises(UserError, match=said) as error:
+            read(config)
+        assert str(error.value).startswith(config.path) and "\n" not in str(error.value)
+
+
+def test_a_gpu_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"t: cannot load the target: .*(CUDA|device)"):
+        Target.load(TargetConfig(str(tiny.target(tmp_path / "t")), device_map="cuda:7"))
 
 
 def test_a_repetition_penalty_is_switched_off_where_the_target_is_loaded(tmp_path: Path, capsys: Any) -> None:
@@ -124,6 +219,7 @@ def test_what_is_no_whole_model_is_told_what_to_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["mamba", "qwen3_next", "rwkv"])
 def test_layers_with_a_state_are_told_by_their_configuration(tmp_path: Path, kind: str) -> None:
     write_json(tmp_path / "config.json", {"model_type": kind})
+    (tmp_path / "pytorch_model.bin").touch()
     assert "aerie does not decode with it" in str(only_trains(load_config(TargetConfig(str(tmp_path)))))
 
 

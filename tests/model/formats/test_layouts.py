@@ -16,7 +16,7 @@ from aerie.model.export import export, inspect_head
 from aerie.model.formats.content import read_taps
 from aerie.model.formats.eagle import CHECKED, sglang_numbers
 from aerie.model.formats.layouts import read_content, read_tensors, tensor_names, write_tensors
-from aerie.model.target import fingerprint
+from aerie.model.target import sampled_fingerprint
 from tests import tiny
 from tests.model.formats import published
 from tests.model.formats.published import EAGLE1, EAGLE3, TAPS, same, same_tensors, target_facts, tensors
@@ -226,13 +226,13 @@ def test_what_is_no_head_and_hydra_heads_that_do_not_fit_are_refused(tmp_path: P
 
 def test_a_head_for_another_target_is_refused(tmp_path: Path) -> None:
     own, head, out = target_facts(), tmp_path / "head", tmp_path / "out"
-    save_head(published.eagle3(), head, target=fingerprint(own.text_config, own.vocab))
+    save_head(published.eagle3(), head, target=sampled_fingerprint(own.text_config, own.vocab))
     assert inspect_head(head, own)["problems"] == []
     others: list[tuple[dict[str, int], str]] = [
         ({"hidden_size": 48}, "its hidden size is 32, that of tiny is 48"),
         ({"vocab_size": 400}, "its vocabulary is 320, that of tiny is 400"),
         ({"num_blocks": 5}, r"after blocks \[2, 4, 5\], and tiny has 5 blocks"),
-        ({"seed": 5}, "trained on a target with other weights than tiny"),
+        ({"seed": 5}, "made for a target with other weight files than tiny"),
     ]
     for changes, message in others:
         with pytest.raises(UserError, match=message):
@@ -241,7 +241,7 @@ def test_a_head_for_another_target_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--after-blocks 2,3,6: .*json says that the head reads \[2, 4, 5\]"):
         export(head, "speculators", out, own, after_blocks=(2, 3, 6))
     assert not out.exists()
-    assert "other weights" in export(head, "speculators", out, target_facts(seed=5), any_target=True)[1][0]
+    assert "other weight files" in export(head, "speculators", out, target_facts(seed=5), any_target=True)[1][0]
 
 
 # Tensors on disk: whole or sharded, safetensors or pickles of tensors alone; anything else is refused.
@@ -291,5 +291,5 @@ def test_shards_that_lie_elsewhere_are_refused(tmp_path: Path) -> None:
     index = published.sharded(tmp_path, STATE)
     table = json.loads(index.read_text())["weight_map"]
     index.write_text(json.dumps({"weight_map": {**table, "a": "../elsewhere.safetensors"}}))
-    with pytest.raises(UserError, match="tensors to files beside it"):
+    with pytest.raises(UserError, match="which is no file beside it"):
         read_tensors(tmp_path)
