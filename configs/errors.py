@@ -43,7 +43,7 @@ def stop_on_signals() -> None:
 
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # how Python reads bytes that are not UTF-8, or half an escape
 SECRETS = re.compile(  # in a URL: what stands before its @, and the values behind its ?; keys of OpenAI and of the Hub
-    r"(?<=://)[^\s/]+(?=@)|(?<=[?&])([\w.-]+=)[^\s&'\")]+|\bhf_\w{30,}|\bsk-[\w-]{16,}|(?<=bearer )[^\s'\",]+",
+    r"(?<=://)[^\s/]+(?=@)|(?<=[?&])([\w.-]+=)[^\s&]*[\w%+/=-]|\bhf_\w{30,}|\bsk-[\w-]{16,}|(?<=bearer )[^\s'\",]+",
     re.IGNORECASE,
 )
 

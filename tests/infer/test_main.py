@@ -110,10 +110,8 @@ WRONG: list[tuple[str, str, str | None]] = [  # a command line, the message, the
      ROWS.format("method: eagle3, head: {root}/run/heads/eagle3")),
     ("bench --bench.prompts.path {root}/gone.jsonl", "no such file of prompts", None),
     ("tune", "none.jsonl: no such file", None),
-    ("generate --head {root}/nowhere", "nowhere: holds no head (no config.json)", None),
     ("generate --head {root}/run/heads/eagel1", "did you mean {root}/run/heads/eagle1?", None),
     ("generate --promt hi", "--promt: unknown option; did you mean --prompt?", None),
-    ("calibrate --calibrate.method pld", "pld has no head", None),
     ("verify --methods eagle4", "--methods: method: unknown 'eagle4'; did you mean", "--methods eagle2"),
     ("verify --draws 10", "200 draws are needed", "--draws 200"),
 ]  # fmt: skip
