@@ -57,6 +57,8 @@ def config_for(
     """The recipe's sizes, or else the target's."""
     vocab_size, width = vocab.embedding.shape
     asked = {name: value for name, value in vars(section).items() if value is not None}
+    if getattr(text_config, "is_heterogeneous", False):  # Gemma 4: sizes by layer
+        text_config = text_config.per_layer_config[0]
     theirs = {name: getattr(text_config, name, None) for name in LAYER}
     others = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner")  # Falcon's, OPT's, GPT-2's
     inner = next((size for name in others if (size := getattr(text_config, name, None))), 4 * width)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from aerie.configs.schema.heads import TargetConfig
 from aerie.model.target import Target
 
-PARAMETERS = 4_000_000  # at most
+PARAMETERS = 8_000_000  # at most
 SIZES = {
     97: "vocab_size n_vocab vocab_size_per_layer_input",
     32: "hidden_size n_embd d_model embedding_size word_embed_proj_dim",

@@ -3,6 +3,7 @@
 python -m tests.targets > docs/targets.md
 """
 
+import re
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
@@ -25,15 +26,21 @@ from aerie.infer.decode.methods import drafting
 from aerie.infer.measure.lossless import Reference
 from aerie.model.checkpoint import new_head
 from aerie.model.miniature import small_model
+from aerie.model.storage import first_line
 from aerie.model.target import Target
 from tests.infer.steered import steered
 
 FACTORS = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [3.0, 5.0, 7.0, 9.0]}
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 28, **FACTORS}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, **FACTORS}
 OWN: dict[str, dict[str, Any]] = {  # sizes of a kind that depend on each other
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    "phi3": {"rope_parameters": LONGROPE, "pad_token_id": None},
+    **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 28, "pad_token_id": None},
 }
 DRAFTS = {"tree": DynamicConfig(levels=4, k=3, nodes=12), "chain": ChainConfig(levels=4)}
 WORDS = {
@@ -61,7 +68,7 @@ def outcome(name: str) -> Outcome:
     try:
         model = small(name)
     except Exception as error:
-        return Outcome("not built", f"{type(error).__name__}: {str(error).splitlines()[:1]}")
+        return Outcome("not built", f"{type(error).__name__}: {first_line(error)}"[:100])
     try:
         return _outcome(model, name)
     except Exception as error:
@@ -103,7 +110,8 @@ def table(names: list[str]) -> str:
     found = defaultdict[str, dict[str, str]](dict)
     for name in names:
         seen = outcome(name)
-        found[seen.word][name] = seen.why.removeprefix(f"{name}: ")
+        why = re.split(r"; decoding would|[;:] heads can", seen.why.removeprefix(f"{name}: "))
+        found[seen.word][name] = why[0]
     text = "# Targets\n\nWritten by `python -m tests.targets` with transformers " + transformers.__version__
     text += ": every architecture of\n`AutoModelForCausalLM`, in miniature with random weights in float32.\n"
     for word, what in WORDS.items():

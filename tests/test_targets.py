@@ -75,6 +75,7 @@ def test_a_hybrid_target_trains_and_exports_a_head_and_says_that_it_does_not_dec
 
 def test_longrope_is_that_of_each_row_and_of_plain_decoding_before_across_and_beyond_its_original_length() -> None:
     target = Target(small("phi3"), TargetConfig(path="phi3"))
+    assert target.rope_switch == 28
     check_padding(target)  # rows of 32 and 10 tokens
     target.model.generation_config.eos_token_id = None
     for length in (8, 27, 28, 29, 40):

@@ -106,6 +106,8 @@ def new_causal_lm(config: DraftLMSection, tokenizer: Any, seed: int, vocab_size:
         source = TargetConfig(config.init_from, dtype="float32")
         try:
             lm: Any = Target.load(source).model  # refused and frozen as in drafting
+            if why := targets.only_trains(lm.config):
+                raise UserError(f"{config.init_from}: {why}")
             own = load_tokenizer(source).get_vocab()
         except UserError as error:
             raise UserError(f"head.init_from: {error}") from error
