@@ -5,6 +5,9 @@ import os
 import warnings
 from contextlib import suppress
 from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed
@@ -71,6 +74,23 @@ def engine_and_machine(accelerator: Accelerator) -> tuple[str, str]:
     if device.type == "cuda":
         machine = torch.cuda.get_device_name(device)
     return f"{engine} {'float32' if precision == 'no' else precision}", f"{machine}, torch {torch.__version__}"
+
+
+def load_state(accelerator: Accelerator, folder: Path) -> None:
+    """Loads a save, of which DeepSpeed would load any pickle; here tensors, plain values and these classes alone."""
+    classes: list[Any] = []
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+
+        classes = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+    try:
+        with patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"), torch.serialization.safe_globals(classes):
+            accelerator.load_state(str(folder))
+    except UnpicklingError as error:
+        what = "holds more than tensors and plain values, which is never loaded"
+        raise UserError(f"{folder}: {what}; remove it, or start anew with --overwrite") from error
 
 
 def all_reduce(values: Tensor) -> Tensor:

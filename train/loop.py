@@ -159,7 +159,7 @@ class Loop:
             raise answer[0]
         progress, folder, warnings = answer[0]
         if folder is not None:
-            self.accelerator.load_state(str(folder))
+            launch.load_state(self.accelerator, folder)
             self.sums = torch.load(folder / METER.format(self.rank), self.device, weights_only=True)
         if self.rank == 0:
             for text in warnings:

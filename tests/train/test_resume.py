@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from aerie.configs.errors import NotWritable, UserError
 from aerie.configs.schema.heads import Eagle1Train
 from aerie.model import storage
-from aerie.train import resume
+from aerie.train import launch, resume
 from aerie.train.loop import Loop
 from aerie.train.resume import Progress, folders
 from tests.disks import small_disk  # noqa: F401
@@ -147,6 +148,13 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(content)
 
 
+def test_a_save_that_holds_more_than_tensors_is_never_loaded(tmp_path: Path) -> None:
+    torch.save({"weights": torch.zeros(2), "more": tmp_path}, tmp_path / "state.pt")
+    accelerator: Any = Mock(load_state=lambda folder: torch.load(Path(folder, "state.pt"), weights_only=False))
+    with pytest.raises(UserError, match="holds more than tensors and plain values, which is never loaded; remove it"):
+        launch.load_state(accelerator, tmp_path)
+
+
 def test_broken_saves_alone_are_refused_and_later_ones_than_a_new_one_go(tmp_path: Path) -> None:
     def save(step: int) -> Path:
         fill = lambda folder: torch.save(torch.arange(step), folder / "weights.bin")  # noqa: E731
@@ -173,8 +181,9 @@ def test_a_full_or_read_only_disk_and_two_trainings_at_once_are_one_line(small_d
             sitting(job(run, settings))
         assert [path.name for path in (run / "state").glob("*step*")] == ["step-00000002"]
         (small_disk / "filler").unlink()
-    with resume.training_alone(run / "state"), pytest.raises(UserError, match="another process is training there"):
-        resume.training_alone(run / "state")
+    alone = partial(storage.working_alone, run / "state", "training")
+    with alone(), pytest.raises(UserError, match="another process is training there"):
+        alone()
     for mode in ("ro", "rw"):
         subprocess.run(["mount", "-o", f"remount,{mode}", str(small_disk)], check=True)
         with pytest.raises(NotWritable, match=r"cannot be written .Read-only") if mode == "ro" else nullcontext():
