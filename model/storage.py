@@ -20,12 +20,13 @@ from typing import Any, Literal
 
 from safetensors import SafetensorError
 
-from aerie.configs.errors import REQUEUE, NotWritable, Requeued, UserError
+from aerie.configs.errors import REQUEUE, NotWritable, Requeued, UserError, warn
 from aerie.configs.read import parse_json, read_text
 
 ROOT = Path(__file__).resolve().parent.parent  # the checkout
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EEXIST)
+REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ELOOP)
+REFUSED += (errno.ENAMETOOLONG,)
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of file systems
 WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # directories of some network file systems
 TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "iostream error")  # torch.save's full disk
@@ -51,6 +52,8 @@ def explained(path: Path) -> Iterator[None]:
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     with explained(path):
+        if path.exists() and not path.is_file():  # a device, say, which a file would replace
+            raise NotWritable(f"{path}: is no regular file; name a file, or a new one")
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # remove_temporaries knows the form
         try:
@@ -170,6 +173,19 @@ class Lock(AbstractContextManager["Lock"]):
         self.file.close()
 
 
+def working_alone(directory: Path, doing: str) -> Lock:
+    """The directory's lock; UserError where another process has it."""
+    with explained(directory):
+        lock = Lock(directory / ".lock")
+    held = lock.acquire(wait=False)
+    if not held:
+        lock.file.close()
+        raise UserError(f"{directory}: another process is {doing} there; wait, or choose another --run")
+    if held == "unknown":
+        warn(f"{directory}: this file system knows no locks: start no second {doing} there")
+    return lock
+
+
 FILE, CALIBRATOR, CHOICES = "provenance.json", "calibrator.json", "choices.yaml"
 LATER = (FILE, CALIBRATOR, CHOICES)  # written into a finished output: no part of it
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "safetensors", "tokenizers")
@@ -285,12 +301,12 @@ class Stage:
     started: float = field(default_factory=time.time)
 
     def is_whole(self) -> bool:
-        return isinstance(Manifest.check(self.output, self.inputs, content=False), Whole)
+        return isinstance(Manifest.check(self.output, self.inputs), Whole)
 
     def require_own_directory(self, overwrite: bool) -> None:
         if overwrite or not (self.output / FILE).is_file():
             return
-        match Manifest.check(self.output, self.inputs, content=False):
+        match Manifest.check(self.output, self.inputs):
             case Foreign(manifest, changed):
                 what = f"holds another {manifest.facts.get('stage', 'output')} ({changed})"
                 fix = "choose another --run" + ("" if changed.startswith("target.path:") else ", or add --overwrite")
@@ -318,6 +334,14 @@ def sound_record(directory: Path) -> dict[str, Any]:
 def is_same(old: Any, new: Any) -> bool:
     """Also of an older record, whose digest of a file of weights was the first half of today's."""
     return digest(old) == digest(new) or (re.fullmatch("[0-9a-f]{32}", str(new)) is not None and old == str(new)[:16])
+
+
+def require_whole_weights(head: Path) -> None:
+    """UserError where weights differ from what the manifest of a trained head lists."""
+    files = sound_record(head).get("files", {})
+    weights = {name: entry for name, entry in files.items() if name.endswith((".safetensors", ".bin", ".pt"))}
+    if damaged := Manifest(weights).damage(head):
+        raise UserError(f"{damaged}; train the head anew with --overwrite, or fetch it again")
 
 
 def differences(there: dict[str, Any], asked: dict[str, Any]) -> str:
@@ -383,8 +407,12 @@ def status_file(path: Path, stage: str) -> Iterator[dict[str, Any]]:
         ends: dict[type, tuple[str, int]] = {Requeued: ("requeue", REQUEUE), KeyboardInterrupt: ("interrupted", 130)}
         ends |= dict.fromkeys((UserError, OSError, SafetensorError), ("failed", 2))
         state, code = next((end for kind, end in ends.items() if isinstance(error, kind)), ("failed", 1))
-        with suppress(NotWritable):  # a full disk is what may have failed
+        try:
             write_status(path, stage, state, code)
+        except NotWritable:  # a full disk is what may have failed, and the old file has room
+            with suppress(OSError), path.open("r+", encoding="utf-8") as file:
+                file.write(json.dumps({"stage": stage, "state": state, "code": code}))
+                file.truncate()
         raise
     write_status(path, stage, **ended)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from aerie.configs.errors import Arguments, UserError, exit_codes
 from aerie.configs.read import dump
 from aerie.configs.schema.recipe import Recipe, add_arguments, load
-from aerie.model.storage import Stage, status_file, write_text
+from aerie.model.storage import Stage, status_file, working_alone, write_text
 from aerie.train import resume
 
 # Nothing above imports torch: --is-whole answers at once. What follows a decision to train is imported there.
@@ -84,7 +84,7 @@ def _train(recipe: Recipe, stage: Stage, overwrite: bool, stop: resume.StopReque
     measure = measured_tau(recipe, job) if getattr(recipe.train, "measure_prompts", 0) else None
     accelerator = launch.build_accelerator(recipe.train, recipe.paths.root / "trackers" / job.kind)
     is_first = accelerator.is_main_process
-    with resume.training_alone(job.state) if is_first else nullcontext():
+    with working_alone(job.state, "training") if is_first else nullcontext():
         if job.objective.target is not None:
             job.objective.target = job.objective.target.to(accelerator.device)
         loop = Loop(job, accelerator, stage.inputs, measure)

@@ -12,13 +12,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from aerie.configs.errors import Requeued, UserError, warn
+from aerie.configs.errors import Requeued, UserError
 from aerie.configs.read import as_dict
 from aerie.configs.schema.recipe import Recipe
 from aerie.data.stage import COMMAND, changed_since, conversation_inputs, target_inputs
 from aerie.model import storage
 from aerie.model.hub import head_directory
-from aerie.model.storage import FILE, Lock, Manifest, Stage, Whole, digest, sound_record
+from aerie.model.storage import FILE, Manifest, Stage, Whole, digest, sound_record
 
 RECORD = "progress.json"  # a save's manifest
 BEGUN = ".training"  # in an output directory while its training is under way: where the saves are
@@ -155,17 +155,6 @@ def clear(directory: Path, keep: Sequence[Path] = ()) -> None:
     for folder in {*folders(directory)} - {*keep}:
         # Renamed first: what a kill leaves of it is no save.
         storage.remove_tree(folder.rename(folder.with_name(f".{folder.name}.old")))
-
-
-def training_alone(directory: Path) -> Lock:
-    lock = Lock(directory / ".lock")
-    held = lock.acquire(wait=False)
-    if not held:
-        lock.file.close()
-        raise UserError(f"{directory}: another process is training there; wait, or choose another --run")
-    if held == "unknown":
-        warn(f"{directory}: this file system knows no locks: start no second training there")
-    return lock
 
 
 def publish(source: Path, output: Path) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import re
 import unicodedata
 from argparse import Namespace
@@ -155,15 +154,16 @@ class Job:
                 return
             (self.directory / storage.FILE).unlink(missing_ok=True)  # whole again after the next merge
             done, queue = len(rows) - len(waiting), iter(waiting)
-            with path.open("r+b") as file, bar(len(rows), "row", "distill", done=done) as progress:
+            with path.open("r+b") as file:
+                file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))  # without a torn last line
+            with bar(len(rows), "row", "distill", done=done) as progress:
 
                 async def work(ask: Ask) -> None:
                     for prompt in queue:
                         outcome = await self.interview(prompt, ask, thinking)
                         line = json.dumps(OUTCOME.dump_python(outcome, exclude_defaults=True), ensure_ascii=False)
-                        with storage.explained(path):
+                        with storage.explained(path), path.open("ab") as file:
                             file.write(f"{line}\n".encode("utf-8", "replace"))
-                            file.flush()
                         progress.update(1)
 
                 async def work_all() -> None:
@@ -171,8 +171,6 @@ class Job:
                         workers = server.concurrency * len(server.urls) if server else 1
                         await asyncio.gather(*(work(ask) for _ in range(workers)))
 
-                file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))  # without a torn last line
-                file.seek(0, os.SEEK_END)
                 asyncio.run(work_all())
 
     async def interview(self, prompt: Prompt, ask: Ask, thinking: Thinking) -> Outcome:

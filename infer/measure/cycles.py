@@ -20,7 +20,7 @@ from aerie.infer.decode.tree import Tree
 from aerie.infer.decode.verify import NOT_LOSSLESS
 from aerie.infer.decode.verify import acceptance as acceptance_of_drawn
 from aerie.infer.measure.record import Key, Origin
-from aerie.model.storage import write_atomically
+from aerie.model.storage import explained, write_atomically
 
 Record = dict[str, Any]
 
@@ -195,7 +195,7 @@ def lines_of(origin: Origin, records: Sequence[Record]) -> list[str]:
 
 
 def append_lines(path: Path, lines: Sequence[str]) -> None:
-    with path.open("a", encoding="utf-8") as file:
+    with explained(path), path.open("a", encoding="utf-8") as file:
         file.write("".join(lines))
         file.flush()
         os.fsync(file.fileno())

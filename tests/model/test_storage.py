@@ -1,13 +1,16 @@
 """What is on the disk is whole or absent, mine or another's; a command's end is its exit code and its status."""
 
 import json
+import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from aerie.configs.errors import UserError, exit_codes, stop_on_signals
+from aerie.configs.errors import NotWritable, UserError, exit_codes, stop_on_signals
+from aerie.infer.measure.cycles import append_lines
 from aerie.model.storage import (
     FILE,
     Damaged,
@@ -21,7 +24,10 @@ from aerie.model.storage import (
     directory_atomically,
     remove_temporaries,
     status_file,
+    working_alone,
+    write_text,
 )
+from tests.disks import small_disk  # noqa: F401
 
 ENDS = [(UserError("a mistake"), "failed", 2), (signal.SIGTERM, "interrupted", 130), (signal.SIGUSR1, "requeue", 75)]
 
@@ -93,11 +99,11 @@ def test_a_stage_reuses_its_own_output_and_refuses_anothers(tmp_path: Path) -> N
     other.require_own_directory(overwrite=True)
     with pytest.raises(UserError, match=r"holds another features .rows: these there, those asked.; choose another"):
         other.require_own_directory(overwrite=False)
-    (tmp_path / "rows").touch()
+    (tmp_path / "rows").write_text("[]")
     stage.finish()
     (tmp_path / "calibrator.json").touch()
     assert stage.is_whole()
-    for name, said in (("rows", "2 bytes instead of 0"), (FILE, r"its checksum differs\)")):
+    for name, said in (("rows", "rows: is not what was written"), (FILE, r"its checksum differs\)")):
         (tmp_path / name).write_text("{}")
         with pytest.raises(UserError, match=f"{said}; write it anew with --overwrite"):
             stage.require_own_directory(overwrite=stage.is_whole())
@@ -116,6 +122,31 @@ def test_a_directory_or_file_is_as_it_was_until_the_new_one_is_whole(tmp_path: P
     (folder / ".ranks.old").mkdir()
     remove_temporaries(folder)
     assert sorted(path.name for path in folder.iterdir()) == [".hidden.tmp", FILE, "ranks"]
+
+
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for path, said in (
+        (tmp_path / "pipe", "pipe: is no regular file; name a file, or a new one"),
+        (tmp_path / "link", "link: is no regular file"),
+        (tmp_path, "is no regular file"),
+        (tmp_path / ("a" * 300), "cannot be written .File name too long"),
+        (tmp_path / "pipe/below", "cannot be written .File exists"),
+    ):
+        with pytest.raises(NotWritable, match=said):
+            write_text(path, "{}")
+    assert (tmp_path / "pipe").is_fifo()
+    with pytest.raises(NotWritable, match=r"cannot be written .Not a directory.*choose another --run"):
+        working_alone(tmp_path / "pipe/run", "measuring")
+
+
+def test_a_full_disk_is_one_line_and_the_status_says_failed(small_disk: Path) -> None:  # noqa: F811
+    with pytest.raises(NotWritable, match=r"records.jsonl: cannot be written .No space left"):  # noqa: SIM117
+        with status_file(small_disk / "status.json", "bench"):
+            (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+            append_lines(small_disk / "records.jsonl", ["{}"])
+    assert json.loads((small_disk / "status.json").read_text())["state"] == "failed"
 
 
 def test_a_lock_is_one_writers_until_it_is_released_or_shared(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from aerie.configs.errors import UserError
+from aerie.configs.errors import NotWritable, UserError
 from aerie.configs.schema.data import DistillConfig, GateConfig, ServerConfig, SourceConfig
 from aerie.data.conversations import Message
 from aerie.data.distill.answer import Answer, Ask, Outcome, Unanswered
@@ -23,6 +24,7 @@ from tests import tiny
 from tests.data.chat_targets import NO_SYSTEM
 from tests.data.distill import answering
 from tests.data.distill.answering import KEEP, distill, echo, outcomes, thinking
+from tests.disks import small_disk  # noqa: F401
 from tests.tiny import read_rows, write_rows
 
 ROWS = [Prompt(f"0:{n}", f"rows: row {n}", tuple(f"Question {n}, {t}?" for t in range(2))) for n in range(12)]
@@ -81,6 +83,16 @@ def test_a_run_killed_at_random_moments_in_any_shares_ends_as_an_undisturbed_one
     path.write_text("{damaged}\n" + path.read_text()[40:])
     sit(tmp_path, echo)
     assert merged(tmp_path) == whole
+
+
+def test_a_full_disk_stops_a_run_that_goes_on_when_there_is_room(small_disk: Path, whole: bytes) -> None:  # noqa: F811
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 8192))
+    with pytest.raises(NotWritable, match=r"jsonl: cannot be written .No space left"):
+        sit(small_disk, lambda messages, seed: echo([{**messages[0], "content": "word " * 2000}], seed))
+    (small_disk / "filler").unlink()
+    (small_disk / JOURNAL).write_bytes((small_disk / JOURNAL).read_bytes().rpartition(b"\n")[2])
+    sit(small_disk, echo)
+    assert merged(small_disk) == whole
 
 
 def test_failed_and_skipped_rows_are_asked_again_when_that_is_wished_by_one_writer(
