@@ -106,9 +106,10 @@ def _stage(
     if arguments.plan:
         print(f"{command}: {plan}")
         return 0
+    measured = {head: storage.digests(head_directory(head)) for head in filter(None, heads)}
     inputs = {
         "target": target_inputs(recipe.target),
-        "head": [storage.digests(head_directory(head)) for head in dict.fromkeys(filter(None, heads))],
+        "head": list(measured.values()),
         command: as_dict(section),
         **inputs,
         "prompts": prompt_inputs(section.prompts),
@@ -120,12 +121,13 @@ def _stage(
         print(f"{command}: whole, reused ({stage.output})")
         return 0
     stage.require_own_directory(arguments.overwrite)
-    if name == "bench":
-        begin_bench(stage, arguments.overwrite)
-    with storage.status_file(recipe.paths.status, command):
-        target = load_quietly(recipe.target, recipe.threads)
-        facts = measure(target, load_tokenizer(recipe.target))
-        stage.finish(hardware=describe(target), **facts)
+    with storage.working_alone(stage.output, "measuring"):
+        if name == "bench":
+            begin_bench(stage, arguments.overwrite)
+        with storage.status_file(recipe.paths.status, command):
+            target = load_quietly(recipe.target, recipe.threads)
+            facts = measure(target, load_tokenizer(recipe.target))
+            stage.finish(hardware=describe(target), heads=measured, **facts)
     return 0
 
 
@@ -136,15 +138,16 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
     if arguments.plan:
         print(f"report: {paths.bench} and {paths.calibration} -> {paths.report}")
         return 0
+    from aerie.infer.measure.record import measured_facts
     from aerie.infer.report.page import write_report
     from aerie.infer.report.tables import console_table, parameters, stopped
 
     head, again = arguments.head or paths.head(recipe), f"--config {arguments.config}"
     target = Path(recipe.target.path)
-    stages = (target, paths.features, head, *sorted(paths.heads.glob("*")), paths.calibration, paths.bench, paths.tune)
-    made = {path: storage.read_json(path / storage.FILE) for path in stages if (path / storage.FILE).is_file()}
-    if paths.bench not in made:
-        raise UserError(f"{paths.bench}: no bench, or one that was stopped; run aerie bench {again}")
+    made = {path: storage.sound_record(path) for path in (target, paths.features, head, *sorted(paths.heads.glob("*")))}
+    for path in (paths.calibration, paths.bench, paths.tune):
+        if path == paths.bench or (path / storage.FILE).is_file():
+            made[path] = measured_facts(path, again)
     commands = []  # that made the run
     for words in filter(None, (facts.get("argv") for facts in made.values())):
         launch = ["accelerate", "launch"] if words[0] in ("data/main.py", "train/main.py") else ["python"]
@@ -174,17 +177,10 @@ def results(arguments: Namespace, unknown: list[str]) -> int:
     """the tables of runs in Markdown, with commit and hardware, as in docs/results.md"""
     if unknown:
         raise UserError(f"{unknown[0]}: not an option of results")
-    names, text = [], ""
-    for run in arguments.runs:
-        report = RunPaths(run).report
-        if not (report / "summary.json").is_file():
-            raise UserError(f"{run}: has no report; run aerie report --config RECIPE --run {run}")
-        facts, details = (storage.read_json(report / f"{name}.json") for name in ("summary", "details"))
-        names.append(facts["run"])
-        machine = ", ".join(f"{key} {value}" for key, value in facts["hardware"].items() if value)
-        text += f"\n## {facts['run']}\n\nTarget `{facts['target']['name']}`; {machine}; commit `{facts['commit']}`.\n\n"
-        text += "".join(f"- {name}: {words}.\n" for name, words in details["training"]["stopped"].items())
-        text += (report / "table.md").read_text(encoding="utf-8")
+    from aerie.infer.report.tables import result_of
+
+    shown = [result_of(run, RunPaths(run).report) for run in arguments.runs]
+    names, text = [name for name, _ in shown], "".join(text for _, text in shown)
     print(f"# Results\n\nWritten by `aerie results {shlex.join(names)}` from the runs' reports. ", end="")
     print(f"What the columns mean: [metrics.md](metrics.md).\n{text}", end="")
     return 0
@@ -193,10 +189,11 @@ def results(arguments: Namespace, unknown: list[str]) -> int:
 def compare(arguments: Namespace, unknown: list[str]) -> int:
     """the difference of tau between rows of a bench, in pairs of prompts, with an interval"""
     recipe = load(arguments, unknown)
-    from aerie.infer.measure.record import RECORDS, read_records
+    from aerie.infer.measure.record import RECORDS, measured_facts, read_records
     from aerie.infer.measure.statistics import tau_difference
     from aerie.infer.report.tables import names
 
+    measured_facts(recipe.paths.bench, f"--config {arguments.config}")
     records = read_records(recipe.paths.bench / RECORDS)
     if arguments.temperature is not None:
         records = [record for record in records if record.temperature == arguments.temperature]

@@ -112,6 +112,14 @@ def weights_digests(path: str, revision: str | None, names: Sequence[str]) -> li
     return [file.lfs.sha256 if file.lfs else file.blob_id for file in files]
 
 
+def require_whole_weights(head: Path) -> None:
+    """UserError where weights are not those that the manifest of a trained head lists."""
+    for name, (_, checksum) in storage.sound_record(head).get("files", {}).items():
+        path = head / name
+        if name.endswith((".safetensors", ".bin", ".pt")) and path.is_file() and weights_digest(path)[:16] != checksum:
+            raise UserError(f"{path}: is not what was written; train the head anew with --overwrite, or fetch it again")
+
+
 def is_on_hub(path: Path | str) -> bool:
     return not Path(path).exists() and HUB_ID.fullmatch(str(path)) is not None
 

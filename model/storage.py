@@ -25,8 +25,7 @@ from aerie.configs.read import parse_json, read_text
 
 ROOT = Path(__file__).resolve().parent.parent  # the checkout
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ELOOP)
-REFUSED += (errno.ENAMETOOLONG,)
+REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of file systems
 WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # directories of some network file systems
 TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "iostream error")  # torch.save's full disk
@@ -334,14 +333,6 @@ def sound_record(directory: Path) -> dict[str, Any]:
 def is_same(old: Any, new: Any) -> bool:
     """Also of an older record, whose digest of a file of weights was the first half of today's."""
     return digest(old) == digest(new) or (re.fullmatch("[0-9a-f]{32}", str(new)) is not None and old == str(new)[:16])
-
-
-def require_whole_weights(head: Path) -> None:
-    """UserError where weights differ from what the manifest of a trained head lists."""
-    files = sound_record(head).get("files", {})
-    weights = {name: entry for name, entry in files.items() if name.endswith((".safetensors", ".bin", ".pt"))}
-    if damaged := Manifest(weights).damage(head):
-        raise UserError(f"{damaged}; train the head anew with --overwrite, or fetch it again")
 
 
 def differences(there: dict[str, Any], asked: dict[str, Any]) -> str:

@@ -37,6 +37,7 @@ from aerie.infer.measure.cycles import Recorder, append_lines, keep_answers, kee
 from aerie.infer.measure.record import Key, Origin, Overhead, Record, Reference, line_of, tree_shape
 from aerie.infer.measure.suite import Suite, suite_of
 from aerie.infer.measure.tasks import Prompt, encode_turn, load_prompts, pinned, prompt_inputs
+from aerie.model import storage
 from aerie.model.hub import quieten
 from aerie.model.storage import Foreign, Manifest, Stage, Whole, first_line, remove_temporaries, write_json, write_text
 from aerie.model.target import Target, context_of
@@ -49,14 +50,14 @@ PHASES = ("draft", "verify", "commit", "other")
 
 
 def begin_bench(stage: Stage, overwrite: bool) -> None:
-    """Keeps the answers measured under the same inputs."""
-    records = stage.output / results.RECORDS
+    """Keeps the answers of a bench with the same inputs that was stopped."""
+    records, is_ended = stage.output / results.RECORDS, (stage.output / storage.FILE).is_file()
     checked = Manifest.check(stage.output, stage.inputs, name=JOB)
-    if not isinstance(checked, Whole):
+    if is_ended or not isinstance(checked, Whole):
         if records.is_file() and not overwrite:
             changed = checked.differences if isinstance(checked, Foreign) else str(checked)
             raise UserError(f"{records}: answers another recipe ({changed}); choose another --run, or add --overwrite")
-        for left in (results.RECORDS, CYCLES, results.OVERHEAD, results.SUITE):
+        for left in (storage.FILE, results.RECORDS, CYCLES, results.OVERHEAD, results.SUITE):
             (stage.output / left).unlink(missing_ok=True)
     remove_temporaries(stage.output)
     Manifest(inputs=stage.inputs).write(stage.output, JOB)
@@ -124,6 +125,8 @@ def measured(
     what = results.Asked(suite.main, suite.points, section.by_task, section.contexts, longest)
     write_json(output / results.SUITE, as_dict(what))
     records = run(bench, prompts, seed)
+    if records and all(record.status == "error" for record in records):
+        raise UserError(f"{output}: all {len(records)} answers failed: {records[0].message}")
     if section.reference:
         records = measure_reference(bench, records)
     if section.overhead:
@@ -178,7 +181,7 @@ def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
 
 
 def _known(path: Path, prompts: Sequence[Prompt]) -> list[Record]:
-    """Records of an earlier call, a last line that was cut dropped."""
+    """Good records of an earlier call, without a last line that was cut and without answers that are there twice."""
     if not path.is_file():
         return []
     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
@@ -187,8 +190,12 @@ def _known(path: Path, prompts: Sequence[Prompt]) -> list[Record]:
     for record in records:
         if record.prompt_text != texts.get(record.prompt_key):
             place = f"{path}: prompt {record.prompt_id!r} of {record.task!r}"
-            raise UserError(f"{place} was another one; measure anew with --overwrite")
-    return records
+            raise UserError(f"{place} was another one; delete the file to measure anew")
+    counts = Counter(record.key for record in records)
+    known = [record for record in records if counts[record.key] == 1 and record.status == "ok"]
+    if len(known) < len(records):
+        write_text(path, "".join(map(line_of, known)))
+    return known
 
 
 def _answer(

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from aerie.configs.errors import UserError
 from aerie.configs.read import adapter, as_dict, validate
 from aerie.configs.schema.decode import METHODS, MethodConfig, published_tree
-from aerie.model.storage import digest, read_json
+from aerie.model.hub import head_directory
+from aerie.model.storage import FILE, Manifest, Whole, digest, digests, find_weights, read_json
 
 T = TypeVar("T")
 FloatArray = NDArray[np.float64]
@@ -232,22 +233,35 @@ def line_of(record: Record) -> str:
 
 
 def read_records(path: Path) -> list[Record]:
-    records: dict[Key, Record] = {}
+    records = []
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; run aerie bench first") from error
     for number, line in enumerate(lines, start=1):
         try:
-            record: Record = adapter(Record).validate_json(line)
+            records.append(adapter(Record).validate_json(line))
         except ValidationError as error:
             first = error.errors()[0]
             problem = ": ".join(map(str, (*first["loc"], first["msg"])))
             raise UserError(f"{path}:{number}: {problem}; delete the line to measure it again") from error
-        if record.key in records:
-            raise UserError(f"{path}:{number}: was measured already {record.key}; delete the line")
-        records[record.key] = record
-    return list(records.values())
+    return records
+
+
+def measured_facts(directory: Path, recipe_words: str) -> dict[str, Any]:
+    """What a stage recorded at its end; UserError where its files or the heads that it measured changed since."""
+    again = f"run: aerie {directory.name.replace('calibration', 'calibrate')} {recipe_words}"
+    if not (directory / FILE).is_file():
+        raise UserError(f"{directory}: no {directory.name}, or one that was stopped; {again}")
+    checked = Manifest.check(directory)
+    if not isinstance(checked, Whole):
+        raise UserError(f"{checked}; {again} --overwrite")
+    facts = checked.manifest.facts
+    for head, files in facts.get("heads", {}).items():
+        is_here = Path(head).is_dir() and find_weights(head_directory(head))
+        if is_here and digests(head_directory(head)) != files:
+            raise UserError(f"{directory}: measured {head} before it was trained anew; {again} --overwrite")
+    return facts
 
 
 def read_as(path: Path, schema: type[T]) -> T:

@@ -15,13 +15,14 @@ import pandas as pd
 from huggingface_hub import get_local_safetensors_metadata, try_to_load_from_cache
 from huggingface_hub.errors import NotASafetensorsRepoError
 
+from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
 from aerie.configs.schema.measure import CONTEXT
 from aerie.infer.measure import statistics
 from aerie.infer.measure.record import Asked, Record, SummaryRow, TreeShape
 from aerie.infer.measure.statistics import ALL_TASKS, VANILLA, Group, group, identity, told_apart
 from aerie.model.hub import is_on_hub
-from aerie.model.storage import CONFIG, digest
+from aerie.model.storage import CONFIG, digest, read_json
 
 Rows = Sequence[SummaryRow]
 NOTHING = "–"
@@ -55,7 +56,7 @@ def training_curves(metrics: Path) -> dict[str, dict[str, dict[str, list[Any]]]]
     """metrics.jsonl by kind of training: figure -> its steps and values."""
     curves: dict[str, dict[str, dict[str, list[Any]]]] = {}
     for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else ():
-        with suppress(ValueError):  # a kill has cut it off
+        with suppress(ValueError, TypeError, KeyError):  # a kill has cut it off
             record = json.loads(line)
             for name in filter(CURVES.fullmatch, record):
                 curve = curves.setdefault(record["kind"], {}).setdefault(name, {"steps": [], "values": []})
@@ -162,6 +163,21 @@ def markdown_table(rows: Rows) -> str:
         texts = (cells.get(name, NOTHING).replace("|", "\\|").replace("\n", " ") for name in columns)
         text += f"| {' | '.join(texts)} |\n"
     return text
+
+
+def result_of(run: Path, report: Path) -> tuple[str, str]:
+    """A run's name, and its part of docs/results.md."""
+    if not (report / "summary.json").is_file():
+        raise UserError(f"{run}: has no report; run aerie report --config RECIPE --run {run}")
+    facts, details = (read_json(report / f"{name}.json") for name in ("summary", "details"))
+    try:
+        machine = ", ".join(f"{key} {value}" for key, value in facts["hardware"].items() if value)
+        name, target, commit = facts["run"], facts["target"]["name"], facts["commit"]
+        stops = "".join(f"- {name}: {words}.\n" for name, words in details["training"]["stopped"].items())
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{report}: is not what was written; run: aerie report --run {run}") from error
+    table = (report / "table.md").read_text(encoding="utf-8")
+    return name, f"\n## {name}\n\nTarget `{target}`; {machine}; commit `{commit}`.\n\n{stops}{table}"
 
 
 def csv_table(rows: Rows, sweeps: bool = False) -> str:

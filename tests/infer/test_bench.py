@@ -19,7 +19,7 @@ from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.measure import bench as module
 from aerie.infer.measure.bench import Bench, Stopwatch, make_decoders, measure_overhead, measure_reference, run
 from aerie.infer.measure.lossless import PROMPT, SampledProver
-from aerie.infer.measure.record import OVERHEAD, RECORDS, Overhead, Record, read_as, read_records
+from aerie.infer.measure.record import OVERHEAD, RECORDS, Overhead, Record, line_of, read_as, read_records
 from aerie.infer.measure.statistics import group, summary_row
 from aerie.infer.measure.suite import suite_of
 from aerie.infer.measure.tasks import Prompt
@@ -136,8 +136,14 @@ def test_a_killed_bench_measures_only_what_is_missing(place: Place, tmp_path: Pa
     untimed = [[{**line, "t_draft": 0, "t_verify": 0} for line in cycles_of(path)] for path in (tmp_path, measured[0])]
     assert untimed[0] == untimed[1]
     other = [replace(PROMPTS[0], turns=("Please count 4 boats.", "Now sort 5 owls.", "Stop.")), *PROMPTS[1:]]
-    with pytest.raises(UserError, match="prompt 'a' of 'count' was another one; measure anew with --overwrite"):
+    with pytest.raises(UserError, match="prompt 'a' of 'count' was another one; delete the file to measure anew"):
         run(bench(place, tmp_path), other, seed=3)
+    # what two benches measured at once, and what failed, is measured again
+    failed = line_of(replace(read_records(records)[3], status="error", message="no memory"))
+    records.write_text("".join([*again[:3], failed, *again[4:], again[9]]))
+    (tmp_path / module.CYCLES).write_text("".join(cycles + cycles[whole:]))
+    assert answers(run(bench(place, tmp_path), PROMPTS, seed=3)) == answers(measured[1])
+    assert len(read_records(records)) == len(again) and {r.status for r in read_records(records)} == {"ok"}
 
 
 def test_sampling_is_the_suites_own_and_not_the_generation_configs(

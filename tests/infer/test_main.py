@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from aerie.infer import main as infer_main
+from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.measure.generate import ColouredStreamer
 from aerie.model.checkpoint import save_head
-from aerie.model.storage import WEIGHTS
+from aerie.model.storage import WEIGHTS, Stage, working_alone
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -260,10 +261,38 @@ def test_bench_calibrate_compare_and_report_follow_each_other(command: Command, 
     code, out, _ = command("results", str(shared / "run"), config=False)
     assert code == 0 and "commit" in out and out.count("| eagle2 |") == 2
     assert "has no report; run aerie report" in command("results", str(shared), config=False)[2]
-    records.unlink()
-    assert "records.jsonl: missing; write it anew with --overwrite" in command("bench")[2]
-    assert command("bench", "--overwrite", "--bench.prompts.max_new_tokens", "6")[0] == 0
+    whole = records.read_text()
+    changed = {"bytes instead of": whole[: whole.rindex("\n{") + 1], "is not what was": whole.replace("7", "8", 1)}
+    for said, text in changed.items():
+        records.write_text(text)
+        assert said in command("bench")[2] and said in command("report")[2]
+        code, _, err = command("compare", "--of", "1", "--against", "0")
+        assert code == 2 and "run: aerie bench --config" in err and err.count("\n") == 1
+    with working_alone(records.parent, "measuring"):
+        code, _, err = command("bench", "--overwrite")
+        assert code == 2 and "bench: another process is measuring there; wait, or choose another --run" in err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SpeculativeDecoder, "generate", failing)
+        code, _, err = command("bench", "--overwrite")
+        assert code == 2 and "bench: all 12 answers failed: no memory\n" in err
+    assert json.loads((shared / "run" / "status.json").read_text())["state"] == "failed"
+    assert command("bench")[0] == 0  # what failed is measured again
+    assert command("bench", "--bench.prompts.max_new_tokens", "6", "--overwrite")[0] == 0
     assert tiny.read_rows(records)[0]["new_tokens"] <= 6
+    head = shared / "run" / "heads" / "eagle1"
+    Stage("train", head, {}).finish()
+    weights = (head / WEIGHTS).read_bytes()
+    (head / WEIGHTS).write_bytes(weights[:-1] + b"!")
+    assert f"{head / WEIGHTS}: is not what was written; train the head anew" in command("generate")[2]
+    for name, stage in {"calibrate": "calibration", "bench": "bench"}.items():
+        said = f"{stage}: measured {head} before it was trained anew; run: aerie {name} --config"
+        assert said in command("report")[2]
+        shutil.rmtree(shared / "run" / stage)
+    (head / WEIGHTS).write_bytes(weights)
+
+
+def failing(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("no memory")
 
 
 def test_a_recipe_of_a_run_a_target_data_and_a_head_is_measured_on_its_held_out_questions(

@@ -23,7 +23,7 @@ from aerie.infer.measure.record import SUITE, Asked, AskedCell, AskedPoint, Reco
 from aerie.infer.measure.statistics import group, summary_row
 from aerie.infer.report import tables
 from aerie.infer.report.page import write_report
-from aerie.model.storage import read_json, write_json, write_text
+from aerie.model.storage import Manifest, read_json, write_json, write_text
 from tests.infer.made_up import FAILED, GREEDY, drafted, milliseconds, record, write_run
 from tests.infer.test_calibrate import write_calibration
 from tests.tiny import call, recipe
@@ -172,16 +172,17 @@ def test_the_headline_has_the_tuned_row_measured_where_it_was(swept: Path, tmp_p
 def test_a_training_that_its_budget_ended_is_said_under_the_table_and_on_the_page(tmp_path: Path, capsys: Any) -> None:
     run, words = tmp_path / "run", "stopped by the time budget at step 483 of 1,050"
     write_text(run / "bench" / "records.jsonl", "".join(map(line_of, [record(), drafted((3, 1))])))
-    write_json(run / "bench" / "provenance.json", {"stage": "bench"})
+    Manifest(facts={"stage": "bench"}).write(run / "bench")
     facts = {"stage": "train", "steps": 483, "total_steps": 1050, "tokens": 9000, "train_seconds": 90.0}
-    write_json(run / "heads" / "eagle1" / "provenance.json", {**facts, "ended": "budget"})
-    write_json(run / "target" / "provenance.json", {**facts, "ended": "finished"})
+    Manifest(facts={**facts, "ended": "budget"}).write(run / "heads" / "eagle1")
+    Manifest(facts={**facts, "ended": "finished"}).write(run / "target")
     assert tables.parameters(tmp_path / "none") is tables.parameters(Path("not/a/repository")) is None
     tensors = {"fc.weight": np.zeros((4, 8)), "embed_tokens.weight": np.zeros((50, 4))}
     save_file(tensors, run / "heads" / "eagle1" / "model.safetensors")
     lines = [{"step": step, "loss": 1 / step, "alpha": 0.5} for step in (100, 200)]
     lines += [{"step": 200, "held_out_loss": 0.1, "held_out_accuracy_at_2": 0.7, "held_out_tau": 2.5}]
-    write_text(run / "metrics.jsonl", "".join(json.dumps({"kind": "eagle1", **line}) + "\n" for line in lines) + '{"ki')
+    text = "".join(json.dumps({"kind": "eagle1", **line}) + "\n" for line in lines)
+    write_text(run / "metrics.jsonl", text + '5\n{"loss": 1}\n{"ki')
     values = {"run": str(run), "target": {"path": str(run / "target")}, "data": {"conversations": ["x.jsonl"]}}
     assert call(commands, "report", "--config", recipe(tmp_path / "recipe.yaml", values)) == 0
     out = capsys.readouterr().out
@@ -189,6 +190,11 @@ def test_a_training_that_its_budget_ended_is_said_under_the_table_and_on_the_pag
     for said in (f"Stopped early eagle1 head: {words}.", f"eagle1 head {words} 32 483 9,000 90 s", "parameters 32 "):
         assert said in words_of(run), said
     assert call(commands, "results", run) == 0 and f"- eagle1 head: {words}.\n" in capsys.readouterr().out
+    for text in ("[]", '{"training": 5}'):
+        write_text(tmp_path / "damaged" / "report" / "details.json", text)
+        shutil.copy(run / "report" / "summary.json", tmp_path / "damaged" / "report")
+        assert call(commands, "results", tmp_path / "damaged") == 2
+        assert "report: is not what was written; run: aerie report --run" in capsys.readouterr().err
     curves = read_json(run / "report" / "details.json")["training"]["curves"]["eagle1"]
     assert curves["loss"] == {"steps": [100, 200], "values": [0.01, 0.005]} and len(curves) == 4
     assert "tau by decoding" in (run / "report" / "training-eagle1.svg").read_text()
