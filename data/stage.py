@@ -47,9 +47,7 @@ def target_inputs(config: TargetConfig) -> dict[str, Any]:
     require_target(config.path)
     if directory.is_dir():
         # older records have the first half alone
-        weights = dict.fromkeys(
-            ("*.safetensors", "*.bin"), lambda path: sampled_digest(path) + weights_digest(path)[:16]
-        )
+        weights = dict.fromkeys(("*.safetensors", "*.bin"), lambda one: sampled_digest(one) + weights_digest(one)[:16])
         patterns = dict.fromkeys(OTHER_FILES, sampled_if_large) | weights
         found = [(path, read) for pattern, read in patterns.items() for path in directory.glob(pattern)]
         inputs["files"] = {path.name: read(path) for path, read in found if path.is_file()}

@@ -272,8 +272,7 @@ class Manifest:
             manifest = cls.read(directory, name)
         except UserError as error:
             return Damaged(directory / name, str(error).removeprefix(f"{directory / name}: "))
-        is_other = inputs is not None and digest(inputs) != digest(manifest.inputs)
-        if is_other and (changed := differences(manifest.inputs, inputs or {})):
+        if inputs is not None and (changed := differences(manifest.inputs, inputs)):
             return Foreign(manifest, changed)
         return manifest.damage(directory, content) or Whole(manifest)
 
