@@ -260,8 +260,11 @@ def _state(place: Path) -> tuple[str, list[str]]:
     """whole, damaged, stopped or absent; and what is worth telling."""
     found: Any = Manifest.check(place, content=False)
     if (place / "summary.json").is_file() and not (place / FILE).exists():  # the report
-        rows = [row for row in read_json(place / "summary.json")["rows"] if row["status"] == "ok"]
-        best = sorted(rows, key=lambda row: -float(row["tau"]))[:1]
+        try:
+            rows = [row for row in read_json(place / "summary.json")["rows"] if row["status"] == "ok"]
+            best = sorted(rows, key=lambda row: -float(row["tau"]))[:1]
+        except (UserError, KeyError, TypeError):
+            return "damaged", [f"{place / 'summary.json'}: is not what was written"]
         return "whole", [f"best tau {row['tau']:.2f} ({row['method']}, {row['speedup'] or 0:.2f}x)" for row in best]
     if not (place / FILE).is_file():
         return "stopped" if place.is_dir() and any(place.iterdir()) else "absent", []
@@ -284,7 +287,7 @@ def _state(place: Path) -> tuple[str, list[str]]:
 
 def _progress(metrics: Path, kind: str) -> list[str]:
     """Where a head's training is, and its best tau."""
-    lines = metrics.read_text(encoding="utf-8").splitlines() if kind and metrics.is_file() else []
+    lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines() if kind and metrics.is_file() else []
     records = [json.loads(line) for line in lines if line.startswith(f'{{"kind": "{kind}') and line.endswith("}")]
     taus = [record["held_out_tau"] for record in records if "held_out_tau" in record]
     logged = [{"total_steps": 0, **record} for record in records if "loss" in record]

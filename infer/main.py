@@ -193,7 +193,8 @@ def compare(arguments: Namespace, unknown: list[str]) -> int:
     from aerie.infer.measure.statistics import tau_difference
     from aerie.infer.report.tables import names
 
-    measured_facts(recipe.paths.bench, f"--config {arguments.config}")
+    if (recipe.paths.bench / storage.FILE).is_file():  # else it is under way
+        measured_facts(recipe.paths.bench, f"--config {arguments.config}")
     records = read_records(recipe.paths.bench / RECORDS)
     if arguments.temperature is not None:
         records = [record for record in records if record.temperature == arguments.temperature]

@@ -16,7 +16,7 @@ from huggingface_hub import get_local_safetensors_metadata, try_to_load_from_cac
 from huggingface_hub.errors import NotASafetensorsRepoError
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import read_yaml
+from aerie.configs.read import read_text, read_yaml
 from aerie.configs.schema.measure import CONTEXT
 from aerie.infer.measure import statistics
 from aerie.infer.measure.record import Asked, Record, SummaryRow, TreeShape
@@ -55,7 +55,7 @@ def parameters(directory: Path) -> int | None:
 def training_curves(metrics: Path) -> dict[str, dict[str, dict[str, list[Any]]]]:
     """metrics.jsonl by kind of training: figure -> its steps and values."""
     curves: dict[str, dict[str, dict[str, list[Any]]]] = {}
-    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else ():
+    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.is_file() else ():
         with suppress(ValueError, TypeError, KeyError):  # a kill has cut it off
             record = json.loads(line)
             for name in filter(CURVES.fullmatch, record):
@@ -176,7 +176,7 @@ def result_of(run: Path, report: Path) -> tuple[str, str]:
         stops = "".join(f"- {name}: {words}.\n" for name, words in details["training"]["stopped"].items())
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{report}: is not what was written; run: aerie report --run {run}") from error
-    table = (report / "table.md").read_text(encoding="utf-8")
+    table = read_text(report / "table.md")
     return name, f"\n## {name}\n\nTarget `{target}`; {machine}; commit `{commit}`.\n\n{stops}{table}"
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from aerie.configs import main as configs_main
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
 from aerie.configs.schema.decode import EntropyConfig, Method, MethodConfig
@@ -195,6 +196,10 @@ def test_a_training_that_its_budget_ended_is_said_under_the_table_and_on_the_pag
         shutil.copy(run / "report" / "summary.json", tmp_path / "damaged" / "report")
         assert call(commands, "results", tmp_path / "damaged") == 2
         assert "report: is not what was written; run: aerie report --run" in capsys.readouterr().err
+        write_text(tmp_path / "damaged" / "report" / "summary.json", text)
+        write_text(tmp_path / "damaged" / "status.json", '{"stage": "report", "state": "done", "code": 0}')
+        assert call(configs_main, "status", tmp_path / "damaged") == 0
+        assert "summary.json: is not what was written" in capsys.readouterr().out
     curves = read_json(run / "report" / "details.json")["training"]["curves"]["eagle1"]
     assert curves["loss"] == {"steps": [100, 200], "values": [0.01, 0.005]} and len(curves) == 4
     assert "tau by decoding" in (run / "report" / "training-eagle1.svg").read_text()
