@@ -42,8 +42,9 @@ def stop_on_signals() -> None:
 
 
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # how Python reads bytes that are not UTF-8, or half an escape
-SECRETS = re.compile(  # in a URL: what stands before its @, and the values behind its ?; keys of OpenAI and of the Hub
-    r"(?<=://)[^\s/]+(?=@)|(?<=[?&])([\w.-]+=)[^\s&]*[\w%+/=-]|\bhf_\w{30,}|\bsk-[\w-]{16,}|(?<=bearer )[^\s'\",]+",
+SECRETS = re.compile(  # in a URL: what stands before its @, and the values behind its ?; keys, by form or name
+    r"(?<=://)[^\s/]+(?=@)|(?<=[?&#])([\w.-]+=)[^\s&]*[\w%+/=-]|\bhf_\w{30,}|\bsk-[\w-]{16,}|(?<=bearer )[^\s'\",]+"
+    r"|(api-key[:=] ?|(?:api_?key|password|secret)[\"']: ?[\"']?)[^\s\"',&]+",
     re.IGNORECASE,
 )
 
@@ -52,7 +53,7 @@ def masked(text: str) -> str:
     """Without passwords and keys, such as in a server's address or in what it answers."""
     for value in (os.environ.get("OPENAI_API_KEY", ""), os.environ.get("HF_TOKEN", "")):
         text = text.replace(value, "***") if len(value) >= 8 else text
-    return SECRETS.sub(lambda found: f"{found[1] or ''}***", text)
+    return SECRETS.sub(lambda found: f"{found[1] or found[2] or ''}***", text)
 
 
 def warn(message: str) -> None:

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from aerie.__main__ import PACKAGES
+from aerie.__main__ import OWNERS
 from tests import tiny
 from tests.infer.test_main import write_recipe
 
-OWNERS = {command: package for package, commands in PACKAGES.items() for command in commands}
 DEEP, HUGE = "[" * 200_000, "9" * 10_000
 PAIRS = zip("abcdefg", "bcdefgh", strict=True)
 BOMB = f"a: &a [{', '.join('1' * 9)}]\n" + "".join(f"{b}: &{b} [{', '.join(['*' + a] * 9)}]\n" for a, b in PAIRS)
