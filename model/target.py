@@ -60,7 +60,8 @@ class Target:
 
     def __init__(self, model: PreTrainedModel, config: TargetConfig) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.recipe, self.config, self.decoder = config, model.config.get_text_config(), model.get_decoder()
+        self.recipe, self.config, decoder = config, model.config.get_text_config(), model.get_decoder()
+        self.decoder = model.model if decoder is model else decoder  # Llama 4 names no decoder
         self.decodes = set[str]()  # the forms of drafts that infer.decode.check found lossless
         self.rope_switch = rope_switch(self.config)
         first, last = _embedding_and_head(model, config.path)
