@@ -258,7 +258,7 @@ def status(arguments: argparse.Namespace, unknown: list[str]) -> int:
 
 def _state(place: Path) -> tuple[str, list[str]]:
     """whole, damaged, stopped or absent; and what is worth telling."""
-    found: Any = Manifest.check(place, content=False)
+    found: Any = Manifest.check(place)
     if (place / "summary.json").is_file() and not (place / FILE).exists():  # the report
         try:
             rows = [row for row in read_json(place / "summary.json")["rows"] if row["status"] == "ok"]

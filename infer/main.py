@@ -142,17 +142,19 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
     from aerie.infer.report.page import write_report
     from aerie.infer.report.tables import console_table, parameters, stopped
 
-    head, again = arguments.head or paths.head(recipe), f"--config {arguments.config}"
-    target = Path(recipe.target.path)
+    again, target = f"--config {arguments.config}", Path(recipe.target.path)
+    stages = (paths.calibration, paths.bench, paths.tune)
+    parts = [path for path in stages if path == paths.bench or (path / storage.FILE).is_file()]
+    facts_of = {path: measured_facts(path, again) for path in parts}
+    measured, own = facts_of[paths.bench], paths.head(recipe)
+    head = arguments.head or min(map(Path, measured.get("heads", ())), key=own.__ne__, default=own)  # of bench --head
     made = {path: storage.sound_record(path) for path in (target, paths.features, head, *sorted(paths.heads.glob("*")))}
-    for path in (paths.calibration, paths.bench, paths.tune):
-        if path == paths.bench or (path / storage.FILE).is_file():
-            made[path] = measured_facts(path, again)
+    made |= facts_of
     commands = []  # that made the run
     for words in filter(None, (facts.get("argv") for facts in made.values())):
         launch = ["accelerate", "launch"] if words[0] in ("data/main.py", "train/main.py") else ["python"]
         commands.append(shlex.join([*(launch if words[0].endswith(".py") else []), *words]))
-    measured, trainings = made[paths.bench], dict[str, dict[str, Any]]()
+    trainings = dict[str, dict[str, Any]]()
     for path in (path for path, record in made.items() if record.get("stage") == "train"):
         names = ("steps", "total_steps", "tokens", "train_seconds", "ended")
         name = "target" if path == target else f"{path.name} head"
@@ -177,8 +179,12 @@ def results(arguments: Namespace, unknown: list[str]) -> int:
     """the tables of runs in Markdown, with commit and hardware, as in docs/results.md"""
     if unknown:
         raise UserError(f"{unknown[0]}: not an option of results")
+    from aerie.infer.measure.record import measured_facts
     from aerie.infer.report.tables import result_of
 
+    for bench in (RunPaths(run).bench for run in arguments.runs):
+        if (bench / storage.FILE).is_file():  # else the report is all that is left
+            measured_facts(bench, f"--run {bench.parent}")
     shown = [result_of(run, RunPaths(run).report) for run in arguments.runs]
     names, text = [name for name, _ in shown], "".join(text for _, text in shown)
     print(f"# Results\n\nWritten by `aerie results {shlex.join(names)}` from the runs' reports. ", end="")

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from aerie.model.formats.layouts import read_content, write_tensors
 from aerie.model.heads import AnyConfig
 from aerie.model.heads.eagle import EMBEDDING, Eagle3Config
 from aerie.model.hub import RECORDS, head_directory, is_on_hub
-from aerie.model.storage import CONFIG, digests, directory_atomically, plainly, read_json, write_json
+from aerie.model.storage import CONFIG, Manifest, digests, directory_atomically, plainly, read_json, write_json
 
 OF_AN_EXPORT = ("exported_from", SERVER, ZERO_BIAS)  # not inherited by the next
 BOOKKEEPING = re.compile(  # keys of config.json that drafting does not need, or that `unread` reports
@@ -53,9 +54,10 @@ def export(
     with directory_atomically(output) as place:
         write_tensors(place, new, pickled=pickled and to == "safeailab")
         write_json(place / CONFIG, {**values, "aerie": facts, "dtype": dtype, "torch_dtype": dtype})
-        for name in RECORDS[:2]:
-            if (directory / name).is_file():
-                shutil.copyfile(directory / name, place / name)
+        if (directory / RECORDS[0]).is_file():
+            shutil.copyfile(directory / RECORDS[0], place / RECORDS[0])
+        with suppress(UserError):  # without a manifest
+            dataclasses.replace(Manifest.read(directory), files=Manifest.of(place).files).write(place)
         _, files_again, again = read_content(place)
         state_again = _completed(files_again, again, target)
         positions = again.config.max_position_embeddings  # an export may raise it

@@ -20,7 +20,7 @@ from transformers.utils import cached_file
 from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
-from aerie.model.hub import hub_answer, require_target, weights_digests
+from aerie.model.hub import hub_answer, quieten, require_target, weights_digests
 from aerie.model.storage import ORDER, WEIGHTS, digest, first_line, read_json, template_path, weight_map
 
 LARGE = 10**8  # bytes of a target whose loading is announced
@@ -94,7 +94,7 @@ class Target:
             arguments["attn_implementation"] = "eager"  # sdpa has no softcap
         if (size := weights_size(config)) >= LARGE and os.environ.get("RANK", "0") == "0":
             print(f"loading {config.path} ({size / 1e9:.1f} GB)", file=sys.stderr, flush=True)
-        target_end_ids(config)  # transformers reads a damaged generation_config.json as none
+        ends = target_end_ids(config)  # transformers reads a damaged generation_config.json as none
         # weights of other shapes are in the info, too
         arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         with _readable(config, "load the target"):
@@ -105,7 +105,11 @@ class Target:
             warn(f"{config.path}: generation_config sets repetition_penalty={penalty}; aerie decodes without it (1.0)")
             model.generation_config.repetition_penalty = 1.0
         with _readable(config, "run the target"):
-            return cls(model if config.device_map is not None or device is None else model.to(device), config)
+            target = cls(model if config.device_map is not None or device is None else model.to(device), config)
+        rows = target.vocab.embedding.shape[0]
+        if outside := sorted(ends - {*range(rows)}):
+            warn(f"{config.path}: generation_config: eos_token_id {outside} is none of its {rows:,} tokens")
+        return target
 
     @property
     def device(self) -> torch.device:
@@ -196,6 +200,7 @@ def weights_size(config: TargetConfig) -> int:
 
 
 def load_config(config: TargetConfig) -> Any:
+    quieten()
     with _readable(config, "read the target's configuration"):
         hf_config = AutoConfig.from_pretrained(config.path, **_source(config))
         for part in (hf_config, hf_config.get_text_config()):

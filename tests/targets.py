@@ -33,6 +33,8 @@ from tests.infer.steered import steered
 FACTORS = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [3.0, 5.0, 7.0, 9.0]}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, **FACTORS}
 OWN: dict[str, dict[str, Any]] = {  # sizes of a kind that depend on each other
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8},
+    "gemma3": {"vision_config": {"hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 1}},
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
@@ -85,7 +87,8 @@ def _outcome(model: Any, name: str) -> Outcome:
         ).eval()
     except UserError as error:
         return Outcome("refused", str(error))
-    for setting in "eos_token_id forced_eos_token_id pad_token_id suppress_tokens begin_suppress_tokens".split():
+    own = "eos_token_id forced_eos_token_id pad_token_id suppress_tokens begin_suppress_tokens"
+    for setting in [*own.split(), "encoder_no_repeat_ngram_size"]:
         setattr(model.generation_config, setting, None)
     ids, refusals = torch.randint(5, 97, (1, 24), generator=torch.Generator().manual_seed(1)), []
     options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}

@@ -17,7 +17,7 @@ from aerie.model.target import LARGE, Target, context_of, family, only_trains
 
 Form = Literal["tree", "chain"]
 SHORT = 16  # tokens of a prompt
-OPERATIONS = {"cpu": 2e10, "cuda": 1e15}  # a check beside a limit may take: seconds
+SPEED = {"cpu": 2e10, "cuda": 1e15}  # operations in the second that a check beside a limit may take
 # Parents and paths. The tree's second path stands many rows behind its siblings: whatever counts rows is far off there.
 FORMS: dict[Form, tuple[list[int], list[list[int]]]] = {
     "tree": ([0] * 13 + [12, 1], [[0, 12, 13], [0, 1, 14]]),
@@ -37,8 +37,9 @@ def checked_lm(target: Target, after_blocks: tuple[int, ...] = (), form: Form = 
             where = [str(target.dtype), target.device.type, target.config.to_diff_dict()]
             done = user_cache() / f"{digest([form, target.fingerprint(), *where, *libraries, *code])}.json"
         if done is None or not done.is_file():
-            # a narrow dtype's rounding could hide what float32 shows
-            small = None if target.dtype == torch.float32 else miniature(target.model.config, target.recipe)
+            # a narrow dtype's rounding could hide what float32 shows, and a large target's long texts take too long
+            is_all = target.dtype == torch.float32 and all(seconds <= 1 for seconds in _lengths(target).values())
+            small = None if is_all else miniature(target.model.config, target.recipe)
             if fault := _fault(target, form) or (small and _fault(small, form)):
                 fix = "heads can be trained and exported for it"
                 if form == "tree" and _fault(target, "chain") is None:
@@ -54,11 +55,9 @@ def checked_lm(target: Target, after_blocks: tuple[int, ...] = (), form: Form = 
 @torch.inference_mode()
 def _fault(target: Target, form: Form) -> str | None:
     """What is wrong, after a short prompt or beside a length at which the configuration names a change."""
-    room, cost = (context_of(target.config) or 2**31) - 8, 10 * target.model.num_parameters()  # operations a token
-    beside = {limit - 2 for limit in _windows(target.config.to_dict())} | {(target.rope_switch or 2**31) + 8}
-    for length in sorted({min(SHORT, room), *beside}):
+    for length, seconds in _lengths(target).items():
         is_long = length > SHORT
-        if not 0 < length <= room or (is_long and cost * length > OPERATIONS.get(target.device.type, 1e15)):
+        if is_long and seconds > 1:
             continue
         try:
             error = _difference(target, length, *map(torch.tensor, FORMS[form]))
@@ -67,11 +66,19 @@ def _fault(target: Target, form: Form) -> str | None:
                 return None
             raise
         except Exception as stumbled:  # whatever forwards of the family cannot do
-            return f"decodes no draft {form}: {first_line(stumbled)}"
+            return f"its forward fails on a draft {form} ({type(stumbled).__name__}: {first_line(stumbled)})"
         if error is not None:
             what = f"its logits for a draft {form} after {length} tokens differ by {error:.2g} from those of its paths"
             return f"{what}; decoding would not be lossless"
     return None
+
+
+def _lengths(target: Target) -> dict[int, float]:
+    """Of the texts to check, and about how many seconds each takes."""
+    room, cost = (context_of(target.config) or 2**31) - 8, 10 * target.model.num_parameters()  # operations a token
+    beside = {limit - 2 for limit in _windows(target.config.to_dict())} | {(target.rope_switch or 2**31) + 8}
+    lengths = sorted(length for length in {min(SHORT, room), *beside} if 0 < length <= room)
+    return {length: cost * length / SPEED.get(target.device.type, 1e15) for length in lengths}
 
 
 def _windows(values: dict[str, object]) -> set[int]:

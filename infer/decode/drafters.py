@@ -20,6 +20,7 @@ from aerie.infer.decode.sampling import Sampler
 from aerie.infer.decode.shape import Cycle, Drafter, Proposer
 from aerie.infer.decode.tree import Path, Tree, ancestors, root_only
 from aerie.model.heads.eagle import Eagle1Head, Eagle3Head, EagleDraft
+from aerie.model.hub import head_directory, require_whole_weights
 from aerie.model.layers import KeyValueBuffer
 from aerie.model.target import Target, context_of, load_tokenizer, require_same_token_ids
 
@@ -237,6 +238,7 @@ DRAFTERS: dict[str, Callable[[Any, Target], Drafter]] = {
 def load_draft_lm(target: Target, path: str) -> Target:
     """The LM in the target's dtype; UserError where its tokenizer is not the target's."""
     source = TargetConfig(path, dtype=cast(DType, str(target.dtype).removeprefix("torch.")))
+    require_whole_weights(head_directory(path))
     draft, tokenizer = Target.load(source, target.device), load_tokenizer(source)
     rows, vocabulary = int(draft.vocab.embedding.shape[0]), load_tokenizer(target.recipe).get_vocab()
     require_same_token_ids(tokenizer.get_vocab(), vocabulary, rows, f"draft LM: {path}", target.recipe.path)

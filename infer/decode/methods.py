@@ -22,7 +22,7 @@ from aerie.model.checkpoint import check_sizes, head_facts, load_head, position_
 from aerie.model.formats.layouts import recognise, tensor_names
 from aerie.model.heads import Head
 from aerie.model.heads.eagle import Eagle3Head
-from aerie.model.hub import head_directory, require_whole_weights
+from aerie.model.hub import head_directory
 from aerie.model.storage import CALIBRATOR, CONFIG, digests, read_json
 from aerie.model.target import Target, context_of, default_taps, other_weights
 
@@ -99,7 +99,6 @@ class Drafters:
         # a head is loaded once, and each decoder has a drafter of its own
         if head not in self._loaded:
             kind = kind_at(head)
-            require_whole_weights(head_directory(head))
             load = load_draft_lm if kind == "draft_lm" else load_head_for
             self._loaded[head] = kind, load(self.target, head)
         kind, module = self._loaded[head]

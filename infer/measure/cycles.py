@@ -12,6 +12,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import ConstantConfig, StaticConfig, TreeConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.sampling import Sampler, entropy
@@ -20,7 +21,7 @@ from aerie.infer.decode.tree import Tree
 from aerie.infer.decode.verify import NOT_LOSSLESS
 from aerie.infer.decode.verify import acceptance as acceptance_of_drawn
 from aerie.infer.measure.record import Key, Origin
-from aerie.model.storage import explained, write_atomically
+from aerie.model.storage import explained, first_line, write_atomically
 
 Record = dict[str, Any]
 
@@ -214,8 +215,11 @@ def keep_answers(path: Path, answers: Collection[Key]) -> None:
                 if (line["row"], sampling, (line["task"], line["prompt_id"], line["turn"])) in answers:
                     new.write(text)
 
-    if path.is_file():
-        write_atomically(path, write)
+    try:
+        if path.is_file():
+            write_atomically(path, write)
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{path}: a line is not what was written ({first_line(error)}); add --overwrite") from error
 
 
 def places(parents: Sequence[int]) -> list[str]:

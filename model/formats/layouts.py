@@ -17,6 +17,7 @@ from aerie.model.formats.eagle import FIRST_LAYER, TYPE, read_eagle1, read_eagle
 from aerie.model.heads import HEADS
 from aerie.model.heads.eagle import Eagle3Config
 from aerie.model.heads.multi_token import HydraConfig, MedusaConfig
+from aerie.model.hub import require_whole_weights
 from aerie.model.storage import CONFIG, PICKLE, WEIGHTS, find_weights, first_line, read_json, write_atomically
 
 KIND = "aerie_kind"
@@ -70,6 +71,7 @@ def recognise(values: dict[str, Any], names: set[str], place: Path) -> tuple[str
 
 def read_content(directory: Path, after_blocks: tuple[int, ...] | None = None) -> tuple[str, HeadFiles, HeadContent]:
     """Layout, files and content; after_blocks: where the files name no taps."""
+    require_whole_weights(directory)
     place = directory / CONFIG
     values, (weights, tensors) = table(read_json(place)), read_tensors(directory)
     layout, kind = recognise(values, set(tensors), place)

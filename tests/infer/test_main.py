@@ -268,6 +268,7 @@ def test_bench_calibrate_compare_and_report_follow_each_other(command: Command, 
         assert said in command("bench")[2] and said in command("report")[2]
         code, _, err = command("compare", "--of", "1", "--against", "0")
         assert code == 2 and "run: aerie bench --config" in err and err.count("\n") == 1
+        assert said in command("results", str(shared / "run"), config=False)[2]
     with working_alone(records.parent, "measuring"):
         code, _, err = command("bench", "--overwrite")
         assert code == 2 and "bench: another process is measuring there; wait, or choose another --run" in err
@@ -311,5 +312,11 @@ def test_a_recipe_of_a_run_a_target_data_and_a_head_is_measured_on_its_held_out_
         few = [f"--{command}.prompts.num_prompts=2", f"--{command}.prompts.max_new_tokens=8"]
         assert tiny.call(infer_main, command, "--config", config, *(few if command != "report" else [])) == 0
     assert tiny.call(infer_main, "tune", "--config", config, "--plan") == 0
+    (tmp_path / "heads").rename(tmp_path / "others")
+    head = tmp_path / "others" / "eagle1"
+    few = ["--bench.prompts.num_prompts=2", "--bench.prompts.max_new_tokens=6"]
+    assert tiny.call(infer_main, "bench", "--config", config, *few, "--head", head, "--overwrite") == 0
+    assert tiny.call(infer_main, "report", "--config", config) == 0  # of the head that was measured
+    assert json.loads((tmp_path / "report" / "summary.json").read_text())["head"]["name"] == str(head)
     rows = json.loads((tmp_path / "report" / "summary.json").read_text())["rows"]
     assert [(row["method"], row["task"]) for row in rows] == [("vanilla", "held_out"), ("eagle2", "held_out")]

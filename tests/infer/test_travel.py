@@ -9,6 +9,7 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
+from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import DynamicConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.infer import main as measuring
@@ -18,6 +19,7 @@ from aerie.model.checkpoint import save_head
 from aerie.model.export import export
 from aerie.model.formats.content import TargetFacts
 from aerie.model.push import upload
+from aerie.model.storage import Manifest, find_weights
 from aerie.model.target import Target
 from tests import tiny
 from tests.infer.test_main import write_recipe
@@ -87,6 +89,7 @@ def test_a_head_decodes_what_the_target_writes_and_drafts_the_very_same_trees_af
 ) -> None:
     made, vanilla = make(tmp_path / "head"), SpeculativeDecoder(target)
     head = made[1] if isinstance(made, tuple) else made  # a multi-token head comes with its state
+    Manifest.of(head).write(head)
     answers, tau, trees = decoded(target, head)
     for ids, answer in zip(prompts(), answers, strict=True):
         assert answer == vanilla.generate(ids, do_sample=False, max_new_tokens=10).sequences[0].tolist()
@@ -94,6 +97,10 @@ def test_a_head_decodes_what_the_target_writes_and_drafts_the_very_same_trees_af
     for layout in layouts:
         export(head, layout, tmp_path / layout, TargetFacts.load(str(path)))
         assert decoded(target, tmp_path / layout) == (answers, tau, trees)
+        weights = find_weights(tmp_path / layout)
+        weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+        with pytest.raises(UserError, match=f"{weights}: is not what was written"):
+            decoded(target, tmp_path / layout)
 
 
 def test_a_head_on_the_hub_decodes_by_its_name(hub: Hub, tmp_path: Path, target: Target) -> None:

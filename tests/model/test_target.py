@@ -181,10 +181,12 @@ def test_a_repetition_penalty_is_switched_off_where_the_target_is_loaded(tmp_pat
     """Qwen2.5's instruction models have 1.05, which no draft tree honours: drafts, vanilla and transformers agree."""
     path = tiny.target(tmp_path / "t")
     settings = GenerationConfig.from_pretrained(path)
-    settings.repetition_penalty = 1.05
+    settings.repetition_penalty, settings.eos_token_id = 1.05, [2, 99999]
     settings.save_pretrained(path)
     target = Target.load(TargetConfig(str(path)))
-    assert capsys.readouterr().err.count("repetition_penalty=1.05; aerie decodes without it") == 1
+    said = capsys.readouterr().err
+    assert "repetition_penalty=1.05; aerie decodes without it" in said and "[99999] is none of its 320 tokens" in said
+    assert said.count("warning:") == 2
     ids = prompt(8)[None] % 40
     theirs = target.model.generate(ids, max_new_tokens=12, do_sample=False)
     ours = SpeculativeDecoder(target).generate(ids, max_new_tokens=12, do_sample=False).sequences
