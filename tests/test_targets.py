@@ -95,6 +95,9 @@ def test_a_large_target_is_checked_once_and_again_where_its_weights_change(tmp_p
         config = TargetConfig(str(tiny.target(tmp_path / f"target-{seed}", seed=seed)))
         SpeculativeDecoder(Target.load(config))
     assert asked == ["chain", "chain"]
+    monkeypatch.setitem(check.SPEED, "cpu", 1.0)  # long texts would take too long: a miniature reads them
+    SpeculativeDecoder(Target.load(TargetConfig(str(tiny.target(tmp_path / "target-2", seed=2)))))
+    assert len(asked) == 4
     monkeypatch.setattr(check, "_fault", lambda target, form: "is wrong")
     for _ in range(2):  # what is refused is never kept
         with pytest.raises(UserError, match=r"LlamaForCausalLM .llama.: is wrong; heads can be trained"):
