@@ -43,8 +43,8 @@ def stop_on_signals() -> None:
 
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # how Python reads bytes that are not UTF-8, or half an escape
 SECRETS = re.compile(  # in a URL: what stands before its @, and the values behind its ?; keys, by form or name
-    r"(?<=://)[^\s/]+(?=@)|(?<=[?&#])([\w.-]+=)[^\s&]*[\w%+/=-]|\bhf_\w{30,}|\bsk-[\w-]{16,}|(?<=bearer )[^\s'\",]+"
-    r"|(api-key[:=] ?|(?:api_?key|password|secret)[\"']: ?[\"']?)[^\s\"',&]+",
+    r"(?<=://)(?:[^\s/@]*:[^\s@]+|[^\s/]+)(?=@)|(?<=[?&#])([\w.-]+=)[^\s&]*[\w%+/=-]|\bhf_\w{30,}|\bsk-[\w-]{16,}"
+    r"|(?<=bearer )[^\s'\",]+|(api-key[:=] ?|(?:api_?key|password|secret)[\"']: ?[\"']?)[^\s\"',&]+",
     re.IGNORECASE,
 )
 

@@ -156,6 +156,7 @@ def test_a_server_that_sends_elsewhere_is_refused_and_no_key_is_told(monkeypatch
     with Scripted(lambda question, _: "400" if question == "a" else "") as server:
         (error,) = ask([server.url], "a")
     assert "***" in error.why and masked(f"http://h/v1?key={KEY}: no") == "http://h/v1?key=***: no"
+    assert masked("http://me:pa/ss@h:1/v1 and http://h:1/a") == "http://***@h:1/v1 and http://h:1/a"
 
 
 def test_a_server_that_drips_is_cut_off_and_one_odd_reply_costs_its_row_alone() -> None:
