@@ -44,7 +44,8 @@ def stop_on_signals() -> None:
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # how Python reads bytes that are not UTF-8, or half an escape
 SECRETS = re.compile(  # in a URL: what stands before its @, and the values behind its ?; keys, by form or name
     r"(?<=://)(?:[^\s/@]*:[^\s@]+|[^\s/]+)(?=@)|(?<=[?&#])([\w.-]+=)[^\s&]*[\w%+/=-]|\bhf_\w{30,}|\bsk-[\w-]{16,}"
-    r"|(?<=bearer )[^\s'\",]+|(api-key[:=] ?|(?:api_?key|password|secret)[\"']: ?[\"']?)[^\s\"',&]+",
+    r"|(?<=bearer )[^\s'\",]+|(?<=authorization: basic )\S+"
+    r"|((?:api[-_]?key|password|secret|token)[\"']?[:=]\s?[\"']?)[^\s\"',&]+",
     re.IGNORECASE,
 )
 
@@ -72,8 +73,11 @@ def exit_codes() -> Iterator[None]:
     """Around a main: exits with 2 for a UserError, 130 for Ctrl-C, 75 for SIGUSR1, 141 when nobody reads stdout."""
     try:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
-            if not os.environ.get(name, "0").isdecimal():
-                raise UserError(f"{name}: {os.environ[name]!r} is no number; a launcher sets it, so unset it")
+            if not re.fullmatch("[0-9]{1,9}", os.environ.get(name, "0")):
+                raise UserError(f"{name}: {os.environ[name][:20]!r} is no number; a launcher sets it, so unset it")
+        rank, world = (int(os.environ.get(name, number)) for name, number in (("RANK", "0"), ("WORLD_SIZE", "1")))
+        if rank >= world:
+            raise UserError(f"RANK: {rank} is not below WORLD_SIZE {world}; a launcher sets both, so unset them")
         for word in sys.argv:
             if LONE_SURROGATE.search(word):
                 raise UserError(f"{word!a}: is no UTF-8 text")

@@ -249,7 +249,7 @@ def status(arguments: argparse.Namespace, unknown: list[str]) -> int:
         if (tuned := root / "tune/tuned.yaml").is_file():
             words = f"aerie chat --run {root} --row {tuned}; {words}"
         rows = read_json(summary)["rows"] if summary.is_file() and not (root / "tune").is_dir() else []
-        speedups = [row["speedup"] or 0 for row in rows if row["method"] != "vanilla"]
+        speedups = [row.get("speedup") or 0 for row in rows if row["method"] != "vanilla"]
         if speedups and max(speedups) < 1:
             words = f"aerie tune --config {stored}, for a tree that suits this machine: none is faster than vanilla yet"
     print("\n".join([*lines, f"next: {f'wait for {running}' if running else words}"]))
@@ -288,11 +288,14 @@ def _state(place: Path) -> tuple[str, list[str]]:
 def _progress(metrics: Path, kind: str) -> list[str]:
     """Where a head's training is, and its best tau."""
     lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines() if kind and metrics.is_file() else []
-    records = [json.loads(line) for line in lines if line.startswith(f'{{"kind": "{kind}') and line.endswith("}")]
-    taus = [record["held_out_tau"] for record in records if "held_out_tau" in record]
-    logged = [{"total_steps": 0, **record} for record in records if "loss" in record]
     text = "step {step:,} of {total_steps:,}, loss {loss:.3g}, {tokens_per_s:,.0f} tokens/s"
-    return [*(text.format(**record) for record in logged[-1:]), *([f"best tau {max(taus):.2f}"] if taus else [])]
+    try:
+        records = [json.loads(line) for line in lines if line.startswith(f'{{"kind": "{kind}') and line.endswith("}")]
+        taus = [record["held_out_tau"] for record in records if "held_out_tau" in record]
+        logged = [{"total_steps": 0, **record} for record in records if "loss" in record]
+        return [*(text.format(**record) for record in logged[-1:]), *([f"best tau {max(taus):.2f}"] if taus else [])]
+    except (ValueError, LookupError, TypeError):
+        return [f"a line of {metrics} is not what was written"]
 
 
 def keys(arguments: argparse.Namespace, unknown: list[str]) -> int:

@@ -218,7 +218,8 @@ def _sentence(problem: Any, values: Any, schema: type, source: str, lines: dict[
     kind, parts = problem["type"], list[str]()
     for number, part in enumerate(problem["loc"], start=1):
         # other parts are pydantic's words
-        is_there = part in values if isinstance(values, dict) else isinstance(values, list) and isinstance(part, int)
+        known_parts = range(len(values)) if isinstance(values, list) else values if isinstance(values, dict) else ()
+        is_there = part in known_parts
         if is_there or (kind.startswith("missing") and number == len(problem["loc"])):
             parts.append(str(part))
             values = values[part] if is_there else None

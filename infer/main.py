@@ -145,7 +145,7 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
     again, target = f"--config {arguments.config}", Path(recipe.target.path)
     stages = (paths.calibration, paths.bench, paths.tune)
     parts = [path for path in stages if path == paths.bench or (path / storage.FILE).is_file()]
-    facts_of = {path: measured_facts(path, again) for path in parts}
+    facts_of = {path: measured_facts(path, again, recipe.target) for path in parts}
     measured, own = facts_of[paths.bench], paths.head(recipe)
     head = arguments.head or min(map(Path, measured.get("heads", ())), key=own.__ne__, default=own)  # of bench --head
     made = {path: storage.sound_record(path) for path in (target, paths.features, head, *sorted(paths.heads.glob("*")))}

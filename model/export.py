@@ -54,10 +54,12 @@ def export(
     with directory_atomically(output) as place:
         write_tensors(place, new, pickled=pickled and to == "safeailab")
         write_json(place / CONFIG, {**values, "aerie": facts, "dtype": dtype, "torch_dtype": dtype})
-        if (directory / RECORDS[0]).is_file():
-            shutil.copyfile(directory / RECORDS[0], place / RECORDS[0])
-        with suppress(UserError):  # without a manifest
-            dataclasses.replace(Manifest.read(directory), files=Manifest.of(place).files).write(place)
+        written = Manifest.of(place).files
+        for name in RECORDS[:2]:
+            if (directory / name).is_file():
+                shutil.copyfile(directory / name, place / name)
+        with suppress(UserError):  # a pushed head's record is no manifest
+            dataclasses.replace(Manifest.read(directory), files=written).write(place)
         _, files_again, again = read_content(place)
         state_again = _completed(files_again, again, target)
         positions = again.config.max_position_embeddings  # an export may raise it

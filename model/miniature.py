@@ -8,9 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from aerie.configs.schema.heads import TargetConfig
-from aerie.model.target import Target
+from aerie.model.target import Target, context_of
 
 PARAMETERS = 8_000_000  # at most
+SHORT = 16  # tokens of a prompt
+SPEED = {"cpu": 2e10, "cuda": 1e15}  # operations in the second that a check beside a limit may take
 SIZES = {
     97: "vocab_size n_vocab vocab_size_per_layer_input",
     32: "hidden_size n_embd d_model embedding_size word_embed_proj_dim",
@@ -32,24 +34,35 @@ SIZES = {
     0: "pad_token_id num_kv_shared_layers",
 }
 SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
+OWN: dict[str, dict[str, Any]] = {  # of kinds whose sizes depend on each other
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8},
+    "gemma3": {"vision_config": {"hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 1}},
+    "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 4, "head_dim": 16},
+}
 BY_LAYER = ("layer_types", "activation_sparsity_pattern", "mlp_layer_types")
 PARTS = ("text_config", "decoder")
 
 
-def miniature(config: Any, recipe: TargetConfig, **changes: Any) -> Target | None:
-    """null: the kind cannot be made so small."""
+def miniature(config: Any, recipe: TargetConfig) -> Target | None:
+    """null: the kind cannot be made so small; UserError where it is no target at any size."""
     try:
-        model = small_model(config, **changes)
-        return Target(model, recipe)
+        model = small_model(config)
     except Exception:  # its sizes depend on each other in a way of their own
         return None
+    return Target(model, recipe)
 
 
 def small_model(config: Any, **changes: Any) -> Any:
     """Whatever transformers raises where the sizes do not fit each other."""
     usual = type(config)().to_dict()
     given = {name: value for name, value in config.to_dict().items() if usual.get(name) != value}
-    small = type(config)(**(given | _sizes(config) | changes))
+    small = type(config)(**(given | _sizes(config) | OWN.get(config.model_type, {}) | changes))
     small.is_decoder = True
     with torch.device("meta"):
         size = AutoModelForCausalLM.from_config(small).num_parameters()
@@ -82,3 +95,22 @@ def _given(config: Any, name: str) -> Any:
     way = getattr_static(config, getattr(config, "attribute_map", {}).get(name, name), None)
     with suppress(Exception):  # values by layer are no attributes
         return None if isinstance(way, property) and way.fset is None else getattr(config, name, None)
+
+
+def lengths_to_check(target: Target) -> dict[int, float]:
+    """Of texts on both sides of what the configuration names a limit, and about how many seconds a check takes."""
+    room, cost = (context_of(target.config) or 2**31) - 8, 10 * target.model.num_parameters()  # operations a token
+    beside = {limit - 2 for limit in _windows(target.config.to_dict())} | {(target.rope_switch or 2**31) + 8}
+    lengths = sorted(length for length in {min(SHORT, room), *beside} if 0 < length <= room)
+    return {length: cost * length / SPEED.get(target.device.type, 1e15) for length in lengths}
+
+
+def _windows(values: dict[str, object]) -> set[int]:
+    """The lengths that a configuration gives windows and chunks."""
+    found = set[int]()
+    for key, value in values.items():
+        if isinstance(value, dict):
+            found |= _windows(value)
+        elif isinstance(value, int) and value > 8 and ("window" in key or "chunk" in key):
+            found.add(value)
+    return found

@@ -182,8 +182,8 @@ def public(value: Any, names: dict[str, str], is_secret: bool = False) -> Any:
         secrets = [False, *(isinstance(entry, str) and entry.startswith("--distill") for entry in value)]
         return [public(entry, names, is_secret or secret) for entry, secret in zip(value, secrets, strict=False)]
     if is_secret or not isinstance(value, str):
-        return "***" if isinstance(value, str) else value
-    text = re.sub(r"(?s)(--distill[\w.]*=).*", r"\1***", masked(value)).replace("file://", "")
+        return "***" if is_secret and value is not None else value
+    text = re.sub(r"(?s)(--distill[\w.]*[= ]).*", r"\1***", masked(value)).replace("file://", "")
     for local, name in names.items():
         if "/" in local:
             text = re.sub(rf"(?<![\w./~-]){re.escape(local)}(?![\w.-])", name.replace("\\", r"\\"), text)

@@ -51,7 +51,7 @@ def explained(path: Path) -> Iterator[None]:
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     with explained(path):
-        if path.exists() and not path.is_file():  # a device, say, which a file would replace
+        if path.exists() and (not path.is_file() or path.absolute().parts[1] in ("dev", "proc")):  # would be replaced
             raise NotWritable(f"{path}: is no regular file; name a file, or a new one")
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # remove_temporaries knows the form

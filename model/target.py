@@ -157,8 +157,9 @@ def require_whole(model: PreTrainedModel, info: Mapping[str, Any], path: str) ->
     for name in sorted(info["unexpected_keys"]):
         layer = re.match(r"(.+?)\.(\d+)\.", name)
         is_beyond = layer is not None and int(layer[2]) >= lengths.get(layer[1], sys.maxsize - more) + more
-        # a bias, a scale, or a layer more
-        (wrong if is_beyond or name.rpartition(".")[0] in owners else left_out).append(f"{name} has no place")
+        # a bias, a scale, or a layer more; not scales of a server's cache
+        is_read = name.rpartition(".")[0] in owners and not name.endswith((".k_scale", ".v_scale"))
+        (wrong if is_beyond or is_read else left_out).append(f"{name} has no place")
     if wrong:
         others = f" and {len(wrong) - 3:,} more" if len(wrong) > 3 else ""
         what = f"its weights and its config.json do not fit: {', '.join(wrong[:3])}{others}"
@@ -228,7 +229,7 @@ def only_trains(hf_config: Any) -> str | None:
 def context_of(text_config: Any) -> int | None:
     """How many tokens the target can read."""
     names = ("max_position_embeddings", "max_seq_len")  # the last is MPT's
-    return next((int(length) for name in names if (length := getattr(text_config, name, None))), None)
+    return next((int(length) for name in names if (length := getattr(text_config, name, None) or 0) > 0), None)
 
 
 def rope_switch(text_config: Any) -> int | None:
@@ -267,6 +268,8 @@ def weight_files(config: TargetConfig) -> tuple[list[str], dict[str, str]]:
 
 
 def _file(config: TargetConfig, name: str) -> Path | None:
+    if os.path.lexists(here := Path(config.path, name)) and not here.is_file():
+        raise UserError(f"{here}: is no regular file, or a link to none; fetch it anew")
     place = cached_file(config.path, name, revision=config.revision, _raise_exceptions_for_missing_entries=False)
     return None if place is None else Path(place)
 

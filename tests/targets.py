@@ -32,18 +32,7 @@ from tests.infer.steered import steered
 
 FACTORS = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [3.0, 5.0, 7.0, 9.0]}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, **FACTORS}
-OWN: dict[str, dict[str, Any]] = {  # sizes of a kind that depend on each other
-    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8},
-    "gemma3": {"vision_config": {"hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 1}},
-    "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
-    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
-    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "mamba2": {"num_heads": 4, "head_dim": 16},
-    "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 28, "pad_token_id": None},
-}
+PHI3 = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 28, "pad_token_id": None}
 DRAFTS = {"tree": DynamicConfig(levels=4, k=3, nodes=12), "chain": ChainConfig(levels=4)}
 WORDS = {
     "tree": "decode with draft trees, and the tokens are those of `generate`",
@@ -62,7 +51,7 @@ class Outcome:
 
 
 def small(name: str) -> Any:
-    return small_model(CONFIG_MAPPING[name](), **OWN.get(name, {}))
+    return small_model(CONFIG_MAPPING[name](), **(PHI3 if name == "phi3" else {}))
 
 
 @cache

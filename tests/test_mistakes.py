@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ TEXTS = {  # of the files in {bad}
     "outside/model.safetensors.index.json": json.dumps({"weight_map": {"a": "../../target/model.safetensors"}}),
     "head/config.json": DEEP,
     "head/model.safetensors": "x",
+    "list/config.json": "[1]",
     "model.gguf": "GGUF",
 }
 SHORT = {"{data}": "{recipe} --plan --data.max_length 256 --data.conversations"}
@@ -89,7 +91,9 @@ train {recipe} --train.max_steps 0 => --train.max_steps: input should be greater
 train {recipe} --target {bad}/outside => index.json: names '../../target
 train {recipe} --target {bad}/nowhere/x => no such target directory
 WORLD_SIZE=two train {recipe} => WORLD_SIZE: 'two' is no number
+train {recipe} --train.betas '[0.9]' => --train.betas: train.betas.1: required, and not set
 RANK=first features {recipe} => RANK: 'first' is no number
+RANK=1 features {recipe} => RANK: 1 is not below WORLD_SIZE 1; a launcher sets both
 MASTER_PORT= bench {recipe} => MASTER_PORT: '' is no number
 generate {recipe} => generate needs either --prompt TEXT
 generate {recipe} --prompt '' => --prompt: the prompt is empty, or no text
@@ -100,6 +104,8 @@ generate {recipe} --prompts {bad}/pipe.jsonl => pipe.jsonl: a pipe or a device
 generate {recipe} --prompts {bad}/numbers.jsonl => turn 1 holds int
 generate {recipe} --prompt x --target {bad}/outside => index.json: names '../../target
 generate {recipe} --prompt x --head {bad}/head => head/config.json: not JSON (nested too deeply)
+generate {recipe} --prompt x --head {bad}/list => list/config.json: has no
+generate {recipe} --prompt x --target {bad}/lost => generation_config.json: is no regular file, or a link to none
 generate {recipe} --prompt x --head {bad}/nowhere => nowhere: holds no head
 generate {recipe} --prompt x --row {bad}/merge.yaml => merge.yaml: more than 100,000 values
 generate {recipe} --prompt x --temperature -1 => temperature: input should be greater than or equal to 0
@@ -140,6 +146,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / "bad" / name).parent.mkdir(parents=True, exist_ok=True)
         (root / "bad" / name).write_text(text)
     (root / "bad/latin.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
+    shutil.copytree(root / "target", root / "bad/lost")
+    (root / "bad/lost/generation_config.json").unlink(missing_ok=True)
+    (root / "bad/lost/generation_config.json").mkdir()
+    shutil.copy(root / "run/heads/eagle1/model.safetensors", root / "bad/list")
     for name in ("pipe", "pipe.jsonl", "pipe.yaml"):
         os.mkfifo(root / "bad" / name)
     return root

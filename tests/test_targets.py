@@ -16,7 +16,7 @@ from aerie.infer import main as infer
 from aerie.infer.decode import check
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.model import main as model
-from aerie.model.miniature import small_model
+from aerie.model.miniature import SPEED, small_model
 from aerie.model.target import Target
 from aerie.train import main as train
 from tests import tiny
@@ -33,7 +33,6 @@ def test_a_family_decodes_as_it_does_alone_or_is_refused_by_name(name: str) -> N
     assert seen.word == FAST[name] and (seen.word == "tree" or name in seen.why), seen
 
 
-@pytest.mark.soak
 @pytest.mark.slow
 def test_no_family_is_wrong_and_none_ends_in_a_traceback() -> None:
     names = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
@@ -86,6 +85,18 @@ def test_longrope_is_that_of_each_row_and_of_plain_decoding_before_across_and_be
             assert torch.equal(decoder.generate(ids, max_new_tokens=12, do_sample=False).sequences, theirs), length
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_narrow_dtype_hides_no_wrong_tree(dtype: torch.dtype, monkeypatch: Any, capsys: Any) -> None:
+    refusal = "GPTNeoForCausalLM .gpt_neo.: its logits for a draft tree after 14 tokens"
+    for can_be_small in (True, False):  # else by a copy in float32
+        monkeypatch.setattr(check, "miniature", check.miniature if can_be_small else lambda *_: None)
+        with pytest.raises(UserError, match=refusal):
+            check.checked_lm(Target(small("gpt_neo").to(dtype), TargetConfig(path="neo")))
+    monkeypatch.setattr(check, "COPIED", 0)
+    check.checked_lm(Target(small("llama").to(dtype), TargetConfig(path="llama")))
+    assert "llama: LlamaForCausalLM (llama): no small model of its kind can be built" in capsys.readouterr().err
+
+
 def test_a_large_target_is_checked_once_and_again_where_its_weights_change(tmp_path: Path, monkeypatch: Any) -> None:
     asked: list[str] = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -95,7 +106,7 @@ def test_a_large_target_is_checked_once_and_again_where_its_weights_change(tmp_p
         config = TargetConfig(str(tiny.target(tmp_path / f"target-{seed}", seed=seed)))
         SpeculativeDecoder(Target.load(config))
     assert asked == ["chain", "chain"]
-    monkeypatch.setitem(check.SPEED, "cpu", 1.0)  # long texts would take too long: a miniature reads them
+    monkeypatch.setitem(SPEED, "cpu", 1.0)  # long texts would take too long: a miniature reads them
     SpeculativeDecoder(Target.load(TargetConfig(str(tiny.target(tmp_path / "target-2", seed=2)))))
     assert len(asked) == 4
     monkeypatch.setattr(check, "_fault", lambda target, form: "is wrong")

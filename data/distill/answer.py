@@ -89,8 +89,8 @@ class Thinking:
             return replace(answer, reasoning=thought, content=rest)
         return replace(answer, reasoning=None)
 
-    def problem(self, answer: Answer) -> str | None:
-        """Why what `read` gives is not what the target wrote, as far as it shows."""
+    def problem(self, answer: Answer, messages: Sequence[Message]) -> str | None:
+        """Why what `read` gives is not what the target wrote after messages, as far as it shows."""
         text = f"{answer.reasoning or ''}{answer.content}"
         if LONE_SURROGATE.search(text):
             return "the answer holds half of a surrogate pair"
@@ -99,6 +99,10 @@ class Thinking:
         ids = [*answer.token_ids, *(answer.prompt_token_ids or ())]
         if not 0 <= min(ids, default=0) <= max(ids, default=0) < self.num_ids:
             return f"token ids outside the {self.num_ids:,} of the target's tokenizer"
+        asked = self.ids(messages[-1]["content"])
+        asked_text, read = (self.tokenizer.decode(some) for some in (asked, answer.prompt_token_ids or asked))
+        if LOOSE.sub("", asked_text) not in LOOSE.sub("", read):
+            return "prompt token ids that are not its prompt's"
         ids = [token for token in answer.token_ids if token not in self.end_ids]
         decoded = (answer_text(self.tokenizer, ids), self.tokenizer.decode(ids))
         said = {LOOSE.sub("", words) for words in (text, answer.content)}

@@ -182,7 +182,7 @@ class Job:
             except UnusableRow as error:
                 raise Unanswered("skipped", error.reason) from error
             answer = thinking.read(await ask(messages, seed))
-            if problem := thinking.problem(answer):
+            if problem := thinking.problem(answer, messages):
                 raise Unanswered("skipped", problem)
             return answer
 

@@ -37,7 +37,7 @@ def kind_at(head: Path | str) -> str:
     if table.get("aerie_kind") in USUAL:
         return str(table["aerie_kind"])
     try:
-        return recognise(values, tensor_names(path.parent), path)[1]
+        return recognise(table, tensor_names(path.parent), path)[1]
     except UserError:
         # what is no head, and transformers loads as a causal LM, is a draft LM
         causal = any(str(n).endswith(("ForCausalLM", "LMHeadModel")) for n in table.get("architectures") or [])

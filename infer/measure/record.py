@@ -11,8 +11,10 @@ from pydantic import ValidationError
 from aerie.configs.errors import UserError
 from aerie.configs.read import adapter, as_dict, validate
 from aerie.configs.schema.decode import METHODS, MethodConfig, published_tree
+from aerie.configs.schema.heads import TargetConfig
+from aerie.data.stage import target_inputs
 from aerie.model.hub import head_directory
-from aerie.model.storage import FILE, Manifest, Whole, digest, digests, find_weights, read_json
+from aerie.model.storage import FILE, Manifest, Whole, differences, digest, digests, find_weights, read_json
 
 T = TypeVar("T")
 FloatArray = NDArray[np.float64]
@@ -248,15 +250,17 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
-def measured_facts(directory: Path, recipe_words: str) -> dict[str, Any]:
-    """What a stage recorded at its end; UserError where its files or the heads that it measured changed since."""
+def measured_facts(directory: Path, recipe_words: str, target: TargetConfig | None = None) -> dict[str, Any]:
+    """What a stage recorded at its end; UserError where its files, heads or target changed since."""
     again = f"run: aerie {directory.name.replace('calibration', 'calibrate')} {recipe_words}"
     if not (directory / FILE).is_file():
         raise UserError(f"{directory}: no {directory.name}, or one that was stopped; {again}")
     checked = Manifest.check(directory)
     if not isinstance(checked, Whole):
         raise UserError(f"{checked}; {again} --overwrite")
-    facts = checked.manifest.facts
+    facts, of_target = checked.manifest.facts, checked.manifest.inputs.get("target", {})
+    if target is not None and Path(target.path).is_dir() and (now := differences(of_target, target_inputs(target))):
+        raise UserError(f"{directory}: measured another target ({now}); {again} --overwrite")
     for head, files in facts.get("heads", {}).items():
         is_here = Path(head).is_dir() and find_weights(head_directory(head))
         if is_here and digests(head_directory(head)) != files:

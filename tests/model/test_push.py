@@ -86,7 +86,7 @@ def head(tmp_path: Path) -> Path:
     save_head(published.eagle3(), place, target_path=target, draft_vocabulary={"coverage": 0.9})
     conversations = ["HuggingFaceH4/ultrachat_200k", str(home / "chats" / "train.jsonl"), "~/chats/more.jsonl"]
     recipe: Any = {"run": str(run), "target": {"path": target}, "data": {"conversations": conversations}}
-    server = {"urls": ["http://bob:hunter2@host:8000/v1?key=hunter2"], "extra_body": {"min_p": 0.1, "key": "hunter2"}}
+    server = {"urls": ["http://bob:hunter2@host:8000/v1?key=hunter2"], "extra_body": {"pin": 4321, "key": "hunter2"}}
     recipe["distill"] = {"server": server}
     (place / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "head": {"init_from": str(home)}}))
     argv = ["main.py", "--config", str(home / "c.yaml"), f"--run={run}", f"--data.conversations=[{conversations[1]}]"]
@@ -157,7 +157,7 @@ def test_no_conversation_no_local_path_and_nobodys_name_leaves_the_machine(
         assert layout == "aerie" or served in texts["README.md"]
         assert ("--target TARGET" in texts["README.md"]) == ("place of `TARGET`" in texts["README.md"]) == (not name)
         recipe = yaml.safe_load(texts["recipe.yaml"])
-        server = {"urls": ["http://***@host:8000/v1?key=***"], "extra_body": {"min_p": 0.1, "key": "***"}}
+        server = {"urls": ["http://***@host:8000/v1?key=***"], "extra_body": {"pin": "***", "key": "***"}}
         assert recipe["run"] == "mine" and recipe["distill"]["server"] == server
         assert recipe["data"]["conversations"] == ["HuggingFaceH4/ultrachat_200k", "train.jsonl", "more.jsonl"]
     assert target in (place / "config.json").read_text()  # what is here stays

@@ -157,6 +157,8 @@ def test_a_server_that_sends_elsewhere_is_refused_and_no_key_is_told(monkeypatch
         (error,) = ask([server.url], "a")
     assert "***" in error.why and masked(f"http://h/v1?key={KEY}: no") == "http://h/v1?key=***: no"
     assert masked("http://me:pa/ss@h:1/v1 and http://h:1/a") == "http://***@h:1/v1 and http://h:1/a"
+    for said in ('"x-api-key": "S3"', "access_token=S3", "{'token': 'S3'}", "Authorization: Basic S3", "api_key=S3&a"):
+        assert "S3" not in masked(said) and masked(said).count("***") == 1
 
 
 def test_a_server_that_drips_is_cut_off_and_one_odd_reply_costs_its_row_alone() -> None:

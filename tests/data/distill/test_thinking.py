@@ -98,15 +98,19 @@ def test_rows_stay_text_where_the_template_gives_the_answers_back_and_are_tokens
 def test_ids_and_special_tokens_that_are_not_what_the_target_wrote_are_named() -> None:
     reader, thoughts = thinking(), of(THINK_OPENING)
     end, said = min(reader.end_ids), reader.ids("four boats")
-    right = Answer("four boats", "stop", 3, None, (*said, end), (1, 2))
+    asked = [{"role": "user", "content": "How many boats?"}]
+    read = (1, *reader.ids("How many boats?"), 2)
+    right = Answer("four boats", "stop", 3, None, (*said, end), read)
     cut = replace(right, content="four  boats\ufffd", finish="length", token_ids=tuple(said))  # servers mend blanks
-    thought = thoughts.read(Answer("four", "stop", 9, "2 + 2", tuple(thoughts.ids("2 + 2\n</think>\n\nfour")), (1,)))
-    assert [reader.problem(answer) for answer in (right, cut)] == [thoughts.problem(thought), None] == [None, None]
+    thought = thoughts.read(Answer("four", "stop", 9, "2 + 2", tuple(thoughts.ids("2 + 2\n</think>\n\nfour")), read))
+    assert [reader.problem(answer, asked) for answer in (right, cut)] == [thoughts.problem(thought, asked), None]
+    assert reader.problem(right, asked) is None
     for changes, problem in (
         ({"content": "five boats"}, "token ids that are not its text's"),
         ({"token_ids": (*said, 320)}, "token ids outside the 320 of the target's tokenizer"),
         ({"prompt_token_ids": (1, -1)}, "token ids outside"),
+        ({"prompt_token_ids": (1, *reader.ids("How many owls?"))}, "prompt token ids that are not its prompt's"),
         ({"content": "\ud800"}, "the answer holds half of a surrogate pair"),
         ({"token_ids": None, "content": "I write <|user|> now"}, "the answer spells a special token"),
     ):
-        assert str(reader.problem(replace(right, **changes))).startswith(problem), changes
+        assert str(reader.problem(replace(right, **changes), asked)).startswith(problem), changes
