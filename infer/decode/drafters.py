@@ -238,8 +238,8 @@ DRAFTERS: dict[str, Callable[[Any, Target], Drafter]] = {
 def load_draft_lm(target: Target, path: str) -> Target:
     """The LM in the target's dtype; UserError where its tokenizer is not the target's."""
     source = TargetConfig(path, dtype=cast(DType, str(target.dtype).removeprefix("torch.")))
-    require_whole_weights(head_directory(path))
     draft, tokenizer = Target.load(source, target.device), load_tokenizer(source)
+    require_whole_weights(head_directory(path))
     rows, vocabulary = int(draft.vocab.embedding.shape[0]), load_tokenizer(target.recipe).get_vocab()
     require_same_token_ids(tokenizer.get_vocab(), vocabulary, rows, f"draft LM: {path}", target.recipe.path)
     return draft
