@@ -258,9 +258,10 @@ def measured_facts(directory: Path, recipe_words: str, target: TargetConfig | No
     checked = Manifest.check(directory)
     if not isinstance(checked, Whole):
         raise UserError(f"{checked}; {again} --overwrite")
-    facts, of_target = checked.manifest.facts, checked.manifest.inputs.get("target", {})
-    if target is not None and Path(target.path).is_dir() and (now := differences(of_target, target_inputs(target))):
-        raise UserError(f"{directory}: measured another target ({now}); {again} --overwrite")
+    facts, of_target = checked.manifest.facts, checked.manifest.inputs.get("target")
+    here = target_inputs(target) if of_target and target and Path(target.path).is_dir() else of_target
+    if changed := differences({"target": of_target}, {"target": here}):
+        raise UserError(f"{directory}: measured another target ({changed}); {again} --overwrite")
     for head, files in facts.get("heads", {}).items():
         is_here = Path(head).is_dir() and find_weights(head_directory(head))
         if is_here and digests(head_directory(head)) != files:

@@ -318,5 +318,8 @@ def test_a_recipe_of_a_run_a_target_data_and_a_head_is_measured_on_its_held_out_
     assert tiny.call(infer_main, "bench", "--config", config, *few, "--head", head, "--overwrite") == 0
     assert tiny.call(infer_main, "report", "--config", config) == 0  # of the head that was measured
     assert json.loads((tmp_path / "report" / "summary.json").read_text())["head"]["name"] == str(head)
+    other = tiny.target(tmp_path / "other", seed=5)
+    assert tiny.call(infer_main, "report", "--config", config, "--target", other) == 2
+    assert "measured another target (target.path:" in capsys.readouterr().err
     rows = json.loads((tmp_path / "report" / "summary.json").read_text())["rows"]
     assert [(row["method"], row["task"]) for row in rows] == [("vanilla", "held_out"), ("eagle2", "held_out")]
