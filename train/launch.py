@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.heads import TrainConfig
+from aerie.configs.schema.heads import MuonSection, TrainConfig
 from aerie.model.hub import quieten
 
 
@@ -56,8 +56,17 @@ def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
     if together != world_size():
         fix = "launch with --config_file configs/accelerate/zero2.yaml, or with torchrun"
         raise UserError(f"WORLD_SIZE: the launcher asked for {world_size()} processes and {together} trains; {fix}")
-    if accelerator.state.deepspeed_plugin is not None:
-        accelerator.state.deepspeed_plugin.deepspeed_config |= {
+    plugin = accelerator.state.deepspeed_plugin
+    if isinstance(config.optimizer, MuonSection):
+        zero = plugin.deepspeed_config["zero_optimization"] if plugin else {}
+        is_offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+        # In float16 the gradients have a scale that changes, and Muon's momentum would mix them.
+        if accelerator.mixed_precision == "fp16" or is_offloaded or zero.get("stage") == 0:
+            what = "muon trains in float32 or bf16 and, under DeepSpeed, with ZeRO 1 to 3 without offload"
+            raise UserError(f"train.optimizer: {what}; use configs/accelerate/zero2.yaml, or adamw")
+        zero["reduce_scatter"] = zero.get("stage") != 3  # there DeepSpeed's Muon refuses it
+    if plugin is not None:
+        plugin.deepspeed_config |= {
             "gradient_clipping": config.clip_norm,  # accelerator.clip_grad_norm_ clips nothing under DeepSpeed
             "gradient_accumulation_steps": config.accumulation,
             "train_micro_batch_size_per_gpu": config.batch_size,
@@ -91,6 +100,59 @@ def load_state(accelerator: Accelerator, folder: Path) -> None:
     except UnpicklingError as error:
         what = "holds more than tensors and plain values, which is never loaded"
         raise UserError(f"{folder}: {what}; remove it, or start anew with --overwrite") from error
+
+
+def zero_muon(matrices: dict[str, Any], adamw: torch.optim.AdamW) -> torch.optim.Optimizer:
+    """DeepSpeed's Muon for the group of matrices, with AdamW for its own groups: one optimiser, as ZeRO wants it."""
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    for parameter in matrices["params"]:
+        parameter.use_muon = True
+    # As torch.optim.Muon: five steps in bfloat16, the rate times sqrt(max(1, rows / columns)).
+    groups = [{**matrices, "ns_method": "standard"}, *({**group, "use_muon": False} for group in adamw.param_groups)]
+    optimizer: torch.optim.Optimizer = MuonWithAuxAdam(groups, torch.optim.AdamW)
+    return optimizer
+
+
+def clip_before_muon(zero: Any, clip_norm: float) -> None:
+    """Has ZeRO's optimiser clip gradients, where DeepSpeed clips the steps that its Muon makes of them.
+
+    Those have a norm of their own, far above clip_norm, and would be cut in every step.
+    """
+    from deepspeed.runtime.utils import combine_grad_norm_groups
+
+    take_step, epilogue = zero.step, zero.independent_gradient_partition_epilogue
+    is_stage_3 = hasattr(zero, "fp16_groups")
+
+    def keep_gradients() -> None:
+        zero.set_gradient_accumulation_boundary(False)  # else ZeRO 1 and 2 run Muon here
+        epilogue()
+
+    @torch.compiler.set_stance("force_eager")  # DeepSpeed would compile Muon at its first use
+    def step() -> None:
+        if is_stage_3:
+            gradients, norm = zero.averaged_gradients, combine_grad_norm_groups(zero._get_norm_groups())
+        else:
+            # Partitioned without Muon for their norm, then with it.
+            gradients = dict(zero.all_grad_tensors)
+            matrices = [p for group in zero.bit16_groups for p in group if getattr(p, "use_muon", False)]
+            for parameter in matrices:
+                parameter.use_muon = False
+            zero.finalize_gradient_accumulation_boundary()
+            norm = zero.scaled_global_norm()
+            for parameter in matrices:
+                parameter.use_muon = True
+            zero.all_grad_tensors.update(gradients)
+        for gradient in (gradient for group in gradients.values() for gradient in group):
+            gradient.div_(((norm + 1e-6) / clip_norm).clamp(min=1.0))
+        if not is_stage_3:
+            zero.finalize_gradient_accumulation_boundary()
+        take_step()
+        zero._global_grad_norm = norm
+
+    zero.step, zero.clip_grad = step, 0.0
+    if not is_stage_3:
+        zero.independent_gradient_partition_epilogue = keep_gradients
 
 
 def all_reduce(values: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from aerie.configs.errors import UserError, warn
-from aerie.configs.schema.heads import TrainConfig
+from aerie.configs.schema.heads import MuonSection, TrainConfig
 from aerie.data.batches import Batch, TokenisedRow, collate, prefetched
 from aerie.data.stage import bar
 from aerie.model.storage import Lock, explained, remove_tree, write_text
@@ -33,25 +33,43 @@ SAY_SECONDS = 5.0  # between two lines of the terminal
 METER = "meter-{}.pt"  # each process's sums since the last log line
 
 
-def build_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    matrices, others = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
-    parts = (matrices, config.weight_decay), (others, 0.0)
+def build_optimizers(
+    module: nn.Module, config: TrainConfig, join: Callable[..., torch.optim.Optimizer] | None = None
+) -> list[torch.optim.Optimizer]:
+    """AdamW, after Muon where the recipe names it; join makes one of both."""
+    muon = config.optimizer if isinstance(config.optimizer, MuonSection) else None
+    matrices, tables, vectors = list[nn.Parameter](), list[nn.Parameter](), list[nn.Parameter]()
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            # An embedding or LM head has a row for each token, and takes no part in Muon.
+            is_turned = muon and parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
+            (matrices if is_turned else tables if parameter.ndim >= 2 else vectors).append(parameter)
+    parts = (tables, config.weight_decay), (vectors, 0.0)
     groups = [{"params": part, "weight_decay": decay} for part, decay in parts if part]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas)
+    adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas)
+    if muon is None:
+        return [adamw]
+    turned: dict[str, Any] = {"params": matrices, "use_muon": True, "lr": muon.matrix_rate}
+    turned |= {"momentum": muon.momentum, "weight_decay": muon.weight_decay}
+    return [torch.optim.Muon([turned]), adamw] if join is None else [join(turned, adamw)]
 
 
-def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
-    """The rate of optimiser step 0, 1, ..."""
+def learning_rate(step: int, total_steps: int, config: TrainConfig, is_muon: bool = False) -> float:
+    """AdamW's or Muon's rate of optimiser step 0, 1, ..."""
+    top = config.learning_rate
+    if is_muon and isinstance(config.optimizer, MuonSection):
+        top = config.optimizer.matrix_rate
+    if config.scale_rates is not None:
+        top *= (config.scale_rates.steps / total_steps) ** config.scale_rates.power
     # No scheduler object, which accelerate would advance once per process.
     warmup = min(config.warmup_steps, total_steps)
     if step < warmup:
-        return config.learning_rate * (step + 1) / (warmup + 1)
+        return top * (step + 1) / (warmup + 1)
     if config.schedule == "constant":
-        return config.learning_rate
+        return top
     done = (step - warmup) / max(total_steps - warmup, 1)
     left = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return config.learning_rate * (config.final_rate + (1.0 - config.final_rate) * left)
+    return top * (config.final_rate + (1.0 - config.final_rate) * left)
 
 
 def means(sums: SumsAndCounts, device: torch.device) -> dict[str, float]:
@@ -123,7 +141,11 @@ class Loop:
         twin: Objective = type(objective)(copy.deepcopy(objective.head), objective.target, config)
         self.twin = twin.to(self.device, dtype).eval()
         # From here on parameters may be sharded: the loop calls self.module, never the objective itself.
-        self.module, self.optimizer = accelerator.prepare(objective, build_optimizer(objective, config))
+        is_zero = accelerator.state.deepspeed_plugin is not None
+        optimizers = build_optimizers(objective, config, launch.zero_muon if is_zero else None)
+        self.module, *self.optimizers = accelerator.prepare(objective, *optimizers)
+        if is_zero and isinstance(config.optimizer, MuonSection):
+            launch.clip_before_muon(self.module.optimizer, config.clip_norm)
         self.module.train()
         self.sums, self.held_out = SumsAndCounts(), dict[str, float]()  # sums and clock: since the last log line
         self.clock: Any = Counter()
@@ -189,8 +211,7 @@ class Loop:
                 if asked in resume.CODES:
                     ending = asked
                     break
-                for group in self.optimizer.param_groups:
-                    group["lr"] = learning_rate(step, self.total, config)
+                self._set_rates(step)
                 # Accelerate and DeepSpeed divide by the accumulation and average over processes: undone here.
                 scales = {name: self.world * config.accumulation / max(count, 1.0) for name, count in counts.items()}
                 for batch in parts:
@@ -201,8 +222,9 @@ class Loop:
                         # Under DeepSpeed this only asks for the norm: its own engine clips.
                         if accelerator.sync_gradients:
                             self._grad_norm = accelerator.clip_grad_norm_(self.module.parameters(), config.clip_norm)
-                        self.optimizer.step()
-                        self.optimizer.zero_grad()
+                        for optimizer in self.optimizers:
+                            optimizer.step()
+                            optimizer.zero_grad()
                 done, seconds = self.progress.tokens + int(tokens), time.monotonic() - self._since
                 self.progress = replace(self.progress, step=step + 1, tokens=done, seconds=seconds)
                 self.clock.update(steps=1, tokens=tokens, waited=waited, seconds=time.monotonic() - before)
@@ -267,6 +289,11 @@ class Loop:
         launch.raise_together(error, num_errors, self.device)
         endings = [name for name, value in zip(("requeue", "interrupted", "budget"), rest[:3], strict=True) if value]
         return dict(zip(counts[0], rest[3:], strict=True)), tokens, endings[0] if endings else ""
+
+    def _set_rates(self, step: int) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, self.total, self.config, group.get("use_muon", False))
 
     def _log(self, goes_on: bool = False) -> None:
         if not self.clock["steps"]:

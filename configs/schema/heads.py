@@ -123,6 +123,28 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Decay = Annotated[float, Field(gt=0, le=1)]
 
 
+class AdamWSection(Section, kw_only=True):
+    """All parameters by AdamW."""
+
+    kind: Literal["adamw"] = "adamw"
+
+
+class MuonSection(Section, kw_only=True):
+    """Matrices of layers and fc by Muon with Nesterov momentum (arXiv 2502.16982), all else by AdamW."""
+
+    kind: Literal["muon"] = "muon"
+    matrix_rate: PositiveFloat = 0.02  # Muon's learning rate, by the schedule of train.learning_rate, which is AdamW's
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95  # share of the gradients before
+    weight_decay: NonNegativeFloat = 0.1  # of these matrices (the paper's); train.weight_decay is AdamW's
+
+
+class RateScaling(Section, kw_only=True):
+    """rate = given rate * (steps / steps of this run) ** power."""
+
+    steps: PositiveInt  # optimiser steps of a run that the given rates suit
+    power: PositiveFloat = 1.0  # how fast they fall with the number of steps
+
+
 class TrainConfig(Section, kw_only=True):
     """The defaults are the EAGLE code's unless a comment differs."""
 
@@ -136,6 +158,8 @@ class TrainConfig(Section, kw_only=True):
     warmup_steps: NonNegativeInt = 2000  # optimiser steps in which the rate rises from zero
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up, to zero at the last step
     final_rate: Share = 0.0  # share of the learning rate that linear and cosine end at
+    scale_rates: RateScaling | None = None  # to the number of steps; null: as they are given
+    optimizer: Annotated[AdamWSection | MuonSection, Discriminator("kind")] = AdamWSection()  # AdamW, or Muon with it
     betas: tuple[Beta, Beta] = (0.9, 0.95)  # AdamW's decay rates of the two moments
     weight_decay: NonNegativeFloat = 0.01  # AdamW's (its DeepSpeed script: 0)
     clip_norm: PositiveFloat = 0.5  # the published accelerate script clips by value

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from aerie.configs.errors import Requeued, UserError
-from aerie.configs.schema.heads import Eagle1Train
+from aerie.configs.schema.heads import AdamWSection, Eagle1Train, MuonSection, RateScaling
 from aerie.data.batches import collate
 from aerie.model.checkpoint import load_head
-from aerie.train import resume
-from aerie.train.loop import MetricsFile, build_optimizer, learning_rate
+from aerie.train import launch, resume
+from aerie.train.loop import MetricsFile, build_optimizers, learning_rate
 from aerie.train.objectives import Eagle1Objective
 from tests import tiny
 from tests.train.sittings import VOCAB, config, job, lines, sitting, weights
@@ -66,16 +66,39 @@ def test_the_rate_rises_to_its_peak_and_falls_to_its_end_at_the_last_step(schedu
     rates = [learning_rate(step, 110, settings) for step in range(111)]
     half, end = (1.0, 1.0) if schedule == "constant" else (0.7, 0.4)
     assert rates[0] > 0 and max(rates) == rates[10] == 1.0 and [rates[60], rates[110]] == pytest.approx([half, end])
+    scaled = replace(settings, optimizer=MuonSection(matrix_rate=3.0), scale_rates=RateScaling(steps=440, power=0.5))
+    assert [learning_rate(step, 110, scaled, True) for step in range(111)] == pytest.approx(
+        [6 * rate for rate in rates]
+    )
     assert rates[:11] == sorted(rates[:11]) and rates[10:] == sorted(rates[10:], reverse=True)
 
 
 def test_matrices_decay_and_norms_do_not_and_the_embedding_is_not_there() -> None:
     head = tiny.head(VOCAB.embedding)
-    decayed, spared = build_optimizer(head, Eagle1Train(weight_decay=0.3)).param_groups
+    decayed, spared = build_optimizers(head, Eagle1Train(weight_decay=0.3))[0].param_groups
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.3, 0.0)
     assert {p.ndim for p in decayed["params"]} == {2} and {p.ndim for p in spared["params"]} == {1}
     found = {id(p) for group in (decayed, spared) for p in group["params"]}
     assert found == {id(p) for p in head.parameters()} - {id(head.embed_tokens.weight)}
+
+
+@pytest.mark.parametrize("join", [None, launch.zero_muon])
+def test_muon_moves_every_direction_of_a_matrix_by_its_rate_and_adamw_the_rest_as_alone(join: Any) -> None:
+    moved: list[dict[str, torch.Tensor]] = []
+    for section in (MuonSection(matrix_rate=0.1, weight_decay=0.0), AdamWSection()):
+        model, generator = tiny.llama(num_blocks=1), torch.Generator().manual_seed(0)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+        with torch.compiler.set_stance("force_eager"):
+            for optimizer in build_optimizers(model, config(optimizer=section), join):
+                optimizer.step()
+        moved.append({name: p.detach() - before[name] for name, p in model.named_parameters()})
+    matrices = {name for name in moved[0] if "proj" in name}
+    assert len(matrices) == 7 and all(moved[0][name].equal(moved[1][name]) for name in moved[0].keys() - matrices)
+    for update in (moved[0][name] for name in matrices):
+        sizes = torch.linalg.svdvals(update) / (0.1 * max(1.0, update.shape[0] / update.shape[1]) ** 0.5)
+        assert 0.5 < sizes.min() <= sizes.max() < 1.5
 
 
 def test_a_run_that_goes_on_forgets_its_own_later_lines_and_keeps_what_another_training_writes(tmp_path: Path) -> None:

@@ -32,18 +32,18 @@ STEPS = 24
 # Chunks so small that processes need different numbers of them, and must call the LM heads equally often.
 SMALL = {"loss_chunk_slots": 48, "max_steps": 6}
 LM = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "max_position_embeddings": 256}
-EAGLE1 = {"save_every": 2, "eval_every": 5}
+MUON = {"save_every": 2, "optimizer": {"kind": "muon", "matrix_rate": 5e-3}}
 # name -> (launcher, head, train)
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "eagle1": ("zero3", {"kind": "eagle1"}, EAGLE1),
-    "eagle1-ddp": ("torchrun", {"kind": "eagle1"}, EAGLE1),
-    "hydra": ("zero1", {"kind": "hydra", "prefix_layer": True}, {"dropout": 0.2, "law_weight": 0.5, **SMALL}),
+    "eagle1": ("zero3", {"kind": "eagle1"}, {"eval_every": 5, **MUON}),
+    "eagle1-ddp": ("torchrun", {"kind": "eagle1"}, {"eval_every": 5, **MUON}),
+    "hydra": ("zero2", {"kind": "hydra", "prefix_layer": True}, {"dropout": 0.2, "law_weight": 0.5, **SMALL, **MUON}),
     "eagle3": (
         "zero3",
         {"kind": "eagle3", "draft_vocab_size": 256},
         {"unroll_steps": 3, "gradient_checkpointing": True, "measure_prompts": 2, "measure_new_tokens": 8, **SMALL},
     ),
-    "draft_lm": ("zero2", {"kind": "draft_lm", **LM}, {"distill": "jsd", "on_policy": 0.5, **SMALL}),
+    "draft_lm": ("zero1", {"kind": "draft_lm", **LM}, {"distill": "jsd", "on_policy": 0.5, **SMALL, **MUON}),
 }
 
 pytestmark = pytest.mark.slow
@@ -125,12 +125,17 @@ def test_two_processes_have_the_losses_of_one(root: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "number", "state", "code"),
-    [("eagle1", signal.SIGKILL, "running", -signal.SIGKILL), ("eagle1-ddp", signal.SIGTERM, "requeue", 75)],
+    [
+        ("eagle1", signal.SIGKILL, "running", -signal.SIGKILL),
+        ("eagle1-ddp", signal.SIGTERM, "requeue", 75),
+        ("hydra", signal.SIGKILL, "running", -signal.SIGKILL),
+    ],
 )
 def test_two_stopped_processes_go_on_bit_for_bit_and_not_as_one(
     root: Path, name: str, number: signal.Signals, state: str, code: int, capsys: Any
 ) -> None:
-    launcher, words, cut = CASES[name][0], ("--config", recipe_for(root, name)), root / f"{name}-cut"
+    (launcher, head, _), cut = CASES[name], root / f"{name}-cut"
+    words = ("--config", recipe_for(root, name))
     children = forked(launcher, root / f"{name}.log", *words, "--run", cut)
     while not (cut / "metrics.jsonl").exists() or len(lines(cut)) < 4:
         assert os.waitpid(children[0], os.WNOHANG) == (0, 0)
@@ -142,13 +147,15 @@ def test_two_stopped_processes_go_on_bit_for_bit_and_not_as_one(
     assert "saved by 2 processes, now there are 1; go on with --num_processes 2" in capsys.readouterr().err
     assert "going on from step" in together(launcher, cut, *words)
     assert timeless(cut) == timeless(root / f"{name}-two")
-    assert all(head_of(cut)[key].equal(value) for key, value in head_of(root / f"{name}-two").items())
+    two = head_of(root / f"{name}-two", head["kind"])
+    assert all(head_of(cut, head["kind"])[key].equal(value) for key, value in two.items())
 
 
 def test_the_recipes_clipping_reaches_deepspeed(root: Path) -> None:
     recipe = recipe_for(root, "eagle1")
     # Adam forgets a constant factor, but not one that puts the gradient far below its eps of 1e-8.
-    together("zero1", root / "clipped", "--config", recipe, "--train.clip_norm", "1e-9")
+    words = ("--train.clip_norm", "1e-9", "--train.optimizer", "{kind: adamw}")
+    together("zero1", root / "clipped", "--config", recipe, *words)
     begun = jobs.build(load(recipe), root / "none", overwrite=False, is_plan=True).objective.head.fc.weight
     moved = [(head_of(root / name)["fc.weight"] - begun).abs().max() for name in ("clipped", "eagle1-two")]
     assert moved[0] < 0.2 * moved[1]
