@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aerie.configs.errors import UserError, warn
-from aerie.configs.schema.heads import HeadConfig
+from aerie.configs.schema.heads import Eagle3Section, HeadConfig
 from aerie.model.formats.content import HeadContent, table
 from aerie.model.formats.layouts import read_content, write_tensors
 from aerie.model.heads import HEADS, AnyConfig, Head
@@ -20,7 +20,7 @@ from aerie.model.target import VocabWeights, context_of
 
 TABLES = ("d2t", "t2d")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-BEGINNINGS = ("kind", "init_from", "lm_head_init", "initializer_range")  # no sizes
+BEGINNINGS = ("kind", "init_from", "lm_head_init", "norm_init", "fc_init", "initializer_range")  # no sizes
 POSITIONS = ("rope_theta", "max_position_embeddings")  # an EAGLE head may change them
 LAYER = "intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps".split()
 
@@ -40,14 +40,23 @@ def new_head(
     size = vocab.embedding.shape[0] if vocabulary is None else vocabulary.size
     head = HEADS[section.kind].module(config_for(section, text_config, vocab, after_blocks, size))
     head.initialise(vocab, torch.Generator().manual_seed(seed), getattr(section, "initializer_range", 0.02))
-    if isinstance(head, Eagle3Head):
+    if isinstance(head, Eagle3Head) and isinstance(section, Eagle3Section):
         if vocabulary is not None:
             head.d2t.copy_(vocabulary.d2t)
             head.t2d.copy_(vocabulary.t2d)
-        if getattr(section, "lm_head_init", None) == "target":
-            if (width := vocab.lm_head.shape[1]) != head.config.hidden_size:
-                raise UserError(f"head.lm_head_init: {path} has rows of {width}; use random, or no head.hidden_size")
+        starts = {"lm_head": "frozen", "lm_head_init": "target", "norm_init": "target", "fc_init": "highest_tap"}
+        asked = [name for name, value in starts.items() if getattr(section, name) == value]
+        width, own = vocab.lm_head.shape[1], head.config.hidden_size
+        if asked and width != own:
+            raise UserError(f"head.{asked[0]}: {path} is {width:,} wide, the head {own:,}; leave head.hidden_size out")
+        if asked[:1] in (["lm_head"], ["lm_head_init"]):
             head.lm_head.weight.data.copy_(vocab.lm_head[head.vocabulary.ids.to(vocab.lm_head.device)])  # [Vd, D]
+        head.lm_head.requires_grad_(section.lm_head == "trained")
+        if section.norm_init == "target":
+            assert vocab.final_norm is not None
+            head.norm.weight.data.copy_(vocab.final_norm)
+        if section.fc_init == "highest_tap":
+            head.fc.weight.data.zero_()[:, -width:] = torch.eye(width)
     return head
 
 
@@ -107,6 +116,9 @@ def _warm_start(section: HeadConfig, vocab: VocabWeights, path: str, after_block
     for key in dataclasses.fields(section):
         value = getattr(section, key.name)
         if value is None or key.name in BEGINNINGS or (isinstance(head, EagleHead) and value == key.default):
+            continue
+        if isinstance(head, Eagle3Head) and key.name == "lm_head":  # its own stays as it is
+            head.lm_head.requires_grad_(False)
             continue
         if isinstance(head, EagleHead) and key.name in POSITIONS:
             positions[key.name] = value

@@ -36,6 +36,7 @@ class VocabWeights:
     bias: Tensor | None  # [V]
     scale: float  # a factor (Cohere's logit_scale, 1 / Granite's logits_scaling)
     softcap: float | None  # cap * tanh(logits / cap) (Gemma)
+    final_norm: Tensor | None = None  # [D], of the RMS norm that makes last_hidden; only where it was asked for
 
     def logits(self, last_hidden: Tensor, rows: Tensor | slice | None = None) -> Tensor:
         weight, bias = self.lm_head, self.bias
@@ -60,8 +61,7 @@ class Target:
 
     def __init__(self, model: PreTrainedModel, config: TargetConfig) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.recipe, self.config, decoder = config, model.config.get_text_config(), model.get_decoder()
-        self.decoder = model.model if decoder is model else decoder  # Llama 4 names no decoder
+        self.recipe, self.config, self.decoder = config, model.config.get_text_config(), _decoder(model)
         self.decodes = set[str]()  # the forms of drafts that infer.decode.check found lossless
         self.rope_switch = rope_switch(self.config)
         first, last = _embedding_and_head(model, config.path)
@@ -286,14 +286,7 @@ def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[
     ends = {"embedding": first.weight, "lm_head": last.weight, "bias": getattr(last, "bias", None)}
     wanted = {role: names[id(weight)] for role, weight in ends.items() if weight is not None}
     tied = {name: source for name, source in skeleton.all_tied_weights_keys.items() if source in wanted.values()}
-    table, stored = weight_files(config)[1], dict[str, Tensor]()
-    for name in {*wanted.values(), *tied}:
-        with _readable(config, "load the target"):
-            file = _file(config, table.get(name, WEIGHTS))
-            if file is not None and file.suffix == ".safetensors":
-                with safe_open(str(file), framework="pt") as handle:
-                    if name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
-                        stored[name] = handle.get_tensor(name).clone()
+    stored = _stored(config, {*wanted.values(), *tied})
     sizes = {name: skeleton.get_parameter(name).shape for name in wanted.values()}
     is_plain = all(name in stored and stored[name].shape == sizes[name] for name in sizes)
     is_plain = is_plain and all(torch.equal(stored.get(name, stored[one]), stored[one]) for name, one in tied.items())
@@ -307,6 +300,41 @@ def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[
     tensors = {name: stored[name].to(dtype) for name in sizes}
     embedding, lm_head = (tensors[wanted[role]] for role in ("embedding", "lm_head"))
     return text, VocabWeights(embedding, lm_head, tensors.get(wanted.get("bias", "")), *final_transform(text))
+
+
+def _stored(config: TargetConfig, names: set[str]) -> dict[str, Tensor]:
+    """Those of the tensors that lie in safetensors under these names."""
+    table, stored = weight_files(config)[1], dict[str, Tensor]()
+    for name in names:
+        with _readable(config, "load the target"):
+            file = _file(config, table.get(name, WEIGHTS))
+            if file is not None and file.suffix == ".safetensors":
+                with safe_open(str(file), framework="pt") as handle:
+                    if name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+                        stored[name] = handle.get_tensor(name).clone()
+    return stored
+
+
+@torch.no_grad()
+def final_norm(config: TargetConfig) -> Tensor:
+    """The weight [D] of the RMS norm that makes last_hidden; UserError for another kind of norm."""
+    with _readable(config, "read the final norm"):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(load_config(config), trust_remote_code=config.trust_remote_code)
+        width = model.get_input_embeddings().weight.shape[1]
+        parts = [part for part in _decoder(model).children() if isinstance(getattr(part, "weight", None), Tensor)]
+        norms = [part for part in parts if part.weight.shape == (width,)]  # of several, the last
+        if norms and getattr(norms[-1], "bias", None) is None:
+            norm, x = norms[-1], torch.linspace(0.0, 1.0, width)
+            (name,) = (name for name, parameter in model.named_parameters() if parameter is norm.weight)
+            weight = _stored(config, {name}).get(name)
+            if weight is None:  # another format, or other names
+                weight = Target.load(config).model.get_parameter(name)
+            norm.load_state_dict({"weight": weight.float().cpu()}, assign=True)
+            for found in (norm.weight.detach(), norm.weight.detach() + 1.0):  # Gemma's files hold it less one
+                if torch.allclose(norm(x), nn.functional.rms_norm(x, (width,), found), rtol=1e-3, atol=1e-3):
+                    return found
+    raise UserError(f"head.norm_init: {config.path}: {family(model)} ends in no RMS norm; leave norm_init out")
 
 
 def fingerprint(config: TargetConfig, text_config: Any, vocab: VocabWeights) -> str:
@@ -385,6 +413,11 @@ def require_same_token_ids(
             raise UserError(f"{draft_name}: tokenizer: token {token!r} has id {number}, in {name} another; {fix}")
     if max(tokens, default=0) >= num_rows:
         raise UserError(f"{draft_name}: has {num_rows:,} token embeddings, and {name} has tokens beyond them; {fix}")
+
+
+def _decoder(model: Any) -> Any:
+    decoder = model.get_decoder()
+    return model.model if decoder is model else decoder  # Llama 4 names no decoder
 
 
 def _embedding_and_head(model: Any, path: str) -> tuple[Any, Any]:

@@ -24,6 +24,7 @@ from aerie.model.checkpoint import new_head, position_warnings, save_head
 from aerie.model.target import (
     Target,
     context_of,
+    final_norm,
     fingerprint,
     load_tokenizer,
     load_vocab,
@@ -110,6 +111,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
             forced = tokens.forced_ids(tokenizer, end_ids, num_tokens)
             size = section.draft_vocab_size
             vocabulary, facts, counted = tokens.draft_vocabulary(rows.tokens, num_tokens, rows.origin, size, forced)
+            vocab = replace(vocab, final_norm=final_norm(recipe.target) if section.norm_init == "target" else None)
         if section.init_from is None and section.max_position_embeddings is None:
             positions = max(context_of(text_config) or 0, length + drafted)
             section = replace(section, max_position_embeddings=positions)

@@ -62,11 +62,20 @@ class Eagle3Section(_LayerSizes, _AnyHead, kw_only=True):
     qk_norm: bool | None = False  # RMSNorm on queries and keys, which SGLang does not load; null: if the target has it
     fc_norm: bool = False  # EAGLE-3.1: a norm per fused feature before fc
     norm_output: bool = False  # EAGLE-3.1: feed back the normed output
+    norm_before_residual: bool = False  # the first layer's residual is the normed feature; of servers, vLLM loads it
+    norm_before_fc: bool = False  # one norm over all fused features before fc; of servers, vLLM loads it
+    lm_head: Literal["trained", "frozen"] = "trained"  # frozen: stays as it is: the target's rows, or init_from's
     lm_head_init: Literal["random", "target"] = "random"  # target: its rows
+    norm_init: Literal["ones", "target"] = "ones"  # target: the final norm begins as the target's
+    fc_init: Literal["random", "highest_tap"] = "random"  # highest_tap: fc begins by passing on the last tap alone
 
     def __post_init__(self) -> None:
-        if self.init_from is not None and self.lm_head_init == "target":
-            raise ValueError("lm_head_init begins a new head, init_from has one already; leave one of them out")
+        starts = {"lm_head_init": "target", "norm_init": "target", "fc_init": "highest_tap"}
+        begun = [name for name, value in starts.items() if getattr(self, name) == value]
+        if self.init_from is not None and begun:
+            raise ValueError(f"{begun[0]} begins a new head, init_from has one already; leave one of them out")
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fc_norm and norm_before_fc norm the same features, and no server does both; choose one")
 
 
 class _MultiToken(_AnyHead, kw_only=True):
@@ -178,7 +187,7 @@ class TrainConfig(Section, kw_only=True):
 
     def __post_init__(self) -> None:
         weights = {name: value for name, value in vars(self).items() if name.endswith("_weight")}
-        if weights and not any(weights.values()):
+        if len(weights) > 1 and not any(weights.values()):
             raise ValueError(f"{' and '.join(weights)} are both zero: nothing would be learnt")
 
 
@@ -206,6 +215,7 @@ class Eagle3Train(DraftHeadTrain, kw_only=True):
     unroll_steps: PositiveInt = 7  # length of the training-time test
     unroll_decay: Decay = 0.8  # step k weighs unroll_decay ** k
     mask_outside_vocabulary: bool = True  # no loss where the target's choice cannot be drafted
+    feature_weight: NonNegativeFloat = 0.0  # of EAGLE-1's Smooth-L1 between normed output and last_hidden, of each step
     packing: bool = False  # conversations of a batch in one row, without padding
 
 

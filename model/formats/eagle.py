@@ -32,6 +32,7 @@ LOST: dict[str, tuple[str, ...]] = {  # options that readers would drop in silen
     "sglang": ("qkv_bias", "qk_norm", "norm_before_residual", "norm_before_fc"),
     "speculators": (),
 }
+VLLM_SINCE = {"norm_before_fc": 38111, "fc_norm": 46488, "norm_output": 46488}  # March and June 2026
 CHECKED = "0.5.10 to 0.5.23"  # versions of SGLang
 Export = tuple[dict[str, Any], dict[str, torch.Tensor], list[str]]
 TAP_RULES = read_yaml(Path(__file__).with_name("sglang.yaml"))[0]
@@ -106,6 +107,9 @@ def write_eagle(layout: str, head: content.HeadContent, target: content.TargetFa
             tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
         width = None if config.target_hidden_size == config.hidden_size else config.target_hidden_size
         if layout == "speculators":
+            for name, number in VLLM_SINCE.items():
+                if getattr(config, name):
+                    notes.append(f"{name} needs a vLLM with its pull request {number}; earlier ones drop it in silence")
             values = _nested(config, target, sizes, width, head.speculative_tokens or SPECULATIVE_TOKENS)
             return values, content.renamed(tensors, FROM_MIDLAYER), notes
         values["draft_vocab_size"] = config.draft_vocab_size

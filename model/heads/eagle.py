@@ -263,9 +263,13 @@ class Eagle3Head(EagleHead):
             taps = self.input_norm(taps)
         return self.fc(taps)
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """What the LM head reads, of outputs [..., D]."""
+        return hidden if self.config.norm_output else self.norm(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., Vd] of outputs [..., D]."""
-        return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
+        return self.lm_head(self.normed(hidden))
 
     def leave(self, x: Tensor) -> Tensor:
         return self.norm(x) if self.config.norm_output else x

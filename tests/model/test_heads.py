@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aerie.configs.schema.heads import Eagle3Section
+from aerie.configs.schema.heads import Eagle3Section, TargetConfig
 from aerie.model.checkpoint import load_head, new_head, save_head
 from aerie.model.heads.eagle import DraftVocabulary, Eagle3Head
+from aerie.model.target import final_norm, load_vocab
 from tests import tiny
-from tests.model.formats.published import TAPS, eagle3
+from tests.model.formats.published import eagle3
 
 
 def expected_output(made: Eagle3Head, tokens: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,14 +69,34 @@ def test_norm_output_feeds_back_the_normed_state_and_fc_norm_norms_each_fused_fe
     assert {f"fc_norm.{i}.weight" for i in range(3)} == made.state_dict().keys() - plain.state_dict().keys()
 
 
-def test_an_lm_head_started_from_the_target_has_its_rows_of_the_draft_vocabulary() -> None:
-    target, vocab, vocabulary = tiny.llama().config, tiny.vocab(), DraftVocabulary.of_ids(torch.arange(5, 320, 2), 320)
-    taken, own = (
-        new_head(Eagle3Section(lm_head_init=start), target, vocab, 1, after_blocks=TAPS, vocabulary=vocabulary)
-        for start in ("target", "random")
+@torch.no_grad()
+def test_a_head_begun_at_the_target_gives_the_targets_logits_of_its_highest_tap_where_its_layer_adds_nothing(
+    tmp_path: Path,
+) -> None:
+    """lm_head(norm(tap)) of the last block's output, at the draft vocabulary; a new layer adds little to that."""
+    model = tiny.llama()
+    model.model.norm.weight.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(1))
+    model.save_pretrained(tmp_path)
+    config, vocabulary = TargetConfig(str(tmp_path)), DraftVocabulary.of_ids(torch.arange(5, 320, 2), 320)
+    vocab, outputs = replace(load_vocab(config)[1], final_norm=final_norm(config)), []
+    section = Eagle3Section(lm_head_init="target", norm_init="target", fc_init="highest_tap")
+    made, other = (
+        new_head(one, model.config, vocab, 1, after_blocks=(0, 1, 3), vocabulary=vocabulary)
+        for one in (section, Eagle3Section())
     )
-    assert torch.equal(taken.state_dict()["lm_head.weight"], vocab.lm_head[5::2])
-    assert torch.equal(taken.state_dict()["fc.weight"], own.state_dict()["fc.weight"])  # nothing else moved
+    assert isinstance(made, Eagle3Head)
+    moved = {name for name, value in made.state_dict().items() if not value.equal(other.state_dict()[name])}
+    assert moved == {"lm_head.weight", "norm.weight", "fc.weight"}
+    tokens, taps, positions = slots()
+    model.model.norm.register_forward_hook(lambda _, given, __: outputs.append(given[0]))
+    logits = model(tokens).logits[..., 5::2]
+    x = made.fuse(torch.cat([taps[..., :64], outputs[0]], dim=-1))
+    torch.testing.assert_close(x, outputs[0])
+    new = made.logits(made(tokens, x, positions))
+    assert 1e-4 < (new - logits).norm() / logits.norm() < 0.2 and new.argmax(-1).equal(logits.argmax(-1))
+    made.midlayer.self_attn.o_proj.weight.zero_()
+    made.midlayer.mlp.down_proj.weight.zero_()
+    torch.testing.assert_close(made.logits(made(tokens, x, positions)), logits, **NEAR)
 
 
 def test_the_most_frequent_tokens_and_forced_ones_are_in() -> None:

@@ -17,9 +17,11 @@ from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.tree import Tree, ancestors
 from aerie.model.hub import weights_digest
+from aerie.model.miniature import small_model
 from aerie.model.storage import CONFIG, WEIGHTS, write_json
 from aerie.model.target import (
     Target,
+    final_norm,
     load_config,
     load_vocab,
     only_trains,
@@ -96,6 +98,30 @@ def test_the_ends_alone_are_those_of_the_whole_target(tmp_path: Path, tied: bool
     recorded = whole.fingerprint()
     change(tmp_path / "t", {WEIGHTS: {"model.layers.1.mlp.up_proj.weight": torch.ones(64, 32)}})  # no more than that
     assert "with other weight files" in str(other_weights(recorded, config, text, vocab))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "lfm2", "gpt2", "cohere", "olmo"])
+@torch.no_grad()
+def test_the_final_norm_alone_makes_last_hidden_or_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    model, config, inputs = small_model(AutoConfig.for_model(name)), TargetConfig(str(tmp_path)), list[torch.Tensor]()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.add_(torch.rand(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    model.save_pretrained(tmp_path)
+    if name in ("gpt2", "cohere", "olmo"):  # norms that subtract a mean
+        with pytest.raises(
+            UserError, match=rf"ForCausalLM|LMHeadModel \({name}\) ends in no RMS norm; leave norm_init"
+        ):
+            final_norm(config)
+        return
+    target = Target(model, config)
+    for part in target.decoder.children():
+        part.register_forward_hook(lambda _, given, __: inputs.extend(given[:1]))
+    last_hidden, weight = target.features(prompt(9)[None]).last_hidden, final_norm(config)
+    torch.testing.assert_close(torch.nn.functional.rms_norm(inputs[-1], weight.shape, weight, 1e-6), last_hidden)
+    torch.save(load_file(tmp_path / WEIGHTS), tmp_path / "pytorch_model.bin")
+    (tmp_path / WEIGHTS).unlink()
+    assert weight.equal(final_norm(config))
 
 
 def test_a_file_of_weights_is_hashed_once_and_a_blob_of_the_hubs_cache_never(tmp_path: Path, monkeypatch: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from aerie.configs.schema.heads import TargetConfig
@@ -22,12 +23,17 @@ from aerie.infer.decode.drafters import DRAFTERS
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import drafting
 from aerie.model.checkpoint import head_facts, load_head, save_head
-from aerie.model.storage import Stage
+from aerie.model.export import export
+from aerie.model.formats.content import TargetFacts
+from aerie.model.formats.eagle import VLLM_SINCE
+from aerie.model.storage import WEIGHTS, Stage
 from aerie.model.target import Target, load_vocab
 from aerie.train import jobs, losses, resume
 from aerie.train import main as train_main
+from aerie.train.loop import build_optimizer
 from tests import tiny
 from tests.configs.test_recipes import load
+from tests.model.formats.published import same
 from tests.test_architecture import SOURCES
 from tests.tiny import call
 from tests.train.sittings import killed_at, lines
@@ -94,6 +100,11 @@ MISTAKES = [
     ("draft_lm", "--train.on_policy 0.5", "train.on_policy: a cache has no states of tokens"),
     ("eagle3", "--head.draft_vocab_size 400", "400 is larger than the target's vocabulary of 320"),
     ("eagle3", "--head.draft_vocab_size null --head.init_from ENDLESS", "none of the target's end-of-turn tokens"),
+    ("eagle3", "--head.norm_init target --head.init_from ENDLESS", "norm_init begins a new head, init_from has one"),
+    ("eagle3", "--head.fc_norm true --head.norm_before_fc true", "no server does both; choose one"),
+    ("eagle3", "--head.hidden_size 16 --head.lm_head frozen", "head.lm_head: TARGET is 32 wide, the head 16; leave"),
+    ("eagle3", "--head.hidden_size 16 --head.fc_init highest_tap", "head.fc_init: TARGET is 32 wide, the head 16"),
+    ("eagle3", "--head.hidden_size 16 --train.feature_weight 1", "the head is 16 wide, its target's features 32; set"),
 ]
 
 
@@ -108,7 +119,7 @@ def test_mistakes_get_one_line_and_code_2(
     config = ("--config", made / f"{recipe}.yaml", "--output", tmp_path / "new")
     assert call(train_main, *config, "--plan", *words.split()) == 2
     error = capsys.readouterr().err
-    assert said in error and len(error.strip().splitlines()) == 1
+    assert said.replace("TARGET", str(made / "target")) in error and len(error.strip().splitlines()) == 1
     assert not (tmp_path / "new").exists() and not Path("nowhere").exists()
 
 
@@ -215,12 +226,39 @@ def test_a_cache_does_not_outlive_its_data_or_tokenizer(made: Path, tmp_path: Pa
         file.write_text(before)
 
 
-def test_a_warm_start_keeps_its_vocabulary(made: Path, tmp_path: Path) -> None:
+def test_a_warm_start_keeps_its_vocabulary_and_a_frozen_lm_head(made: Path, tmp_path: Path) -> None:
     save_head(tiny.eagle3_head(vocab_of(made).embedding, torch.arange(100), after_blocks=TAPS), tmp_path / "warm")
     warm = ("--head.init_from", tmp_path / "warm", "--head.draft_vocab_size", "null", "--train.max_steps", 1)
+    warm += ("--head.lm_head", "frozen")
     assert call(train_main, "--config", made / "eagle3.yaml", "--output", tmp_path / "new", *warm) == 0
     stored = head_facts(tmp_path / "new")["draft_vocabulary"]
     assert stored["size"] == 100 and 0.0 < stored["coverage"] < 1.0
+    before, after = (load_file(tmp_path / name / WEIGHTS) for name in ("warm", "new"))
+    assert {name for name, value in before.items() if value.equal(after[name])} == {"lm_head.weight", "d2t", "t2d"}
+
+
+SWITCHES = "head.norm_before_residual head.norm_before_fc head.fc_norm head.norm_output".split()
+SWITCHES = [f"{name}=true" for name in SWITCHES]
+SWITCHES += "head.lm_head=frozen head.norm_init=target head.fc_init=highest_tap train.feature_weight=0.5".split()
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_each_switch_alone_trains_a_head_that_speculators_layout_carries(
+    made: Path, tmp_path: Path, switch: str
+) -> None:
+    words, name = ("--train.max_steps", 1, "--train.eval_conversations", 1, f"--{switch}"), switch[5:].split("=")[0]
+    assert call(train_main, "--config", made / "eagle3.yaml", "--output", tmp_path / "head", *words) == 0
+    target = TargetFacts.load(str(made / "target"))
+    _, notes = export(tmp_path / "head", "speculators", tmp_path / "out", target)
+    head: Any = load_head(tmp_path / "head", vocab=target.vocab)
+    same(load_head(tmp_path / "out"), head)
+    assert getattr(head.config, name, True) is True and any(name in note for note in notes) == (name in VLLM_SINCE)
+    rows = target.vocab.lm_head[head.vocabulary.ids]
+    assert head.lm_head.weight.equal(rows) == (name == "lm_head")
+    objective = jobs.build(load(made / "eagle3.yaml", f"--{switch}"), tmp_path / "plan", False).objective
+    stepped = {id(p) for group in build_optimizer(objective, objective.settings).param_groups for p in group["params"]}
+    assert (id(objective.head.lm_head.weight) in stepped) == (name != "lm_head")
+    assert objective.head.fc.weight[:, -32:].equal(torch.eye(32)) == (name == "fc_init")
 
 
 def test_foreign_files_stay_and_a_moved_run_goes_on(run: Any, tmp_path: Path, capsys: Any) -> None:

@@ -27,7 +27,7 @@ MULTI: dict[str, Any] = {"label_weight": 0.7, "law_weight": 0.3, "dropout": 0.3}
 SETTINGS: dict[str, TrainConfig] = {
     "eagle1": Eagle1Train(),
     "eagle3": Eagle3Train(unroll_steps=STEPS),
-    "eagle3-deep": Eagle3Train(unroll_steps=STEPS),
+    "eagle3-deep": Eagle3Train(unroll_steps=STEPS, feature_weight=0.5),
     "medusa": MultiTokenTrain(kind="medusa", **MULTI),
     "hydra": MultiTokenTrain(kind="hydra", **MULTI),
     "hydra++": MultiTokenTrain(kind="hydra", **MULTI),
@@ -126,6 +126,7 @@ def log_laws(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
         ("eagle3", None, {"mask_outside_vocabulary": False}),
         ("eagle3", {"num_key_value_heads": 4, "fc_norm": True}, {}),
         ("eagle3-deep", None, {}),
+        ("eagle3", None, {"feature_weight": 0.1}),
         *((kind, None, {"dropout": 0.0}) for kind in MULTI_TOKEN),
         ("medusa", {"lm_head": "target", "num_layers": 2}, {"dropout": 0.0}),
     ],
@@ -149,6 +150,10 @@ def test_terms_are_those_of_drafting_step_by_step_from_every_supervised_slot(
                 inside = head.vocabulary.t2d[logits.argmax()].float()
                 law = logits[head.vocabulary.ids].softmax(-1) * (inside if made.settings.mask_outside_vocabulary else 1)
                 found["in_vocabulary"] = inside if k == 1 else 0 * inside
+                if made.settings.feature_weight:
+                    output = drafted(head, row, slot, k)[-1]
+                    read = output if head.config.norm_output else head.norm(output)
+                    found[f"feature_at_{k}"] = F.smooth_l1_loss(read, state)
             else:
                 found[f"label_at_{k}"] = -log_q[row.input_ids[slot + 1 + k]]
             found |= dict.fromkeys(("classification", f"loss_at_{k}", f"law_at_{k}"), -(law * log_q).sum())
@@ -165,9 +170,25 @@ def test_terms_are_those_of_drafting_step_by_step_from_every_supervised_slot(
     assert all(int(count) == slots[name] for name, count in counts.items())
 
 
-def test_head_ks_weight_decays_with_k() -> None:
+def test_head_ks_and_step_ks_weights_decay_with_k() -> None:
     weights = {f"{name}_at_{k}": w * 0.8**k for name, w in (("label", 0.7), ("law", 0.3)) for k in range(1, 4)}
     assert objective("medusa").weights == pytest.approx(weights)
+    laws = {f"loss_at_{k + 1}": 0.8**k for k in range(STEPS)}
+    features = {f"feature_at_{k + 1}": 0.5 * 0.8**k for k in range(STEPS)}
+    assert objective("eagle3").weights == laws and objective("eagle3-deep").weights == pytest.approx(laws | features)
+
+
+def test_the_first_steps_feature_term_is_eagle_1s_of_the_same_outputs() -> None:
+    three, one, batch = (
+        objective("eagle3", feature_weight=0.3),
+        objective("eagle1"),
+        collate(rows_with_taps(3), range(3)),
+    )
+    assert batch.taps is not None
+    outputs = three.head(batch.input_ids[:, 1:], three.head.fuse(batch.taps[:, :-1]), batch.positions[:, :-1])
+    one.head.forward = lambda *_: three.head.normed(outputs)
+    (value, count), (expected, slots) = three(batch).terms["feature_at_1"], one(batch).terms["feature"]
+    assert value.item() == pytest.approx(expected.item(), rel=1e-5) and int(count) == int(slots)
 
 
 def test_nothing_as_large_as_half_of_all_pairs_of_slots_or_of_the_full_vocabularys_logits_is_ever_made() -> None:
@@ -240,6 +261,7 @@ def test_each_loss_overfits_one_batch_and_is_another_one_and_the_target_stays(ki
     # The laws of random states are not those of the conversation's tokens: a head would have to choose.
     changes: dict[str, Any] = {"label_weight": 0.0, "dropout": 0.0} if kind in MULTI_TOKEN else {}
     changes |= {"token_weight": 0.0} if kind == "draft_lm" else {}
+    changes |= {"feature_weight": 0.0} if kind == "eagle3-deep" else {}  # random states are not those of the laws
     for name in get_args(LossName) if kind != "lm" else [None]:
         made = objective(kind, **changes, **{"distill" if "lm" in kind else "loss": name})
         optimizer = torch.optim.AdamW([p for p in made.parameters() if p.requires_grad], lr=1e-2)
