@@ -209,8 +209,7 @@ def forward(
             return whole
 
         return TargetOutput(*map(joined, vars(of_long).values(), vars(of_short).values())), mask
-    attention_mask = None if bool(mask.all()) else mask.long().to(target.device)
-    return target.features(input_ids.to(target.device), attention_mask, after_blocks), mask
+    return target.features(input_ids.to(target.device), after_blocks), mask
 
 
 @torch.inference_mode()

@@ -120,14 +120,12 @@ class Target:
         return self.vocab.logits(last_hidden, rows)
 
     @torch.inference_mode()
-    def features(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, after_blocks: tuple[int, ...] = ()
-    ) -> TargetOutput:
+    def features(self, input_ids: Tensor, after_blocks: tuple[int, ...] = ()) -> TargetOutput:
         """One forward over right-padded input_ids [B, T]; after_blocks index transformers' hidden_states."""
         check_taps(after_blocks, self.num_blocks, self.recipe.path)
-        out = self.decoder(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=False, output_hidden_states=bool(after_blocks)
-        )
+        # No mask: causal attention never sees what is on its right, and its fast kernels take none. Of the states
+        # transformers keeps those with these numbers alone.
+        out = self.decoder(input_ids=input_ids, use_cache=False, output_hidden_states=[*after_blocks])
         # blocks may be on other devices
         taps = [out.hidden_states[k].to(self.device) for k in after_blocks]
         return TargetOutput(out.last_hidden_state.to(self.device), torch.cat(taps, dim=-1) if taps else None)

@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data import main as data
-from aerie.data.batches import check_padding
+from aerie.data.batches import check_padding, forward
 from aerie.infer import main as infer
 from aerie.infer.decode import check
 from aerie.infer.decode.engine import SpeculativeDecoder
@@ -31,6 +31,19 @@ FAST |= {"rwkv": "trained", "bert": "refused"}
 def test_a_family_decodes_as_it_does_alone_or_is_refused_by_name(name: str) -> None:
     seen = outcome(name)
     assert seen.word == FAST[name] and (seen.word == "tree" or name in seen.why), seen
+
+
+@pytest.mark.parametrize("name", sorted({*FAST} - {"bert"}))
+def test_states_of_right_padded_rows_need_no_mask_and_only_the_taps_are_kept(name: str) -> None:
+    target, kept, lengths = Target(small(name), TargetConfig(path=name)), list[int](), torch.tensor([24, 9, 17])
+    ids = torch.randint(5, 97, (3, 24), generator=torch.Generator().manual_seed(1))
+    target.decoder.register_forward_hook(lambda _, __, out: kept.append(sum(x is not None for x in out.hidden_states)))
+    output, mask = forward(target, ids, lengths, (0, 2))
+    with torch.inference_mode():
+        own = target.decoder(input_ids=ids, attention_mask=mask.long(), use_cache=False, output_hidden_states=True)
+    assert output.taps is not None and kept[0] == (5 if name in ("falcon", "gpt_neo", "mpt", "rwkv") else 2)
+    assert output.taps[mask].equal(torch.cat([own.hidden_states[0], own.hidden_states[2]], dim=-1)[mask])
+    assert output.last_hidden[mask].equal(own.last_hidden_state[mask])
 
 
 @pytest.mark.slow

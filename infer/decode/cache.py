@@ -78,7 +78,7 @@ class CachedLM:
 
     def prefill(self, input_ids: Tensor, capacity: int) -> TargetStep:
         """Of a prompt [T]: logits of its last token [1, V], features of all; capacity in rows."""
-        cache, taps = DynamicCache(), bool(self.after_blocks)
+        cache, taps = DynamicCache(), [*self.after_blocks]
         out = self.target.decoder(
             input_ids=input_ids[None], past_key_values=cache, use_cache=True, output_hidden_states=taps
         )
@@ -116,7 +116,7 @@ class CachedLM:
             position_ids=positions[None],
             past_key_values=self.cache,
             use_cache=True,
-            output_hidden_states=bool(self.after_blocks),
+            output_hidden_states=[*self.after_blocks],  # no others are kept
         )
 
     def _step(self, out: Any, last_only: bool = False) -> TargetStep:
