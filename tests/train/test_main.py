@@ -30,7 +30,7 @@ from aerie.model.storage import WEIGHTS, Stage
 from aerie.model.target import Target, load_vocab
 from aerie.train import jobs, losses, resume
 from aerie.train import main as train_main
-from aerie.train.loop import build_optimizer
+from aerie.train.loop import build_optimizers
 from tests import tiny
 from tests.configs.test_recipes import load
 from tests.model.formats.published import same
@@ -256,7 +256,8 @@ def test_each_switch_alone_trains_a_head_that_speculators_layout_carries(
     rows = target.vocab.lm_head[head.vocabulary.ids]
     assert head.lm_head.weight.equal(rows) == (name == "lm_head")
     objective = jobs.build(load(made / "eagle3.yaml", f"--{switch}"), tmp_path / "plan", False).objective
-    stepped = {id(p) for group in build_optimizer(objective, objective.settings).param_groups for p in group["params"]}
+    optimizers = build_optimizers(objective, objective.settings)
+    stepped = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
     assert (id(objective.head.lm_head.weight) in stepped) == (name != "lm_head")
     assert objective.head.fc.weight[:, -32:].equal(torch.eye(32)) == (name == "fc_init")
 
