@@ -4,6 +4,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +100,18 @@ def test_muon_moves_every_direction_of_a_matrix_by_its_rate_and_adamw_the_rest_a
     for update in (moved[0][name] for name in matrices):
         sizes = torch.linalg.svdvals(update) / (0.1 * max(1.0, update.shape[0] / update.shape[1]) ** 0.5)
         assert 0.5 < sizes.min() <= sizes.max() < 1.5
+
+
+@pytest.mark.parametrize(
+    ("precision", "zero"),
+    [("fp16", None), ("no", {"stage": 0}), ("bf16", {"stage": 2, "offload_optimizer": {"device": "cpu"}})],
+)
+def test_muon_refuses_what_it_cannot_train_in(precision: str, zero: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    plugin = None if zero is None else SimpleNamespace(deepspeed_config={"zero_optimization": zero})
+    made = SimpleNamespace(mixed_precision=precision, state=SimpleNamespace(deepspeed_plugin=plugin), num_processes=1)
+    monkeypatch.setattr(launch, "Accelerator", lambda **_: SimpleNamespace(**vars(made), distributed_type="any"))
+    with pytest.raises(UserError, match=r"train.optimizer: muon trains in float32 or bf16"):
+        launch.build_accelerator(config(optimizer=MuonSection()), tmp_path)
 
 
 def test_a_run_that_goes_on_forgets_its_own_later_lines_and_keeps_what_another_training_writes(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from aerie.configs.errors import NotWritable, UserError
-from aerie.configs.schema.heads import Eagle1Train
+from aerie.configs.schema.heads import Eagle1Train, MuonSection
 from aerie.model import storage
 from aerie.train import launch, resume
 from aerie.train.loop import Loop
@@ -26,7 +26,7 @@ from tests.disks import small_disk  # noqa: F401
 from tests.train.sittings import config, ended, fork, job, killed_at, lines, sitting, timeless, weights
 
 # Every step is logged in company, most saves lie between two log lines, and the best of the evaluations changes.
-BUSY: dict[str, Any] = {"log_every": 4, "save_every": 3, "eval_every": 5}
+BUSY: dict[str, Any] = {"log_every": 4, "save_every": 3, "eval_every": 5, "optimizer": MuonSection()}
 SHORT: dict[str, Any] = {"epochs": 2, "save_every": 3, "eval_every": 2, "keep_last": 1}
 FRESH = Progress({}, 1)
 Run = tuple[Path, tuple[str, Loop]]
@@ -36,8 +36,10 @@ def same(one: Run, other: Run) -> None:
     """Asserts that two finished runs cannot be told apart but by their clocks."""
     (place, (_, first)), (elsewhere, (_, second)) = one, other
     assert all(weights(second)[name].equal(value) for name, value in weights(first).items())
-    mine, yours = (made.optimizer.state_dict()["state"] for made in (first, second))
-    assert all(yours[number][key].equal(value) for number in mine for key, value in mine[number].items())
+    for mine, yours in zip(first.optimizers, second.optimizers, strict=True):
+        there = yours.state_dict()["state"]
+        for number, state in mine.state_dict()["state"].items():
+            assert all(there[number][key].equal(value) for key, value in state.items())
     moved: dict[str, Any] = {"made_of": {}, "seconds": 0.0, "run_id": ""}
     assert replace(first.progress, **moved) == replace(second.progress, **moved)
     assert first.held_out == second.held_out
