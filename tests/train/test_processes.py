@@ -43,6 +43,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"kind": "eagle3", "draft_vocab_size": 256},
         {"unroll_steps": 3, "gradient_checkpointing": True, "measure_prompts": 2, "measure_new_tokens": 8, **SMALL},
     ),
+    "eagle3-frozen": (
+        "zero3",
+        {"kind": "eagle3", "draft_vocab_size": 256, "lm_head": "frozen", "norm_init": "target", "norm_output": True},
+        {"unroll_steps": 2, "feature_weight": 0.5, **SMALL},
+    ),
     "draft_lm": ("zero1", {"kind": "draft_lm", **LM}, {"distill": "jsd", "on_policy": 0.5, **SMALL, **MUON}),
 }
 
