@@ -180,7 +180,6 @@ def _do(stage: str, words: list[str], processes: int | None, recipe: Recipe) -> 
         import torch
 
         gpus = torch.cuda.device_count()
-        os.environ |= {"ACCELERATE_MIXED_PRECISION": "bf16"} if gpus else {}
         if (processes or gpus) > 1:
             sys.exit(_launched(command, processes or gpus, "bf16" if gpus else "no"))
     sys.argv = command

@@ -1,11 +1,12 @@
 """Rows -> right-padded batches, in an order that (seed, epoch) and the rows per step decide alone."""
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -67,10 +68,15 @@ class Batch:
                 mask[:, :slots] &= self.positions[:, 1 : 1 + slots] != 0
         return mask
 
+    def pinned(self) -> "Batch":
+        """In memory that a GPU reads while it computes."""
+        pinned: dict[str, Any] = {k: v.pin_memory() for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **pinned)
+
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on a device, its states decoded there."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)}
+        moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)}
         if self.dtype is not None and self.features is not None:
             scales = moved.pop("scales", None)  # [B, T, 1 + L]
             for name, columns in (("features", slice(0, 1)), ("taps", slice(1, None))):
@@ -143,8 +149,9 @@ class Order:
     def rows(self, step: int) -> list[int]:
         """All rows of a step (counted from 0 over all epochs), longest first."""
         epoch, steps = self.epoch_of(step), self.steps_per_epoch
-        if self._epoch[0] == epoch:
-            return self._epoch[1][step % steps]
+        known, rows_of_steps = self._epoch  # once: threads ask, too
+        if known == epoch:
+            return rows_of_steps[step % steps]
         generator, shuffled = keyed_generator(self.seed, epoch), list[int]()
         if self.pools is None:
             shuffled = permuted(range(len(self.lengths)), generator)
@@ -153,7 +160,7 @@ class Order:
             for first in range(0, len(order), at_once):
                 shuffled += permuted([row for shard in order[first : first + at_once] for row in shard], generator)
         cuts = [len(shuffled) * step // steps for step in range(steps + 1)]
-        rows_of_steps: list[list[int]] = []
+        rows_of_steps = []
         for first in range(0, steps, WINDOW_STEPS):
             last = min(first + WINDOW_STEPS, steps)
             window = sorted(shuffled[cuts[first] : cuts[last]], key=lambda row: (-self.lengths[row], row))
@@ -166,15 +173,15 @@ class Order:
         return rows_of_steps[step % steps]
 
 
-def prefetched(make: Callable[[int], T], numbers: Iterable[int]) -> Iterator[T]:
-    """make(number) for each number; a thread makes the next one meanwhile."""
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as pool:
-        pending = (pool.submit(make, number) for number in numbers)
-        ready = next(pending, None)
-        while ready is not None:
-            following = next(pending, None)
-            yield ready.result()
-            ready = following
+def prefetched(make: Callable[[int], T], numbers: Iterable[int], ahead: int = 2) -> Iterator[T]:
+    """make(number) for each number; threads make the next ones meanwhile."""
+    with ThreadPoolExecutor(max_workers=ahead, thread_name_prefix="batches") as pool:
+        rest, pending = iter(numbers), deque[Future[T]]()
+        while True:
+            pending.extend(pool.submit(make, number) for number in islice(rest, ahead + 1 - len(pending)))
+            if not pending:
+                return
+            yield pending.popleft().result()
 
 
 def grouped(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:

@@ -43,7 +43,10 @@ def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
         import deepspeed.ops
 
         getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
+    if has_gpu := torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high")  # TF32 where bf16 does not come
     accelerator = Accelerator(
+        mixed_precision=os.environ.get("ACCELERATE_MIXED_PRECISION", "bf16" if has_gpu else "no"),
         # Else processes of torchrun on CPUs find each other and keep their gradients apart.
         cpu=is_cpu_process and not uses_deepspeed,
         gradient_accumulation_steps=config.accumulation,

@@ -46,7 +46,8 @@ def build_optimizers(
             (matrices if is_turned else tables if parameter.ndim >= 2 else vectors).append(parameter)
     parts = (tables, config.weight_decay), (vectors, 0.0)
     groups = [{"params": part, "weight_decay": decay} for part, decay in parts if part]
-    adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas)
+    is_fused = torch.cuda.is_available() or None  # one kernel of torch's own: nothing is compiled
+    adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=is_fused)
     if muon is None:
         return [adamw]
     turned: dict[str, Any] = {"params": matrices, "use_muon": True, "lr": muon.matrix_rate}
@@ -261,7 +262,8 @@ class Loop:
         try:
             numbers = self.order.parts(step, self.rank)
             parts = [collate([self.job.rows.train[row] for row in rows], rows, packed) for rows in numbers]
-            return [self.job.objective.prepare(batch, self.order.epoch_of(step)) for batch in parts], None
+            parts = [self.job.objective.prepare(batch, self.order.epoch_of(step)) for batch in parts]
+            return [batch.pinned() for batch in parts] if self.device.type == "cuda" else parts, None
         except UserError as error:
             return [collate([], ())], error
 

@@ -1,12 +1,13 @@
 """Laws of batches: what is supervised, which rows a step takes, and that padding is nothing."""
 
 import itertools
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
 
-from aerie.data.batches import Batch, Order, ShardPools, collate, grouped
+from aerie.data.batches import Batch, Order, ShardPools, collate, grouped, prefetched
 from aerie.data.cache import pack
 from tests import tiny
 
@@ -51,6 +52,19 @@ def test_packed_conversations_supervise_what_each_supervises_alone() -> None:
     for step in (0, 1, 3):
         alone = torch.cat([collate([row], [0]).supervised(step)[0] for row in rows])
         assert packed.supervised(step)[0].equal(alone)
+
+
+def test_batches_are_made_ahead_by_threads_and_come_in_their_order() -> None:
+    made, both = list[int](), threading.Barrier(2)
+
+    def make(number: int) -> int:
+        made.append(number)
+        if number < 2:
+            both.wait(timeout=60)  # two are at work at once
+        return number
+
+    seen = [(number, len(made)) for number in prefetched(make, range(9))]
+    assert [number for number, _ in seen] == [*range(9)] and all(count <= number + 3 for number, count in seen)
 
 
 LENGTHS = [3 + (7 * row) % 40 for row in range(101)]
