@@ -126,7 +126,7 @@ def log_laws(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
         ("eagle3", None, {"mask_outside_vocabulary": False}),
         ("eagle3", {"num_key_value_heads": 4, "fc_norm": True}, {}),
         ("eagle3-deep", None, {}),
-        ("eagle3", None, {"feature_weight": 0.1}),
+        ("eagle3", {"norm_before_residual": True, "norm_before_fc": True}, {"feature_weight": 0.1}),
         *((kind, None, {"dropout": 0.0}) for kind in MULTI_TOKEN),
         ("medusa", {"lm_head": "target", "num_layers": 2}, {"dropout": 0.0}),
     ],

@@ -25,6 +25,7 @@ STEPS, LENGTH = 3, 24
 FLAVOURS: list[dict[str, Any]] = [
     *({}, {"norm_before_residual": True}, {"norm_before_fc": True}, {"qk_norm": True, "num_hidden_layers": 2}),
     *({"fc_norm": True, "norm_output": True}, {"ids": torch.arange(320)}),
+    {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
 ]
 
 
