@@ -272,20 +272,23 @@ def _file(config: TargetConfig, name: str) -> Path | None:
     return None if place is None else Path(place)
 
 
+def skeleton(config: TargetConfig) -> Any:
+    """The target's model without weights."""
+    with _readable(config, "build the target"), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(load_config(config), trust_remote_code=config.trust_remote_code)
+
+
 def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[Any, VocabWeights]:
     """Read without the trunk."""
-    hf_config = load_config(config)
-    text = hf_config.get_text_config()
-    with _readable(config, "build the target"), torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.trust_remote_code)
-        first, last = _embedding_and_head(skeleton, config.path)
+    model = skeleton(config)
+    text, (first, last) = load_config(config).get_text_config(), _embedding_and_head(model, config.path)
     # of tied weights the first name, which is the one in the file
-    names = {id(parameter): name for name, parameter in skeleton.named_parameters()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     ends = {"embedding": first.weight, "lm_head": last.weight, "bias": getattr(last, "bias", None)}
     wanted = {role: names[id(weight)] for role, weight in ends.items() if weight is not None}
-    tied = {name: source for name, source in skeleton.all_tied_weights_keys.items() if source in wanted.values()}
+    tied = {name: source for name, source in model.all_tied_weights_keys.items() if source in wanted.values()}
     stored = _stored(config, {*wanted.values(), *tied})
-    sizes = {name: skeleton.get_parameter(name).shape for name in wanted.values()}
+    sizes = {name: model.get_parameter(name).shape for name in wanted.values()}
     is_plain = all(name in stored and stored[name].shape == sizes[name] for name in sizes)
     is_plain = is_plain and all(torch.equal(stored.get(name, stored[one]), stored[one]) for name, one in tied.items())
     if not is_plain:  # another format, other names, or what require_whole refuses
@@ -316,9 +319,8 @@ def _stored(config: TargetConfig, names: set[str]) -> dict[str, Tensor]:
 @torch.no_grad()
 def final_norm(config: TargetConfig) -> Tensor:
     """The weight [D] of the RMS norm that makes last_hidden; UserError for another kind of norm."""
+    model = skeleton(config)
     with _readable(config, "read the final norm"):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(load_config(config), trust_remote_code=config.trust_remote_code)
         width = model.get_input_embeddings().weight.shape[1]
         parts = [part for part in _decoder(model).children() if isinstance(getattr(part, "weight", None), Tensor)]
         norms = [part for part in parts if part.weight.shape == (width,)]  # of several, the last

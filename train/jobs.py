@@ -29,10 +29,11 @@ from aerie.model.target import (
     load_tokenizer,
     load_vocab,
     other_weights,
+    skeleton,
     taps_of,
     target_end_ids,
 )
-from aerie.train import lm
+from aerie.train import costs, lm
 from aerie.train.launch import rank, world_size
 from aerie.train.objectives import OBJECTIVES, Objective
 from aerie.train.resume import needs_target, reads_cache, state_name
@@ -43,7 +44,7 @@ class Rows:
     train: Sequence[TokenisedRow]
     held_out: Sequence[TokenisedRow]
     lengths: Sequence[int]  # of the training rows, in tokens
-    tokens: Iterable[tuple[Any, Any]]  # (input_ids, turns) of the training rows
+    tokens: Callable[[], Iterable[tuple[Any, Any]]]  # (input_ids, turns) of the training rows
     origin: dict[str, Any]  # "rows": a digest of the training rows' ids
     pools: ShardPools | None = None  # None: one, the whole cache
 
@@ -59,6 +60,7 @@ class Job:
     save: Callable[..., None]  # (head with whole weights, directory, **facts)
     features: Callable[[Batch], Batch] | None = None  # adds the target's states; None: cached
     target: Target | None = None  # where it is loaded whole
+    trunk: Any = None  # in a plan: the target's model without weights, where it runs in the step
     overwrite: bool = False
 
     def order(self, world: int) -> tuple[Order, int]:
@@ -110,7 +112,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
         if isinstance(section, Eagle3Section) and section.init_from is None:
             forced = tokens.forced_ids(tokenizer, end_ids, num_tokens)
             size = section.draft_vocab_size
-            vocabulary, facts, counted = tokens.draft_vocabulary(rows.tokens, num_tokens, rows.origin, size, forced)
+            vocabulary, facts, counted = tokens.draft_vocabulary(rows.tokens(), num_tokens, rows.origin, size, forced)
             vocab = replace(vocab, final_norm=final_norm(recipe.target) if section.norm_init == "target" else None)
         if section.init_from is None and section.max_position_embeddings is None:
             positions = max(context_of(text_config) or 0, length + drafted)
@@ -120,7 +122,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
         if isinstance(section, Eagle3Section) and vocabulary is None:
             own = head.vocabulary
             own.check_ends(end_ids, f"head.init_from: {section.init_from}")
-            _, facts, counted = tokens.draft_vocabulary(rows.tokens, len(own.t2d), rows.origin, given=own)
+            _, facts, counted = tokens.draft_vocabulary(rows.tokens(), len(own.t2d), rows.origin, given=own)
         objective = OBJECTIVES[section.kind](head, vocab, settings)
         known: dict[str, Any] = {"target_path": path, "target": fingerprint(recipe.target, text_config, vocab)}
         known |= {"draft_vocabulary": facts} if facts else {}
@@ -135,7 +137,8 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
             warn(sentence)
         print(counted and f"{counted}\n", end="", flush=True)
     state, metrics = paths.state(state_name(recipe)), paths.root / "metrics.jsonl"
-    return Job(state_name(recipe), objective, rows, output, state, metrics, save, features, whole, overwrite)
+    trunk = skeleton(recipe.target) if is_online and is_plan else None
+    return Job(state_name(recipe), objective, rows, output, state, metrics, save, features, whole, trunk, overwrite)
 
 
 def _whole_target(recipe: Recipe, is_plan: bool) -> Target | None:
@@ -161,14 +164,14 @@ def _rows(recipe: Recipe, tokenizer: Any, end_ids: set[int], text: Any, vocab: A
         train, at_once = cache.split("train"), recipe.features.shuffle_shards
         pools = None if at_once is None else ShardPools(train.shards, at_once)
         origin = {name: cache.fingerprint.get(name) for name in ("rows", "tokenizer", "template")}
-        return Rows(train, cache.split("held_out"), train.lengths, train.tokens(), origin, pools)
+        return Rows(train, cache.split("held_out"), train.lengths, train.tokens, origin, pools)
     config = within_context(recipe.data, text, rank() == 0)
     data = tokens.tokenize(config, tokenizer, end_ids, Tally(), rank() == 0)
     if text is not None:
         check_rows([*data.train, *data.held_out], text, recipe.target.path)
     if rank() == 0:
         print(f"train: {tokens.statistics(data.train)}", flush=True)
-    pairs = ((row.input_ids, row.turns) for row in data.train)
+    pairs = lambda: ((row.input_ids, row.turns) for row in data.train)  # noqa: E731
     origin = {"rows": rows_digest(data.train), **tokens.text_fingerprint(tokenizer, recipe.data)}
     return Rows(data.train, data.held_out, [len(row.input_ids) for row in data.train], pairs, origin)
 
@@ -176,15 +179,25 @@ def _rows(recipe: Recipe, tokenizer: Any, end_ids: set[int], text: Any, vocab: A
 def plan(job: Job) -> str:
     config, rows, world = job.objective.settings, job.rows, world_size()
     order, steps = job.order(world)
-    weights = list(job.objective.parameters())
-    trained, frozen = (sum(p.numel() for p in weights if p.requires_grad == asked) for asked in (True, False))
-    # Weights, gradients and Adam's two moments in float32, and the frozen part, without ZeRO.
-    memory = (16 * trained + 4 * frozen) / 2**20
+    load = costs.Load.of_rows(rows.tokens(), getattr(config, "unroll_steps", 1))
+    work, largest = costs.operations(job.objective, load, job.trunk), config.batch_size * max(rows.lengths)
+    parts = costs.memory(job.objective, largest, 2, job.trunk)
+    total, peak = sum(work.values()), sum(parts.values())
+    unit, name = (2**30, "GiB") if peak > 2**30 else (2**20, "MiB")
+    fits = [gpu for gpu, size in costs.GPUS.items() if peak < 0.95 * size]
     cap = "" if config.max_seconds is None else f", and at most {config.max_seconds:,g} s (train.max_seconds)"
     return (
         f"data: {len(rows.lengths):,} rows, {sum(rows.lengths):,} tokens an epoch; {len(rows.held_out):,} held out\n"
         f"steps: {steps:,} of {config.batch_size} rows x {config.accumulation} x {world} processes: "
         f"{steps / order.steps_per_epoch:.2f} epochs{cap}\n"
-        f"weights: {trained:,} trained, {frozen:,} frozen; {memory:,.1f} MiB with gradients and Adam\n"
+        f"work: {total:.3g} operations an epoch ({_listed(work, total / 100, ' %')}): "
+        f"{total / costs.PEAK / costs.MFU / 3600:,.2f} hours of an H100 or H200 ({costs.MFU:.0%} of its "
+        f"{costs.PEAK / 1e12:,.0f} TFLOP/s, dense bf16)\n"
+        f"memory: about {peak / unit:,.1f} {name} a process in bf16, without ZeRO ({_listed(parts, unit, '')}), at "
+        f"{largest:,} tokens a batch; {'fits ' + ' and '.join(fits) if fits else 'more than an H200 has'}\n"
         f"output: {job.output}"
     )
+
+
+def _listed(parts: dict[str, Any], unit: float, suffix: str) -> str:
+    return ", ".join(f"{name} {value / unit:,.3g}{suffix}" for name, value in parts.items())

@@ -128,7 +128,8 @@ def test_a_run_is_planned_trained_once_and_reused(made: Path, capsys: Any, monke
     train, before = partial(call, train_main, "--config", recipe), sorted(made.rglob("*"))
     assert train("--plan") == 0 and sorted(made.rglob("*")) == before and train("--is-whole") == 1
     out = capsys.readouterr().out
-    assert "steps: 6 of 8 rows x 1 x 1 process" in out and "MiB with gradients and Adam" in out
+    assert "steps: 6 of 8 rows x 1 x 1 process" in out
+    assert "operations an epoch (head" in out and "MiB a process in bf16" in out
     with monkeypatch.context() as patched:
         patched.setenv("WORLD_SIZE", "2")
         assert train() == 2 and "asked for 2 processes and 1 trains" in capsys.readouterr().err
