@@ -29,7 +29,7 @@ class Batch:
     """Conversations, right-padded or packed in a single row; states stay as stored until `to`."""
 
     input_ids: Tensor  # [B, T]
-    turns: Tensor  # [B, T]: number of the assistant turn, 0 for what is not learnt
+    turns: Tensor  # [B, T], on the host: number of the assistant turn, 0 for what is not learnt
     lengths: Tensor  # of the conversations: [B], or more where they are packed
     rows: tuple[int, ...]  # row numbers in the data set
     features: Tensor | None = None  # [B, T, D]
@@ -47,10 +47,10 @@ class Batch:
 
     @property
     def positions(self) -> Tensor:
-        """[B, T]: each token's place in its own conversation."""
-        places = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)  # [T]
+        """[B, T], on the host: each token's place in its own conversation."""
+        places = torch.arange(self.input_ids.shape[1])  # [T]
         if self.documents is not None:
-            sizes = torch.tensor(self.documents, device=places.device)
+            sizes = torch.tensor(self.documents)
             places = places - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
         return places.expand_as(self.input_ids)
 
@@ -64,8 +64,8 @@ class Batch:
         if slots > 0:
             given, asked = self.turns[:, 1 : 1 + slots], self.turns[:, 2 + step :]
             mask[:, :slots] = (given == asked) & (given != 0)
-            if self.documents is not None:  # a conversation's first token follows nothing of its own
-                mask[:, :slots] &= self.positions[:, 1 : 1 + slots] != 0
+            for first in accumulate(self.documents or ()):  # a conversation's first token follows nothing of its own
+                mask[:, first - 1] = False
         return mask
 
     def pinned(self) -> "Batch":
@@ -74,8 +74,8 @@ class Batch:
         return replace(self, **pinned)
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The batch on a device, its states decoded there."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        """The batch on a device, its states decoded there; the turns stay, so that nobody waits to learn of them."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "turns"}
         moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)}
         if self.dtype is not None and self.features is not None:
             scales = moved.pop("scales", None)  # [B, T, 1 + L]

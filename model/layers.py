@@ -1,6 +1,7 @@
 """The decoder layer of draft heads, by Llama's parameter names."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Literal
@@ -8,14 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from aerie.configs.errors import UserError
 
-QUERY_CHUNK = 256  # rows of scores held at once
-Documents = tuple[int, ...] | None  # lengths in a packed row; None: one document
+aten = torch.ops.aten
 FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 Rope = tuple[Tensor, Tensor]  # cos and sin, broadcast over heads
 
@@ -90,11 +89,20 @@ class KeyValueBuffer:
 
 @dataclass
 class UnrollMemory:
-    """Keys and values [B, KV, T, head_dim] of one layer, by unroll step; step 0 is the sequence."""
+    """Keys and values [1, KV, N, hd] of one layer, by unroll step (EAGLE-3, arXiv 2503.01840, figure 6).
 
-    documents: Documents = None
+    Step 0 is a row of documents, of these lengths. Slot i of a later step stands at places[i] of that row.
+    """
+
+    documents: tuple[int, ...]
+    places: Tensor  # [S]
+    is_last: bool = True  # layer: step 0, too, has outputs at places alone
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
+
+    def asked(self, x: Tensor) -> Tensor:
+        """Of x [1, N, W] the slots whose outputs the step is asked for."""
+        return x[:, self.places] if self.is_last and not self.keys else x
 
 
 Memory = KeyValueBuffer | UnrollMemory | None
@@ -103,22 +111,22 @@ Memory = KeyValueBuffer | UnrollMemory | None
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, memory: Memory) -> Tensor:
     """[B, T, H * hd] of rotated queries [B, H, T, hd], rotated keys and values [B, KV, T, hd]; mask None: causal.
 
-    With an UnrollMemory, one unroll step for all slots (EAGLE-3, arXiv 2503.01840, figure 6).
+    With an UnrollMemory, one unroll step; the queries are those of the asked slots.
     """
     if isinstance(memory, UnrollMemory):
+        n, is_whole = q.shape[2], not memory.keys and not memory.is_last
+        places = torch.arange(n, device=q.device) if is_whole else memory.places[:n]
         memory.keys.append(k.to(v.dtype))  # autocast: RoPE's tables are float32
         memory.values.append(v)
-        q = q.to(v.dtype)
-        if q.device.type == "cpu":
-            out = _MergedAttention.apply(q, spans(memory.documents, q.shape[2]), *memory.keys, *memory.values)
-        else:
-            out = dense_attention(q, memory.keys, memory.values, memory.documents)
-    else:
-        is_causal = mask is None and memory is None  # a lone new slot needs no mask
-        if memory is not None:
-            k, v = memory.append(k, v)
-        is_grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=is_grouped)
+        pairs = enumerate(zip(memory.keys, memory.values, strict=True))
+        columns = [x[0].transpose(0, 1)[: n if step else None] for step, pair in pairs for x in pair]
+        out = _MergedAttention.apply(q[0].transpose(0, 1).to(v.dtype), places, memory.documents, *columns)
+        return out.flatten(1)[None]
+    is_causal = mask is None and memory is None  # a lone new slot needs no mask
+    if memory is not None:
+        k, v = memory.append(k, v)
+    is_grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=is_grouped)
     return out.transpose(1, 2).flatten(2)
 
 
@@ -138,11 +146,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope, mask: Tensor | None = None, memory: Memory = None) -> Tensor:
         """[B, T, D] of x [B, T, inputs]; mask and memory as in attend."""
-        shape = (*x.shape[:-1], -1, self.head_dim)
-        q, k, v = (proj(x).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        asking, rope_q = x, rope
+        if isinstance(memory, UnrollMemory):
+            asking, rope_q = memory.asked(x), (memory.asked(rope[0][0])[None], memory.asked(rope[1][0])[None])
+        projected = self.q_proj(asking), self.k_proj(x), self.v_proj(x)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in projected)
         if self.has_norms:
             q, k = self.q_norm(q), self.k_norm(k)
-        return self.o_proj(attend(rotate(q, *rope), rotate(k, *rope), v, mask, memory))
+        return self.o_proj(attend(rotate(q, *rope_q), rotate(k, *rope), v, mask, memory))
 
 
 class MLP(nn.Module):
@@ -191,6 +202,8 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """[B, T, D] of x [B, T, D]; only a pair reads embedded [B, T, D]."""
         given, residual = self.read(x, embedded)
+        if isinstance(memory, UnrollMemory):
+            residual = memory.asked(residual)
         x = residual + self.self_attn(given, rope, mask, memory)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -233,97 +246,106 @@ def _stacked(parameters: list[Tensor]) -> Tensor:  # parameters become its views
     return stacked
 
 
-def dense_attention(
-    q: Tensor, keys: list[Tensor], values: list[Tensor], documents: Documents = None, chunk: int = QUERY_CHUNK
-) -> Tensor:
-    """Attention [B, H, T, hd] of queries of step k to keys and values [B, KV, T, hd] of steps 0..k, in chunks."""
-    length, kv, dim = q.shape[2], keys[0].shape[1], q.shape[3]
-    groups, later, scale = q.shape[1] // kv, len(keys) - 1, math.sqrt(dim)
-    slots = torch.arange(length, device=q.device)
-    begin = torch.zeros_like(slots)  # [T], the first slot of each slot's document
-    for start, stop in spans(documents, length):
-        begin[start:stop] = start
-
-    def rows(first: int, q: Tensor, key: Tensor, value: Tensor, *own: Tensor) -> Tensor:
-        # [B, H, n, hd] of n queries from slot `first`; own: their later keys and values
-        count, seen = q.shape[2], key.shape[2]
-        asking = slots[first : first + count, None]
-        allowed = (slots[:seen] <= asking) & (slots[:seen] >= begin[asking])  # [n, seen]
-        grouped = q.reshape(q.shape[0], kv, -1, dim)  # [B, KV, groups * n, hd]
-        scores = (grouped @ key.transpose(-1, -2)).view(*q.shape[:3], -1) / scale  # [B, H, n, seen]
-        repeated = [_repeated(x, groups) for x in own]
-        columns = [(q * x).sum(-1, keepdim=True) / scale for x in repeated[:later]]  # each [B, H, n, 1]
-        law = torch.cat([scores.masked_fill(~allowed, float("-inf")), *columns], dim=-1).float().softmax(-1).to(q.dtype)
-        out = (law[..., :seen].reshape(q.shape[0], kv, groups * count, -1) @ value).view(q.shape)
-        for step, x in enumerate(repeated[later:]):
-            out = out + law[..., seen + step, None] * x
-        return out
-
-    pieces = []
-    for first in range(0, length, chunk):
-        last = min(first + chunk, length)  # causal: no later keys
-        own = [x[:, :, first:last] for x in (*keys[1:], *values[1:])]
-        given: Any = (first, q[:, :, first:last], keys[0][:, :, :last], values[0][:, :, :last], *own)
-        is_recomputed = length > chunk and torch.is_grad_enabled()
-        pieces.append(checkpoint(rows, *given, use_reentrant=False) if is_recomputed else rows(*given))
-    return torch.cat(pieces, dim=2)
-
-
-def spans(documents: Documents, length: int) -> tuple[tuple[int, int], ...]:
-    """(first, stop) of each document."""
-    stops = [min(stop, length) for stop in accumulate(documents or (length,))]
-    return tuple((first, stop) for first, stop in pairwise([0, *stops]) if first < stop)
-
-
 class _MergedAttention(torch.autograd.Function):
-    """Flash attention to step 0, merged with the slot's own columns (backward: arXiv 2310.01889)."""
+    """Causal attention to step 0, merged with the slot's own columns by their log-sum-exp (arXiv 2310.01889).
+
+    q [n, H, hd]; pairs: key and value of each step in turn, [N or n, KV, hd]; g is H / KV.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, documents: tuple[tuple[int, int], ...], *pairs: Tensor) -> Tensor:
-        keys, values = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
-        groups, scale = q.shape[1] // keys[0].shape[1], 1.0 / math.sqrt(q.shape[3])
-        first = (_repeated(keys[0], groups), _repeated(values[0], groups))
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # causal, inside each document
-        parts = [flash(*(x[:, :, a:b] for x in (q, *first)), 0.0, True) for a, b in documents]
-        shared, normaliser = (torch.cat(column, dim=2) for column in zip(*parts, strict=True))  # float32 [B, H, T]
-        own = [(q * _repeated(key, groups)).sum(-1, dtype=torch.float32) * scale for key in keys[1:]]  # [B, H, T]
-        scores = torch.stack([normaliser, *own])  # [1 + k, B, H, T], natural logarithms
-        total = scores.logsumexp(0)  # [B, H, T]
-        weights = (scores - total).exp()[..., None]  # [1 + k, B, H, T, 1]
-        out = shared * weights[0]
-        for weight, value in zip(weights[1:], values[1:], strict=True):
-            out = out + weight * _repeated(value, groups)
-        out = out.to(q.dtype)
-        ctx.documents, ctx.groups, ctx.scale = documents, groups, scale
-        ctx.save_for_backward(q, out, total, weights[1:], *pairs)
+    def forward(ctx: Any, q: Tensor, places: Tensor, documents: tuple[int, ...], *pairs: Tensor) -> Tensor:
+        by_group, ctx.scale, ctx.documents = (pairs[0].shape[1], -1), q.shape[2] ** -0.5, documents
+        whole = _causal(_placed(q, places, len(pairs[0])), pairs[0], pairs[1], documents)  # [N, H, hd], [N, H]
+        shared, normaliser = (x[places] for x in whole)
+        grouped = q.unflatten(1, by_group)  # [n, KV, g, hd]
+        own = [(grouped * key[:, :, None]).sum(-1, dtype=torch.float32) * ctx.scale for key in pairs[2::2]]
+        scores = torch.stack([normaliser.unflatten(1, by_group), *own])  # [1 + k, n, KV, g], natural logarithms
+        total = scores.logsumexp(0)  # [n, KV, g]
+        weights = (scores - total).exp()[..., None]  # [1 + k, n, KV, g, 1]
+        out = shared.unflatten(1, by_group) * weights[0]
+        for weight, value in zip(weights[1:], pairs[3::2], strict=True):
+            out = out + weight * value[:, :, None]
+        out = out.to(q.dtype).flatten(1, 2)
+        ctx.save_for_backward(q, places, out, total.flatten(1), weights[1:], *pairs)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, out, total, weights, *pairs = ctx.saved_tensors
-        half, groups, g = len(pairs) // 2, ctx.groups, gradients[0].contiguous()
-        keys, values = pairs[:half], pairs[half:]
-        first = (_repeated(keys[0], groups), _repeated(values[0], groups))
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        parts = []
-        for a, b in ctx.documents:
-            *inputs, whole = (x[:, :, a:b] for x in (q, *first, out, total))
-            parts.append(backward(g[:, :, a:b], *inputs, whole.contiguous(), 0.0, True))
-        for_q, for_key, for_value = (torch.cat(column, dim=2) for column in zip(*parts, strict=True))
-        for_keys, for_values = [_summed(for_key, groups)], [_summed(for_value, groups)]
-        delta = (g * out).sum(-1, keepdim=True, dtype=torch.float32)  # [B, H, T, 1]
-        for weight, key, value in zip(weights, keys[1:], values[1:], strict=True):
-            gain = (g * _repeated(value, groups)).sum(-1, keepdim=True, dtype=torch.float32)
+        q, places, out, total, weights, *pairs = ctx.saved_tensors
+        g, by_group = gradients[0], (pairs[0].shape[1], -1)
+        whole = [_placed(x, places, len(pairs[0])) for x in (g, q, out, total)]
+        for_q, *found = _causal_backward(whole, pairs[0], pairs[1], ctx.documents)
+        for_q = for_q[places].unflatten(1, by_group)  # [n, KV, g, hd]
+        g, q, out = (x.unflatten(1, by_group) for x in (g, q, out))
+        delta = (g * out).sum(-1, keepdim=True, dtype=torch.float32)  # [n, KV, g, 1]
+        for weight, key, value in zip(weights, pairs[2::2], pairs[3::2], strict=True):
+            gain = (g * value[:, :, None]).sum(-1, keepdim=True, dtype=torch.float32)
             score = weight * (gain - delta) * ctx.scale  # gradient of the own column's score
-            for_q = for_q + score * _repeated(key, groups)
-            for_keys.append(_summed(score * q, groups).to(key.dtype))
-            for_values.append(_summed(weight * g, groups).to(value.dtype))
-        return for_q.to(q.dtype), None, *for_keys, *for_values
+            for_q = for_q + score * key[:, :, None]
+            found += [(score * q).sum(2).to(key.dtype), (weight * g).sum(2).to(value.dtype)]
+        return for_q.flatten(1, 2).to(q.dtype), None, None, *found
 
 
-def _repeated(x: Tensor, groups: int) -> Tensor:  # [B, KV, T, hd] -> [B, H, T, hd]
-    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+def _placed(x: Tensor, places: Tensor, length: int) -> Tensor:  # [n, ...] -> [length, ...], zero elsewhere
+    return x.new_zeros(length, *x.shape[1:]).index_copy_(0, places, x)
 
 
-def _summed(x: Tensor, groups: int) -> Tensor:  # [B, H, T, hd] -> [B, KV, T, hd], the transpose of _repeated
-    return x if groups == 1 else x.unflatten(1, (-1, groups)).sum(2)
+def _kernel(x: Tensor) -> Literal["cpu", "flash", "efficient"]:
+    # By name: scaled_dot_product_attention keeps the log-sum-exp, and its backward pass takes no other one. As torch
+    # calls them in torch/nn/attention/varlen.py and in its context parallel attention; CUDA's flash knows no float32.
+    if not x.is_cuda:
+        return "cpu"
+    return "flash" if x.dtype in (torch.float16, torch.bfloat16) else "efficient"
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, documents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Causal attention [N, H, hd] of q [N, H, hd], k and v [N, KV, hd] inside each document; its log-sum-exp [N, H]."""
+    if _kernel(q) == "flash" and documents:
+        out, logs, *_ = aten._flash_attention_forward(q, k, v, *_borders(documents, q), 0.0, True, False)
+        return out, logs.T
+    out, normaliser = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    for rows, given in _by_document(documents, k.shape[1], q, k, v):
+        if _kernel(q) == "cpu":
+            part, logs = aten._scaled_dot_product_flash_attention_for_cpu(*given, 0.0, True)  # [KV, g, n, hd]
+        else:
+            part, logs, *_ = aten._scaled_dot_product_efficient_attention(*given, None, True, 0.0, True)
+        out[rows] = part.permute(2, 0, 1, 3).flatten(1, 2)
+        normaliser[rows] = logs.flatten(0, 1).T[: part.shape[2]]  # CUDA's is longer
+    return out, normaliser
+
+
+def _causal_backward(of_q: list[Tensor], k: Tensor, v: Tensor, documents: tuple[int, ...]) -> list[Tensor]:
+    """Gradients of q, k and v; of_q: that of out, q, out and the log-sum-exp, both maybe over more columns than k's."""
+    g, q, out, normaliser = of_q
+    if _kernel(q) == "flash" and documents:
+        whole = g.contiguous(), q, k, v, out, normaliser.T.contiguous(), *_borders(documents, q)
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of no dropout
+        return [*aten._flash_attention_backward(*whole, 0.0, True, seed, q.new_empty(0))]
+    gradients = [torch.empty_like(x) for x in (q, k, v)]
+    for rows, given in _by_document(documents, k.shape[1], g, q, k, v, out, normaliser[..., None]):
+        logs, count = given.pop()[..., 0].contiguous(), given[0].shape[2]  # [KV, g, n]
+        if _kernel(q) == "cpu":
+            parts = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, logs, 0.0, True)
+        else:
+            logs = F.pad(logs, (0, -count % 32), value=math.inf)  # as the forward pass pads it
+            *most, part = (x.transpose(1, 2) for x in given)  # [KV, n, g, hd]
+            seed = torch.empty((), dtype=torch.long, device=q.device)
+            sizes = None, part.contiguous(), None, None, count, count, logs, 0.0, seed, seed, 1, False
+            parts = [x.transpose(1, 2) for x in aten._efficient_attention_backward(*most, *sizes)[:3]]
+        for gradient, part in zip(gradients, parts, strict=True):
+            part = part if gradient is gradients[0] else part.sum(1, keepdim=True)  # [KV, 1, n, hd]
+            gradient[rows] = part.permute(2, 0, 1, 3).flatten(1, 2)
+    return gradients
+
+
+def _borders(documents: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    borders = torch.tensor([0, *accumulate(documents)], dtype=torch.int32).to(like.device, non_blocking=True)
+    return borders, borders, max(documents), max(documents)
+
+
+def _by_document(documents: tuple[int, ...], kv: int, *parts: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Each document's rows, and these of parts [N, H or KV, w] as [KV, g, n, w]."""
+    groups = parts[0].shape[1] // kv
+    for first, stop in pairwise([0, *accumulate(documents)]):
+        split = [x[first:stop].unflatten(1, (kv, -1)).permute(1, 2, 0, 3) for x in parts]
+        yield slice(first, stop), [x.expand(-1, groups, -1, -1) for x in split]

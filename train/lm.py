@@ -67,7 +67,7 @@ class LMObjective(Objective):
         token_loss, correct = -(told * known).sum(), ((drafted == tokens) & known).sum()
         if self.target is None or goals is None or self.settings.distill is None:
             return token_loss, correct
-        law, choice = losses.drafted_law(goals, self.target, torch.arange(self.num_columns, device=goals.device))
+        law, choice = losses.drafted_law(goals, self.target, torch.arange(self.num_columns))
         law_loss = losses.LOSSES[self.settings.distill](log_q, law, self.settings).sum()
         with torch.no_grad():
             return token_loss, law_loss, correct, losses.acceptance(log_q, law.whole).sum(), (drafted == choice).sum()

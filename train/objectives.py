@@ -115,27 +115,62 @@ def chain_sums(batch: Batch, choose: Choose, drafted: Iterable[Tensor], depths: 
     assert batch.features is not None
     goals = chosen_after(batch, batch.features, choose)
     alive = torch.stack([batch.supervised(k)[:, :-1] for k in range(depths)])  # [depths, B, T-1]
-    hits = torch.zeros(alive.shape, device=alive.device)
+    hits = torch.zeros(alive.shape, device=goals.device)
     for k, tokens in enumerate(drafted):
         hits[k][alive[k]] = (tokens == shifted(goals, 1 + k)[:, :-1][alive[k]]).float()
     accuracies = {f"accuracy_at_{k + 1}": (hits[k].sum(), alive[k].sum()) for k in range(depths)}
     return {"chain": (hits.cumprod(0).sum(), alive[0].sum()), **accuracies}
 
 
-def unrolled(head: Any, batch: Batch, x: Tensor, num_steps: int, recomputes: bool = False) -> Iterator[Tensor]:
-    """A head's outputs [B, T-1, D], step by step, from x [B, T-1, D]; recomputes: again in the backward pass."""
-    width = x.shape[1]
-    begin, limit = batch.positions[:, :width], head.config.max_position_embeddings
+@dataclass(frozen=True)
+class Slots:
+    """Which of the B*T slots an unroll computes: each step only where it is supervised. From the turns, on the host."""
+
+    supervised: Tensor  # [S]: those with most steps first, so that step k takes the first S_k
+    sizes: list[int]  # S_k
+    which: list[Tensor]  # [S_k] each, on the host: whose state after the first step (t_{p+1}) has the law they ask for
+    sequence: Tensor  # [N]: of each document those up to the last supervised one, whose keys the first step needs
+    places: Tensor  # [S]: of `supervised` in `sequence`
+    documents: tuple[int, ...]  # lengths in `sequence`
+
+    @classmethod
+    def of_batch(cls, batch: Batch, num_steps: int) -> "Slots":
+        # A turn is unbroken: a slot that learns after step k learns after all before.
+        steps = torch.stack([batch.supervised(k).flatten() for k in range(num_steps)]).sum(0)  # [B*T]
+        sizes = [int((steps > k).sum()) for k in range(num_steps)]
+        supervised = steps.argsort(descending=True, stable=True)[: sizes[0]]
+        number, spans = torch.zeros_like(steps), batch.documents or batch.turns.shape[1]
+        number[supervised] = torch.arange(sizes[0])
+        which = [number[supervised[:size] + k] for k, size in enumerate(sizes)]
+        lengths = [int((part.flip(0).cumsum(0) > 0).sum()) for part in steps.split(spans)]
+        parts = torch.arange(len(steps)).split(spans)
+        sequence = torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+        number[sequence] = torch.arange(len(sequence))
+        indices = (x.to(batch.input_ids.device, non_blocking=True) for x in (supervised, sequence, number[supervised]))
+        supervised, sequence, places = indices
+        return cls(supervised, sizes, which, sequence, places, tuple(filter(None, lengths)))
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """x [S_k, ...] by slot."""
+        return x[self.supervised[: len(x)].argsort()]
+
+
+def unrolled(head: Any, batch: Batch, slots: Slots, x: Tensor, recomputes: bool = False) -> Iterator[Tensor]:
+    """A head's outputs [S_k, D], step by step, from features x [N, D]; recomputes: again in the backward pass."""
+    ids, limit = batch.input_ids.flatten(), head.config.max_position_embeddings
+    positions = batch.positions.flatten().to(ids.device, non_blocking=True)
     # A slot sees the first step up to itself, and its own pairs of later steps.
-    memories = [UnrollMemory(batch.documents) for _ in range(head.config.num_hidden_layers)]
-    for step in range(num_steps):
+    memories = [UnrollMemory(slots.documents, slots.places, layer is head.blocks[-1]) for layer in head.blocks]
+    x, run = x[None], partial(_checkpointed, head) if recomputes else head
+    for step, size in enumerate(slots.sizes):
+        taken = slots.supervised[:size] if step else slots.sequence
         # Positions beyond the head's count for nothing; clamped they can be looked up.
-        given = shifted(batch.input_ids, 1 + step)[:, :width], (begin + step).clamp(max=limit - 1)  # t_{p+1+k}
-        x = _checkpointed(head, x, memories, *given) if recomputes else head(given[0], x, given[1], memories)
-        yield x
+        at = (positions[taken] + step).clamp(max=limit - 1)
+        x = run(ids[taken + 1 + step][None], x[:, :size] if step else x, at[None], memories)  # t_{p+1+k}
+        yield x[0]
 
 
-def _checkpointed(head: Any, x: Tensor, memories: list[UnrollMemory], tokens: Tensor, positions: Tensor) -> Tensor:
+def _checkpointed(head: Any, tokens: Tensor, x: Tensor, positions: Tensor, memories: list[UnrollMemory]) -> Tensor:
     # Copies of the lists: the memories will have grown by the backward pass.
     before = [(list(memory.keys), list(memory.values)) for memory in memories]
 
@@ -174,7 +209,8 @@ class Eagle1Objective(Objective):
         if batch.noise is not None:
             given = given + batch.noise[:, :-1].to(given.dtype)
         # All slots are computed: later ones attend to them.
-        predicted = self.head(batch.input_ids[:, 1:], given, batch.positions[:, :-1])[slots].float()  # [S, D]
+        positions = batch.positions[:, :-1].to(given.device)
+        predicted = self.head(batch.input_ids[:, 1:], given, positions)[slots].float()  # [S, D]
         assert batch.features is not None
         true = batch.features[:, 1:][slots]  # [S, D]
         # The target's LM head stays in its own dtype, as in decoding.
@@ -195,10 +231,13 @@ class Eagle1Objective(Objective):
             return loss, losses.acceptance(log_q, law.whole).sum(), (log_q.argmax(-1) == law.whole.argmax(-1)).sum()
 
     def measure(self, batch: Batch) -> SumsAndCounts:
+        assert batch.features is not None
         choose = partial(likeliest, self.target.logits, chunk=self.settings.loss_chunk_slots)
-        steps = enumerate(unrolled(self.head, batch, self.features(batch), self.settings.eval_depths))
-        drafted = (choose(x[batch.supervised(k)[:, :-1]]) for k, x in steps)
-        return {**chain_sums(batch, choose, drafted, self.settings.eval_depths), **self(batch).sums()}
+        depths = self.settings.eval_depths
+        slots = Slots.of_batch(batch, depths)
+        given = batch.features.flatten(0, 1)[slots.sequence].to(next(self.head.parameters()).dtype)  # [N, D]
+        drafted = (choose(slots.in_order(x)) for x in unrolled(self.head, batch, slots, given))
+        return {**chain_sums(batch, choose, drafted, depths), **self(batch).sums()}
 
 
 class Eagle3Objective(Objective):
@@ -213,54 +252,66 @@ class Eagle3Objective(Objective):
             if (own := head.config.hidden_size) != (width := head.config.target_hidden_size):
                 what = f"the head is {own:,} wide, its target's features {width:,}"
                 raise UserError(f"train.feature_weight: {what}; set it to 0, or leave head.hidden_size out")
+        self.ids = head.vocabulary.ids.cpu()  # [Vd]
 
     def forward(self, batch: Batch) -> StepOutput:
-        assert batch.taps is not None
+        assert batch.taps is not None and batch.features is not None
         num_steps, chunk = self.settings.unroll_steps, self.settings.loss_chunk_slots
-        slots, states, which = target_states(batch, num_steps)
+        slots = Slots.of_batch(batch, num_steps)
+        fused = self.head.fuse(batch.taps.flatten(0, 1)[slots.sequence])  # [N, D]
         recomputes = self.settings.gradient_checkpointing and torch.is_grad_enabled()
-        steps = unrolled(self.head, batch, self.head.fuse(batch.taps[:, :-1]), num_steps, recomputes)
-        outputs = torch.cat([x[asked] for x, asked in zip(steps, slots, strict=True)])  # [S, D]
-        step_of = torch.cat([torch.full_like(places, k) for k, places in enumerate(which)])  # [S]
+        outputs = [*unrolled(self.head, batch, slots, fused, recomputes)]  # [S_k, D] each
+        states = batch.features.flatten(0, 1)[slots.supervised + 1]  # [S, D]
         at_once = max(1, chunk // num_steps)
-        pieces = losses.by_target_state(states, [torch.cat(which)], [[outputs], [step_of]], at_once)
-        loss, hits, alpha, inside = losses.summed([*losses.by_piece(self._sums, pieces)])
-        counts = [batch.supervised(k).sum() for k in range(num_steps)]
+        at_once = max(1, -(-len(states) // max(1, -(-len(states) // at_once))))  # pieces of equal size
+        pieces = losses.by_target_state(states, slots.which, [outputs], at_once)
+        loss, hits, alpha, inside = losses.summed([*losses.by_piece(self._sums, pieces, once=self._with_law)])
+        counts = torch.tensor(slots.sizes).unbind()
         terms = {f"loss_at_{k + 1}": (loss[k], counts[0]) for k in range(num_steps)}
         if self.settings.feature_weight:
-            distances = losses.smooth_l1(self.head.normed(outputs), states[torch.cat(which)])  # [S]
-            parts = distances.split([len(places) for places in which])
-            terms |= {f"feature_at_{k + 1}": (part.sum(), counts[0]) for k, part in enumerate(parts)}
+            for k, (out, places) in enumerate(zip(outputs, slots.which, strict=True)):
+                goals = states[places.to(states.device, non_blocking=True)]  # [S_k, D]
+                terms[f"feature_at_{k + 1}"] = losses.smooth_l1(self.head.normed(out), goals).sum(), counts[0]
         accuracies = {f"accuracy_at_{k + 1}": (hits[k], counts[k]) for k in range(num_steps)}
         return StepOutput(terms, {**accuracies, "alpha": (alpha, counts[0]), "in_vocabulary": (inside, counts[0])})
 
-    def _sums(self, states: Tensor, which: list[Tensor], outputs: list[Tensor], steps: list[Tensor]) -> Totals:
+    def _with_law(self, states: Tensor, *rest: Any) -> tuple[Any, ...]:
+        """Instead of states [S, D] their law, likeliest tokens [S], and for soft cross-entropy p^T W [S, D]."""
+        law, choices = losses.drafted_law(states, self.target, self.ids)
+        rows = self.head.lm_head(law.log_p.exp(), is_law=True) if self.settings.loss == "soft_cross_entropy" else None
+        return [law], choices, rows, *rest
+
+    def _sums(self, laws: Any, choices: Tensor, rows: Any, which: list[Tensor], outputs: list[Tensor]) -> Totals:
         """Sums of loss [K] and hits [K]; of the first step's alpha and choices in the draft vocabulary."""
-        (slots,), (out,), (step_of,), vocabulary = which, outputs, steps, self.head.vocabulary
-        law, choices = losses.drafted_law(states, self.target, vocabulary.ids)
-        law, choice = replace(law, slots=slots), choices[slots]  # choice [S]
+        slots, vocabulary = torch.cat(which).to(choices.device, non_blocking=True), self.head.vocabulary
+        sizes, out = [len(output) for output in outputs], self.head.normed(torch.cat(outputs))  # [S, D]
+        choice = choices[slots]  # [S]
         inside = vocabulary.t2d[choice]
-        log_q = self.head.logits(out).float().log_softmax(-1)  # [S, Vd]
-        loss = losses.LOSSES[self.settings.loss](log_q, law, self.settings)
+        if rows is None:
+            log_q = self.head.lm_head(out).float().log_softmax(-1)  # [S, Vd]
+            loss = losses.LOSSES[self.settings.loss](log_q, replace(laws[0], slots=slots), self.settings)
+        else:
+            # H(p, q) = log sum_v exp(w_v h) - (p^T W) h: no law is copied for a step.
+            normaliser, log_q = losses.LogNormaliser.apply(self.head.lm_head(out).float())
+            loss = normaliser - (rows[slots].float() * out.float()).sum(-1)
         if self.settings.mask_outside_vocabulary:
             loss = loss * inside
-        steps_of = F.one_hot(step_of, self.settings.unroll_steps).T  # [K, S]
-        total = (steps_of * loss).sum(-1)
+        total = torch.stack([part.sum() for part in loss.split(sizes)])
         # Behind the loss: the backward pass does not make it again.
         with torch.no_grad():
-            hits = vocabulary.target_ids(log_q.argmax(-1)) == choice
-            first = step_of == 0
-            alpha = losses.acceptance(log_q[first], replace(law, slots=slots[first]).whole).sum()
-            return total, (steps_of * hits).sum(-1), alpha, (first * inside).sum()
+            law = laws[0] if rows is None else laws.pop()  # not needed any more
+            hits = (vocabulary.target_ids(log_q.argmax(-1)) == choice).split(sizes)
+            alpha = losses.acceptance(log_q[: sizes[0]], law.whole).sum()
+            return total, torch.stack([part.sum() for part in hits]), alpha, inside[: sizes[0]].sum()
 
     def measure(self, batch: Batch) -> SumsAndCounts:
         assert batch.taps is not None
         head, chunk, depths = self.head, self.settings.loss_chunk_slots, self.settings.eval_depths
         choose = partial(likeliest, self.target.logits, chunk=max(1, chunk // self.settings.unroll_steps))
-        steps = enumerate(unrolled(head, batch, head.fuse(batch.taps[:, :-1]), depths))
-        columns = (likeliest(head.logits, x[batch.supervised(k)[:, :-1]], chunk) for k, x in steps)
+        slots = Slots.of_batch(batch, depths)
+        steps = unrolled(head, batch, slots, head.fuse(batch.taps.flatten(0, 1)[slots.sequence]))
         # A target token outside the draft vocabulary is always a miss.
-        drafted = map(head.vocabulary.target_ids, columns)
+        drafted = (head.vocabulary.target_ids(likeliest(head.logits, slots.in_order(x), chunk)) for x in steps)
         return {**self(batch).sums(), **chain_sums(batch, choose, drafted, depths)}
 
 

@@ -223,6 +223,14 @@ class Eagle1Head(EagleHead):
         return self.fc(torch.cat([embedded, features], dim=-1)), embedded
 
 
+class LMHead(nn.Linear):
+    """Logits [..., Vd] of states [..., D]; of laws p [S, Vd] their mean rows p^T W [S, D]: all by a call of the module,
+    in which alone ZeRO-3 has W whole."""
+
+    def forward(self, x: Tensor, is_law: bool = False) -> Tensor:
+        return F.linear(x.to(self.weight.dtype), self.weight.T) if is_law else super().forward(x)
+
+
 class Eagle3Head(EagleHead):
     """fc over the taps, a double-width layer, plain layers, and an LM head over the draft vocabulary (arXiv 2503.01840,
     section 3). A head of another width than the target's trains and saves its own embedding."""
@@ -245,7 +253,7 @@ class Eagle3Head(EagleHead):
         if config.num_hidden_layers > 1:
             self.layers = nn.ModuleList(self.blocks[1:])
         self.norm = nn.RMSNorm(width, eps)
-        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        self.lm_head = LMHead(width, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))
 

@@ -1,20 +1,23 @@
 """The decoder layer against transformers' Llama and Qwen3, and the unroll's attention against one masked softmax."""
 
 import math
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from aerie.configs.errors import UserError
 from aerie.model import layers
-from aerie.model.layers import DecoderLayer, Documents, DraftLayer, KeyValueBuffer, Rotary, UnrollMemory
+from aerie.model.layers import DecoderLayer, DraftLayer, KeyValueBuffer, Rotary, UnrollMemory
 
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: its kernels wait")]
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "max_position_embeddings": 128}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -60,49 +63,126 @@ def test_a_position_beyond_the_heads_length_and_a_rope_that_changes_with_the_len
 
 
 STEPS = 3  # of the unroll
+DOCUMENTS = (5, 1, 20, 7)
 
 
-def _made(length: int, heads: int = 4, kv: int = 2, dim: int = 8) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    generator = torch.Generator().manual_seed(length)
-    sizes = [(2, heads, length, dim), *[(2, kv, length, dim)] * (2 * STEPS)]
-    q, *rest = [(2.0 * torch.randn(size, generator=generator)).requires_grad_() for size in sizes]
-    return q, rest[:STEPS], rest[STEPS:]
+def _made(heads: int, kv: int = 2, dim: int = 8) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
+    """Step 2's queries, keys and values of all steps, and the places of the slots that go on: 33, 20 and 12 of them."""
+    generator = torch.Generator().manual_seed(heads)
+    pairs = [(1, kv, length, dim) for length in (33, 20, 12)]
+    made = [2.0 * torch.randn(size, generator=generator) for size in ((1, heads, 12, dim), *pairs, *pairs)]
+    q, *rest = [x.requires_grad_() for x in made]
+    return q, rest[:STEPS], rest[STEPS:], torch.randperm(33, generator=generator)[:20]
 
 
-def _by_one_mask(q: Tensor, keys: list[Tensor], values: list[Tensor], documents: Documents) -> Tensor:
-    """All T x 3T scores under one boolean mask [block-causal | identity | identity]."""
-    length, groups = q.shape[2], q.shape[1] // keys[0].shape[1]
-    owner = torch.cat([torch.full((last - first,), first) for first, last in layers.spans(documents, length)])
+def _by_one_mask(q: Tensor, keys: list[Tensor], values: list[Tensor], places: Tensor, documents: Any) -> Tensor:
+    """All scores under one boolean mask [block-causal | identity | identity]."""
+    owner, (n, length) = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents)), (q.shape[2], 33)
     causal = torch.ones(length, length, dtype=torch.bool).tril() & (owner[:, None] == owner)
-    mask = torch.cat([causal, *[torch.eye(length, dtype=torch.bool)] * (len(keys) - 1)], dim=1)
-    k, v = (torch.cat(list(part), dim=2).repeat_interleave(groups, dim=1) for part in (keys, values))
-    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~mask, -torch.inf)
-    return scores.softmax(-1) @ v
+    mask = torch.cat([causal[places[:n]], *(torch.eye(n, key.shape[2]).bool() for key in keys[1:])], dim=1)
+    k, v = (torch.cat(list(part), dim=2).repeat_interleave(q.shape[1] // 2, dim=1) for part in (keys, values))
+    return (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~mask, -torch.inf).softmax(-1) @ v
 
 
-def _value_and_gradients(made: tuple[Tensor, list[Tensor], list[Tensor]], out: Tensor) -> list[Tensor]:
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
-    q, keys, values = made
-    return [out, *torch.autograd.grad((out * weights).sum(), [q, *keys, *values])]
+def _value_and_gradients(out: Tensor, *of: Tensor) -> list[Tensor]:
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out)
+    return [out, *torch.autograd.grad((out * weights).sum(), of)]
 
 
-def _last_step(q: Tensor, keys: list[Tensor], values: list[Tensor], documents: Documents) -> Tensor:
-    memory = UnrollMemory(documents, keys[:-1], values[:-1])
-    return layers.attend(q, keys[-1], values[-1], None, memory).unflatten(2, (q.shape[1], -1)).transpose(1, 2)
+def _last_step(q: Tensor, keys: list[Tensor], values: list[Tensor], places: Tensor, documents: Any) -> Tensor:
+    memory = UnrollMemory(documents, places, True, keys[:-1], values[:-1])
+    out = layers.attend(q, keys[-1], values[-1], None, memory)
+    return out.unflatten(2, (q.shape[1], -1)).transpose(1, 2)
 
 
-@pytest.mark.parametrize("documents", [None, (5, 1, 20, 8)])  # the last one is cut by a slot
-@pytest.mark.parametrize("heads", [2, 4])
-def test_merged_and_dense_attention_are_one_masked_softmax_in_value_and_gradient(
-    documents: Documents, heads: int
+def _explicit(q: Tensor, k: Tensor) -> Tensor:
+    """Causal scores [..., n, n]."""
+    return (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(torch.ones(q.shape[-2], k.shape[-2]).triu(1).bool(), -1e30)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    scores = _explicit(q, k)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def _backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor) -> list[Tensor]:
+    p = (_explicit(q, k) - logs[..., None]).exp()
+    score = p * (g @ v.mT - (g * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+    return [score @ k, score.mT @ q, p.mT @ g]
+
+
+def _apart(borders: Tensor, *parts: Tensor) -> Any:
+    """Each document of [N, H or KV, hd] as [H, n, hd]."""
+    heads = max(x.shape[1] for x in parts)
+    for first, stop in pairwise(borders.tolist()):
+        cut = [x[first:stop].transpose(0, 1) for x in parts]
+        yield [x.repeat_interleave(heads // len(x), dim=0) for x in cut]
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, _: Tensor, longest: int, *rest: Any) -> Any:
+    assert longest == borders.diff().max() and rest == (longest, 0.0, True, False)
+    out, logs = zip(*(_forward(*cut) for cut in _apart(borders, q, k, v)), strict=True)
+    return torch.cat(out, 1).transpose(0, 1).contiguous(), torch.cat(logs, 1), *[torch.empty(0)] * 3
+
+
+def _flash_backward(*given: Any) -> Any:
+    g, q, k, v, out, logs, borders = given[:7]
+    assert g.is_contiguous() and logs.is_contiguous() and logs.shape == (q.shape[1], len(q))
+    cuts = _apart(borders, g, q, k, v, out, logs.T[..., None].expand_as(q))
+    parts = (_backward(*cut[:5], cut[5][..., 0]) for cut in cuts)
+    found = [torch.cat(column, 1).transpose(0, 1) for column in zip(*parts, strict=True)]
+    return found[0], *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in found[1:])
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, bias: None, *rest: Any) -> Any:
+    out, logs = _forward(q, k, v)
+    return out, F.pad(logs, (0, -logs.shape[-1] % 32), value=math.inf), torch.empty(()), torch.empty(())
+
+
+def _efficient_backward(*given: Any) -> Any:
+    g, q, k, v, _, out, _, _, count, _, logs = given[:11]
+    assert out.is_contiguous() and logs.is_contiguous() and logs.shape[-1] % 32 == 0 and given[-2:] == (1, False)
+    cuts = (x.transpose(1, 2) for x in (g, q, k, v, out))
+    return *(x.transpose(1, 2) for x in _backward(*cuts, logs[..., :count])), torch.empty(0)
+
+
+CUDA = {"_flash_attention_forward": _flash, "_flash_attention_backward": _flash_backward}
+CUDA |= {"_scaled_dot_product_efficient_attention": _efficient, "_efficient_attention_backward": _efficient_backward}
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "flash", "efficient"])
+@pytest.mark.parametrize("documents", [(33,), DOCUMENTS], ids=str)
+@pytest.mark.parametrize(("heads", "steps"), [(2, STEPS), (4, STEPS), (4, 1)])
+def test_the_unrolls_attention_is_one_masked_softmax_in_value_and_gradient(
+    kernel: Any, documents: Any, heads: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = _made(33, heads)
-    expected = _value_and_gradients(made, _by_one_mask(*made, documents))
-    merged = _value_and_gradients(made, _last_step(*made, documents))
-    dense = _value_and_gradients(made, layers.dense_attention(*made, documents=documents, chunk=7))
-    for found in (merged, dense):
-        for x, y in zip(found, expected, strict=True):
-            assert (x - y).abs().max() <= 1e-5 * y.abs().max()
-    keys, values = ([x.bfloat16() for x in part] for part in made[1:])
-    rounded = _last_step(made[0].bfloat16(), keys, values, documents)
-    assert rounded.dtype == torch.bfloat16 and (rounded.float() - expected[0]).abs().max() < 0.1
+    library = torch.library.Library("aten", "IMPL")  # CUDA's kernels in plain torch
+    for name, function in CUDA.items():
+        library.impl(name, function, "CPU")
+    monkeypatch.setattr(layers, "_kernel", lambda x: kernel)
+    q, keys, values, places = _made(heads)
+    keys, values = keys[:steps], values[:steps]
+    expected, found = (
+        _value_and_gradients(form(q, keys, values, places, documents), q, *keys, *values)
+        for form in (_by_one_mask, _last_step)
+    )
+    library._destroy()
+    for x, y in zip(found, expected, strict=True):
+        assert (x - y).abs().max() <= 1e-5 * y.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "error"),
+    [
+        ("cpu", torch.bfloat16, 0.1),
+        pytest.param("cuda", torch.bfloat16, 0.1, marks=GPU),
+        pytest.param("cuda", torch.float32, 1e-2, marks=GPU),
+    ],
+)
+def test_the_unrolls_attention_on_every_device(device: str, dtype: torch.dtype, error: float) -> None:
+    q, keys, values, places = _made(4)
+    expected = _value_and_gradients(_by_one_mask(q, keys, values, places, DOCUMENTS), q, *keys, *values)
+    moved = [x.detach().to(device, dtype).requires_grad_() for x in (q, *keys, *values)]
+    out = _last_step(moved[0], moved[1 : 1 + STEPS], moved[1 + STEPS :], places.to(device), DOCUMENTS)
+    for x, y in zip(_value_and_gradients(out, *moved), expected, strict=True):
+        assert x.dtype == dtype and (x.cpu().float() - y).abs().max() < error * y.abs().max()

@@ -1,6 +1,7 @@
 """Laws of every objective: its terms are those of plain forms, slot by slot and drafting step by step; padding,
 company, chunks and recomputation move nothing; every loss trains; noise and dropout are keyed."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -10,12 +11,14 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from aerie.configs.schema.heads import DraftLMTrain, Eagle1Train, Eagle3Train, LossName, MultiTokenTrain, TrainConfig
 from aerie.data.batches import Batch, collate
 from aerie.data.cache import CachedRow
 from aerie.model.heads.eagle import EagleDraft
-from aerie.model.layers import KeyValueBuffer
+from aerie.model.layers import KeyValueBuffer, UnrollMemory
 from aerie.train.lm import LMObjective
 from aerie.train.loop import means
 from aerie.train.objectives import Eagle1Objective, Eagle3Objective, MultiTokenObjective, Objective, keyed_dropout
@@ -170,6 +173,60 @@ def test_terms_are_those_of_drafting_step_by_step_from_every_supervised_slot(
     assert all(int(count) == slots[name] for name, count in counts.items())
 
 
+def unrolled_whole(made: Any, row: CachedRow) -> dict[str, Tensor]:
+    """EAGLE-3's loss sums of a row, with every slot in every step, and the loss as it is written."""
+    assert row.taps is not None
+    head, width, losses = made.head, len(row.input_ids), {}
+    memories = [UnrollMemory((width,), torch.arange(width)) for _ in head.blocks]
+    logits = row.last_hidden @ VOCAB.lm_head.T
+    law = logits[:, head.vocabulary.ids].softmax(-1) * head.vocabulary.t2d[logits.argmax(-1)][:, None]
+    x, ids = head.fuse(row.taps)[None], torch.cat([row.input_ids, torch.zeros(STEPS).long()])
+    for k in range(STEPS):
+        x = head(ids[None, 1 + k : 1 + k + width], x, torch.arange(k, k + width)[None], memories)
+        slots = collate([row], [0]).supervised(k)[0].nonzero()[:, 0]
+        losses[f"loss_at_{k + 1}"] = -(law[slots + 1 + k] * head.logits(x[0, slots]).log_softmax(-1)).sum()
+        if made.settings.feature_weight:
+            distance = F.smooth_l1_loss(head.normed(x[0, slots]), row.last_hidden[slots + 1 + k], reduction="none")
+            losses[f"feature_at_{k + 1}"] = distance.mean(-1).sum()
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3-deep"])
+@pytest.mark.parametrize("chunk", [11, 4096])
+def test_what_is_left_out_of_the_unroll_moves_neither_loss_nor_gradient(kind: str, chunk: int) -> None:
+    made, rows = objective(kind, loss_chunk_slots=chunk), rows_with_taps(4)
+    parameters = [p for p in made.parameters() if p.requires_grad]
+    sums = [unrolled_whole(made, row) for row in rows]
+    expected = sum(weight * part[name] for part in sums for name, weight in made.weights.items())
+    found = made(collate(rows, range(4))).total(made.weights)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    gradients = [torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)]) for loss in (found, expected)]
+    assert (gradients[0] - gradients[1]).norm() <= 1e-6 * gradients[1].norm()
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses operations that wait for the device: those that mix it with the host, but for an upload."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        devices = {x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim}
+        is_upload = func is torch.ops.aten._to_copy.default and kwargs.get("non_blocking", False)
+        assert is_upload or len(devices | {kwargs.get("device") or next(iter(devices), None)}) <= 1, func
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("chunk", [11, 4096])
+def test_a_step_never_waits_for_the_device(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # meta tensors know none
+    made = objective("eagle3", loss_chunk_slots=chunk, gradient_checkpointing=chunk < 99)
+    batch = prepared(made, rows_with_taps(4), range(4)).to("meta")  # whose tensors have no values to wait for
+    made.target, made = VOCAB.to("meta"), made.to("meta")
+    made(batch)  # RoPE's table is made once
+    with NoWaiting():
+        made(batch).total(made.weights).backward()
+    assert all(p.grad is not None for p in made.parameters() if p.requires_grad)
+
+
 def test_head_ks_and_step_ks_weights_decay_with_k() -> None:
     weights = {f"{name}_at_{k}": w * 0.8**k for name, w in (("label", 0.7), ("law", 0.3)) for k in range(1, 4)}
     assert objective("medusa").weights == pytest.approx(weights)
@@ -285,6 +342,8 @@ def test_bf16_autocast_trains_and_stays_close(kind: str) -> None:
         found = made(batch).total(made.weights)
     found.backward()
     assert found.dtype == torch.float32 and found.item() == pytest.approx(exact, rel=0.05)
+    measured = made.bfloat16().eval()(batch).total(made.weights)  # as evaluation does for a target in bf16
+    assert measured.item() == pytest.approx(exact, rel=0.05)
 
 
 def held_out(made: Objective, rows: list[CachedRow]) -> dict[str, float]:

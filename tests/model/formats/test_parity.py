@@ -36,7 +36,7 @@ def target(tmp_path_factory: Any) -> TargetFacts:
 
 def _drafted(head: Eagle3Head, taps: torch.Tensor, ids: torch.Tensor) -> list[torch.Tensor]:
     """Draft ids of STEPS unroll steps at every slot; later steps are fed the true tokens, zeros beyond the end."""
-    memories = [UnrollMemory() for _ in range(head.config.num_hidden_layers)]
+    memories = [UnrollMemory((LENGTH,), torch.arange(LENGTH)) for _ in range(head.config.num_hidden_layers)]
     features, tokens, drafted = head.fuse(taps), ids, []
     for step in range(STEPS):
         features = head(tokens, features, torch.arange(LENGTH)[None] + step, memories)
