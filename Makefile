@@ -29,11 +29,12 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Where it is set (as in many containers), every process compiles all of torch and transformers again: 10 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo bench bench-full test soak lint lock clean
+.PHONY: help demo bench bench-full gpu test soak lint lock clean
 help:
 	@echo "make demo   the whole pipeline on the embedded default, to runs/embedded/report/ (at most 10 minutes, set-up included)"
 	@echo "make bench  every method on the embedded default, to runs/seeds/report/ (about 36 minutes the first time)"
 	@echo "make bench-full  all sweeps, to runs/seeds-full/report/ (hours; goes on where it stopped)"
+	@echo "make gpu    one GPU's tests, then its speed in features, training and decoding, to runs/gpu/ (at most 10 minutes)"
 	@echo "make test   the tests (at most 10 minutes; .venv/bin/python -m pytest -m 'not slow': about 3)"
 	@echo "make soak   50 kills of features, training and bench at random moments, and other long trials (at most 15 minutes)"
 	@echo "make lint   ruff and mypy"
@@ -80,6 +81,10 @@ bench: $(STAMP)
 bench-full: bench
 	@$(BIN)/python infer/main.py bench --config configs/bench/seeds-full.yaml
 	@$(BIN)/python infer/main.py report --config configs/bench/seeds-full.yaml --head $(SEEDS)/heads/eagle1
+
+# Where a Python sees its GPU and has the packages already: make gpu GPU_PYTHON=python3 (no .venv is made).
+gpu: $(if $(GPU_PYTHON),,$(STAMP))
+	PYTHONPATH=src:. $(or $(GPU_PYTHON),$(BIN)/python) -m tests.gpu
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -rs

@@ -1,0 +1,200 @@
+"""What one CUDA device does: the tests that need one, then features, training and decoding at real sizes, timed.
+
+python -m tests.gpu [--out DIR]            # make gpu: at most 10 minutes; the driver and pip wheels are enough
+python -m tests.gpu --device cpu --tiny    # the same code in seconds
+
+Weights are random and made in memory, so tau says nothing here and the shares of a cycle do. An MFU is of dense bf16.
+"""
+
+import argparse
+import gc
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from aerie.configs.schema.decode import DynamicConfig
+from aerie.configs.schema.heads import Eagle1Section, Eagle1Train, Eagle3Section, Eagle3Train, TargetConfig
+from aerie.data.batches import Batch
+from aerie.infer.decode.drafters import EagleDrafter
+from aerie.infer.decode.engine import PHASES, SpeculativeDecoder
+from aerie.infer.decode.methods import drafting
+from aerie.model.checkpoint import new_head
+from aerie.model.heads.eagle import DraftVocabulary
+from aerie.model.target import Target, default_taps
+from aerie.train import costs, launch
+from aerie.train.loop import build_optimizers
+from aerie.train.objectives import OBJECTIVES
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Size:
+    name: str
+    target: dict[str, int]
+    draft_vocab: int
+    rows: int  # of a batch
+    length: int  # tokens of a row
+    steps: int  # timed ones, after half as many
+    new_tokens: int
+
+
+LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 32_000, "num_hidden_layers": 16}
+LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14_336, "vocab_size": 128_256, "num_hidden_layers": 32}
+TINY = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 320, "num_hidden_layers": 7}
+HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
+SIZES = [
+    Size("D 2048, I 8192, V 32k", LLAMA_1B | HEADS, 32_000, rows=4, length=2048, steps=10, new_tokens=128),
+    Size("D 4096, I 14336, V 128k", LLAMA_8B | HEADS, 32_000, rows=2, length=2048, steps=10, new_tokens=128),
+]
+SMALL = Size("D 64, I 128, V 320", {**TINY, "num_attention_heads": 4, "num_key_value_heads": 2}, 100, 2, 32, 2, 8)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, and no tests first")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="where gpu.json and gpu.md go")
+    asked = parser.parse_args()
+    if asked.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif not torch.cuda.is_available():
+        print("error: --device cuda: torch sees no GPU; try --device cpu --tiny", file=sys.stderr)
+        return 2
+    code = 0
+    if not asked.tiny:
+        # In a process of its own, whose memory is free again afterwards; 5: no test has the mark.
+        tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+        code = subprocess.run(tests, check=False).returncode
+    rows = list[Row]()
+    accelerator = launch.build_accelerator(Eagle1Train(), asked.out)
+    for size in [SMALL] if asked.tiny else SIZES:
+        rows += measured(size, accelerator)
+    device = torch.device(asked.device)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"a CPU, {torch.get_num_threads()} threads"
+    facts = {"hardware": name, "torch": torch.__version__, "cuda": torch.version.cuda, "tests": code, "rows": rows}
+    asked.out.mkdir(parents=True, exist_ok=True)
+    (asked.out / "gpu.json").write_text(json.dumps(facts, indent=1) + "\n")
+    (asked.out / "gpu.md").write_text(text := table(facts))
+    print(text, end="")
+    return code if code != 5 else 0
+
+
+def measured(size: Size, accelerator: Accelerator) -> list[Row]:
+    device, rows = accelerator.device, list[Row]()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    config = LlamaConfig(**size.target, max_position_embeddings=4096, bos_token_id=None, eos_token_id=None)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    target = Target(model, TargetConfig(path=size.name))
+    taps = default_taps(target.num_blocks) or ()
+    ids = torch.randint(size.target["vocab_size"], (size.rows, size.length), device=device)
+    turns = torch.ones(size.rows, size.length, dtype=torch.long)
+    turns[:, : size.length // 4] = 0  # the prompt
+    load = costs.Load.of_rows(((row, turn) for row, turn in zip(ids.cpu(), turns, strict=True)), 7)
+    heads: dict[str, Any] = {}
+
+    def row(what: str, work: Callable[[], Any], operations: float, tokens: int, plan: Any = None) -> Row:
+        seconds, peak = timed(work, size.steps, device)
+        mfu = operations / seconds / costs.PEAK
+        found = {"size": size.name, "what": what, "tokens_per_s": tokens / seconds, "ms": 1000 * seconds, "mfu": mfu}
+        return found | {"peak_gib": peak / 2**30} | ({} if plan is None else {"planned_gib": plan / 2**30})
+
+    tokens = size.rows * size.length
+    head = new_head(Eagle1Section(), config, target.vocab, 0)
+    objective = OBJECTIVES["eagle1"](head, target.vocab, Eagle1Train())
+    forward = costs.operations(objective, load, model)["target"]
+    rows.append(row("features with taps", lambda: target.features(ids, taps), forward, tokens))
+    states = target.features(ids, taps)
+    batch = Batch(ids.cpu(), turns, torch.full((size.rows,), size.length), tuple(range(size.rows))).to(device)
+    assert states.taps is not None  # copies: autograd cannot keep inference tensors
+    batch = replace(batch, features=states.last_hidden.clone(), taps=states.taps.clone())
+    vocabulary = DraftVocabulary.of_ids(torch.arange(size.draft_vocab), size.target["vocab_size"])
+    sections = {"eagle1": (Eagle1Section(), Eagle1Train(feature_noise=0.0)), "eagle3": (Eagle3Section(), Eagle3Train())}
+    for kind, (section, settings) in sections.items():
+        head = new_head(section, config, target.vocab, 0, size.name, taps, vocabulary if kind == "eagle3" else None)
+        objective = OBJECTIVES[kind](head.float(), target.vocab, settings)
+        module, *optimizers = accelerator.prepare(objective, *build_optimizers(objective, settings))
+        work, parts = costs.operations(objective, load), costs.memory(objective, tokens, dtype.itemsize, model)
+        rows.append(row(f"{kind} training", step(accelerator, module, optimizers, batch), sum(work.values()), tokens,
+                        sum(parts.values()) - parts["copy that is measured"]))  # fmt: skip
+        heads[kind] = objective.head.to(dtype).eval().requires_grad_(False)
+        accelerator.free_memory()
+        del module, optimizers, objective
+    return rows + [decoded(size, target, kind, heads.get(kind), ids[:1, :128]) for kind in ("vanilla", *heads)]
+
+
+def step(accelerator: Accelerator, module: Any, optimizers: list[Any], batch: Batch) -> Callable[[], None]:
+    """A training step as the loop takes it, without the reading of its batch."""
+    objective = accelerator.unwrap_model(module)
+    scales = {name: 1.0 / float(count) for name, count in objective.counts(batch).items()}
+
+    def take() -> None:
+        accelerator.backward(module(batch).total(objective.weights, scales))
+        accelerator.clip_grad_norm_(module.parameters(), 0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return take
+
+
+def decoded(size: Size, target: Target, kind: str, head: Any, prompt: torch.Tensor) -> Row:
+    tree = DynamicConfig(levels=3, k=2, nodes=6) if size is SMALL else DynamicConfig(levels=6, k=10, nodes=60)
+    target.decodes |= {"tree", "chain"}  # random weights are not worth a check
+    decoder = SpeculativeDecoder(target, head and drafting(EagleDrafter(head, target), tree))
+    asked: Row = {"max_new_tokens": size.new_tokens, "do_sample": False, "eos_token_id": [], "timed": True}
+    decoder.generate(prompt, **asked)
+    counted = decoder.generate(prompt, **asked).statistics
+    cycles, phases = max(counted.target_forwards, 1), [name for name in PHASES if name not in ("prefill", "wall")]
+    split = {name: counted.ms[name] / cycles for name in phases}
+    method = {"eagle1": "eagle2"}.get(kind, kind)
+    return {"size": size.name, "what": f"decode {method}", "tokens_per_s": counted.tokens_per_s, "tau": counted.tau,
+            "ms": sum(split.values()), "cycle_ms": split}  # fmt: skip
+
+
+def timed(work: Callable[[], Any], count: int, device: torch.device) -> tuple[float, float]:
+    """Seconds of a call, after warm-up, and the peak of allocated bytes (on a CPU: of the process)."""
+    is_cuda = device.type == "cuda"
+    gc.collect()
+    for number in range(count // 2 + 1 + count):
+        if number == count // 2 + 1:
+            if is_cuda:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            started = time.perf_counter()
+        work()
+    if is_cuda:
+        torch.cuda.synchronize()
+    seconds = (time.perf_counter() - started) / count
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return seconds, torch.cuda.max_memory_allocated() if is_cuda else own
+
+
+def table(facts: Row) -> str:
+    lines = [f"{facts['hardware']}, torch {facts['torch']}, CUDA {facts['cuda']}; random weights", ""]
+    lines += ["| size | what | tokens/s | ms | MFU | peak GiB (planned) | draft, verify, commit, other ms |"]
+    lines += ["|---" * 7 + "|"]
+    for row in facts["rows"]:
+        mfu = f"{row['mfu']:.1%}" if "mfu" in row else ""
+        memory = f"{row['peak_gib']:.1f}" if "peak_gib" in row else ""
+        memory += f" ({row['planned_gib']:.1f})" if "planned_gib" in row else ""
+        split = ", ".join(f"{ms:.2f}" for ms in row.get("cycle_ms", {}).values())
+        cells = [row["size"], row["what"], f"{row['tokens_per_s']:,.0f}", f"{row['ms']:.2f}", mfu, memory, split]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
