@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, starmap
 from typing import Any
 
 import torch
@@ -137,8 +138,8 @@ def by_piece(
     """totals(*once(*piece)) of each piece. The backward pass begins with the last, and makes all other totals again."""
     # Unchecked: a frozen LM head that ZeRO-3 has released again looks empty, until the backward pass gathers it.
     again = partial(checkpoint, totals, use_reentrant=False, determinism_check="none")
-    for at, piece in enumerate(pieces, start=1):
-        yield (totals if at == len(pieces) else again)(*once(*piece))
+    earlier, last = (starmap(once, some) for some in (pieces[:-1], pieces[-1:]))
+    return chain(starmap(again, earlier), starmap(totals, last))
 
 
 def summed(parts: Sequence[Totals]) -> Totals:
