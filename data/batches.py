@@ -4,7 +4,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, islice
 from typing import Any, NamedTuple, TypeVar
@@ -30,13 +30,12 @@ class Batch:
 
     input_ids: Tensor  # [B, T]
     turns: Tensor  # [B, T], on the host: number of the assistant turn, 0 for what is not learnt
-    lengths: Tensor  # of the conversations: [B], or more where they are packed
+    lengths: Tensor  # on the host, of the conversations: [B], or more where they are packed
     rows: tuple[int, ...]  # row numbers in the data set
     features: Tensor | None = None  # [B, T, D]
     taps: Tensor | None = None  # [B, T, L*D]
-    noise: Tensor | None = None  # [B, T, D], added to the features that go in
     documents: tuple[int, ...] | None = None  # packed (B is 1): the conversations' lengths
-    seeds: tuple[int, ...] | None = None  # one a row, for dropout and drawn tokens
+    seeds: tuple[int, ...] | None = None  # one a row, for noise, dropout and drawn tokens
     redrawn: Tensor | None = None  # [B, T] bool: tokens that a draft LM draws itself
     scales: Tensor | None = None  # [B, T, 1 + L]
     dtype: torch.dtype | None = None  # of the states in use; None: they are stored so
@@ -74,8 +73,8 @@ class Batch:
         return replace(self, **pinned)
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The batch on a device, its states decoded there; the turns stay, so that nobody waits to learn of them."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "turns"}
+        """The batch on a device, its states decoded there; turns and lengths stay: nobody waits to learn of them."""
+        values = {name: value for name, value in vars(self).items() if name not in ("turns", "lengths")}
         moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)}
         if self.dtype is not None and self.features is not None:
             scales = moved.pop("scales", None)  # [B, T, 1 + L]
@@ -242,7 +241,7 @@ def with_states(target: Target, after_blocks: tuple[int, ...], dtype: torch.dtyp
     ids, sizes = batch.input_ids, batch.documents
     if sizes is not None:  # the target reads packed conversations one a row
         ids = pad_sequence(ids[0].split(sizes), batch_first=True)  # [N, T]
-    output, mask = forward(target, ids, batch.lengths, after_blocks)  # [N, T]
+    output, mask = forward(target, ids, batch.lengths.to(ids.device), after_blocks)  # [N, T]
     # Zero in padding, as in a cache. Copies: autograd cannot keep inference tensors.
     states = {"features": output.last_hidden, "taps": output.taps}
     copies = {k: v.to(ids.device, dtype, copy=True) for k, v in states.items() if v is not None}

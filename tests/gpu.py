@@ -121,17 +121,18 @@ def measured(size: Size, accelerator: Accelerator) -> list[Row]:
     assert states.taps is not None  # copies: autograd cannot keep inference tensors
     batch = replace(batch, features=states.last_hidden.clone(), taps=states.taps.clone())
     vocabulary = DraftVocabulary.of_ids(torch.arange(size.draft_vocab), size.target["vocab_size"])
-    sections = {"eagle1": (Eagle1Section(), Eagle1Train(feature_noise=0.0)), "eagle3": (Eagle3Section(), Eagle3Train())}
+    sections = {"eagle1": (Eagle1Section(), Eagle1Train()), "eagle3": (Eagle3Section(), Eagle3Train())}
     for kind, (section, settings) in sections.items():
         head = new_head(section, config, target.vocab, 0, size.name, taps, vocabulary if kind == "eagle3" else None)
         objective = OBJECTIVES[kind](head.float(), target.vocab, settings)
         module, *optimizers = accelerator.prepare(objective, *build_optimizers(objective, settings))
         work, parts = costs.operations(objective, load), costs.memory(objective, tokens, dtype.itemsize, model)
-        rows.append(row(f"{kind} training", step(accelerator, module, optimizers, batch), sum(work.values()), tokens,
-                        sum(parts.values()) - parts["copy that is measured"]))  # fmt: skip
+        planned = sum(parts.values()) - parts["copy that is measured"]
+        take = step(accelerator, module, optimizers, objective.prepare(batch, 0))
+        rows.append(row(f"{kind} training", take, sum(work.values()), tokens, planned))
         heads[kind] = objective.head.to(dtype).eval().requires_grad_(False)
         accelerator.free_memory()
-        del module, optimizers, objective
+        del module, optimizers, objective, take
     return rows + [decoded(size, target, kind, heads.get(kind), ids[:1, :128]) for kind in ("vanilla", *heads)]
 
 

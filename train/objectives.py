@@ -195,19 +195,23 @@ class Eagle1Objective(Objective):
         head.gradient_checkpointing = settings.gradient_checkpointing
 
     def prepare(self, batch: Batch, epoch: int) -> Batch:
-        # Uniform noise for the features, drawn row by row: no neighbour in the batch can move it.
-        batch, half = super().prepare(batch, epoch), self.settings.feature_noise
-        if half == 0.0:
+        batch, seed = super().prepare(batch, epoch), self.settings.seed
+        if self.settings.feature_noise == 0.0:
             return batch
-        noise = torch.zeros(*batch.input_ids.shape, self.target.embedding.shape[1])  # [B, T, D]
-        for at, (row, length) in enumerate(zip(batch.rows, batch.lengths.tolist(), strict=True)):
-            noise[at, :length].uniform_(-half, half, generator=keyed_generator(self.settings.seed, epoch, row))
-        return replace(batch, noise=noise)
+        return replace(batch, seeds=tuple(keyed_generator(seed, epoch, row).initial_seed() for row in batch.rows))
+
+    def noise(self, batch: Batch, like: Tensor) -> Tensor:
+        """Uniform noise [B, T, D] for features, drawn row by row where they are: no neighbour in the batch moves it."""
+        half = self.settings.feature_noise
+        noise = torch.zeros(*batch.input_ids.shape, like.shape[-1], device=like.device)
+        for row, length, seed in zip(noise, batch.lengths.tolist(), batch.seeds or (), strict=True):
+            row[:length].uniform_(-half, half, generator=torch.Generator(like.device).manual_seed(seed))
+        return noise
 
     def forward(self, batch: Batch) -> StepOutput:
         given, slots = self.features(batch), batch.supervised()[:, :-1]  # [B, T-1, D], [B, T-1]
-        if batch.noise is not None:
-            given = given + batch.noise[:, :-1].to(given.dtype)
+        if batch.seeds is not None:
+            given = given + self.noise(batch, given)[:, :-1].to(given.dtype)
         # All slots are computed: later ones attend to them.
         positions = batch.positions[:, :-1].to(given.device)
         predicted = self.head(batch.input_ids[:, 1:], given, positions)[slots].float()  # [S, D]

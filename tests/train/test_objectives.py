@@ -385,7 +385,9 @@ def test_noise_is_uniform_and_belongs_to_seed_epoch_and_row() -> None:
     rows = tiny.rows(2)
 
     def noise(seed: int = 0, epoch: int = 0) -> Any:
-        return objective("eagle1", feature_noise=0.1, seed=seed).prepare(collate(rows, range(2)), epoch).noise
+        made: Any = objective("eagle1", feature_noise=0.1, seed=seed)
+        batch = made.prepare(collate(rows, range(2)), epoch)
+        return made.noise(batch, batch.features)
 
     first, length = noise(), len(rows[0].input_ids)
     assert first.equal(noise()) and not first.equal(noise(seed=1)) and not first.equal(noise(epoch=1))
