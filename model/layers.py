@@ -119,8 +119,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, memory: Memory)
         memory.keys.append(k.to(v.dtype))  # autocast: RoPE's tables are float32
         memory.values.append(v)
         pairs = enumerate(zip(memory.keys, memory.values, strict=True))
-        columns = [x[0].transpose(0, 1)[: n if step else None] for step, pair in pairs for x in pair]
-        out = _MergedAttention.apply(q[0].transpose(0, 1).to(v.dtype), places, memory.documents, *columns)
+        columns = [(x[:, :, :n] if step else x).squeeze(0).transpose(0, 1) for step, pair in pairs for x in pair]
+        out = _MergedAttention.apply(q.squeeze(0).transpose(0, 1).to(v.dtype), places, memory.documents, *columns)
         return out.flatten(1)[None]
     is_causal = mask is None and memory is None  # a lone new slot needs no mask
     if memory is not None:

@@ -167,7 +167,7 @@ def unrolled(head: Any, batch: Batch, slots: Slots, x: Tensor, recomputes: bool 
         # Positions beyond the head's count for nothing; clamped they can be looked up.
         at = (positions[taken] + step).clamp(max=limit - 1)
         x = run(ids[taken + 1 + step][None], x[:, :size] if step else x, at[None], memories)  # t_{p+1+k}
-        yield x[0]
+        yield x.squeeze(0)
 
 
 def _checkpointed(head: Any, tokens: Tensor, x: Tensor, positions: Tensor, memories: list[UnrollMemory]) -> Tensor:
