@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import traceback
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -91,6 +92,9 @@ def fork(run: Callable[[], object]) -> int:
         code: Any = 1
         try:
             code = run()
+        except BaseException:
+            traceback.print_exc()
+            raise
         finally:
             os._exit(code if isinstance(code, int) else 0)
     return child
