@@ -49,7 +49,7 @@ def new_head(
         width, own = vocab.lm_head.shape[1], head.config.hidden_size
         if asked and width != own:
             raise UserError(f"head.{asked[0]}: {path} is {width:,} wide, the head {own:,}; leave head.hidden_size out")
-        if asked[:1] in (["lm_head"], ["lm_head_init"]):
+        if {"lm_head", "lm_head_init"} & {*asked}:
             head.lm_head.weight.data.copy_(vocab.lm_head[head.vocabulary.ids.to(vocab.lm_head.device)])  # [Vd, D]
         head.lm_head.requires_grad_(section.lm_head == "trained")
         if section.norm_init == "target":

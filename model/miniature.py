@@ -81,6 +81,12 @@ def _sizes(config: Any) -> dict[str, Any]:
     values |= {name: size for name, size in SMALL.items() if _given(config, name) is not None}
     if hasattr(config, "kv_lora_rank"):  # MLA
         values |= {"num_key_value_heads": 4, "head_dim": 4}
+    rope = _given(config, "rope_parameters") or {}
+    if "long_factor" in rope:  # LongRoPE: a factor for each pair of the entries that turn, and a length in reach
+        pairs = int((4 if hasattr(config, "kv_lora_rank") else 8) * rope.get("partial_rotary_factor", 1.0)) // 2
+        factors = {name: rope[name][:pairs] for name in ("short_factor", "long_factor")}
+        values |= {"rope_parameters": rope | factors | {"original_max_position_embeddings": 28}}
+        values["original_max_position_embeddings"] = 28
     for name in BY_LAYER:
         if isinstance(kinds := _given(config, name), list) and len(kinds) >= 4:
             values[name] = [*kinds[:3], kinds[-1]]

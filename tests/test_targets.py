@@ -16,7 +16,7 @@ from aerie.infer import main as infer
 from aerie.infer.decode import check
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.model import main as model
-from aerie.model.miniature import SPEED, small_model
+from aerie.model.miniature import SPEED, lengths_to_check, miniature, small_model
 from aerie.model.target import Target
 from aerie.train import main as train
 from tests import tiny
@@ -83,6 +83,23 @@ def test_a_hybrid_target_trains_and_exports_a_head_and_says_that_it_does_not_dec
     assert tiny.call(infer, "generate", "--target", tmp_path / "mpt", "--prompt", "x", "--max-new-tokens", 3) == 0
     assert tiny.call(infer, "generate", "--target", tmp_path / "mpt", "--prompt", "x", "--method", "lookahead") == 2
     assert "use a method that drafts a chain (eagle-chain, sps, pld), or vanilla" in capsys.readouterr().err
+
+
+def test_a_miniature_of_a_longrope_target_is_tried_across_its_original_length(monkeypatch: Any) -> None:
+    factors = {"short_factor": [1.0 + k for k in range(48)], "long_factor": [2.0 + 3.0 * k for k in range(48)]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, **factors}
+    sizes = {"hidden_size": 3072, "num_attention_heads": 24, "max_position_embeddings": 131072}  # Phi-4-mini's
+    config = AutoConfig.for_model(
+        "phi3", **sizes, rope_parameters=rope, original_max_position_embeddings=4096, pad_token_id=None
+    )
+    target = miniature(config, TargetConfig(path="phi"))
+    assert target is not None and target.rope_switch == 28 and max(lengths_to_check(target)) > 28
+    check.checked_lm(target)
+    check_padding(target)
+    target.rope_switch = None  # a row of 36 tokens turns one of 12 beside it
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="beside a longer row of 36 tokens"):
+        patch.setattr("aerie.data.batches.lengths_to_check", lambda _: {36: 0.0})
+        check_padding(target)
 
 
 def test_longrope_is_that_of_each_row_and_of_plain_decoding_before_across_and_beyond_its_original_length() -> None:
