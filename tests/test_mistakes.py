@@ -39,6 +39,8 @@ TEXTS = {  # of the files in {bad}
     "half.jsonl": '{"prompt": "\\ud800 boats"}\n',
     "null/status.json": "null",
     "deep/status.json": DEEP,
+    "odd/report/summary.json": "[]",
+    "odd/report/details.json": "[]",
     "outside/config.json": "{}",
     "outside/model.safetensors.index.json": json.dumps({"weight_map": {"a": "../../target/model.safetensors"}}),
     "head/config.json": DEEP,
@@ -52,31 +54,30 @@ MISTAKES = r"""
 run => no recipe; name one with --config
 run {bad}/gone.yaml => gone.yaml: No such file or directory
 run {bad} => bad: Is a directory
-run /dev/zero => /dev/zero: a pipe or a device
 run {root}/recipe.yaml --processes many => --processes: invalid int value: 'many'
 run {root}/recipe.yaml => none.jsonl: no such file or directory
 status => the following arguments are required: RUN
 status {bad}/nowhere => nowhere: no run
 status {bad}/null => null/status.json: is not the status of a run
 status {bad}/deep => deep/status.json: not JSON (nested too deeply)
-keys trian => trian: no section or key of a recipe; did you mean 'train'
 init => the following arguments are required: --target, --data, --out
 init --target {root}/target --data {bad}/gone.jsonl --out {root}/new.yaml => gone.jsonl: no such file
-init --target {root}/target --data {bad}/pipe.jsonl --out {root}/new.yaml => pipe.jsonl: a pipe or a device
 init --target {root}/target --data {root}/rows.jsonl --out {root}/recipe.yaml => is there already
 init --target {bad}/model.gguf --data {root}/rows.jsonl --out {root}/new.yaml => GGUF is not read
 init --target {bad}/outside --data {root}/rows.jsonl --out {root}/new.yaml => index.json: names '../../target
 synthetic {recipe} => no section 'synthetic'
 distill {recipe} => no section 'distill'
 distill {recipe} --plan --distill.sources '[{path: {bad}/pipe.jsonl}]' => pipe.jsonl: a pipe or a device
-distill {recipe} --plan --distill.sources '[{path: {bad}/deep.jsonl}]' => deep.jsonl:1: not JSON (nested too deeply)
-distill {recipe} --distill.sources '[{path: {root}/rows.jsonl}]' --shard 3/2 => --shard: 3/2 is no share
+distill {recipe} --distill.sources '[{path: {root}/rows.jsonl}]' --merge --retry-failed => leave --retry-failed and
+distill {recipe} --distill.sources '[{path: x, ask: problem}]' => ask to personas
 features --config {bad}/loop.yaml => loop.yaml: more than 100,000 values
 features {data} {bad}/deep.jsonl => deep.jsonl:1: not JSON (nested too deeply)
 features {data} {bad}/huge.jsonl => huge.jsonl:1: not JSON (Exceeds the limit
+features {recipe} --overwrite --features.after_blocks [2,1] => after_blocks must ascend
+features {recipe} --overwrite --shard 3/2 => --shard: 3/2 is no share; write i/n
+features {recipe} --plan --data.conversations {root}/rows.jsonl --head.kind eagle3 => need at least 7; name its taps
 features {data} {bad}/numbers.jsonl => no usable conversation: 1 read, 0 kept, 1 skipped; skipped 1 turn is not text
 features {data} {bad}/nested.jsonl => no usable conversation: 1 read, 0 kept, 1 skipped
-features {data} {bad}/pipe.jsonl => pipe.jsonl: a pipe or a device
 features {data} /dev/zero => /dev/zero: a pipe or a device
 features {data} [] => --data.conversations: tuple should have at least 1 item
 show {data} {bad}/torn.jsonl --limit 0 => --limit: must be at least 1, not 0
@@ -88,7 +89,6 @@ train --config {bad}/bomb.yaml => bomb.yaml: more than 100,000 values
 train --config {bad}/half.yaml => half.yaml: '\ud800' holds half of a surrogate pair
 train {recipe} --lr 1 => --lr: unknown key; did you mean 'train.learning_rate'
 train {recipe} --train.max_steps 0 => --train.max_steps: input should be greater than 0
-train {recipe} --target {bad}/outside => index.json: names '../../target
 train {recipe} --target {bad}/nowhere/x => no such target directory
 WORLD_SIZE=two train {recipe} => WORLD_SIZE: 'two' is no number
 train {recipe} --train.betas '[0.9]' => --train.betas: train.betas.1: required, and not set
@@ -96,31 +96,31 @@ RANK=first features {recipe} => RANK: 'first' is no number
 RANK=1 features {recipe} => RANK: 1 is not below WORLD_SIZE 1; a launcher sets both
 MASTER_PORT= bench {recipe} => MASTER_PORT: '' is no number
 generate {recipe} => generate needs either --prompt TEXT
-generate {recipe} --prompt '' => --prompt: the prompt is empty, or no text
 generate {recipe} --prompt - => --prompt: the prompt is empty, or no text
 generate {recipe} --prompt {byte} => '\udcff': is no UTF-8 text
 generate {recipe} --prompts {bad}/half.jsonl => half.jsonl: row 1: the prompt is empty, or no text
 generate {recipe} --prompts {bad}/pipe.jsonl => pipe.jsonl: a pipe or a device
 generate {recipe} --prompts {bad}/numbers.jsonl => turn 1 holds int
-generate {recipe} --prompt x --target {bad}/outside => index.json: names '../../target
+generate {recipe} --prompt x --target.device_map cuda:7 => cannot load the target
 generate {recipe} --prompt x --head {bad}/head => head/config.json: not JSON (nested too deeply)
 generate {recipe} --prompt x --head {bad}/list => list/config.json: has no
 generate {recipe} --prompt x --target {bad}/lost => generation_config.json: is no regular file, or a link to none
 generate {recipe} --prompt x --head {bad}/nowhere => nowhere: holds no head
 generate {recipe} --prompt x --row {bad}/merge.yaml => merge.yaml: more than 100,000 values
 generate {recipe} --prompt x --temperature -1 => temperature: input should be greater than or equal to 0
+generate {recipe} --prompt x --temperature 1 --top-p 0 => top_p: input should be greater than 0
 generate --prompt x --run {bad}/nowhere => recipe.yaml: not there
 chat --config {bad}/pipe.yaml => pipe.yaml: a pipe or a device
 calibrate --config {bad}/huge.yaml => huge.yaml: not YAML (Exceeds the limit
 calibrate {recipe} --calibrate.prompts.path {bad}/pipe => pipe: a pipe or a device
 calibrate {recipe} --calibrate.method pld => pld has no head
-bench {recipe} --bench.prompts.path /dev/zero => /dev/zero: a pipe or a device
 bench {recipe} --bench.prompts.path {bad}/half.jsonl => half.jsonl:1: a question is a text
 tune --config {bad}/empty.yaml => empty.yaml: a recipe is a mapping of sections; this is NoneType
 tune {recipe} --head {root}/run => run: a run and no head
 report --config {bad}/date.yaml => date.yaml: not YAML (month must be in 1..12)
 report {recipe} => bench: no bench, or one that was stopped
 results {bad}/null => null: has no report
+results {bad}/odd => report: is not what was written; run: aerie report --run
 results => the following arguments are required: RUN
 compare {recipe} --of 0 --against 1 => records.jsonl
 verify => verify needs --config RECIPE, or --target
@@ -128,12 +128,14 @@ verify {recipe} --draws 10 => 200 draws are needed
 verify --config {bad}/code.yaml => code.yaml:1: not YAML (could not determine a constructor
 inspect {bad}/nowhere => nowhere: holds no head
 inspect {root}/run => run: a run and no head
+inspect {root}/target => a whole language model and no draft head: a target, or a draft_lm
 inspect {root}/run/heads/eagle3 --after-blocks 3,2 => --after-blocks: invalid taps value: '3,2'
 convert {root}/run/heads/eagle1 --to vllm --target {root}/target --out {root}/run => run: not empty
 convert {bad}/head --to vllm --target {root}/target --out {root}/out => head/config.json: not JSON
-convert {root}/run/heads/eagle1 --to vllm --target {bad}/nowhere/x --out {root}/out => no such target
+convert {root}/run/heads/eagle1 --to sglang --target {root}/target --out {root}/q.txt/x => written (Not a directory)
 push {root}/run/heads/eagle1 --repo noname => --repo noname: no repository name
 push {root}/run/heads/eagle1 --repo me/head --dry-run => no measured results
+push {root}/run/heads/eagle1 --repo me/head --without-results --uncommitted => name it with --target-name
 generate --config {bad}/long.yaml --prompt x => long.yaml: has 1,048,584 bytes, and 1,048,576 are read at most
 """
 

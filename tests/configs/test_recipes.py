@@ -102,13 +102,8 @@ def test_names_of_other_programs_lead_to_ours() -> None:
         assert told.startswith("did you mean '") and told.endswith((f".{key}'?", f"'{key}'?")), (other, told)
 
 
-def test_the_published_recipes_and_trees_are_all_there() -> None:
+def test_trees_are_those_that_were_published_and_recipes_that_share_a_cache_agree() -> None:
     assert {path.stem: len(StaticConfig(choices=str(path)).paths) for path in TREES} == {"eagle1": 25, "medusa63": 63}
-    for folder, models in (
-        ("eagle1", "vicuna-7b vicuna-13b llama2-7b llama2-13b llama2-70b llama3-8b llama3-70b"),
-        ("eagle3", "vicuna-13b llama31-8b llama33-70b qwen3-8b qwq-32b embedded"),
-    ):
-        assert {*models.split()} <= {path.stem for path in RECIPES if path.parent.name == folder}
     for kind in ("medusa", "hydra"):  # they train on the feature cache of the EAGLE-1 recipe
         for ours, theirs in ((f"{kind}/embedded", "embedded"), (f"{kind}/vicuna-7b", "eagle1/vicuna-7b")):
             own, shared = (load(CONFIGS / f"{name}.yaml") for name in (ours, theirs))

@@ -14,6 +14,7 @@ from aerie.infer.measure.tasks import load_prompts
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```json (\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+assert {kind for kind, _ in EXAMPLES} == {"conversation", "question", "prompt", "persona"}
 SOURCES = {"prompt": ({"kind": "prompts"},), "persona": ({"kind": "personas"}, {"kind": "personas", "ask": "problem"})}
 
 
@@ -34,7 +35,3 @@ def test_an_example_of_the_page_is_read(kind: str, text: str, tmp_path: Path) ->
         for keys in SOURCES[kind]:
             (asked,) = make_prompts(DistillConfig((SourceConfig(str(path), **keys),)), ())
             assert asked.skip is None and (asked.turns or asked.invent)
-
-
-def test_the_page_has_examples_of_every_kind() -> None:
-    assert {kind for kind, _ in EXAMPLES} == {"conversation", "question", "prompt", "persona"}

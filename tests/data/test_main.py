@@ -82,25 +82,6 @@ def test_features_are_planned_without_weights_written_once_and_then_reused(
     assert call(main, *words) == 0 and capsys.readouterr().out == f"features: whole, reused ({features})\n"
 
 
-MISTAKES = [
-    ("features --data.conversations [gone.jsonl]", "gone.jsonl: no such file"),
-    ("features --features.after_blocks [2,1]", "after_blocks must ascend"),
-    ("features --shard 3/2", "--shard: 3/2 is no share; write i/n"),
-    ("features --head.kind eagle3", "the default taps (2, n//2, n-3) need at least 7; name its taps"),
-    ("distill --merge --retry-failed", "leave --retry-failed and --shard out"),
-    ('distill --distill.sources [{"path":"x","ask":"problem"}]', "ask to personas"),
-]
-
-
-@pytest.mark.parametrize(("words", "said"), MISTAKES)
-def test_a_mistake_exits_with_2_and_one_line_and_overwrites_nothing(
-    words: str, said: str, recipe: Path, features: Path, capsys: Any
-) -> None:
-    before = contents(features)
-    assert call(main, *words.split(), "--config", recipe, "--overwrite") == 2
-    assert said in refusal(capsys) and contents(features) == before
-
-
 def test_another_recipes_cache_is_replaced_only_with_overwrite(recipe: Path, features: Path, capsys: Any) -> None:
     before, changed = contents(features), ("features", "--config", recipe, "--features.storage", "fp8")
     assert call(main, *changed) == 2 and contents(features) == before

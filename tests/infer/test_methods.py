@@ -20,7 +20,6 @@ from aerie.configs.schema.decode import (
     StaticConfig,
     VoteConfig,
 )
-from aerie.configs.schema.measure import SamplingConfig
 from aerie.infer.decode.drafters import DRAFTERS
 from aerie.infer.decode.methods import find_head, kind_at
 from aerie.infer.decode.shape import make_shape
@@ -112,12 +111,6 @@ def test_mistakes_are_one_line_each_that_names_the_key(words: str, message: str)
     with pytest.raises(UserError, match=message) as error:
         overridden(*words.split())
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_k": -1}, {"top_p": 0.0}])
-def test_sampling_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(UserError, match=f"{next(iter(wrong))}"):
-        validate(dict(wrong), SamplingConfig, "recipe.yaml", {})
 
 
 def test_a_file_and_a_list_say_the_same(tmp_path: Path) -> None:

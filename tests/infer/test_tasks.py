@@ -10,12 +10,10 @@ import pytest
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
-from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.measure import HeldOutPrompts, PromptsConfig, TaskConfig
 from aerie.data.conversations import Tally, load_conversations
 from aerie.infer.measure import tasks
-from aerie.infer.measure.tasks import TASKS, Prompt, encode_turn, load_prompts, pinned, prompt_inputs, prompt_of
-from aerie.model.target import Target, load_tokenizer
+from aerie.infer.measure.tasks import TASKS, Prompt, load_prompts, pinned, prompt_inputs, prompt_of
 from tests import tiny
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -97,12 +95,6 @@ def test_a_task_gives_its_first_rows_or_drawn_ones_and_levels_alike(tmp_path: Pa
     assert [(p.task[-1], p.prompt_id) for p in chosen] == [("1", "0"), ("2", "6"), ("1", "1"), ("2", "7")]
 
 
-def test_a_column_of_questions_is_read_from_rows_of_any_format(tmp_path: Path) -> None:
-    for name, text in {"q.jsonl": '{"question": "a"}\n', "q.csv": "answer,question\nb,a\n", "q.txt": "a\n"}.items():
-        (tmp_path / name).write_text(text)
-        assert load_prompts(PromptsConfig(str(tmp_path / name))) == [Prompt("1", "q", ("a",))]
-
-
 def test_broken_questions_are_one_sentence(tmp_path: Path) -> None:
     twice = '{"question_id": 1, "turns": ["a"]}\n'
     for text, message in {
@@ -114,14 +106,6 @@ def test_broken_questions_are_one_sentence(tmp_path: Path) -> None:
         (tmp_path / "q.jsonl").write_text(text)
         with pytest.raises(UserError, match=message):
             load_prompts(PromptsConfig(str(tmp_path / "q.jsonl")))
-
-
-def test_a_target_without_a_template_is_told_how_to_pass_one(tmp_path: Path) -> None:
-    config = TargetConfig(str(tiny.target(tmp_path / "t")))
-    tokenizer, target = load_tokenizer(config), Target.load(config)
-    tokenizer.chat_template = None
-    with pytest.raises(UserError, match=r"target\.chat_template"):
-        encode_turn(Prompt("", "", ("x",)), (), tokenizer, target)
 
 
 def test_a_data_set_is_read_by_its_subset_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,18 +122,6 @@ def test_the_card_has_target_data_figures_hardware_and_three_ways_to_use_the_hea
     assert "99.00" not in body  # a row that failed has no figures
 
 
-def test_the_card_says_where_a_head_cannot_be_served(one: Path) -> None:
-    embedding = tiny.vocab().embedding
-    for head, said in (
-        (tiny.head(embedding), "--speculative-algorithm EAGLE "),
-        (tiny.head(embedding, bias=True), "vLLM's EAGLE-1 has no fc.bias"),
-        (tiny.multi_token_head("medusa", tiny.vocab()), "SGLang has no Medusa; it decodes here"),
-    ):
-        save_head(head, one, target_path="lmsys/vicuna-7b-v1.3")
-        body = packed(one, **UNMEASURED)["README.md"]
-        assert said in body and "No licence was given" in body and "Nothing was measured" in body
-
-
 @pytest.mark.parametrize("layout", ["aerie", "speculators"])
 def test_no_conversation_no_local_path_and_nobodys_name_leaves_the_machine(
     head: Path, tmp_path: Path, monkeypatch: Any, layout: str
@@ -247,6 +235,8 @@ def test_a_pushed_repository_is_a_servers_at_its_root_and_ours_by_its_name(
     card = huggingface_hub.ModelCard.load(root / "README.md")
     card.validate()
     assert command in card.text and "tiny --out draft\n" + command not in card.text
+    assert ("vLLM's EAGLE-1 has no fc.bias" in card.text) == (layout == "sglang")
+    assert "No licence was given" in card.text and "Nothing was measured" in card.text
     assert card.data.base_model == "someone/tiny" and card.data.datasets == ["a/chats"]
     assert set(SERVERS[layout]) < set(card.data.tags)
     _, removed = upload("me/head", files_of(place))  # an earlier push's folder would be read first

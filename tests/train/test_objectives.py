@@ -18,7 +18,7 @@ from aerie.configs.schema.heads import DraftLMTrain, Eagle1Train, Eagle3Train, L
 from aerie.data.batches import Batch, collate
 from aerie.data.cache import CachedRow
 from aerie.model.heads.eagle import EagleDraft
-from aerie.model.layers import KeyValueBuffer, UnrollMemory
+from aerie.model.layers import KeyValueBuffer
 from aerie.train.lm import LMObjective
 from aerie.train.loop import means
 from aerie.train.objectives import Eagle1Objective, Eagle3Objective, MultiTokenObjective, Objective, keyed_dropout
@@ -173,37 +173,6 @@ def test_terms_are_those_of_drafting_step_by_step_from_every_supervised_slot(
     assert all(int(count) == slots[name] for name, count in counts.items())
 
 
-def unrolled_whole(made: Any, row: CachedRow) -> dict[str, Tensor]:
-    """EAGLE-3's loss sums of a row, with every slot in every step, and the loss as it is written."""
-    assert row.taps is not None
-    head, width, losses = made.head, len(row.input_ids), {}
-    memories = [UnrollMemory((width,), torch.arange(width)) for _ in head.blocks]
-    logits = row.last_hidden @ VOCAB.lm_head.T
-    law = logits[:, head.vocabulary.ids].softmax(-1) * head.vocabulary.t2d[logits.argmax(-1)][:, None]
-    x, ids = head.fuse(row.taps)[None], torch.cat([row.input_ids, torch.zeros(STEPS).long()])
-    for k in range(STEPS):
-        x = head(ids[None, 1 + k : 1 + k + width], x, torch.arange(k, k + width)[None], memories)
-        slots = collate([row], [0]).supervised(k)[0].nonzero()[:, 0]
-        losses[f"loss_at_{k + 1}"] = -(law[slots + 1 + k] * head.logits(x[0, slots]).log_softmax(-1)).sum()
-        if made.settings.feature_weight:
-            distance = F.smooth_l1_loss(head.normed(x[0, slots]), row.last_hidden[slots + 1 + k], reduction="none")
-            losses[f"feature_at_{k + 1}"] = distance.mean(-1).sum()
-    return losses
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "eagle3-deep"])
-@pytest.mark.parametrize("chunk", [11, 4096])
-def test_what_is_left_out_of_the_unroll_moves_neither_loss_nor_gradient(kind: str, chunk: int) -> None:
-    made, rows = objective(kind, loss_chunk_slots=chunk), rows_with_taps(4)
-    parameters = [p for p in made.parameters() if p.requires_grad]
-    sums = [unrolled_whole(made, row) for row in rows]
-    expected = sum(weight * part[name] for part in sums for name, weight in made.weights.items())
-    found = made(collate(rows, range(4))).total(made.weights)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    gradients = [torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)]) for loss in (found, expected)]
-    assert (gradients[0] - gradients[1]).norm() <= 1e-6 * gradients[1].norm()
-
-
 class NoWaiting(TorchDispatchMode):
     """Refuses operations that wait for the device: those that mix it with the host, but for an upload."""
 
@@ -233,19 +202,6 @@ def test_head_ks_and_step_ks_weights_decay_with_k() -> None:
     laws = {f"loss_at_{k + 1}": 0.8**k for k in range(STEPS)}
     features = {f"feature_at_{k + 1}": 0.5 * 0.8**k for k in range(STEPS)}
     assert objective("eagle3").weights == laws and objective("eagle3-deep").weights == pytest.approx(laws | features)
-
-
-def test_the_first_steps_feature_term_is_eagle_1s_of_the_same_outputs() -> None:
-    three, one, batch = (
-        objective("eagle3", feature_weight=0.3),
-        objective("eagle1"),
-        collate(rows_with_taps(3), range(3)),
-    )
-    assert batch.taps is not None
-    outputs = three.head(batch.input_ids[:, 1:], three.head.fuse(batch.taps[:, :-1]), batch.positions[:, :-1])
-    one.head.forward = lambda *_: three.head.normed(outputs)
-    (value, count), (expected, slots) = three(batch).terms["feature_at_1"], one(batch).terms["feature"]
-    assert value.item() == pytest.approx(expected.item(), rel=1e-5) and int(count) == int(slots)
 
 
 def test_nothing_as_large_as_half_of_all_pairs_of_slots_or_of_the_full_vocabularys_logits_is_ever_made() -> None:
