@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from aerie.train.launch import turned
 from aerie.train.objectives import Objective
 
 # Dense bf16 operations a second of an H100 and an H200 (SXM; NVIDIA's data sheets), and the share of them that good
@@ -67,6 +68,17 @@ def operations(objective: Objective, load: Load, trunk: Any = None) -> dict[str,
     return found
 
 
+def optimizer_operations(objective: Objective) -> float:
+    """Of one step of Muon in one process, whatever the batch: five rounds of Newton-Schulz (arXiv 2502.16982, eq. 2).
+
+    For X [n, m] with n <= m a round makes A = X X^T, A A and their sum times X.
+    """
+    if objective.settings.optimizer.kind != "muon":
+        return 0.0
+    sides = [sorted(matrix.shape) for matrix in turned(objective.head)]
+    return float(sum(5 * (4 * n * n * m + 2 * n**3) for n, m in sides))
+
+
 def memory(objective: Objective, tokens: int, itemsize: int, trunk: Any = None) -> dict[str, int]:
     """Peak bytes of one process without ZeRO, by part; tokens: of the largest step, itemsize: of an activation."""
     head, settings, target, sizes = objective.head, objective.settings, objective.target, objective.head.config
@@ -76,9 +88,8 @@ def memory(objective: Objective, tokens: int, itemsize: int, trunk: Any = None) 
     shared = {} if target is None else {x.data_ptr(): x.nbytes for x in (target.embedding, target.lm_head)}
     precision = 4 if target is None else target.lm_head.itemsize
     found = {"weights": 4 * count, "gradients": 4 * count, "moments": 8 * count}
-    if settings.optimizer.kind == "muon":  # one moment of what it turns: see loop.build_optimizers
-        turned = [p for name, p in trained if p.ndim == 2 and "embed" not in name and "lm_head" not in name]
-        found["moments"] -= 4 * sum(each.numel() for each in turned)
+    if settings.optimizer.kind == "muon":  # one moment of what it turns
+        found["moments"] -= 4 * sum(each.numel() for each in turned(head))
     found["frozen"] = sum(each.nbytes for each in whole) - 4 * count + sum(shared.values())
     found["copy that is measured"] = sum(each.numel() * min(precision, each.itemsize) for each in whole)
     if trunk is not None:

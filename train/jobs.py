@@ -181,6 +181,8 @@ def plan(job: Job) -> str:
     order, steps = job.order(world)
     load = costs.Load.of_rows(rows.tokens(), getattr(config, "unroll_steps", 1))
     work, largest = costs.operations(job.objective, load, job.trunk), config.batch_size * max(rows.lengths)
+    if muon := costs.optimizer_operations(job.objective):  # every process turns the same matrices
+        work["Muon"] = muon * order.steps_per_epoch * world
     parts = costs.memory(job.objective, largest, 2, job.trunk)
     total, peak = sum(work.values()), sum(parts.values())
     unit, name = (2**30, "GiB") if peak > 2**30 else (2**20, "MiB")

@@ -117,6 +117,12 @@ def zero_muon(matrices: dict[str, Any], adamw: torch.optim.AdamW) -> torch.optim
     return optimizer
 
 
+def turned(module: nn.Module) -> list[nn.Parameter]:
+    """The matrices that Muon turns: an embedding or LM head, which has a row for each token, takes no part."""
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    return [each for name, each in named if each.ndim == 2 and "embed" not in name and "lm_head" not in name]
+
+
 def clip_before_muon(zero: Any, clip_norm: float) -> None:
     """Has ZeRO's optimiser clip gradients, where DeepSpeed clips the steps that its Muon makes of them.
 

@@ -38,21 +38,18 @@ def build_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """AdamW, after Muon where the recipe names it; join makes one of both."""
     muon = config.optimizer if isinstance(config.optimizer, MuonSection) else None
-    matrices, tables, vectors = list[nn.Parameter](), list[nn.Parameter](), list[nn.Parameter]()
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            # An embedding or LM head has a row for each token, and takes no part in Muon.
-            is_turned = muon and parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
-            (matrices if is_turned else tables if parameter.ndim >= 2 else vectors).append(parameter)
+    matrices = launch.turned(module) if muon else []
+    others = [p for p in module.parameters() if p.requires_grad and not any(p is each for each in matrices)]
+    tables, vectors = [p for p in others if p.ndim >= 2], [p for p in others if p.ndim < 2]
     parts = (tables, config.weight_decay), (vectors, 0.0)
     groups = [{"params": part, "weight_decay": decay} for part, decay in parts if part]
     is_fused = torch.cuda.is_available() or None  # one kernel of torch's own: nothing is compiled
     adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=is_fused)
     if muon is None:
         return [adamw]
-    turned: dict[str, Any] = {"params": matrices, "use_muon": True, "lr": muon.matrix_rate}
-    turned |= {"momentum": muon.momentum, "weight_decay": muon.weight_decay}
-    return [torch.optim.Muon([turned]), adamw] if join is None else [join(turned, adamw)]
+    group: dict[str, Any] = {"params": matrices, "use_muon": True, "lr": muon.matrix_rate}
+    group |= {"momentum": muon.momentum, "weight_decay": muon.weight_decay}
+    return [torch.optim.Muon([group]), adamw] if join is None else [join(group, adamw)]
 
 
 def learning_rate(step: int, total_steps: int, config: TrainConfig, is_muon: bool = False) -> float:

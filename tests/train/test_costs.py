@@ -1,6 +1,7 @@
 """The plan's formulas against what torch counts: operations of a step, and bytes that its forward pass keeps."""
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from aerie.configs.schema.heads import Eagle1Train, Eagle3Train
+from aerie.configs.schema.heads import Eagle1Train, Eagle3Train, MuonSection
 from aerie.data.batches import collate
 from aerie.data.cache import CachedRow
-from aerie.train.costs import Load, memory, operations
+from aerie.train.costs import Load, memory, operations, optimizer_operations
+from aerie.train.loop import build_optimizers
 from aerie.train.objectives import Eagle1Objective, Eagle3Objective
 from tests import tiny
 
@@ -77,6 +79,10 @@ def test_operations_and_peak_memory_are_what_torch_counts(kind: str, inner: int)
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained)
     optimizer.step()
+    objective.settings = replace(objective.settings, optimizer=MuonSection())
+    with FlopCounterMode(display=False) as counted:
+        build_optimizers(objective, objective.settings)[0].step()
+    assert optimizer_operations(objective) == counted.get_total_flops()
     moments = sum(x.nbytes for state in optimizer.state.values() for x in state.values() if x.ndim)
     gradients = sum(parameter.grad.nbytes for parameter in trained if parameter.grad is not None)
     assert (parts["moments"], parts["gradients"]) == (moments, gradients)
