@@ -34,6 +34,7 @@ TEXTS = {  # of the files in {bad}
     "empty.yaml": "",
     "long.yaml": "run: x\n#" + "x" * 2**20,
     "numbers.jsonl": '{"messages": [{"role": "user", "content": 5}, {"role": "assistant", "content": [1, 2]}]}\n',
+    "text.jsonl": '{"text": "no"}\n',
     "torn.jsonl": '{"messages": [\n',
     "bad.parquet": "PAR1 not",
     "half.jsonl": '{"prompt": "\\ud800 boats"}\n',
@@ -55,14 +56,18 @@ run => no recipe; name one with --config
 run {bad}/gone.yaml => gone.yaml: No such file or directory
 run {bad} => bad: Is a directory
 run {root}/recipe.yaml --processes many => --processes: invalid int value: 'many'
+run {root}/recipe.yaml --confg x => did you mean --config?
+run {root}/recipe.yaml --data.conversations a b => a list is one word: --data.conversations '[a, b]'
+run {root}/recipe.yaml --data.conversations chats => no such file or directory; a data set of the Hub is OWNER/NAME
 run {root}/recipe.yaml => none.jsonl: no such file or directory
-status => the following arguments are required: RUN
 status {bad}/nowhere => nowhere: no run
 status {bad}/null => null/status.json: is not the status of a run
 status {bad}/deep => deep/status.json: not JSON (nested too deeply)
 init => the following arguments are required: --target, --data, --out
 init --target {root}/target --data {bad}/gone.jsonl --out {root}/new.yaml => gone.jsonl: no such file
 init --target {root}/target --data {root}/rows.jsonl --out {root}/recipe.yaml => is there already
+init --target {root}/target --data {bad}/text.jsonl --out {root}/new.yaml => has keys text; expected
+init --target {bad}/nowhere/x --data {root}/rows.jsonl --out {root}/new.yaml => no such target directory
 init --target {bad}/model.gguf --data {root}/rows.jsonl --out {root}/new.yaml => GGUF is not read
 init --target {bad}/outside --data {root}/rows.jsonl --out {root}/new.yaml => index.json: names '../../target
 synthetic {recipe} => no section 'synthetic'
@@ -103,6 +108,8 @@ generate {recipe} --prompts {bad}/pipe.jsonl => pipe.jsonl: a pipe or a device
 generate {recipe} --prompts {bad}/numbers.jsonl => turn 1 holds int
 generate {recipe} --prompt x --target.device_map cuda:7 => cannot load the target
 generate {recipe} --prompt x --head {bad}/head => head/config.json: not JSON (nested too deeply)
+generate {recipe} --prompt x --head {bad}/bare => bare: holds no weights; train the head
+generate {recipe} --prompt x --max-new-tokens 0 => --max-new-tokens: must be at least 1
 generate {recipe} --prompt x --head {bad}/list => list/config.json: has no
 generate {recipe} --prompt x --target {bad}/lost => generation_config.json: is no regular file, or a link to none
 generate {recipe} --prompt x --head {bad}/nowhere => nowhere: holds no head
@@ -112,14 +119,12 @@ generate {recipe} --prompt x --temperature 1 --top-p 0 => top_p: input should be
 generate --prompt x --run {bad}/nowhere => recipe.yaml: not there
 chat --config {bad}/pipe.yaml => pipe.yaml: a pipe or a device
 calibrate --config {bad}/huge.yaml => huge.yaml: not YAML (Exceeds the limit
-calibrate {recipe} --calibrate.prompts.path {bad}/pipe => pipe: a pipe or a device
 calibrate {recipe} --calibrate.method pld => pld has no head
 bench {recipe} --bench.prompts.path {bad}/half.jsonl => half.jsonl:1: a question is a text
 tune --config {bad}/empty.yaml => empty.yaml: a recipe is a mapping of sections; this is NoneType
 tune {recipe} --head {root}/run => run: a run and no head
 report --config {bad}/date.yaml => date.yaml: not YAML (month must be in 1..12)
 report {recipe} => bench: no bench, or one that was stopped
-results {bad}/null => null: has no report
 results {bad}/odd => report: is not what was written; run: aerie report --run
 results => the following arguments are required: RUN
 compare {recipe} --of 0 --against 1 => records.jsonl
@@ -131,7 +136,6 @@ inspect {root}/run => run: a run and no head
 inspect {root}/target => a whole language model and no draft head: a target, or a draft_lm
 inspect {root}/run/heads/eagle3 --after-blocks 3,2 => --after-blocks: invalid taps value: '3,2'
 convert {root}/run/heads/eagle1 --to vllm --target {root}/target --out {root}/run => run: not empty
-convert {bad}/head --to vllm --target {root}/target --out {root}/out => head/config.json: not JSON
 convert {root}/run/heads/eagle1 --to sglang --target {root}/target --out {root}/q.txt/x => written (Not a directory)
 push {root}/run/heads/eagle1 --repo noname => --repo noname: no repository name
 push {root}/run/heads/eagle1 --repo me/head --dry-run => no measured results
@@ -151,8 +155,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(root / "target", root / "bad/lost")
     (root / "bad/lost/generation_config.json").unlink(missing_ok=True)
     (root / "bad/lost/generation_config.json").mkdir()
-    shutil.copy(root / "run/heads/eagle1/model.safetensors", root / "bad/list")
-    for name in ("pipe", "pipe.jsonl", "pipe.yaml"):
+    shutil.move(shutil.copytree(root / "run/heads/eagle1", root / "bad/bare") / "model.safetensors", root / "bad/list")
+    for name in ("pipe.jsonl", "pipe.yaml"):
         os.mkfifo(root / "bad" / name)
     return root
 

@@ -1,10 +1,7 @@
 """Laws of the data commands, run through the real command line."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +13,8 @@ from aerie.train import main as train
 from tests import tiny
 from tests.data.caches import contents
 from tests.tiny import call
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.train.sittings import ended
+from tests.train.test_processes import forked
 
 
 def write_recipe(root: Path, directory: Path) -> Path:
@@ -128,10 +125,7 @@ def test_the_corpus_and_its_tokenizer_are_written_whole_reused_and_shown(tmp_pat
 
 @pytest.mark.slow
 def test_two_processes_write_the_same_bytes_as_one(recipe: Path, features: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
-    launcher += ["--config_file", str(ROOT / "configs/accelerate/zero1.yaml"), str(ROOT / "data/main.py")]
-    words = [*launcher, "features", "--config", str(recipe), f"--run={tmp_path / 'two'}"]
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "process 1 of 2" in done.stderr, done.stderr
+    words, log = ("features", "--config", recipe, "--run", tmp_path / "two"), tmp_path / "log"
+    assert [*map(ended, forked("zero1", log, *words, command=main))] == [0, 0], log.read_text()
+    assert "process 1 of 2" in log.read_text()
     assert contents(tmp_path / "two/features") == contents(features)

@@ -1,7 +1,7 @@
 """Calibrating: what is said of recorded tables, the oracle, calibrators, and static trees rebuilt from ranks."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +10,22 @@ import pandas as pd
 import pytest
 import torch
 
+from aerie.configs.errors import UserError
 from aerie.configs.schema import decode as schema
 from aerie.configs.schema.decode import DynamicConfig, StaticConfig, TreeConfig
 from aerie.configs.schema.measure import CalibrateConfig, PromptsConfig
 from aerie.infer.decode.cache import TargetStep
 from aerie.infer.decode.drafters import DRAFTERS
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import FLOOR, Calibrator, drafting
+from aerie.infer.decode.methods import FLOOR, Calibrator, drafting, load_calibrator
 from aerie.infer.decode.sampling import Decoding, Sampler
 from aerie.infer.decode.shape import Cycle
 from aerie.infer.decode.tree import Proposal, Tree, ancestors
 from aerie.infer.decode.verify import Verdict
 from aerie.infer.measure import calibrate
 from aerie.infer.measure.cycles import LAWS, oracle_length
+from aerie.model.checkpoint import save_head
+from aerie.model.storage import digests, write_json
 from tests import tiny
 from tests.infer.draws import make_head, make_target
 from tests.infer.test_main import Command, command, shared
@@ -260,26 +263,16 @@ def test_calibrated_trees_are_drafted_from_mapped_confidence_and_write_the_same_
     assert float(mapped.confidence[1]) == pytest.approx(float(mapping(plain.confidence[1:2])), abs=1e-5)
 
 
-@pytest.mark.slow
-def test_a_calibrator_is_fitted_used_and_refused_for_other_weights(command: Command, shared: Path) -> None:
-    run, fitted = shared / "run", shared / "run" / "heads" / "eagle1" / "calibrator.json"
-    rows = "[{method: vanilla}, {method: eagle2, tree: {calibrated: isotonic}}]"
-    bench = ("bench", "--bench.rows", rows, "--bench.sampling", "[{temperature: 0}]", "--bench.reference", "false")
-    code, _, message = command(*bench)
-    assert code == 2 and "calibrator.json" in message
-    code, out, _ = command("calibrate", "--calibrate.oracle_levels", "4")
-    assert code == 0 and "not fitted on" in out and fitted.is_file()
-    value = json.loads((run / "calibration" / "analysis.json").read_text())
-    assert value["oracle"]["all"]["cycles"] > 0 and value["laws"]["inequalities"]["tv_above_bound"] == 0.0
-    assert command(*bench)[0] == 0
-    drafted = [row for row in tiny.read_rows(run / "bench" / "records.jsonl") if row["method"] == "eagle2"]
-    assert drafted and all(row["identical"] for row in drafted)
-    values = json.loads(fitted.read_text())
-    wrong = {"other weights": {"head": {"model.safetensors": "0"}}, "calibrator.json": {"confidence": [0.9, 0.1]}}
-    for words, change in wrong.items():
-        fitted.write_text(json.dumps({**values, **change}))
-        code, _, message = command(*bench, "--overwrite")
-        assert code == 2 and words in message
+def test_a_calibrator_is_refused_for_other_weights_and_where_it_is_damaged_or_missing(tmp_path: Path) -> None:
+    save_head(tiny.head(tiny.vocab().embedding), tmp_path)
+    with pytest.raises(UserError, match=r"calibrator\.json"):
+        load_calibrator(tmp_path)
+    whole = asdict(Calibrator(1.5, (0.1, 0.9), (0.2, 0.8), head=digests(tmp_path)))
+    wrong = {"other weights": {"head": {"model.safetensors": "0"}}, r"calibrator\.json": {"confidence": [0.9, 0.1]}}
+    for said, change in wrong.items():
+        write_json(tmp_path / "calibrator.json", {**whole, **change})
+        with pytest.raises(UserError, match=said):
+            load_calibrator(tmp_path)
 
 
 def test_ranks_count_where_they_were_asked_and_one_is_left_out_only_where_children_are_not_drawn() -> None:

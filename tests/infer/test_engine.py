@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import ChainConfig, DynamicConfig, TreeConfig
+from aerie.configs.schema.decode import ChainConfig, DynamicConfig, HeuristicConfig, TreeConfig
 from aerie.infer.decode.drafters import DRAFTERS
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.shape import Drafting, make_shape
@@ -53,6 +53,17 @@ def test_a_perfect_draft_is_accepted_whole_up_to_the_end_and_costs_what_its_head
     assert statistics.draft_forwards_wasted == 0
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_the_heuristics_length_follows_what_was_accepted_and_begins_anew_with_a_prompt(right: bool) -> None:
+    target, ids, lengths = make_target(), prompts(4)[-1], []
+    answer = greedy(target, ids, 31)[0][ids.shape[1] :]
+    tree = ChainConfig(levels=20, stop=HeuristicConfig(start=4))
+    made = steered(decoder(target, tree), [(ids, answer)], right)
+    for _ in range(2):
+        made.generate(ids, do_sample=False, max_new_tokens=30, on_cycle=lambda cycle: lengths.append(cycle.tree.levels))
+    assert lengths == 2 * ([4, 6, 8, 7] if right else [4, 3, 2, *[1] * 25, 0])  # by two more, by one less
+
+
 class Collector(BaseStreamer):
     """A transformers streamer that keeps what it is given."""
 
@@ -92,8 +103,6 @@ def test_a_streamer_gets_the_prompt_and_then_every_cycles_tokens_and_phases_add_
         ({"input_ids": torch.full((1, 4), 999)}, "outside the target's vocabulary"),
         ({"max_new_tokens": 300}, "exceeds the target's context"),
         ({"max_new_tokens": 60}, "draft head's max_position_embeddings"),
-        ({"max_new_tokens": 0}, "at least 1"),
-        ({"top_p": 0.0, "do_sample": True}, "top_p"),
         ({"num_beams": 4}, "does not know num_beams"),
         ({"attention_mask": torch.tensor([[0, 1, 1]])}, "without padding"),
     ],

@@ -20,12 +20,9 @@ def test_records_survive_the_file_and_a_cut_last_line_is_left_out(tmp_path: Path
     written = [record(), drafted((3, 1), text="two\nlines é", output_ids=(1, 2, 3, 4, 5))]
     path.write_text("".join(map(line_of, written)) + line_of(drafted((3, 1), row=2))[:80])
     assert read_records(path) == written
-    for wrong, message in {
-        line_of(record()) + "{\n": r"records\.jsonl:2: .*delete the line",
-    }.items():
-        path.write_text(wrong)
-        with pytest.raises(UserError, match=message):
-            read_records(path)
+    path.write_text(line_of(record()) + "{\n")
+    with pytest.raises(UserError, match=r"records\.jsonl:2: .*delete the line"):
+        read_records(path)
 
 
 LookupConfig = decode.PromptLookupConfig

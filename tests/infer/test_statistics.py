@@ -2,18 +2,15 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import as_dict
 from aerie.infer.measure import statistics
-from aerie.infer.measure.record import SUITE, Asked, AskedCell, AskedPoint, Record, read_as
+from aerie.infer.measure.record import Record
 from aerie.infer.measure.statistics import context_rows, group, speedups, tau_difference, tau_interval
-from aerie.model.storage import write_json
-from tests.infer.made_up import FAILED, GREEDY, drafted, milliseconds, record
+from tests.infer.made_up import FAILED, drafted, milliseconds, record
 
 
 def two_prompts() -> list[Record]:
@@ -128,22 +125,3 @@ def test_the_way_to_a_context_length_and_the_way_from_the_one_before() -> None:
     reached = [(one.value, one.prompts) for one in context_rows(members, (105, 120, 200), 150) if one.span == "bucket"]
     assert reached == [(105, 2), (120, 1)]
     assert context_rows(members, (100, 142), None) == []  # before the answers begin, after they end
-
-
-def test_rows_are_those_of_the_bench_and_points_of_sweeps_those_of_their_prompts(tmp_path: Path) -> None:
-    times = {(1, "a"): 20.0, (1, "b"): 10.0, (2, "a"): 5.0}
-    records = [record(prompt_id=name) for name in "ab"]
-    for (number, name), ms in times.items():
-        records.append(drafted((3, 1), row=number, prompt_id=name, ms=milliseconds(10.0, 10.0 + ms)))
-    records.append(drafted((3, 1), row=3, prompt_id="a", **FAILED))
-    points = tuple(
-        AskedPoint(number, **GREEDY, sweep="s", key="tree.levels", value=value, prompts=(("sums", "a"),))
-        for number, value in ((1, 6), (2, [8, "x"]), (3, 9), (7, 9))
-    )
-    asked = Asked((AskedCell(0, **GREEDY), AskedCell(1, **GREEDY)), points, True, (128,), 512)
-    write_json(tmp_path / SUITE, as_dict(asked))
-    assert read_as(tmp_path / SUITE, Asked) == asked
-    assert [members.first.row for members in statistics.main_groups(records, asked)] == [0, 1]
-    rows = [(one.value, one.prompts, one.speedup, one.status) for one in statistics.sweep_rows(records, asked)]
-    twice, eightfold = pytest.approx(2.0), pytest.approx(8.0)
-    assert rows == [(6, 1, twice, "ok"), ([8, "x"], 1, eightfold, "ok"), (9, 1, None, "error")]

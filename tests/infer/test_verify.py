@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,15 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from aerie.configs.schema.decode import ConfidenceConfig, TypicalConfig
+from aerie.configs.schema.decode import TypicalConfig
 from aerie.infer.decode import verify as rejection
 from aerie.infer.decode.sampling import draw, entropy
-from aerie.infer.decode.shape import StaticTree, unchanged
-from aerie.infer.decode.stop import Confidence, Stop
 from aerie.infer.decode.tree import Proposal, Tree, ancestors
 from aerie.infer.decode.verify import NOT_LOSSLESS, Verdict, accept_sibling, accept_typical, rule_of, verify, walk
-from aerie.infer.measure.lossless import p_value
-from tests.infer.laws import SETTINGS, TableDrafter, node_paths, sampler
+from tests.infer.laws import SETTINGS, sampler
 
 VOCAB = 5
 RAGGED = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (2, 1))
@@ -172,34 +168,6 @@ def test_a_tree_is_decided_as_the_textbook_decides_it(rule: str, monkeypatch: py
         assert law[verdict.bonus] > 0
         lengths.add(len(path))
     assert lengths == {1, 2, 3, 4}
-
-
-@pytest.mark.parametrize(
-    ("choices", "children", "stop"),
-    [
-        (((0,), (0, 0)), "sampled", Stop()),
-        (((0,), (0, 0)), "sampled", Confidence(ConfidenceConfig(threshold=0.2))),
-        (RAGGED, "sampled", Stop()),
-        (RAGGED, "replaced", Stop()),
-    ],
-)
-def test_what_is_drafted_and_verified_has_the_targets_law(choices: Any, children: Any, stop: Stop) -> None:
-    """R1, R3 and R4 on synthetic laws, also with a stop rule: the first two tokens that are written."""
-    draft, target, draws, ended = TableDrafter(1, sharpness=1.0), TableDrafter(2, sharpness=1.0), 1500, 0
-    shape, chosen, seen = StaticTree(stop, choices, children, unchanged), sampler(1.0, 0.9), Counter[tuple[int, ...]]()
-
-    def law(path: tuple[int, ...]) -> Tensor:
-        return chosen.law(target.law(path)[None])  # [1, V]
-
-    for _ in range(draws):
-        grown = shape.grow(draft, torch.tensor([0]), 2, chosen)
-        ended += grown.levels == 1
-        verdict = verify(grown, torch.stack([target.law(path) for path in node_paths(grown)]), chosen)
-        first, *more = *verdict.tokens, verdict.bonus
-        seen[first, more[0] if more else int(draw(law((first,)), chosen.generator))] += 1
-    assert (ended > draws / 10) == isinstance(stop, Confidence)
-    chances = {(a, b): p * q for a, p in enumerate(law(())[0].tolist()) for b, q in enumerate(law((a,))[0].tolist())}
-    assert p_value({pair: chance for pair, chance in chances.items() if chance > 0}, seen) > 1e-3
 
 
 def test_equal_laws_refuse_nothing() -> None:

@@ -295,7 +295,6 @@ def test_a_target_on_the_hub_has_a_size_and_what_keeps_it_away_is_one_sentence(h
 def test_names_that_are_nowhere_are_one_sentence(hub: Hub, one: Path, monkeypatch: Any) -> None:
     hub.repositories["me/words"] = {"main": {"README.md": b"words"}}
     for name, message in (
-        ("me/none", "no such local directory, and no such repository on the Hub"),
         ("me/words", "the repository has no config.json"),
         ("runs/x/heads/eagle1", r"holds no head \(no config.json\); train the head"),  # too deep for a repository
     ):

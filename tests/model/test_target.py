@@ -164,13 +164,11 @@ NO_FIT, ONE = "its weights and its config.json do not fit", Path("1.safetensors"
 SHARDED = {"metadata": {}, "weight_map": {"model.norm.weight": "1.safetensors"}}
 BROKEN: list[tuple[int, str, dict[str, Any]]] = [  # by how many of the three is it noticed
     (1, f"{NO_FIT}: .*2.mlp.down_proj.weight is missing", {WEIGHTS: {"model.layers.2.mlp.down_proj.weight": None}}),
-    (2, f"{NO_FIT}: lm_head.weight is missing", {WEIGHTS: {"lm_head.weight": None}}),
     (2, f"{NO_FIT}: lm_head.weight is not tied as tie_word_embeddings says", {CONFIG: {"tie_word_embeddings": True}}),
     (2, f"{NO_FIT}: lm_head.weight is .320, 32., not .400, 32.", {CONFIG: {"vocab_size": 400}}),
     (1, f"{NO_FIT}: .*q_proj.bias has no place", {WEIGHTS: {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}}),
     (1, "its logits differ .*broken weights", {WEIGHTS: {"model.norm.weight": torch.full((32,), torch.nan)}}),
     (1, f"{NO_FIT}: model.layers.4.* is missing.* and 15 more; fetch", {CONFIG: {"num_hidden_layers": 6}}),
-    (1, f"{NO_FIT}: model.layers.3.* has no place", {CONFIG: {"num_hidden_layers": 3}}),
     (2, f"{NO_FIT}: lm_head", {WEIGHTS: ONE, "1.safetensors": {"lm_head.weight": None}, INDEX: SHARDED}),
     (3, "read 2.safetensors: No such file", {WEIGHTS: ONE, INDEX: {"weight_map": {"a": "2.safetensors"}}}),
     (3, "names .*, which is no file beside it", {WEIGHTS: ONE, INDEX: {"weight_map": {"a": f"../{ONE}"}}}),
@@ -178,10 +176,8 @@ BROKEN: list[tuple[int, str, dict[str, Any]]] = [  # by how many of the three is
     (3, "hidden_size", {CONFIG: {"hidden_size": "wide"}}),
     (3, "RecursionError", {CONFIG: DEEP}),
     (1, "cannot read generation_config.json: RecursionError", {SETTINGS: DEEP}),
-    (1, "cannot read generation_config.json: .*JSON", {SETTINGS: "{"}),
     (1, "cannot read generation_config.json: .*'end'", {SETTINGS: {"eos_token_id": "end"}}),
     (3, "cannot read model.safetensors: .*header", {WEIGHTS: 100_000}),
-    (3, "cannot read model.safetensors: .*header", {WEIGHTS: 0}),
     (3, "holds no weights; fetch model.safetensors", {WEIGHTS: Path("weights.old")}),
     (3, "GGUF is not read", {WEIGHTS: Path("model-q4.gguf")}),
 ]

@@ -135,4 +135,4 @@ def _until(is_so: Callable[[], bool], what: Callable[[], str], seconds: float = 
     end = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < end, f"waited {seconds:g} s: {what()}"
-        time.sleep(0.1)
+        time.sleep(0.3)  # a look at the queue is a process

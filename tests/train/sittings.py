@@ -105,12 +105,13 @@ def ended(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def killed_at(module: Any, name: str, call: int, run: Callable[[], object]) -> bool:
-    """Whether run, in a fork, is killed where it calls module.name for the given time, counted from 1."""
+def killed_at(module: Any, name: str, call: int, run: Callable[[], object], of: str = "") -> bool:
+    """Whether run, in a fork, is killed where it calls module.name for the given time, counted from 1; of those calls
+    that name a path with this ending."""
     real, calls = getattr(module, name), count(1)
 
     def wrapped(*arguments: Any, **named: Any) -> Any:
-        if next(calls) == call:
+        if any(str(argument).endswith(of) for argument in arguments) and next(calls) == call:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*arguments, **named)
 

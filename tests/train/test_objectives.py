@@ -18,7 +18,7 @@ from aerie.configs.schema.heads import DraftLMTrain, Eagle1Train, Eagle3Train, L
 from aerie.data.batches import Batch, collate
 from aerie.data.cache import CachedRow
 from aerie.model.heads.eagle import EagleDraft
-from aerie.model.layers import KeyValueBuffer
+from aerie.model.layers import KeyValueBuffer, UnrollMemory
 from aerie.train.lm import LMObjective
 from aerie.train.loop import means
 from aerie.train.objectives import Eagle1Objective, Eagle3Objective, MultiTokenObjective, Objective, keyed_dropout
@@ -69,10 +69,6 @@ def rows_with_taps(count: int) -> list[CachedRow]:
 
 def prepared(made: Objective, rows: list[CachedRow], numbers: Any, packed: bool = False) -> Batch:
     return made.prepare(collate([rows[n] for n in numbers], numbers, packed), 1)
-
-
-def terms(made: Objective, rows: list[CachedRow]) -> dict[str, float]:
-    return {name: value.item() for name, (value, _) in made(collate(rows, range(len(rows)))).terms.items()}
 
 
 # The slow forms: drafting from each slot on, step by step, as the head is asked in decoding.
@@ -173,6 +169,37 @@ def test_terms_are_those_of_drafting_step_by_step_from_every_supervised_slot(
     assert all(int(count) == slots[name] for name, count in counts.items())
 
 
+def unrolled_whole(made: Any, row: CachedRow) -> dict[str, Tensor]:
+    """EAGLE-3's loss sums of a row, with every slot in every step, and the loss as it is written."""
+    assert row.taps is not None
+    head, width, losses = made.head, len(row.input_ids), {}
+    memories = [UnrollMemory((width,), torch.arange(width)) for _ in head.blocks]
+    logits = row.last_hidden @ VOCAB.lm_head.T
+    law = logits[:, head.vocabulary.ids].softmax(-1) * head.vocabulary.t2d[logits.argmax(-1)][:, None]
+    x, ids = head.fuse(row.taps)[None], torch.cat([row.input_ids, torch.zeros(STEPS).long()])
+    for k in range(STEPS):
+        x = head(ids[None, 1 + k : 1 + k + width], x, torch.arange(k, k + width)[None], memories)
+        slots = collate([row], [0]).supervised(k)[0].nonzero()[:, 0]
+        losses[f"loss_at_{k + 1}"] = -(law[slots + 1 + k] * head.logits(x[0, slots]).log_softmax(-1)).sum()
+        if made.settings.feature_weight:
+            distance = F.smooth_l1_loss(head.normed(x[0, slots]), row.last_hidden[slots + 1 + k], reduction="none")
+            losses[f"feature_at_{k + 1}"] = distance.mean(-1).sum()
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3-deep"])
+@pytest.mark.parametrize("chunk", [11, 4096])
+def test_what_is_left_out_of_the_unroll_moves_neither_loss_nor_gradient(kind: str, chunk: int) -> None:
+    made, rows = objective(kind, loss_chunk_slots=chunk), rows_with_taps(4)
+    parameters = [p for p in made.parameters() if p.requires_grad]
+    sums = [unrolled_whole(made, row) for row in rows]
+    expected = sum(weight * part[name] for part in sums for name, weight in made.weights.items())
+    found = made(collate(rows, range(4))).total(made.weights)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    gradients = [torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)]) for loss in (found, expected)]
+    assert (gradients[0] - gradients[1]).norm() <= 1e-6 * gradients[1].norm()
+
+
 class NoWaiting(TorchDispatchMode):
     """Refuses operations that wait for the device: those that mix it with the host, but for an upload."""
 
@@ -216,17 +243,22 @@ def test_nothing_as_large_as_half_of_all_pairs_of_slots_or_of_the_full_vocabular
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_the_gradient_of_each_weight_is_the_slope_of_the_loss_through_every_fed_back_output(kind: str) -> None:
-    made, losses = objective(kind), []
-    batch = prepared(made, rows_with_taps(2), [0, 1])
-    made(batch).total(made.weights).backward()
-    slopes: dict[str, Any] = {name: p.grad for name, p in made.named_parameters() if p.requires_grad}
-    with torch.no_grad():
-        for step in (0.003, -0.003):
-            moved = {name: made.get_parameter(name) + step * slope / slope.norm() for name, slope in slopes.items()}
-            losses.append(functional_call(made, moved, (batch,)).total(made.weights).item())
-    expected = sum(slope.norm().item() for slope in slopes.values())
-    assert (losses[0] - losses[1]) / 0.006 == pytest.approx(expected, rel=1e-2)
+def test_the_gradient_of_each_weight_is_the_slope_of_each_loss_through_every_fed_back_output(kind: str) -> None:
+    totals, before = [], VOCAB.lm_head.clone()
+    for name in get_args(LossName) if kind != "lm" else [None]:
+        made, losses = objective(kind, **{"distill" if "lm" in kind else "loss": name}), []
+        batch = prepared(made, rows_with_taps(2), [0, 1])
+        made(batch).total(made.weights).backward()
+        slopes: dict[str, Any] = {name: p.grad for name, p in made.named_parameters() if p.requires_grad}
+        with torch.no_grad():
+            for step in (0.003, -0.003):
+                moved = {name: made.get_parameter(name) + step * slope / slope.norm() for name, slope in slopes.items()}
+                losses.append(functional_call(made, moved, (batch,)).total(made.weights).item())
+        expected = sum(slope.norm().item() for slope in slopes.values())
+        if name != "lk_hybrid":  # whose mixture is a constant
+            assert (losses[0] - losses[1]) / 0.006 == pytest.approx(expected, rel=1e-2), name
+        totals.append(round(sum(losses), 3))
+    assert len({*totals}) == len(totals) and VOCAB.lm_head.equal(before)
 
 
 def filled(batch: Batch) -> Batch:
@@ -266,27 +298,6 @@ def test_padding_company_packing_chunks_and_recomputation_move_neither_loss_nor_
     made = objective(kind)
     nothing = loss_and_gradient(made, [prepared(made, [], [])])[1]  # a process without rows has all gradients, too
     assert len(nothing) == len(found[0][1]) and not nothing.any()
-
-
-@pytest.mark.parametrize("kind", SETTINGS)
-def test_each_loss_overfits_one_batch_and_is_another_one_and_the_target_stays(kind: str) -> None:
-    before, rows, losses = VOCAB.lm_head.clone(), rows_with_taps(2), []
-    # The laws of random states are not those of the conversation's tokens: a head would have to choose.
-    changes: dict[str, Any] = {"label_weight": 0.0, "dropout": 0.0} if kind in MULTI_TOKEN else {}
-    changes |= {"token_weight": 0.0} if kind == "draft_lm" else {}
-    changes |= {"feature_weight": 0.0} if kind == "eagle3-deep" else {}  # random states are not those of the laws
-    for name in get_args(LossName) if kind != "lm" else [None]:
-        made = objective(kind, **changes, **{"distill" if "lm" in kind else "loss": name})
-        optimizer = torch.optim.AdamW([p for p in made.parameters() if p.requires_grad], lr=1e-2)
-        first = terms(made, rows)
-        for _ in range(20):
-            optimizer.zero_grad()
-            made(prepared(made, rows, [0, 1])).total(made.weights).backward()
-            optimizer.step()
-        last = terms(made, rows)
-        assert all(last[term] < 0.95 * first[term] for term, weight in made.weights.items() if weight), name
-        losses.append(round(list(first.values())[-1], 3))
-    assert len(set(losses)) == len(losses) and VOCAB.lm_head.equal(before)
 
 
 @pytest.mark.parametrize("kind", SETTINGS)

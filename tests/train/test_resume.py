@@ -89,11 +89,11 @@ def test_a_run_killed_again_and_again_is_the_undisturbed_one(tmp_path: Path, und
     assert "going on from step 9 of 15" in printed.out
 
 
-POINTS: dict[str, tuple[Any, str, int]] = {
-    "before its record": (resume.Manifest, "write", 2),
-    "before the directory knows it": (storage, "sync", 40),
-    "while older ones go": (shutil, "rmtree", 9),
-    "while the best weights become the output": (storage, "write_atomically", 5),
+POINTS: dict[str, tuple[Any, str, int, str]] = {  # which call, of those that name a path with this ending
+    "before its record": (resume.Manifest, "write", 1, "step-00000006.tmp"),
+    "before the directory knows it": (storage, "sync", 2, "/state"),
+    "while older ones go": (shutil, "rmtree", 3, "step-00000003.old"),
+    "while the best weights become the output": (storage, "write_atomically", 2, "head/config.json"),
 }
 
 
@@ -107,7 +107,8 @@ def test_a_kill_at_any_point_of_a_save_costs_only_time(tmp_path: Path, undisturb
     def train() -> tuple[str, Loop]:
         return sitting(job(tmp_path, config(**SHORT)), measure=growing)
 
-    assert killed_at(*POINTS[point], train)
+    module, name, call, path = POINTS[point]
+    assert killed_at(module, name, call, train, path)
     same(undisturbed(growing, **SHORT), (tmp_path, train()))
     assert [path for path in tmp_path.rglob("*") if path.name.endswith((".tmp", ".old"))] == []
 

@@ -101,7 +101,7 @@ def ask(urls: list[str], *questions: str, sampling: dict[str, Any] | None = None
 
 
 # An answer that cannot be read is asked for twice, and a server with too much to do (429, 503) as often as it takes.
-@pytest.mark.parametrize(("fault", "few"), [("500", 3), ("garbled", 1), ("slow", 3), ("429", 12)])
+@pytest.mark.parametrize(("fault", "few"), [("500", 3), ("garbled", 1), ("slow", 3), ("429", 12), ("cut", 3)])
 def test_a_request_that_meets_a_fault_is_made_again_and_answered(fault: str, few: int) -> None:
     with Scripted(lambda question, tries: fault if question == "a" and tries < few else "") as server:
         assert ask([server.url], "a", timeout_s=0.5 if fault == "slow" else 5.0) == ["re: a"]

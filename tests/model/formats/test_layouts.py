@@ -14,7 +14,7 @@ from aerie.configs.errors import UserError
 from aerie.model.checkpoint import head_facts, load_head, save_head
 from aerie.model.export import export, inspect_head
 from aerie.model.formats.content import read_taps
-from aerie.model.formats.eagle import CHECKED, sglang_numbers
+from aerie.model.formats.eagle import CHECKED, VLLM_SINCE, sglang_numbers
 from aerie.model.formats.layouts import read_content, read_tensors, tensor_names, write_tensors
 from aerie.model.target import sampled_fingerprint
 from tests import tiny
@@ -24,6 +24,7 @@ from tests.model.formats.published import EAGLE1, EAGLE3, TAPS, same, same_tenso
 NUMBERED = "eagle_aux_hidden_state_layer_ids"
 SERVERS = ("safeailab", "sglang", "speculators")
 EMBEDDING = "embed_tokens.weight"
+FLAGS = "qk_norm norm_before_residual norm_before_fc fc_norm norm_output".split()
 
 
 def early_speculators(directory: Path) -> Path:
@@ -136,6 +137,10 @@ def test_every_key_on_which_vllm_and_speculators_disagree_is_written(tmp_path: P
     assert values["draft_vocab_size"] == 107 and layer["vocab_size"] == 320 and layer["model_type"] == "llama"
     assert layer["max_position_embeddings"] == 4096  # the target's: vLLM cannot draft beyond it
     assert layer["rope_theta"] == layer["rope_parameters"]["rope_theta"] == 10000.0
+    for name in FLAGS:  # what only a later vLLM reads is said
+        save_head(published.eagle3(**{name: True}), tmp_path / name)
+        _, notes = export(tmp_path / name, "speculators", tmp_path / f"{name}-out", target_facts())
+        assert any(name in note for note in notes) == (name in VLLM_SINCE)
 
 
 def test_the_two_numberings_of_taps_are_told_apart() -> None:
@@ -176,8 +181,7 @@ def test_what_a_server_would_misread_in_silence_is_refused(tmp_path: Path) -> No
             export(tmp_path / "head", to, tmp_path / "out", target_facts())
         assert not (tmp_path / "out").exists()
 
-    flags = "qk_norm norm_before_residual norm_before_fc fc_norm norm_output"
-    for to, names in (("safeailab", flags.split()), ("sglang", flags.split()[:3])):
+    for to, names in (("safeailab", FLAGS), ("sglang", FLAGS[:3])):
         for name in names:
             refused(published.eagle3(**{name: True}), to, f"--to {to}: cannot carry .*{name}")
     refused(published.eagle3(num_hidden_layers=2), "sglang", "cannot carry 2 layers")
@@ -285,11 +289,3 @@ def test_a_truncated_file_is_one_sentence(tmp_path: Path, pickled: bool) -> None
         place.write_bytes(place.read_bytes()[:kept])
         with pytest.raises(UserError, match=rf"{place.name}: cannot read the weights: [^\n]*$"):
             read_tensors(tmp_path)
-
-
-def test_shards_that_lie_elsewhere_are_refused(tmp_path: Path) -> None:
-    index = published.sharded(tmp_path, STATE)
-    table = json.loads(index.read_text())["weight_map"]
-    index.write_text(json.dumps({"weight_map": {**table, "a": "../elsewhere.safetensors"}}))
-    with pytest.raises(UserError, match="which is no file beside it"):
-        read_tensors(tmp_path)
