@@ -100,9 +100,10 @@ class UnrollMemory:
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
-    def asked(self, x: Tensor) -> Tensor:
-        """Of x [1, N, W] the slots whose outputs the step is asked for."""
-        return x[:, self.places] if self.is_last and not self.keys else x
+    @property
+    def asked(self) -> Tensor | None:
+        """The slots whose outputs the step is asked for; None: all."""
+        return self.places if self.is_last and not self.keys else None
 
 
 Memory = KeyValueBuffer | UnrollMemory | None
@@ -144,16 +145,17 @@ class Attention(nn.Module):
             self.q_norm = nn.RMSNorm(dim, config.rms_norm_eps)
             self.k_norm = nn.RMSNorm(dim, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, rope: Rope, mask: Tensor | None = None, memory: Memory = None) -> Tensor:
-        """[B, T, D] of x [B, T, inputs]; mask and memory as in attend."""
-        asking, rope_q = x, rope
-        if isinstance(memory, UnrollMemory):
-            asking, rope_q = memory.asked(x), (memory.asked(rope[0][0])[None], memory.asked(rope[1][0])[None])
+    def project(self, x: Tensor, rope: Rope, asked: Tensor | None = None) -> list[Tensor]:
+        """Rotated queries [B, H, T, hd], rotated keys and values [B, KV, T, hd] of x [B, T, inputs].
+
+        asked: slots that alone have queries.
+        """
+        asking, rope_q = (x, rope) if asked is None else (x[:, asked], (rope[0][:, :, asked], rope[1][:, :, asked]))
         projected = self.q_proj(asking), self.k_proj(x), self.v_proj(x)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in projected)
         if self.has_norms:
             q, k = self.q_norm(q), self.k_norm(k)
-        return self.o_proj(attend(rotate(q, *rope_q), rotate(k, *rope), v, mask, memory))
+        return [rotate(q, *rope_q), rotate(k, *rope), v]
 
 
 class MLP(nn.Module):
@@ -197,15 +199,27 @@ class DecoderLayer(nn.Module):
         pair = torch.cat([self.input_layernorm(embedded), self.hidden_norm(x)], dim=-1)  # [B, T, 2D]
         return pair, self.hidden_norm(x) if self.norm_before_residual else x
 
+    def before(self, x: Tensor, embedded: Tensor | None, rope: Rope, asked: Tensor | None) -> list[Tensor]:
+        """The residual, and what attention is of."""
+        given, residual = self.read(x, embedded)
+        return [residual if asked is None else residual[:, asked], *self.self_attn.project(given, rope, asked)]
+
+    def after(self, residual: Tensor, attended: Tensor) -> Tensor:
+        x = residual + self.self_attn.o_proj(attended)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
     def forward(
         self, x: Tensor, embedded: Tensor | None, rope: Rope, mask: Tensor | None = None, memory: Memory = None
     ) -> Tensor:
-        """[B, T, D] of x [B, T, D]; only a pair reads embedded [B, T, D]."""
-        given, residual = self.read(x, embedded)
-        if isinstance(memory, UnrollMemory):
-            residual = memory.asked(residual)
-        x = residual + self.self_attn(given, rope, mask, memory)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        """[B, T, D] of x [B, T, D]; only a pair reads embedded [B, T, D]; mask and memory as in attend."""
+        asked = memory.asked if isinstance(memory, UnrollMemory) else None
+        residual, q, k, v = self.before(x, embedded, rope, asked)
+        return self.after(residual, attend(q, k, v, mask, memory))
+
+    def compile_parts(self) -> None:
+        """Compiles what stands before and after attention, each once for all lengths; names of parameters stay."""
+        for name in ("before", "after"):
+            setattr(self, name, torch.compile(getattr(self, name), dynamic=True))
 
 
 class DraftLayer:

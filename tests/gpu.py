@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import DynamicConfig
 from aerie.configs.schema.heads import Eagle1Section, Eagle1Train, Eagle3Section, Eagle3Train, TargetConfig
 from aerie.data.batches import Batch
@@ -121,15 +123,22 @@ def measured(size: Size, accelerator: Accelerator) -> list[Row]:
     assert states.taps is not None  # copies: autograd cannot keep inference tensors
     batch = replace(batch, features=states.last_hidden.clone(), taps=states.taps.clone())
     vocabulary = DraftVocabulary.of_ids(torch.arange(size.draft_vocab), size.target["vocab_size"])
-    sections = {"eagle1": (Eagle1Section(), Eagle1Train()), "eagle3": (Eagle3Section(), Eagle3Train())}
-    for kind, (section, settings) in sections.items():
+    sections: dict[str, Any] = {"eagle1": (Eagle1Section(), Eagle1Train()), "eagle3": (Eagle3Section(), Eagle3Train())}
+    with suppress(UserError):  # without a C++ compiler there is no such row
+        launch.check_compiler()
+        sections["compiled eagle3"] = (Eagle3Section(), Eagle3Train(compile=True))
+    for name, (section, settings) in sections.items():
+        kind = section.kind
         head = new_head(section, config, target.vocab, 0, size.name, taps, vocabulary if kind == "eagle3" else None)
         objective = OBJECTIVES[kind](head.float(), target.vocab, settings)
+        if settings.compile:
+            for layer in head.blocks:
+                layer.compile_parts()
         module, *optimizers = accelerator.prepare(objective, *build_optimizers(objective, settings))
         work, parts = costs.operations(objective, load), costs.memory(objective, tokens, dtype.itemsize, model)
         planned = sum(parts.values()) - parts["copy that is measured"]
         take = step(accelerator, module, optimizers, objective.prepare(batch, 0))
-        rows.append(row(f"{kind} training", take, sum(work.values()), tokens, planned))
+        rows.append(row(f"{name} training", take, sum(work.values()), tokens, planned))
         heads[kind] = objective.head.to(dtype).eval().requires_grad_(False)
         accelerator.free_memory()
         del module, optimizers, objective, take

@@ -69,12 +69,26 @@ def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
             raise UserError(f"train.optimizer: {what}; use configs/accelerate/zero2.yaml, or adamw")
         zero["reduce_scatter"] = zero.get("stage") != 3  # there DeepSpeed's Muon refuses it
     if plugin is not None:
+        # Two processes waited for each other for ever in the first step.
+        if getattr(config, "compile", False) and plugin.zero_stage == 3:
+            fix = "use configs/accelerate/zero2.yaml, or leave it out"
+            raise UserError(f"train.compile: ZeRO-3 gathers weights inside of what would be compiled; {fix}")
         plugin.deepspeed_config |= {
             "gradient_clipping": config.clip_norm,  # accelerator.clip_grad_norm_ clips nothing under DeepSpeed
             "gradient_accumulation_steps": config.accumulation,
             "train_micro_batch_size_per_gpu": config.batch_size,
         }
     return accelerator
+
+
+def check_compiler() -> None:
+    """UserError where torch.compile does not work, as without a C++ compiler; else the first step would say so."""
+    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.compile(torch.sin)(torch.ones(2, device=device))
+    except RuntimeError as error:
+        reason = str(getattr(error, "inner_exception", error)).strip().split("\n", 1)[0]
+        raise UserError(f"train.compile: {reason}; install a C++ compiler (g++), or leave train.compile out") from error
 
 
 def engine_and_machine(accelerator: Accelerator) -> tuple[str, str]:

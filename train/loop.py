@@ -138,6 +138,9 @@ class Loop:
         dtype = torch.float32 if objective.target is None else objective.target.lm_head.dtype
         twin: Objective = type(objective)(copy.deepcopy(objective.head), objective.target, config)
         self.twin = twin.to(self.device, dtype).eval()
+        if getattr(config, "compile", False):
+            for layer in objective.head.blocks:
+                layer.compile_parts()
         # From here on parameters may be sharded: the loop calls self.module, never the objective itself.
         is_zero = accelerator.state.deepspeed_plugin is not None
         optimizers = build_optimizers(objective, config, launch.zero_muon if is_zero else None)

@@ -79,6 +79,8 @@ def _train(recipe: Recipe, stage: Stage, overwrite: bool, stop: resume.StopReque
     launch.be_quiet()
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
+    if getattr(recipe.train, "compile", False):
+        launch.check_compiler()
     # Before the Accelerator: under ZeRO-3 what is loaded later comes in shards.
     job = jobs.build(recipe, stage.output, overwrite)
     measure = measured_tau(recipe, job) if getattr(recipe.train, "measure_prompts", 0) else None

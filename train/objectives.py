@@ -166,7 +166,7 @@ def unrolled(head: Any, batch: Batch, slots: Slots, x: Tensor, recomputes: bool 
         taken = slots.supervised[:size] if step else slots.sequence
         # Positions beyond the head's count for nothing; clamped they can be looked up.
         at = (positions[taken] + step).clamp(max=limit - 1)
-        x = run(ids[taken + 1 + step][None], x[:, :size] if step else x, at[None], memories)  # t_{p+1+k}
+        x = run(ids[taken + 1 + step][None], x.squeeze(0)[:size][None] if step else x, at[None], memories)  # t_{p+1+k}
         yield x.squeeze(0)
 
 

@@ -24,7 +24,7 @@ RECORD = "progress.json"  # a save's manifest
 BEGUN = ".training"  # in an output directory while its training is under way: where the saves are
 LOGGING_ONLY = {"log_every", "save_every", "keep_last", "trackers"}  # of the section train
 # May change between two sittings: it moves no weight, but by rounding, or only the run's end.
-FREE = LOGGING_ONLY | {"max_seconds", "loss_chunk_slots", "gradient_checkpointing"}
+FREE = LOGGING_ONLY | {"max_seconds", "loss_chunk_slots", "gradient_checkpointing", "compile"}
 
 
 def state_name(recipe: Recipe) -> str:

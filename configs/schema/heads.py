@@ -199,7 +199,11 @@ class DraftHeadTrain(TrainConfig, kw_only=True):
     measure_new_tokens: PositiveInt = 64  # of each of them
 
 
-class Eagle1Train(DraftHeadTrain, kw_only=True):
+class EagleTrain(DraftHeadTrain, kw_only=True):
+    compile: bool = False  # torch.compile the layers but for attention: takes a C++ compiler, a minute at the start
+
+
+class Eagle1Train(EagleTrain, kw_only=True):
     """EAGLE (arXiv 2401.15077), section 4.1."""
 
     kind: Literal["eagle1"] = "eagle1"
@@ -208,7 +212,7 @@ class Eagle1Train(DraftHeadTrain, kw_only=True):
     feature_noise: NonNegativeFloat = 0.1  # half-width of the uniform noise on input features; 0 switches it off
 
 
-class Eagle3Train(DraftHeadTrain, kw_only=True):
+class Eagle3Train(EagleTrain, kw_only=True):
     """The training-time test (EAGLE-3, arXiv 2503.01840)."""
 
     kind: Literal["eagle3"] = "eagle3"

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from aerie.configs.schema.heads import Eagle3Section, TargetConfig
 from aerie.model.checkpoint import load_head, new_head, save_head
 from aerie.model.heads.eagle import DraftVocabulary, Eagle3Head
+from aerie.model.layers import attend
 from aerie.model.target import final_norm, load_vocab
 from tests import tiny
 from tests.model.formats.published import eagle3
@@ -28,7 +29,8 @@ def expected_output(made: Eagle3Head, tokens: Tensor, taps: Tensor) -> tuple[Ten
     h = taps @ made.fc.weight.T
     e = made.embed_tokens.weight[tokens]
     x = torch.cat([normed(e, layer.input_layernorm.weight), normed(h, layer.hidden_norm.weight)], dim=-1)
-    h = h + layer.self_attn(x[None], made.rotary.between(0, len(tokens), x))[0]  # as Llama's: test_layers
+    q, k, v = layer.self_attn.project(x[None], made.rotary.between(0, len(tokens), x))
+    h = h + layer.self_attn.o_proj(attend(q, k, v, None, None))[0]  # as Llama's: test_layers
     x = normed(h, layer.post_attention_layernorm.weight)
     gate, up, down = (getattr(layer.mlp, name).weight for name in ("gate_proj", "up_proj", "down_proj"))
     h = h + (F.silu(x @ gate.T) * (x @ up.T)) @ down.T

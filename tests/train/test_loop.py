@@ -3,12 +3,14 @@
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from aerie.configs.errors import Requeued, UserError
 from aerie.configs.schema.heads import AdamWSection, Eagle1Train, MuonSection, RateScaling
@@ -52,6 +54,32 @@ def test_the_head_on_disk_is_the_one_with_the_best_held_out_score(tmp_path: Path
     half = replace(VOCAB, embedding=VOCAB.embedding.bfloat16(), lm_head=VOCAB.lm_head.bfloat16())
     _, loop = sitting(job(tmp_path / "unmeasured", config(max_steps=2, eval_every=1), vocab=half, held_out=0))
     assert load_head(tmp_path / "unmeasured/head").fc.weight.equal(weights(loop)["fc.weight"].bfloat16())
+
+
+def test_a_compiled_training_is_the_plain_one_and_goes_on_as_it(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("torch.compile", partial(torch.compile, backend="eager"))
+    settings = config(max_steps=6, save_every=3, eval_every=3)
+    with pytest.raises(RuntimeError, match="power cut"):
+        sitting(job(tmp_path / "compiled", replace(settings, compile=True), (6, 0)))
+    _, loop = sitting(job(tmp_path / "compiled", settings))
+    _, plain = sitting(job(tmp_path / "plain", settings))
+    pairs = zip(lines(tmp_path / "compiled"), lines(tmp_path / "plain"), strict=True)
+    for first, second in pairs:
+        assert first.keys() == second.keys() and first["step"] == second["step"]
+        numbers = [name for name in first if name.startswith(("loss", "grad_norm", "held_out"))]
+        assert [first[name] for name in numbers] == pytest.approx([second[name] for name in numbers], rel=1e-5)
+    assert all(weights(loop)[name].allclose(value, atol=1e-5) for name, value in weights(plain).items())
+    assert sorted(load_file(tmp_path / "compiled/head/model.safetensors")) == sorted(
+        load_file(tmp_path / "plain/head/model.safetensors")
+    )
+
+
+@pytest.mark.slow
+def test_a_training_that_would_compile_says_first_that_there_is_no_compiler(monkeypatch: Any) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/gone/g++"))
+    with pytest.raises(UserError, match=r"train.compile: .*; install a C\+\+ compiler \(g\+\+\), or leave"):
+        launch.check_compiler()
 
 
 def test_a_training_that_diverges_keeps_nothing(tmp_path: Path, monkeypatch: Any) -> None:

@@ -1,13 +1,16 @@
 """Laws of every objective: its terms are those of plain forms, slot by slot and drafting step by step; padding,
 company, chunks and recomputation move nothing; every loss trains; noise and dropout are keyed."""
 
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
@@ -221,6 +224,44 @@ def test_a_step_never_waits_for_the_device(chunk: int, monkeypatch: pytest.Monke
     with NoWaiting():
         made(batch).total(made.weights).backward()
     assert all(p.grad is not None for p in made.parameters() if p.requires_grad)
+
+
+INDUCTOR = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: inductor's graphs are not checked"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "backend"),
+    [
+        ("eagle1", {}, "eager"),
+        ("eagle3", {"gradient_checkpointing": True, "loss_chunk_slots": 11}, "eager"),
+        pytest.param("eagle1", {"gradient_checkpointing": True}, "inductor", marks=INDUCTOR),
+        pytest.param("eagle3-deep", {}, "inductor", marks=INDUCTOR),
+    ],
+)
+def test_compiled_layers_have_the_same_loss_and_gradients_by_few_graphs_for_all_lengths(
+    kind: str, changes: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    counters.clear()
+    plain, compiled, rows = objective(kind, **changes), objective(kind, **changes), rows_with_taps(12)
+    for layer in compiled.head.blocks:
+        layer.compile_parts()
+    assert [*compiled.state_dict()] == [*plain.state_dict()]
+    for numbers in ((0,), (1, 2), (3, 4, 5), (6,), (7, 8, 9, 10), (11, 0)):
+        found = []
+        for made in (plain, compiled):
+            made.zero_grad()
+            loss = made(prepared(plain, rows, numbers)).total(made.weights)
+            loss.backward()
+            gradients = [p.grad.flatten() for p in made.parameters() if p.grad is not None]
+            found.append([loss.item(), torch.cat(gradients).norm().item()])
+        assert found[1] == pytest.approx(found[0], rel=1e-5)
+    # Before and after attention: a graph for one row and one for several, or for the first step and the others.
+    assert counters["stats"]["unique_graphs"] <= 5 * len(compiled.head.blocks) and not counters["graph_break"]
 
 
 def test_head_ks_and_step_ks_weights_decay_with_k() -> None:

@@ -48,6 +48,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"kind": "eagle3", "draft_vocab_size": 256, "lm_head": "frozen", "norm_init": "target", "norm_output": True},
         {"unroll_steps": 3, "feature_weight": 0.5, **SMALL},
     ),
+    "eagle3-compiled": (
+        "zero2",
+        {"kind": "eagle3", "draft_vocab_size": 256},
+        {"unroll_steps": 3, "compile": True, **SMALL},
+    ),
     "draft_lm": ("zero1", {"kind": "draft_lm", **LM}, {"distill": "jsd", "on_policy": 0.5, **SMALL, **MUON}),
 }
 
@@ -166,10 +171,24 @@ def test_the_recipes_clipping_reaches_deepspeed(root: Path) -> None:
     assert moved[0] < 0.2 * moved[1]
 
 
-def test_zero3_refuses_a_training_on_the_lms_own_tokens(root: Path) -> None:
-    log, words = root / "own.log", ("--config", recipe_for(root, "draft_lm"), "--run", root / "own")
-    assert [*map(ended, forked("zero3", log, *words, "--train.on_policy", 0.1))] == [2, 2], log.read_text()
-    assert "train.on_policy: ZeRO-3 keeps no whole draft LM; use configs/accelerate/zero2.yaml" in log.read_text()
+@pytest.mark.parametrize(
+    ("name", "key", "value", "said"),
+    [
+        ("draft_lm", "on_policy", 0.1, "ZeRO-3 keeps no whole draft LM; use configs/accelerate/zero2.yaml"),
+        (
+            "eagle1",
+            "compile",
+            True,
+            "ZeRO-3 gathers weights inside of what would be compiled; use configs/accelerate/z",
+        ),
+    ],
+)
+def test_zero3_refuses_a_training_on_the_lms_own_tokens_and_a_compiled_one(
+    root: Path, name: str, key: str, value: Any, said: str
+) -> None:
+    log, words = root / f"{key}.log", ("--config", recipe_for(root, name), "--run", root / key)
+    assert [*map(ended, forked("zero3", log, *words, f"--train.{key}", value))] == [2, 2], log.read_text()
+    assert f"train.{key}: {said}" in log.read_text()
 
 
 @pytest.mark.parametrize("split", ["train", "held_out"])
