@@ -175,12 +175,7 @@ def test_the_recipes_clipping_reaches_deepspeed(root: Path) -> None:
     ("name", "key", "value", "said"),
     [
         ("draft_lm", "on_policy", 0.1, "ZeRO-3 keeps no whole draft LM; use configs/accelerate/zero2.yaml"),
-        (
-            "eagle1",
-            "compile",
-            True,
-            "ZeRO-3 gathers weights inside of what would be compiled; use configs/accelerate/z",
-        ),
+        ("eagle1", "compile", True, "ZeRO-3 gathers weights inside of what would be compiled; use configs/"),
     ],
 )
 def test_zero3_refuses_a_training_on_the_lms_own_tokens_and_a_compiled_one(
