@@ -1,4 +1,4 @@
-"""A real server in front of the target: what it answers is the target's own, and no fault loses or doubles a row."""
+"""A real server in front of the target: what it answers is the target's own; a killed job loses or doubles no row."""
 
 import importlib.util
 import os
@@ -18,8 +18,8 @@ import pytest
 from tests import tiny
 from tests.data.distill.answering import KEEP, distill, local_recipe, outcomes
 from tests.tiny import read_rows, write_rows
+from tests.train.sittings import ended, fork
 
-ROOT = Path(__file__).resolve().parents[3]
 MISSING = [name for name in ("openai", "fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.slow,
@@ -74,9 +74,7 @@ def texts(place: Path) -> list[tuple[str, tuple[str, ...]]]:
     return [(row.id, tuple(answer.content for answer in row.answers)) for row in outcomes(place / "run")]
 
 
-def test_the_answers_are_the_targets_own_and_no_row_is_lost_or_doubled_by_a_killed_job_or_server(
-    tmp_path: Path,
-) -> None:
+def test_the_answers_are_the_targets_own_and_no_row_is_lost_or_doubled_by_a_killed_job(tmp_path: Path) -> None:
     target, own, home = tiny.target(tmp_path / "target"), tmp_path / "own", tmp_path / "home"
     own.mkdir()
     assert distill(recipe(own, target, None)) == 0  # in process
@@ -93,19 +91,9 @@ def test_the_answers_are_the_targets_own_and_no_row_is_lost_or_doubled_by_a_kill
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     path = recipe(tmp_path, target, f"http://127.0.0.1:{port}/v1")
-    words = [sys.executable, str(ROOT / "data/main.py"), "distill", "--config", str(path)]
-
-    def start(lines: int) -> subprocess.Popen[bytes]:
-        """A job that has just written so many rows."""
-        job = subprocess.Popen(words, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        wait_until(lambda: (tmp_path / JOURNAL).read_bytes().count(b"\n") >= lines)
-        return job
-
     with served(target, home, port):
-        killed = start(6)
-        killed.kill()
-        assert killed.wait(30) == -signal.SIGKILL
-        job = start(12)
-    assert job.poll() is None  # the server has crashed under it
-    with served(target, home, port):
-        assert job.wait(120) == 0 and texts(tmp_path) == texts(own)
+        job = fork(lambda: distill(path))
+        wait_until(lambda: (tmp_path / JOURNAL).read_bytes().count(b"\n") >= ROWS // 3)
+        os.kill(job, signal.SIGKILL)
+        assert ended(job) == -signal.SIGKILL and (tmp_path / JOURNAL).read_bytes().count(b"\n") < ROWS
+        assert distill(path) == 0 and texts(tmp_path) == texts(own)
