@@ -21,9 +21,9 @@ from aerie.data.conversations import read_rows
 from aerie.data.stage import is_here, size
 from aerie.data.tokens import tokenised
 from aerie.model.heads.eagle import DEFAULT_SIZE
-from aerie.model.target import context_of, default_taps, load_config, weights_size
+from aerie.model.target import context_of, load_config, weights_size
 
-MUCH, SAMPLE, MOST = 100_000, 1000, 4096  # rows; those that are measured; tokens of a row (SpecForge)
+SAMPLE, MOST = 1000, 4096  # rows that are measured; tokens of a row (SpecForge)
 GPU_SPEED, CORE_SPEED = 400e12, 15e9  # operations a second (assumed; docs/scale.md)
 SERVERS = {"eagle1": "safeailab", "eagle3": "speculators"}  # vLLM's layout
 COMMON = ("target", "model", "merged", "final", "hf", "output")  # names of folders that say nothing: their parent's
@@ -50,25 +50,30 @@ def recipe_text(asked: dict[str, Any]) -> str:
 
     kind, why = asked["head"].get("kind"), "as asked"
     if kind is None:
-        kind = "eagle3" if blocks >= 7 and not 0 < rows < MUCH else "eagle1"
-        why = f"eagle3 is for {MUCH:,} rows and 7 blocks or more, eagle1 learns from the features of few"
+        kind = "eagle3" if blocks >= 7 else "eagle1"
+        why = "eagle3 reads states of three blocks, and wants seven or more"
     parent, name = Path(target.path).absolute().parts[-2:]
     name = parent if name in COMMON else f"{parent}-{name}" if name.startswith("checkpoint-") else name
     run = asked.get("run") or f"runs/{name.lower()}-{kind}"
     validate({**asked, "run": run, "head": {"kind": kind} | asked["head"]}, Recipe, "--out", {})
-    # Learning rates are published for a width of 4,096: a narrower head takes larger steps.
+    # EAGLE's rate is published for a width of 4,096, a narrower head takes larger steps; Muon's suits every width.
     taps: tuple[int, ...] = ()
     train: dict[str, Any] = {"epochs": 20, "batch_size": 4}  # EAGLE's, with 5e-5
     layer = width * (5 * width + 3 * (getattr(text, "intermediate_size", None) or 4 * width))
     trained = layer if kind in SERVERS else 4 * width * (width + vocab_size)
-    if kind == "eagle3":  # SpecForge's
-        taps = default_taps(blocks) or tuple(range(max(blocks - 3, 0), blocks))
-        train = {"epochs": 10, "batch_size": max(1, min(16, int(MOST / mean))), "packing": True}
+    head: dict[str, Any] = {"kind": kind}
+    if kind == "eagle3":  # SpecForge's epochs and batches, what docs/studies.md found
+        taps = (2, blocks // 2, blocks - 1) if blocks >= 7 else tuple(range(max(blocks - 3, 0), blocks))
+        if "init_from" not in asked["head"]:
+            head |= {"fc_norm": True, "norm_output": True, "lm_head": "frozen", "fc_init": "highest_tap"}
+            head |= {"norm_init": "target"} if hasattr(text, "rms_norm_eps") else {}
+        train = {"epochs": 10, "batch_size": max(1, min(16, int(MOST / mean))), "packing": True, "unroll_steps": 3}
+        train |= {"optimizer": {"kind": "muon", "matrix_rate": 0.045}, "scale_rates": {"steps": 600, "power": 0.25}}
         trained += width * (5 * width + min(DEFAULT_SIZE, vocab_size))
     train |= asked.get("train", {})
     epoch_steps = ceil(trained_rows / (train["batch_size"] * train.get("accumulation", 1) * max(gpus, 1)))
     steps = min(train["epochs"] * epoch_steps, train.get("max_steps") or inf)
-    rate = (1e-4 if taps else 5e-5) * 4096 / width
+    rate = 6e-3 if taps else 5e-5 * 4096 / width
     train |= {"learning_rate": float(f"{rate:.1e}"), "warmup_steps": min(2000, steps // 20) or 2000}
 
     free = shutil.disk_usage(next(place for place in Path(run).absolute().parents if place.exists())).free
@@ -81,8 +86,8 @@ def recipe_text(asked: dict[str, Any]) -> str:
             place = f"about {size(needed)} of the {size(free)} that are free"
     features |= {"after_blocks": list(taps)} if taps else {}
     is_online = features["mode"] == "online"
-    # Operations a token: EAGLE-3 unrolls its head seven times, others call the target's LM head.
-    work = 6 * (7 * trained if taps else trained + vocab_size * width) + 2 * params * is_online
+    # Operations a token: EAGLE-3 unrolls its head three times, others call the target's LM head.
+    work = 6 * (3 * trained if taps else trained + vocab_size * width) + 2 * params * is_online
     speed = gpus * GPU_SPEED or cores * CORE_SPEED
     needed = 16 * trained + 8 * vocab_size * width + params * dtype.itemsize * is_online
     seconds = [2 * params * rows * mean / speed, steps / max(epoch_steps, 1) * work * trained_rows * mean / speed]
@@ -95,7 +100,7 @@ def recipe_text(asked: dict[str, Any]) -> str:
         "target": ({"dtype": str(dtype)[6:]} | spread, model),
         "data": ({"max_length": max_length, "held_out": data.held_out}, counted if rows else "on the Hub: not counted"),
         "features": (features, f"{place}; one pass of the target: {took[0]}"),
-        "head": ({"kind": kind}, f"{why}; {served if kind in SERVERS else OURS}"),
+        "head": (head, f"{why}; {served if kind in SERVERS else OURS}"),
         "train": (train, f"{steps:,} steps, {took[1]}; {size(needed)} and a batch's, of {size(memory)}"),
     }
     if not gpus:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import Eagle1Train, Eagle3Train, MultiTokenTrain
 from aerie.data.batches import Batch, keyed_generator
 from aerie.model.heads.eagle import Eagle1Head, Eagle3Head
@@ -249,13 +248,7 @@ class Eagle3Objective(Objective):
 
     def __init__(self, head: Eagle3Head, target: VocabWeights, settings: Eagle3Train) -> None:
         super().__init__(head, target, settings)
-        decays = [settings.unroll_decay**k for k in range(settings.unroll_steps)]
-        self.weights = {f"loss_at_{k + 1}": decay for k, decay in enumerate(decays)}
-        if settings.feature_weight:
-            self.weights |= {f"feature_at_{k + 1}": settings.feature_weight * decay for k, decay in enumerate(decays)}
-            if (own := head.config.hidden_size) != (width := head.config.target_hidden_size):
-                what = f"the head is {own:,} wide, its target's features {width:,}"
-                raise UserError(f"train.feature_weight: {what}; set it to 0, or leave head.hidden_size out")
+        self.weights = {f"loss_at_{k + 1}": settings.unroll_decay**k for k in range(settings.unroll_steps)}
         self.ids = head.vocabulary.ids.cpu()  # [Vd]
 
     def forward(self, batch: Batch) -> StepOutput:
@@ -272,10 +265,6 @@ class Eagle3Objective(Objective):
         loss, hits, alpha, inside = losses.summed([*losses.by_piece(self._sums, pieces, once=self._with_law)])
         counts = torch.tensor(slots.sizes).unbind()
         terms = {f"loss_at_{k + 1}": (loss[k], counts[0]) for k in range(num_steps)}
-        if self.settings.feature_weight:
-            for k, (out, places) in enumerate(zip(outputs, slots.which, strict=True)):
-                goals = states[places.to(states.device, non_blocking=True)]  # [S_k, D]
-                terms[f"feature_at_{k + 1}"] = losses.smooth_l1(self.head.normed(out), goals).sum(), counts[0]
         accuracies = {f"accuracy_at_{k + 1}": (hits[k], counts[k]) for k in range(num_steps)}
         return StepOutput(terms, {**accuracies, "alpha": (alpha, counts[0]), "in_vocabulary": (inside, counts[0])})
 

@@ -219,7 +219,6 @@ class Eagle3Train(EagleTrain, kw_only=True):
     unroll_steps: PositiveInt = 7  # length of the training-time test
     unroll_decay: Decay = 0.8  # step k weighs unroll_decay ** k
     mask_outside_vocabulary: bool = True  # no loss where the target's choice cannot be drafted
-    feature_weight: NonNegativeFloat = 0.0  # of EAGLE-1's Smooth-L1 between normed output and last_hidden, of each step
     packing: bool = False  # conversations of a batch in one row, without padding
 
 

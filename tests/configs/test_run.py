@@ -61,7 +61,7 @@ def test_init_writes_a_recipe_that_trains_for_any_family(folder: Path, family: s
     assert init("--target", write(folder / family, family), "--out", "r.yaml", "--kind", "eagle3") == 0
     assert capsys.readouterr().out.endswith("\naerie run r.yaml\n")
     recipe = load(Path("r.yaml"))
-    assert (recipe.features.mode, recipe.features.after_blocks, recipe.data.max_length) == ("cached", (2, 4, 5), 128)
+    assert (recipe.features.mode, recipe.features.after_blocks, recipe.data.max_length) == ("cached", (2, 4, 7), 128)
     assert tiny.call(data_main, "features", "--config", "r.yaml", "--plan") == 0
     assert tiny.call(train_main, "--config", "r.yaml", "--plan", "--features.mode", "online") == 0
 

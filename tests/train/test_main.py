@@ -98,7 +98,6 @@ MISTAKES = [
     ("eagle3", "--head.fc_norm true --head.norm_before_fc true", "no server does both; choose one"),
     ("eagle3", "--head.hidden_size 16 --head.lm_head frozen", "head.lm_head: TARGET is 32 wide, the head 16; leave"),
     ("eagle3", "--head.hidden_size 16 --head.fc_init highest_tap", "head.fc_init: TARGET is 32 wide, the head 16"),
-    ("eagle3", "--head.hidden_size 16 --train.feature_weight 1", "the head is 16 wide, its target's features 32; set"),
 ]
 
 

@@ -33,7 +33,7 @@ MULTI: dict[str, Any] = {"label_weight": 0.7, "law_weight": 0.3, "dropout": 0.3}
 SETTINGS: dict[str, TrainConfig] = {
     "eagle1": Eagle1Train(),
     "eagle3": Eagle3Train(unroll_steps=STEPS),
-    "eagle3-deep": Eagle3Train(unroll_steps=STEPS, feature_weight=0.5),
+    "eagle3-deep": Eagle3Train(unroll_steps=STEPS),
     "medusa": MultiTokenTrain(kind="medusa", **MULTI),
     "hydra": MultiTokenTrain(kind="hydra", **MULTI),
     "hydra++": MultiTokenTrain(kind="hydra", **MULTI),
@@ -128,7 +128,7 @@ def log_laws(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
         ("eagle3", None, {"mask_outside_vocabulary": False}),
         ("eagle3", {"num_key_value_heads": 4, "fc_norm": True}, {}),
         ("eagle3-deep", None, {}),
-        ("eagle3", {"norm_before_residual": True, "norm_before_fc": True}, {"feature_weight": 0.1}),
+        ("eagle3", {"norm_before_residual": True, "norm_before_fc": True}, {}),
         *((kind, None, {"dropout": 0.0}) for kind in MULTI_TOKEN),
         ("medusa", {"lm_head": "target", "num_layers": 2}, {"dropout": 0.0}),
     ],
@@ -152,10 +152,6 @@ def test_terms_are_those_of_drafting_step_by_step_from_every_supervised_slot(
                 inside = head.vocabulary.t2d[logits.argmax()].float()
                 law = logits[head.vocabulary.ids].softmax(-1) * (inside if made.settings.mask_outside_vocabulary else 1)
                 found["in_vocabulary"] = inside if k == 1 else 0 * inside
-                if made.settings.feature_weight:
-                    output = drafted(head, row, slot, k)[-1]
-                    read = output if head.config.norm_output else head.norm(output)
-                    found[f"feature_at_{k}"] = F.smooth_l1_loss(read, state)
             else:
                 found[f"label_at_{k}"] = -log_q[row.input_ids[slot + 1 + k]]
             found |= dict.fromkeys(("classification", f"loss_at_{k}", f"law_at_{k}"), -(law * log_q).sum())
@@ -268,8 +264,7 @@ def test_head_ks_and_step_ks_weights_decay_with_k() -> None:
     weights = {f"{name}_at_{k}": w * 0.8**k for name, w in (("label", 0.7), ("law", 0.3)) for k in range(1, 4)}
     assert objective("medusa").weights == pytest.approx(weights)
     laws = {f"loss_at_{k + 1}": 0.8**k for k in range(STEPS)}
-    features = {f"feature_at_{k + 1}": 0.5 * 0.8**k for k in range(STEPS)}
-    assert objective("eagle3").weights == laws and objective("eagle3-deep").weights == pytest.approx(laws | features)
+    assert objective("eagle3").weights == laws
 
 
 def test_nothing_as_large_as_half_of_all_pairs_of_slots_or_of_the_full_vocabularys_logits_is_ever_made() -> None:

@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "eagle3-frozen": (
         "zero3",
         {"kind": "eagle3", "draft_vocab_size": 256, "lm_head": "frozen", "norm_init": "target", "norm_output": True},
-        {"unroll_steps": 3, "feature_weight": 0.5, **SMALL},
+        {"unroll_steps": 3, **SMALL},
     ),
     "eagle3-compiled": (
         "zero2",
