@@ -68,7 +68,7 @@ def recipe_text(asked: dict[str, Any]) -> str:
             head |= {"fc_norm": True, "norm_output": True, "lm_head": "frozen", "fc_init": "highest_tap"}
             head |= {"norm_init": "target"} if hasattr(text, "rms_norm_eps") else {}
         train = {"epochs": 10, "batch_size": max(1, min(16, int(MOST / mean))), "packing": True, "unroll_steps": 3}
-        train |= {"optimizer": {"kind": "muon", "matrix_rate": 0.045}, "scale_rates": {"steps": 600, "power": 0.25}}
+        train |= {"optimizer": {"kind": "muon", "matrix_rate": 0.03}, "scale_rates": {"steps": 600, "power": 0.25}}
         trained += width * (5 * width + min(DEFAULT_SIZE, vocab_size))
     train |= asked.get("train", {})
     epoch_steps = ceil(trained_rows / (train["batch_size"] * train.get("accumulation", 1) * max(gpus, 1)))
