@@ -180,9 +180,6 @@ def unrolled_whole(made: Any, row: CachedRow) -> dict[str, Tensor]:
         x = head(ids[None, 1 + k : 1 + k + width], x, torch.arange(k, k + width)[None], memories)
         slots = collate([row], [0]).supervised(k)[0].nonzero()[:, 0]
         losses[f"loss_at_{k + 1}"] = -(law[slots + 1 + k] * head.logits(x[0, slots]).log_softmax(-1)).sum()
-        if made.settings.feature_weight:
-            distance = F.smooth_l1_loss(head.normed(x[0, slots]), row.last_hidden[slots + 1 + k], reduction="none")
-            losses[f"feature_at_{k + 1}"] = distance.mean(-1).sum()
     return losses
 
 
