@@ -75,10 +75,10 @@ def test_a_compiled_training_is_the_plain_one_and_goes_on_as_it(tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_a_training_that_would_compile_says_first_that_there_is_no_compiler(monkeypatch: Any) -> None:
+def test_a_training_that_would_compile_says_first_that_there_is_no_compiler() -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/gone/g++"))
-    with pytest.raises(UserError, match=r"train.compile: .*; install a C\+\+ compiler \(g\+\+\), or leave"):
+    gone = torch._inductor.config.patch({"cpp.cxx": (None, "/gone/g++")})
+    with gone, pytest.raises(UserError, match=r"train.compile: .*; install a C\+\+ compiler \(g\+\+\), or leave"):
         launch.check_compiler()
 
 
