@@ -220,7 +220,7 @@ def test_a_step_never_waits_for_the_device(chunk: int, monkeypatch: pytest.Monke
 
 
 INDUCTOR = [
-    pytest.mark.slow,
+    *(pytest.mark.slow, pytest.mark.soak),  # a minute or two each
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: inductor's graphs are not checked"),
 ]
 

@@ -108,7 +108,10 @@ def head_of(run: Path, kind: str = "eagle1") -> Any:
     return load_file(run / "heads" / kind / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", CASES)
+SOAKS = {"eagle3-compiled": (pytest.mark.soak,)}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SOAKS.get(name, ())) for name in CASES])
 def test_two_processes_have_the_losses_of_one(root: Path, name: str) -> None:
     launcher, head, train = CASES[name]
     recipe, two = recipe_for(root, name), root / f"{name}-two"
@@ -123,7 +126,8 @@ def test_two_processes_have_the_losses_of_one(root: Path, name: str) -> None:
     pairs = [[record for record in lines(place) if "loss" in record] for place in (root / name, two)]
     assert len(pairs[0]) == train.get("max_steps", STEPS)
     for first, second in zip(*pairs, strict=True):
-        assert second["loss"] == pytest.approx(first["loss"], rel=1e-4)
+        # Muon's rounds are in bf16, and over the steps their rounding adds up to 1e-4.
+        assert second["loss"] == pytest.approx(first["loss"], rel=2e-4)
         assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-3)
         assert second["learning_rate"] == first["learning_rate"]
     output = two / "heads" / head["kind"]
