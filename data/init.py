@@ -21,7 +21,7 @@ from aerie.data.conversations import read_rows
 from aerie.data.stage import is_here, size
 from aerie.data.tokens import tokenised
 from aerie.model.heads.eagle import DEFAULT_SIZE
-from aerie.model.target import context_of, load_config, weights_size
+from aerie.model.target import context_of, default_taps, load_config, weights_size
 
 SAMPLE, MOST = 1000, 4096  # rows that are measured; tokens of a row (SpecForge)
 GPU_SPEED, CORE_SPEED = 400e12, 15e9  # operations a second (assumed; docs/scale.md)
@@ -56,24 +56,25 @@ def recipe_text(asked: dict[str, Any]) -> str:
     name = parent if name in COMMON else f"{parent}-{name}" if name.startswith("checkpoint-") else name
     run = asked.get("run") or f"runs/{name.lower()}-{kind}"
     validate({**asked, "run": run, "head": {"kind": kind} | asked["head"]}, Recipe, "--out", {})
-    # EAGLE's rate is published for a width of 4,096, a narrower head takes larger steps; Muon's suits every width.
+    # AdamW's rates are published for a width of 4,096, a narrower head takes larger steps; Muon's suit every width.
     taps: tuple[int, ...] = ()
     train: dict[str, Any] = {"epochs": 20, "batch_size": 4}  # EAGLE's, with 5e-5
     layer = width * (5 * width + 3 * (getattr(text, "intermediate_size", None) or 4 * width))
     trained = layer if kind in SERVERS else 4 * width * (width + vocab_size)
     head: dict[str, Any] = {"kind": kind}
-    if kind == "eagle3":  # SpecForge's epochs and batches, what docs/studies.md found
-        taps = (2, blocks // 2, blocks - 1) if blocks >= 7 else tuple(range(max(blocks - 3, 0), blocks))
-        if "init_from" not in asked["head"]:
+    rate = 5e-5 * 4096 / width
+    if kind == "eagle3":  # SpecForge's
+        taps, rate = default_taps(blocks) or tuple(range(max(blocks - 3, 0), blocks)), 1e-4 * 4096 / width
+        train = {"epochs": 10, "batch_size": max(1, min(16, int(MOST / mean))), "packing": True, "unroll_steps": 3}
+        if "init_from" not in asked["head"]:  # for a new head, what docs/studies.md found
+            taps, rate = (*taps[:2], blocks - 1), 6e-3
             head |= {"fc_norm": True, "norm_output": True, "lm_head": "frozen", "fc_init": "highest_tap"}
             head |= {"norm_init": "target"} if hasattr(text, "rms_norm_eps") else {}
-        train = {"epochs": 10, "batch_size": max(1, min(16, int(MOST / mean))), "packing": True, "unroll_steps": 3}
-        train |= {"optimizer": {"kind": "muon", "matrix_rate": 0.03}, "scale_rates": {"steps": 600, "power": 0.25}}
+            train |= {"optimizer": {"kind": "muon", "matrix_rate": 0.03}, "scale_rates": {"steps": 600, "power": 0.25}}
         trained += width * (5 * width + min(DEFAULT_SIZE, vocab_size))
     train |= asked.get("train", {})
     epoch_steps = ceil(trained_rows / (train["batch_size"] * train.get("accumulation", 1) * max(gpus, 1)))
     steps = min(train["epochs"] * epoch_steps, train.get("max_steps") or inf)
-    rate = 6e-3 if taps else 5e-5 * 4096 / width
     train |= {"learning_rate": float(f"{rate:.1e}"), "warmup_steps": min(2000, steps // 20) or 2000}
 
     free = shutil.disk_usage(next(place for place in Path(run).absolute().parents if place.exists())).free

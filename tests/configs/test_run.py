@@ -62,6 +62,10 @@ def test_init_writes_a_recipe_that_trains_for_any_family(folder: Path, family: s
     assert capsys.readouterr().out.endswith("\naerie run r.yaml\n")
     recipe = load(Path("r.yaml"))
     assert (recipe.features.mode, recipe.features.after_blocks, recipe.data.max_length) == ("cached", (2, 4, 7), 128)
+    warm = ("--out", "w.yaml", "--kind", "eagle3", "--head.init_from", "head")  # others' heads have the usual taps
+    assert init("--target", folder / family, *warm) == 0
+    recipe = load(Path("w.yaml"))
+    assert recipe.features.after_blocks == (2, 4, 5) and recipe.train and recipe.train.optimizer.kind == "adamw"
     assert tiny.call(data_main, "features", "--config", "r.yaml", "--plan") == 0
     assert tiny.call(train_main, "--config", "r.yaml", "--plan", "--features.mode", "online") == 0
 
