@@ -56,7 +56,9 @@ def new_head(
             assert vocab.final_norm is not None
             head.norm.weight.data.copy_(vocab.final_norm)
         if section.fc_init == "highest_tap":
-            head.fc.weight.data.zero_()[:, -width:] = torch.eye(width)
+            # Normed taps enter as large as the normed outputs that are fed back.
+            scale = head.norm.weight.data.square().mean().sqrt() if section.fc_norm and section.norm_output else 1.0
+            head.fc.weight.data.zero_()[:, -width:] = scale * torch.eye(width)
     return head
 
 

@@ -99,6 +99,11 @@ def test_a_head_begun_at_the_target_gives_the_targets_logits_of_its_highest_tap_
     made.midlayer.self_attn.o_proj.weight.zero_()
     made.midlayer.mlp.down_proj.weight.zero_()
     torch.testing.assert_close(made.logits(made(tokens, x, positions)), logits, **NEAR)
+    normed = replace(section, fc_norm=True, norm_output=True)
+    made = new_head(normed, model.config, vocab, 1, after_blocks=(0, 1, 3), vocabulary=vocabulary)
+    entering = made.fuse(torch.cat([taps[..., :64], outputs[0]], dim=-1))
+    fed_back = made(tokens, entering, positions)
+    torch.testing.assert_close(entering.norm(), fed_back.norm(), rtol=0.02, atol=0)
 
 
 def test_the_most_frequent_tokens_and_forced_ones_are_in() -> None:
