@@ -243,7 +243,8 @@ def _sentence(problem: Any, values: Any, schema: type, source: str, lines: dict[
         return f"{prefix}: unknown {problem['input']!r}; did you mean {close[0]!r}?"
     if kind.startswith("missing"):
         return f"{prefix}: required, and not set"
-    plain = {"dataclass_type": "Has keys of its own, indented below it", "tuple_type": "Input should be a list"}
+    plain = dict.fromkeys(("dataclass_type", "model_attributes_type"), "Has keys of its own, indented below it")
+    plain["tuple_type"] = "Input should be a list"
     message = plain.get(kind, problem["msg"].removeprefix("Value error, "))
     is_told = isinstance(problem["input"], dict | list) or kind == "value_error"
     return f"{prefix}: {message[0].lower()}{message[1:]}" + ("" if is_told else f", not {problem['input']!r}")

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import DynamicConfig
-from aerie.configs.schema.heads import Eagle1Section, Eagle1Train, Eagle3Section, Eagle3Train, TargetConfig
+from aerie.configs.schema.heads import Eagle1Section, Eagle1Train, Eagle3Section, Eagle3Train, MuonSection, TargetConfig
 from aerie.data.batches import Batch
 from aerie.infer.decode.drafters import EagleDrafter
 from aerie.infer.decode.engine import PHASES, SpeculativeDecoder
@@ -104,7 +104,7 @@ def measured(size: Size, accelerator: Accelerator) -> list[Row]:
     ids = torch.randint(size.target["vocab_size"], (size.rows, size.length), device=device)
     turns = torch.ones(size.rows, size.length, dtype=torch.long)
     turns[:, : size.length // 4] = 0  # the prompt
-    load = costs.Load.of_rows(((row, turn) for row, turn in zip(ids.cpu(), turns, strict=True)), 7)
+    load = costs.Load.of_rows(((row, turn) for row, turn in zip(ids.cpu(), turns, strict=True)), 3)
     heads: dict[str, Any] = {}
 
     def row(what: str, work: Callable[[], Any], operations: float, tokens: int, plan: Any = None) -> Row:
@@ -123,10 +123,12 @@ def measured(size: Size, accelerator: Accelerator) -> list[Row]:
     assert states.taps is not None  # copies: autograd cannot keep inference tensors
     batch = replace(batch, features=states.last_hidden.clone(), taps=states.taps.clone())
     vocabulary = DraftVocabulary.of_ids(torch.arange(size.draft_vocab), size.target["vocab_size"])
-    sections: dict[str, Any] = {"eagle1": (Eagle1Section(), Eagle1Train()), "eagle3": (Eagle3Section(), Eagle3Train())}
+    recipe = Eagle3Section(fc_norm=True, norm_output=True, lm_head="frozen", fc_init="highest_tap")
+    settings: Any = Eagle3Train(unroll_steps=3, optimizer=MuonSection(matrix_rate=0.03))  # as in configs/eagle3
+    sections: dict[str, Any] = {"eagle1": (Eagle1Section(), Eagle1Train()), "eagle3": (recipe, settings)}
     with suppress(UserError):  # without a C++ compiler there is no such row
         launch.check_compiler()
-        sections["compiled eagle3"] = (Eagle3Section(), Eagle3Train(compile=True))
+        sections["compiled eagle3"] = (recipe, replace(settings, compile=True))
     for name, (section, settings) in sections.items():
         kind = section.kind
         head = new_head(section, config, target.vocab, 0, size.name, taps, vocabulary if kind == "eagle3" else None)

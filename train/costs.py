@@ -104,5 +104,5 @@ def memory(objective: Objective, tokens: int, itemsize: int, trunk: Any = None) 
         found["activations"] = tokens * itemsize * (steps * (kept + ends) + again)
         # In float32: logits, both laws, what the loss makes of them, and gradients.
         columns = 6 * sizes.vocab_size if settings.kind == "eagle1" else 4 * sizes.draft_vocab_size
-        found["laws"] = 4 * columns * min(tokens * steps, settings.loss_chunk_slots)
+        found["laws"] = 4 * columns * min(tokens * steps, objective.chunk)
     return found

@@ -52,7 +52,7 @@ class LMObjective(Objective):
         columns = [self.states(batch.input_ids)[slots], tokens, known]
         if self.target is not None and batch.features is not None:
             columns.append(batch.features[:, :-1][slots])
-        pieces = losses.in_chunks(columns, self.settings.loss_chunk_slots)
+        pieces = losses.in_chunks(columns, self.chunk)
         found, count = losses.summed([*losses.by_piece(self._sums, pieces)]), slots.sum()
         names = [*self.weights, "token_accuracy", "alpha", "greedy_agreement"]
         named = {name: (value, count) for name, value in zip(names, found, strict=False)}
@@ -88,7 +88,7 @@ class LMObjective(Objective):
         if self.target is None:
             return self(batch).sums()
         # Along the conversation's own tokens depth k is depth one k tokens on: one forward answers for all depths.
-        chunk, depths = self.settings.loss_chunk_slots, self.settings.eval_depths
+        chunk, depths = self.chunk, self.settings.eval_depths
         own, choose = (partial(likeliest, logits, chunk=chunk) for logits in (self.logits, self.target.logits))
         tokens = chosen_after(batch, self.states(batch.input_ids), own)  # [B, T]
         drafted = (shifted(tokens, 1 + k)[:, :-1][batch.supervised(k)[:, :-1]] for k in range(depths))

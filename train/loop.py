@@ -343,7 +343,8 @@ class Loop:
             if not math.isfinite(value) and name != "grad_norm":
                 kept = f"step {best:,} is kept" if best else "nothing was kept"
                 place = f"train: {name} is {value} at step {step:,}: the training diverged ({kept})"
-                raise UserError(f"{place}; lower train.learning_rate or train.clip_norm")
+                of_muon = ", train.optimizer.matrix_rate" if isinstance(self.config.optimizer, MuonSection) else ""
+                raise UserError(f"{place}; lower train.learning_rate{of_muon} or train.clip_norm")
 
     def _evaluate(self) -> None:
         """Makes the best weights so far the output."""

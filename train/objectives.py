@@ -54,6 +54,13 @@ class Objective(nn.Module):
     def config(self) -> Any:
         return self.head.config  # where DeepSpeed looks up a model's width
 
+    @property
+    def chunk(self) -> int:
+        """Slots whose laws are held at once: about 8 float32 numbers a column (logits, laws, the loss, gradients)."""
+        sizes = self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
+        columns = getattr(sizes, "draft_vocab_size", None) or sizes.vocab_size
+        return self.settings.loss_chunk_slots or max(1, 2**30 // (32 * columns))
+
     def prepare(self, batch: Batch, epoch: int) -> Batch:
         """What training adds to a batch, in the prefetching thread."""
         # A process without rows must call the module, too; padding adds nothing to the sums.
@@ -218,7 +225,7 @@ class Eagle1Objective(Objective):
         true = batch.features[:, 1:][slots]  # [S, D]
         # The target's LM head stays in its own dtype, as in decoding.
         with torch.autocast(predicted.device.type, enabled=False):
-            pieces = losses.in_chunks([predicted, true], self.settings.loss_chunk_slots)
+            pieces = losses.in_chunks([predicted, true], self.chunk)
             classification, alpha, agreement = losses.summed([*losses.by_piece(self._sums, pieces)])
         feature, count = losses.smooth_l1(predicted, true).sum(), slots.sum()
         terms = {"feature": (feature, count), "classification": (classification, count)}
@@ -235,7 +242,7 @@ class Eagle1Objective(Objective):
 
     def measure(self, batch: Batch) -> SumsAndCounts:
         assert batch.features is not None
-        choose = partial(likeliest, self.target.logits, chunk=self.settings.loss_chunk_slots)
+        choose = partial(likeliest, self.target.logits, chunk=self.chunk)
         depths = self.settings.eval_depths
         slots = Slots.of_batch(batch, depths)
         given = batch.features.flatten(0, 1)[slots.sequence].to(next(self.head.parameters()).dtype)  # [N, D]
@@ -253,7 +260,7 @@ class Eagle3Objective(Objective):
 
     def forward(self, batch: Batch) -> StepOutput:
         assert batch.taps is not None and batch.features is not None
-        num_steps, chunk = self.settings.unroll_steps, self.settings.loss_chunk_slots
+        num_steps, chunk = self.settings.unroll_steps, self.chunk
         slots = Slots.of_batch(batch, num_steps)
         fused = self.head.fuse(batch.taps.flatten(0, 1)[slots.sequence])  # [N, D]
         recomputes = self.settings.gradient_checkpointing and torch.is_grad_enabled()
@@ -299,7 +306,7 @@ class Eagle3Objective(Objective):
 
     def measure(self, batch: Batch) -> SumsAndCounts:
         assert batch.taps is not None
-        head, chunk, depths = self.head, self.settings.loss_chunk_slots, self.settings.eval_depths
+        head, chunk, depths = self.head, self.chunk, self.settings.eval_depths
         choose = partial(likeliest, self.target.logits, chunk=max(1, chunk // self.settings.unroll_steps))
         slots = Slots.of_batch(batch, depths)
         steps = unrolled(head, batch, slots, head.fuse(batch.taps.flatten(0, 1)[slots.sequence]))
@@ -344,7 +351,7 @@ class MultiTokenObjective(Objective):
         else:
             outputs = self._outputs(batch, slots)
         tokens = [shifted(batch.input_ids, 2 + k)[:, : slots.shape[-1]][asked] for k, asked in enumerate(slots)]
-        at_once = max(1, self.settings.loss_chunk_slots // self.num_heads)
+        at_once = max(1, self.chunk // self.num_heads)
         pieces = losses.by_target_state(states, which, [outputs, tokens], at_once)
         label, law, hits, alpha = losses.summed([*losses.by_piece(self._sums, pieces)])
         counts, totals = [batch.supervised(k).sum() for k in range(self.num_heads)], {"label": label, "law": law}
@@ -390,7 +397,7 @@ class MultiTokenObjective(Objective):
 
     def measure(self, batch: Batch) -> SumsAndCounts:
         """A greedy chain of at most num_heads drafted tokens."""
-        chunk, depths = self.settings.loss_chunk_slots, min(self.settings.eval_depths, self.num_heads)
+        chunk, depths = self.chunk, min(self.settings.eval_depths, self.num_heads)
         outputs = enumerate(self._outputs(batch, target_states(batch, depths)[0]))
         drafted = (likeliest(partial(self.head.laws, k, vocab=self.target), x, chunk) for k, x in outputs)
         choose = partial(likeliest, self.target.logits, chunk=chunk)

@@ -73,7 +73,7 @@ class Eagle3Section(_LayerSizes, _AnyHead, kw_only=True):
         starts = {"lm_head_init": "target", "norm_init": "target", "fc_init": "highest_tap"}
         begun = [name for name, value in starts.items() if getattr(self, name) == value]
         if self.init_from is not None and begun:
-            raise ValueError(f"{begun[0]} begins a new head, init_from has one already; leave one of them out")
+            raise ValueError(f"init_from is a head that has begun already; leave {' and '.join(begun)} out")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fc_norm and norm_before_fc norm the same features, and no server does both; choose one")
 
@@ -151,7 +151,7 @@ class RateScaling(Section, kw_only=True):
     """rate = given rate * (steps / steps of this run) ** power."""
 
     steps: PositiveInt  # optimiser steps of a run that the given rates suit
-    power: PositiveFloat = 1.0  # how fast they fall with the number of steps
+    power: Annotated[float, Field(gt=0, le=1)] = 1.0  # how fast they fall with the number of steps
 
 
 class TrainConfig(Section, kw_only=True):
@@ -174,7 +174,7 @@ class TrainConfig(Section, kw_only=True):
     clip_norm: PositiveFloat = 0.5  # the published accelerate script clips by value
     lk_eta: NonNegativeFloat = 3.0  # lk_hybrid: lambda = exp(-eta alpha) (arXiv 2602.23881)
     jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5  # jsd: the target's weight in the mixture (arXiv 2310.08461)
-    loss_chunk_slots: PositiveInt = 4096  # slots whose laws are held at once
+    loss_chunk_slots: PositiveInt | None = None  # slots whose laws are held at once; null: as many as 1 GiB takes
     gradient_checkpointing: bool = False  # compute the layers again in the backward pass: less memory, more time
     seed: Seed = 0  # of new weights, the order of the rows and the noise
     log_every: PositiveInt = 10  # steps between lines of metrics.jsonl; the terminal shows one in five seconds at most

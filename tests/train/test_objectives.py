@@ -2,6 +2,7 @@
 company, chunks and recomputation move nothing; every loss trains; noise and dropout are keyed."""
 
 import shutil
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +24,7 @@ from aerie.data.batches import Batch, collate
 from aerie.data.cache import CachedRow
 from aerie.model.heads.eagle import EagleDraft
 from aerie.model.layers import KeyValueBuffer, UnrollMemory
+from aerie.model.target import VocabWeights
 from aerie.train.lm import LMObjective
 from aerie.train.loop import means
 from aerie.train.objectives import Eagle1Objective, Eagle3Objective, MultiTokenObjective, Objective, keyed_dropout
@@ -217,6 +220,47 @@ def test_a_step_never_waits_for_the_device(chunk: int, monkeypatch: pytest.Monke
     with NoWaiting():
         made(batch).total(made.weights).backward()
     assert all(p.grad is not None for p in made.parameters() if p.requires_grad)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that what is made inside holds at once, as new storages."""
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.known, self.made, self.most = {x.untyped_storage()._cdata for x in known}, dict[int, Any](), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        storages = [x.untyped_storage() for x in tree_leaves(made) if isinstance(x, Tensor)]
+        self.made |= {x._cdata: (StorageWeakRef(x), x.nbytes()) for x in storages if x._cdata not in self.known}
+        self.made = {place: pair for place, pair in self.made.items() if not pair[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self.made.values()))
+        return made
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_a_chunk_of_laws_takes_at_most_1_gib_at_128k_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D 4096, V 128,256, Vd 32,000: forward and backward pass of one chunk, counted on meta tensors."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+    sizes = {"hidden_size": 4096, "vocab_size": 128_256, "intermediate_size": 1}
+    head = tiny.head(VOCAB.embedding) if kind == "eagle1" else tiny.eagle3_head(VOCAB.embedding)
+    more = sizes if kind == "eagle1" else {**sizes, "draft_vocab_size": 32_000, "target_hidden_size": 4096}
+    with torch.device("meta"):
+        table = torch.empty(128_256, 4096, dtype=torch.bfloat16)
+        head = type(head)(replace(head.config, **more)).requires_grad_(False)
+        states, outputs = torch.empty(2, 8192, 4096, dtype=torch.bfloat16).requires_grad_()
+    if kind == "eagle3":
+        head.d2t, head.t2d = torch.zeros(32_000).long(), torch.arange(128_256) < 32_000
+    vocab, settings = VocabWeights(table, table, None, 1.0, None), replace(SETTINGS[kind])
+    made: Any = (Eagle1Objective if kind == "eagle1" else Eagle3Objective)(head, vocab, settings).to("meta")
+    with Peak([*head.parameters(), *head.buffers(), table, states]) as peak:
+        if kind == "eagle1":
+            made._sums(outputs[: made.chunk].float(), states[: made.chunk])[0].backward()
+        else:
+            per_step = made.chunk // STEPS
+            law = made._with_law(states[:per_step], [torch.arange(per_step)] * STEPS, [outputs[:per_step]] * STEPS)
+            made._sums(*law)[0].sum().backward()
+    assert 2**28 < peak.most <= 2**30
 
 
 INDUCTOR = [

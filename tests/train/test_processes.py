@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "eagle3-frozen": (
         "zero3",
         {"kind": "eagle3", "draft_vocab_size": 256, "lm_head": "frozen", "norm_init": "target", "norm_output": True},
-        {"unroll_steps": 3, **SMALL},
+        {"unroll_steps": 3, **SMALL, **MUON},
     ),
     "eagle3-compiled": (
         "zero2",
@@ -143,6 +143,7 @@ def test_two_processes_have_the_losses_of_one(root: Path, name: str) -> None:
         ("eagle1", signal.SIGKILL, "running", -signal.SIGKILL),
         ("eagle1-ddp", signal.SIGTERM, "requeue", 75),
         ("hydra", signal.SIGKILL, "running", -signal.SIGKILL),
+        ("draft_lm", signal.SIGKILL, "running", -signal.SIGKILL),
     ],
 )
 def test_two_stopped_processes_go_on_bit_for_bit_and_not_as_one(
