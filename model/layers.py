@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
+from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from aerie.configs.errors import UserError
@@ -66,25 +67,58 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + turned * sin
 
 
-@dataclass
-class KeyValueBuffer:
-    """Keys and values of one layer, [B, KV, capacity, head_dim]; `length` columns are in use."""
+class KeyValueCache(Cache):
+    """Keys and values of all layers in fixed buffers, for a head as for transformers' models.
 
-    keys: Tensor
-    values: Tensor
-    length: int = 0
+    `length` rows are kept; the next forward sees `pending` rows after them too, and writes behind both.
+    """
+
+    def __init__(self, rows: dict[tuple[int, str], Tensor], capacity: int) -> None:
+        """rows: what each layer's "keys" and "values" begin with, [B, KV, length, head_dim]; capacity in rows."""
+        super().__init__(layers=[])
+        self.length, self.pending = next(iter(rows.values())).shape[2], 0
+        # tensors of one device, dtype and shape share one, so that `keep` gathers them all at once
+        self._groups: list[Tensor] = []  # [tensors, B, KV, capacity, head_dim]
+        self._rows: dict[tuple[int, str], Tensor] = {}  # views: each layer's keys and values
+        alike: dict[Any, dict[tuple[int, str], Tensor]] = {}
+        for place, part in rows.items():
+            alike.setdefault((part.device, part.dtype, part.shape), {})[place] = part
+        for group in alike.values():
+            first = next(iter(group.values()))
+            store = first.new_empty(len(group), *first.shape[:2], capacity, first.shape[-1])
+            for view, (place, part) in zip(store, group.items(), strict=True):
+                view[:, :, : self.length] = part
+                self._rows[place] = view
+            self._groups.append(store)
 
     @classmethod
-    def allocate(cls, batch: int, config: Any, capacity: int, like: Tensor) -> "KeyValueBuffer":
-        shape = (batch, config.num_key_value_heads, capacity, config.head_dim)
-        return cls(like.new_empty(shape), like.new_empty(shape))
+    def empty(cls, num_layers: int, config: Any, capacity: int, like: Tensor) -> "KeyValueCache":
+        """A head's, of its dtype and device."""
+        nothing = like.new_empty(1, config.num_key_value_heads, 0, config.head_dim)
+        return cls({(layer, name): nothing for layer in range(num_layers) for name in ("keys", "values")}, capacity)
 
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """All columns up to the new ones; the caller moves `length`."""
-        end = self.length + keys.shape[2]
-        self.keys[:, :, self.length : end] = keys
-        self.values[:, :, self.length : end] = values
-        return self.keys[:, :, :end], self.values[:, :, :end]
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        """All rows up to the new ones; the caller moves `pending` or `length`."""
+        keys, values = self._rows[layer_idx, "keys"], self._rows[layer_idx, "values"]
+        start, count = self.length + self.pending, key_states.shape[2]
+        keys.narrow(2, start, count).copy_(key_states)
+        values.narrow(2, start, count).copy_(value_states)
+        return keys.narrow(2, 0, start + count), values.narrow(2, 0, start + count)
+
+    def keep(self, path: list[int], nodes: Tensor | None = None) -> None:
+        """Keeps the rows at these offsets (ascending; nodes: on the device) after `length`, and forgets the others."""
+        count = len(path)
+        # a chain's rows stand where they belong already
+        if path and path[-1] != count - 1:
+            nodes = torch.tensor(path) if nodes is None else nodes
+            for store in self._groups:
+                drafted = store.narrow(3, self.length, path[-1] + 1)
+                drafted.narrow(3, 0, count).copy_(drafted.index_select(3, nodes.to(store.device)))
+        self.length += count
+        self.pending = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length + self.pending
 
 
 @dataclass
@@ -106,7 +140,7 @@ class UnrollMemory:
         return self.places if self.is_last and not self.keys else None
 
 
-Memory = KeyValueBuffer | UnrollMemory | None
+Memory = tuple[KeyValueCache, int] | UnrollMemory | None  # a cache with the layer's number
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, memory: Memory) -> Tensor:
@@ -125,7 +159,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, memory: Memory)
         return out.flatten(1)[None]
     is_causal = mask is None and memory is None  # a lone new slot needs no mask
     if memory is not None:
-        k, v = memory.append(k, v)
+        cache, layer = memory
+        k, v = cache.update(k, v, layer)
     is_grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=is_grouped)
     return out.transpose(1, 2).flatten(2)
@@ -237,17 +272,17 @@ class DraftLayer:
         self.gate_up = _stacked([mlp.gate_proj.weight, mlp.up_proj.weight])  # [2 I, D]
         self.down = mlp.down_proj.weight
 
-    def __call__(self, x: Tensor, embedded: Tensor, rope: Rope, mask: Tensor, buffer: KeyValueBuffer) -> Tensor:
-        """[1, n, D] of x [1, n, D]; the additive mask [1, 1, n, S] is over the buffer and the n slots."""
+    def __call__(self, x: Tensor, embedded: Tensor, rope: Rope, mask: Tensor, memory: Memory) -> Tensor:
+        """[n, D] of x [n, D]; the additive mask [1, 1, n, S] is over the cache's rows and the n slots."""
         given, residual = self.read(x, embedded)
         heads, kv = self.parts
-        qkv = F.linear(given, self.qkv, self.bias).view(1, x.shape[1], -1, self.head_dim).transpose(1, 2)
+        qkv = F.linear(given, self.qkv, self.bias).view(1, len(x), -1, self.head_dim).transpose(1, 2)
         qk, v = qkv.split([heads + kv, kv], dim=1)  # [1, H + KV, n, hd] and [1, KV, n, hd]
         if self.qk_norms is not None:
             q, k = qk.split(self.parts, dim=1)
             qk = torch.cat([self.qk_norms[0](q), self.qk_norms[1](k)], dim=1)
         q, k = rotate(qk, *rope).split(self.parts, dim=1)
-        x = residual + F.linear(attend(q, k, v, mask, buffer), self.out)
+        x = residual + F.linear(attend(q, k, v, mask, memory)[0], self.out)
         gate, up = F.linear(F.rms_norm(x, *self.norm), self.gate_up).chunk(2, dim=-1)
         return x + F.linear(F.silu(gate).mul_(up), self.down)
 

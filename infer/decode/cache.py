@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache
 
 from aerie.infer.decode.tree import Tree
+from aerie.model.layers import KeyValueCache
 from aerie.model.target import Target
 
 
@@ -20,52 +20,8 @@ class TargetStep:
     features: Tensor  # the taps [N, L*D] where a drafter asked for some, else last_hidden [N, D]
 
 
-class PreallocatedCache(Cache):
-    """`length` rows are kept; the next forward sees `pending` rows after them too, and writes behind both."""
-
-    def __init__(self, prefilled: DynamicCache, capacity: int) -> None:
-        super().__init__(layers=[])
-        self.length, self.pending = prefilled.get_seq_length(), 0
-        # tensors of one device, dtype and shape share one, so that `keep` gathers them all at once
-        self._groups: list[Tensor] = []  # [tensors, 1, KV, capacity, head_dim]
-        self._rows: dict[tuple[int, str], Tensor] = {}  # views: each layer's keys and values
-        alike: dict[Any, dict[tuple[int, str], Tensor]] = {}
-        for index, layer in enumerate(prefilled.layers):
-            for name in ("keys", "values") if layer.is_initialized else ():  # not where layers share an earlier one's
-                rows = getattr(layer, name)  # MLA's values are narrower than its keys
-                alike.setdefault((rows.device, rows.dtype, rows.shape), {})[index, name] = rows
-        for group in alike.values():
-            first = next(iter(group.values()))
-            store = first.new_empty(len(group), *first.shape[:2], capacity, first.shape[-1])
-            for view, (place, rows) in zip(store, group.items(), strict=True):
-                view[:, :, : self.length] = rows
-                self._rows[place] = view
-            self._groups.append(store)
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        keys, values = self._rows[layer_idx, "keys"], self._rows[layer_idx, "values"]
-        start, count = self.length + self.pending, key_states.shape[2]
-        keys.narrow(2, start, count).copy_(key_states)
-        values.narrow(2, start, count).copy_(value_states)
-        return keys.narrow(2, 0, start + count), values.narrow(2, 0, start + count)
-
-    def keep(self, path: list[int]) -> None:
-        """Keeps the rows at these offsets (ascending) after `length` and forgets the others behind it."""
-        count = len(path)
-        # a chain's rows stand where they belong already
-        if path and path[-1] != count - 1:
-            for store in self._groups:
-                index = torch.tensor(path, device=store.device) + self.length
-                store.narrow(3, self.length, count).copy_(store.index_select(3, index))
-        self.length += count
-        self.pending = 0
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.length + self.pending
-
-
 class CachedLM:
-    cache: PreallocatedCache  # of the text that `prefill` began
+    cache: KeyValueCache  # of the text that `prefill` began
 
     def __init__(self, target: Target, after_blocks: tuple[int, ...] = ()) -> None:
         self.target, self.after_blocks = target, after_blocks
@@ -83,7 +39,12 @@ class CachedLM:
             input_ids=input_ids[None], past_key_values=cache, use_cache=True, output_hidden_states=taps
         )
         # the prompt goes through transformers' own cache and causal mask; its rows are then copied once
-        self.cache = PreallocatedCache(cache, capacity)
+        rows = {  # a layer that shares an earlier one's has none; MLA's values are narrower than its keys
+            (number, name): getattr(layer, name)
+            for number, layer in enumerate(cache.layers)
+            for name in (("keys", "values") if layer.is_initialized else ())
+        }
+        self.cache = KeyValueCache(rows, capacity)
         return self._step(out, last_only=True)
 
     @property
@@ -105,8 +66,8 @@ class CachedLM:
         last_hidden: Tensor = out.last_hidden_state[0].to(self.target.device)
         return last_hidden
 
-    def keep(self, path: list[int]) -> None:
-        self.cache.keep(path)
+    def keep(self, path: list[int], nodes: Tensor | None = None) -> None:
+        self.cache.keep(path, nodes)
 
     def _forward(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> Any:
         positions = depth[-tokens.shape[0] :] + self.cache.length

@@ -21,7 +21,7 @@ from aerie.infer.decode.shape import Cycle, Drafter, Proposer
 from aerie.infer.decode.tree import Path, Tree, ancestors, root_only
 from aerie.model.heads.eagle import Eagle1Head, Eagle3Head, EagleDraft
 from aerie.model.hub import head_directory, require_whole_weights
-from aerie.model.layers import KeyValueBuffer
+from aerie.model.layers import KeyValueCache
 from aerie.model.target import Target, context_of, load_tokenizer, require_same_token_ids
 
 
@@ -37,61 +37,56 @@ class EagleDrafter(Drafter):
             self.after_blocks = head.config.after_blocks
             self._logits, self._fuse = head.logits, head.fuse
             self.forwards += ((self, "_fuse"),)
-        self._buffers: list[KeyValueBuffer] = []
-        self._length = self._levels = 0  # committed slots; drafted levels
-        # the head's states: [1, 1, D] of the last committed slot, and [1, rows of the last call, D]
+            self.ids = head.vocabulary.ids
+        self._cache: KeyValueCache  # of the text that `reset` began
+        self._levels = 0  # drafted
+        # the head's states [n, D]: of the last committed slot, and of the rows of the last call
         self._last = self._hidden = torch.empty(0)
-        self._seen = self._nothing = torch.empty(1, 0)  # additive [rows of the last call, drafted slots]
-        self._own: dict[int, Tensor] = {}  # additive [n, n]: slots that see themselves alone
-
-    def target_ids(self, columns: Tensor) -> Tensor:
-        return self.head.vocabulary.target_ids(columns) if isinstance(self.head, Eagle3Head) else columns
+        self._zeros = self._mask = torch.empty(0)  # additive [1, 1, 1, capacity]; [1, 1, rows of the last call, slots]
+        self._own: dict[int, Tensor] = {}  # additive [1, 1, n, n]: slots that see themselves alone
 
     def reset(self, prompt: Tensor, capacity: int) -> None:
         like, config = self.head.fc.weight, self.head.config
-        self._buffers = [KeyValueBuffer.allocate(1, config, capacity, like) for _ in range(config.num_hidden_layers)]
-        self._nothing, self._length = like.new_empty(1, 0), 0
+        self._cache = KeyValueCache.empty(config.num_hidden_layers, config, capacity, like)
+        self._zeros = like.new_zeros(1, 1, 1, capacity)
 
     def commit(self, tokens: Tensor, features: Tensor) -> None:
         if self.after_blocks:
             features = self._fuse(features)
-        first, total = self._length, self._length + tokens.shape[0]
-        mask = causal(features, first, total)
+        first, total = self._cache.length, self._cache.length + tokens.shape[0]
         # forgets slots that were drafted from the head's own states: no guess outlives its cycle
-        for buffer in self._buffers:
-            buffer.length = first
-        hidden = self._draft(tokens[None], features[None], (first, total), mask, self._buffers)
-        self._length = total
-        self._hidden = self._last = hidden[:, -1:]
+        self._cache.pending = 0
+        hidden = self._draft(tokens, features, (first, total), causal(features, first, total), self._cache)
+        self._cache.length = total
+        self._last = hidden[-1:]
 
     def start(self) -> Tensor:
-        for buffer in self._buffers:
-            buffer.length = self._length
-        self._hidden, self._seen, self._levels = self._last, self._nothing, 0
+        self._cache.pending = self._levels = 0
+        self._hidden, self._mask = self._last, self._zeros[..., : self._cache.length]
         return self._log_q()
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        count, position = tokens.shape[0], self._length + self._levels
+        count, length = tokens.shape[0], self._cache.length
         if count not in self._own:
-            eye = torch.eye(count, dtype=torch.bool, device=self._nothing.device)
-            self._own[count] = self._nothing.new_full((count, count), float("-inf")).masked_fill_(eye, 0.0)
-        # a drafted slot sees the drafted slots that its parent saw, and itself
-        self._seen = torch.cat([self._seen.index_select(0, parents), self._own[count]], dim=1)
-        mask = F.pad(self._seen, (self._length, 0))
-        features, at = self._hidden.index_select(1, parents), (position, position + 1)  # one for all slots of a level
-        self._hidden = self._draft(tokens[None], features, at, mask[None, None], self._buffers)
-        for buffer in self._buffers:
-            buffer.length += count
+            eye = torch.eye(count, dtype=torch.bool, device=self._zeros.device)
+            self._own[count] = self._zeros.new_full((1, 1, count, count), float("-inf")).masked_fill_(eye, 0.0)
+        # a drafted slot sees all committed slots, the drafted slots that its parent saw, and itself
+        committed = self._zeros[..., :length].expand(-1, -1, count, -1)
+        drafted = self._mask[..., length:].index_select(2, parents)
+        self._mask = torch.cat([committed, drafted, self._own[count]], dim=-1)  # [1, 1, n, S]
+        features, position = self._hidden.index_select(0, parents), length + self._levels  # one for a level
+        self._hidden = self._draft(tokens, features, (position, position + 1), self._mask, self._cache)
+        self._cache.pending += count
         self._levels += 1
         return self._log_q()
 
     def _log_q(self) -> Tensor:
-        return self._logits(self._hidden[0]).float().log_softmax(-1)
+        return self._logits(self._hidden).float().log_softmax(-1)
 
 
 def causal(features: Tensor, first: int, total: int) -> Tensor:
     """The additive mask [1, 1, total - first, total] of new rows."""
-    return features.new_full((total - first, total), float("-inf")).triu_(first + 1)[None, None]
+    return features.new_full((1, 1, total - first, total), float("-inf")).triu_(first + 1)
 
 
 class MedusaDrafter(Drafter):
@@ -126,22 +121,20 @@ class HydraDrafter(Drafter):
             self.forwards += ((head, "prefix"),)
         # the target may span several devices
         self._embedding = target.vocab.embedding.to(target.device)
-        self._buffers: list[KeyValueBuffer] = []
-        self._length = self._level = 0  # positions whose features are known
+        self._cache: KeyValueCache | None = None  # of the prefix layer
+        self._level = 0
         self._state = self._root = torch.empty(0)  # [1, D]; the root's embedding [1, D]
         self._embeddings = torch.empty(0)  # [rows of the last call, (level + 1) * D]
 
     def reset(self, prompt: Tensor, capacity: int) -> None:
-        self._length, self._buffers = 0, []
         if self.head.config.prefix_layer:
-            self._buffers = [KeyValueBuffer.allocate(1, self.head.config, capacity, self._embedding)]
+            self._cache = KeyValueCache.empty(1, self.head.config, capacity, self._embedding)
 
     def commit(self, tokens: Tensor, features: Tensor) -> None:
-        first, self._length = self._length, self._length + tokens.shape[0]
-        for buffer in self._buffers:
-            span = (first, self._length)
-            features = self.head.prefix(features[None], span, causal(features, *span), self._buffers)[0]
-            buffer.length = self._length
+        if self._cache is not None:
+            span = (self._cache.length, self._cache.length + tokens.shape[0])
+            features = self.head.prefix(features[None], span, causal(features, *span), self._cache)[0]
+            self._cache.length = span[1]
         self._state = features[-1:]
         self._root = F.embedding(tokens[-1:], self._embedding)
 

@@ -30,6 +30,7 @@ class Drafter:
     max_levels: int = 2**31  # the deepest tree that it has modules for
     after_blocks: tuple[int, ...] = ()  # the taps that `commit` is given; none: last_hidden
     forwards_per_tree: int | None = None  # 1 where one forward yields all levels' laws; null: one a level
+    ids: Tensor | None = None  # [Vd] the target's ids of the columns of log q; null: they are the target's own
     forwards: tuple[tuple[Any, str], ...] = ()  # (owner, attribute) of every function that runs a model, to be timed
 
     def reset(self, prompt: Tensor, capacity: int) -> None:
@@ -48,7 +49,7 @@ class Drafter:
 
     def target_ids(self, columns: Tensor) -> Tensor:
         """The target's ids of columns of log q."""
-        return columns
+        return columns if self.ids is None else self.ids[columns]
 
 
 class Shape:

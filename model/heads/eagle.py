@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from aerie.configs.errors import UserError
-from aerie.model.layers import DecoderLayer, DraftLayer, KeyValueBuffer, Memory, Rotary
+from aerie.model.layers import DecoderLayer, DraftLayer, KeyValueCache, Memory, Rotary
 from aerie.model.target import VocabWeights
 
 EMBEDDING = "embed_tokens.weight"
@@ -179,7 +179,7 @@ class EagleHead(nn.Module):
 
 
 class EagleDraft:
-    """A head's decoding forward over buffers, made once it is on its device; tensors, as module look-ups are slow."""
+    """A head's decoding forward over a cache, made once it is on its device; tensors, as module look-ups are slow."""
 
     def __init__(self, head: EagleHead) -> None:
         self._embedding, self._rotary, self._leave = head.embed_tokens.weight, head.rotary, head.leave
@@ -187,19 +187,19 @@ class EagleDraft:
         self._layers = [DraftLayer(layer) for layer in head.blocks]
 
     def __call__(
-        self, tokens: Tensor, features: Tensor, positions: tuple[int, int], mask: Tensor, buffers: list[KeyValueBuffer]
+        self, tokens: Tensor, features: Tensor, positions: tuple[int, int], mask: Tensor, cache: KeyValueCache
     ) -> Tensor:
-        """Outputs [1, n, D] of tokens [1, n] and features [1, n, D].
+        """Outputs [n, D] of tokens [n] and features [n, D].
 
         positions: (first, stop) for a slot each, or (first, first + 1) for all; mask [1, 1, n, S]: as in DraftLayer.
         """
         embedded = F.embedding(tokens, self._embedding).to(features.dtype)
         x = features
         if self._fc is not None:
-            x = F.linear(torch.cat([embedded, features], dim=-1), *self._fc)  # [1, n, D]
+            x = F.linear(torch.cat([embedded, features], dim=-1), *self._fc)  # [n, D]
         rope = self._rotary.between(*positions, x)
-        for layer, buffer in zip(self._layers, buffers, strict=True):
-            x = layer(x, embedded, rope, mask, buffer)
+        for number, layer in enumerate(self._layers):
+            x = layer(x, embedded, rope, mask, (cache, number))
         return self._leave(x)
 
 

@@ -1,6 +1,6 @@
 """Medusa and Hydra heads: residual blocks and an LM head for each future token."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from aerie.model.layers import DecoderLayer, KeyValueBuffer, Rotary
+from aerie.model.layers import DecoderLayer, KeyValueCache, Rotary
 from aerie.model.target import VocabWeights, transformed
 
 Drop = Callable[[Tensor, int], Tensor]  # training's dropout: (x [S, W], index of the block) -> x [S, W]
@@ -142,13 +142,13 @@ class HydraHead(MultiTokenHead):
             self.rotary = Rotary(config)
 
     def prefix(
-        self, states: Tensor, span: tuple[int, int], mask: Tensor | None = None, buffers: Sequence[KeyValueBuffer] = ()
+        self, states: Tensor, span: tuple[int, int], mask: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
         """h_t [B, T, D] of the target's states [B, T, D] at positions span = (first, stop)."""
         if not self.config.prefix_layer:
             return states
         rope = self.rotary.between(*span, states)
-        x = self.prefix_layer(states, None, rope, mask, buffers[0] if buffers else None)
+        x = self.prefix_layer(states, None, rope, mask, None if cache is None else (cache, 0))
         return cast(nn.RMSNorm, self.prefix_layer.norm)(x)
 
     def state(self, index: int, state: Tensor, embeddings: Tensor, drop: Drop | None = None) -> Tensor:

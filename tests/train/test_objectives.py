@@ -23,7 +23,7 @@ from aerie.configs.schema.heads import DraftLMTrain, Eagle1Train, Eagle3Train, L
 from aerie.data.batches import Batch, collate
 from aerie.data.cache import CachedRow
 from aerie.model.heads.eagle import EagleDraft
-from aerie.model.layers import KeyValueBuffer, UnrollMemory
+from aerie.model.layers import KeyValueCache, UnrollMemory
 from aerie.model.target import VocabWeights
 from aerie.train.lm import LMObjective
 from aerie.train.loop import means
@@ -84,15 +84,14 @@ def drafted(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
     """[steps, D] outputs of drafting from `slot`: true features for the prefix, then own outputs and given tokens."""
     assert row.taps is not None
     config, draft = head.config, EagleDraft(head)
-    buffers = [KeyValueBuffer.allocate(1, config, 64, row.taps) for _ in range(config.num_hidden_layers)]
+    cache = KeyValueCache.empty(config.num_hidden_layers, config, 64, row.taps)
     features = head.fuse(row.taps) if head.kind == "eagle3" else row.last_hidden
-    outputs, x, first = [], features[None, : slot + 1], 0
+    outputs, x, first = [], features[: slot + 1], 0
     for end in range(slot + 1, slot + 1 + steps):
         mask = torch.full((end - first, end), float("-inf")).triu_(first + 1)[None, None]
-        x = draft(row.input_ids[None, first + 1 : end + 1], x, (first, end), mask, buffers)[:, -1:]
-        for buffer in buffers:
-            buffer.length = end
-        outputs.append(x[0, 0])
+        x = draft(row.input_ids[first + 1 : end + 1], x, (first, end), mask, cache)[-1:]
+        cache.length = end
+        outputs.append(x[0])
         first = end
     return torch.stack(outputs)
 
