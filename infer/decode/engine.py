@@ -176,8 +176,8 @@ class SpeculativeDecoder:
         sampler = Sampler(decoding, generator)
         rule = rule_of(None, sampler, self.typical)
         statistics = Statistics(len(prompt), decoding, verify=rule)
-        put = streamer.put if streamer is not None else lambda _: None
-        put(input_ids.cpu())
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
         clock = Clock(statistics.ms, timed and prompt.is_cuda)
         capacity = len(prompt) + limit + (1 if proposer is None else proposer.max_nodes)
         step = self.lm.prefill(prompt, capacity)
@@ -190,7 +190,8 @@ class SpeculativeDecoder:
         answer: list[int] = []
         while True:
             answer += new
-            put(torch.tensor(new))
+            if streamer is not None:
+                streamer.put(torch.tensor(new))
             remaining = limit - len(answer)
             if remaining == 0 or answer[-1] in decoding.eos_token_ids:
                 break
@@ -216,12 +217,10 @@ class SpeculativeDecoder:
                 # the watcher's time counts for no phase
                 clock.lap(None)
             # (3) commit; the bonus token, the next root, has no row
-            self.lm.keep(verdict.path)
-            tokens = torch.tensor([*verdict.tokens, verdict.bonus], device=root.device)
+            self.lm.keep(verdict.path, verdict.nodes)
             if proposer is not None:
-                path = torch.tensor(verdict.path, device=root.device)
-                proposer.commit(tokens, step.features.index_select(0, path), cycle)
-            root, accepted = tokens[-1:], min(verdict.accepted, len(new))
+                proposer.commit(verdict.new, step.features.index_select(0, verdict.nodes), cycle)
+            root, accepted = verdict.new[-1:], min(verdict.accepted, len(new))
             # (4) count; beyond the accepted length a forward was wasted
             if len(tree) > 1:
                 statistics.verify = rule

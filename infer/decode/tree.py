@@ -19,6 +19,7 @@ class Proposal:
     rule: Rule
     laws: Tensor  # q [N, Vd] that each node's children were drawn from, processors applied; rows of leaves are not read
     ids: Tensor | None = None  # [Vd] the target's ids of the laws' columns; null: they are the target's own
+    parents: tuple[int, ...] | None = None  # the tree's, where the host knows them
 
     def over(self, vocab_size: int) -> Tensor:
         """q [N, V] over the target's vocabulary."""

@@ -1,6 +1,7 @@
 """A lossless choice among drafted nodes by p and q, the target's and the draft's laws, and typical acceptance."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import zip_longest
 
 import torch
@@ -18,6 +19,9 @@ class Verdict:
     path: list[int]  # the accepted nodes, the root first
     tokens: list[int]  # without the root's
     bonus: int
+    # the same on the device: the path, and its tokens without the root's, the bonus token behind them
+    nodes: Tensor = field(default_factory=lambda: torch.empty(0), compare=False)
+    new: Tensor = field(default_factory=lambda: torch.empty(0), compare=False)
 
     @property
     def accepted(self) -> int:
@@ -43,38 +47,43 @@ def rule_of(proposal: Proposal | None, sampler: Sampler, typical: TypicalConfig 
 
 def walk(tree: Tree, choice: Tensor) -> Verdict:
     """R0 and R2: the verdict for the target's choice [N], its argmax or draw at every node."""
-    rides = [False] * len(tree) if tree.passengers is None else tree.passengers.tolist()
-    # one synchronisation: so few numbers are walked faster on the host than a device starts kernels for them
-    tokens, parents, chosen = torch.stack([tree.tokens, tree.parents, choice]).tolist()
-    path = [0]
-    for node in range(1, len(tree)):  # a parent stands before its children
-        if parents[node] == path[-1] and tokens[node] == chosen[path[-1]] and not rides[node]:
-            path.append(node)
-    return Verdict(path, [tokens[node] for node in path[1:]], chosen[path[-1]])
+    if len(tree) == 1:
+        root = torch.zeros_like(choice)
+        return _verdict(root, root, choice)
+    # a node is refused unless it is its parent's choice, which is what the parent's place of the path writes
+    blocks, order = _path_first(tree, tree.tokens != choice.index_select(0, tree.parents))
+    return _verdict(blocks, order, choice.index_select(0, order))
 
 
 def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Verdict:
     """R1, R3 and R4, speculative sampling: the verdict for children drawn from q, and p [N, V]."""
     assert tree.proposal is not None and tree.passengers is None, "only drawn children are verified by rejection"
     q = tree.proposal.over(p.shape[-1])
-    families: dict[int, list[int]] = {}
-    for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
-        families.setdefault(parent, []).append(node)
-    parents = sorted(families, key=lambda parent: -len(families[parent]))  # the largest families first
-    inner = torch.tensor(parents, device=p.device)  # [M]
-    ranks = zip_longest(*(families[parent] for parent in parents))  # of each rank, the nodes [m] below the first m
-    children = [torch.tensor([node for node in nodes if node], device=p.device) for nodes in ranks]
-    uniform = torch.rand(len(parents), len(children), generator=generator, device=p.device)
+    inner, children = _families(tree.proposal.parents or tuple(tree.parents.tolist()), p.device)
+    uniform = torch.rand(len(inner), len(children), generator=generator, device=p.device)
     siblings = [tree.tokens[nodes] for nodes in children]
     chosen, left = accept_sibling(p[inner], q[inner], siblings, uniform, tree.proposal.rule == "R4")
     # a node is refused unless its parent chose its rank
     refused = torch.ones(len(tree), dtype=torch.bool, device=p.device)
     for rank, nodes in enumerate(children):
         refused[nodes] = chosen[: nodes.shape[0]] != rank
-    last = torch.where(_reached(tree, refused), tree.depth, -1).argmax()  # the deepest
-    # [V]: a leaf has refused nothing
-    law = p.index_copy(0, inner, left)[last]
-    return _ending_at(tree, last, draw(law[None], generator))
+    blocks, order = _path_first(tree, refused)
+    length = (blocks == 0).sum(0, keepdim=True)
+    # [1, V]: a leaf has refused nothing
+    law = p.index_copy(0, inner, left).index_select(0, order.index_select(0, length - 1))
+    return _ending_with(tree, blocks, order, length, draw(law, generator))
+
+
+@lru_cache
+def _families(parents: tuple[int, ...], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """The nodes [M] with children, the largest families first, and of each rank the children [m] of the first m."""
+    families: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents[1:], start=1):
+        families.setdefault(parent, []).append(node)
+    inner = sorted(families, key=lambda parent: -len(families[parent]))
+    ranks = zip_longest(*(families[parent] for parent in inner))
+    children = [torch.tensor([node for node in nodes if node], device=device) for nodes in ranks]
+    return torch.tensor(inner, device=device), children
 
 
 def accept_sibling(
@@ -133,29 +142,41 @@ def accept_typical(tree: Tree, p: Tensor, config: TypicalConfig) -> Verdict:
     # of equally long paths the most probable; the bonus token is the target's argmax
     p_node = p[tree.parents, tree.tokens]  # [N] p of each node under its parent
     threshold = (config.delta * (-entropy(p)).exp()).clamp_(max=config.epsilon)
-    accepted = _reached(tree, p_node <= threshold[tree.parents])
+    refused = p_node <= threshold[tree.parents]
+    refused[0] = False
+    if tree.passengers is not None:
+        refused |= tree.passengers
+    accepted = ~(tree.mask & refused).any(dim=1)
     depth = torch.where(accepted, tree.depth, -1)
     log_p = torch.where(accepted, p_node.log(), 0.0)
     log_p[0] = 0.0
     score = tree.mask.to(log_p.dtype) @ log_p  # [N] log p of the path
     last = torch.where(depth == depth.max(), score, float("-inf")).argmax()
-    return _ending_at(tree, last, p[last].argmax(-1))
+    blocks, order = _path_first(tree, ~tree.mask[last])
+    return _ending_with(tree, blocks, order, tree.depth[last][None] + 1, p[last].argmax(-1, keepdim=True))
 
 
-def _reached(tree: Tree, refused: Tensor) -> Tensor:
-    """Which nodes [N] are on a path without a refused node."""
-    refused = refused.clone()
-    refused[0] = False
-    if tree.passengers is not None:
-        refused |= tree.passengers
-    return ~(tree.mask & refused).any(dim=1)
+def _path_first(tree: Tree, refused: Tensor) -> tuple[Tensor, Tensor]:
+    """How many refused nodes [levels + 1] are on the way to each of these nodes [levels + 1], those without any first.
+
+    As at most one child of each node is not refused, they are one path. The root is never refused.
+    """
+    refused = refused[1:] if tree.passengers is None else (refused | tree.passengers)[1:]
+    blocks, order = (tree.mask[:, 1:] & refused).sum(dim=1).sort(stable=True)
+    return blocks[: tree.levels + 1], order[: tree.levels + 1]
 
 
-def _ending_at(tree: Tree, last: Tensor, bonus: Tensor) -> Verdict:
-    # the one device synchronisation
-    row = torch.cat([tree.mask[last].to(tree.tokens.dtype), tree.tokens, bonus.reshape(1)]).tolist()
-    path = [node for node in range(len(tree)) if row[node]]
-    return Verdict(path, [row[len(tree) + node] for node in path[1:]], row[-1])
+def _ending_with(tree: Tree, blocks: Tensor, order: Tensor, length: Tensor, bonus: Tensor) -> Verdict:
+    written = tree.tokens.index_select(0, order).roll(-1)
+    return _verdict(blocks, order, written.index_copy_(0, length - 1, bonus))
+
+
+def _verdict(blocks: Tensor, order: Tensor, written: Tensor) -> Verdict:
+    # the cycle's one read of the device
+    columns = torch.stack([blocks, order, written]).tolist()
+    length = columns[0].count(0)
+    path, new = (column[:length] for column in columns[1:])
+    return Verdict(path, new[:-1], new[-1], order[:length], written[:length])
 
 
 def _of(law: Tensor, tokens: Tensor) -> Tensor:

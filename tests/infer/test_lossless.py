@@ -105,7 +105,8 @@ def test_sampled_answers_of_every_row_have_the_targets_law(
 def second_best(tree: Tree, logits: Tensor, sampler: Sampler, typical: Any) -> Verdict:
     """`verify` with a wrong bonus token."""
     right = verify.verify(tree, logits, sampler, typical)
-    return replace(right, bonus=int(logits[right.path[-1]].topk(2).indices[1]))
+    wrong = logits[right.path[-1]].topk(2).indices[1:]
+    return replace(right, bonus=int(wrong), new=torch.cat([right.new[:-1], wrong]))
 
 
 def test_a_wrong_token_is_found_with_the_gap_of_its_logit(terse: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
