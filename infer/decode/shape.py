@@ -1,12 +1,13 @@
 """Where to draft: a static tree (a chain is one) or a dynamic one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from aerie.configs.schema.decode import Choice, DynamicConfig, StaticConfig, TreeConfig
 from aerie.infer.decode.cache import TargetStep
@@ -94,9 +95,9 @@ class StaticTree(Shape):
         self.stop.begin()
         log_q = drafter.start()  # [rows, Vd], one row per node that is expanded
         form, nodes = _form(self.choices, log_q.shape[-1], root.device)
-        levels, ended = min(len(form), max_levels), False
+        levels, ended, watched = min(len(form), max_levels), False, keep or type(self.stop) is not Stop
         sampled = self.children != "best" and sampler.decoding.do_sample
-        above = torch.zeros(1, device=root.device)  # log survival of the expanded nodes
+        certain = above = torch.zeros(1, device=root.device)  # log survival of the expanded nodes
         laws: list[Tensor] = []
         grown: list[Level] = []
         for depth, (expanded, rows, places, inner, width) in enumerate(form[:levels], start=1):
@@ -110,19 +111,23 @@ class StaticTree(Shape):
             confidence = self.calibrate(chances.log() if sampled else chances)
             survival = above.index_select(0, rows) + confidence
             tokens = drafter.target_ids(columns.take(places))
-            # the frontier: nodes that have children in the form, the best first, for the stop rule
-            above = survival.index_select(0, inner)
-            best_first, order = above.sort(descending=True, stable=True)
-            frontier = inner.index_select(0, order)
+            # the frontier: nodes that have children in the form, the best first where a stop rule or a pool asks
+            best_first = above = survival.index_select(0, inner)
+            frontier = inner
+            if watched and len(inner) > 1:
+                best_first, order = above.sort(descending=True, stable=True)
+                frontier = inner.index_select(0, order)
             grown.append(Level(depth, log_q, expanded, rows, tokens, confidence, survival, frontier, best_first))
             laws.append(law)
             ended = depth < levels and self.stop.ends(grown[-1])
             if depth == levels or ended:
                 break
             log_q = drafter.step(tokens.index_select(0, inner), rows.index_select(0, inner))
-        token, confidence, survival = _joined(root, grown)  # [N]
+        token = torch.cat([root, *(level.tokens for level in grown)])  # [N]
+        scores = [certain, *(level.confidence for level in grown), certain, *(level.survival for level in grown)]
+        confidence, survival = torch.cat(scores).view(2, -1)
         count, proposal = len(token), None
-        parents, depths, mask, law_of = (part[:count] for part in nodes)
+        parents, depths, mask, law_of, above_of = (part[:count] for part in nodes)
         mask = mask[:, :count]
         kept = torch.arange(count, device=root.device)
         if sampled:
@@ -130,10 +135,10 @@ class StaticTree(Shape):
             # where the processors leave fewer tokens than a node has children, the rest is dropped: one synchronisation
             if not self.is_chain:
                 kept = (survival > float("-inf")).nonzero()[:, 0]
-            q, columns = torch.cat(laws), torch.arange(log_q.shape[-1], device=root.device)
-            ids = drafter.target_ids(columns)
+            q = torch.cat(laws)
             # a leaf's law is not read
-            proposal = Proposal(rule, q[law_of[kept].clamp(max=len(q) - 1)], None if ids is columns else ids)
+            known = above_of if len(kept) == count else None
+            proposal = Proposal(rule, q[law_of[kept].clamp(max=len(q) - 1)], drafter.ids, known)
             if len(kept) < count:
                 node = torch.zeros_like(parents).scatter_(0, kept, torch.arange(len(kept), device=root.device))
                 parents, mask = node[parents[kept]], mask[kept][:, kept]
@@ -143,17 +148,10 @@ class StaticTree(Shape):
         return Tree(token, parents, depths, mask, confidence, survival, depth, depth, proposal, pool=pool)
 
 
-def _joined(root: Tensor, grown: Sequence[Level]) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, confidence and survival of the root and all candidates."""
-    certain = torch.zeros(1, device=root.device)
-    tokens = torch.cat([root, *(level.tokens for level in grown)])
-    confidence = torch.cat([certain, *(level.confidence for level in grown)])
-    return tokens, confidence, torch.cat([certain, *(level.survival for level in grown)])
-
-
 @lru_cache
-def _form(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) -> tuple[list[Any], list[Tensor]]:
-    """By level: expanded [rows], rows [n], places [n], inner [m], width. Of all N nodes: parents, depth, mask, laws.
+def _form(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) -> tuple[list[Any], list[Any]]:
+    """By level: expanded [rows], rows [n], places [n], inner [m], width. Of all N nodes: parents, depth, mask, laws;
+    and the parents on the host.
 
     expanded: the nodes of the level above that have children; rows: which of these each node stands below;
     width: how many children are found per row; places: row * width + rank; inner: which nodes have children.
@@ -170,9 +168,10 @@ def _form(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) ->
         places = tensor([above.index(node[:-1]) * width + node[-1] for node in here])
         inner = tensor([place for place, node in enumerate(here) if node in with_children])
         levels.append((tensor([*map(nodes.index, above)]), places // width, places, inner, width))
-    parents = tensor([nodes.index(node[:-1]) for node in nodes])
+    above_of = tuple(nodes.index(node[:-1]) for node in nodes)
+    parents = tensor(above_of)
     law_of = tensor([expanded.index(node) if node in with_children else 0 for node in nodes])
-    return levels, [parents, tensor([*map(len, nodes)]), ancestors(parents, len(levels)), law_of]
+    return levels, [parents, tensor([*map(len, nodes)]), ancestors(parents, len(levels)), law_of, above_of]
 
 
 class DynamicTree(Shape):
@@ -185,58 +184,68 @@ class DynamicTree(Shape):
 
     def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler, keep: bool = False) -> Tree:
         self.stop.begin()
-        levels, ended = min(self.levels, max_levels), False
+        levels, ended, watched = min(self.levels, max_levels), False, keep or type(self.stop) is not Stop
         log_q = drafter.start()  # [1, Vd]
-        k = min(self.k, log_q.shape[-1])
-        row_of = torch.arange(k, device=root.device).repeat_interleave(k)  # of a level's candidates
-        parents = torch.zeros(1, dtype=torch.long, device=root.device)  # [r] candidate numbers of the expanded nodes
-        # [r] of the expanded nodes: log survival, and the least log confidence on their path
-        above = lowest = torch.zeros(1, device=root.device)
-        # level by level: the scores of all candidates, and the numbers of those that may be expanded
-        scores, frontiers = [above], [parents]
-        grown: list[Level] = []
-        firsts = [1]  # the number of each level's first candidate
+        k, certain = min(self.k, log_q.shape[-1]), torch.zeros(1, device=root.device)
+        # of the expanded nodes [r, 1]: log survival, and the least log confidence on their path
+        above = lowest = certain[:, None]
+        # By level: its r * k candidates, their scores, and the numbers of the nodes expanded [r]. The root is number 0.
+        number, first, candidates = torch.zeros_like(root), 1, list[tuple[Tensor, ...]]()
+        frontiers, grown = [number], list[Level]()
         for depth in range(1, levels + 1):
             chances, columns = log_q.topk(k, dim=-1)  # [r, k]: expansion (section 4.1)
             chances = self.calibrate(chances)
-            confidence, survival = chances.flatten(), (above[:, None] + chances).flatten()
-            token = drafter.target_ids(columns).flatten()
+            token, confidence = drafter.target_ids(columns).flatten(), chances.flatten()
+            survival = (above + chances).flatten()
             # ranked by confidence, a node counts no more than the least sure node on its path
-            score = survival if self.by_survival else torch.minimum(lowest[:, None], chances).flatten()
+            score = survival if self.by_survival else torch.minimum(lowest, chances).flatten()
+            candidates.append((token, confidence, survival, score, number))
             if depth == levels and self.rerank and not keep:
-                best = columns.flatten()[:0]  # nothing is left to be ranked level by level
-            else:  # the k best of the level are expanded next
-                best = (survival if self.by_survival else confidence).topk(k).indices
-            above, first, rows = survival.index_select(0, best), firsts[-1], row_of[: token.shape[0]]
-            grown.append(Level(depth, log_q, parents, rows, token, confidence, survival, best, above))
-            scores.append(score)
-            frontiers.append(best + first)
+                break  # nothing is left to be ranked level by level
+            # the k best of the level are expanded next
+            best_first, best = (survival if self.by_survival else confidence).topk(k)
+            if not self.by_survival:
+                best_first = survival.index_select(0, best)
+            number = best + first
+            frontiers.append(number)
+            if watched:
+                rows = torch.arange(len(token), device=root.device).floor_divide_(k)
+                expanded = candidates[-1][-1]
+                grown.append(Level(depth, log_q, expanded, rows, token, confidence, survival, best, best_first))
             if depth == levels:
                 break
-            ended = self.stop.ends(grown[-1])
-            growing = None if ended else self.stop.expands(grown[-1])
-            if growing is not None:
-                best, above = best[growing], above[growing]
-                ended = best.shape[0] == 0
+            if watched:
+                ended = self.stop.ends(grown[-1])
+                if not ended and (growing := self.stop.expands(grown[-1])) is not None:
+                    best, best_first, number = best[growing], best_first[growing], number[growing]
+                    ended = best.shape[0] == 0
             if ended:
                 break
-            log_q = drafter.step(token.index_select(0, best), rows.index_select(0, best))
-            parents = best + first
-            lowest = above if self.by_survival else score.index_select(0, best)
-            firsts.append(first + token.shape[0])
+            log_q = drafter.step(token.index_select(0, best), best // k)
+            above, first = best_first[:, None], first + token.shape[0]
+            lowest = above if self.by_survival else score.index_select(0, best)[:, None]
+        tokens, confidences, survivals, scores, numbers = zip(*candidates, strict=True)
+        both = torch.cat([certain, *confidences, certain, *survivals]).view(2, -1)
         # reranking (section 4.2): the best are connected, as ties go to the shallower node: the sort is stable
-        chosen = torch.cat(frontiers)
-        if self.rerank:
-            chosen = torch.cat(scores).sort(descending=True, stable=True).indices[: self.nodes]
-        kept, depth = chosen.sort().values, len(grown)  # [N]
-        # candidate c > 0 is one of k below the expanded node number (c - 1) // k; the root is its own parent
-        expanded = torch.cat([level.parents for level in grown])
-        number = expanded.index_select(0, (kept - 1).clamp_(min=0).floor_divide_(k))
-        of = torch.searchsorted(kept, number)  # [N]
-        depth_of = torch.bucketize(kept, torch.tensor(firsts, device=kept.device), right=True)
-        token, confidence, survival = (column.index_select(0, kept) for column in _joined(root, grown))
+        score = both[1] if self.by_survival else torch.cat([certain, *scores])
+        best = score.sort(descending=True, stable=True).indices[: self.nodes] if self.rerank else torch.cat(frontiers)
+        kept = best.sort().values  # [N]
+        of, depth_of = _layout(tuple(map(len, numbers)), k, root.device).index_select(1, kept)
+        parents = torch.searchsorted(kept, torch.cat(numbers).index_select(0, of))  # [N]; the root is its own
+        token = torch.cat([root, *tokens]).index_select(0, kept)
+        confidence, survival = both.index_select(1, kept)
         pool = self._pool(grown, kept, drafter, ended, reranked=True) if keep else None
-        return Tree(token, of, depth_of, ancestors(of, depth), confidence, survival, depth, depth, pool=pool)
+        depth = len(candidates)
+        mask = ancestors(parents, depth)
+        return Tree(token, parents, depth_of, mask, confidence, survival, depth, depth, pool=pool)
+
+
+@lru_cache
+def _layout(counts: tuple[int, ...], k: int, device: torch.device) -> Tensor:
+    """Of each candidate [2, C]: the place of its parent among the nodes expanded, and its depth; counts of these."""
+    places = torch.arange(sum(counts)).repeat_interleave(k)
+    depths = torch.arange(1, 1 + len(counts)).repeat_interleave(k * torch.tensor(counts))
+    return F.pad(torch.stack([places, depths]), (1, 0)).to(device)
 
 
 @dataclass(frozen=True)

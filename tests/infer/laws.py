@@ -25,16 +25,14 @@ class TableDrafter(Drafter):
 
     def __init__(self, seed: int, sharpness: float = 2.0, mapped: bool = False) -> None:
         """mapped: a vocabulary of its own, whose column c is the target's token 2c + 1."""
-        self.seed, self.sharpness, self.mapped = seed, sharpness, mapped
+        self.seed, self.sharpness = seed, sharpness
+        self.ids = 2 * torch.arange(TABLE_VOCAB) + 1 if mapped else None
         self.rows: list[Path] = []
         self.calls = 0
 
     def law(self, path: Path) -> Tensor:
         dice = torch.Generator().manual_seed(hash((self.seed, path)) % 2**31)
         return (self.sharpness * torch.randn(TABLE_VOCAB, generator=dice)).log_softmax(-1)
-
-    def target_ids(self, columns: Tensor) -> Tensor:
-        return 2 * columns + 1 if self.mapped else columns
 
     def start(self) -> Tensor:
         self.rows, self.calls = [()], 1
