@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import DynamicCache
 
 from aerie.infer.decode.tree import Tree
@@ -25,7 +26,9 @@ class CachedLM:
 
     def __init__(self, target: Target, after_blocks: tuple[int, ...] = ()) -> None:
         self.target, self.after_blocks = target, after_blocks
-        config = target.config
+        config, lowest = target.config, torch.finfo(target.dtype).min
+        self._masked = torch.tensor(lowest, dtype=target.dtype, device=target.device)
+        self._visible = torch.zeros_like(self._masked)
         self._window = int(getattr(config, "sliding_window", None) or 0)
         slides = self._window and getattr(config, "use_sliding_window", True)
         # without a list of kinds all layers slide, or none
@@ -89,14 +92,13 @@ class CachedLM:
 
     def _mask(self, depth: Tensor, mask: Tensor) -> Tensor | dict[str, Tensor]:
         # additive [1, 1, n, length + m + n], or one per kind of layer
-        count, length, lowest = mask.shape[0], self.cache.length, torch.finfo(self.target.dtype).min
-        full = torch.zeros(count, length + mask.shape[1], dtype=self.target.dtype, device=mask.device)
-        full[:, length:].masked_fill_(~mask, lowest)
+        count, length = mask.shape[0], self.cache.length
+        full = F.pad(torch.where(mask, self._visible, self._masked), (length, 0))
         masks = {"full_attention": full[None, None]}
         # the cache is full-length, so that a sliding window is a matter of positions
         if "sliding_attention" in self._layer_kinds:
             positions = torch.cat([torch.arange(length, device=mask.device), depth + length])
             far = positions[-count:, None] - positions[None] >= self._window
-            masks["sliding_attention"] = full.masked_fill(far, lowest)[None, None]
+            masks["sliding_attention"] = torch.where(far, self._masked, full)[None, None]
         kinds = self._layer_kinds
         return {kind: masks[kind] for kind in kinds} if len(kinds) > 1 else masks[kinds[0]]
