@@ -1,10 +1,13 @@
 """The decoder writes token for token what the target writes alone, whatever the head drafts."""
 
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.streamers import BaseStreamer
 
 from aerie.configs.errors import UserError
@@ -111,3 +114,39 @@ def test_what_cannot_be_decoded_is_one_sentence(change: dict[str, Any], message:
     arguments: dict[str, Any] = {"input_ids": prompts(1)[0], "max_new_tokens": 8, **change}
     with pytest.raises(UserError, match=message):
         decoder(make_target(), TREES["small"], max_position_embeddings=48).generate(**arguments)
+
+
+class Counting(TorchDispatchMode):
+    """Counts reads of the device, and kernels outside the models' forwards."""
+
+    reads = kernels = inside = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::").rstrip("_")
+        free = name in "detach empty empty_like flatten item lift_fresh resolve_conj resolve_neg to view".split()
+        self.reads += name in ("item", "_local_scalar_dense", "nonzero")
+        self.kernels += not (self.inside or free or func.is_view)
+        return func(*args, **(kwargs or {}))
+
+    def around(self, reads: int, function: Any, *arguments: Any, **keys: Any) -> Any:
+        self.inside, self.reads = self.inside + 1, self.reads + reads
+        result = function(*arguments, **keys)
+        self.inside -= 1
+        return result
+
+
+CYCLES = {("eagle3", 0): 118, ("eagle3", 1): 122, ("eagle1", 0): 80, ("eagle1", 1): 135}  # the most kernels
+
+
+@pytest.mark.parametrize(("kind", "temperature"), CYCLES)
+def test_a_cycle_of_a_fixed_tree_reads_the_device_once(kind: str, temperature: int, monkeypatch: Any) -> None:
+    target, counting, seen = make_target(), Counting(), list[tuple[int, int]]()
+    made, tolist = decoder(target, DynamicConfig(levels=8) if kind == "eagle3" else TREES["chain"], kind), Tensor.tolist
+    for owner, name in ((target.decoder, "forward"), (target, "logits"), *made.proposer.drafter.forwards):  # type: ignore
+        monkeypatch.setattr(owner, name, partial(counting.around, 0, getattr(owner, name)))
+    monkeypatch.setattr(Tensor, "tolist", lambda tensor: counting.around(1, tolist, tensor))
+    settings = {"do_sample": temperature > 0, "temperature": temperature, "max_new_tokens": 24}
+    with counting:
+        made.generate(prompts(1)[0], on_cycle=lambda _: seen.append((counting.reads, counting.kernels)), **settings)
+    cycles = {(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(seen[2:-8])}
+    assert {reads for reads, _ in cycles} == {1} and max(cycles)[1] <= CYCLES[kind, temperature]
