@@ -135,7 +135,7 @@ class Counting(TorchDispatchMode):
         return result
 
 
-CYCLES = {("eagle3", 0): 118, ("eagle3", 1): 122, ("eagle1", 0): 80, ("eagle1", 1): 135}  # the most kernels
+CYCLES = {("eagle3", 0): 120, ("eagle3", 1): 124, ("eagle1", 0): 80, ("eagle1", 1): 135}  # the most kernels
 
 
 @pytest.mark.parametrize(("kind", "temperature"), CYCLES)
@@ -145,7 +145,8 @@ def test_a_cycle_of_a_fixed_tree_reads_the_device_once(kind: str, temperature: i
     for owner, name in ((target.decoder, "forward"), (target, "logits"), *made.proposer.drafter.forwards):  # type: ignore
         monkeypatch.setattr(owner, name, partial(counting.around, 0, getattr(owner, name)))
     monkeypatch.setattr(Tensor, "tolist", lambda tensor: counting.around(1, tolist, tensor))
-    settings = {"do_sample": temperature > 0, "temperature": temperature, "max_new_tokens": 24}
+    settings = {"do_sample": temperature > 0, "temperature": temperature, "max_new_tokens": 64, "eos_token_id": []}
+    settings["generator"] = torch.Generator().manual_seed(0)
     with counting:
         made.generate(prompts(1)[0], on_cycle=lambda _: seen.append((counting.reads, counting.kernels)), **settings)
     cycles = {(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(seen[2:-8])}
