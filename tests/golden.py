@@ -40,10 +40,11 @@ COUNTS = "verify target_forwards draft_forwards draft_forwards_wasted draft_node
 COUNTS += "cycle_tokens cycle_nodes identical identical_to_generate prompt_ids".split()
 DIGESTS = re.compile(r'("(?:key|seal|config\.json|target)": )"(?:sha256:)?[0-9a-f]{16}"')
 
+PLAIN = {"fc_norm": False, "norm_output": False}  # for every layout
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # recipe, sizes of the section `head`
     "target": ("draft_lm/embedded", {"num_hidden_layers": 7, "hidden_size": 48, "intermediate_size": 128}),
     "eagle1": ("embedded", {"intermediate_size": 96, "head_dim": 16}),
-    "eagle3": ("eagle3/embedded", {"intermediate_size": 96, "head_dim": 16, "draft_vocab_size": 400}),
+    "eagle3": ("eagle3/embedded", {"intermediate_size": 96, "head_dim": 16, "draft_vocab_size": 400, **PLAIN}),
     "medusa": ("medusa/embedded", {}),
     "hydra": ("hydra/embedded", {}),
     "draft_lm": ("draft_lm/sps-embedded", {"hidden_size": 32, "num_attention_heads": 2}),
@@ -97,6 +98,7 @@ class Net:
         fixed = {"config": f"configs/{recipe}.yaml", "run": run, "target": self.main / "target"}
         fixed |= {"data.conversations": [str(self.main / "conversations/train.jsonl")], "data.max_length": 160}
         fixed |= {"data.held_out": 0.1, **{f"head.{key}": value for key, value in sizes.items()}}
+        fixed |= {"features.after_blocks": [2, 3, 4]} if kind == "eagle3" else {}
         return self.bare(command, *words, **fixed | options)
 
     def bare(self, command: str, *words: str, **options: Any) -> str:

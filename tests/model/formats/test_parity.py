@@ -1,6 +1,6 @@
 """The exported directory in speculators 0.9.0 itself, which is not among the dependencies.
 
-It is run in an environment of its own that has pytest and safetensors (pip install speculators==0.9.0 pytest).
+It is run in an environment of its own (pip install speculators==0.9.0 accelerate==1.15.0 pytest; no torchaudio).
 """
 
 from pathlib import Path
