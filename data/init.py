@@ -92,8 +92,8 @@ def recipe_text(asked: dict[str, Any]) -> str:
     speed = gpus * GPU_SPEED or cores * CORE_SPEED
     needed = 16 * trained + 8 * vocab_size * width + params * dtype.itemsize * is_online
     seconds = [2 * params * rows * mean / speed, steps / max(epoch_steps, 1) * work * trained_rows * mean / speed]
-    if gpus and seconds[1]:  # evaluations and saves every ten minutes, in round steps
-        every = int(float(f"{max(600 * steps / seconds[1], 1):.1g}"))
+    if gpus and seconds[1]:  # evaluations and saves every ten minutes, four at least, in round steps
+        every = int(float(f"{max(steps * min(600 / seconds[1], 0.25), 1):.1g}"))
         train = {"eval_every": every, "save_every": every} | train
     took = [f"{each / 3600:,.1f} h" if each > 3600 else f"{ceil(each / 60)} min" if rows else "? h" for each in seconds]
     spread = {"device_map": "auto"} if gpus > 1 and params * dtype.itemsize > 0.8 * memory else {}

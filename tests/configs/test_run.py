@@ -6,9 +6,11 @@ import signal
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from aerie.configs import main
@@ -68,6 +70,18 @@ def test_init_writes_a_recipe_that_trains_for_any_family(folder: Path, family: s
     assert recipe.features.after_blocks == (2, 4, 5) and recipe.train and recipe.train.optimizer.kind == "adamw"
     assert tiny.call(data_main, "features", "--config", "r.yaml", "--plan") == 0
     assert tiny.call(train_main, "--config", "r.yaml", "--plan", "--features.mode", "online") == 0
+
+
+@pytest.mark.parametrize(("speed", "every"), [(400e12, 20), (4e5, 10)])  # a quarter of 80 steps; ten minutes
+def test_on_gpus_init_evaluates_and_saves_by_minutes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, speed: float, every: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80e9))
+    monkeypatch.setattr("aerie.data.init.GPU_SPEED", speed)
+    assert init("--target", "target", "--out", "r.yaml", "--train.max_steps", 80) == 0
+    recipe = load(Path("r.yaml"))
+    assert recipe.train and (recipe.train.eval_every, recipe.train.save_every) == (every, every)
 
 
 def test_init_neither_asks_for_a_data_set_of_the_hub_nor_counts_it(folder: Path) -> None:

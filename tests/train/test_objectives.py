@@ -250,7 +250,7 @@ def test_a_chunk_of_laws_takes_at_most_1_gib_at_128k_tokens(kind: str, monkeypat
         states, outputs = torch.empty(2, 8192, 4096, dtype=torch.bfloat16).requires_grad_()
     if kind == "eagle3":
         head.d2t, head.t2d = torch.zeros(32_000).long(), torch.arange(128_256) < 32_000
-    vocab, settings = VocabWeights(table, table, None, 1.0, None), replace(SETTINGS[kind])
+    vocab, settings = VocabWeights(table, table, None, 1.0, None), SETTINGS[kind]
     made: Any = (Eagle1Objective if kind == "eagle1" else Eagle3Objective)(head, vocab, settings).to("meta")
     with Peak([*head.parameters(), *head.buffers(), table, states]) as peak:
         if kind == "eagle1":
