@@ -47,7 +47,7 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
         if head and row.tree and row.tree.calibrated and not arguments.plan
         if (path := head_directory(head) / storage.CALIBRATOR).is_file()  # else the decoder says so
     }
-    inputs |= {"calibrators": digests} if digests else {}
+    inputs |= ({"calibrators": digests} if digests else {}) | ({"compile": True} if recipe.target.compile else {})
     plan = f"{len(suite.rows)} rows x {len(section.sampling)} samplings -> {paths.bench}"
     work = partial(measured, section, heads, paths.bench, recipe.seed)
     return _stage(arguments, recipe, heads, inputs, section, plan, work)

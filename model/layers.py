@@ -37,22 +37,18 @@ class Rotary:
 
     def at(self, positions: Tensor, length: int, like: Tensor) -> Rope:
         """cos and sin [..., 1, T, head_dim] at positions [..., T], all below length."""
-        cos, sin = self._tabulated(length, like)
-        return cos[positions].unsqueeze(-3), sin[positions].unsqueeze(-3)
-
-    def between(self, first: int, stop: int, like: Tensor) -> Rope:
-        """cos and sin [1, 1, stop - first, head_dim] at positions first .. stop - 1."""
-        cos, sin = self._tabulated(stop, like)
-        return cos[None, None, first:stop], sin[None, None, first:stop]
-
-    def _tabulated(self, length: int, like: Tensor) -> Rope:
-        known = self._table[0]
-        if len(known) >= length and known.device == like.device and known.dtype == like.dtype:
-            return self._table
         if length > self.max_positions:
             what = f"position {length - 1} is beyond the head's max_position_embeddings {self.max_positions}"
             raise UserError(f"{what}; train it with a larger one")
-        rows = min(self.max_positions, max(256, 2 ** math.ceil(math.log2(max(length, 1)))))
+        cos, sin = self.table(length, like)
+        return cos[positions].unsqueeze(-3), sin[positions].unsqueeze(-3)
+
+    def table(self, length: int, like: Tensor) -> Rope:
+        """cos and sin [rows, head_dim] of at least the positions below length."""
+        known = self._table[0]
+        if len(known) >= length and known.device == like.device and known.dtype == like.dtype:
+            return self._table
+        rows = max(256, 2 ** math.ceil(math.log2(max(length, 1))))
         angles = torch.outer(torch.arange(rows, dtype=torch.float32), self._frequencies)  # [rows, head_dim / 2]
         angles = torch.cat([angles, angles], dim=-1)  # [rows, head_dim]
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
@@ -67,16 +63,34 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + turned * sin
 
 
+class Kept:
+    """How many rows of a text its caches keep: `length` on the host; on the device the places `behind` them.
+
+    numbers are 0, 1, ...; columns [W] are the first of them: those of the kept rows, or some more.
+    """
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        # in steps, as a compiled forward is of one capacity
+        self.numbers = torch.arange(-(-capacity // 256) * 256, device=device)
+        self.behind, self.length = self.numbers.clone(), 0
+        self.advance(0)
+
+    def advance(self, count: int) -> None:
+        self.length += count
+        self.behind.add_(count)
+        self.columns = self.numbers[: self.length]
+
+
 class KeyValueCache(Cache):
     """Keys and values of all layers in fixed buffers, for a head as for transformers' models.
 
-    `length` rows are kept; the next forward sees `pending` rows after them too, and writes behind both.
+    A forward sees the kept rows and `pending` rows behind them, and writes behind both.
     """
 
-    def __init__(self, rows: dict[tuple[int, str], Tensor], capacity: int) -> None:
-        """rows: what each layer's "keys" and "values" begin with, [B, KV, length, head_dim]; capacity in rows."""
+    def __init__(self, rows: dict[tuple[int, str], Tensor], kept: Kept) -> None:
+        """rows: what each layer's "keys" and "values" begin with, [B, KV, n, head_dim]."""
         super().__init__(layers=[])
-        self.length, self.pending = next(iter(rows.values())).shape[2], 0
+        self.kept, self.pending, self.width = kept, 0, 0
         # tensors of one device, dtype and shape share one, so that `keep` gathers them all at once
         self._groups: list[Tensor] = []  # [tensors, B, KV, capacity, head_dim]
         self._rows: dict[tuple[int, str], Tensor] = {}  # views: each layer's keys and values
@@ -85,40 +99,41 @@ class KeyValueCache(Cache):
             alike.setdefault((part.device, part.dtype, part.shape), {})[place] = part
         for group in alike.values():
             first = next(iter(group.values()))
-            store = first.new_empty(len(group), *first.shape[:2], capacity, first.shape[-1])
+            # zeros: what a mask hides is multiplied by 0
+            store = first.new_zeros(len(group), *first.shape[:2], len(kept.numbers), first.shape[-1])
             for view, (place, part) in zip(store, group.items(), strict=True):
-                view[:, :, : self.length] = part
+                view[:, :, : part.shape[2]] = part
                 self._rows[place] = view
             self._groups.append(store)
 
     @classmethod
-    def empty(cls, num_layers: int, config: Any, capacity: int, like: Tensor) -> "KeyValueCache":
+    def empty(cls, num_layers: int, config: Any, kept: Kept, like: Tensor) -> "KeyValueCache":
         """A head's, of its dtype and device."""
         nothing = like.new_empty(1, config.num_key_value_heads, 0, config.head_dim)
-        return cls({(layer, name): nothing for layer in range(num_layers) for name in ("keys", "values")}, capacity)
+        return cls({(layer, name): nothing for layer in range(num_layers) for name in ("keys", "values")}, kept)
+
+    def begin(self, count: int) -> Tensor:
+        """The places [count] of the next forward's rows."""
+        self.width = self.get_seq_length() + count
+        self.places = self.kept.behind[self.pending : self.pending + count]
+        return self.places
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        """All rows up to the new ones; the caller moves `pending` or `length`."""
+        """All rows up to those at `places`."""
         keys, values = self._rows[layer_idx, "keys"], self._rows[layer_idx, "values"]
-        start, count = self.length + self.pending, key_states.shape[2]
-        keys.narrow(2, start, count).copy_(key_states)
-        values.narrow(2, start, count).copy_(value_states)
-        return keys.narrow(2, 0, start + count), values.narrow(2, 0, start + count)
+        places = self.places.to(keys.device)
+        keys.index_copy_(2, places, key_states)
+        values.index_copy_(2, places, value_states)
+        return keys.narrow(2, 0, self.width), values.narrow(2, 0, self.width)
 
-    def keep(self, path: list[int], nodes: Tensor | None = None) -> None:
-        """Keeps the rows at these offsets (ascending; nodes: on the device) after `length`, and forgets the others."""
-        count = len(path)
-        # a chain's rows stand where they belong already
-        if path and path[-1] != count - 1:
-            nodes = torch.tensor(path) if nodes is None else nodes
-            for store in self._groups:
-                drafted = store.narrow(3, self.length, path[-1] + 1)
-                drafted.narrow(3, 0, count).copy_(drafted.index_select(3, nodes.to(store.device)))
-        self.length += count
-        self.pending = 0
+    def gather(self, nodes: Tensor) -> None:
+        """Moves the rows at these offsets [n] behind the kept ones, ascending, to the first of these places."""
+        places, nodes, self.pending = self.kept.behind[: nodes.shape[0]], self.kept.behind[nodes], 0
+        for store in self._groups:
+            store.index_copy_(3, places.to(store.device), store.index_select(3, nodes.to(store.device)))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.length + self.pending
+        return self.kept.columns.shape[0] + self.pending
 
 
 @dataclass

@@ -363,7 +363,7 @@ class MultiTokenObjective(Objective):
         """[S_k, D] of each of H heads, before its LM head."""
         width, outputs, drop, features = slots.shape[-1], [], None, self.features(batch)
         if isinstance(self.head, HydraHead):
-            features = self.head.prefix(features, (0, width))
+            features = self.head.prefix(features, torch.arange(width, device=features.device))
         for k, asked in enumerate(slots):
             if self.settings.dropout and batch.seeds is not None:
                 drop = partial(keyed_dropout, self.settings.dropout, batch.seeds, asked.sum(1).tolist(), k)

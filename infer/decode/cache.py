@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import DynamicCache
 
 from aerie.infer.decode.tree import Tree
-from aerie.model.layers import KeyValueCache
+from aerie.model.layers import Kept, KeyValueCache
 from aerie.model.target import Target
 
 
@@ -23,6 +22,7 @@ class TargetStep:
 
 class CachedLM:
     cache: KeyValueCache  # of the text that `prefill` began
+    kept: Kept
 
     def __init__(self, target: Target, after_blocks: tuple[int, ...] = ()) -> None:
         self.target, self.after_blocks = target, after_blocks
@@ -35,8 +35,8 @@ class CachedLM:
         kinds = getattr(config, "layer_types", None) or ["sliding_attention" if slides else "full_attention"]
         self._layer_kinds = sorted(set(kinds))
 
-    def prefill(self, input_ids: Tensor, capacity: int) -> TargetStep:
-        """Of a prompt [T]: logits of its last token [1, V], features of all; capacity in rows."""
+    def prefill(self, input_ids: Tensor, kept: Kept) -> TargetStep:
+        """Of a prompt [T]: logits of its last token [1, V], features of all; the caller advances `kept`."""
         cache, taps = DynamicCache(), [*self.after_blocks]
         out = self.target.decoder(
             input_ids=input_ids[None], past_key_values=cache, use_cache=True, output_hidden_states=taps
@@ -47,37 +47,40 @@ class CachedLM:
             for number, layer in enumerate(cache.layers)
             for name in (("keys", "values") if layer.is_initialized else ())
         }
-        self.cache = KeyValueCache(rows, capacity)
+        self.cache, self.kept = KeyValueCache(rows, kept), kept
         return self._step(out, last_only=True)
+
+    def read(self, tokens: Tensor) -> TargetStep:
+        """`prefill` of the prompt's next tokens [n]."""
+        depth = self.kept.numbers[: len(tokens)]
+        return self._step(self._forward(tokens, depth, depth[:, None] >= depth), last_only=True)
 
     @property
     def max_levels(self) -> int:
         """Of a tree: with LongRoPE no node may turn the rows that are kept."""
-        left = (self.target.rope_switch or 0) - self.cache.length - 1
+        left = (self.target.rope_switch or 0) - self.kept.length - 1
         return left if left >= 0 else 2**31
 
     def extend(self, tree: Tree) -> TargetStep:
         return self._step(self._forward(tree.tokens, tree.depth, tree.mask))
 
     def append(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> Tensor:
-        """last_hidden [n, D] of tokens [n], which later calls see until `keep`; depth [m + n], mask [n, m + n].
+        """last_hidden [n, D] of tokens [n], which later calls see until `gather`; depth [m + n], mask [n, m + n].
 
-        m: the rows appended since the last `keep`.
+        m: the rows appended since the last `gather`.
         """
         out = self._forward(tokens, depth, mask)
         self.cache.pending += tokens.shape[0]
         last_hidden: Tensor = out.last_hidden_state[0].to(self.target.device)
         return last_hidden
 
-    def keep(self, path: list[int], nodes: Tensor | None = None) -> None:
-        self.cache.keep(path, nodes)
-
     def _forward(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> Any:
-        positions = depth[-tokens.shape[0] :] + self.cache.length
+        self.cache.begin(tokens.shape[0])
+        positions = depth + self.kept.behind[:1]
         return self.target.decoder(
             input_ids=tokens[None],
-            attention_mask=self._mask(depth, mask),
-            position_ids=positions[None],
+            attention_mask=self._mask(positions, mask),
+            position_ids=positions[None, -tokens.shape[0] :],
             past_key_values=self.cache,
             use_cache=True,
             output_hidden_states=[*self.after_blocks],  # no others are kept
@@ -90,15 +93,16 @@ class CachedLM:
             features = torch.cat([out.hidden_states[k][0].to(device) for k in self.after_blocks], dim=-1)
         return TargetStep(self.target.logits(last_hidden[-1:] if last_only else last_hidden), features)
 
-    def _mask(self, depth: Tensor, mask: Tensor) -> Tensor | dict[str, Tensor]:
-        # additive [1, 1, n, length + m + n], or one per kind of layer
-        count, length = mask.shape[0], self.cache.length
-        full = F.pad(torch.where(mask, self._visible, self._masked), (length, 0))
+    def _mask(self, positions: Tensor, mask: Tensor) -> Tensor | dict[str, Tensor]:
+        # additive [1, 1, n, W], or one per kind of layer: the kept rows, and behind them m + n rows at these positions
+        (count, new), columns = mask.shape, self.kept.numbers[: self.cache.width]
+        places = self.kept.behind[:new]
+        full = torch.where(columns < self.kept.behind[:1], self._visible, self._masked).repeat(count, 1)
+        full.index_copy_(1, places, torch.where(mask, self._visible, self._masked))
         masks = {"full_attention": full[None, None]}
         # the cache is full-length, so that a sliding window is a matter of positions
         if "sliding_attention" in self._layer_kinds:
-            positions = torch.cat([torch.arange(length, device=mask.device), depth + length])
-            far = positions[-count:, None] - positions[None] >= self._window
+            far = positions[-count:, None] - columns.index_copy(0, places, positions) >= self._window
             masks["sliding_attention"] = torch.where(far, self._masked, full)[None, None]
         kinds = self._layer_kinds
         return {kind: masks[kind] for kind in kinds} if len(kinds) > 1 else masks[kinds[0]]

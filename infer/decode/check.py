@@ -12,6 +12,7 @@ from torch import Tensor
 from aerie.configs.errors import UserError, warn
 from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.tree import Tree, ancestors
+from aerie.model.layers import Kept
 from aerie.model.miniature import SHORT, lengths_to_check, miniature
 from aerie.model.storage import digest, file_digest, first_line, user_cache, write_json
 from aerie.model.target import LARGE, Target, family, only_trains
@@ -93,13 +94,15 @@ def _difference(target: Target, length: int, parents: Tensor, paths: Tensor) -> 
     mask = ancestors(parents, levels)
     tree = Tree(tokens, parents, mask.sum(-1) - 1, mask, zeros, zeros, levels, levels)
     ours, theirs = list[Tensor](), list[Tensor]()
-    lm.prefill(known, length + paths.shape[1] + count)
+    lm.prefill(known, kept := Kept(length + paths.shape[1] + count, target.device))
+    kept.advance(length)
     for _ in range(2):  # the second time after rows were gathered out of order
         step = lm.extend(tree)
         texts = torch.cat([known.expand(len(paths), -1), tokens[paths]], dim=-1)
         ours.append(step.logits[paths])
         theirs.append(target.logits(target.features(texts).last_hidden[:, -paths.shape[1] :]))
-        lm.keep(paths[0].tolist())
+        lm.cache.gather(paths[0])
+        kept.advance(len(paths[0]))
         known = texts[0]
     some = torch.ones_like(paths, dtype=torch.bool)
     if target.dtype != torch.float32 and (apart := paths != mask.sum(-1)[paths] - 1).any():

@@ -21,7 +21,7 @@ from aerie.infer.decode.shape import Cycle, Drafter, Proposer
 from aerie.infer.decode.tree import Path, Tree, ancestors, root_only
 from aerie.model.heads.eagle import Eagle1Head, Eagle3Head, EagleDraft
 from aerie.model.hub import head_directory, require_whole_weights
-from aerie.model.layers import KeyValueCache
+from aerie.model.layers import Kept, KeyValueCache
 from aerie.model.target import Target, context_of, load_tokenizer, require_same_token_ids
 
 
@@ -39,54 +39,52 @@ class EagleDrafter(Drafter):
             self.forwards += ((self, "_fuse"),)
             self.ids = head.vocabulary.ids
         self._cache: KeyValueCache  # of the text that `reset` began
-        self._levels = 0  # drafted
+        self._level = 0  # drafted ones
         # the head's states [n, D]: of the last committed slot, and of the rows of the last call
         self._last = self._hidden = torch.empty(0)
-        self._zeros = self._mask = torch.empty(0)  # additive [1, 1, 1, capacity]; [1, 1, rows of the last call, slots]
-        self._own: dict[int, Tensor] = {}  # additive [1, 1, n, n]: slots that see themselves alone
+        self._mask = torch.empty(0)  # additive [rows of the last call, W]
+        self._zero, self._hides = head.fc.weight.new_tensor([0.0, float("-inf")])
 
-    def reset(self, prompt: Tensor, capacity: int) -> None:
-        like, config = self.head.fc.weight, self.head.config
-        self._cache = KeyValueCache.empty(config.num_hidden_layers, config, capacity, like)
-        self._zeros = like.new_zeros(1, 1, 1, capacity)
+    def reset(self, prompt: Tensor, kept: Kept, slots: int) -> None:
+        like, config, self._slots = self.head.fc.weight, self.head.config, slots
+        self._cache = KeyValueCache.empty(config.num_hidden_layers, config, kept, like)
+        self._table = torch.stack(self.head.rotary.table(len(kept.numbers), like))  # [2, positions, hd]
 
     def commit(self, tokens: Tensor, features: Tensor) -> None:
         if self.after_blocks:
             features = self._fuse(features)
-        first, total = self._cache.length, self._cache.length + tokens.shape[0]
         # forgets slots that were drafted from the head's own states: no guess outlives its cycle
         self._cache.pending = 0
-        hidden = self._draft(tokens, features, (first, total), causal(features, first, total), self._cache)
-        self._cache.length = total
-        self._last = hidden[-1:]
+        places = self._cache.begin(tokens.shape[0])
+        mask, rope = causal(features, self._cache), self._table.index_select(1, places)
+        self._last = self._draft(tokens, features, rope, mask, self._cache)[-1:]
 
     def start(self) -> Tensor:
-        self._cache.pending = self._levels = 0
-        self._hidden, self._mask = self._last, self._zeros[..., : self._cache.length]
+        self._cache.pending = self._level = 0
+        kept, self._hidden = self._cache.kept, self._last
+        columns = kept.numbers[: kept.columns.shape[0] + self._slots]
+        self._mask = torch.where(columns < kept.behind[:1], self._zero, self._hides)[None]
+        self._ropes = self._table.index_select(1, kept.behind[: self._slots])  # by level
         return self._log_q()
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        count, length = tokens.shape[0], self._cache.length
-        if count not in self._own:
-            eye = torch.eye(count, dtype=torch.bool, device=self._zeros.device)
-            self._own[count] = self._zeros.new_full((1, 1, count, count), float("-inf")).masked_fill_(eye, 0.0)
+        places, rope = self._cache.begin(tokens.shape[0]), self._ropes[:, self._level : self._level + 1]
         # a drafted slot sees all committed slots, the drafted slots that its parent saw, and itself
-        committed = self._zeros[..., :length].expand(-1, -1, count, -1)
-        drafted = self._mask[..., length:].index_select(2, parents)
-        self._mask = torch.cat([committed, drafted, self._own[count]], dim=-1)  # [1, 1, n, S]
-        features, position = self._hidden.index_select(0, parents), length + self._levels  # one for a level
-        self._hidden = self._draft(tokens, features, (position, position + 1), self._mask, self._cache)
-        self._cache.pending += count
-        self._levels += 1
+        self._mask = self._mask.index_select(0, parents).scatter_(1, places[:, None], 0.0)
+        features, mask = self._hidden.index_select(0, parents), self._mask[None, None, :, : self._cache.width]
+        self._hidden = self._draft(tokens, features, rope, mask, self._cache)
+        self._cache.pending += tokens.shape[0]
+        self._level += 1
         return self._log_q()
 
     def _log_q(self) -> Tensor:
         return self._logits(self._hidden).float().log_softmax(-1)
 
 
-def causal(features: Tensor, first: int, total: int) -> Tensor:
-    """The additive mask [1, 1, total - first, total] of new rows."""
-    return features.new_full((1, 1, total - first, total), float("-inf")).triu_(first + 1)
+def causal(features: Tensor, cache: KeyValueCache) -> Tensor:
+    """The additive mask [1, 1, n, W] of new rows."""
+    later = cache.kept.numbers[: cache.width] > cache.places[:, None]
+    return features.new_zeros(later.shape).masked_fill_(later, float("-inf"))[None, None]
 
 
 class MedusaDrafter(Drafter):
@@ -126,15 +124,14 @@ class HydraDrafter(Drafter):
         self._state = self._root = torch.empty(0)  # [1, D]; the root's embedding [1, D]
         self._embeddings = torch.empty(0)  # [rows of the last call, (level + 1) * D]
 
-    def reset(self, prompt: Tensor, capacity: int) -> None:
+    def reset(self, prompt: Tensor, kept: Kept, slots: int) -> None:
         if self.head.config.prefix_layer:
-            self._cache = KeyValueCache.empty(1, self.head.config, capacity, self._embedding)
+            self._cache = KeyValueCache.empty(1, self.head.config, kept, self._embedding)
 
     def commit(self, tokens: Tensor, features: Tensor) -> None:
         if self._cache is not None:
-            span = (self._cache.length, self._cache.length + tokens.shape[0])
-            features = self.head.prefix(features[None], span, causal(features, *span), self._cache)[0]
-            self._cache.length = span[1]
+            places = self._cache.begin(tokens.shape[0])
+            features = self.head.prefix(features[None], places, causal(features, self._cache), self._cache)[0]
         self._state = features[-1:]
         self._root = F.embedding(tokens[-1:], self._embedding)
 
@@ -156,6 +153,8 @@ class HydraDrafter(Drafter):
 class DraftLMDrafter(Drafter):
     """A small LM. `commit` leaves the accepted tokens that drafting has not read to the forward of the next `start`."""
 
+    is_fixed = False  # which rows were accepted is found on the host
+
     def __init__(self, draft: Target, target: Target) -> None:
         self.draft, self._lm = draft, checked_lm(draft, form="chain")
         self.forwards = ((draft.decoder, "forward"), (draft, "logits"))
@@ -168,8 +167,9 @@ class DraftLMDrafter(Drafter):
         self._steps: list[tuple[Tensor, Tensor]] = []  # tokens and parents of each level that was read in this cycle
         self._depth = self._seen = self._unread  # of the rows drafted so far, [m]; by the rows of the last call, [n, m]
 
-    def reset(self, prompt: Tensor, capacity: int) -> None:
-        self._lm.prefill(self._readable(prompt), capacity)
+    def reset(self, prompt: Tensor, kept: Kept, slots: int) -> None:
+        self._lm.prefill(self._readable(prompt), own := Kept(len(kept.numbers), prompt.device))
+        own.advance(len(prompt))
         self._num_repeated = prompt.shape[0] - 1
         self._unread, self._root_law, self._steps = prompt[:0], None, []
 
@@ -187,19 +187,19 @@ class DraftLMDrafter(Drafter):
             parent = nodes.index((token, parent))
             rows.append(first + parent)
             first += len(level)
-        self._lm.keep(rows)
+        self._keep(torch.tensor(rows, dtype=torch.long, device=tokens.device))
         self._unread = torch.cat([self._unread, tokens[len(rows) :]])
         self._root_law, self._steps = None, []
 
     def start(self) -> Tensor:
-        self._lm.keep([])
+        self._lm.cache.pending = 0
         self._steps, self._depth = [], self._unread[:0]
         self._seen = self._unread.new_empty(1, 0, dtype=torch.bool)
         if self._root_law is None:
             line = torch.arange(self._unread.shape[0], device=self._unread.device)
             below = line[:, None] >= line[None]  # [n, n]
             self._root_law = self._log_q(self._lm.append(self._readable(self._unread), line, below)[-1:])
-            self._lm.keep(line.tolist())
+            self._keep(line)
             self._unread = self._unread[:0]
         return self._root_law
 
@@ -210,6 +210,10 @@ class DraftLMDrafter(Drafter):
         self._seen = torch.cat([self._seen.index_select(0, parents), itself], dim=1)  # [n, m + n]
         self._steps.append((tokens, parents))
         return self._log_q(self._lm.append(self._readable(tokens), self._depth, self._seen))
+
+    def _keep(self, rows: Tensor) -> None:
+        self._lm.cache.gather(rows)
+        self._lm.kept.advance(len(rows))
 
     def _readable(self, tokens: Tensor) -> Tensor:
         # the target may write a padding row
@@ -287,13 +291,13 @@ def continuation(text: NDArray[np.int64], config: PromptLookupConfig, end_ids: C
 
 
 class PromptLookup(Proposer):
-    is_chain = True
+    is_fixed = False
 
     def __init__(self, config: PromptLookupConfig) -> None:
         self.config, self.max_nodes = config, config.length + 1
 
-    def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
-        self._text, self._length = np.zeros(capacity, dtype=np.int64), len(prompt)
+    def reset(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> None:
+        self._text, self._length = np.zeros(len(kept.numbers), dtype=np.int64), len(prompt)
         self._text[: self._length] = prompt.cpu().numpy()
         self._end_ids = sampler.decoding.eos_token_ids
 
@@ -302,14 +306,9 @@ class PromptLookup(Proposer):
         trie.guess(continuation(self._text[: self._length], self.config, self._end_ids)[:max_levels])
         return trie.tree(root)[0]
 
-    def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:
-        new = written(tokens, cycle)
+    def learn(self, new: list[int], cycle: Cycle | None) -> None:
         self._text[self._length : self._length + len(new)] = new
         self._length += len(new)
-
-
-def written(tokens: Tensor, cycle: Cycle | None) -> list[int]:
-    return tokens[-1:].tolist() if cycle is None else [*cycle.verdict.tokens, cycle.verdict.bonus]
 
 
 class Lookahead(Proposer):
@@ -319,10 +318,12 @@ class Lookahead(Proposer):
     continues row 0 up to its column, and then its column. Until it is full, each forward takes the first column away.
     """
 
+    is_chain = is_fixed = False
+
     def __init__(self, config: LookaheadConfig, context: int | None = None) -> None:
         self.config, self._context, self.max_nodes = config, context or 2**31, config.sizes[2]
 
-    def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
+    def reset(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> None:
         config, self._text = self.config, prompt.tolist()
         generator = torch.Generator().manual_seed(config.seed)
         chosen = torch.randint(len(self._text), (config.window + config.ngram - 2,), generator=generator)
@@ -349,7 +350,7 @@ class Lookahead(Proposer):
         self._newest = [places[node] for node in newest]
         return tree
 
-    def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:
+    def learn(self, new: list[int], cycle: Cycle | None) -> None:
         if cycle is not None and self._newest:
             rows = [*self.window, cycle.step.logits[self._newest].argmax(-1).tolist()]
             if len(rows) == self.config.ngram:
@@ -359,7 +360,6 @@ class Lookahead(Proposer):
             else:
                 self.window = [row[1:] for row in rows]
         self._newest = []
-        new = written(tokens, cycle)
         self._text += new
         self._read(len(new))
 

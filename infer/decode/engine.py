@@ -12,20 +12,24 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from aerie.configs.errors import UserError
+from aerie.configs.errors import UserError, warn
 from aerie.configs.read import validate
 from aerie.configs.schema.decode import METHODS, USUAL, MethodConfig, TreeConfig, TypicalConfig, check_kind
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data.chat import answer_text, apply_template
+from aerie.infer.decode.cache import TargetStep
 from aerie.infer.decode.check import Form, checked_lm
 from aerie.infer.decode.methods import Drafters, kind_at, make_proposer
 from aerie.infer.decode.sampling import Decoding, Sampler, resolve
 from aerie.infer.decode.shape import Cycle, Proposer
-from aerie.infer.decode.tree import root_only
+from aerie.infer.decode.tree import Tree, root_only
 from aerie.infer.decode.verify import rule_of, verify
+from aerie.model.layers import Kept
+from aerie.model.storage import first_line
 from aerie.model.target import Target, context_of, load_tokenizer
 
 SETTINGS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id")
+CHUNK = 2048  # tokens of a prompt that one forward reads: their mask is over all tokens before them
 PHASES = ("prefill", "draft", "verify", "commit", "other", "wall")
 
 
@@ -84,9 +88,11 @@ class SpeculativeDecoder:
         """typical: Medusa's acceptance where tokens are sampled, which is NOT lossless."""
         if typical is not None and proposer is None:  # its bonus token is the argmax
             raise UserError("typical acceptance needs drafted tokens; give the decoder a head")
-        self.target, self.proposer, self.typical = target, proposer, typical
-        form: Form = "chain" if proposer is None or proposer.is_chain else "tree"
-        self.lm = checked_lm(target, () if proposer is None else proposer.after_blocks, form)
+        self.target, self.proposer, self.typical = target, proposer or Proposer(), typical
+        self.form: Form = "chain" if self.proposer.is_chain else "tree"
+        self.lm = checked_lm(target, self.proposer.after_blocks, self.form)
+        self.plain: tuple[Callable[..., Any], ...] = self._draft, self._extend, self._commit
+        self.compiled = (*map(Compiled, self.plain),) if target.recipe.compile else self.plain
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -179,13 +185,10 @@ class SpeculativeDecoder:
         if streamer is not None:
             streamer.put(input_ids.cpu())
         clock = Clock(statistics.ms, timed and prompt.is_cuda)
-        capacity = len(prompt) + limit + (1 if proposer is None else proposer.max_nodes)
-        step = self.lm.prefill(prompt, capacity)
-        root = sampler.choose(step.logits)  # [1]
+        kept = Kept(len(prompt) + limit + max(proposer.max_nodes, proposer.draft_slots), prompt.device)
+        root = self._prefill(prompt, kept, sampler)  # [1]
         new = root.tolist()
-        if proposer is not None:
-            proposer.reset(prompt, capacity, sampler)
-            proposer.commit(torch.cat([prompt[1:], root]), step.features, None)
+        proposer.learn(new, None)
         clock.lap("prefill")
         answer: list[int] = []
         while True:
@@ -195,18 +198,18 @@ class SpeculativeDecoder:
             remaining = limit - len(answer)
             if remaining == 0 or answer[-1] in decoding.eos_token_ids:
                 break
-            if self.lm.cache.length == self.target.rope_switch:  # LongRoPE: all rows are to be turned anew
-                self.lm.prefill(torch.cat([prompt, torch.tensor(answer, device=prompt.device)]), capacity)
-                self.lm.cache.length -= 1  # the root's row comes with its tree
+            if kept.length == self.target.rope_switch:  # LongRoPE: all rows are to be turned anew
+                self.lm.prefill(torch.cat([prompt, torch.tensor(answer, device=prompt.device)]), kept)
             # (1) draft; the bonus token takes one place of what is left
             levels = min(remaining - 1, self.lm.max_levels)
-            tree = root_only(root) if proposer is None or levels == 0 else proposer.propose(root, levels)
-            position, draft_ms = self.lm.cache.length, clock.lap("draft")
+            draft, extend, commit = self._functions(kept, levels)
+            tree = draft(root, levels) if levels else root_only(root)
+            position, draft_ms = kept.length, clock.lap("draft")
             # (2) verify in one target forward
-            step = self.lm.extend(tree)
+            step = extend(tree)
             verdict = verify(tree, step.logits, sampler, self.typical)
             verify_ms = clock.lap("verify")
-            new = [*verdict.tokens, verdict.bonus][:remaining]
+            new = chosen = [*verdict.tokens, verdict.bonus][:remaining]
             ends = (place for place, token in enumerate(new, start=1) if token in decoding.eos_token_ids)
             new = new[: next(ends, remaining)]
             rule = rule_of(tree.proposal, sampler, self.typical)
@@ -217,9 +220,9 @@ class SpeculativeDecoder:
                 # the watcher's time counts for no phase
                 clock.lap(None)
             # (3) commit; the bonus token, the next root, has no row
-            self.lm.keep(verdict.path, verdict.nodes)
-            if proposer is not None:
-                proposer.commit(verdict.new, step.features.index_select(0, verdict.nodes), cycle)
+            commit(verdict.nodes, verdict.new, step.features)
+            proposer.learn(chosen, cycle)
+            kept.advance(len(verdict.path))
             root, accepted = verdict.new[-1:], min(verdict.accepted, len(new))
             # (4) count; beyond the accepted length a forward was wasted
             if len(tree) > 1:
@@ -238,13 +241,40 @@ class SpeculativeDecoder:
         ids = torch.tensor([answer], dtype=input_ids.dtype, device=input_ids.device)
         return Generation(torch.cat([input_ids, ids], dim=1), statistics, self)
 
+    def _prefill(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> Tensor:
+        """The answer's first token [1]."""
+        self.proposer.reset(prompt, kept, sampler)
+        # LongRoPE turns all rows by the factors of one forward
+        for part in prompt.split(CHUNK if self.target.rope_switch is None else len(prompt)):
+            step, stop = self.lm.read(part) if kept.length else self.lm.prefill(part, kept), kept.length + len(part)
+            following = sampler.choose(step.logits) if stop == len(prompt) else prompt[stop : stop + 1]  # [1]
+            self.proposer.commit(torch.cat([part[1:], following]), step.features)
+            kept.advance(len(part))
+        return following
+
+    def _functions(self, kept: Kept, levels: int) -> tuple[Callable[..., Any], ...]:
+        """draft, extend and commit, compiled where target.compile says so: not for the short trees before the end."""
+        if self.plain is self.compiled or levels < self.proposer.levels:
+            return self.plain
+        torch._dynamo.maybe_mark_dynamic(kept.columns, 0)
+        return self.compiled if self.proposer.is_fixed else (self._draft, self.compiled[1], self._commit)
+
+    def _draft(self, root: Tensor, max_levels: int) -> Tree:
+        return self.proposer.propose(root, min(max_levels, self.proposer.levels or max_levels))
+
+    def _extend(self, tree: Tree) -> TargetStep:
+        return self.lm.extend(tree)
+
+    def _commit(self, nodes: Tensor, new: Tensor, features: Tensor) -> None:
+        if self.form == "tree":  # a chain's rows stand where they belong
+            self.lm.cache.gather(nodes)
+        self.proposer.commit(new, features.index_select(0, nodes))
+
     @property
     def limits(self) -> dict[str, int]:
         """How many tokens prompt and answer may have together, by what bounds them."""
-        limits = {"the target's context": context_of(self.target.config) or 2**31}
-        if self.proposer is not None:
-            limits["the draft head's max_position_embeddings"] = self.proposer.max_positions
-        return limits
+        head = {"the draft head's max_position_embeddings": self.proposer.max_positions}
+        return {"the target's context": context_of(self.target.config) or 2**31, **head}
 
     def _check(self, input_ids: Tensor, attention_mask: Tensor | None, new: int) -> None:
         shape, rows = tuple(input_ids.shape), self.target.vocab.embedding.shape[0]
@@ -259,6 +289,24 @@ class SpeculativeDecoder:
             if shape[1] + new > limit:
                 asked = f"prompt of {shape[1]} tokens + max_new_tokens {new}"
                 raise UserError(f"{asked} exceeds {name} {limit}; lower either")
+
+
+class Compiled:
+    """A function of a cycle, compiled at its first call; where it cannot be, it runs as it is, and a line says so."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function, self._run = function, torch.compile(function, fullgraph=True)
+
+    def __call__(self, *arguments: Any) -> Any:
+        for argument in arguments:
+            if isinstance(argument, Tensor) and len(argument) > 1:  # one form for all lengths
+                torch._dynamo.maybe_mark_dynamic(argument, 0)
+        try:
+            return self._run(*arguments)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            warn(f"target.compile: {self._function.__name__} runs as it is: {first_line(error)}")
+            self._run = self._function
+            return self._run(*arguments)
 
 
 class Clock:

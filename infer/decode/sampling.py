@@ -104,7 +104,8 @@ class Sampler:
 def argmax(logits: Tensor) -> Tensor:
     """The first largest entry of each row [N]."""
     # on a CPU numpy is faster
-    if logits.device.type == "cpu" and logits.dtype == torch.float32 and not logits.requires_grad:
+    is_plain = logits.device.type == "cpu" and logits.dtype == torch.float32 and not logits.requires_grad
+    if is_plain and not torch.compiler.is_compiling():
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)
 

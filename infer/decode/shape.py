@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -13,8 +13,9 @@ from aerie.configs.schema.decode import Choice, DynamicConfig, StaticConfig, Tre
 from aerie.infer.decode.cache import TargetStep
 from aerie.infer.decode.sampling import Sampler, argmax, race
 from aerie.infer.decode.stop import STOPS, Stop
-from aerie.infer.decode.tree import Level, Pool, Proposal, Rule, Tree, ancestors
+from aerie.infer.decode.tree import Level, Pool, Proposal, Rule, Tree, ancestors, root_only
 from aerie.infer.decode.verify import Verdict
+from aerie.model.layers import Kept
 
 Children = Literal["best", "sampled", "replaced"]
 Calibrate = Callable[[Tensor], Tensor]  # log q, of any shape -> log confidence
@@ -32,10 +33,11 @@ class Drafter:
     after_blocks: tuple[int, ...] = ()  # the taps that `commit` is given; none: last_hidden
     forwards_per_tree: int | None = None  # 1 where one forward yields all levels' laws; null: one a level
     ids: Tensor | None = None  # [Vd] the target's ids of the columns of log q; null: they are the target's own
+    is_fixed: bool = True  # reads nothing from the device
     forwards: tuple[tuple[Any, str], ...] = ()  # (owner, attribute) of every function that runs a model, to be timed
 
-    def reset(self, prompt: Tensor, capacity: int) -> None:
-        """A new prompt [T]; capacity in tokens and nodes given to `step` for one tree."""
+    def reset(self, prompt: Tensor, kept: Kept, slots: int) -> None:
+        """A new prompt [T], with none of its rows kept yet; slots: the most nodes of a tree that `step` is given."""
 
     def commit(self, tokens: Tensor, features: Tensor) -> None:
         """New known tokens [n], and the target's feature of the token before each, [n, D] or with taps [n, L*D]."""
@@ -56,7 +58,7 @@ class Drafter:
 class Shape:
     """draft_slots: the most nodes that one tree gives to `Drafter.step`."""
 
-    is_chain = False
+    is_chain = draws = False
 
     def __init__(self, stop: Stop, levels: int, max_nodes: int, draft_slots: int, calibrate: Calibrate) -> None:
         self.stop, self.calibrate = stop, calibrate
@@ -90,13 +92,14 @@ class StaticTree(Shape):
         inner, levels = {choice[:-1] for choice in choices}, max(map(len, choices))
         super().__init__(stop, levels, len(choices) + 1, len(inner) - 1, calibrate)
         self.choices, self.children, self.is_chain = choices, children, levels == len(choices)
+        self.draws = children != "best"
 
     def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler, keep: bool = False) -> Tree:
         self.stop.begin()
         log_q = drafter.start()  # [rows, Vd], one row per node that is expanded
         form, nodes = _form(self.choices, log_q.shape[-1], root.device)
         levels, ended, watched = min(len(form), max_levels), False, keep or type(self.stop) is not Stop
-        sampled = self.children != "best" and sampler.decoding.do_sample
+        sampled = self.draws and sampler.decoding.do_sample
         certain = above = torch.zeros(1, device=root.device)  # log survival of the expanded nodes
         laws: list[Tensor] = []
         grown: list[Level] = []
@@ -190,8 +193,9 @@ class DynamicTree(Shape):
         # of the expanded nodes [r, 1]: log survival, and the least log confidence on their path
         above = lowest = certain[:, None]
         # By level: its r * k candidates, their scores, and the numbers of the nodes expanded [r]. The root is number 0.
-        number, first, candidates = torch.zeros_like(root), 1, list[tuple[Tensor, ...]]()
-        frontiers, grown = [number], list[Level]()
+        number, first = torch.zeros_like(root), 1
+        candidates: list[tuple[Tensor, ...]] = []
+        frontiers, grown = [number], cast(list[Level], [])
         for depth in range(1, levels + 1):
             chances, columns = log_q.topk(k, dim=-1)  # [r, k]: expansion (section 4.1)
             chances = self.calibrate(chances)
@@ -262,20 +266,28 @@ class Cycle:
 
 
 class Proposer:
+    """Proposes nothing: vanilla."""
+
     max_nodes: int = 1  # of a tree, root and passengers included
+    draft_slots: int = 0  # as of Shape
     max_positions: int = 2**31  # as of Drafter
     after_blocks: tuple[int, ...] = ()
-    is_chain: bool = False  # no node ever has siblings
+    is_chain: bool = True  # no node ever has siblings
+    is_fixed: bool = True  # `propose` and `commit` read nothing from the device and draw nothing
+    levels: int = 0  # of every tree but the last ones of an answer; 0: they differ
 
-    def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
-        """A new prompt [T]; capacity in tokens and nodes of one tree."""
+    def reset(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> None:
+        """A new prompt [T], with none of its rows kept yet."""
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
         """The tree under root [1], at most max_levels deep."""
-        raise NotImplementedError
+        return root_only(root)
 
-    def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:
-        """See `Drafter.commit`; of the prefill cycle is null, and tokens are prompt[1:] and the answer's first."""
+    def commit(self, tokens: Tensor, features: Tensor) -> None:
+        """See `Drafter.commit`; after the prefill tokens are prompt[1:] and the answer's first."""
+
+    def learn(self, new: list[int], cycle: Cycle | None) -> None:
+        """The new tokens on the host; of the prefill cycle is null."""
 
 
 class Drafting(Proposer):
@@ -283,20 +295,25 @@ class Drafting(Proposer):
 
     def __init__(self, drafter: Drafter, shape: Shape) -> None:
         self.drafter, self.shape = drafter, shape
-        self.max_nodes, self.max_positions = shape.max_nodes, drafter.max_positions
+        self.max_nodes, self.draft_slots, self.max_positions = shape.max_nodes, shape.draft_slots, drafter.max_positions
         self.after_blocks, self.is_chain = drafter.after_blocks, shape.is_chain
+        self.levels = shape.levels
 
-    def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
+    def reset(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> None:
         self._sampler = sampler
         self.shape.stop.reset()
-        self.drafter.reset(prompt, capacity + self.shape.draft_slots)
+        self.drafter.reset(prompt, kept, self.draft_slots)
+        draws = sampler.decoding.do_sample and self.shape.draws
+        self.is_fixed = self.drafter.is_fixed and type(self.shape.stop) is Stop and not (draws or self.keep)
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
         tree = self.shape.grow(self.drafter, root, max_levels, self._sampler, self.keep)
         forwards = self.drafter.forwards_per_tree
         return tree if forwards is None else replace(tree, draft_forwards=forwards)
 
-    def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:
+    def commit(self, tokens: Tensor, features: Tensor) -> None:
         self.drafter.commit(tokens, features)
+
+    def learn(self, new: list[int], cycle: Cycle | None) -> None:
         if cycle is not None:
             self.shape.stop.learn(cycle.verdict.accepted, cycle.tree.levels)

@@ -103,13 +103,12 @@ def root_only(token: Tensor) -> Tree:
 
 def ancestors(parents: Tensor, levels: int) -> Tensor:
     """The boolean [N, N] matrix of ancestors-or-self of nodes with parents [N], at most `levels` deep."""
-    # column i of `above` is each node's ancestor i levels up; the root is its own parent
-    count = parents.shape[0]
-    above = [torch.arange(count, device=parents.device), parents]
-    for _ in range(1, levels):
-        above.append(parents.index_select(0, above[-1]))
-    reach = torch.zeros(count, count, dtype=torch.bool, device=parents.device)
-    return reach.scatter_(1, torch.stack(above, dim=1), True)
+    # a product's entry [i, j] counts the ways up from i to j of at most so many steps; the root is its own parent
+    reach = torch.zeros(parents.shape[0], parents.shape[0], device=parents.device)
+    reach.scatter_(1, parents[:, None], 1.0).fill_diagonal_(1.0)
+    for _ in range((levels - 1).bit_length()):
+        reach = (reach @ reach).clamp_(max=1.0)
+    return reach > 0
 
 
 def describe(tree: Tree, names: list[str]) -> str:

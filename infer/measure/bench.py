@@ -39,6 +39,7 @@ from aerie.infer.measure.suite import Suite, suite_of
 from aerie.infer.measure.tasks import Prompt, encode_turn, load_prompts, pinned, prompt_inputs
 from aerie.model import storage
 from aerie.model.hub import quieten
+from aerie.model.layers import Kept
 from aerie.model.storage import Foreign, Manifest, Stage, Whole, first_line, remove_temporaries, write_json, write_text
 from aerie.model.target import Target, context_of
 
@@ -261,10 +262,11 @@ def measure_reference(bench: Bench, records: list[Record]) -> list[Record]:
     per_token: list[list[float]] = []  # milliseconds of all three
 
     def forwards_alone(ids: Tensor, answer: Tensor) -> None:
-        vanilla.lm.prefill(ids[0], ids.shape[1] + len(answer) + 1)
+        vanilla.lm.prefill(ids[0], kept := Kept(ids.shape[1] + len(answer) + 1, ids.device))
+        kept.advance(ids.shape[1])
         for position in range(len(answer) - 1):
             vanilla.lm.extend(root_only(answer[position : position + 1]))
-            vanilla.lm.keep([0])
+            kept.advance(1)
 
     with bar(len(greedy), "prompts", "reference") as progress, torch.inference_mode():
         for number, record in enumerate(greedy):
@@ -334,9 +336,10 @@ def measure_overhead(bench: Bench, prompts: Sequence[Prompt]) -> list[Overhead]:
             for row in list(turns):
                 decoder, watch = bench.decoders[row], Stopwatch()
                 try:
-                    counted = decoder.generate(ids, timed=True, **bench.settings(ids)).statistics
-                    with watch.on(decoder):
-                        decoder.generate(ids, streamer=watch, **bench.settings(ids))
+                    with patch.object(decoder, "compiled", decoder.plain):  # forwards are timed one by one
+                        counted = decoder.generate(ids, timed=True, **bench.settings(ids)).statistics
+                        with watch.on(decoder):
+                            decoder.generate(ids, streamer=watch, **bench.settings(ids))
                 except (UserError, RuntimeError) as error:
                     warn(f"bench.rows.{row}: its overhead is not measured: {first_line(error)}")
                     del turns[row]

@@ -21,6 +21,7 @@ from aerie.infer.decode.tree import Tree
 from aerie.infer.decode.verify import NOT_LOSSLESS
 from aerie.infer.decode.verify import acceptance as acceptance_of_drawn
 from aerie.infer.measure.record import Key, Origin
+from aerie.model.layers import Kept
 from aerie.model.storage import explained, first_line, write_atomically
 
 Record = dict[str, Any]
@@ -288,12 +289,15 @@ class Oracle(Drafting):
         deep = tree if isinstance(tree, StaticConfig) else replace(tree, levels=levels)
         self.longer = make_shape(replace(deep, stop=ConstantConfig()))
         self.max_nodes = max(own.max_nodes, self.longer.max_nodes)
+        self.draft_slots = max(own.draft_slots, self.longer.draft_slots)
+        self.levels = max(own.levels, self.longer.levels)
         self.lm, self.generator = decoder.lm, torch.Generator(decoder.target.device).manual_seed(seed)
         self.lengths: list[tuple[int | None, int | None]] = []  # oracle length and cap of each cycle
         decoder.proposer = self
 
-    def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
-        super().reset(prompt, capacity + self.longer.draft_slots, sampler)
+    def reset(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> None:
+        super().reset(prompt, kept, sampler)
+        self.is_fixed = False
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
         state = self._sampler.generator.get_state()
@@ -302,8 +306,8 @@ class Oracle(Drafting):
         self._sampler.generator.set_state(state)
         return super().propose(root, max_levels)
 
-    def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:
-        super().commit(tokens, features, cycle)
+    def learn(self, new: list[int], cycle: Cycle | None) -> None:
+        super().learn(new, cycle)
         if cycle is not None:
             is_judged = cycle.tree.levels > 0 and cycle.rule in ("R0", "R1", "R2")
             length = oracle_length(cycle, self.tree, self.logits, self.generator) if is_judged else None

@@ -182,24 +182,18 @@ class EagleDraft:
     """A head's decoding forward over a cache, made once it is on its device; tensors, as module look-ups are slow."""
 
     def __init__(self, head: EagleHead) -> None:
-        self._embedding, self._rotary, self._leave = head.embed_tokens.weight, head.rotary, head.leave
+        self._embedding, self._leave = head.embed_tokens.weight, head.leave
         self._fc = (head.fc.weight, head.fc.bias) if isinstance(head, Eagle1Head) else None  # EAGLE-3 fuses before
         self._layers = [DraftLayer(layer) for layer in head.blocks]
 
-    def __call__(
-        self, tokens: Tensor, features: Tensor, positions: tuple[int, int], mask: Tensor, cache: KeyValueCache
-    ) -> Tensor:
-        """Outputs [n, D] of tokens [n] and features [n, D].
-
-        positions: (first, stop) for a slot each, or (first, first + 1) for all; mask [1, 1, n, S]: as in DraftLayer.
-        """
+    def __call__(self, tokens: Tensor, features: Tensor, rope: Tensor, mask: Tensor, cache: KeyValueCache) -> Tensor:
+        """Outputs [n, D] of tokens [n], features [n, D], rope [2, n or 1, hd]; mask [1, 1, n, S] as in DraftLayer."""
         embedded = F.embedding(tokens, self._embedding).to(features.dtype)
         x = features
         if self._fc is not None:
             x = F.linear(torch.cat([embedded, features], dim=-1), *self._fc)  # [n, D]
-        rope = self._rotary.between(*positions, x)
         for number, layer in enumerate(self._layers):
-            x = layer(x, embedded, rope, mask, (cache, number))
+            x = layer(x, embedded, (rope[0], rope[1]), mask, (cache, number))
         return self._leave(x)
 
 

@@ -142,12 +142,12 @@ class HydraHead(MultiTokenHead):
             self.rotary = Rotary(config)
 
     def prefix(
-        self, states: Tensor, span: tuple[int, int], mask: Tensor | None = None, cache: KeyValueCache | None = None
+        self, states: Tensor, positions: Tensor, mask: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        """h_t [B, T, D] of the target's states [B, T, D] at positions span = (first, stop)."""
+        """h_t [B, T, D] of the target's states [B, T, D] at positions [T]."""
         if not self.config.prefix_layer:
             return states
-        rope = self.rotary.between(*span, states)
+        rope = self.rotary.at(positions, self.config.max_position_embeddings, states)
         x = self.prefix_layer(states, None, rope, mask, None if cache is None else (cache, 0))
         return cast(nn.RMSNorm, self.prefix_layer.norm)(x)
 

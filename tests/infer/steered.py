@@ -30,9 +30,9 @@ class Steered:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)
 
-    def reset(self, prompt: Tensor, capacity: int) -> None:
+    def reset(self, prompt: Tensor, *rest: Any) -> None:
         self._answer, self._place = self._answers[tuple(prompt.tolist())], 0
-        self._drafter.reset(prompt, capacity)
+        self._drafter.reset(prompt, *rest)
 
     def commit(self, tokens: Tensor, features: Tensor) -> None:
         self._place += len(tokens) if self._place else 1  # the first time it is the prompt's, and the first new one

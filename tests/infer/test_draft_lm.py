@@ -11,6 +11,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, Mistral
 from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.decode.drafters import DraftLMDrafter, load_draft_lm
+from aerie.model.layers import Kept
 from aerie.model.target import Target
 from tests import tiny
 
@@ -40,7 +41,7 @@ def drafter_of(draft: Target, vocab_size: int = 320) -> DraftLMDrafter:
 
 def ready(drafter: DraftLMDrafter, first: int = 50) -> list[int]:
     """The drafter after a prompt and the answer's first token, and both as one text."""
-    drafter.reset(PROMPT, 128)
+    drafter.reset(PROMPT, Kept(128, PROMPT.device), 8)
     drafter.commit(torch.cat([PROMPT[1:], torch.tensor([first])]), torch.zeros(len(PROMPT), 32))
     return [*PROMPT.tolist(), first]
 

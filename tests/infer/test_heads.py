@@ -16,6 +16,7 @@ from aerie.infer.decode.methods import drafting, load_head_for
 from aerie.infer.decode.shape import Cycle
 from aerie.model.checkpoint import save_head
 from aerie.model.heads.eagle import Eagle3Head
+from aerie.model.layers import Kept
 from aerie.model.target import Target
 from tests import tiny
 from tests.infer.draws import TREES, greedy, make_head, make_target, prompts
@@ -34,8 +35,9 @@ def ready(drafter: Any, target: Target, text: Tensor) -> Any:
     """The drafter after it was handed the whole text [T] but its last token, and that token as the root."""
     features = target.features(text[None, :-1], after_blocks=drafter.after_blocks)
     known = features.last_hidden if features.taps is None else features.taps
-    drafter.reset(text[:-1], 256)
+    drafter.reset(text[:-1], kept := Kept(256, text.device), 5)
     drafter.commit(text[1:], known[0])
+    kept.advance(len(text) - 1)
     return drafter
 
 
@@ -59,7 +61,7 @@ def expected(head: Any, target: Target, text: Tensor, path: tuple[int, ...]) -> 
     if head.kind == "medusa":
         return head(known.last_hidden[0, -1:])[len(path), 0].log_softmax(-1)
     if head.kind == "hydra":
-        state = head.prefix(known.last_hidden, (0, len(text) - 1))[0, -1:]
+        state = head.prefix(known.last_hidden, torch.arange(len(text) - 1))[0, -1:]
         rows = target.vocab.embedding[[int(text[-1]), *path]]
         return head.step(len(path), state, rows.reshape(1, -1))[0].log_softmax(-1)
     features = known.last_hidden if known.taps is None else head.fuse(known.taps)

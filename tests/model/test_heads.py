@@ -29,7 +29,7 @@ def expected_output(made: Eagle3Head, tokens: Tensor, taps: Tensor) -> tuple[Ten
     h = taps @ made.fc.weight.T
     e = made.embed_tokens.weight[tokens]
     x = torch.cat([normed(e, layer.input_layernorm.weight), normed(h, layer.hidden_norm.weight)], dim=-1)
-    q, k, v = layer.self_attn.project(x[None], made.rotary.between(0, len(tokens), x))
+    q, k, v = layer.self_attn.project(x[None], made.rotary.at(torch.arange(len(tokens)), len(tokens), x))
     h = h + layer.self_attn.o_proj(attend(q, k, v, None, None))[0]  # as Llama's: test_layers
     x = normed(h, layer.post_attention_layernorm.weight)
     gate, up, down = (getattr(layer.mlp, name).weight for name in ("gate_proj", "up_proj", "down_proj"))

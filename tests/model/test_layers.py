@@ -15,7 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from aerie.configs.errors import UserError
 from aerie.model import layers
-from aerie.model.layers import DecoderLayer, DraftLayer, KeyValueCache, Rotary, UnrollMemory
+from aerie.model.layers import DecoderLayer, DraftLayer, Kept, KeyValueCache, Rotary, UnrollMemory
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: its kernels wait")]
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
@@ -46,10 +46,11 @@ def test_the_layer_is_llamas_and_with_query_and_key_norms_qwen3s(family: str, sc
     cos_and_sin = LlamaRotaryEmbedding(LlamaConfig(**SIZES, rope_parameters=rope))(x, positions)
     mask = torch.ones(11, 11, dtype=torch.bool).tril()[None, None]
     expected = theirs(x, attention_mask=mask, position_embeddings=cos_and_sin)
-    table, cache = Rotary(sized(scaling)), KeyValueCache.empty(1, sized(), 16, x)
+    table, cache = Rotary(sized(scaling)), KeyValueCache.empty(1, sized(), Kept(16, x.device), x)
+    cache.begin(11)
     torch.testing.assert_close(ours(x, None, table.at(positions, 14, x)), expected, rtol=1e-5, atol=1e-5)
     added = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
-    found = DraftLayer(ours)(x[0], x[0], table.between(3, 14, x), added, (cache, 0))
+    found = DraftLayer(ours)(x[0], x[0], table.at(positions, 14, x), added, (cache, 0))
     torch.testing.assert_close(found[None], expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours(x, None, table.at(positions, 14, x)), expected, rtol=1e-5, atol=1e-5)  # views now
 

@@ -17,6 +17,7 @@ from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.tree import Tree, ancestors
 from aerie.model.hub import weights_digest
+from aerie.model.layers import Kept
 from aerie.model.miniature import small_model
 from aerie.model.storage import CONFIG, WEIGHTS, write_json
 from aerie.model.target import (
@@ -82,9 +83,11 @@ def test_features_and_logits_are_the_models_own_and_a_tree_forward_is_plain_forw
             torch.testing.assert_close(step.logits[node], plain, **near)
 
     with torch.inference_mode():
-        lm.prefill(ids, capacity=96)
+        lm.prefill(ids, kept := Kept(96, ids.device))
+        kept.advance(64)
         check(ids, range(7))
-        lm.keep([0, 2, 5])
+        lm.cache.gather(torch.tensor([0, 2, 5]))
+        kept.advance(3)
         check(torch.cat([ids, tree.tokens[[0, 2, 5]]]), range(6, 7))
 
 

@@ -23,7 +23,7 @@ from aerie.configs.schema.heads import DraftLMTrain, Eagle1Train, Eagle3Train, L
 from aerie.data.batches import Batch, collate
 from aerie.data.cache import CachedRow
 from aerie.model.heads.eagle import EagleDraft
-from aerie.model.layers import KeyValueCache, UnrollMemory
+from aerie.model.layers import Kept, KeyValueCache, UnrollMemory
 from aerie.model.target import VocabWeights
 from aerie.train.lm import LMObjective
 from aerie.train.loop import means
@@ -84,13 +84,14 @@ def drafted(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
     """[steps, D] outputs of drafting from `slot`: true features for the prefix, then own outputs and given tokens."""
     assert row.taps is not None
     config, draft = head.config, EagleDraft(head)
-    cache = KeyValueCache.empty(config.num_hidden_layers, config, 64, row.taps)
+    kept, table = Kept(64, row.taps.device), torch.stack(head.rotary.table(64, row.taps))
+    cache = KeyValueCache.empty(config.num_hidden_layers, config, kept, row.taps)
     features = head.fuse(row.taps) if head.kind == "eagle3" else row.last_hidden
     outputs, x, first = [], features[: slot + 1], 0
     for end in range(slot + 1, slot + 1 + steps):
         mask = torch.full((end - first, end), float("-inf")).triu_(first + 1)[None, None]
-        x = draft(row.input_ids[first + 1 : end + 1], x, (first, end), mask, cache)[-1:]
-        cache.length = end
+        x = draft(row.input_ids[first + 1 : end + 1], x, table[:, cache.begin(end - first)], mask, cache)[-1:]
+        kept.advance(end - first)
         outputs.append(x[0])
         first = end
     return torch.stack(outputs)
@@ -114,7 +115,7 @@ def log_laws(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
         head.laws.vocab = VOCAB
         logits = torch.stack([*head(row.last_hidden[slot])][:steps])
     elif head.kind == "hydra":
-        state = head.prefix(row.last_hidden[None, : slot + 1], (0, slot + 1))[:, -1]
+        state = head.prefix(row.last_hidden[None, : slot + 1], torch.arange(slot + 1))[:, -1]
         given = [VOCAB.embedding[row.input_ids[slot + 1 : slot + 2 + k]].flatten()[None] for k in range(steps)]
         logits = torch.cat([head.step(k, state, embeddings) for k, embeddings in enumerate(given)])
     else:
