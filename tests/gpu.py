@@ -144,7 +144,10 @@ def measured(size: Size, accelerator: Accelerator) -> list[Row]:
         heads[kind] = objective.head.to(dtype).eval().requires_grad_(False)
         accelerator.free_memory()
         del module, optimizers, objective, take
-    return rows + [decoded(size, target, kind, heads.get(kind), ids[:1, :128]) for kind in ("vanilla", *heads)]
+    for compiled in (False, True)[: 1 + (device.type == "cuda")]:
+        target.recipe = replace(target.recipe, compile=compiled)
+        rows += [decoded(size, target, kind, heads.get(kind), ids[:1, :128]) for kind in ("vanilla", *heads)]
+    return rows
 
 
 def step(accelerator: Accelerator, module: Any, optimizers: list[Any], batch: Batch) -> Callable[[], None]:
@@ -171,7 +174,7 @@ def decoded(size: Size, target: Target, kind: str, head: Any, prompt: torch.Tens
     counted = decoder.generate(prompt, **asked).statistics
     cycles, phases = max(counted.target_forwards, 1), [name for name in PHASES if name not in ("prefill", "wall")]
     split = {name: counted.ms[name] / cycles for name in phases}
-    method = {"eagle1": "eagle2"}.get(kind, kind)
+    method = {"eagle1": "eagle2"}.get(kind, kind) + (", compiled" if target.recipe.compile else "")
     return {"size": size.name, "what": f"decode {method}", "tokens_per_s": counted.tokens_per_s, "tau": counted.tau,
             "ms": sum(split.values()), "cycle_ms": split}  # fmt: skip
 

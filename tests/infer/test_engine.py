@@ -17,6 +17,7 @@ from aerie.infer.decode import engine
 from aerie.infer.decode.drafters import DRAFTERS
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.shape import Drafting, make_shape
+from aerie.model.layers import Kept
 from aerie.model.target import Target
 from tests.infer.draws import TREES, greedy, make_head, make_target, prompts
 from tests.infer.steered import steered
@@ -164,6 +165,24 @@ def test_a_prompt_that_is_read_in_parts_gets_the_same_answer(kind: str, family: 
     monkeypatch.setattr(engine, "CHUNK", 5)
     found = made.generate(ids, do_sample=False, max_new_tokens=24)
     assert found.new_ids == expected.new_ids and found.statistics.cycle_tokens == expected.statistics.cycle_tokens
+
+
+@pytest.mark.parametrize(("kind", "family"), [("eagle1", "mistral"), ("eagle3", "llama"), ("hydra", "llama")])
+def test_a_cycle_that_looks_at_more_columns_than_are_kept_gives_the_same(kind: str, family: str) -> None:
+    """As forwards of a fixed width do."""
+    target, ids, told = Target(small(family), TargetConfig(family)), prompts(8)[-1] % 60 + 3, list[Any]()
+    made = decoder(target, TREES["small"], kind, **({"prefix_layer": True} if kind == "hydra" else {}))
+    advance = Kept.advance
+    for step in (1, 32):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Kept, "advance", lambda kept, count, step=step: widened(kept, advance(kept, count), step))
+            generation = made.generate(ids, do_sample=False, max_new_tokens=24)
+        told.append((generation.new_ids, generation.statistics.cycle_tokens))
+    assert told[0] == told[1]
+
+
+def widened(kept: Kept, _: None, step: int) -> None:
+    kept.columns = kept.numbers[: -(-kept.length // step) * step]
 
 
 @pytest.mark.slow
