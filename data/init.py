@@ -67,10 +67,12 @@ def recipe_text(asked: dict[str, Any]) -> str:
         taps, rate = default_taps(blocks) or tuple(range(max(blocks - 3, 0), blocks)), 1e-4 * 4096 / width
         train = {"epochs": 10, "batch_size": max(1, min(16, int(MOST / mean))), "packing": True, "unroll_steps": 3}
         if "init_from" not in asked["head"]:  # for a new head, what docs/studies.md found
-            taps, rate = (*taps[:2], blocks - 1), 6e-3
+            taps = (*taps[:2], blocks - 1)
             head |= {"fc_norm": True, "norm_output": True, "lm_head": "frozen", "fc_init": "highest_tap"}
             head |= {"norm_init": "target"} if hasattr(text, "rms_norm_eps") else {}
-            train |= {"optimizer": {"kind": "muon", "matrix_rate": 0.03}, "scale_rates": {"steps": 600, "power": 0.25}}
+            if asked.get("train", {}).get("optimizer", {}).get("kind", "muon") == "muon":
+                train |= {"optimizer": {"kind": "muon", "matrix_rate": 0.03}, "scale_rates": {"steps": 600}}
+                rate = 6e-3
         trained += width * (5 * width + min(DEFAULT_SIZE, vocab_size))
     train |= asked.get("train", {})
     epoch_steps = ceil(trained_rows / (train["batch_size"] * train.get("accumulation", 1) * max(gpus, 1)))

@@ -133,7 +133,8 @@ def zero_muon(matrices: dict[str, Any], adamw: torch.optim.AdamW) -> torch.optim
 
 def turned(module: nn.Module) -> list[nn.Parameter]:
     """The matrices that Muon turns: an embedding or LM head, which has a row for each token, takes no part."""
-    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+    named = [(name, each) for name, each in module.named_parameters() if each.requires_grad and id(each) not in tables]
     return [each for name, each in named if each.ndim == 2 and "embed" not in name and "lm_head" not in name]
 
 

@@ -152,7 +152,7 @@ class RateScaling(Section, kw_only=True):
     """rate = given rate * (steps / steps of this run) ** power."""
 
     steps: PositiveInt  # optimiser steps of a run that the given rates suit
-    power: Annotated[float, Field(gt=0, le=1)] = 1.0  # how fast they fall with the number of steps
+    power: Annotated[float, Field(gt=0, le=1)] = 0.25  # how fast they fall with the number of steps
 
 
 class TrainConfig(Section, kw_only=True):

@@ -68,6 +68,9 @@ def test_init_writes_a_recipe_that_trains_for_any_family(folder: Path, family: s
     assert init("--target", folder / family, *warm) == 0
     recipe = load(Path("w.yaml"))
     assert recipe.features.after_blocks == (2, 4, 5) and recipe.train and recipe.train.optimizer.kind == "adamw"
+    rate, other = recipe.train.learning_rate, ("--out", "a.yaml", "--kind", "eagle3", "--train.optimizer.kind", "adamw")
+    assert init("--target", folder / family, *other) == 0 and (train := load(Path("a.yaml")).train)
+    assert (train.learning_rate, train.scale_rates) == (rate, None)
     assert tiny.call(data_main, "features", "--config", "r.yaml", "--plan") == 0
     assert tiny.call(train_main, "--config", "r.yaml", "--plan", "--features.mode", "online") == 0
 

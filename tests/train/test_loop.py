@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from aerie.configs.errors import Requeued, UserError
 from aerie.configs.schema.heads import AdamWSection, Eagle1Train, MuonSection, RateScaling
 from aerie.data.batches import collate
 from aerie.model.checkpoint import load_head
+from aerie.model.miniature import small_model
 from aerie.train import launch, resume
 from aerie.train.loop import MetricsFile, build_optimizers, learning_rate
 from aerie.train.objectives import Eagle1Objective
@@ -128,6 +130,8 @@ def test_muon_moves_every_direction_of_a_matrix_by_its_rate_and_adamw_the_rest_a
     for update in (moved[0][name] for name in matrices):
         sizes = torch.linalg.svdvals(update) / (0.1 * max(1.0, update.shape[0] / update.shape[1]) ** 0.5)
         assert 0.5 < sizes.min() <= sizes.max() < 1.5
+    gpt2 = small_model(AutoConfig.for_model("gpt2")).transformer  # tables by other names
+    assert not {id(gpt2.wte.weight), id(gpt2.wpe.weight)} & {id(p) for p in launch.turned(gpt2)}
 
 
 @pytest.mark.parametrize(
