@@ -22,7 +22,6 @@ class TargetStep:
 
 class CachedLM:
     cache: KeyValueCache  # of the text that `prefill` began
-    kept: Kept
 
     def __init__(self, target: Target, after_blocks: tuple[int, ...] = ()) -> None:
         self.target, self.after_blocks = target, after_blocks
@@ -47,18 +46,18 @@ class CachedLM:
             for number, layer in enumerate(cache.layers)
             for name in (("keys", "values") if layer.is_initialized else ())
         }
-        self.cache, self.kept = KeyValueCache(rows, kept), kept
+        self.cache = KeyValueCache(rows, kept)
         return self._step(out, last_only=True)
 
     def read(self, tokens: Tensor) -> TargetStep:
         """`prefill` of the prompt's next tokens [n]."""
-        depth = self.kept.numbers[: len(tokens)]
+        depth = self.cache.kept.numbers[: len(tokens)]
         return self._step(self._forward(tokens, depth, depth[:, None] >= depth), last_only=True)
 
     @property
     def max_levels(self) -> int:
         """Of a tree: with LongRoPE no node may turn the rows that are kept."""
-        left = (self.target.rope_switch or 0) - self.kept.length - 1
+        left = (self.target.rope_switch or 0) - self.cache.kept.length - 1
         return left if left >= 0 else 2**31
 
     def extend(self, tree: Tree) -> TargetStep:
@@ -76,7 +75,7 @@ class CachedLM:
 
     def _forward(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> Any:
         self.cache.begin(tokens.shape[0])
-        positions = depth + self.kept.behind[:1]
+        positions = depth + self.cache.kept.behind[:1]
         return self.target.decoder(
             input_ids=tokens[None],
             attention_mask=self._mask(positions, mask),
@@ -95,9 +94,9 @@ class CachedLM:
 
     def _mask(self, positions: Tensor, mask: Tensor) -> Tensor | dict[str, Tensor]:
         # additive [1, 1, n, W], or one per kind of layer: the kept rows, and behind them m + n rows at these positions
-        (count, new), columns = mask.shape, self.kept.numbers[: self.cache.width]
-        places = self.kept.behind[:new]
-        full = torch.where(columns < self.kept.behind[:1], self._visible, self._masked).repeat(count, 1)
+        (count, new), columns = mask.shape, self.cache.kept.numbers[: self.cache.width]
+        places = self.cache.kept.behind[:new]
+        full = torch.where(columns < self.cache.kept.behind[:1], self._visible, self._masked).repeat(count, 1)
         full.index_copy_(1, places, torch.where(mask, self._visible, self._masked))
         masks = {"full_attention": full[None, None]}
         # the cache is full-length, so that a sliding window is a matter of positions

@@ -213,7 +213,7 @@ class DraftLMDrafter(Drafter):
 
     def _keep(self, rows: Tensor) -> None:
         self._lm.cache.gather(rows)
-        self._lm.kept.advance(len(rows))
+        self._lm.cache.kept.advance(len(rows))
 
     def _readable(self, tokens: Tensor) -> Tensor:
         # the target may write a padding row
