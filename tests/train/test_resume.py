@@ -84,6 +84,8 @@ def test_a_run_killed_again_and_again_is_the_undisturbed_one(tmp_path: Path, und
     flip(tmp_path / "state/step-00000012/optimizer.bin", 900)
     shutil.rmtree(tmp_path / "head")  # the save has the best weights, too
     same(undisturbed(**BUSY), (tmp_path, sitting(job(tmp_path, config(**BUSY)))))
+    rates = [(line["matrix_rate"], line["learning_rate"]) for line in lines(tmp_path) if "loss" in line]
+    assert [muon for muon, _ in rates] == pytest.approx([2 * adamw for _, adamw in rates])
     printed = capsys.readouterr()
     assert "step-00000012/optimizer.bin: is not what was written" in printed.err
     assert "going on from step 9 of 15" in printed.out
