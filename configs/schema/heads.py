@@ -55,16 +55,18 @@ class Eagle1Section(_LayerSizes, _AnyHead, kw_only=True):
 
 
 class Eagle3Section(_LayerSizes, _AnyHead, kw_only=True):
+    """Norms are off unless set. With init_from those not set, and qk_norm: false, are as they are there."""
+
     methods = ("eagle3", *EAGLE)
     kind: Literal["eagle3"] = "eagle3"
     num_hidden_layers: PositiveInt = 1  # decoder layers; the paper's head has one
     hidden_size: PositiveInt | None = None  # null: the target's
     draft_vocab_size: PositiveInt | None = None  # null: 32,000, or the target's where that is smaller
     qk_norm: bool | None = False  # RMSNorm on queries and keys, which SGLang does not load; null: if the target has it
-    fc_norm: bool = False  # EAGLE-3.1: a norm per fused feature before fc
-    norm_output: bool = False  # EAGLE-3.1: feed back the normed output
-    norm_before_residual: bool = False  # the first layer's residual is the normed feature; of servers, vLLM loads it
-    norm_before_fc: bool = False  # one norm over all fused features before fc; of servers, vLLM loads it
+    fc_norm: bool | None = None  # EAGLE-3.1: a norm per fused feature before fc
+    norm_output: bool | None = None  # EAGLE-3.1: feed back the normed output
+    norm_before_residual: bool | None = None  # first layer's residual is the normed feature; of servers, vLLM loads it
+    norm_before_fc: bool | None = None  # one norm over all fused features before fc; of servers, vLLM loads it
     lm_head: Literal["trained", "frozen"] = "trained"  # frozen: stays as it is: the target's rows, or init_from's
     lm_head_init: Literal["random", "target"] = "random"  # target: its rows
     norm_init: Literal["ones", "target"] = "ones"  # target: the final norm begins as the target's
@@ -77,6 +79,9 @@ class Eagle3Section(_LayerSizes, _AnyHead, kw_only=True):
             raise ValueError(f"init_from is a head that has begun already; leave {' and '.join(begun)} out")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fc_norm and norm_before_fc norm the same features, and no server does both; choose one")
+        if self.init_from is None:
+            for name in ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc"):
+                object.__setattr__(self, name, bool(getattr(self, name)))
 
 
 class _MultiToken(_AnyHead, kw_only=True):

@@ -96,12 +96,14 @@ def test_a_new_head_spells_out_the_targets_rope_length_and_flavour() -> None:
 
 
 def test_a_warm_start_takes_weights_and_new_positions_and_refuses_another_shape(tmp_path: Path) -> None:
-    for name in ("eagle1", "eagle3", "hydra"):
-        save_head(MADE[name](), tmp_path / name)
-    one, three, hydra = ({"init_from": str(tmp_path / name)} for name in ("eagle1", "eagle3", "hydra"))
+    for name in ("eagle1", "eagle3", "eagle3.1, deep", "hydra"):
+        save_head(MADE[name](), tmp_path / name.partition(",")[0])
+    names = ("eagle1", "eagle3", "eagle3.1", "hydra")
+    one, three, normed, hydra = ({"init_from": str(tmp_path / name)} for name in names)
     asked: Any = Eagle1Section(**one, rope_theta=2e4, max_position_embeddings=512)
     kept, moved = (new_head(section, TEXT, VOCAB, 9) for section in (Eagle1Section(**one), asked))
     assert kept.config == MADE["eagle1"]().config
+    assert new_head(Eagle3Section(**normed), TEXT, VOCAB, 9, after_blocks=TAPS).config.fc_norm
     assert torch.equal(kept.state_dict()["fc.weight"], moved.state_dict()["fc.weight"])
     assert moved.config == replace(kept.config, rope_theta=2e4, max_position_embeddings=512)  # type: ignore[type-var]
     x, at, rotary = torch.zeros(1, 1, 1), torch.tensor([[300]]), moved.rotary  # type: ignore[union-attr]
@@ -112,6 +114,7 @@ def test_a_warm_start_takes_weights_and_new_positions_and_refuses_another_shape(
     table: list[tuple[Any, Any, str]] = [
         (Eagle3Section(**three, draft_vocab_size=64), TAPS, "head.draft_vocab_size: the recipe asks 64, .* has 107"),
         (Eagle3Section(**three), (1, 4, 5), r"features.after_blocks: .* \(1, 4, 5\), .* has \(2, 4, 5\)"),
+        (Eagle3Section(**normed, fc_norm=False), TAPS, "head.fc_norm: the recipe asks False, .* has True; set it"),
         (Eagle1Section(**three), (), "is an eagle3 head, the recipe asks for eagle1"),
         (HydraSection(**hydra, prefix_layer=True, num_heads=3), (), "head.num_heads: .* asks 3, .* has 4; set it"),
     ]
