@@ -1,12 +1,14 @@
 """The client against a scripted server: what is tried again, what a row pays for, and what stops the run."""
 
 import asyncio
+import io
 import json
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, redirect_stderr, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from aerie.configs.errors import UserError, masked
 from aerie.configs.schema.data import SamplingConfig, ServerConfig
 from aerie.data.distill import answer
 from aerie.data.distill.answer import TOO_LONG, Answer, ServedTarget, Unanswered
+from tests import tiny
+from tests.data.distill.answering import KEEP, distill, local_recipe, outcomes
 
 base_client = pytest.importorskip("openai._base_client", reason="needs the extra 'distill' (pip install -e .[distill])")
 
@@ -33,8 +37,10 @@ class Scripted(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, fault: Callable[[str, int], str] = lambda question, tries: "", **extra: Any) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(
+        self, fault: Callable[[str, int], str] = lambda question, tries: "", port: int = 0, **extra: Any
+    ) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
         self.fault, self.extra, self.asked, self.bodies = fault, extra, list[str](), list[dict[str, Any]]()
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
@@ -139,6 +145,31 @@ def test_requests_are_spread_and_a_server_that_is_gone_is_left_to_the_others() -
         assert ask([first.url, server.url], *"abcd") == [f"re: {text}" for text in "abcd"]
     with pytest.raises(UserError, match=r"no server has answered for 0\.3 s"):
         ask([first.url], "a", patience_s=0.3)
+
+
+def test_a_distillation_outlasts_its_server_and_goes_on_with_one_that_listens_there_again(tmp_path: Path) -> None:
+    questions, back = [f"Please count {n} boats." for n in range(6)], list[Scripted]()
+    is_gone, said = threading.Event(), io.StringIO()
+
+    def leave(question: str, _: int) -> str:
+        if question in ("Hi", questions[0]):
+            return ""
+        if question == questions[3]:  # with the two before it under way
+            server.__exit__()
+            is_gone.set()
+            while "it is asked again for 120 s" not in said.getvalue():
+                time.sleep(0.01)
+            back.append(stack.enter_context(Scripted(port=server.server_port)))
+        is_gone.wait()
+        return "cut"
+
+    rows = tiny.write_rows(tmp_path / "questions.jsonl", [{"prompt": question} for question in questions])
+    section: dict[str, Any] = {"sources": [{"path": str(rows), "kind": "prompts"}], "gate": KEEP}
+    with ExitStack() as stack, Scripted(leave) as server, redirect_stderr(said):
+        section["server"] = {"urls": [server.url], "concurrency": 3, "timeout_s": 60.0, "patience_s": 120.0}
+        assert distill(local_recipe(tmp_path, tiny.target(tmp_path / "target"), section)) == 0
+    assert [row.answers[0].content for row in outcomes(tmp_path / "run")] == [f"re: {text}" for text in questions]
+    assert {*back[0].asked} >= {*questions[1:]}
 
 
 @pytest.mark.parametrize("fault", ["401", "long"])
