@@ -71,8 +71,8 @@ def recipe_text(asked: dict[str, Any]) -> str:
             head |= {"fc_norm": True, "norm_output": True, "lm_head": "frozen", "fc_init": "highest_tap"}
             head |= {"norm_init": "target"} if hasattr(text, "rms_norm_eps") else {}
             if asked.get("train", {}).get("optimizer", {}).get("kind", "muon") == "muon":
-                train |= {"optimizer": {"kind": "muon", "matrix_rate": 0.03}, "scale_rates": {"steps": 600}}
-                rate = 6e-3
+                rate, muon = 6e-3, {"kind": "muon", "matrix_rate": 0.03}
+                train |= {"optimizer": muon, "scale_rates": {"steps": 600}}
         trained += width * (5 * width + min(DEFAULT_SIZE, vocab_size))
     train |= asked.get("train", {})
     epoch_steps = ceil(trained_rows / (train["batch_size"] * train.get("accumulation", 1) * max(gpus, 1)))

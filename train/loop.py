@@ -306,16 +306,15 @@ class Loop:
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device)
         seconds = max(clock["seconds"], 1e-9)
-        rates = {"learning_rate": learning_rate(step - 1, self.total, self.config)}
-        if isinstance(self.config.optimizer, MuonSection):
-            rates["matrix_rate"] = learning_rate(step - 1, self.total, self.config, is_muon=True)
+        is_muon = isinstance(self.config.optimizer, MuonSection)
         record = {
             "epoch": self.order.epoch_of(step - 1),
             "loss": sum(weight * found[name] for name, weight in self.job.objective.weights.items()),
             **found,
             # Before clipping; DeepSpeed without ZeRO does not tell it.
             "grad_norm": None if self._grad_norm is None else float(self._grad_norm),
-            **rates,
+            "learning_rate": learning_rate(step - 1, self.total, self.config),
+            **({"matrix_rate": learning_rate(step - 1, self.total, self.config, is_muon=True)} if is_muon else {}),
             "data_wait_share": clock["waited"] / seconds,
             "tokens_per_s": clock["tokens"] / seconds,
             "step_ms": 1000.0 * seconds / clock["steps"],

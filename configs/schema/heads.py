@@ -55,15 +55,13 @@ class Eagle1Section(_LayerSizes, _AnyHead, kw_only=True):
 
 
 class Eagle3Section(_LayerSizes, _AnyHead, kw_only=True):
-    """Norms are off unless set. With init_from those not set, and qk_norm: false, are as they are there."""
-
     methods = ("eagle3", *EAGLE)
     kind: Literal["eagle3"] = "eagle3"
     num_hidden_layers: PositiveInt = 1  # decoder layers; the paper's head has one
     hidden_size: PositiveInt | None = None  # null: the target's
     draft_vocab_size: PositiveInt | None = None  # null: 32,000, or the target's where that is smaller
     qk_norm: bool | None = False  # RMSNorm on queries and keys, which SGLang does not load; null: if the target has it
-    fc_norm: bool | None = None  # EAGLE-3.1: a norm per fused feature before fc
+    fc_norm: bool | None = None  # EAGLE-3.1: a norm per fused feature before fc; null: off, or as init_from has it
     norm_output: bool | None = None  # EAGLE-3.1: feed back the normed output
     norm_before_residual: bool | None = None  # first layer's residual is the normed feature; of servers, vLLM loads it
     norm_before_fc: bool | None = None  # one norm over all fused features before fc; of servers, vLLM loads it
