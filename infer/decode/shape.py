@@ -266,8 +266,6 @@ class Cycle:
 
 
 class Proposer:
-    """Proposes nothing: vanilla."""
-
     max_nodes: int = 1  # of a tree, root and passengers included
     draft_slots: int = 0  # as of Shape
     max_positions: int = 2**31  # as of Drafter
@@ -280,7 +278,7 @@ class Proposer:
         """A new prompt [T], with none of its rows kept yet."""
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
-        """The tree under root [1], at most max_levels deep."""
+        """The tree under root [1], at most max_levels deep; here the root alone: vanilla."""
         return root_only(root)
 
     def commit(self, tokens: Tensor, features: Tensor) -> None:
