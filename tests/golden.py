@@ -98,7 +98,7 @@ class Net:
         fixed = {"config": f"configs/{recipe}.yaml", "run": run, "target": self.main / "target"}
         fixed |= {"data.conversations": [str(self.main / "conversations/train.jsonl")], "data.max_length": 160}
         fixed |= {"data.held_out": 0.1, **{f"head.{key}": value for key, value in sizes.items()}}
-        fixed |= {"features.after_blocks": [2, 3, 4]} if kind == "eagle3" else {}
+        fixed |= {"features.after_blocks": [2, 3, 4], "train.batch_size": 4} if kind == "eagle3" else {}
         return self.bare(command, *words, **fixed | options)
 
     def bare(self, command: str, *words: str, **options: Any) -> str:
