@@ -200,8 +200,8 @@ def test_compiled_functions_write_the_same_and_one_form_serves_all_lengths(tree:
 
 def test_what_cannot_be_compiled_runs_as_it_is_and_a_line_says_so(capfd: Any, monkeypatch: Any) -> None:
     target, ids = Target(make_target().model, TargetConfig("tiny", compile=True)), prompts(2)[-1]
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     made = decoder(target, TREES["small"])
     monkeypatch.setattr(made.lm, "extend", lambda tree, extend=made.lm.extend: (print(end=""), extend(tree))[1])
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     assert made.generate(ids, do_sample=False, max_new_tokens=12).new_ids == greedy(target, ids, 12)[0][ids.shape[1] :]
     assert "warning: target.compile: _extend runs as it is:" in capfd.readouterr().err
