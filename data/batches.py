@@ -174,6 +174,7 @@ class Order:
 
 def prefetched(make: Callable[[int], T], numbers: Iterable[int], ahead: int = 2) -> Iterator[T]:
     """make(number) for each number; threads make the next ones meanwhile."""
+    torch.set_num_threads(torch.get_num_threads())  # remakes torch's pool after a fork, as two threads cannot at once
     with ThreadPoolExecutor(max_workers=ahead, thread_name_prefix="batches") as pool:
         rest, pending = iter(numbers), deque[Future[T]]()
         while True:
