@@ -184,6 +184,8 @@ class DynamicTree(Shape):
         super().__init__(stop, config.levels, config.nodes, config.levels * config.k, calibrate)
         self.k, self.nodes = config.k, config.nodes
         self.by_survival, self.rerank = config.rank == "survival", config.rerank
+        # no candidate beyond a level's k best can be in the tree: OPT-Tree
+        self.is_wide = self.by_survival and self.rerank and calibrate is unchanged and self.k >= self.nodes - 1
 
     def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler, keep: bool = False) -> Tree:
         self.stop.begin()
@@ -192,18 +194,24 @@ class DynamicTree(Shape):
         k, certain = min(self.k, log_q.shape[-1]), torch.zeros(1, device=root.device)
         # of the expanded nodes [r, 1]: log survival, and the least log confidence on their path
         above = lowest = certain[:, None]
-        # By level: its r * k candidates, their scores, and the numbers of the nodes expanded [r]. The root is number 0.
-        number, first = torch.zeros_like(root), 1
+        # By level: its r * k candidates, their scores, and the numbers of the nodes expanded [r]; the root is number 0.
+        # Of a wide tree its k best candidates, and the number of each one's parent.
+        wide, number, first = self.is_wide and not keep, torch.zeros_like(root), 1
         candidates: list[tuple[Tensor, ...]] = []
         frontiers, grown = [number], cast(list[Level], [])
         for depth in range(1, levels + 1):
-            chances, columns = log_q.topk(k, dim=-1)  # [r, k]: expansion (section 4.1)
-            chances = self.calibrate(chances)
+            if wide:  # one search of all laws is much faster than one of each
+                survival, cell = (above + log_q).flatten().topk(k)
+                chances, columns, rows = log_q.take(cell), cell % log_q.shape[1], cell // log_q.shape[1]
+            else:
+                chances, columns = log_q.topk(k, dim=-1)  # [r, k]: expansion (section 4.1)
+                chances, rows = self.calibrate(chances), _rows(len(log_q), k, root.device)
+                survival = (above + chances).flatten()
             token, confidence = drafter.target_ids(columns).flatten(), chances.flatten()
-            survival = (above + chances).flatten()
             # ranked by confidence, a node counts no more than the least sure node on its path
             score = survival if self.by_survival else torch.minimum(lowest, chances).flatten()
-            candidates.append((token, confidence, survival, score, number))
+            expanded = number
+            candidates.append((token, confidence, survival, score, number.index_select(0, rows) if wide else number))
             if depth == levels and self.rerank and not keep:
                 break  # nothing is left to be ranked level by level
             # the k best of the level are expanded next
@@ -213,8 +221,6 @@ class DynamicTree(Shape):
             number = best + first
             frontiers.append(number)
             if watched:
-                rows = torch.arange(len(token), device=root.device).floor_divide_(k)
-                expanded = candidates[-1][-1]
                 grown.append(Level(depth, log_q, expanded, rows, token, confidence, survival, best, best_first))
             if depth == levels:
                 break
@@ -225,7 +231,7 @@ class DynamicTree(Shape):
                     ended = best.shape[0] == 0
             if ended:
                 break
-            log_q = drafter.step(token.index_select(0, best), best // k)
+            log_q = drafter.step(token.index_select(0, best), rows.index_select(0, best))
             above, first = best_first[:, None], first + token.shape[0]
             lowest = above if self.by_survival else score.index_select(0, best)[:, None]
         tokens, confidences, survivals, scores, numbers = zip(*candidates, strict=True)
@@ -234,7 +240,7 @@ class DynamicTree(Shape):
         score = both[1] if self.by_survival else torch.cat([certain, *scores])
         best = score.sort(descending=True, stable=True).indices[: self.nodes] if self.rerank else torch.cat(frontiers)
         kept = best.sort().values  # [N]
-        of, depth_of = _layout(tuple(map(len, numbers)), k, root.device).index_select(1, kept)
+        of, depth_of = _layout(tuple(map(len, numbers)), 1 if wide else k, root.device).index_select(1, kept)
         parents = torch.searchsorted(kept, torch.cat(numbers).index_select(0, of))  # [N]; the root is its own
         token = torch.cat([root, *tokens]).index_select(0, kept)
         confidence, survival = both.index_select(1, kept)
@@ -242,6 +248,11 @@ class DynamicTree(Shape):
         depth = len(candidates)
         mask = ancestors(parents, depth)
         return Tree(token, parents, depth_of, mask, confidence, survival, depth, depth, pool=pool)
+
+
+@lru_cache
+def _rows(count: int, k: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device).repeat_interleave(k)
 
 
 @lru_cache

@@ -104,8 +104,7 @@ def root_only(token: Tensor) -> Tree:
 def ancestors(parents: Tensor, levels: int) -> Tensor:
     """The boolean [N, N] matrix of ancestors-or-self of nodes with parents [N], at most `levels` deep."""
     # a product's entry [i, j] counts the ways up from i to j of at most so many steps; the root is its own parent
-    reach = torch.zeros(parents.shape[0], parents.shape[0], device=parents.device)
-    reach.scatter_(1, parents[:, None], 1.0).fill_diagonal_(1.0)
+    reach = torch.eye(len(parents), device=parents.device).scatter_(1, parents[:, None], 1.0)
     for _ in range((levels - 1).bit_length()):
         reach = (reach @ reach).clamp_(max=1.0)
     return reach > 0
