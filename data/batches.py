@@ -202,20 +202,15 @@ def forward(
     mask = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths[:, None]
     is_long = lengths > (target.rope_switch or 2**31)
     if is_long.any() and not is_long.all():  # LongRoPE: a long row would turn the others, too
-        of_long, of_short = (
-            forward(target, input_ids[rows, : int(lengths[rows].max())], lengths[rows], after_blocks)[0]
-            for rows in (is_long, ~is_long)
-        )
-
-        def joined(long: Tensor | None, short: Tensor | None) -> Any:
-            if long is None or short is None:
-                return None
-            whole = long.new_zeros(*input_ids.shape, long.shape[-1])
-            for rows, part in ((is_long, long), (~is_long, short)):
-                whole[rows, : part.shape[1]] = part
-            return whole
-
-        return TargetOutput(*map(joined, vars(of_long).values(), vars(of_short).values())), mask
+        whole: dict[str, Any] = {"taps": None}
+        for rows in (is_long, ~is_long):
+            part, _ = forward(target, input_ids[rows, : int(lengths[rows].max())], lengths[rows], after_blocks)
+            for name, states in vars(part).items():
+                if states is not None:
+                    if whole.get(name) is None:
+                        whole[name] = states.new_zeros(*input_ids.shape, states.shape[-1])
+                    whole[name][rows, : states.shape[1]] = states
+        return TargetOutput(**whole), mask
     return target.features(input_ids.to(target.device), after_blocks), mask
 
 

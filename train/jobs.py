@@ -20,19 +20,8 @@ from aerie.data.cache import FeatureCache, rows_digest
 from aerie.data.conversations import Tally
 from aerie.data.features import check_rows, within_context
 from aerie.data.stage import COMMAND
+from aerie.model import target as targets
 from aerie.model.checkpoint import new_head, position_warnings, save_head
-from aerie.model.target import (
-    Target,
-    context_of,
-    final_norm,
-    fingerprint,
-    load_tokenizer,
-    load_vocab,
-    other_weights,
-    skeleton,
-    taps_of,
-    target_end_ids,
-)
 from aerie.train import costs, lm
 from aerie.train.launch import rank, world_size
 from aerie.train.objectives import OBJECTIVES, Objective
@@ -59,7 +48,7 @@ class Job:
     metrics: Path
     save: Callable[..., None]  # (head with whole weights, directory, **facts)
     features: Callable[[Batch], Batch] | None = None  # adds the target's states; None: cached
-    target: Target | None = None  # where it is loaded whole
+    target: targets.Target | None = None  # where it is loaded whole
     trunk: Any = None  # in a plan: the target's model without weights, where it runs in the step
     overwrite: bool = False
 
@@ -81,8 +70,9 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
     if {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
         several = "with --config_file configs/accelerate/zero2.yaml, or with torchrun"
         warn(f"accelerate launch: asked for several processes, started one; on a CPU launch them {several}")
-    tokenizer = load_tokenizer(recipe.target)
-    end_ids, is_online = target_end_ids(recipe.target, tokenizer), needs_target(recipe) and not reads_cache(recipe)
+    tokenizer = targets.load_tokenizer(recipe.target)
+    end_ids = targets.target_end_ids(recipe.target, tokenizer)
+    is_online = needs_target(recipe) and not reads_cache(recipe)
     # Cached features need the embedding and the LM head alone: 2 GB instead of 140 for a 70B target.
     whole = _whole_target(recipe, is_plan) if is_online or getattr(settings, "measure_prompts", False) else None
     text_config: Any = None
@@ -90,8 +80,8 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
     features: Any = None
     taps: tuple[int, ...] = ()
     if needs_target(recipe):
-        text_config, vocab = load_vocab(recipe.target) if whole is None else (whole.config, whole.vocab)
-        taps = taps_of(recipe, text_config.num_hidden_layers)
+        text_config, vocab = targets.load_vocab(recipe.target) if whole is None else (whole.config, whole.vocab)
+        taps = targets.taps_of(recipe, text_config.num_hidden_layers)
     rows = _rows(recipe, tokenizer, end_ids, text_config, vocab, taps)
     length, drafted = within_context(recipe.data, text_config, False).max_length, _num_drafted(recipe)
     if is_online and whole is not None:
@@ -113,9 +103,10 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
             forced = tokens.forced_ids(tokenizer, end_ids, num_tokens)
             size = section.draft_vocab_size
             vocabulary, facts, counted = tokens.draft_vocabulary(rows.tokens(), num_tokens, rows.origin, size, forced)
-            vocab = replace(vocab, final_norm=final_norm(recipe.target) if section.norm_init == "target" else None)
+            norm = targets.final_norm(recipe.target) if section.norm_init == "target" else None
+            vocab = replace(vocab, final_norm=norm)
         if section.init_from is None and section.max_position_embeddings is None:
-            positions = max(context_of(text_config) or 0, length + drafted)
+            positions = max(targets.context_of(text_config) or 0, length + drafted)
             section = replace(section, max_position_embeddings=positions)
         head = new_head(section, text_config, vocab, settings.seed, path, taps, vocabulary).float()
         # A warm start keeps its vocabulary, which must be able to end a turn.
@@ -124,7 +115,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
             own.check_ends(end_ids, f"head.init_from: {section.init_from}")
             _, facts, counted = tokens.draft_vocabulary(rows.tokens(), len(own.t2d), rows.origin, given=own)
         objective = OBJECTIVES[section.kind](head, vocab, settings)
-        known: dict[str, Any] = {"target_path": path, "target": fingerprint(recipe.target, text_config, vocab)}
+        known: dict[str, Any] = {"target_path": path, "target": targets.fingerprint(recipe.target, text_config, vocab)}
         known |= {"draft_vocabulary": facts} if facts else {}
         save = partial(save_head, **known)
     sizes = head.config.get_text_config() if isinstance(section, DraftLMSection) else head.config
@@ -137,15 +128,15 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
             warn(sentence)
         print(counted and f"{counted}\n", end="", flush=True)
     state, metrics = paths.state(state_name(recipe)), paths.root / "metrics.jsonl"
-    trunk = skeleton(recipe.target) if is_online and is_plan else None
+    trunk = targets.skeleton(recipe.target) if is_online and is_plan else None
     return Job(state_name(recipe), objective, rows, output, state, metrics, save, features, whole, trunk, overwrite)
 
 
-def _whole_target(recipe: Recipe, is_plan: bool) -> Target | None:
+def _whole_target(recipe: Recipe, is_plan: bool) -> targets.Target | None:
     if recipe.target.device_map is not None and world_size() > 1:
         raise UserError(f"target.device_map: {world_size()} processes cannot share a spread target; start one")
     device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-    return None if is_plan else Target.load(recipe.target, device)
+    return None if is_plan else targets.Target.load(recipe.target, device)
 
 
 def _num_drafted(recipe: Recipe) -> int:
@@ -159,7 +150,7 @@ def _rows(recipe: Recipe, tokenizer: Any, end_ids: set[int], text: Any, vocab: A
     if reads_cache(recipe):
         asked = {"data": as_dict(recipe.data), "after_blocks": list(taps), "storage": recipe.features.storage}
         cache = FeatureCache.open(recipe.paths.features, asked)
-        if other := other_weights(cache.fingerprint["target"], recipe.target, text, vocab):
+        if other := targets.other_weights(cache.fingerprint["target"], recipe.target, text, vocab):
             raise UserError(f"{recipe.paths.features}: {other}; rebuild with: {COMMAND} --overwrite")
         train, at_once = cache.split("train"), recipe.features.shuffle_shards
         pools = None if at_once is None else ShardPools(train.shards, at_once)

@@ -45,6 +45,7 @@ class Objective(nn.Module):
     target: Any  # VocabWeights; None: a small LM learns from tokens alone
     settings: Any  # the recipe's section `train`
     weights: dict[str, float]  # of the terms that forward returns
+    is_random = False  # whether each row needs a seed, for noise or dropout
 
     def __init__(self, head: Any, target: VocabWeights | None, settings: Any) -> None:
         super().__init__()
@@ -67,7 +68,10 @@ class Objective(nn.Module):
         if batch.features is None and batch.num_tokens == 0 and self.target is not None:
             embedding, num_taps = self.target.embedding, len(getattr(self.head.config, "after_blocks", ()))
             features = torch.zeros(*batch.input_ids.shape, embedding.shape[1], dtype=embedding.dtype)  # [1, 2, D]
-            return replace(batch, features=features, taps=features.repeat(1, 1, num_taps) if num_taps else None)
+            batch = replace(batch, features=features, taps=features.repeat(1, 1, num_taps) if num_taps else None)
+        if self.is_random:
+            seeds = (keyed_generator(self.settings.seed, epoch, row).initial_seed() for row in batch.rows)
+            batch = replace(batch, seeds=tuple(seeds))
         return batch
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
@@ -90,11 +94,8 @@ class Objective(nn.Module):
 
 
 def shifted(x: Tensor, by: int) -> Tensor:
-    """x [B, T, ...] moved left by `by` (right below zero), filled up with zeros."""
-    out, kept = torch.zeros_like(x), x.shape[1] - abs(by)
-    if kept > 0:
-        out[:, max(-by, 0) : max(-by, 0) + kept] = x[:, max(by, 0) : max(by, 0) + kept]
-    return out
+    """x [B, T] moved left by `by` (right below zero), filled up with zeros."""
+    return F.pad(x, (0, by))[:, by:] if by >= 0 else F.pad(x, (-by, 0))[:, :by]
 
 
 def target_states(batch: Batch, num_steps: int) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -198,13 +199,8 @@ class Eagle1Objective(Objective):
     def __init__(self, head: Eagle1Head, target: VocabWeights, settings: Eagle1Train) -> None:
         super().__init__(head, target, settings)
         self.weights = {"feature": settings.feature_weight, "classification": settings.classification_weight}
+        self.is_random = settings.feature_noise > 0
         head.gradient_checkpointing = settings.gradient_checkpointing
-
-    def prepare(self, batch: Batch, epoch: int) -> Batch:
-        batch, seed = super().prepare(batch, epoch), self.settings.seed
-        if self.settings.feature_noise == 0.0:
-            return batch
-        return replace(batch, seeds=tuple(keyed_generator(seed, epoch, row).initial_seed() for row in batch.rows))
 
     def noise(self, batch: Batch, like: Tensor) -> Tensor:
         """Uniform noise [B, T, D] for features, drawn row by row where they are: no neighbour in the batch moves it."""
@@ -226,7 +222,7 @@ class Eagle1Objective(Objective):
         # The target's LM head stays in its own dtype, as in decoding.
         with torch.autocast(predicted.device.type, enabled=False):
             pieces = losses.in_chunks([predicted, true], self.chunk)
-            classification, alpha, agreement = losses.summed([*losses.by_piece(self._sums, pieces)])
+            classification, alpha, agreement = losses.summed(self._sums, pieces)
         feature, count = losses.smooth_l1(predicted, true).sum(), slots.sum()
         terms = {"feature": (feature, count), "classification": (classification, count)}
         return StepOutput(terms, {"alpha": (alpha, count), "greedy_agreement": (agreement, count)})
@@ -269,7 +265,7 @@ class Eagle3Objective(Objective):
         at_once = max(1, chunk // num_steps)
         at_once = max(1, -(-len(states) // max(1, -(-len(states) // at_once))))  # pieces of equal size
         pieces = losses.by_target_state(states, slots.which, [outputs], at_once)
-        loss, hits, alpha, inside = losses.summed([*losses.by_piece(self._sums, pieces, once=self._with_law)])
+        loss, hits, alpha, inside = losses.summed(self._sums, pieces, once=self._with_law)
         counts = torch.tensor(slots.sizes).unbind()
         terms = {f"loss_at_{k + 1}": (loss[k], counts[0]) for k in range(num_steps)}
         accuracies = {f"accuracy_at_{k + 1}": (hits[k], counts[k]) for k in range(num_steps)}
@@ -333,13 +329,7 @@ class MultiTokenObjective(Objective):
         parts = {"label": settings.label_weight, "law": settings.law_weight}
         self.terms = {f"{part}_at_{k + 1}": (part, k) for part in parts if parts[part] for k in range(self.num_heads)}
         self.weights = {name: parts[part] * settings.head_decay ** (k + 1) for name, (part, k) in self.terms.items()}
-
-    def prepare(self, batch: Batch, epoch: int) -> Batch:
-        batch = super().prepare(batch, epoch)
-        if self.settings.dropout == 0.0:
-            return batch
-        seeds = (keyed_generator(self.settings.seed, epoch, row).initial_seed() for row in batch.rows)
-        return replace(batch, seeds=tuple(seeds))
+        self.is_random = settings.dropout > 0
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         return {name: batch.supervised(k).sum() for name, (_, k) in self.terms.items()}
@@ -353,7 +343,7 @@ class MultiTokenObjective(Objective):
         tokens = [shifted(batch.input_ids, 2 + k)[:, : slots.shape[-1]][asked] for k, asked in enumerate(slots)]
         at_once = max(1, self.chunk // self.num_heads)
         pieces = losses.by_target_state(states, which, [outputs, tokens], at_once)
-        label, law, hits, alpha = losses.summed([*losses.by_piece(self._sums, pieces)])
+        label, law, hits, alpha = losses.summed(self._sums, pieces)
         counts, totals = [batch.supervised(k).sum() for k in range(self.num_heads)], {"label": label, "law": law}
         accuracies = {f"accuracy_at_{k + 1}": (hits[k], count) for k, count in enumerate(counts)}
         terms = {name: (totals[part][k], counts[k]) for name, (part, k) in self.terms.items()}
