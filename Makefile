@@ -49,7 +49,7 @@ demo: $(STAMP)
 SEEDS := runs/seeds
 SEEDED := --run $(SEEDS) --target $(SEEDS)/target --data.conversations [$(SEEDS)/conversations/train.jsonl]
 # Steps end the training; the seconds are a cap for machines that are much slower.
-SEEDS_EAGLE3 := configs/eagle3/embedded.yaml $(SEEDED) --train.max_seconds 900 --train.batch_size 4 --train.max_steps 1440 --train.eval_every 0
+SEEDS_EAGLE3 := configs/eagle3/embedded.yaml $(SEEDED) --train.max_seconds 900 --train.max_steps 1440 --train.eval_every 0
 SEEDS_EAGLE1 := configs/embedded.yaml $(SEEDED) --train.max_seconds 400 --train.batch_size 8 --train.max_steps 720 --train.eval_every 0
 SEEDS_HYDRA := configs/hydra/embedded.yaml $(SEEDED) --train.max_seconds 300 --train.batch_size 8 --train.max_steps 320 --train.eval_every 0
 SEEDS_MEDUSA := configs/medusa/embedded.yaml $(SEEDED) --train.max_seconds 300 --train.batch_size 8 --train.max_steps 320 --train.eval_every 0
