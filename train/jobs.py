@@ -179,6 +179,8 @@ def plan(job: Job) -> str:
     unit, name = (2**30, "GiB") if peak > 2**30 else (2**20, "MiB")
     fits = [gpu for gpu, size in costs.GPUS.items() if peak < 0.95 * size]
     cap = "" if config.max_seconds is None else f", and at most {config.max_seconds:,g} s (train.max_seconds)"
+    if scaled := config.scale_rates:
+        cap += f"; rates x {(scaled.steps / steps) ** scaled.power:.3g} (train.scale_rates)"
     return (
         f"data: {len(rows.lengths):,} rows, {sum(rows.lengths):,} tokens an epoch; {len(rows.held_out):,} held out\n"
         f"steps: {steps:,} of {config.batch_size} rows x {config.accumulation} x {world} processes: "
