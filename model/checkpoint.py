@@ -168,7 +168,6 @@ def save_head(head: Head, directory: Path, **facts: Any) -> None:
         values |= {"model_type": "qwen3" if head.config.qk_norm else "llama", "tap_convention": TAP_CONVENTION}
         if not head.saves_embedding:
             del state[EMBEDDING]
-    directory.mkdir(parents=True, exist_ok=True)
     write_tensors(directory, state)
     write_json(directory / CONFIG, {**values, **dataclasses.asdict(head.config), "aerie": facts})
 

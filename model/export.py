@@ -97,8 +97,8 @@ def check_taps(
     if after_blocks not in (None, own):
         asked, read = ",".join(map(str, after_blocks or ())), "no taps" if own is None else list(own)
         raise UserError(f"--after-blocks {asked}: {place / CONFIG} says that the head reads {read}")
-    if own is not None and target is not None and own[-1] >= target.num_blocks:
-        here = f"{target.path} has {target.num_blocks} blocks"
+    if own is not None and target is not None and own[-1] >= (count := target.text_config.num_hidden_layers):
+        here = f"{target.path} has {count} blocks"
         raise UserError(f"{place}: reads states after blocks {list(own)}, and {here}")
 
 

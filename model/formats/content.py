@@ -68,12 +68,8 @@ class TargetFacts:
         return other_weights(recorded, TargetConfig(self.path), self.text_config, self.vocab)
 
     @property
-    def num_blocks(self) -> int:
-        return int(self.text_config.num_hidden_layers)
-
-    @property
     def default_taps(self) -> tuple[int, ...] | None:
-        return default_taps(self.num_blocks)
+        return default_taps(self.text_config.num_hidden_layers)
 
 
 def table(values: Any, *keys: str) -> dict[str, Any]:
