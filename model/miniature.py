@@ -2,49 +2,21 @@
 
 from contextlib import suppress
 from inspect import getattr_static
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from aerie.configs.read import read_yaml
 from aerie.configs.schema.heads import TargetConfig
 from aerie.model.target import Target, context_of
 
 PARAMETERS = 8_000_000  # at most
 SHORT = 16  # tokens of a prompt
 SPEED = {"cpu": 2e10, "cuda": 1e15}  # operations in the second that a check beside a limit may take
-SIZES = {
-    97: "vocab_size n_vocab vocab_size_per_layer_input",
-    32: "hidden_size n_embd d_model embedding_size word_embed_proj_dim",
-    48: "intermediate_size ffn_dim n_inner decoder_ffn_dim encoder_ffn_dim ffn_hidden_size d_ff intermediate_size_mlp "
-    "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size",
-    4: "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_encoder_layers "
-    "num_decoder_layers num_attention_heads n_head n_heads decoder_attention_heads encoder_attention_heads num_heads "
-    "num_encoder_attention_heads num_decoder_attention_heads num_experts n_routed_experts num_local_experts "
-    "moe_num_experts qk_rope_head_dim rotary_dim",
-    2: "num_key_value_heads num_kv_heads num_experts_per_tok moe_topk moe_k linear_num_key_heads mamba_n_groups "
-    "linear_num_value_heads n_groups",
-    256: "max_position_embeddings n_positions max_seq_len max_sequence_length n_ctx",
-    1: "n_group topk_group n_shared_experts bos_token_id eos_token_id",
-    8: "head_dim v_head_dim qk_nope_head_dim index_head_dim mamba_d_state ssm_state_size state_size mamba_d_head "
-    "mamba_head_dim linear_key_head_dim linear_value_head_dim mamba_n_heads mamba_num_heads "
-    "hidden_size_per_layer_input",
-    16: "kv_lora_rank q_lora_rank sliding_window window_size attention_window_size sliding_window_size "
-    "keep_window_size attention_chunk_size local_attention",
-    0: "pad_token_id num_kv_shared_layers",
-}
-SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
-OWN: dict[str, dict[str, Any]] = {  # of kinds whose sizes depend on each other
-    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8},
-    "gemma3": {"vision_config": {"hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 1}},
-    "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
-    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
-    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "mamba2": {"num_heads": 4, "head_dim": 16},
-}
+TABLE = read_yaml(Path(__file__).with_name("miniature.yaml"))[0]
+SMALL = {name: int(size) for size, names in TABLE["sizes"].items() for name in names.split()}
 BY_LAYER = ("layer_types", "activation_sparsity_pattern", "mlp_layer_types")
 PARTS = ("text_config", "decoder")
 
@@ -62,7 +34,7 @@ def small_model(config: Any, **changes: Any) -> Any:
     """Whatever transformers raises where the sizes do not fit each other."""
     usual = type(config)().to_dict()
     given = {name: value for name, value in config.to_dict().items() if usual.get(name) != value}
-    small = type(config)(**(given | _sizes(config) | OWN.get(config.model_type, {}) | changes))
+    small = type(config)(**(given | _sizes(config) | TABLE["own"].get(config.model_type, {}) | changes))
     small.is_decoder = True
     with torch.device("meta"):
         size = AutoModelForCausalLM.from_config(small).num_parameters()
