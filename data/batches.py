@@ -32,8 +32,8 @@ class Batch:
     turns: Tensor  # [B, T], on the host: number of the assistant turn, 0 for what is not learnt
     lengths: Tensor  # on the host, of the conversations: [B], or more where they are packed
     rows: tuple[int, ...]  # row numbers in the data set
-    features: Tensor | None = None  # [B, T, D]
-    taps: Tensor | None = None  # [B, T, L*D]
+    features: Any = None  # [B, T, D], which an objective's batch always has
+    taps: Any = None  # [B, T, L*D]
     documents: tuple[int, ...] | None = None  # packed (B is 1): the conversations' lengths
     seeds: tuple[int, ...] | None = None  # one a row, for noise, dropout and drawn tokens
     redrawn: Tensor | None = None  # [B, T] bool: tokens that a draft LM draws itself

@@ -80,7 +80,6 @@ class Objective(nn.Module):
 
     def features(self, batch: Batch) -> Tensor:
         """[B, T-1, D] of all tokens but the last, in the head's dtype."""
-        assert batch.features is not None
         return batch.features[:, :-1].to(next(self.head.parameters()).dtype)
 
     def measure(self, batch: Batch) -> SumsAndCounts:
@@ -100,7 +99,6 @@ def shifted(x: Tensor, by: int) -> Tensor:
 
 def target_states(batch: Batch, num_steps: int) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Slots of each step [K, B, T-1], the states [S0, D] after the first step's, and which each asks for [S_k]."""
-    assert batch.features is not None
     slots = torch.stack([batch.supervised(k)[:, :-1] for k in range(num_steps)])  # [K, B, T-1]
     number = slots[0].flatten().cumsum(0).view_as(slots[0]) - 1  # [B, T-1], into the states
     return slots, batch.features[:, 1:][slots[0]], [shifted(number, k)[asked] for k, asked in enumerate(slots)]
@@ -119,7 +117,6 @@ def chain_sums(batch: Batch, choose: Choose, drafted: Iterable[Tensor], depths: 
 
     choose is the target's; drafted: each depth's tokens [S_k], of the chains that are alive while a turn lasts.
     """
-    assert batch.features is not None
     goals = chosen_after(batch, batch.features, choose)
     alive = torch.stack([batch.supervised(k)[:, :-1] for k in range(depths)])  # [depths, B, T-1]
     hits = torch.zeros(alive.shape, device=goals.device)
@@ -217,7 +214,6 @@ class Eagle1Objective(Objective):
         # All slots are computed: later ones attend to them.
         positions = batch.positions[:, :-1].to(given.device)
         predicted = self.head(batch.input_ids[:, 1:], given, positions)[slots].float()  # [S, D]
-        assert batch.features is not None
         true = batch.features[:, 1:][slots]  # [S, D]
         # The target's LM head stays in its own dtype, as in decoding.
         with torch.autocast(predicted.device.type, enabled=False):
@@ -237,7 +233,6 @@ class Eagle1Objective(Objective):
             return loss, losses.acceptance(log_q, law.whole).sum(), (log_q.argmax(-1) == law.whole.argmax(-1)).sum()
 
     def measure(self, batch: Batch) -> SumsAndCounts:
-        assert batch.features is not None
         choose = partial(likeliest, self.target.logits, chunk=self.chunk)
         depths = self.settings.eval_depths
         slots = Slots.of_batch(batch, depths)
@@ -255,7 +250,6 @@ class Eagle3Objective(Objective):
         self.ids = head.vocabulary.ids.cpu()  # [Vd]
 
     def forward(self, batch: Batch) -> StepOutput:
-        assert batch.taps is not None and batch.features is not None
         num_steps, chunk = self.settings.unroll_steps, self.chunk
         slots = Slots.of_batch(batch, num_steps)
         fused = self.head.fuse(batch.taps.flatten(0, 1)[slots.sequence])  # [N, D]
@@ -301,7 +295,6 @@ class Eagle3Objective(Objective):
             return total, torch.stack([part.sum() for part in hits]), alpha, inside[: sizes[0]].sum()
 
     def measure(self, batch: Batch) -> SumsAndCounts:
-        assert batch.taps is not None
         head, chunk, depths = self.head, self.chunk, self.settings.eval_depths
         choose = partial(likeliest, self.target.logits, chunk=max(1, chunk // self.settings.unroll_steps))
         slots = Slots.of_batch(batch, depths)
