@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Discriminator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import Place, Section, adapter, read_yaml, validate
+from aerie.configs.read import Place, Section, adapter, load
 from aerie.configs.schema.heads import KINDS, Seed, Share
 
 
@@ -161,8 +161,7 @@ class StaticConfig(Section, kw_only=True):
             if not path.is_file():
                 known = ", ".join(sorted(file.stem for file in PUBLISHED.glob("*.yaml")))
                 raise UserError(f"tree.choices: {choices}: no such file (published trees: {known})")
-            values, lines = read_yaml(path)
-            choices, source = validate(values, _File, str(path), lines).choices, f"{path}: choices"
+            choices, source = load(path, _File, []).choices, f"{path}: choices"
         nodes = {(), *choices}
         if not choices or len(nodes) != len(choices) + 1 or min(map(min, choices)) < 0:
             raise UserError(f"{source}: list at least one path, each once and none empty, of ranks that count from 0")

@@ -359,7 +359,7 @@ def calibrated(
         for path in product(range(min(ranks, REACH + 1)), repeat=depth):
             if sum(path) <= REACH:
                 wide |= {(*path, rank) for rank in range(ranks)}
-    probe = replace(asked, tree=replace(tree, choices=in_order(wide)), typical=None)
+    probe = replace(asked, tree=replace(tree, choices=tuple(wide)), typical=None)
     decoder = make_decoder(Drafters(target), probe, head)
     recording = record(decoder, None, questions, replace(section, temperature=0.0))
     choices = rebuilt(tree, rank_accuracy(recording.tables, tree.levels, ranks), section.nodes)
@@ -369,10 +369,6 @@ def calibrated(
         write_text(place / CHOICES, f"{about}\nchoices:\n{text}")
     print(f"{asked.method}: a tree of {len(choices)} drafted nodes; use it with --tree.choices {place / CHOICES}")
     return facts
-
-
-def in_order(choices: set[Choice]) -> tuple[Choice, ...]:
-    return tuple(sorted(choices, key=lambda choice: (len(choice), choice)))
 
 
 def rank_accuracy(tables: Tables, levels: int, ranks: int) -> list[list[float]]:
@@ -398,4 +394,4 @@ def rebuilt(tree: StaticConfig, accuracy: Sequence[Sequence[float]], nodes: int 
         for rank, share in enumerate(accuracy[depth] if depth < len(accuracy) else ()):
             if share > 0:
                 heapq.heappush(heap, (chance * share, depth + 1, (*choice, rank)))
-    return in_order(choices - {()})
+    return tuple(sorted(choices - {()}, key=lambda choice: (len(choice), choice)))

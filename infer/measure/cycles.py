@@ -82,35 +82,31 @@ class Recorder:
         else:
             survival = tree.survival.exp() * (1 if tree.passengers is None else ~tree.passengers)
             masses = [float(survival[tree.depth == depth].sum()) for depth in range(1, tree.levels + 1)]
-        self.records.append(
-            {
-                "cycle": len(self.records),
-                "pos_start": cycle.position,  # of the root, in prompt and answer
-                "t_draft": cycle.draft_ms,
-                "t_verify": cycle.verify_ms,
-                "verify": cycle.rule,
-                "draft_forwards": tree.draft_forwards,
-                "drafted": tree.num_drafted,
-                "depth": tree.levels,
-                "nodes": len(tree),
-                "accepted": verdict.accepted,
-                "bonus_id": verdict.bonus,
-                "new_tokens": cycle.new_tokens,  # up to the end token and max_new_tokens
-                "stop_reason": reason,
-                "node": _node_columns(cycle),
-                "level": {
-                    "survival": masses,
-                    "ratio": [new / old if old > 0 else None for old, new in pairwise([1.0, *masses])],
-                    "expected": list(accumulate(masses)),
-                },
-                "law": _law_columns(cycle),
-                "frontier": [
-                    branch
-                    for branches, survival in frontiers
-                    for branch in zip(branches, survival.exp().tolist(), strict=True)
-                ],
-            }
-        )
+        branches = [pair for names, survival in frontiers for pair in zip(names, survival.exp().tolist(), strict=True)]
+        record = {
+            "cycle": len(self.records),
+            "pos_start": cycle.position,  # of the root, in prompt and answer
+            "t_draft": cycle.draft_ms,
+            "t_verify": cycle.verify_ms,
+            "verify": cycle.rule,
+            "draft_forwards": tree.draft_forwards,
+            "drafted": tree.num_drafted,
+            "depth": tree.levels,
+            "nodes": len(tree),
+            "accepted": verdict.accepted,
+            "bonus_id": verdict.bonus,
+            "new_tokens": cycle.new_tokens,  # up to the end token and max_new_tokens
+            "stop_reason": reason,
+            "node": _node_columns(cycle),
+            "level": {
+                "survival": masses,
+                "ratio": [new / old if old > 0 else None for old, new in pairwise([1.0, *masses])],
+                "expected": list(accumulate(masses)),
+            },
+            "law": _law_columns(cycle),
+            "frontier": branches,
+        }
+        self.records.append(record)
 
 
 def _node_columns(cycle: Cycle) -> Record:
@@ -255,7 +251,7 @@ def tables_of(prompt: int, records: Sequence[Record], text: list[int]) -> Tables
         answered = position - records[0]["pos_start"] + 1
         nodes = zip(node["depth"], places(node["parent"]), node["q"], node["survival"], node["acceptance"], strict=True)
         written = tuple(text[position + 1 :])
-        left = len(written)
+        branches = [(branch, survival) for branch, survival in record["frontier"] if len(branch) <= len(written)]
         if record["verify"] not in ("R0", "R2"):
             on_path = zip(node["token"], node["accepted"], strict=True)
             written = tuple(token for token, is_accepted in on_path if is_accepted)[1:]
@@ -263,11 +259,7 @@ def tables_of(prompt: int, records: Sequence[Record], text: list[int]) -> Tables
             "cycles": [(position, answered, record["depth"], record["accepted"], record["verify"])],
             "nodes": [row for row in nodes if row[-1] is not None],
             "laws": list(zip(*(law[name] for name in LAWS), strict=True)) if law else [],
-            "frontier": [
-                (len(branch), survival, branch == written[: len(branch)])
-                for branch, survival in record["frontier"]
-                if len(branch) <= left
-            ],
+            "frontier": [(len(branch), survival, branch == written[: len(branch)]) for branch, survival in branches],
         }
         for name, part in parts.items():
             rows[name] += [(prompt, number, *row) for row in part]

@@ -1,6 +1,6 @@
 """Records -> the rows of summary.json. The prefill makes the first new token; decoding times are those of the rest."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -14,6 +14,13 @@ Records = Sequence[Record]
 RESAMPLES = 2000
 VANILLA, ALL_TASKS = "vanilla", "all"
 NGRAM = 4  # tokens whose return counts as repetition
+
+
+def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+    groups: dict[Any, list[Any]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 @dataclass(frozen=True)
@@ -41,8 +48,8 @@ class Group:
         return [(one, self.baseline[one.prompt_key]) for one in self.good if one.prompt_key in self.baseline]
 
     def by_task(self) -> list["Group"]:
-        tasks = dict.fromkeys(record.task for record in self.records)
-        return [replace(self, records=tuple(r for r in self.records if r.task == task)) for task in tasks]
+        tasks = grouped(self.records, lambda record: record.task)
+        return [replace(self, records=tuple(answers)) for answers in tasks.values()]
 
 
 def baselines_of(records: Iterable[Record]) -> dict[Sampling, dict[Any, Record]]:
@@ -57,12 +64,10 @@ def baselines_of(records: Iterable[Record]) -> dict[Sampling, dict[Any, Record]]
 
 def group(records: Iterable[Record]) -> list[Group]:
     """One group per (sampling, row), rows in the recipe's order."""
-    members: dict[Sampling, dict[int, list[Record]]] = {}
-    for record in (records := list(records)):
-        members.setdefault(record.sampling, {}).setdefault(record.row, []).append(record)
-    baselines, groups = baselines_of(records), []
-    for sampling, rows in members.items():
-        groups += [Group(tuple(rows[row]), baselines.get(sampling, {})) for row in sorted(rows)]
+    baselines, groups = baselines_of(records := list(records)), []
+    for sampling, members in grouped(records, lambda record: record.sampling).items():
+        rows = sorted(grouped(members, lambda record: record.row).items())
+        groups += [Group(tuple(answers), baselines.get(sampling, {})) for _, answers in rows]
     return groups
 
 
@@ -121,12 +126,9 @@ def identity(members: Group) -> SummaryRow:
 
 def told_apart(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
     """The rows; those that differ in nothing but their head name it in their tree's variant."""
-    heads: dict[str, set[tuple[str | None, str | None]]] = {}
+    same, named = grouped(rows, lambda row: repr((row.method, row.tree))), []
     for row in rows:
-        heads.setdefault(repr((row.method, row.tree)), set()).add((row.head, row.head_path))
-    named = []
-    for row in rows:
-        alike = heads[repr((row.method, row.tree))]
+        alike = {(other.head, other.head_path) for other in same[repr((row.method, row.tree))]}
         if row.tree is not None and len(alike) > 1:
             by_kind = len({kind for kind, _ in alike}) == len(alike)
             words = f"{row.head} head" if by_kind else f"head {row.head_path or 'of the run'}"

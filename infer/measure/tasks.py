@@ -18,6 +18,7 @@ from aerie.data.chat import apply_template
 from aerie.data.conversations import Tally, hub_commit, is_text, load_conversations, read_rows
 from aerie.data.distill.prompts import TEXTS
 from aerie.data.stage import ROW_SUFFIXES
+from aerie.infer.measure.statistics import grouped
 from aerie.model.storage import digest, file_digest
 from aerie.model.target import Target
 
@@ -133,9 +134,7 @@ def _of_task(task: TaskConfig, config: PromptsConfig) -> list[Prompt]:
 
 def _taking_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
     """The first prompt of each task, the second of each, and so on."""
-    tasks: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        tasks.setdefault(prompt.task, []).append(prompt)
+    tasks = grouped(prompts, lambda prompt: prompt.task)
     return [prompt for turn in zip_longest(*tasks.values()) for prompt in turn if prompt is not None]
 
 

@@ -298,12 +298,8 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: dict[str, 
     asked = asked or files.Asked(tuple(files.AskedCell(one.row, *one.sampling) for one in records))
     groups = statistics.main_groups(records, asked)
     rows = told_apart([summary_row(members, seed) for members in groups])
-    by_task = [members.by_task() for members in groups]
-    parts = {
-        at: [replace(summary_row(one, seed), value=one.first.task) for one in each]
-        for at, each in enumerate(by_task)
-        if len(each) > 1
-    }
+    by_task = [[summary_row(part, seed) for part in members.by_task()] for members in groups]
+    parts = {at: [replace(row, value=row.task) for row in each] for at, each in enumerate(by_task) if len(each) > 1}
     sweeps = statistics.sweep_rows(records, asked, seed)
     curve, analysis = _read(calibration / "calibration.json"), _read(calibration / "analysis.json")
     if analysis is not None and analysis["schema"] != SCHEMA:
@@ -348,7 +344,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: dict[str, 
     texts["index.html"] = render(facts, rows, details, suite=suite, drawn=drawn, sample=sample_answer(groups, rows))
     shown = rows
     if asked.by_task:
-        shown = told_apart([summary_row(one, seed) for each in by_task for one in each])
+        shown = told_apart([row for each in by_task for row in each])
         details["pooled"] = [row.as_dict() for row in rows]
     summary = {
         "schema": SCHEMA,

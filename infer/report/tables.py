@@ -3,7 +3,7 @@
 import csv
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product, zip_longest
@@ -20,7 +20,7 @@ from aerie.configs.read import read_text, read_yaml
 from aerie.configs.schema.measure import CONTEXT
 from aerie.infer.measure import statistics
 from aerie.infer.measure.record import Asked, Record, SummaryRow, TreeShape
-from aerie.infer.measure.statistics import ALL_TASKS, VANILLA, Group, group, identity, told_apart
+from aerie.infer.measure.statistics import ALL_TASKS, VANILLA, Group, group, grouped, identity, told_apart
 from aerie.model.hub import is_on_hub
 from aerie.model.storage import CONFIG, digest, read_json
 
@@ -63,13 +63,6 @@ def training_curves(metrics: Path) -> dict[str, dict[str, dict[str, list[Any]]]]
                 curve["steps"].append(record["step"])
                 curve["values"].append(record[name])
     return curves
-
-
-def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
-    groups: dict[Any, list[Any]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
 
 
 def tree_text(row: SummaryRow) -> str:
@@ -257,9 +250,7 @@ def sweep_lines(points: Rows) -> tuple[Line, ...]:
 
 
 def values_of(points: Rows) -> tuple[Any, ...]:
-    values: list[Any] = []
-    for point in points:
-        values += [] if point.value in values else [point.value]
+    values = [alike[0].value for alike in grouped(points, lambda point: repr(point.value)).values()]
     return tuple(sorted(values) if numeric(values) else values)
 
 
