@@ -198,8 +198,8 @@ def grouped(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
 def forward(
     target: Target, input_ids: Tensor, lengths: Tensor, after_blocks: tuple[int, ...]
 ) -> tuple[TargetOutput, Tensor]:
-    """The target's states of right-padded ids [B, T], and the mask [B, T] of tokens."""
-    mask = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths[:, None]
+    """The target's states of right-padded ids [B, T], and the mask [B, T] of tokens, on the host as lengths are."""
+    mask = torch.arange(input_ids.shape[1]) < lengths[:, None]
     is_long = lengths > (target.rope_switch or 2**31)
     if is_long.any() and not is_long.all():  # LongRoPE: a long row would turn the others, too
         whole: dict[str, Any] = {"taps": None}
@@ -237,9 +237,14 @@ def with_states(target: Target, after_blocks: tuple[int, ...], dtype: torch.dtyp
     ids, sizes = batch.input_ids, batch.documents
     if sizes is not None:  # the target reads packed conversations one a row
         ids = pad_sequence(ids[0].split(sizes), batch_first=True)  # [N, T]
-    output, mask = forward(target, ids, batch.lengths.to(ids.device), after_blocks)  # [N, T]
+    output, mask = forward(target, ids, batch.lengths, after_blocks)  # [N, T]
     # Zero in padding, as in a cache. Copies: autograd cannot keep inference tensors.
     states = {"features": output.last_hidden, "taps": output.taps}
     copies = {k: v.to(ids.device, dtype, copy=True) for k, v in states.items() if v is not None}
-    used: dict[str, Any] = {k: v * mask[..., None] if sizes is None else v[mask][None] for k, v in copies.items()}
+    if sizes is None:
+        known = mask[..., None].to(ids.device, non_blocking=True)
+        used: dict[str, Any] = {k: v * known for k, v in copies.items()}
+    else:  # places that the host finds: a mask of the device's would be waited for
+        places = mask.flatten().nonzero()[:, 0].to(ids.device, non_blocking=True)
+        used = {k: v.flatten(0, 1)[places][None] for k, v in copies.items()}
     return replace(batch, **used)

@@ -14,7 +14,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from aerie.infer.decode.engine import PHASES, SpeculativeDecoder
 from aerie.infer.decode.methods import drafting
 from aerie.model.checkpoint import new_head
 from aerie.model.heads.eagle import DraftVocabulary
+from aerie.model.storage import first_line
 from aerie.model.target import Target, default_taps
 from aerie.train import costs, launch
 from aerie.train.loop import build_optimizers
@@ -79,22 +80,29 @@ def main() -> int:
         # In a process of its own, whose memory is free again afterwards; 5: no test has the mark.
         tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
         code = subprocess.run(tests, check=False).returncode
-    rows = list[Row]()
+    rows, text, code = list[Row](), "", code if code != 5 else 0
     accelerator = launch.build_accelerator(Eagle1Train(), asked.out)
-    for size in [SMALL] if asked.tiny else SIZES:
-        rows += measured(size, accelerator)
-    device = torch.device(asked.device)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"a CPU, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name() if asked.device == "cuda" else f"a CPU, {torch.get_num_threads()} threads"
     facts = {"hardware": name, "torch": torch.__version__, "cuda": torch.version.cuda, "tests": code, "rows": rows}
     asked.out.mkdir(parents=True, exist_ok=True)
-    (asked.out / "gpu.json").write_text(json.dumps(facts, indent=1) + "\n")
-    (asked.out / "gpu.md").write_text(text := table(facts))
+    for size in [SMALL] if asked.tiny else SIZES:
+        found = measured(size, accelerator)
+        while True:
+            try:
+                rows.append(next(found))
+            except StopIteration:
+                break
+            except RuntimeError as error:  # too little memory, too: the rows before are kept
+                rows.append({"size": size.name, "what": f"stopped: {first_line(error)}", "tokens_per_s": 0, "ms": 0})
+                code = code or 1
+            (asked.out / "gpu.json").write_text(json.dumps(facts, indent=1) + "\n")
+            (asked.out / "gpu.md").write_text(text := table(facts))
     print(text, end="")
-    return code if code != 5 else 0
+    return code
 
 
-def measured(size: Size, accelerator: Accelerator) -> list[Row]:
-    device, rows = accelerator.device, list[Row]()
+def measured(size: Size, accelerator: Accelerator) -> Iterator[Row]:
+    device = accelerator.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = LlamaConfig(**size.target, max_position_embeddings=4096, bos_token_id=None, eos_token_id=None)
     with torch.device(device):
@@ -117,7 +125,7 @@ def measured(size: Size, accelerator: Accelerator) -> list[Row]:
     head = new_head(Eagle1Section(), config, target.vocab, 0)
     objective = OBJECTIVES["eagle1"](head, target.vocab, Eagle1Train())
     forward = costs.operations(objective, load, model)["target"]
-    rows.append(row("features with taps", lambda: target.features(ids, taps), forward, tokens))
+    yield row("features with taps", lambda: target.features(ids, taps), forward, tokens)
     states = target.features(ids, taps)
     batch = Batch(ids.cpu(), turns, torch.full((size.rows,), size.length), tuple(range(size.rows))).to(device)
     assert states.taps is not None  # copies: autograd cannot keep inference tensors
@@ -140,14 +148,13 @@ def measured(size: Size, accelerator: Accelerator) -> list[Row]:
         work, parts = costs.operations(objective, load), costs.memory(objective, tokens, dtype.itemsize, model)
         planned = sum(parts.values()) - parts["copy that is measured"]
         take = step(accelerator, module, optimizers, objective.prepare(batch, 0))
-        rows.append(row(f"{name} training", take, sum(work.values()), tokens, planned))
+        yield row(f"{name} training", take, sum(work.values()), tokens, planned)
         heads[kind] = objective.head.to(dtype).eval().requires_grad_(False)
         accelerator.free_memory()
         del module, optimizers, objective, take
     for compiled in (False, True)[: 1 + (device.type == "cuda")]:
         target.recipe = replace(target.recipe, compile=compiled)
-        rows += [decoded(size, target, kind, heads.get(kind), ids[:1, :128]) for kind in ("vanilla", *heads)]
-    return rows
+        yield from (decoded(size, target, kind, heads.get(kind), ids[:1, :128]) for kind in ("vanilla", *heads))
 
 
 def step(accelerator: Accelerator, module: Any, optimizers: list[Any], batch: Batch) -> Callable[[], None]:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,3 +31,17 @@ def test_features_training_and_decoding_are_timed_and_their_memory_is_planned(
     assert all(row["tokens_per_s"] > 0 and row["ms"] > 0 for row in rows.values())
     assert all({*rows[what]["cycle_ms"]} == {"draft", "verify", "commit", "other"} for what in decoding)
     assert capsys.readouterr().out == (tmp_path / "gpu.md").read_text()
+
+
+def test_what_stops_keeps_the_rows_before_it(tmp_path: Path, monkeypatch: Any) -> None:
+    def stopping(size: Any, accelerator: Any) -> Iterator[dict[str, Any]]:
+        yield {"size": size.name, "what": "features with taps", "tokens_per_s": 1.0, "ms": 1.0}
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(gpu, "measured", stopping)
+    monkeypatch.setattr(gpu.launch, "build_accelerator", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--tiny", "--out", str(tmp_path)])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu.main() == 1
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert [row["what"] for row in rows] == ["features with taps", "stopped: CUDA out of memory"]

@@ -49,8 +49,10 @@ class Job:
     save: Callable[..., None]  # (head with whole weights, directory, **facts)
     features: Callable[[Batch], Batch] | None = None  # adds the target's states; None: cached
     target: targets.Target | None = None  # where it is loaded whole
-    trunk: Any = None  # in a plan: the target's model without weights, where it runs in the step
+    trunk: Any = None  # in a plan: the target's model without weights, where it would be loaded whole
     overwrite: bool = False
+    is_online: bool = False  # the target runs in the step
+    is_spread: bool = False  # over the GPUs
 
     def order(self, world: int) -> tuple[Order, int]:
         """The rows of each optimiser step, and the number of steps."""
@@ -74,7 +76,8 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
     end_ids = targets.target_end_ids(recipe.target, tokenizer)
     is_online = needs_target(recipe) and not reads_cache(recipe)
     # Cached features need the embedding and the LM head alone: 2 GB instead of 140 for a 70B target.
-    whole = _whole_target(recipe, is_plan) if is_online or getattr(settings, "measure_prompts", False) else None
+    measures = bool(getattr(settings, "measure_prompts", False))
+    whole = _whole_target(recipe, is_plan) if is_online or measures else None
     text_config: Any = None
     vocab: Any = None
     features: Any = None
@@ -128,8 +131,9 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
             warn(sentence)
         print(counted and f"{counted}\n", end="", flush=True)
     state, metrics = paths.state(state_name(recipe)), paths.root / "metrics.jsonl"
-    trunk = targets.skeleton(recipe.target) if is_online and is_plan else None
-    return Job(state_name(recipe), objective, rows, output, state, metrics, save, features, whole, trunk, overwrite)
+    trunk = targets.skeleton(recipe.target) if is_plan and (is_online or measures) else None
+    places = output, state, metrics, save, features, whole, trunk, overwrite
+    return Job(state_name(recipe), objective, rows, *places, is_online, recipe.target.device_map is not None)
 
 
 def _whole_target(recipe: Recipe, is_plan: bool) -> targets.Target | None:
@@ -171,13 +175,16 @@ def plan(job: Job) -> str:
     config, rows, world = job.objective.settings, job.rows, world_size()
     order, steps = job.order(world)
     load = costs.Load.of_rows(rows.tokens(), getattr(config, "unroll_steps", 1))
-    work, largest = costs.operations(job.objective, load, job.trunk), config.batch_size * max(rows.lengths)
+    runs, largest = job.trunk if job.is_online else None, config.batch_size * max(rows.lengths)
+    work = costs.operations(job.objective, load, runs)
     if muon := costs.optimizer_operations(job.objective):  # every process turns the same matrices
         work["Muon"] = muon * order.steps_per_epoch * world
     parts = costs.memory(job.objective, largest, 2, job.trunk)
+    apart = parts.pop("target", 0) if job.is_spread else 0
     total, peak = sum(work.values()), sum(parts.values())
     unit, name = (2**30, "GiB") if peak > 2**30 else (2**20, "MiB")
-    fits = [gpu for gpu, size in costs.GPUS.items() if peak < 0.95 * size]
+    spread = f", beside {apart / unit:,.1f} {name} of the target over all GPUs" if apart else ""
+    fits = " and ".join(gpu for gpu, size in costs.GPUS.items() if peak < 0.95 * size)
     cap = "" if config.max_seconds is None else f", and at most {config.max_seconds:,g} s (train.max_seconds)"
     if scaled := config.scale_rates:
         cap += f"; rates x {(scaled.steps / steps) ** scaled.power:.3g} (train.scale_rates)"
@@ -188,8 +195,8 @@ def plan(job: Job) -> str:
         f"work: {total:.3g} operations an epoch ({_listed(work, total / 100, ' %')}): "
         f"{total / costs.PEAK / costs.MFU / 3600:,.2f} hours of an H100 or H200 ({costs.MFU:.0%} of its "
         f"{costs.PEAK / 1e12:,.0f} TFLOP/s, dense bf16)\n"
-        f"memory: about {peak / unit:,.1f} {name} a process in bf16, without ZeRO ({_listed(parts, unit, '')}), at "
-        f"{largest:,} tokens a batch; {'fits ' + ' and '.join(fits) if fits else 'more than an H200 has'}\n"
+        f"memory: about {peak / unit:,.1f} {name} a process in bf16, without ZeRO ({_listed(parts, unit, '')})"
+        f"{spread}, at {largest:,} tokens a batch; {f'fits {fits}' if fits else 'more than an H200 has'}\n"
         f"output: {job.output}"
     )
 

@@ -15,7 +15,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from aerie.configs.errors import UserError
+from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.heads import MuonSection, TrainConfig
 from aerie.model.hub import quieten
 
@@ -55,6 +55,8 @@ def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
         # Without gloo DeepSpeed on CPUs believes in one process; on a GPU it would take NCCL's place.
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if is_cpu_process else [],
     )
+    if has_gpu and accelerator.mixed_precision == "no" and rank() == 0:
+        warn("accelerate launch: trains in float32; add --mixed_precision bf16, unless that is what you want")
     together = 1 if accelerator.distributed_type == DistributedType.NO else accelerator.num_processes
     if together != world_size():
         fix = "launch with --config_file configs/accelerate/zero2.yaml, or with torchrun"

@@ -53,7 +53,7 @@ class LMObjective(Objective):
         if self.target is not None and batch.features is not None:
             columns.append(batch.features[:, :-1][slots])
         pieces = losses.in_chunks(columns, self.chunk)
-        found, count = losses.summed(self._sums, pieces), slots.sum()
+        found, count = losses.summed([*losses.by_piece(self._sums, pieces)]), slots.sum()
         names = [*self.weights, "token_accuracy", "alpha", "greedy_agreement"]
         named = {name: (value, count) for name, value in zip(names, found, strict=False)}
         return StepOutput({name: named.pop(name) for name in self.weights}, named)

@@ -1,7 +1,7 @@
 """Losses and measures of S slots, in float32 and nats: log q [S, Vd] is the draft's law, log p the target's."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, starmap
@@ -132,14 +132,17 @@ def drafted_law(states: Tensor, target: VocabWeights, ids: Tensor, chunk: int = 
     return TargetLaw.of_logits(drafted, normaliser), choice
 
 
-def summed(
+def by_piece(
     totals: Callable[..., Totals], pieces: Pieces, once: Callable[..., tuple[Any, ...]] = lambda *piece: piece
-) -> Totals:
-    """The sums of totals(*once(*piece)). The backward pass begins with the last piece, and makes all others again."""
+) -> Iterator[Totals]:
+    """totals(*once(*piece)) of each piece. The backward pass begins with the last, and makes all other totals again."""
     # Unchecked: a frozen LM head that ZeRO-3 has released again looks empty, until the backward pass gathers it.
     again = partial(checkpoint, totals, use_reentrant=False, determinism_check="none")
     earlier, last = (starmap(once, some) for some in (pieces[:-1], pieces[-1:]))
-    parts = chain(starmap(again, earlier), starmap(totals, last))
+    return chain(starmap(again, earlier), starmap(totals, last))
+
+
+def summed(parts: Sequence[Totals]) -> Totals:
     return tuple(torch.stack(column).sum(0) for column in zip(*parts, strict=True))
 
 

@@ -218,7 +218,7 @@ class Eagle1Objective(Objective):
         # The target's LM head stays in its own dtype, as in decoding.
         with torch.autocast(predicted.device.type, enabled=False):
             pieces = losses.in_chunks([predicted, true], self.chunk)
-            classification, alpha, agreement = losses.summed(self._sums, pieces)
+            classification, alpha, agreement = losses.summed([*losses.by_piece(self._sums, pieces)])
         feature, count = losses.smooth_l1(predicted, true).sum(), slots.sum()
         terms = {"feature": (feature, count), "classification": (classification, count)}
         return StepOutput(terms, {"alpha": (alpha, count), "greedy_agreement": (agreement, count)})
@@ -259,27 +259,35 @@ class Eagle3Objective(Objective):
         at_once = max(1, chunk // num_steps)
         at_once = max(1, -(-len(states) // max(1, -(-len(states) // at_once))))  # pieces of equal size
         pieces = losses.by_target_state(states, slots.which, [outputs], at_once)
-        loss, hits, alpha, inside = losses.summed(self._sums, pieces, once=self._with_law)
+        once = {"once": self._with_law} if self.settings.loss == "soft_cross_entropy" else {}
+        loss, hits, alpha, inside = losses.summed([*losses.by_piece(self._sums, pieces, **once)])
         counts = torch.tensor(slots.sizes).unbind()
         terms = {f"loss_at_{k + 1}": (loss[k], counts[0]) for k in range(num_steps)}
         accuracies = {f"accuracy_at_{k + 1}": (hits[k], counts[k]) for k in range(num_steps)}
         return StepOutput(terms, {**accuracies, "alpha": (alpha, counts[0]), "in_vocabulary": (inside, counts[0])})
 
     def _with_law(self, states: Tensor, *rest: Any) -> tuple[Any, ...]:
-        """Instead of states [S, D] their law, likeliest tokens [S], and for soft cross-entropy p^T W [S, D]."""
+        """What soft cross-entropy needs of states [S, D]: p^T W [S, D], with their law and likeliest tokens [S]."""
         law, choices = losses.drafted_law(states, self.target, self.ids)
-        rows = self.head.lm_head(law.log_p.exp(), is_law=True) if self.settings.loss == "soft_cross_entropy" else None
-        return [law], choices, rows, *rest
+        return self.head.lm_head(law.log_p.exp(), is_law=True), *rest, [law], choices
 
-    def _sums(self, laws: Any, choices: Tensor, rows: Any, which: list[Tensor], outputs: list[Tensor]) -> Totals:
-        """Sums of loss [K] and hits [K]; of the first step's alpha and choices in the draft vocabulary."""
+    def _sums(
+        self, rows: Tensor, which: list[Tensor], outputs: list[Tensor], laws: Any = None, choices: Any = None
+    ) -> Totals:
+        """Sums of loss [K] and hits [K]; of the first step's alpha and choices in the draft vocabulary.
+
+        rows: p^T W, or without laws the states, whose law the backward pass makes again rather than keeps.
+        """
+        law: Any = None
+        if laws is None:
+            law, choices = losses.drafted_law(rows, self.target, self.ids)
         slots, vocabulary = torch.cat(which).to(choices.device, non_blocking=True), self.head.vocabulary
         sizes, out = [len(output) for output in outputs], self.head.normed(torch.cat(outputs))  # [S, D]
         choice = choices[slots]  # [S]
         inside = vocabulary.t2d[choice]
-        if rows is None:
+        if laws is None:
             log_q = self.head.lm_head(out).float().log_softmax(-1)  # [S, Vd]
-            loss = losses.LOSSES[self.settings.loss](log_q, replace(laws[0], slots=slots), self.settings)
+            loss = losses.LOSSES[self.settings.loss](log_q, replace(law, slots=slots), self.settings)
         else:
             # H(p, q) = log sum_v exp(w_v h) - (p^T W) h: no law is copied for a step.
             normaliser, log_q = losses.LogNormaliser.apply(self.head.lm_head(out).float())
@@ -289,7 +297,7 @@ class Eagle3Objective(Objective):
         total = torch.stack([part.sum() for part in loss.split(sizes)])
         # Behind the loss: the backward pass does not make it again.
         with torch.no_grad():
-            law = laws[0] if rows is None else laws.pop()  # not needed any more
+            law = law or laws.pop()  # not needed any more
             hits = (vocabulary.target_ids(log_q.argmax(-1)) == choice).split(sizes)
             alpha = losses.acceptance(log_q[: sizes[0]], law.whole).sum()
             return total, torch.stack([part.sum() for part in hits]), alpha, inside[: sizes[0]].sum()
@@ -336,7 +344,7 @@ class MultiTokenObjective(Objective):
         tokens = [shifted(batch.input_ids, 2 + k)[:, : slots.shape[-1]][asked] for k, asked in enumerate(slots)]
         at_once = max(1, self.chunk // self.num_heads)
         pieces = losses.by_target_state(states, which, [outputs, tokens], at_once)
-        label, law, hits, alpha = losses.summed(self._sums, pieces)
+        label, law, hits, alpha = losses.summed([*losses.by_piece(self._sums, pieces)])
         counts, totals = [batch.supervised(k).sum() for k in range(self.num_heads)], {"label": label, "law": law}
         accuracies = {f"accuracy_at_{k + 1}": (hits[k], count) for k, count in enumerate(counts)}
         terms = {name: (totals[part][k], counts[k]) for name, (part, k) in self.terms.items()}

@@ -74,7 +74,8 @@ class Eagle3Section(_LayerSizes, _AnyHead, kw_only=True):
         starts = {"lm_head_init": "target", "norm_init": "target", "fc_init": "highest_tap"}
         begun = [name for name, value in starts.items() if getattr(self, name) == value]
         if self.init_from is not None and begun:
-            raise ValueError(f"init_from is a head that has begun already; leave {' and '.join(begun)} out")
+            unset = ", ".join(f"{name} {'ones' if name == 'norm_init' else 'random'}" for name in begun)
+            raise ValueError(f"init_from is a head that has begun already; set {unset}")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fc_norm and norm_before_fc norm the same features, and no server does both; choose one")
         if self.init_from is None:

@@ -94,7 +94,7 @@ MISTAKES = [
     ("draft_lm", "--train.on_policy 0.5", "train.on_policy: a cache has no states of tokens"),
     ("eagle3", "--head.draft_vocab_size 400", "400 is larger than the target's vocabulary of 320"),
     ("eagle3", "--head.draft_vocab_size null --head.init_from ENDLESS", "none of the target's end-of-turn tokens"),
-    ("eagle3", "--head.norm_init target --head.init_from ENDLESS", "begun already; leave norm_init out"),
+    ("eagle3", "--head.norm_init target --head.init_from ENDLESS", "begun already; set norm_init ones"),
     ("eagle3", "--train.optimizer muon", "train.optimizer: has keys of its own, indented below it, not 'muon'"),
     ("eagle3", "--train.scale_rates.steps 9 --train.scale_rates.power 2", "power: input should be less than or equal"),
     ("eagle3", "--head.fc_norm true --head.norm_before_fc true", "no server does both; choose one"),
