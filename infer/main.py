@@ -64,10 +64,10 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
 
     if arguments.head is not None:
         decode.check_kind(asked.method, kind_at(arguments.head), "--head")
-    head = _head(arguments, recipe, asked, "calibrate")
-    plan = f"{asked.method}, {as_dict(asked.tree)}, {head} -> {paths.calibration}"
-    work = partial(calibrated, asked, head, section, paths.calibration, recipe.seed)
-    return _stage(arguments, recipe, [head], decode.digests([asked.tree]), section, plan, work)
+    asked = replace(asked, head=_head(arguments, recipe, asked, "calibrate"))
+    plan = f"{asked.method}, {as_dict(asked.tree)}, {asked.head} -> {paths.calibration}"
+    work = partial(calibrated, asked, section, paths.calibration, recipe.seed)
+    return _stage(arguments, recipe, [asked.head], decode.digests([asked.tree]), section, plan, work)
 
 
 def tune(arguments: Namespace, unknown: list[str]) -> int:

@@ -338,18 +338,12 @@ def fit_and_score(recording: Recording, bins: int) -> tuple[Calibrator, dict[str
 
 
 def calibrated(
-    asked: MethodConfig,
-    head: str | None,
-    section: CalibrateConfig,
-    output: Path,
-    seed: int,
-    target: Target,
-    tokenizer: Any,
+    asked: MethodConfig, section: CalibrateConfig, output: Path, seed: int, target: Target, tokenizer: Any
 ) -> dict[str, Any]:
     """The calibration and its facts; a static tree's best, from a wider one's answers, goes to choices.yaml."""
     questions = [(encode_turn(prompt, (), tokenizer, target), prompt.task) for prompt in load_prompts(section.prompts)]
-    recording = record(make_decoder(Drafters(target), asked, head), asked.tree, questions, section, seed)
-    print("\n".join(write_calibration(output, recording, section.bins, head)))
+    recording = record(make_decoder(Drafters(target), asked, asked.head), asked.tree, questions, section, seed)
+    print("\n".join(write_calibration(output, recording, section.bins, asked.head)))
     tree, ranks = asked.tree, section.ranks
     facts = {name: len(recording.tables[name]) for name in ("nodes", "cycles")}
     if not isinstance(tree, StaticConfig):
@@ -360,12 +354,12 @@ def calibrated(
             if sum(path) <= REACH:
                 wide |= {(*path, rank) for rank in range(ranks)}
     probe = replace(asked, tree=replace(tree, choices=tuple(wide)), typical=None)
-    decoder = make_decoder(Drafters(target), probe, head)
+    decoder = make_decoder(Drafters(target), probe, asked.head)
     recording = record(decoder, None, questions, replace(section, temperature=0.0))
     choices = rebuilt(tree, rank_accuracy(recording.tables, tree.levels, ranks), section.nodes)
     about = f"# {len(choices)} drafted nodes for {asked.method}, rebuilt from how often each rank was accepted"
     text = "".join(f"  - {list(choice)}\n" for choice in choices)
-    for place in places_of(output, head):
+    for place in places_of(output, asked.head):
         write_text(place / CHOICES, f"{about}\nchoices:\n{text}")
     print(f"{asked.method}: a tree of {len(choices)} drafted nodes; use it with --tree.choices {place / CHOICES}")
     return facts
