@@ -264,11 +264,10 @@ def _message(turn: Any, number: int) -> Message:
 
 def _tool_call(call: Any) -> Any:
     # With arguments as an object: a template would quote JSON text twice.
-    try:
-        arguments = parse_json(call["function"]["arguments"])
-    except (TypeError, KeyError, ValueError):
-        return call
-    return {**call, "function": {**call["function"], "arguments": arguments}} if isinstance(arguments, dict) else call
+    with suppress(TypeError, KeyError, ValueError):
+        if isinstance(arguments := parse_json(call["function"]["arguments"]), dict):
+            return {**call, "function": {**call["function"], "arguments": arguments}}
+    return call
 
 
 def mend(messages: list[Message]) -> tuple[list[Message], set[str]]:

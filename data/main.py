@@ -17,6 +17,7 @@ from typing import Any
 
 from aerie.configs.errors import Arguments, UserError, exit_codes, stop_on_signals, warn
 from aerie.configs.read import as_dict, override, user_path, validate
+from aerie.configs.schema.data import SamplingConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe, add_arguments, load, pairs_of
 from aerie.data.stage import INDEX, Share, feature_stage, is_here, target_inputs
@@ -152,21 +153,19 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
         print(f"distill: {plan_line(make_prompts(recipe.distill, questions))} to {job.directory}")
         return 0
     name = f"distill {share}" if share.count > 1 else "distill"
-    make_local = partial(_local_target, recipe)
+    make_local = partial(_local_target, recipe, recipe.distill.sampling)
     with status_file(status, name):
         distilled(job, arguments, recipe.target, make_local)
     return 0
 
 
-def _local_target(recipe: Recipe, thinking: Any) -> Any:
+def _local_target(recipe: Recipe, sampling: SamplingConfig, thinking: Any) -> Any:
     import torch
 
     from aerie.data.distill.answer import local_target
     from aerie.infer.decode.engine import SpeculativeDecoder
     from aerie.model.target import Target
 
-    assert recipe.distill is not None
-    sampling = recipe.distill.sampling
     target, head = Target.load(recipe.target, _device(recipe)), recipe.paths.head(recipe)
     drafts = (head / "config.json").is_file()
     decoder = SpeculativeDecoder.from_pretrained(target, str(head) if drafts else None, tree=recipe.tree)

@@ -48,14 +48,21 @@ def tokenised(target: TargetConfig, config: DataConfig, speaks: bool = True) -> 
 def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally, speaks: bool = True) -> TokenisedData:
     """Rows cut at max_length, each with a supervised slot; what takes long is kept in the user's cache folder."""
     inputs, started = _decisive(config, tokenizer, end_ids), time.monotonic()
-    directory = user_cache() / digest(inputs)
+    directory, names = user_cache() / digest(inputs), ("input_ids", "turns")
     if isinstance(found := Manifest.check(directory, inputs), Whole):
         if speaks:
             print(f"tokenised rows are read from {directory}", file=sys.stderr, flush=True)
-        return _restored(parquet.read_table(directory / ROWS), found.manifest.facts, tally)
+        table, facts = parquet.read_table(directory / ROWS), found.manifest.facts
+        ints = ([array("i", row.values.to_numpy().tobytes()) for row in table[name]] for name in names)
+        rows = [Row(*row) for row in zip(*ints, table["source"].to_pylist(), strict=True)]
+        tally.rows += facts["rows"]
+        for kind, reason, count, example in facts["counts"]:
+            tally.counts[kind, reason] += count
+            tally.examples.setdefault((kind, reason), example)
+        return TokenisedData(rows[: facts["num_train"]], rows[facts["num_train"] :])
     data = _made(config, tokenizer, end_ids, tally, speaks)
     if speaks and None not in inputs["conversations"].values() and time.monotonic() - started > SLOW_SECONDS:
-        rows, names = [*data.train, *data.held_out], ("input_ids", "turns")
+        rows = [*data.train, *data.held_out]
         columns = {name: [np.asarray(getattr(row, name), dtype=np.int32) for row in rows] for name in names}
         counts = [[*key, count, tally.examples[key]] for key, count in tally.counts.items()]
         with suppress(OSError, UserError), directory_atomically(directory) as temporary:  # no room, no permission
@@ -76,16 +83,6 @@ def _decisive(config: DataConfig, tokenizer: Any, end_ids: set[int]) -> dict[str
         "conversations": conversation_inputs(config.conversations, file_digest) | commits,
         "code": [version("transformers"), version("tokenizers"), *(file_digest(here / name) for name in files)],
     }
-
-
-def _restored(table: Any, facts: dict[str, Any], tally: Tally) -> TokenisedData:
-    ints = ([array("i", row.values.to_numpy().tobytes()) for row in table[name]] for name in ("input_ids", "turns"))
-    rows = [Row(*row) for row in zip(*ints, table["source"].to_pylist(), strict=True)]
-    tally.rows += facts["rows"]
-    for kind, reason, count, example in facts["counts"]:
-        tally.counts[kind, reason] += count
-        tally.examples.setdefault((kind, reason), example)
-    return TokenisedData(rows[: facts["num_train"]], rows[facts["num_train"] :])
 
 
 def _made(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally, speaks: bool) -> TokenisedData:

@@ -294,8 +294,7 @@ def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[
         asked: dict[str, Any] = {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
         target = Target.load(replace(config, **asked))
         return target.config, target.vocab
-    if dtype is None and config.dtype != "auto":
-        dtype = getattr(torch, config.dtype)
+    dtype = dtype or getattr(torch, config.dtype, None)  # None for auto: the configuration's, or the file's
     dtype = dtype or getattr(text, "dtype", None) or stored[wanted["embedding"]].dtype
     tensors = {name: stored[name].to(dtype) for name in sizes}
     embedding, lm_head = (tensors[wanted[role]] for role in ("embedding", "lm_head"))
