@@ -40,14 +40,15 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
     section = replace(section, rows=(*rows, *(load_row(path, MethodConfig, []) for path in arguments.row)))
     suite = suite_of(section)
     heads = [_head(arguments, recipe, row, place) for row, place in zip(suite.rows, suite.places, strict=True)]
-    inputs = {"threads": recipe.threads} | decode.digests(row.tree for row in suite.rows)
+    inputs: dict[str, Any] = {"threads": recipe.threads, "cycle": recipe.target.cycle}
+    inputs |= decode.digests(row.tree for row in suite.rows)
     digests = {
         head: storage.file_digest(path)
         for row, head in zip(suite.rows, heads, strict=True)
         if head and row.tree and row.tree.calibrated and not arguments.plan
         if (path := head_directory(head) / storage.CALIBRATOR).is_file()  # else the decoder says so
     }
-    inputs |= ({"calibrators": digests} if digests else {}) | ({"compile": True} if recipe.target.compile else {})
+    inputs |= {"calibrators": digests} if digests else {}
     plan = f"{len(suite.rows)} rows x {len(section.sampling)} samplings -> {paths.bench}"
     work = partial(measured, section, heads, paths.bench, recipe.seed)
     return _stage(arguments, recipe, heads, inputs, section, plan, work)

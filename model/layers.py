@@ -101,10 +101,14 @@ class KeyValueCache(Cache):
             first = next(iter(group.values()))
             # zeros: what a mask hides is multiplied by 0
             store = first.new_zeros(len(group), *first.shape[:2], len(kept.numbers), first.shape[-1])
-            for view, (place, part) in zip(store, group.items(), strict=True):
-                view[:, :, : part.shape[2]] = part
-                self._rows[place] = view
+            self._rows |= zip(group, store, strict=True)
             self._groups.append(store)
+        self.write(rows)
+
+    def write(self, rows: dict[tuple[int, str], Tensor]) -> None:
+        """A new text's first rows."""
+        for place, part in rows.items():
+            self._rows[place][:, :, : part.shape[2]] = part
 
     @classmethod
     def empty(cls, num_layers: int, config: Any, kept: Kept, like: Tensor) -> "KeyValueCache":

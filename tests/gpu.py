@@ -152,8 +152,9 @@ def measured(size: Size, accelerator: Accelerator) -> Iterator[Row]:
         heads[kind] = objective.head.to(dtype).eval().requires_grad_(False)
         accelerator.free_memory()
         del module, optimizers, objective, take
-    for compiled in (False, True)[: 1 + (device.type == "cuda")]:
-        target.recipe = replace(target.recipe, compile=compiled)
+    cycles: tuple[Any, ...] = ("eager", "compiled", "captured")
+    for cycle in cycles if device.type == "cuda" else cycles[:1]:
+        target.recipe = replace(target.recipe, cycle=cycle)
         yield from (decoded(size, target, kind, heads.get(kind), ids[:1, :128]) for kind in ("vanilla", *heads))
 
 
@@ -181,7 +182,9 @@ def decoded(size: Size, target: Target, kind: str, head: Any, prompt: torch.Tens
     counted = decoder.generate(prompt, **asked).statistics
     cycles, phases = max(counted.target_forwards, 1), [name for name in PHASES if name not in ("prefill", "wall")]
     split = {name: counted.ms[name] / cycles for name in phases}
-    method = {"eagle1": "eagle2"}.get(kind, kind) + (", compiled" if target.recipe.compile else "")
+    method = {"eagle1": "eagle2"}.get(kind, kind) + (
+        "" if target.recipe.cycle == "eager" else f", {target.recipe.cycle}"
+    )
     return {"size": size.name, "what": f"decode {method}", "tokens_per_s": counted.tokens_per_s, "tau": counted.tau,
             "ms": sum(split.values()), "cycle_ms": split}  # fmt: skip
 

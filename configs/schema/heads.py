@@ -24,7 +24,8 @@ class TargetConfig(Section):
     revision: str | None = None  # a branch, tag or commit of the Hub; null: main
     dtype: DType = "auto"  # auto: what the checkpoint was saved in
     device_map: str | None = None  # "auto" spreads the target over the GPUs that are there
-    compile: bool = False  # decoding by torch.compile: faster after minutes of warm-up, for those who decode for hours
+    # how a cycle is run; compiled: by torch.compile, faster after minutes; captured: as CUDA graphs, after seconds
+    cycle: Literal["eager", "compiled", "captured"] = "eager"
     trust_remote_code: bool = False  # true runs the Python files that come with the checkpoint
     chat_template: Place | None = None  # a .jinja file, for targets whose tokenizer has none
 

@@ -24,6 +24,7 @@ class CachedLM:
     cache: KeyValueCache  # of the text that `prefill` began
 
     def __init__(self, target: Target, after_blocks: tuple[int, ...] = ()) -> None:
+        self.cache = KeyValueCache({}, Kept(0, target.device))
         self.target, self.after_blocks = target, after_blocks
         config, lowest = target.config, torch.finfo(target.dtype).min
         self._masked = torch.tensor(lowest, dtype=target.dtype, device=target.device)
@@ -46,7 +47,10 @@ class CachedLM:
             for number, layer in enumerate(cache.layers)
             for name in (("keys", "values") if layer.is_initialized else ())
         }
-        self.cache = KeyValueCache(rows, kept)
+        if self.cache.kept is kept:
+            self.cache.write(rows)
+        else:
+            self.cache = KeyValueCache(rows, kept)
         return self._step(out, last_only=True)
 
     def read(self, tokens: Tensor) -> TargetStep:

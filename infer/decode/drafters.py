@@ -38,7 +38,7 @@ class EagleDrafter(Drafter):
             self._logits, self._fuse = head.logits, head.fuse
             self.forwards += ((self, "_fuse"),)
             self.ids = head.vocabulary.ids
-        self._cache: KeyValueCache  # of the text that `reset` began
+        self._cache = KeyValueCache({}, Kept(0, head.fc.weight.device))  # of the text that `reset` began
         self._level = 0  # drafted ones
         # the head's states [n, D]: of the last committed slot, and of the rows of the last call
         self._last = self._hidden = torch.empty(0)
@@ -46,18 +46,20 @@ class EagleDrafter(Drafter):
         self._zero, self._hides = head.fc.weight.new_tensor([0.0, float("-inf")])
 
     def reset(self, prompt: Tensor, kept: Kept, slots: int) -> None:
+        if self._cache.kept is kept:
+            return
         like, config, self._slots = self.head.fc.weight, self.head.config, slots
         self._cache = KeyValueCache.empty(config.num_hidden_layers, config, kept, like)
         self._table = torch.stack(self.head.rotary.table(len(kept.numbers), like))  # [2, positions, hd]
 
-    def commit(self, tokens: Tensor, features: Tensor) -> None:
+    def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
         if self.after_blocks:
             features = self._fuse(features)
         # forgets slots that were drafted from the head's own states: no guess outlives its cycle
         self._cache.pending = 0
         places = self._cache.begin(tokens.shape[0])
         mask, rope = causal(features, self._cache), self._table.index_select(1, places)
-        self._last = self._draft(tokens, features, rope, mask, self._cache)[-1:]
+        self._last = held(self._last, self._draft(tokens, features, rope, mask, self._cache), last)
 
     def start(self) -> Tensor:
         self._cache.pending = self._level = 0
@@ -81,6 +83,12 @@ class EagleDrafter(Drafter):
         return self._logits(self._hidden).float().log_softmax(-1)
 
 
+def held(state: Tensor, rows: Tensor, last: Tensor | None) -> Tensor:
+    """The last row [1, D], where `state` was: a captured cycle looks there."""
+    row = rows[-1:] if last is None else rows.index_select(0, last)
+    return state.copy_(row) if state.shape == row.shape else row.clone()
+
+
 def causal(features: Tensor, cache: KeyValueCache) -> Tensor:
     """The additive mask [1, 1, n, W] of new rows."""
     later = cache.kept.numbers[: cache.width] > cache.places[:, None]
@@ -97,8 +105,8 @@ class MedusaDrafter(Drafter):
         self._feature = self._log_q = torch.empty(0)  # [1, D]; [num_heads, 1, V]
         self._level = 0
 
-    def commit(self, tokens: Tensor, features: Tensor) -> None:
-        self._feature = features[-1:]
+    def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
+        self._feature = held(self._feature, features, last)
 
     def start(self) -> Tensor:
         self._log_q, self._level = self.head(self._feature).float().log_softmax(-1), 0
@@ -125,15 +133,15 @@ class HydraDrafter(Drafter):
         self._embeddings = torch.empty(0)  # [rows of the last call, (level + 1) * D]
 
     def reset(self, prompt: Tensor, kept: Kept, slots: int) -> None:
-        if self.head.config.prefix_layer:
+        if self.head.config.prefix_layer and (self._cache is None or self._cache.kept is not kept):
             self._cache = KeyValueCache.empty(1, self.head.config, kept, self._embedding)
 
-    def commit(self, tokens: Tensor, features: Tensor) -> None:
+    def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
         if self._cache is not None:
             places = self._cache.begin(tokens.shape[0])
             features = self.head.prefix(features[None], places, causal(features, self._cache), self._cache)[0]
-        self._state = features[-1:]
-        self._root = F.embedding(tokens[-1:], self._embedding)
+        self._state = held(self._state, features, last)
+        self._root = held(self._root, F.embedding(tokens, self._embedding), last)
 
     def start(self) -> Tensor:
         self._level, self._embeddings = 0, self._root
@@ -173,7 +181,7 @@ class DraftLMDrafter(Drafter):
         self._num_repeated = prompt.shape[0] - 1
         self._unread, self._root_law, self._steps = prompt[:0], None, []
 
-    def commit(self, tokens: Tensor, features: Tensor | None = None) -> None:
+    def commit(self, tokens: Tensor, features: Tensor | None = None, last: Tensor | None = None) -> None:
         tokens, self._num_repeated = tokens[self._num_repeated :], 0
         # the rows of the longest beginning that was read as a path, as offsets after `length`; one synchronisation
         parts = [tokens[:-1], *(column for step in self._steps for column in step)]

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from typing import Any
 
@@ -92,7 +92,10 @@ class SpeculativeDecoder:
         self.form: Form = "chain" if self.proposer.is_chain else "tree"
         self.lm = checked_lm(target, self.proposer.after_blocks, self.form)
         self.plain: tuple[Callable[..., Any], ...] = self._draft, self._extend, self._commit
-        self.compiled = (*map(Compiled, self.plain),) if target.recipe.compile else self.plain
+        self.cycle = target.recipe.cycle
+        self.compiled = (*map(Compiled, self.plain),) if self.cycle == "compiled" else self.plain
+        self._captured: dict[int, tuple[Callable[..., Any], ...]] = {}  # by columns
+        self._captured_on: Kept | None = None
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -185,7 +188,10 @@ class SpeculativeDecoder:
         if streamer is not None:
             streamer.put(input_ids.cpu())
         clock = Clock(statistics.ms, timed and prompt.is_cuda)
-        kept = Kept(len(prompt) + limit + max(proposer.max_nodes, proposer.draft_slots), prompt.device)
+        kept, rows = self.lm.cache.kept, bucket(len(prompt) + limit) + max(proposer.max_nodes, proposer.draft_slots)
+        if len(kept.numbers) < rows:
+            kept = Kept(rows, prompt.device)
+        kept.advance(-kept.length)
         root = self._prefill(prompt, kept, sampler)  # [1]
         new = root.tolist()
         proposer.learn(new, None)
@@ -201,9 +207,9 @@ class SpeculativeDecoder:
             if kept.length == self.target.rope_switch:  # LongRoPE: all rows are to be turned anew
                 self.lm.prefill(torch.cat([prompt, torch.tensor(answer, device=prompt.device)]), kept)
             # (1) draft; the bonus token takes one place of what is left
-            levels = min(remaining - 1, self.lm.max_levels)
+            levels = min(remaining - 1, self.lm.max_levels, proposer.levels if proposer.is_fixed else remaining)
             draft, extend, commit = self._functions(kept, levels)
-            tree = draft(root, levels) if levels else root_only(root)
+            tree = draft(root, levels)
             position, draft_ms = kept.length, clock.lap("draft")
             # (2) verify in one target forward
             step = extend(tree)
@@ -220,10 +226,15 @@ class SpeculativeDecoder:
                 # the watcher's time counts for no phase
                 clock.lap(None)
             # (3) commit; the bonus token, the next root, has no row
-            commit(verdict.nodes, verdict.new, step.features)
+            count = len(verdict.path)
+            last = kept.numbers[count - 1 : count]  # of a captured commit, whose path is of one length
+            if isinstance(commit, Captured):
+                commit(verdict.nodes, verdict.new, step.features, last)
+            else:
+                commit(verdict.nodes[:count], verdict.new[:count], step.features)
             proposer.learn(chosen, cycle)
-            kept.advance(len(verdict.path))
-            root, accepted = verdict.new[-1:], min(verdict.accepted, len(new))
+            kept.advance(count)
+            root, accepted = verdict.new[count - 1 : count], min(verdict.accepted, len(new))
             # (4) count; beyond the accepted length a forward was wasted
             if len(tree) > 1:
                 statistics.verify = rule
@@ -253,22 +264,32 @@ class SpeculativeDecoder:
         return following
 
     def _functions(self, kept: Kept, levels: int) -> tuple[Callable[..., Any], ...]:
-        """draft, extend and commit, compiled where target.compile says so: not for the short trees before the end."""
-        if self.plain is self.compiled or levels < self.proposer.levels:
+        """draft, extend and commit as target.cycle has them; those of the short trees before the end are eager."""
+        if self.cycle == "eager" or levels < self.proposer.levels:
             return self.plain
-        torch._dynamo.maybe_mark_dynamic(kept.columns, 0)
-        return self.compiled if self.proposer.is_fixed else (self._draft, self.compiled[1], self._commit)
+        if self.cycle == "compiled":
+            torch._dynamo.maybe_mark_dynamic(kept.columns, 0)
+            return self.compiled if self.proposer.is_fixed else (self._draft, self.compiled[1], self._commit)
+        if not self.proposer.is_fixed:
+            return self.plain
+        if self._captured_on is not kept:
+            self._captured, self._captured_on = {}, kept
+        kept.columns = kept.numbers[: bucket(kept.length)]
+        known = self._captured.get(len(kept.columns), self.plain)  # a first run sets libraries up
+        if known is self.plain:
+            self._captured[len(kept.columns)] = tuple(Captured(self, function) for function in self.plain)
+        return known
 
     def _draft(self, root: Tensor, max_levels: int) -> Tree:
-        return self.proposer.propose(root, min(max_levels, self.proposer.levels or max_levels))
+        return self.proposer.propose(root, max_levels) if max_levels else root_only(root)
 
     def _extend(self, tree: Tree) -> TargetStep:
         return self.lm.extend(tree)
 
-    def _commit(self, nodes: Tensor, new: Tensor, features: Tensor) -> None:
+    def _commit(self, nodes: Tensor, new: Tensor, features: Tensor, last: Tensor | None = None) -> None:
         if self.form == "tree":  # a chain's rows stand where they belong
             self.lm.cache.gather(nodes)
-        self.proposer.commit(new, features.index_select(0, nodes))
+        self.proposer.commit(new, features.index_select(0, nodes), last)
 
     @property
     def limits(self) -> dict[str, int]:
@@ -304,9 +325,48 @@ class Compiled:
         try:
             return self._run(*arguments)
         except torch._dynamo.exc.TorchDynamoException as error:
-            warn(f"target.compile: {self._function.__name__} runs as it is: {first_line(error)}")
+            warn(f"target.cycle compiled: {self._function.__name__} runs as it is: {first_line(error)}")
             self._run = self._function
             return self._run(*arguments)
+
+
+def bucket(length: int) -> int:
+    """At most 64 more or a quarter more: the columns that a captured cycle looks at."""
+    step = max(64, 1 << max(length.bit_length() - 3, 0))
+    return -(-length // step) * step
+
+
+def record(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """function as a CUDA graph: what repeats its kernels, and its output, which they write anew."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = function()
+    return graph.replay, output
+
+
+class Captured:
+    """A function of a cycle as a CUDA graph; where that cannot be, its decoder goes on eagerly, and a line says so."""
+
+    def __init__(self, decoder: SpeculativeDecoder, function: Callable[..., Any]) -> None:
+        self._decoder, self._function = decoder, function
+        self._replay: Callable[[], None] | None = None
+        self._inputs: list[Any]
+        self._output: Any
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._replay is None:
+            self._inputs = [given.clone() if isinstance(given, Tensor) else given for given in arguments]
+            try:
+                self._replay, self._output = record(partial(self._function, *self._inputs))
+            except RuntimeError as error:  # too little memory is one
+                warn(f"target.cycle captured: {self._function.__name__} cannot be: {first_line(error)}")
+                self._decoder.cycle = "eager"
+                return self._function(*arguments)
+        for given, own in zip(arguments, self._inputs, strict=True):
+            if isinstance(given, Tensor):
+                own.copy_(given)
+        self._replay()
+        return self._output
 
 
 class Clock:

@@ -39,8 +39,11 @@ class Drafter:
     def reset(self, prompt: Tensor, kept: Kept, slots: int) -> None:
         """A new prompt [T], with none of its rows kept yet; slots: the most nodes of a tree that `step` is given."""
 
-    def commit(self, tokens: Tensor, features: Tensor) -> None:
-        """New known tokens [n], and the target's feature of the token before each, [n, D] or with taps [n, L*D]."""
+    def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
+        """New known tokens [n], and the target's feature of the token before each, [n, D] or with taps [n, L*D].
+
+        last [1]: the row of the last one, where others are behind it.
+        """
 
     def start(self) -> Tensor:
         """log q [1, Vd] of the root's children; begins a tree anew."""
@@ -292,7 +295,7 @@ class Proposer:
         """The tree under root [1], at most max_levels deep; here the root alone: vanilla."""
         return root_only(root)
 
-    def commit(self, tokens: Tensor, features: Tensor) -> None:
+    def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
         """See `Drafter.commit`; after the prefill tokens are prompt[1:] and the answer's first."""
 
     def learn(self, new: list[int], cycle: Cycle | None) -> None:
@@ -320,8 +323,8 @@ class Drafting(Proposer):
         forwards = self.drafter.forwards_per_tree
         return tree if forwards is None else replace(tree, draft_forwards=forwards)
 
-    def commit(self, tokens: Tensor, features: Tensor) -> None:
-        self.drafter.commit(tokens, features)
+    def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
+        self.drafter.commit(tokens, features, last)
 
     def learn(self, new: list[int], cycle: Cycle | None) -> None:
         if cycle is not None:

@@ -19,7 +19,7 @@ class Verdict:
     path: list[int]  # the accepted nodes, the root first
     tokens: list[int]  # without the root's
     bonus: int
-    # the same on the device: the path, and its tokens without the root's, the bonus token behind them
+    # the same on the device, with refused nodes behind: the path, and its tokens without the root's, then the bonus
     nodes: Tensor = field(default_factory=lambda: torch.empty(0), compare=False)
     new: Tensor = field(default_factory=lambda: torch.empty(0), compare=False)
 
@@ -176,7 +176,7 @@ def _verdict(blocks: Tensor, order: Tensor, written: Tensor) -> Verdict:
     columns = torch.stack([blocks, order, written]).tolist()
     length = columns[0].count(0)
     path, new = (column[:length] for column in columns[1:])
-    return Verdict(path, new[:-1], new[-1], order[:length], written[:length])
+    return Verdict(path, new[:-1], new[-1], order, written)
 
 
 def _of(law: Tensor, tokens: Tensor) -> Tensor:

@@ -34,9 +34,9 @@ class Steered:
         self._answer, self._place = self._answers[tuple(prompt.tolist())], 0
         self._drafter.reset(prompt, *rest)
 
-    def commit(self, tokens: Tensor, features: Tensor) -> None:
+    def commit(self, tokens: Tensor, features: Tensor, last: Any = None) -> None:
         self._place += len(tokens) if self._place else 1  # the first time it is the prompt's, and the first new one
-        self._drafter.commit(tokens, features)
+        self._drafter.commit(tokens, features, last)
 
     def start(self) -> Tensor:
         self._level = 0

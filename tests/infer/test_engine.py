@@ -1,5 +1,6 @@
 """The decoder writes token for token what the target writes alone, whatever the head drafts."""
 
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -8,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.generation.streamers import BaseStreamer
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import ChainConfig, DynamicConfig, HeuristicConfig, TreeConfig
 from aerie.configs.schema.heads import TargetConfig
-from aerie.infer.decode import engine
+from aerie.infer.decode import engine, shape
 from aerie.infer.decode.drafters import DRAFTERS
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.shape import Drafting, make_shape
@@ -26,7 +28,7 @@ from tests.targets import small
 
 def decoder(target: Target, tree: TreeConfig, kind: str = "eagle1", **changes: Any) -> SpeculativeDecoder:
     """A decoder with a random head."""
-    drafter = DRAFTERS[kind](make_head(target, kind, **changes), target)
+    drafter = DRAFTERS[kind](make_head(target, kind, **changes).to(target.device), target)
     return SpeculativeDecoder(target, Drafting(drafter, make_shape(tree)))
 
 
@@ -195,7 +197,7 @@ def widened(kept: Kept, _: None, step: int) -> None:
 @pytest.mark.parametrize("tree", [None, TREES["small"]])
 def test_compiled_functions_write_the_same_and_one_form_serves_all_lengths(tree: TreeConfig | None) -> None:
     found, plain = list[Any](), make_target()
-    for target in (plain, compiled := Target(plain.model, TargetConfig("tiny", compile=True))):
+    for target in (plain, compiled := Target(plain.model, TargetConfig("tiny", cycle="compiled"))):
         made = SpeculativeDecoder(target) if tree is None else decoder(target, tree, "eagle3")
         for number, ids in enumerate(prompts(4)):
             with torch._dynamo.config.patch(error_on_recompile=target is compiled and number > 1):
@@ -205,9 +207,70 @@ def test_compiled_functions_write_the_same_and_one_form_serves_all_lengths(tree:
 
 
 def test_what_cannot_be_compiled_runs_as_it_is_and_a_line_says_so(capfd: Any, monkeypatch: Any) -> None:
-    target, ids = Target(make_target().model, TargetConfig("tiny", compile=True)), prompts(2)[-1]
+    target, ids = Target(make_target().model, TargetConfig("tiny", cycle="compiled")), prompts(2)[-1]
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     made = decoder(target, TREES["small"])
     monkeypatch.setattr(made.lm, "extend", lambda tree, extend=made.lm.extend: (print(end=""), extend(tree))[1])
     assert made.generate(ids, do_sample=False, max_new_tokens=12).new_ids == greedy(target, ids, 12)[0][ids.shape[1] :]
-    assert "warning: target.compile: _extend runs as it is:" in capfd.readouterr().err
+    assert "warning: target.cycle compiled: _extend runs as it is:" in capfd.readouterr().err
+
+
+class Tape(TorchDispatchMode):
+    """A CUDA graph's stand-in: the kernels of one run, done again on the same tensors."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self.calls, self.is_new = list[Any](), True
+        with self:
+            self.output = function()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+    def replay(self) -> None:
+        for func, args, kwargs, result in [] if self.is_new else self.calls:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():  # else a view, or written in place
+                    old.copy_(new)
+        self.is_new = False  # a graph's first run is a replay
+
+
+CAPTURED = [("", None), ("eagle1", ChainConfig(levels=3)), ("eagle3", TREES["small"]), ("hydra", TREES["small"])]
+
+
+def eager_and_captured(kind: str, tree: TreeConfig | None, device: str = "cpu") -> list[Any]:
+    model, found = make_target().model.to(device), list[Any]()
+    for cycle in ("eager", "captured"):
+        target = Target(model, TargetConfig("tiny", cycle=cycle))  # type: ignore
+        changes = {"prefix_layer": True} if kind == "hydra" else {}
+        made = decoder(target, tree, kind, **changes) if tree else SpeculativeDecoder(target)
+        found.append([trees_of(made, ids) for ids in prompts(4)])
+    return found
+
+
+@pytest.mark.parametrize(("kind", "tree"), CAPTURED)
+def test_what_is_captured_at_one_place_of_a_text_serves_all_others(kind: str, tree: Any, monkeypatch: Any) -> None:
+    """Random trees with rejected branches, prompts of different lengths, and buckets of few columns."""
+    tapes = list[Tape]()
+    monkeypatch.setattr(shape, "argmax", lambda logits: logits.argmax(-1))  # numpy's is none of torch's kernels
+    monkeypatch.setattr(engine, "record", lambda f: (tapes.append(Tape(f)), (tapes[-1].replay, tapes[-1].output))[1])
+    monkeypatch.setattr(engine, "bucket", lambda length: -(-length // 16) * 16)
+    eager, captured = eager_and_captured(kind, tree)
+    assert eager == captured and len(tapes) >= 6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing is captured")
+@pytest.mark.parametrize(("kind", "tree"), CAPTURED)
+def test_cuda_graphs_write_what_eager_cycles_write(kind: str, tree: Any, capfd: Any) -> None:
+    eager, captured = eager_and_captured(kind, tree, "cuda")
+    assert eager == captured and "target.cycle captured" not in capfd.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device captures")
+def test_what_cannot_be_captured_is_decoded_eagerly_and_a_line_says_so(capfd: Any) -> None:
+    eager, captured = eager_and_captured(*CAPTURED[1])
+    assert eager == captured and capfd.readouterr().err.count("warning: target.cycle captured: _draft cannot be:") == 1
