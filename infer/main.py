@@ -402,6 +402,7 @@ DECODING: dict[str, dict[str, Any]] = {
     "--top-p": {"type": float},
     "--seed": {"type": int, "default": 0},
     "--show-tree": {"action": "store_true", "help": "print the first draft tree of each answer"},
+    "--profile": {"action": "store_true", "help": "print what a cycle costs: phases, kernels, bytes"},
 }
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "generate": {

@@ -73,6 +73,7 @@ class Kept:
         # in steps, as a compiled forward is of one capacity
         self.numbers = torch.arange(-(-capacity // 256) * 256, device=device)
         self.behind, self.length = self.numbers.clone(), 0
+        self.captured: dict[Any, Any] = {}  # graphs that look at these places and their caches
         self.advance(0)
 
     def advance(self, count: int) -> None:

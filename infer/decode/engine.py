@@ -94,8 +94,6 @@ class SpeculativeDecoder:
         self.plain: tuple[Callable[..., Any], ...] = self._draft, self._extend, self._commit
         self.cycle = target.recipe.cycle
         self.compiled = (*map(Compiled, self.plain),) if self.cycle == "compiled" else self.plain
-        self._captured: dict[int, tuple[Callable[..., Any], ...]] = {}  # by columns
-        self._captured_on: Kept | None = None
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -272,13 +270,12 @@ class SpeculativeDecoder:
             return self.compiled if self.proposer.is_fixed else (self._draft, self.compiled[1], self._commit)
         if not self.proposer.is_fixed:
             return self.plain
-        if self._captured_on is not kept:
-            self._captured, self._captured_on = {}, kept
-        kept.columns = kept.numbers[: bucket(kept.length)]
-        known = self._captured.get(len(kept.columns), self.plain)  # a first run sets libraries up
-        if known is self.plain:
-            self._captured[len(kept.columns)] = tuple(Captured(self, function) for function in self.plain)
-        return known
+        width = bucket(kept.length)
+        kept.columns = kept.numbers[:width]
+        if (self, width) in kept.captured:
+            return kept.captured[self, width]
+        kept.captured[self, width] = tuple(Captured(self, function) for function in self.plain)
+        return self.plain  # a first run sets libraries up
 
     def _draft(self, root: Tensor, max_levels: int) -> Tree:
         return self.proposer.propose(root, max_levels) if max_levels else root_only(root)

@@ -336,7 +336,7 @@ def measure_overhead(bench: Bench, prompts: Sequence[Prompt]) -> list[Overhead]:
             for row in list(turns):
                 decoder, watch = bench.decoders[row], Stopwatch()
                 try:
-                    with patch.object(decoder, "compiled", decoder.plain):  # forwards are timed one by one
+                    with patch.object(decoder, "cycle", "eager"):  # forwards are timed one by one
                         counted = decoder.generate(ids, timed=True, **bench.settings(ids)).statistics
                         with watch.on(decoder):
                             decoder.generate(ids, streamer=watch, **bench.settings(ids))

@@ -6,18 +6,26 @@ import sys
 from argparse import Namespace
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import pairwise
+from operator import sub
+from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.generation.streamers import BaseStreamer
 
 from aerie.data.chat import answer_text
 from aerie.data.conversations import Message
-from aerie.infer.decode.engine import Generation, SpeculativeDecoder
+from aerie.data.stage import size
+from aerie.infer.decode.engine import Generation, SpeculativeDecoder, Statistics
 from aerie.infer.decode.sampling import resolve
 from aerie.infer.decode.shape import Cycle
 from aerie.infer.decode.tree import Tree, describe
+from aerie.infer.measure.bench import clocked
 
 COMMANDS = "/reset begins a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
@@ -113,6 +121,36 @@ def chat(decoder: SpeculativeDecoder, arguments: Namespace) -> None:
         history.append({"role": "assistant", "content": streamer.text})
 
 
+class Work(TorchDispatchMode):
+    """Counts kernels, and the bytes that products and attention read."""
+
+    kernels = bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.kernels += not func.is_view
+        if any(word in func._schema.name for word in ("mm", "linear", "attention")):
+            self.bytes += sum(part.nbytes for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def profile(decoder: SpeculativeDecoder, prompt: Any, counted: Statistics, settings: dict[str, Any]) -> str:
+    """What a cycle of an answer took, and the share of a copy's speed at which it read its weights and caches."""
+    work, seen, device = Work(), list[tuple[int, int]](), decoder.target.device
+    with patch.object(decoder, "cycle", "eager"), work:  # the same kernels, one by one
+        watch = lambda _: seen.append((work.kernels, work.bytes))  # noqa: E731
+        decoder.generate(prompt, on_cycle=watch, **settings | {"max_new_tokens": min(counted.new_tokens, 64)})
+    kernels, read = map(median, zip(*(map(sub, b, a) for a, b in pairwise([(0, 0), *seen][-9:])), strict=True))
+    block = torch.ones(2**28, dtype=torch.uint8, device=device)
+    fastest = min(clocked(device, block.clone)[0] for _ in range(5))
+    ms = {phase: counted.ms[phase] / counted.target_forwards for phase in ("draft", "verify", "commit", "other")}
+    phases, taken = ", ".join(f"{phase} {part:.2f}" for phase, part in ms.items()), sum(ms.values())
+    share = read / taken / (2 * block.nbytes / fastest)
+    return (
+        f"a cycle: {taken:.2f} ms ({phases}), {kernels:,.0f} kernels; {size(read)} read by products and attention, "
+        f"at {share:.0%} of a copy's {2 * block.nbytes / fastest / 1e6:.1f} GB/s"
+    )
+
+
 def answer(decoder: SpeculativeDecoder, prompt: Any, arguments: Namespace, generator: Any, streamer: Any) -> Generation:
     """The answer, streamed to stdout unless streamer is null; statistics to stderr."""
     trees = list[Tree]()
@@ -135,6 +173,8 @@ def answer(decoder: SpeculativeDecoder, prompt: Any, arguments: Namespace, gener
         f"{counted.verify} at T {counted.decoding.temperature:g}",
         file=sys.stderr,
     )
+    if arguments.profile and counted.target_forwards:
+        print(profile(decoder, prompt, counted, settings), file=sys.stderr)
     if not made.text.strip():
         fix = "a model that thinks first may need a larger --max-new-tokens"
         print(f"there is no text to show in these tokens: {fix}", file=sys.stderr)
