@@ -186,7 +186,8 @@ class SpeculativeDecoder:
         if streamer is not None:
             streamer.put(input_ids.cpu())
         clock = Clock(statistics.ms, timed and prompt.is_cuda)
-        kept, rows = self.lm.cache.kept, bucket(len(prompt) + limit) + max(proposer.max_nodes, proposer.draft_slots)
+        kept, rows = self.lm.cache.kept, len(prompt) + limit
+        rows = (bucket(rows) if self.cycle == "captured" else rows) + max(proposer.max_nodes, proposer.draft_slots)
         if len(kept.numbers) < rows:
             kept = Kept(rows, prompt.device)
         kept.advance(-kept.length)
