@@ -40,8 +40,7 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
     section = replace(section, rows=(*rows, *(load_row(path, MethodConfig, []) for path in arguments.row)))
     suite = suite_of(section)
     heads = [_head(arguments, recipe, row, place) for row, place in zip(suite.rows, suite.places, strict=True)]
-    inputs: dict[str, Any] = {"threads": recipe.threads, "cycle": recipe.target.cycle}
-    inputs |= decode.digests(row.tree for row in suite.rows)
+    inputs = {"threads": recipe.threads, "cycle": recipe.target.cycle} | decode.digests(row.tree for row in suite.rows)
     digests = {
         head: storage.file_digest(path)
         for row, head in zip(suite.rows, heads, strict=True)
@@ -281,8 +280,7 @@ def _check_sampling(arguments: Namespace) -> None:
 
 def _decode(arguments: Namespace, unknown: list[str], prompts: list[list[Message]] | None = None) -> int:
     """Answers (null: a chat) with the target, method and head that the command line or its recipe names."""
-    given, row, recipe, pairs = arguments.head, arguments.row, None, pairs_of(unknown)
-    command = arguments.command
+    command, given, row, recipe, pairs = arguments.command, arguments.head, arguments.row, None, pairs_of(unknown)
     if arguments.config is None:
         if arguments.target is None:
             raise UserError(f"{command} needs --config RECIPE, or --target with --head or --method")
