@@ -25,8 +25,7 @@ from aerie.data.stage import bar
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
 from aerie.infer.decode.methods import Drafters
 from aerie.infer.decode.sampling import Sampler, resolve, token_ids
-from aerie.infer.decode.shape import Cycle, Drafting
-from aerie.infer.decode.tree import Tree
+from aerie.infer.decode.shape import Cycle
 from aerie.infer.measure.bench import load_quietly
 from aerie.infer.measure.tasks import load_prompts
 from aerie.model.checkpoint import new_head, save_head
@@ -277,7 +276,7 @@ class SampledProver:
 
     def prove(self, asked: MethodConfig, kind: str | None, sampling: SamplingConfig, draws: int, seed: int) -> Law:
         length = LONGER.get(asked.method, LENGTH)
-        decoder, generator = remember(self.decoder(asked, kind)), torch.Generator().manual_seed(seed)
+        decoder, generator = self.decoder(asked, kind), torch.Generator().manual_seed(seed)
         settings: dict[str, Any] = {**asdict(sampling), "max_new_tokens": length, "generator": generator}
         drawn = [decoder.generate(self.ids, **settings) for _ in range(draws)]
         seen = Counter(tuple(out.new_ids) for out in drawn)
@@ -344,45 +343,3 @@ def p_value(law: dict[Answer, float], seen: Counter[Answer]) -> float:
         cells = [*cells[:single], (sum(expected for expected, _ in rest), sum(count for _, count in rest))]
     statistic = sum((count - expected) ** 2 / expected for expected, count in cells)
     return float(chi2.sf(statistic, len(cells) - 1)) if len(cells) > 1 else 1.0
-
-
-class Remembered:
-    """Keeps an object's answers, which depend on the calls since the first of `calls` alone; silent: no answer."""
-
-    def __init__(self, inner: Any, calls: tuple[str, ...], silent: tuple[str, ...]) -> None:
-        self._inner, self._calls, self._silent = inner, calls, silent
-        self._answers: dict[Any, Any] = {}
-        self._key: Any = ()
-        self._waiting: list[partial[Any]] = []  # calls of this history that the object has not had
-
-    def __getattr__(self, name: str) -> Any:
-        return partial(self._call, name) if name in self._calls else getattr(self._inner, name)
-
-    def _call(self, name: str, *given: Any) -> Any:
-        if name == self._calls[0]:
-            self._key, self._waiting = (), []
-        self._key = (self._key, name, *map(_hashable, given))
-        self._waiting.append(partial(getattr(self._inner, name), *given))
-        if name in self._silent:
-            return None
-        if self._key not in self._answers:
-            *_, self._answers[self._key] = [call() for call in self._waiting]
-            self._waiting = []
-        return self._answers[self._key]
-
-
-def _hashable(argument: Any) -> Any:
-    if isinstance(argument, Tree):
-        return tuple(map(_hashable, (argument.tokens, argument.depth, argument.mask)))
-    if isinstance(argument, Tensor):
-        return (*argument.shape, argument.cpu().numpy().tobytes())
-    return tuple(argument) if isinstance(argument, list) else argument
-
-
-def remember(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
-    """Its target and drafter compute nothing twice."""
-    decoder.lm = Remembered(decoder.lm, ("prefill", "extend", "keep"), ("keep",))  # type: ignore[assignment]
-    if isinstance(decoder.proposer, Drafting):
-        calls = ("reset", "commit", "start", "step")
-        decoder.proposer.drafter = Remembered(decoder.proposer.drafter, calls, calls[:2])  # type: ignore[assignment]
-    return decoder
