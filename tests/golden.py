@@ -40,7 +40,7 @@ COUNTS = "verify target_forwards draft_forwards draft_forwards_wasted draft_node
 COUNTS += "cycle_tokens cycle_nodes identical identical_to_generate prompt_ids".split()
 DIGESTS = re.compile(r'("(?:key|seal|config\.json|target)": )"(?:sha256:)?[0-9a-f]{16}"')
 
-PLAIN = {"fc_norm": False, "norm_output": False}  # for every layout
+PLAIN = {"fc_norm": False, "norm_output": False, "norm_before_residual": False}  # for every layout
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # recipe, sizes of the section `head`
     "target": ("draft_lm/embedded", {"num_hidden_layers": 7, "hidden_size": 48, "intermediate_size": 128}),
     "eagle1": ("embedded", {"intermediate_size": 96, "head_dim": 16}),
