@@ -198,8 +198,9 @@ def _launched(command: list[str], processes: int, precision: str) -> int:
     try:
         launch_command(launch_command_parser().parse_args([*options, "--mixed_precision", precision, *command]))
     except ChildFailedError as error:
-        codes = (failed.exitcode for failed in error.failures.values())  # SIGTERM is the launcher's word to the others
-        return min((code if code > 0 else 128 - code for code in codes), key=lambda code: code == 128 + signal.SIGTERM)
+        ended = (-signal.SIGTERM, 128 + signal.SIGTERM)  # the launcher's word to the others
+        code = min(error.failures.values(), key=lambda one: (one.exitcode in ended, one.timestamp)).exitcode
+        return code if code > 0 else 128 - code
     except SignalException as error:
         return REQUEUE if error.sigval == signal.SIGUSR1 else 128 + int(error.sigval)
     return 0

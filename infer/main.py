@@ -40,14 +40,14 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
     section = replace(section, rows=(*rows, *(load_row(path, MethodConfig, []) for path in arguments.row)))
     suite = suite_of(section)
     heads = [_head(arguments, recipe, row, place) for row, place in zip(suite.rows, suite.places, strict=True)]
-    inputs = {"threads": recipe.threads, "cycle": recipe.target.cycle} | decode.digests(row.tree for row in suite.rows)
+    inputs: dict[str, Any] = {"threads": recipe.threads} | decode.digests(row.tree for row in suite.rows)
     digests = {
         head: storage.file_digest(path)
         for row, head in zip(suite.rows, heads, strict=True)
         if head and row.tree and row.tree.calibrated and not arguments.plan
         if (path := head_directory(head) / storage.CALIBRATOR).is_file()  # else the decoder says so
     }
-    inputs |= {"calibrators": digests} if digests else {}
+    inputs |= {k: v for k, v in (("calibrators", digests), ("cycle", recipe.target.cycle)) if v not in ({}, "eager")}
     plan = f"{len(suite.rows)} rows x {len(section.sampling)} samplings -> {paths.bench}"
     work = partial(measured, section, heads, paths.bench, recipe.seed)
     return _stage(arguments, recipe, heads, inputs, section, plan, work)

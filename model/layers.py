@@ -72,8 +72,13 @@ class Kept:
     def __init__(self, capacity: int, device: torch.device) -> None:
         # in steps, as a compiled forward is of one capacity
         self.numbers = torch.arange(-(-capacity // 256) * 256, device=device)
-        self.behind, self.length = self.numbers.clone(), 0
+        self.behind = self.numbers.clone()
         self.captured: dict[Any, Any] = {}  # graphs that look at these places and their caches
+        self.restart()
+
+    def restart(self) -> None:
+        self.behind.copy_(self.numbers)
+        self.length = 0
         self.advance(0)
 
     def advance(self, count: int) -> None:
@@ -92,6 +97,7 @@ class KeyValueCache(Cache):
         """rows: what each layer's "keys" and "values" begin with, [B, KV, n, head_dim]."""
         super().__init__(layers=[])
         self.kept, self.pending, self.width = kept, 0, 0
+        kept.captured.clear()
         # tensors of one device, dtype and shape share one, so that `keep` gathers them all at once
         self._groups: list[Tensor] = []  # [tensors, B, KV, capacity, head_dim]
         self._rows: dict[tuple[int, str], Tensor] = {}  # views: each layer's keys and values

@@ -46,9 +46,10 @@ class EagleDrafter(Drafter):
         self._zero, self._hides = head.fc.weight.new_tensor([0.0, float("-inf")])
 
     def reset(self, prompt: Tensor, kept: Kept, slots: int) -> None:
+        self._slots = slots
         if self._cache.kept is kept:
             return
-        like, config, self._slots = self.head.fc.weight, self.head.config, slots
+        like, config = self.head.fc.weight, self.head.config
         self._cache = KeyValueCache.empty(config.num_hidden_layers, config, kept, like)
         self._table = torch.stack(self.head.rotary.table(len(kept.numbers), like))  # [2, positions, hd]
 

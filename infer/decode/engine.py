@@ -190,7 +190,7 @@ class SpeculativeDecoder:
         rows = (bucket(rows) if self.cycle == "captured" else rows) + max(proposer.max_nodes, proposer.draft_slots)
         if len(kept.numbers) < rows:
             kept = Kept(rows, prompt.device)
-        kept.advance(-kept.length)
+        kept.restart()
         root = self._prefill(prompt, kept, sampler)  # [1]
         new = root.tolist()
         proposer.learn(new, None)
@@ -352,6 +352,8 @@ class Captured:
         self._output: Any
 
     def __call__(self, *arguments: Any) -> Any:
+        if self._decoder.cycle == "eager":
+            return self._function(*arguments)
         if self._replay is None:
             self._inputs = [given.clone() if isinstance(given, Tensor) else given for given in arguments]
             try:

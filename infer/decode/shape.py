@@ -187,8 +187,6 @@ class DynamicTree(Shape):
         super().__init__(stop, config.levels, config.nodes, config.levels * config.k, calibrate)
         self.k, self.nodes = config.k, config.nodes
         self.by_survival, self.rerank = config.rank == "survival", config.rerank
-        # no candidate beyond a level's k best can be in the tree: OPT-Tree
-        self.is_wide = self.by_survival and self.rerank and calibrate is unchanged and self.k >= self.nodes - 1
 
     def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler, keep: bool = False) -> Tree:
         self.stop.begin()
@@ -199,7 +197,9 @@ class DynamicTree(Shape):
         above = lowest = certain[:, None]
         # By level: its r * k candidates, their scores, and the numbers of the nodes expanded [r]; the root is number 0.
         # Of a wide tree its k best candidates, and the number of each one's parent.
-        wide, number, first = self.is_wide and not keep, torch.zeros_like(root), 1
+        number, first = torch.zeros_like(root), 1
+        # no candidate beyond a level's nodes - 1 best can be in the tree: OPT-Tree
+        wide = self.by_survival and self.rerank and self.calibrate is unchanged and k >= self.nodes - 1 and not keep
         candidates: list[tuple[Tensor, ...]] = []
         frontiers, grown = [number], cast(list[Level], [])
         for depth in range(1, levels + 1):

@@ -7,7 +7,6 @@ from argparse import Namespace
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import pairwise
-from operator import sub
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +23,7 @@ from aerie.data.stage import size
 from aerie.infer.decode.engine import Generation, SpeculativeDecoder, Statistics
 from aerie.infer.decode.sampling import resolve
 from aerie.infer.decode.shape import Cycle
-from aerie.infer.decode.tree import Tree, describe
+from aerie.infer.decode.tree import describe
 from aerie.infer.measure.bench import clocked
 
 COMMANDS = "/reset begins a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
@@ -136,11 +135,13 @@ class Work(TorchDispatchMode):
 def profile(decoder: SpeculativeDecoder, prompt: Any, counted: Statistics, settings: dict[str, Any]) -> str:
     """What a cycle of an answer took, and the share of a copy's speed at which it read its weights and caches."""
     work, seen, device = Work(), list[tuple[int, int]](), decoder.target.device
+    more = min(64, min(decoder.limits.values()) - counted.prompt_tokens)
     with patch.object(decoder, "cycle", "eager"), work:  # the same kernels, one by one
         watch = lambda _: seen.append((work.kernels, work.bytes))  # noqa: E731
-        decoder.generate(prompt, on_cycle=watch, **settings | {"max_new_tokens": min(counted.new_tokens, 64)})
-    kernels, read = map(median, zip(*(map(sub, b, a) for a, b in pairwise([(0, 0), *seen][-9:])), strict=True))
-    block = torch.ones(2**28, dtype=torch.uint8, device=device)
+        decoder.generate(prompt, on_cycle=watch, **settings | {"max_new_tokens": more, "eos_token_id": []})
+    steps = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(seen)]
+    kernels, read = map(median, zip(*steps or [(0, 0)], strict=True))
+    block = torch.ones(2**26, dtype=torch.uint8, device=device)
     fastest = min(clocked(device, block.clone)[0] for _ in range(5))
     ms = {phase: counted.ms[phase] / counted.target_forwards for phase in ("draft", "verify", "commit", "other")}
     phases, taken = ", ".join(f"{phase} {part:.2f}" for phase, part in ms.items()), sum(ms.values())
@@ -153,20 +154,20 @@ def profile(decoder: SpeculativeDecoder, prompt: Any, counted: Statistics, setti
 
 def answer(decoder: SpeculativeDecoder, prompt: Any, arguments: Namespace, generator: Any, streamer: Any) -> Generation:
     """The answer, streamed to stdout unless streamer is null; statistics to stderr."""
-    trees = list[Tree]()
+    trees = list[str]()
 
     def watch(cycle: Cycle) -> None:
         if streamer is not None:
             streamer.accepted = cycle.verdict.accepted
-        if len(cycle.tree) > 1 and not trees:
-            trees.append(cycle.tree)
+        if arguments.show_tree and len(cycle.tree) > 1 and not trees:
+            names = [decoder.tokenizer.decode([token]) for token in cycle.tree.tokens.tolist()]
+            trees.append(describe(cycle.tree, names))
 
     settings = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
     made = decoder.generate(prompt, streamer=streamer, on_cycle=watch, generator=generator, timed=True, **settings)
     counted = made.statistics
-    for tree in trees if arguments.show_tree else ():
-        names = [decoder.tokenizer.decode([token]) for token in tree.tokens.tolist()]
-        print("\n" + describe(tree, names), file=sys.stderr)
+    for tree in trees:
+        print("\n" + tree, file=sys.stderr)
     print(
         f"\n{counted.new_tokens} tokens in {counted.target_forwards} target forwards: tau {counted.tau:.2f}, "
         f"{counted.tokens_per_s:.1f} tokens/s (prefill {counted.ms['prefill']:.0f} ms), "

@@ -80,7 +80,8 @@ KEPT = {
     "chain": ChainConfig(levels=4, stop=ProbabilitySumConfig(checks=(3,), threshold=1.0)),
     "static": StaticConfig(choices="eagle1"),
     "dynamic": DynamicConfig(levels=4, k=3, nodes=9),
-    "wide": DynamicConfig(levels=4, k=8, nodes=9),
+    "wide": DynamicConfig(levels=4, k=4, nodes=5),
+    "wider than the vocabulary": DynamicConfig(levels=4, k=59, nodes=60),
     "all levels": DynamicConfig(levels=4, k=3, nodes=13, rank="confidence", rerank=False),
 }
 
