@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable
 from itertools import count
@@ -91,6 +92,8 @@ def fork(run: Callable[[], object]) -> int:
     if child == 0:
         code: Any = 1
         try:
+            if compiler := sys.modules.get("torch._inductor.async_compile"):
+                compiler.AsyncCompile.pool.cache_clear()  # its threads are the parent's, which torch does not notice
             code = run()
         except BaseException:
             traceback.print_exc()
