@@ -47,7 +47,7 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
         if head and row.tree and row.tree.calibrated and not arguments.plan
         if (path := head_directory(head) / storage.CALIBRATOR).is_file()  # else the decoder says so
     }
-    inputs |= {k: v for k, v in (("calibrators", digests), ("cycle", recipe.target.cycle)) if v not in ({}, "eager")}
+    inputs |= {k: v for k, v in (("calibrators", digests), ("cycle", recipe.target.cycle)) if v not in ({}, "auto")}
     plan = f"{len(suite.rows)} rows x {len(section.sampling)} samplings -> {paths.bench}"
     work = partial(measured, section, heads, paths.bench, recipe.seed)
     return _stage(arguments, recipe, heads, inputs, section, plan, work)

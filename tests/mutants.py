@@ -23,7 +23,11 @@ TESTS = {
 MUTANTS = [  # file, what stands there once, what stands there instead
     (VERIFY, "tree.tokens != choice.index_select(0, tree.parents)", "tree.tokens < 0"),
     (VERIFY, "(refused | tree.passengers)[1:]", "refused[1:]"),
-    (VERIFY, "return _verdict(blocks, order, choice.index_select(0, order))", "return _verdict(blocks, order, choice)"),
+    (
+        VERIFY,
+        "return _verdict(tree, blocks, order, choice.index_select(0, order))",
+        "return _verdict(tree, blocks, order, choice)",
+    ),
     (VERIFY, ".roll(-1)", ""),
     (VERIFY, "chosen[: nodes.shape[0]] != rank", "chosen[: nodes.shape[0]] < 0"),
     (VERIFY, "if not replaced and rank", "if replaced and rank"),

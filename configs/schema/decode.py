@@ -198,6 +198,9 @@ class DynamicConfig(Section, kw_only=True):
     rank: Literal["survival", "confidence"] = "survival"
     rerank: bool = True  # false: every level's k best are verified, k * levels + 1 nodes
     stop: StopConfig = ConstantConfig()  # when to end a draft early
+    # When the device's answer to `stop` is waited for; the tree is the same. each: before the next level's forward;
+    # late: after it was launched, one forward more; never: all levels are drafted, those below the end are ignored
+    stop_read: Literal["each", "late", "never"] = "each"
     calibrated: Fit | None = None  # read confidences through this fit of `aerie calibrate`
 
     def __post_init__(self) -> None:

@@ -24,8 +24,9 @@ class TargetConfig(Section):
     revision: str | None = None  # a branch, tag or commit of the Hub; null: main
     dtype: DType = "auto"  # auto: what the checkpoint was saved in
     device_map: str | None = None  # "auto" spreads the target over the GPUs that are there
-    # how a cycle is run; compiled: by torch.compile, faster after minutes; captured: as CUDA graphs, after seconds
-    cycle: Literal["eager", "compiled", "captured"] = "eager"
+    # How a cycle is run. captured: as CUDA graphs, after seconds; compiled: by torch.compile, faster after minutes;
+    # auto: captured on a GPU, eager elsewhere
+    cycle: Literal["auto", "eager", "captured", "compiled"] = "auto"
     trust_remote_code: bool = False  # true runs the Python files that come with the checkpoint
     chat_template: Place | None = None  # a .jinja file, for targets whose tokenizer has none
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from aerie.infer.decode.tree import Tree
 from aerie.model.layers import Kept, KeyValueCache
 from aerie.model.target import Target
 
@@ -64,8 +63,9 @@ class CachedLM:
         left = (self.target.rope_switch or 0) - self.cache.kept.length - 1
         return left if left >= 0 else 2**31
 
-    def extend(self, tree: Tree) -> TargetStep:
-        return self._step(self._forward(tree.tokens, tree.depth, tree.mask))
+    def extend(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> TargetStep:
+        """Of a tree's nodes [N]; mask [N, N]."""
+        return self._step(self._forward(tokens, depth, mask))
 
     def append(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> Tensor:
         """last_hidden [n, D] of tokens [n], which later calls see until `gather`; depth [m + n], mask [n, m + n].

@@ -97,7 +97,7 @@ def _difference(target: Target, length: int, parents: Tensor, paths: Tensor) -> 
     lm.prefill(known, kept := Kept(length + paths.shape[1] + count, target.device))
     kept.advance(length)
     for _ in range(2):  # the second time after rows were gathered out of order
-        step = lm.extend(tree)
+        step = lm.extend(tree.tokens, tree.depth, tree.mask)
         texts = torch.cat([known.expand(len(paths), -1), tokens[paths]], dim=-1)
         ours.append(step.logits[paths])
         theirs.append(target.logits(target.features(texts).last_hidden[:, -paths.shape[1] :]))

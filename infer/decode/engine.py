@@ -1,11 +1,11 @@
 """The decoding loop; plain decoding (`vanilla`) is the same loop with a tree of one node."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from aerie.infer.decode.cache import TargetStep
 from aerie.infer.decode.check import Form, checked_lm
 from aerie.infer.decode.methods import Drafters, kind_at, make_proposer
 from aerie.infer.decode.sampling import Decoding, Sampler, resolve
-from aerie.infer.decode.shape import Cycle, Proposer
+from aerie.infer.decode.shape import Cycle, Drafting, Growing, Proposer, last_of
 from aerie.infer.decode.tree import Tree, root_only
 from aerie.infer.decode.verify import rule_of, verify
 from aerie.model.layers import Kept
@@ -92,7 +92,8 @@ class SpeculativeDecoder:
         self.form: Form = "chain" if self.proposer.is_chain else "tree"
         self.lm = checked_lm(target, self.proposer.after_blocks, self.form)
         self.plain: tuple[Callable[..., Any], ...] = self._draft, self._extend, self._commit
-        self.cycle = target.recipe.cycle
+        own = "captured" if target.device.type == "cuda" else "eager"
+        self.cycle: str = own if target.recipe.cycle == "auto" else target.recipe.cycle
         self.compiled = (*map(Compiled, self.plain),) if self.cycle == "compiled" else self.plain
 
     @cached_property
@@ -211,7 +212,7 @@ class SpeculativeDecoder:
             tree = draft(root, levels)
             position, draft_ms = kept.length, clock.lap("draft")
             # (2) verify in one target forward
-            step = extend(tree)
+            step = extend(tree.tokens, tree.depth, tree.mask)
             verdict = verify(tree, step.logits, sampler, self.typical)
             verify_ms = clock.lap("verify")
             new = chosen = [*verdict.tokens, verdict.bonus][:remaining]
@@ -241,8 +242,8 @@ class SpeculativeDecoder:
             statistics.accepted.append(accepted)
             statistics.draft_forwards += tree.draft_forwards
             statistics.draft_forwards_wasted += max(tree.draft_forwards - verdict.accepted, 0)
-            statistics.draft_nodes += tree.num_drafted
-            statistics.cycle_nodes.append(tree.num_drafted)
+            statistics.draft_nodes += verdict.drafted
+            statistics.cycle_nodes.append(verdict.drafted)
             statistics.cycle_ms.append(draft_ms + verify_ms + commit_ms + clock.lap("commit"))
         if streamer is not None:
             streamer.end()
@@ -269,20 +270,22 @@ class SpeculativeDecoder:
         if self.cycle == "compiled":
             torch._dynamo.maybe_mark_dynamic(kept.columns, 0)
             return self.compiled if self.proposer.is_fixed else (self._draft, self.compiled[1], self._commit)
-        if not self.proposer.is_fixed:
-            return self.plain
-        width = bucket(kept.length)
-        kept.columns = kept.numbers[:width]
-        if (self, width) in kept.captured:
-            return kept.captured[self, width]
-        kept.captured[self, width] = tuple(Captured(self, function) for function in self.plain)
-        return self.plain  # a first run sets libraries up
+        is_chain = isinstance(self.proposer, Drafting) and self.proposer.is_chain and self.proposer.drafter.is_fixed
+        if not (self.proposer.is_fixed or self.proposer.grows_fixed or is_chain):
+            return self.plain  # its trees have too many sizes
+        kept.columns = kept.numbers[: (width := bucket(kept.length))]
+        if (self, width) not in kept.captured:
+            draft, *others = (Captured(self, function) for function in self.plain)
+            other = CapturedLevels(self) if self.proposer.grows_fixed else self._draft
+            kept.captured[self, width] = draft if self.proposer.is_fixed else other, *others
+        found: tuple[Callable[..., Any], ...] = kept.captured[self, width]
+        return found
 
     def _draft(self, root: Tensor, max_levels: int) -> Tree:
         return self.proposer.propose(root, max_levels) if max_levels else root_only(root)
 
-    def _extend(self, tree: Tree) -> TargetStep:
-        return self.lm.extend(tree)
+    def _extend(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> TargetStep:
+        return self.lm.extend(tokens, depth, mask)
 
     def _commit(self, nodes: Tensor, new: Tensor, features: Tensor, last: Tensor | None = None) -> None:
         if self.form == "tree":  # a chain's rows stand where they belong
@@ -343,30 +346,79 @@ def record(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
 
 
 class Captured:
-    """A function of a cycle as a CUDA graph; where that cannot be, its decoder goes on eagerly, and a line says so."""
+    """A function of a cycle as CUDA graphs, one for arguments of each size.
+
+    Where that cannot be, or gives other logits, its decoder goes on eagerly, and a line says so.
+    """
 
     def __init__(self, decoder: SpeculativeDecoder, function: Callable[..., Any]) -> None:
         self._decoder, self._function = decoder, function
-        self._replay: Callable[[], None] | None = None
-        self._inputs: list[Any]
-        self._output: Any
+        self._graphs: dict[tuple[int, ...], tuple[Callable[[], None], list[Any], Any]] = {}
 
     def __call__(self, *arguments: Any) -> Any:
         if self._decoder.cycle == "eager":
             return self._function(*arguments)
-        if self._replay is None:
-            self._inputs = [given.clone() if isinstance(given, Tensor) else given for given in arguments]
+        sizes = tuple(len(given) if isinstance(given, Tensor) else given for given in arguments)
+        expected = None
+        if sizes not in self._graphs:
+            # once as it is, which also sets libraries up; a commit cannot be done twice
+            expected = None if self._function == self._decoder.plain[2] else self._function(*arguments)
+            inputs = [given.clone() if isinstance(given, Tensor) else given for given in arguments]
             try:
-                self._replay, self._output = record(partial(self._function, *self._inputs))
+                replay, output = record(partial(self._function, *inputs))
             except RuntimeError as error:  # too little memory is one
-                warn(f"target.cycle captured: {self._function.__name__} cannot be: {first_line(error)}")
-                self._decoder.cycle = "eager"
-                return self._function(*arguments)
-        for given, own in zip(arguments, self._inputs, strict=True):
+                return self._eagerly(arguments, first_line(error))
+            self._graphs[sizes] = replay, inputs, output
+        replay, inputs, output = self._graphs[sizes]
+        for given, own in zip(arguments, inputs, strict=True):
             if isinstance(given, Tensor):
                 own.copy_(given)
-        self._replay()
-        return self._output
+        replay()
+        if isinstance(expected, TargetStep):
+            apart = self._decoder.target.difference(output.logits, expected.logits)
+            if apart is not None:
+                return self._eagerly(arguments, f"its logits differ by {apart:.2g}")
+        return output
+
+    def _eagerly(self, arguments: tuple[Any, ...], why: str) -> Any:
+        warn(f"target.cycle captured: {self._function.__name__} cannot be: {why}")
+        self._decoder.cycle = "eager"
+        return self._function(*arguments)
+
+
+class CapturedLevels:
+    """The draft of an adaptive tree: a CUDA graph of each level, and one of the tree that ends there."""
+
+    def __init__(self, decoder: SpeculativeDecoder) -> None:
+        self._decoder, self._graphs = decoder, list[Any]()
+
+    def __call__(self, root: Tensor, max_levels: int) -> Tree:
+        decoder, proposer = self._decoder, cast(Drafting, self._decoder.proposer)
+        if decoder.cycle == "eager":
+            return proposer.propose(root, max_levels)
+        if not self._graphs:
+            self._root = root.clone()
+            growing = proposer.propose_levels(self._root, max_levels)
+            try:
+                for _ in range(proposer.levels):
+                    replay, (ends, finish) = record(partial(next, growing))
+                    self._graphs.append((replay, ends, *record(finish)))
+            except RuntimeError as error:
+                warn(f"target.cycle captured: a level of the draft cannot be: {first_line(error)}")
+                decoder.cycle = "eager"
+                return proposer.propose(root, max_levels)
+        self._root.copy_(root)
+        return last_of(self._played(proposer.shape.stop_read == "each"))
+
+    def _played(self, waits: bool) -> Iterator[Growing]:
+        for replay, ends, replay_tree, tree in self._graphs:
+            replay()
+            yield bool(ends) if waits else ends, partial(played, replay_tree, tree)
+
+
+def played(replay: Callable[[], None], output: Any) -> Any:
+    replay()
+    return output
 
 
 class Clock:

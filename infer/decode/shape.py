@@ -1,6 +1,6 @@
 """Where to draft: a static tree (a chain is one) or a dynamic one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal, cast
@@ -12,13 +12,15 @@ from torch.nn import functional as F
 from aerie.configs.schema.decode import Choice, DynamicConfig, StaticConfig, TreeConfig
 from aerie.infer.decode.cache import TargetStep
 from aerie.infer.decode.sampling import Sampler, argmax, race
-from aerie.infer.decode.stop import STOPS, Stop
+from aerie.infer.decode.stop import STOPS, Stop, on_device
 from aerie.infer.decode.tree import Level, Pool, Proposal, Rule, Tree, ancestors, root_only
 from aerie.infer.decode.verify import Verdict
 from aerie.model.layers import Kept
 
 Children = Literal["best", "sampled", "replaced"]
 Calibrate = Callable[[Tensor], Tensor]  # log q, of any shape -> log confidence
+StopRead = Literal["each", "late", "never"]  # as DynamicConfig has it
+Growing = tuple[Any, Callable[[], Tree]]  # a level: whether the tree ends there (a bool or a tensor []), and that tree
 
 
 def unchanged(log_q: Tensor) -> Tensor:
@@ -62,6 +64,7 @@ class Shape:
     """draft_slots: the most nodes that one tree gives to `Drafter.step`."""
 
     is_chain = draws = False
+    stop_read: StopRead = "each"
 
     def __init__(self, stop: Stop, levels: int, max_nodes: int, draft_slots: int, calibrate: Calibrate) -> None:
         self.stop, self.calibrate = stop, calibrate
@@ -71,7 +74,7 @@ class Shape:
         """The tree under root [1], at most max_levels deep; keep: with its `pool`."""
         raise NotImplementedError
 
-    def _pool(self, levels: list[Level], kept: Tensor, drafter: Drafter, ended: bool, reranked: bool) -> Pool:
+    def _pool(self, levels: list[Level], drafter: Drafter, ended: bool, kept: Tensor, reranked: bool = True) -> Pool:
         columns = torch.arange(levels[0].log_q.shape[-1], device=kept.device)
         return Pool(levels, kept, drafter.target_ids(columns), reranked, self.stop.config.rule if ended else None)
 
@@ -149,7 +152,7 @@ class StaticTree(Shape):
                 node = torch.zeros_like(parents).scatter_(0, kept, torch.arange(len(kept), device=root.device))
                 parents, mask = node[parents[kept]], mask[kept][:, kept]
                 token, depths, confidence, survival = (part[kept] for part in (token, depths, confidence, survival))
-        pool = self._pool(grown, kept, drafter, ended, reranked=False) if keep else None
+        pool = self._pool(grown, drafter, ended, kept, reranked=False) if keep else None
         depth = len(grown)
         return Tree(token, parents, depths, mask, confidence, survival, depth, depth, proposal, pool=pool)
 
@@ -187,21 +190,29 @@ class DynamicTree(Shape):
         super().__init__(stop, config.levels, config.nodes, config.levels * config.k, calibrate)
         self.k, self.nodes = config.k, config.nodes
         self.by_survival, self.rerank = config.rank == "survival", config.rerank
+        self.stop_read = config.stop_read if stop.reads_only else "each"
 
     def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler, keep: bool = False) -> Tree:
-        self.stop.begin()
-        levels, ended, watched = min(self.levels, max_levels), False, keep or type(self.stop) is not Stop
+        return last_of(self.grow_levels(drafter, root, max_levels, "each" if keep else self.stop_read, keep))
+
+    def grow_levels(
+        self, drafter: Drafter, root: Tensor, max_levels: int, reads: StopRead, keep: bool = False
+    ) -> Iterator[Growing]:
+        """After each level, before the next forward: whether it is to be the last one, and how to make that tree.
+
+        reads: "each" tells it as a bool; "late" as a tensor [] that nobody has waited for; "never" does not tell, and
+        nodes below such a level are passengers.
+        """
+        self.stop.begin(Tensor.tolist if reads == "each" else on_device)
+        levels, watched = min(self.levels, max_levels), keep or type(self.stop) is not Stop
         log_q = drafter.start()  # [1, Vd]
         k, certain = min(self.k, log_q.shape[-1]), torch.zeros(1, device=root.device)
         # of the expanded nodes [r, 1]: log survival, and the least log confidence on their path
         above = lowest = certain[:, None]
-        # By level: its r * k candidates, their scores, and the numbers of the nodes expanded [r]; the root is number 0.
-        # Of a wide tree its k best candidates, and the number of each one's parent.
-        number, first = torch.zeros_like(root), 1
+        number, first, ended = torch.zeros_like(root), 1, cast(Any, False)
         # no candidate beyond a level's nodes - 1 best can be in the tree: OPT-Tree
         wide = self.by_survival and self.rerank and self.calibrate is unchanged and k >= self.nodes - 1 and not keep
-        candidates: list[tuple[Tensor, ...]] = []
-        frontiers, grown = [number], cast(list[Level], [])
+        candidates, grown = [(root, certain, certain, certain, number, number)], list[Level]()
         for depth in range(1, levels + 1):
             if wide:  # one search of all laws is much faster than one of each
                 survival, cell = (above + log_q).flatten().topk(k)
@@ -213,44 +224,83 @@ class DynamicTree(Shape):
             token, confidence = drafter.target_ids(columns).flatten(), chances.flatten()
             # ranked by confidence, a node counts no more than the least sure node on its path
             score = survival if self.by_survival else torch.minimum(lowest, chances).flatten()
-            expanded = number
-            candidates.append((token, confidence, survival, score, number.index_select(0, rows) if wide else number))
-            if depth == levels and self.rerank and not keep:
-                break  # nothing is left to be ranked level by level
-            # the k best of the level are expanded next
-            best_first, best = (survival if self.by_survival else confidence).topk(k)
-            if not self.by_survival:
-                best_first = survival.index_select(0, best)
-            number = best + first
-            frontiers.append(number)
-            if watched:
+            expanded, is_last = number, depth == levels
+            if not (is_last and self.rerank and not keep):  # else nothing is left to be ranked level by level
+                # the k best of the level are expanded next
+                best_first, best = (survival if self.by_survival else confidence).topk(k)
+                if not self.by_survival:
+                    best_first = survival.index_select(0, best)
+                number = best + first
+            # by level: its candidates and scores; the numbers of the nodes above them [r] (of a wide tree each one's),
+            # where the root is number 0; and of its best
+            parents = expanded.index_select(0, rows) if wide else expanded
+            candidates.append((token, confidence, survival, score, parents, number))
+            if keep or (watched and not is_last):
                 grown.append(Level(depth, log_q, expanded, rows, token, confidence, survival, best, best_first))
-            if depth == levels:
-                break
-            if watched:
-                ended = self.stop.ends(grown[-1])
-                if not ended and (growing := self.stop.expands(grown[-1])) is not None:
+            if watched and not is_last:
+                ends = self.stop.ends(grown[-1])
+                ended = ended | ends if reads == "never" else ends
+                if ended is False and (growing := self.stop.expands(grown[-1])) is not None:
                     best, best_first, number = best[growing], best_first[growing], number[growing]
                     ended = best.shape[0] == 0
-            if ended:
-                break
+            pool = partial(self._pool, [*grown], drafter, ended and not is_last) if keep else None
+            finish = partial(self._tree, [*candidates], 1 if wide else k, reads == "never", pool)
+            yield reads != "never" and not is_last and ended, finish
+            if is_last:
+                return
             log_q = drafter.step(token.index_select(0, best), rows.index_select(0, best))
             above, first = best_first[:, None], first + token.shape[0]
             lowest = above if self.by_survival else score.index_select(0, best)[:, None]
-        tokens, confidences, survivals, scores, numbers = zip(*candidates, strict=True)
-        both = torch.cat([certain, *confidences, certain, *survivals]).view(2, -1)
+            if reads == "never" and ended is not False:
+                above, lowest = (x.masked_fill(ended, float("-inf")) for x in (above, lowest))
+
+    def _tree(
+        self, candidates: list[tuple[Tensor, ...]], k: int, masked: bool, pool: Callable[[Tensor], Pool] | None
+    ) -> Tree:
+        """Of the root and the candidates of each level; k of them have one parent; masked: some have no survival."""
+        tokens, confidences, survivals, scores, (_, *numbers), frontiers = zip(*candidates, strict=True)
+        both, depth = torch.cat([*confidences, *survivals]).view(2, -1), len(numbers)
         # reranking (section 4.2): the best are connected, as ties go to the shallower node: the sort is stable
-        score = both[1] if self.by_survival else torch.cat([certain, *scores])
+        score = both[1] if self.by_survival else torch.cat(scores)
         best = score.sort(descending=True, stable=True).indices[: self.nodes] if self.rerank else torch.cat(frontiers)
         kept = best.sort().values  # [N]
-        of, depth_of = _layout(tuple(map(len, numbers)), 1 if wide else k, root.device).index_select(1, kept)
+        of, depth_of = _layout(tuple(map(len, numbers)), k, kept.device).index_select(1, kept)
         parents = torch.searchsorted(kept, torch.cat(numbers).index_select(0, of))  # [N]; the root is its own
-        token = torch.cat([root, *tokens]).index_select(0, kept)
+        token = torch.cat(tokens).index_select(0, kept)
         confidence, survival = both.index_select(1, kept)
-        pool = self._pool(grown, kept, drafter, ended, reranked=True) if keep else None
-        depth = len(candidates)
-        mask = ancestors(parents, depth)
-        return Tree(token, parents, depth_of, mask, confidence, survival, depth, depth, pool=pool)
+        passengers = None
+        if masked:  # what stands below the level that ended the tree
+            passengers = survival == float("-inf")
+            parents = parents.masked_fill(passengers, 0)
+        mask, made = ancestors(parents, depth), pool and pool(kept)
+        return Tree(token, parents, depth_of, mask, confidence, survival, depth, depth, None, passengers, made)
+
+
+def last_of(levels: Iterable[Growing]) -> Tree:
+    """The tree that ends where its rule says so; a tensor is read once the next level is under way."""
+    before = cast(Any, None)
+    for ends, finish in levels:
+        if before is not None and before[0]():
+            return replace(tree := before[1](), draft_forwards=tree.draft_forwards + 1)
+        before = (promise(ends), finish) if isinstance(ends, Tensor) else None
+        if ends is True:
+            break
+    return finish()
+
+
+def promise(answer: Tensor) -> Callable[[], bool]:
+    """Begins to read a boolean [] of the device; the call waits for it alone, not for what was launched since."""
+    if not answer.is_cuda:
+        return lambda: bool(answer)
+    held = torch.empty_like(answer, device="cpu", pin_memory=True).copy_(answer, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+
+    def read() -> bool:
+        event.synchronize()
+        return bool(held)
+
+    return read
 
 
 @lru_cache
@@ -286,6 +336,7 @@ class Proposer:
     after_blocks: tuple[int, ...] = ()
     is_chain: bool = True  # no node ever has siblings
     is_fixed: bool = True  # `propose` and `commit` read nothing from the device and draw nothing
+    grows_fixed: bool = False  # that, but for a stop rule's reads between the levels of a dynamic tree
     levels: int = 0  # of every tree but the last ones of an answer; 0: they differ
 
     def reset(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> None:
@@ -316,10 +367,21 @@ class Drafting(Proposer):
         self.shape.stop.reset()
         self.drafter.reset(prompt, kept, self.draft_slots)
         draws = sampler.decoding.do_sample and self.shape.draws
-        self.is_fixed = self.drafter.is_fixed and type(self.shape.stop) is Stop and not (draws or self.keep)
+        stop, shape = self.shape.stop, self.shape
+        fixed = self.drafter.is_fixed and stop.reads_only and not (draws or self.keep)
+        self.is_fixed = fixed and (type(stop) is Stop or shape.stop_read == "never")
+        self.grows_fixed = fixed and isinstance(shape, DynamicTree)
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
-        tree = self.shape.grow(self.drafter, root, max_levels, self._sampler, self.keep)
+        return self._counted(self.shape.grow(self.drafter, root, max_levels, self._sampler, self.keep))
+
+    def propose_levels(self, root: Tensor, max_levels: int) -> Iterator[Growing]:
+        """A tree that `grows_fixed`, level by level, with the stop rule's answers unread."""
+        assert isinstance(self.shape, DynamicTree)
+        for ends, finish in self.shape.grow_levels(self.drafter, root, max_levels, "late"):
+            yield ends, lambda finish=finish: self._counted(finish())  # type: ignore[misc]
+
+    def _counted(self, tree: Tree) -> Tree:
         forwards = self.drafter.forwards_per_tree
         return tree if forwards is None else replace(tree, draft_forwards=forwards)
 

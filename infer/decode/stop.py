@@ -1,5 +1,6 @@
 """When to stop drafting deeper. To add a rule: its config in configs/schema/decode.py, and a class and a line here."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,11 +10,20 @@ from aerie.configs.schema import decode as schema
 from aerie.infer.decode.sampling import entropy
 from aerie.infer.decode.tree import Level
 
+Read = Callable[[Tensor], Sequence[Any]]  # [n] -> n numbers
+
+
+def on_device(numbers: Tensor) -> tuple[Tensor, ...]:
+    """Not read: n tensors [], with which a rule computes as it does with numbers."""
+    return numbers.double().unbind()
+
 
 class Stop:
     """The constant rule, which leaves the end to the tree's last level; nodes count the root."""
 
     # it sees the draft and past cycles alone, and a token that was drawn stays: anything else would bias the output
+    reads_only = True  # `ends` needs nothing on the host but what it reads of this tree; `expands` says nothing
+
     def __init__(self, config: Any = None, levels: int = 2**31, nodes: int = 2**31) -> None:
         self.config: Any = config or schema.ConstantConfig()
         self.levels, self.nodes = levels, nodes
@@ -23,11 +33,11 @@ class Stop:
     def reset(self) -> None:
         """A new prompt."""
 
-    def begin(self) -> None:
-        """A new tree."""
-        self._best = torch.empty(0)  # survivals [at most nodes - 1], for `expected_length`
+    def begin(self, read: Read = Tensor.tolist) -> None:
+        """A new tree; with read `on_device`, `ends` answers with tensors [] and waits for nothing."""
+        self.read, self._best = read, list[Tensor]()  # survivals [at most nodes - 1], for `expected_length`
 
-    def ends(self, level: Level) -> bool:
+    def ends(self, level: Level) -> Any:
         """Whether this level is the last one; asked before the next forward is paid, but not at the last level."""
         return False
 
@@ -39,33 +49,40 @@ class Stop:
         """How many tokens of a tree were accepted."""
 
     def expected_length(self, level: Level) -> Tensor:
-        """OPT-Tree's E(A) [] (arXiv 2406.17276): the sum of the nodes - 1 largest survivals."""
-        both = torch.cat([self._best.to(level.survival.device), level.survival.exp()])
-        self._best = both.topk(min(self.nodes - 1, both.shape[0])).values
-        return self._best.sum()
+        """OPT-Tree's E(A) [1] (arXiv 2406.17276): the sum of the nodes - 1 largest survivals."""
+        both = torch.cat([*self._best, level.survival.exp()])
+        self._best = [both.topk(min(self.nodes - 1, both.shape[0])).values]
+        return self._best[0].sum(0, keepdim=True)
 
 
 class Confidence(Stop):
     """Stops when q of the level's best token is below transformers' assistant_confidence_threshold."""
 
-    def ends(self, level: Level) -> bool:
-        return float(level.confidence[level.frontier[:1]].exp()) < self.config.threshold
+    def ends(self, level: Level) -> Any:
+        [chance] = self.read(level.confidence[level.frontier[:1]].exp())
+        return chance < self.config.threshold
 
 
 class Entropy(Stop):
     """Stops when sqrt(c * H(q)) > h (SVIP, arXiv 2411.18462, equations 6 and 7, algorithm 1)."""
 
-    def ends(self, level: Level) -> bool:
+    @property
+    def reads_only(self) -> bool:  # type: ignore[override]
+        return self.config.over != "per_node"
+
+    def ends(self, level: Level) -> Any:
         # the paper does not say whose entropy counts on a tree
         over = self.config.over
         if over == "per_node" and level.frontier.shape[0] > 1:
             return False
         if over in ("top_path", "per_node"):
             law = level.log_q.index_select(0, level.rows[level.frontier[:1]])  # [1, Vd]
-            return float(entropy(law.exp())) > self.config.max_entropy
+            [nats] = self.read(entropy(law.exp()))
+            return nats > self.config.max_entropy
         entropies = entropy(level.log_q.exp())[level.rows[level.frontier]]  # [f]
         mean = entropies.min() if over == "minimum" else (entropies * level.frontier_survival.softmax(-1)).sum()
-        return float(mean) > self.config.max_entropy
+        [nats] = self.read(mean[None])
+        return nats > self.config.max_entropy
 
     def expands(self, level: Level) -> Tensor | None:
         if self.config.over != "per_node" or level.frontier.shape[0] == 1:
@@ -76,13 +93,14 @@ class Entropy(Stop):
 class Heuristic(Stop):
     """Stops at gamma levels, by default 2 more when all were accepted and else 1 fewer (transformers)."""
 
+    reads_only = False
     gamma = 0
 
     def reset(self) -> None:
         if not (self.gamma and self.config.across_prompts):
             self.gamma = min(self.config.start, self.levels)
 
-    def ends(self, level: Level) -> bool:
+    def ends(self, level: Level) -> Any:
         return level.depth >= self.gamma
 
     def learn(self, accepted: int, levels: int) -> None:
@@ -93,19 +111,22 @@ class Heuristic(Stop):
 class ProbabilitySum(Stop):
     """Stops at one of the depths `checks` when S, the frontier's summed survival, is low (DDD, arXiv 2409.00142)."""
 
-    def ends(self, level: Level) -> bool:
-        return level.depth in self.config.checks and float(level.frontier_survival.exp().sum()) < self.config.threshold
+    def ends(self, level: Level) -> Any:
+        if level.depth not in self.config.checks:
+            return False
+        [mass] = self.read(level.frontier_survival.exp().sum(0, keepdim=True))
+        return mass < self.config.threshold
 
 
 class MarginalGain(Stop):
     """Stops after a level that raised the expected length by no more than the threshold (OPT-Tree, section 3)."""
 
-    def begin(self) -> None:
-        super().begin()
+    def begin(self, read: Read = Tensor.tolist) -> None:
+        super().begin(read)
         self._last = 0.0
 
-    def ends(self, level: Level) -> bool:
-        expected = float(self.expected_length(level))
+    def ends(self, level: Level) -> Any:
+        [expected] = self.read(self.expected_length(level))
         gain, self._last = expected - self._last, expected
         return gain <= self.config.threshold
 
@@ -118,24 +139,22 @@ class Vote(Stop):
       expectation: d >= ceil(E_d), E_d = bonus + S_1 + ... + S_d; without a bonus E_d never exceeds d: always on
     """
 
-    def begin(self) -> None:
-        super().begin()
+    def begin(self, read: Read = Tensor.tolist) -> None:
+        super().begin(read)
         self._mass, self._tail = 1.0, 0.0  # S of the level above; S_1 + ... + S_d
         self._declines = 0
 
-    def ends(self, level: Level) -> bool:
-        config, mass = self.config, level.frontier_survival.exp().sum()
-        if config.over == "selected":  # one synchronisation for both; rounding must not exceed 1 and the depth
-            both = torch.stack([mass, self.expected_length(level)]).tolist()
-            new, tail = min(both[0], 1.0), min(both[1], float(level.depth))
+    def ends(self, level: Level) -> Any:
+        # rounding must not exceed 1 and the depth
+        config, mass = self.config, level.frontier_survival.exp().sum(0, keepdim=True).clamp_(max=1.0)
+        if config.over == "selected":  # one synchronisation for both
+            new, tail = self.read(torch.cat([mass, self.expected_length(level).clamp_(max=level.depth)]))
         else:
-            new = min(float(mass), 1.0)
+            [new] = self.read(mass)
             tail = self._tail = self._tail + new
         if level.depth >= config.momentum_from:
-            if new < config.momentum_threshold * self._mass:
-                self._declines += 1
-            elif config.consecutive:
-                self._declines = 0
+            declined = new < config.momentum_threshold * self._mass
+            self._declines = declined * (self._declines + 1) if config.consecutive else self._declines + declined
         self._mass = new
         expected = config.bonus + (new if config.expectation == "leaf_sum" else tail)
         votes = {

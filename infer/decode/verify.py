@@ -19,6 +19,7 @@ class Verdict:
     path: list[int]  # the accepted nodes, the root first
     tokens: list[int]  # without the root's
     bonus: int
+    drafted: int = field(default=0, compare=False)  # nodes that could have been accepted
     # the same on the device, with refused nodes behind: the path, and its tokens without the root's, then the bonus
     nodes: Tensor = field(default_factory=lambda: torch.empty(0), compare=False)
     new: Tensor = field(default_factory=lambda: torch.empty(0), compare=False)
@@ -49,10 +50,10 @@ def walk(tree: Tree, choice: Tensor) -> Verdict:
     """R0 and R2: the verdict for the target's choice [N], its argmax or draw at every node."""
     if len(tree) == 1:
         root = torch.zeros_like(choice)
-        return _verdict(root, root, choice)
+        return _verdict(tree, root, root, choice)
     # a node is refused unless it is its parent's choice, which is what the parent's place of the path writes
     blocks, order = _path_first(tree, tree.tokens != choice.index_select(0, tree.parents))
-    return _verdict(blocks, order, choice.index_select(0, order))
+    return _verdict(tree, blocks, order, choice.index_select(0, order))
 
 
 def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Verdict:
@@ -168,15 +169,16 @@ def _path_first(tree: Tree, refused: Tensor) -> tuple[Tensor, Tensor]:
 
 def _ending_with(tree: Tree, blocks: Tensor, order: Tensor, length: Tensor, bonus: Tensor) -> Verdict:
     written = tree.tokens.index_select(0, order).roll(-1)
-    return _verdict(blocks, order, written.index_copy_(0, length - 1, bonus))
+    return _verdict(tree, blocks, order, written.index_copy_(0, length - 1, bonus))
 
 
-def _verdict(blocks: Tensor, order: Tensor, written: Tensor) -> Verdict:
+def _verdict(tree: Tree, blocks: Tensor, order: Tensor, written: Tensor) -> Verdict:
+    rides = [] if tree.passengers is None else [tree.passengers.sum().expand_as(blocks)]
     # the cycle's one read of the device
-    columns = torch.stack([blocks, order, written]).tolist()
+    columns = torch.stack([blocks, order, written, *rides]).tolist()
     length = columns[0].count(0)
-    path, new = (column[:length] for column in columns[1:])
-    return Verdict(path, new[:-1], new[-1], order, written)
+    path, new = (column[:length] for column in columns[1:3])
+    return Verdict(path, new[:-1], new[-1], len(tree) - 1 - (columns[3][0] if rides else 0), order, written)
 
 
 def _of(law: Tensor, tokens: Tensor) -> Tensor:

@@ -265,7 +265,8 @@ def measure_reference(bench: Bench, records: list[Record]) -> list[Record]:
         vanilla.lm.prefill(ids[0], kept := Kept(ids.shape[1] + len(answer) + 1, ids.device))
         kept.advance(ids.shape[1])
         for position in range(len(answer) - 1):
-            vanilla.lm.extend(root_only(answer[position : position + 1]))
+            root = root_only(answer[position : position + 1])
+            vanilla.lm.extend(root.tokens, root.depth, root.mask)
             kept.advance(1)
 
     with bar(len(greedy), "prompts", "reference") as progress, torch.inference_mode():

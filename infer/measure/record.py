@@ -291,7 +291,7 @@ def tree_shape(row: MethodConfig) -> TreeShape | None:
     changes: dict[str, Any] = {} if tree.stop.rule == published.stop.rule else {"stop": tree.stop.rule}
     changes |= {key: value for key, value in stop.items() if value != as_dict(type(tree.stop)())[key]}
     usual = published if tree.shape == published.shape else type(tree)
-    for key in ("rank", "rerank", "children", "choices", "calibrated"):
+    for key in ("rank", "rerank", "children", "choices", "calibrated", "stop_read"):
         value = getattr(tree, key, None)
         if value != getattr(usual, key, None):
             changes[key] = digest(value)[:6] if isinstance(value, tuple) else value

@@ -1,6 +1,7 @@
 """The decoder writes token for token what the target writes alone, whatever the head drafts."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,14 @@ from torch.utils._pytree import tree_leaves
 from transformers.generation.streamers import BaseStreamer
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import ChainConfig, DynamicConfig, HeuristicConfig, TreeConfig
+from aerie.configs.schema.decode import (
+    ChainConfig,
+    DynamicConfig,
+    EntropyConfig,
+    HeuristicConfig,
+    TreeConfig,
+    VoteConfig,
+)
 from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.decode import engine, shape
 from aerie.infer.decode.drafters import DRAFTERS
@@ -210,7 +218,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_a_line_says_so(capfd: Any, mo
     target, ids = Target(make_target().model, TargetConfig("tiny", cycle="compiled")), prompts(2)[-1]
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     made = decoder(target, TREES["small"])
-    monkeypatch.setattr(made.lm, "extend", lambda tree, extend=made.lm.extend: (print(end=""), extend(tree))[1])
+    monkeypatch.setattr(made.lm, "extend", lambda *tree, extend=made.lm.extend: (print(end=""), extend(*tree))[1])
     assert made.generate(ids, do_sample=False, max_new_tokens=12).new_ids == greedy(target, ids, 12)[0][ids.shape[1] :]
     assert "warning: target.cycle compiled: _extend runs as it is:" in capfd.readouterr().err
 
@@ -220,7 +228,8 @@ class Tape(TorchDispatchMode):
 
     def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__()
-        self.calls, self.is_new = list[Any](), True
+        # a graph's first run is a replay: here it is the recorded one, which a commit must not do twice
+        self.calls, self.is_done = list[Any](), "_commit" in str(function)
         with self:
             self.output = function()
 
@@ -230,15 +239,18 @@ class Tape(TorchDispatchMode):
         return result
 
     def replay(self) -> None:
-        for func, args, kwargs, result in [] if self.is_new else self.calls:
+        for func, args, kwargs, result in [] if self.is_done else self.calls:
             again = func(*args, **kwargs)
             for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():  # else a view, or written in place
                     old.copy_(new)
-        self.is_new = False  # a graph's first run is a replay
+        self.is_done = False
 
 
+ADAPTIVE = DynamicConfig(levels=3, k=3, nodes=8, stop=VoteConfig(signals=("probability",), probability_threshold=0.03))
 CAPTURED = [("", None), ("eagle1", ChainConfig(levels=3)), ("eagle3", TREES["small"]), ("hydra", TREES["small"])]
+CAPTURED += [("eagle1", replace(ADAPTIVE, stop_read=read)) for read in ("each", "late", "never")]
+CAPTURED += [("eagle1", ChainConfig(levels=3, stop=EntropyConfig(c=0.01)))]
 
 
 def eager_and_captured(kind: str, tree: TreeConfig | None, device: str = "cpu") -> list[Any]:

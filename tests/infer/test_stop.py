@@ -1,5 +1,6 @@
 """Stop rules: each against its source, and whatever ends a tree, the target's text is what is written."""
 
+import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from aerie.infer.decode.shape import make_shape
 from aerie.infer.decode.stop import STOPS as KINDS
 from aerie.infer.decode.stop import Entropy, Heuristic, ProbabilitySum, Stop, Vote
 from aerie.infer.decode.tree import Level, Tree
+from aerie.infer.decode.verify import walk
 from tests.infer.laws import GREEDY, TableDrafter, check_connected, node_paths, paths
 from tests.infer.laws import TABLE_VOCAB as VOCAB
 
@@ -110,6 +112,28 @@ def test_a_chain_ends_with_the_first_token_that_transformers_doubts(threshold: f
     assert threshold in (0.0, 1.0) or len(lengths) > 2
     assert threshold > 0.0 or lengths == {6}
     assert threshold < 1.0 or lengths == {1}
+
+
+@pytest.mark.parametrize("rank", ["survival", "confidence"])
+def test_a_tree_is_the_same_whenever_its_rule_is_read(rank: str) -> None:
+    """Before the next level's forward, after it was launched, or never: then what stands below the end is ignored."""
+    rules: list[StopConfig] = [EntropyConfig(h=0.5, over="value_weighted"), ConfidenceConfig(threshold=0.5)]
+    rules += [MarginalGainConfig(), VoteConfig(), VoteConfig(over="selected", bonus=1.0)]
+    depths = set()
+    for rule, seed in itertools.product([*rules, ProbabilitySumConfig(checks=(2, 4), threshold=0.6)], range(6)):
+        sizes: dict[str, Any] = {"levels": 6, "k": 3, "nodes": 14, "rank": rank}
+        drafter = TableDrafter(seed, sharpness=3.0)
+        each, late, never = (grown(drafter, rule, stop_read=read, **sizes) for read in ("each", "late", "never"))
+        assert paths(late) == paths(each) and late.levels == each.levels
+        assert (late.draft_forwards, never.draft_forwards) == (min(each.levels + 1, 6), 6)
+        assert never.passengers is not None
+        rows = zip(node_paths(never), never.survival.tolist(), never.passengers.tolist(), strict=True)
+        assert {path: survival for path, survival, rides in rows if path and not rides} == paths(each)
+        for token in range(VOCAB):  # no passenger is accepted, whatever the target chooses
+            verdicts = [walk(tree, torch.full((len(tree),), token)) for tree in (each, never)]
+            assert verdicts[0].tokens == verdicts[1].tokens and verdicts[0].drafted == verdicts[1].drafted
+        depths.add(each.levels)
+    assert len(depths) > 3
 
 
 def grown(drafter: TableDrafter, stop: StopConfig, **changes: Any) -> Tree:

@@ -76,7 +76,7 @@ def test_features_and_logits_are_the_models_own_and_a_tree_forward_is_plain_forw
     tree = Tree(prompt(7, seed=1), parents, depth, ancestors(parents, 3), zeros, zeros, 3, 3)
 
     def check(known: torch.Tensor, nodes: range) -> None:
-        step = lm.extend(tree)
+        step = lm.extend(tree.tokens, tree.depth, tree.mask)
         for node in nodes:
             path = tree.mask[node].nonzero().flatten().tolist()
             plain = target.model(torch.cat([known, tree.tokens[path]])[None]).logits[0, -1]
