@@ -31,6 +31,7 @@ from aerie.data.batches import Batch
 from aerie.infer.decode.drafters import EagleDrafter
 from aerie.infer.decode.engine import PHASES, SpeculativeDecoder
 from aerie.infer.decode.methods import drafting
+from aerie.infer.measure.generate import cycle_work
 from aerie.model.checkpoint import new_head
 from aerie.model.heads.eagle import DraftVocabulary
 from aerie.model.storage import first_line
@@ -152,7 +153,7 @@ def measured(size: Size, accelerator: Accelerator) -> Iterator[Row]:
         heads[kind] = objective.head.to(dtype).eval().requires_grad_(False)
         accelerator.free_memory()
         del module, optimizers, objective, take
-    cycles: tuple[Any, ...] = ("eager", "compiled", "captured")
+    cycles: tuple[Any, ...] = ("eager", "captured", "compiled")
     for cycle in cycles if device.type == "cuda" else cycles[:1]:
         target.recipe = replace(target.recipe, cycle=cycle)
         yield from (decoded(size, target, kind, heads.get(kind), ids[:1, :128]) for kind in ("vanilla", *heads))
@@ -182,11 +183,10 @@ def decoded(size: Size, target: Target, kind: str, head: Any, prompt: torch.Tens
     counted = decoder.generate(prompt, **asked).statistics
     cycles, phases = max(counted.target_forwards, 1), [name for name in PHASES if name not in ("prefill", "wall")]
     split = {name: counted.ms[name] / cycles for name in phases}
-    method = {"eagle1": "eagle2"}.get(kind, kind) + (
-        "" if target.recipe.cycle == "eager" else f", {target.recipe.cycle}"
-    )
+    method = {"eagle1": "eagle2"}.get(kind, kind) + f", {target.recipe.cycle}"
+    kernels, _, share, _ = cycle_work(decoder, prompt, counted, {"do_sample": False})
     return {"size": size.name, "what": f"decode {method}", "tokens_per_s": counted.tokens_per_s, "tau": counted.tau,
-            "ms": sum(split.values()), "cycle_ms": split}  # fmt: skip
+            "ms": sum(split.values()), "cycle_ms": split, "kernels": kernels, "bandwidth": share}  # fmt: skip
 
 
 def timed(work: Callable[[], Any], count: int, device: torch.device) -> tuple[float, float]:
@@ -209,14 +209,17 @@ def timed(work: Callable[[], Any], count: int, device: torch.device) -> tuple[fl
 
 def table(facts: Row) -> str:
     lines = [f"{facts['hardware']}, torch {facts['torch']}, CUDA {facts['cuda']}; random weights", ""]
-    lines += ["| size | what | tokens/s | ms | MFU | peak GiB (planned) | draft, verify, commit, other ms |"]
-    lines += ["|---" * 7 + "|"]
+    names = "size, what, tokens/s, ms, MFU, peak GiB (planned), kernels, of a copy's bandwidth".split(", ")
+    names.append("draft, verify, commit, other ms")
+    lines += [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for row in facts["rows"]:
         mfu = f"{row['mfu']:.1%}" if "mfu" in row else ""
         memory = f"{row['peak_gib']:.1f}" if "peak_gib" in row else ""
         memory += f" ({row['planned_gib']:.1f})" if "planned_gib" in row else ""
         split = ", ".join(f"{ms:.2f}" for ms in row.get("cycle_ms", {}).values())
-        cells = [row["size"], row["what"], f"{row['tokens_per_s']:,.0f}", f"{row['ms']:.2f}", mfu, memory, split]
+        cycle = [f"{row['kernels']:,.0f}", f"{row['bandwidth']:.0%}"] if split else ["", ""]
+        speed = f"{row['tokens_per_s']:,.0f}", f"{row['ms']:.2f}"
+        cells = [row["size"], row["what"], *speed, mfu, memory, *cycle, split]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

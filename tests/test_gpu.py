@@ -25,11 +25,12 @@ def test_features_training_and_decoding_are_timed_and_their_memory_is_planned(
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
     rows = {row["what"]: row for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]}
-    decoding = ["decode vanilla", "decode eagle2", "decode eagle3"]
+    decoding = ["decode vanilla, eager", "decode eagle2, eager", "decode eagle3, eager"]
     training = ["eagle1 training", "eagle3 training", "compiled eagle3 training"]
     assert [*rows] == ["features with taps", *training, *decoding]
     assert all(row["tokens_per_s"] > 0 and row["ms"] > 0 for row in rows.values())
     assert all({*rows[what]["cycle_ms"]} == {"draft", "verify", "commit", "other"} for what in decoding)
+    assert all(rows[what]["kernels"] > 0 and 0 < rows[what]["bandwidth"] < 1 for what in decoding)
     assert capsys.readouterr().out == (tmp_path / "gpu.md").read_text()
 
 

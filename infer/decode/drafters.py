@@ -32,7 +32,7 @@ class EagleDrafter(Drafter):
         self.head, self._draft = head, EagleDraft(head)
         self._logits: Callable[[Tensor], Tensor] = target.logits
         self.max_positions = head.config.max_position_embeddings
-        self.forwards = ((self, "_draft"), (self, "_logits"))
+        self.forwards = ((self, "_draft"), (self, "_log_q"))
         if isinstance(head, Eagle3Head):
             self.after_blocks = head.config.after_blocks
             self._logits, self._fuse = head.logits, head.fuse
@@ -92,8 +92,8 @@ def held(state: Tensor, rows: Tensor, last: Tensor | None) -> Tensor:
 
 def causal(features: Tensor, cache: KeyValueCache) -> Tensor:
     """The additive mask [1, 1, n, W] of new rows."""
-    later = cache.kept.numbers[: cache.width] > cache.places[:, None]
-    return features.new_zeros(later.shape).masked_fill_(later, float("-inf"))[None, None]
+    seen = cache.kept.numbers[: cache.width] <= cache.places[:, None]
+    return torch.where(seen, 0.0, float("-inf")).to(features.dtype)[None, None]
 
 
 class MedusaDrafter(Drafter):

@@ -92,8 +92,7 @@ class SpeculativeDecoder:
         self.form: Form = "chain" if self.proposer.is_chain else "tree"
         self.lm = checked_lm(target, self.proposer.after_blocks, self.form)
         self.plain: tuple[Callable[..., Any], ...] = self._draft, self._extend, self._commit
-        own = "captured" if target.device.type == "cuda" else "eager"
-        self.cycle: str = own if target.recipe.cycle == "auto" else target.recipe.cycle
+        self.cycle = cycle_of(target)
         self.compiled = (*map(Compiled, self.plain),) if self.cycle == "compiled" else self.plain
 
     @cached_property
@@ -311,6 +310,12 @@ class SpeculativeDecoder:
             if shape[1] + new > limit:
                 asked = f"prompt of {shape[1]} tokens + max_new_tokens {new}"
                 raise UserError(f"{asked} exceeds {name} {limit}; lower either")
+
+
+def cycle_of(target: Target) -> str:
+    """How its cycles are run: eager, captured or compiled."""
+    own = "captured" if target.device.type == "cuda" else "eager"
+    return own if target.recipe.cycle == "auto" else target.recipe.cycle
 
 
 class Compiled:

@@ -105,8 +105,10 @@ def ancestors(parents: Tensor, levels: int) -> Tensor:
     """The boolean [N, N] matrix of ancestors-or-self of nodes with parents [N], at most `levels` deep."""
     # a product's entry [i, j] counts the ways up from i to j of at most so many steps; the root is its own parent
     reach = torch.eye(len(parents), device=parents.device).scatter_(1, parents[:, None], 1.0)
-    for _ in range((levels - 1).bit_length()):
-        reach = (reach @ reach).clamp_(max=1.0)
+    for step in range((levels - 1).bit_length()):
+        reach = reach @ reach
+        if step > 4:  # far below float32's largest number otherwise
+            reach.clamp_(max=1.0)
     return reach > 0
 
 

@@ -132,8 +132,9 @@ class Work(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def profile(decoder: SpeculativeDecoder, prompt: Any, counted: Statistics, settings: dict[str, Any]) -> str:
-    """What a cycle of an answer took, and the share of a copy's speed at which it read its weights and caches."""
+def cycle_work(decoder: SpeculativeDecoder, prompt: Any, counted: Statistics, settings: dict[str, Any]) -> Any:
+    """Of a median cycle of an answer: kernels, bytes read, and the share of a copy's bytes a second (the last number)
+    at which they were read."""
     work, seen, device = Work(), list[tuple[int, int]](), decoder.target.device
     more = min(64, min(decoder.limits.values()) - counted.prompt_tokens)
     with patch.object(decoder, "cycle", "eager"), work:  # the same kernels, one by one
@@ -142,13 +143,19 @@ def profile(decoder: SpeculativeDecoder, prompt: Any, counted: Statistics, setti
     steps = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(seen)]
     kernels, read = map(median, zip(*steps or [(0, 0)], strict=True))
     block = torch.ones(2**26, dtype=torch.uint8, device=device)
-    fastest = min(clocked(device, block.clone)[0] for _ in range(5))
+    speed = 2000 * block.nbytes / min(clocked(device, block.clone)[0] for _ in range(5))
+    seconds = (counted.ms["wall"] - counted.ms["prefill"]) / 1000 / counted.target_forwards
+    return kernels, read, read / seconds / speed, speed
+
+
+def profile(decoder: SpeculativeDecoder, prompt: Any, counted: Statistics, settings: dict[str, Any]) -> str:
+    """What a cycle of an answer took, and the share of a copy's speed at which it read its weights and caches."""
+    kernels, read, share, speed = cycle_work(decoder, prompt, counted, settings)
     ms = {phase: counted.ms[phase] / counted.target_forwards for phase in ("draft", "verify", "commit", "other")}
-    phases, taken = ", ".join(f"{phase} {part:.2f}" for phase, part in ms.items()), sum(ms.values())
-    share = read / taken / (2 * block.nbytes / fastest)
+    phases = ", ".join(f"{phase} {part:.2f}" for phase, part in ms.items())
     return (
-        f"a cycle: {taken:.2f} ms ({phases}), {kernels:,.0f} kernels; {size(read)} read by products and attention, "
-        f"at {share:.0%} of a copy's {2 * block.nbytes / fastest / 1e6:.1f} GB/s"
+        f"a cycle: {sum(ms.values()):.2f} ms ({phases}), {kernels:,.0f} kernels; {size(read)} read by products and "
+        f"attention, at {share:.0%} of a copy's {speed / 1e9:.1f} GB/s"
     )
 
 

@@ -178,6 +178,7 @@ class Reference:
     prompts: int
     identical_to_generate: int
     generate_static_ms_per_token: float | None = None
+    generate_compiled_ms_per_token: float | None = None  # where vanilla is compiled or captured, too
     generate_dynamic_ms_per_token: float | None = None
 
 

@@ -19,7 +19,7 @@ from aerie.configs.schema import decode as schema
 from aerie.configs.schema.decode import USUAL, ChainConfig, DynamicConfig, Method, MethodConfig, StopConfig
 from aerie.configs.schema.measure import BenchConfig, TuneConfig
 from aerie.data.stage import bar
-from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
+from aerie.infer.decode.engine import SpeculativeDecoder, Statistics, cycle_of
 from aerie.infer.decode.methods import Drafters, calibrate_of, drafting
 from aerie.infer.decode.shape import Cycle, Drafter, DynamicTree
 from aerie.infer.measure.bench import Bench, describe, make_decoders, run
@@ -347,6 +347,10 @@ class HeadTuning:
             again = [(one.method, replace(one.tree, calibrated="isotonic")) for one in screened[: SEARCH["calibrated"]]]
             screened = sorted(screened + self.decoded(again, few), key=lambda one: one.ms_per_token)
         finalists = self.decoded([(one.method, one.tree) for one in screened[: SEARCH["finalists"]]], self.prompts)
+        if cycle_of(self.target) == "captured":  # where it is the device that a rule's answer is waited for
+            trees = [(one.method, one.tree) for one in finalists if isinstance(one.tree, DynamicConfig)]
+            reads = [(method, replace(tree, stop_read=read)) for method, tree in trees for read in SEARCH["stop_reads"]]
+            finalists += self.decoded(reads, self.prompts)
         # the costs do not know what a stop rule, a calibrator and trees that change from cycle to cycle take
         predictions, timed = [best, self.published, *finalists], []
         decoders = [SpeculativeDecoder(self.target), *(self.decoder(one.tree) for one in predictions)]
