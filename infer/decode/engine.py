@@ -1,31 +1,31 @@
 """The decoding loop; plain decoding (`vanilla`) is the same loop with a tree of one node."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from os import PathLike
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from aerie.configs.errors import UserError, warn
+from aerie.configs.errors import UserError
 from aerie.configs.read import validate
 from aerie.configs.schema.decode import METHODS, USUAL, MethodConfig, TreeConfig, TypicalConfig, check_kind
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data.chat import answer_text, apply_template
 from aerie.infer.decode.cache import TargetStep
 from aerie.infer.decode.check import Form, checked_lm
+from aerie.infer.decode.graphs import Captured, CapturedLevels, Compiled, bucket, cycle_of
 from aerie.infer.decode.methods import Drafters, kind_at, make_proposer
 from aerie.infer.decode.sampling import Decoding, Sampler, resolve
-from aerie.infer.decode.shape import Cycle, Drafting, Growing, Proposer, last_of
+from aerie.infer.decode.shape import Cycle, Drafting, Proposer
 from aerie.infer.decode.tree import Tree, root_only
 from aerie.infer.decode.verify import rule_of, verify
 from aerie.model.layers import Kept
-from aerie.model.storage import first_line
 from aerie.model.target import Target, context_of, load_tokenizer
 
 SETTINGS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id")
@@ -94,6 +94,7 @@ class SpeculativeDecoder:
         self.plain: tuple[Callable[..., Any], ...] = self._draft, self._extend, self._commit
         self.cycle = cycle_of(target)
         self.compiled = (*map(Compiled, self.plain),) if self.cycle == "compiled" else self.plain
+        self.graph_bytes = 0  # of what was captured
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -185,7 +186,7 @@ class SpeculativeDecoder:
         statistics = Statistics(len(prompt), decoding, verify=rule)
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        clock = Clock(statistics.ms, timed and prompt.is_cuda)
+        clock = self.clock = Clock(statistics.ms, timed and prompt.is_cuda)
         kept, rows = self.lm.cache.kept, len(prompt) + limit
         rows = (bucket(rows) if self.cycle == "captured" else rows) + max(proposer.max_nodes, proposer.draft_slots)
         if len(kept.numbers) < rows:
@@ -310,120 +311,6 @@ class SpeculativeDecoder:
             if shape[1] + new > limit:
                 asked = f"prompt of {shape[1]} tokens + max_new_tokens {new}"
                 raise UserError(f"{asked} exceeds {name} {limit}; lower either")
-
-
-def cycle_of(target: Target) -> str:
-    """How its cycles are run: eager, captured or compiled."""
-    own = "captured" if target.device.type == "cuda" else "eager"
-    return own if target.recipe.cycle == "auto" else target.recipe.cycle
-
-
-class Compiled:
-    """A function of a cycle, compiled at its first call; where it cannot be, it runs as it is, and a line says so."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function, self._run = function, torch.compile(function, fullgraph=True)
-
-    def __call__(self, *arguments: Any) -> Any:
-        for argument in arguments:
-            if isinstance(argument, Tensor) and len(argument) > 1:  # one form for all lengths
-                torch._dynamo.maybe_mark_dynamic(argument, 0)
-        try:
-            return self._run(*arguments)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            warn(f"target.cycle compiled: {self._function.__name__} runs as it is: {first_line(error)}")
-            self._run = self._function
-            return self._run(*arguments)
-
-
-def bucket(length: int) -> int:
-    """At most 64 more or a quarter more: the columns that a captured cycle looks at."""
-    step = max(64, 1 << max(length.bit_length() - 3, 0))
-    return -(-length // step) * step
-
-
-def record(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """function as a CUDA graph: what repeats its kernels, and its output, which they write anew."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = function()
-    return graph.replay, output
-
-
-class Captured:
-    """A function of a cycle as CUDA graphs, one for arguments of each size.
-
-    Where that cannot be, or gives other logits, its decoder goes on eagerly, and a line says so.
-    """
-
-    def __init__(self, decoder: SpeculativeDecoder, function: Callable[..., Any]) -> None:
-        self._decoder, self._function = decoder, function
-        self._graphs: dict[tuple[int, ...], tuple[Callable[[], None], list[Any], Any]] = {}
-
-    def __call__(self, *arguments: Any) -> Any:
-        if self._decoder.cycle == "eager":
-            return self._function(*arguments)
-        sizes = tuple(len(given) if isinstance(given, Tensor) else given for given in arguments)
-        expected = None
-        if sizes not in self._graphs:
-            # once as it is, which also sets libraries up; a commit cannot be done twice
-            expected = None if self._function == self._decoder.plain[2] else self._function(*arguments)
-            inputs = [given.clone() if isinstance(given, Tensor) else given for given in arguments]
-            try:
-                replay, output = record(partial(self._function, *inputs))
-            except RuntimeError as error:  # too little memory is one
-                return self._eagerly(arguments, first_line(error))
-            self._graphs[sizes] = replay, inputs, output
-        replay, inputs, output = self._graphs[sizes]
-        for given, own in zip(arguments, inputs, strict=True):
-            if isinstance(given, Tensor):
-                own.copy_(given)
-        replay()
-        if isinstance(expected, TargetStep):
-            apart = self._decoder.target.difference(output.logits, expected.logits)
-            if apart is not None:
-                return self._eagerly(arguments, f"its logits differ by {apart:.2g}")
-        return output
-
-    def _eagerly(self, arguments: tuple[Any, ...], why: str) -> Any:
-        warn(f"target.cycle captured: {self._function.__name__} cannot be: {why}")
-        self._decoder.cycle = "eager"
-        return self._function(*arguments)
-
-
-class CapturedLevels:
-    """The draft of an adaptive tree: a CUDA graph of each level, and one of the tree that ends there."""
-
-    def __init__(self, decoder: SpeculativeDecoder) -> None:
-        self._decoder, self._graphs = decoder, list[Any]()
-
-    def __call__(self, root: Tensor, max_levels: int) -> Tree:
-        decoder, proposer = self._decoder, cast(Drafting, self._decoder.proposer)
-        if decoder.cycle == "eager":
-            return proposer.propose(root, max_levels)
-        if not self._graphs:
-            self._root = root.clone()
-            growing = proposer.propose_levels(self._root, max_levels)
-            try:
-                for _ in range(proposer.levels):
-                    replay, (ends, finish) = record(partial(next, growing))
-                    self._graphs.append((replay, ends, *record(finish)))
-            except RuntimeError as error:
-                warn(f"target.cycle captured: a level of the draft cannot be: {first_line(error)}")
-                decoder.cycle = "eager"
-                return proposer.propose(root, max_levels)
-        self._root.copy_(root)
-        return last_of(self._played(proposer.shape.stop_read == "each"))
-
-    def _played(self, waits: bool) -> Iterator[Growing]:
-        for replay, ends, replay_tree, tree in self._graphs:
-            replay()
-            yield bool(ends) if waits else ends, partial(played, replay_tree, tree)
-
-
-def played(replay: Callable[[], None], output: Any) -> Any:
-    replay()
-    return output
 
 
 class Clock:

@@ -29,7 +29,8 @@ from aerie.configs.schema.measure import BenchConfig
 from aerie.data.chat import answer_text
 from aerie.data.stage import bar
 from aerie.infer.decode.cache import CachedLM
-from aerie.infer.decode.engine import Clock, SpeculativeDecoder, cycle_of, make_decoder
+from aerie.infer.decode.engine import Clock, SpeculativeDecoder, make_decoder
+from aerie.infer.decode.graphs import cycle_of
 from aerie.infer.decode.methods import Drafters, kind_at
 from aerie.infer.decode.shape import Drafting
 from aerie.infer.decode.tree import root_only

@@ -156,7 +156,7 @@ def profile(decoder: SpeculativeDecoder, prompt: Any, counted: Statistics, setti
     return (
         f"a cycle: {sum(ms.values()):.2f} ms ({phases}), {kernels:,.0f} kernels; {size(read)} read by products and "
         f"attention, at {share:.0%} of a copy's {speed / 1e9:.1f} GB/s"
-    )
+    ) + (f"; graphs take {size(decoder.graph_bytes)}" if decoder.graph_bytes else "")
 
 
 def answer(decoder: SpeculativeDecoder, prompt: Any, arguments: Namespace, generator: Any, streamer: Any) -> Generation:

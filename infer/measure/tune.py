@@ -19,7 +19,8 @@ from aerie.configs.schema import decode as schema
 from aerie.configs.schema.decode import USUAL, ChainConfig, DynamicConfig, Method, MethodConfig, StopConfig
 from aerie.configs.schema.measure import BenchConfig, TuneConfig
 from aerie.data.stage import bar
-from aerie.infer.decode.engine import SpeculativeDecoder, Statistics, cycle_of
+from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
+from aerie.infer.decode.graphs import cycle_of
 from aerie.infer.decode.methods import Drafters, calibrate_of, drafting
 from aerie.infer.decode.shape import Cycle, Drafter, DynamicTree
 from aerie.infer.measure.bench import Bench, describe, make_decoders, run

@@ -23,7 +23,7 @@ from aerie.configs.schema.decode import (
     VoteConfig,
 )
 from aerie.configs.schema.heads import TargetConfig
-from aerie.infer.decode import engine, shape
+from aerie.infer.decode import engine, graphs, shape
 from aerie.infer.decode.drafters import DRAFTERS
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.shape import Drafting, make_shape
@@ -271,7 +271,7 @@ def test_what_is_captured_at_one_place_of_a_text_serves_all_others(kind: str, tr
     """Random trees with rejected branches, prompts of different lengths, and buckets of few columns."""
     tapes = list[Tape]()
     monkeypatch.setattr(shape, "argmax", lambda logits: logits.argmax(-1))  # numpy's is none of torch's kernels
-    monkeypatch.setattr(engine, "record", lambda f: (tapes.append(Tape(f)), (tapes[-1].replay, tapes[-1].output))[1])
+    monkeypatch.setattr(graphs, "record", lambda f: (tapes.append(Tape(f)), (tapes[-1].replay, tapes[-1].output))[1])
     monkeypatch.setattr(engine, "bucket", lambda length: -(-length // 16) * 16)
     eager, captured = eager_and_captured(kind, tree)
     assert eager == captured and len(tapes) >= 6
