@@ -11,13 +11,14 @@ from torch.nn import functional as F
 
 from aerie.configs.schema.decode import Choice, DynamicConfig, StaticConfig, TreeConfig
 from aerie.infer.decode.cache import TargetStep
-from aerie.infer.decode.sampling import Sampler, argmax, race
+from aerie.infer.decode.sampling import Sampler, argmax, distinct_draws, entropy, race
 from aerie.infer.decode.stop import STOPS, Stop
 from aerie.infer.decode.tree import Level, Pool, Proposal, Rule, Tree, ancestors, root_only
 from aerie.infer.decode.verify import Verdict
 from aerie.model.layers import Kept
 
 Children = Literal["best", "sampled", "replaced"]
+ENTROPY_WEIGHT = 0.1  # SVIP's c, as measured on the embedded default's EAGLE-1 head
 Calibrate = Callable[[Tensor], Tensor]  # log q, of any shape -> log confidence
 
 
@@ -181,12 +182,17 @@ def _form(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) ->
 
 
 class DynamicTree(Shape):
-    """EAGLE-2's tree (arXiv 2406.16858, sections 4.1, 4.2, 5.2); deterministic, so that pruning moves no law."""
+    """EAGLE-2's tree (arXiv 2406.16858, sections 4.1, 4.2, 5.2) of the best children: pruning these moves no law.
+
+    Of drawn children (R3: RSD, arXiv 2402.14160) it has the same form, by scores that no token has before it is in the
+    tree: see `draw_children`, and docs/lossless.md for the proof.
+    """
 
     def __init__(self, stop: Stop, config: DynamicConfig, calibrate: Calibrate) -> None:
         super().__init__(stop, config.levels, config.nodes, config.levels * config.k, calibrate)
         self.k, self.nodes = config.k, config.nodes
         self.by_survival, self.rerank = config.rank == "survival", config.rerank
+        self.draws = config.children == "sampled"
 
     def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler, keep: bool = False) -> Tree:
         self.stop.begin()
@@ -199,7 +205,9 @@ class DynamicTree(Shape):
         # Of a wide tree its k best candidates, and the number of each one's parent.
         number, first = torch.zeros_like(root), 1
         # no candidate beyond a level's nodes - 1 best can be in the tree: OPT-Tree
+        sampled = self.draws and sampler.decoding.do_sample
         wide = self.by_survival and self.rerank and self.calibrate is unchanged and k >= self.nodes - 1 and not keep
+        wide, laws = wide and not sampled, cast(list[Tensor], [])
         candidates: list[tuple[Tensor, ...]] = []
         frontiers, grown = [number], cast(list[Level], [])
         for depth in range(1, levels + 1):
@@ -207,7 +215,11 @@ class DynamicTree(Shape):
                 survival, cell = (above + log_q).flatten().topk(k)
                 chances, columns, rows = log_q.take(cell), cell % log_q.shape[1], cell // log_q.shape[1]
             else:
-                chances, columns = log_q.topk(k, dim=-1)  # [r, k]: expansion (section 4.1)
+                if sampled:
+                    laws.append(sampler.law(log_q))
+                    chances, columns = draw_children(laws[-1], k, sampler.generator)
+                else:
+                    chances, columns = log_q.topk(k, dim=-1)  # [r, k]: expansion (section 4.1)
                 chances, rows = self.calibrate(chances), _rows(len(log_q), k, root.device)
                 survival = (above + chances).flatten()
             token, confidence = drafter.target_ids(columns).flatten(), chances.flatten()
@@ -218,7 +230,10 @@ class DynamicTree(Shape):
             if depth == levels and self.rerank and not keep:
                 break  # nothing is left to be ranked level by level
             # the k best of the level are expanded next
-            best_first, best = (survival if self.by_survival else confidence).topk(k)
+            if sampled:  # of equals the first, as in the ranking of all
+                best_first, best = (part[:k] for part in survival.sort(descending=True, stable=True))
+            else:
+                best_first, best = (survival if self.by_survival else confidence).topk(k)
             if not self.by_survival:
                 best_first = survival.index_select(0, best)
             number = best + first
@@ -228,8 +243,9 @@ class DynamicTree(Shape):
             if depth == levels:
                 break
             if watched:
-                ended = self.stop.ends(grown[-1])
-                if not ended and (growing := self.stop.expands(grown[-1])) is not None:
+                seen = best_alone(grown[-1]) if sampled else grown[-1]
+                ended = self.stop.ends(seen)
+                if not ended and (growing := self.stop.expands(seen)) is not None:
                     best, best_first, number = best[growing], best_first[growing], number[growing]
                     ended = best.shape[0] == 0
             if ended:
@@ -248,9 +264,42 @@ class DynamicTree(Shape):
         token = torch.cat([root, *tokens]).index_select(0, kept)
         confidence, survival = both.index_select(1, kept)
         pool = self._pool(grown, kept, drafter, ended, reranked=True) if keep else None
-        depth = len(candidates)
+        depth, proposal = len(candidates), None
         mask = ancestors(parents, depth)
-        return Tree(token, parents, depth_of, mask, confidence, survival, depth, depth, pool=pool)
+        if sampled:
+            expanded = torch.cat(numbers)
+            law_of = kept.new_zeros(len(score)).scatter_(0, expanded, torch.arange(len(expanded), device=root.device))
+            q = torch.cat(laws).index_select(0, law_of.index_select(0, kept))  # a leaf's law is not read
+            proposal = Proposal("R3", q, drafter.ids, ranks=(kept - 1) % k, width=k)
+        return Tree(token, parents, depth_of, mask, confidence, survival, depth, depth, proposal, pool=pool)
+
+
+def draw_children(q: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """k draws without replacement from each law q [r, Vd], in order: log chances [r, k], and columns [r, k].
+
+    The j-th chance estimates how often the j-th draw is the one that is accepted. It falls with j and knows q alone, no
+    token that was drawn from it. -inf: there is no j-th draw.
+    """
+    columns, counts = distinct_draws(q, k, generator)
+    # The first is accepted with 1 - TV(p, q), about 1 - sqrt(c H(q)) (SVIP, arXiv 2411.18462, equation 6), and where
+    # all before it are refused, the j-th with a j-th of that: as good, to 1 % of log loss, as a table by entropy.
+    first = 1.0 - (ENTROPY_WEIGHT * entropy(q)).sqrt_()
+    ranks = torch.arange(k, device=q.device)
+    accepted = first.clamp_(0.05, 0.99)[:, None] / (ranks + 1)
+    reached = F.pad((1.0 - accepted).cumprod(-1)[:, :-1], (1, 0), value=1.0)
+    return (accepted * reached).log_().masked_fill_(ranks >= counts[:, None], float("-inf")), columns
+
+
+def best_alone(level: Level) -> Level:
+    """The level as if its best candidate were its only one: what a stop rule may see of drawn children.
+
+    No deeper node ranks above this candidate: whether there are deeper ones moves no decision to keep it.
+    """
+    first = level.frontier[:1]
+    rows, zero = level.rows.index_select(0, first), torch.zeros_like(first)
+    of_row = (part.index_select(0, rows) for part in (level.log_q, level.parents))
+    of_node = (part.index_select(0, first) for part in (level.tokens, level.confidence, level.survival))
+    return Level(level.depth, *of_row, zero, *of_node, zero, level.frontier_survival[:1])
 
 
 @lru_cache

@@ -1,8 +1,11 @@
 """Verification: exact laws by enumeration, the walk, typical acceptance."""
 
+import contextlib
+import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +13,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from aerie.configs.schema.decode import TypicalConfig
+from aerie.configs.schema.decode import DynamicConfig, TypicalConfig
+from aerie.infer.decode import shape as growing
 from aerie.infer.decode import verify as rejection
-from aerie.infer.decode.sampling import draw, entropy
+from aerie.infer.decode.sampling import Sampler, draw, entropy
+from aerie.infer.decode.shape import make_shape
 from aerie.infer.decode.tree import Proposal, Tree, ancestors
-from aerie.infer.decode.verify import NOT_LOSSLESS, Verdict, accept_sibling, accept_typical, rule_of, verify, walk
-from tests.infer.laws import SETTINGS, sampler
+from aerie.infer.decode.verify import (
+    NOT_LOSSLESS,
+    Verdict,
+    accept_sibling,
+    accept_typical,
+    residual,
+    rule_of,
+    verify,
+    walk,
+    without,
+)
+from tests.infer.laws import SETTINGS, TableDrafter, sampler
 
 VOCAB = 5
 RAGGED = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (2, 1))
@@ -168,6 +183,95 @@ def test_a_tree_is_decided_as_the_textbook_decides_it(rule: str, monkeypatch: py
         assert law[verdict.bonus] > 0
         lengths.add(len(path))
     assert lengths == {1, 2, 3, 4}
+
+
+Text = tuple[int, ...]
+
+
+class Small(TableDrafter):
+    """Three tokens, and a target beside the draft."""
+
+    def law(self, path: Text, of_target: bool = False) -> Tensor:
+        seed = sum(31**at * (token + 2) for at, token in enumerate(path)) + 7919 * (1 + self.seed) + of_target
+        return (1.5 * torch.randn(3, generator=torch.Generator().manual_seed(seed))).log_softmax(-1)
+
+
+def every_tree(config: DynamicConfig, chosen: Sampler, drafter: Small) -> Iterator[tuple[float, Tree]]:
+    """Each way in which the first two draws below each node can come, with its chance."""
+    waiting: list[tuple[tuple[Any, ...], float]] = [((), 1.0)]
+    while waiting:
+        script, chance = waiting.pop()
+        orders = iter(script)
+
+        def scripted(
+            laws: Tensor, k: int, _: Any, known: Any = orders, script: Any = script, at: float = chance
+        ) -> Any:
+            if (order := next(known, None)) is not None:
+                return torch.tensor(order)[:, :k], (laws > 0).sum(-1).clamp_(max=k)
+            for order in itertools.product(itertools.permutations(range(3)), repeat=len(laws)):
+                share = 1.0
+                for row, (first, second, third) in zip(laws.double().tolist(), order, strict=True):
+                    left = row[second] + row[third]
+                    share *= row[first] / sum(row) * (row[second] / left if left > 0 else second < third)
+                if share > 0:
+                    waiting.append(((*script, order), at * share))
+            raise LookupError
+
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(LookupError):
+            patch.setattr(growing, "distinct_draws", scripted)
+            yield chance, make_shape(config).grow(drafter, torch.tensor([0]), config.levels, chosen)
+
+
+@functools.cache
+def law_of(drafter: Small, chosen: Sampler, path: Text = ()) -> Counter[Text]:
+    """The target's law of the rest of three tokens."""
+    return written(None, drafter, chosen, 0, path)
+
+
+def written(tree: Tree | None, drafter: Small, chosen: Sampler, node: int = 0, path: Text = ()) -> Counter[Text]:
+    """The law of the first three tokens that recursive rejection writes, by the textbook; no tree: the target's."""
+    if len(path) == 3:
+        return Counter({path: 1})
+    law, reached = Counter[Text](), 1.0
+    left = chosen.law(drafter.law(path, of_target=True)[None])[0].double()
+    if tree is not None and tree.proposal is not None:
+        q = tree.proposal.over(3)[node].double()
+        children = (tree.parents == node) & (tree.depth > 0) & tree.survival.isfinite()
+        for child in children.nonzero()[:, 0].tolist():
+            token = int(tree.tokens[child])
+            accepted = min(1.0, float(left[token] / q[token]))
+            for text, share in written(tree, drafter, chosen, child, (*path, token)).items():
+                law[text] += reached * accepted * share
+            reached *= 1 - accepted
+            left, q = residual(left, q), without(q, torch.tensor(token))
+    for token, chance in enumerate((reached * left).tolist()):
+        if chance > 0:
+            for text, share in law_of(drafter, chosen, (*path, token)).items():
+                law[text] += chance * share
+    return law
+
+
+def misfit(config: DynamicConfig, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0) -> float:
+    """Pearson's statistic of 100,000 texts that have exactly the law that is written: 0, but for rounding."""
+    chosen, drafter, law = sampler(temperature, top_p), Small(seed), Counter[Text]()
+    for chance, tree in every_tree(config, chosen, drafter):
+        for text, share in written(tree, drafter, chosen).items():
+            law[text] += chance * share
+    wanted = law_of(drafter, chosen)
+    return 1e5 * sum((law[text] - chance) ** 2 / chance for text, chance in wanted.items())
+
+
+DRAWN = [(2, 2, 3, True), (2, 2, 4, True), (2, 3, 6, True), (2, 2, 0, False)]
+
+
+@pytest.mark.parametrize(("levels", "k", "nodes", "rerank"), DRAWN)
+@pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
+def test_drawn_dynamic_trees_write_the_targets_law_exactly(
+    levels: int, k: int, nodes: int, rerank: bool, temperature: float, top_p: float
+) -> None:
+    """By enumeration of all ways to draw the children; where the processors leave fewer tokens, of fewer."""
+    config = DynamicConfig(levels=levels, k=k, nodes=nodes or 2, rerank=rerank, children="sampled")
+    assert misfit(config, temperature, top_p) < 1e-3
 
 
 def test_equal_laws_refuse_nothing() -> None:
