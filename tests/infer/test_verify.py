@@ -11,13 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+from scipy.stats import chi2
 from torch import Tensor
 
-from aerie.configs.schema.decode import DynamicConfig, TypicalConfig
+from aerie.configs.schema.decode import (
+    ConfidenceConfig,
+    DynamicConfig,
+    EntropyConfig,
+    MarginalGainConfig,
+    ProbabilitySumConfig,
+    TypicalConfig,
+    VoteConfig,
+)
 from aerie.infer.decode import shape as growing
 from aerie.infer.decode import verify as rejection
 from aerie.infer.decode.sampling import Sampler, draw, entropy
-from aerie.infer.decode.shape import make_shape
+from aerie.infer.decode.shape import draw_children, make_shape
 from aerie.infer.decode.tree import Proposal, Tree, ancestors
 from aerie.infer.decode.verify import (
     NOT_LOSSLESS,
@@ -157,9 +166,14 @@ def textbook(grown: Tree, p: Tensor, uniform: dict[int, list[float]]) -> tuple[l
             return path, left
 
 
-@pytest.mark.parametrize("rule", ["R1", "R3", "R4"])
-def test_a_tree_is_decided_as_the_textbook_decides_it(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ragged trees, all nodes at once against one child after the other, with the same uniform numbers."""
+@pytest.mark.parametrize(("rule", "on_host"), [("R1", True), ("R3", True), ("R4", True), ("R3", False)])
+def test_a_tree_is_decided_as_the_textbook_decides_it(
+    rule: str, on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ragged trees, all nodes at once against one child after the other, with the same uniform numbers.
+
+    on_host: whether the host knows the families, as it does of static trees.
+    """
     bonus: list[Tensor] = []
 
     def remembering(law: Tensor, generator: torch.Generator) -> Tensor:
@@ -174,7 +188,15 @@ def test_a_tree_is_decided_as_the_textbook_decides_it(rule: str, monkeypatch: py
         for parent in grown.parents.tolist()[1:]:
             families[parent] = families.get(parent, 0) + 1
         inner = sorted(families, key=lambda parent: -families[parent])
-        table = torch.rand(len(inner), max(families.values()), generator=torch.Generator().manual_seed(seed))
+        width = max(families.values())
+        if not on_host:
+            above = grown.parents.tolist()
+            ranks = torch.tensor([above[1:node].count(above[node]) for node in range(len(above))])
+            assert grown.proposal is not None
+            grown = replace(grown, proposal=replace(grown.proposal, ranks=ranks, width=3))
+            inner = sorted(range(len(above)), key=lambda node: -families.get(node, 0))[:-1]
+            width = min(3, len(above) - 1)
+        table = torch.rand(len(inner), width, generator=torch.Generator().manual_seed(seed))
         path, law = textbook(grown, logits.softmax(-1), dict(zip(inner, table.tolist(), strict=True)))
         verdict = verify(grown, logits, sampler(1.0, 1.0, seed))
         assert verdict.path == path
@@ -189,15 +211,19 @@ Text = tuple[int, ...]
 
 
 class Small(TableDrafter):
-    """Three tokens, and a target beside the draft."""
+    """Two or three tokens, and a target beside the draft."""
+
+    def __init__(self, seed: int, vocab: int) -> None:
+        super().__init__(seed)
+        self.vocab = vocab
 
     def law(self, path: Text, of_target: bool = False) -> Tensor:
         seed = sum(31**at * (token + 2) for at, token in enumerate(path)) + 7919 * (1 + self.seed) + of_target
-        return (1.5 * torch.randn(3, generator=torch.Generator().manual_seed(seed))).log_softmax(-1)
+        return (1.5 * torch.randn(self.vocab, generator=torch.Generator().manual_seed(seed))).log_softmax(-1)
 
 
 def every_tree(config: DynamicConfig, chosen: Sampler, drafter: Small) -> Iterator[tuple[float, Tree]]:
-    """Each way in which the first two draws below each node can come, with its chance."""
+    """Each way in which the draws below each node can come, with its chance."""
     waiting: list[tuple[tuple[Any, ...], float]] = [((), 1.0)]
     while waiting:
         script, chance = waiting.pop()
@@ -208,11 +234,12 @@ def every_tree(config: DynamicConfig, chosen: Sampler, drafter: Small) -> Iterat
         ) -> Any:
             if (order := next(known, None)) is not None:
                 return torch.tensor(order)[:, :k], (laws > 0).sum(-1).clamp_(max=k)
-            for order in itertools.product(itertools.permutations(range(3)), repeat=len(laws)):
+            for order in itertools.product(itertools.permutations(range(drafter.vocab)), repeat=len(laws)):
                 share = 1.0
-                for row, (first, second, third) in zip(laws.double().tolist(), order, strict=True):
-                    left = row[second] + row[third]
-                    share *= row[first] / sum(row) * (row[second] / left if left > 0 else second < third)
+                for row, tokens in zip(laws.double().tolist(), order, strict=True):
+                    for place, token in enumerate(tokens):
+                        left = sum(row[other] for other in tokens[place:])
+                        share *= row[token] / left if left > 0 else list(tokens[place:]) == sorted(tokens[place:])
                 if share > 0:
                     waiting.append(((*script, order), at * share))
             raise LookupError
@@ -251,9 +278,9 @@ def written(tree: Tree | None, drafter: Small, chosen: Sampler, node: int = 0, p
     return law
 
 
-def misfit(config: DynamicConfig, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0) -> float:
+def misfit(config: DynamicConfig, vocab: int = 3, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0) -> float:
     """Pearson's statistic of 100,000 texts that have exactly the law that is written: 0, but for rounding."""
-    chosen, drafter, law = sampler(temperature, top_p), Small(seed), Counter[Text]()
+    chosen, drafter, law = sampler(temperature, top_p), Small(seed, vocab), Counter[Text]()
     for chance, tree in every_tree(config, chosen, drafter):
         for text, share in written(tree, drafter, chosen).items():
             law[text] += chance * share
@@ -261,17 +288,61 @@ def misfit(config: DynamicConfig, temperature: float = 1.0, top_p: float = 1.0, 
     return 1e5 * sum((law[text] - chance) ** 2 / chance for text, chance in wanted.items())
 
 
-DRAWN = [(2, 2, 3, True), (2, 2, 4, True), (2, 3, 6, True), (2, 2, 0, False)]
+drawn = functools.partial(DynamicConfig, k=2, children="sampled")
+SIZES = [{"nodes": 3}, {"nodes": 4}, {"nodes": 6, "k": 3}, {"rerank": False}]
 
 
-@pytest.mark.parametrize(("levels", "k", "nodes", "rerank"), DRAWN)
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
-def test_drawn_dynamic_trees_write_the_targets_law_exactly(
-    levels: int, k: int, nodes: int, rerank: bool, temperature: float, top_p: float
-) -> None:
+def test_drawn_dynamic_trees_write_the_targets_law_exactly(sizes: Any, temperature: float, top_p: float) -> None:
     """By enumeration of all ways to draw the children; where the processors leave fewer tokens, of fewer."""
-    config = DynamicConfig(levels=levels, k=k, nodes=nodes or 2, rerank=rerank, children="sampled")
-    assert misfit(config, temperature, top_p) < 1e-3
+    assert misfit(drawn(levels=2, **sizes), 3, temperature, top_p) < 1e-3
+
+
+RULES: list[tuple[Any, str]] = [
+    (ProbabilitySumConfig(checks=(1, 2, 3), threshold=0.5), "all"),
+    (VoteConfig(signals=("probability", "expectation"), probability_threshold=0.5, votes=1), "all"),
+    (MarginalGainConfig(threshold=0.3), "all"),
+    (ConfidenceConfig(threshold=0.6), "best"),
+    (EntropyConfig(h=0.28), "best"),
+    (EntropyConfig(h=0.28, over="value_weighted"), "all"),
+    (EntropyConfig(h=0.28, over="per_node"), "best"),
+]
+
+
+@pytest.mark.parametrize(("rule", "looks_at"), RULES)
+def test_a_stop_rule_sees_what_no_later_draw_can_change(
+    rule: Any, looks_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the output is bent where it sees a whole level: 100,000 texts would show it."""
+    config = drawn(levels=4, nodes=5, stop=rule)
+    laws = sampler(1.0, 1.0)
+    assert len({tree.levels for _, tree in every_tree(config, laws, Small(0, 2))}) > 1  # it ends some trees
+    assert max(misfit(config, 2, seed=seed) for seed in range(3)) < 1e-3
+    monkeypatch.setattr(growing, "best_alone", lambda level: level)
+    assert looks_at == "best" or max(misfit(config, 2, seed=seed) for seed in range(3)) > 40
+
+
+def by_its_own_q(q: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    _, columns = draw_children(q, k, generator)
+    return q.gather(-1, columns).log(), columns
+
+
+def later_before_earlier(q: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    chances, columns = draw_children(q, k, generator)
+    return chances.flip(-1), columns
+
+
+def without_the_least_likely(q: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    chances, columns = draw_children(q, k, generator)
+    return chances.scatter(-1, q.gather(-1, columns).argmin(-1, keepdim=True), float("-inf")), columns
+
+
+@pytest.mark.parametrize("biased", [by_its_own_q, later_before_earlier, without_the_least_likely])
+def test_a_score_that_looks_at_the_draws_bends_the_law(biased: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that 100,000 texts would have p < 1e-6."""
+    monkeypatch.setattr(growing, "draw_children", biased)
+    assert chi2.sf(misfit(drawn(levels=2, nodes=4)), 3**3 - 1) < 1e-6
 
 
 def test_equal_laws_refuse_nothing() -> None:
