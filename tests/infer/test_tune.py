@@ -70,18 +70,24 @@ def test_every_rule_and_every_row_of_the_grid_is_a_method_of_its_kind(kind: str)
     rows = tune.measured_rows(kind, MethodConfig(tune.method_of(kind, chain), chain), grid=True)
     for fixed in [chain] if kind == "draft_lm" else [chain, tree]:
         rows += [MethodConfig(method, grown) for method, grown in tune.rules_for(kind, fixed, 8)]
+    rows += [
+        MethodConfig(tune.method_of(kind, one), one) for one in tune.sampled_trees(8, 1 if kind == "draft_lm" else 9)
+    ]
     for row in rows:
         assert row.method == "vanilla" or (kind in METHODS[row.method].heads and row.tree is not None)
 
 
 @pytest.mark.slow
-def test_the_choice_is_written_measured_and_taken_by_generate_and_bench(command: Command, shared: Path) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_choice_is_written_measured_and_taken_by_generate_and_bench(
+    command: Command, shared: Path, temperature: float
+) -> None:
     places: dict[str, Any] = {}
     for name, numbers in {"prompts": range(2), "measure": range(2, 4)}.items():
         (shared / f"{name}.txt").write_text("".join(f"Count {n} boats.\n" for n in numbers))
         places[name] = {"path": str(shared / f"{name}.txt"), "max_new_tokens": 8}
-    section = json.dumps({**places, "levels": 2, "k": 2})
-    code, out, _ = command("tune", "--head", "{root}/run/heads/eagle1", "--tune", section)
+    section = json.dumps({**places, "levels": 2, "k": 2, "temperature": temperature})
+    code, out, _ = command("tune", "--head", "{root}/run/heads/eagle1", "--tune", section, "--overwrite")
     assert code == 0 and "measured: tau" in out
     folder = shared / "run/tune"
     chosen = yaml.safe_load((folder / "tuned.yaml").read_text())
