@@ -14,9 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-VERIFY, LOSSES, CHAT = "infer/decode/verify.py", "train/losses.py", "data/chat.py"
+VERIFY, SHAPE = "infer/decode/verify.py", "infer/decode/shape.py"
+LOSSES, CHAT = "train/losses.py", "data/chat.py"
 TESTS = {
     VERIFY: ["tests/infer/test_verify.py", "tests/infer/test_cycles.py"],
+    SHAPE: ["tests/infer/test_verify.py"],
     LOSSES: ["tests/train/test_losses.py"],
     CHAT: ["tests/data/test_chat.py"],
 }
@@ -33,10 +35,19 @@ MUTANTS = [  # file, what stands there once, what stands there instead
     (VERIFY, "if not replaced and rank", "if replaced and rank"),
     (VERIFY, "uniform[:count, rank] * _of(q_i, tokens) < _of(p_i, tokens)", "uniform[:count, rank] < _of(p_i, tokens)"),
     (VERIFY, "(chosen[:count] < 0) & taken", "taken"),
-    (VERIFY, "p[:count] = residual(p_i, q_i)", "pass"),
+    (VERIFY, "left = residual(p_i, q_i)", "left = p_i"),
+    (VERIFY, "is_there = sizes[:count] > rank", "is_there = sizes[:count] >= 0"),
+    (VERIFY, "ranks[1:], node", "ranks[1:] * 0, node"),
     (VERIFY, "(p - q).clamp_(min=0.0)", "(p - q).abs()"),
     (VERIFY, "p.index_copy(0, inner, left).index_select", "p.index_select"),
     (VERIFY, "refused * (1 - accepted)", "refused"),
+    (SHAPE, "(accepted * reached).log_()", "q.gather(-1, columns).log()"),  # ranked by the drawn token's own q
+    (
+        SHAPE,
+        "return (accepted * reached).log_()",
+        "accepted, reached = accepted.flip(-1), 1\n    return accepted.log()",
+    ),
+    (SHAPE, "best_alone(grown[-1]) if sampled else grown[-1]", "grown[-1]"),
     (LOSSES, "beta=1.0).mean(-1)", "beta=1.0).sum(-1)"),
     (LOSSES, "-(law.inside.exp() * log_q).sum(-1)", "-(log_q.exp() * log_q).sum(-1)"),
     (LOSSES, "(log_p.exp() * (log_p - log_q)).sum(-1)", "(log_q.exp() * (log_q - log_p)).sum(-1)"),

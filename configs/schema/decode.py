@@ -188,12 +188,14 @@ class StaticConfig(Section, kw_only=True):
 
 
 class DynamicConfig(Section, kw_only=True):
-    """EAGLE-2's tree of q's most probable tokens: reranking would bias drawn ones."""
+    """EAGLE-2's tree of q's most probable tokens, or one of drawn tokens, none of which decides whether it stays."""
 
     shape: Literal["dynamic"] = "dynamic"
     levels: PositiveInt = 6  # depth, at most; the root is none (EAGLE-2, appendix A: 6)
     k: PositiveInt = 10  # branching and frontier width
     nodes: Annotated[int, Field(ge=2)] = 60  # verified nodes with the root
+    # where the target samples: q's most probable tokens (R2, the papers'), or drawn without replacement (R3)
+    children: Literal["best", "sampled"] = "best"
     # EAGLE-2's ablations (table 3)
     rank: Literal["survival", "confidence"] = "survival"
     rerank: bool = True  # false: every level's k best are verified, k * levels + 1 nodes
@@ -206,6 +208,9 @@ class DynamicConfig(Section, kw_only=True):
     def __post_init__(self) -> None:
         if isinstance(self.stop, ProbabilitySumConfig) and self.stop.checks[0] >= self.levels:
             raise ValueError(f"stop.checks {list(self.stop.checks)} are never reached in {self.levels} levels")
+        if self.children == "sampled" and self.rank != "survival":
+            # a node would be expanded, and push a draw out of the tree, because of tokens drawn after that one
+            raise ValueError("children: sampled with rank: confidence would bias the output; use rank: survival")
         if not self.rerank:
             object.__setattr__(self, "nodes", self.k * self.levels + 1)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from aerie.configs.errors import warn
 from aerie.infer.decode.cache import TargetStep
-from aerie.infer.decode.shape import Growing, last_of
+from aerie.infer.decode.stop import Growing, last_of
 from aerie.infer.decode.tree import Tree
 from aerie.model.storage import first_line
 from aerie.model.target import Target

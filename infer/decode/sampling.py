@@ -15,6 +15,7 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
 
 SETTINGS = read_yaml(Path(__file__).with_name("settings.yaml"))[0]  # applied, without_effect, neutral
+TRIALS = 64  # draws among which up to k different ones are looked for
 COLDEST = 1e-6  # logits / temperature stay finite in float32
 
 
@@ -118,6 +119,22 @@ def race(law: Tensor, generator: torch.Generator) -> Tensor:
 def draw(law: Tensor, generator: torch.Generator) -> Tensor:
     """One token [N] from each row of law [N, V], which need not be normalised."""
     return race(law, generator).argmax(-1)
+
+
+def distinct_draws(law: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """At most k draws without replacement from each law [r, V], in order: columns [r, k], and how many there are [r].
+
+    They are the first that differ among TRIALS draws with replacement: a number for each, where `race` takes one for
+    each token. That one is missing says nothing about which it would have been.
+    """
+    cumulative = law.cumsum(-1)
+    uniform = torch.rand(len(law), TRIALS, generator=generator, device=law.device) * cumulative[:, -1:]
+    trials = torch.searchsorted(cumulative, uniform, right=True)  # [r, TRIALS]
+    equal = trials[:, :, None] == trials[:, None]
+    is_new = ~equal.tril_(-1).any(-1)
+    place = torch.where(is_new, is_new.cumsum(-1) - 1, k).clamp_(max=k)
+    columns = trials.new_zeros(len(law), k + 1).scatter_(1, place, trials)[:, :k]
+    return columns, is_new.sum(-1).clamp_(max=k)
 
 
 def entropy(law: Tensor) -> Tensor:

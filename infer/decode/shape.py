@@ -1,6 +1,6 @@
 """Where to draft: a static tree (a chain is one) or a dynamic one."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal, cast
@@ -11,16 +11,15 @@ from torch.nn import functional as F
 
 from aerie.configs.schema.decode import Choice, DynamicConfig, StaticConfig, TreeConfig
 from aerie.infer.decode.cache import TargetStep
-from aerie.infer.decode.sampling import Sampler, argmax, race
-from aerie.infer.decode.stop import STOPS, Stop, on_device
+from aerie.infer.decode.sampling import Sampler, argmax, distinct_draws, entropy, race
+from aerie.infer.decode.stop import STOPS, Growing, Stop, StopRead, last_of, on_device
 from aerie.infer.decode.tree import Level, Pool, Proposal, Rule, Tree, ancestors, root_only
 from aerie.infer.decode.verify import Verdict
 from aerie.model.layers import Kept
 
 Children = Literal["best", "sampled", "replaced"]
+ENTROPY_WEIGHT = 0.1  # SVIP's c, as measured on the embedded default's EAGLE-1 head
 Calibrate = Callable[[Tensor], Tensor]  # log q, of any shape -> log confidence
-StopRead = Literal["each", "late", "never"]  # as DynamicConfig has it
-Growing = tuple[Any, Callable[[], Tree]]  # a level: whether the tree ends there (a bool or a tensor []), and that tree
 
 
 def unchanged(log_q: Tensor) -> Tensor:
@@ -184,24 +183,36 @@ def _form(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) ->
 
 
 class DynamicTree(Shape):
-    """EAGLE-2's tree (arXiv 2406.16858, sections 4.1, 4.2, 5.2); deterministic, so that pruning moves no law."""
+    """EAGLE-2's tree (arXiv 2406.16858, sections 4.1, 4.2, 5.2) of the best children: pruning these moves no law.
+
+    Of drawn children (R3: RSD, arXiv 2402.14160) it has the same form, by scores that no token has before it is in the
+    tree: see `draw_children`, and docs/lossless.md for the proof.
+    """
 
     def __init__(self, stop: Stop, config: DynamicConfig, calibrate: Calibrate) -> None:
         super().__init__(stop, config.levels, config.nodes, config.levels * config.k, calibrate)
         self.k, self.nodes = config.k, config.nodes
         self.by_survival, self.rerank = config.rank == "survival", config.rerank
-        self.stop_read = config.stop_read if stop.reads_only else "each"
+        self.draws, self.stop_read = config.children == "sampled", config.stop_read if stop.reads_only else "each"
 
     def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler, keep: bool = False) -> Tree:
-        return last_of(self.grow_levels(drafter, root, max_levels, "each" if keep else self.stop_read, keep))
+        sampled = self.draws and sampler.decoding.do_sample
+        reads: StopRead = "each" if keep or sampled else self.stop_read
+        return last_of(self.grow_levels(drafter, root, max_levels, reads, keep, sampler if sampled else None))
 
     def grow_levels(
-        self, drafter: Drafter, root: Tensor, max_levels: int, reads: StopRead, keep: bool = False
+        self,
+        drafter: Drafter,
+        root: Tensor,
+        max_levels: int,
+        reads: StopRead,
+        keep: bool = False,
+        sampler: Sampler | None = None,
     ) -> Iterator[Growing]:
         """After each level, before the next forward: whether it is to be the last one, and how to make that tree.
 
         reads: "each" tells it as a bool; "late" as a tensor [] that nobody has waited for; "never" does not tell, and
-        nodes below such a level are passengers.
+        nodes below such a level are passengers. sampler: that children are drawn with; null: they are the best.
         """
         self.stop.begin(Tensor.tolist if reads == "each" else on_device)
         levels, watched = min(self.levels, max_levels), keep or type(self.stop) is not Stop
@@ -211,14 +222,19 @@ class DynamicTree(Shape):
         above = lowest = certain[:, None]
         number, first, ended = torch.zeros_like(root), 1, cast(Any, False)
         # no candidate beyond a level's nodes - 1 best can be in the tree: OPT-Tree
-        wide = self.by_survival and self.rerank and self.calibrate is unchanged and k >= self.nodes - 1 and not keep
-        candidates, grown = [(root, certain, certain, certain, number, number)], list[Level]()
+        wide = self.by_survival and self.rerank and self.calibrate is unchanged and k >= self.nodes - 1
+        wide = wide and not keep and sampler is None
+        candidates, grown, laws = [(root, certain, certain, certain, number, number)], list[Level](), list[Tensor]()
         for depth in range(1, levels + 1):
             if wide:  # one search of all laws is much faster than one of each
                 survival, cell = (above + log_q).flatten().topk(k)
                 chances, columns, rows = log_q.take(cell), cell % log_q.shape[1], cell // log_q.shape[1]
             else:
-                chances, columns = log_q.topk(k, dim=-1)  # [r, k]: expansion (section 4.1)
+                if sampler is not None:
+                    laws.append(sampler.law(log_q))
+                    chances, columns = draw_children(laws[-1], k, sampler.generator)
+                else:
+                    chances, columns = log_q.topk(k, dim=-1)  # [r, k]: expansion (section 4.1)
                 chances, rows = self.calibrate(chances), _rows(len(log_q), k, root.device)
                 survival = (above + chances).flatten()
             token, confidence = drafter.target_ids(columns).flatten(), chances.flatten()
@@ -227,7 +243,10 @@ class DynamicTree(Shape):
             expanded, is_last = number, depth == levels
             if not (is_last and self.rerank and not keep):  # else nothing is left to be ranked level by level
                 # the k best of the level are expanded next
-                best_first, best = (survival if self.by_survival else confidence).topk(k)
+                if sampler is not None:  # of equals the first, as in the ranking of all
+                    best_first, best = (part[:k] for part in survival.sort(descending=True, stable=True))
+                else:
+                    best_first, best = (survival if self.by_survival else confidence).topk(k)
                 if not self.by_survival:
                     best_first = survival.index_select(0, best)
                 number = best + first
@@ -238,13 +257,15 @@ class DynamicTree(Shape):
             if keep or (watched and not is_last):
                 grown.append(Level(depth, log_q, expanded, rows, token, confidence, survival, best, best_first))
             if watched and not is_last:
-                ends = self.stop.ends(grown[-1])
+                seen = grown[-1] if sampler is None else best_alone(grown[-1])
+                ends = self.stop.ends(seen)
                 ended = ended | ends if reads == "never" else ends
-                if ended is False and (growing := self.stop.expands(grown[-1])) is not None:
+                if ended is False and (growing := self.stop.expands(seen)) is not None:
                     best, best_first, number = best[growing], best_first[growing], number[growing]
                     ended = best.shape[0] == 0
             pool = partial(self._pool, [*grown], drafter, ended and not is_last) if keep else None
-            finish = partial(self._tree, [*candidates], 1 if wide else k, reads == "never", pool)
+            draws = None if sampler is None else (drafter.ids, [*laws])
+            finish = partial(self._tree, [*candidates], 1 if wide else k, reads == "never", pool, draws)
             yield reads != "never" and not is_last and ended, finish
             if is_last:
                 return
@@ -255,9 +276,15 @@ class DynamicTree(Shape):
                 above, lowest = (x.masked_fill(ended, float("-inf")) for x in (above, lowest))
 
     def _tree(
-        self, candidates: list[tuple[Tensor, ...]], k: int, masked: bool, pool: Callable[[Tensor], Pool] | None
+        self,
+        candidates: list[tuple[Tensor, ...]],
+        k: int,
+        masked: bool,
+        pool: Callable[[Tensor], Pool] | None,
+        draws: tuple[Tensor | None, list[Tensor]] | None,
     ) -> Tree:
-        """Of the root and the candidates of each level; k of them have one parent; masked: some have no survival."""
+        """Of the root and the candidates of each level; k of them have one parent; masked: some have no survival;
+        draws: the target's ids of the laws' columns, and the laws by level, that children were drawn from."""
         tokens, confidences, survivals, scores, (_, *numbers), frontiers = zip(*candidates, strict=True)
         both, depth = torch.cat([*confidences, *survivals]).view(2, -1), len(numbers)
         # reranking (section 4.2): the best are connected, as ties go to the shallower node: the sort is stable
@@ -268,39 +295,53 @@ class DynamicTree(Shape):
         parents = torch.searchsorted(kept, torch.cat(numbers).index_select(0, of))  # [N]; the root is its own
         token = torch.cat(tokens).index_select(0, kept)
         confidence, survival = both.index_select(1, kept)
-        passengers = None
+        passengers = proposal = None
         if masked:  # what stands below the level that ended the tree
             passengers = survival == float("-inf")
             parents = parents.masked_fill(passengers, 0)
+        if draws is not None:
+            expanded = torch.cat(numbers)
+            law_of = kept.new_zeros(len(score)).scatter_(0, expanded, torch.arange(len(expanded), device=kept.device))
+            q = torch.cat(draws[1]).index_select(0, law_of.index_select(0, kept))  # a leaf's law is not read
+            proposal = Proposal("R3", q, draws[0], ranks=(kept - 1) % k, width=k)
         mask, made = ancestors(parents, depth), pool and pool(kept)
-        return Tree(token, parents, depth_of, mask, confidence, survival, depth, depth, None, passengers, made)
+        return Tree(token, parents, depth_of, mask, confidence, survival, depth, depth, proposal, passengers, made)
 
 
-def last_of(levels: Iterable[Growing]) -> Tree:
-    """The tree that ends where its rule says so; a tensor is read once the next level is under way."""
-    before = cast(Any, None)
-    for ends, finish in levels:
-        if before is not None and before[0]():
-            return replace(tree := before[1](), draft_forwards=tree.draft_forwards + 1)
-        before = (promise(ends), finish) if isinstance(ends, Tensor) else None
-        if ends is True:
-            break
-    return finish()
+def draw_children(q: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """k draws without replacement from each law q [r, Vd], in order: log chances [r, k], and columns [r, k].
+
+    The j-th chance estimates how often the j-th draw is the one that is accepted. It falls with j and knows q alone, no
+    token that was drawn from it. -inf: there is no j-th draw.
+    """
+    columns, counts = distinct_draws(q, k, generator)
+    # The first is accepted with 1 - TV(p, q), about 1 - sqrt(c H(q)) (SVIP, arXiv 2411.18462, equation 6), and where
+    # all before it are refused, the j-th with a j-th of that: as good, to 1 % of log loss, as a table by entropy.
+    first = 1.0 - (ENTROPY_WEIGHT * entropy(q)).sqrt_()
+    ranks = torch.arange(k, device=q.device)
+    accepted = first.clamp_(0.05, 0.99)[:, None] / (ranks + 1)
+    reached = F.pad((1.0 - accepted).cumprod(-1)[:, :-1], (1, 0), value=1.0)
+    return (accepted * reached).log_().masked_fill_(ranks >= counts[:, None], float("-inf")), columns
 
 
-def promise(answer: Tensor) -> Callable[[], bool]:
-    """Begins to read a boolean [] of the device; the call waits for it alone, not for what was launched since."""
-    if not answer.is_cuda:
-        return lambda: bool(answer)
-    held = torch.empty_like(answer, device="cpu", pin_memory=True).copy_(answer, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
+def best_alone(level: Level) -> Level:
+    """The level as if its best candidate were its only one: what a stop rule may see of drawn children.
 
-    def read() -> bool:
-        event.synchronize()
-        return bool(held)
-
-    return read
+    No deeper node ranks above this candidate: whether there are deeper ones moves no decision to keep it.
+    """
+    first = level.frontier[:1]
+    row, zero = level.rows.index_select(0, first), torch.zeros_like(first)
+    return Level(
+        level.depth,
+        level.log_q.index_select(0, row),
+        level.parents.index_select(0, row),
+        zero,
+        level.tokens.index_select(0, first),
+        level.confidence.index_select(0, first),
+        level.survival.index_select(0, first),
+        zero,
+        level.frontier_survival[:1],
+    )
 
 
 @lru_cache

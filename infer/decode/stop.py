@@ -1,16 +1,19 @@
 """When to stop drafting deeper. To add a rule: its config in configs/schema/decode.py, and a class and a line here."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from aerie.configs.schema import decode as schema
 from aerie.infer.decode.sampling import entropy
-from aerie.infer.decode.tree import Level
+from aerie.infer.decode.tree import Level, Tree
 
 Read = Callable[[Tensor], Sequence[Any]]  # [n] -> n numbers
+StopRead = Literal["each", "late", "never"]  # as DynamicConfig has it
+Growing = tuple[Any, Callable[[], Tree]]  # a level: whether the tree ends there (a bool or a tensor []), and that tree
 
 
 def on_device(numbers: Tensor) -> tuple[Tensor, ...]:
@@ -174,3 +177,30 @@ STOPS: dict[type, type[Stop]] = {
     schema.ProbabilitySumConfig: ProbabilitySum,
     schema.MarginalGainConfig: MarginalGain,
 }
+
+
+def last_of(levels: Iterable[Growing]) -> Tree:
+    """The tree that ends where its rule says so; a tensor is read once the next level is under way."""
+    before = cast(Any, None)
+    for ends, finish in levels:
+        if before is not None and before[0]():
+            return replace(tree := before[1](), draft_forwards=tree.draft_forwards + 1)
+        before = (promise(ends), finish) if isinstance(ends, Tensor) else None
+        if ends is True:
+            break
+    return finish()
+
+
+def promise(answer: Tensor) -> Callable[[], bool]:
+    """Begins to read a boolean [] of the device; the call waits for it alone, not for what was launched since."""
+    if not answer.is_cuda:
+        return lambda: bool(answer)
+    held = torch.empty_like(answer, device="cpu", pin_memory=True).copy_(answer, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+
+    def read() -> bool:
+        event.synchronize()
+        return bool(held)
+
+    return read

@@ -20,6 +20,9 @@ class Proposal:
     laws: Tensor  # q [N, Vd] that each node's children were drawn from, processors applied; rows of leaves are not read
     ids: Tensor | None = None  # [Vd] the target's ids of the laws' columns; null: they are the target's own
     parents: tuple[int, ...] | None = None  # the tree's, where the host knows them
+    # of a dynamic tree: which of its parent's draws each node is [N], and the most that a node has
+    ranks: Tensor | None = None
+    width: int = 0
 
     def over(self, vocab_size: int) -> Tensor:
         """q [N, V] over the target's vocabulary."""
@@ -80,7 +83,8 @@ class Tree:
     parents: Tensor  # [N] node indices; the root is its own parent
     depth: Tensor  # [N] 0 for the root
     mask: Tensor  # [N, N] boolean: row i is True at i and at its ancestors
-    confidence: Tensor  # [N] log q of the node under its parent; 0 for the root
+    # [N] log q of the node under its parent (of a drawn dynamic tree see shape.draw_children); 0 for the root
+    confidence: Tensor
     survival: Tensor  # [N] sum of confidence along the path, the logarithm of EAGLE-2's value
     levels: int  # drafted depth, which a pruned tree need not reach
     draft_forwards: int

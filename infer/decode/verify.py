@@ -60,10 +60,13 @@ def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Verdict:
     """R1, R3 and R4, speculative sampling: the verdict for children drawn from q, and p [N, V]."""
     assert tree.proposal is not None and tree.passengers is None, "only drawn children are verified by rejection"
     q = tree.proposal.over(p.shape[-1])
-    inner, children = _families(tree.proposal.parents or tuple(tree.parents.tolist()), p.device)
+    if tree.proposal.ranks is not None:
+        inner, children, sizes = _dynamic_families(tree, tree.proposal.ranks, tree.proposal.width)
+    else:
+        (inner, children), sizes = _families(tree.proposal.parents or tuple(tree.parents.tolist()), p.device), None
     uniform = torch.rand(len(inner), len(children), generator=generator, device=p.device)
     siblings = [tree.tokens[nodes] for nodes in children]
-    chosen, left = accept_sibling(p[inner], q[inner], siblings, uniform, tree.proposal.rule == "R4")
+    chosen, left = accept_sibling(p[inner], q[inner], siblings, uniform, tree.proposal.rule == "R4", sizes)
     # a node is refused unless its parent chose its rank
     refused = torch.ones(len(tree), dtype=torch.bool, device=p.device)
     for rank, nodes in enumerate(children):
@@ -73,6 +76,19 @@ def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Verdict:
     # [1, V]: a leaf has refused nothing
     law = p.index_copy(0, inner, left).index_select(0, order.index_select(0, length - 1))
     return _ending_with(tree, blocks, order, length, draw(law, generator))
+
+
+def _dynamic_families(tree: Tree, ranks: Tensor, width: int) -> tuple[Tensor, list[Tensor], Tensor]:
+    """As `_families`, of families that the device alone knows, and their sizes [M]; 0 where there is no such child."""
+    count, parents = len(tree), tree.parents[1:]
+    node = torch.arange(1, count, device=ranks.device) * (tree.survival[1:] > float("-inf"))  # 0: no token was left
+    table = node.new_zeros(count, width)  # by parent and rank
+    table.view(-1).scatter_(0, parents * width + ranks[1:], node)
+    sizes, inner = (table > 0).sum(-1).sort(descending=True, stable=True)
+    # no more than (N - 1) / n nodes have n children
+    table = table.index_select(0, inner)
+    children = [table[: (count - 1) // (rank + 1), rank] for rank in range(min(width, count - 1))]
+    return inner[: count - 1], children, sizes[: count - 1]
 
 
 @lru_cache
@@ -88,10 +104,11 @@ def _families(parents: tuple[int, ...], device: torch.device) -> tuple[Tensor, l
 
 
 def accept_sibling(
-    p: Tensor, q: Tensor, siblings: list[Tensor], uniform: Tensor, replaced: bool
+    p: Tensor, q: Tensor, siblings: list[Tensor], uniform: Tensor, replaced: bool, sizes: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The rank [M] of the child that each of M nodes accepts (-1: none), and what is left of p [M, V]."""
     # siblings[rank] [m] are the tokens drawn below the first m nodes; uniform [M, K] is in [0, 1); replaced: R4
+    # sizes [M]: of the families, where siblings[rank] has some nodes without such a child too
     # x_i is accepted where r_i < p(x_i) / q(x_i): Leviathan et al. (arXiv 2211.17192, algorithm 1) for R1, SpecInfer
     # (arXiv 2305.09781) for R4, EAGLE-1's released code for R3. A refused x_i leaves norm(max(0, p - q)) of p, and
     # without replacement norm(q without x_i) of q. Where no child is accepted, the bonus token is drawn from that p.
@@ -101,8 +118,12 @@ def accept_sibling(
         count = tokens.shape[0]
         p_i, q_i = p[:count], q[:count]  # views
         taken = uniform[:count, rank] * _of(q_i, tokens) < _of(p_i, tokens)
+        left = residual(p_i, q_i)
+        if sizes is not None:
+            is_there = sizes[:count] > rank
+            taken, left = taken & is_there, torch.where(is_there[:, None], left, p_i)
         chosen[:count] = torch.where((chosen[:count] < 0) & taken, rank, chosen[:count])
-        p[:count] = residual(p_i, q_i)
+        p[:count] = left
         if not replaced and rank + 1 < len(siblings):
             q[:count] = without(q_i, tokens)
     return chosen, p
@@ -129,6 +150,8 @@ def acceptance(tree: Tree, p: Tensor) -> Tensor:
     # by parent: the chance that its children so far are all refused, and what they left of p and q
     state = {0: (torch.ones_like(chances[0]), p[0], q[0])}
     for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
+        if tree.survival[node] == float("-inf"):
+            continue  # the processors had left no token to be drawn
         refused, p_i, q_i = state.get(parent, (torch.ones_like(chances[0]), p[parent], q[parent]))
         token = tokens[node]
         accepted = (_of(p_i, token) / _of(q_i, token).clamp(min=torch.finfo(q.dtype).tiny)).clamp(max=1.0)

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml, validate
-from aerie.configs.schema.decode import METHODS, MethodConfig
+from aerie.configs.schema.decode import METHODS, DynamicConfig, MethodConfig
 from aerie.configs.schema.heads import Eagle1Section, Eagle3Section, HydraSection, MedusaSection, TargetConfig
 from aerie.configs.schema.measure import PromptsConfig, SamplingConfig
 from aerie.data.stage import bar
@@ -105,6 +105,11 @@ class Row:
     verdict: str = ""
     holds: bool = True
 
+    @property
+    def name(self) -> str:
+        is_drawn = isinstance(self.asked.tree, DynamicConfig) and self.asked.tree.children == "sampled"
+        return f"{self.asked.method} drawn" if is_drawn else self.asked.method
+
 
 def verdict_of(row: Row, level: float, exact: bool) -> str:
     """`level`: the least p-value; exact: even a difference within rounding fails."""
@@ -136,13 +141,16 @@ def demonstrate(
     if options.prompts < 1 or options.draws < MIN_DRAWS:
         raise UserError(f"--prompts, --draws: at least 1 prompt and {MIN_DRAWS} draws are needed")
     named = [validate({"method": name.strip()}, MethodConfig, "--methods", {}) for name in options.methods.split(",")]
+    for asked in named[:]:
+        if isinstance(asked.tree, DynamicConfig):
+            named.append(replace(asked, tree=replace(asked.tree, children="sampled")))
     rows: list[Row] = []
     for asked in (*named, *(other for other in others if other.typical is not None)):
         kinds = METHODS[asked.method].heads
         there = [Row(asked, kind, heads[kind]) for kind in kinds if kind in heads]
         rows += there or [Row(asked, kinds[0] if kinds else None)]
     if options.plan:
-        print(f"verify: {config.path} in {config.dtype}: {', '.join(row.asked.method for row in rows)}")
+        print(f"verify: {config.path} in {config.dtype}: {', '.join(row.name for row in rows)}")
         return 0
     work = f"{options.prompts} prompts on the target, {len(SETTINGS)} x {options.draws:,} draws on a miniature"
     minutes = f"about {len(rows) * len(SETTINGS) * options.draws / DRAWS_PER_MINUTE:.1f} min for all draws"
@@ -183,9 +191,9 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         p_values = [f"{law.p_value:.3g}" for law in row.laws] or ["–", "–"]
         identical = f"{row.greedy.identical}/{row.greedy.prompts}" if row.greedy else "–"
-        lines.append(line(row.asked.method, row.kind or "–", identical, *p_values, row.verdict))
+        lines.append(line(row.name, row.kind or "–", identical, *p_values, row.verdict))
         for each in row.greedy.differences if row.greedy else ():
-            place = f"{row.asked.method}: prompt {each.prompt}, new token {each.position}"
+            place = f"{row.name}: prompt {each.prompt}, new token {each.position}"
             apart = f"logits {each.gap:.3g} apart (rounding: up to {each.rounding:.3g})"
             notes.append(f"{place}: {each.ours} instead of {each.theirs}, {apart}")
     return "\n".join([*lines, *notes])
@@ -272,7 +280,10 @@ class SampledProver:
         self._law = cache(partial(answer_law, self.target, self.ids))
 
     def decoder(self, asked: MethodConfig, kind: str | None) -> SpeculativeDecoder:
-        return make_decoder(self._drafters, MINIATURES.get(asked.method, asked), kind and str(self._heads / kind))
+        small = MINIATURES.get(asked.method, asked)
+        if isinstance(asked.tree, DynamicConfig) and isinstance(small.tree, DynamicConfig):
+            small = replace(small, tree=replace(small.tree, children=asked.tree.children))
+        return make_decoder(self._drafters, small, kind and str(self._heads / kind))
 
     def prove(self, asked: MethodConfig, kind: str | None, sampling: SamplingConfig, draws: int, seed: int) -> Law:
         length = LONGER.get(asked.method, LENGTH)

@@ -9,157 +9,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
-from numpy.typing import NDArray
 from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict, read_yaml
 from aerie.configs.schema import decode as schema
 from aerie.configs.schema.decode import USUAL, ChainConfig, DynamicConfig, Method, MethodConfig, StopConfig
-from aerie.configs.schema.measure import BenchConfig, TuneConfig
+from aerie.configs.schema.measure import BenchConfig, SamplingConfig, TuneConfig
 from aerie.data.stage import bar
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
 from aerie.infer.decode.graphs import cycle_of
 from aerie.infer.decode.methods import Drafters, calibrate_of, drafting
-from aerie.infer.decode.shape import Cycle, Drafter, DynamicTree
+from aerie.infer.decode.shape import Drafter
 from aerie.infer.measure.bench import Bench, describe, make_decoders, run
-from aerie.infer.measure.record import RECORDS, Record
+from aerie.infer.measure.record import RECORDS
+from aerie.infer.measure.replay import Cycles, counted, path_ranks, record, replayed
 from aerie.infer.measure.statistics import group, speedups, summary_row
 from aerie.infer.measure.tasks import check_sources, encode_turn, load_prompts
 from aerie.model.hub import head_directory
 from aerie.model.storage import CALIBRATOR, write_json, write_text
 from aerie.model.target import Target
 
-Integers = NDArray[np.int64]
 GrownConfig = ChainConfig | DynamicConfig  # trees whose depth can be searched
 TUNED = "tuned.yaml"
 SEARCH = read_yaml(Path(__file__).with_name("tune.yaml"))[0]
-
-
-@dataclass(frozen=True)
-class Recording:
-    """The drafts at P places of some answers: L levels of at most K rows (expanded nodes) of K children.
-
-    Row r of level l + 1 is below node frontier[:, l, r] (row * K + child) of level l; children by falling confidence.
-    """
-
-    tokens: Integers  # [P, L, K, K] the target's ids; -1 where there is no node
-    survival: NDArray[np.float32]  # [P, L, K, K] log survival; -inf where there is no node
-    frontier: Integers  # [P, L, K]
-    room: Integers  # [P] levels that were drafted: fewer than L where max_new_tokens leaves no room for more
-    text: Integers  # [P, L] what the target wrote after each place; -1 beyond the answer's end
-    answer: Integers  # [P] of the place, in order
-    left: Integers  # [P] tokens that the answer still had after the place's root
-
-
-def record(
-    target: Target, drafter: Drafter, prompts: Sequence[Tensor], levels: int, k: int, max_new_tokens: int
-) -> Recording:
-    """The widest draft at every place of the greedy answers to prompts [1, T]."""
-    proposer = drafting(drafter, DynamicConfig(levels=levels, k=k))
-    assert isinstance(proposer.shape, DynamicTree)
-    proposer.shape.nodes = 1  # everything is drafted, and the root alone is verified: no place is passed over
-    proposer.keep = True
-    decoder = SpeculativeDecoder(target, proposer)
-    places: list[tuple[Any, ...]] = []
-    drafts: list[tuple[Any, ...]] = []
-
-    def keep(cycle: Cycle) -> None:
-        if cycle.tree.pool is None:
-            return  # the answer's last token, or the last but one, has no draft
-        drafted = cycle.tree.pool.levels
-        tokens, frontier = np.full((levels, k, k), -1, dtype=np.int64), np.zeros((levels, k), dtype=np.int64)
-        survival = np.full((levels, k, k), -np.inf, dtype=np.float32)
-        for depth, level in enumerate(drafted):
-            rows = level.parents.shape[0]
-            tokens[depth, :rows] = level.tokens.view(rows, k).cpu()
-            survival[depth, :rows] = level.survival.view(rows, k).cpu()
-            frontier[depth] = level.frontier.cpu()
-        drafts.append((tokens, survival, frontier, len(drafted)))
-
-    with bar(len(prompts), "answers", "drafts") as progress:
-        for number, ids in enumerate(prompts):
-            drafts.clear()
-            answer = decoder.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, on_cycle=keep).new_ids
-            padded = [*answer, *([-1] * levels)]
-            for place, draft in enumerate(drafts, start=1):
-                places.append((*draft, padded[place : place + levels], number, len(answer) - place))
-            progress.update()
-    return Recording(*map(np.array, zip(*places, strict=True)))
-
-
-def path_ranks(recording: Recording, levels: int, k: int) -> Integers:
-    """[P, levels]: the rank of the text's token at each depth among all candidates of a tree of this depth and k.
-
-    The largest integer where the tree lacks it. Nodes that the recording did not expand have no children, so that a
-    narrower tree can only be underestimated.
-    """
-    places, _, full, _ = recording.tokens.shape
-    at = np.arange(places)
-    alive = np.zeros((places, full), dtype=bool)  # rows of this level that the small tree expands
-    alive[:, 0] = True
-    row = np.zeros(places, dtype=np.int64)  # the row below the text's own path; -1: the path was left
-    pool: list[NDArray[np.float32]] = []
-    chosen = np.full((places, levels), -1, dtype=np.int64)  # the text's candidate of each level in the whole pool
-    for level in range(levels):
-        allowed = alive[:, :, None] & (np.arange(full) < k)
-        survival = np.where(allowed, recording.survival[:, level], -np.inf).astype(np.float32)  # [P, K, K]
-        pool.append(survival.reshape(places, -1))
-        hit = (recording.tokens[at, level, row] == recording.text[:, level, None]) & allowed[at, row]  # [P, K]
-        hit &= ((row >= 0) & (recording.text[:, level] >= 0))[:, None]
-        flat = np.where(hit.any(1), row * full + hit.argmax(1), -1)
-        chosen[:, level] = np.where(flat >= 0, level * full * full + flat, -1)
-        best = np.argsort(-pool[-1], axis=1, kind="stable")[:, :k]  # [P, k] the small tree's frontier
-        wide = recording.frontier[:, level]  # [P, K] the recording's
-        alive = (wide[:, :, None] == best[:, None]).any(-1) & np.isfinite(np.take_along_axis(pool[-1], wide, axis=1))
-        below = (wide == flat[:, None]) & alive & (flat >= 0)[:, None]
-        row = np.where(below.any(1), below.argmax(1), -1)
-    order = np.argsort(-np.concatenate(pool, axis=1), axis=1, kind="stable")  # the earlier first where they tie
-    ranks = np.take_along_axis(np.argsort(order, axis=1), chosen.clip(min=0), axis=1)
-    return np.where(chosen >= 0, ranks, np.iinfo(np.int64).max)
-
-
-@dataclass(frozen=True)
-class Cycles:
-    """Counts over some answers; tokens exclude the prefill's."""
-
-    tokens: int
-    target_forwards: int
-    draft_trees: int  # cycles that drafted (the last token of an answer may need no draft)
-    draft_levels: int
-
-    @property
-    def tau(self) -> float:
-        return self.tokens / self.target_forwards if self.target_forwards else 1.0
-
-
-def replayed(recording: Recording, ranks: Integers, levels: int, nodes: int) -> Cycles:
-    """The cycles of a tree of these levels and nodes, from the path_ranks of its k."""
-    accepted = np.logical_and.accumulate(ranks < nodes - 1, axis=1).sum(1)  # [P] drafted tokens at each place
-    tokens = forwards = trees = drafted = 0
-    for number in np.unique(recording.answer):
-        places = recording.answer == number
-        count, room = accepted[places].tolist(), recording.room[places].tolist()
-        place, end = 0, int(recording.left[places][0])
-        tokens += end
-        while place < end:
-            forwards += 1
-            if place < len(count):
-                trees += 1
-                drafted += min(levels, room[place])
-                place += count[place] + 1
-            else:
-                place += 1
-    return Cycles(tokens, forwards, trees, drafted)
-
-
-def counted(answers: Sequence[Statistics] | Sequence[Record]) -> tuple[Cycles, float]:
-    """The cycles of a decoder's answers, and the mean nodes that a drafting cycle verifies."""
-    counts = [(one.new_tokens - 1, one.target_forwards, one.draft_forwards, one.draft_nodes) for one in answers]
-    tokens, forwards, levels, nodes = map(sum, zip(*counts, strict=True))
-    trees = sum(drafted > 0 for one in answers for drafted in one.cycle_nodes)
-    return Cycles(tokens, forwards, trees, levels), 1 + nodes / max(trees, 1)
 
 
 @dataclass(frozen=True)
@@ -181,12 +56,18 @@ class Costs:
 
 
 def in_turns(
-    decoders: Sequence[SpeculativeDecoder], prompts: Sequence[Tensor], repetitions: int, name: str
+    decoders: Sequence[SpeculativeDecoder],
+    prompts: Sequence[Tensor],
+    repetitions: int,
+    name: str,
+    temperature: float = 0.0,
 ) -> list[list[Statistics]]:
-    """Greedy answers of each decoder to prompts [1, T], in turn: other work slows all of them."""
+    """Answers of each decoder to prompts [1, T], in turn: other work slows all of them."""
+    sampling: dict[str, Any] = asdict(SamplingConfig(temperature))
+    generator = torch.Generator(decoders[0].target.device).manual_seed(0)
+    settings = {"max_new_tokens": SEARCH["timed_tokens"], **sampling, "generator": generator, "timed": True}
     for decoder in decoders:
-        decoder.generate(prompts[0], max_new_tokens=12, do_sample=False)
-    settings: dict[str, Any] = {"max_new_tokens": SEARCH["timed_tokens"], "do_sample": False, "timed": True}
+        decoder.generate(prompts[0], **{**settings, "max_new_tokens": 12})
     turns: list[list[Statistics]] = [[] for _ in decoders]
     with bar(repetitions * len(prompts), "turns", name) as progress:
         for repetition, prompt in product(range(repetitions), prompts):
@@ -262,6 +143,14 @@ def trees_up_to(levels: int, k: int) -> Iterator[GrownConfig]:
             yield from (DynamicConfig(levels=depth, k=width, nodes=nodes) for nodes in SEARCH["nodes"] if nodes <= most)
 
 
+def sampled_trees(levels: int, k: int) -> list[GrownConfig]:
+    """What is tried where tokens are sampled: chains, and trees of the best and of drawn children."""
+    sizes = [(min(depth, levels), min(width, k), nodes) for depth, width, nodes in SEARCH["sampled"]]
+    trees = [tree_with(*each) for each in sizes]
+    drawn = [replace(tree, children="sampled") for tree in trees if isinstance(tree, DynamicConfig)]
+    return [*dict.fromkeys([*trees, *drawn])]
+
+
 def rules_for(kind: str, tree: GrownConfig, levels: int) -> list[tuple[Method, GrownConfig]]:
     """Every stop rule at every threshold for a fixed tree with room to grow to `levels`."""
     thresholds, checks = SEARCH["thresholds"], tuple(depth for depth in SEARCH["checks"] if depth < levels)
@@ -287,15 +176,23 @@ class HeadTuning:
         self.target, self.kind, self.head, self.prompts, self.config = target, kind, head, prompts, config
         self.drafter = Drafters(target).of(head)
         k = 1 if kind == "draft_lm" else config.k  # its methods are chains
+        usual = schema.published_tree(USUAL[kind])
+        narrower = {"k": min(usual.k, k)} if isinstance(usual, DynamicConfig) else {}
+        usual = replace(usual, levels=min(usual.levels, config.levels), **narrower)
+        self.rules: list[Prediction] = []
+        self.fixed: Prediction | None = None  # the best tree without a rule, timed as it is; null: nothing was timed
+        if config.temperature > 0:
+            self.costs, few = measure_costs(target, self.drafter, prompts), prompts[: SEARCH["sampled_prompts"]]
+            tried = [usual, *sampled_trees(config.levels, k)]
+            self.published, *trees = self.timed([(method_of(kind, tree), tree) for tree in tried], few, "trees")
+            self.trees = sorted(trees, key=lambda one: one.ms_per_token)
+            self.choice = self.trees[0]
+            return
         self.announce(k)
         self.recording = record(target, self.drafter, prompts, config.levels, k, config.prompts.max_new_tokens)
         self.costs = measure_costs(target, self.drafter, prompts)
         self.trees = self.replay(trees_up_to(config.levels, k))[: SEARCH["shown"]]
-        usual = schema.published_tree(USUAL[kind])
-        narrower = {"k": min(usual.k, k)} if isinstance(usual, DynamicConfig) else {}
-        (self.published,) = self.replay([replace(usual, levels=min(usual.levels, config.levels), **narrower)])
-        self.rules: list[Prediction] = []
-        self.fixed: Prediction | None = None  # the best tree without a rule, timed as it is; null: nothing was timed
+        (self.published,) = self.replay([usual])
         self.choice = self.trees[0]
 
     def announce(self, k: int) -> None:
@@ -339,9 +236,30 @@ class HeadTuning:
             predictions.append(self.predicted(method, tree, *counted(answers)))
         return sorted(predictions, key=lambda one: one.ms_per_token)
 
+    def timed(
+        self, tried: Sequence[tuple[Method, GrownConfig]], prompts: Sequence[Tensor], name: str
+    ) -> list[Prediction]:
+        """Trees as they decode prompts, in turn with the target alone, at the temperature that is tuned for."""
+        decoders = [SpeculativeDecoder(self.target), *(self.decoder(tree) for _, tree in tried)]
+        plain, *others = in_turns(decoders, prompts, 1, name, self.config.temperature)
+        predictions = []
+        for (method, tree), answers in zip(tried, others, strict=True):
+            tau = counted(answers)[0].tau
+            ms = cycle_ms(answers) / tau
+            predictions.append(Prediction(method, tree, tau, ms, cycle_ms(plain) / ms))
+        return predictions
+
     def try_rules(self) -> None:
-        """Tries stop rules on the best fixed tree; times the best ones, that tree and the published one."""
+        """Tries stop rules on the best fixed tree; times the best ones, that tree and the published one.
+
+        Where tokens are sampled there are no rules: the best trees of few prompts are timed on all.
+        """
         best = self.trees[0]
+        if self.config.temperature > 0:
+            again = [(one.method, one.tree) for one in (self.published, *self.trees[: SEARCH["sampled_finalists"]])]
+            self.published, *finalists = self.timed(again, self.prompts, "finalists")
+            self.choice = self.fixed = min([self.published, *finalists], key=lambda one: one.ms_per_token)
+            return
         few = self.prompts[: SEARCH["screening_prompts"]]
         screened = self.decoded(rules_for(self.kind, best.tree, self.config.levels), few)
         if (head_directory(self.head) / CALIBRATOR).is_file():
@@ -394,7 +312,10 @@ def tuned(
     tree = {key: value for key, value in as_dict(choice.tree).items() if value is not None}
     chosen = yaml.safe_dump({"method": choice.method, "head": best.head, "tree": tree}, sort_keys=False)
     write_text(output / TUNED, f"# tuned on {describe(target)['device']}: {line}\n{chosen}")
-    write_json(output / "tune.json", {"chosen": best.kind, "heads": [one.facts() for one in tunings]})
+    write_json(
+        output / "tune.json",
+        {"chosen": best.kind, "temperature": config.temperature, "heads": [one.facts() for one in tunings]},
+    )
     measure(target, tokenizer, best, config, output, seed)
     print(f"tune: {output / TUNED} (generate --row FILE, bench --row FILE)")
     return {}
@@ -414,7 +335,7 @@ def measure(target: Target, tokenizer: Any, best: HeadTuning, config: TuneConfig
     methods = measured_rows(best.kind, MethodConfig(predicted.method, predicted.tree), config.grid)
     kinds = [None, *([best.kind] * (len(methods) - 1))]
     decoders = make_decoders(target, methods, [kind and best.head for kind in kinds])
-    section = BenchConfig(prompts=config.measure, rows=tuple(methods))
+    section = BenchConfig(prompts=config.measure, rows=tuple(methods), sampling=(SamplingConfig(config.temperature),))
     bench = Bench(target, tokenizer, decoders, kinds, section, output / "bench")
     (output / "bench" / RECORDS).unlink(missing_ok=True)
     groups = {members.first.row: members for members in group(run(bench, load_prompts(config.measure), seed))}
@@ -443,6 +364,8 @@ def name_of(method: MethodConfig) -> str:
         return method.method
     shape = f"{tree.levels} levels, k {tree.k}, {tree.nodes} nodes"
     words = [method.method, f"chain of {tree.levels}" if tree.shape == "chain" else shape]
+    if tree.shape == "dynamic" and tree.children == "sampled":
+        words.append("drawn children")
     if tree.stop.rule != "constant":
         words.append(f"{tree.stop.rule} {getattr(tree.stop, 'threshold', '')}".strip())
     return ", ".join(words + ([f"{tree.calibrated} confidence"] if tree.calibrated else []))

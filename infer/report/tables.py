@@ -97,6 +97,13 @@ def label(row: SummaryRow, rows: Rows) -> str:
     return ", ".join(words)
 
 
+def names_of(rows: Rows) -> str:
+    """'eagle and eagle2 (children sampled) are', 'sps is': methods, with what sets them apart from published ones."""
+    names = [row.method + (f" ({row.tree.variant})" if row.tree and row.tree.variant else "") for row in rows]
+    *others, last = dict.fromkeys(names)
+    return f"{', '.join(others)} and {last} are" if others else f"{last} is"
+
+
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
     return NOTHING if value is None else f"{value:.{digits}f}{unit}"
 
@@ -390,7 +397,8 @@ def modelled(answers: Sequence[Record], tuning: Mapping[str, Any] | None) -> flo
     tree = answers[0].tree
     if costs is None or tree is None:
         return None
-    from aerie.infer.measure.tune import Costs, counted
+    from aerie.infer.measure.replay import counted
+    from aerie.infer.measure.tune import Costs
 
     total, nodes = counted(answers)
     draft, verify = ({int(key): value for key, value in costs[part].items()} for part in ("draft", "verify"))

@@ -43,9 +43,16 @@ SHAPES: dict[str, tuple[Method, str, dict[str, Any]]] = {  # method, kind of hea
     "Medusa": ("medusa", "medusa", {}),
     "Hydra": ("hydra", "hydra", {}),
     "Medusa, dynamic": ("medusa", "medusa", {"shape": "dynamic", "levels": 4, "k": 3, "nodes": 10}),
+    "draft LM, drawn": (
+        "sps",
+        "draft_lm",
+        {"shape": "dynamic", "levels": 4, "k": 2, "nodes": 5, "children": "sampled"},
+    ),
+    "Medusa, drawn": ("medusa", "medusa", {"shape": "dynamic", "levels": 4, "k": 3, "nodes": 9, "children": "sampled"}),
     "Hydra, chain": ("hydra", "hydra", {"shape": "chain", "levels": 4}),
 }
-DRAWN = "entropy vote heuristic confidence marginal_gain probability_sum heuristic vote entropy".split()
+DRAWN = "entropy vote heuristic confidence marginal_gain probability_sum heuristic vote".split()
+DRAWN += "heuristic marginal_gain entropy".split()
 SAMPLED = dict(zip(SHAPES, DRAWN, strict=True))  # the rule that each is sampled with
 ALL = [
     pytest.param(shape, rule, marks=() if SAMPLED[shape] == rule else pytest.mark.slow)

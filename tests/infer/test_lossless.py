@@ -160,11 +160,12 @@ def test_verify_prints_a_table_and_its_code_is_1_where_a_method_is_not_lossless(
     typical = MethodConfig("medusa", typical=TypicalConfig())
     assert lossless.demonstrate(options, wordy.config, heads, others=(typical,)) == 0
     _, *rows = capsys.readouterr().out.splitlines()
-    assert [row.split()[0] for row in rows] == ["vanilla", "eagle2", "medusa"]
-    assert all("2/2" in row and row.endswith("lossless") for row in rows[:2]) and "not tested" in rows[2]
+    assert [row.split()[0] for row in rows] == ["vanilla", "eagle2", "eagle2", "medusa"]
+    assert all("2/2" in row and row.endswith("lossless") for row in rows[:3]) and "not tested" in rows[3]
+    assert rows[2].startswith("eagle2 drawn")
     assert read_json(written)["holds"]
     monkeypatch.setattr(engine, "verify", second_best)
     assert lossless.demonstrate(options, wordy.config, heads) == 1
     printed = capsys.readouterr().out
-    assert printed.count("FAILED: greedy, law at T=0.6/p=0.8") == printed.count("0/2") == 2
+    assert printed.count("FAILED: greedy, law at T=0.6/p=0.8") == printed.count("0/2") == 3
     assert not read_json(written)["holds"]

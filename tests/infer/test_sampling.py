@@ -1,5 +1,8 @@
 """Settings are resolved as transformers would, and a law is processed as transformers does."""
 
+import itertools
+import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -7,7 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from aerie.configs.errors import UserError
-from aerie.infer.decode.sampling import Sampler, resolve
+from aerie.infer.decode.sampling import Sampler, distinct_draws, resolve
 from tests import tiny
 
 
@@ -70,3 +73,19 @@ def test_settings_that_are_not_applied_or_out_of_range_are_refused_by_name(setti
 def test_settings_without_effect_and_neutral_ones_are_taken() -> None:
     settings: dict[str, Any] = {"num_beams": 1, "no_repeat_ngram_size": 0, "repetition_penalty": 1.0, "max_length": 20}
     assert resolve(GenerationConfig(use_cache=False, suppress_tokens=[], **settings)) == resolve(GenerationConfig())
+
+
+def test_distinct_draws_have_the_law_of_draws_without_replacement_in_order() -> None:
+    """Also where a third one is often missing: what is there has the law of a third draw."""
+    law = torch.tensor([0.56, 0.4, 0.03, 0.01])
+    columns, counts = distinct_draws(law.expand(20_000, -1), 3, torch.Generator().manual_seed(3))
+    assert bool((counts[:5] >= 2).all()) and 0.05 < float((counts < 3).float().mean()) < 0.5
+    seen = Counter(map(tuple, columns[counts == 3].tolist()))
+    found = Counter(map(tuple, columns[counts >= 2, :2].tolist()))
+    for first, second in itertools.permutations(range(4), 2):
+        chance = float(law[first] * law[second] / (1 - law[first]))
+        assert abs(found[first, second] - 20_000 * chance) < 5 * math.sqrt(20_000 * chance) + 1
+    known = seen[0, 1, 2] + seen[0, 1, 3]
+    assert abs(seen[0, 1, 2] - 0.75 * known) < 5 * math.sqrt(known)
+    certain = distinct_draws(torch.tensor([[0.0, 1.0, 0.0, 0.0]]), 3, torch.Generator())
+    assert certain[0][0, 0] == 1 and certain[1].tolist() == [1]

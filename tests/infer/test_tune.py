@@ -13,7 +13,7 @@ from torch import Tensor
 from aerie.configs.schema.decode import METHODS, MethodConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import Drafters, drafting
-from aerie.infer.measure import tune
+from aerie.infer.measure import replay, tune
 from aerie.infer.measure.lossless import VOCABULARY, write_miniature
 from aerie.model.target import Target
 from tests.infer.test_main import Command, command, shared
@@ -35,14 +35,14 @@ def miniature(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Target, l
 def test_a_replay_counts_what_the_decoder_does(miniature: tuple[Path, Target, list[Tensor]], kind: str) -> None:
     heads, target, prompts = miniature
     drafter = Drafters(target).of(str(heads / kind))
-    recording = tune.record(target, drafter, prompts, LEVELS, K, NEW)
+    recording = replay.record(target, drafter, prompts, LEVELS, K, NEW)
 
     for levels, k, nodes in ((1, K, 4), (5, K, 20), (4, K, 60), (4, 1, 5), (5, 3, 10)):
         tree = tune.tree_with(levels, k, nodes)
-        ours = tune.replayed(recording, tune.path_ranks(recording, tree.levels, tree.k), tree.levels, tree.nodes)
+        ours = replay.replayed(recording, replay.path_ranks(recording, tree.levels, tree.k), tree.levels, tree.nodes)
         decoder = SpeculativeDecoder(target, drafting(drafter, tree))
         answers = [decoder.generate(ids, max_new_tokens=NEW, do_sample=False).statistics for ids in prompts]
-        real, _ = tune.counted(answers)
+        real, _ = replay.counted(answers)
         if k in (1, K):  # a chain, or as wide as the recording: exactly
             assert ours == real
         else:  # narrower: to a cycle an answer, and never overrated
@@ -52,11 +52,11 @@ def test_a_replay_counts_what_the_decoder_does(miniature: tuple[Path, Target, li
 def test_predictions_are_prices_of_cycles_and_dear_nodes_make_small_trees(miniature: Any) -> None:
     # two drafting cycles of three levels in sum with k 2 (1.5 and 0.75 between the measured widths), one without
     expected = (2 * 1.5 + 0.75) + 2 * 15.0 + 10.0 + 3 * 1.0
-    assert COSTS.price(tune.Cycles(6, 3, 2, 3), 2, 6) == pytest.approx(expected)
+    assert COSTS.price(replay.Cycles(6, 3, 2, 3), 2, 6) == pytest.approx(expected)
     heads, target, prompts = miniature
     made = object.__new__(tune.HeadTuning)
     made.kind, made.costs = "eagle1", COSTS
-    made.recording = tune.record(target, Drafters(target).of(str(heads / "eagle1")), prompts, 2, 2, NEW)
+    made.recording = replay.record(target, Drafters(target).of(str(heads / "eagle1")), prompts, 2, 2, NEW)
     sizes = []
     for ms in (10.0, 900.0):
         made.costs = replace(COSTS, draft={1: (0.0, 0.0)}, verify={1: 10.0, 60: ms})
@@ -70,18 +70,24 @@ def test_every_rule_and_every_row_of_the_grid_is_a_method_of_its_kind(kind: str)
     rows = tune.measured_rows(kind, MethodConfig(tune.method_of(kind, chain), chain), grid=True)
     for fixed in [chain] if kind == "draft_lm" else [chain, tree]:
         rows += [MethodConfig(method, grown) for method, grown in tune.rules_for(kind, fixed, 8)]
+    rows += [
+        MethodConfig(tune.method_of(kind, one), one) for one in tune.sampled_trees(8, 1 if kind == "draft_lm" else 9)
+    ]
     for row in rows:
         assert row.method == "vanilla" or (kind in METHODS[row.method].heads and row.tree is not None)
 
 
 @pytest.mark.slow
-def test_the_choice_is_written_measured_and_taken_by_generate_and_bench(command: Command, shared: Path) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_choice_is_written_measured_and_taken_by_generate_and_bench(
+    command: Command, shared: Path, temperature: float
+) -> None:
     places: dict[str, Any] = {}
     for name, numbers in {"prompts": range(2), "measure": range(2, 4)}.items():
         (shared / f"{name}.txt").write_text("".join(f"Count {n} boats.\n" for n in numbers))
         places[name] = {"path": str(shared / f"{name}.txt"), "max_new_tokens": 8}
-    section = json.dumps({**places, "levels": 2, "k": 2})
-    code, out, _ = command("tune", "--head", "{root}/run/heads/eagle1", "--tune", section)
+    section = json.dumps({**places, "levels": 2, "k": 2, "temperature": temperature})
+    code, out, _ = command("tune", "--head", "{root}/run/heads/eagle1", "--tune", section, "--overwrite")
     assert code == 0 and "measured: tau" in out
     folder = shared / "run/tune"
     chosen = yaml.safe_load((folder / "tuned.yaml").read_text())

@@ -1,21 +1,45 @@
 """Verification: exact laws by enumeration, the walk, typical acceptance."""
 
+import contextlib
+import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from scipy.stats import chi2
 from torch import Tensor
 
-from aerie.configs.schema.decode import TypicalConfig
+from aerie.configs.schema.decode import (
+    ConfidenceConfig,
+    DynamicConfig,
+    EntropyConfig,
+    MarginalGainConfig,
+    ProbabilitySumConfig,
+    TypicalConfig,
+    VoteConfig,
+)
+from aerie.infer.decode import shape as growing
 from aerie.infer.decode import verify as rejection
-from aerie.infer.decode.sampling import draw, entropy
+from aerie.infer.decode.sampling import Sampler, draw, entropy
+from aerie.infer.decode.shape import draw_children, make_shape
 from aerie.infer.decode.tree import Proposal, Tree, ancestors
-from aerie.infer.decode.verify import NOT_LOSSLESS, Verdict, accept_sibling, accept_typical, rule_of, verify, walk
-from tests.infer.laws import SETTINGS, sampler
+from aerie.infer.decode.verify import (
+    NOT_LOSSLESS,
+    Verdict,
+    accept_sibling,
+    accept_typical,
+    residual,
+    rule_of,
+    verify,
+    walk,
+    without,
+)
+from tests.infer.laws import SETTINGS, TableDrafter, sampler
 
 VOCAB = 5
 RAGGED = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (2, 1))
@@ -142,9 +166,14 @@ def textbook(grown: Tree, p: Tensor, uniform: dict[int, list[float]]) -> tuple[l
             return path, left
 
 
-@pytest.mark.parametrize("rule", ["R1", "R3", "R4"])
-def test_a_tree_is_decided_as_the_textbook_decides_it(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ragged trees, all nodes at once against one child after the other, with the same uniform numbers."""
+@pytest.mark.parametrize(("rule", "on_host"), [("R1", True), ("R3", True), ("R4", True), ("R3", False)])
+def test_a_tree_is_decided_as_the_textbook_decides_it(
+    rule: str, on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ragged trees, all nodes at once against one child after the other, with the same uniform numbers.
+
+    on_host: whether the host knows the families, as it does of static trees.
+    """
     bonus: list[Tensor] = []
 
     def remembering(law: Tensor, generator: torch.Generator) -> Tensor:
@@ -159,7 +188,15 @@ def test_a_tree_is_decided_as_the_textbook_decides_it(rule: str, monkeypatch: py
         for parent in grown.parents.tolist()[1:]:
             families[parent] = families.get(parent, 0) + 1
         inner = sorted(families, key=lambda parent: -families[parent])
-        table = torch.rand(len(inner), max(families.values()), generator=torch.Generator().manual_seed(seed))
+        width = max(families.values())
+        if not on_host:
+            above = grown.parents.tolist()
+            ranks = torch.tensor([above[1:node].count(above[node]) for node in range(len(above))])
+            assert grown.proposal is not None
+            grown = replace(grown, proposal=replace(grown.proposal, ranks=ranks, width=3))
+            inner = sorted(range(len(above)), key=lambda node: -families.get(node, 0))[:-1]
+            width = min(3, len(above) - 1)
+        table = torch.rand(len(inner), width, generator=torch.Generator().manual_seed(seed))
         path, law = textbook(grown, logits.softmax(-1), dict(zip(inner, table.tolist(), strict=True)))
         verdict = verify(grown, logits, sampler(1.0, 1.0, seed))
         assert verdict.path == path
@@ -168,6 +205,151 @@ def test_a_tree_is_decided_as_the_textbook_decides_it(rule: str, monkeypatch: py
         assert law[verdict.bonus] > 0
         lengths.add(len(path))
     assert lengths == {1, 2, 3, 4}
+
+
+Text = tuple[int, ...]
+
+
+class Small(TableDrafter):
+    """Three tokens, and a target beside the draft; narrow: below the first level a draft has two of them."""
+
+    def __init__(self, seed: int, narrow: bool = False) -> None:
+        super().__init__(seed)
+        self.narrow = narrow
+
+    def law(self, path: Text, of_target: bool = False) -> Tensor:
+        seed = sum(31**at * (token + 2) for at, token in enumerate(path)) + 7919 * (1 + self.seed) + of_target
+        logits = 1.5 * torch.randn(3, generator=torch.Generator().manual_seed(seed))
+        if self.narrow and path and not of_target:
+            logits[path[-1]] = float("-inf")
+        return logits.log_softmax(-1)
+
+
+def every_tree(config: DynamicConfig, chosen: Sampler, drafter: Small) -> Iterator[tuple[float, Tree]]:
+    """Each way in which the draws below each node can come, with its chance."""
+    waiting: list[tuple[tuple[Any, ...], float]] = [((), 1.0)]
+    while waiting:
+        script, chance = waiting.pop()
+        orders = iter(script)
+
+        def scripted(
+            laws: Tensor, k: int, _: Any, known: Any = orders, script: Any = script, at: float = chance
+        ) -> Any:
+            if (order := next(known, None)) is not None:
+                return torch.tensor(order)[:, :k], (laws > 0).sum(-1).clamp_(max=k)
+            for order in itertools.product(itertools.permutations(range(3)), repeat=len(laws)):
+                share = 1.0
+                for row, tokens in zip(laws.double().tolist(), order, strict=True):
+                    for place, token in enumerate(tokens):
+                        left = sum(row[other] for other in tokens[place:])
+                        share *= row[token] / left if left > 0 else list(tokens[place:]) == sorted(tokens[place:])
+                if share > 0:
+                    waiting.append(((*script, order), at * share))
+            raise LookupError
+
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(LookupError):
+            patch.setattr(growing, "distinct_draws", scripted)
+            yield chance, make_shape(config).grow(drafter, torch.tensor([0]), config.levels, chosen)
+
+
+@functools.cache
+def law_of(drafter: Small, chosen: Sampler, path: Text = ()) -> Counter[Text]:
+    """The target's law of the rest of three tokens."""
+    return written(None, drafter, chosen, 0, path)
+
+
+def written(tree: Tree | None, drafter: Small, chosen: Sampler, node: int = 0, path: Text = ()) -> Counter[Text]:
+    """The law of the first three tokens that recursive rejection writes, by the textbook; no tree: the target's."""
+    if len(path) == 3:
+        return Counter({path: 1})
+    law, reached = Counter[Text](), 1.0
+    left = chosen.law(drafter.law(path, of_target=True)[None])[0].double()
+    if tree is not None and tree.proposal is not None:
+        q = tree.proposal.over(3)[node].double()
+        children = (tree.parents == node) & (tree.depth > 0) & tree.survival.isfinite()
+        for child in children.nonzero()[:, 0].tolist():
+            token = int(tree.tokens[child])
+            accepted = min(1.0, float(left[token] / q[token]))
+            for text, share in written(tree, drafter, chosen, child, (*path, token)).items():
+                law[text] += reached * accepted * share
+            reached *= 1 - accepted
+            left, q = residual(left, q), without(q, torch.tensor(token))
+    for token, chance in enumerate((reached * left).tolist()):
+        if chance > 0:
+            for text, share in law_of(drafter, chosen, (*path, token)).items():
+                law[text] += chance * share
+    return law
+
+
+def misfit(
+    config: DynamicConfig, narrow: bool = False, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0
+) -> float:
+    """Pearson's statistic of 100,000 texts that have exactly the law that is written: 0, but for rounding."""
+    chosen, drafter, law = sampler(temperature, top_p), Small(seed, narrow), Counter[Text]()
+    for chance, tree in every_tree(config, chosen, drafter):
+        for text, share in written(tree, drafter, chosen).items():
+            law[text] += chance * share
+    wanted = law_of(drafter, chosen)
+    return 1e5 * sum((law[text] - chance) ** 2 / chance for text, chance in wanted.items())
+
+
+drawn = functools.partial(DynamicConfig, k=2, children="sampled")
+SIZES = [{"nodes": 3}, {"nodes": 4}, {"nodes": 6, "k": 3}, {"rerank": False}]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
+def test_drawn_dynamic_trees_write_the_targets_law_exactly(sizes: Any, temperature: float, top_p: float) -> None:
+    """By enumeration of all ways to draw the children; where the processors leave fewer tokens, of fewer."""
+    assert misfit(drawn(levels=2, **sizes), False, temperature, top_p) < 1e-3
+
+
+SUM = ProbabilitySumConfig(checks=(2,), threshold=0.6244)
+RULES = [
+    SUM,
+    ProbabilitySumConfig(checks=(1, 2), threshold=0.6),
+    VoteConfig(signals=("probability",), probability_threshold=0.6),
+    MarginalGainConfig(threshold=0.6),
+    ConfidenceConfig(threshold=0.77),
+    EntropyConfig(h=0.3),
+    EntropyConfig(h=0.3, over="value_weighted"),
+    EntropyConfig(h=0.3, over="per_node"),
+]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_stop_rule_leaves_the_law_of_drawn_trees(rule: Any) -> None:
+    config = drawn(levels=3, nodes=4, stop=rule)
+    assert misfit(config, narrow=True, seed=1) < 1e-3
+    levels = {tree.levels for _, tree in every_tree(config, sampler(1.0, 1.0), Small(1, narrow=True))}
+    assert len(levels) == 2 or isinstance(rule, EntropyConfig | ConfidenceConfig)
+
+
+def test_a_stop_rule_that_saw_a_whole_level_would_bend_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growing, "best_alone", lambda level: level)
+    assert chi2.sf(misfit(drawn(levels=3, nodes=4, stop=SUM), narrow=True, seed=1), 3**3 - 1) < 1e-6
+
+
+def by_its_own_q(q: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    _, columns = draw_children(q, k, generator)
+    return q.gather(-1, columns).log(), columns
+
+
+def later_before_earlier(q: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    chances, columns = draw_children(q, k, generator)
+    return chances.flip(-1), columns
+
+
+def without_the_least_likely(q: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    chances, columns = draw_children(q, k, generator)
+    return chances.scatter(-1, q.gather(-1, columns).argmin(-1, keepdim=True), float("-inf")), columns
+
+
+@pytest.mark.parametrize("biased", [by_its_own_q, later_before_earlier, without_the_least_likely])
+def test_a_score_that_looks_at_the_draws_bends_the_law(biased: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that 100,000 texts would have p < 1e-6."""
+    monkeypatch.setattr(growing, "draw_children", biased)
+    assert chi2.sf(misfit(drawn(levels=2, nodes=4)), 3**3 - 1) < 1e-6
 
 
 def test_equal_laws_refuse_nothing() -> None:
