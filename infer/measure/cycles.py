@@ -294,7 +294,8 @@ class Oracle(Drafting):
     def propose(self, root: Tensor, max_levels: int) -> Tree:
         state = self._sampler.generator.get_state()
         self.tree = self.longer.grow(self.drafter, root, max_levels, self._sampler)
-        self.logits = self.lm.extend(self.tree).logits  # [N, V]; the cycle's own forward writes over these rows
+        # [N, V]; the cycle's own forward writes over these rows
+        self.logits = self._sampler.with_text(self.lm.extend(self.tree).logits, self.tree)
         self._sampler.generator.set_state(state)
         return super().propose(root, max_levels)
 
