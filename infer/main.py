@@ -110,7 +110,7 @@ def _stage(
     inputs = {
         "target": target_inputs(recipe.target),
         "head": list(measured.values()),
-        command: as_dict(section),
+        command: as_dict(section) | ({"generation": given} if (given := recipe.target.generation) else {}),
         **inputs,
         "prompts": prompt_inputs(section.prompts),
         "seed": recipe.seed,

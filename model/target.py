@@ -100,10 +100,10 @@ class Target:
         with _readable(config, "load the target"):
             model, info = AutoModelForCausalLM.from_pretrained(config.path, **arguments)
             require_whole(model, info, config.path)
-        penalty = getattr(model.generation_config, "repetition_penalty", None)
-        if penalty not in (None, 1.0):
-            warn(f"{config.path}: generation_config sets repetition_penalty={penalty}; aerie decodes without it (1.0)")
-            model.generation_config.repetition_penalty = 1.0
+        for name, value in config.generation.items():
+            if not hasattr(model.generation_config, name):
+                raise UserError(f"target.generation: {name} is no setting of transformers' GenerationConfig")
+            setattr(model.generation_config, name, value)
         with _readable(config, "run the target"):
             target = cls(model if config.device_map is not None or device is None else model.to(device), config)
         rows = target.vocab.embedding.shape[0]

@@ -109,6 +109,9 @@ generate {recipe} --prompts {bad}/numbers.jsonl => turn 1 holds int
 generate {recipe} --prompt x --target.device_map cuda:7 => cannot load the target
 generate {recipe} --prompt x --head {bad}/head => head/config.json: not JSON (nested too deeply)
 generate {recipe} --prompt x --head {bad}/bare => bare: holds no weights; train the head
+generate {recipe} --prompt x --generation.num_beams 4 => num_beams=4, which aerie does not apply; switch it off
+generate {recipe} --prompt x --generation.repetition_penality null => generation: repetition_penality is no setting
+generate {recipe} --prompt x --generation.repetition_penalty -1.5 --max-new-tokens 8 => strictly positive float, but
 generate {recipe} --prompt x --max-new-tokens 0 => --max-new-tokens: must be at least 1
 generate {recipe} --prompt x --head {bad}/list => list/config.json: has no
 generate {recipe} --prompt x --target {bad}/lost => generation_config.json: is no regular file, or a link to none

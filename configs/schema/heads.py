@@ -1,6 +1,7 @@
 """The sections `target`, `head` and `train` of a recipe: the last two have a class per kind of head."""
 
-from typing import Annotated, ClassVar, Literal, get_args
+from dataclasses import field
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -29,6 +30,8 @@ class TargetConfig(Section):
     cycle: Literal["auto", "eager", "captured", "compiled"] = "auto"
     trust_remote_code: bool = False  # true runs the Python files that come with the checkpoint
     chat_template: Place | None = None  # a .jinja file, for targets whose tokenizer has none
+    # in place of what the model's generation_config sets (null: nothing), on the command line --generation.KEY VALUE
+    generation: dict[str, Any] = field(default_factory=dict)
 
 
 class _AnyHead(Section, kw_only=True):

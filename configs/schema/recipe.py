@@ -120,6 +120,7 @@ def pairs_of(words: list[str]) -> list[str]:
             fix = "this command has no such option" if is_elsewhere else f"unknown option; did you mean {close[0]}?"
             raise UserError(f"{word}: {fix}")
         pair = word[2:] if "=" in word else f"{word[2:]}={next(rest, '')}"
+        pair = f"target.{pair}" if pair.startswith("generation.") else pair
         if pair.endswith("=") and "=" not in word:
             raise UserError(f"{word}: needs a value")
         pairs.append(pair)

@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from aerie.configs.errors import UserError
@@ -21,14 +21,13 @@ from aerie.infer.decode.cache import TargetStep
 from aerie.infer.decode.check import Form, checked_lm
 from aerie.infer.decode.graphs import Captured, CapturedLevels, Compiled, bucket, cycle_of
 from aerie.infer.decode.methods import Drafters, kind_at, make_proposer
-from aerie.infer.decode.sampling import Decoding, Sampler, resolve
+from aerie.infer.decode.sampling import HONOURED, Decoding, Sampler, resolve
 from aerie.infer.decode.shape import Cycle, Drafting, Proposer
 from aerie.infer.decode.tree import Tree, root_only
 from aerie.infer.decode.verify import rule_of, verify
 from aerie.model.layers import Kept
 from aerie.model.target import Target, context_of, load_tokenizer
 
-SETTINGS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id")
 CHUNK = 2048  # tokens of a prompt that one forward reads: their mask is over all tokens before them
 PHASES = ("prefill", "draft", "verify", "commit", "other", "wall")
 
@@ -167,11 +166,11 @@ class SpeculativeDecoder:
         """input_ids: a text, messages, token ids [T] or [1, T] (list or tensor), or what a tokenizer returns.
 
         A text is a user's turn in the chat template; a tokenizer without one takes it as it is.
-        settings: SETTINGS, else the generation_config's; on_cycle sees each cycle; timed waits for the device.
+        settings: HONOURED, else the generation_config's; on_cycle sees each cycle; timed waits for the device.
         UserError: padding, several prompts, ids outside the vocabulary, no room in the context, unknown settings.
         """
-        if foreign := sorted(settings.keys() - set(SETTINGS)):
-            raise UserError(f"generate() does not know {', '.join(foreign)}; use {', '.join(SETTINGS)}")
+        if foreign := sorted(settings.keys() - set(HONOURED)):
+            raise UserError(f"generate() does not know {', '.join(foreign)}; use {', '.join(HONOURED)}")
         decoding = resolve(self.target.generation_config, **settings)
         if isinstance(input_ids, Mapping) and attention_mask is None and "attention_mask" in input_ids:
             attention_mask = torch.as_tensor(input_ids["attention_mask"])
@@ -181,7 +180,7 @@ class SpeculativeDecoder:
         if generator is None:
             # torch.manual_seed decides
             generator = torch.Generator(self.target.device).manual_seed(int(torch.randint(2**62, (1,))))
-        sampler = Sampler(decoding, generator)
+        sampler, first_end = Sampler(decoding, generator, prompt), self._first_end(decoding, prompt)
         rule = rule_of(None, sampler, self.typical)
         statistics = Statistics(len(prompt), decoding, verify=rule)
         if streamer is not None:
@@ -196,13 +195,13 @@ class SpeculativeDecoder:
         new = root.tolist()
         proposer.learn(new, None)
         clock.lap("prefill")
-        answer: list[int] = []
+        answer, end = list[int](), first_end([], new)
         while True:
             answer += new
             if streamer is not None:
                 streamer.put(torch.tensor(new))
             remaining = limit - len(answer)
-            if remaining == 0 or answer[-1] in decoding.eos_token_ids:
+            if remaining == 0 or end is not None:
                 break
             if kept.length == self.target.rope_switch:  # LongRoPE: all rows are to be turned anew
                 self.lm.prefill(torch.cat([prompt, torch.tensor(answer, device=prompt.device)]), kept)
@@ -213,11 +212,12 @@ class SpeculativeDecoder:
             position, draft_ms = kept.length, clock.lap("draft")
             # (2) verify in one target forward
             step = extend(tree.tokens, tree.depth, tree.mask)
+            step = replace(step, logits=sampler.with_text(step.logits, tree))
             verdict = verify(tree, step.logits, sampler, self.typical)
             verify_ms = clock.lap("verify")
             new = chosen = [*verdict.tokens, verdict.bonus][:remaining]
-            ends = (place for place, token in enumerate(new, start=1) if token in decoding.eos_token_ids)
-            new = new[: next(ends, remaining)]
+            end = first_end(answer, new)
+            new = new[:end]
             rule = rule_of(tree.proposal, sampler, self.typical)
             cycle = Cycle(tree, step, verdict, sampler, rule, position, len(new), draft_ms, verify_ms)
             commit_ms = clock.lap("commit")
@@ -227,6 +227,7 @@ class SpeculativeDecoder:
                 clock.lap(None)
             # (3) commit; the bonus token, the next root, has no row
             count = len(verdict.path)
+            sampler.follow(verdict.new[:count])
             last = kept.numbers[count - 1 : count]  # of a captured commit, whose path is of one length
             if isinstance(commit, Captured):
                 commit(verdict.nodes, verdict.new, step.features, last)
@@ -258,10 +259,32 @@ class SpeculativeDecoder:
         # LongRoPE turns all rows by the factors of one forward
         for part in prompt.split(CHUNK if self.target.rope_switch is None else len(prompt)):
             step, stop = self.lm.read(part) if kept.length else self.lm.prefill(part, kept), kept.length + len(part)
-            following = sampler.choose(step.logits) if stop == len(prompt) else prompt[stop : stop + 1]  # [1]
+            is_last = stop == len(prompt)
+            following = sampler.choose(sampler.with_text(step.logits)) if is_last else prompt[stop : stop + 1]  # [1]
             self.proposer.commit(torch.cat([part[1:], following]), step.features)
             kept.advance(len(part))
+        sampler.follow(following)
         return following
+
+    def _first_end(self, decoding: Decoding, prompt: Tensor) -> Callable[[list[int], list[int]], int | None]:
+        """Of an answer so far and its next tokens: how many of these are kept; null: all, and it goes on.
+
+        As transformers, it keeps the token in which a stop string ends, and finds one that began in the prompt.
+        """
+        stops = StopStringCriteria(self.tokenizer, [*decoding.stop_strings]) if decoding.stop_strings else None
+        before = [] if stops is None else prompt[-stops.maximum_token_len :].tolist()
+
+        def first_end(answer: list[int], new: list[int]) -> int | None:
+            for place, token in enumerate(new, start=1):
+                if token in decoding.eos_token_ids:
+                    return place
+                if stops is not None:
+                    text = [*before, *answer[-stops.maximum_token_len :], *new[:place]]
+                    if bool(stops(torch.tensor([text]), None)):
+                        return place
+            return None
+
+        return first_end
 
     def _functions(self, kept: Kept, levels: int) -> tuple[Callable[..., Any], ...]:
         """draft, extend and commit as target.cycle has them; those of the short trees before the end are eager."""

@@ -1,7 +1,6 @@
 """The target's law at a node, by transformers' own processors, and draws from it."""
 
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,12 @@ from transformers.generation import logits_process
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
+from aerie.infer.decode.tree import Tree
+from aerie.model.storage import first_line
 
-SETTINGS = read_yaml(Path(__file__).with_name("settings.yaml"))[0]  # applied, without_effect, neutral
+SETTINGS = read_yaml(Path(__file__).with_name("settings.yaml"))[0]  # applied, of_text, without_effect, neutral
+HONOURED = (*SETTINGS["applied"], *SETTINGS["of_text"])
+ENDS: dict[str, Any] = {"eos_token_id": (), "stop_strings": ()}
 TRIALS = 64  # draws among which up to k different ones are looked for
 COLDEST = 1e-6  # logits / temperature stay finite in float32
 
@@ -28,20 +31,22 @@ class Decoding:
     min_p: float
     max_new_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
+    of_text: dict[str, Any] = field(default_factory=dict)  # settings that make p depend on the text, by name
+    stop_strings: tuple[str, ...] = ()
 
 
 def resolve(config: GenerationConfig, **asked: Any) -> Decoding:
     """UserError for a setting that a draft tree cannot honour."""
+    known = {*HONOURED, *SETTINGS["without_effect"]}
     for name, value in vars(config).items():
-        is_known, off = name in (*SETTINGS["applied"], *SETTINGS["without_effect"]), SETTINGS["neutral"].get(name)
-        if not (is_known or name[0] == "_" or value is False or value in (None, [], off)):
-            fix = f"set it to {json.dumps(off)}, or remove it"
+        if not (name in known or name[0] == "_" or _is_off(name, value)):
+            fix = f"switch it off with --generation.{name} null"
             raise UserError(f"generation_config sets {name}={value}, which aerie does not apply; {fix}")
     defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 512}
     # what was asked, else the model's own setting, else the default
     values: dict[str, Any] = {
         name: next(value for value in (asked.get(name), getattr(config, name, None), default) if value is not None)
-        for name, default in (defaults | {"eos_token_id": ()}).items()
+        for name, default in (defaults | dict.fromkeys(SETTINGS["of_text"], False) | ENDS).items()
     }
     numbers = [values[name] for name in defaults]
     for name, value in zip(defaults, numbers, strict=True):
@@ -64,16 +69,38 @@ def resolve(config: GenerationConfig, **asked: Any) -> Decoding:
     if not do_sample:
         temperature, top_k, top_p, min_p = 0.0, 0, 1.0, 0.0
     settings = (float(temperature), int(top_k), float(top_p), float(min_p), int(max_new_tokens))
-    return Decoding(do_sample, *settings, token_ids(values["eos_token_id"]))
+    of_text = {name: value for name in SETTINGS["of_text"] if not _is_off(name, value := values[name])}
+    stops = values["stop_strings"]
+    stops = (stops,) if isinstance(stops, str) else tuple(stops)
+    return Decoding(do_sample, *settings, token_ids(values["eos_token_id"]), of_text, stops)
+
+
+def _is_off(name: str, value: Any) -> bool:
+    return value is False or value in (None, [], SETTINGS["neutral"].get(name))
 
 
 def token_ids(value: Any) -> frozenset[int]:
     return frozenset() if value is None else frozenset([value] if isinstance(value, int) else map(int, value))
 
 
+PAD = 2**31 - 1  # before shorter texts: no token's id, so that it continues no n-gram and counts as no repetition
+
+
+class Shortest(logits_process.MinLengthLogitsProcessor):
+    """transformers' own, for texts of different lengths."""
+
+    def __call__(self, texts: Tensor, scores: Tensor) -> Tensor:
+        is_short = (texts != PAD).sum(-1, keepdim=True) < self.min_length
+        return torch.where(is_short, super().__call__(texts[:, :0], scores), scores)
+
+
 class Sampler:
-    def __init__(self, decoding: Decoding, generator: torch.Generator) -> None:
+    """prompt [T]: of an answer where laws look at its text."""
+
+    def __init__(self, decoding: Decoding, generator: torch.Generator, prompt: Tensor | None = None) -> None:
         self.decoding, self.generator = decoding, generator
+        self.text = None if prompt is None else prompt.long()  # prompt and answer, where laws look at it
+        self._start, self._of_text = 0 if prompt is None else len(prompt), list[Any]()
         # in transformers' order
         steps: tuple[tuple[bool, Any, float], ...] = (
             (decoding.temperature != 1.0, logits_process.TemperatureLogitsWarper, decoding.temperature),
@@ -97,6 +124,56 @@ class Sampler:
         for processor in self._processors:
             scores = processor(None, scores)
         return scores
+
+    def follow(self, tokens: Tensor) -> None:
+        """The text goes on with tokens [n]."""
+        if self.decoding.of_text and self.text is not None:
+            self.text = torch.cat([self.text, tokens])
+
+    def with_text(self, logits: Tensor, tree: Tree | None = None) -> Tensor:
+        """Logits [N, V] of a tree's nodes, each after the text and its own path, or (null) [1, V] of the text's end."""
+        if not self.decoding.of_text or self.text is None:
+            return logits
+        if tree is None:
+            return self.after(self.text[None], logits)
+        # paths without the root, and behind them PAD, which then goes to the front
+        count, levels = len(tree), tree.levels if tree.passengers is None else len(tree) - 1
+        length = len(self.text) + levels
+        places = torch.where(tree.mask, tree.depth, levels + 1)  # [N, N]; the root's is 0
+        paths = tree.tokens.new_full((count, levels + 2), PAD).scatter_(1, places, tree.tokens.expand(count, -1))
+        texts = torch.cat([self.text.expand(count, -1), paths[:, 1:-1]], dim=1)  # [N, T + levels]
+        columns = torch.arange(length, device=texts.device) - (levels - tree.depth)[:, None]
+        return self.after(texts.gather(1, columns % length), logits)
+
+    def after(self, texts: Tensor, logits: Tensor) -> Tensor:
+        """Scores [N, V] in float32 of logits, by the processors that look at texts [N, T], shorter ones behind PAD."""
+        try:
+            self._of_text = self._of_text or self._text_processors(logits.device)
+            scores = logits.float()
+            for processor in self._of_text:
+                scores = processor(texts, scores)
+        except (TypeError, ValueError) as error:
+            asked = ", ".join(f"{name}={value}" for name, value in self.decoding.of_text.items())
+            raise UserError(f"transformers refuses {asked}: {first_line(error)}") from error
+        return scores
+
+    def _text_processors(self, device: torch.device) -> list[Any]:
+        """In transformers' order."""
+        start, ends = self._start, sorted(self.decoding.eos_token_ids)
+        make: dict[str, Any] = {
+            "sequence_bias": logits_process.SequenceBiasLogitsProcessor,
+            "repetition_penalty": logits_process.RepetitionPenaltyLogitsProcessor,
+            "no_repeat_ngram_size": logits_process.NoRepeatNGramLogitsProcessor,
+            "bad_words_ids": lambda words: logits_process.NoBadWordsLogitsProcessor(words, ends or None),
+            "min_length": lambda least: Shortest(least, ends, device),
+            "min_new_tokens": lambda least: Shortest(start + least, ends, device),
+            "suppress_tokens": lambda ids: logits_process.SuppressTokensLogitsProcessor(ids, device),
+            "begin_suppress_tokens": lambda ids: logits_process.SuppressTokensAtBeginLogitsProcessor(
+                ids, start, device
+            ),
+        }
+        given = self.decoding.of_text
+        return [make[name](given[name]) for name in make if name in given and (ends or name[:4] != "min_")]
 
     def choose(self, logits: Tensor) -> Tensor:
         return draw(self.law(logits), self.generator) if self.decoding.do_sample else argmax(logits)

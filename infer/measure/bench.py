@@ -222,7 +222,7 @@ def _answer(
     recorder = Recorder()
     if bench.config.cycles:
         keep_pools(decoder)
-    # nothing is left to the target's generation_config
+    # what draws a token is the suite's own; penalties and stop strings are the target's generation_config's
     settings = {**bench.settings(ids), "do_sample": origin.temperature > 0, "min_p": 0.0, "timed": True}
     settings |= {name: getattr(origin, name) for name in ("temperature", "top_k", "top_p")}
     settings["on_cycle"] = recorder if bench.config.cycles else None
@@ -281,6 +281,7 @@ def measure_reference(bench: Bench, records: list[Record]) -> list[Record]:
             ids = torch.tensor([record.prompt_ids], device=target.device)
             settings = bench.settings(ids)
             static = {"attention_mask": torch.ones_like(ids), "cache_implementation": "static", **settings}
+            static["tokenizer"] = bench.tokenizer  # of stop strings
             ms, out = clocked(target.device, target.model.generate, ids, **static, disable_compile=True)
             answer = out[0, ids.shape[1] :]
             answers[record.prompt_key] = tuple(answer.tolist())

@@ -296,7 +296,8 @@ class Oracle(Drafting):
         self.tree = self.longer.grow(self.drafter, root, max_levels, self._sampler)
         tree = self.tree
         # [N, V]; the cycle's own forward writes over these rows
-        self.logits = self.lm.extend(tree.tokens, tree.depth, tree.mask).logits
+        logits = self.lm.extend(tree.tokens, tree.depth, tree.mask).logits
+        self.logits = self._sampler.with_text(logits, tree)
         self._sampler.generator.set_state(state)
         return super().propose(root, max_levels)
 

@@ -14,7 +14,7 @@ import torch
 from scipy.stats import chi2
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml, validate
@@ -165,7 +165,9 @@ def demonstrate(
     tested = [row for row in rows if row.asked.typical is None]
     drafters, level = Drafters(target), ALPHA / max(1, len(tested) * len(SETTINGS))
     with tempfile.TemporaryDirectory() as directory, bar(len(tested), "rows", "verify") as progress:
-        sampled = SampledProver(Path(directory))
+        of_text = resolve(target.generation_config).of_text  # lists of them name tokens that a miniature lacks
+        laws = {name: value for name, value in of_text.items() if isinstance(value, int | float)}
+        sampled = SampledProver(Path(directory), laws)
         for row in tested:
             if row.kind is None or row.head is not None:
                 row.greedy = compare_greedy(make_decoder(drafters, row.asked, row.head), references)
@@ -202,6 +204,8 @@ def table(rows: Sequence[Row]) -> str:
 def reference(target: Target, ids: Tensor) -> Reference:
     """The target's own greedy answer to ids [1, T]."""
     settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": max(LENGTHS)}
+    if target.generation_config.stop_strings:
+        settings["tokenizer"] = load_tokenizer(target.recipe)
     with torch.inference_mode():
         out = target.model.generate(ids, **settings)
     return Reference(ids, out[0, ids.shape[1] :].tolist())
@@ -217,6 +221,7 @@ def compare_greedy(decoder: SpeculativeDecoder, references: Sequence[Reference])
 def _tries(decoder: SpeculativeDecoder, known: Reference, number: int, edges: dict[str, int]) -> list[Difference]:
     """The first difference of each answer to one prompt; counts the edge cases."""
     (ids, answer), ends = known, token_ids(decoder.target.generation_config.eos_token_id)
+    least = decoder.target.generation_config.min_new_tokens or 0  # no end token can stand before
     differences: list[Difference] = []
 
     def run(max_new_tokens: int, end: int | None = None) -> tuple[list[int], list[tuple[int, int, int]]]:
@@ -246,7 +251,7 @@ def _tries(decoder: SpeculativeDecoder, known: Reference, number: int, edges: di
     text, cycles = run(LENGTHS[number % len(LENGTHS)])
     # again, with an end token that was drafted and accepted, and did not stand before
     taken = [place for before, took, _ in cycles for place in range(before, before + took)]
-    end = next((at for at in taken if text.index(text[at]) == at and text[at] not in ends), None)
+    end = next((at for at in taken if text.index(text[at]) == at >= least and text[at] not in ends), None)
     if end is not None:
         _, again = run(len(text), text[end])
         edges["ended"] += bool(again) and again[-1][1] == again[-1][2]
@@ -265,17 +270,29 @@ def _difference(target: Target, ids: Tensor, number: int, ours: list[int], their
     if min(one, other) < 0:
         return Difference(number, place, one, other, float("inf"), 0.0)
     text = torch.cat([ids, torch.tensor([ours[:place]], dtype=ids.dtype, device=ids.device)], dim=1)
+    sampler = Sampler(resolve(target.generation_config), torch.Generator(), ids[0])
     with torch.inference_mode():
-        logits = target.model(text).logits[0, -1].float()
-    rounding = ROUNDING * torch.finfo(target.dtype).eps * float(logits.abs().max())
+        raw = target.model(text).logits[:, -1].float()
+        logits = sampler.after(text, raw)[0]
+    rounding = ROUNDING * torch.finfo(target.dtype).eps * float(raw.abs().max())
     return Difference(number, place, one, other, float((logits[one] - logits[other]).abs()), rounding)
 
 
 class SampledProver:
-    """Compares sampled answers with their law, on a miniature that it writes into a directory."""
+    """Compares sampled answers with their law, on a miniature that it writes into a directory.
 
-    def __init__(self, directory: Path) -> None:
-        self.target, self.ids = Target.load(write_miniature(directory)), torch.tensor([PROMPT])
+    generation: what its generation_config sets; model_type, prompt: the miniature's.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        generation: dict[str, Any] | None = None,
+        model_type: str = "llama",
+        prompt: Sequence[int] = PROMPT,
+    ) -> None:
+        config = write_miniature(directory, model_type=model_type)
+        self.target, self.ids = Target.load(replace(config, generation=generation or {})), torch.tensor([prompt])
         self._heads, self._drafters = directory / "heads", Drafters(self.target)
         self._law = cache(partial(answer_law, self.target, self.ids))
 
@@ -295,11 +312,15 @@ class SampledProver:
         return Law(sampling.temperature, sampling.top_p, p_value(self._law(length, sampling), seen), accepted)
 
 
-def write_miniature(directory: Path, seed: int = 4, vocabulary: int = VOCABULARY) -> TargetConfig:
-    """Writes directory/target, a Llama that never ends, and directory/heads/KIND; EAGLE-3 lacks every third token."""
+def write_miniature(
+    directory: Path, seed: int = 4, vocabulary: int = VOCABULARY, model_type: str = "llama"
+) -> TargetConfig:
+    """Writes directory/target, a model that never ends, and directory/heads/KIND; EAGLE-3 lacks every third token."""
     generator = torch.Generator().manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **GIVEN["model"])).eval()
-    letters = Tokenizer(models.WordLevel({chr(97 + token): token for token in range(vocabulary)}, unk_token="a"))
+    config = AutoConfig.for_model(model_type, vocab_size=vocabulary, **GIVEN["model"])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    words = {chr(97 + token): token for token in range(vocabulary - 1)} | {"<|endoftext|>": vocabulary - 1}  # Qwen's
+    letters = Tokenizer(models.WordLevel(words, unk_token="a"))
     letters.pre_tokenizer = pre_tokenizers.Whitespace()
 
     def save(name: str) -> None:
@@ -310,11 +331,11 @@ def write_miniature(directory: Path, seed: int = 4, vocabulary: int = VOCABULARY
     for matrix in matrices:
         matrix.data.normal_(0.0, SPREAD, generator=generator)
     save("target")
-    config = TargetConfig(str(directory / "target"), dtype="float32")
-    target = Target(model, config)
-    words = DraftVocabulary.of_ids(torch.tensor([token for token in range(vocabulary) if token % 3 != 2]), vocabulary)
+    written = TargetConfig(str(directory / "target"), dtype="float32")
+    target = Target(model, written)
+    drafted = DraftVocabulary.of_ids(torch.tensor([token for token in range(vocabulary) if token % 3 != 2]), vocabulary)
     for section in (Eagle1Section(), Eagle3Section(), MedusaSection(), HydraSection(prefix_layer=True)):
-        of_eagle3: dict[str, Any] = {"after_blocks": (0, 1), "vocabulary": words} if section.kind == "eagle3" else {}
+        of_eagle3: dict[str, Any] = {"after_blocks": (0, 1), "vocabulary": drafted} if section.kind == "eagle3" else {}
         head = new_head(section, target.config, target.vocab, seed, **of_eagle3)
         for name, parameter in head.named_parameters():
             if parameter.ndim == 2 and name != "embed_tokens.weight":
@@ -323,18 +344,19 @@ def write_miniature(directory: Path, seed: int = 4, vocabulary: int = VOCABULARY
     for matrix in matrices:
         matrix.data.add_(torch.randn(matrix.shape, generator=generator), alpha=DRAFT_NOISE)
     save("heads/draft_lm")
-    return config
+    return written
 
 
 def answer_law(target: Target, ids: Tensor, length: int, sampling: SamplingConfig) -> dict[Answer, float]:
     """The chance of every answer of `length` tokens to ids [1, T], by plain forwards over all prefixes."""
-    sampler = Sampler(resolve(target.generation_config, **asdict(sampling)), torch.Generator())
+    sampler = Sampler(resolve(target.generation_config, **asdict(sampling)), torch.Generator(), ids[0])
     law: dict[Answer, float] = {(): 1.0}
     for _ in range(length):
         prefixes = list(law)
         tails = torch.tensor(prefixes, dtype=torch.long, device=ids.device).reshape(len(prefixes), -1)
+        texts = torch.cat([ids.expand(len(prefixes), -1), tails], dim=1)
         with torch.inference_mode():
-            logits = target.model(torch.cat([ids.expand(len(prefixes), -1), tails], dim=1)).logits[:, -1]
+            logits = sampler.after(texts, target.model(texts).logits[:, -1])
         rows = zip(prefixes, sampler.law(logits).double().tolist(), strict=True)  # [prefixes, V]
         chances = [((*prefix, token), law[prefix] * p) for prefix, row in rows for token, p in enumerate(row)]
         law = {answer: chance for answer, chance in chances if chance > 0}

@@ -29,6 +29,7 @@ from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.shape import Drafting, make_shape
 from aerie.model.layers import Kept
 from aerie.model.target import Target
+from tests import tiny
 from tests.infer.draws import TREES, greedy, make_head, make_target, prompts
 from tests.infer.steered import steered
 from tests.targets import small
@@ -79,6 +80,24 @@ def test_the_heuristics_length_follows_what_was_accepted_and_begins_anew_with_a_
     for _ in range(2):
         made.generate(ids, do_sample=False, max_new_tokens=30, on_cycle=lambda cycle: lengths.append(cycle.tree.levels))
     assert lengths == 2 * ([4, 6, 8, 7] if right else [4, 3, 2, *[1] * 25, 0])  # by two more, by one less
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+def test_a_stop_string_ends_an_answer_at_the_token_that_completes_it_as_in_transformers(drafted: bool) -> None:
+    """Inside an accepted path, with characters behind it, begun in the prompt, and never met."""
+    target, ids, words, lengths = make_target(), prompts(6)[-1], tiny.tokenizer(), []
+    text = greedy(target, ids, 30)[0]  # from its third new token on: e, ?, ?, er, er, er, er, er, er, Q, nt, ?, " ow"
+    ids, answer = torch.tensor([text[: ids.shape[1] + 6]]), text[ids.shape[1] + 6 :]
+    for stop in ("rer", "ere", "rQn", ["nowhere", " o", "w "], "nowhere"):
+        made = SpeculativeDecoder(target)
+        if drafted:
+            made = steered(decoder(target, TREES["small"]), [(ids, answer)], right=True)
+        made.tokenizer = words
+        settings = {"do_sample": False, "max_new_tokens": 24, "stop_strings": stop}
+        theirs = target.model.generate(ids, attention_mask=torch.ones_like(ids), tokenizer=words, **settings)
+        assert made.generate(ids, **settings).sequences.tolist() == theirs.tolist()
+        lengths.append(theirs.shape[1] - ids.shape[1])
+    assert lengths == [1, 1, 7, 9, 24]
 
 
 class Collector(BaseStreamer):

@@ -31,6 +31,11 @@ ROWS = [(method, (published.heads or (None,))[0]) for method, published in METHO
 LEVEL = ALPHA / (len(ROWS) * len(SETTINGS))
 HOT, WARM = SETTINGS
 NUM_PROMPTS, MOST_PROMPTS = 6, 120  # that each row answers; that it may answer in search of an edge
+# what Qwen2.5's instruction models come with, but for their end tokens' ids; every law that looks at the text
+QWEN = {"repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "do_sample": True}
+OF_TEXT: dict[str, Any] = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 3, "min_new_tokens": 5}
+OF_TEXT |= {"suppress_tokens": [7], "bad_words_ids": [[5], [8, 9]], "sequence_bias": [[[11], 2.0], [[11, 12], 4.0]]}
+ENDS = {"eos_token_id": [94, 95], "pad_token_id": 94}
 LAW = {(0,): 0.5, (1,): 0.3, (2,): 0.19, (3,): 0.008, (4,): 0.002}
 
 
@@ -42,8 +47,9 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> SampledProver:
 class Prompts:
     """A miniature, and random prompts of 2 to 7 tokens with what transformers answers."""
 
-    def __init__(self, directory: Path, vocabulary: int) -> None:
-        self.heads, self.config = directory / "heads", lossless.write_miniature(directory, vocabulary=vocabulary)
+    def __init__(self, directory: Path, vocabulary: int, generation: Any = None, model_type: str = "llama") -> None:
+        written = lossless.write_miniature(directory, vocabulary=vocabulary, model_type=model_type)
+        self.heads, self.config = directory / "heads", replace(written, generation=generation or {})
         self.target, self._vocabulary = Target.load(self.config), vocabulary
         self._generator = torch.Generator().manual_seed(7)
         self._known: list[Reference] = []
@@ -100,6 +106,50 @@ def test_sampled_answers_of_every_row_have_the_targets_law(
     setting = SETTINGS[ROWS.index((method, kind)) % len(SETTINGS)]
     law = sampled.prove(MethodConfig(method), kind, setting, 500, seed=0)
     assert law.p_value > LEVEL and (law.accepted_per_answer > 0.05 or method == "vanilla")
+
+
+@pytest.fixture(scope="module", params=[QWEN | ENDS, OF_TEXT | ENDS], ids=["Qwen2.5", "all"])
+def penalised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Prompts:
+    return Prompts(tmp_path_factory.mktemp("penalised"), 96, request.param, "qwen2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "kind"), ROWS)
+def test_greedy_answers_are_generates_own_where_laws_look_at_the_text(
+    penalised: Prompts, method: Method, kind: str | None
+) -> None:
+    known, met = penalised.first(NUM_PROMPTS), set[str]()
+    trials = [penalised.decoder(method, kind)]
+    trials += [steered(penalised.decoder(method, kind), known, right=True)] if kind else []
+    for result in (lossless.compare_greedy(trial, known) for trial in trials):
+        assert result.identical == result.prompts and not result.differences
+        met |= {edge for edge, times in result.edges.items() if times}
+    assert {"accepted", "ended", "cut"} <= met or not kind
+
+
+@pytest.fixture(scope="module")
+def of_text(tmp_path_factory: pytest.TempPathFactory) -> SampledProver:
+    laws = {**QWEN, "repetition_penalty": 1.5, "no_repeat_ngram_size": 2}
+    return SampledProver(tmp_path_factory.mktemp("of_text"), laws, "qwen2", prompt=(1, 5, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "kind"), ROWS)
+def test_sampled_answers_have_the_law_that_looks_at_the_text(
+    of_text: SampledProver, method: Method, kind: str | None
+) -> None:
+    law = of_text.prove(MethodConfig(method), kind, SamplingConfig(0.7, top_k=20, top_p=0.8), 300, seed=0)
+    assert law.p_value > LEVEL and (law.accepted_per_answer > 0.05 or kind is None)
+
+
+def test_a_law_that_is_lost_on_the_way_down_a_tree_is_found(
+    of_text: SampledProver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def roots_for_all(self: Any, logits: Tensor, tree: Tree | None = None) -> Tensor:
+        return self.after(self.text.expand(len(logits), -1), logits)
+
+    monkeypatch.setattr(Sampler, "with_text", roots_for_all)
+    assert of_text.prove(MethodConfig("eagle"), "eagle1", SamplingConfig(1.0), 300, seed=0).p_value < 1e-6
 
 
 def second_best(tree: Tree, logits: Tensor, sampler: Sampler, typical: Any) -> Verdict:

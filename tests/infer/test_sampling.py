@@ -11,7 +11,9 @@ from transformers import GenerationConfig
 
 from aerie.configs.errors import UserError
 from aerie.infer.decode.sampling import Sampler, distinct_draws, resolve
+from aerie.infer.decode.tree import Tree, ancestors
 from tests import tiny
+from tests.infer.laws import node_paths
 
 
 def test_what_is_not_asked_comes_from_the_generation_config() -> None:
@@ -55,8 +57,54 @@ def test_the_law_is_the_one_that_generate_samples_from() -> None:
     assert (law > 0).sum() < 12  # top-p cut more than top-k did
 
 
-NOT_APPLIED = [{"no_repeat_ngram_size": 3}, {"num_beams": 2}, {"typical_p": 0.9}, {"top_h": 0.5}, {"new_law": 1}]
-NOT_APPLIED += [{"dola_layers": "high"}, {"forced_eos_token_id": 0}, {"bad_words_ids": [[5]]}, {"token_healing": True}]
+OF_TEXT: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.4},
+    {"no_repeat_ngram_size": 1},
+    {"no_repeat_ngram_size": 2},
+    {"no_repeat_ngram_size": 9},
+    {"bad_words_ids": [[3], [4, 5], [1, 2, 0]]},
+    {"sequence_bias": [[[3], 2.0], [[4, 5], -3.0]], "repetition_penalty": 0.8},  # their order matters
+    {"min_length": 8, "eos_token_id": [1, 2]},
+    {"min_new_tokens": 2, "suppress_tokens": [0, 4], "begin_suppress_tokens": [3], "eos_token_id": 2},
+]
+
+
+@pytest.mark.parametrize("settings", OF_TEXT)
+@pytest.mark.parametrize("length", [2, 7])
+def test_each_nodes_law_looks_at_the_text_and_the_nodes_own_path(settings: dict[str, Any], length: int) -> None:
+    """As transformers' own list of processors does, given that text alone."""
+    model, dice = tiny.llama(vocab_size=6), torch.Generator().manual_seed(length)
+    config = GenerationConfig(**{"do_sample": False, "eos_token_id": None, **settings})
+    model._prepare_special_tokens(config)
+    theirs = model._get_logits_processor(config, input_ids_seq_length=length)
+    prompt, answer = torch.randint(6, (length,), generator=dice), torch.tensor([3, 4])
+    ours = Sampler(resolve(config), dice, prompt)
+    ours.with_text(torch.zeros(1, 6))
+    ours.follow(answer[:1])
+    ours.follow(answer[1:])
+    parents = torch.tensor([0, 0, 0, 1, 1, 2, 3, 5, 6])
+    mask = ancestors(parents, 4)
+    tokens, zeros = torch.tensor([4, 5, 3, 1, 5, 3, 2, 4, 0]), torch.zeros(9)
+    tree = Tree(tokens, parents, mask.sum(-1) - 1, mask, zeros, zeros, levels=4, draft_forwards=4)
+    logits = torch.randn(9, 6, generator=dice)
+    texts = [torch.cat([prompt, answer, torch.tensor(path, dtype=torch.long)])[None] for path in node_paths(tree)]
+    wanted = [theirs(text, row[None]) for text, row in zip(texts, logits, strict=True)]
+    torch.testing.assert_close(ours.with_text(logits, tree), torch.cat(wanted), rtol=0, atol=0)
+    first, alone = Sampler(resolve(config), dice, prompt), logits[:1]
+    torch.testing.assert_close(first.with_text(alone), theirs(prompt[None], alone), rtol=0, atol=0)
+
+
+def test_what_transformers_itself_refuses_is_a_sentence() -> None:
+    for setting in ({"repetition_penalty": -1.0}, {"suppress_tokens": 5}, {"sequence_bias": [[[99], 1.0]]}):
+        config = GenerationConfig()
+        vars(config).update(setting)
+        sampler = Sampler(resolve(config), torch.Generator(), torch.tensor([1]))
+        with pytest.raises(UserError, match=f"transformers refuses {next(iter(setting))}="):
+            sampler.with_text(torch.zeros(1, 6))
+
+
+NOT_APPLIED = [{"num_beams": 2}, {"typical_p": 0.9}, {"top_h": 0.5}, {"new_law": 1}, {"dola_layers": "high"}]
+NOT_APPLIED += [{"forced_eos_token_id": 0}, {"token_healing": True}]
 SAMPLED = {"do_sample": True}
 OUT_OF_RANGE = [{"temperature": 1e-40, **SAMPLED}, {"min_p": 1.5, **SAMPLED}, {"top_k": -1, **SAMPLED}]
 OUT_OF_RANGE += [{"temperature": float("nan"), **SAMPLED}, {"top_p": "0.9", **SAMPLED}, {"max_new_tokens": 0}]

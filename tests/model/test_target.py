@@ -197,20 +197,23 @@ def test_what_a_targets_files_lack_is_one_line(count: int, said: str, files: Any
         assert str(error.value).startswith(config.path) and "\n" not in str(error.value)
 
 
-def test_a_repetition_penalty_is_switched_off_where_the_target_is_loaded(tmp_path: Path, capsys: Any) -> None:
-    """Qwen2.5's instruction models have 1.05, which no draft tree honours: drafts, vanilla and transformers agree."""
+def test_what_the_generation_config_sets_is_followed_unless_the_recipe_sets_another_value(
+    tmp_path: Path, capsys: Any
+) -> None:
     path = tiny.target(tmp_path / "t")
     settings = GenerationConfig.from_pretrained(path)
-    settings.repetition_penalty, settings.eos_token_id = 1.05, [2, 99999]
+    settings.repetition_penalty, settings.num_beams, settings.eos_token_id = 1.5, 2, [2, 99999]
     settings.save_pretrained(path)
-    target = Target.load(TargetConfig(str(path)))
-    said = capsys.readouterr().err
-    assert "repetition_penalty=1.05; aerie decodes without it" in said and "[99999] is none of its 320 tokens" in said
-    assert said.count("warning:") == 2
-    ids = prompt(8)[None] % 40
-    theirs = target.model.generate(ids, max_new_tokens=12, do_sample=False)
-    ours = SpeculativeDecoder(target).generate(ids, max_new_tokens=12, do_sample=False).sequences
-    assert torch.equal(ours, theirs)
+    ids, answers = prompt(8)[None] % 40, []
+    for generation in ({"num_beams": None}, {"num_beams": 1, "repetition_penalty": 1.0}):
+        target = Target.load(TargetConfig(str(path), generation=generation))
+        assert "[99999] is none of its 320 tokens" in capsys.readouterr().err
+        answers.append(target.model.generate(ids, max_new_tokens=12, do_sample=False))
+        ours = SpeculativeDecoder(target).generate(ids, max_new_tokens=12, do_sample=False).sequences
+        assert torch.equal(ours, answers[-1])
+    assert not torch.equal(*answers)
+    with pytest.raises(UserError, match=r"num_beams=2, which aerie does not apply; .*--generation.num_beams null"):
+        SpeculativeDecoder(Target.load(TargetConfig(str(path)))).generate(ids, max_new_tokens=12)
 
 
 def test_a_final_transform_that_is_not_known_is_refused(monkeypatch: Any) -> None:
