@@ -55,6 +55,12 @@ SEEDS_HYDRA := configs/hydra/embedded.yaml $(SEEDED) --train.max_seconds 300 --t
 SEEDS_MEDUSA := configs/medusa/embedded.yaml $(SEEDED) --train.max_seconds 300 --train.batch_size 8 --train.max_steps 320 --train.eval_every 0
 SEEDS_DRAFT_LM := configs/draft_lm/sps-embedded.yaml $(SEEDED) --train.max_seconds 300 --train.batch_size 8 --train.max_steps 360 --train.eval_every 0
 
+# Calibrations for the claims, before those whose calibrators stay beside the heads: EAGLE-2's figure 5, chains that are drawn.
+SEEDS_CALIBRATED := --target $(SEEDS)/target --calibrate.oracle_levels null
+SEEDS_STATIC := --run $(SEEDS)/static $(SEEDS_CALIBRATED) --head $(SEEDS)/heads/eagle1 --calibrate.method eagle
+SEEDS_CHAIN := --run $(SEEDS)/chain $(SEEDS_CALIBRATED) --head $(SEEDS)/heads/eagle1 --calibrate.method eagle-chain --calibrate.temperature 1
+SEEDS_SVIP := --run $(SEEDS)/svip --target $(SEEDS)/target --head $(SEEDS)/heads/draft_lm --calibrate.method sps-svip --calibrate.temperature 1
+
 bench: $(STAMP)
 	@$(BIN)/python data/main.py synthetic --config $(RECIPE) --run $(SEEDS)
 	@$(BIN)/aerie run $(TARGET_RECIPE) --run $(SEEDS) --output $(SEEDS)/target --target $(SEEDS)/tokenizer \
@@ -71,12 +77,16 @@ bench: $(STAMP)
 	$(BIN)/python train/main.py --config $(SEEDS_DRAFT_LM) || exit $$?; \
 	wait $$eagle3 || { code=$$?; tail -n 5 $(SEEDS)/eagle3.log >&2; exit $$code; }; \
 	tail -n 1 $(SEEDS)/eagle3.log
+	@$(BIN)/python infer/main.py calibrate --config configs/bench/seeds.yaml $(SEEDS_STATIC)
+	@$(BIN)/python infer/main.py calibrate --config configs/bench/seeds.yaml $(SEEDS_CHAIN)
+	@$(BIN)/python infer/main.py calibrate --config configs/bench/seeds.yaml $(SEEDS_SVIP)
 	@$(BIN)/python infer/main.py calibrate --config configs/bench/seeds.yaml
 	@$(BIN)/python infer/main.py calibrate --config configs/bench/seeds.yaml --run $(SEEDS)/eagle3 --target $(SEEDS)/target \
 		--head $(SEEDS)/heads/eagle3 --calibrate.method eagle3 --calibrate.oracle_levels null
 	@$(BIN)/python infer/main.py bench --config configs/bench/seeds.yaml
 	@$(BIN)/python infer/main.py tune --config configs/bench/seeds.yaml
 	@$(BIN)/python infer/main.py report --config configs/bench/seeds.yaml
+	@$(BIN)/python infer/main.py claims $(SEEDS)
 
 bench-full: bench
 	@$(BIN)/python infer/main.py bench --config configs/bench/seeds-full.yaml

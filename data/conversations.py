@@ -70,6 +70,11 @@ class Tally:
         self.counts[key] += 1
         self.examples.setdefault(key, f"{place}: {sentence}" if sentence else place)
 
+    def merge(self, other: "Tally") -> None:
+        """Adds what another process counted, but for the rows that were read."""
+        self.counts.update(other.counts)
+        self.examples = other.examples | self.examples
+
     @property
     def kept(self) -> int:
         return self.rows - sum(count for (kind, _), count in self.counts.items() if kind == "skipped")
@@ -118,6 +123,30 @@ def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
             yield from (RawRow(f"{file}: row {number:,}", number, value) for number, value in _numbered(file))
         except (OSError, ValueError, csv.Error) as error:  # no permission, no UTF-8, no Parquet
             raise UserError(f"{file}: cannot be read ({first_line(error)})") from error
+
+
+def read_prompts(path: Path | None, text: str | None, raw: bool = False) -> list[list[Message]]:
+    """Of a text, or of a file's rows; UserError where one is empty. raw: without a chat template, so of one turn."""
+    prompts = []
+    for row in read_rows(str(path)) if path else [RawRow("--prompt", 1, text)]:
+        values = row.value if isinstance(row.value, dict) else {"prompt": row.value}
+        turns = next((values[name] for name in ("turns", "question", "prompt") if name in values), None)
+        turns = turns if isinstance(turns, list | None) else [turns]
+        try:
+            messages = to_messages(values) if turns is None else [{"role": "user", "content": turn} for turn in turns]
+        except UnusableRow as error:
+            raise UserError(f"{row.place}: {error}; or prompt, question or turns") from error
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()  # to be written anew
+        asked = [message["content"] for message in messages if message["role"] == "user"]
+        if not asked or not all(map(is_text, asked)):
+            raise UserError(f"{row.place}: the prompt is empty, or no text")
+        if raw and len(messages) > 1:
+            raise UserError(f"{row.place}: several turns need the chat template; leave --raw out")
+        prompts.append(messages)
+    if not prompts:
+        raise UserError(f"{path}: holds no prompts")
+    return prompts
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, Any]]:

@@ -1,15 +1,19 @@
 """The recipe's conversations as tokenised rows; their preview and draft vocabulary."""
 
+import os
 import re
 import sys
 import time
 from array import array
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import version
 from itertools import accumulate, groupby, islice, pairwise
+from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
 from typing import Any
 
@@ -91,26 +95,25 @@ def _made(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally, s
     num_tokens = num_supervised = 0  # rows without a supervised slot count too
     conversations = load_conversations(config, tally)
     with bar(None, "conversations", "tokenise", 0 if speaks else 1) as progress:
-        while batch := list(islice(conversations, BATCH)):
-            for conversation, rows in zip(batch, _rows(batch, chat, config, num_ids), strict=True):
-                reasons, kept = list[str](), list[Row]()
-                for row in rows:
-                    if len(row.input_ids) > max_length:
-                        tally.add("left out", "tokens behind max_length cut", row.source)
-                    cut = Row(row.input_ids[:max_length], row.turns[:max_length], row.source)
-                    num_tokens += len(cut.input_ids)
-                    num_supervised += cut.num_supervised
-                    if cut.num_slots:
-                        kept.append(cut)
-                        continue
-                    beyond = f"the answer begins after max_length ({max_length:,} tokens)"
-                    reasons.append(beyond if row.num_slots else "no answer of at least two tokens")
-                    if len(rows) > 1:
-                        tally.add("left out", reasons[-1], row.source)
-                if rows and not kept:
-                    tally.add("skipped", reasons[0], conversation.place)
-                (data.held_out if conversation.is_held_out else data.train).extend(kept)
-            progress.update(len(batch))
+        for conversation, rows in _in_processes(conversations, chat, config, num_ids):
+            reasons, kept = list[str](), list[Row]()
+            for row in rows:
+                if len(row.input_ids) > max_length:
+                    tally.add("left out", "tokens behind max_length cut", row.source)
+                cut = Row(row.input_ids[:max_length], row.turns[:max_length], row.source)
+                num_tokens += len(cut.input_ids)
+                num_supervised += cut.num_supervised
+                if cut.num_slots:
+                    kept.append(cut)
+                    continue
+                beyond = f"the answer begins after max_length ({max_length:,} tokens)"
+                reasons.append(beyond if row.num_slots else "no answer of at least two tokens")
+                if len(rows) > 1:
+                    tally.add("left out", reasons[-1], row.source)
+            if rows and not kept:
+                tally.add("skipped", reasons[0], conversation.place)
+            (data.held_out if conversation.is_held_out else data.train).extend(kept)
+            progress.update()
     names = ", ".join(config.conversations)
     if not data.train:
         held_out = f"{len(data.held_out):,} rows are held out"
@@ -119,6 +122,44 @@ def _made(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally, s
         fix = "see them with the show command, or lower data.min_supervised_share"
         raise UserError(f"{names}: only {num_supervised / num_tokens:.2%} of the tokens are supervised; {fix}")
     return data
+
+
+def _in_processes(
+    conversations: Iterator[Conversation], chat: Chat, config: DataConfig, num_ids: int
+) -> Iterator[tuple[Conversation, list[Row]]]:
+    """Each conversation with its rows, in order; what takes long goes on in a process for each core of this job's."""
+    started, batches = time.monotonic(), iter(lambda: list(islice(conversations, BATCH)), [])
+    workers = num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "fork" in get_all_start_methods() else 1
+    for batch in batches:
+        yield from zip(batch, _rows(batch, chat, config, num_ids), strict=True)
+        if workers > 1 and time.monotonic() - started > SLOW_SECONDS:
+            break
+    _forked[:] = [chat, config, num_ids]  # what the processes begin with: pickling a tokenizer takes long
+    with ProcessPoolExecutor(workers, get_context("fork")) if workers > 1 else nullcontext() as pool:
+        pending = deque[tuple[list[Conversation], Future[tuple[list[list[Row]], Tally]]]]()
+        while pool is not None:
+            for batch in islice(batches, 2 * workers - len(pending)):
+                pending.append((batch, pool.submit(_forked_rows, batch)))
+            if not pending:
+                return
+            batch, future = pending.popleft()
+            rows, tally = future.result()
+            chat.tally.merge(tally)
+            yield from zip(batch, rows, strict=True)
+
+
+_forked: list[Any] = []
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _forked_rows(batch: list[Conversation]) -> tuple[list[list[Row]], Tally]:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    chat, config, num_ids = _forked
+    chat.tally = Tally()
+    return [*_rows(batch, chat, config, num_ids)], chat.tally
 
 
 def _rows(batch: list[Conversation], chat: Chat, config: DataConfig, num_ids: int) -> Iterator[list[Row]]:

@@ -20,7 +20,7 @@ from aerie.configs.schema.decode import METHODS, USUAL, Method, MethodConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.measure import BenchConfig, CalibrateConfig, HeldOutPrompts, SamplingConfig, TuneConfig
 from aerie.configs.schema.recipe import Recipe, RunPaths, add_arguments, load, pairs_of
-from aerie.data.conversations import Message, RawRow, UnusableRow, is_text, read_rows, to_messages
+from aerie.data.conversations import Message, read_prompts
 from aerie.data.stage import target_inputs
 from aerie.model import storage
 from aerie.model.hub import head_directory, is_on_hub, require_target
@@ -192,6 +192,21 @@ def results(arguments: Namespace, unknown: list[str]) -> int:
     return 0
 
 
+def claims(arguments: Namespace, unknown: list[str]) -> int:
+    """what the papers claim and what of it holds in a run: verdicts, with intervals, in Markdown"""
+    if unknown:
+        raise UserError(f"{unknown[0]}: not an option of claims")
+    from aerie.infer.measure.record import RECORDS, read_records
+    from aerie.infer.report import claims as register
+
+    paths = RunPaths(arguments.claims_of)
+    tuned = storage.read_json(path) if (path := paths.tune / "tune.json").is_file() else None
+    lines = register.judge(register.Measured.of_run(read_records(paths.bench / RECORDS), paths.root, tuned, 0))
+    print(f"{register.markdown(lines)}\n{register.tenth(lines)}")
+    print(f"\nPictures beside the published points: {paths.report / 'index.html'}#claims (aerie report)")
+    return 0
+
+
 def compare(arguments: Namespace, unknown: list[str]) -> int:
     """the difference of tau between rows of a bench, in pairs of prompts, with an interval"""
     recipe = load(arguments, unknown)
@@ -232,40 +247,16 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
 def generate(arguments: Namespace, unknown: list[str]) -> int:
     """answers to prompts, streamed (accepted draft tokens are green) or as JSON"""
     pairs_of(unknown)  # a mistyped option is told before what is missing for it
-    return _decode(arguments, unknown, _prompts(arguments))
+    path, text = arguments.prompts, arguments.prompt
+    if (path is None) == (text is None):
+        raise UserError("generate needs either --prompt TEXT (--prompt - reads stdin) or --prompts FILE.jsonl")
+    prompts = read_prompts(path, sys.stdin.read().removesuffix("\n") if text == "-" else text, arguments.raw)
+    return _decode(arguments, unknown, prompts)
 
 
 def chat(arguments: Namespace, unknown: list[str]) -> int:
     """talk with the target; accepted draft tokens are green"""
     return _decode(arguments, unknown)
-
-
-def _prompts(arguments: Namespace) -> list[list[Message]]:
-    """Of --prompt (`-`: stdin) or --prompts; UserError where one is empty."""
-    path, text = arguments.prompts, arguments.prompt
-    if (path is None) == (text is None):
-        raise UserError("generate needs either --prompt TEXT (--prompt - reads stdin) or --prompts FILE.jsonl")
-    text = sys.stdin.read().removesuffix("\n") if text == "-" else text
-    prompts = []
-    for row in read_rows(path) if path else [RawRow("--prompt", 1, text)]:
-        values = row.value if isinstance(row.value, dict) else {"prompt": row.value}
-        turns = next((values[name] for name in ("turns", "question", "prompt") if name in values), None)
-        turns = turns if isinstance(turns, list | None) else [turns]
-        try:
-            messages = to_messages(values) if turns is None else [{"role": "user", "content": turn} for turn in turns]
-        except UnusableRow as error:
-            raise UserError(f"{row.place}: {error}; or prompt, question or turns") from error
-        while messages and messages[-1]["role"] == "assistant":
-            messages.pop()  # to be written anew
-        asked = [message["content"] for message in messages if message["role"] == "user"]
-        if not asked or not all(map(is_text, asked)):
-            raise UserError(f"{row.place}: the prompt is empty, or no text")
-        if arguments.raw and len(messages) > 1:
-            raise UserError(f"{row.place}: several turns need the chat template; leave --raw out")
-        prompts.append(messages)
-    if not prompts:
-        raise UserError(f"{path}: holds no prompts")
-    return prompts
 
 
 def _check_sampling(arguments: Namespace) -> None:
@@ -390,7 +381,7 @@ def _given_head(text: str) -> Path:
 HEAD: dict[str, Any] = {"type": _given_head, "help": "a head directory (default: the run's own)"}
 FILE: dict[str, Any] = {"type": user_path, "metavar": "FILE.yaml"}
 ROWS: dict[str, Any] = {"type": int, "nargs": "+", "required": True, "help": "rows of bench.rows, from 0; pooled"}
-COMMANDS = (generate, chat, calibrate, bench, tune, report, results, compare, verify)
+COMMANDS = (generate, chat, calibrate, bench, tune, report, results, claims, compare, verify)
 DECODING: dict[str, dict[str, Any]] = {
     "--method": {"help": f"default: the usual one of the head; {', '.join(get_args(Method))}"},
     "--row": {**FILE, "help": "a method and its tree"},
@@ -413,6 +404,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "chat": DECODING,
     "bench": {"--row": {"action": "append", "default": [], **FILE, "help": "one more row"}},
     "results": {"runs": {"type": user_path, "nargs": "+", "metavar": "RUN"}},
+    "claims": {"claims_of": {"type": user_path, "metavar": "RUN"}},
     "compare": {"--of": ROWS, "--against": ROWS, "--temperature": {"type": float, "help": "of the answers compared"}},
     "verify": {
         "--head": {**HEAD, "action": "append", "default": [], "help": "a head directory; one of each kind"},
@@ -432,7 +424,7 @@ def main() -> int:
     subparsers = parser.add_subparsers(dest="command", required=True)
     for run in COMMANDS:
         command = subparsers.add_parser(run.__name__, help=run.__doc__)
-        if run is not results:
+        if run not in (results, claims):
             add_arguments(command)
         for flag, settings in ({"--head": HEAD} | OPTIONS.get(run.__name__, {})).items():
             command.add_argument(flag, **settings)

@@ -22,7 +22,15 @@ LADDER = {
 SOURCES = sorted(path for package in LADDER for path in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 HOUSE = [path for name in (*LADDER, "slurm") for path in ROOT.glob(f"{name}/**/*") if path.suffix in (".py", ".jinja")]
-BUDGETS = {"files": 99, "longest": 450, "lines": 17_560, "code": 13_350, "KiB": 916, "test lines": 12_800, "tests": 662}
+BUDGETS = {
+    "files": 100,
+    "longest": 450,
+    "lines": 17_960,
+    "code": 13_600,
+    "KiB": 936,
+    "test lines": 13_050,
+    "tests": 675,
+}
 MAX_SINGLE_IMPORTERS = 12
 distributions = functools.cache(packages_distributions)  # by top-level module
 

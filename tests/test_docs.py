@@ -19,9 +19,15 @@ OTHERS = ("accelerate", "make", "pip", "python", "sbatch", "vllm")
 # Each command is a function that prints its words between separators, and as sbatch does a number.
 BASH = "exec 3>&1; record() { printf '%s\\037' \"$@\" >&3; printf '\\036' >&3; echo 1; }; set -u\n"
 BASH += "".join(f'{name}() {{ record {name} "$@"; }}; ' for name in ("aerie", *OTHERS))
-AT_ONCE = ("check", "compare", "convert", "init", "inspect", "keys", "push", "results", "status")
+AT_ONCE = ("check", "claims", "compare", "convert", "init", "inspect", "keys", "push", "results", "status")
 # What a command asks for that the lines before it make.
-FIRST = {"compare": "records", "check": "index.json", "bench": "train the head", "push": "no measured results"}
+FIRST = {
+    "claims": "records",
+    "compare": "records",
+    "check": "index.json",
+    "bench": "train the head",
+    "push": "no measured results",
+}
 FIRST |= {"train": "no whole feature cache|no run has made", "features": "too few rows to time"}
 FIRST["run"] = "no run has made"
 

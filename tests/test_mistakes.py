@@ -130,6 +130,7 @@ report --config {bad}/date.yaml => date.yaml: not YAML (month must be in 1..12)
 report {recipe} => bench: no bench, or one that was stopped
 results {bad}/odd => report: is not what was written; run: aerie report --run
 results => the following arguments are required: RUN
+claims {bad}/none => records.jsonl: No such file or directory; run aerie bench first
 compare {recipe} --of 0 --against 1 => records.jsonl
 verify => verify needs --config RECIPE, or --target
 verify {recipe} --draws 10 => 200 draws are needed

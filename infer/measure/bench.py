@@ -32,6 +32,7 @@ from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.engine import Clock, SpeculativeDecoder, make_decoder
 from aerie.infer.decode.graphs import cycle_of
 from aerie.infer.decode.methods import Drafters, kind_at
+from aerie.infer.decode.sampling import Sampler, resolve
 from aerie.infer.decode.shape import Drafting
 from aerie.infer.decode.tree import root_only
 from aerie.infer.measure import record as results
@@ -50,6 +51,24 @@ WARM_UP_TOKENS = 24
 REFERENCE_PROMPTS = 12  # that are timed in all three ways
 NUM_PROMPTS, REPETITIONS = 4, 6  # of the overhead
 PHASES = ("draft", "verify", "commit", "other")
+ROUNDING = 4.0  # in units of eps times the largest logit
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token that differs, and how far apart the two tokens' logits are in a plain forward."""
+
+    prompt: int
+    position: int
+    ours: int  # -1: the answer ended before
+    theirs: int
+    gap: float
+    rounding: float  # a gap that rounding can make in the target's dtype
+
+    @property
+    def margin(self) -> float:
+        """The gap over what rounding can make: up to 1 rounding explains the difference."""
+        return self.gap / self.rounding if self.rounding else float("inf")
 
 
 def begin_bench(stage: Stage, overwrite: bool) -> None:
@@ -180,7 +199,9 @@ def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
     plain = {(r.sampling, r.prompt_key): r.output_ids for r in good if r.row == bench.suite.vanilla}
     for r in good:
         if r.temperature == 0 and (r.sampling, r.prompt_key) in plain:
-            done[r.key] = replace(r, identical=r.output_ids == plain[r.sampling, r.prompt_key])
+            theirs = plain[r.sampling, r.prompt_key]
+            same = replace(r, identical=r.output_ids == theirs, margin=None)
+            done[r.key] = same if same.identical else with_margin(bench, same, theirs)
     return list(done.values())
 
 
@@ -249,6 +270,31 @@ def _answer(
     return validate(facts, Record, "bench", {}), lines_of(origin, recorder.records)
 
 
+def difference(target: Target, ids: Tensor, number: int, ours: Sequence[int], theirs: Sequence[int]) -> Difference:
+    """The first one of two answers to ids [1, T] that are not the same."""
+    shared = min(len(ours), len(theirs))
+    place = next((at for at in range(shared) if ours[at] != theirs[at]), shared)
+    one, other = (text[place] if place < len(text) else -1 for text in (ours, theirs))
+    if min(one, other) < 0:
+        return Difference(number, place, one, other, float("inf"), 0.0)
+    text = torch.cat([ids, torch.tensor([[*ours[:place]]], dtype=ids.dtype, device=ids.device)], dim=1)
+    sampler = Sampler(resolve(target.generation_config), torch.Generator(), ids[0])
+    with torch.inference_mode():
+        raw = target.model(text).logits[:, -1].float()
+        logits = sampler.after(text, raw)[0]
+    rounding = ROUNDING * torch.finfo(target.dtype).eps * float(raw.abs().max())
+    return Difference(number, place, one, other, float((logits[one] - logits[other]).abs()), rounding)
+
+
+def with_margin(bench: Bench, record: Record, theirs: Sequence[int]) -> Record:
+    """A record whose answer is not theirs with its margin; in float32 none is explained, and none is measured."""
+    if bench.target.dtype == torch.float32:
+        return record
+    ids = torch.tensor([record.prompt_ids], device=bench.target.device)
+    margin = difference(bench.target, ids, 0, record.output_ids, theirs).margin
+    return replace(record, margin=max(margin, record.margin or 0.0))  # where one answer ends earlier: infinite, or null
+
+
 def clocked(device: torch.device, work: Callable[..., Any], *arguments: Any, **settings: Any) -> tuple[float, Any]:
     """(milliseconds, what the call returns)"""
     clock = Clock({}, device.type == "cuda")
@@ -301,7 +347,8 @@ def measure_reference(bench: Bench, records: list[Record]) -> list[Record]:
     reference = Reference(plain_ms, bare_ms, len(greedy), identical, static_ms, *medians[3:])
     write_json(bench.directory / results.REFERENCE, asdict(reference))
     print(f"ms per token: vanilla {plain_ms:.2f}, bare forwards {bare_ms:.2f}, transformers' generate {static_ms:.2f}")
-    return [replace(r, identical_to_generate=same[r.key]) if r.key in same else r for r in records]
+    compared = [replace(r, identical_to_generate=same.get(r.key)) for r in records]
+    return [r if same.get(r.key, True) else with_margin(bench, r, answers[r.prompt_key]) for r in compared]
 
 
 class Stopwatch(BaseStreamer):

@@ -13,7 +13,6 @@ import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
-from scipy import stats
 from scipy.optimize import minimize_scalar
 from scipy.special import log_expit, logit
 from sklearn.isotonic import IsotonicRegression
@@ -22,22 +21,22 @@ from torch import Tensor
 from aerie.configs.schema.decode import Choice, Fit, MethodConfig, StaticConfig, TreeConfig
 from aerie.configs.schema.measure import CalibrateConfig
 from aerie.data.stage import bar
+from aerie.infer.decode.drafters import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
-from aerie.infer.decode.methods import FLOOR, Calibrator, Drafters
-from aerie.infer.measure.cycles import COLUMNS, Oracle, Recorder, Tables, keep_pools, tables_of
+from aerie.infer.decode.methods import FLOOR, Calibrator, Drafters, kind_at
+from aerie.infer.decode.shape import Drafting
+from aerie.infer.measure.cycles import COLUMNS, Oracle, Recorder, States, Tables, keep_pools, tables_of
 from aerie.infer.measure.record import FloatArray
 from aerie.infer.measure.tasks import encode_turn, load_prompts
 from aerie.model.storage import CALIBRATOR, CHOICES, digests, write_atomically, write_json, write_text
 from aerie.model.target import Target
 
-SCHEMA, EDGE = 1, 1e-7  # of analysis.json; confidence 0 or 1 in single precision is not certainty
+SCHEMA, EDGE = 2, 1e-7  # of analysis.json; confidence 0 or 1 in single precision is not certainty
 KINDS: tuple[Fit, ...] = ("temperature", "isotonic")
 SPLIT = 0  # seed of the halves of the prompts
 REACH = 2  # a node is asked for all its children where the ranks on its path sum to no more than this
-SLACK = 1e-9  # rounding of sums over a vocabulary in float64
-PAPER_CS = (0.15, 0.18)  # SVIP's released code; its figure 4
+PAPER_C = 0.18  # of SVIP's figure 4
 POINTS = 80  # of the curves of figure 4
-LEAST_ENTROPY = 1e-6  # nats; below it the ratio is a quotient of rounding errors
 CONTEXTS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 6144, 8192)  # tokens before a draft: edges of oracle lengths
 
 
@@ -61,12 +60,14 @@ def record(
     drafts, oracle, tables = keep_pools(decoder), None, []
     if section.oracle_levels is not None and drafts and tree is not None:
         oracle = Oracle(decoder, tree, section.oracle_levels, seed)
+    is_eagle = isinstance(decoder.proposer, Drafting) and isinstance(decoder.proposer.drafter, EagleDrafter)
+    states = States(decoder) if is_eagle and decoder.cycle == "eager" else None
     settings: dict[str, Any] = {"temperature": section.temperature, "top_k": 0, "top_p": 1.0}
     longest = min(decoder.limits.values())
     with bar(len(questions), "prompts", "calibrate") as progress:
         for number, (ids, _) in enumerate(questions):
             settings["max_new_tokens"] = min(section.prompts.max_new_tokens, max(1, longest - ids.shape[1]))
-            recorder, generator = Recorder(), torch.Generator(ids.device).manual_seed(seed * 1_000_003 + number)
+            recorder, generator = Recorder(states), torch.Generator(ids.device).manual_seed(seed * 1_000_003 + number)
             text = decoder.generate(ids, on_cycle=recorder, generator=generator, **settings).sequences[0]
             tables.append(tables_of(number, recorder.records, text.tolist()))
             progress.update()
@@ -76,7 +77,9 @@ def record(
     return Recording(whole, tuple(task for _, task in questions), section.temperature)
 
 
-def write_calibration(output: Path, recording: Recording, bins: int, head: str | None) -> list[str]:
+def write_calibration(
+    output: Path, recording: Recording, bins: int, head: str | None, method: str | None = None
+) -> list[str]:
     """Writes all files but choices.yaml (calibrator.json beside the head too); returns lines for the user."""
     nodes, cycles = recording.tables["nodes"], recording.tables["cycles"]
     for table, rows in recording.tables.items():
@@ -84,7 +87,8 @@ def write_calibration(output: Path, recording: Recording, bins: int, head: str |
     summary = summarise(nodes, cycles, recording.temperature, bins)
     fitted = fit_and_score(recording, bins)
     write_json(output / "calibration.json", summary)
-    write_json(output / "analysis.json", {**analyse(recording, bins), "calibrator": fitted and fitted[1]})
+    about = {"head": head and kind_at(head), "method": method, "calibrator": fitted and fitted[1]}
+    write_json(output / "analysis.json", {**analyse(recording, bins), **about})
     measured = f"; ECE {summary['ece']:.4f}, Brier {summary['brier']:.4f}" if len(nodes) else ""
     line = f"calibrate: {len(nodes):,} drafted nodes of {len(cycles):,} cycles{measured}"
     if fitted is None:
@@ -167,17 +171,8 @@ def analyse(recording: Recording, bins: int = 20) -> dict[str, Any]:
             part = laws if task == "all" else laws[laws.prompt.map(task_of) == task]
             means = {"accepted": mean(part.entropy[part.accepted]), "rejected": mean(part.entropy[~part.accepted])}
             entropies.append({"task": task, "laws": len(part), **means})
-        # the Gamma fit of CE(q, p) / H(q) - 1 = KL(q||p) / H(q) (SVIP, section 2.2 and appendix C)
-        usable = laws[(laws.entropy >= LEAST_ENTROPY) & np.isfinite(laws.kl_qp)]
-        excess = np.asarray(usable.kl_qp / usable.entropy)
-        positive, gamma = excess[excess > 0], None
-        if len(positive) > 1 and np.ptp(positive) > 0:
-            shape, _, scale = stats.gamma.fit(positive, floc=0)
-            gamma = {"alpha": shape, "beta": 1.0 / scale}
         parts["laws"] = {
-            **inequalities(laws),
-            "bounds": [acceptance_bounds(laws, c) for c in PAPER_CS],
-            "ratio": {"laws": len(excess), "gamma": gamma},
+            "bounds": acceptance_bounds(laws, PAPER_C),
             "entropy": entropies,
             **rejections(laws),
         }
@@ -194,21 +189,8 @@ def analyse(recording: Recording, bins: int = 20) -> dict[str, Any]:
         "cycles": len(cycles),
         "by_depth": [{"depth": int(depth), **curve(part)} for depth, part in nodes.groupby("depth")],
         "by_task": [{"task": task, **curve(nodes[nodes.prompt.map(task_of) == task])} for task in tasks],
-        "positions": by_place(nodes),
         **parts,
     }
-
-
-def by_place(nodes: pd.DataFrame, most: int = 12) -> list[dict[str, Any]]:
-    """The most visited places with quartiles of the prompts' means (EAGLE-2, figure 5)."""
-    places = nodes.groupby("place")
-    visited = places.size().sort_values(ascending=False, kind="stable")[:most].index
-    rows = []
-    for place in sorted(visited, key=lambda place: (place.count("."), [int(rank) for rank in place.split(".")])):
-        here = places.get_group(place)
-        quartiles = np.percentile(here.groupby("prompt").acceptance.mean(), (0, 25, 50, 75, 100))
-        rows.append({"position": place, "acceptance": mean(here.acceptance), "quartiles": quartiles.tolist()})
-    return rows
 
 
 def level_table(frontier: pd.DataFrame, cycles: pd.DataFrame) -> list[dict[str, Any]]:
@@ -225,29 +207,8 @@ def level_table(frontier: pd.DataFrame, cycles: pd.DataFrame) -> list[dict[str, 
     return list(table.to_dict("records"))
 
 
-def inequalities(laws: pd.DataFrame) -> dict[str, Any]:
-    """`inequalities`: shares of laws where the theorem |q(y) - p(y)| <= TV <= sqrt(KL(p||q) / 2) fails for a drafted y.
-
-    `deagle`: the same for DEAGLE's |alpha - c| (equations 15 to 19), where alpha is whether argmax q is argmax p.
-    """
-    bound, deagle_gap = np.sqrt(laws.kl_pq / 2.0), (laws.agrees - laws.top_q).abs()
-    theorems = {
-        "laws": len(laws),
-        "gap_above_tv": mean(laws.largest_gap > laws.tvd + SLACK),
-        "tv_above_bound": mean(laws.tvd > bound + SLACK),
-        "gap": mean((laws.q - laws.p).abs()),
-        "tv": mean(laws.tvd),
-        "bound": mean(bound[np.isfinite(bound)]),
-    }
-    above = {"above_tv": mean(deagle_gap > laws.tvd + SLACK), "above_bound": mean(deagle_gap > bound + SLACK)}
-    return {"inequalities": theorems, "deagle": {"greedy_agreement": mean(laws.agrees), **above}}
-
-
 def acceptance_bounds(laws: pd.DataFrame, c: float) -> dict[str, Any]:
-    """beta = 1 - TV and three lower bounds: means (cut at 0), how often each holds, and SVIP's figure 4 (cut at -1).
-
-    `tighter`: the share of laws where Pinsker's bound (oracle) is above Bretagnolle-Huber's.
-    """
+    """SVIP's figure 4: beta = 1 - TV and three lower bounds (cut at -1), laws in the order of beta."""
     beta, kl = 1.0 - laws.tvd.to_numpy(), laws.kl_qp.to_numpy()
     bounds = {
         "oracle": 1.0 - np.sqrt(kl / 2.0),
@@ -256,14 +217,7 @@ def acceptance_bounds(laws: pd.DataFrame, c: float) -> dict[str, Any]:
     }
     parts, curves = np.array_split(np.argsort(beta, kind="stable"), min(POINTS, len(beta))), {"acceptance": beta}
     curves |= {name: values.clip(min=-1.0) for name, values in bounds.items()}
-    return {
-        "c": c,
-        "acceptance": mean(beta),
-        "means": {name: mean(values.clip(min=0.0)) for name, values in bounds.items()},
-        "holds": {name: mean(beta >= values - SLACK) for name, values in bounds.items()},
-        "tighter": mean(bounds["oracle"] > bounds["bretagnolle_huber"]),
-        "curve": {name: [mean(values[part]) for part in parts] for name, values in curves.items()},
-    }
+    return {"c": c, "curve": {name: [mean(values[part]) for part in parts] for name, values in curves.items()}}
 
 
 def rejections(laws: pd.DataFrame, most: int = 4) -> dict[str, Any]:
@@ -343,7 +297,7 @@ def calibrated(
     """The calibration and its facts; a static tree's best, from a wider one's answers, goes to choices.yaml."""
     questions = [(encode_turn(prompt, (), tokenizer, target), prompt.task) for prompt in load_prompts(section.prompts)]
     recording = record(make_decoder(Drafters(target), asked, asked.head), asked.tree, questions, section, seed)
-    print("\n".join(write_calibration(output, recording, section.bins, asked.head)))
+    print("\n".join(write_calibration(output, recording, section.bins, asked.head, asked.method)))
     tree, ranks = asked.tree, section.ranks
     facts = {name: len(recording.tables[name]) for name in ("nodes", "cycles")}
     if not isinstance(tree, StaticConfig):

@@ -5,8 +5,9 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate, pairwise
+from math import nan
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 import torch
@@ -17,7 +18,7 @@ from aerie.configs.schema.decode import ConstantConfig, StaticConfig, TreeConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.sampling import Sampler, entropy
 from aerie.infer.decode.shape import Cycle, Drafting, make_shape
-from aerie.infer.decode.tree import Tree
+from aerie.infer.decode.tree import Pool, Tree
 from aerie.infer.decode.verify import NOT_LOSSLESS
 from aerie.infer.decode.verify import acceptance as acceptance_of_drawn
 from aerie.infer.measure.record import Key, Origin
@@ -58,6 +59,39 @@ def keep_pools(decoder: SpeculativeDecoder) -> bool:
     return isinstance(decoder.proposer, Drafting)
 
 
+class States:
+    """The states that both LM heads were given last: DEAGLE's features f and drafted f (equations 2 to 4)."""
+
+    def __init__(self, decoder: SpeculativeDecoder) -> None:
+        drafter, target = cast(Drafting, decoder.proposer).drafter, decoder.target
+        self.true, self.drafted = torch.empty(0), list[Tensor]()  # [N, D] of the tree's nodes; [rows, D] by level
+        drafter_logits, target_logits = vars(drafter)["_logits"], target.logits
+
+        def of_draft(hidden: Tensor) -> Tensor:
+            self.drafted.append(hidden)
+            return cast(Tensor, drafter_logits(hidden))
+
+        def of_target(last_hidden: Tensor, *rows: Any) -> Tensor:
+            self.true = last_hidden
+            return target_logits(last_hidden, *rows)
+
+        vars(drafter)["_logits"], vars(target)["logits"] = of_draft, of_target
+        lm_head = target.vocab.lm_head.float()  # [V, D]; its spectral norm without its singular vectors
+        self.norm = float(torch.linalg.eigvalsh(lm_head.T @ lm_head)[-1].sqrt()) * target.vocab.scale
+
+    def errors(self, tree: Tree, nodes: Sequence[int]) -> Record:
+        """Columns of `law` at these nodes: ||f - drafted f||, ||f||, and half of (||W|| ||f - drafted f||)^2."""
+        pool = cast(Pool, tree.pool)
+        numbers = torch.cat([level.parents for level in pool.levels])  # of the expanded candidates
+        drafted = torch.cat(self.drafted[-len(pool.levels) :])  # those of a longer tree were asked before
+        rows = [int((numbers == pool.kept[node]).nonzero()[0]) for node in nodes]
+        self.drafted.clear()
+        error = (self.true[nodes] - drafted[rows]).double().norm(dim=-1)
+        columns = {"feature_error": error, "feature_norm": self.true[nodes].double().norm(dim=-1)}
+        columns["kl_bound"] = (self.norm * error) ** 2 / 2
+        return {name: values.tolist() for name, values in columns.items()}
+
+
 class Recorder:
     """An `on_cycle` hook for one answer with one mapping per cycle; times in ms, logarithms natural, null: unknown.
 
@@ -66,8 +100,9 @@ class Recorder:
     `stop_reason`: the stop rule, `levels`, `budget` (max_new_tokens), `guess` (no laws); null: nothing drafted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, states: States | None = None) -> None:
         self.records: list[Record] = []
+        self.states = states
 
     def __call__(self, cycle: Cycle) -> None:
         tree, pool, verdict = cycle.tree, cycle.tree.pool, cycle.verdict
@@ -103,7 +138,7 @@ class Recorder:
                 "ratio": [new / old if old > 0 else None for old, new in pairwise([1.0, *masses])],
                 "expected": list(accumulate(masses)),
             },
-            "law": _law_columns(cycle),
+            "law": _law_columns(cycle, self.states),
             "frontier": branches,
         }
         self.records.append(record)
@@ -136,7 +171,7 @@ def _node_columns(cycle: Cycle) -> Record:
     }
 
 
-def _law_columns(cycle: Cycle) -> Record | None:
+def _law_columns(cycle: Cycle, states: States | None) -> Record | None:
     """The laws q below accepted nodes with children, y the first of these; p and q are what verification compares.
 
     Children drawn from q: after the processors, else q as the head has it. Temperature 0: plain softmaxes.
@@ -181,6 +216,7 @@ def _law_columns(cycle: Cycle) -> Record | None:
         "accepted": [child in path for child in first],
         "followed": [any(child in path for child in children[node]) for node in nodes],
         "largest_gap": [float(gaps[row, tree.tokens[children[node]]].max()) for row, node in enumerate(nodes)],
+        **({} if states is None else states.errors(tree, nodes)),
     }
 
 
@@ -229,8 +265,9 @@ def places(parents: Sequence[int]) -> list[str]:
 
 
 Tables = dict[str, pd.DataFrame]
+FEATURES = ("feature_error", "feature_norm", "kl_bound")  # unknown (nan) but of EAGLE heads in `aerie calibrate`
 LAWS = ("node", "depth", "token", "q", "p", "acceptance", "top_q", "agrees", "tvd", "kl_pq", "kl_qp", "entropy",
-        "ranked", "accepted", "followed", "largest_gap")  # fmt: skip
+        "ranked", "accepted", "followed", "largest_gap", *FEATURES)  # fmt: skip
 COLUMNS = {  # of the tables, behind `prompt` and `cycle`, which tell rows apart
     "cycles": ("position", "answered", "levels", "accepted", "rule"),
     "nodes": ("depth", "place", "confidence", "survival", "acceptance"),  # of asked nodes
@@ -258,7 +295,7 @@ def tables_of(prompt: int, records: Sequence[Record], text: list[int]) -> Tables
         parts: dict[str, list[tuple[Any, ...]]] = {
             "cycles": [(position, answered, record["depth"], record["accepted"], record["verify"])],
             "nodes": [row for row in nodes if row[-1] is not None],
-            "laws": list(zip(*(law[name] for name in LAWS), strict=True)) if law else [],
+            "laws": list(zip(*(law.get(n) or [nan] * len(law["node"]) for n in LAWS), strict=True)) if law else [],
             "frontier": [(len(branch), survival, branch == written[: len(branch)]) for branch, survival in branches],
         }
         for name, part in parts.items():

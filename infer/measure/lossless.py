@@ -26,7 +26,7 @@ from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
 from aerie.infer.decode.methods import Drafters
 from aerie.infer.decode.sampling import Sampler, resolve, token_ids
 from aerie.infer.decode.shape import Cycle
-from aerie.infer.measure.bench import load_quietly
+from aerie.infer.measure.bench import Difference, difference, load_quietly
 from aerie.infer.measure.tasks import load_prompts
 from aerie.model.checkpoint import new_head, save_head
 from aerie.model.heads.eagle import DraftVocabulary
@@ -41,7 +41,6 @@ DRAWS_PER_MINUTE = 30_000  # of a mean method on one core
 LENGTHS = (32, 3, 12, 4, 20, 6)  # max_new_tokens of the prompts, in turn
 # all drafts refused; all accepted to their deepest node; an end token, or max_new_tokens, inside an accepted path
 EDGES = ("rejected", "accepted", "ended", "cut")
-ROUNDING = 4.0  # in units of eps times the largest logit
 
 VOCABULARY = 8  # of the miniature
 SPREAD = 0.38  # standard deviation of its matrices: three or four likely tokens at each place
@@ -63,18 +62,6 @@ class Reference(NamedTuple):
 
     ids: Tensor
     answer: list[int]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first token that differs, and how far apart the two tokens' logits are in a plain forward."""
-
-    prompt: int
-    position: int
-    ours: int  # -1: the answer ended before
-    theirs: int
-    gap: float
-    rounding: float  # a gap that rounding can make in the target's dtype
 
 
 @dataclass(frozen=True)
@@ -243,7 +230,7 @@ def _tries(decoder: SpeculativeDecoder, known: Reference, number: int, edges: di
         if end in wanted:
             wanted = wanted[: wanted.index(end) + 1]
         if ours != wanted:
-            differences.append(_difference(decoder.target, ids, number, ours, wanted))
+            differences.append(difference(decoder.target, ids, number, ours, wanted))
         edges["rejected"] += bool(drafted) and not any(took for took, _ in drafted)
         edges["accepted"] += bool(drafted) and all(took == depth for took, depth in drafted)
         return ours, cycles
@@ -261,21 +248,6 @@ def _tries(decoder: SpeculativeDecoder, known: Reference, number: int, edges: di
         run(before + tokens - 1)
         edges["cut"] += 1
     return differences
-
-
-def _difference(target: Target, ids: Tensor, number: int, ours: list[int], theirs: list[int]) -> Difference:
-    shared = min(len(ours), len(theirs))
-    place = next((at for at in range(shared) if ours[at] != theirs[at]), shared)
-    one, other = (text[place] if place < len(text) else -1 for text in (ours, theirs))
-    if min(one, other) < 0:
-        return Difference(number, place, one, other, float("inf"), 0.0)
-    text = torch.cat([ids, torch.tensor([ours[:place]], dtype=ids.dtype, device=ids.device)], dim=1)
-    sampler = Sampler(resolve(target.generation_config), torch.Generator(), ids[0])
-    with torch.inference_mode():
-        raw = target.model(text).logits[:, -1].float()
-        logits = sampler.after(text, raw)[0]
-    rounding = ROUNDING * torch.finfo(target.dtype).eps * float(raw.abs().max())
-    return Difference(number, place, one, other, float((logits[one] - logits[other]).abs()), rounding)
 
 
 class SampledProver:

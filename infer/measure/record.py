@@ -109,6 +109,7 @@ class Record(Origin):
     ms: Milliseconds | None = None
     identical: bool | None = None  # to the vanilla row's tokens; null where sampled
     identical_to_generate: bool | None = None
+    margin: float | None = None  # of the first difference, over what rounding in 16 bits makes; up to 1: rounding
     peak_memory_gib: float | None = None
     status: Literal["ok", "error"] = "ok"
     message: str | None = None

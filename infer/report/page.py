@@ -18,7 +18,7 @@ from aerie.infer.measure import record as files
 from aerie.infer.measure import statistics
 from aerie.infer.measure.record import SummaryRow
 from aerie.infer.measure.statistics import VANILLA, Group, summary_row, told_apart
-from aerie.infer.report import tables
+from aerie.infer.report import claims, tables
 from aerie.infer.report.tables import LEVELS, Grid, Line, Rows, label, numeric
 from aerie.model.storage import plainly, write_json, write_text
 
@@ -77,6 +77,8 @@ def pictures(rows: Rows, details: dict[str, Any], grids: list[Grid], contexts: d
                 panels["draft forwards per prompt (dashed: wasted)"] = (grid.lines, spent)
             panels["speedup over vanilla"] = (grid.lines, ["speedup"])
             figures[grid.picture] = _along(panels, grid.values, "largest depth" if grid.key == LEVELS else grid.key)
+        for name, picture in details["claims"]["pictures"].items():
+            figures[name] = _beside_published(picture)
         if contexts:
             panels = {"speedup from the start to a length": (contexts["cumulative"].lines, ["speedup"])}
             panels["tau between a length and the one before"] = contexts["bucket"].lines, ["tau"]
@@ -188,20 +190,12 @@ def _nodes(analysis: Mapping[str, Any]) -> dict[str, Figure]:
     if depths := analysis["by_depth"][:4]:
         curves = {f"depth {one['depth']}, ECE {one['ece']:.3f}": one["bins"] for one in depths}
         figures["calibration-by-depth"], _ = _confidence("acceptance", curves)
-    if places := analysis["positions"]:
-        figures["calibration-places"], (axes,) = _figure({"acceptance rate of each prompt": ()}, "", height=170.0)
-        names, at = ("whislo", "q1", "med", "q3", "whishi"), range(len(places))
-        boxes = [dict(zip(names, one["quartiles"], strict=True)) for one in places]
-        axes.bxp(boxes, positions=at, showfliers=False, showcaps=False, medianprops={"color": INK})
-        axes.plot(at, [one["acceptance"] for one in places], "o", color=SERIES[0])
-        axes.set_xticks(at, [one["position"] for one in places], rotation=60, fontsize=8.5)
-        axes.set(**SHARES)
     return figures
 
 
 def _laws(laws: Mapping[str, Any]) -> dict[str, Figure]:
     """SVIP's figures 3 and 4."""
-    table = laws["bounds"][-1]
+    table = laws["bounds"]
     names = {"acceptance": "acceptance", "oracle": "oracle bound", "approximation": f"1 − √({table['c']:g} H)"}
     names["bretagnolle_huber"] = "Bretagnolle–Huber"
     legend = dict(zip(names.values(), (INK, SERIES[1], SERIES[0], SERIES[2]), strict=True))
@@ -247,6 +241,25 @@ def _along(panels: Mapping[str, tuple[Sequence[Line], Sequence[str]]], values: S
     return figure
 
 
+def _beside_published(picture: Mapping[str, Any]) -> Figure:
+    """A claim's lines with their intervals; what the paper has is hollow."""
+    lines = picture["lines"]
+    legend = {line["label"]: colour for line, colour in zip(lines, SERIES, strict=False)}
+    legend |= dict.fromkeys(picture["published"], MUTED)
+    figure, (axes,) = _figure({picture["title"]: ()}, picture["xlabel"], legend, 190.0)
+    places = list(dict.fromkeys(point[0] for line in lines for point in line["points"]))
+    for line in lines:
+        at, y, low, high = zip(*line["points"], strict=True)
+        x = at if numeric(places) else tuple(map(places.index, at))
+        axes.plot(x, y, color=legend[line["label"]], marker="o")
+        axes.vlines(x, low, high, color=legend[line["label"]], linewidth=1.0)
+    for points in picture["published"].values():
+        axes.plot(*zip(*points, strict=True), "o", color=MUTED, markerfacecolor="none")
+    if not numeric(places):
+        axes.set_xticks(range(len(places)), places, rotation=60, fontsize=8.5)
+    return figure
+
+
 def _costs(heads: Sequence[Mapping[str, Any]]) -> Figure:
     legend = {str(head["kind"]): SERIES[at % len(SERIES)] for at, head in enumerate(heads)}
     verify, draft = list[Curve](), list[Curve]()
@@ -281,7 +294,7 @@ def _training(curves: Mapping[str, Mapping[str, Any]]) -> Figure:
     return figure
 
 
-SCHEMA, TINTS = 1, 4
+SCHEMA, ANALYSIS, TINTS = 1, 2, 4  # of summary.json and details.json, of analysis.json; and of the sample
 
 
 def write_report(bench: Path, calibration: Path, output: Path, facts: dict[str, Any], seed: int) -> list[SummaryRow]:
@@ -302,7 +315,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: dict[str, 
     parts = {at: [replace(row, value=row.task) for row in each] for at, each in enumerate(by_task) if len(each) > 1}
     sweeps = statistics.sweep_rows(records, asked, seed)
     curve, analysis = _read(calibration / "calibration.json"), _read(calibration / "analysis.json")
-    if analysis is not None and analysis["schema"] != SCHEMA:
+    if analysis is not None and analysis["schema"] != ANALYSIS:
         fix = "is of another version; make it again: aerie calibrate --overwrite"
         raise UserError(f"{calibration / 'analysis.json'}: {fix}")
     tune = bench.parent / "tune"
@@ -318,7 +331,12 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: dict[str, 
         good = [] if members.failed else members.records
         compared = [one.identical_to_generate for one in good if one.identical_to_generate is not None]
         same = {"identical_to_generate": sum(compared), "compared_to_generate": len(compared)}
-        extras.append({"tau_ci95": statistics.tau_interval(good, seed), **(same if compared else dict.fromkeys(same))})
+        apart = [one.margin for one in good if False in (one.identical, one.identical_to_generate)]
+        told = [margin for margin in apart if margin is not None]
+        figures = {"tau_ci95": statistics.tau_interval(good, seed), "margin": max(told, default=None)}
+        figures |= {"differing": len(apart), "rounding": sum(margin <= 1 for margin in told)}
+        extras.append(figures | (same if compared else dict.fromkeys(same)))
+    run = claims.Measured.of_run(records, bench.parent, tuning, seed)
     details: dict[str, Any] = {
         "schema": SCHEMA,
         "rows": extras,
@@ -330,16 +348,14 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: dict[str, 
         "overhead": [{**asdict(one), "position": places[one.row]} for one in overhead if one.row in places] or None,
         "analysis": analysis,
         "tuning": tuning,
-        "deagle": tables.claims(records, asked, tuning),
+        "claims": {"lines": claims.judge(run), "pictures": claims.drawn(run)},
         "training": {"runs": trainings, "stopped": tables.stopped(trainings), "curves": curves},
     }
     grids, contexts = tables.sweep_grids(sweeps), tables.context_grids(sweeps)
     drawn = pictures(rows, details, grids, contexts)
     suite: dict[str, Any] = {"sweeps": grids, "contexts": contexts, "tasks": tables.task_grid(rows, parts)}
-    prompts = {point.sweep: frozenset(point.prompts) for point in asked.points}
-    suite["lengths"] = tables.lengths([*rows, *sweeps], {None: frozenset(one.prompt for one in records), **prompts})
     suite["beside"] = tables.beside(rows, parts)
-    suite["published"] = {name: tables.published(name) for name in ("ablation", "depths", "contexts")}
+    suite["published"] = {key: tables.published(key, ("mt_bench", "gsm8k")) for key in ("ablation", LEVELS, "context")}
     texts = {f"{name}.svg": ALONE + svg.replace(">", f">{STYLE}", 1) for name, svg in drawn.items()}
     texts["index.html"] = render(facts, rows, details, suite=suite, drawn=drawn, sample=sample_answer(groups, rows))
     shown = rows
@@ -356,6 +372,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: dict[str, 
     write_json(output / "summary.json", summary)
     write_json(output / "details.json", details)
     texts |= {"table.md": tables.markdown_table(rows), "table.csv": tables.csv_table(shown)}
+    texts["claims.md"] = claims.markdown(details["claims"]["lines"])
     texts |= {"sweeps.csv": tables.csv_table(sweeps, sweeps=True)} if sweeps else {}
     for name, text in texts.items():
         write_text(output / name, text)
@@ -373,13 +390,14 @@ def render(facts: Mapping[str, Any], rows: Rows, details: Mapping[str, Any], **p
     drafting = [row for row in rows if row.status == "ok" and row.tree is not None]
     page = environment.get_template("report.html.jinja").render(
         tables=tables,
+        tenth=claims.tenth(details["claims"]["lines"]),
         nothing=tables.NOTHING,
         facts=facts,
         heads=f"{len(kinds)} draft heads" if len(kinds) > 1 else f"{facts['head'].get('kind', 'draft')} head",
         rows=rows,
         details=details,
         pictures={name: Markup(svg) for name, svg in parts.pop("drawn").items()},  # noqa: S704
-        lossless=lossless(rows, details["rows"]),
+        lossless=tables.lossless(rows, details["rows"]),
         best_tau=max((row for row in drafting if row.tau), key=lambda row: row.tau or 0.0, default=None),
         best_speedup=max((row for row in drafting if row.speedup), key=lambda row: row.speedup or 0.0, default=None),
         tints=TINTS,
@@ -388,20 +406,6 @@ def render(facts: Mapping[str, Any], rows: Rows, details: Mapping[str, Any], **p
     found = re.findall(r'<(h2|details) id="([\w-]+)">(?:<summary>)?([^<]+)', page)
     links = "".join(f'<a class="{tag}" href="#{place}">{text}</a>' for tag, place, text in found)
     return page.replace("<nav></nav>", f"<nav>{links}</nav>")
-
-
-def lossless(rows: Rows, extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Counts of compared greedy outputs of drafting rows; state: good, partial, bad or unknown."""
-    counts = dict.fromkeys(("identical", "compared", "identical_to_generate", "compared_to_generate"), 0)
-    for row, extra in zip(rows, extras, strict=True):
-        if row.status == "ok" and row.tree is not None and row.temperature == 0 and row.identical is not None:
-            seen = {**extra, "identical": row.identical, "compared": row.identical + (row.mismatch or 0)}
-            counts = {name: count + (seen[name] or 0) for name, count in counts.items()}
-    failed, lossy = sum(row.status != "ok" for row in rows), sum(map(tables.is_lossy, rows))
-    state = "partial" if failed or lossy else "good"
-    if any(counts[f"identical{of}"] != counts[f"compared{of}"] for of in ("", "_to_generate")):
-        state = "bad"
-    return {"state": state if counts["compared"] else "unknown", **counts, "failed": failed, "lossy": lossy}
 
 
 def sample_answer(groups: Sequence[Group], rows: Rows) -> dict[str, Any] | None:

@@ -10,7 +10,6 @@ from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from huggingface_hub import get_local_safetensors_metadata, try_to_load_from_cache
 from huggingface_hub.errors import NotASafetensorsRepoError
@@ -18,20 +17,19 @@ from huggingface_hub.errors import NotASafetensorsRepoError
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_text, read_yaml
 from aerie.configs.schema.measure import CONTEXT
-from aerie.infer.measure import statistics
-from aerie.infer.measure.record import Asked, Record, SummaryRow, TreeShape
-from aerie.infer.measure.statistics import ALL_TASKS, VANILLA, Group, group, grouped, identity, told_apart
+from aerie.infer.measure.record import Record, SummaryRow, TreeShape
+from aerie.infer.measure.statistics import ALL_TASKS, VANILLA, group, grouped, identity, told_apart
 from aerie.model.hub import is_on_hub
-from aerie.model.storage import CONFIG, digest, read_json
+from aerie.model.storage import CONFIG, read_json
 
 Rows = Sequence[SummaryRow]
 NOTHING = "–"
 LEVELS = "tree.levels"  # the key of a sweep over depths or lengths
-# at most this share of the fixed tree's wasted forwards, at least these of its best tau and the vote's own best speed
-LIMITS = {"waste": 0.5, "tau": 0.97, "modelled": 0.97}
 COLUMNS: dict[str, list[str]] = read_yaml(Path(__file__).with_name("columns.yaml"))[0]
-PUBLISHED = read_yaml(Path(__file__).with_name("published.yaml"))[0]
-TASKS: dict[str, str] = PUBLISHED["tasks"]
+# the papers' own numbers: speedup, or speedup/tau; `key` and `value` where one setting varies
+PAPERS = [*csv.DictReader(Path(__file__).with_name("published.csv").read_text(encoding="utf-8").splitlines())]
+TASKS = {"mean": "mean", "mt_bench": "MT-bench", "humaneval": "HumanEval", "gsm8k": "GSM8K", "alpaca": "Alpaca"}
+TASKS |= {"cnn_dm": "CNN/DM", "natural_questions": "NQ"}
 SHARED = ("embed_tokens.weight", "d2t", "t2d")  # of a head's file: its target's embedding, and tables
 CURVES = re.compile(r"(held_out_)?(loss|greedy_agreement|accuracy_at_\d+|predicted_tau|tau)")
 
@@ -79,6 +77,31 @@ def is_lossy(row: SummaryRow) -> bool:
     """Whether typical acceptance does not keep the target's law, even where the row failed."""
     typical = row.tree is not None and "typical" in row.tree.settings and row.temperature > 0
     return typical or "not lossless" in row.verify
+
+
+def lossless(rows: Rows, extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Counts of compared greedy outputs of drafting rows; state: good, partial, rounding, bad or unknown.
+
+    rounding: every difference is a near-tie of a 16-bit dtype.
+    """
+    names = ("identical", "compared", "identical_to_generate", "compared_to_generate", "differing", "rounding")
+    counts = dict.fromkeys(names, 0)
+    for row, extra in zip(rows, extras, strict=True):
+        if row.status == "ok" and row.tree is not None and row.temperature == 0 and row.identical is not None:
+            seen = {**extra, "identical": row.identical, "compared": row.identical + (row.mismatch or 0)}
+            counts = {name: count + (seen[name] or 0) for name, count in counts.items()}
+    failed, lossy = sum(row.status != "ok" for row in rows), sum(map(is_lossy, rows))
+    state = "partial" if failed or lossy else "good"
+    if counts["differing"]:
+        state = "bad" if counts["differing"] > counts["rounding"] else "rounding"
+    margin = max((extra["margin"] for extra in extras if extra["margin"] is not None), default=None)
+    return {
+        "margin": margin,
+        "state": state if counts["compared"] else "unknown",
+        **counts,
+        "failed": failed,
+        "lossy": lossy,
+    }
 
 
 def sampling_text(row: SummaryRow) -> str:
@@ -176,7 +199,8 @@ def result_of(run: Path, report: Path) -> tuple[str, str]:
         stops = "".join(f"- {name}: {words}.\n" for name, words in details["training"]["stopped"].items())
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{report}: is not what was written; run: aerie report --run {run}") from error
-    table = read_text(report / "table.md")
+    table, judged = read_text(report / "table.md"), report / "claims.md"
+    table += f"\n### What the papers claim\n\n{read_text(judged)}" if judged.is_file() else ""
     return name, f"\n## {name}\n\nTarget `{target}`; {machine}; commit `{commit}`.\n\n{stops}{table}"
 
 
@@ -222,10 +246,17 @@ class Grid:
     picture: str | None = None  # its name
 
 
-def published(name: str) -> Grid:
-    table = PUBLISHED[name]
-    lines = (Line(text, _published(table["values"], cells)) for text, cells in table["lines"].items())
-    return Grid(name, tuple(lines), tuple(table["values"]))
+def published(key: str, tasks: Sequence[str]) -> Grid:
+    """What the papers have by one setting: a line for each model, method, temperature and task."""
+    lines: dict[str, dict[Any, str]] = {}
+    for row, task in product((row for row in PAPERS if row["key"] == key), tasks):
+        if row[task]:
+            named = [row["model"], row["method"], f"T {row['temperature']}", *([TASKS[task]] if len(tasks) > 1 else [])]
+            lines.setdefault(", ".join(named), {})[row["value"]] = row[task]
+    values = tuple(dict.fromkeys(value for cells in lines.values() for value in cells))
+    return Grid(
+        key, tuple(Line(name, _published([*cells], [*cells.values()])) for name, cells in lines.items()), values
+    )
 
 
 def _published(values: Sequence[Any], cells: Sequence[Any]) -> tuple[Published, ...]:
@@ -300,11 +331,14 @@ def task_grid(rows: Rows, parts: Mapping[int, Rows]) -> Grid | None:
 
 def beside(rows: Rows, parts: Mapping[int, Rows]) -> list[tuple[str, float, Line]]:
     """(method, temperature, line): each method's measured lines, then the published ones."""
-    # a published line's label is the model, its note the paper
+    # a published line's label is the model, its note the paper; of several depths, those that were measured too
     known: dict[tuple[str, float], list[Line]] = {}
-    for cells in csv.DictReader(Path(__file__).with_name("published.csv").read_text(encoding="utf-8").splitlines()):
-        line = Line(cells["model"], _published([*TASKS], [cells[task] for task in TASKS]), cells["source"])
-        known.setdefault((cells["method"], float(cells["temperature"])), []).append(line)
+    depths = {str(row.tree.levels) for row in rows if row.tree}
+    for cells in PAPERS:
+        if not cells["key"] or (cells["key"] == LEVELS and cells["value"] in depths):
+            name = cells["model"] + (f", {cells['value']} levels" if cells["key"] else "")
+            line = Line(name, _published([*TASKS], [cells[task] for task in TASKS]), cells["source"])
+            known.setdefault((cells["method"], float(cells["temperature"])), []).append(line)
     shown: dict[tuple[str, float], list[Line]] = {}
     for position, row in enumerate(rows):
         key = row.method, row.temperature
@@ -315,92 +349,9 @@ def beside(rows: Rows, parts: Mapping[int, Rows]) -> list[tuple[str, float, Line
     return [(*key, line) for key, lines in shown.items() for line in (*lines, *known[key])]
 
 
-def lengths(
-    rows: Rows, prompts: Mapping[str | None, frozenset[tuple[str, str]]]
-) -> list[tuple[str, list[tuple[SummaryRow, float, float | None]]]]:
-    """(row, tokens drafted a cycle, tau of a constant length of that mean) of chains on the same prompts (SVIP).
-
-    prompts: of each sweep, and under None of the bench. The constant's tau is null beyond the measured lengths.
-    """
-    chains = [row for row in rows if row.status == "ok" and row.span is None and row.tree and row.tree.shape == "chain"]
-    alike = grouped(chains, lambda row: (row.head_path or row.head, sampling_text(row), prompts[row.sweep]))
-    families = []
-    for (head, sampling, asked), members in alike.items():
-        drafted = [(row.draft_nodes or 0.0) / (row.target_forwards or 1) for row in members]
-        pairs = zip(drafted, members, strict=True)
-        fixed = sorted((mean, row.tau or 0.0) for mean, row in pairs if row.tree and rule_of(row.tree) == "fixed")
-        if 1 < len(fixed) < len(members):
-            means, tau_of = np.array(fixed).T
-            constant = np.interp(drafted, means, tau_of, left=np.nan, right=np.nan)
-            taus = [None if np.isnan(tau) else float(tau) for tau in constant]
-            measured = sorted(zip(members, drafted, taus, strict=True), key=lambda one: one[1])
-            families.append((f"{head} head, T {sampling}, {len(asked)} prompts", measured))
-    return families
-
-
 def rule_of(tree: TreeShape) -> str:
     """'fixed', 'vote' (of all three signals), fewer signals by name, or another rule."""
     stop = tree.settings.get("stop", {"rule": "constant"})
     if stop["rule"] == "vote":
         return "vote" if len(stop["signals"]) == 3 else " and ".join(stop["signals"])
     return "fixed" if stop["rule"] == "constant" else str(stop["rule"])
-
-
-def claims(records: Sequence[Record], asked: Asked, tuning: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """DEAGLE's claim, wherever fixed and voting trees were measured at the same depths on the same prompts.
-
-    At the largest depth: the vote's `waste` against the fixed tree's, its `tau` against the fixed tree's best over the
-    depths, its `modelled` speedup against its own best (null without costs in tune.json).
-    """
-    trees: dict[tuple[Any, ...], dict[tuple[str, int], tuple[Record, ...]]] = {}
-    for point in asked.points:
-        answers = statistics.members_of(records, point) if point.key == LEVELS else ()
-        tree = answers[0].tree if answers else None
-        if tree is None or tree.shape != "dynamic" or any(record.status != "ok" for record in answers):
-            continue
-        if rule_of(tree) in ("fixed", "vote"):
-            first, alike = answers[0], digest([tree.k, tree.nodes, {**tree.settings, "stop": None}])
-            confidence, prompts = tree.settings.get("calibrated"), tuple(sorted(point.prompts))
-            key = (first.head, first.head_path, confidence, first.sampling, prompts, alike)
-            trees.setdefault(key, {}).setdefault((rule_of(tree), tree.levels), answers)
-    baselines, measured = statistics.baselines_of(records), []
-    for (kind, path, confidence, sampling, prompts, _), by_rule in trees.items():
-        depths = sorted(depth for rule, depth in by_rule if rule == "fixed" and ("vote", depth) in by_rule)
-        if len(depths) < 2:
-            continue
-        spent: dict[str, list[dict[str, Any]]] = {"fixed": [], "vote": []}
-        for depth, rule in product(depths, spent):
-            answers = by_rule[rule, depth]
-            row = statistics.summary_row(Group(answers, baselines.get(sampling, {})))
-            figures = {name: getattr(row, name) for name in ("draft_forwards", "draft_forwards_wasted", "speedup")}
-            spent[rule].append({"depth": depth, "tau": row.tau, "modelled": modelled(answers, tuning), **figures})
-        fixed, vote = spent["fixed"], spent["vote"]
-        best_tau = max(fixed, key=lambda one: one["tau"] or 0.0)
-        best_speed = max(vote, key=lambda one: one["modelled"] or 0.0)
-        claim = {"head": kind, "head_path": path, "calibrated": confidence, "prompts": len(prompts), **spent}
-        claim |= dict(zip(("temperature", "top_k", "top_p"), sampling, strict=True))
-        claim |= {"largest": depths[-1], "tau_best_depth": best_tau["depth"]}
-        claim["modelled_best_depth"] = best_speed["depth"] if vote[-1]["modelled"] else None
-        bases = {"waste": ("draft_forwards_wasted", fixed[-1]), "tau": ("tau", best_tau)}
-        for name, (column, base) in {**bases, "modelled": ("modelled", best_speed)}.items():
-            ratio = vote[-1][column] / base[column] if base[column] and vote[-1][column] is not None else None
-            holds = None if ratio is None else ratio <= LIMITS[name] if name == "waste" else ratio >= LIMITS[name]
-            claim |= {name: ratio, f"{name}_holds": holds}
-        measured.append(claim)
-    return measured
-
-
-def modelled(answers: Sequence[Record], tuning: Mapping[str, Any] | None) -> float | None:
-    """The speedup of these answers by the costs that `tune` measured."""
-    heads = tuning["heads"] if tuning else ()
-    costs = next((head["costs_ms"] for head in heads if head["kind"] == answers[0].head), None)
-    tree = answers[0].tree
-    if costs is None or tree is None:
-        return None
-    from aerie.infer.measure.replay import counted
-    from aerie.infer.measure.tune import Costs
-
-    total, nodes = counted(answers)
-    draft, verify = ({int(key): value for key, value in costs[part].items()} for part in ("draft", "verify"))
-    ms = Costs(draft, verify, costs["rest"], costs["plain"]).price(total, tree.k, nodes)
-    return costs["plain"] * total.tokens / ms if total.draft_trees else None

@@ -24,6 +24,7 @@ infer   bench       tau and speedup of every method asked for
 infer   tune        the tree that suits a head on this machine
 infer   report      a page of what was measured
 infer   results     the tables of runs in Markdown
+infer   claims      what the papers claim, and what of it holds in a run
 infer   compare     the difference between two rows of a bench
 infer   verify      prove that methods are lossless
 model   inspect     what a head is, and whether it fits a target

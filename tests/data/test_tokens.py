@@ -40,6 +40,22 @@ def test_each_side_keeps_the_order_of_the_file_and_the_limit_counts_rows_for_tra
     assert some.train == data.train[:50] and some.held_out == data.held_out[: len(some.held_out)]
 
 
+def test_many_processes_make_the_rows_and_counts_of_one_and_their_errors_are_told(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(tokens, "BATCH", 4)
+    rows = [*questions(30), {"question": "?", "answer": ""}, talk(2, "user", "assistant"), *questions(3)]
+    alone = tokenised(tmp_path, rows, held_out=0.3, max_length=60)
+    made = list[int]()
+    monkeypatch.setattr(tokens, "_rows", lambda *given, make=tokens._rows: made.append(0) or make(*given))
+    monkeypatch.setattr(tokens, "num_cores", lambda: 3)
+    monkeypatch.setattr(tokens, "SLOW_SECONDS", 0.0)
+    assert tokenised(tmp_path, rows, held_out=0.3, max_length=60) == alone and alone[0].held_out
+    assert len(made) == 1  # the others were made elsewhere
+    with pytest.raises(UserError, match="token ids 7 to 99,999 are outside"):
+        tokenised(tmp_path, [*questions(9), {"input_ids": [7, 99999], "loss_mask": [0, 1]}])
+
+
 def test_rows_that_took_long_are_kept_and_made_anew_after_any_change(tmp_path: Path, monkeypatch: Any) -> None:
     cache, made, make = tmp_path / "cache", list[str](), tokens._made
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))

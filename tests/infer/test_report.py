@@ -6,22 +6,23 @@ import json
 import re
 import shutil
 import xml.etree.ElementTree as ET
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from safetensors.numpy import save_file
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
-from aerie.configs.schema.decode import EntropyConfig, Method, MethodConfig
+from aerie.configs.schema.decode import Method, MethodConfig
 from aerie.infer import main as commands
 from aerie.infer.measure import record as measured
 from aerie.infer.measure.record import SUITE, Asked, AskedCell, AskedPoint, Record, line_of
-from aerie.infer.measure.statistics import group, summary_row
-from aerie.infer.report import tables
+from aerie.infer.report import claims, tables
 from aerie.infer.report.page import write_report
 from aerie.model.storage import Manifest, read_json, write_json, write_text
 from tests.infer.made_up import FAILED, GREEDY, drafted, milliseconds, record, write_run
@@ -140,9 +141,9 @@ def test_the_page_asks_for_nothing_outside_itself_and_escapes_what_others_wrote(
 
 def test_pictures_are_files_those_of_earlier_input_go_and_rows_may_be_by_task(tmp_path: Path, whole: Path) -> None:
     kept = {"tau", "speedup", "depth"}
-    laws = {f"calibration-{name}" for name in ("calibrator", "by-depth", "places", "bounds", "rejections")}
+    laws = {f"calibration-{name}" for name in ("calibrator", "by-depth", "bounds", "rejections")}
     drawn = {path.stem: path for path in (whole / "report").glob("*.svg")}
-    assert set(drawn) == kept | laws | {"reliability"}
+    assert set(drawn) == kept | laws | {"reliability", *(f"claims-{name}" for name in ("figure-6", "drift", "kl"))}
     for path in drawn.values():
         assert ET.fromstring(path.read_text(encoding="utf-8")).tag.endswith("svg")  # noqa: S314 (our own file)
     run = shutil.copytree(whole, tmp_path / "run")
@@ -222,6 +223,8 @@ def test_the_page_says_lossless_only_when_every_greedy_output_is_identical(
         ([good], "good", "1 of 1 greedy outputs are token-identical to the vanilla row, 1 of 1 to"),
         ([replace(good, identical=False)], "bad", "0 of 1 greedy outputs"),
         ([replace(good, identical_to_generate=False)], "bad", "Not lossless"),
+        ([replace(good, identical=False, margin=0.5)], "rounding", "1 of the 1 answer that differ (margin up to 0.50"),
+        ([replace(good, identical=False, margin=1.5)], "bad", "Not lossless"),
         ([good, replace(good, row=2, **FAILED)], "partial", "Failed, so no figure"),
         ([good, lossy], "partial", "Lossless where measured"),
         ([replace(good, **FAILED)], "unknown", "Not checked"),
@@ -231,41 +234,95 @@ def test_the_page_says_lossless_only_when_every_greedy_output_is_identical(
         assert f"verdict box {state}" in page(tmp_path) and words in words_of(tmp_path)
 
 
-def test_the_page_says_of_a_claim_what_was_measured_and_its_tables_hold_the_points(swept: Path) -> None:
-    for words in ("0.50 times as many", "holds here", "50.0 % of the fixed tree’s best", "does NOT hold here"):
-        assert words in words_of(swept), words
+def test_the_page_has_a_line_for_every_claim_and_its_tables_hold_the_points(swept: Path) -> None:
+    shown, lines = words_of(swept), read_json(swept / "report" / "details.json")["claims"]["lines"]
+    assert {line["number"] for line in lines} == set(range(1, len(claims.REGISTER["claims"]) + 1))
+    assert {line["verdict"] for line in lines} == {"holds", "does not hold", "open", "out of reach"}
+    for line in lines:
+        assert line["claim"] in shown and line["why"] in shown and line["why"].endswith(".")
+    assert "wastes at most half" in (swept / "report" / "claims.md").read_text()
     with (swept / "report" / "sweeps.csv").open(newline="") as file:
         points = [(p["value"], p["method"], float(p["tau"])) for p in csv.DictReader(file)]
     assert points == [("2", "eagle2", 2.0), ("2", "deagle", 2.0), ("4", "eagle2", 4.0), ("4", "deagle", 2.0)]
 
 
-def test_deagles_ratios_are_of_the_vote_on_the_same_prompts_and_held_to_their_limits() -> None:
-    records, asked = voting()
-    (claim,) = tables.claims(records, asked, TUNING)
-    assert (claim["head"], claim["largest"], claim["prompts"]) == ("eagle1", 4, 2)
-    assert (claim["waste"], claim["waste_holds"]) == (4 / 8, True)
-    assert (claim["tau"], claim["tau_best_depth"], claim["tau_holds"]) == (2 / 4, 4, False)
-    assert [one["speedup"] for one in claim["vote"]] == [pytest.approx(2.0), pytest.approx(2.5)]
+def verdicts(**parts: Any) -> dict[str, tuple[Any, str]]:
+    """By claim what was measured here, and the verdict."""
+    return {one["id"]: (one["value"], one["verdict"]) for one in claims.judge(claims.Measured(**parts)) if one["ours"]}
+
+
+def test_deagles_claims_are_of_the_vote_on_the_same_prompts_and_a_rule_that_ignores_its_vote_fails_them() -> None:
+    records = [one for one in voting()[0] if one.prompt in PROMPTS]
+    found = verdicts(records=records, tuning=TUNING)
+    assert found["deagle-waste"] == (4 / 8, "holds") and found["deagle-tau"] == (2 / 4, "does not hold")
     # 8 tokens in 4 cycles: drafting 4 + 4, verifying 16, the rest 2; the vote drafts two levels fewer
     # 8 tokens in 2 cycles: drafting 2 + 6, verifying 8, the rest 1
-    assert [one["modelled"] for one in claim["fixed"]] == [pytest.approx(24 / 26), pytest.approx(24 / 17)]
-    assert [one["modelled"] for one in claim["vote"]] == [pytest.approx(1.0), pytest.approx(1.0)]
-    assert (claim["modelled"], claim["modelled_best_depth"], claim["modelled_holds"]) == (pytest.approx(1.0), 2, True)
+    deep, fixed = claims.modelled_ms(records[8:], TUNING), claims.modelled_ms(records[6:8], TUNING)
+    assert deep is not None and fixed is not None and "deagle-flat" not in verdicts(records=records)
+    assert (deep, fixed) == (pytest.approx(24.0), pytest.approx(17.0))
+    assert found["deagle-deep"] == (pytest.approx(17 / 24), "does not hold")
+    assert found["deagle-flat"] == (pytest.approx(1.0), "holds")  # it does not slow down where it may go deeper
+    deaf = [replace(one, draft_forwards_wasted=4) if one.row == 4 else one for one in records]
+    assert verdicts(records=deaf)["deagle-waste"] == (1.0, "does not hold")
     failed = [replace(one, **FAILED) if one.row == 4 else one for one in records]
-    fewer = replace(asked, points=(*asked.points[:3], replace(asked.points[3], prompts=PROMPTS[:1])))
-    assert tables.claims(failed, asked, TUNING) == tables.claims(records, fewer, TUNING) == []
+    assert "deagle-waste" not in verdicts(records=failed)
 
 
-def test_a_rules_lengths_are_held_against_the_constant_length_of_the_same_mean() -> None:
-    chains = []
-    for method, levels, tokens, nodes in (
-        ("eagle-chain", 2, (3, 1), 4), ("eagle-chain", 4, (4, 2), 8), ("svip", 6, (3, 3), 6)
-    ):  # fmt: skip
-        changes: dict[str, Any] = {"stop": EntropyConfig()} if method == "svip" else {}
-        shape = tree("eagle-chain", levels=levels, **changes)
-        chains.append(summary_row(group([drafted(tokens, tree=shape, head="eagle1", draft_nodes=nodes)])[0]))
-    asked = {None: frozenset(PROMPTS), "all": frozenset(PROMPTS), "fewer": frozenset(PROMPTS[:1])}
-    constants = [replace(row, sweep="all") for row in chains[:2]]
-    ((name, rows),) = tables.lengths([*constants, chains[2], replace(chains[0], sweep="fewer")], asked)
-    assert name == "eagle1 head, T 0, 2 prompts"
-    assert [(row.tau, mean, constant) for row, mean, constant in rows] == [(2, 2, 2), (3, 3, 2.5), (3, 4, 3)]
+def test_a_confidence_that_is_inverted_and_too_few_prompts_change_a_verdict() -> None:
+    chance = np.random.default_rng(0)
+    confidence = chance.uniform(0.01, 0.99, 4000)
+    nodes = pd.DataFrame({"prompt": np.repeat(np.arange(40), 100), "place": "0", "confidence": confidence})
+    nodes["acceptance"] = (chance.uniform(size=4000) < confidence).astype(float)
+
+    def judged(table: pd.DataFrame) -> dict[str, str]:
+        calibration = claims.Calibration("eagle1", "eagle2", 0.0, {"nodes": table})
+        return {name: verdict for name, (_, verdict) in verdicts(records=[], calibrations=[calibration]).items()}
+
+    names = ("eagle2-correlation", "eagle2-calibrated", "eagle2-sure")
+    assert [judged(nodes)[name] for name in names] == ["holds"] * 3
+    assert [judged(nodes.assign(confidence=1 - confidence))[name] for name in names] == ["does not hold"] * 3
+    few = judged(nodes[(nodes.prompt < 4) & (nodes.index % 100 < 8)])
+    assert few["eagle2-correlation"] == "open" == judged(nodes[nodes.prompt < 1])["eagle2-calibrated"]
+    (line,) = [one for one in claims.judge(claims.Measured([])) if one["id"] == "eagle2-speed"]
+    assert line["verdict"] == "out of reach"
+
+
+def test_intervals_are_of_prompts_as_clusters_and_halve_with_four_times_the_prompts() -> None:
+    def side(prompts: int, alike: int) -> claims.Side:
+        """Means of `alike` equal lines a prompt: no line but the first says anything new."""
+        values = np.random.default_rng(1).normal(size=prompts).repeat(alike)
+        table = pd.DataFrame({"prompt": np.arange(prompts).repeat(alike), "x": values})
+        return claims.of_table(table, {"value": "x"})
+
+    one, same, more = (claims.estimate([side(*size)], {}) for size in ((50, 1), (50, 30), (200, 1)))
+    assert one is not None and same is not None and more is not None
+    assert (one.value, one.low, one.high) == pytest.approx((same.value, same.low, same.high))
+    assert (more.high - more.low) / (one.high - one.low) == pytest.approx(0.5, abs=0.1)
+    assert one.high - one.low == pytest.approx(2 * 1.96 / np.sqrt(50), rel=0.25)
+    paired = claims.estimate([side(50, 1), side(50, 1)], {"as": "difference"})
+    assert paired is not None and (paired.value, paired.low, paired.high) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("claim", "interval", "verdict", "needed"),
+    [
+        ({"at_least": 0, "effect": 0.2}, (0.3, 0.1, 0.5), "holds", 160),  # +-0.2 on 40 prompts: +-0.1 needs 160
+        ({"at_least": 0, "effect": 0.2}, (0.05, -0.1, 0.19), "does not hold", 85),  # an effect of 0.2 is ruled out
+        ({"at_least": 0, "effect": 0.2}, (0.05, -0.1, 0.3), "open", 160),
+        ({"at_least": -0.1, "at_most": 0.1}, (0.0, -0.05, 0.05), "holds", 10),
+        ({"at_most": 0}, (0.5, 0.4, 0.6), "does not hold", 2),
+        ({"at_most": 0}, (0.0, 0.0, 0.0), "holds", None),
+    ],
+)
+def test_a_verdict_asks_for_the_whole_interval(claim: Any, interval: Any, verdict: str, needed: int | None) -> None:
+    assert claims.judged(claim, claims.Estimate(*interval, 40))[::2] == (verdict, needed)
+
+
+def test_what_the_papers_published_is_complete() -> None:
+    counts = Counter(row["source"] for row in tables.PAPERS)
+    complete = {"EAGLE-2 table 1": 32, "EAGLE-2 table 2": 8, "EAGLE-2 table 3": 4, "DEAGLE table 4": 28}
+    complete |= {f"DEAGLE table {number}": 28 for number in (1, 2, 3)} | {"SVIP table 2": 24, "SVIP table 5": 24}
+    assert complete.items() <= counts.items() and counts["SVIP table 3"] == 24
+    entry = {"source": "EAGLE-2 table 1", "of": "eagle2", "against": "eagle", "figure": "tau"}
+    assert claims.published(entry, 1.0) == "+0.48 to +1.51 (28 figures)"
+    assert len({claim["id"] for claim in claims.REGISTER["claims"]}) == len(claims.REGISTER["claims"])

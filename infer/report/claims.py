@@ -1,0 +1,416 @@
+"""The papers' claims: each is measured as claims.yaml says, and gets a 95 % interval over prompts and a verdict."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+from pathlib import Path
+from typing import Any, NamedTuple
+from warnings import catch_warnings
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from aerie.configs.read import read_yaml
+from aerie.infer.measure.record import FloatArray, Record
+from aerie.infer.measure.statistics import RESAMPLES, grouped
+from aerie.infer.report.tables import PAPERS, TASKS, rule_of
+from aerie.model.storage import read_json
+
+REGISTER = read_yaml(Path(__file__).with_name("claims.yaml"))[0]
+MANY = 100_000  # prompts; what needs more is called no difference
+BATCH = 250  # resamples that are in memory at once
+LEAST, PLACES = 10, 12  # nodes of a point, and points of a tree, in the pictures
+FIGURES = {  # of a row: sums over prompts, the second over the first
+    "tau": ("forwards", "tokens"),
+    "wasted": ("answers", "wasted"),  # draft forwards
+    "accept_rate": ("nodes", "accepted"),
+    "length": ("forwards", "nodes"),  # drafted tokens a cycle
+    "modelled": ("modelled_ms", "tokens"),  # speed at the costs that `tune` measured
+    "identical": ("compared", "identical"),  # greedy answers to vanilla's
+}
+Entry = Mapping[str, Any]
+Sums = FloatArray  # [..., m] sums over prompts of a figure's columns
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The tables of one `aerie calibrate`."""
+
+    head: str
+    method: str
+    temperature: float
+    tables: Mapping[str, pd.DataFrame]
+
+    @classmethod
+    def read(cls, directory: Path) -> "Calibration":
+        tables = {path.stem: pd.read_parquet(path) for path in directory.glob("*.parquet")}
+        if {"laws", "cycles"} <= tables.keys():  # a cycle's laws, for the expected length
+            laws = tables["laws"].groupby(["prompt", "cycle"]).tvd.agg(judged="size", distance="sum").reset_index()
+            tables["cycles"] = tables["cycles"].merge(laws, on=["prompt", "cycle"])
+        about = read_json(directory / "analysis.json")
+        return cls(about.get("head") or "draft", about.get("method") or "", about["temperature"], tables)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run has for claims to be judged by."""
+
+    records: Sequence[Record]
+    tuning: Mapping[str, Any] | None = None
+    calibrations: Sequence[Calibration] = ()
+    seed: int = 0
+
+    @cached_property
+    def rows(self) -> list[list[Record]]:
+        """In the suite's order, at plain temperatures, without those that failed anywhere."""
+        plain = (record for record in self.records if record.sampling[1:] == (0, 1.0))
+        every = grouped(plain, lambda record: (record.temperature, record.row))
+        return [row for _, row in sorted(every.items()) if all(one.status == "ok" for one in row)]
+
+    @classmethod
+    def of_run(cls, records: Sequence[Record], run: Path, tuning: Mapping[str, Any] | None, seed: int) -> "Measured":
+        """With the calibrations in RUN/calibration and RUN/*/calibration."""
+        found = sorted({*run.glob("calibration/analysis.json"), *run.glob("*/calibration/analysis.json")})
+        return cls(records, tuning, [Calibration.read(path.parent) for path in found], seed)
+
+
+class Estimate(NamedTuple):
+    value: float
+    low: float
+    high: float
+    prompts: int
+
+
+class Side(NamedTuple):
+    """A figure of sums; table: a line a prompt."""
+
+    table: pd.DataFrame
+    figure: Callable[[Sums], FloatArray]
+
+
+def estimate(sides: Sequence[Side], claim: Entry, seed: int = 0) -> Estimate | None:
+    """The figure of one side, or the difference or ratio of two, on the prompts of all: clusters of a bootstrap."""
+    prompts, is_ratio = sides[0].table.index, claim.get("as") == "ratio"
+    for side in sides[1:]:
+        prompts = prompts.intersection(side.table.index)
+    tables = [side.table.loc[prompts].to_numpy(dtype=np.float64) for side in sides]
+
+    def of(drawn: Any, axis: int = -1) -> Any:  # [..., n] numbers of prompts
+        with np.errstate(all="ignore"):
+            values = [side.figure(table[drawn].sum(-2)) for side, table in zip(sides, tables, strict=True)]
+            return values[0] if len(values) < 2 else values[0] / values[1] if is_ratio else values[0] - values[1]
+
+    numbers = np.arange(len(prompts))
+    value = float(of(numbers)) if len(prompts) else np.nan
+    if not np.isfinite(value):
+        return None
+    if len(prompts) < 2:
+        return Estimate(value, -np.inf, np.inf, len(prompts))
+    settings: dict[str, Any] = {"n_resamples": RESAMPLES, "batch": BATCH, "method": "percentile"}
+    with catch_warnings(action="ignore"):  # of resamples that have no figure, or an infinite one
+        found = stats.bootstrap((numbers,), of, vectorized=True, rng=np.random.default_rng(seed), **settings)
+        low, high = np.nanpercentile(found.bootstrap_distribution, [2.5, 97.5])
+    return Estimate(value, float(low), float(high), len(prompts))
+
+
+def mean(sums: Sums) -> FloatArray:  # of x: the columns are 1, x
+    return sums[..., 1] / sums[..., 0]
+
+
+def variance(sums: Sums) -> FloatArray:  # 1, x, x^2
+    return sums[..., 2] / sums[..., 0] - mean(sums) ** 2
+
+
+def correlation(sums: Sums) -> FloatArray:  # 1, x, y, x^2, xy, y^2
+    count, x, y, xx, xy, yy = np.moveaxis(sums, -1, 0)
+    return (xy / count - x * y / count**2) / np.sqrt((xx / count - (x / count) ** 2) * (yy / count - (y / count) ** 2))
+
+
+def fitted(law: str) -> Callable[[Sums], FloatArray]:
+    """By how much SVIP's equation 14 (normal) or 9 (gamma), fitted by moments, misses the share of x below y."""
+
+    def missed(sums: Sums) -> FloatArray:  # 1, x, y, x < y, x^2
+        count, x, y, below, xx = np.moveaxis(sums, -1, 0)
+        mu, spread, limit = x / count, xx / count - (x / count) ** 2, y / count
+        of_gamma = stats.gamma.cdf(limit, mu**2 / spread, scale=spread / mu)
+        return (stats.norm.cdf(limit, mu, np.sqrt(spread)) if law == "normal" else of_gamma) - below / count
+
+    return missed
+
+
+def expected_length(sums: Sums) -> FloatArray:
+    """Tokens a cycle, counted less computed: (1 - alpha^(g + 1)) / (1 - alpha) of Leviathan et al., alpha = 1 - TV."""
+    count, kept, levels, judged, distance = np.moveaxis(sums, -1, 0)
+    alpha = 1 - distance / judged
+    return kept / count + 1 - (1 - alpha ** (levels / count + 1)) / (1 - alpha)
+
+
+def by_group(sums: Sums) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Counts, means of x and of y of groups; the columns are all groups' counts, then their x, then their y."""
+    count, x, y = np.moveaxis(sums.reshape(*sums.shape[:-1], 3, -1), -2, 0)
+    return count, x / count, y / count
+
+
+def calibration_error(sums: Sums) -> FloatArray:
+    count, x, y = by_group(sums)
+    return np.nansum(count * np.abs(x - y), -1) / count.sum(-1)
+
+
+def growth(sums: Sums) -> FloatArray:
+    """The power of y with which x grows: the slope of log mean x over log y."""
+    _, x, y = by_group(sums)
+    log_x, log_y = np.log(x), np.log(y)
+    apart = log_y - np.nanmean(log_y, -1, keepdims=True)
+    return np.nansum(apart * log_x, -1) / np.nansum(apart**2, -1)
+
+
+# name -> figure, and the columns of each line of a table beside its count; null: by groups
+STATISTICS: dict[str, tuple[Callable[[Sums], FloatArray], Callable[..., list[Any]] | None]] = {
+    "mean": (mean, lambda x: [x]),
+    "variance": (variance, lambda x: [x, x * x]),
+    "correlation": (correlation, lambda x, y: [x, y, x * x, x * y, y * y]),
+    "normal": (fitted("normal"), lambda x, y: [x, y, x < y, x * x]),
+    "gamma": (fitted("gamma"), lambda x, y: [x, y, x < y, x * x]),
+    "expected_length": (expected_length, lambda *columns: [*columns]),
+    "calibration_error": (calibration_error, None),
+    "growth": (growth, None),
+}
+
+
+def of_table(table: pd.DataFrame, entry: Entry) -> Side:
+    """`value`: one expression of the columns, or several; `where`: which lines; `by`: the groups."""
+    figure, columns_of = STATISTICS[entry.get("statistic", "mean")]
+    chosen = table.query(entry["where"]) if "where" in entry else table
+    expressions = entry["value"] if isinstance(entry["value"], list) else [entry["value"]]
+    values = [np.broadcast_to(np.asarray(chosen.eval(text), dtype=np.float64), len(chosen)) for text in expressions]
+    known, every = np.isfinite(np.stack(values)).all(0), table.prompt.unique()
+    values, prompt = [value[known] for value in values], chosen.prompt[known].to_numpy()
+    count = np.ones(len(prompt))
+    if columns_of is not None:
+        sums = pd.DataFrame(np.stack([count, *columns_of(*values)], -1)).groupby(prompt).sum()
+        return Side(sums.reindex(every, fill_value=0.0), figure)
+    group = chosen.eval(entry["by"])[known].to_numpy()
+    lines = pd.DataFrame({"count": count, "x": values[0], "y": values[1]})
+    sums = lines.groupby([prompt, group]).sum().unstack(fill_value=0.0)
+    return Side(sums.reindex(every, fill_value=0.0), figure)
+
+
+def of_row(row: Sequence[Record], figure: str, tuning: Mapping[str, Any] | None) -> Side:
+    lines = []
+    for one in row:
+        same = one.identical or (one.margin or 2.0) <= 1.0  # rounding is no difference
+        line = {"prompt": one.prompt, "tokens": one.new_tokens - 1, "forwards": one.target_forwards, "answers": 1}
+        line |= {"nodes": one.draft_nodes, "accepted": sum(one.accepted), "wasted": one.draft_forwards_wasted}
+        line |= {"compared": one.identical is not None, "identical": one.identical is not None and same}
+        lines.append({**line, "modelled_ms": modelled_ms([one], tuning)})
+    return Side(pd.DataFrame(lines).groupby("prompt").sum(min_count=1)[[*FIGURES[figure]]], mean)
+
+
+def modelled_ms(answers: Sequence[Record], tuning: Mapping[str, Any] | None) -> float | None:
+    """What the cycles of a row's answers cost by what `tune` measured for its kind of head."""
+    heads, tree = tuning["heads"] if tuning else (), answers[0].tree
+    costs = next((head["costs_ms"] for head in heads if head["kind"] == answers[0].head), None)
+    if costs is None or tree is None:
+        return None
+    from aerie.infer.measure.replay import counted
+    from aerie.infer.measure.tune import Costs
+
+    draft, verify = ({int(key): value for key, value in costs[part].items()} for part in ("draft", "verify"))
+    total, nodes = counted(answers)
+    return Costs(draft, verify, costs["rest"], costs["plain"]).price(total, tree.k, nodes)
+
+
+def candidates(run: Measured, wanted: Entry, temperature: float) -> dict[str, list[list[Record]]]:
+    """The rows that are meant, by head."""
+    found: dict[str, list[list[Record]]] = {}
+    asked = {"calibrated": None, **{key: value for key, value in wanted.items() if key not in ("pick", "head")}}
+    rows = [row for row in run.rows if row[0].temperature == wanted.get("temperature", temperature)]
+    paths = grouped({(row[0].head, row[0].head_path) for row in rows if row[0].head_path}, lambda pair: pair[0])
+    for row in rows:
+        first, tree = row[0], row[0].tree
+        facts = {"calibrated": None, "temperature": first.temperature, "method": first.method}
+        facts |= {} if tree is None else {**tree.as_dict(), "rule": rule_of(tree)}
+        if all(_fits(facts.get(key), value) for key, value in asked.items()):
+            name = f"{first.head} head{f' {first.head_path}' if len(paths.get(first.head, ())) > 1 else ''}"
+            found.setdefault("any" if wanted.get("head") == "any" else name, []).append(row)
+    return found
+
+
+def _fits(fact: Any, wanted: Any) -> bool:
+    if isinstance(wanted, dict):
+        return isinstance(fact, dict) and all(_fits(fact.get(key), value) for key, value in wanted.items())
+    return fact == wanted or (isinstance(wanted, list) and (fact in wanted or fact == tuple(wanted)))
+
+
+def by_rows(run: Measured, claim: Entry, temperature: float) -> dict[str, Estimate]:
+    """pick: the deepest of several depths; the best by the figure; else the first. same_depth: as `of` is."""
+    figure, found = claim["figure"], dict[str, Estimate]()
+    others = candidates(run, claim["against"], temperature) if claim.get("against") else {}
+    for head, rows in candidates(run, claim["of"], temperature).items():
+        if claim["of"].get("pick") == "deepest" and len({row[0].tree.levels for row in rows if row[0].tree}) < 2:
+            continue
+        sides = [_picked(rows, claim["of"], figure, run)]
+        if claim.get("against"):
+            depth = sides[0][0].tree
+            rivals = [row for row in others.get(head, others.get("any", [])) if row[0].row != sides[0][0].row]
+            if claim.get("same_depth"):
+                rivals = [row for row in rivals if row[0].tree and depth and row[0].tree.levels == depth.levels]
+            if not rivals:
+                continue
+            sides.append(_picked(rivals, claim["against"], figure, run))
+        if (one := estimate([of_row(side, figure, run.tuning) for side in sides], claim, run.seed)) is not None:
+            found[head] = one
+    return found
+
+
+def _picked(rows: Sequence[list[Record]], wanted: Entry, figure: str, run: Measured) -> list[Record]:
+    if wanted.get("pick") == "deepest":
+        return max(rows, key=lambda row: row[0].tree.levels if row[0].tree else 0)
+    if wanted.get("pick") != "best":
+        return rows[0]
+    shared = set[Any].intersection(*({record.prompt for record in row} for row in rows))
+    sums = [of_row([record for record in row if record.prompt in shared], figure, run.tuning) for row in rows]
+    with np.errstate(all="ignore"):
+        values = [mean(side.table.sum().to_numpy(dtype=np.float64)) for side in sums]
+    return rows[int(np.argmax(np.nan_to_num(values, posinf=0.0)))]
+
+
+def by_tables(run: Measured, claim: Entry, temperature: float) -> dict[str, Estimate]:
+    """By head; a side may name one of its own."""
+    found = dict[str, Estimate]()
+    shared = {name: claim[name] for name in ("statistic", "by", "where") if name in claim}
+    usable = [one for one in run.calibrations if one.temperature == temperature and one.method in claim["method"]]
+    entries = [{**shared, **entry} for entry in (claim["of"], claim.get("against")) if entry]
+    for one in usable:
+        if entries[0].get("head", one.head) != one.head:
+            continue
+        try:
+            heads = [next(c for c in usable if c.head == entry.get("head", one.head)) for entry in entries]
+            pairs = zip(heads, entries, strict=True)
+            sides = [of_table(calibration.tables[claim["table"]], entry) for calibration, entry in pairs]
+        except (StopIteration, KeyError, pd.errors.UndefinedVariableError):  # one of before has fewer columns
+            continue
+        if (measured := estimate(sides, claim, run.seed)) is not None:
+            found.setdefault(f"{one.head} head", measured)
+    return found
+
+
+def judged(claim: Entry, one: Estimate) -> tuple[str, str, int | None]:
+    """Verdict, a sentence why, and the prompts whose interval settles it; the rules are those of claims.yaml."""
+    low, high, effect = claim.get("at_least", -np.inf), claim.get("at_most", np.inf), claim.get("effect", 0.0)
+    half, margin = (one.high - one.low) / 2, effect / 2 or min(abs(one.value - low), abs(one.value - high))
+    needed = None
+    if np.isfinite(half) and margin > 0 and one.prompts * (half / margin) ** 2 < MANY:
+        needed = max(2, ceil(one.prompts * (half / margin) ** 2))
+    sides = [(low, f"at least {low:g}"), (high, f"at most {high:g}")]
+    within = " and ".join(text for limit, text in sides if np.isfinite(limit))
+    if one.low >= low and one.high <= high:
+        return "holds", f"The whole interval is {within}.", needed
+    if one.high < low or one.low > high:
+        return "does not hold", f"No part of the interval is {within}.", needed
+    if one.high < low + effect or one.low > high - effect:
+        return "does not hold", f"The interval ends before {effect:g} beyond the limit, the least that counts.", needed
+    settles = f"{needed:,} prompts would settle it" if needed else f"more than {MANY:,} prompts would settle it"
+    return "open", f"Too few prompts: the interval is partly {within}; {settles}.", needed
+
+
+def judge(run: Measured) -> list[dict[str, Any]]:
+    """A line for each claim, head and temperature, as details.json has it."""
+    lines = []
+    for number, claim in enumerate(REGISTER["claims"], start=1):
+        about = {name: claim[name] for name in ("id", "paper", "place", "claim")}
+        empty = dict.fromkeys(("head", "temperature", "value", "low", "high", "prompts", "ours", "prompts_needed"))
+        for temperature in claim.get("temperatures", [0]):
+            line = {"number": number, **about, **empty, "published": ""}
+            if told := claim.get("published"):
+                line["published"] = told if isinstance(told, str) else published(told, temperature, claim.get("as"))
+            if "out_of_reach" in claim:
+                lines.append({**line, "verdict": "out of reach", "why": claim["out_of_reach"]})
+                continue
+            line["temperature"] = temperature
+            found = (by_tables if "table" in claim else by_rows)(run, claim, temperature)
+            for head, one in found.items():
+                verdict, why, needed = judged(claim, one)
+                form = claim.get("form", "{:+.2f}" if claim.get("as", "") == "" and "against" in claim else "{:.2f}")
+                interval = "one prompt" if one.prompts < 2 else f"{form.format(one.low)} to {form.format(one.high)}"
+                figures = {name: number if np.isfinite(number) else None for name, number in one._asdict().items()}
+                ours = {"ours": f"{form.format(one.value)} [{interval}]", "prompts_needed": needed}
+                lines.append({**line, "head": head, **figures, **ours, "verdict": verdict, "why": why})
+            if not found:
+                lines.append({**line, "verdict": "open", "why": f"Not measured: {claim['needs']}."})
+    return lines
+
+
+def published(figures: Entry, temperature: float, how: str | None = None) -> str:
+    """The range of what published.csv has of method `of` against another, as a difference or a ratio."""
+    sides, place = [dict[Any, float](), dict[Any, float]()], int(figures["figure"] == "tau")
+    for side, method in zip(sides, (figures["of"], figures["against"]), strict=True):
+        meant = (row for row in PAPERS if row["method"] == method and float(row["temperature"]) == temperature)
+        for row in meant:
+            if row["source"].startswith(figures["source"]) and row["value"] == str(figures.get("value", row["value"])):
+                cells = {task: f"{row[task]}/".split("/")[place] for task in TASKS}
+                side |= {(row["model"], row["key"], row["value"], t): float(text) for t, text in cells.items() if text}
+    pairs = [(sides[0][at], sides[1][at]) for at in sides[0].keys() & sides[1].keys()]
+    values = [one / other if how == "ratio" else one - other for one, other in pairs]
+    form = "{:.2f}" if how == "ratio" else "{:+.2f}"
+    return f"{form.format(min(values))} to {form.format(max(values))} ({len(values)} figures)" if values else ""
+
+
+def drawn(run: Measured) -> dict[str, dict[str, Any]]:
+    """The register's pictures that the run has points for: lines of [x, value, low, high] beside the published ones."""
+    pictures = {}
+    for name, picture in REGISTER["pictures"].items():
+        lines = []
+        for entry in picture["lines"]:
+            every = (_sides_of_tables if "table" in entry else _sides_of_rows)(run, entry)
+            for head, sides in every.items():
+                along = [(x, estimate([side], entry, run.seed)) for x, side in sides]
+                points = [[x, one.value, one.low, one.high] for x, one in along if one and np.isfinite(one.low)]
+                lines += [{"label": f"{entry['label']}, {head}", "points": points}] if points else []
+        if lines:
+            pictures[name] = {"published": {}, **picture, "lines": lines}
+    return pictures
+
+
+def _sides_of_rows(run: Measured, entry: Entry) -> dict[str, list[tuple[Any, Side]]]:
+    found = {}
+    for head, rows in candidates(run, entry["of"], 0).items():
+        lengths = [float(mean(of_row(row, "length", None).table.sum().to_numpy())) for row in rows]
+        places = lengths if entry["x"] == "length" else [row[0].tree.levels if row[0].tree else 0 for row in rows]
+        sides = [of_row(row, entry["figure"], run.tuning) for row in rows]
+        found[head] = sorted(zip(places, sides, strict=True), key=lambda pair: pair[0])
+    return found
+
+
+def _sides_of_tables(run: Measured, entry: Entry) -> dict[str, list[tuple[Any, Side]]]:
+    found: dict[str, list[tuple[Any, Side]]] = {}
+    for one in run.calibrations:
+        if one.temperature == 0 and one.method in entry["method"] and f"{one.head} head" not in found:
+            table = one.tables[entry["table"]]
+            groups = [(x, part) for x, part in table.groupby(table.eval(entry["x"])) if len(part) >= LEAST]
+            if entry["x"] == "place":  # the most visited ones, from the root down
+                groups = sorted(groups, key=lambda pair: -len(pair[1]))[:PLACES]
+                groups.sort(key=lambda pair: (pair[0].count("."), pair[0]))
+            found[f"{one.head} head"] = [(x, of_table(part, entry)) for x, part in groups]
+    return found
+
+
+def markdown(lines: Sequence[Mapping[str, Any]]) -> str:
+    """A table, one line a claim."""
+    text = "| claim | published | here [95 %] | prompts | verdict | why |\n|---|---|---|---|---|---|\n"
+    for line in lines:
+        ours = f"{line['ours']} ({line['head']}, T {line['temperature']:g})" if line["ours"] else ""
+        cells = [f"{line['number']}. {line['claim']} ({line['paper']}, {line['place']})", line["published"], ours]
+        cells += [str(line["prompts"] or ""), f"**{line['verdict']}**", line["why"]]
+        text += f"| {' | '.join(cell.replace('|', '/') or '–' for cell in cells)} |\n"
+    return text
+
+
+def tenth(lines: Sequence[Mapping[str, Any]]) -> str:
+    """How many prompts an interval of +-0.1 tau needs: the most over the claims whose effect is 0.2 tau."""
+    about_tau = [one["id"] for one in REGISTER["claims"] if (one.get("figure"), one.get("effect")) == ("tau", 0.2)]
+    needed = sorted(one["prompts_needed"] for one in lines if one["id"] in about_tau and one["prompts_needed"])
+    words = "An interval of ±0.1 tau needs {:,} prompts here by the widest of {} differences, {:,} by the median one."
+    return words.format(needed[-1], len(needed), needed[len(needed) // 2]) if needed else ""

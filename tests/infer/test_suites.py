@@ -1,0 +1,169 @@
+"""Every suite of configs/bench runs to its end, on miniatures with the quirks of the models that it names."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+from aerie.configs.read import as_dict
+from aerie.configs.schema.heads import TargetConfig
+from aerie.infer import main as infer
+from aerie.infer.decode.methods import Calibrator
+from aerie.infer.measure.bench import difference
+from aerie.infer.measure.record import read_records
+from aerie.model.checkpoint import save_head
+from aerie.model.storage import digests, read_json, write_json
+from aerie.model.target import Target
+from tests import tiny
+
+SUITES = sorted((Path(__file__).parents[2] / "configs" / "bench").glob("*.yaml"))
+LONG = ("deagle", "seeds", "seeds-full", "svip-qwq", "svip-mtbench")
+HEADS = {"EAGLE3": "eagle3", "EAGLE": "eagle1", "medusa": "medusa", "hydra": "hydra"}  # in the names of published heads
+LLAMA3 = (
+    "{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>' }}"
+    "{{ message['content'] + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>' }}{% endif %}"
+)
+
+
+class Miniatures:
+    """By the names of models: directories of targets, drafts and heads."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.made = root, dict[tuple[str, str], str]()
+
+    def of(self, name: str, target: str = "") -> str:
+        """Of a target or draft, or of a head for a target."""
+        kind = next((kind for word, kind in HEADS.items() if word in name or f"heads/{kind}" in name), None)
+        key = (kind or name, target if kind else "")
+        if key not in self.made:
+            place = self.root / f"made-{len(self.made)}"
+            self.made[key] = str(place)
+            self._head(kind, target, place) if kind else self._target(name, place)
+        return self.made[key]
+
+    def _target(self, name: str, place: Path) -> None:
+        tokenizer = tiny.tokenizer(chat_template=None if "vicuna" in name else tiny.TEMPLATE)
+        if "Llama-3" in name:  # special tokens of its own, and two of them end an answer
+            words = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+            tokenizer.add_special_tokens({"additional_special_tokens": words, "bos_token": words[0]})
+            tokenizer.chat_template = "{{ bos_token }}" + LLAMA3
+        if "vicuna" in name:
+            tokenizer.add_special_tokens({"bos_token": "<s>"})
+        if (
+            "Q" in name.split("/")[-1][:1]
+        ):  # Qwen2.5 and QwQ: padded vocabularies of two sizes, and a repetition penalty
+            rows = 151_936 if any(size in name for size in ("0.5B", "1.5B", "3B")) else 152_064
+            sizes = {"vocab_size": rows, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+            sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+            torch.manual_seed(0)
+            model: Any = Qwen2ForCausalLM(Qwen2Config(**sizes, initializer_range=0.2)).eval()
+            settings = {"repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "do_sample": True}
+            ends = {"eos_token_id": [tokenizer.eos_token_id, 151_643], "pad_token_id": tokenizer.pad_token_id}
+            model.generation_config = GenerationConfig(**settings, **ends)
+        else:
+            grouped = {"num_attention_heads": 8, "num_key_value_heads": 1} if "70b" in name.lower() else {}
+            model = tiny.llama(vocab_size=len(tokenizer) + 8, **grouped)  # rows beyond the tokenizer's
+            if "Llama-3" in name:
+                model.generation_config.eos_token_id = [tokenizer.eos_token_id, len(tokenizer) - 1]
+        model.save_pretrained(place)
+        tokenizer.save_pretrained(place)
+
+    def _head(self, kind: str, target: str, place: Path) -> None:
+        loaded = Target.load(TargetConfig(self.of(target), dtype="float32"))
+        embedding = loaded.vocab.embedding
+        if kind in ("medusa", "hydra"):
+            head = tiny.multi_token_head(kind, loaded.vocab, noise=0.1)
+        else:
+            words = {"ids": torch.arange(200)} if kind == "eagle3" else {}
+            head = (tiny.eagle3_head if kind == "eagle3" else tiny.head)(embedding, scale=4.0, **words)
+        save_head(head, place)
+        calibrator = Calibrator(1.0, (0.0, 1.0), (0.0, 1.0), head=digests(place))
+        write_json(place / "calibrator.json", as_dict(calibrator))
+
+
+@cache
+def miniatures(root: Path) -> Miniatures:
+    return Miniatures(root)
+
+
+def small(path: Path, root: Path, target: str | None = None) -> Path:
+    """The suite with miniatures in the place of its models, a question of each task and five new tokens."""
+    values = yaml.safe_load(path.read_text())
+    made, named = miniatures(root), target or values["target"]["path"]
+    values["target"]["path"] = made.of(named)
+    values["target"].pop("device_map", None)
+    values["run"] = str(root / f"run-{path.stem}-{Path(named).name}")
+    section = values.get("bench") or values["calibrate"]
+    prompts = section["prompts"]
+    question = {"question_id": 1, "turns": ["Please count 4 boats.", "Please sort 9 owls."], "level": 3}
+    questions = str(tiny.write_rows(root / "questions.jsonl", [question | {"category": "count"}]))
+    prompts |= {"max_new_tokens": 5, "num_prompts": 1}
+    if "tasks" in prompts:
+        prompts["tasks"] = [{"name": task["name"], "path": questions} for task in prompts["tasks"]]
+    else:
+        prompts["path"] = questions
+    usual = {"eagle3": "EAGLE3", "medusa": "medusa", "hydra": "hydra", "sps": "draft"}  # of rows that name no head
+
+    def with_heads(row: dict[str, Any]) -> dict[str, Any]:
+        method = row.get("method", "deagle")
+        default = next((usual[word] for word in usual if method.startswith(word)), "EAGLE")
+        name = row.get("head") or ("" if method in ("vanilla", "pld", "lookahead") else default)
+        if not name:
+            return row
+        is_draft = method.startswith("sps")
+        draft = name if "/" in name and not name.startswith("runs/") else f"{named}-1.5B"
+        return {**row, "head": made.of(draft) if is_draft else made.of(name, named)}
+
+    if "calibrate" in values and "bench" not in values:
+        section["oracle_levels"] = 6
+        values["head"]["init_from"] = made.of(values["head"]["init_from"])
+    for rows in [section, *section.get("sweeps", ())]:
+        rows |= {"rows": [with_heads(row) for row in rows["rows"]]} if "rows" in rows else {}
+    for sweep in section.get("sweeps", ()):
+        if sweep["vary"] == "head":
+            sweep["values"] = [made.of(name, named) for name in sweep["values"]]
+    return tiny.recipe(root / f"{path.stem}.yaml", values)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("suites")
+
+
+CASES = [pytest.param(path, None, id=path.stem, marks=[pytest.mark.slow] * (path.stem in LONG)) for path in SUITES]
+T2 = next(path for path in SUITES if path.stem == "eagle2-t2")
+CASES += [pytest.param(T2, "meta-llama/Llama-2-70b-chat-hf", id="eagle2-t2-llama2-70b")]
+
+
+@pytest.mark.parametrize(("path", "target"), CASES)
+def test_a_suite_runs_to_its_end(path: Path, target: str | None, root: Path, capsys: Any) -> None:
+    recipe = small(path, root, target)
+    values = yaml.safe_load(recipe.read_text())
+    run = Path(values["run"])
+    if "bench" not in values:
+        assert tiny.call(infer, "calibrate", "--config", recipe, "--head", values["head"]["init_from"]) == 0
+        assert read_json(run / "calibration" / "analysis.json")["oracle"]["all"]["cycles"] > 0
+        return
+    assert tiny.call(infer, "bench", "--config", recipe) == 0, capsys.readouterr().err
+    records = read_records(run / "bench" / "records.jsonl")
+    assert {record.status for record in records} == {"ok"}, [record.message for record in records][:1]
+    assert {record.row for record in records} >= set(range(len(values["bench"]["rows"])))
+    for record in records:
+        assert record.identical is not False or (record.margin or 9.0) <= 1.0, (record.method, record.margin)
+    assert tiny.call(infer, "claims", run) == 0
+
+
+def test_in_16_bits_a_near_tie_is_rounding_and_any_other_difference_is_not() -> None:
+    model, ids = tiny.llama(), torch.tensor([[7, 9, 11, 23]])
+    with torch.no_grad():
+        order = model(ids).logits[0, -1].argsort(descending=True).tolist()
+        best, twin, worst = order[0], order[1], order[-1]
+        model.lm_head.weight[twin] = model.lm_head.weight[best]
+    target = Target(model.bfloat16(), TargetConfig("tiny", dtype="bfloat16"))
+    margins = [difference(target, ids, 0, ours, [best, 5]).margin for ours in ([twin], [worst], [])]
+    assert margins[0] <= 1 < margins[1] < margins[2] == float("inf")
