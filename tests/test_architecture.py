@@ -22,8 +22,8 @@ LADDER = {
 SOURCES = sorted(path for package in LADDER for path in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 HOUSE = [path for name in (*LADDER, "slurm") for path in ROOT.glob(f"{name}/**/*") if path.suffix in (".py", ".jinja")]
-BUDGETS = {"files": 98, "longest": 450, "lines": 17_180, "code": 13_050, "KiB": 894, "test lines": 12_381, "tests": 640}
-MAX_SINGLE_IMPORTERS = 12
+BUDGETS = {"files": 98, "longest": 450, "lines": 17_880, "code": 13_500, "KiB": 935, "test lines": 12_600, "tests": 655}
+MAX_SINGLE_IMPORTERS = 13
 distributions = functools.cache(packages_distributions)  # by top-level module
 
 

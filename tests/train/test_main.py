@@ -147,7 +147,7 @@ def test_a_run_is_planned_trained_once_and_reused(made: Path, capsys: Any, monke
     assert subprocess.run(asked, cwd=ROOT, timeout=60, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "medusa", "hydra", "draft_lm"])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "medusa", "hydra", "block", "draft_lm"])
 def test_all_kinds_train_with_eight_frames_to_a_loss(made: Path, tmp_path: Path, monkeypatch: Any, kind: str) -> None:
     depths, every, head = [], list(losses.LOSSES.values()), tmp_path / "head"
 
@@ -165,6 +165,7 @@ def test_all_kinds_train_with_eight_frames_to_a_loss(made: Path, tmp_path: Path,
     if kind != "draft_lm":
         words += ["--head.kind", kind, "--train.loss", "kl", "--train.measure_prompts", 2]
     words += ["--tree.levels", "null", "--train.law_weight", 1] if kind in ("medusa", "hydra") else []
+    words += ["--run", made / "deep", "--tree.levels", 4] if kind == "block" else []
     recipe = made / f"{kind if kind in ('eagle3', 'draft_lm') else 'eagle1'}.yaml"
     assert call(train_main, "--config", recipe, *words) == 0 and max(depths) == 8
     if kind != "draft_lm":
