@@ -118,7 +118,15 @@ OPEN = {
     "ambiguous": "only the target tells how its taps are numbered; give it with --target",
 }
 SCORES = ("step", "predicted_tau", "tau", "loss")
-SIZES = ("hidden_size", *checkpoint.LAYER[:4], "num_hidden_layers", "num_heads", "num_layers")
+SIZES = (
+    "hidden_size",
+    *checkpoint.LAYER[:4],
+    "num_hidden_layers",
+    "num_heads",
+    "num_layers",
+    "block_size",
+    "markov_rank",
+)
 
 
 def inspect_head(

@@ -162,7 +162,7 @@ def _card(
         records=records,
         rows=rows if "summary.json" in records else [],
         licence=licence,
-        drafts=SPECULATIVE_TOKENS,
+        drafts=head["sizes"].get("block_size", SPECULATIVE_TOKENS + 1) - 1,
         sglang=head["made_for"] or f"SGLang {CHECKED}",
         sglang_lacks=[name for name in LOST["sglang"] if name in head["options"]],
     ).content

@@ -389,7 +389,7 @@ def taps_of(recipe: Recipe, num_blocks: int) -> tuple[int, ...]:
         what = f"has {num_blocks} blocks, and the default taps (2, n//2, n-3) need at least 7"
         raise UserError(f"{path}: {what}; name its taps in features.after_blocks")
     if reads and not taps:
-        raise UserError(f"features.after_blocks: an {recipe.head.kind} head needs at least one tap; leave the key out")
+        raise UserError(f"features.after_blocks: head {recipe.head.kind} needs at least one tap; leave the key out")
     check_taps(taps, num_blocks, path)
     return taps
 
