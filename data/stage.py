@@ -87,7 +87,7 @@ def feature_stage(recipe: Recipe) -> Stage:
     # batch_tokens moves a state by rounding only; the others concern readers.
     readers = ("batch_tokens", "mode", "shuffle_shards")
     features = {key: value for key, value in as_dict(recipe.features).items() if key not in readers}
-    if features["after_blocks"] is None and recipe.head.kind != "eagle3":
+    if features["after_blocks"] is None and not recipe.head.reads_taps:
         features["after_blocks"] = []
     data = {"data": as_dict(recipe.data), "conversations": conversation_inputs(recipe.data.conversations)}
     inputs = {"target": target_inputs(recipe.target), **data, "features": features}

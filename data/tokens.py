@@ -246,6 +246,20 @@ def draft_vocabulary(
     return given, facts, f"draft vocabulary: {given.size:,} of {vocab_size:,} tokens cover {share} (key {key})"
 
 
+def mask_token(tokenizer: Any, end_ids: Collection[int], embedding: Any) -> int:
+    """A token that no text has: the tokenizer's mask token, a row of the embedding [V, D] without a token, its padding.
+
+    UserError without any. A row of zeros is none: it would make all masks of a block alike.
+    """
+    known = {*tokenizer.get_vocab().values()}
+    unnamed = (number for number in range(len(embedding)) if number not in known and embedding[number].any())
+    for number in (tokenizer.mask_token_id, next(unnamed, None), tokenizer.pad_token_id):
+        if number is not None and number < len(embedding) and number not in end_ids:
+            return int(number)
+    what = f"each of the {len(embedding):,} rows of the target's embedding may be of a text"
+    raise UserError(f"head.mask_token_id: {what}; name a token that no conversation has")
+
+
 def forced_ids(tokenizer: Any, end_ids: Collection[int], vocab_size: int) -> frozenset[int]:
     """Always drafted: special tokens and the target's end-of-turn tokens."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}

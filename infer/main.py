@@ -27,7 +27,7 @@ from aerie.model.hub import head_directory, is_on_hub, require_target
 
 # No torch yet: --help and mistakes are answered at once.
 
-TUNABLE = ("eagle1", "eagle3", "draft_lm")  # whose trees `tune` searches
+TUNABLE = tuple(kind for kind, name in USUAL.items() if METHODS[name].tree["shape"] != "static")  # type: ignore[index]
 
 
 def bench(arguments: Namespace, unknown: list[str]) -> int:

@@ -13,6 +13,7 @@ from aerie.model.formats.content import HeadContent, table
 from aerie.model.formats.layouts import read_content, write_tensors
 from aerie.model.heads import HEADS, AnyConfig, Head
 from aerie.model.heads.eagle import EMBEDDING, TAP_CONVENTION, DraftVocabulary, Eagle3Config, Eagle3Head, EagleHead
+from aerie.model.heads.multi_token import MultiTokenHead
 from aerie.model.hub import head_directory
 from aerie.model.layers import Rotary
 from aerie.model.storage import CONFIG, read_json, write_json
@@ -38,7 +39,7 @@ def new_head(
     if section.init_from is not None:
         return _warm_start(section, vocab, path, after_blocks)
     size = vocab.embedding.shape[0] if vocabulary is None else vocabulary.size
-    head = HEADS[section.kind].module(config_for(section, text_config, vocab, after_blocks, size))
+    head = HEADS[section.kind].module(config_for(section, text_config, vocab, after_blocks, size, path))
     head.initialise(vocab, torch.Generator().manual_seed(seed), getattr(section, "initializer_range", 0.02))
     if isinstance(head, Eagle3Head) and isinstance(section, Eagle3Section):
         if vocabulary is not None:
@@ -63,7 +64,12 @@ def new_head(
 
 
 def config_for(
-    section: HeadConfig, text_config: Any, vocab: VocabWeights, taps: tuple[int, ...] = (), draft_vocab_size: int = 0
+    section: HeadConfig,
+    text_config: Any,
+    vocab: VocabWeights,
+    taps: tuple[int, ...] = (),
+    draft_vocab_size: int = 0,
+    path: str = "target",
 ) -> AnyConfig:
     """The recipe's sizes, or else the target's."""
     vocab_size, width = vocab.embedding.shape
@@ -98,6 +104,10 @@ def config_for(
         "after_blocks": taps,
         "draft_vocab_size": draft_vocab_size,
     }
+    context = context_of(text_config) or 2**31
+    for name, most, what in (("block_size", context, "context"), ("mask_token_id", vocab_size - 1, "last token")):
+        if asked.get(name, 0) > most:
+            raise UserError(f"head.{name}: {asked[name]:,} is beyond {path}'s {what}, {most:,}")
     if heads % (kv_heads := values["num_key_value_heads"]):
         raise UserError(f"head: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
     schema = HEADS[section.kind].config
@@ -114,7 +124,7 @@ def _warm_start(section: HeadConfig, vocab: VocabWeights, path: str, after_block
         raise UserError(f"head.init_from: {place} is an {head.kind} head, the recipe asks for {section.kind}")
     check_sizes(head.config, vocab, place, path)
     positions: dict[str, Any] = {}
-    asked: dict[str, Any] = {"features.after_blocks": after_blocks} if isinstance(head, Eagle3Head) else {}
+    asked: dict[str, Any] = {"features.after_blocks": after_blocks} if section.reads_taps else {}
     for key in dataclasses.fields(section):
         value = getattr(section, key.name)
         if value is None or key.name in BEGINNINGS or (isinstance(head, EagleHead) and value == key.default):
@@ -133,7 +143,7 @@ def _warm_start(section: HeadConfig, vocab: VocabWeights, path: str, after_block
         scaling = None if "rope_theta" in positions else head.config.rope_scaling
         head.config = dataclasses.replace(head.config, **positions, rope_scaling=scaling)
         head.rotary = Rotary(head.config)
-    else:
+    elif isinstance(head, MultiTokenHead):
         head.laws.vocab = None  # whoever trains gives them
     return head
 
@@ -164,10 +174,10 @@ def position_warnings(config: Any, text_config: Any, place: str) -> list[str]:
 def save_head(head: Head, directory: Path, **facts: Any) -> None:
     """facts go under "aerie" in config.json."""
     state, values = head.state_dict(), {"architectures": [HEADS[head.kind].architecture], "aerie_kind": head.kind}
-    if isinstance(head, Eagle3Head):
+    if hasattr(head.config, "after_blocks"):
         values |= {"model_type": "qwen3" if head.config.qk_norm else "llama", "tap_convention": TAP_CONVENTION}
-        if not head.saves_embedding:
-            del state[EMBEDDING]
+    if isinstance(head, Eagle3Head) and not head.saves_embedding:
+        del state[EMBEDDING]
     write_tensors(directory, state)
     write_json(directory / CONFIG, {**values, **dataclasses.asdict(head.config), "aerie": facts})
 
@@ -188,7 +198,7 @@ def load_head(
     if isinstance(head, Eagle3Head) and head.shares_embedding and EMBEDDING in content.tensors:
         head.saves_embedding = not is_targets(state[EMBEDDING], vocab)
     head.load_state_dict(state)
-    if not isinstance(head, EagleHead):
+    if isinstance(head, MultiTokenHead):
         head.laws.vocab = vocab
     stored = next(value.dtype for name, value in state.items() if value.is_floating_point() and name != EMBEDDING)
     return head.to(dtype or stored)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.model import checkpoint
+from aerie.model.formats.block import write_block
 from aerie.model.formats.content import COUNTS_OUTPUTS, HeadContent, HeadFiles, TargetFacts, table, tap_numbers, unread
 from aerie.model.formats.eagle import SERVER, ZERO_BIAS, write_eagle
 from aerie.model.formats.layouts import read_content, write_tensors
@@ -21,6 +22,7 @@ from aerie.model.heads.eagle import EMBEDDING, Eagle3Config
 from aerie.model.hub import RECORDS, head_directory, is_on_hub
 from aerie.model.storage import CONFIG, Manifest, digests, directory_atomically, plainly, read_json, write_json
 
+WRITERS = {"block": write_block}  # of other kinds: write_eagle
 OF_AN_EXPORT = ("exported_from", SERVER, ZERO_BIAS)  # not inherited by the next
 BOOKKEEPING = re.compile(  # keys of config.json that drafting does not need, or that `unread` reports
     r"_name_or_path|architectures|auto_map|\w+_token_id|(torch_)?dtype|initializer_range|transformers_version|use_cache"
@@ -48,7 +50,8 @@ def export(
     other = target.other_weights(facts.get("target"))
     if other is not None and not any_target:
         raise UserError(f"{source}: {other}; give its own target, or --any-target")
-    values, new, added = write_eagle(to, dataclasses.replace(content, tensors=state), target)
+    write = WRITERS.get(content.kind, write_eagle)
+    values, new, added = write(to, dataclasses.replace(content, tensors=state), target)
     facts |= {**values.get("aerie", {}), "exported_from": {"layout": layout, "files": digests(directory)}}
     dtype = str(state["fc.weight"].dtype).removeprefix("torch.")
     with directory_atomically(output) as place:
@@ -93,7 +96,7 @@ def export(
 def check_taps(
     config: AnyConfig, place: Path, after_blocks: tuple[int, ...] | None = None, target: TargetFacts | None = None
 ) -> None:
-    own = config.after_blocks if isinstance(config, Eagle3Config) else None
+    own = getattr(config, "after_blocks", None)
     if after_blocks not in (None, own):
         asked, read = ",".join(map(str, after_blocks or ())), "no taps" if own is None else list(own)
         raise UserError(f"--after-blocks {asked}: {place / CONFIG} says that the head reads {read}")
@@ -115,7 +118,15 @@ OPEN = {
     "ambiguous": "only the target tells how its taps are numbered; give it with --target",
 }
 SCORES = ("step", "predicted_tau", "tau", "loss")
-SIZES = ("hidden_size", *checkpoint.LAYER[:4], "num_hidden_layers", "num_heads", "num_layers")
+SIZES = (
+    "hidden_size",
+    *checkpoint.LAYER[:4],
+    "num_hidden_layers",
+    "num_heads",
+    "num_layers",
+    "block_size",
+    "markov_rank",
+)
 
 
 def inspect_head(
@@ -180,7 +191,7 @@ def inspect_head(
             "vocab_size": config.vocab_size,
             **({} if target is None else {"given": target.path, "fits": not problems}),
         },
-        "taps": list(config.after_blocks) if is_eagle3 and state is None else None,
+        "taps": list(config.after_blocks) if hasattr(config, "after_blocks") and state is None else None,
         "taps_open": state,
         "sizes": {name: size for name in SIZES if (size := getattr(config, name, None)) is not None},
         "options": [name for name, value in vars(config).items() if value is True],

@@ -25,7 +25,7 @@ FILES = (".json", ".jsonl", ".parquet")
 ANY_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx)(\.index\.json)?|config\.json")
 OUR_WEIGHTS = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|\w+_lm_head\.pt")
 # what vLLM, or else SGLang, loads from a repository as it is
-SERVED = {"eagle1": ("safeailab", "sglang"), "eagle3": ("speculators", "sglang")}
+SERVED = {"eagle1": ("safeailab", "sglang"), "eagle3": ("speculators", "sglang"), "block": ("speculators", "sglang")}
 SERVERS = {"safeailab": ["eagle", "vllm"], "sglang": ["eagle", "sglang"], "speculators": ["speculators", "vllm"]}
 
 
@@ -162,7 +162,7 @@ def _card(
         records=records,
         rows=rows if "summary.json" in records else [],
         licence=licence,
-        drafts=SPECULATIVE_TOKENS,
+        drafts=head["sizes"].get("block_size", SPECULATIVE_TOKENS + 1) - 1,
         sglang=head["made_for"] or f"SGLang {CHECKED}",
         sglang_lacks=[name for name in LOST["sglang"] if name in head["options"]],
     ).content

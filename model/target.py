@@ -381,15 +381,15 @@ def default_taps(num_blocks: int) -> tuple[int, ...] | None:
 
 
 def taps_of(recipe: Recipe, num_blocks: int) -> tuple[int, ...]:
-    """The recipe's; null: EAGLE-3's default ones, none for other kinds."""
-    path, taps, is_eagle3 = recipe.target.path, recipe.features.after_blocks, recipe.head.kind == "eagle3"
+    """The recipe's; null: EAGLE-3's default ones, none for kinds that read none."""
+    path, taps, reads = recipe.target.path, recipe.features.after_blocks, recipe.head.reads_taps
     if taps is None:
-        taps = default_taps(num_blocks) if is_eagle3 else ()
+        taps = default_taps(num_blocks) if reads else ()
     if taps is None:
         what = f"has {num_blocks} blocks, and the default taps (2, n//2, n-3) need at least 7"
         raise UserError(f"{path}: {what}; name its taps in features.after_blocks")
-    if is_eagle3 and not taps:
-        raise UserError("features.after_blocks: an eagle3 head needs at least one tap; leave the key out")
+    if reads and not taps:
+        raise UserError(f"features.after_blocks: head {recipe.head.kind} needs at least one tap; leave the key out")
     check_taps(taps, num_blocks, path)
     return taps
 

@@ -37,8 +37,8 @@ from aerie.model.heads.eagle import DraftVocabulary
 from aerie.model.storage import first_line
 from aerie.model.target import Target, default_taps
 from aerie.train import costs, launch
+from aerie.train.jobs import OBJECTIVES
 from aerie.train.loop import build_optimizers
-from aerie.train.objectives import OBJECTIVES
 
 Row = dict[str, Any]
 

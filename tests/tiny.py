@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from aerie.configs.schema.heads import HydraSection, MedusaSection
+from aerie.configs.schema.heads import KINDS
 from aerie.data.cache import CachedRow
 from aerie.model.checkpoint import new_head
 from aerie.model.heads.eagle import DraftVocabulary, Eagle1Config, Eagle1Head, Eagle3Config, Eagle3Head
@@ -142,9 +142,9 @@ def eagle3_head(
 
 
 def multi_token_head(kind: str, target_vocab: VocabWeights, noise: float = 0.0, seed: int = 0, **keys: Any) -> Any:
-    """A Medusa or Hydra head for a tiny llama; noise moves every weight, so that a lost one shows."""
-    section = MedusaSection if kind == "medusa" else HydraSection
-    made = new_head(section(**keys), llama().config, target_vocab, seed)
+    """A Medusa, Hydra or block head for a tiny llama; noise moves every weight, so that a lost one shows."""
+    section: Any = KINDS[kind](**({"mask_token_id": 4, **keys} if kind == "block" else keys))
+    made = new_head(section, llama().config, target_vocab, seed, after_blocks=(1, 2))
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter in made.parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=noise)

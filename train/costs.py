@@ -22,16 +22,17 @@ class Load:
     tokens: int
     pairs: int  # of a query and a key in one row, causal or not, as torch's FlopCounterMode counts them
     slots: Sequence[int]  # supervised after 0, 1, ... unroll steps
+    rows: int = 1
 
     @classmethod
     def of_rows(cls, rows: Iterable[tuple[Any, Any]], num_steps: int) -> "Load":
         """Of each row's (input_ids, turns)."""
-        tokens, pairs, slots = 0, 0, np.zeros(num_steps, dtype=np.int64)
-        for ids, turns in rows:
+        tokens, pairs, count, slots = 0, 0, 0, np.zeros(num_steps, dtype=np.int64)
+        for count, (ids, turns) in enumerate(rows, start=1):  # noqa: B007
             tokens, pairs = tokens + len(ids), pairs + len(ids) ** 2
             sizes = np.bincount(np.asarray(turns)[1:])[1:]  # of each turn, without the row's first token
             slots += np.clip(sizes[:, None] - 1 - np.arange(num_steps), 0, None).sum(0)
-        return cls(tokens, pairs, slots.tolist())
+        return cls(tokens, pairs, slots.tolist(), count)
 
 
 def operations(objective: Objective, load: Load, trunk: Any = None) -> dict[str, float]:
@@ -57,6 +58,8 @@ def operations(objective: Objective, load: Load, trunk: Any = None) -> dict[str,
             laws += (6 if head.lm_head.weight.requires_grad else 4) * own * count
         case "medusa" | "hydra":
             work, laws = body * first, laws + (6 * own or 4 * shared * sizes.num_heads) * first
+        case _ if objective.work is not None:
+            attention, (work, laws) = 0, objective.work(load, matrices, shared)
         case _:  # a draft LM
             own = head.get_output_embeddings().weight.numel()
             work, laws = (body - own * ("lm_head.weight" in matrices)) * load.tokens, laws + 6 * own * first

@@ -12,7 +12,7 @@ from accelerate.tracking import get_available_trackers
 
 from aerie.configs.errors import UserError, warn
 from aerie.configs.read import as_dict
-from aerie.configs.schema.heads import DraftLMSection, Eagle3Section
+from aerie.configs.schema.heads import DraftLMSection, Eagle3Section, HydraSection, MedusaSection
 from aerie.configs.schema.recipe import Recipe
 from aerie.data import tokens
 from aerie.data.batches import Batch, Order, ShardPools, TokenisedRow, check_padding, with_states
@@ -22,10 +22,20 @@ from aerie.data.features import check_rows, within_context
 from aerie.data.stage import COMMAND
 from aerie.model import target as targets
 from aerie.model.checkpoint import new_head, position_warnings, save_head
+from aerie.model.target import VocabWeights
 from aerie.train import costs, lm
+from aerie.train.block import BlockObjective
 from aerie.train.launch import rank, world_size
-from aerie.train.objectives import OBJECTIVES, Objective
+from aerie.train.objectives import Eagle1Objective, Eagle3Objective, MultiTokenObjective, Objective
 from aerie.train.resume import needs_target, reads_cache, state_name
+
+OBJECTIVES: dict[str, Callable[[Any, VocabWeights, Any], Objective]] = {  # of draft heads; a draft LM's is in lm.py
+    "eagle1": Eagle1Objective,
+    "eagle3": Eagle3Objective,
+    "medusa": MultiTokenObjective,
+    "hydra": MultiTokenObjective,
+    "block": BlockObjective,
+}
 
 
 @dataclass(frozen=True)
@@ -106,11 +116,8 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
             forced = tokens.forced_ids(tokenizer, end_ids, num_tokens)
             size = section.draft_vocab_size
             vocabulary, facts, counted = tokens.draft_vocabulary(rows.tokens(), num_tokens, rows.origin, size, forced)
-            norm = targets.final_norm(recipe.target) if section.norm_init == "target" else None
-            vocab = replace(vocab, final_norm=norm)
-        if section.init_from is None and section.max_position_embeddings is None:
-            positions = max(targets.context_of(text_config) or 0, length + drafted)
-            section = replace(section, max_position_embeddings=positions)
+        if section.init_from is None:
+            section, vocab = _completed(recipe, tokenizer, end_ids, text_config, vocab, length + drafted)
         head = new_head(section, text_config, vocab, settings.seed, path, taps, vocabulary).float()
         # A warm start keeps its vocabulary, which must be able to end a turn.
         if isinstance(section, Eagle3Section) and vocabulary is None:
@@ -136,6 +143,20 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
     return Job(state_name(recipe), objective, rows, *places, is_online, recipe.target.device_map is not None)
 
 
+def _completed(
+    recipe: Recipe, tokenizer: Any, end_ids: set[int], text: Any, vocab: VocabWeights, positions: int
+) -> tuple[Any, VocabWeights]:
+    """The section `head` of a new one with what its target decides, and the weights that it begins with."""
+    section: Any = recipe.head
+    if getattr(section, "norm_init", None) == "target":
+        vocab = replace(vocab, final_norm=targets.final_norm(recipe.target))
+    if getattr(section, "mask_token_id", 0) is None:
+        section = replace(section, mask_token_id=tokens.mask_token(tokenizer, end_ids, vocab.embedding))
+    if section.max_position_embeddings is None:
+        section = replace(section, max_position_embeddings=max(targets.context_of(text) or 0, positions))
+    return section, vocab
+
+
 def _whole_target(recipe: Recipe, is_plan: bool) -> targets.Target | None:
     if recipe.target.device_map is not None and world_size() > 1:
         raise UserError(f"target.device_map: {world_size()} processes cannot share a spread target; start one")
@@ -145,9 +166,10 @@ def _whole_target(recipe: Recipe, is_plan: bool) -> targets.Target | None:
 
 def _num_drafted(recipe: Recipe) -> int:
     """Positions that a head needs beyond the last token; Medusa and Hydra heads have none there."""
-    if recipe.head.kind not in ("eagle1", "eagle3") or recipe.tree is None:
+    if isinstance(recipe.head, MedusaSection | HydraSection | DraftLMSection) or recipe.tree is None:
         return 0
-    return max(recipe.tree.levels, recipe.train.eval_depths, getattr(recipe.train, "unroll_steps", 0))
+    rows = getattr(recipe.train, "unroll_steps", getattr(recipe.head, "block_size", 0))
+    return max(recipe.tree.levels, recipe.train.eval_depths, rows)
 
 
 def _rows(recipe: Recipe, tokenizer: Any, end_ids: set[int], text: Any, vocab: Any, taps: tuple[int, ...]) -> Rows:

@@ -45,6 +45,7 @@ class Objective(nn.Module):
     target: Any  # VocabWeights; None: a small LM learns from tokens alone
     settings: Any  # the recipe's section `train`
     weights: dict[str, float]  # of the terms that forward returns
+    work: Callable[..., tuple[int, int]] | None = None  # a kind's own count of operations, for costs.py
     is_random = False  # whether each row needs a seed, for noise or dropout
 
     def __init__(self, head: Any, target: VocabWeights | None, settings: Any) -> None:
@@ -393,11 +394,3 @@ class MultiTokenObjective(Objective):
         drafted = (likeliest(partial(self.head.laws, k, vocab=self.target), x, chunk) for k, x in outputs)
         choose = partial(likeliest, self.target.logits, chunk=chunk)
         return {**self(batch).sums(), **chain_sums(batch, choose, drafted, depths)}
-
-
-OBJECTIVES: dict[str, Callable[[Any, VocabWeights, Any], Objective]] = {  # of draft heads; a draft LM's is in lm.py
-    "eagle1": Eagle1Objective,
-    "eagle3": Eagle3Objective,
-    "medusa": MultiTokenObjective,
-    "hydra": MultiTokenObjective,
-}

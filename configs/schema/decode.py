@@ -305,6 +305,8 @@ METHODS: dict[str, Published] = {
     "lookahead": Published(options="lookahead"),
     "medusa": _tree("static", "medusa63", children="best"),
     "hydra": _tree("static", "medusa63", children="best"),
+    "block-tree": _tree("dynamic", 7),
+    "block-chain": _tree("chain", 7),
     "eagle": _tree("static", "eagle1"),
     "eagle2": _tree("dynamic", 6),
     "eagle3": _tree("dynamic", 8),

@@ -36,8 +36,14 @@ class TargetConfig(Section):
 
 class _AnyHead(Section, kw_only=True):
     methods: ClassVar[tuple[str, ...]]  # that decode with it, the usual one first
+    reads_taps: ClassVar[bool] = False  # learns from the target's taps, not from last_hidden
     init_from: Place | None = None  # warm start: a directory or Hub id, in any published layout
     max_position_embeddings: PositiveInt | None = None  # null: the target's, and what is drafted beyond data.max_length
+
+    @staticmethod
+    def levels_of(values: dict[str, Any]) -> int | None:
+        """The most levels that a head with these values of config.json drafts; null: as many as are asked for."""
+        return None
 
 
 class _LayerSizes(Section, kw_only=True):
@@ -61,6 +67,7 @@ class Eagle1Section(_LayerSizes, _AnyHead, kw_only=True):
 
 class Eagle3Section(_LayerSizes, _AnyHead, kw_only=True):
     methods = ("eagle3", *EAGLE)
+    reads_taps = True
     kind: Literal["eagle3"] = "eagle3"
     num_hidden_layers: PositiveInt = 1  # decoder layers; the paper's head has one
     hidden_size: PositiveInt | None = None  # null: the target's
@@ -92,6 +99,10 @@ class _MultiToken(_AnyHead, kw_only=True):
     num_heads: PositiveInt = 4  # future tokens with a head of their own (the papers')
     num_layers: PositiveInt = 1  # residual blocks of each head
     lm_head: Literal["own", "target"] = "own"  # for each future token, or the target's frozen one
+
+    @staticmethod
+    def levels_of(values: dict[str, Any]) -> int | None:
+        return values.get("num_heads")  # a published layout has none
 
 
 class MedusaSection(_MultiToken, kw_only=True):
@@ -129,8 +140,32 @@ class DraftLMSection(_LayerSizes, _AnyHead, kw_only=True):
             raise ValueError(f"a draft_lm trained from scratch needs {', '.join(missing)} (or init_from)")
 
 
+class BlockSection(_LayerSizes, _AnyHead, kw_only=True):
+    """A block head (DFlash, arXiv 2602.06036): one forward drafts all levels; as wide as the target."""
+
+    methods = ("block-tree", "block-chain")
+    reads_taps = True
+    kind: Literal["block"] = "block"
+    num_hidden_layers: PositiveInt = 1  # decoder layers; published heads for 8B have 5
+    block_size: Annotated[int, Field(ge=2)] = 8  # rows of its forward: the last known token and masks (z-lab: 16)
+    in_block: Literal["bidirectional", "causal"] = "bidirectional"  # what a row sees of its block (JetSpec: causal)
+    sample_from_anchor: bool = False  # true: the known token's row drafts, too, block_size tokens (DSpark)
+    mask_token_id: NonNegativeInt | None = None  # null: a row of the target's embedding that no text has
+    markov_rank: NonNegativeInt = 64  # of the logits' correction by the token before; 0: none (DSpark at 8B: 256)
+    markov_head: Literal["vanilla", "gated"] = "vanilla"  # gated: by the row's state, too
+    norm_init: Literal["ones", "target"] = "ones"  # target: the final norm begins as the target's
+
+    def __post_init__(self) -> None:
+        if self.init_from is not None and self.norm_init == "target":
+            raise ValueError("init_from is a head that has begun already; set norm_init ones")
+
+    @staticmethod
+    def levels_of(values: dict[str, Any]) -> int | None:
+        return values["block_size"] - 1 + values.get("sample_from_anchor", False) if "block_size" in values else None
+
+
 HeadConfig = Annotated[
-    Eagle1Section | Eagle3Section | MedusaSection | HydraSection | DraftLMSection,
+    Eagle1Section | Eagle3Section | MedusaSection | HydraSection | DraftLMSection | BlockSection,
     Discriminator("kind"),
     BeforeValidator(lambda values: {"kind": DEFAULT_KIND, **values} if isinstance(values, dict) else values),
 ]
@@ -242,6 +277,16 @@ class MultiTokenTrain(DraftHeadTrain, kw_only=True):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of each block's inputs (Hydra++: 0.2)
 
 
+class BlockTrain(DraftHeadTrain, kw_only=True):
+    """DFlash (arXiv 2602.06036) as speculators 0.9 trains it, on the law of the target."""
+
+    kind: Literal["block"] = "block"
+    anchors: PositiveInt = 512  # blocks of a conversation, at places that each step draws anew
+    place_decay: Decay = 0.7788  # place k = 1, 2, ... weighs place_decay ** (k - 1); DFlash: exp(-1 / 4)
+    label_weight: NonNegativeFloat = 0.0  # of the cross-entropy to the conversation's own tokens (DFlash's loss)
+    law_weight: NonNegativeFloat = 1.0  # of the loss to the target's law
+
+
 class DraftLMTrain(TrainConfig, kw_only=True):
     """A small LM on tokens alone, or with `distill` on a target's laws too."""
 
@@ -257,4 +302,4 @@ class DraftLMTrain(TrainConfig, kw_only=True):
             raise ValueError("distill_weight, token_weight and on_policy do nothing without distill; set it")
 
 
-Train = Annotated[Eagle1Train | Eagle3Train | MultiTokenTrain | DraftLMTrain, Field(discriminator="kind")]
+Train = Annotated[Eagle1Train | Eagle3Train | MultiTokenTrain | BlockTrain | DraftLMTrain, Field(discriminator="kind")]

@@ -1,4 +1,4 @@
-"""How to draft: EAGLE, Medusa and Hydra heads, a small LM, n-grams of the text, and lookahead's Jacobi window."""
+"""How to draft: EAGLE, Medusa, Hydra and block heads, a small LM, n-grams of the text, lookahead's Jacobi window."""
 
 import itertools
 import math
@@ -19,6 +19,7 @@ from aerie.infer.decode.check import checked_lm
 from aerie.infer.decode.sampling import Sampler
 from aerie.infer.decode.shape import Cycle, Drafter, Proposer
 from aerie.infer.decode.tree import Path, Tree, ancestors, root_only
+from aerie.model.heads.block import BlockDraft, BlockHead
 from aerie.model.heads.eagle import Eagle1Head, Eagle3Head, EagleDraft
 from aerie.model.hub import head_directory, require_whole_weights
 from aerie.model.layers import Kept, KeyValueCache
@@ -159,6 +160,58 @@ class HydraDrafter(Drafter):
         return self.head.step(self._level, state, self._embeddings).float().log_softmax(-1)
 
 
+class BlockDrafter(Drafter):
+    """A block head: one forward gives the logits of all levels, and each node's own token corrects its children's."""
+
+    forwards_per_tree = 1
+
+    def __init__(self, head: BlockHead, target: Target) -> None:
+        self.head, self._draft, self._target_logits = head, BlockDraft(head), target.logits
+        config, self._fuse, self._embedding = head.config, head.fuse, target.vocab.embedding.to(target.device)
+        self.after_blocks, self.max_levels, self.draft_rows = config.after_blocks, config.num_places, config.block_size
+        self.max_positions = config.max_position_embeddings
+        self.forwards = ((self, "_draft"), (self, "_target_logits"), (self, "_fuse"), (head, "correct"))
+        self._cache = KeyValueCache({}, Kept(0, target.device))  # of the text that `reset` began
+        self._level = 0
+        self._root = torch.empty(0)  # [1]
+        self._states = self._logits = torch.empty(0)  # [levels, D] and [levels, V] of the tree that `start` began
+        self._zero, self._hides = head.fc.weight.new_tensor([0.0, float("-inf")])
+
+    def reset(self, prompt: Tensor, kept: Kept, slots: int) -> None:
+        if self._cache.kept is kept:
+            return
+        like = self.head.fc.weight
+        self._cache = KeyValueCache.empty(self.head.config.num_hidden_layers, self.head.config, kept, like)
+        self._table = torch.stack(self.head.rotary.table(len(kept.numbers), like))  # [2, positions, hd]
+
+    def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
+        # Of accepted tokens a layer keeps keys and values of their true taps; a block's own rows are overwritten here.
+        places = self._cache.begin(tokens.shape[0])
+        self._draft.read(self._fuse(features), self._table.index_select(1, places), self._cache)
+        self._root = held(self._root, tokens, last)
+
+    def start(self) -> Tensor:
+        config, places = self.head.config, self._cache.begin(self.draft_rows)
+        # rows see the kept ones and their block: all of it, or up to themselves
+        furthest = places[:, None] if config.in_block == "causal" else places[None, -1:]
+        columns = self._cache.kept.numbers[: self._cache.width]
+        mask = torch.where(columns <= furthest, self._zero, self._hides)[None, None]
+        rows, rope = self.head.rows(self._root, self._embedding)[0], self._table.index_select(1, places)
+        # the block's keys and values stand behind the kept rows, where the next commit writes
+        self._states = self._draft(rows, rope, mask, self._cache)[-self.max_levels :]
+        self._logits, self._level = self._target_logits(self._states), 0
+        return self._log_q(self._root)
+
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        # only the token above tells siblings' children apart
+        self._level += 1
+        return self._log_q(tokens)
+
+    def _log_q(self, tokens: Tensor) -> Tensor:
+        states = self._states[self._level].expand(tokens.shape[0], -1)
+        return self.head.correct(self._logits[self._level], tokens, states).log_softmax(-1).expand(len(tokens), -1)
+
+
 class DraftLMDrafter(Drafter):
     """A small LM. `commit` leaves the accepted tokens that drafting has not read to the forward of the next `start`."""
 
@@ -237,6 +290,7 @@ DRAFTERS: dict[str, Callable[[Any, Target], Drafter]] = {
     "eagle3": EagleDrafter,
     "medusa": MedusaDrafter,
     "hydra": HydraDrafter,
+    "block": BlockDrafter,
     "draft_lm": DraftLMDrafter,
 }
 

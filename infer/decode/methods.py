@@ -65,15 +65,15 @@ def find_head(asked: MethodConfig, heads: Path, preferred: str, given: Path | No
 
 
 def check_levels(tree: TreeConfig | None, head: str | None, place: str) -> None:
-    """UserError for a tree that is deeper than a head with a module for each level."""
-    if tree is not None and head is not None and hasattr(KINDS[kind_at(head)], "num_heads"):
-        num_heads = read_json(head_directory(head) / CONFIG).get("num_heads")  # a published layout has none
-        _require_modules(tree, num_heads or tree.levels, f"{place}: tree", head)
+    """UserError for a tree that is deeper than its head drafts."""
+    if tree is not None and head is not None:
+        most = KINDS[kind_at(head)].levels_of(read_json(head_directory(head) / CONFIG))
+        _require_modules(tree, most or tree.levels, f"{place}: tree", head)
 
 
 def _require_modules(tree: TreeConfig, max_levels: int, place: str, head: str) -> None:
     if tree.levels > max_levels:
-        known = f"{head} has {max_levels} heads, one a level"
+        known = f"{head} drafts at most {max_levels}"
         fix = "give tree.choices of at most" if tree.shape == "static" else "set tree.levels to"
         raise UserError(f"{place}: is {tree.levels} levels deep, and {known}; {fix} {max_levels}")
 
@@ -131,11 +131,11 @@ def load_head_for(target: Target, head: str) -> Head:
     check_sizes(module.config, target.vocab, head, target.recipe.path)
     for sentence in position_warnings(module.config, target.config, head):
         warn(sentence)
+    taps = getattr(module.config, "after_blocks", ())
+    if max(taps, default=0) >= target.num_blocks:
+        where = f"{target.recipe.path} has {target.num_blocks} blocks"
+        raise UserError(f"{head}: reads the target's states after blocks {taps}, and {where}; give its target")
     if isinstance(module, Eagle3Head):
-        taps = module.config.after_blocks
-        if max(taps) >= target.num_blocks:
-            where = f"{target.recipe.path} has {target.num_blocks} blocks"
-            raise UserError(f"{head}: reads the target's states after blocks {taps}, and {where}; give its target")
         module.vocabulary.check_ends(sorted(token_ids(target.generation_config.eos_token_id)), head)
     if other := other_weights(head_facts(head).get("target"), target.recipe, target.config, target.vocab):
         warn(f"{head}: {other}; few drafts will fit: give its target")

@@ -32,6 +32,7 @@ class Drafter:
     max_positions: int = 2**31  # of prompt and answer
     max_levels: int = 2**31  # the deepest tree that it has modules for
     after_blocks: tuple[int, ...] = ()  # the taps that `commit` is given; none: last_hidden
+    draft_rows: int = 0  # of the forward that begins a tree, behind the kept rows
     forwards_per_tree: int | None = None  # 1 where one forward yields all levels' laws; null: one a level
     ids: Tensor | None = None  # [Vd] the target's ids of the columns of log q; null: they are the target's own
     is_fixed: bool = True  # reads nothing from the device
@@ -399,7 +400,8 @@ class Drafting(Proposer):
 
     def __init__(self, drafter: Drafter, shape: Shape) -> None:
         self.drafter, self.shape = drafter, shape
-        self.max_nodes, self.draft_slots, self.max_positions = shape.max_nodes, shape.draft_slots, drafter.max_positions
+        self.max_nodes, self.draft_slots = shape.max_nodes, max(shape.draft_slots, drafter.draft_rows)
+        self.max_positions = drafter.max_positions
         self.after_blocks, self.is_chain = drafter.after_blocks, shape.is_chain
         self.levels = shape.levels
 

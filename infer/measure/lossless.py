@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml, validate
 from aerie.configs.schema.decode import METHODS, DynamicConfig, MethodConfig
-from aerie.configs.schema.heads import Eagle1Section, Eagle3Section, HydraSection, MedusaSection, TargetConfig
+from aerie.configs.schema.heads import KINDS, TargetConfig
 from aerie.configs.schema.measure import PromptsConfig, SamplingConfig
 from aerie.data.stage import bar
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
@@ -306,16 +306,21 @@ def write_miniature(
     written = TargetConfig(str(directory / "target"), dtype="float32")
     target = Target(model, written)
     drafted = DraftVocabulary.of_ids(torch.tensor([token for token in range(vocabulary) if token % 3 != 2]), vocabulary)
-    for section in (Eagle1Section(), Eagle3Section(), MedusaSection(), HydraSection(prefix_layer=True)):
-        of_eagle3: dict[str, Any] = {"after_blocks": (0, 1), "vocabulary": drafted} if section.kind == "eagle3" else {}
-        head = new_head(section, target.config, target.vocab, seed, **of_eagle3)
+    given: dict[str, Any] = {"hydra": {"prefix_layer": True}, "block": {"mask_token_id": 0, "markov_rank": 4}}
+    for kind in KINDS:
+        if kind == "draft_lm":
+            for matrix in matrices:
+                matrix.data.add_(torch.randn(matrix.shape, generator=generator), alpha=DRAFT_NOISE)
+            save("heads/draft_lm")
+            continue
+        section: Any = KINDS[kind](**given.get(kind, {}))
+        more: dict[str, Any] = {"after_blocks": (0, 1)} if section.reads_taps else {}
+        more |= {"vocabulary": drafted} if kind == "eagle3" else {}
+        head = new_head(section, target.config, target.vocab, seed, **more)
         for name, parameter in head.named_parameters():
             if parameter.ndim == 2 and name != "embed_tokens.weight":
                 parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=HEAD_NOISE)
-        save_head(head, directory / "heads" / section.kind)
-    for matrix in matrices:
-        matrix.data.add_(torch.randn(matrix.shape, generator=generator), alpha=DRAFT_NOISE)
-    save("heads/draft_lm")
+        save_head(head, directory / "heads" / kind)
     return written
 
 

@@ -159,7 +159,6 @@ def _nested(
     config: Eagle3Config, target: content.TargetFacts, sizes: dict[str, Any], width: int | None, drafts: int
 ) -> dict[str, Any]:
     layer = {"model_type": "qwen3" if config.qk_norm else "llama", "attention_bias": False, "mlp_bias": False}
-    proposal = {"proposal_type": "greedy", "speculative_tokens": drafts, "verifier_accept_k": 1}
     return {
         "architectures": ["Eagle3DraftModel"],
         TYPE: "eagle3",
@@ -171,13 +170,19 @@ def _nested(
         "tie_word_embeddings": False,
         "after_blocks": list(config.after_blocks),
         "tap_convention": TAP_CONVENTION,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{**proposal, "accept_tolerance": 0.0}],
-            "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
-        },
+        "speculators_config": served("eagle3", drafts, target),
         LAYER: {**sizes, **layer},
+    }
+
+
+def served(algorithm: str, drafts: int, target: content.TargetFacts) -> dict[str, Any]:
+    """speculators' section of config.json that says how to draft, and for which target."""
+    proposal = {"proposal_type": "greedy", "speculative_tokens": drafts, "verifier_accept_k": 1}
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{**proposal, "accept_tolerance": 0.0}],
+        "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
     }
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.model import storage
+from aerie.model.formats.block import read_block
 from aerie.model.formats.content import HeadContent, HeadFiles, Rule, configured, read_rope, read_taps, renamed, table
 from aerie.model.formats.eagle import FIRST_LAYER, TYPE, read_eagle1, read_eagle3
 from aerie.model.heads import HEADS
@@ -22,7 +23,8 @@ from aerie.model.storage import CONFIG, PICKLE, WEIGHTS, find_weights, first_lin
 
 KIND = "aerie_kind"
 PICKLED = (".bin", ".pt")
-SPECULATORS = {"eagle": "eagle1", "eagle3": "eagle3"}
+SPECULATORS = {"eagle": "eagle1", "eagle3": "eagle3", "dflash": "block", "dspark": "block"}
+READERS = {"eagle1": read_eagle1, "eagle3": read_eagle3, "block": read_block}
 SGLANG = {"LlamaForCausalLMEagle": "eagle1", "LlamaForCausalLMEagle3": "eagle3"}
 SGLANG |= {"Eagle3LlamaForCausalLM": "eagle3"}  # AngelSlim and ModelOpt write vLLM's name
 WHOLE_MODEL = ("model.layers.", "transformer.h.", "model.decoder.layers.")
@@ -56,6 +58,7 @@ def recognise(values: dict[str, Any], names: set[str], place: Path) -> tuple[str
         (TYPE in values, "speculators", SPECULATORS.get(values.get(TYPE, ""))),
         ("medusa_num_heads" in values or "0.0.linear.weight" in names, "medusa", "medusa"),
         ("hydra_num_heads" in values or has("hydra_mlp."), "hydra", "hydra"),
+        ("dflash_config" in values, "z-lab", "block"),
         (first in SGLANG, "sglang", SGLANG.get(first)),
         ("draft_vocab_size" in values or FIRST_LAYER in names or has("midlayer."), "safeailab", "eagle3"),
         ({"fc.weight", "layers.0.self_attn.q_proj.weight"} <= names, "safeailab", "eagle1"),
@@ -79,10 +82,10 @@ def read_content(directory: Path, after_blocks: tuple[int, ...] | None = None) -
     if layout in ("medusa", "hydra"):
         content = _read_multi_token(files, kind)
     elif layout != "aerie":
-        content = (read_eagle1 if kind == "eagle1" else read_eagle3)(files, layout)
+        content = READERS[kind](files, layout)
     else:
         schema = HEADS[kind].config
-        if schema is Eagle3Config:
+        if "after_blocks" in values or schema is Eagle3Config:
             values = {**values, "after_blocks": read_taps(values, None, place)[0]}
         config = configured(schema, values, place)
         content = HeadContent(config, tensors, is_embedding_optional=schema is Eagle3Config)

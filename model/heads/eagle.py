@@ -85,7 +85,7 @@ def check_size(size: int | None, vocab_size: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class Sizes:
     hidden_size: int
     intermediate_size: int
     num_attention_heads: int
@@ -96,7 +96,7 @@ class _Sizes:
 
 
 @dataclass(frozen=True)
-class Eagle1Config(_Sizes):
+class Eagle1Config(Sizes):
     """config.json, with the published keys."""
 
     rms_norm_eps: float
@@ -111,7 +111,7 @@ class Eagle1Config(_Sizes):
 
 
 @dataclass(frozen=True)
-class Eagle3Config(_Sizes):
+class Eagle3Config(Sizes):
     """config.json, with the published keys."""
 
     draft_vocab_size: int

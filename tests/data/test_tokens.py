@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
@@ -150,3 +151,13 @@ def test_supervised_tokens_are_counted_special_ones_are_drafted_and_the_key_foll
     assert given == {**facts, "key": given["key"]}
     others = (draft_vocabulary(ROWS, 10, ORIGIN, 1, [4]), draft_vocabulary(ROWS, 10, {**ORIGIN, "rows": "c"}, 1))
     assert len({facts["key"], *(found[1]["key"] for found in others)}) == 3
+
+
+def test_a_mask_token_is_one_that_no_text_has() -> None:
+    tokenizer, embedding = tiny.tokenizer(320), torch.ones(324, 4)
+    embedding[320] = 0.0  # a row of zeros would make all masks alike
+    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+    assert tokens.mask_token(tokenizer, {end}, embedding) == 321
+    assert tokens.mask_token(tokenizer, {end}, embedding[:320]) == pad
+    with pytest.raises(UserError, match=r"head\.mask_token_id: each of the 320 rows .*; name a token that no"):
+        tokens.mask_token(tokenizer, {end, pad}, embedding[:320])

@@ -29,7 +29,7 @@ def tiny_vocabulary(num_blocks: int = 2, **changes: Any) -> Target:
 
 def make_head(target: Target, kind: str = "eagle1", **changes: Any) -> Any:
     """A random head, one whose drafts hang on every input."""
-    if kind in ("medusa", "hydra"):
+    if kind in ("medusa", "hydra", "block"):
         return tiny.multi_token_head(kind, target.vocab, noise=0.3, **changes).eval()
     make = tiny.head if kind == "eagle1" else tiny.eagle3_head
     return make(target.vocab.embedding.float(), **{"scale": 8.0, **changes}).eval()

@@ -50,9 +50,13 @@ SHAPES: dict[str, tuple[Method, str, dict[str, Any]]] = {  # method, kind of hea
     ),
     "Medusa, drawn": ("medusa", "medusa", {"shape": "dynamic", "levels": 4, "k": 3, "nodes": 9, "children": "sampled"}),
     "Hydra, chain": ("hydra", "hydra", {"shape": "chain", "levels": 4}),
+    "block": ("block-tree", "block", {"levels": 4, "k": 3, "nodes": 10}),
+    "block, chain": ("block-chain", "block", {"levels": 4}),
+    "block, static": ("block-tree", "block", {"shape": "static", "choices": "eagle1"}),
 }
 DRAWN = "entropy vote heuristic confidence marginal_gain probability_sum heuristic vote".split()
 DRAWN += "heuristic marginal_gain entropy".split()
+DRAWN += "marginal_gain confidence entropy".split()
 SAMPLED = dict(zip(SHAPES, DRAWN, strict=True))  # the rule that each is sampled with
 ALL = [
     pytest.param(shape, rule, marks=() if SAMPLED[shape] == rule else pytest.mark.slow)
@@ -91,8 +95,8 @@ def test_greedy_answers_are_generates_own_and_the_rule_ends_some_trees(
     deepest = decoder.proposer.shape.levels  # type: ignore[union-attr]
     levels = [tree.levels for tree in trees]
     assert sum(0 < level < deepest for level in levels) > 2 if rule != "constant" else max(levels) == deepest
-    for tree in trees:  # Medusa's one forward has all laws: a rule saves it nodes to verify, and no forward
-        assert tree.draft_forwards == (min(tree.levels, 1) if shape.startswith("Medusa") else tree.levels)
+    for tree in trees:  # where one forward has all laws, a rule saves nodes to verify, and no forward
+        assert tree.draft_forwards == (min(tree.levels, 1) if shape.startswith(("Medusa", "block")) else tree.levels)
 
 
 @pytest.mark.slow

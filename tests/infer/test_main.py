@@ -92,7 +92,7 @@ def plan(command: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
 
 ROWS = "--bench.rows '[{{method: vanilla}}, {{{}}}]'"
 WRONG: list[tuple[str, str, str | None]] = [  # a command line, the message, the words that work
-    ("generate --method medusa --tree.shape dynamic", "has 2 heads, one a level; set tree.levels to 2",
+    ("generate --method medusa --tree.shape dynamic", "drafts at most 2; set tree.levels to 2",
      "--method medusa --tree.shape dynamic --tree.levels 2"),
     ("generate --top-k 5", "--top-k and --top-p: greedy decoding", "--top-k 5 --temperature 1"),
     ("generate --head {root}/run", "run: a run and no head; name {root}/run/heads/draft_lm or {root}/run/heads/eagle1",

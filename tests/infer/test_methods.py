@@ -25,7 +25,7 @@ from aerie.infer.decode.methods import find_head, kind_at
 from aerie.infer.decode.shape import make_shape
 from aerie.model.checkpoint import save_head
 from aerie.model.heads import HEADS
-from aerie.train.objectives import OBJECTIVES
+from aerie.train.jobs import OBJECTIVES
 from tests import tiny
 
 

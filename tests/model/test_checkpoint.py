@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.heads import Eagle1Section, Eagle3Section, HydraSection, MedusaSection
+from aerie.configs.schema.heads import BlockSection, Eagle1Section, Eagle3Section, HydraSection, MedusaSection
 from aerie.model.checkpoint import config_for, head_facts, load_head, new_head, position_warnings, save_head
 from aerie.model.heads.eagle import DraftVocabulary
 from aerie.model.layers import Rotary
@@ -29,6 +29,7 @@ MADE: dict[str, Callable[[], Any]] = {
     ),
     "medusa": lambda: tiny.multi_token_head("medusa", VOCAB, noise=0.1, lm_head="target", num_layers=2),
     "hydra": lambda: tiny.multi_token_head("hydra", VOCAB, noise=0.1, prefix_layer=True),
+    "block": lambda: tiny.multi_token_head("block", VOCAB, noise=0.1, markov_head="gated"),
 }
 
 
@@ -57,7 +58,8 @@ def test_a_head_whose_configuration_is_damaged_or_whose_embedding_is_missing_is_
             load_head(tmp_path)
 
 
-SECTIONS = (Eagle1Section(), Eagle3Section(), MedusaSection(), HydraSection(prefix_layer=True))
+SECTIONS: Any = (Eagle1Section(), Eagle3Section(), MedusaSection(), HydraSection(prefix_layer=True))
+SECTIONS += (BlockSection(mask_token_id=0),)
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.kind)

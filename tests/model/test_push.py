@@ -206,6 +206,7 @@ def test_a_pickled_head_is_fetched_where_there_is_nothing_better(hub: Hub, tmp_p
     [
         (published.eagle3, "speculators", "vllm serve me/head\n"),
         (lambda: tiny.head(tiny.vocab().embedding), "safeailab", """'{"model": "me/head", "method": "eagle","""),
+        (lambda: tiny.multi_token_head("block", tiny.vocab()), "speculators", "vllm serve me/head\n"),
         (lambda: tiny.head(tiny.vocab().embedding, bias=True), "sglang", "--speculative-draft-model-path me/head "),
     ],
 )

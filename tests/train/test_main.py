@@ -82,6 +82,7 @@ def vocab_of(root: Path) -> Any:
     return load_vocab(TargetConfig(str(root / "target"), dtype="float32"))[1]
 
 
+BLOCK = "--features.mode online --head.kind block"
 MISTAKES = [
     ("eagle1", "--train.unroll_steps 3", "train.unroll_steps: unknown key"),
     ("eagle1", "--run nowhere", "nowhere/features: no whole feature cache"),
@@ -99,6 +100,11 @@ MISTAKES = [
     ("eagle3", "--train.scale_rates.steps 9 --train.scale_rates.power 2", "power: input should be less than or equal"),
     ("eagle3", "--head.fc_norm true --head.norm_before_fc true", "no server does both; choose one"),
     ("eagle3", "--head.hidden_size 16 --head.lm_head frozen", "head.lm_head: TARGET is 32 wide, the head 16; leave"),
+    ("eagle1", f"{BLOCK} --head.block_size 300", "head.block_size: 300 is beyond TARGET's context, 256"),
+    ("eagle1", f"{BLOCK} --head.mask_token_id 320", "head.mask_token_id: 320 is beyond TARGET's last token, 319"),
+    ("eagle1", f"{BLOCK} --features.after_blocks [2,9]", "features.after_blocks: 9 is no tap of TARGET"),
+    ("eagle1", f"{BLOCK} --features.after_blocks []", "head block needs at least one tap"),
+    ("eagle1", f"{BLOCK} --features.after_blocks [1,2] --head.init_from FIVE", "head.block_size: the recipe asks 8, "),
     ("eagle3", "--head.hidden_size 16 --head.fc_init highest_tap", "head.fc_init: TARGET is 32 wide, the head 16"),
 ]
 
@@ -110,7 +116,8 @@ def test_mistakes_get_one_line_and_code_2(
     other = tiny.target(tmp_path / "OTHER") / "tokenizer.json"
     other.write_text(other.read_text().replace("<|system|>", "<|tool|>"))
     save_head(tiny.eagle3_head(vocab_of(made).embedding, torch.arange(9, 99), after_blocks=TAPS), tmp_path / "ENDLESS")
-    words = re.sub("OTHER|ENDLESS", lambda name: str(tmp_path / name[0]), words)
+    save_head(tiny.multi_token_head("block", vocab_of(made), block_size=5), tmp_path / "FIVE")
+    words = re.sub("OTHER|ENDLESS|FIVE", lambda name: str(tmp_path / name[0]), words)
     config = ("--config", made / f"{recipe}.yaml", "--output", tmp_path / "new")
     assert call(train_main, *config, "--plan", *words.split()) == 2
     error = capsys.readouterr().err
@@ -147,7 +154,7 @@ def test_a_run_is_planned_trained_once_and_reused(made: Path, capsys: Any, monke
     assert subprocess.run(asked, cwd=ROOT, timeout=60, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "medusa", "hydra", "draft_lm"])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "medusa", "hydra", "block", "draft_lm"])
 def test_all_kinds_train_with_eight_frames_to_a_loss(made: Path, tmp_path: Path, monkeypatch: Any, kind: str) -> None:
     depths, every, head = [], list(losses.LOSSES.values()), tmp_path / "head"
 
@@ -165,6 +172,7 @@ def test_all_kinds_train_with_eight_frames_to_a_loss(made: Path, tmp_path: Path,
     if kind != "draft_lm":
         words += ["--head.kind", kind, "--train.loss", "kl", "--train.measure_prompts", 2]
     words += ["--tree.levels", "null", "--train.law_weight", 1] if kind in ("medusa", "hydra") else []
+    words += ["--run", made / "deep", "--tree.levels", 4] if kind == "block" else []
     recipe = made / f"{kind if kind in ('eagle3', 'draft_lm') else 'eagle1'}.yaml"
     assert call(train_main, "--config", recipe, *words) == 0 and max(depths) == 8
     if kind != "draft_lm":

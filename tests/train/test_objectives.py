@@ -19,12 +19,22 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from aerie.configs.schema.heads import DraftLMTrain, Eagle1Train, Eagle3Train, LossName, MultiTokenTrain, TrainConfig
+from aerie.configs.schema.heads import (
+    BlockTrain,
+    DraftLMTrain,
+    Eagle1Train,
+    Eagle3Train,
+    LossName,
+    MultiTokenTrain,
+    TrainConfig,
+)
 from aerie.data.batches import Batch, collate
 from aerie.data.cache import CachedRow
+from aerie.model.heads.block import BlockDraft
 from aerie.model.heads.eagle import EagleDraft
 from aerie.model.layers import Kept, KeyValueCache, UnrollMemory
 from aerie.model.target import VocabWeights
+from aerie.train.block import BlockObjective
 from aerie.train.lm import LMObjective
 from aerie.train.loop import means
 from aerie.train.objectives import Eagle1Objective, Eagle3Objective, MultiTokenObjective, Objective, keyed_dropout
@@ -40,6 +50,8 @@ SETTINGS: dict[str, TrainConfig] = {
     "medusa": MultiTokenTrain(kind="medusa", **MULTI),
     "hydra": MultiTokenTrain(kind="hydra", **MULTI),
     "hydra++": MultiTokenTrain(kind="hydra", **MULTI),
+    "block": BlockTrain(label_weight=0.7, law_weight=0.3),
+    "block-deep": BlockTrain(),
     "lm": DraftLMTrain(),
     "draft_lm": DraftLMTrain(distill="kl", distill_weight=2.0, token_weight=0.5),
 }
@@ -47,6 +59,8 @@ SETTINGS: dict[str, TrainConfig] = {
 KEYS: dict[str, dict[str, Any]] = {
     "eagle3-deep": {"num_hidden_layers": 2, "qk_norm": True, "norm_output": True},
     "hydra++": {"prefix_layer": True, "num_layers": 2},
+    "block": {"block_size": STEPS, "sample_from_anchor": True, "markov_rank": 3, "markov_head": "gated"},
+    "block-deep": {"block_size": STEPS + 1, "in_block": "causal", "markov_rank": 3, "num_hidden_layers": 2},
 }
 MULTI_TOKEN = [kind for kind, settings in SETTINGS.items() if isinstance(settings, MultiTokenTrain)]
 
@@ -63,6 +77,8 @@ def objective(kind: str, keys: dict[str, Any] | None = None, **changes: Any) -> 
     elif kind in MULTI_TOKEN:
         head = tiny.multi_token_head(settings.kind, VOCAB, 0.05, num_heads=NUM_HEADS, **keys)
         made = MultiTokenObjective(head, VOCAB, settings)
+    elif kind.startswith("block"):
+        made = BlockObjective(tiny.multi_token_head("block", VOCAB, 0.05, **keys), VOCAB, settings)
     else:
         made = LMObjective(tiny.llama(num_blocks=1, seed=7), None if kind == "lm" else VOCAB, settings)
     return made.train()
@@ -97,6 +113,21 @@ def drafted(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
     return torch.stack(outputs)
 
 
+def block_states(head: Any, row: CachedRow, slot: int) -> Tensor:
+    """[K, D] of the block whose known token is the slot's, as decoding asks for it."""
+    assert row.taps is not None
+    config, draft, kept = head.config, BlockDraft(head), Kept(64, row.taps.device)
+    cache = KeyValueCache.empty(config.num_hidden_layers, config, kept, row.taps)
+    table = torch.stack(head.rotary.table(64, row.taps))
+    draft.read(head.fuse(row.taps[: slot + 1]), table[:, cache.begin(slot + 1)], cache)
+    kept.advance(slot + 1)
+    rope, mask = table[:, cache.begin(config.block_size)], torch.zeros(config.block_size, cache.width)
+    if config.in_block == "causal":
+        mask = torch.full_like(mask, float("-inf")).triu_(slot + 2)
+    states = draft(head.rows(row.input_ids[slot + 1], VOCAB.embedding), rope, mask[None, None], cache)
+    return states[-config.num_places :]
+
+
 def starts(row: CachedRow) -> list[tuple[int, int]]:
     """(slot, number of supervised steps) of every slot where a chain starts, by the turns alone."""
     turns, found = row.turns.tolist(), []
@@ -114,6 +145,9 @@ def log_laws(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
     elif head.kind == "medusa":
         head.laws.vocab = VOCAB
         logits = torch.stack([*head(row.last_hidden[slot])][:steps])
+    elif head.kind == "block":
+        states = block_states(head, row, slot)[:steps]
+        logits = head.correct(VOCAB.logits(states), row.input_ids[slot + 1 : slot + 1 + steps], states)
     elif head.kind == "hydra":
         state = head.prefix(row.last_hidden[None, : slot + 1], torch.arange(slot + 1))[:, -1]
         given = [VOCAB.embedding[row.input_ids[slot + 1 : slot + 2 + k]].flatten()[None] for k in range(steps)]
@@ -134,6 +168,9 @@ def log_laws(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
         ("eagle3", {"norm_before_residual": True, "norm_before_fc": True}, {}),
         *((kind, None, {"dropout": 0.0}) for kind in MULTI_TOKEN),
         ("medusa", {"lm_head": "target", "num_layers": 2}, {"dropout": 0.0}),
+        ("block", None, {}),
+        ("block-deep", None, {}),
+        ("block", {"block_size": STEPS + 1, "markov_rank": 0}, {}),
     ],
 )
 def test_terms_are_those_of_drafting_step_by_step_from_every_supervised_slot(
@@ -142,7 +179,7 @@ def test_terms_are_those_of_drafting_step_by_step_from_every_supervised_slot(
     made, rows, is_eagle3 = objective(kind, keys, **changes), rows_with_taps(4), kind.startswith("eagle3")
     names = [*made.weights, *(["in_vocabulary"] if is_eagle3 else [])]
     head, sums, slots = made.head, dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
-    most = 1 if kind == "eagle1" else STEPS if is_eagle3 else NUM_HEADS
+    most = 1 if kind == "eagle1" else STEPS if is_eagle3 or kind.startswith("block") else NUM_HEADS
     chains = [(row, slot, alive) for row in rows for slot, alive in starts(row)]
     for row, slot, alive in chains:
         for k, log_q in enumerate(log_laws(head, row, slot, min(alive, most)), start=1):
@@ -164,6 +201,8 @@ def test_terms_are_those_of_drafting_step_by_step_from_every_supervised_slot(
     if is_eagle3:  # a target's choice outside the draft vocabulary is a miss that stays in the divisor
         slots = dict.fromkeys(slots, slots["loss_at_1"])
         assert 0 < sums["in_vocabulary"] < slots["in_vocabulary"]
+    if kind.startswith("block"):  # all places have one divisor
+        slots = dict.fromkeys(slots, sum(count for name, count in slots.items() if name.startswith("law")))
     output, counts = made(collate(rows, range(4))), made.counts(collate(rows, range(4)))
     outputs = {name: output.metrics.get(name) or output.terms[name] for name in names}
     assert {name: value.item() for name, (value, _) in outputs.items()} == pytest.approx(sums, rel=2e-5)
@@ -210,10 +249,11 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
 @pytest.mark.parametrize("chunk", [11, 4096])
-def test_a_step_never_waits_for_the_device(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_never_waits_for_the_device(kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # meta tensors know none
-    made = objective("eagle3", loss_chunk_slots=chunk, gradient_checkpointing=chunk < 99)
+    made = objective(kind, loss_chunk_slots=chunk, gradient_checkpointing=chunk < 99)
     batch = prepared(made, rows_with_taps(4), range(4)).to("meta")  # whose tensors have no values to wait for
     made.target, made = VOCAB.to("meta"), made.to("meta")
     made(batch)  # RoPE's table is made once
@@ -456,3 +496,19 @@ def test_dropout_belongs_to_seed_epoch_row_and_place_alone_and_not_to_held_out_r
     plain, dropped = (objective("medusa", dropout=rate) for rate in (0.0, 0.4))
     losses = [made(prepared(made, rows, [0, 1])).total(made.weights).item() for made in (plain, dropped)]
     assert losses[0] != pytest.approx(losses[1], rel=1e-3) and held_out(plain, rows) == held_out(dropped, rows)
+
+
+def test_blocks_are_drawn_without_repeats_by_seed_epoch_and_row_among_supervised_places() -> None:
+    rows = tiny.rows(2)
+
+    def drawn(anchors: int = 2, numbers: Sequence[int] = (0, 1), **key: int) -> Tensor:
+        made: Any = objective("block", anchors=anchors, seed=key.get("seed", 0))
+        batch = made.prepare(collate([rows[n] for n in numbers], numbers), key.get("epoch", 0))
+        return made.blocks(batch)[0]
+
+    every = [[slot + 1 for slot, _ in starts(row)] for row in rows]
+    assert [[at for at in row if at] for row in drawn(anchors=99).tolist()] == every
+    assert drawn()[1:].equal(drawn(numbers=(1,))) and not drawn().equal(drawn(epoch=1))
+    many = [drawn(seed=seed) for seed in range(40)]
+    assert all(row[0] < row[1] for found in many for row in found.tolist())
+    assert [sorted({int(at) for found in many for at in found[row]}) for row in (0, 1)] == every

@@ -38,6 +38,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "eagle1": ("zero3", {"kind": "eagle1"}, {"eval_every": 5, **MUON}),
     "eagle1-ddp": ("torchrun", {"kind": "eagle1"}, {"eval_every": 5, **MUON}),
     "hydra": ("zero2", {"kind": "hydra", "prefix_layer": True}, {"dropout": 0.2, "law_weight": 0.5, **SMALL, **MUON}),
+    "block": (
+        "zero3",
+        {"kind": "block", "markov_rank": 8, "markov_head": "gated", "norm_init": "target"},
+        {"anchors": 5, "measure_prompts": 2, "measure_new_tokens": 8, **SMALL, **MUON},
+    ),
     "eagle3": (
         "zero3",
         {"kind": "eagle3", "draft_vocab_size": 256},
@@ -143,6 +148,7 @@ def test_two_processes_have_the_losses_of_one(root: Path, name: str) -> None:
         ("eagle1", signal.SIGKILL, "running", -signal.SIGKILL),
         ("eagle1-ddp", signal.SIGTERM, "requeue", 75),
         ("hydra", signal.SIGKILL, "running", -signal.SIGKILL),
+        ("block", signal.SIGKILL, "running", -signal.SIGKILL),
         ("draft_lm", signal.SIGKILL, "running", -signal.SIGKILL),
     ],
 )

@@ -174,6 +174,27 @@ def test_sglangs_numbers_depend_on_the_targets_architecture() -> None:
         sglang_numbers((8, 16, 24), (2, 16, 29), ("UnheardOfForCausalLM",))
 
 
+BLOCKS: list[tuple[str, str, str, dict[str, Any]]] = [  # --to, the layout, what names its kind there, the head
+    ("speculators", "speculators", "dspark", {"markov_head": "gated", "sample_from_anchor": True}),
+    ("speculators", "speculators", "dflash", {"markov_rank": 0, "num_hidden_layers": 2}),
+    ("sglang", "z-lab", "DFlashDraftModel", {"markov_rank": 0}),
+]
+
+
+@pytest.mark.parametrize(("to", "layout", "named", "keys"), BLOCKS)
+def test_a_block_head_goes_to_its_servers_and_back_bit_for_bit(
+    tmp_path: Path, to: str, layout: str, named: str, keys: dict[str, Any]
+) -> None:
+    head: Any = tiny.multi_token_head("block", tiny.vocab(), noise=0.2, **keys)
+    save_head(head, tmp_path / "head")
+    export(tmp_path / "head", to, tmp_path / "out", target_facts())
+    assert read_content(tmp_path / "out")[0] == layout and named in (tmp_path / "out/config.json").read_text()
+    same(load_head(tmp_path / "out"), head)
+    facts = inspect_head(tmp_path / "out", target_facts())
+    assert (facts["kind"], facts["taps"], facts["problems"]) == ("block", [1, 2], [])
+    assert facts["made_for"] == {"speculators": "vLLM", "z-lab": "SGLang"}[layout]
+
+
 def test_what_a_server_would_misread_in_silence_is_refused(tmp_path: Path) -> None:
     def refused(head: Any, to: str, said: str) -> None:
         save_head(head, tmp_path / "head")
@@ -189,6 +210,8 @@ def test_what_a_server_would_misread_in_silence_is_refused(tmp_path: Path) -> No
     refused(tiny.head(tiny.vocab().embedding), "speculators", "an EAGLE-1 head; vLLM serves it from --to safeailab")
     for to in SERVERS:
         refused(tiny.multi_token_head("medusa", tiny.vocab()), to, "this is a medusa head")
+        refused(tiny.multi_token_head("block", tiny.vocab(), in_block="causal"), to, "cannot carry .*; decode it with")
+    refused(tiny.multi_token_head("block", tiny.vocab()), "sglang", "cannot carry markov_rank; serve it with vLLM")
 
 
 DAMAGES: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # in config.json, in the tensors, what is said

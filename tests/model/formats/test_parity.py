@@ -1,8 +1,9 @@
-"""The exported directory in speculators 0.9.0 itself, which is not among the dependencies.
+"""The exported directory in speculators 0.9.0 itself, which is not among the dependencies: it loads, and has our laws.
 
 It is run in an environment of its own (pip install speculators==0.9.0 accelerate==1.15.0 pytest; no torchaudio).
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from aerie.configs.schema.heads import BlockTrain
+from aerie.data.batches import Batch
 from aerie.model.checkpoint import save_head
 from aerie.model.export import export
 from aerie.model.formats.content import TargetFacts
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.layers import UnrollMemory
+from aerie.train.block import BlockObjective
 from tests import tiny
 from tests.model.formats import published
 
@@ -74,3 +78,63 @@ def test_the_exported_directory_loads_in_speculators_with_every_tensor_and_draft
         head.config = type(head.config)(**{**vars(head.config), "norm_output": not head.config.norm_output})
         other = _drafted(head, taps, ids)  # the check sees another head
     assert any(not torch.equal(other[step], expected[step]) for step in range(STEPS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"markov_rank": 0},
+        {"markov_rank": 5, "sample_from_anchor": True},
+        {"markov_rank": 5, "markov_head": "gated", "num_hidden_layers": 2},
+    ],
+)
+def test_block_heads_have_the_laws_losses_and_gradients_of_speculators(
+    target: TargetFacts, tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    eager: Any = pytest.importorskip("speculators.losses.eager")
+    size, (first, last), generator = 4, (6, 19), torch.Generator().manual_seed(3)
+    head: Any = tiny.multi_token_head("block", target.vocab, noise=0.2, block_size=size, **keys).train()
+    save_head(head, tmp_path / "head")
+    export(tmp_path / "head", "speculators", tmp_path / "out", target)
+    config = speculators.SpeculatorModelConfig.from_pretrained(tmp_path / "out")
+    config.transformer_layer_config._attn_implementation = "sdpa"
+    theirs = speculators.SpeculatorModel.from_pretrained(tmp_path / "out", config=config).train()
+    ids = torch.randint(5, 320, (1, LENGTH), generator=generator)
+    taps, raw = (torch.randn(1, LENGTH, width, generator=generator) for width in (64, 32))
+    turns, mask = torch.zeros(1, LENGTH).long(), torch.zeros(1, LENGTH).long()
+    turns[:, first : last + 1] = 1
+    # theirs supervise a row by its own token, ours by the token that it drafts
+    is_shifted = keys.get("sample_from_anchor", False)
+    mask[:, first : last + 1 - is_shifted] = 1
+    batch = Batch(ids, turns, torch.tensor([LENGTH]), (0,), theirs.verifier_norm(raw).detach(), taps)
+    made = BlockObjective(head, target.vocab, BlockTrain(loss="kl", place_decay=math.exp(-1 / 4)))
+    given = {"hidden_states": taps, "input_ids": ids, "loss_mask": mask, "verifier_last_hidden_states": raw}
+    given |= {"document_ids": torch.zeros(1, LENGTH).long(), "max_anchors": (count := last + 1 - first)}
+    # laws
+    (anchors, _), places = made.blocks(batch), head.config.num_places
+    states = head(ids.gather(1, anchors), taps, anchors, target.vocab.embedding)[0]
+    before = ids[0, anchors[0, :, None] + torch.arange(places)]
+    ours = head.correct(target.vocab.logits(states), before, states).softmax(-1)  # [A, K, V]
+    hidden, logits, _, _, indices = theirs._backbone_forward(**given)
+    hidden, logits = hidden.view(count, size, -1), logits.view(count, size, -1)
+    if keys["markov_rank"]:
+        tokens = ids[0, indices].view(count, size)
+        tokens = tokens if is_shifted else torch.cat([tokens[:, :1], tokens[:, :-1]], dim=1)
+        logits = logits + theirs.markov_head.block_bias(prev_token_ids=tokens, hidden_states=hidden)
+    assert (ours - logits.softmax(-1)[: anchors.shape[1], size - places :]).abs().max() < 1e-6
+    # losses and gradients
+    _, expected, _ = theirs(
+        **given,
+        loss_config={"kl_div": (eager.kl_div_loss, 1.0)},
+        **({"tv_loss_fn": eager.tv_loss} if keys["markov_rank"] else {}),
+    )
+    scales = {name: 1.0 / int(number) for name, number in made.counts(batch).items()}
+    found = made(batch).total(made.weights, scales)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    found.backward()
+    expected.backward()
+    gradients = dict(theirs.named_parameters())
+    for name, parameter in head.named_parameters():
+        other = gradients[name].grad
+        assert parameter.grad is not None and (parameter.grad - other).norm() <= 1e-5 * other.norm(), name

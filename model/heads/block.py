@@ -1,0 +1,169 @@
+"""The block head: one forward gives the laws of all places of a draft, and the token before corrects each of them."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from aerie.model.heads.eagle import LMHead, Sizes
+from aerie.model.layers import DecoderLayer, DraftLayer, KeyValueCache, Rope, Rotary, attend, rotate
+from aerie.model.target import VocabWeights
+
+
+@dataclass(frozen=True)
+class BlockConfig(Sizes):
+    """config.json; the names are those of speculators, whose layers have Qwen3's form."""
+
+    after_blocks: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None = None
+    in_block: Literal["bidirectional", "causal"] = "bidirectional"
+    sample_from_anchor: bool = False
+    markov_rank: int = 0
+    markov_head: Literal["vanilla", "gated"] = "vanilla"
+    hidden_act: str = "silu"
+    qk_norm: ClassVar[bool] = True
+
+    @property
+    def num_places(self) -> int:
+        """Drafted tokens of a block; the first `block_size - num_places` rows draft none."""
+        return self.block_size - 1 + self.sample_from_anchor
+
+
+class PathCorrection(nn.Module):
+    """A bias [..., V] on a place's logits by the token before it [...]: W2 W1[token] (DSpark's Markov head).
+
+    gated: W2 (sigmoid(G [h; e]) * e), of the place's state h [..., D] and e = W1[token].
+    """
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        rank = config.markov_rank
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = LMHead(rank, config.vocab_size, bias=False)
+        self.gate_proj = nn.Linear(config.hidden_size + rank, rank) if config.markov_head == "gated" else None
+
+    def forward(self, before: Tensor, states: Tensor) -> Tensor:
+        code = self.markov_w1(before)  # [..., r]
+        if self.gate_proj is not None:
+            code = code * self.gate_proj(torch.cat([states.to(code.dtype), code], dim=-1)).sigmoid()
+        return self.markov_w2(code)
+
+
+class BlockHead(nn.Module):
+    """Decoder layers over blocks of B rows (DFlash, arXiv 2602.06036): the last known token, then masks.
+
+    A block at anchor a stands at positions a, a + 1, ... Its rows see the target's fused taps before a, whose keys and
+    values each layer makes of the same states, and each other. Embedding and LM head are the target's, and not stored.
+    """
+
+    kind = "block"
+    gradient_checkpointing = False  # recompute each layer in the backward pass
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(len(config.after_blocks) * width, width, bias=False)
+        self.hidden_norm = nn.RMSNorm(width, eps)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(width, eps)
+        self.markov_head = PathCorrection(config) if config.markov_rank else None
+        self.rotary = Rotary(config)
+
+    def initialise(self, vocab: VocabWeights, generator: torch.Generator, initializer_range: float = 0.02) -> None:
+        """Normal matrices, zero biases, no correction yet; the final norm may be given as the target's."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                spread = {"markov_head.markov_w1.weight": 0.01, "markov_head.markov_w2.weight": 0.0}
+                drawn = torch.empty(parameter.shape).normal_(generator=generator)
+                parameter.data.copy_(drawn * spread.get(name, initializer_range))
+            elif name.endswith("bias"):
+                parameter.data.zero_()
+        if vocab.final_norm is not None:
+            self.norm.weight.data.copy_(vocab.final_norm)
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        """What blocks see of the text, [..., D], from the target's taps [..., L*D], low to high."""
+        return self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype)))
+
+    def rows(self, tokens: Tensor, embedding: Tensor) -> Tensor:
+        """The first layer's input [..., B, D] of blocks with known tokens [...]."""
+        known, mask = F.embedding(tokens, embedding), embedding[self.config.mask_token_id]
+        masks = mask.expand(*tokens.shape, self.config.block_size - 1, -1)
+        return torch.cat([known[..., None, :], masks], dim=-2).to(self.fc.weight.dtype)
+
+    def correct(self, logits: Tensor, before: Tensor, states: Tensor) -> Tensor:
+        """Logits [..., V] of places with states [..., D], in float32, given the tokens before them [...]."""
+        logits = logits.float()
+        return logits if self.markov_head is None else logits + self.markov_head(before, states).float()
+
+    def forward(self, tokens: Tensor, taps: Tensor, anchors: Tensor, embedding: Tensor) -> Tensor:
+        """States [B, A, K, D] for the LM head, of the K drafting rows of A blocks; their anchors [B, A] have these
+        tokens [B, A], in texts with taps [B, T, L*D].
+
+        The mask is dense, [B, A * block_size, T + A * block_size].
+        """
+        size, length = self.config.block_size, taps.shape[1]
+        places = anchors[..., None] + torch.arange(size, device=anchors.device)  # [B, A, block]
+        cos, sin = self.rotary.table(length + size, self.fc.weight)
+        of_rows = cos[places.flatten(1)][:, None], sin[places.flatten(1)][:, None]  # [B, 1, A * block, hd]
+        of_text = cos[:length], sin[:length]
+        context, x = self.fuse(taps), self.rows(tokens, embedding).flatten(1, 2)
+        mask = self._mask(anchors, length)
+        for layer in self.layers:
+            if self.gradient_checkpointing and self.training:
+                x = checkpoint(_layer, layer, x, context, of_rows, of_text, mask, use_reentrant=False)
+            else:
+                x = _layer(layer, x, context, of_rows, of_text, mask)
+        drafting = x.unflatten(1, (-1, size))[:, :, size - self.config.num_places :]
+        return self.norm(drafting)
+
+    def _mask(self, anchors: Tensor, length: int) -> Tensor:
+        """Which of T rows of text and A * block rows each of the latter sees: [B, 1, A * block, T + A * block] bool."""
+        size, (count, number) = self.config.block_size, anchors.shape
+        before = torch.arange(length, device=anchors.device) < anchors.repeat_interleave(size, 1)[..., None]
+        inside = anchors.new_ones(size, size, dtype=torch.bool)
+        own = torch.block_diag(*[inside.tril() if self.config.in_block == "causal" else inside] * number)
+        return torch.cat([before, own.expand(count, -1, -1)], dim=-1)[:, None]
+
+
+def _layer(layer: Any, x: Tensor, context: Tensor, rows: Rope, text: Rope, mask: Tensor) -> Tensor:
+    attention = layer.self_attn
+    residual, q, k, v = layer.before(x, None, rows, None)
+    keys, values = (
+        project(context).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+        for project in (attention.k_proj, attention.v_proj)
+    )
+    keys = rotate(attention.k_norm(keys), *text)
+    attended = attend(q, torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2), mask, None)
+    return layer.after(residual, attended)
+
+
+class BlockDraft:
+    """A head's decoding forwards over a cache, made once it is on its device."""
+
+    def __init__(self, head: BlockHead) -> None:
+        self._layers = [DraftLayer(layer) for layer in head.layers]  # type: ignore[arg-type]
+        self._norm, self._head_dim = head.norm, head.config.head_dim
+
+    def read(self, context: Tensor, rope: Tensor, cache: KeyValueCache) -> None:
+        """Keys and values of fused taps [n, D] go to the cache, at rope [2, n, hd]."""
+        for number, layer in enumerate(self._layers):
+            rows = F.linear(context, layer.qkv[layer.parts[0] * self._head_dim :])  # [n, 2 KV * hd]
+            k, v = rows.view(1, len(rows), -1, self._head_dim).transpose(1, 2).chunk(2, dim=1)  # [1, KV, n, hd]
+            assert layer.qk_norms is not None
+            cache.update(rotate(layer.qk_norms[1](k), rope[0], rope[1]), v, number)
+
+    def __call__(self, x: Tensor, rope: Tensor, mask: Tensor, cache: KeyValueCache) -> Tensor:
+        """States [block, D] of a block's rows x [block, D]; rope [2, block, hd], mask as in DraftLayer."""
+        for number, layer in enumerate(self._layers):
+            x = layer(x, x, (rope[0], rope[1]), mask, (cache, number))
+        return self._norm(x)
