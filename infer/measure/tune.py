@@ -23,8 +23,8 @@ from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
 from aerie.infer.decode.methods import Drafters, calibrate_of, drafting
 from aerie.infer.decode.shape import Drafter
 from aerie.infer.measure.bench import Bench, describe, make_decoders, run
-from aerie.infer.measure.record import RECORDS
-from aerie.infer.measure.replay import Cycles, counted, path_ranks, record, replayed
+from aerie.infer.measure.cycles import Integers, Recording, path_ranks, record
+from aerie.infer.measure.record import RECORDS, Record
 from aerie.infer.measure.statistics import group, speedups, summary_row
 from aerie.infer.measure.tasks import check_sources, encode_turn, load_prompts
 from aerie.model.hub import head_directory
@@ -34,6 +34,48 @@ from aerie.model.target import Target
 GrownConfig = ChainConfig | DynamicConfig  # trees whose depth can be searched
 TUNED = "tuned.yaml"
 SEARCH = read_yaml(Path(__file__).with_name("tune.yaml"))[0]
+
+
+@dataclass(frozen=True)
+class Cycles:
+    """Counts over some answers; tokens exclude the prefill's."""
+
+    tokens: int
+    target_forwards: int
+    draft_trees: int  # cycles that drafted (the last token of an answer may need no draft)
+    draft_levels: int
+
+    @property
+    def tau(self) -> float:
+        return self.tokens / self.target_forwards if self.target_forwards else 1.0
+
+
+def replayed(recording: Recording, ranks: Integers, levels: int, nodes: int) -> Cycles:
+    """The cycles of a tree of these levels and nodes, from the path_ranks of its k."""
+    accepted = np.logical_and.accumulate(ranks < nodes - 1, axis=1).sum(1)  # [P] drafted tokens at each place
+    tokens = forwards = trees = drafted = 0
+    for number in np.unique(recording.answer):
+        places = recording.answer == number
+        count, room = accepted[places].tolist(), recording.room[places].tolist()
+        place, end = 0, int(recording.left[places][0])
+        tokens += end
+        while place < end:
+            forwards += 1
+            if place < len(count):
+                trees += 1
+                drafted += min(levels, room[place])
+                place += count[place] + 1
+            else:
+                place += 1
+    return Cycles(tokens, forwards, trees, drafted)
+
+
+def counted(answers: Sequence[Statistics] | Sequence[Record]) -> tuple[Cycles, float]:
+    """The cycles of a decoder's answers, and the mean nodes that a drafting cycle verifies."""
+    counts = [(one.new_tokens - 1, one.target_forwards, one.draft_forwards, one.draft_nodes) for one in answers]
+    tokens, forwards, levels, nodes = map(sum, zip(*counts, strict=True))
+    trees = sum(drafted > 0 for one in answers for drafted in one.cycle_nodes)
+    return Cycles(tokens, forwards, trees, levels), 1 + nodes / max(trees, 1)
 
 
 @dataclass(frozen=True)

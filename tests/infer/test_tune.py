@@ -13,7 +13,7 @@ from torch import Tensor
 from aerie.configs.schema.decode import METHODS, MethodConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import Drafters, drafting
-from aerie.infer.measure import replay, tune
+from aerie.infer.measure import tune
 from aerie.infer.measure.lossless import VOCABULARY, write_miniature
 from aerie.model.target import Target
 from tests.infer.test_main import Command, command, shared
@@ -35,14 +35,14 @@ def miniature(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Target, l
 def test_a_replay_counts_what_the_decoder_does(miniature: tuple[Path, Target, list[Tensor]], kind: str) -> None:
     heads, target, prompts = miniature
     drafter = Drafters(target).of(str(heads / kind))
-    recording = replay.record(target, drafter, prompts, LEVELS, K, NEW)
+    recording = tune.record(target, drafter, prompts, LEVELS, K, NEW)
 
     for levels, k, nodes in ((1, K, 4), (5, K, 20), (4, K, 60), (4, 1, 5), (5, 3, 10)):
         tree = tune.tree_with(levels, k, nodes)
-        ours = replay.replayed(recording, replay.path_ranks(recording, tree.levels, tree.k), tree.levels, tree.nodes)
+        ours = tune.replayed(recording, tune.path_ranks(recording, tree.levels, tree.k), tree.levels, tree.nodes)
         decoder = SpeculativeDecoder(target, drafting(drafter, tree))
         answers = [decoder.generate(ids, max_new_tokens=NEW, do_sample=False).statistics for ids in prompts]
-        real, _ = replay.counted(answers)
+        real, _ = tune.counted(answers)
         if k in (1, K):  # a chain, or as wide as the recording: exactly
             assert ours == real
         else:  # narrower: to a cycle an answer, and never overrated
@@ -52,11 +52,11 @@ def test_a_replay_counts_what_the_decoder_does(miniature: tuple[Path, Target, li
 def test_predictions_are_prices_of_cycles_and_dear_nodes_make_small_trees(miniature: Any) -> None:
     # two drafting cycles of three levels in sum with k 2 (1.5 and 0.75 between the measured widths), one without
     expected = (2 * 1.5 + 0.75) + 2 * 15.0 + 10.0 + 3 * 1.0
-    assert COSTS.price(replay.Cycles(6, 3, 2, 3), 2, 6) == pytest.approx(expected)
+    assert COSTS.price(tune.Cycles(6, 3, 2, 3), 2, 6) == pytest.approx(expected)
     heads, target, prompts = miniature
     made = object.__new__(tune.HeadTuning)
     made.kind, made.costs = "eagle1", COSTS
-    made.recording = replay.record(target, Drafters(target).of(str(heads / "eagle1")), prompts, 2, 2, NEW)
+    made.recording = tune.record(target, Drafters(target).of(str(heads / "eagle1")), prompts, 2, 2, NEW)
     sizes = []
     for ms in (10.0, 900.0):
         made.costs = replace(COSTS, draft={1: (0.0, 0.0)}, verify={1: 10.0, 60: ms})
