@@ -297,9 +297,17 @@ def best_alone(level: Level) -> Level:
     """
     first = level.frontier[:1]
     rows, zero = level.rows.index_select(0, first), torch.zeros_like(first)
-    of_row = (part.index_select(0, rows) for part in (level.log_q, level.parents))
-    of_node = (part.index_select(0, first) for part in (level.tokens, level.confidence, level.survival))
-    return Level(level.depth, *of_row, zero, *of_node, zero, level.frontier_survival[:1])
+    return Level(
+        level.depth,
+        level.log_q.index_select(0, rows),
+        level.parents.index_select(0, rows),
+        zero,
+        level.tokens.index_select(0, first),
+        level.confidence.index_select(0, first),
+        level.survival.index_select(0, first),
+        zero,
+        level.frontier_survival[:1],
+    )
 
 
 @lru_cache
