@@ -117,7 +117,7 @@ class TuneConfig(Section):
     levels: Annotated[int, Field(ge=2)] = 10  # the deepest tree
     k: Annotated[int, Field(ge=2)] = 10  # the widest frontier
     grid: bool = False  # also time a grid of twelve trees
-    # of the decoding; above 0 chains, best and drawn trees are decoded, without rules
+    # of the decoding; above 0 chains, and trees of best and of drawn children are decoded, and no stop rules
     temperature: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:

@@ -93,6 +93,7 @@ def test_opt_trees_frontier_is_as_wide_as_its_budget() -> None:
         ("method=eagle2 tree.shape=chain", "is method eagle-chain, not eagle2"),
         ("method=deagle tree.stop.rule=constant", "is method eagle2 or eagle3"),
         ("method=eagle-chain tree.children=replaced", "--tree.children: input should be 'best' or 'sampled'"),
+        ("method=eagle2 tree.children=sampled tree.rank=confidence", "would bias the output; use rank: survival"),
         ("method=ddd tree.levels=5", r"checks \[5, 7, 9\] are never reached in 5 levels"),
         ("method=eagle tree.stop.rule=entropy tree.stop.over=per_node", "per_node needs a tree that chooses its nodes"),
         ("method=pld tree.levels=3", "tree: pld grows no tree"),
