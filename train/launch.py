@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.heads import MuonSection, TrainConfig
+from aerie.model.heads.eagle import LMHead
 from aerie.model.hub import quieten
 
 
@@ -135,7 +136,7 @@ def zero_muon(matrices: dict[str, Any], adamw: torch.optim.AdamW) -> torch.optim
 
 def turned(module: nn.Module) -> list[nn.Parameter]:
     """The matrices that Muon turns: an embedding or LM head, which has a row for each token, takes no part."""
-    tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+    tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding | LMHead)}
     named = [(name, each) for name, each in module.named_parameters() if each.requires_grad and id(each) not in tables]
     return [each for name, each in named if each.ndim == 2 and "embed" not in name and "lm_head" not in name]
 
