@@ -207,8 +207,9 @@ def distinct_draws(law: Tensor, k: int, generator: torch.Generator) -> tuple[Ten
     cumulative = law.cumsum(-1)
     uniform = torch.rand(len(law), TRIALS, generator=generator, device=law.device) * cumulative[:, -1:]
     trials = torch.searchsorted(cumulative, uniform, right=True)  # [r, TRIALS]
-    equal = trials[:, :, None] == trials[:, None]
-    is_new = ~equal.tril_(-1).any(-1)
+    alike, order = trials.sort(stable=True)
+    is_new = torch.ones_like(trials, dtype=torch.bool)
+    is_new.scatter_(1, order[:, 1:], alike[:, 1:] != alike[:, :-1])
     place = torch.where(is_new, is_new.cumsum(-1) - 1, k).clamp_(max=k)
     columns = trials.new_zeros(len(law), k + 1).scatter_(1, place, trials)[:, :k]
     return columns, is_new.sum(-1).clamp_(max=k)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from aerie.configs.schema.decode import Choice, DynamicConfig, StaticConfig, TreeConfig
 from aerie.infer.decode.cache import TargetStep
-from aerie.infer.decode.sampling import Sampler, argmax, distinct_draws, entropy, race
+from aerie.infer.decode.sampling import Sampler, argmax, distinct_draws, race
 from aerie.infer.decode.stop import STOPS, Growing, Stop, StopRead, last_of, on_device
 from aerie.infer.decode.tree import Level, Pool, Proposal, Rule, Tree, ancestors, root_only
 from aerie.infer.decode.verify import Verdict
@@ -232,8 +232,8 @@ class DynamicTree(Shape):
                 chances, columns, rows = log_q.take(cell), cell % log_q.shape[1], cell // log_q.shape[1]
             else:
                 if sampler is not None:
-                    laws.append(sampler.law(log_q))
-                    chances, columns = draw_children(laws[-1], k, sampler.generator)
+                    chances, columns, law = draw_children(sampler.log_law(log_q), k, sampler.generator)
+                    laws.append(law)
                 else:
                     chances, columns = log_q.topk(k, dim=-1)  # [r, k]: expansion (section 4.1)
                 chances, rows = self.calibrate(chances), _rows(len(log_q), k, root.device)
@@ -309,20 +309,22 @@ class DynamicTree(Shape):
         return Tree(token, parents, depth_of, mask, confidence, survival, depth, depth, proposal, passengers, made)
 
 
-def draw_children(q: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """k draws without replacement from each law q [r, Vd], in order: log chances [r, k], and columns [r, k].
+def draw_children(log_q: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """k draws without replacement from each law q [r, Vd], in order: log chances and columns [r, k], and q.
 
     The j-th chance estimates how often the j-th draw is the one that is accepted. It falls with j and knows q alone, no
     token that was drawn from it. -inf: there is no j-th draw.
     """
+    q = log_q.exp()
     columns, counts = distinct_draws(q, k, generator)
     # The first is accepted with 1 - TV(p, q), about 1 - sqrt(c H(q)) (SVIP, arXiv 2411.18462, equation 6), and where
     # all before it are refused, the j-th with a j-th of that: as good, to 1 % of log loss, as a table by entropy.
-    first = 1.0 - (ENTROPY_WEIGHT * entropy(q)).sqrt_()
+    entropy = -torch.linalg.vecdot(q, log_q.clamp(min=-100.0))  # q is 0 where its logarithm is less
+    first = 1.0 - (ENTROPY_WEIGHT * entropy.clamp_(min=0.0)).sqrt_()
     ranks = torch.arange(k, device=q.device)
     accepted = first.clamp_(0.05, 0.99)[:, None] / (ranks + 1)
     reached = F.pad((1.0 - accepted).cumprod(-1)[:, :-1], (1, 0), value=1.0)
-    return (accepted * reached).log_().masked_fill_(ranks >= counts[:, None], float("-inf")), columns
+    return (accepted * reached).log_().masked_fill_(ranks >= counts[:, None], float("-inf")), columns, q
 
 
 def best_alone(level: Level) -> Level:

@@ -96,4 +96,4 @@ def test_the_choice_is_written_measured_and_taken_by_generate_and_bench(
     assert measured["rows"][1]["method"]["method"] == chosen["method"] and measured["predicted_over_measured"] > 0
     row = ("--row", str(folder / "tuned.yaml"))
     assert command("generate", *row, "--max-new-tokens", "8")[0] == 0
-    assert "16 answers" in command("bench", *row, "--bench.reference", "false")[1]
+    assert "16 answers" in command("bench", *row, "--bench.reference", "false", "--overwrite")[1]
