@@ -211,6 +211,7 @@ class SpeculativeDecoder:
             position, draft_ms = kept.length, clock.lap("draft")
             # (2) verify in one target forward
             step = extend(tree)
+            # from here on the logits are those of the text and each node's path
             step = replace(step, logits=sampler.with_text(step.logits, tree))
             verdict = verify(tree, step.logits, sampler, self.typical)
             verify_ms = clock.lap("verify")

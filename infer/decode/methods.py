@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import PositiveFloat
 from torch import Tensor
@@ -13,19 +15,23 @@ from torch.nn import functional as F
 from aerie.configs.errors import UserError, warn
 from aerie.configs.read import Section, validate
 from aerie.configs.schema import decode as schema
-from aerie.configs.schema.decode import METHODS, USUAL, Fit, MethodConfig, TreeConfig, check_kind
+from aerie.configs.schema.decode import METHODS, USUAL, AutoConfig, Fit, MethodConfig, TreeConfig, check_kind
 from aerie.configs.schema.heads import KINDS, Share
 from aerie.infer.decode.drafters import DRAFTERS, Lookahead, PromptLookup, load_draft_lm
-from aerie.infer.decode.sampling import token_ids
-from aerie.infer.decode.shape import Calibrate, Drafter, Drafting, Proposer, make_shape, unchanged
+from aerie.infer.decode.sampling import Sampler, token_ids
+from aerie.infer.decode.shape import Calibrate, Cycle, Drafter, Drafting, Proposer, make_shape, unchanged
+from aerie.infer.decode.tree import Tree, root_only
 from aerie.model.checkpoint import check_sizes, head_facts, load_head, position_warnings
 from aerie.model.formats.layouts import recognise, tensor_names
 from aerie.model.heads import Head
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.hub import head_directory
+from aerie.model.layers import Kept
 from aerie.model.storage import CALIBRATOR, CONFIG, digests, read_json
 from aerie.model.target import Target, context_of, default_taps, other_weights
 
+SURE = 2.0  # refusals of which a text's difficulty is sure before it begins
+MOST_WAITING = 64  # tokens whose features are kept for the head
 FLOOR = 1e-4  # no token is impossible because a few held-out prompts never had it
 
 
@@ -105,8 +111,74 @@ class Drafters:
         return DRAFTERS[kind](module, self.target)
 
 
+class Auto(Drafting):
+    """Grows that one of some trees, or none, from which the text so far lets expect the most tokens a second.
+
+    A text's difficulty x turns a tree's survival S(d) into S(d)^x: proportional hazards, so that x is the refusals that
+    were seen over the -log S that was passed. Past cycles alone decide: drawn children keep their law.
+    """
+
+    def __init__(self, drafter: Drafter, config: AutoConfig, calibrate: Calibrate) -> None:
+        trees = [choice.tree for choice in config.choices]
+        self.shapes = [None if tree is None else make_shape(tree, calibrate) for tree in trees]
+        grown = [shape for shape in self.shapes if shape is not None]
+        super().__init__(drafter, grown[0])
+        self.max_nodes, self.draft_slots = (max(map(attrgetter(of), grown)) for of in ("max_nodes", "draft_slots"))
+        self.is_chain, self.levels = all(shape.is_chain for shape in grown), 0
+        self._keep, self._ms = 1.0 - 1.0 / config.memory, np.array([choice.ms for choice in config.choices])
+        self._log = np.full((len(trees), config.levels), -np.inf)  # log S(d) of each choice
+        for row, choice in zip(self._log, config.choices, strict=True):
+            row[: len(choice.survival)] = np.log(choice.survival)
+
+    def reset(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> None:
+        for shape in self.shapes:
+            if shape is not None:
+                shape.stop.reset()
+        super().reset(prompt, kept, sampler)
+        self._kept, self.is_fixed, self._plain = kept, False, False
+        self._waiting: list[tuple[Tensor, Tensor]] = []  # of cycles without a draft, which need no head
+        self._refusals = self._hazard = SURE  # x begins at 1
+
+    def propose(self, root: Tensor, max_levels: int) -> Tree:
+        expected = 1.0 + np.exp(self._refusals / self._hazard * self._log[:, :max_levels]).sum(1)
+        self._chosen = int((expected / self._ms).argmax())
+        shape = self.shapes[self._chosen]
+        self._plain = shape is None
+        # the head reads what was written without it in one forward, as if it stood where that began
+        if self._waiting and (shape is not None or len(self._waiting) == MOST_WAITING):
+            tokens, features = map(torch.cat, zip(*self._waiting, strict=True))
+            self._kept.advance(-len(tokens))
+            self.drafter.commit(tokens, features)
+            self._kept.advance(len(tokens))
+            self._waiting = []
+        if shape is None:
+            return root_only(root)
+        self.shape = shape
+        return super().propose(root, max_levels)
+
+    def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
+        if self._plain:
+            self._waiting.append((tokens, features))
+        else:
+            super().commit(tokens, features, last)
+
+    def learn(self, new: list[int], cycle: Cycle | None) -> None:
+        super().learn(new, cycle)
+        if cycle is None:
+            return
+        self._refusals, self._hazard = (SURE + (sum_ - SURE) * self._keep for sum_ in (self._refusals, self._hazard))
+        accepted, levels = cycle.verdict.accepted, cycle.tree.levels
+        if levels:
+            # log(1 - exp(-x h)) of a refusal has the slope 1 / x - h / 2, so that half of its own hazard counts
+            passed = np.append(0.0, -self._log[self._chosen])  # by level
+            self._hazard += float(passed[[accepted, min(accepted + 1, levels)]].mean())
+            self._refusals += accepted < levels
+
+
 def drafting(drafter: Drafter, tree: TreeConfig, calibrate: Calibrate = unchanged) -> Drafting:
     _require_modules(tree, drafter.max_levels, "tree", "the head")
+    if isinstance(tree, AutoConfig):
+        return Auto(drafter, tree, calibrate)
     return Drafting(drafter, make_shape(tree, calibrate))
 
 

@@ -59,7 +59,7 @@ def record(
 ) -> Recording:
     """Decodes prompts [1, T] with their tasks; with oracle_levels, `cycles` has the columns oracle and cap too."""
     drafts, oracle, tables = keep_pools(decoder), None, []
-    if section.oracle_levels is not None and drafts and tree is not None:
+    if section.oracle_levels is not None and drafts and tree is not None and tree.shape != "auto":
         oracle = Oracle(decoder, tree, section.oracle_levels, seed)
     settings: dict[str, Any] = {"temperature": section.temperature, "top_k": 0, "top_p": 1.0}
     longest = min(decoder.limits.values())

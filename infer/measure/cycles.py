@@ -3,28 +3,34 @@
 import json
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import ConstantConfig, StaticConfig, TreeConfig
+from aerie.configs.schema.decode import ConstantConfig, DynamicConfig, OneTree, StaticConfig
+from aerie.data.stage import bar
 from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.methods import drafting
 from aerie.infer.decode.sampling import Sampler, entropy
-from aerie.infer.decode.shape import Cycle, Drafting, make_shape
+from aerie.infer.decode.shape import Cycle, Drafter, Drafting, DynamicTree, make_shape
 from aerie.infer.decode.tree import Tree
 from aerie.infer.decode.verify import NOT_LOSSLESS
 from aerie.infer.decode.verify import acceptance as acceptance_of_drawn
 from aerie.infer.measure.record import Key, Origin
 from aerie.model.layers import Kept
 from aerie.model.storage import explained, first_line, write_atomically
+from aerie.model.target import Target
 
 Record = dict[str, Any]
+Integers = NDArray[np.int64]
 
 
 def asked(tree: Tree, path: list[int]) -> Tensor:
@@ -266,13 +272,96 @@ def tables_of(prompt: int, records: Sequence[Record], text: list[int]) -> Tables
     return {name: pd.DataFrame(rows[name], columns=["prompt", "cycle", *COLUMNS[name]]) for name in rows}
 
 
+@dataclass(frozen=True)
+class Recording:
+    """The drafts at P places of some answers: L levels of at most K rows (expanded nodes) of K children.
+
+    Row r of level l + 1 is below node frontier[:, l, r] (row * K + child) of level l; children by falling confidence.
+    """
+
+    tokens: Integers  # [P, L, K, K] the target's ids; -1 where there is no node
+    survival: NDArray[np.float32]  # [P, L, K, K] log survival; -inf where there is no node
+    frontier: Integers  # [P, L, K]
+    room: Integers  # [P] levels that were drafted: fewer than L where max_new_tokens leaves no room for more
+    text: Integers  # [P, L] what the target wrote after each place; -1 beyond the answer's end
+    answer: Integers  # [P] of the place, in order
+    left: Integers  # [P] tokens that the answer still had after the place's root
+
+
+def record(
+    target: Target, drafter: Drafter, prompts: Sequence[Tensor], levels: int, k: int, max_new_tokens: int
+) -> Recording:
+    """The widest draft at every place of the greedy answers to prompts [1, T]."""
+    proposer = drafting(drafter, DynamicConfig(levels=levels, k=k))
+    assert isinstance(proposer.shape, DynamicTree)
+    proposer.shape.nodes = 1  # everything is drafted, and the root alone is verified: no place is passed over
+    proposer.keep = True
+    decoder = SpeculativeDecoder(target, proposer)
+    places: list[tuple[Any, ...]] = []
+    drafts: list[tuple[Any, ...]] = []
+
+    def keep(cycle: Cycle) -> None:
+        if cycle.tree.pool is None:
+            return  # the answer's last token, or the last but one, has no draft
+        drafted = cycle.tree.pool.levels
+        tokens, frontier = np.full((levels, k, k), -1, dtype=np.int64), np.zeros((levels, k), dtype=np.int64)
+        survival = np.full((levels, k, k), -np.inf, dtype=np.float32)
+        for depth, level in enumerate(drafted):
+            rows = level.parents.shape[0]
+            tokens[depth, :rows] = level.tokens.view(rows, k).cpu()
+            survival[depth, :rows] = level.survival.view(rows, k).cpu()
+            frontier[depth] = level.frontier.cpu()
+        drafts.append((tokens, survival, frontier, len(drafted)))
+
+    with bar(len(prompts), "answers", "drafts") as progress:
+        for number, ids in enumerate(prompts):
+            drafts.clear()
+            answer = decoder.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, on_cycle=keep).new_ids
+            padded = [*answer, *([-1] * levels)]
+            for place, draft in enumerate(drafts, start=1):
+                places.append((*draft, padded[place : place + levels], number, len(answer) - place))
+            progress.update()
+    return Recording(*map(np.array, zip(*places, strict=True)))
+
+
+def path_ranks(recording: Recording, levels: int, k: int) -> Integers:
+    """[P, levels]: the rank of the text's token at each depth among all candidates of a tree of this depth and k.
+
+    The largest integer where the tree lacks it. Nodes that the recording did not expand have no children, so that a
+    narrower tree can only be underestimated.
+    """
+    places, _, full, _ = recording.tokens.shape
+    at = np.arange(places)
+    alive = np.zeros((places, full), dtype=bool)  # rows of this level that the small tree expands
+    alive[:, 0] = True
+    row = np.zeros(places, dtype=np.int64)  # the row below the text's own path; -1: the path was left
+    pool: list[NDArray[np.float32]] = []
+    chosen = np.full((places, levels), -1, dtype=np.int64)  # the text's candidate of each level in the whole pool
+    for level in range(levels):
+        allowed = alive[:, :, None] & (np.arange(full) < k)
+        survival = np.where(allowed, recording.survival[:, level], -np.inf).astype(np.float32)  # [P, K, K]
+        pool.append(survival.reshape(places, -1))
+        hit = (recording.tokens[at, level, row] == recording.text[:, level, None]) & allowed[at, row]  # [P, K]
+        hit &= ((row >= 0) & (recording.text[:, level] >= 0))[:, None]
+        flat = np.where(hit.any(1), row * full + hit.argmax(1), -1)
+        chosen[:, level] = np.where(flat >= 0, level * full * full + flat, -1)
+        best = np.argsort(-pool[-1], axis=1, kind="stable")[:, :k]  # [P, k] the small tree's frontier
+        wide = recording.frontier[:, level]  # [P, K] the recording's
+        alive = (wide[:, :, None] == best[:, None]).any(-1) & np.isfinite(np.take_along_axis(pool[-1], wide, axis=1))
+        below = (wide == flat[:, None]) & alive & (flat >= 0)[:, None]
+        row = np.where(below.any(1), below.argmax(1), -1)
+    order = np.argsort(-np.concatenate(pool, axis=1), axis=1, kind="stable")  # the earlier first where they tie
+    ranks = np.take_along_axis(np.argsort(order, axis=1), chosen.clip(min=0), axis=1)
+    return np.where(chosen >= 0, ranks, np.iinfo(np.int64).max)
+
+
 class Oracle(Drafting):
     """A proposer that has the target judge a draft to a cap too, without the stop rule (SVIP, 2411.18462, section 2.1).
 
     The generator is set back, so that decoding does not change, and a sampled chain is a prefix of the longer.
     """
 
-    def __init__(self, decoder: SpeculativeDecoder, tree: TreeConfig, levels: int, seed: int = 0) -> None:
+    def __init__(self, decoder: SpeculativeDecoder, tree: OneTree, levels: int, seed: int = 0) -> None:
         own = decoder.proposer
         assert isinstance(own, Drafting)
         super().__init__(own.drafter, own.shape)

@@ -3,26 +3,35 @@
 import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
-from numpy.typing import NDArray
 from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict, read_yaml
 from aerie.configs.schema import decode as schema
-from aerie.configs.schema.decode import USUAL, ChainConfig, DynamicConfig, Method, MethodConfig, StopConfig
+from aerie.configs.schema.decode import (
+    USUAL,
+    AutoConfig,
+    BudgetConfig,
+    ChainConfig,
+    DynamicConfig,
+    Method,
+    MethodConfig,
+    StopConfig,
+)
 from aerie.configs.schema.measure import BenchConfig, TuneConfig
 from aerie.data.stage import bar
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
 from aerie.infer.decode.methods import Drafters, calibrate_of, drafting
-from aerie.infer.decode.shape import Cycle, Drafter, DynamicTree
+from aerie.infer.decode.shape import Drafter
 from aerie.infer.measure.bench import Bench, describe, make_decoders, run
+from aerie.infer.measure.cycles import Integers, Recording, path_ranks, record
 from aerie.infer.measure.record import RECORDS, Record
 from aerie.infer.measure.statistics import group, speedups, summary_row
 from aerie.infer.measure.tasks import check_sources, encode_turn, load_prompts
@@ -30,93 +39,10 @@ from aerie.model.hub import head_directory
 from aerie.model.storage import CALIBRATOR, write_json, write_text
 from aerie.model.target import Target
 
-Integers = NDArray[np.int64]
 GrownConfig = ChainConfig | DynamicConfig  # trees whose depth can be searched
-TUNED = "tuned.yaml"
+TUNED, AUTO = "tuned.yaml", "auto.yaml"
+LEAST = 1e-3  # no survival is nil because a few answers never had it
 SEARCH = read_yaml(Path(__file__).with_name("tune.yaml"))[0]
-
-
-@dataclass(frozen=True)
-class Recording:
-    """The drafts at P places of some answers: L levels of at most K rows (expanded nodes) of K children.
-
-    Row r of level l + 1 is below node frontier[:, l, r] (row * K + child) of level l; children by falling confidence.
-    """
-
-    tokens: Integers  # [P, L, K, K] the target's ids; -1 where there is no node
-    survival: NDArray[np.float32]  # [P, L, K, K] log survival; -inf where there is no node
-    frontier: Integers  # [P, L, K]
-    room: Integers  # [P] levels that were drafted: fewer than L where max_new_tokens leaves no room for more
-    text: Integers  # [P, L] what the target wrote after each place; -1 beyond the answer's end
-    answer: Integers  # [P] of the place, in order
-    left: Integers  # [P] tokens that the answer still had after the place's root
-
-
-def record(
-    target: Target, drafter: Drafter, prompts: Sequence[Tensor], levels: int, k: int, max_new_tokens: int
-) -> Recording:
-    """The widest draft at every place of the greedy answers to prompts [1, T]."""
-    proposer = drafting(drafter, DynamicConfig(levels=levels, k=k))
-    assert isinstance(proposer.shape, DynamicTree)
-    proposer.shape.nodes = 1  # everything is drafted, and the root alone is verified: no place is passed over
-    proposer.keep = True
-    decoder = SpeculativeDecoder(target, proposer)
-    places: list[tuple[Any, ...]] = []
-    drafts: list[tuple[Any, ...]] = []
-
-    def keep(cycle: Cycle) -> None:
-        if cycle.tree.pool is None:
-            return  # the answer's last token, or the last but one, has no draft
-        drafted = cycle.tree.pool.levels
-        tokens, frontier = np.full((levels, k, k), -1, dtype=np.int64), np.zeros((levels, k), dtype=np.int64)
-        survival = np.full((levels, k, k), -np.inf, dtype=np.float32)
-        for depth, level in enumerate(drafted):
-            rows = level.parents.shape[0]
-            tokens[depth, :rows] = level.tokens.view(rows, k).cpu()
-            survival[depth, :rows] = level.survival.view(rows, k).cpu()
-            frontier[depth] = level.frontier.cpu()
-        drafts.append((tokens, survival, frontier, len(drafted)))
-
-    with bar(len(prompts), "answers", "drafts") as progress:
-        for number, ids in enumerate(prompts):
-            drafts.clear()
-            answer = decoder.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, on_cycle=keep).new_ids
-            padded = [*answer, *([-1] * levels)]
-            for place, draft in enumerate(drafts, start=1):
-                places.append((*draft, padded[place : place + levels], number, len(answer) - place))
-            progress.update()
-    return Recording(*map(np.array, zip(*places, strict=True)))
-
-
-def path_ranks(recording: Recording, levels: int, k: int) -> Integers:
-    """[P, levels]: the rank of the text's token at each depth among all candidates of a tree of this depth and k.
-
-    The largest integer where the tree lacks it. Nodes that the recording did not expand have no children, so that a
-    narrower tree can only be underestimated.
-    """
-    places, _, full, _ = recording.tokens.shape
-    at = np.arange(places)
-    alive = np.zeros((places, full), dtype=bool)  # rows of this level that the small tree expands
-    alive[:, 0] = True
-    row = np.zeros(places, dtype=np.int64)  # the row below the text's own path; -1: the path was left
-    pool: list[NDArray[np.float32]] = []
-    chosen = np.full((places, levels), -1, dtype=np.int64)  # the text's candidate of each level in the whole pool
-    for level in range(levels):
-        allowed = alive[:, :, None] & (np.arange(full) < k)
-        survival = np.where(allowed, recording.survival[:, level], -np.inf).astype(np.float32)  # [P, K, K]
-        pool.append(survival.reshape(places, -1))
-        hit = (recording.tokens[at, level, row] == recording.text[:, level, None]) & allowed[at, row]  # [P, K]
-        hit &= ((row >= 0) & (recording.text[:, level] >= 0))[:, None]
-        flat = np.where(hit.any(1), row * full + hit.argmax(1), -1)
-        chosen[:, level] = np.where(flat >= 0, level * full * full + flat, -1)
-        best = np.argsort(-pool[-1], axis=1, kind="stable")[:, :k]  # [P, k] the small tree's frontier
-        wide = recording.frontier[:, level]  # [P, K] the recording's
-        alive = (wide[:, :, None] == best[:, None]).any(-1) & np.isfinite(np.take_along_axis(pool[-1], wide, axis=1))
-        below = (wide == flat[:, None]) & alive & (flat >= 0)[:, None]
-        row = np.where(below.any(1), below.argmax(1), -1)
-    order = np.argsort(-np.concatenate(pool, axis=1), axis=1, kind="stable")  # the earlier first where they tie
-    ranks = np.take_along_axis(np.argsort(order, axis=1), chosen.clip(min=0), axis=1)
-    return np.where(chosen >= 0, ranks, np.iinfo(np.int64).max)
 
 
 @dataclass(frozen=True)
@@ -127,6 +53,7 @@ class Cycles:
     target_forwards: int
     draft_trees: int  # cycles that drafted (the last token of an answer may need no draft)
     draft_levels: int
+    survival: tuple[float, ...] = field(default=(), compare=False)  # of a replay: how often d tokens were taken
 
     @property
     def tau(self) -> float:
@@ -137,6 +64,7 @@ def replayed(recording: Recording, ranks: Integers, levels: int, nodes: int) -> 
     """The cycles of a tree of these levels and nodes, from the path_ranks of its k."""
     accepted = np.logical_and.accumulate(ranks < nodes - 1, axis=1).sum(1)  # [P] drafted tokens at each place
     tokens = forwards = trees = drafted = 0
+    taken: list[int] = []  # by the cycles with room for a whole tree
     for number in np.unique(recording.answer):
         places = recording.answer == number
         count, room = accepted[places].tolist(), recording.room[places].tolist()
@@ -147,10 +75,12 @@ def replayed(recording: Recording, ranks: Integers, levels: int, nodes: int) -> 
             if place < len(count):
                 trees += 1
                 drafted += min(levels, room[place])
+                taken += [count[place]] * (room[place] >= levels)
                 place += count[place] + 1
             else:
                 place += 1
-    return Cycles(tokens, forwards, trees, drafted)
+    shares = (np.array(taken, dtype=int)[:, None] > np.arange(levels)).mean(0) if taken else np.zeros(levels)
+    return Cycles(tokens, forwards, trees, drafted, tuple(shares.clip(min=LEAST).round(4).tolist()))
 
 
 def counted(answers: Sequence[Statistics] | Sequence[Record]) -> tuple[Cycles, float]:
@@ -180,12 +110,15 @@ class Costs:
 
 
 def in_turns(
-    decoders: Sequence[SpeculativeDecoder], prompts: Sequence[Tensor], repetitions: int, name: str
+    decoders: Sequence[SpeculativeDecoder], prompts: Sequence[Tensor], repetitions: int, name: str, new: int
 ) -> list[list[Statistics]]:
-    """Greedy answers of each decoder to prompts [1, T], in turn: other work slows all of them."""
+    """Greedy answers of each decoder to prompts [1, T], in turn: other work slows all of them.
+
+    As long as those that are counted, where there is time: the last trees of an answer are short, and cost less.
+    """
     for decoder in decoders:
         decoder.generate(prompts[0], max_new_tokens=12, do_sample=False)
-    settings: dict[str, Any] = {"max_new_tokens": SEARCH["timed_tokens"], "do_sample": False, "timed": True}
+    settings: dict[str, Any] = {"max_new_tokens": min(new, SEARCH["timed_tokens"]), "do_sample": False, "timed": True}
     turns: list[list[Statistics]] = [[] for _ in decoders]
     with bar(repetitions * len(prompts), "turns", name) as progress:
         for repetition, prompt in product(range(repetitions), prompts):
@@ -201,7 +134,7 @@ def cycle_ms(answers: Sequence[Statistics]) -> float:
     return statistics.median((one.ms["wall"] - one.ms["prefill"]) / max(one.target_forwards, 1) for one in answers)
 
 
-def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Tensor]) -> Costs:
+def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Tensor], new: int) -> Costs:
     """What a drafter's trees cost on the first prompts [1, T]: medians over answers."""
 
     def per_cycle(answers: Sequence[Statistics], *phases: str) -> float:
@@ -209,7 +142,7 @@ def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Tensor]) -
 
     trees = [DynamicConfig(levels=levels, k=k, nodes=nodes) for levels, k, nodes in SEARCH["timed_trees"]]
     decoders = [SpeculativeDecoder(target), *(SpeculativeDecoder(target, drafting(drafter, tree)) for tree in trees)]
-    plain, *others = in_turns(decoders, prompts[: SEARCH["cost_prompts"]], SEARCH["cost_repetitions"], "costs")
+    plain, *others = in_turns(decoders, prompts[: SEARCH["cost_prompts"]], SEARCH["cost_repetitions"], "costs", new)
     draft = {}
     for at in range(0, len(trees), 2):  # a width's shallow and deep tree
         pair = others[at : at + 2]
@@ -234,6 +167,8 @@ class Prediction:
     tau: float
     ms_per_token: float
     speedup: float
+    cycle_ms: float = 0.0  # of a whole tree, as priced; 0: unknown
+    survival: tuple[float, ...] = ()  # as in Cycles
 
 
 def check_apart(config: TuneConfig) -> None:
@@ -288,14 +223,15 @@ class HeadTuning:
         k = 1 if kind == "draft_lm" else config.k  # its methods are chains
         self.announce(k)
         self.recording = record(target, self.drafter, prompts, config.levels, k, config.prompts.max_new_tokens)
-        self.costs = measure_costs(target, self.drafter, prompts)
-        self.trees = self.replay(trees_up_to(config.levels, k))[: SEARCH["shown"]]
+        self.costs = measure_costs(target, self.drafter, prompts, config.prompts.max_new_tokens)
+        self.every = self.replay(trees_up_to(config.levels, k))
+        self.trees = self.every[: SEARCH["shown"]]
         usual = schema.published_tree(USUAL[kind])
         narrower = {"k": min(usual.k, k)} if isinstance(usual, DynamicConfig) else {}
         (self.published,) = self.replay([replace(usual, levels=min(usual.levels, config.levels), **narrower)])
         self.rules: list[Prediction] = []
         self.fixed: Prediction | None = None  # the best tree without a rule, timed as it is; null: nothing was timed
-        self.choice = self.trees[0]
+        self.choice, self.drift = self.trees[0], 1.0
 
     def announce(self, k: int) -> None:
         """Says what will be tried, and about how long it takes, from an answer with the widest tree."""
@@ -317,7 +253,8 @@ class HeadTuning:
 
     def predicted(self, method: Method, tree: GrownConfig, total: Cycles, nodes: float) -> Prediction:
         ms = self.costs.price(total, tree.k, nodes) / max(total.tokens, 1)
-        return Prediction(method, tree, total.tau, ms, self.costs.plain / ms)
+        whole = self.costs.price(Cycles(0, 1, 1, tree.levels), tree.k, nodes)
+        return Prediction(method, tree, total.tau, ms, self.costs.plain / ms, whole, total.survival)
 
     def replay(self, trees: Iterable[GrownConfig]) -> list[Prediction]:
         """Fixed trees, the fastest first; those of the same levels and k must follow each other."""
@@ -348,17 +285,34 @@ class HeadTuning:
             screened = sorted(screened + self.decoded(again, few), key=lambda one: one.ms_per_token)
         finalists = self.decoded([(one.method, one.tree) for one in screened[: SEARCH["finalists"]]], self.prompts)
         # the costs do not know what a stop rule, a calibrator and trees that change from cycle to cycle take
-        predictions, timed = [best, self.published, *finalists], []
+        fixed = self.trees[: SEARCH["fixed"]]
+        predictions, timed = [*fixed, self.published, *finalists], []
         decoders = [SpeculativeDecoder(self.target), *(self.decoder(one.tree) for one in predictions)]
         prompts = self.prompts[: SEARCH["timed_prompts"]]
-        plain, *others = in_turns(decoders, prompts, SEARCH["timed_repetitions"], "finalists")
+        new = self.config.prompts.max_new_tokens
+        plain, *others = in_turns(decoders, prompts, SEARCH["timed_repetitions"], "finalists", new)
         for one, answers in zip(predictions, others, strict=True):
             ms = cycle_ms(answers) / one.tau  # tau comes from more prompts
             timed.append(replace(one, ms_per_token=ms, speedup=cycle_ms(plain) / ms))
-        self.fixed, self.published, *finalists = timed
+        count = len(fixed)
+        self.fixed = min(timed[:count], key=lambda one: one.ms_per_token)
+        self.published, finalists = timed[count], timed[count + 1 :]
+        # how far the prices of these trees, in cycles without a draft, are from what they took
+        drifts = [timed_.speedup / one.speedup for one, timed_ in zip(fixed, timed, strict=False)]
+        self.drift = statistics.median(drifts)
         self.rules = sorted(finalists, key=lambda one: one.ms_per_token)
         has_rule = self.rules and self.rules[0].ms_per_token * SEARCH["worth"] < self.fixed.ms_per_token
         self.choice = self.rules[0] if has_rule else self.fixed
+
+    def auto(self) -> AutoConfig:
+        """The trees that are the best ones for texts of some difficulty, as `Auto` has it, and none."""
+        best: dict[GrownConfig, BudgetConfig] = {}
+        lowest, highest = SEARCH["difficulties"]
+        for difficulty in np.geomspace(lowest, highest, 25):
+            tokens = [1.0 + sum(share**difficulty for share in one.survival) for one in self.every]
+            one, _ = max(zip(self.every, tokens, strict=True), key=lambda pair: pair[1] / pair[0].cycle_ms)
+            best[one.tree] = BudgetConfig(round(one.cycle_ms / self.drift, 3), one.tree, one.survival)
+        return AutoConfig(choices=(BudgetConfig(round(self.costs.plain, 3)), *best.values()))
 
     def facts(self) -> dict[str, Any]:
         """tune.json's entry of this head."""
@@ -390,8 +344,11 @@ def tuned(
     chosen = yaml.safe_dump({"method": choice.method, "head": best.head, "tree": tree}, sort_keys=False)
     write_text(output / TUNED, f"# tuned on {describe(target)['device']}: {line}\n{chosen}")
     write_json(output / "tune.json", {"chosen": best.kind, "heads": [one.facts() for one in tunings]})
+    row = {"method": USUAL[best.kind], "head": best.head, "tree": as_dict(best.auto())}
+    words = "# a tree, or none, for each cycle, by what was accepted of the text so far"
+    write_text(output / AUTO, f"{words}\n{yaml.safe_dump(row, sort_keys=False)}")
     measure(target, tokenizer, best, config, output, seed)
-    print(f"tune: {output / TUNED} (generate --row FILE, bench --row FILE)")
+    print(f"tune: {output / TUNED} and {AUTO} (generate --row FILE, bench --row FILE)")
     return {}
 
 
@@ -407,6 +364,7 @@ def measure(target: Target, tokenizer: Any, best: HeadTuning, config: TuneConfig
         return
     predicted = best.choice
     methods = measured_rows(best.kind, MethodConfig(predicted.method, predicted.tree), config.grid)
+    methods.append(MethodConfig(USUAL[best.kind], best.auto()))
     kinds = [None, *([best.kind] * (len(methods) - 1))]
     decoders = make_decoders(target, methods, [kind and best.head for kind in kinds])
     section = BenchConfig(prompts=config.measure, rows=tuple(methods))
@@ -436,6 +394,8 @@ def name_of(method: MethodConfig) -> str:
     tree = method.tree
     if tree is None:
         return method.method
+    if tree.shape == "auto":
+        return f"{method.method}, auto"
     shape = f"{tree.levels} levels, k {tree.k}, {tree.nodes} nodes"
     words = [method.method, f"chain of {tree.levels}" if tree.shape == "chain" else shape]
     if tree.stop.rule != "constant":
