@@ -22,7 +22,7 @@ LADDER = {
 SOURCES = sorted(path for package in LADDER for path in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 HOUSE = [path for name in (*LADDER, "slurm") for path in ROOT.glob(f"{name}/**/*") if path.suffix in (".py", ".jinja")]
-BUDGETS = {"files": 98, "longest": 450, "lines": 17_465, "code": 13_180, "KiB": 908, "test lines": 12_570, "tests": 649}
+BUDGETS = {"files": 98, "longest": 450, "lines": 17_480, "code": 13_190, "KiB": 908, "test lines": 12_585, "tests": 649}
 MAX_SINGLE_IMPORTERS = 12
 distributions = functools.cache(packages_distributions)  # by top-level module
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import PositiveFloat
+from scipy.special import expit, logit
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -30,7 +32,8 @@ from aerie.model.layers import Kept
 from aerie.model.storage import CALIBRATOR, CONFIG, digests, read_json
 from aerie.model.target import Target, context_of, default_taps, other_weights
 
-SURE = 2.0  # refusals of which a text's difficulty is sure before it begins
+UNSURE, DRIFT = 1.0, 0.02  # variance of a text's difficulty before it begins, and what each cycle adds to it
+SUREST = 0.98  # chance of a level's draft on any text
 MOST_WAITING = 64  # tokens whose features are kept for the head
 FLOOR = 1e-4  # no token is impossible because a few held-out prompts never had it
 
@@ -114,8 +117,8 @@ class Drafters:
 class Auto(Drafting):
     """Grows that one of some trees, or none, from which the text so far lets expect the most tokens a second.
 
-    A text's difficulty x turns a tree's survival S(d) into S(d)^x: proportional hazards, so that x is the refusals that
-    were seen over the -log S that was passed. Past cycles alone decide: drawn children keep their law.
+    A text's difficulty b is taken from the logit of the chance that a level's draft is accepted, given the level above
+    (Rasch's model), and followed by a Kalman filter's steps. Past cycles alone decide: drawn children keep their law.
     """
 
     def __init__(self, drafter: Drafter, config: AutoConfig, calibrate: Calibrate) -> None:
@@ -123,12 +126,13 @@ class Auto(Drafting):
         self.shapes = [None if tree is None else make_shape(tree, calibrate) for tree in trees]
         grown = [shape for shape in self.shapes if shape is not None]
         super().__init__(drafter, grown[0])
+        # room for any of the trees
         self.max_nodes, self.draft_slots = (max(map(attrgetter(of), grown)) for of in ("max_nodes", "draft_slots"))
         self.is_chain, self.levels = all(shape.is_chain for shape in grown), 0
         self._keep, self._ms = 1.0 - 1.0 / config.memory, np.array([choice.ms for choice in config.choices])
-        self._log = np.full((len(trees), config.levels), -np.inf)  # log S(d) of each choice
-        for row, choice in zip(self._log, config.choices, strict=True):
-            row[: len(choice.survival)] = np.log(choice.survival)
+        self._logits = np.full((len(trees), config.levels), -np.inf)  # of a text of difficulty 0, by choice and level
+        for row, choice in zip(self._logits, config.choices, strict=True):
+            row[: len(choice.survival)] = step_logits(choice.survival)
 
     def reset(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> None:
         for shape in self.shapes:
@@ -137,10 +141,11 @@ class Auto(Drafting):
         super().reset(prompt, kept, sampler)
         self._kept, self.is_fixed, self._plain = kept, False, False
         self._waiting: list[tuple[Tensor, Tensor]] = []  # of cycles without a draft, which need no head
-        self._refusals = self._hazard = SURE  # x begins at 1
+        self._difficulty, self._variance = 0.0, UNSURE
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
-        expected = 1.0 + np.exp(self._refusals / self._hazard * self._log[:, :max_levels]).sum(1)
+        expected = expected_tokens(self._logits[:, :max_levels] - self._difficulty)
+        # levels beyond what is left of the answer are worth nothing
         self._chosen = int((expected / self._ms).argmax())
         shape = self.shapes[self._chosen]
         self._plain = shape is None
@@ -166,13 +171,26 @@ class Auto(Drafting):
         super().learn(new, cycle)
         if cycle is None:
             return
-        self._refusals, self._hazard = (SURE + (sum_ - SURE) * self._keep for sum_ in (self._refusals, self._hazard))
         accepted, levels = cycle.verdict.accepted, cycle.tree.levels
+        self._variance += DRIFT
         if levels:
-            # log(1 - exp(-x h)) of a refusal has the slope 1 / x - h / 2, so that half of its own hazard counts
-            passed = np.append(0.0, -self._log[self._chosen])  # by level
-            self._hazard += float(passed[[accepted, min(accepted + 1, levels)]].mean())
-            self._refusals += accepted < levels
+            tried = self._logits[self._chosen, : min(accepted + 1, levels)]
+            # the slope of the log likelihood is what was refused beyond expectation, its curvature c (1 - c)
+            chances = expit(tried - self._difficulty)
+            self._variance /= 1.0 + self._variance * float((chances * (1.0 - chances)).sum())
+            self._difficulty += self._variance * float((accepted < levels) - (1.0 - chances).sum())
+        else:  # nothing was learnt, and a small draft is tried again before long
+            self._difficulty *= self._keep
+
+
+def step_logits(survival: Sequence[float]) -> NDArray[np.float64]:
+    """Of each level's chance, given the level above."""
+    return logit((np.array(survival) / [1.0, *survival[:-1]]).clip(1.0 - SUREST, SUREST))
+
+
+def expected_tokens(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The new tokens [..] of a cycle, the bonus token with them, of logits [.., levels]."""
+    return 1.0 + expit(logits).cumprod(-1).sum(-1)
 
 
 def drafting(drafter: Drafter, tree: TreeConfig, calibrate: Calibrate = unchanged) -> Drafting:

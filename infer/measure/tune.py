@@ -28,7 +28,7 @@ from aerie.configs.schema.decode import (
 from aerie.configs.schema.measure import BenchConfig, TuneConfig
 from aerie.data.stage import bar
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
-from aerie.infer.decode.methods import Drafters, calibrate_of, drafting
+from aerie.infer.decode.methods import Drafters, calibrate_of, drafting, expected_tokens, step_logits
 from aerie.infer.decode.shape import Drafter
 from aerie.infer.measure.bench import Bench, describe, make_decoders, run
 from aerie.infer.measure.cycles import Integers, Recording, path_ranks, record
@@ -308,8 +308,9 @@ class HeadTuning:
         """The trees that are the best ones for texts of some difficulty, as `Auto` has it, and none."""
         best: dict[GrownConfig, BudgetConfig] = {}
         lowest, highest = SEARCH["difficulties"]
-        for difficulty in np.geomspace(lowest, highest, 25):
-            tokens = [1.0 + sum(share**difficulty for share in one.survival) for one in self.every]
+        logits = [step_logits(one.survival) for one in self.every]
+        for difficulty in np.linspace(lowest, highest, 25):
+            tokens = [expected_tokens(each - difficulty) for each in logits]
             one, _ = max(zip(self.every, tokens, strict=True), key=lambda pair: pair[1] / pair[0].cycle_ms)
             best[one.tree] = BudgetConfig(round(one.cycle_ms / self.drift, 3), one.tree, one.survival)
         return AutoConfig(choices=(BudgetConfig(round(self.costs.plain, 3)), *best.values()))

@@ -126,6 +126,21 @@ def test_the_head_reads_what_was_written_without_drafts_as_soon_as_one_is_grown(
             first.clear()
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_a_budget_follows_what_is_accepted_down_to_no_draft(right: bool) -> None:
+    target, ids, levels = make_target(), prompts(4)[-1], []
+    answer = greedy(target, ids, 60)[0][ids.shape[1] :]
+    trees = ((1.3, ChainConfig(levels=1), (0.7,)), (2.2, TREES["small"], (0.8, 0.6, 0.4)))
+    tree = AutoConfig(choices=(BudgetConfig(1.0), *(BudgetConfig(*each) for each in trees)))
+    proposer = drafting(DRAFTERS["eagle1"](make_head(target), target), tree)
+    made = steered(SpeculativeDecoder(target, proposer), [(ids, answer)], right)
+    made.generate(ids, do_sample=False, max_new_tokens=60, on_cycle=lambda cycle: levels.append(cycle.tree.levels))
+    if right:
+        assert levels[1:-1] == [3] * (len(levels) - 2)
+    else:  # a short draft is tried now and then
+        assert {*levels[8:]} == {0, 1} and levels[8:].count(1) < 0.25 * len(levels)
+
+
 class Collector(BaseStreamer):
     """A transformers streamer that keeps what it is given."""
 
