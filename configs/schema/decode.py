@@ -215,7 +215,55 @@ class DynamicConfig(Section, kw_only=True):
             object.__setattr__(self, "nodes", self.k * self.levels + 1)
 
 
-TreeConfig = Annotated[ChainConfig | StaticConfig | DynamicConfig, Discriminator("shape")]
+OneTree = Annotated[ChainConfig | StaticConfig | DynamicConfig, Discriminator("shape")]
+
+
+class BudgetConfig(Section):
+    """One tree that may be grown, as `aerie tune` found it."""
+
+    ms: PositiveFloat  # of a whole cycle
+    tree: OneTree | None = None  # null: none
+    # by level: the share of drafts of which at least so many tokens were accepted
+    survival: tuple[Annotated[float, Field(gt=0, le=1)], ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.survival) != (self.tree.levels if self.tree else 0) or list(self.survival) != sorted(
+            self.survival, reverse=True
+        ):
+            raise ValueError("survival needs one share for each level of its tree, none above the one before")
+
+
+class AutoConfig(Section, kw_only=True):
+    """At each cycle the tree, or none, from which the text so far lets expect the most tokens a second."""
+
+    shape: Literal["auto"] = "auto"
+    choices: Annotated[tuple[BudgetConfig, ...], Field(min_length=1)]  # `aerie tune` writes them, auto.yaml
+    memory: Annotated[float, Field(ge=1)] = 64.0  # cycles without a draft after which a text's difficulty is forgotten
+    calibrated: Fit | None = None  # read confidences through this fit of `aerie calibrate`
+    stop = ConstantConfig()  # each tree has its own
+
+    def __post_init__(self) -> None:
+        if not self.trees or any(tree.calibrated for tree in self.trees):
+            raise ValueError("one of choices at least needs a tree, and calibrated stands beside choices")
+
+    @cached_property
+    def trees(self) -> list[Any]:
+        return [choice.tree for choice in self.choices if choice.tree is not None]
+
+    @property
+    def levels(self) -> int:
+        return max(tree.levels for tree in self.trees)
+
+    @property
+    def k(self) -> int:
+        return max(tree.k for tree in self.trees)
+
+    @property
+    def nodes(self) -> int:
+        return max(tree.nodes for tree in self.trees)
+
+
+TreeConfig = Annotated[ChainConfig | StaticConfig | DynamicConfig | AutoConfig, Discriminator("shape")]
 
 
 def digests(trees: Iterable[Any]) -> dict[str, dict[str, str]]:

@@ -6,7 +6,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from aerie.configs.read import Place, Section
 from aerie.configs.schema.data import DataConfig, QuestionsConfig
-from aerie.configs.schema.decode import Method, MethodConfig, TreeConfig
+from aerie.configs.schema.decode import Method, MethodConfig, OneTree
 from aerie.configs.schema.heads import Seed
 
 
@@ -98,7 +98,7 @@ class CalibrateConfig(Section):
 
     prompts: PromptsConfig = PromptsConfig()  # others than the bench's
     method: Method | None = None  # null: the usual one of the recipe's head
-    tree: TreeConfig | None = None  # what differs from the method's
+    tree: OneTree | None = None  # what differs from the method's
     bins: PositiveInt = 20  # of the reliability diagram
     temperature: NonNegativeFloat = 0.0  # of the decoding
     oracle_levels: PositiveInt | None = None  # also draft this deep at every cycle: the oracle draft length; SVIP: 40

@@ -22,7 +22,7 @@ from aerie.infer.decode.check import Form, checked_lm
 from aerie.infer.decode.graphs import Captured, CapturedLevels, Compiled, bucket, cycle_of
 from aerie.infer.decode.methods import Drafters, kind_at, make_proposer
 from aerie.infer.decode.sampling import HONOURED, Decoding, Sampler, resolve
-from aerie.infer.decode.shape import Cycle, Drafting, Proposer
+from aerie.infer.decode.shape import Cycle, Proposer
 from aerie.infer.decode.tree import Tree, root_only
 from aerie.infer.decode.verify import rule_of, verify
 from aerie.model.layers import Kept
@@ -212,6 +212,7 @@ class SpeculativeDecoder:
             position, draft_ms = kept.length, clock.lap("draft")
             # (2) verify in one target forward
             step = extend(tree.tokens, tree.depth, tree.mask)
+            # from here on the logits are those of the text and each node's path
             step = replace(step, logits=sampler.with_text(step.logits, tree))
             verdict = verify(tree, step.logits, sampler, self.typical)
             verify_ms = clock.lap("verify")
@@ -293,7 +294,7 @@ class SpeculativeDecoder:
         if self.cycle == "compiled":
             torch._dynamo.maybe_mark_dynamic(kept.columns, 0)
             return self.compiled if self.proposer.is_fixed else (self._draft, self.compiled[1], self._commit)
-        is_chain = isinstance(self.proposer, Drafting) and self.proposer.is_chain and self.proposer.drafter.is_fixed
+        is_chain = self.proposer.is_chain and self.proposer.commits_fixed
         if not (self.proposer.is_fixed or self.proposer.grows_fixed or is_chain):
             return self.plain  # its trees have too many sizes
         kept.columns = kept.numbers[: (width := bucket(kept.length))]

@@ -2,30 +2,39 @@
 
 from collections.abc import Sequence
 from dataclasses import field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import PositiveFloat
+from scipy.special import expit, logit
 from torch import Tensor
 from torch.nn import functional as F
 
 from aerie.configs.errors import UserError, warn
 from aerie.configs.read import Section, validate
 from aerie.configs.schema import decode as schema
-from aerie.configs.schema.decode import METHODS, USUAL, Fit, MethodConfig, TreeConfig, check_kind
+from aerie.configs.schema.decode import METHODS, USUAL, AutoConfig, Fit, MethodConfig, TreeConfig, check_kind
 from aerie.configs.schema.heads import KINDS, Share
 from aerie.infer.decode.drafters import DRAFTERS, Lookahead, PromptLookup, load_draft_lm
-from aerie.infer.decode.sampling import token_ids
-from aerie.infer.decode.shape import Calibrate, Drafter, Drafting, Proposer, make_shape, unchanged
+from aerie.infer.decode.sampling import Sampler, token_ids
+from aerie.infer.decode.shape import Calibrate, Cycle, Drafter, Drafting, Proposer, make_shape, unchanged
+from aerie.infer.decode.tree import Tree, root_only
 from aerie.model.checkpoint import check_sizes, head_facts, load_head, position_warnings
 from aerie.model.formats.layouts import recognise, tensor_names
 from aerie.model.heads import Head
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.hub import head_directory
+from aerie.model.layers import Kept
 from aerie.model.storage import CALIBRATOR, CONFIG, digests, read_json
 from aerie.model.target import Target, context_of, default_taps, other_weights
 
+UNSURE, DRIFT = 1.0, 0.02  # variance of a text's difficulty before it begins, and what each cycle adds to it
+SUREST = 0.98  # chance of a level's draft on any text
+MOST_WAITING = 64  # tokens whose features are kept for the head
 FLOOR = 1e-4  # no token is impossible because a few held-out prompts never had it
 
 
@@ -105,8 +114,90 @@ class Drafters:
         return DRAFTERS[kind](module, self.target)
 
 
+class Auto(Drafting):
+    """Grows that one of some trees, or none, from which the text so far lets expect the most tokens a second.
+
+    A text's difficulty b is taken from the logit of the chance that a level's draft is accepted, given the level above
+    (Rasch's model), and followed by a Kalman filter's steps. Past cycles alone decide: drawn children keep their law.
+    """
+
+    def __init__(self, drafter: Drafter, config: AutoConfig, calibrate: Calibrate) -> None:
+        trees = [choice.tree for choice in config.choices]
+        self.shapes = [None if tree is None else make_shape(tree, calibrate) for tree in trees]
+        grown = [shape for shape in self.shapes if shape is not None]
+        super().__init__(drafter, grown[0])
+        # room for any of the trees
+        self.max_nodes, self.draft_slots = (max(map(attrgetter(of), grown)) for of in ("max_nodes", "draft_slots"))
+        self.is_chain, self.levels = all(shape.is_chain for shape in grown), 0
+        self._keep, self._ms = 1.0 - 1.0 / config.memory, np.array([choice.ms for choice in config.choices])
+        self._logits = np.full((len(trees), config.levels), -np.inf)  # of a text of difficulty 0, by choice and level
+        for row, choice in zip(self._logits, config.choices, strict=True):
+            row[: len(choice.survival)] = step_logits(choice.survival)
+
+    def reset(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> None:
+        for shape in self.shapes:
+            if shape is not None:
+                shape.stop.reset()
+        super().reset(prompt, kept, sampler)
+        self.is_fixed = self.grows_fixed = self.commits_fixed = self._plain = False
+        self._kept = kept
+        self._waiting: list[tuple[Tensor, Tensor]] = []  # of cycles without a draft, which need no head
+        self._difficulty, self._variance = 0.0, UNSURE
+
+    def propose(self, root: Tensor, max_levels: int) -> Tree:
+        expected = expected_tokens(self._logits[:, :max_levels] - self._difficulty)
+        # levels beyond what is left of the answer are worth nothing
+        self._chosen = int((expected / self._ms).argmax())
+        shape = self.shapes[self._chosen]
+        self._plain = shape is None
+        # the head reads what was written without it in one forward, as if it stood where that began
+        if self._waiting and (shape is not None or len(self._waiting) == MOST_WAITING):
+            tokens, features = map(torch.cat, zip(*self._waiting, strict=True))
+            self._kept.advance(-len(tokens))
+            self.drafter.commit(tokens, features)
+            self._kept.advance(len(tokens))
+            self._waiting = []
+        if shape is None:
+            return root_only(root)
+        self.shape = shape
+        return super().propose(root, max_levels)
+
+    def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
+        if self._plain:
+            self._waiting.append((tokens, features))
+        else:
+            super().commit(tokens, features, last)
+
+    def learn(self, new: list[int], cycle: Cycle | None) -> None:
+        super().learn(new, cycle)
+        if cycle is None:
+            return
+        accepted, levels = cycle.verdict.accepted, cycle.tree.levels
+        self._variance += DRIFT
+        if levels:
+            tried = self._logits[self._chosen, : min(accepted + 1, levels)]
+            # the slope of the log likelihood is what was refused beyond expectation, its curvature c (1 - c)
+            chances = expit(tried - self._difficulty)
+            self._variance /= 1.0 + self._variance * float((chances * (1.0 - chances)).sum())
+            self._difficulty += self._variance * float((accepted < levels) - (1.0 - chances).sum())
+        else:  # nothing was learnt, and a small draft is tried again before long
+            self._difficulty *= self._keep
+
+
+def step_logits(survival: Sequence[float]) -> NDArray[np.float64]:
+    """Of each level's chance, given the level above."""
+    return logit((np.array(survival) / [1.0, *survival[:-1]]).clip(1.0 - SUREST, SUREST))
+
+
+def expected_tokens(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The new tokens [..] of a cycle, the bonus token with them, of logits [.., levels]."""
+    return 1.0 + expit(logits).cumprod(-1).sum(-1)
+
+
 def drafting(drafter: Drafter, tree: TreeConfig, calibrate: Calibrate = unchanged) -> Drafting:
     _require_modules(tree, drafter.max_levels, "tree", "the head")
+    if isinstance(tree, AutoConfig):
+        return Auto(drafter, tree, calibrate)
     return Drafting(drafter, make_shape(tree, calibrate))
 
 

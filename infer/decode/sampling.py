@@ -147,6 +147,7 @@ class Sampler:
 
     def after(self, texts: Tensor, logits: Tensor) -> Tensor:
         """Scores [N, V] in float32 of logits, by the processors that look at texts [N, T], shorter ones behind PAD."""
+        # in the order of `generate`: these first, then the draw's own (temperature, top-k, ...) in `law`
         try:
             self._of_text = self._of_text or self._text_processors(logits.device)
             scores = logits.float()
@@ -173,6 +174,7 @@ class Sampler:
             ),
         }
         given = self.decoding.of_text
+        # without an end token there is nothing that a minimal length could forbid
         return [make[name](given[name]) for name in make if name in given and (ends or name[:4] != "min_")]
 
     def choose(self, logits: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aerie.configs.schema.decode import Choice, DynamicConfig, StaticConfig, TreeConfig
+from aerie.configs.schema.decode import Choice, DynamicConfig, OneTree, StaticConfig
 from aerie.infer.decode.cache import TargetStep
 from aerie.infer.decode.sampling import Sampler, argmax, distinct_draws, race
 from aerie.infer.decode.stop import STOPS, Growing, Stop, StopRead, last_of, on_device
@@ -79,7 +79,7 @@ class Shape:
         return Pool(levels, kept, drafter.target_ids(columns), reranked, self.stop.config.rule if ended else None)
 
 
-def make_shape(config: TreeConfig, calibrate: Calibrate = unchanged) -> Shape:
+def make_shape(config: OneTree, calibrate: Calibrate = unchanged) -> Shape:
     """A tree's shape with its stop rule; calibrate maps log q to log confidence."""
     stop = STOPS[type(config.stop)](config.stop, config.levels, config.nodes)
     if isinstance(config, DynamicConfig):
@@ -381,6 +381,7 @@ class Proposer:
     is_chain: bool = True  # no node ever has siblings
     is_fixed: bool = True  # `propose` and `commit` read nothing from the device and draw nothing
     grows_fixed: bool = False  # that, but for a stop rule's reads between the levels of a dynamic tree
+    commits_fixed: bool = False  # `commit` alone
     levels: int = 0  # of every tree but the last ones of an answer; 0: they differ
 
     def reset(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> None:
@@ -415,7 +416,7 @@ class Drafting(Proposer):
         stop, shape = self.shape.stop, self.shape
         fixed = self.drafter.is_fixed and stop.reads_only and not (draws or self.keep)
         self.is_fixed = fixed and (type(stop) is Stop or shape.stop_read == "never")
-        self.grows_fixed = fixed and isinstance(shape, DynamicTree)
+        self.grows_fixed, self.commits_fixed = fixed and isinstance(shape, DynamicTree), self.drafter.is_fixed
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
         return self._counted(self.shape.grow(self.drafter, root, max_levels, self._sampler, self.keep))

@@ -58,7 +58,7 @@ def record(
 ) -> Recording:
     """Decodes prompts [1, T] with their tasks; with oracle_levels, `cycles` has the columns oracle and cap too."""
     drafts, oracle, tables = keep_pools(decoder), None, []
-    if section.oracle_levels is not None and drafts and tree is not None:
+    if section.oracle_levels is not None and drafts and tree is not None and tree.shape != "auto":
         oracle = Oracle(decoder, tree, section.oracle_levels, seed)
     is_eagle = isinstance(decoder.proposer, Drafting) and isinstance(decoder.proposer.drafter, EagleDrafter)
     states = States(decoder) if is_eagle and decoder.cycle == "eager" else None

@@ -1,7 +1,7 @@
 """Drafts recorded once at every place of some answers, and the cycles that any fixed tree would have made of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from aerie.infer.measure.record import Record
 from aerie.model.target import Target
 
 Integers = NDArray[np.int64]
+LEAST = 1e-3  # no survival is nil because a few answers never had it
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class Cycles:
     target_forwards: int
     draft_trees: int  # cycles that drafted (the last token of an answer may need no draft)
     draft_levels: int
+    survival: tuple[float, ...] = field(default=(), compare=False)  # of a replay: how often d tokens were taken
 
     @property
     def tau(self) -> float:
@@ -120,6 +122,7 @@ def replayed(recording: Recording, ranks: Integers, levels: int, nodes: int) -> 
     """The cycles of a tree of these levels and nodes, from the path_ranks of its k."""
     accepted = np.logical_and.accumulate(ranks < nodes - 1, axis=1).sum(1)  # [P] drafted tokens at each place
     tokens = forwards = trees = drafted = 0
+    taken: list[int] = []  # by the cycles with room for a whole tree
     for number in np.unique(recording.answer):
         places = recording.answer == number
         count, room = accepted[places].tolist(), recording.room[places].tolist()
@@ -130,10 +133,12 @@ def replayed(recording: Recording, ranks: Integers, levels: int, nodes: int) -> 
             if place < len(count):
                 trees += 1
                 drafted += min(levels, room[place])
+                taken += [count[place]] * (room[place] >= levels)
                 place += count[place] + 1
             else:
                 place += 1
-    return Cycles(tokens, forwards, trees, drafted)
+    shares = (np.array(taken, dtype=int)[:, None] > np.arange(levels)).mean(0) if taken else np.zeros(levels)
+    return Cycles(tokens, forwards, trees, drafted, tuple(shares.clip(min=LEAST).round(4).tolist()))
 
 
 def counted(answers: Sequence[Statistics] | Sequence[Record]) -> tuple[Cycles, float]:

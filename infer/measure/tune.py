@@ -16,12 +16,21 @@ from torch import Tensor
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict, read_yaml
 from aerie.configs.schema import decode as schema
-from aerie.configs.schema.decode import USUAL, ChainConfig, DynamicConfig, Method, MethodConfig, StopConfig
+from aerie.configs.schema.decode import (
+    USUAL,
+    AutoConfig,
+    BudgetConfig,
+    ChainConfig,
+    DynamicConfig,
+    Method,
+    MethodConfig,
+    StopConfig,
+)
 from aerie.configs.schema.measure import BenchConfig, SamplingConfig, TuneConfig
 from aerie.data.stage import bar
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
 from aerie.infer.decode.graphs import cycle_of
-from aerie.infer.decode.methods import Drafters, calibrate_of, drafting
+from aerie.infer.decode.methods import Drafters, calibrate_of, drafting, expected_tokens, step_logits
 from aerie.infer.decode.shape import Drafter
 from aerie.infer.measure.bench import Bench, describe, make_decoders, run
 from aerie.infer.measure.record import RECORDS
@@ -33,7 +42,7 @@ from aerie.model.storage import CALIBRATOR, write_json, write_text
 from aerie.model.target import Target
 
 GrownConfig = ChainConfig | DynamicConfig  # trees whose depth can be searched
-TUNED = "tuned.yaml"
+TUNED, AUTO = "tuned.yaml", "auto.yaml"
 SEARCH = read_yaml(Path(__file__).with_name("tune.yaml"))[0]
 
 
@@ -60,12 +69,16 @@ def in_turns(
     prompts: Sequence[Tensor],
     repetitions: int,
     name: str,
+    new: int,
     temperature: float = 0.0,
 ) -> list[list[Statistics]]:
-    """Answers of each decoder to prompts [1, T], in turn: other work slows all of them."""
+    """Answers of each decoder to prompts [1, T], in turn: other work slows all of them.
+
+    As long as those that are counted, where there is time: the last trees of an answer are short, and cost less.
+    """
     sampling: dict[str, Any] = asdict(SamplingConfig(temperature))
     generator = torch.Generator(decoders[0].target.device).manual_seed(0)
-    settings = {"max_new_tokens": SEARCH["timed_tokens"], **sampling, "generator": generator, "timed": True}
+    settings = {"max_new_tokens": min(new, SEARCH["timed_tokens"]), **sampling, "generator": generator, "timed": True}
     for decoder in decoders:
         decoder.generate(prompts[0], **{**settings, "max_new_tokens": 12})
     turns: list[list[Statistics]] = [[] for _ in decoders]
@@ -83,7 +96,7 @@ def cycle_ms(answers: Sequence[Statistics]) -> float:
     return statistics.median((one.ms["wall"] - one.ms["prefill"]) / max(one.target_forwards, 1) for one in answers)
 
 
-def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Tensor]) -> Costs:
+def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Tensor], new: int) -> Costs:
     """What a drafter's trees cost on the first prompts [1, T]: medians over answers."""
 
     def per_cycle(answers: Sequence[Statistics], *phases: str) -> float:
@@ -91,7 +104,7 @@ def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Tensor]) -
 
     trees = [DynamicConfig(levels=levels, k=k, nodes=nodes) for levels, k, nodes in SEARCH["timed_trees"]]
     decoders = [SpeculativeDecoder(target), *(SpeculativeDecoder(target, drafting(drafter, tree)) for tree in trees)]
-    plain, *others = in_turns(decoders, prompts[: SEARCH["cost_prompts"]], SEARCH["cost_repetitions"], "costs")
+    plain, *others = in_turns(decoders, prompts[: SEARCH["cost_prompts"]], SEARCH["cost_repetitions"], "costs", new)
     draft = {}
     for at in range(0, len(trees), 2):  # a width's shallow and deep tree
         pair = others[at : at + 2]
@@ -116,6 +129,8 @@ class Prediction:
     tau: float
     ms_per_token: float
     speedup: float
+    cycle_ms: float = 0.0  # of a whole tree, as priced; 0: unknown
+    survival: tuple[float, ...] = ()  # as in Cycles
 
 
 def check_apart(config: TuneConfig) -> None:
@@ -181,8 +196,10 @@ class HeadTuning:
         usual = replace(usual, levels=min(usual.levels, config.levels), **narrower)
         self.rules: list[Prediction] = []
         self.fixed: Prediction | None = None  # the best tree without a rule, timed as it is; null: nothing was timed
+        self.drift = 1.0  # timed over priced, of fixed trees
         if config.temperature > 0:
-            self.costs, few = measure_costs(target, self.drafter, prompts), prompts[: SEARCH["sampled_prompts"]]
+            few, new = prompts[: SEARCH["sampled_prompts"]], config.prompts.max_new_tokens
+            self.costs = measure_costs(target, self.drafter, prompts, new)
             tried = [usual, *sampled_trees(config.levels, k)]
             self.published, *trees = self.timed([(method_of(kind, tree), tree) for tree in tried], few, "trees")
             self.trees = sorted(trees, key=lambda one: one.ms_per_token)
@@ -190,8 +207,9 @@ class HeadTuning:
             return
         self.announce(k)
         self.recording = record(target, self.drafter, prompts, config.levels, k, config.prompts.max_new_tokens)
-        self.costs = measure_costs(target, self.drafter, prompts)
-        self.trees = self.replay(trees_up_to(config.levels, k))[: SEARCH["shown"]]
+        self.costs = measure_costs(target, self.drafter, prompts, config.prompts.max_new_tokens)
+        self.every = self.replay(trees_up_to(config.levels, k))
+        self.trees = self.every[: SEARCH["shown"]]
         (self.published,) = self.replay([usual])
         self.choice = self.trees[0]
 
@@ -215,7 +233,8 @@ class HeadTuning:
 
     def predicted(self, method: Method, tree: GrownConfig, total: Cycles, nodes: float) -> Prediction:
         ms = self.costs.price(total, tree.k, nodes) / max(total.tokens, 1)
-        return Prediction(method, tree, total.tau, ms, self.costs.plain / ms)
+        whole = self.costs.price(Cycles(0, 1, 1, tree.levels), tree.k, nodes)
+        return Prediction(method, tree, total.tau, ms, self.costs.plain / ms, whole, total.survival)
 
     def replay(self, trees: Iterable[GrownConfig]) -> list[Prediction]:
         """Fixed trees, the fastest first; those of the same levels and k must follow each other."""
@@ -241,7 +260,8 @@ class HeadTuning:
     ) -> list[Prediction]:
         """Trees as they decode prompts, in turn with the target alone, at the temperature that is tuned for."""
         decoders = [SpeculativeDecoder(self.target), *(self.decoder(tree) for _, tree in tried)]
-        plain, *others = in_turns(decoders, prompts, 1, name, self.config.temperature)
+        new = self.config.prompts.max_new_tokens
+        plain, *others = in_turns(decoders, prompts, 1, name, new, self.config.temperature)
         predictions = []
         for (method, tree), answers in zip(tried, others, strict=True):
             tau = counted(answers)[0].tau
@@ -271,17 +291,35 @@ class HeadTuning:
             reads = [(method, replace(tree, stop_read=read)) for method, tree in trees for read in SEARCH["stop_reads"]]
             finalists += self.decoded(reads, self.prompts)
         # the costs do not know what a stop rule, a calibrator and trees that change from cycle to cycle take
-        predictions, timed = [best, self.published, *finalists], []
+        fixed = self.trees[: SEARCH["fixed"]]
+        predictions, timed = [*fixed, self.published, *finalists], []
         decoders = [SpeculativeDecoder(self.target), *(self.decoder(one.tree) for one in predictions)]
         prompts = self.prompts[: SEARCH["timed_prompts"]]
-        plain, *others = in_turns(decoders, prompts, SEARCH["timed_repetitions"], "finalists")
+        new = self.config.prompts.max_new_tokens
+        plain, *others = in_turns(decoders, prompts, SEARCH["timed_repetitions"], "finalists", new)
         for one, answers in zip(predictions, others, strict=True):
             ms = cycle_ms(answers) / one.tau  # tau comes from more prompts
             timed.append(replace(one, ms_per_token=ms, speedup=cycle_ms(plain) / ms))
-        self.fixed, self.published, *finalists = timed
+        count = len(fixed)
+        self.fixed = min(timed[:count], key=lambda one: one.ms_per_token)
+        self.published, finalists = timed[count], timed[count + 1 :]
+        # how far the prices of these trees, in cycles without a draft, are from what they took
+        drifts = [timed_.speedup / one.speedup for one, timed_ in zip(fixed, timed, strict=False)]
+        self.drift = statistics.median(drifts)
         self.rules = sorted(finalists, key=lambda one: one.ms_per_token)
         has_rule = self.rules and self.rules[0].ms_per_token * SEARCH["worth"] < self.fixed.ms_per_token
         self.choice = self.rules[0] if has_rule else self.fixed
+
+    def auto(self) -> AutoConfig:
+        """The trees that are the best ones for texts of some difficulty, as `Auto` has it, and none."""
+        best: dict[GrownConfig, BudgetConfig] = {}
+        lowest, highest = SEARCH["difficulties"]
+        logits = [step_logits(one.survival) for one in self.every]
+        for difficulty in np.linspace(lowest, highest, 25):
+            tokens = [expected_tokens(each - difficulty) for each in logits]
+            one, _ = max(zip(self.every, tokens, strict=True), key=lambda pair: pair[1] / pair[0].cycle_ms)
+            best[one.tree] = BudgetConfig(round(one.cycle_ms / self.drift, 3), one.tree, one.survival)
+        return AutoConfig(choices=(BudgetConfig(round(self.costs.plain, 3)), *best.values()))
 
     def facts(self) -> dict[str, Any]:
         """tune.json's entry of this head."""
@@ -316,8 +354,13 @@ def tuned(
         output / "tune.json",
         {"chosen": best.kind, "temperature": config.temperature, "heads": [one.facts() for one in tunings]},
     )
+    if config.temperature == 0:
+        row = {"method": USUAL[best.kind], "head": best.head, "tree": as_dict(best.auto())}
+        words = "# a tree, or none, for each cycle, by what was accepted of the text so far"
+        write_text(output / AUTO, f"{words}\n{yaml.safe_dump(row, sort_keys=False)}")
     measure(target, tokenizer, best, config, output, seed)
-    print(f"tune: {output / TUNED} (generate --row FILE, bench --row FILE)")
+    files = f"{output / TUNED}" + (f" and {AUTO}" if config.temperature == 0 else "")
+    print(f"tune: {files} (generate --row FILE, bench --row FILE)")
     return {}
 
 
@@ -333,6 +376,8 @@ def measure(target: Target, tokenizer: Any, best: HeadTuning, config: TuneConfig
         return
     predicted = best.choice
     methods = measured_rows(best.kind, MethodConfig(predicted.method, predicted.tree), config.grid)
+    if config.temperature == 0:
+        methods.append(MethodConfig(USUAL[best.kind], best.auto()))
     kinds = [None, *([best.kind] * (len(methods) - 1))]
     decoders = make_decoders(target, methods, [kind and best.head for kind in kinds])
     section = BenchConfig(prompts=config.measure, rows=tuple(methods), sampling=(SamplingConfig(config.temperature),))
@@ -362,6 +407,8 @@ def name_of(method: MethodConfig) -> str:
     tree = method.tree
     if tree is None:
         return method.method
+    if tree.shape == "auto":
+        return f"{method.method}, auto"
     shape = f"{tree.levels} levels, k {tree.k}, {tree.nodes} nodes"
     words = [method.method, f"chain of {tree.levels}" if tree.shape == "chain" else shape]
     if tree.shape == "dynamic" and tree.children == "sampled":

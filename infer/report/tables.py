@@ -68,7 +68,7 @@ def tree_text(row: SummaryRow) -> str:
     tree = row.tree
     if tree is None:
         return NOTHING
-    words = {"chain": "chain", "static": f"static, {tree.nodes} nodes"}
+    words = {"chain": "chain", "static": f"static, {tree.nodes} nodes", "auto": f"auto, {tree.nodes} nodes at most"}
     sizes = f"{tree.levels} levels, {words.get(tree.shape, f'k {tree.k}, {tree.nodes} nodes')}"
     return ", ".join(filter(None, (tree.text or sizes, tree.variant, "NOT lossless" if is_lossy(row) else "")))
 

@@ -15,6 +15,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import (
+    AutoConfig,
+    BudgetConfig,
     ChainConfig,
     DynamicConfig,
     EntropyConfig,
@@ -26,7 +28,8 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.decode import engine, graphs, shape
 from aerie.infer.decode.drafters import DRAFTERS
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.shape import Drafting, make_shape
+from aerie.infer.decode.methods import Auto, drafting
+from aerie.infer.decode.shape import Cycle, Drafting, make_shape
 from aerie.model.layers import Kept
 from aerie.model.target import Target
 from tests import tiny
@@ -98,6 +101,47 @@ def test_a_stop_string_ends_an_answer_at_the_token_that_completes_it_as_in_trans
         assert made.generate(ids, **settings).sequences.tolist() == theirs.tolist()
         lengths.append(theirs.shape[1] - ids.shape[1])
     assert lengths == [1, 1, 7, 9, 24]
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "hydra", "draft_lm"])
+def test_the_head_reads_what_was_written_without_drafts_as_soon_as_one_is_grown(kind: str) -> None:
+    target, ids, tree, seen, first = make_target(), prompts(4)[-1], TREES["small"], list[Cycle](), list[Cycle]()
+    text = greedy(target, ids, 40)[0]
+    options: dict[str, Any] = {"prefix_layer": True} if kind == "hydra" else {}
+    module = target if kind == "draft_lm" else make_head(target, kind, **options)
+    choices = (BudgetConfig(1.0), BudgetConfig(2.0, tree, (0.5, 0.4, 0.3)))
+    auto, plain = (drafting(DRAFTERS[kind](module, target), each) for each in (AutoConfig(choices=choices), tree))
+    assert isinstance(auto, Auto)
+
+    def watch(cycle: Cycle) -> None:
+        seen.append(cycle)
+        auto._ms[1] = 1e-3 if len(seen) % 5 == 4 else 1e3  # then a draft is grown
+
+    made = SpeculativeDecoder(target, auto).generate(ids, do_sample=False, max_new_tokens=40, on_cycle=watch)
+    assert made.sequences.tolist() == [text]
+    for number, cycle in enumerate(seen[1:25], start=1):
+        assert (len(cycle.tree) > 1) == (number % 5 == 4)
+        if len(cycle.tree) > 1:
+            begun = torch.tensor([text[: cycle.position]])
+            SpeculativeDecoder(target, plain).generate(begun, do_sample=False, max_new_tokens=8, on_cycle=first.append)
+            assert torch.equal(cycle.tree.tokens, first[0].tree.tokens)
+            torch.testing.assert_close(cycle.tree.survival, first[0].tree.survival, rtol=1e-4, atol=1e-4)
+            first.clear()
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_budget_follows_what_is_accepted_down_to_no_draft(right: bool) -> None:
+    target, ids, levels = make_target(), prompts(4)[-1], []
+    answer = greedy(target, ids, 60)[0][ids.shape[1] :]
+    trees = ((1.3, ChainConfig(levels=1), (0.7,)), (2.2, TREES["small"], (0.8, 0.6, 0.4)))
+    tree = AutoConfig(choices=(BudgetConfig(1.0), *(BudgetConfig(*each) for each in trees)))
+    proposer = drafting(DRAFTERS["eagle1"](make_head(target), target), tree)
+    made = steered(SpeculativeDecoder(target, proposer), [(ids, answer)], right)
+    made.generate(ids, do_sample=False, max_new_tokens=60, on_cycle=lambda cycle: levels.append(cycle.tree.levels))
+    if right:
+        assert levels[1:-1] == [3] * (len(levels) - 2)
+    else:  # a short draft is tried now and then
+        assert {*levels[8:]} == {0, 1} and levels[8:].count(1) < 0.25 * len(levels)
 
 
 class Collector(BaseStreamer):

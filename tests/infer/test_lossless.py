@@ -13,7 +13,16 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from aerie.configs.schema.decode import METHODS, Method, MethodConfig, TypicalConfig
+from aerie.configs.schema.decode import (
+    METHODS,
+    AutoConfig,
+    BudgetConfig,
+    ChainConfig,
+    DynamicConfig,
+    Method,
+    MethodConfig,
+    TypicalConfig,
+)
 from aerie.configs.schema.measure import SamplingConfig
 from aerie.infer.decode import engine, verify
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
@@ -150,6 +159,21 @@ def test_a_law_that_is_lost_on_the_way_down_a_tree_is_found(
 
     monkeypatch.setattr(Sampler, "with_text", roots_for_all)
     assert of_text.prove(MethodConfig("eagle"), "eagle1", SamplingConfig(1.0), 300, seed=0).p_value < 1e-6
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_budget_that_follows_past_cycles_moves_no_law(sampled: SampledProver, setting: SamplingConfig) -> None:
+    """Each of its trees, drawn ones too, and none are chosen in the course of an answer."""
+    chain = BudgetConfig(1.2, ChainConfig(levels=1), (0.5,))
+    trees = (chain, BudgetConfig(1.6, DynamicConfig(levels=2, k=2, nodes=5), (0.8, 0.6)))
+    asked = MethodConfig("eagle-chain", AutoConfig(choices=(BudgetConfig(1.0), *trees), memory=1.0))
+    decoder, law = sampled.decoder(asked, "eagle1"), lossless.answer_law(sampled.target, sampled.ids, 5, setting)
+    generator, seen, levels = torch.Generator().manual_seed(1), Counter[Any](), Counter[int]()
+    for _ in range(500):
+        watch = lambda cycle: levels.update([cycle.tree.levels])  # noqa: E731
+        options: dict[str, Any] = {**vars(setting), "max_new_tokens": 5, "generator": generator, "on_cycle": watch}
+        seen[tuple(decoder.generate(sampled.ids, **options).new_ids)] += 1
+    assert lossless.p_value(law, seen) > ALPHA and min(levels[depth] for depth in range(3)) > 60
 
 
 def second_best(tree: Tree, logits: Tensor, sampler: Sampler, typical: Any) -> Verdict:
