@@ -22,7 +22,7 @@ LADDER = {
 SOURCES = sorted(path for package in LADDER for path in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 HOUSE = [path for name in (*LADDER, "slurm") for path in ROOT.glob(f"{name}/**/*") if path.suffix in (".py", ".jinja")]
-BUDGETS = {"files": 98, "longest": 450, "lines": 17_580, "code": 13_290, "KiB": 914, "test lines": 12_604, "tests": 652}
+BUDGETS = {"files": 98, "longest": 450, "lines": 17_580, "code": 13_290, "KiB": 914, "test lines": 12_605, "tests": 652}
 MAX_SINGLE_IMPORTERS = 12
 distributions = functools.cache(packages_distributions)  # by top-level module
 
