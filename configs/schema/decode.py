@@ -200,8 +200,7 @@ class DynamicConfig(Section, kw_only=True):
     rank: Literal["survival", "confidence"] = "survival"
     rerank: bool = True  # false: every level's k best are verified, k * levels + 1 nodes
     stop: StopConfig = ConstantConfig()  # when to end a draft early
-    # When the device's answer to `stop` is waited for; the tree is the same. each: before the next level's forward;
-    # late: after it was launched, one forward more; never: all levels are drafted, those below the end are ignored
+    # when `stop` is waited for, the tree is the same: each: before a level; late: once it runs; never: all levels run
     stop_read: Literal["each", "late", "never"] = "each"
     calibrated: Fit | None = None  # read confidences through this fit of `aerie calibrate`
 
@@ -227,9 +226,8 @@ class BudgetConfig(Section):
     survival: tuple[Annotated[float, Field(gt=0, le=1)], ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.survival) != (self.tree.levels if self.tree else 0) or list(self.survival) != sorted(
-            self.survival, reverse=True
-        ):
+        levels = self.tree.levels if self.tree else 0
+        if len(self.survival) != levels or list(self.survival) != sorted(self.survival, reverse=True):
             raise ValueError("survival needs one share for each level of its tree, none above the one before")
 
 

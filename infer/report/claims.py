@@ -102,17 +102,17 @@ def estimate(sides: Sequence[Side], claim: Entry, seed: int = 0) -> Estimate | N
             values = [side.figure(table[drawn].sum(-2)) for side, table in zip(sides, tables, strict=True)]
             return values[0] if len(values) < 2 else values[0] / values[1] if is_ratio else values[0] - values[1]
 
-    numbers = np.arange(len(prompts))
-    value = float(of(numbers)) if len(prompts) else np.nan
+    numbers, known = np.arange(len(prompts)), min(int((table != 0).any(-1).sum()) for table in tables)
+    value = float(of(numbers)) if known else np.nan
     if not np.isfinite(value):
         return None
-    if len(prompts) < 2:
-        return Estimate(value, -np.inf, np.inf, len(prompts))
+    if known < 2:  # prompts that say anything
+        return Estimate(value, -np.inf, np.inf, known)
     settings: dict[str, Any] = {"n_resamples": RESAMPLES, "batch": BATCH, "method": "percentile"}
     with catch_warnings(action="ignore"):  # of resamples that have no figure, or an infinite one
         found = stats.bootstrap((numbers,), of, vectorized=True, rng=np.random.default_rng(seed), **settings)
         low, high = np.nanpercentile(found.bootstrap_distribution, [2.5, 97.5])
-    return Estimate(value, float(low), float(high), len(prompts))
+    return Estimate(value, float(low), float(high), known)
 
 
 def mean(sums: Sums) -> FloatArray:  # of x: the columns are 1, x
@@ -249,12 +249,10 @@ def by_rows(run: Measured, claim: Entry, temperature: float) -> dict[str, Estima
     figure, found = claim["figure"], dict[str, Estimate]()
     others = candidates(run, claim["against"], temperature) if claim.get("against") else {}
     for head, rows in candidates(run, claim["of"], temperature).items():
-        if claim["of"].get("pick") == "deepest" and len({row[0].tree.levels for row in rows if row[0].tree}) < 2:
-            continue
         sides = [_picked(rows, claim["of"], figure, run)]
         if claim.get("against"):
             depth = sides[0][0].tree
-            rivals = [row for row in others.get(head, others.get("any", [])) if row[0].row != sides[0][0].row]
+            rivals = [row for row in others.get(head, others.get("any", [])) if row is not sides[0]]
             if claim.get("same_depth"):
                 rivals = [row for row in rivals if row[0].tree and depth and row[0].tree.levels == depth.levels]
             if not rivals:
@@ -334,9 +332,12 @@ def judge(run: Measured) -> list[dict[str, Any]]:
             for head, one in found.items():
                 verdict, why, needed = judged(claim, one)
                 form = claim.get("form", "{:+.2f}" if claim.get("as", "") == "" and "against" in claim else "{:.2f}")
-                interval = "one prompt" if one.prompts < 2 else f"{form.format(one.low)} to {form.format(one.high)}"
+                between = "one prompt" if one.prompts < 2 else f"{form.format(one.low)} to {form.format(one.high)}"
                 figures = {name: number if np.isfinite(number) else None for name, number in one._asdict().items()}
-                ours = {"ours": f"{form.format(one.value)} [{interval}]", "prompts_needed": needed}
+                ours = {
+                    "ours": f"{form.format(one.value)} [{between}] {claim.get('unit', '')}",
+                    "prompts_needed": needed,
+                }
                 lines.append({**line, "head": head, **figures, **ours, "verdict": verdict, "why": why})
             if not found:
                 lines.append({**line, "verdict": "open", "why": f"Not measured: {claim['needs']}."})

@@ -245,16 +245,17 @@ def _beside_published(picture: Mapping[str, Any]) -> Figure:
     """A claim's lines with their intervals; what the paper has is hollow."""
     lines = picture["lines"]
     legend = {line["label"]: colour for line, colour in zip(lines, SERIES, strict=False)}
-    legend |= dict.fromkeys(picture["published"], MUTED)
+    legend |= dict(zip(picture["published"], SERIES[::-1], strict=False))
     figure, (axes,) = _figure({picture["title"]: ()}, picture["xlabel"], legend, 190.0)
     places = list(dict.fromkeys(point[0] for line in lines for point in line["points"]))
     for line in lines:
         at, y, low, high = zip(*line["points"], strict=True)
         x = at if numeric(places) else tuple(map(places.index, at))
-        axes.plot(x, y, color=legend[line["label"]], marker="o")
+        style = "-" if numeric(places) else "none"
+        axes.plot(x, y, color=legend[line["label"]], marker="o", linestyle=style)
         axes.vlines(x, low, high, color=legend[line["label"]], linewidth=1.0)
-    for points in picture["published"].values():
-        axes.plot(*zip(*points, strict=True), "o", color=MUTED, markerfacecolor="none")
+    for name, points in picture["published"].items():
+        axes.plot(*zip(*points, strict=True), "o", color=legend[name], markerfacecolor="none")
     if not numeric(places):
         axes.set_xticks(range(len(places)), places, rotation=60, fontsize=8.5)
     return figure

@@ -264,7 +264,7 @@ def test_deagles_claims_are_of_the_vote_on_the_same_prompts_and_a_rule_that_igno
     assert found["deagle-flat"] == (pytest.approx(1.0), "holds")  # it does not slow down where it may go deeper
     deaf = [replace(one, draft_forwards_wasted=4) if one.row == 4 else one for one in records]
     assert verdicts(records=deaf)["deagle-waste"] == (1.0, "does not hold")
-    failed = [replace(one, **FAILED) if one.row == 4 else one for one in records]
+    failed = [replace(one, **FAILED) if one.method == "deagle" else one for one in records]
     assert "deagle-waste" not in verdicts(records=failed)
 
 
@@ -281,6 +281,8 @@ def test_a_confidence_that_is_inverted_and_too_few_prompts_change_a_verdict() ->
     names = ("eagle2-correlation", "eagle2-calibrated", "eagle2-sure")
     assert [judged(nodes)[name] for name in names] == ["holds"] * 3
     assert [judged(nodes.assign(confidence=1 - confidence))[name] for name in names] == ["does not hold"] * 3
+    alone = nodes[(nodes.confidence < 0.9) | (nodes.prompt < 1)]
+    assert judged(alone)["eagle2-sure"] == "open"  # one prompt of 40 has any such node
     few = judged(nodes[(nodes.prompt < 4) & (nodes.index % 100 < 8)])
     assert few["eagle2-correlation"] == "open" == judged(nodes[nodes.prompt < 1])["eagle2-calibrated"]
     (line,) = [one for one in claims.judge(claims.Measured([])) if one["id"] == "eagle2-speed"]
