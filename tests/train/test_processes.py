@@ -40,8 +40,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "hydra": ("zero2", {"kind": "hydra", "prefix_layer": True}, {"dropout": 0.2, "law_weight": 0.5, **SMALL, **MUON}),
     "block": (
         "zero3",
-        {"kind": "block", "markov_rank": 8, "markov_head": "gated", "norm_init": "target"},
-        {"anchors": 5, "measure_prompts": 2, "measure_new_tokens": 8, **SMALL, **MUON},
+        {"kind": "block", "markov_rank": 8, "norm_init": "target"},
+        {"anchors": 5, "measure_prompts": 2, "measure_new_tokens": 8, "save_every": 2, **SMALL},
     ),
     "eagle3": (
         "zero3",
