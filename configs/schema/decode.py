@@ -194,7 +194,7 @@ class DynamicConfig(Section, kw_only=True):
     levels: PositiveInt = 6  # depth, at most; the root is none (EAGLE-2, appendix A: 6)
     k: PositiveInt = 10  # branching and frontier width
     nodes: Annotated[int, Field(ge=2)] = 60  # verified nodes with the root
-    children: Literal["best", "sampled"] = "best"  # where the target samples: q's likeliest (R2, the papers'), drawn (R3)
+    children: Literal["best", "sampled"] = "best"  # where the target samples: q's most probable (R2), or drawn (R3)
     # EAGLE-2's ablations (table 3)
     rank: Literal["survival", "confidence"] = "survival"
     rerank: bool = True  # false: every level's k best are verified, k * levels + 1 nodes
