@@ -83,7 +83,8 @@ def tune(arguments: Namespace, unknown: list[str]) -> int:
     check_apart(section)
     plan = f"{', '.join(heads)} -> {paths.tune / TUNED}"
     work = partial(tuned, heads, section, paths.tune, recipe.seed)
-    return _stage(arguments, recipe, list(heads.values()), {"threads": recipe.threads}, section, plan, work)
+    inputs = {"threads": recipe.threads} | ({} if recipe.target.cycle == "auto" else {"cycle": recipe.target.cycle})
+    return _stage(arguments, recipe, list(heads.values()), inputs, section, plan, work)
 
 
 def _stage(

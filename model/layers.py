@@ -1,6 +1,7 @@
 """The decoder layer of draft heads, by Llama's parameter names."""
 
 import math
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -73,7 +74,8 @@ class Kept:
         # in steps, as a compiled forward is of one capacity
         self.numbers = torch.arange(-(-capacity // 256) * 256, device=device)
         self.behind = self.numbers.clone()
-        self.captured: dict[Any, Any] = {}  # graphs that look at these places and their caches
+        # by decoder: its graphs, which look at these places and their caches
+        self.captured = weakref.WeakKeyDictionary[Any, dict[Any, Any]]()
         self.restart()
 
     def restart(self) -> None:

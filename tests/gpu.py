@@ -154,7 +154,7 @@ def measured(size: Size, accelerator: Accelerator) -> Iterator[Row]:
         accelerator.free_memory()
         del module, optimizers, objective, take
     cycles: tuple[Any, ...] = ("eager", "captured", "compiled")
-    for cycle in cycles if device.type == "cuda" else cycles[:1]:
+    for cycle in cycles if device.type == "cuda" else ("eager", "compiled"):
         target.recipe = replace(target.recipe, cycle=cycle)
         yield from (decoded(size, target, kind, heads.get(kind), ids[:1, :128]) for kind in ("vanilla", *heads))
 

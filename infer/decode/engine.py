@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.data.chat import answer_text, apply_template
 from aerie.infer.decode.cache import TargetStep
 from aerie.infer.decode.check import Form, checked_lm
-from aerie.infer.decode.graphs import Captured, CapturedLevels, Compiled, bucket, cycle_of
+from aerie.infer.decode.graphs import Compiled, Graphs, bucket, cycle_of
 from aerie.infer.decode.methods import Drafters, kind_at, make_proposer
 from aerie.infer.decode.sampling import HONOURED, Decoding, Sampler, resolve
 from aerie.infer.decode.shape import Cycle, Proposer
@@ -90,10 +91,10 @@ class SpeculativeDecoder:
         self.target, self.proposer, self.typical = target, proposer or Proposer(), typical
         self.form: Form = "chain" if self.proposer.is_chain else "tree"
         self.lm = checked_lm(target, self.proposer.after_blocks, self.form)
-        self.plain: tuple[Callable[..., Any], ...] = self._draft, self._extend, self._commit
         self.cycle = cycle_of(target)
-        self.compiled = (*map(Compiled, self.plain),) if self.cycle == "compiled" else self.plain
-        self.graph_bytes = 0  # of what was captured
+        functions: tuple[Callable[..., Any], ...] = self.draft, self.extend, self.commit
+        self._compiled = (*map(Compiled, functions),) if self.cycle == "compiled" else ()
+        self.graph_bytes, self.pool = 0, None  # of what was captured
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -166,7 +167,8 @@ class SpeculativeDecoder:
         """input_ids: a text, messages, token ids [T] or [1, T] (list or tensor), or what a tokenizer returns.
 
         A text is a user's turn in the chat template; a tokenizer without one takes it as it is.
-        settings: HONOURED, else the generation_config's; on_cycle sees each cycle; timed waits for the device.
+        settings: HONOURED, else the generation_config's; timed waits for the device; on_cycle sees each cycle, whose
+        tensors the next one may write over.
         UserError: padding, several prompts, ids outside the vocabulary, no room in the context, unknown settings.
         """
         if foreign := sorted(settings.keys() - set(HONOURED)):
@@ -207,11 +209,11 @@ class SpeculativeDecoder:
                 self.lm.prefill(torch.cat([prompt, torch.tensor(answer, device=prompt.device)]), kept)
             # (1) draft; the bonus token takes one place of what is left
             levels = min(remaining - 1, self.lm.max_levels, proposer.levels if proposer.is_fixed else remaining)
-            draft, extend, commit = self._functions(kept, levels)
-            tree = draft(root, levels)
+            run = self._run(kept, levels)
+            tree = run.draft(root, levels)
             position, draft_ms = kept.length, clock.lap("draft")
             # (2) verify in one target forward
-            step = extend(tree.tokens, tree.depth, tree.mask)
+            step = run.extend(tree.tokens, tree.depth, tree.mask)
             # from here on the logits are those of the text and each node's path
             step = replace(step, logits=sampler.with_text(step.logits, tree))
             verdict = verify(tree, step.logits, sampler, self.typical)
@@ -230,10 +232,10 @@ class SpeculativeDecoder:
             count = len(verdict.path)
             sampler.follow(verdict.new[:count])
             last = kept.numbers[count - 1 : count]  # of a captured commit, whose path is of one length
-            if isinstance(commit, Captured):
-                commit(verdict.nodes, verdict.new, step.features, last)
+            if isinstance(run, Graphs):
+                run.commit(verdict.nodes, verdict.new, step.features, last)
             else:
-                commit(verdict.nodes[:count], verdict.new[:count], step.features)
+                run.commit(verdict.nodes[:count], verdict.new[:count], step.features)
             proposer.learn(chosen, cycle)
             kept.advance(count)
             root, accepted = verdict.new[count - 1 : count], min(verdict.accepted, len(new))
@@ -287,31 +289,35 @@ class SpeculativeDecoder:
 
         return first_end
 
-    def _functions(self, kept: Kept, levels: int) -> tuple[Callable[..., Any], ...]:
-        """draft, extend and commit as target.cycle has them; those of the short trees before the end are eager."""
+    def _run(self, kept: Kept, levels: int) -> Any:
+        """What has draft, extend and commit as target.cycle says; those of the short trees before the end are eager."""
+        if self.cycle == "eager":
+            kept.captured.pop(self, None)
         if self.cycle == "eager" or levels < self.proposer.levels:
-            return self.plain
+            return self
         if self.cycle == "compiled":
             torch._dynamo.maybe_mark_dynamic(kept.columns, 0)
-            return self.compiled if self.proposer.is_fixed else (self._draft, self.compiled[1], self._commit)
+            draft, extend, commit = self._compiled
+            fixed = self.proposer.is_fixed
+            return SimpleNamespace(
+                draft=draft if fixed else self.draft, extend=extend, commit=commit if fixed else self.commit
+            )
         is_chain = self.proposer.is_chain and self.proposer.commits_fixed
         if not (self.proposer.is_fixed or self.proposer.grows_fixed or is_chain):
-            return self.plain  # its trees have too many sizes
+            return self  # its trees have too many sizes
         kept.columns = kept.numbers[: (width := bucket(kept.length))]
-        if (self, width) not in kept.captured:
-            draft, *others = (Captured(self, function) for function in self.plain)
-            other = CapturedLevels(self) if self.proposer.grows_fixed else self._draft
-            kept.captured[self, width] = draft if self.proposer.is_fixed else other, *others
-        found: tuple[Callable[..., Any], ...] = kept.captured[self, width]
-        return found
+        graphs, key = kept.captured.setdefault(self, {}), (width, self.proposer.is_fixed)
+        if key not in graphs:
+            graphs[key] = Graphs(self)
+        return graphs[key]
 
-    def _draft(self, root: Tensor, max_levels: int) -> Tree:
+    def draft(self, root: Tensor, max_levels: int) -> Tree:
         return self.proposer.propose(root, max_levels) if max_levels else root_only(root)
 
-    def _extend(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> TargetStep:
+    def extend(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> TargetStep:
         return self.lm.extend(tokens, depth, mask)
 
-    def _commit(self, nodes: Tensor, new: Tensor, features: Tensor, last: Tensor | None = None) -> None:
+    def commit(self, nodes: Tensor, new: Tensor, features: Tensor, last: Tensor | None = None) -> None:
         if self.form == "tree":  # a chain's rows stand where they belong
             self.lm.cache.gather(nodes)
         self.proposer.commit(new, features.index_select(0, nodes), last)

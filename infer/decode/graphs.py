@@ -1,5 +1,6 @@
 """How a cycle's functions are run: as they are (eager), as CUDA graphs (captured), or by torch.compile (compiled)."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -17,8 +18,11 @@ from aerie.model.target import Target
 
 def cycle_of(target: Target) -> str:
     """How its cycles are run: eager, captured or compiled."""
-    own = "captured" if target.device.type == "cuda" else "eager"
-    return own if target.recipe.cycle == "auto" else target.recipe.cycle
+    if target.recipe.cycle != "auto":
+        return target.recipe.cycle
+    # LongRoPE looks at positions on the host; a graph is of one device
+    spread = len({*getattr(target.model, "hf_device_map", {}).values()}) > 1
+    return "captured" if target.device.type == "cuda" and target.rope_switch is None and not spread else "eager"
 
 
 class Compiled:
@@ -45,93 +49,113 @@ def bucket(length: int) -> int:
     return -(-length // step) * step
 
 
-def record(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+def record(function: Callable[[], Any], device: torch.device, pool: Any) -> tuple[Callable[[], None], Any]:
     """A function as a CUDA graph: what repeats its kernels, and its output, which they write anew."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    with torch.cuda.device(device), torch.cuda.graph(graph, pool, stream):
         output = function()
     return graph.replay, output
 
 
-def capture(decoder: Any, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """See `record`; no phase of an answer counts its time."""
-    device = decoder.target.device
-    before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
-    recorded = record(function)
-    decoder.graph_bytes += torch.cuda.memory_reserved(device) - before if device.type == "cuda" else 0
-    decoder.clock.lap(None)
-    return recorded
+class Graphs:
+    """What is captured of a decoder's cycle for one width: each of its functions for arguments of each size.
 
-
-class Captured:
-    """A function of a cycle as CUDA graphs, one for arguments of each size.
-
-    Where that cannot be, or gives other logits, its decoder goes on eagerly, and a line says so.
+    Where that cannot be, or gives other logits, the decoder goes on eagerly, and a line says so.
     """
 
-    def __init__(self, decoder: Any, function: Callable[..., Any]) -> None:
-        self._decoder, self._function = decoder, function
-        self._graphs: dict[tuple[int, ...], tuple[Callable[[], None], list[Any], Any]] = {}
+    def __init__(self, decoder: Any) -> None:
+        self._decoder: Any = weakref.proxy(decoder)  # whose caches hold this
+        self._device = decoder.target.device
+        self._graphs: dict[Any, tuple[Callable[[], None], list[Any], Any]] = {}
+        self._levels: list[tuple[Any, ...]] = []
+        self._checked: dict[Any, int] = {}
 
-    def __call__(self, *arguments: Any) -> Any:
+    def _capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """See `record`; no phase of an answer counts its time."""
+        decoder, on_gpu = self._decoder, self._device.type == "cuda"
+        if on_gpu:
+            torch.cuda.empty_cache()
+            decoder.pool = decoder.pool or torch.cuda.graph_pool_handle()
+        before = torch.cuda.memory_reserved(self._device) if on_gpu else 0
+        try:
+            recorded = record(function, self._device, decoder.pool)
+        finally:
+            decoder.graph_bytes += torch.cuda.memory_reserved(self._device) - before if on_gpu else 0
+            decoder.clock.lap(None)
+        return recorded
+
+    def _eagerly(self, name: str, why: str) -> None:
+        warn(f"target.cycle captured: {name} cannot be: {why}")
+        self._decoder.cycle = "eager"
+
+    def draft(self, root: Tensor, max_levels: int) -> Tree:
+        """As the decoder's."""
+        proposer = self._decoder.proposer
+        if proposer.is_fixed:
+            return self._run("draft", self._decoder.draft, root, max_levels)
+        if not proposer.grows_fixed or self._decoder.cycle == "eager":
+            return self._decoder.draft(root, max_levels)
+        if not self._levels:
+            for _, finish in proposer.propose_levels(root, max_levels):
+                finish()  # once as it is, which sets libraries and tables up
+            self._root, levels = root.clone(), list[tuple[Any, ...]]()
+            growing = proposer.propose_levels(self._root, max_levels)
+            try:
+                for _ in range(proposer.levels):
+                    replay, (ends, finish) = self._capture(partial(next, growing))
+                    levels.append((replay, ends, *self._capture(finish)))
+            except RuntimeError as error:
+                self._eagerly("a level of the draft", why_not(error))
+                return self._decoder.draft(root, max_levels)
+            self._levels = levels
+        self._root.copy_(root)
+        return proposer.counted(last_of(self._played(proposer.shape.stop_read == "each")))
+
+    def _played(self, waits: bool) -> Iterator[Growing]:
+        for replay, ends, replay_tree, tree in self._levels:
+            replay()
+            yield bool(ends) if waits else ends, partial(played, replay_tree, tree)
+
+    def extend(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> TargetStep:
+        """As the decoder's, and the same logits the first two times: at the place of the capture, and elsewhere."""
+        step: TargetStep = self._run("extend", self._decoder.extend, tokens, depth, mask)
+        tried = self._checked.get(len(tokens), 0)
+        if self._decoder.cycle == "eager" or tried == 2:
+            return step
+        self._checked[len(tokens)] = tried + 1
+        plain = self._decoder.extend(tokens, depth, mask)
+        if (apart := self._decoder.target.difference(step.logits, plain.logits)) is not None:
+            self._eagerly("extend", f"its logits differ by {apart:.2g}")
+        self._decoder.clock.lap(None)
+        return plain
+
+    def commit(self, nodes: Tensor, new: Tensor, features: Tensor, last: Tensor | None = None) -> None:
+        self._run("commit", self._decoder.commit, nodes, new, features, last)
+
+    def _run(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         if self._decoder.cycle == "eager":
-            return self._function(*arguments)
-        sizes = tuple(len(given) if isinstance(given, Tensor) else given for given in arguments)
-        expected = None
+            return function(*arguments)
+        sizes = (name, *(len(given) if isinstance(given, Tensor) else given for given in arguments))
         if sizes not in self._graphs:
-            # once as it is, which also sets libraries up; a commit cannot be done twice
-            expected = None if self._function == self._decoder.plain[2] else self._function(*arguments)
+            if name != "commit":  # once as it is, which sets libraries and tables up; a commit cannot be done twice
+                function(*arguments)
             inputs = [given.clone() if isinstance(given, Tensor) else given for given in arguments]
             try:
-                replay, output = capture(self._decoder, partial(self._function, *inputs))
+                replay, output = self._capture(partial(function, *inputs))
             except RuntimeError as error:  # too little memory is one
-                return self._eagerly(arguments, first_line(error))
+                self._eagerly(name, why_not(error))
+                return function(*arguments)
             self._graphs[sizes] = replay, inputs, output
         replay, inputs, output = self._graphs[sizes]
         for given, own in zip(arguments, inputs, strict=True):
             if isinstance(given, Tensor):
                 own.copy_(given)
         replay()
-        if isinstance(expected, TargetStep):
-            apart = self._decoder.target.difference(output.logits, expected.logits)
-            if apart is not None:
-                return self._eagerly(arguments, f"its logits differ by {apart:.2g}")
         return output
 
-    def _eagerly(self, arguments: tuple[Any, ...], why: str) -> Any:
-        warn(f"target.cycle captured: {self._function.__name__} cannot be: {why}")
-        self._decoder.cycle = "eager"
-        return self._function(*arguments)
 
-
-class CapturedLevels:
-    """The draft of an adaptive tree: a CUDA graph of each level, and one of the tree that ends there."""
-
-    def __init__(self, decoder: Any) -> None:
-        self._decoder, self._graphs = decoder, list[Any]()
-
-    def __call__(self, root: Tensor, max_levels: int) -> Tree:
-        decoder, proposer = self._decoder, self._decoder.proposer
-        if decoder.cycle == "eager":
-            return proposer.propose(root, max_levels)
-        if not self._graphs:
-            self._root = root.clone()
-            growing = proposer.propose_levels(self._root, max_levels)
-            try:
-                for _ in range(proposer.levels):
-                    replay, (ends, finish) = capture(decoder, partial(next, growing))
-                    self._graphs.append((replay, ends, *capture(decoder, finish)))
-            except RuntimeError as error:
-                warn(f"target.cycle captured: a level of the draft cannot be: {first_line(error)}")
-                decoder.cycle = "eager"
-                return proposer.propose(root, max_levels)
-        self._root.copy_(root)
-        return last_of(self._played(proposer.shape.stop_read == "each"))
-
-    def _played(self, waits: bool) -> Iterator[Growing]:
-        for replay, ends, replay_tree, tree in self._graphs:
-            replay()
-            yield bool(ends) if waits else ends, partial(played, replay_tree, tree)
+def why_not(error: RuntimeError) -> str:
+    return first_line(error.__context__ or error)  # what ended the capture; the end of it fails, too
 
 
 def played(replay: Callable[[], None], output: Any) -> Any:

@@ -225,7 +225,7 @@ class DynamicTree(Shape):
         # no candidate beyond a level's nodes - 1 best can be in the tree: OPT-Tree
         wide = self.by_survival and self.rerank and self.calibrate is unchanged and k >= self.nodes - 1
         wide = wide and not keep and sampler is None
-        candidates, grown, laws = [(root, certain, certain, certain, number, number)], list[Level](), list[Tensor]()
+        candidates, grown, laws = [(root, certain, certain, certain, number, number)], cast(list[Level], []), []
         for depth in range(1, levels + 1):
             if wide:  # one search of all laws is much faster than one of each
                 survival, cell = (above + log_q).flatten().topk(k)
@@ -419,15 +419,15 @@ class Drafting(Proposer):
         self.grows_fixed, self.commits_fixed = fixed and isinstance(shape, DynamicTree), self.drafter.is_fixed
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
-        return self._counted(self.shape.grow(self.drafter, root, max_levels, self._sampler, self.keep))
+        return self.counted(self.shape.grow(self.drafter, root, max_levels, self._sampler, self.keep))
 
     def propose_levels(self, root: Tensor, max_levels: int) -> Iterator[Growing]:
         """A tree that `grows_fixed`, level by level, with the stop rule's answers unread."""
         assert isinstance(self.shape, DynamicTree)
-        for ends, finish in self.shape.grow_levels(self.drafter, root, max_levels, "late"):
-            yield ends, lambda finish=finish: self._counted(finish())  # type: ignore[misc]
+        return self.shape.grow_levels(self.drafter, root, max_levels, "late")
 
-    def _counted(self, tree: Tree) -> Tree:
+    def counted(self, tree: Tree) -> Tree:
+        """The tree with the forwards that it cost."""
         forwards = self.drafter.forwards_per_tree
         return tree if forwards is None else replace(tree, draft_forwards=forwards)
 

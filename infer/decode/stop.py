@@ -38,7 +38,8 @@ class Stop:
 
     def begin(self, read: Read = Tensor.tolist) -> None:
         """A new tree; with read `on_device`, `ends` answers with tensors [] and waits for nothing."""
-        self.read, self._best = read, list[Tensor]()  # survivals [at most nodes - 1], for `expected_length`
+        self._best: list[Tensor] = []  # survivals [at most nodes - 1], for `expected_length`
+        self.read = read
 
     def ends(self, level: Level) -> Any:
         """Whether this level is the last one; asked before the next forward is paid, but not at the last level."""

@@ -257,7 +257,7 @@ def _answer(
     texts = [answer_text(bench.tokenizer, answer[:end]) for end in ends]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     if torch.cuda.is_available():
-        peak = sum(map(torch.cuda.max_memory_allocated, devices)) / 2**30
+        peak = (sum(map(torch.cuda.max_memory_allocated, devices)) + decoder.graph_bytes) / 2**30
     facts |= {name: value for name, value in asdict(counted).items() if name != "decoding"} | {
         "new_tokens": counted.new_tokens,
         "target_forwards": counted.target_forwards,
@@ -335,12 +335,16 @@ def measure_reference(bench: Bench, records: list[Record]) -> list[Record]:
                 bare_ms, _ = clocked(target.device, forwards_alone, ids, answer)
                 plain_ms, _ = clocked(target.device, vanilla.generate, ids, **settings)
                 times = [ms, bare_ms, plain_ms]
-                for _ in range(2 if compiles else 0):  # the first time of a length may compile
-                    compiled_ms, _ = clocked(target.device, target.model.generate, ids, **static, **compiled)
-                    times = [ms, bare_ms, plain_ms, compiled_ms]
+                try:
+                    for _ in range(2 if compiles else 0):  # the first time of a length may compile
+                        compiled_ms, _ = clocked(target.device, target.model.generate, ids, **static, **compiled)
+                        times = [ms, bare_ms, plain_ms, compiled_ms]
+                except RuntimeError as error:  # no compiler
+                    warn(f"transformers' generate does not compile: {first_line(error)}")
+                    compiles = False
                 per_token.append([taken / len(answer) for taken in times])
             progress.update()
-    medians = [*map(statistics.median, zip(*per_token, strict=True))] or [0.0] * 3
+    medians = [*map(statistics.median, zip(*per_token, strict=False))] or [0.0] * 3
     static_ms, bare_ms, plain_ms = medians[:3]
     same = {r.key: r.output_ids == answers[r.prompt_key] for r in good if r.prompt_key in answers}
     identical = sum(same[r.key] for r in greedy)

@@ -61,7 +61,8 @@ def record(
     if section.oracle_levels is not None and drafts and tree is not None and tree.shape != "auto":
         oracle = Oracle(decoder, tree, section.oracle_levels, seed)
     is_eagle = isinstance(decoder.proposer, Drafting) and isinstance(decoder.proposer.drafter, EagleDrafter)
-    states = States(decoder) if is_eagle and decoder.cycle == "eager" else None
+    decoder.cycle = "eager"  # no speed is measured, and feature errors are read where forwards are
+    states = States(decoder) if is_eagle else None
     settings: dict[str, Any] = {"temperature": section.temperature, "top_k": 0, "top_p": 1.0}
     longest = min(decoder.limits.values())
     with bar(len(questions), "prompts", "calibrate") as progress:

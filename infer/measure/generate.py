@@ -142,8 +142,8 @@ def cycle_work(decoder: SpeculativeDecoder, prompt: Any, counted: Statistics, se
         decoder.generate(prompt, on_cycle=watch, **settings | {"max_new_tokens": more, "eos_token_id": []})
     steps = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(seen)]
     kernels, read = map(median, zip(*steps or [(0, 0)], strict=True))
-    block = torch.ones(2**26, dtype=torch.uint8, device=device)
-    speed = 2000 * block.nbytes / min(clocked(device, block.clone)[0] for _ in range(5))
+    blocks = torch.ones(2, 2**30 if device.type == "cuda" else 2**27, dtype=torch.uint8, device=device)
+    speed = 1000 * blocks.nbytes / min(clocked(device, blocks[0].copy_, blocks[1])[0] for _ in range(5))
     seconds = (counted.ms["wall"] - counted.ms["prefill"]) / 1000 / counted.target_forwards
     return kernels, read, read / seconds / speed, speed
 

@@ -264,6 +264,22 @@ def widened(kept: Kept, _: None, step: int) -> None:
     kept.columns = kept.numbers[: -(-kept.length // step) * step]
 
 
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [
+        ("eagle1", TREES["chain"]),
+        ("eagle3", DynamicConfig(levels=3, k=2, nodes=6, stop=VoteConfig(), stop_read="never")),
+    ],
+)
+def test_all_of_a_cycle_compiles(kind: str, tree: TreeConfig, capfd: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    target, ids = Target(make_target().model, TargetConfig("tiny", cycle="compiled")), prompts(2)[-1]
+    answer = decoder(target, tree, kind).generate(ids, do_sample=False, max_new_tokens=16)
+    assert (
+        answer.new_ids == greedy(target, ids, 16)[0][ids.shape[1] :] and "runs as it is" not in capfd.readouterr().err
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tree", [None, TREES["small"]])
 def test_compiled_functions_write_the_same_and_one_form_serves_all_lengths(tree: TreeConfig | None) -> None:
@@ -283,7 +299,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_a_line_says_so(capfd: Any, mo
     made = decoder(target, TREES["small"])
     monkeypatch.setattr(made.lm, "extend", lambda *tree, extend=made.lm.extend: (print(end=""), extend(*tree))[1])
     assert made.generate(ids, do_sample=False, max_new_tokens=12).new_ids == greedy(target, ids, 12)[0][ids.shape[1] :]
-    assert "warning: target.cycle compiled: _extend runs as it is:" in capfd.readouterr().err
+    assert "warning: target.cycle compiled: extend runs as it is:" in capfd.readouterr().err
 
 
 class Tape(TorchDispatchMode):
@@ -292,7 +308,7 @@ class Tape(TorchDispatchMode):
     def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__()
         # a graph's first run is a replay: here it is the recorded one, which a commit must not do twice
-        self.calls, self.is_done = list[Any](), "_commit" in str(function)
+        self.calls, self.is_done = list[Any](), "Decoder.commit" in str(function)
         with self:
             self.output = function()
 
@@ -334,7 +350,7 @@ def test_what_is_captured_at_one_place_of_a_text_serves_all_others(kind: str, tr
     """Random trees with rejected branches, prompts of different lengths, and buckets of few columns."""
     tapes = list[Tape]()
     monkeypatch.setattr(shape, "argmax", lambda logits: logits.argmax(-1))  # numpy's is none of torch's kernels
-    monkeypatch.setattr(graphs, "record", lambda f: (tapes.append(Tape(f)), (tapes[-1].replay, tapes[-1].output))[1])
+    monkeypatch.setattr(graphs, "record", lambda f, *_: (tapes.append(t := Tape(f)), (t.replay, t.output))[1])
     monkeypatch.setattr(engine, "bucket", lambda length: -(-length // 16) * 16)
     eager, captured = eager_and_captured(kind, tree)
     assert eager == captured and len(tapes) >= 6
@@ -361,7 +377,8 @@ def test_nothing_of_a_cycle_but_its_verdict_waits_for_a_gpu(kind: str, tree: Any
         torch.cuda.set_sync_debug_mode("default")
         return result
 
-    made.plain = tuple(partial(strict, function) for function in made.plain)
+    for name in ("draft", "extend", "commit"):
+        setattr(made, name, partial(strict, getattr(made, name)))
     made.generate(prompts(2)[-1], do_sample=False, max_new_tokens=24)
 
 
@@ -369,4 +386,4 @@ def test_nothing_of_a_cycle_but_its_verdict_waits_for_a_gpu(kind: str, tree: Any
 def test_what_cannot_be_captured_is_decoded_eagerly_and_a_line_says_so(capfd: Any) -> None:
     eager, captured = eager_and_captured(*CAPTURED[1])
     said = capfd.readouterr().err
-    assert eager == captured and said.count("warning: ") == said.count("target.cycle captured: _draft cannot be:") == 2
+    assert eager == captured and said.count("warning: ") == said.count("target.cycle captured: draft cannot be:") == 2
