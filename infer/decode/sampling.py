@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import GenerationConfig
 from transformers.generation import logits_process
 
@@ -114,9 +115,10 @@ class Sampler:
         """p [N, V] in float32 after the processors, of logits [N, V]."""
         return self._scores(logits).softmax(-1)
 
-    def log_law(self, logits: Tensor) -> Tensor:
-        """log p [N, V]: -inf where a processor struck the token out."""
-        return self._scores(logits).log_softmax(-1)
+    def log_law(self, logits: Tensor, are_logarithms: bool = False) -> Tensor:
+        """log p [N, V]: -inf where a processor struck the token out; are_logarithms: logits are those of a law."""
+        scores = self._scores(logits)
+        return scores if are_logarithms and not self._processors else scores.log_softmax(-1)
 
     def _scores(self, logits: Tensor) -> Tensor:
         scores = logits.float()
@@ -201,20 +203,19 @@ def draw(law: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def distinct_draws(law: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """At most k draws without replacement from each law [r, V], in order: columns [r, k], and how many there are [r].
+    """At most k draws without replacement from each law [r, V], in order: columns [r, k], and which are missing [r, k].
 
     They are the first that differ among TRIALS draws with replacement: a number for each, where `race` takes one for
     each token. That one is missing says nothing about which it would have been.
     """
     cumulative = law.cumsum(-1)
-    uniform = torch.rand(len(law), TRIALS, generator=generator, device=law.device) * cumulative[:, -1:]
-    trials = torch.searchsorted(cumulative, uniform, right=True)  # [r, TRIALS]
+    count = max(TRIALS, k)
+    uniform = torch.rand(len(law), count, generator=generator, device=law.device) * cumulative[:, -1:]
+    trials = torch.searchsorted(cumulative, uniform, right=True)  # [r, count]
     alike, order = trials.sort(stable=True)
-    is_new = torch.ones_like(trials, dtype=torch.bool)
-    is_new.scatter_(1, order[:, 1:], alike[:, 1:] != alike[:, :-1])
-    place = torch.where(is_new, is_new.cumsum(-1) - 1, k).clamp_(max=k)
-    columns = trials.new_zeros(len(law), k + 1).scatter_(1, place, trials)[:, :k]
-    return columns, is_new.sum(-1).clamp_(max=k)
+    is_new = F.pad(alike[:, 1:] != alike[:, :-1], (1, 0), value=True)
+    first = torch.where(is_new, order, count).topk(k, largest=False).values  # [r, k] the trials that they are
+    return trials.gather(1, first.clamp(max=count - 1)), first == count
 
 
 def entropy(law: Tensor) -> Tensor:

@@ -232,7 +232,8 @@ class DynamicTree(Shape):
                 chances, columns, rows = log_q.take(cell), cell % log_q.shape[1], cell // log_q.shape[1]
             else:
                 if sampler is not None:
-                    chances, columns, law = draw_children(sampler.log_law(log_q), k, sampler.generator)
+                    log_law = sampler.log_law(log_q, are_logarithms=True)
+                    chances, columns, law = draw_children(log_law, k, sampler.generator)
                     laws.append(law)
                 else:
                     chances, columns = log_q.topk(k, dim=-1)  # [r, k]: expansion (section 4.1)
@@ -316,15 +317,14 @@ def draw_children(log_q: Tensor, k: int, generator: torch.Generator) -> tuple[Te
     token that was drawn from it. -inf: there is no j-th draw.
     """
     q = log_q.exp()
-    columns, counts = distinct_draws(q, k, generator)
+    columns, missing = distinct_draws(q, k, generator)
     # The first is accepted with 1 - TV(p, q), about 1 - sqrt(c H(q)) (SVIP, arXiv 2411.18462, equation 6), and where
     # all before it are refused, the j-th with a j-th of that: as good, to 1 % of log loss, as a table by entropy.
     entropy = -torch.linalg.vecdot(q, log_q.clamp(min=-100.0))  # q is 0 where its logarithm is less
     first = 1.0 - (ENTROPY_WEIGHT * entropy.clamp_(min=0.0)).sqrt_()
-    ranks = torch.arange(k, device=q.device)
-    accepted = first.clamp_(0.05, 0.99)[:, None] / (ranks + 1)
-    reached = F.pad((1.0 - accepted).cumprod(-1)[:, :-1], (1, 0), value=1.0)
-    return (accepted * reached).log_().masked_fill_(ranks >= counts[:, None], float("-inf")), columns, q
+    # j draws are all refused with the chance (1 - f) (1 - f / 2) ... (1 - f / j)
+    refused = (1.0 - first.clamp_(0.05, 0.99)[:, None] * _shares(k, q.device)).cumprod(-1)  # [r, 1 + k]
+    return (refused[:, :-1] - refused[:, 1:]).log_().masked_fill_(missing, float("-inf")), columns, q
 
 
 def best_alone(level: Level) -> Level:
@@ -345,6 +345,11 @@ def best_alone(level: Level) -> Level:
         zero,
         level.frontier_survival[:1],
     )
+
+
+@lru_cache
+def _shares(k: int, device: torch.device) -> Tensor:
+    return torch.cat([torch.zeros(1), 1.0 / torch.arange(1, k + 1)]).to(device)  # [1 + k]
 
 
 @lru_cache

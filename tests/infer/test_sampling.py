@@ -126,7 +126,8 @@ def test_settings_without_effect_and_neutral_ones_are_taken() -> None:
 def test_distinct_draws_have_the_law_of_draws_without_replacement_in_order() -> None:
     """Also where a third one is often missing: what is there has the law of a third draw."""
     law = torch.tensor([0.56, 0.4, 0.03, 0.01])
-    columns, counts = distinct_draws(law.expand(20_000, -1), 3, torch.Generator().manual_seed(3))
+    columns, missing = distinct_draws(law.expand(20_000, -1), 3, torch.Generator().manual_seed(3))
+    counts = (~missing).sum(-1)
     assert bool((counts[:5] >= 2).all()) and 0.05 < float((counts < 3).float().mean()) < 0.5
     seen = Counter(map(tuple, columns[counts == 3].tolist()))
     found = Counter(map(tuple, columns[counts >= 2, :2].tolist()))
@@ -136,4 +137,4 @@ def test_distinct_draws_have_the_law_of_draws_without_replacement_in_order() -> 
     known = seen[0, 1, 2] + seen[0, 1, 3]
     assert abs(seen[0, 1, 2] - 0.75 * known) < 5 * math.sqrt(known)
     certain = distinct_draws(torch.tensor([[0.0, 1.0, 0.0, 0.0]]), 3, torch.Generator())
-    assert certain[0][0, 0] == 1 and certain[1].tolist() == [1]
+    assert certain[0][0, 0] == 1 and certain[1].tolist() == [[False, True, True]]

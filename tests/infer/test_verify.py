@@ -236,7 +236,7 @@ def every_tree(config: DynamicConfig, chosen: Sampler, drafter: Small) -> Iterat
             laws: Tensor, k: int, _: Any, known: Any = orders, script: Any = script, at: float = chance
         ) -> Any:
             if (order := next(known, None)) is not None:
-                return torch.tensor(order)[:, :k], (laws > 0).sum(-1).clamp_(max=k)
+                return torch.tensor(order)[:, :k], torch.arange(k) >= (laws > 0).sum(-1, keepdim=True)
             for order in itertools.product(itertools.permutations(range(3)), repeat=len(laws)):
                 share = 1.0
                 for row, tokens in zip(laws.double().tolist(), order, strict=True):
