@@ -358,6 +358,18 @@ class Clock:
             self.ms[phase] += ms
         return ms
 
+    def exclude(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """What the call returns; no phase counts its time."""
+        if self.waits:
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        try:
+            return work(*arguments)
+        finally:
+            if self.waits:
+                torch.cuda.synchronize()
+            self._last += time.perf_counter() - started
+
 
 def make_decoder(drafters: Drafters, asked: MethodConfig, head: str | None) -> SpeculativeDecoder:
     return SpeculativeDecoder(drafters.target, make_proposer(drafters, asked, head), asked.typical)

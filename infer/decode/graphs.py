@@ -71,7 +71,7 @@ class Graphs:
         self._checked: dict[Any, int] = {}
 
     def _capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """See `record`; no phase of an answer counts its time."""
+        """See `record`."""
         decoder, on_gpu = self._decoder, self._device.type == "cuda"
         if on_gpu:
             torch.cuda.empty_cache()
@@ -81,7 +81,6 @@ class Graphs:
             recorded = record(function, self._device, decoder.pool)
         finally:
             decoder.graph_bytes += torch.cuda.memory_reserved(self._device) - before if on_gpu else 0
-            decoder.clock.lap(None)
         return recorded
 
     def _eagerly(self, name: str, why: str) -> None:
@@ -96,20 +95,24 @@ class Graphs:
         if not proposer.grows_fixed or self._decoder.cycle == "eager":
             return self._decoder.draft(root, max_levels)
         if not self._levels:
-            for _, finish in proposer.propose_levels(root, max_levels):
-                finish()  # once as it is, which sets libraries and tables up
-            self._root, levels = root.clone(), list[tuple[Any, ...]]()
-            growing = proposer.propose_levels(self._root, max_levels)
             try:
-                for _ in range(proposer.levels):
-                    replay, (ends, finish) = self._capture(partial(next, growing))
-                    levels.append((replay, ends, *self._capture(finish)))
+                self._levels = self._decoder.clock.exclude(self._capture_levels, root, max_levels)
             except RuntimeError as error:
                 self._eagerly("a level of the draft", why_not(error))
                 return self._decoder.draft(root, max_levels)
-            self._levels = levels
         self._root.copy_(root)
         return proposer.counted(last_of(self._played(proposer.shape.stop_read == "each")))
+
+    def _capture_levels(self, root: Tensor, max_levels: int) -> list[tuple[Any, ...]]:
+        proposer = self._decoder.proposer
+        for _, finish in proposer.propose_levels(root, max_levels):
+            finish()  # once as it is, which sets libraries and tables up
+        self._root, levels = root.clone(), list[tuple[Any, ...]]()
+        growing = proposer.propose_levels(self._root, max_levels)
+        for _ in range(proposer.levels):
+            replay, (ends, finish) = self._capture(partial(next, growing))
+            levels.append((replay, ends, *self._capture(finish)))
+        return levels
 
     def _played(self, waits: bool) -> Iterator[Growing]:
         for replay, ends, replay_tree, tree in self._levels:
@@ -123,10 +126,10 @@ class Graphs:
         if self._decoder.cycle == "eager" or tried == 2:
             return step
         self._checked[len(tokens)] = tried + 1
-        plain = self._decoder.extend(tokens, depth, mask)
-        if (apart := self._decoder.target.difference(step.logits, plain.logits)) is not None:
+        plain: TargetStep = self._decoder.clock.exclude(self._decoder.extend, tokens, depth, mask)
+        apart = self._decoder.clock.exclude(self._decoder.target.difference, step.logits, plain.logits)
+        if apart is not None:
             self._eagerly("extend", f"its logits differ by {apart:.2g}")
-        self._decoder.clock.lap(None)
         return plain
 
     def commit(self, nodes: Tensor, new: Tensor, features: Tensor, last: Tensor | None = None) -> None:
@@ -137,11 +140,12 @@ class Graphs:
             return function(*arguments)
         sizes = (name, *(len(given) if isinstance(given, Tensor) else given for given in arguments))
         if sizes not in self._graphs:
+            clock = self._decoder.clock
             if name != "commit":  # once as it is, which sets libraries and tables up; a commit cannot be done twice
-                function(*arguments)
+                clock.exclude(function, *arguments)
             inputs = [given.clone() if isinstance(given, Tensor) else given for given in arguments]
             try:
-                replay, output = self._capture(partial(function, *inputs))
+                replay, output = clock.exclude(self._capture, partial(function, *inputs))
             except RuntimeError as error:  # too little memory is one
                 self._eagerly(name, why_not(error))
                 return function(*arguments)
