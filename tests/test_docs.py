@@ -69,8 +69,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     values["tune"] = {"prompts": {"path": str(root / "q.txt")}}
     tiny.recipe(root / "recipe.yaml", values)
     (root / "RUN/tune").mkdir(parents=True)
-    (root / "RUN/tune/tuned.yaml").write_text("method: eagle-chain\n")
     heads = root / "run/heads"
+    for name in ("tuned", "auto"):
+        (root / f"RUN/tune/{name}.yaml").write_text(f"method: eagle-chain\nhead: {heads / 'eagle1'}\n")
     (root / "RUN/heads").symlink_to(heads)
     tiny.recipe(root / "RUN/recipe.yaml", values)
     names = dict.fromkeys(("TARGET", "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-8B"), root / "target")

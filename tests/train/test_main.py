@@ -172,7 +172,8 @@ def test_all_kinds_train_with_eight_frames_to_a_loss(made: Path, tmp_path: Path,
     if kind != "draft_lm":
         words += ["--head.kind", kind, "--train.loss", "kl", "--train.measure_prompts", 2]
     words += ["--tree.levels", "null", "--train.law_weight", 1] if kind in ("medusa", "hydra") else []
-    words += ["--run", made / "deep", "--tree.levels", 4] if kind == "block" else []
+    online = ["--features.mode", "online", "--features.after_blocks", "[1,2]"]
+    words += [*online, "--tree.levels", 4] if kind == "block" else []
     recipe = made / f"{kind if kind in ('eagle3', 'draft_lm') else 'eagle1'}.yaml"
     assert call(train_main, "--config", recipe, *words) == 0 and max(depths) == 8
     if kind != "draft_lm":
