@@ -41,13 +41,10 @@ MUTANTS = [  # file, what stands there once, what stands there instead
     (VERIFY, "(p - q).clamp_(min=0.0)", "(p - q).abs()"),
     (VERIFY, "p.index_copy(0, inner, left).index_select", "p.index_select"),
     (VERIFY, "refused * (1 - accepted)", "refused"),
-    (SHAPE, "(accepted * reached).log_()", "q.gather(-1, columns).log()"),  # ranked by the drawn token's own q
-    (
-        SHAPE,
-        "return (accepted * reached).log_()",
-        "accepted, reached = accepted.flip(-1), 1\n    return accepted.log()",
-    ),
-    (SHAPE, "best_alone(grown[-1]) if sampled else grown[-1]", "grown[-1]"),
+    # drawn trees: ranked by the drawn token's own q, and by the later draw first
+    (SHAPE, "(refused[:, :-1] - refused[:, 1:]).log_()", "q.gather(-1, columns).log()"),
+    (SHAPE, "return (refused[:, :-1] - refused[:, 1:])", "return (refused[:, :-1] - refused[:, 1:]).flip(-1)"),
+    (SHAPE, "grown[-1] if sampler is None else best_alone(grown[-1])", "grown[-1]"),
     (LOSSES, "beta=1.0).mean(-1)", "beta=1.0).sum(-1)"),
     (LOSSES, "-(law.inside.exp() * log_q).sum(-1)", "-(log_q.exp() * log_q).sum(-1)"),
     (LOSSES, "(log_p.exp() * (log_p - log_q)).sum(-1)", "(log_q.exp() * (log_q - log_p)).sum(-1)"),
