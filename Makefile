@@ -48,12 +48,14 @@ demo: $(STAMP)
 # Every method's head beside the demo's own, in a run of its own; SEEDED turns a recipe of the embedded default there.
 SEEDS := runs/seeds
 SEEDED := --run $(SEEDS) --target $(SEEDS)/target --data.conversations [$(SEEDS)/conversations/train.jsonl]
-# Steps end the training; the seconds are a cap for machines that are much slower.
-SEEDS_EAGLE3 := configs/eagle3/embedded.yaml $(SEEDED) --train.max_seconds 900 --train.max_steps 1440 --train.eval_every 0
-SEEDS_EAGLE1 := configs/embedded.yaml $(SEEDED) --train.max_seconds 400 --train.batch_size 8 --train.max_steps 720 --train.eval_every 0
-SEEDS_HYDRA := configs/hydra/embedded.yaml $(SEEDED) --train.max_seconds 300 --train.batch_size 8 --train.max_steps 320 --train.eval_every 0
-SEEDS_MEDUSA := configs/medusa/embedded.yaml $(SEEDED) --train.max_seconds 300 --train.batch_size 8 --train.max_steps 320 --train.eval_every 0
-SEEDS_DRAFT_LM := configs/draft_lm/sps-embedded.yaml $(SEEDED) --train.max_seconds 300 --train.batch_size 8 --train.max_steps 360 --train.eval_every 0
+SEEDED_HEAD := $(SEEDED) --train.max_seconds null --train.eval_every 0
+# Steps end every training, so that what a head learns does not depend on what else the machine does.
+SEEDS_EAGLE3 := configs/eagle3/embedded.yaml $(SEEDED_HEAD) --train.max_steps 1440
+SEEDS_EAGLE1 := configs/embedded.yaml $(SEEDED_HEAD) --train.batch_size 8 --train.max_steps 720
+SEEDS_HYDRA := configs/hydra/embedded.yaml $(SEEDED_HEAD) --train.batch_size 8 --train.max_steps 320
+SEEDS_MEDUSA := configs/medusa/embedded.yaml $(SEEDED_HEAD) --train.batch_size 8 --train.max_steps 320
+SEEDS_BLOCK := configs/block/embedded.yaml $(SEEDED_HEAD) --features.mode cached
+SEEDS_DRAFT_LM := configs/draft_lm/sps-embedded.yaml $(SEEDED_HEAD) --train.batch_size 8 --train.max_steps 360
 
 # Calibrations for the claims, before those whose calibrators stay beside the heads: EAGLE-2's figure 5, chains that are drawn.
 SEEDS_CALIBRATED := --target $(SEEDS)/target --calibrate.oracle_levels null
@@ -64,7 +66,7 @@ SEEDS_SVIP := --run $(SEEDS)/svip --target $(SEEDS)/target --head $(SEEDS)/heads
 bench: $(STAMP)
 	@$(BIN)/python data/main.py synthetic --config $(RECIPE) --run $(SEEDS)
 	@$(BIN)/aerie run $(TARGET_RECIPE) --run $(SEEDS) --output $(SEEDS)/target --target $(SEEDS)/tokenizer \
-		--data.conversations [$(SEEDS)/conversations/train.jsonl] --processes $(PROCESSES)
+		--data.conversations [$(SEEDS)/conversations/train.jsonl] --train.max_seconds null --processes $(PROCESSES)
 	@$(BIN)/python data/main.py features --config $(RECIPE) $(SEEDED) --is-whole || \
 		$(BIN)/accelerate launch --config_file configs/accelerate/zero1.yaml --num_processes $(PROCESSES) \
 		data/main.py features --config $(RECIPE) $(SEEDED)
@@ -74,7 +76,8 @@ bench: $(STAMP)
 	$(BIN)/python train/main.py --config $(SEEDS_EAGLE1) && \
 	$(BIN)/python train/main.py --config $(SEEDS_HYDRA) && \
 	$(BIN)/python train/main.py --config $(SEEDS_MEDUSA) && \
-	$(BIN)/python train/main.py --config $(SEEDS_DRAFT_LM) || exit $$?; \
+	$(BIN)/python train/main.py --config $(SEEDS_DRAFT_LM) && \
+	$(BIN)/python train/main.py --config $(SEEDS_BLOCK) || exit $$?; \
 	wait $$eagle3 || { code=$$?; tail -n 5 $(SEEDS)/eagle3.log >&2; exit $$code; }; \
 	tail -n 1 $(SEEDS)/eagle3.log
 	@$(BIN)/python infer/main.py calibrate --config configs/bench/seeds.yaml $(SEEDS_STATIC)
@@ -83,6 +86,8 @@ bench: $(STAMP)
 	@$(BIN)/python infer/main.py calibrate --config configs/bench/seeds.yaml
 	@$(BIN)/python infer/main.py calibrate --config configs/bench/seeds.yaml --run $(SEEDS)/eagle3 --target $(SEEDS)/target \
 		--head $(SEEDS)/heads/eagle3 --calibrate.method eagle3 --calibrate.oracle_levels null
+	@$(BIN)/python infer/main.py calibrate --config configs/bench/seeds.yaml --run $(SEEDS)/block --target $(SEEDS)/target \
+		--head $(SEEDS)/heads/block --calibrate.method block-tree --calibrate.oracle_levels null
 	@$(BIN)/python infer/main.py bench --config configs/bench/seeds.yaml
 	@$(BIN)/python infer/main.py tune --config configs/bench/seeds.yaml
 	@$(BIN)/python infer/main.py report --config configs/bench/seeds.yaml
