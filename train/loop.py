@@ -49,7 +49,7 @@ def build_optimizers(
         return [adamw]
     group: dict[str, Any] = {"params": matrices, "use_muon": True, "lr": muon.matrix_rate}
     group |= {"momentum": muon.momentum, "weight_decay": muon.weight_decay}
-    return [torch.optim.Muon([group]), adamw] if join is None else [join(group, adamw)]
+    return [launch.Muon([group]), adamw] if join is None else [join(group, adamw)]
 
 
 def learning_rate(step: int, total_steps: int, config: TrainConfig, is_muon: bool = False) -> float:
