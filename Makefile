@@ -54,7 +54,7 @@ SEEDS_EAGLE3 := configs/eagle3/embedded.yaml $(SEEDED_HEAD) --train.max_steps 14
 SEEDS_EAGLE1 := configs/embedded.yaml $(SEEDED_HEAD) --train.batch_size 8 --train.max_steps 720
 SEEDS_HYDRA := configs/hydra/embedded.yaml $(SEEDED_HEAD) --train.batch_size 8 --train.max_steps 320
 SEEDS_MEDUSA := configs/medusa/embedded.yaml $(SEEDED_HEAD) --train.batch_size 8 --train.max_steps 320
-SEEDS_BLOCK := configs/block/embedded.yaml $(SEEDED_HEAD) --features.mode cached
+SEEDS_BLOCK := configs/block/embedded.yaml $(SEEDED_HEAD)
 SEEDS_DRAFT_LM := configs/draft_lm/sps-embedded.yaml $(SEEDED_HEAD) --train.batch_size 8 --train.max_steps 360
 
 # Calibrations for the claims, before those whose calibrators stay beside the heads: EAGLE-2's figure 5, chains that are drawn.
