@@ -141,7 +141,8 @@ class KeyValueCache(Cache):
 
     def gather(self, nodes: Tensor) -> None:
         """Moves the rows at these offsets [n] behind the kept ones, ascending, to the first of these places."""
-        places, nodes, self.pending = self.kept.behind[: nodes.shape[0]], self.kept.behind[nodes], 0
+        places, self.pending = self.kept.behind[: nodes.shape[0]], 0
+        nodes = self.kept.behind.index_select(0, nodes)
         for store in self._groups:
             store.index_copy_(3, places.to(store.device), store.index_select(3, nodes.to(store.device)))
 

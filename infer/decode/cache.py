@@ -100,7 +100,8 @@ class CachedLM:
         # additive [1, 1, n, W], or one per kind of layer: the kept rows, and behind them m + n rows at these positions
         (count, new), columns = mask.shape, self.cache.kept.numbers[: self.cache.width]
         places = self.cache.kept.behind[:new]
-        full = torch.where(columns < self.cache.kept.behind[:1], self._visible, self._masked).repeat(count, 1)
+        kept = (columns < self.cache.kept.behind[:1]).expand(count, -1)
+        full = torch.where(kept, self._visible, self._masked)
         full.index_copy_(1, places, torch.where(mask, self._visible, self._masked))
         masks = {"full_attention": full[None, None]}
         # the cache is full-length, so that a sliding window is a matter of positions

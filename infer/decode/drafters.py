@@ -43,7 +43,7 @@ class EagleDrafter(Drafter):
         self._level = 0  # drafted ones
         # the head's states [n, D]: of the last committed slot, and of the rows of the last call
         self._last = self._hidden = torch.empty(0)
-        self._mask = torch.empty(0)  # additive [rows of the last call, W]
+        self._mask = torch.empty(0)  # additive [1, 1, rows of the last call, W]
         self._zero, self._hides = head.fc.weight.new_tensor([0.0, float("-inf")])
 
     def reset(self, prompt: Tensor, kept: Kept, slots: int) -> None:
@@ -66,17 +66,17 @@ class EagleDrafter(Drafter):
     def start(self) -> Tensor:
         self._cache.pending = self._level = 0
         kept, self._hidden = self._cache.kept, self._last
-        columns = kept.numbers[: kept.columns.shape[0] + self._slots]
-        self._mask = torch.where(columns < kept.behind[:1], self._zero, self._hides)[None]
-        self._ropes = self._table.index_select(1, kept.behind[: self._slots])  # by level
+        columns = kept.numbers[None, None, None, : kept.columns.shape[0] + self._slots]
+        self._mask = torch.where(columns < kept.behind[:1], self._zero, self._hides)
+        self._ropes = self._table.index_select(1, kept.behind[: self._slots]).split(1, dim=1)  # by level
         return self._log_q()
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        places, rope = self._cache.begin(tokens.shape[0]), self._ropes[:, self._level : self._level + 1]
+        places = self._cache.begin(tokens.shape[0])
         # a drafted slot sees all committed slots, the drafted slots that its parent saw, and itself
-        self._mask = self._mask.index_select(0, parents).scatter_(1, places[:, None], 0.0)
-        features, mask = self._hidden.index_select(0, parents), self._mask[None, None, :, : self._cache.width]
-        self._hidden = self._draft(tokens, features, rope, mask, self._cache)
+        self._mask = self._mask.index_select(2, parents).scatter_(3, places.view(1, 1, -1, 1), 0.0)
+        features, mask = self._hidden.index_select(0, parents), self._mask.narrow(3, 0, self._cache.width)
+        self._hidden = self._draft(tokens, features, self._ropes[self._level], mask, self._cache)
         self._cache.pending += tokens.shape[0]
         self._level += 1
         return self._log_q()

@@ -1,6 +1,6 @@
 """Where to draft: a static tree (a chain is one) or a dynamic one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal, cast
@@ -13,7 +13,7 @@ from aerie.configs.schema.decode import Choice, DynamicConfig, OneTree, StaticCo
 from aerie.infer.decode.cache import TargetStep
 from aerie.infer.decode.sampling import Sampler, argmax, distinct_draws, race
 from aerie.infer.decode.stop import STOPS, Growing, Stop, StopRead, last_of, on_device
-from aerie.infer.decode.tree import Level, Pool, Proposal, Rule, Tree, ancestors, root_only
+from aerie.infer.decode.tree import Level, Pool, Proposal, Rule, Tree, ancestors, root_only, zeros
 from aerie.infer.decode.verify import Verdict
 from aerie.model.layers import Kept
 
@@ -218,14 +218,15 @@ class DynamicTree(Shape):
         self.stop.begin(Tensor.tolist if reads == "each" else on_device)
         levels, watched = min(self.levels, max_levels), keep or type(self.stop) is not Stop
         log_q = drafter.start()  # [1, Vd]
-        k, certain = min(self.k, log_q.shape[-1]), torch.zeros(1, device=root.device)
+        k, certain = min(self.k, log_q.shape[-1]), zeros(1, root.device)
         # of the expanded nodes [r, 1]: log survival, and the least log confidence on their path
         above = lowest = certain[:, None]
-        number, first, ended = torch.zeros_like(root), 1, cast(Any, False)
+        # the nodes expanded: their places in their level, and the number of that level's first candidate
+        best, first, ended = _rows(1, 1, root.device), 0, cast(Any, False)
         # no candidate beyond a level's nodes - 1 best can be in the tree: OPT-Tree
         wide = self.by_survival and self.rerank and self.calibrate is unchanged and k >= self.nodes - 1
         wide = wide and not keep and sampler is None
-        candidates, grown, laws = [(root, certain, certain, certain, number, number)], cast(list[Level], []), []
+        candidates, grown, laws = [(root, certain, certain, certain, best, best)], cast(list[Level], []), []
         for depth in range(1, levels + 1):
             if wide:  # one search of all laws is much faster than one of each
                 survival, cell = (above + log_q).flatten().topk(k)
@@ -242,7 +243,7 @@ class DynamicTree(Shape):
             token, confidence = drafter.target_ids(columns).flatten(), chances.flatten()
             # ranked by confidence, a node counts no more than the least sure node on its path
             score = survival if self.by_survival else torch.minimum(lowest, chances).flatten()
-            expanded, is_last = number, depth == levels
+            expanded, is_last = best, depth == levels
             if not (is_last and self.rerank and not keep):  # else nothing is left to be ranked level by level
                 # the k best of the level are expanded next
                 if sampler is not None:  # of equals the first, as in the ranking of all
@@ -251,19 +252,18 @@ class DynamicTree(Shape):
                     best_first, best = (survival if self.by_survival else confidence).topk(k)
                 if not self.by_survival:
                     best_first = survival.index_select(0, best)
-                number = best + first
-            # by level: its candidates and scores; the numbers of the nodes above them [r] (of a wide tree each one's),
-            # where the root is number 0; and of its best
+            # by level: its candidates and scores; the nodes above them [r] (of a wide tree each one's); and its best
             parents = expanded.index_select(0, rows) if wide else expanded
-            candidates.append((token, confidence, survival, score, parents, number))
+            candidates.append((token, confidence, survival, score, parents, best))
             if keep or (watched and not is_last):
-                grown.append(Level(depth, log_q, expanded, rows, token, confidence, survival, best, best_first))
+                above_of = expanded + first
+                grown.append(Level(depth, log_q, above_of, rows, token, confidence, survival, best, best_first))
             if watched and not is_last:
                 seen = grown[-1] if sampler is None else best_alone(grown[-1])
                 ends = self.stop.ends(seen)
                 ended = ended | ends if reads == "never" else ends
                 if ended is False and (growing := self.stop.expands(seen)) is not None:
-                    best, best_first, number = best[growing], best_first[growing], number[growing]
+                    best, best_first = best[growing], best_first[growing]
                     ended = best.shape[0] == 0
             pool = partial(self._pool, [*grown], drafter, ended and not is_last) if keep else None
             draws = None if sampler is None else (drafter.ids, [*laws])
@@ -272,7 +272,7 @@ class DynamicTree(Shape):
             if is_last:
                 return
             log_q = drafter.step(token.index_select(0, best), rows.index_select(0, best))
-            above, first = best_first[:, None], first + token.shape[0]
+            above, first = best_first[:, None], first + candidates[-2][0].shape[0]
             lowest = above if self.by_survival else score.index_select(0, best)[:, None]
             if reads == "never" and ended is not False:
                 above, lowest = (x.masked_fill(ended, float("-inf")) for x in (above, lowest))
@@ -287,14 +287,15 @@ class DynamicTree(Shape):
     ) -> Tree:
         """Of the root and the candidates of each level; k of them have one parent; masked: some have no survival;
         draws: the target's ids of the laws' columns, and the laws by level, that children were drawn from."""
-        tokens, confidences, survivals, scores, (_, *numbers), frontiers = zip(*candidates, strict=True)
-        both, depth = torch.cat([*confidences, *survivals]).view(2, -1), len(numbers)
+        tokens, confidences, survivals, scores, (_, *above), frontiers = zip(*candidates, strict=True)
+        both, depth = torch.cat([*confidences, *survivals]).view(2, -1), len(above)
+        expanded = _numbers(tokens[:-1], above)
         # reranking (section 4.2): the best are connected, as ties go to the shallower node: the sort is stable
         score = both[1] if self.by_survival else torch.cat(scores)
-        best = score.sort(descending=True, stable=True).indices[: self.nodes] if self.rerank else torch.cat(frontiers)
-        kept = best.sort().values  # [N]
-        of, depth_of = _layout(tuple(map(len, numbers)), k, kept.device).index_select(1, kept)
-        parents = torch.searchsorted(kept, torch.cat(numbers).index_select(0, of))  # [N]; the root is its own
+        ranked = score.sort(descending=True, stable=True).indices[: self.nodes] if self.rerank else None
+        kept = (_numbers(tokens, frontiers) if ranked is None else ranked).sort().values  # [N]
+        of, depth_of = _layout(tuple(map(len, above)), k, kept.device).index_select(1, kept)
+        parents = torch.searchsorted(kept, expanded.index_select(0, of))  # [N]; the root is its own
         token = torch.cat(tokens).index_select(0, kept)
         confidence, survival = both.index_select(1, kept)
         passengers = proposal = None
@@ -302,7 +303,6 @@ class DynamicTree(Shape):
             passengers = survival == float("-inf")
             parents = parents.masked_fill(passengers, 0)
         if draws is not None:
-            expanded = torch.cat(numbers)
             law_of = kept.new_zeros(len(score)).scatter_(0, expanded, torch.arange(len(expanded), device=kept.device))
             q = torch.cat(draws[1]).index_select(0, law_of.index_select(0, kept))  # a leaf's law is not read
             proposal = Proposal("R3", q, draws[0], ranks=(kept - 1) % k, width=k)
@@ -355,6 +355,17 @@ def _shares(k: int, device: torch.device) -> Tensor:
 @lru_cache
 def _rows(count: int, k: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device).repeat_interleave(k)
+
+
+def _numbers(levels: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
+    """Places in their levels, numbered through all candidates."""
+    return torch.cat([*places]) + _firsts(tuple(map(len, levels)), tuple(map(len, places)), places[0].device)
+
+
+@lru_cache
+def _firsts(sizes: tuple[int, ...], repeats: tuple[int, ...], device: torch.device) -> Tensor:
+    before = torch.tensor([0, *sizes[:-1]]).cumsum(0)
+    return before.repeat_interleave(torch.tensor(repeats)).to(device)
 
 
 @lru_cache

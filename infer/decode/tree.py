@@ -1,6 +1,7 @@
 """A draft tree as flat tensors: node 0 is the root, and nodes stand in level order."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -101,19 +102,29 @@ class Tree:
 
 
 def root_only(token: Tensor) -> Tree:
-    zero, certain = torch.zeros_like(token), torch.zeros(1, device=token.device)
+    zero, certain = torch.zeros_like(token), zeros(1, token.device)
     return Tree(token, zero, zero, zero[None] == 0, certain, certain, levels=0, draft_forwards=0)
 
 
 def ancestors(parents: Tensor, levels: int) -> Tensor:
     """The boolean [N, N] matrix of ancestors-or-self of nodes with parents [N], at most `levels` deep."""
     # a product's entry [i, j] counts the ways up from i to j of at most so many steps; the root is its own parent
-    reach = torch.eye(len(parents), device=parents.device).scatter_(1, parents[:, None], 1.0)
+    reach = _eye(len(parents), parents.device).scatter(1, parents[:, None], 1.0)
     for step in range((levels - 1).bit_length()):
         reach = reach @ reach
         if step > 4:  # far below float32's largest number otherwise
             reach.clamp_(max=1.0)
     return reach > 0
+
+
+@lru_cache
+def zeros(count: int, device: torch.device) -> Tensor:
+    return torch.zeros(count, device=device)
+
+
+@lru_cache
+def _eye(count: int, device: torch.device) -> Tensor:
+    return torch.eye(count, device=device)
 
 
 def describe(tree: Tree, names: list[str]) -> str:

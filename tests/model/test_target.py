@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from aerie.configs.errors import UserError
@@ -24,6 +25,7 @@ from aerie.model.target import (
     Target,
     final_norm,
     load_config,
+    load_tokenizer,
     load_vocab,
     only_trains,
     other_weights,
@@ -253,3 +255,15 @@ def test_a_target_may_have_more_tokens_than_a_draft_but_no_other_ids() -> None:
     require_same_token_ids({**draft, "<tool>": 3}, draft, 3, "draft", "target")
     with pytest.raises(UserError, match="token 'b' has id 2, in target another"):
         require_same_token_ids({"a": 0, "b": 2, "c": 1}, draft, 3, "draft", "target")
+
+
+def test_vicunas_tokenizer_of_a_sentencepiece_file_alone_is_read(tmp_path: Path) -> None:
+    texts = [turn["value"] for row in tiny.conversations(64) for turn in row["conversations"]]
+    words = {"vocab_size": 320, "model_type": "bpe", "byte_fallback": True, "minloglevel": 2}
+    SentencePieceTrainer.train(sentence_iterator=iter(texts), model_prefix=str(tmp_path / "tokenizer"), **words)
+    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer", "legacy": False})
+    made = load_tokenizer(TargetConfig(str(tmp_path), chat_template="configs/templates/vicuna.jinja"))
+    own = SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    for text in texts[:9]:
+        given = made(text, add_special_tokens=False, return_offsets_mapping=True)
+        assert given["input_ids"] == own.encode(text) and given["offset_mapping"][-1][1] == len(text)
