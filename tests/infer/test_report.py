@@ -18,15 +18,16 @@ from safetensors.numpy import save_file
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
-from aerie.configs.schema.decode import Method, MethodConfig
+from aerie.configs.schema.decode import ConstantConfig, DynamicConfig, Method, MethodConfig, VoteConfig
 from aerie.infer import main as commands
+from aerie.infer.decode.stop import Vote
 from aerie.infer.measure import record as measured
 from aerie.infer.measure.record import SUITE, Asked, AskedCell, AskedPoint, Record, line_of
 from aerie.infer.report import claims, tables
 from aerie.infer.report.page import write_report
 from aerie.model.storage import Manifest, read_json, write_json, write_text
 from tests.infer.made_up import FAILED, GREEDY, drafted, milliseconds, record, write_run
-from tests.infer.test_calibrate import write_calibration
+from tests.infer.test_calibrate import decoder_of, write_calibration
 from tests.tiny import call, recipe
 
 PROMPTS = (("sums", "a"), ("sums", "b"))
@@ -251,7 +252,7 @@ def verdicts(**parts: Any) -> dict[str, tuple[Any, str]]:
     return {one["id"]: (one["value"], one["verdict"]) for one in claims.judge(claims.Measured(**parts)) if one["ours"]}
 
 
-def test_deagles_claims_are_of_the_vote_on_the_same_prompts_and_a_rule_that_ignores_its_vote_fails_them() -> None:
+def test_deagles_claims_are_of_the_vote_on_the_same_prompts() -> None:
     records = [one for one in voting()[0] if one.prompt in PROMPTS]
     found = verdicts(records=records, tuning=TUNING)
     assert found["deagle-waste"] == (4 / 8, "holds") and found["deagle-tau"] == (2 / 4, "does not hold")
@@ -262,10 +263,25 @@ def test_deagles_claims_are_of_the_vote_on_the_same_prompts_and_a_rule_that_igno
     assert (deep, fixed) == (pytest.approx(24.0), pytest.approx(17.0))
     assert found["deagle-deep"] == (pytest.approx(17 / 24), "does not hold")
     assert found["deagle-flat"] == (pytest.approx(1.0), "holds")  # it does not slow down where it may go deeper
-    deaf = [replace(one, draft_forwards_wasted=4) if one.row == 4 else one for one in records]
-    assert verdicts(records=deaf)["deagle-waste"] == (1.0, "does not hold")
     failed = [replace(one, **FAILED) if one.method == "deagle" else one for one in records]
     assert "deagle-waste" not in verdicts(records=failed)
+
+
+def test_a_vote_that_is_not_heard_changes_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    def verdict() -> str:
+        records = []
+        for row, (method, stop) in enumerate((("eagle2", ConstantConfig()), ("deagle", VoteConfig())), start=1):
+            decoder = decoder_of(DynamicConfig(levels=8, stop=stop))
+            for number, (_, name) in enumerate(PROMPTS):
+                made = decoder.generate([7, 9, 11 + number], max_new_tokens=12).statistics
+                spent = {word: getattr(made, word) for word in ("draft_forwards", "draft_forwards_wasted")}
+                named = {"row": row, "method": method, "tree": tree(method, levels=8), "head": "eagle1"}
+                records.append(drafted(tuple(made.cycle_tokens), prompt_id=name, **named, **spent))
+        return verdicts(records=records)["deagle-waste"][1]
+
+    assert verdict() == "holds"
+    monkeypatch.setattr(Vote, "ends", lambda *_: False)
+    assert verdict() == "does not hold"
 
 
 def test_a_confidence_that_is_inverted_and_too_few_prompts_change_a_verdict() -> None:
