@@ -56,10 +56,13 @@ def new_head(
         if section.norm_init == "target":
             assert vocab.final_norm is not None
             head.norm.weight.data.copy_(vocab.final_norm)
-        if section.fc_init == "highest_tap":
+    if getattr(section, "fc_init", "random") == "highest_tap":
+        scale: Any = 1.0
+        if isinstance(section, Eagle3Section) and section.fc_norm and section.norm_output:
             # Normed taps enter as large as the normed outputs that are fed back.
-            scale = head.norm.weight.data.square().mean().sqrt() if section.fc_norm and section.norm_output else 1.0
-            head.fc.weight.data.zero_()[:, -width:] = scale * torch.eye(width)
+            scale = head.norm.weight.data.square().mean().sqrt()
+        width = head.config.hidden_size
+        head.fc.weight.data.zero_()[:, -width:] = scale * torch.eye(width)
     return head
 
 

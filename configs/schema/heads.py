@@ -149,15 +149,17 @@ class BlockSection(_LayerSizes, _AnyHead, kw_only=True):
     num_hidden_layers: PositiveInt = 1  # decoder layers; published heads for 8B have 5
     block_size: Annotated[int, Field(ge=2)] = 8  # rows of its forward: the last known token and masks (z-lab: 16)
     in_block: Literal["bidirectional", "causal"] = "bidirectional"  # what a row sees of its block (JetSpec: causal)
+    anchor_feature: bool = False  # true: each row begins with the fused taps of the token before the block, too
     sample_from_anchor: bool = False  # true: the known token's row drafts, too, block_size tokens (DSpark)
     mask_token_id: NonNegativeInt | None = None  # null: a row of the target's embedding that no text has
     markov_rank: NonNegativeInt = 64  # of the logits' correction by the token before; 0: none (DSpark at 8B: 256)
     markov_head: Literal["vanilla", "gated"] = "vanilla"  # gated: by the row's state, too
     norm_init: Literal["ones", "target"] = "ones"  # target: the final norm begins as the target's
+    fc_init: Literal["random", "highest_tap"] = "random"  # highest_tap: fc begins by passing on the last tap alone
 
     def __post_init__(self) -> None:
-        if self.init_from is not None and self.norm_init == "target":
-            raise ValueError("init_from is a head that has begun already; set norm_init ones")
+        if self.init_from is not None and (self.norm_init, self.fc_init) != ("ones", "random"):
+            raise ValueError("init_from is a head that has begun already; set norm_init ones and fc_init random")
 
     @staticmethod
     def levels_of(values: dict[str, Any]) -> int | None:

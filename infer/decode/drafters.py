@@ -173,7 +173,7 @@ class BlockDrafter(Drafter):
         self.forwards = ((self, "_draft"), (self, "_target_logits"), (self, "_fuse"), (head, "correct"))
         self._cache = KeyValueCache({}, Kept(0, target.device))  # of the text that `reset` began
         self._level = 0
-        self._root = torch.empty(0)  # [1]
+        self._root = self._before = torch.empty(0)  # [1], and the fused taps before it [1, D]
         self._states = self._logits = torch.empty(0)  # [levels, D] and [levels, V] of the tree that `start` began
         self._zero, self._hides = head.fc.weight.new_tensor([0.0, float("-inf")])
 
@@ -187,8 +187,9 @@ class BlockDrafter(Drafter):
     def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
         # Of accepted tokens a layer keeps keys and values of their true taps; a block's own rows are overwritten here.
         places = self._cache.begin(tokens.shape[0])
-        self._draft.read(self._fuse(features), self._table.index_select(1, places), self._cache)
-        self._root = held(self._root, tokens, last)
+        fused = self._fuse(features)
+        self._draft.read(fused, self._table.index_select(1, places), self._cache)
+        self._root, self._before = held(self._root, tokens, last), held(self._before, fused, last)
 
     def start(self) -> Tensor:
         config, places = self.head.config, self._cache.begin(self.draft_rows)
@@ -196,7 +197,7 @@ class BlockDrafter(Drafter):
         furthest = places[:, None] if config.in_block == "causal" else places[None, -1:]
         columns = self._cache.kept.numbers[: self._cache.width]
         mask = torch.where(columns <= furthest, self._zero, self._hides)[None, None]
-        rows, rope = self.head.rows(self._root, self._embedding)[0], self._table.index_select(1, places)
+        rows, rope = self.head.rows(self._root, self._embedding, self._before)[0], self._table.index_select(1, places)
         # the block's keys and values stand behind the kept rows, where the next commit writes
         self._states = self._draft(rows, rope, mask, self._cache)[-self.max_levels :]
         self._logits, self._level = self._target_logits(self._states), 0

@@ -57,13 +57,14 @@ def write_block(layout: str, head: content.HeadContent, target: content.TargetFa
     """As `write_eagle`; `sglang` is z-lab's layout."""
     config: Any = head.config
     lost = ["in_block causal"] if config.in_block == "causal" else []
+    lost += ["anchor_feature"] if config.anchor_feature else []
+    fix = "decode it with aerie" if lost else "serve it with vLLM (--to speculators)"
     if layout == "sglang":
         lost += [name for name in ("markov_rank", "sample_from_anchor") if getattr(config, name)]
         lost += ["the tap 0"] if 0 in config.after_blocks else []
     if layout == "safeailab":
         lost = ["a block head"]
     if lost:
-        fix = "decode it with aerie" if config.in_block == "causal" else "serve it with vLLM (--to speculators)"
         raise UserError(f"--to {layout}: cannot carry {', '.join(lost)}; {fix}")
     sizes, notes = content.write_sizes(config, target)
     sizes |= {"model_type": "qwen3", "attention_bias": False}

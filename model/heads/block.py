@@ -26,6 +26,7 @@ class BlockConfig(Sizes):
     rope_scaling: dict[str, Any] | None = None
     in_block: Literal["bidirectional", "causal"] = "bidirectional"
     sample_from_anchor: bool = False
+    anchor_feature: bool = False
     markov_rank: int = 0
     markov_head: Literal["vanilla", "gated"] = "vanilla"
     hidden_act: str = "silu"
@@ -72,6 +73,7 @@ class BlockHead(nn.Module):
         self.config = config
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(len(config.after_blocks) * width, width, bias=False)
+        self.anchor_proj = nn.Linear(width, width, bias=False) if config.anchor_feature else None
         self.hidden_norm = nn.RMSNorm(width, eps)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(width, eps)
@@ -79,7 +81,10 @@ class BlockHead(nn.Module):
         self.rotary = Rotary(config)
 
     def initialise(self, vocab: VocabWeights, generator: torch.Generator, initializer_range: float = 0.02) -> None:
-        """Normal matrices, zero biases, no correction yet; the final norm may be given as the target's."""
+        """Normal matrices, zero biases, no correction yet; the anchor's feature is added as it is.
+
+        The final norm may be given as the target's.
+        """
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 spread = {"markov_head.markov_w1.weight": 0.01, "markov_head.markov_w2.weight": 0.0}
@@ -87,6 +92,8 @@ class BlockHead(nn.Module):
                 parameter.data.copy_(drawn * spread.get(name, initializer_range))
             elif name.endswith("bias"):
                 parameter.data.zero_()
+        if self.anchor_proj is not None:
+            self.anchor_proj.weight.data.copy_(torch.eye(self.config.hidden_size))
         if vocab.final_norm is not None:
             self.norm.weight.data.copy_(vocab.final_norm)
 
@@ -94,11 +101,12 @@ class BlockHead(nn.Module):
         """What blocks see of the text, [..., D], from the target's taps [..., L*D], low to high."""
         return self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype)))
 
-    def rows(self, tokens: Tensor, embedding: Tensor) -> Tensor:
-        """The first layer's input [..., B, D] of blocks with known tokens [...]."""
+    def rows(self, tokens: Tensor, embedding: Tensor, before: Tensor) -> Tensor:
+        """The first layer's input [..., B, D] of blocks with known tokens [...]; before: the fused taps before them."""
         known, mask = F.embedding(tokens, embedding), embedding[self.config.mask_token_id]
         masks = mask.expand(*tokens.shape, self.config.block_size - 1, -1)
-        return torch.cat([known[..., None, :], masks], dim=-2).to(self.fc.weight.dtype)
+        rows = torch.cat([known[..., None, :], masks], dim=-2).to(self.fc.weight.dtype)
+        return rows if self.anchor_proj is None else rows + self.anchor_proj(before)[..., None, :]
 
     def correct(self, logits: Tensor, before: Tensor, states: Tensor) -> Tensor:
         """Logits [..., V] of places with states [..., D], in float32, given the tokens before them [...]."""
@@ -116,7 +124,9 @@ class BlockHead(nn.Module):
         cos, sin = self.rotary.table(length + size, self.fc.weight)
         of_rows = cos[places.flatten(1)][:, None], sin[places.flatten(1)][:, None]  # [B, 1, A * block, hd]
         of_text = cos[:length], sin[:length]
-        context, x = self.fuse(taps), self.rows(tokens, embedding).flatten(1, 2)
+        context = self.fuse(taps)
+        before = (anchors - 1).clamp(min=0)[..., None].expand(-1, -1, context.shape[-1])
+        x = self.rows(tokens, embedding, context.gather(1, before)).flatten(1, 2)
         mask = self._mask(anchors, length)
         for layer in self.layers:
             if self.gradient_checkpointing and self.training:

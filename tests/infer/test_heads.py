@@ -27,7 +27,7 @@ LOADED = [  # kind, options
     ("medusa", {}),
     ("hydra", {}),
     ("hydra", {"prefix_layer": True}),
-    ("block", {"num_hidden_layers": 2}),
+    ("block", {"num_hidden_layers": 2, "anchor_feature": True}),
     ("block", {"in_block": "causal", "sample_from_anchor": True, "markov_head": "gated", "block_size": 6}),
     ("block", {"markov_rank": 0}),
 ]

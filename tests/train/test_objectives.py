@@ -59,8 +59,14 @@ SETTINGS: dict[str, TrainConfig] = {
 KEYS: dict[str, dict[str, Any]] = {
     "eagle3-deep": {"num_hidden_layers": 2, "qk_norm": True, "norm_output": True},
     "hydra++": {"prefix_layer": True, "num_layers": 2},
-    "block": {"block_size": STEPS, "sample_from_anchor": True, "markov_rank": 3, "markov_head": "gated"},
-    "block-deep": {"block_size": STEPS + 1, "in_block": "causal", "markov_rank": 3, "num_hidden_layers": 2},
+    "block": {"block_size": STEPS, "sample_from_anchor": True, "anchor_feature": True, "markov_rank": 3},
+    "block-deep": {
+        "block_size": STEPS + 1,
+        "in_block": "causal",
+        "markov_rank": 3,
+        "markov_head": "gated",
+        "num_hidden_layers": 2,
+    },
 }
 MULTI_TOKEN = [kind for kind, settings in SETTINGS.items() if isinstance(settings, MultiTokenTrain)]
 
@@ -119,12 +125,13 @@ def block_states(head: Any, row: CachedRow, slot: int) -> Tensor:
     config, draft, kept = head.config, BlockDraft(head), Kept(64, row.taps.device)
     cache = KeyValueCache.empty(config.num_hidden_layers, config, kept, row.taps)
     table = torch.stack(head.rotary.table(64, row.taps))
-    draft.read(head.fuse(row.taps[: slot + 1]), table[:, cache.begin(slot + 1)], cache)
+    fused = head.fuse(row.taps[: slot + 1])
+    draft.read(fused, table[:, cache.begin(slot + 1)], cache)
     kept.advance(slot + 1)
     rope, mask = table[:, cache.begin(config.block_size)], torch.zeros(config.block_size, cache.width)
     if config.in_block == "causal":
         mask = torch.full_like(mask, float("-inf")).triu_(slot + 2)
-    states = draft(head.rows(row.input_ids[slot + 1], VOCAB.embedding), rope, mask[None, None], cache)
+    states = draft(head.rows(row.input_ids[slot + 1], VOCAB.embedding, fused[-1]), rope, mask[None, None], cache)
     return states[-config.num_places :]
 
 
