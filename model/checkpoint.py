@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from aerie.configs.errors import UserError, warn
-from aerie.configs.schema.heads import Eagle3Section, HeadConfig
+from aerie.configs.schema.heads import BlockSection, Eagle3Section, HeadConfig
 from aerie.model.formats.content import HeadContent, table
 from aerie.model.formats.layouts import read_content, write_tensors
 from aerie.model.heads import HEADS, AnyConfig, Head
+from aerie.model.heads.block import BlockHead
 from aerie.model.heads.eagle import EMBEDDING, TAP_CONVENTION, DraftVocabulary, Eagle3Config, Eagle3Head, EagleHead
 from aerie.model.heads.multi_token import MultiTokenHead
 from aerie.model.hub import head_directory
@@ -56,7 +57,8 @@ def new_head(
         if section.norm_init == "target":
             assert vocab.final_norm is not None
             head.norm.weight.data.copy_(vocab.final_norm)
-    if getattr(section, "fc_init", "random") == "highest_tap":
+    if isinstance(section, Eagle3Section | BlockSection) and section.fc_init == "highest_tap":
+        assert isinstance(head, Eagle3Head | BlockHead)
         scale: Any = 1.0
         if isinstance(section, Eagle3Section) and section.fc_norm and section.norm_output:
             # Normed taps enter as large as the normed outputs that are fed back.
