@@ -265,8 +265,12 @@ class HeadTuning:
         predictions = []
         for (method, tree), answers in zip(tried, others, strict=True):
             tau, dear = counted(answers)[0].tau, cycle_ms(answers) / cycle_ms(plain)
-            taken = np.array([count for one in answers for count, nodes in zip(one.accepted, one.cycle_nodes, strict=True) if nodes])
-            survival = tuple((((taken >= depth).sum() + 0.5) / (len(taken) + 1)).item() for depth in range(1, tree.levels + 1))
+            taken = np.array(
+                [count for one in answers for count, nodes in zip(one.accepted, one.cycle_nodes, strict=True) if nodes]
+            )
+            survival = tuple(
+                (((taken >= depth).sum() + 0.5) / (len(taken) + 1)).item() for depth in range(1, tree.levels + 1)
+            )
             ms = dear * self.costs.plain
             predictions.append(Prediction(method, tree, tau, ms / tau, tau / dear, ms, survival))
         return predictions
@@ -357,7 +361,7 @@ def tuned(
         {"chosen": best.kind, "temperature": config.temperature, "heads": [one.facts() for one in tunings]},
     )
     row = {"method": USUAL[best.kind], "head": best.head, "tree": as_dict(best.auto())}
-    words = f"# for temperature {config.temperature:g}: a tree, or none, for each cycle, by what was accepted of the text so far"
+    words = f"# at temperature {config.temperature:g} a tree, or none, for each cycle, by what was accepted of the text"
     write_text(output / AUTO, f"{words}\n{yaml.safe_dump(row, sort_keys=False)}")
     measure(target, tokenizer, best, config, output, seed)
     print(f"tune: {output / TUNED} and {AUTO} (generate --row FILE, bench --row FILE)")
