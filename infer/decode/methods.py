@@ -21,7 +21,7 @@ from aerie.configs.schema.decode import METHODS, USUAL, AutoConfig, Fit, MethodC
 from aerie.configs.schema.heads import KINDS, Share
 from aerie.infer.decode.drafters import DRAFTERS, Lookahead, PromptLookup, load_draft_lm
 from aerie.infer.decode.sampling import Sampler, token_ids
-from aerie.infer.decode.shape import Calibrate, Cycle, Drafter, Drafting, Proposer, make_shape, unchanged
+from aerie.infer.decode.shape import Calibrate, Cycle, Drafter, Drafting, Proposer, Shape, make_shape, unchanged
 from aerie.infer.decode.tree import Tree, root_only
 from aerie.model.checkpoint import check_sizes, head_facts, load_head, position_warnings
 from aerie.model.formats.layouts import recognise, tensor_names
@@ -139,16 +139,20 @@ class Auto(Drafting):
             if shape is not None:
                 shape.stop.reset()
         super().reset(prompt, kept, sampler)
-        self.is_fixed = self.grows_fixed = self.commits_fixed = self._plain = False
+        self.is_fixed = self.grows_fixed = self.commits_fixed = False
         self._kept = kept
         self._waiting: list[tuple[Tensor, Tensor]] = []  # of cycles without a draft, which need no head
         self._difficulty, self._variance = 0.0, UNSURE
+        self._plain = self._choose(self._logits.shape[1]) is None  # then the head does not read the prompt either
 
-    def propose(self, root: Tensor, max_levels: int) -> Tree:
+    def _choose(self, max_levels: int) -> Shape | None:
         expected = expected_tokens(self._logits[:, :max_levels] - self._difficulty)
         # levels beyond what is left of the answer are worth nothing
         self._chosen = int((expected / self._ms).argmax())
-        shape = self.shapes[self._chosen]
+        return self.shapes[self._chosen]
+
+    def propose(self, root: Tensor, max_levels: int) -> Tree:
+        shape = self._choose(max_levels)
         self._plain = shape is None
         # the head reads what was written without it in one forward, as if it stood where that began
         if self._waiting and (shape is not None or len(self._waiting) == MOST_WAITING):

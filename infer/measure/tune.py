@@ -202,7 +202,7 @@ class HeadTuning:
             self.costs = measure_costs(target, self.drafter, prompts, new)
             tried = [usual, *sampled_trees(config.levels, k)]
             self.published, *trees = self.timed([(method_of(kind, tree), tree) for tree in tried], few, "trees")
-            self.trees = sorted(trees, key=lambda one: one.ms_per_token)
+            self.every = self.trees = sorted(trees, key=lambda one: one.ms_per_token)
             self.choice = self.trees[0]
             return
         self.announce(k)
@@ -264,9 +264,15 @@ class HeadTuning:
         plain, *others = in_turns(decoders, prompts, 1, name, new, self.config.temperature)
         predictions = []
         for (method, tree), answers in zip(tried, others, strict=True):
-            tau = counted(answers)[0].tau
-            ms = cycle_ms(answers) / tau
-            predictions.append(Prediction(method, tree, tau, ms, cycle_ms(plain) / ms))
+            tau, dear = counted(answers)[0].tau, cycle_ms(answers) / cycle_ms(plain)
+            taken = np.array(
+                [count for one in answers for count, nodes in zip(one.accepted, one.cycle_nodes, strict=True) if nodes]
+            )
+            survival = tuple(
+                (((taken >= depth).sum() + 0.5) / (len(taken) + 1)).item() for depth in range(1, tree.levels + 1)
+            )
+            ms = dear * self.costs.plain
+            predictions.append(Prediction(method, tree, tau, ms / tau, tau / dear, ms, survival))
         return predictions
 
     def try_rules(self) -> None:
@@ -354,13 +360,11 @@ def tuned(
         output / "tune.json",
         {"chosen": best.kind, "temperature": config.temperature, "heads": [one.facts() for one in tunings]},
     )
-    if config.temperature == 0:
-        row = {"method": USUAL[best.kind], "head": best.head, "tree": as_dict(best.auto())}
-        words = "# a tree, or none, for each cycle, by what was accepted of the text so far"
-        write_text(output / AUTO, f"{words}\n{yaml.safe_dump(row, sort_keys=False)}")
+    row = {"method": USUAL[best.kind], "head": best.head, "tree": as_dict(best.auto())}
+    words = f"# at temperature {config.temperature:g} a tree, or none, for each cycle, by what was accepted of the text"
+    write_text(output / AUTO, f"{words}\n{yaml.safe_dump(row, sort_keys=False)}")
     measure(target, tokenizer, best, config, output, seed)
-    files = f"{output / TUNED}" + (f" and {AUTO}" if config.temperature == 0 else "")
-    print(f"tune: {files} (generate --row FILE, bench --row FILE)")
+    print(f"tune: {output / TUNED} and {AUTO} (generate --row FILE, bench --row FILE)")
     return {}
 
 
@@ -376,8 +380,7 @@ def measure(target: Target, tokenizer: Any, best: HeadTuning, config: TuneConfig
         return
     predicted = best.choice
     methods = measured_rows(best.kind, MethodConfig(predicted.method, predicted.tree), config.grid)
-    if config.temperature == 0:
-        methods.append(MethodConfig(USUAL[best.kind], best.auto()))
+    methods.append(MethodConfig(USUAL[best.kind], best.auto()))
     kinds = [None, *([best.kind] * (len(methods) - 1))]
     decoders = make_decoders(target, methods, [kind and best.head for kind in kinds])
     section = BenchConfig(prompts=config.measure, rows=tuple(methods), sampling=(SamplingConfig(config.temperature),))
