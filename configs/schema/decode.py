@@ -235,7 +235,7 @@ class AutoConfig(Section, kw_only=True):
 
     shape: Literal["auto"] = "auto"
     choices: Annotated[tuple[BudgetConfig, ...], Field(min_length=1)]  # `aerie tune` writes them, auto.yaml
-    memory: Annotated[float, Field(ge=1)] = 64.0  # cycles without a draft after which a text's difficulty is forgotten
+    memory: Annotated[float, Field(ge=1)] = 256.0  # cycles without a draft after which a text's difficulty is forgotten
     calibrated: Fit | None = None  # read confidences through this fit of `aerie calibrate`
     stop = ConstantConfig()  # each tree has its own
 

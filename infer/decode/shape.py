@@ -334,17 +334,10 @@ def best_alone(level: Level) -> Level:
     """
     first = level.frontier[:1]
     row, zero = level.rows.index_select(0, first), torch.zeros_like(first)
-    return Level(
-        level.depth,
-        level.log_q.index_select(0, row),
-        level.parents.index_select(0, row),
-        zero,
-        level.tokens.index_select(0, first),
-        level.confidence.index_select(0, first),
-        level.survival.index_select(0, first),
-        zero,
-        level.frontier_survival[:1],
-    )
+    of_row, of_first = ("log_q", "parents"), ("tokens", "confidence", "survival")
+    parts = {name: getattr(level, name).index_select(0, row) for name in of_row}
+    parts |= {name: getattr(level, name).index_select(0, first) for name in of_first}
+    return replace(level, **parts, rows=zero, frontier=zero, frontier_survival=level.frontier_survival[:1])
 
 
 @lru_cache
