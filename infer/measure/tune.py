@@ -178,6 +178,8 @@ def rules_for(kind: str, tree: GrownConfig, levels: int) -> list[tuple[Method, G
     if kind == "draft_lm":
         confidences = [schema.ConfidenceConfig(threshold=value) for value in thresholds]
         rules = {"sps-svip": rules["svip"], "sps-confidence": [*confidences]}
+    elif kind == "block":
+        rules = {USUAL[kind]: [stop for stops in rules.values() for stop in stops]}
     elif tree.shape == "chain":
         rules = {"eagle-chain": rules["svip"] + rules["deagle"]}
     return [(method, replace(tree, levels=levels, stop=stop)) for method, stops in rules.items() for stop in stops]
@@ -188,8 +190,9 @@ class HeadTuning:
 
     def __init__(self, target: Target, kind: str, head: str, prompts: Sequence[Tensor], config: TuneConfig) -> None:
         """Replays every fixed tree from greedy answers to prompts [1, T]."""
-        self.target, self.kind, self.head, self.prompts, self.config = target, kind, head, prompts, config
         self.drafter = Drafters(target).of(head)
+        config = replace(config, levels=min(config.levels, self.drafter.max_levels))
+        self.target, self.kind, self.head, self.prompts, self.config = target, kind, head, prompts, config
         k = 1 if kind == "draft_lm" else config.k  # its methods are chains
         usual = schema.published_tree(USUAL[kind])
         narrower = {"k": min(usual.k, k)} if isinstance(usual, DynamicConfig) else {}
