@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo bench bench-full gpu test soak lint lock clean
 help:
 	@echo "make demo   the whole pipeline on the embedded default, to runs/embedded/report/ (4 to 11 minutes on two cores, set-up included)"
-	@echo "make bench  every method on the embedded default, to runs/seeds/report/ (half an hour to an hour the first time)"
+	@echo "make bench  every method on the embedded default, to runs/seeds/report/ (an hour or more the first time)"
 	@echo "make bench-full  all sweeps, to runs/seeds-full/report/ (hours; goes on where it stopped)"
 	@echo "make gpu    one GPU's tests, then its speed in features, training and decoding, to runs/gpu/ (no GPU has run it yet)"
 	@echo "make test   the tests (at most 10 minutes; .venv/bin/python -m pytest -m 'not slow': about 3)"

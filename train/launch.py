@@ -124,7 +124,7 @@ def load_state(accelerator: Accelerator, folder: Path) -> None:
 
 
 class Muon(torch.optim.Muon):
-    """torch's, whose rounds are in float32 on a CPU: most CPUs take ten times as long in bf16."""
+    """torch's, whose rounds are in float32 on a CPU: one without bf16 units takes many times as long in bf16."""
 
     def step(self, closure: Any = None) -> Any:
         is_cpu = self.param_groups[0]["params"][0].device.type == "cpu"

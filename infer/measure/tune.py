@@ -147,7 +147,8 @@ def tree_with(levels: int, k: int, nodes: int) -> GrownConfig:
 
 
 def method_of(kind: str, tree: GrownConfig) -> Method:
-    return "eagle-chain" if tree.shape == "chain" and kind != "draft_lm" else USUAL[kind]
+    chains: dict[str, Method] = {"draft_lm": USUAL[kind], "block": "block-chain"}
+    return chains.get(kind, "eagle-chain") if tree.shape == "chain" else USUAL[kind]
 
 
 def trees_up_to(levels: int, k: int) -> Iterator[GrownConfig]:
@@ -179,7 +180,7 @@ def rules_for(kind: str, tree: GrownConfig, levels: int) -> list[tuple[Method, G
         confidences = [schema.ConfidenceConfig(threshold=value) for value in thresholds]
         rules = {"sps-svip": rules["svip"], "sps-confidence": [*confidences]}
     elif kind == "block":
-        rules = {USUAL[kind]: [stop for stops in rules.values() for stop in stops]}
+        rules = {method_of(kind, tree): [stop for stops in rules.values() for stop in stops]}
     elif tree.shape == "chain":
         rules = {"eagle-chain": rules["svip"] + rules["deagle"]}
     return [(method, replace(tree, levels=levels, stop=stop)) for method, stops in rules.items() for stop in stops]

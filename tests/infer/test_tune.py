@@ -64,7 +64,7 @@ def test_predictions_are_prices_of_cycles_and_dear_nodes_make_small_trees(miniat
     assert sizes[0] > sizes[1]
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "draft_lm"])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "draft_lm", "block"])
 def test_every_rule_and_every_row_of_the_grid_is_a_method_of_its_kind(kind: str) -> None:
     chain, tree = tune.tree_with(4, 1, 5), tune.tree_with(4, 2, 9)
     rows = tune.measured_rows(kind, MethodConfig(tune.method_of(kind, chain), chain), grid=True)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aerie.configs.schema.heads import Eagle3Section, TargetConfig
+from aerie.configs.schema.heads import BlockSection, Eagle3Section, TargetConfig
 from aerie.model.checkpoint import load_head, new_head, save_head
+from aerie.model.heads.block import BlockHead
 from aerie.model.heads.eagle import DraftVocabulary, Eagle3Head
 from aerie.model.layers import attend
 from aerie.model.target import final_norm, load_vocab
@@ -104,6 +105,10 @@ def test_a_head_begun_at_the_target_gives_the_targets_logits_of_its_highest_tap_
     entering = made.fuse(torch.cat([taps[..., :64], outputs[0]], dim=-1))
     fed_back = made(tokens, entering, positions)
     torch.testing.assert_close(entering.norm(), fed_back.norm(), rtol=0.02, atol=0)
+    begun = BlockSection(fc_init="highest_tap", mask_token_id=319)
+    block = new_head(begun, model.config, vocab, 1, after_blocks=(0, 1, 3))
+    assert isinstance(block, BlockHead)
+    torch.testing.assert_close(block.fuse(taps), F.rms_norm(taps[..., -32:], [32], eps=1e-6))
 
 
 def test_the_most_frequent_tokens_and_forced_ones_are_in() -> None:

@@ -113,6 +113,16 @@ def test_matrices_decay_and_norms_do_not_and_the_embedding_is_not_there() -> Non
     assert found == {id(p) for p in head.parameters()} - {id(head.embed_tokens.weight)}
 
 
+def five_rounds(gradient: torch.Tensor) -> torch.Tensor:
+    """Of Newton-Schulz (Muon), in float64."""
+    is_tall = gradient.shape[0] > gradient.shape[1]
+    x = (gradient.T if is_tall else gradient).double() / gradient.double().norm()
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x.T if is_tall else x
+
+
 @pytest.mark.parametrize("join", [None, launch.zero_muon])
 def test_muon_moves_every_direction_of_a_matrix_by_its_rate_and_adamw_the_rest_as_alone(join: Any) -> None:
     moved: list[dict[str, torch.Tensor]] = []
@@ -127,9 +137,12 @@ def test_muon_moves_every_direction_of_a_matrix_by_its_rate_and_adamw_the_rest_a
         moved.append({name: p.detach() - before[name] for name, p in model.named_parameters()})
     matrices = {name for name in moved[0] if "proj" in name}
     assert len(matrices) == 7 and all(moved[0][name].equal(moved[1][name]) for name in moved[0].keys() - matrices)
-    for update in (moved[0][name] for name in matrices):
-        sizes = torch.linalg.svdvals(update) / (0.1 * max(1.0, update.shape[0] / update.shape[1]) ** 0.5)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for name in matrices:
+        turn = moved[0][name] / (-0.1 * max(1.0, moved[0][name].shape[0] / moved[0][name].shape[1]) ** 0.5)
+        sizes = torch.linalg.svdvals(turn)
         assert 0.5 < sizes.min() <= sizes.max() < 1.5
+        torch.testing.assert_close(turn, five_rounds(gradients[name]).float(), rtol=0, atol=1e-3)  # bf16 is 1e-2 away
     gpt2 = small_model(AutoConfig.for_model("gpt2")).transformer  # tables by other names
     assert not {id(gpt2.wte.weight), id(gpt2.wpe.weight)} & {id(p) for p in launch.turned(gpt2)}
 
