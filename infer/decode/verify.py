@@ -1,6 +1,5 @@
 """A lossless choice among drafted nodes by p and q, the target's and the draft's laws, and typical acceptance."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import zip_longest
@@ -60,82 +59,74 @@ def walk(tree: Tree, choice: Tensor) -> Verdict:
 def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Verdict:
     """R1, R3 and R4, speculative sampling: the verdict for children drawn from q, and p [N, V]."""
     assert tree.proposal is not None and tree.passengers is None, "only drawn children are verified by rejection"
+    q = tree.proposal.over(p.shape[-1])
     if tree.proposal.ranks is not None:
-        inner, children, counts = _dynamic_families(tree, tree.proposal.ranks, tree.proposal.width)
+        inner, children, sizes = _dynamic_families(tree, tree.proposal.ranks, tree.proposal.width)
     else:
-        inner, children, counts = _families(tree.proposal.parents or tuple(tree.parents.tolist()), p.device)
-    uniform = torch.rand(children.shape, generator=generator, device=p.device)
-    q, tokens = tree.proposal.over(p.shape[-1]), tree.tokens[children]
-    given = tokens, (children > 0).sum(-1), counts, uniform, tree.proposal.rule == "R4"
-    chosen, times = accept_sibling(p.index_select(0, inner), q.index_select(0, inner), *given)
-    # a node is refused unless its parent chose its rank; the root, which stands where there is no child, never is
-    ranks = torch.arange(children.shape[1], device=p.device)
+        (inner, children), sizes = _families(tree.proposal.parents or tuple(tree.parents.tolist()), p.device), None
+    uniform = torch.rand(len(inner), len(children), generator=generator, device=p.device)
+    siblings = [tree.tokens[nodes] for nodes in children]
+    chosen, left = accept_sibling(p[inner], q[inner], siblings, uniform, tree.proposal.rule == "R4", sizes)
+    # a node is refused unless its parent chose its rank
     refused = torch.ones(len(tree), dtype=torch.bool, device=p.device)
-    refused.index_put_((children,), chosen[:, None] != ranks)
+    for rank, nodes in enumerate(children):
+        refused[nodes] = chosen[: nodes.shape[0]] != rank
     blocks, order = _path_first(tree, refused)
     length = (blocks == 0).sum(0, keepdim=True)
-    last = order.index_select(0, length - 1)  # [1]
-    # a leaf, whose c is 0, has refused nothing
-    c = p.new_zeros(len(tree)).index_copy_(0, inner, times).index_select(0, last)
-    law = residual(p.index_select(0, last), c * q.index_select(0, last))
+    # [1, V]: a leaf has refused nothing
+    law = p.index_copy(0, inner, left).index_select(0, order.index_select(0, length - 1))
     return _ending_with(tree, blocks, order, length, draw(law, generator))
 
 
-def _dynamic_families(tree: Tree, ranks: Tensor, width: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """As `_families`, of families that the device alone knows: some nodes may have no child."""
+def _dynamic_families(tree: Tree, ranks: Tensor, width: int) -> tuple[Tensor, list[Tensor], Tensor]:
+    """As `_families`, of families that the device alone knows, and their sizes [M]; 0 where there is no such child."""
     count, parents = len(tree), tree.parents[1:]
     node = torch.arange(1, count, device=ranks.device) * (tree.survival[1:] > float("-inf"))  # 0: no token was left
     table = node.new_zeros(count, width)  # by parent and rank
     table.view(-1).scatter_(0, parents * width + ranks[1:], node)
-    inner = (table > 0).sum(-1).argsort(descending=True, stable=True)[: count - 1]
+    sizes, inner = (table > 0).sum(-1).sort(descending=True, stable=True)
     # no more than (N - 1) / n nodes have n children
-    counts = tuple((count - 1) // rank for rank in range(1, 1 + min(width, count - 1)))
-    return inner, table.index_select(0, inner)[:, : len(counts)], counts
+    table = table.index_select(0, inner)
+    children = [table[: (count - 1) // (rank + 1), rank] for rank in range(min(width, count - 1))]
+    return inner[: count - 1], children, sizes[: count - 1]
 
 
 @lru_cache
-def _families(parents: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """The nodes [M] with children, the largest families first, their children by rank [M, K] (0: there is none), and
-    how many nodes have, of each rank, such a child."""
+def _families(parents: tuple[int, ...], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """The nodes [M] with children, the largest families first, and of each rank the children [m] of the first m."""
     families: dict[int, list[int]] = {}
     for node, parent in enumerate(parents[1:], start=1):
         families.setdefault(parent, []).append(node)
     inner = sorted(families, key=lambda parent: -len(families[parent]))
-    ranks = list(zip_longest(*(families[parent] for parent in inner), fillvalue=0))
-    counts = tuple(sum(node > 0 for node in nodes) for nodes in ranks)
-    return torch.tensor(inner, device=device), torch.tensor(ranks, device=device).T.contiguous(), counts
+    ranks = zip_longest(*(families[parent] for parent in inner))
+    children = [torch.tensor([node for node in nodes if node], device=device) for nodes in ranks]
+    return torch.tensor(inner, device=device), children
 
 
 def accept_sibling(
-    p: Tensor, q: Tensor, tokens: Tensor, sizes: Tensor, counts: Sequence[int], uniform: Tensor, replaced: bool
+    p: Tensor, q: Tensor, siblings: list[Tensor], uniform: Tensor, replaced: bool, sizes: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The rank [M] of the child that each of M nodes accepts (-1: none), and c [M]: max(0, p - c q) is left of p.
-
-    tokens [M, K] were drawn below each node, sizes [M] of them; no more than the first counts[rank] nodes have a child
-    of this rank; uniform [M, K] is in [0, 1); replaced: R4.
-    """
+    """The rank [M] of the child that each of M nodes accepts (-1: none), and what is left of p [M, V]."""
+    # siblings[rank] [m] are the tokens drawn below the first m nodes; uniform [M, K] is in [0, 1); replaced: R4
+    # sizes [M]: of the families, where siblings[rank] has some nodes without such a child too
     # x_i is accepted where r_i < p(x_i) / q(x_i): Leviathan et al. (arXiv 2211.17192, algorithm 1) for R1, SpecInfer
     # (arXiv 2305.09781) for R4, EAGLE-1's released code for R3. A refused x_i leaves norm(max(0, p - q)) of p, and
     # without replacement norm(q without x_i) of q. Where no child is accepted, the bonus token is drawn from that p.
-    # By induction what is left of p is max(0, p - c q) / total, and of q it is q / rest but for the tokens drawn, which
-    # have nothing left of p: so c grows by total / rest with each refusal.
-    is_there = torch.arange(tokens.shape[1], device=p.device) < sizes[:, None]
-    tokens = torch.where(is_there, tokens, tokens[:, :1])
-    p_x, q_x = p.gather(-1, tokens), q.gather(-1, tokens)
-    c, total, rest = torch.zeros_like(q_x), torch.ones_like(q_x), torch.ones_like(q_x)
-    if not replaced and len(counts) > 1:
-        first = counts[1]
-        later = (q_x * is_there)[:first].flip(1).cumsum(1).flip(1)  # what is drawn later is not struck out yet
-        struck = q[:first].scatter(-1, tokens[:first], 0.0).sum(-1, keepdim=True)
-        rest[:first, 1:] = (struck + later)[:, 1:]
-    for rank, count in enumerate(counts[1:], start=1):
-        before = slice(count), rank - 1
-        c[:count, rank] = c[before] + total[before] / rest[before]
-        left = torch.addcmul(p[:count], q[:count], c[:count, rank, None], value=-1.0)
-        total[:count, rank] = left.clamp_(min=0.0).sum(-1)
-    taken = (uniform * q_x * total < (p_x - c * q_x).clamp_(min=0.0) * rest) & is_there
-    chosen = torch.where(taken.any(-1), taken.int().argmax(-1), -1)
-    return chosen, (c + total / rest).gather(-1, (sizes - 1).clamp(min=0)[:, None])[:, 0] * (sizes > 0)
+    p, q = p.clone(), q.clone()
+    chosen = torch.full(p.shape[:1], -1, device=p.device)
+    for rank, tokens in enumerate(siblings):
+        count = tokens.shape[0]
+        p_i, q_i = p[:count], q[:count]  # views
+        taken = uniform[:count, rank] * _of(q_i, tokens) < _of(p_i, tokens)
+        left = residual(p_i, q_i)
+        if sizes is not None:
+            is_there = sizes[:count] > rank
+            taken, left = taken & is_there, torch.where(is_there[:, None], left, p_i)
+        chosen[:count] = torch.where((chosen[:count] < 0) & taken, rank, chosen[:count])
+        p[:count] = left
+        if not replaced and rank + 1 < len(siblings):
+            q[:count] = without(q_i, tokens)
+    return chosen, p
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:

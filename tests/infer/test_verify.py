@@ -110,8 +110,7 @@ def test_siblings_have_the_targets_law_exactly(count: int, replaced: bool, tempe
         if chance > 0:
             rows.append(tokens)
             chances.append(chance)
-    siblings = torch.tensor(rows)
-    given = siblings, torch.full((len(rows),), count), (len(rows),) * count
+    siblings = [torch.tensor(column) for column in zip(*rows, strict=True)]
     p, q = p0.expand(len(rows), -1), q0.expand(len(rows), -1)
     refuse = torch.full((len(rows), count), JUST_BELOW_ONE, dtype=torch.double)
     alive, written = torch.tensor(chances, dtype=torch.double), torch.zeros(VOCAB, dtype=torch.double)
@@ -119,12 +118,12 @@ def test_siblings_have_the_targets_law_exactly(count: int, replaced: bool, tempe
 
         def accepts(u: Tensor, rank: int = rank) -> Tensor:
             uniform = torch.cat([refuse[:, :rank], u[:, None], refuse[:, rank + 1 :]], 1)
-            return accept_sibling(p, q, *given, uniform, replaced)[0] == rank
+            return accept_sibling(p, q, siblings, uniform, replaced)[0] == rank
 
         share = threshold(accepts, len(rows))
-        written.index_add_(0, siblings[:, rank], alive * share)
+        written.index_add_(0, siblings[rank], alive * share)
         alive = alive * (1 - share)
-    written += alive @ residual(p, accept_sibling(p, q, *given, refuse, replaced)[1][:, None] * q)
+    written += alive @ accept_sibling(p, q, siblings, refuse, replaced)[1]
     torch.testing.assert_close(written, p0, atol=1e-6, rtol=0)
 
 
@@ -354,8 +353,8 @@ def test_a_score_that_looks_at_the_draws_bends_the_law(name: str, monkeypatch: p
 def test_equal_laws_refuse_nothing() -> None:
     law = torch.randn(2000, VOCAB, generator=torch.Generator().manual_seed(0)).softmax(-1)
     tokens = draw(law, torch.Generator().manual_seed(1))
-    given = tokens[:, None], torch.ones_like(tokens), (2000,), torch.full((2000, 1), 1.0 - 2**-24)
-    assert bool((accept_sibling(law, law, *given, replaced=False)[0] == 0).all())
+    chosen, left = accept_sibling(law, law, [tokens], torch.full((2000, 1), 1.0 - 2**-24), replaced=False)
+    assert bool((chosen == 0).all()) and left.isfinite().all()
 
 
 PUBLISHED = TypicalConfig()
