@@ -22,7 +22,13 @@ from tests import tiny
 
 SUITES = sorted((Path(__file__).parents[2] / "configs" / "bench").glob("*.yaml"))
 LONG = ("deagle", "seeds", "seeds-full", "svip-qwq", "svip-mtbench")
-HEADS = {"EAGLE3": "eagle3", "EAGLE": "eagle1", "medusa": "medusa", "hydra": "hydra"}  # in the names of published heads
+HEADS = {
+    "EAGLE3": "eagle3",
+    "EAGLE": "eagle1",
+    "medusa": "medusa",
+    "hydra": "hydra",
+    "block": "block",
+}  # in heads' names
 LLAMA3 = (
     "{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>' }}"
     "{{ message['content'] + '<|eot_id|>' }}{% endfor %}"
@@ -76,7 +82,7 @@ class Miniatures:
     def _head(self, kind: str, target: str, place: Path) -> None:
         loaded = Target.load(TargetConfig(self.of(target), dtype="float32"))
         embedding = loaded.vocab.embedding
-        if kind in ("medusa", "hydra"):
+        if kind in ("medusa", "hydra", "block"):
             head = tiny.multi_token_head(kind, loaded.vocab, noise=0.1)
         else:
             words = {"ids": torch.arange(200)} if kind == "eagle3" else {}
@@ -107,7 +113,8 @@ def small(path: Path, root: Path, target: str | None = None) -> Path:
         prompts["tasks"] = [{"name": task["name"], "path": questions} for task in prompts["tasks"]]
     else:
         prompts["path"] = questions
-    usual = {"eagle3": "EAGLE3", "medusa": "medusa", "hydra": "hydra", "sps": "draft"}  # of rows that name no head
+    # of rows that name no head
+    usual = {"eagle3": "EAGLE3", "medusa": "medusa", "hydra": "hydra", "block": "block", "sps": "draft"}
 
     def with_heads(row: dict[str, Any]) -> dict[str, Any]:
         method = row.get("method", "deagle")
