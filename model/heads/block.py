@@ -1,11 +1,14 @@
 """The block head: one forward gives the laws of all places of a draft, and the token before corrects each of them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from aerie.model.heads.eagle import LMHead, Sizes
@@ -115,10 +118,7 @@ class BlockHead(nn.Module):
 
     def forward(self, tokens: Tensor, taps: Tensor, anchors: Tensor, embedding: Tensor) -> Tensor:
         """States [B, A, K, D] for the LM head, of the K drafting rows of A blocks; their anchors [B, A] have these
-        tokens [B, A], in texts with taps [B, T, L*D].
-
-        The mask is dense, [B, A * block_size, T + A * block_size].
-        """
+        tokens [B, A], in texts with taps [B, T, L*D]."""
         size, length = self.config.block_size, taps.shape[1]
         places = anchors[..., None] + torch.arange(size, device=anchors.device)  # [B, A, block]
         cos, sin = self.rotary.table(length + size, self.fc.weight)
@@ -127,34 +127,59 @@ class BlockHead(nn.Module):
         context = self.fuse(taps)
         before = (anchors - 1).clamp(min=0)[..., None].expand(-1, -1, context.shape[-1])
         x = self.rows(tokens, embedding, context.gather(1, before)).flatten(1, 2)
-        mask = self._mask(anchors, length)
+        attention = self._attention(anchors, length)
         for layer in self.layers:
             if self.gradient_checkpointing and self.training:
-                x = checkpoint(_layer, layer, x, context, of_rows, of_text, mask, use_reentrant=False)
+                x = checkpoint(_layer, layer, x, context, of_rows, of_text, attention, use_reentrant=False)
             else:
-                x = _layer(layer, x, context, of_rows, of_text, mask)
+                x = _layer(layer, x, context, of_rows, of_text, attention)
         drafting = x.unflatten(1, (-1, size))[:, :, size - self.config.num_places :]
         return self.norm(drafting)
 
-    def _mask(self, anchors: Tensor, length: int) -> Tensor:
-        """Which of T rows of text and A * block rows each of the latter sees: [B, 1, A * block, T + A * block] bool."""
+    def _attention(self, anchors: Tensor, length: int) -> "Attention":
+        """Of A * block rows to T rows of text and to themselves.
+
+        Its mask is dense, [B, 1, A * block, T + A * block], but for CUDA, where FlexAttention leaves out what it hides.
+        """
         size, (count, number) = self.config.block_size, anchors.shape
-        before = torch.arange(length, device=anchors.device) < anchors.repeat_interleave(size, 1)[..., None]
-        inside = anchors.new_ones(size, size, dtype=torch.bool)
-        own = torch.block_diag(*[inside.tril() if self.config.in_block == "causal" else inside] * number)
-        return torch.cat([before, own.expand(count, -1, -1)], dim=-1)[:, None]
+        own = torch.arange(-length, number * size, device=anchors.device)  # by column; the text's are negative
+        is_causal = self.config.in_block == "causal"
+
+        def sees(text: Tensor, _: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            at = own[column]
+            inside = (at // size == row // size) & ((at <= row) | (not is_causal))
+            return torch.where(at < 0, column < anchors[text, row // size], inside)
+
+        if _is_sparse(anchors):
+            sizes = (count, None, number * size, len(own))
+            return partial(_sparse, mask=create_block_mask(sees, *sizes, device=anchors.device.type))
+        texts, rows, columns = (torch.arange(n, device=anchors.device) for n in (count, number * size, len(own)))
+        mask = sees(texts[:, None, None, None], rows, rows[:, None], columns)
+        return partial(attend, mask=mask, memory=None)
 
 
-def _layer(layer: Any, x: Tensor, context: Tensor, rows: Rope, text: Rope, mask: Tensor) -> Tensor:
-    attention = layer.self_attn
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # as attend
+_flex = torch.compile(flex_attention)
+
+
+def _is_sparse(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _sparse(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    # autocast: RoPE's tables are float32
+    out = _flex(q.to(v.dtype), k.to(v.dtype), v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2).flatten(2)
+
+
+def _layer(layer: Any, x: Tensor, context: Tensor, rows: Rope, text: Rope, attention: Attention) -> Tensor:
+    of = layer.self_attn
     residual, q, k, v = layer.before(x, None, rows, None)
     keys, values = (
-        project(context).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
-        for project in (attention.k_proj, attention.v_proj)
+        project(context).unflatten(-1, (-1, of.head_dim)).transpose(1, 2) for project in (of.k_proj, of.v_proj)
     )
-    keys = rotate(attention.k_norm(keys), *text)
-    attended = attend(q, torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2), mask, None)
-    return layer.after(residual, attended)
+    keys = rotate(of.k_norm(keys), *text)
+    return layer.after(residual, attention(q, torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2)))
 
 
 class BlockDraft:

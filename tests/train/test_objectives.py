@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from torch.nn.attention import flex_attention
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -30,6 +31,7 @@ from aerie.configs.schema.heads import (
 )
 from aerie.data.batches import Batch, collate
 from aerie.data.cache import CachedRow
+from aerie.model.heads import block
 from aerie.model.heads.block import BlockDraft
 from aerie.model.heads.eagle import EagleDraft
 from aerie.model.layers import Kept, KeyValueCache, UnrollMemory
@@ -243,6 +245,20 @@ def test_what_is_left_out_of_the_unroll_moves_neither_loss_nor_gradient(kind: st
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     gradients = [torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)]) for loss in (found, expected)]
     assert (gradients[0] - gradients[1]).norm() <= 1e-6 * gradients[1].norm()
+
+
+@pytest.mark.parametrize("kind", ["block", "block-deep"])
+def test_flex_attention_has_the_dense_masks_loss_and_gradients(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block, "_flex", flex_attention.flex_attention)
+    # torch refuses gradients on CPUs, where it has a slow form of them
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    found, rows = [], rows_with_taps(5)
+    for is_sparse in (False, True):
+        monkeypatch.setattr(block, "_is_sparse", lambda x, is_sparse=is_sparse: is_sparse)
+        made = objective(kind, gradient_checkpointing=is_sparse)
+        made(prepared(made, rows, range(5))).total(made.weights).backward()
+        found.append(torch.cat([p.grad.flatten() for p in made.parameters() if p.grad is not None]))
+    assert (found[1] - found[0]).norm() <= 1e-5 * found[0].norm()
 
 
 class NoWaiting(TorchDispatchMode):
