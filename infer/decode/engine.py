@@ -43,6 +43,7 @@ class Statistics:
     cycle_nodes: list[int] = field(default_factory=list)  # drafted nodes
     verify: str = "R0"  # the rule that judged the drafts; R0 or R2 where nothing was drafted
     draft_forwards: int = 0
+    draft_levels: int = 0  # more than forwards where one gives several levels
     draft_forwards_wasted: int = 0  # beyond the accepted length
     draft_nodes: int = 0
     ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
@@ -245,6 +246,7 @@ class SpeculativeDecoder:
             statistics.cycle_tokens.append(len(new))
             statistics.accepted.append(accepted)
             statistics.draft_forwards += tree.draft_forwards
+            statistics.draft_levels += max(tree.draft_forwards, tree.levels)
             statistics.draft_forwards_wasted += max(tree.draft_forwards - verdict.accepted, 0)
             statistics.draft_nodes += verdict.drafted
             statistics.cycle_nodes.append(verdict.drafted)

@@ -104,6 +104,7 @@ class Record(Origin):
     cycle_nodes: tuple[int, ...] = ()
     target_forwards: int = 0  # the prefill is not counted
     draft_forwards: int = 0
+    draft_levels: int = 0
     draft_forwards_wasted: int = 0
     draft_nodes: int = 0
     ms: Milliseconds | None = None

@@ -143,7 +143,11 @@ def replayed(recording: Recording, ranks: Integers, levels: int, nodes: int) -> 
 
 def counted(answers: Sequence[Statistics] | Sequence[Record]) -> tuple[Cycles, float]:
     """The cycles of a decoder's answers, and the mean nodes that a drafting cycle verifies."""
-    counts = [(one.new_tokens - 1, one.target_forwards, one.draft_forwards, one.draft_nodes) for one in answers]
+    counts = [
+        # records made before levels were counted have none
+        (one.new_tokens - 1, one.target_forwards, max(one.draft_levels, one.draft_forwards), one.draft_nodes)
+        for one in answers
+    ]
     tokens, forwards, levels, nodes = map(sum, zip(*counts, strict=True))
     trees = sum(drafted > 0 for one in answers for drafted in one.cycle_nodes)
     return Cycles(tokens, forwards, trees, levels), 1 + nodes / max(trees, 1)

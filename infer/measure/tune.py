@@ -108,7 +108,7 @@ def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Tensor], n
     draft = {}
     for at in range(0, len(trees), 2):  # a width's shallow and deep tree
         pair = others[at : at + 2]
-        levels = [statistics.mean(one.draft_forwards / one.target_forwards for one in answers) for answers in pair]
+        levels = [statistics.mean(one.draft_levels / one.target_forwards for one in answers) for answers in pair]
         times = [per_cycle(answers, "draft") for answers in pair]
         slope = max(float(np.polyfit(levels, times, 1)[0]), 0.0)
         draft[trees[at].k] = (float(np.mean(np.array(times) - slope * (np.array(levels) - 1))), slope)

@@ -31,7 +31,7 @@ def miniature(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Target, l
     return directory / "heads", Target.load(write_miniature(directory), "cpu"), prompts
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "draft_lm"])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "draft_lm", "block"])
 def test_a_replay_counts_what_the_decoder_does(miniature: tuple[Path, Target, list[Tensor]], kind: str) -> None:
     heads, target, prompts = miniature
     drafter = Drafters(target).of(str(heads / kind))
