@@ -31,11 +31,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo bench bench-full gpu test soak lint lock clean
 help:
-	@echo "make demo   the whole pipeline on the embedded default, to runs/embedded/report/ (4 to 11 minutes on two cores, set-up included)"
+	@echo "make demo   the whole pipeline on the embedded default, to runs/embedded/report/ (4 to 13 minutes on two cores, set-up included)"
 	@echo "make bench  every method on the embedded default, to runs/seeds/report/ (an hour or more the first time)"
 	@echo "make bench-full  all sweeps, to runs/seeds-full/report/ (hours; goes on where it stopped)"
 	@echo "make gpu    one GPU's tests, then its speed in features, training and decoding, to runs/gpu/ (no GPU has run it yet)"
-	@echo "make test   the tests (at most 10 minutes; .venv/bin/python -m pytest -m 'not slow': about 3)"
+	@echo "make test   the tests (about 15 minutes; .venv/bin/python -m pytest -m 'not slow': about 4)"
 	@echo "make soak   50 kills of features, training and bench at random moments, and other long trials (about 20 minutes)"
 	@echo "make lint   ruff and mypy"
 	@echo "make clean  removes caches and runs/embedded; .venv and other runs stay"
@@ -61,7 +61,7 @@ SEEDS_DRAFT_LM := configs/draft_lm/sps-embedded.yaml $(SEEDED_HEAD) --train.batc
 SEEDS_CALIBRATED := --target $(SEEDS)/target --calibrate.oracle_levels null
 SEEDS_STATIC := --run $(SEEDS)/static $(SEEDS_CALIBRATED) --head $(SEEDS)/heads/eagle1 --calibrate.method eagle
 SEEDS_CHAIN := --run $(SEEDS)/chain $(SEEDS_CALIBRATED) --head $(SEEDS)/heads/eagle1 --calibrate.method eagle-chain --calibrate.temperature 1
-SEEDS_SVIP := --run $(SEEDS)/svip --target $(SEEDS)/target --head $(SEEDS)/heads/draft_lm --calibrate.method sps-svip --calibrate.temperature 1
+SEEDS_SVIP := --target $(SEEDS)/target --head $(SEEDS)/heads/draft_lm --calibrate.method sps-svip
 
 bench: $(STAMP)
 	@$(BIN)/python data/main.py synthetic --config $(RECIPE) --run $(SEEDS)
@@ -82,7 +82,8 @@ bench: $(STAMP)
 	tail -n 1 $(SEEDS)/eagle3.log
 	@$(BIN)/python infer/main.py calibrate --config configs/bench/seeds.yaml $(SEEDS_STATIC)
 	@$(BIN)/python infer/main.py calibrate --config configs/bench/seeds.yaml $(SEEDS_CHAIN)
-	@$(BIN)/python infer/main.py calibrate --config configs/bench/seeds.yaml $(SEEDS_SVIP)
+	@$(BIN)/python infer/main.py calibrate --config configs/bench/seeds.yaml --run $(SEEDS)/svip $(SEEDS_SVIP) --calibrate.temperature 1
+	@$(BIN)/python infer/main.py calibrate --config configs/bench/seeds.yaml --run $(SEEDS)/svip-greedy $(SEEDS_SVIP)
 	@$(BIN)/python infer/main.py calibrate --config configs/bench/seeds.yaml
 	@$(BIN)/python infer/main.py calibrate --config configs/bench/seeds.yaml --run $(SEEDS)/eagle3 --target $(SEEDS)/target \
 		--head $(SEEDS)/heads/eagle3 --calibrate.method eagle3 --calibrate.oracle_levels null
