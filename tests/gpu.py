@@ -26,9 +26,18 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import DynamicConfig
-from aerie.configs.schema.heads import Eagle1Section, Eagle1Train, Eagle3Section, Eagle3Train, MuonSection, TargetConfig
+from aerie.configs.schema.heads import (
+    BlockSection,
+    BlockTrain,
+    Eagle1Section,
+    Eagle1Train,
+    Eagle3Section,
+    Eagle3Train,
+    MuonSection,
+    TargetConfig,
+)
 from aerie.data.batches import Batch
-from aerie.infer.decode.drafters import EagleDrafter
+from aerie.infer.decode.drafters import BlockDrafter, EagleDrafter
 from aerie.infer.decode.engine import PHASES, SpeculativeDecoder
 from aerie.infer.decode.methods import drafting
 from aerie.infer.measure.generate import cycle_work
@@ -135,6 +144,7 @@ def measured(size: Size, accelerator: Accelerator) -> Iterator[Row]:
     recipe = Eagle3Section(fc_norm=True, norm_output=True, lm_head="frozen", fc_init="highest_tap")
     settings: Any = Eagle3Train(unroll_steps=3, optimizer=MuonSection(matrix_rate=0.03))  # as in configs/eagle3
     sections: dict[str, Any] = {"eagle1": (Eagle1Section(), Eagle1Train()), "eagle3": (recipe, settings)}
+    sections["block"] = (BlockSection(mask_token_id=0), BlockTrain(anchors=size.length // 8))
     with suppress(UserError):  # without a C++ compiler there is no such row
         launch.check_compiler()
         sections["compiled eagle3"] = (recipe, replace(settings, compile=True))
@@ -142,7 +152,7 @@ def measured(size: Size, accelerator: Accelerator) -> Iterator[Row]:
         kind = section.kind
         head = new_head(section, config, target.vocab, 0, size.name, taps, vocabulary if kind == "eagle3" else None)
         objective = OBJECTIVES[kind](head.float(), target.vocab, settings)
-        if settings.compile:
+        if getattr(settings, "compile", False):
             for layer in head.blocks:
                 layer.compile_parts()
         module, *optimizers = accelerator.prepare(objective, *build_optimizers(objective, settings))
@@ -177,13 +187,14 @@ def step(accelerator: Accelerator, module: Any, optimizers: list[Any], batch: Ba
 def decoded(size: Size, target: Target, kind: str, head: Any, prompt: torch.Tensor) -> Row:
     tree = DynamicConfig(levels=3, k=2, nodes=6) if size is SMALL else DynamicConfig(levels=6, k=10, nodes=60)
     target.decodes |= {"tree", "chain"}  # random weights are not worth a check
-    decoder = SpeculativeDecoder(target, head and drafting(EagleDrafter(head, target), tree))
+    drafter = BlockDrafter if kind == "block" else EagleDrafter
+    decoder = SpeculativeDecoder(target, head and drafting(drafter(head, target), tree))
     asked: Row = {"max_new_tokens": size.new_tokens, "do_sample": False, "eos_token_id": [], "timed": True}
     decoder.generate(prompt, **asked)
     counted = decoder.generate(prompt, **asked).statistics
     cycles, phases = max(counted.target_forwards, 1), [name for name in PHASES if name not in ("prefill", "wall")]
     split = {name: counted.ms[name] / cycles for name in phases}
-    method = {"eagle1": "eagle2"}.get(kind, kind) + f", {target.recipe.cycle}"
+    method = {"eagle1": "eagle2", "block": "block-tree"}.get(kind, kind) + f", {target.recipe.cycle}"
     kernels, _, share, _ = cycle_work(decoder, prompt, counted, {"do_sample": False})
     return {"size": size.name, "what": f"decode {method}", "tokens_per_s": counted.tokens_per_s, "tau": counted.tau,
             "ms": sum(split.values()), "cycle_ms": split, "kernels": kernels, "bandwidth": share}  # fmt: skip
