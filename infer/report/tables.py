@@ -200,7 +200,14 @@ def result_of(run: Path, report: Path) -> tuple[str, str]:
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{report}: is not what was written; run: aerie report --run {run}") from error
     table, judged = read_text(report / "table.md"), report / "claims.md"
-    table += f"\n### What the papers claim\n\n{read_text(judged)}" if judged.is_file() else ""
+    if judged.is_file():
+        lines = read_text(judged).splitlines(keepends=True)
+        left_out = [line for line in lines if "Not measured: " in line]
+        table += "\n### What the papers claim\n\n" + "".join(line for line in lines if line not in left_out)
+        if numbers := [*dict.fromkeys(line.split(".")[0].strip("| ") for line in left_out)]:
+            table += (
+                f"\nNot measured, in part or at all: {', '.join(numbers)} (`aerie claims {name}` says what would).\n"
+            )
     return name, f"\n## {name}\n\nTarget `{target}`; {machine}; commit `{commit}`.\n\n{stops}{table}"
 
 
