@@ -220,6 +220,8 @@ def check_sizes(config: AnyConfig, vocab: VocabWeights, head_path: str, target_p
         if ours != theirs:
             what = f"its {name} is {ours}, that of {target_path} is {theirs}"
             raise UserError(f"{head_path}: belongs to another target: {what}")
+    if (mask := getattr(config, "mask_token_id", 0)) >= vocab_size:
+        raise UserError(f"{head_path}: mask_token_id {mask:,} is beyond {target_path}'s last token, {vocab_size - 1:,}")
 
 
 def optional_of(content: HeadContent) -> set[str]:

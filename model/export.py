@@ -224,7 +224,10 @@ def screen(head: dict[str, Any]) -> str:
         shown = (f"{key} {plainly(value)}" for key, value in head[name].items())
         lines.append((name, ", ".join(shown) or "not recorded"))
     lines += [("options", ", ".join(head["options"]) or "none"), ("embedding", head["embedding"])]
-    lines += [("left out", ", ".join(head["left_out"]) or "nothing"), ("made for", head["made_for"] or "any server")]
+    lines += [
+        ("left out", ", ".join(head["left_out"]) or "nothing"),
+        ("made for", head["made_for"] or "no one server (aerie convert says which layouts carry it)"),
+    ]
     for name, sentences in (("guessed", "guesses"), ("remark", "remarks"), ("PROBLEM", "problems")):
         lines += [(name, sentence) for sentence in head[sentences]]
     return "\n".join(f"{name:<11} {text}" for name, text in lines)

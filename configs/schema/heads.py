@@ -163,7 +163,8 @@ class BlockSection(_LayerSizes, _AnyHead, kw_only=True):
 
     @staticmethod
     def levels_of(values: dict[str, Any]) -> int | None:
-        return values["block_size"] - 1 + values.get("sample_from_anchor", False) if "block_size" in values else None
+        size = values.get("block_size")  # config.json is not checked yet
+        return size - 1 + bool(values.get("sample_from_anchor")) if isinstance(size, int) and size > 1 else None
 
 
 HeadConfig = Annotated[

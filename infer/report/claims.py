@@ -200,7 +200,7 @@ def of_table(table: pd.DataFrame, entry: Entry) -> Side:
 def of_row(row: Sequence[Record], figure: str, tuning: Mapping[str, Any] | None) -> Side:
     lines = []
     for one in row:
-        same = one.identical or (one.margin or 2.0) <= 1.0  # rounding is no difference
+        same = one.identical or (one.margin is not None and one.margin <= 1.0)  # rounding is no difference
         line = {"prompt": one.prompt, "tokens": one.new_tokens - 1, "forwards": one.target_forwards, "answers": 1}
         line |= {"nodes": one.draft_nodes, "accepted": sum(one.accepted), "wasted": one.draft_forwards_wasted}
         line |= {"compared": one.identical is not None, "identical": one.identical is not None and same}
@@ -232,6 +232,8 @@ def candidates(run: Measured, wanted: Entry, temperature: float) -> dict[str, li
         first, tree = row[0], row[0].tree
         facts = {"calibrated": None, "temperature": first.temperature, "method": first.method}
         facts |= {} if tree is None else {**tree.as_dict(), "rule": rule_of(tree)}
+        if facts.get("shape") == "dynamic" and facts.get("children") == "sampled" and "children" not in asked:
+            continue  # no paper here draws them
         if all(_fits(facts.get(key), value) for key, value in asked.items()):
             name = f"{first.head} head{f' {first.head_path}' if len(paths.get(first.head, ())) > 1 else ''}"
             found.setdefault("any" if wanted.get("head") == "any" else name, []).append(row)
@@ -304,7 +306,7 @@ def judged(claim: Entry, one: Estimate) -> tuple[str, str, int | None]:
         needed = max(2, ceil(one.prompts * (half / margin) ** 2))
     sides = [(low, f"at least {low:g}"), (high, f"at most {high:g}")]
     within = " and ".join(text for limit, text in sides if np.isfinite(limit))
-    if one.low >= low and one.high <= high:
+    if (one.low > low and one.high < high) or (not effect and one.low >= low and one.high <= high):
         return "holds", f"The whole interval is {within}.", needed
     if one.high < low or one.low > high:
         return "does not hold", f"No part of the interval is {within}.", needed

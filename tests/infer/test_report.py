@@ -327,6 +327,7 @@ def test_intervals_are_of_prompts_as_clusters_and_halve_with_four_times_the_prom
         ({"at_least": 0, "effect": 0.2}, (0.3, 0.1, 0.5), "holds", 160),  # +-0.2 on 40 prompts: +-0.1 needs 160
         ({"at_least": 0, "effect": 0.2}, (0.05, -0.1, 0.19), "does not hold", 85),  # an effect of 0.2 is ruled out
         ({"at_least": 0, "effect": 0.2}, (0.05, -0.1, 0.3), "open", 160),
+        ({"at_least": 1, "effect": 0.02}, (1, 1, 1), "does not hold", 2),  # a tie is not faster
         ({"at_least": -0.1, "at_most": 0.1}, (0.0, -0.05, 0.05), "holds", 10),
         ({"at_most": 0}, (0.5, 0.4, 0.6), "does not hold", 2),
         ({"at_most": 0}, (0.0, 0.0, 0.0), "holds", None),
