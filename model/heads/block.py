@@ -152,7 +152,7 @@ class BlockHead(nn.Module):
 
         if _is_sparse(anchors):
             sizes = (count, None, number * size, len(own))
-            return partial(_sparse, mask=create_block_mask(sees, *sizes, device=anchors.device.type))
+            return partial(_sparse, mask=create_block_mask(sees, *sizes, device=anchors.device))
         texts, rows, columns = (torch.arange(n, device=anchors.device) for n in (count, number * size, len(own)))
         mask = sees(texts[:, None, None, None], rows, rows[:, None], columns)
         return partial(attend, mask=mask, memory=None)
@@ -173,12 +173,12 @@ def _sparse(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
 
 
 def _layer(layer: Any, x: Tensor, context: Tensor, rows: Rope, text: Rope, attention: Attention) -> Tensor:
-    of = layer.self_attn
+    own = layer.self_attn
     residual, q, k, v = layer.before(x, None, rows, None)
     keys, values = (
-        project(context).unflatten(-1, (-1, of.head_dim)).transpose(1, 2) for project in (of.k_proj, of.v_proj)
+        project(context).unflatten(-1, (-1, own.head_dim)).transpose(1, 2) for project in (own.k_proj, own.v_proj)
     )
-    keys = rotate(of.k_norm(keys), *text)
+    keys = rotate(own.k_norm(keys), *text)
     return layer.after(residual, attention(q, torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2)))
 
 

@@ -247,6 +247,7 @@ def test_bench_calibrate_compare_report_and_push_follow_each_other(
     summary = json.loads((shared / "run" / "report" / "summary.json").read_text())
     assert summary["schema"] == 1 and len(summary["rows"]) == 6 and summary["rows"][0]["tau"] == 1.0
     code, out, _ = command("results", str(shared / "run"), config=False)
+    assert "Not measured: " not in out and "Not measured, in part or at all: 1, 2, " in out
     assert code == 0 and "commit" in out and out.count("| eagle2 |") == 2
     assert "has no report; run aerie report" in command("results", str(shared), config=False)[2]
     row = next(row for row in summary["rows"] if row["method"] == "eagle2" and row["temperature"] == 0)

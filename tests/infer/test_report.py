@@ -265,6 +265,18 @@ def test_deagles_claims_are_of_the_vote_on_the_same_prompts() -> None:
     assert found["deagle-flat"] == (pytest.approx(1.0), "holds")  # it does not slow down where it may go deeper
     failed = [replace(one, **FAILED) if one.method == "deagle" else one for one in records]
     assert "deagle-waste" not in verdicts(records=failed)
+    # a tree whose children are drawn is no paper's, and no rival
+    named: dict[str, Any] = {"row": 9, "head": "eagle1", "tree": tree("eagle2", levels=4, children="sampled")}
+    drawn = [drafted((9, 9), prompt_id=name, **named) for _, name in PROMPTS]
+    assert verdicts(records=[*drawn, *records], tuning=TUNING) == found
+
+
+@pytest.mark.parametrize(
+    ("margin", "verdict"), [(0.0, "holds"), (1.0, "holds"), (1.1, "does not hold"), (None, "does not hold")]
+)
+def test_a_difference_between_equal_logits_is_rounding(margin: float | None, verdict: str) -> None:
+    answers = [drafted((2, 2), prompt_id=name, head="eagle1", identical=False, margin=margin) for _, name in PROMPTS]
+    assert verdicts(records=answers)["lossless"][1] == verdict
 
 
 def test_a_vote_that_is_not_heard_changes_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import BlockSection, Eagle3Section, TargetConfig
-from aerie.model.checkpoint import load_head, new_head, save_head
+from aerie.model.checkpoint import check_sizes, load_head, new_head, save_head
 from aerie.model.heads.block import BlockHead
 from aerie.model.heads.eagle import DraftVocabulary, Eagle3Head
 from aerie.model.layers import attend
@@ -109,6 +110,8 @@ def test_a_head_begun_at_the_target_gives_the_targets_logits_of_its_highest_tap_
     block = new_head(begun, model.config, vocab, 1, after_blocks=(0, 1, 3))
     assert isinstance(block, BlockHead)
     torch.testing.assert_close(block.fuse(taps), F.rms_norm(taps[..., -32:], [32], eps=1e-6))
+    with pytest.raises(UserError, match="HEAD: mask_token_id 320 is beyond TARGET's last token, 319"):
+        check_sizes(replace(block.config, mask_token_id=320), vocab, "HEAD", "TARGET")
 
 
 def test_the_most_frequent_tokens_and_forced_ones_are_in() -> None:
