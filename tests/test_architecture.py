@@ -23,7 +23,7 @@ SOURCES = sorted(path for package in LADDER for path in (ROOT / package).rglob("
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 HOUSE = [path for name in (*LADDER, "slurm") for path in ROOT.glob(f"{name}/**/*") if path.suffix in (".py", ".jinja")]
 BUDGETS = {"files": 102, "longest": 450, "lines": 19_090, "code": 14_460, "KiB": 993}
-BUDGETS |= {"test lines": 13_390, "tests": 690}
+BUDGETS |= {"test lines": 13_410, "tests": 692}
 MAX_SINGLE_IMPORTERS = 12
 distributions = functools.cache(packages_distributions)  # by top-level module
 

@@ -29,7 +29,8 @@ class Compiled:
     """A function of a cycle, compiled at its first call; where it cannot be, it runs as it is, and a line says so."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function, self._run = function, torch.compile(function, fullgraph=True)
+        # apart from other decoders' forms of the same code: torch has at most eight of one
+        self._function, self._run = function, torch.compile(function, fullgraph=True, isolate_recompiles=True)
 
     def __call__(self, *arguments: Any) -> Any:
         for argument in arguments:
@@ -37,7 +38,7 @@ class Compiled:
                 torch._dynamo.maybe_mark_dynamic(argument, 0)
         try:
             return self._run(*arguments)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             warn(f"target.cycle compiled: {self._function.__name__} runs as it is: {first_line(error)}")
             self._run = self._function
             return self._run(*arguments)

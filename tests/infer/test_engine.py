@@ -274,10 +274,11 @@ def widened(kept: Kept, _: None, step: int) -> None:
 def test_all_of_a_cycle_compiles(kind: str, tree: TreeConfig, capfd: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     target, ids = Target(make_target().model, TargetConfig("tiny", cycle="compiled")), prompts(2)[-1]
-    answer = decoder(target, tree, kind).generate(ids, do_sample=False, max_new_tokens=16)
-    assert (
-        answer.new_ids == greedy(target, ids, 16)[0][ids.shape[1] :] and "runs as it is" not in capfd.readouterr().err
-    )
+    for _ in range(2):  # a decoder's forms do not count against another's
+        with torch._dynamo.config.patch(recompile_limit=1):
+            answer = decoder(target, tree, kind).generate(ids, do_sample=False, max_new_tokens=16)
+        assert answer.new_ids == greedy(target, ids, 16)[0][ids.shape[1] :]
+    assert "runs as it is" not in capfd.readouterr().err
 
 
 @pytest.mark.slow
