@@ -83,9 +83,11 @@ class BlockObjective(Objective):
         # Blocks overlap: a state that several places ask for has its law computed once.
         needed, laws = torch.cat(before).unique(return_inverse=True)
         moved = [[x.to(device, non_blocking=True) for x in some] for some in (which, before, [needed])]
-        ids, sizes = batch.input_ids.flatten(), [len(blocks) for blocks in which]
+        ids, sizes = batch.input_ids, [len(blocks) for blocks in which]
+        n = self.head.config.markov_order  # a text's first token stands before it, too
+        ends = torch.cat([ids[:, :1].expand(-1, n - 1), ids], dim=1).unfold(1, n, 1).flatten(0, 1)  # [B * T, n]
         columns = [[outputs[blocks, k] for k, blocks in enumerate(moved[0])]]
-        columns += [[ids[at + ahead] for at in moved[1]] for ahead in (0, 1)]
+        columns += [[ends[at] for at in moved[1]], [ids.flatten()[at + 1] for at in moved[1]]]
         return which, asked, (batch.features.flatten(0, 1)[moved[2][0]], [*laws.split(sizes)], *columns)
 
     def _laws(self, outputs: Tensor, before: Tensor) -> Tensor:

@@ -161,7 +161,7 @@ class HydraDrafter(Drafter):
 
 
 class BlockDrafter(Drafter):
-    """A block head: one forward gives the logits of all levels, and each node's own token corrects its children's."""
+    """A block head: one forward gives the logits of all levels, and each node's path corrects its children's."""
 
     forwards_per_tree = 1
 
@@ -173,11 +173,15 @@ class BlockDrafter(Drafter):
         self.forwards = ((self, "_draft"), (self, "_target_logits"), (self, "_fuse"), (head, "correct"))
         self._cache = KeyValueCache({}, Kept(0, target.device))  # of the text that `reset` began
         self._level = 0
-        self._root = self._before = torch.empty(0)  # [1], and the fused taps before it [1, D]
+        self._text = torch.zeros(config.markov_order, dtype=torch.long, device=target.device)  # its last tokens
+        self._paths = torch.empty(0)  # [rows of the last call, n]: the last tokens down to each
+        self._back = torch.arange(1, config.markov_order + 1, device=target.device)
+        self._before = torch.empty(0)  # the fused taps [1, D] before the root
         self._states = self._logits = torch.empty(0)  # [levels, D] and [levels, V] of the tree that `start` began
         self._zero, self._hides = head.fc.weight.new_tensor([0.0, float("-inf")])
 
     def reset(self, prompt: Tensor, kept: Kept, slots: int) -> None:
+        self._text.copy_(prompt[:1])
         if self._cache.kept is kept:
             return
         like = self.head.fc.weight
@@ -189,7 +193,8 @@ class BlockDrafter(Drafter):
         places = self._cache.begin(tokens.shape[0])
         fused = self._fuse(features)
         self._draft.read(fused, self._table.index_select(1, places), self._cache)
-        self._root, self._before = held(self._root, tokens, last), held(self._before, fused, last)
+        self._before, line = held(self._before, fused, last), torch.cat([self._text, tokens])
+        self._text.copy_(line[-len(self._text) :] if last is None else line.index_select(0, last + self._back))
 
     def start(self) -> Tensor:
         config, places = self.head.config, self._cache.begin(self.draft_rows)
@@ -197,20 +202,21 @@ class BlockDrafter(Drafter):
         furthest = places[:, None] if config.in_block == "causal" else places[None, -1:]
         columns = self._cache.kept.numbers[: self._cache.width]
         mask = torch.where(columns <= furthest, self._zero, self._hides)[None, None]
-        rows, rope = self.head.rows(self._root, self._embedding, self._before)[0], self._table.index_select(1, places)
+        rows = self.head.rows(self._text[-1:], self._embedding, self._before)[0]
         # the block's keys and values stand behind the kept rows, where the next commit writes
-        self._states = self._draft(rows, rope, mask, self._cache)[-self.max_levels :]
-        self._logits, self._level = self._target_logits(self._states), 0
-        return self._log_q(self._root)
+        self._states = self._draft(rows, self._table.index_select(1, places), mask, self._cache)[-self.max_levels :]
+        self._logits, self._level, self._paths = self._target_logits(self._states), 0, self._text[None]
+        return self._log_q()
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        # only the token above tells siblings' children apart
         self._level += 1
-        return self._log_q(tokens)
+        self._paths = torch.cat([self._paths.index_select(0, parents), tokens[:, None]], dim=1)[:, 1:]
+        return self._log_q()
 
-    def _log_q(self, tokens: Tensor) -> Tensor:
-        states = self._states[self._level].expand(tokens.shape[0], -1)
-        return self.head.correct(self._logits[self._level], tokens, states).log_softmax(-1).expand(len(tokens), -1)
+    def _log_q(self) -> Tensor:
+        states = self._states[self._level].expand(len(self._paths), -1)
+        log_q = self.head.correct(self._logits[self._level], self._paths, states).log_softmax(-1)
+        return log_q.expand(len(states), -1)  # without a correction siblings' children have one law
 
 
 class DraftLMDrafter(Drafter):

@@ -30,7 +30,8 @@ class Compiled:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         # apart from other decoders' forms of the same code: torch has at most eight of one
-        self._function, self._run = function, torch.compile(function, fullgraph=True, isolate_recompiles=True)
+        options: Any = {"fullgraph": True, "isolate_recompiles": True}
+        self._function, self._run = function, torch.compile(function, **options)
 
     def __call__(self, *arguments: Any) -> Any:
         for argument in arguments:

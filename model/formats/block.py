@@ -58,6 +58,7 @@ def write_block(layout: str, head: content.HeadContent, target: content.TargetFa
     config: Any = head.config
     lost = ["in_block causal"] if config.in_block == "causal" else []
     lost += ["anchor_feature"] if config.anchor_feature else []
+    lost += [f"markov_order {config.markov_order}"] if config.markov_rank and config.markov_order > 1 else []
     fix = "decode it with aerie" if lost else "serve it with vLLM (--to speculators)"
     if layout == "sglang":
         lost += [name for name in ("markov_rank", "sample_from_anchor") if getattr(config, name)]

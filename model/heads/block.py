@@ -1,4 +1,4 @@
-"""The block head: one forward gives the laws of all places of a draft, and the token before corrects each of them."""
+"""The block head: one forward gives the laws of all places of a draft, and the tokens before correct each of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ class BlockConfig(Sizes):
     sample_from_anchor: bool = False
     anchor_feature: bool = False
     markov_rank: int = 0
+    markov_order: int = 1
     markov_head: Literal["vanilla", "gated"] = "vanilla"
     hidden_act: str = "silu"
     qk_norm: ClassVar[bool] = True
@@ -42,20 +43,22 @@ class BlockConfig(Sizes):
 
 
 class PathCorrection(nn.Module):
-    """A bias [..., V] on a place's logits by the token before it [...]: W2 W1[token] (DSpark's Markov head).
+    """A bias [..., V] on a place's logits by the n tokens before it [..., n]: W2 e, of the sum e of all W1_i[t_i].
 
-    gated: W2 (sigmoid(G [h; e]) * e), of the place's state h [..., D] and e = W1[token].
+    n = 1 is DSpark's Markov head. gated: W2 (sigmoid(G [h; e]) * e), of the place's state h [..., D].
     """
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
-        rank = config.markov_rank
-        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        rank, self._vocab_size = config.markov_rank, config.vocab_size
+        # all W1_i, the nearest token's last
+        self.markov_w1 = nn.Embedding(config.markov_order * config.vocab_size, rank)
         self.markov_w2 = LMHead(rank, config.vocab_size, bias=False)
         self.gate_proj = nn.Linear(config.hidden_size + rank, rank) if config.markov_head == "gated" else None
 
     def forward(self, before: Tensor, states: Tensor) -> Tensor:
-        code = self.markov_w1(before)  # [..., r]
+        first = torch.arange(before.shape[-1], device=before.device) * self._vocab_size
+        code = self.markov_w1(before + first).sum(-2)  # [..., r]
         if self.gate_proj is not None:
             code = code * self.gate_proj(torch.cat([states.to(code.dtype), code], dim=-1)).sigmoid()
         return self.markov_w2(code)
@@ -112,7 +115,7 @@ class BlockHead(nn.Module):
         return rows if self.anchor_proj is None else rows + self.anchor_proj(before)[..., None, :]
 
     def correct(self, logits: Tensor, before: Tensor, states: Tensor) -> Tensor:
-        """Logits [..., V] of places with states [..., D], in float32, given the tokens before them [...]."""
+        """Logits [..., V] of places with states [..., D], in float32, given the tokens before them [..., n]."""
         logits = logits.float()
         return logits if self.markov_head is None else logits + self.markov_head(before, states).float()
 

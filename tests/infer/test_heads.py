@@ -27,7 +27,7 @@ LOADED = [  # kind, options
     ("medusa", {}),
     ("hydra", {}),
     ("hydra", {"prefix_layer": True}),
-    ("block", {"num_hidden_layers": 2, "anchor_feature": True}),
+    ("block", {"num_hidden_layers": 2, "anchor_feature": True, "markov_order": 3}),
     ("block", {"in_block": "causal", "sample_from_anchor": True, "markov_head": "gated", "block_size": 6}),
     ("block", {"markov_rank": 0}),
 ]
@@ -70,7 +70,8 @@ def expected(head: Any, target: Target, text: Tensor, path: tuple[int, ...]) -> 
         state = head(text[-1:][None], known.taps, torch.tensor([[len(text) - 1]]), target.vocab.embedding)[
             0, 0, len(path)
         ]
-        return head.correct(target.logits(state), torch.tensor(path[-1]), state).log_softmax(-1)
+        before = torch.cat([text, torch.tensor(path)])[-head.config.markov_order :]
+        return head.correct(target.logits(state), before, state).log_softmax(-1)
     features = known.last_hidden if known.taps is None else head.fuse(known.taps)
     line = torch.cat([text[1:], torch.tensor(path)])[None]  # known features first, then the head's own outputs
     for count in range(len(text) - 1, line.shape[1] + 1):

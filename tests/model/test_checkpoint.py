@@ -29,7 +29,7 @@ MADE: dict[str, Callable[[], Any]] = {
     ),
     "medusa": lambda: tiny.multi_token_head("medusa", VOCAB, noise=0.1, lm_head="target", num_layers=2),
     "hydra": lambda: tiny.multi_token_head("hydra", VOCAB, noise=0.1, prefix_layer=True),
-    "block": lambda: tiny.multi_token_head("block", VOCAB, noise=0.1, markov_head="gated"),
+    "block": lambda: tiny.multi_token_head("block", VOCAB, noise=0.1, markov_head="gated", markov_order=2),
 }
 
 

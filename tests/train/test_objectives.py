@@ -66,6 +66,7 @@ KEYS: dict[str, dict[str, Any]] = {
         "block_size": STEPS + 1,
         "in_block": "causal",
         "markov_rank": 3,
+        "markov_order": 3,
         "markov_head": "gated",
         "num_hidden_layers": 2,
     },
@@ -156,7 +157,9 @@ def log_laws(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
         logits = torch.stack([*head(row.last_hidden[slot])][:steps])
     elif head.kind == "block":
         states = block_states(head, row, slot)[:steps]
-        logits = head.correct(VOCAB.logits(states), row.input_ids[slot + 1 : slot + 1 + steps], states)
+        ends = [row.input_ids[[max(slot + 1 + k - i, 0) for i in (2, 1, 0)]] for k in range(steps)]
+        before = torch.stack(ends)[:, -head.config.markov_order :]
+        logits = head.correct(VOCAB.logits(states), before, states)
     elif head.kind == "hydra":
         state = head.prefix(row.last_hidden[None, : slot + 1], torch.arange(slot + 1))[:, -1]
         given = [VOCAB.embedding[row.input_ids[slot + 1 : slot + 2 + k]].flatten()[None] for k in range(steps)]

@@ -210,7 +210,7 @@ def test_what_a_server_would_misread_in_silence_is_refused(tmp_path: Path) -> No
     refused(tiny.head(tiny.vocab().embedding), "speculators", "an EAGLE-1 head; vLLM serves it from --to safeailab")
     for to in SERVERS:
         refused(tiny.multi_token_head("medusa", tiny.vocab()), to, "this is a medusa head")
-        for own in ({"in_block": "causal"}, {"anchor_feature": True}):
+        for own in ({"in_block": "causal"}, {"anchor_feature": True}, {"markov_order": 2}):
             refused(tiny.multi_token_head("block", tiny.vocab(), **own), to, "cannot carry .*; decode it with")
     refused(tiny.multi_token_head("block", tiny.vocab()), "sglang", "cannot carry markov_rank; serve it with vLLM")
 

@@ -115,7 +115,7 @@ def test_block_heads_have_the_laws_losses_and_gradients_of_speculators(
     (anchors, _), places = made.blocks(batch), head.config.num_places
     states = head(ids.gather(1, anchors), taps, anchors, target.vocab.embedding)[0]
     before = ids[0, anchors[0, :, None] + torch.arange(places)]
-    ours = head.correct(target.vocab.logits(states), before, states).softmax(-1)  # [A, K, V]
+    ours = head.correct(target.vocab.logits(states), before[..., None], states).softmax(-1)  # [A, K, V]
     hidden, logits, _, _, indices = theirs._backbone_forward(**given)
     hidden, logits = hidden.view(count, size, -1), logits.view(count, size, -1)
     if keys["markov_rank"]:
