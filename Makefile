@@ -94,9 +94,14 @@ bench: $(STAMP)
 	@$(BIN)/python infer/main.py report --config configs/bench/seeds.yaml
 	@$(BIN)/python infer/main.py claims $(SEEDS)
 
+# On the calibration's questions, too, which no head was trained on: an interval of +-0.1 tau takes 223 prompts.
 bench-full: bench
+	@mkdir -p $(SEEDS)-full
+	@cat $(SEEDS)/conversations/prompts.jsonl >$(SEEDS)-full/prompts.jsonl
+	@sed 's/"question_id": /&1000/' $(SEEDS)/conversations/calibration.jsonl >>$(SEEDS)-full/prompts.jsonl
 	@$(BIN)/python infer/main.py bench --config configs/bench/seeds-full.yaml
 	@$(BIN)/python infer/main.py report --config configs/bench/seeds-full.yaml --head $(SEEDS)/heads/eagle1
+	@$(BIN)/python infer/main.py claims $(SEEDS)-full
 
 # Where a Python sees its GPU and has the packages already: make gpu GPU_PYTHON=python3 (no .venv is made).
 gpu: $(if $(GPU_PYTHON),,$(STAMP))

@@ -197,10 +197,11 @@ def claims(arguments: Namespace, unknown: list[str]) -> int:
     """what the papers claim and what of it holds in a run: verdicts, with intervals, in Markdown"""
     if unknown:
         raise UserError(f"{unknown[0]}: not an option of claims")
-    from aerie.infer.measure.record import RECORDS, read_records
+    from aerie.infer.measure.record import RECORDS, measured_facts, read_records
     from aerie.infer.report import claims as register
 
     paths = RunPaths(arguments.claims_of)
+    measured_facts(paths.bench, f"--run {paths.root}")
     tuned = storage.read_json(path) if (path := paths.tune / "tune.json").is_file() else None
     lines = register.judge(register.Measured.of_run(read_records(paths.bench / RECORDS), paths.root, tuned, 0))
     print(f"{register.markdown(lines)}\n{register.tenth(lines)}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,11 +12,12 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
 from aerie.infer.measure.record import FloatArray, Record
 from aerie.infer.measure.statistics import RESAMPLES, grouped
 from aerie.infer.report.tables import PAPERS, TASKS, rule_of
-from aerie.model.storage import read_json
+from aerie.model.storage import first_line, read_json
 
 REGISTER = read_yaml(Path(__file__).with_name("claims.yaml"))[0]
 MANY = 100_000  # prompts; what needs more is called no difference
@@ -45,12 +46,15 @@ class Calibration:
 
     @classmethod
     def read(cls, directory: Path) -> "Calibration":
-        tables = {path.stem: pd.read_parquet(path) for path in directory.glob("*.parquet")}
-        if {"laws", "cycles"} <= tables.keys():  # a cycle's laws, for the expected length
-            laws = tables["laws"].groupby(["prompt", "cycle"]).tvd.agg(judged="size", distance="sum").reset_index()
-            tables["cycles"] = tables["cycles"].merge(laws, on=["prompt", "cycle"])
-        about = read_json(directory / "analysis.json")
-        return cls(about.get("head") or "draft", about.get("method") or "", about["temperature"], tables)
+        try:
+            tables = {path.stem: pd.read_parquet(path) for path in directory.glob("*.parquet")}
+            if {"laws", "cycles"} <= tables.keys():  # a cycle's laws, for the expected length
+                laws = tables["laws"].groupby(["prompt", "cycle"]).tvd.agg(judged="size", distance="sum").reset_index()
+                tables["cycles"] = tables["cycles"].merge(laws, on=["prompt", "cycle"])
+            about = read_json(directory / "analysis.json")
+            return cls(about.get("head") or "draft", about.get("method") or "", about["temperature"], tables)
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise UserError(f"{directory}: a table is damaged ({first_line(error)}); calibrate again") from error
 
 
 @dataclass(frozen=True)
@@ -251,30 +255,33 @@ def by_rows(run: Measured, claim: Entry, temperature: float) -> dict[str, Estima
     figure, found = claim["figure"], dict[str, Estimate]()
     others = candidates(run, claim["against"], temperature) if claim.get("against") else {}
     for head, rows in candidates(run, claim["of"], temperature).items():
-        sides = [_picked(rows, claim["of"], figure, run)]
-        if claim.get("against"):
-            depth = sides[0][0].tree
-            rivals = [row for row in others.get(head, others.get("any", [])) if row is not sides[0]]
+        depths = [row[0].tree.levels if row[0].tree else 0 for row in rows]
+        if claim["of"].get("pick") == "deepest" and len({*depths}) < 2:
+            continue
+        row = rows[int(np.argmax(depths))] if claim["of"].get("pick") == "deepest" else rows[0]
+        sides = [of_row(row, figure, run.tuning)]
+        if against := claim.get("against"):
+            rivals = [other for other in others.get(head, others.get("any", [])) if other is not row]
             if claim.get("same_depth"):
-                rivals = [row for row in rivals if row[0].tree and depth and row[0].tree.levels == depth.levels]
+                rivals = [o for o in rivals if o[0].tree and row[0].tree and o[0].tree.levels == row[0].tree.levels]
             if not rivals:
                 continue
-            sides.append(_picked(rivals, claim["against"], figure, run))
-        if (one := estimate([of_row(side, figure, run.tuning) for side in sides], claim, run.seed)) is not None:
+            measured = [of_row(other, figure, run.tuning) for other in rivals]
+            sides.append(best_of(measured) if against.get("pick") == "best" else measured[0])
+        if (one := estimate(sides, claim, run.seed)) is not None:
             found[head] = one
     return found
 
 
-def _picked(rows: Sequence[list[Record]], wanted: Entry, figure: str, run: Measured) -> list[Record]:
-    if wanted.get("pick") == "deepest":
-        return max(rows, key=lambda row: row[0].tree.levels if row[0].tree else 0)
-    if wanted.get("pick") != "best":
-        return rows[0]
-    shared = set[Any].intersection(*({record.prompt for record in row} for row in rows))
-    sums = [of_row([record for record in row if record.prompt in shared], figure, run.tuning) for row in rows]
-    with np.errstate(all="ignore"):
-        values = [mean(side.table.sum().to_numpy(dtype=np.float64)) for side in sums]
-    return rows[int(np.argmax(np.nan_to_num(values, posinf=0.0)))]
+def best_of(rows: Sequence[Side]) -> Side:
+    """The highest of some rows' figures, on the prompts of all; each resample has its own."""
+
+    def highest(sums: Sums) -> FloatArray:
+        values = mean(sums.reshape(*sums.shape[:-1], -1, 2))
+        best: FloatArray = np.fmax.reduce(np.where(np.isfinite(values), values, np.nan), axis=-1)
+        return best
+
+    return Side(pd.concat([row.table for row in rows], axis=1, join="inner"), highest)
 
 
 def by_tables(run: Measured, claim: Entry, temperature: float) -> dict[str, Estimate]:
@@ -334,7 +341,9 @@ def judge(run: Measured) -> list[dict[str, Any]]:
             for head, one in found.items():
                 verdict, why, needed = judged(claim, one)
                 form = claim.get("form", "{:+.2f}" if claim.get("as", "") == "" and "against" in claim else "{:.2f}")
-                between = "one prompt" if one.prompts < 2 else f"{form.format(one.low)} to {form.format(one.high)}"
+                between = f"{form.format(one.low)} to {form.format(one.high)}"
+                if one.prompts < 2 or one.low == one.high:  # no resample tells
+                    between = "one prompt" if one.prompts < 2 else f"alike on all {one.prompts} prompts"
                 figures = {name: number if np.isfinite(number) else None for name, number in one._asdict().items()}
                 ours = {
                     "ours": f"{form.format(one.value)} [{between}] {claim.get('unit', '')}",
@@ -365,13 +374,20 @@ def drawn(run: Measured) -> dict[str, dict[str, Any]]:
     """The register's pictures that the run has points for: lines of [x, value, low, high] beside the published ones."""
     pictures = {}
     for name, picture in REGISTER["pictures"].items():
-        lines = []
-        for entry in picture["lines"]:
-            every = (_sides_of_tables if "table" in entry else _sides_of_rows)(run, entry)
-            for head, sides in every.items():
-                along = [(x, estimate([side], entry, run.seed)) for x, side in sides]
-                points = [[x, one.value, one.low, one.high] for x, one in along if one and np.isfinite(one.low)]
-                lines += [{"label": f"{entry['label']}, {head}", "points": points}] if points else []
+        made = [
+            (entry, head, sides)
+            for entry in picture["lines"]
+            for head, sides in (_sides_of_tables if "table" in entry else _sides_of_rows)(run, entry).items()
+        ]
+        # rows are compared on the prompts that all of them have; those of a calibration are one set
+        indices = [side.table.index for entry, _, sides in made if "table" not in entry for _, side in sides]
+        shared, lines = reduce(pd.Index.intersection, indices) if indices else None, []
+        for entry, head, sides in made:
+            if "table" not in entry:
+                sides = [(x, side._replace(table=side.table.loc[shared])) for x, side in sides]
+            along = [(x, estimate([side], entry, run.seed)) for x, side in sides]
+            points = [[x, one.value, one.low, one.high] for x, one in along if one and np.isfinite(one.low)]
+            lines += [{"label": f"{entry['label']}, {head}", "points": points}] if points else []
         if lines:
             pictures[name] = {"published": {}, **picture, "lines": lines}
     return pictures

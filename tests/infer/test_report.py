@@ -2,6 +2,7 @@
 
 import csv
 import html
+import itertools
 import json
 import re
 import shutil
@@ -279,21 +280,35 @@ def test_a_difference_between_equal_logits_is_rounding(margin: float | None, ver
     assert verdicts(records=answers)["lossless"][1] == verdict
 
 
-def test_a_vote_that_is_not_heard_changes_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    def verdict() -> str:
-        records = []
-        for row, (method, stop) in enumerate((("eagle2", ConstantConfig()), ("deagle", VoteConfig())), start=1):
-            decoder = decoder_of(DynamicConfig(levels=8, stop=stop))
+def test_a_vote_that_is_not_heard_changes_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(*depths: int) -> dict[str, str]:
+        records, rows = [], itertools.product(depths, (("eagle2", ConstantConfig()), ("deagle", VoteConfig())))
+        for row, (levels, (method, stop)) in enumerate(rows, start=1):
+            decoder = decoder_of(DynamicConfig(levels=levels, stop=stop))
             for number, (_, name) in enumerate(PROMPTS):
                 made = decoder.generate([7, 9, 11 + number], max_new_tokens=12).statistics
                 spent = {word: getattr(made, word) for word in ("draft_forwards", "draft_forwards_wasted")}
-                named = {"row": row, "method": method, "tree": tree(method, levels=8), "head": "eagle1"}
+                named = {"row": row, "method": method, "tree": tree(method, levels=levels), "head": "eagle1"}
                 records.append(drafted(tuple(made.cycle_tokens), prompt_id=name, **named, **spent))
-        return verdicts(records=records)["deagle-waste"][1]
+        judged = verdicts(records=records, tuning=TUNING)
+        return {claim: judged[claim][1] for claim in ("deagle-waste", "deagle-deep") if claim in judged}
 
-    assert verdict() == "holds"
+    assert found(2, 8) == {"deagle-waste": "holds", "deagle-deep": "holds"} and found(8) == {}  # no largest depth
     monkeypatch.setattr(Vote, "ends", lambda *_: False)
-    assert verdict() == "does not hold"
+    assert found(2, 8) == {"deagle-waste": "does not hold", "deagle-deep": "does not hold"}
+
+
+def test_the_best_row_is_that_of_the_prompts_drawn() -> None:
+    sides = [claims.Side(pd.DataFrame({"forwards": 1.0, "tokens": row}), claims.mean) for row in ([2, 5], [4, 1])]
+    best = claims.best_of(sides)
+    assert [best.figure(best.table.to_numpy()[chosen].sum(0)) for chosen in ([0], [1], [0, 1])] == [4, 5, 3.5]
+
+
+@pytest.mark.parametrize(("name", "text"), [("laws.parquet", "PAR1"), ("analysis.json", "{}")])
+def test_a_damaged_calibration_is_one_sentence(name: str, text: str, tmp_path: Path) -> None:
+    write_text(tmp_path / name, text)
+    with pytest.raises(UserError, match=r"a table is damaged .*; calibrate again"):
+        claims.Calibration.read(tmp_path)
 
 
 def test_a_confidence_that_is_inverted_and_too_few_prompts_change_a_verdict() -> None:
