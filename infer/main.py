@@ -37,9 +37,11 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
     from aerie.infer.measure.suite import suite_of
 
     rows = section.rows or (MethodConfig("vanilla"), MethodConfig(USUAL[recipe.head.kind], recipe.tree))
-    section = replace(section, rows=(*rows, *(load_row(path, MethodConfig, []) for path in arguments.row)))
+    rows = (*rows, *(load_row(path, MethodConfig, []) for path in arguments.row))
+    fitting = (_head(arguments, recipe, row, f"bench.rows.{number}").tree for number, row in enumerate(rows))
+    section = replace(section, rows=tuple(replace(row, tree=tree) for row, tree in zip(rows, fitting, strict=True)))
     suite = suite_of(section)
-    heads = [_head(arguments, recipe, row, place) for row, place in zip(suite.rows, suite.places, strict=True)]
+    heads = [_head(arguments, recipe, row, place).head for row, place in zip(suite.rows, suite.places, strict=True)]
     inputs: dict[str, Any] = {"threads": recipe.threads} | decode.digests(row.tree for row in suite.rows)
     digests = {
         head: storage.file_digest(path)
@@ -64,7 +66,7 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
 
     if arguments.head is not None:
         decode.check_kind(asked.method, kind_at(arguments.head), "--head")
-    asked = replace(asked, head=_head(arguments, recipe, asked, "calibrate"))
+    asked = _head(arguments, recipe, asked, "calibrate")
     plan = f"{asked.method}, {as_dict(asked.tree)}, {asked.head} -> {paths.calibration}"
     work = partial(calibrated, asked, section, paths.calibration, recipe.seed)
     return _stage(arguments, recipe, [asked.head], decode.digests([asked.tree]), section, plan, work)
@@ -308,11 +310,11 @@ def _decode(arguments: Namespace, unknown: list[str], prompts: list[list[Message
         decode.check_kind(asked.method, kind_at(given) if METHODS[asked.method].heads else "draft", "--head")
         asked = replace(asked, head=str(given))
     if recipe is not None:
-        asked = replace(asked, head=_head(arguments, recipe, asked, command))
+        asked = _head(arguments, recipe, asked, command)
     elif asked.head is None and METHODS[asked.method].heads:
         raise UserError(f"{asked.method} needs a head; give --head")
     else:
-        check_levels(asked.tree, asked.head, command)
+        asked = check_levels(asked, asked.head, command)
     _check(target, [asked.head])
     if arguments.plan:
         law = "" if asked.typical is None else "; typical acceptance, NOT lossless where tokens are sampled"
@@ -349,19 +351,18 @@ def _recipe(arguments: Namespace, unknown: list[str]) -> tuple[Recipe, Any, RunP
     return recipe, section, recipe.paths
 
 
-def _head(arguments: Namespace, recipe: Recipe, asked: MethodConfig, place: str) -> str | None:
-    """A row's own head, else --head or the recipe's where its kind fits, else the run's."""
+def _head(arguments: Namespace, recipe: Recipe, asked: MethodConfig, place: str) -> MethodConfig:
+    """A row with its own head, else --head or the recipe's where its kind fits, else the run's."""
     from aerie.infer.decode.methods import check_levels, find_head
 
     kinds = METHODS[asked.method].heads
     if arguments.plan and kinds and asked.head is not None and is_on_hub(asked.head):
-        return asked.head
+        return asked
     given = arguments.head
     if given is None and recipe.head.kind in kinds:
         given = recipe.paths.head(recipe)
     head = find_head(asked, recipe.paths.heads, recipe.head.kind, given, place)
-    check_levels(asked.tree, head, place)
-    return head
+    return replace(check_levels(asked, head, place), head=head)
 
 
 def _check(target: TargetConfig, heads: Sequence[str | None]) -> None:

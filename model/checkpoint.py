@@ -37,6 +37,7 @@ def new_head(
     vocabulary: DraftVocabulary | None = None,
 ) -> Head:
     """A head for a target, or section.init_from's."""
+    _check_within(vars(section), vocab, text_config, "head.", path)
     if section.init_from is not None:
         return _warm_start(section, vocab, path, after_blocks)
     size = vocab.embedding.shape[0] if vocabulary is None else vocabulary.size
@@ -109,10 +110,6 @@ def config_for(
         "after_blocks": taps,
         "draft_vocab_size": draft_vocab_size,
     }
-    context = context_of(text_config) or 2**31
-    for name, most, what in (("block_size", context, "context"), ("mask_token_id", vocab_size - 1, "last token")):
-        if asked.get(name, 0) > most:
-            raise UserError(f"head.{name}: {asked[name]:,} is beyond {path}'s {what}, {most:,}")
     if heads % (kv_heads := values["num_key_value_heads"]):
         raise UserError(f"head: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
     schema = HEADS[section.kind].config
@@ -213,15 +210,21 @@ def head_facts(directory: Path | str) -> dict[str, Any]:
     return table(read_json(head_directory(directory) / CONFIG), "aerie")
 
 
-def check_sizes(config: AnyConfig, vocab: VocabWeights, head_path: str, target_path: str) -> None:
+def check_sizes(config: AnyConfig, vocab: VocabWeights, place: str, path: str, text_config: Any = None) -> None:
     vocab_size, width = vocab.embedding.shape
     head_width = getattr(config, "target_hidden_size", config.hidden_size)
     for name, ours, theirs in (("hidden size", head_width, width), ("vocabulary", config.vocab_size, vocab_size)):
         if ours != theirs:
-            what = f"its {name} is {ours}, that of {target_path} is {theirs}"
-            raise UserError(f"{head_path}: belongs to another target: {what}")
-    if (mask := getattr(config, "mask_token_id", 0)) >= vocab_size:
-        raise UserError(f"{head_path}: mask_token_id {mask:,} is beyond {target_path}'s last token, {vocab_size - 1:,}")
+            what = f"its {name} is {ours}, that of {path} is {theirs}"
+            raise UserError(f"{place}: belongs to another target: {what}")
+    _check_within(vars(config), vocab, text_config, f"{place}: ", path)
+
+
+def _check_within(values: dict[str, Any], vocab: VocabWeights, text_config: Any, place: str, path: str) -> None:
+    limits = {"block_size": context_of(text_config) or 2**31, "mask_token_id": len(vocab.embedding) - 1}
+    for (name, most), what in zip(limits.items(), ("context", "last token"), strict=True):
+        if (values.get(name) or 0) > most:
+            raise UserError(f"{place}{name}: {values[name]:,} is beyond {path}'s {what}, {most:,}")
 
 
 def optional_of(content: HeadContent) -> set[str]:

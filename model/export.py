@@ -13,22 +13,26 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.model import checkpoint
-from aerie.model.formats.block import write_block
+from aerie.model.formats.block import refuse_block, write_block
 from aerie.model.formats.content import COUNTS_OUTPUTS, HeadContent, HeadFiles, TargetFacts, table, tap_numbers, unread
-from aerie.model.formats.eagle import SERVER, ZERO_BIAS, write_eagle
+from aerie.model.formats.eagle import SERVER, ZERO_BIAS, refuse_eagle, write_eagle
 from aerie.model.formats.layouts import read_content, write_tensors
 from aerie.model.heads import AnyConfig
 from aerie.model.heads.eagle import EMBEDDING, Eagle3Config
 from aerie.model.hub import RECORDS, head_directory, is_on_hub
 from aerie.model.storage import CONFIG, Manifest, digests, directory_atomically, plainly, read_json, write_json
 
-WRITERS = {"block": write_block}  # of other kinds: write_eagle
+WRITERS = {"block": (refuse_block, write_block)}
+EAGLES = (refuse_eagle, write_eagle)  # of other kinds
+SERVED = {kind: {"vLLM": "speculators", "SGLang": "sglang"} for kind in ("eagle1", "eagle3", "block")}
+SERVED["eagle1"]["vLLM"] = "safeailab"
 OF_AN_EXPORT = ("exported_from", SERVER, ZERO_BIAS)  # not inherited by the next
 BOOKKEEPING = re.compile(  # keys of config.json that drafting does not need, or that `unread` reports
     r"_name_or_path|architectures|auto_map|\w+_token_id|(torch_)?dtype|initializer_range|transformers_version|use_cache"
     r"|aerie(_kind)?|model_type|hidden_act|tie_word_embeddings|embed_requires_grad|speculators_\w+|eagle_config|rope_\w+"
     r"|transformer_layer_config|(use_)?sliding_window|max_window_layers|layer_types|max_sequence_length|layernorms"
-    r"|base_model_name_or_path|pretraining_tp|(attention|mlp)_bias|quantization_config|eagle_aux_hidden_state_layer_ids"
+    r"|base_model_name_or_path|pretraining_tp|(attention|mlp)_bias|quantization_config|(eagle_)?aux_hidden_state_layer_ids"
+    r"|dflash_config|num_target_layers|tap_convention|draft_vocab_size|markov_head_type"
 )
 
 
@@ -50,7 +54,7 @@ def export(
     other = target.other_weights(facts.get("target"))
     if other is not None and not any_target:
         raise UserError(f"{source}: {other}; give its own target, or --any-target")
-    write = WRITERS.get(content.kind, write_eagle)
+    _, write = WRITERS.get(content.kind, EAGLES)
     values, new, added = write(to, dataclasses.replace(content, tensors=state), target)
     facts |= {**values.get("aerie", {}), "exported_from": {"layout": layout, "files": digests(directory)}}
     dtype = str(state["fc.weight"].dtype).removeprefix("torch.")
@@ -106,7 +110,7 @@ def check_taps(
 
 
 def _completed(files: HeadFiles, content: HeadContent, target: TargetFacts) -> dict[str, Tensor]:
-    checkpoint.check_sizes(content.config, target.vocab, str(files.weights_place.parent), target.path)
+    checkpoint.check_sizes(content.config, target.vocab, str(files.config_place), target.path, target.text_config)
     state = checkpoint.completed(content, target.vocab, files.weights_place)
     if EMBEDDING not in content.tensors and EMBEDDING in state:
         state[EMBEDDING] = state[EMBEDDING].to(state["fc.weight"].dtype)
@@ -150,21 +154,26 @@ def inspect_head(
     state = state if is_eagle3 else None
     if state is not None:
         guesses[0] = OPEN[state]  # the first: taps
-    problems, remarks = [], list(unread(values))
+    problems, remarks = list[str](), list(unread(values))
 
-    def passed(check: Callable[..., Any], *arguments: Any) -> Any:
+    def passed(said: list[str], check: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return check(*arguments)
         except UserError as error:
-            problems.append(str(error))
+            said.append(str(error))
             return None
 
-    vocabulary = passed(checkpoint.check_content, content, files.weights_place)
+    servers, (refuse, _) = dict[str, Any](), WRITERS.get(content.kind, EAGLES)
+    for server, to in SERVED.get(content.kind, {}).items():
+        refused = ["vLLM stops at fc.bias"] if to == "safeailab" and config.bias else []
+        passed(refused, refuse, to, config, target)
+        servers[server] = {"layout": to, "refused": refused}
+    vocabulary = passed(problems, checkpoint.check_content, content, files.weights_place)
     if target is not None:
         if vocabulary is not None:
-            passed(vocabulary.check_ends, target.end_ids, str(files.weights_place))
-        passed(checkpoint.check_sizes, config, target.vocab, str(directory), target.path)
-        passed(check_taps, config, directory, None, target)
+            passed(problems, vocabulary.check_ends, target.end_ids, str(files.weights_place))
+        passed(problems, checkpoint.check_sizes, config, target.vocab, str(directory), target.path, target.text_config)
+        passed(problems, check_taps, config, directory, None, target)
         other = target.other_weights(facts.get("target"))
         problems += [f"{directory}: {other}"] if other else []
         remarks += checkpoint.position_warnings(config, target.text_config, str(directory))
@@ -178,6 +187,7 @@ def inspect_head(
     for name, value in floats.items():
         is_lm_head = re.fullmatch(r"(laws\.lm_heads\.\d+|lm_head)\.\w+", name)
         counts["lm_head" if is_lm_head else "embedding" if name == EMBEDDING else "own"] += value.numel()
+    worded = [f"{name}: {value}" for name, value in vars(config).items() if isinstance(value, str) and value != "silu"]
     draft = config.draft_vocab_size if is_eagle3 else config.vocab_size
     coverage = 1.0 if draft == config.vocab_size else table(facts, "draft_vocabulary").get("coverage")
     return {
@@ -194,7 +204,7 @@ def inspect_head(
         "taps": list(config.after_blocks) if hasattr(config, "after_blocks") and state is None else None,
         "taps_open": state,
         "sizes": {name: size for name in SIZES if (size := getattr(config, name, None)) is not None},
-        "options": [name for name, value in vars(config).items() if value is True],
+        "options": [*(name for name, value in vars(config).items() if value is True), *worded],
         "parameters": {
             **counts,
             "dtype": "+".join(sorted({str(value.dtype).removeprefix("torch.") for value in floats.values()})),
@@ -210,6 +220,7 @@ def inspect_head(
         "left_out": sorted(checkpoint.optional_of(content) - tensors.keys()),
         "training": {name: facts[name] for name in SCORES if isinstance(facts.get(name), int | float)},
         "made_for": facts.get("made_for"),
+        "servers": servers,
         "guesses": guesses,
         "remarks": remarks,
         "problems": problems,
@@ -224,10 +235,9 @@ def screen(head: dict[str, Any]) -> str:
         shown = (f"{key} {plainly(value)}" for key, value in head[name].items())
         lines.append((name, ", ".join(shown) or "not recorded"))
     lines += [("options", ", ".join(head["options"]) or "none"), ("embedding", head["embedding"])]
-    lines += [
-        ("left out", ", ".join(head["left_out"]) or "nothing"),
-        ("made for", head["made_for"] or "no one server (aerie convert says which layouts carry it)"),
-    ]
+    lines += [("left out", ", ".join(head["left_out"]) or "nothing"), ("made for", head["made_for"] or "not recorded")]
+    for server, to in head["servers"].items():
+        lines.append((server, "; ".join(to["refused"]) or f"loads it in the layout {to['layout']} (aerie convert)"))
     for name, sentences in (("guessed", "guesses"), ("remark", "remarks"), ("PROBLEM", "problems")):
         lines += [(name, sentence) for sentence in head[sentences]]
     return "\n".join(f"{name:<11} {text}" for name, text in lines)

@@ -24,23 +24,22 @@ FILES = (".json", ".jsonl", ".parquet")
 
 ANY_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx)(\.index\.json)?|config\.json")
 OUR_WEIGHTS = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|\w+_lm_head\.pt")
-# what vLLM, or else SGLang, loads from a repository as it is
-SERVED = {"eagle1": ("safeailab", "sglang"), "eagle3": ("speculators", "sglang"), "block": ("speculators", "sglang")}
 SERVERS = {"safeailab": ["eagle", "vllm"], "sglang": ["eagle", "sglang"], "speculators": ["speculators", "vllm"]}
 
 
 def for_server(head: dict[str, Any], name: str, place: Path, target: TargetFacts | None) -> tuple[str, list[str]]:
     """The layout that a server loads, in which a trained head is written to place ("": none), and notes."""
     notes, recorded = list[str](), head["target"]["recorded"]
-    for layout in SERVED.get(head["kind"], ()) if head["layout"] == "aerie" and (target or recorded) else ():
-        if layout == "safeailab" and "bias" in head["options"]:
-            continue  # vLLM stops at fc.bias
+    for server in head["servers"].values() if head["layout"] == "aerie" and (target or recorded) else ():
         try:
+            if server["refused"]:
+                raise UserError(server["refused"][0])
             facts = replace(target or TargetFacts.load(recorded), name=name)
-            return layout, export(head["path"], layout, place, facts, pickled=False)[1]
+            return server["layout"], export(head["path"], server["layout"], place, facts, pickled=False)[1]
         except UserError as error:
-            notes = [f"no server's layout goes along{'' if target else ' without --target'}: {error}"]
-    return "", notes
+            missing = "" if target or server["refused"] else " without --target"
+            notes.append(f"no server's layout goes along{missing}: {error}")
+    return "", [*dict.fromkeys(notes)]
 
 
 def pack(
@@ -162,7 +161,7 @@ def _card(
         records=records,
         rows=rows if "summary.json" in records else [],
         licence=licence,
-        drafts=head["sizes"].get("block_size", SPECULATIVE_TOKENS + 1) - 1,
+        drafts=head["sizes"].get("block_size", SPECULATIVE_TOKENS + 1) - ("sample_from_anchor" not in head["options"]),
         sglang=head["made_for"] or f"SGLang {CHECKED}",
         sglang_lacks=[name for name in LOST["sglang"] if name in head["options"]],
     ).content

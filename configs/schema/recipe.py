@@ -8,9 +8,9 @@ from typing import Any
 from pydantic import PositiveInt, model_validator
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import Place, Section, override, read_yaml, user_path, validate
+from aerie.configs.read import Place, Section, as_dict, override, read_yaml, user_path, validate
 from aerie.configs.schema.data import DataConfig, DistillConfig, FeaturesConfig, SyntheticConfig
-from aerie.configs.schema.decode import USUAL, TreeConfig, completed
+from aerie.configs.schema.decode import METHODS, USUAL, TreeConfig, completed
 from aerie.configs.schema.heads import DEFAULT_KIND, Eagle1Section, Eagle1Train, HeadConfig, Seed, TargetConfig, Train
 from aerie.configs.schema.measure import BenchConfig, CalibrateConfig, TuneConfig
 
@@ -35,6 +35,11 @@ class Recipe(Section):
     threads: PositiveInt | None = None  # torch threads per process; null: torch's choice
     seed: Seed = 0  # of measuring: the draws of sampled rows, the bootstrap of intervals
 
+    def __post_init__(self) -> None:
+        most = self.head.levels_of(vars(self.head))
+        if most and self.tree is not None and self.tree.shape != "static":
+            object.__setattr__(self, "tree", fitted(self.tree, USUAL[self.head.kind], most, "tree", "the head"))
+
     @property
     def paths(self) -> "RunPaths":
         return RunPaths(Path(self.run))
@@ -58,6 +63,16 @@ def _kind_and_method(values: dict[str, Any]) -> tuple[str, str | None]:
     head, calibrate = (values[name] if isinstance(values.get(name), dict) else {} for name in ("head", "calibrate"))
     kind = str(head.get("kind", DEFAULT_KIND))
     return kind, calibrate.get("method") or USUAL.get(kind)
+
+
+def fitted(tree: Any, method: str, most: int, place: str, head: str) -> Any:
+    """A TreeConfig no deeper than its head drafts: its method's own depth is cut; UserError for another one."""
+    if tree.levels <= most:
+        return tree
+    if method and tree.levels == (METHODS[method].tree or {}).get("levels"):
+        return validate(as_dict(tree) | {"levels": most}, type(tree), place, {})
+    fix = "give tree.choices of at most" if tree.shape == "static" else "set tree.levels to"
+    raise UserError(f"{place}: is {tree.levels} levels deep, and {head} drafts at most {most}; {fix} {most}")
 
 
 class RunPaths:

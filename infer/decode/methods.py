@@ -1,7 +1,7 @@
 """From a method's name and a head's directory to the proposer that drafts with them, and the head's calibrator."""
 
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from aerie.configs.read import Section, validate
 from aerie.configs.schema import decode as schema
 from aerie.configs.schema.decode import METHODS, USUAL, AutoConfig, Fit, MethodConfig, TreeConfig, check_kind
 from aerie.configs.schema.heads import KINDS, Share
+from aerie.configs.schema.recipe import fitted
 from aerie.infer.decode.drafters import DRAFTERS, Lookahead, PromptLookup, load_draft_lm
 from aerie.infer.decode.sampling import Sampler, token_ids
 from aerie.infer.decode.shape import Calibrate, Cycle, Drafter, Drafting, Proposer, Shape, make_shape, unchanged
@@ -73,18 +74,12 @@ def find_head(asked: MethodConfig, heads: Path, preferred: str, given: Path | No
     raise UserError(f"{place}: {asked.method} drafts with {needed}, and {heads / kinds[0]} holds none; give --head")
 
 
-def check_levels(tree: TreeConfig | None, head: str | None, place: str) -> None:
-    """UserError for a tree that is deeper than its head drafts."""
-    if tree is not None and head is not None:
-        most = KINDS[kind_at(head)].levels_of(read_json(head_directory(head) / CONFIG))
-        _require_modules(tree, most or tree.levels, f"{place}: tree", head)
-
-
-def _require_modules(tree: TreeConfig, max_levels: int, place: str, head: str) -> None:
-    if tree.levels > max_levels:
-        known = f"{head} drafts at most {max_levels}"
-        fix = "give tree.choices of at most" if tree.shape == "static" else "set tree.levels to"
-        raise UserError(f"{place}: is {tree.levels} levels deep, and {known}; {fix} {max_levels}")
+def check_levels(asked: MethodConfig, head: str | None, place: str) -> MethodConfig:
+    """asked, with its tree `fitted` to its head."""
+    if asked.tree is None or head is None:
+        return asked
+    most = KINDS[kind_at(head)].levels_of(read_json(head_directory(head) / CONFIG)) or asked.tree.levels
+    return replace(asked, tree=fitted(asked.tree, asked.method, most, f"{place}: tree", head))
 
 
 def heads_by_kind(given: Sequence[Path], heads: Path | None) -> dict[str, str]:
@@ -198,8 +193,8 @@ def expected_tokens(logits: NDArray[np.float64]) -> NDArray[np.float64]:
     return 1.0 + expit(logits).cumprod(-1).sum(-1)
 
 
-def drafting(drafter: Drafter, tree: TreeConfig, calibrate: Calibrate = unchanged) -> Drafting:
-    _require_modules(tree, drafter.max_levels, "tree", "the head")
+def drafting(drafter: Drafter, tree: TreeConfig, calibrate: Calibrate = unchanged, method: str = "") -> Drafting:
+    tree = fitted(tree, method, drafter.max_levels, "tree", "the head")
     if isinstance(tree, AutoConfig):
         return Auto(drafter, tree, calibrate)
     return Drafting(drafter, make_shape(tree, calibrate))
@@ -216,14 +211,14 @@ def make_proposer(drafters: Drafters, asked: MethodConfig, head: str | None) -> 
     if tree is None:
         return None
     assert head is not None
-    return drafting(drafters.of(head), tree, calibrate_of(tree.calibrated, head))
+    return drafting(drafters.of(head), tree, calibrate_of(tree.calibrated, head), asked.method)
 
 
 def load_head_for(target: Target, head: str) -> Head:
     """The head in the target's dtype, on the device of its LM head; UserError where it does not fit the target."""
     # a published EAGLE-3 head may name no taps
     module = load_head(head, dtype=target.dtype, vocab=target.vocab, after_blocks=default_taps(target.num_blocks))
-    check_sizes(module.config, target.vocab, head, target.recipe.path)
+    check_sizes(module.config, target.vocab, head, target.recipe.path, target.config)
     for sentence in position_warnings(module.config, target.config, head):
         warn(sentence)
     taps = getattr(module.config, "after_blocks", ())

@@ -174,7 +174,8 @@ def demonstrate(
 
 
 def table(rows: Sequence[Row]) -> str:
-    line = "{:15}{:10}{:18}{:10}{:14}{}".format
+    width = max([14, *(len(row.name) for row in rows)]) + 1
+    line = f"{{:{width}}}{{:10}}{{:18}}{{:10}}{{:14}}{{}}".format
     lines = [line("method", "head", "greedy identical", *(f"p {_setting(each)}" for each in SETTINGS), "verdict")]
     notes = []
     for row in rows:

@@ -26,6 +26,7 @@ from aerie.configs.schema.decode import (
     MethodConfig,
     StopConfig,
 )
+from aerie.configs.schema.heads import KINDS
 from aerie.configs.schema.measure import BenchConfig, SamplingConfig, TuneConfig
 from aerie.data.stage import bar
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
@@ -102,7 +103,8 @@ def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Tensor], n
     def per_cycle(answers: Sequence[Statistics], *phases: str) -> float:
         return statistics.median(sum(one.ms[phase] for phase in phases) / one.target_forwards for one in answers)
 
-    trees = [DynamicConfig(levels=levels, k=k, nodes=nodes) for levels, k, nodes in SEARCH["timed_trees"]]
+    sizes = ((min(levels, drafter.max_levels), k, nodes) for levels, k, nodes in SEARCH["timed_trees"])
+    trees = [DynamicConfig(levels=levels, k=k, nodes=nodes) for levels, k, nodes in sizes]
     decoders = [SpeculativeDecoder(target), *(SpeculativeDecoder(target, drafting(drafter, tree)) for tree in trees)]
     plain, *others = in_turns(decoders, prompts[: SEARCH["cost_prompts"]], SEARCH["cost_repetitions"], "costs", new)
     draft = {}
@@ -146,9 +148,11 @@ def tree_with(levels: int, k: int, nodes: int) -> GrownConfig:
     return ChainConfig(levels=levels) if k == 1 else DynamicConfig(levels=levels, k=k, nodes=nodes)
 
 
-def method_of(kind: str, tree: GrownConfig) -> Method:
-    chains: dict[str, Method] = {"draft_lm": USUAL[kind], "block": "block-chain"}
-    return chains.get(kind, "eagle-chain") if tree.shape == "chain" else USUAL[kind]
+def method_of(kind: str, tree: GrownConfig, rule: str = "constant") -> Method:
+    """The kind's method with the tree's shape and this stop rule, else with its shape."""
+    published = {name: schema.METHODS[name].tree or {} for name in KINDS[kind].methods}
+    named = {own["stop"]["rule"]: name for name, own in published.items() if own["shape"] == tree.shape}
+    return named.get(rule) or named.get("constant", USUAL[kind])
 
 
 def trees_up_to(levels: int, k: int) -> Iterator[GrownConfig]:
@@ -170,20 +174,15 @@ def sampled_trees(levels: int, k: int) -> list[GrownConfig]:
 def rules_for(kind: str, tree: GrownConfig, levels: int) -> list[tuple[Method, GrownConfig]]:
     """Every stop rule at every threshold for a fixed tree with room to grow to `levels`."""
     thresholds, checks = SEARCH["thresholds"], tuple(depth for depth in SEARCH["checks"] if depth < levels)
-    rules: dict[Method, list[StopConfig]] = {
-        "svip": [schema.EntropyConfig(h=h) for h in SEARCH["entropy_thresholds"]],
-        "deagle": [schema.VoteConfig(probability_threshold=value) for value in thresholds],
-        "ddd": [schema.ProbabilitySumConfig(checks=checks, threshold=value) for value in thresholds if checks],
-        "opt-tree": [schema.MarginalGainConfig(threshold=value) for value in thresholds],
-    }
+    stops: list[StopConfig] = [schema.EntropyConfig(h=h) for h in SEARCH["entropy_thresholds"]]
     if kind == "draft_lm":
-        confidences = [schema.ConfidenceConfig(threshold=value) for value in thresholds]
-        rules = {"sps-svip": rules["svip"], "sps-confidence": [*confidences]}
-    elif kind == "block":
-        rules = {method_of(kind, tree): [stop for stops in rules.values() for stop in stops]}
-    elif tree.shape == "chain":
-        rules = {"eagle-chain": rules["svip"] + rules["deagle"]}
-    return [(method, replace(tree, levels=levels, stop=stop)) for method, stops in rules.items() for stop in stops]
+        stops += [schema.ConfidenceConfig(threshold=value) for value in thresholds]
+    else:
+        stops += [schema.VoteConfig(probability_threshold=value) for value in thresholds]
+    if tree.shape != "chain":  # where it is a chain, they are votes
+        stops += [schema.ProbabilitySumConfig(checks=checks, threshold=value) for value in thresholds if checks]
+        stops += [schema.MarginalGainConfig(threshold=value) for value in thresholds]
+    return [(method_of(kind, tree, stop.rule), replace(tree, levels=levels, stop=stop)) for stop in stops]
 
 
 class HeadTuning:
@@ -372,8 +371,9 @@ def tuned(
     return {}
 
 
-def measured_rows(kind: str, choice: MethodConfig, grid: bool) -> list[MethodConfig]:
-    trees = [tree_with(*sizes) for sizes in SEARCH["grid"] if grid and (sizes[1] == 1 or kind != "draft_lm")]
+def measured_rows(kind: str, choice: MethodConfig, grid: bool, max_levels: int = 2**31) -> list[MethodConfig]:
+    sizes = (each for each in SEARCH["grid"] if grid and each[0] <= max_levels)
+    trees = [tree_with(*each) for each in sizes if each[1] == 1 or kind != "draft_lm"]
     searched = [MethodConfig(method_of(kind, tree), tree) for tree in trees]
     return [MethodConfig("vanilla"), choice, MethodConfig(USUAL[kind]), *searched]
 
@@ -383,7 +383,8 @@ def measure(target: Target, tokenizer: Any, best: HeadTuning, config: TuneConfig
     if config.measure is None:
         return
     predicted = best.choice
-    methods = measured_rows(best.kind, MethodConfig(predicted.method, predicted.tree), config.grid)
+    choice = MethodConfig(predicted.method, predicted.tree)
+    methods = measured_rows(best.kind, choice, config.grid, best.drafter.max_levels)
     methods.append(MethodConfig(USUAL[best.kind], best.auto()))
     kinds = [None, *([best.kind] * (len(methods) - 1))]
     decoders = make_decoders(target, methods, [kind and best.head for kind in kinds])

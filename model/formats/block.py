@@ -53,9 +53,8 @@ def read_block(files: content.HeadFiles, layout: str) -> content.HeadContent:
     return content.HeadContent(config, tensors, tuple(guesses), speculative_tokens=drafts)
 
 
-def write_block(layout: str, head: content.HeadContent, target: content.TargetFacts) -> Export:
-    """As `write_eagle`; `sglang` is z-lab's layout."""
-    config: Any = head.config
+def refuse_block(layout: str, config: Any, target: content.TargetFacts | None = None) -> None:
+    """As `refuse_eagle`; `sglang` is z-lab's layout."""
     lost = ["in_block causal"] if config.in_block == "causal" else []
     lost += ["anchor_feature"] if config.anchor_feature else []
     lost += [f"markov_order {config.markov_order}"] if config.markov_rank and config.markov_order > 1 else []
@@ -67,6 +66,12 @@ def write_block(layout: str, head: content.HeadContent, target: content.TargetFa
         lost = ["a block head"]
     if lost:
         raise UserError(f"--to {layout}: cannot carry {', '.join(lost)}; {fix}")
+
+
+def write_block(layout: str, head: content.HeadContent, target: content.TargetFacts) -> Export:
+    """As `write_eagle`."""
+    config: Any = head.config
+    refuse_block(layout, config)
     sizes, notes = content.write_sizes(config, target)
     sizes |= {"model_type": "qwen3", "attention_bias": False}
     if layout == "sglang":

@@ -101,7 +101,7 @@ def configured(schema: type[T], values: dict[str, Any], place: Path) -> T:
     config: Any = validate(given, schema, str(place), {})
     for name, size in vars(config).items():
         limit = math.inf if isinstance(size, float) else 2**10 if name.startswith("num_") else 2**24
-        least = -1 if name.endswith(("_id", "_rank")) else 0  # that it must be above
+        least = -1 if name.endswith(("_id", "_rank")) else int(name == "block_size")  # that it must be above
         if isinstance(size, int | float) and not isinstance(size, bool) and not least < size < limit:
             raise UserError(f"{place}: {name} is {size:,}; it must be above {least} and below {limit:,}")
     if getattr(config, "hidden_act", "silu") != "silu":

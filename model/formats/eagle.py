@@ -94,7 +94,7 @@ def write_eagle(layout: str, head: content.HeadContent, target: content.TargetFa
     config, tensors, is_safeailab = head.config, dict(head.tensors), layout == "safeailab"
     if not isinstance(config, Eagle1Config | Eagle3Config):
         raise UserError(f"--to {layout}: carries EAGLE heads, and this is a {head.kind} head")
-    _refuse_what_is_lost(layout, config, target)
+    refuse_eagle(layout, config, target)
     sizes, notes = content.write_sizes(config, target)
     architecture = "LlamaForCausalLM" if is_safeailab else HEADS[head.kind].architecture
     values = {"architectures": [architecture], **sizes}
@@ -139,7 +139,8 @@ def write_eagle(layout: str, head: content.HeadContent, target: content.TargetFa
     return values, tensors, notes
 
 
-def _refuse_what_is_lost(layout: str, config: Eagle1Config | Eagle3Config, target: content.TargetFacts) -> None:
+def refuse_eagle(layout: str, config: Eagle1Config | Eagle3Config, target: content.TargetFacts | None) -> None:
+    """UserError for what readers would drop or misread in silence; without a target, as far as the head alone tells."""
     lost = [name for name in LOST[layout] if getattr(config, name, False)]
     instead = "serve it with vLLM (--to speculators)"
     if isinstance(config, Eagle1Config):
@@ -149,10 +150,12 @@ def _refuse_what_is_lost(layout: str, config: Eagle1Config | Eagle3Config, targe
         lost += ["norm_before_fc and fc_norm together"] if config.norm_before_fc and config.fc_norm else []
     else:
         lost += [f"{config.num_hidden_layers} layers"] if config.num_hidden_layers > 1 else []
-        if layout == "safeailab" and config.after_blocks != target.default_taps:
+        if layout == "safeailab" and target and config.after_blocks != target.default_taps:
             lost.append(f"the taps {list(config.after_blocks)}: SafeAILab's code reads {target.default_taps}")
     if lost:
         raise UserError(f"--to {layout}: cannot carry {', '.join(lost)}; {instead}")
+    if layout == "sglang" and isinstance(config, Eagle3Config) and target:
+        sglang_numbers(config.after_blocks, target.default_taps, target.architectures)
 
 
 def _nested(

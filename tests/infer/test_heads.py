@@ -8,11 +8,18 @@ import torch
 from torch import Tensor
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import ChainConfig, DynamicConfig, StaticConfig, TreeConfig
+from aerie.configs.schema.decode import (
+    ChainConfig,
+    DynamicConfig,
+    MethodConfig,
+    StaticConfig,
+    TreeConfig,
+    published_tree,
+)
 from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.decode.drafters import DRAFTERS
-from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import drafting, load_head_for
+from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
+from aerie.infer.decode.methods import Drafters, check_levels, drafting, load_head_for
 from aerie.infer.decode.shape import Cycle
 from aerie.model.checkpoint import save_head
 from aerie.model.layers import Kept
@@ -141,6 +148,13 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         drafter = DRAFTERS[kind](make_head(target, kind, num_heads=4), target)
         with pytest.raises(UserError, match=r"is 5 levels deep, and the head drafts at most 4"):
             drafting(drafter, ChainConfig(levels=5))
+    save_head(make_head(target, "block", block_size=5), tmp_path / "short")
+    short = str(tmp_path / "short")
+    for method in ("block-tree", "block-chain"):  # their own depth is 7
+        cut = check_levels(MethodConfig(method), short, "here").tree
+        assert cut == published_tree(method, levels=4) and make_decoder(Drafters(target), MethodConfig(method), short)
+        with pytest.raises(UserError, match=r"here: tree: is 5 levels deep, and .*/short drafts at most 4"):
+            check_levels(MethodConfig.of(method, levels=5), short, "here")
 
 
 def load(path: Path, dtype: Any = "float32") -> Target:

@@ -236,6 +236,9 @@ def test_verify_prints_a_table_and_its_code_is_1_where_a_method_is_not_lossless(
     _, *rows = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in rows] == ["vanilla", "eagle2", "eagle2", "medusa"]
     assert all("2/2" in row and row.endswith("lossless") for row in rows[:3]) and "not tested" in rows[3]
+    longer = [lossless.Row(MethodConfig(name), "block") for name in ("block-tree", "sps-confidence")]
+    longer.append(replace(longer[0], asked=MethodConfig.of("block-tree", children="sampled")))
+    assert len({line.index(" block ") for line in lossless.table(longer).splitlines()[1:]}) == 1
     assert rows[2].startswith("eagle2 drawn")
     assert read_json(written)["holds"]
     monkeypatch.setattr(engine, "verify", second_best)

@@ -62,12 +62,16 @@ def test_predictions_are_prices_of_cycles_and_dear_nodes_make_small_trees(miniat
         made.costs = replace(COSTS, draft={1: (0.0, 0.0)}, verify={1: 10.0, 60: ms})
         sizes.append(made.replay(tune.trees_up_to(2, 2))[0].tree.nodes)
     assert sizes[0] > sizes[1]
+    shallow = Drafters(target).of(str(heads / "block"))  # than the trees that are timed
+    assert shallow.max_levels < 8 and tune.measure_costs(target, shallow, prompts, NEW).draft
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3", "draft_lm", "block"])
 def test_every_rule_and_every_row_of_the_grid_is_a_method_of_its_kind(kind: str) -> None:
     chain, tree = tune.tree_with(4, 1, 5), tune.tree_with(4, 2, 9)
-    rows = tune.measured_rows(kind, MethodConfig(tune.method_of(kind, chain), chain), grid=True)
+    choice = MethodConfig(tune.method_of(kind, chain), chain)
+    rows = tune.measured_rows(kind, choice, grid=True)
+    assert max(row.tree.levels for row in tune.measured_rows(kind, choice, True, 5)[3:] if row.tree) == 5
     for fixed in [chain] if kind == "draft_lm" else [chain, tree]:
         rows += [MethodConfig(method, grown) for method, grown in tune.rules_for(kind, fixed, 8)]
     rows += [

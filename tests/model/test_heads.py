@@ -110,8 +110,10 @@ def test_a_head_begun_at_the_target_gives_the_targets_logits_of_its_highest_tap_
     block = new_head(begun, model.config, vocab, 1, after_blocks=(0, 1, 3))
     assert isinstance(block, BlockHead)
     torch.testing.assert_close(block.fuse(taps), F.rms_norm(taps[..., -32:], [32], eps=1e-6))
-    with pytest.raises(UserError, match="HEAD: mask_token_id 320 is beyond TARGET's last token, 319"):
+    with pytest.raises(UserError, match="HEAD: mask_token_id: 320 is beyond TARGET's last token, 319"):
         check_sizes(replace(block.config, mask_token_id=320), vocab, "HEAD", "TARGET")
+    with pytest.raises(UserError, match="HEAD: block_size: 257 is beyond TARGET's context, 256"):
+        check_sizes(replace(block.config, block_size=257), vocab, "HEAD", "TARGET", model.config)
 
 
 def test_the_most_frequent_tokens_and_forced_ones_are_in() -> None:

@@ -245,6 +245,18 @@ def test_a_pushed_repository_is_a_servers_at_its_root_and_ours_by_its_name(
     same(load_head("me/head", vocab=tiny.vocab()), head)
 
 
+def test_a_head_that_no_server_loads_goes_alone_and_each_layout_says_why(tmp_path: Path) -> None:
+    place, server = tmp_path / "head", (tmp_path / "server", None)
+    save_head(tiny.multi_token_head("block", tiny.vocab(), in_block="causal"), place, target_path="someone/tiny")
+    shown = packed(place, server=server, **UNMEASURED)
+    for said in (
+        "--to speculators: cannot carry in_block causal; ",
+        "--to sglang: cannot carry in_block causal, ",
+    ):
+        assert f"no server's layout goes along: {said}" in shown["notes"]
+    assert "# not possible: --to speculators: cannot carry" in shown["README.md"] and "aerie/" not in shown["names"]
+
+
 def test_a_second_push_removes_what_the_first_left_and_nothing_of_anybody_elses(hub: Hub, one: Path) -> None:
     head: Any = load_head(one)
     (one / "model.safetensors").unlink()

@@ -101,6 +101,7 @@ MISTAKES = [
     ("eagle3", "--head.fc_norm true --head.norm_before_fc true", "no server does both; choose one"),
     ("eagle3", "--head.hidden_size 16 --head.lm_head frozen", "head.lm_head: TARGET is 32 wide, the head 16; leave"),
     ("eagle1", f"{BLOCK} --head.block_size 300", "head.block_size: 300 is beyond TARGET's context, 256"),
+    ("eagle1", f"{BLOCK} --head.block_size 6 --tree.levels 6", "tree: is 6 levels deep, and the head drafts at most 5"),
     ("eagle1", f"{BLOCK} --head.mask_token_id 320", "head.mask_token_id: 320 is beyond TARGET's last token, 319"),
     ("eagle1", f"{BLOCK} --features.after_blocks [2,9]", "features.after_blocks: 9 is no tap of TARGET"),
     ("eagle1", f"{BLOCK} --features.after_blocks []", "head block needs at least one tap"),
@@ -173,7 +174,7 @@ def test_all_kinds_train_with_eight_frames_to_a_loss(made: Path, tmp_path: Path,
         words += ["--head.kind", kind, "--train.loss", "kl", "--train.measure_prompts", 2]
     words += ["--tree.levels", "null", "--train.law_weight", 1] if kind in ("medusa", "hydra") else []
     online = ["--features.mode", "online", "--features.after_blocks", "[1,2]"]
-    words += [*online, "--tree.levels", 4] if kind == "block" else []
+    words += [*online, "--head.block_size", 4] if kind == "block" else []  # whose own depth of the tree is cut
     recipe = made / f"{kind if kind in ('eagle3', 'draft_lm') else 'eagle1'}.yaml"
     assert call(train_main, "--config", recipe, *words) == 0 and max(depths) == 8
     if kind != "draft_lm":

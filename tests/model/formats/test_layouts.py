@@ -12,7 +12,7 @@ import torch
 
 from aerie.configs.errors import UserError
 from aerie.model.checkpoint import head_facts, load_head, save_head
-from aerie.model.export import export, inspect_head
+from aerie.model.export import export, inspect_head, screen
 from aerie.model.formats.content import read_taps
 from aerie.model.formats.eagle import CHECKED, VLLM_SINCE, sglang_numbers
 from aerie.model.formats.layouts import read_content, read_tensors, tensor_names, write_tensors
@@ -193,6 +193,13 @@ def test_a_block_head_goes_to_its_servers_and_back_bit_for_bit(
     facts = inspect_head(tmp_path / "out", target_facts())
     assert (facts["kind"], facts["taps"], facts["problems"]) == ("block", [1, 2], [])
     assert facts["made_for"] == {"speculators": "vLLM", "z-lab": "SGLang"}[layout]
+    for server, other in (("vLLM", "speculators"), ("SGLang", "sglang")):
+        if server == "SGLang" and named == "dspark":
+            assert f"{server:<12}--to sglang: cannot carry markov_rank" in screen(facts)
+            continue
+        assert f"{server:<12}loads it in the layout {other}" in screen(facts)
+        notes = export(tmp_path / "out", other, tmp_path / f"to-{other}", target_facts())[1]
+        assert not any("meaning is not known" in note for note in notes)
 
 
 def test_what_a_server_would_misread_in_silence_is_refused(tmp_path: Path) -> None:
@@ -212,6 +219,7 @@ def test_what_a_server_would_misread_in_silence_is_refused(tmp_path: Path) -> No
         refused(tiny.multi_token_head("medusa", tiny.vocab()), to, "this is a medusa head")
         for own in ({"in_block": "causal"}, {"anchor_feature": True}, {"markov_order": 2}):
             refused(tiny.multi_token_head("block", tiny.vocab(), **own), to, "cannot carry .*; decode it with")
+            assert re.search("options .*(in_block: causal|anchor_feature)", screen(inspect_head(tmp_path / "head")))
     refused(tiny.multi_token_head("block", tiny.vocab()), "sglang", "cannot carry markov_rank; serve it with vLLM")
 
 
