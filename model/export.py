@@ -130,6 +130,7 @@ SIZES = (
     "num_layers",
     "block_size",
     "markov_rank",
+    "markov_order",
 )
 
 
