@@ -219,7 +219,10 @@ def test_what_a_server_would_misread_in_silence_is_refused(tmp_path: Path) -> No
         refused(tiny.multi_token_head("medusa", tiny.vocab()), to, "this is a medusa head")
         for own in ({"in_block": "causal"}, {"anchor_feature": True}, {"markov_order": 2}):
             refused(tiny.multi_token_head("block", tiny.vocab(), **own), to, "cannot carry .*; decode it with")
-            assert re.search("options .*(in_block: causal|anchor_feature)", screen(inspect_head(tmp_path / "head")))
+            assert re.search(
+                "options .*(in_block: causal|anchor_feature)|sizes .*markov_order 2",
+                screen(inspect_head(tmp_path / "head")),
+            )
     refused(tiny.multi_token_head("block", tiny.vocab()), "sglang", "cannot carry markov_rank; serve it with vLLM")
 
 
