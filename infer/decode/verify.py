@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from aerie.configs.schema.decode import TypicalConfig
 from aerie.infer.decode.sampling import Sampler, draw, entropy
@@ -58,107 +60,118 @@ def walk(tree: Tree, choice: Tensor) -> Verdict:
 
 def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Verdict:
     """R1, R3 and R4, speculative sampling: the verdict for children drawn from q, and p [N, V]."""
-    assert tree.proposal is not None and tree.passengers is None, "only drawn children are verified by rejection"
-    q = tree.proposal.over(p.shape[-1])
-    if tree.proposal.ranks is not None:
-        inner, children, sizes = _dynamic_families(tree, tree.proposal.ranks, tree.proposal.width)
-    else:
-        (inner, children), sizes = _families(tree.proposal.parents or tuple(tree.parents.tolist()), p.device), None
-    uniform = torch.rand(len(inner), len(children), generator=generator, device=p.device)
-    siblings = [tree.tokens[nodes] for nodes in children]
-    chosen, left = accept_sibling(p[inner], q[inner], siblings, uniform, tree.proposal.rule == "R4", sizes)
-    # a node is refused unless its parent chose its rank
-    refused = torch.ones(len(tree), dtype=torch.bool, device=p.device)
-    for rank, nodes in enumerate(children):
-        refused[nodes] = chosen[: nodes.shape[0]] != rank
-    blocks, order = _path_first(tree, refused)
+    q, families, tokens, chances, *refused = _judged(tree, p)
+    uniform = torch.rand(tokens.shape, generator=generator, device=p.device)
+    is_taken, rank = (uniform < chances).byte().max(-1)
+    # a node is refused unless its parent took its rank; the root, which is never refused, stands for no child
+    node = families.children.gather(1, rank[:, None])[:, 0] * is_taken
+    blocks, order = _path_first(tree, torch.ones_like(tree.tokens, dtype=torch.bool).scatter_(0, node, 0))
     length = (blocks == 0).sum(0, keepdim=True)
-    # [1, V]: a leaf has refused nothing
-    law = p.index_copy(0, inner, left).index_select(0, order.index_select(0, length - 1))
-    return _ending_with(tree, blocks, order, length, draw(law, generator))
+    last = order.index_select(0, length - 1)
+    has_refused, row = ((families.inner == last) & (families.sizes > 0)).byte().max(0, keepdim=True)  # a leaf has not
+    p, q = p.index_select(0, last), q.index_select(0, last)
+    law = left_of(p, q, *(part.index_select(0, row) for part in (tokens, *refused)))
+    return _ending_with(tree, blocks, order, length, draw(torch.where(has_refused > 0, law, p), generator))
 
 
-def _dynamic_families(tree: Tree, ranks: Tensor, width: int) -> tuple[Tensor, list[Tensor], Tensor]:
-    """As `_families`, of families that the device alone knows, and their sizes [M]; 0 where there is no such child."""
+def acceptance(tree: Tree, p: Tensor) -> Tensor:
+    """The chance [N] that `reject` goes on to each drawn node once at its parent; 0 for the root."""
+    _, families, _, chances, *_ = _judged(tree, p)
+    refused = (1.0 - chances).cumprod(-1)
+    reached = chances * F.pad(refused[:, :-1], (1, 0), value=1.0)
+    # where there is no such child, the chance is 0 and the first child's place is named
+    return torch.zeros_like(tree.confidence).index_add_(0, families.children.flatten(), reached.flatten())
+
+
+def _judged(tree: Tree, p: Tensor) -> tuple[Any, ...]:
+    """q [N, V], the families and their tokens [M, K], and what `sibling_chances` says of them."""
+    proposal = tree.proposal
+    assert proposal is not None and tree.passengers is None, "only drawn children are verified by rejection"
+    if proposal.ranks is None:
+        families = _families(proposal.parents or tuple(tree.parents.tolist()), p.device)
+    else:
+        families = _dynamic_families(tree, proposal.ranks, proposal.width)
+    q, tokens = proposal.over(p.shape[-1]), tree.tokens.take(families.children)
+    return q, families, tokens, *sibling_chances(p, q, tokens, families, proposal.rule == "R4")
+
+
+@dataclass(frozen=True)
+class Families:
+    """M nodes, those with the most children first, and up to K children of each."""
+
+    inner: Tensor  # [M]
+    children: Tensor  # [M, K] nodes, by rank; where there is no such child, the first one
+    sizes: Tensor  # [M] how many there are
+    most: tuple[int, ...]  # by rank: how many of the nodes may have such a child
+
+
+def _dynamic_families(tree: Tree, ranks: Tensor, width: int) -> Families:
+    """Of a tree that the device alone knows."""
     count, parents = len(tree), tree.parents[1:]
     node = torch.arange(1, count, device=ranks.device) * (tree.survival[1:] > float("-inf"))  # 0: no token was left
     table = node.new_zeros(count, width)  # by parent and rank
     table.view(-1).scatter_(0, parents * width + ranks[1:], node)
     sizes, inner = (table > 0).sum(-1).sort(descending=True, stable=True)
+    children = table.index_select(0, inner[: count - 1])[:, : count - 1]
     # no more than (N - 1) / n nodes have n children
-    table = table.index_select(0, inner)
-    children = [table[: (count - 1) // (rank + 1), rank] for rank in range(min(width, count - 1))]
-    return inner[: count - 1], children, sizes[: count - 1]
+    most = tuple((count - 1) // (rank + 1) for rank in range(children.shape[1]))
+    return Families(inner[: count - 1], torch.where(children > 0, children, children[:, :1]), sizes[: count - 1], most)
 
 
 @lru_cache
-def _families(parents: tuple[int, ...], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """The nodes [M] with children, the largest families first, and of each rank the children [m] of the first m."""
-    families: dict[int, list[int]] = {}
+def _families(parents: tuple[int, ...], device: torch.device) -> Families:
+    below: dict[int, list[int]] = {}
     for node, parent in enumerate(parents[1:], start=1):
-        families.setdefault(parent, []).append(node)
-    inner = sorted(families, key=lambda parent: -len(families[parent]))
-    ranks = zip_longest(*(families[parent] for parent in inner))
-    children = [torch.tensor([node for node in nodes if node], device=device) for nodes in ranks]
-    return torch.tensor(inner, device=device), children
+        below.setdefault(parent, []).append(node)
+    inner = sorted(below, key=lambda parent: -len(below[parent]))
+    sizes = [len(below[parent]) for parent in inner]
+    table = [below[parent] + below[parent][:1] * (sizes[0] - len(below[parent])) for parent in inner]
+    most = tuple(sum(size > rank for size in sizes) for rank in range(sizes[0]))
+    nodes, children, counts = (torch.tensor(each, device=device) for each in (inner, table, sizes))
+    return Families(nodes, children, counts, most)
 
 
-def accept_sibling(
-    p: Tensor, q: Tensor, siblings: list[Tensor], uniform: Tensor, replaced: bool, sizes: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The rank [M] of the child that each of M nodes accepts (-1: none), and what is left of p [M, V]."""
-    # siblings[rank] [m] are the tokens drawn below the first m nodes; uniform [M, K] is in [0, 1); replaced: R4
-    # sizes [M]: of the families, where siblings[rank] has some nodes without such a child too
-    # x_i is accepted where r_i < p(x_i) / q(x_i): Leviathan et al. (arXiv 2211.17192, algorithm 1) for R1, SpecInfer
-    # (arXiv 2305.09781) for R4, EAGLE-1's released code for R3. A refused x_i leaves norm(max(0, p - q)) of p, and
-    # without replacement norm(q without x_i) of q. Where no child is accepted, the bonus token is drawn from that p.
-    p, q = p.clone(), q.clone()
-    chosen = torch.full(p.shape[:1], -1, device=p.device)
-    for rank, tokens in enumerate(siblings):
-        count = tokens.shape[0]
-        p_i, q_i = p[:count], q[:count]  # views
-        taken = uniform[:count, rank] * _of(q_i, tokens) < _of(p_i, tokens)
-        left = residual(p_i, q_i)
-        if sizes is not None:
-            is_there = sizes[:count] > rank
-            taken, left = taken & is_there, torch.where(is_there[:, None], left, p_i)
-        chosen[:count] = torch.where((chosen[:count] < 0) & taken, rank, chosen[:count])
-        p[:count] = left
-        if not replaced and rank + 1 < len(siblings):
-            q[:count] = without(q_i, tokens)
-    return chosen, p
+def sibling_chances(
+    p: Tensor, q: Tensor, tokens: Tensor, families: Families, replaced: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The chance [M, K] that each child is accepted once those before it were refused, and what `left_of` needs.
+
+    p and q [N, V] are the laws after each node, tokens [M, K] the children's; replaced: R4.
+    """
+    # x_i is accepted with p_i(x_i) / q_i(x_i), at most 1: Leviathan et al. (arXiv 2211.17192, algorithm 1) for R1,
+    # SpecInfer (arXiv 2305.09781) for R4, EAGLE-1's released code for R3. A refused x_i leaves
+    # p_i+1 = norm(max(0, p_i - q_i)) and, without replacement, q_i+1 = norm(q_i without x_i). So before x_i is drawn
+    #   q_i(x) = q(x) / c_i, p_i(x) = max(0, p(x) - s_i q(x)) / t_i, s_i+1 = s_i + t_i / c_i; s_0 = 0, t_0 = c_0 = 1
+    # for all x not drawn yet; one that was drawn keeps max(0, p(x_i) - s_i+1 q(x_i)), as q is 0 there from then on.
+    # So a rank costs the two sums t and c.
+    is_there = torch.arange(tokens.shape[1], device=p.device) < families.sizes[:, None]
+    p_x, q_x = (law.take(families.inner[:, None] * law.shape[1] + tokens) * is_there for law in (p, q))  # [M, K]
+    one, least = torch.ones_like(p_x[:, 0]), torch.finfo(p.dtype).tiny
+    sums = [(torch.zeros_like(one), one, one)]  # by rank, of the families that may have such a child: s, t and c
+    for rank, count in enumerate(families.most[1:]):
+        s, t, c = (part[:count] for part in sums[-1])
+        s = s.addcdiv(t, c)
+        if rank == 0:
+            p, q = (law.index_select(0, families.inner[:count]) for law in (p, q))
+        p, q = p[:count], q[:count]
+        if not replaced:
+            held = (p_x[:count, rank] - s * q_x[:count, rank]).clamp_(min=0.0)
+            p.scatter_(1, tokens[:count, rank, None], held[:, None])
+            q.scatter_(1, tokens[:count, rank, None], 0.0)
+            c = q.sum(-1).clamp_(min=least)
+        sums.append((s, torch.addcmul(p, s[:, None], q, value=-1).clamp_(min=0.0).sum(-1), c))
+    s, t, c = pad_sequence([part for each in sums for part in each]).view(-1, len(sums), 3).unbind(-1)  # [M, K]
+    chances = ((p_x - s * q_x).clamp_(min=0.0) * c / (q_x * t).clamp_(min=least)).clamp_(max=1.0)
+    after = s.addcdiv(t, c.clamp(min=least))
+    end = after.gather(1, (families.sizes[:, None] - 1).clamp(min=0))  # [M, 1]
+    held = (p_x - (end if replaced else after) * q_x).clamp_(min=0.0)
+    return chances, end, torch.where(is_there, held, held[:, :1])
 
 
-def residual(p: Tensor, q: Tensor) -> Tensor:
-    """norm(max(0, p - q)) [.., V], what a refused draw from q leaves of p; p where rounding leaves nothing."""
-    left = (p - q).clamp_(min=0.0)
-    total = left.sum(-1, keepdim=True)
-    return torch.where(total > 0, left / total, p)
-
-
-def without(q: Tensor, tokens: Tensor) -> Tensor:
-    """q [M, V] with one token [M] struck out, renormalised; zero where nothing else had a chance."""
-    left = q.scatter(-1, tokens[..., None], 0.0)
-    return left / left.sum(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).tiny)
-
-
-def acceptance(tree: Tree, p: Tensor) -> Tensor:
-    """The chance [N] that `reject` goes on to each drawn node once at its parent; 0 for the root."""
-    assert tree.proposal is not None, "children that were not sampled are accepted with p"
-    q, tokens = tree.proposal.over(p.shape[-1]), tree.tokens
-    chances = torch.zeros_like(tree.confidence)
-    # by parent: the chance that its children so far are all refused, and what they left of p and q
-    state = {0: (torch.ones_like(chances[0]), p[0], q[0])}
-    for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
-        if tree.survival[node] == float("-inf"):
-            continue  # the processors had left no token to be drawn
-        refused, p_i, q_i = state.get(parent, (torch.ones_like(chances[0]), p[parent], q[parent]))
-        token = tokens[node]
-        accepted = (_of(p_i, token) / _of(q_i, token).clamp(min=torch.finfo(q.dtype).tiny)).clamp(max=1.0)
-        chances[node] = refused * accepted
-        struck = without(q_i, token) if tree.proposal.rule == "R3" else q_i
-        state[parent] = refused * (1 - accepted), residual(p_i, q_i), struck
-    return chances
+def left_of(p: Tensor, q: Tensor, tokens: Tensor, end: Tensor, held: Tensor) -> Tensor:
+    """What refused children [.., K] leave of p [.., V], not normalised; p where rounding leaves nothing."""
+    left = torch.addcmul(p, end, q, value=-1).clamp_(min=0.0).scatter_(-1, tokens, held)
+    return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
 
 
 def accept_typical(tree: Tree, p: Tensor, config: TypicalConfig) -> Verdict:
@@ -202,7 +215,3 @@ def _verdict(tree: Tree, blocks: Tensor, order: Tensor, written: Tensor) -> Verd
     length = columns[0].count(0)
     path, new = (column[:length] for column in columns[1:3])
     return Verdict(path, new[:-1], new[-1], len(tree) - 1 - (columns[3][0] if rides else 0), order, written)
-
-
-def _of(law: Tensor, tokens: Tensor) -> Tensor:
-    return law.gather(-1, tokens[..., None]).squeeze(-1)

@@ -30,14 +30,14 @@ from aerie.infer.decode.shape import draw_children, make_shape
 from aerie.infer.decode.tree import Proposal, Tree, ancestors
 from aerie.infer.decode.verify import (
     NOT_LOSSLESS,
+    Families,
     Verdict,
-    accept_sibling,
     accept_typical,
-    residual,
+    left_of,
     rule_of,
+    sibling_chances,
     verify,
     walk,
-    without,
 )
 from tests.infer.laws import SETTINGS, TableDrafter, sampler
 
@@ -78,17 +78,8 @@ def test_the_walk_is_that_of_a_naive_descent(riding: bool) -> None:
     assert {1, 2, 3, 4} <= lengths
 
 
-JUST_BELOW_ONE = 1.0 - 2.0**-53
-
-
-def threshold(accepts: Callable[[Tensor], Tensor], count: int) -> Tensor:
-    """The largest uniform [count] that is still accepted, by bisection: the exact chance of acceptance."""
-    low, high = torch.zeros(count, dtype=torch.double), torch.ones(count, dtype=torch.double)
-    for _ in range(60):
-        middle = (low + high) / 2
-        taken = accepts(middle)
-        low, high = torch.where(taken, middle, low), torch.where(taken, high, middle)
-    return torch.where(accepts(torch.full_like(low, JUST_BELOW_ONE)), torch.ones_like(low), low)
+def all_of_them(rows: int, count: int) -> Families:
+    return Families(torch.arange(rows), torch.zeros(rows, count), torch.full((rows,), count), (rows,) * count)
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
@@ -110,20 +101,15 @@ def test_siblings_have_the_targets_law_exactly(count: int, replaced: bool, tempe
         if chance > 0:
             rows.append(tokens)
             chances.append(chance)
-    siblings = [torch.tensor(column) for column in zip(*rows, strict=True)]
+    tokens, families = torch.tensor(rows), all_of_them(len(rows), count)
     p, q = p0.expand(len(rows), -1), q0.expand(len(rows), -1)
-    refuse = torch.full((len(rows), count), JUST_BELOW_ONE, dtype=torch.double)
     alive, written = torch.tensor(chances, dtype=torch.double), torch.zeros(VOCAB, dtype=torch.double)
-    for rank in range(count):
-
-        def accepts(u: Tensor, rank: int = rank) -> Tensor:
-            uniform = torch.cat([refuse[:, :rank], u[:, None], refuse[:, rank + 1 :]], 1)
-            return accept_sibling(p, q, siblings, uniform, replaced)[0] == rank
-
-        share = threshold(accepts, len(rows))
-        written.index_add_(0, siblings[rank], alive * share)
+    shares, *refused = sibling_chances(p, q, tokens, families, replaced)
+    for rank, share in enumerate(shares.unbind(1)):
+        written.index_add_(0, tokens[:, rank], alive * share)
         alive = alive * (1 - share)
-    written += alive @ accept_sibling(p, q, siblings, refuse, replaced)[1]
+    left = left_of(p, q, tokens, *refused)
+    written += alive @ (left / left.sum(-1, keepdim=True))
     torch.testing.assert_close(written, p0, atol=1e-6, rtol=0)
 
 
@@ -177,7 +163,7 @@ def test_a_tree_is_decided_as_the_textbook_decides_it(
     bonus: list[Tensor] = []
 
     def remembering(law: Tensor, generator: torch.Generator) -> Tensor:
-        bonus.append(law[0])
+        bonus.append(law[0] / law[0].sum())
         return draw(law, generator)
 
     monkeypatch.setattr(rejection, "draw", remembering)
@@ -265,7 +251,7 @@ def written(tree: Tree | None, drafter: Small, chosen: Sampler, node: int = 0, p
     law, reached = Counter[Text](), 1.0
     left = chosen.law(drafter.law(path, of_target=True)[None])[0].double()
     if tree is not None and tree.proposal is not None:
-        q = tree.proposal.over(3)[node].double()
+        q = tree.proposal.over(3)[node].double()  # a copy
         children = (tree.parents == node) & (tree.depth > 0) & tree.survival.isfinite()
         for child in children.nonzero()[:, 0].tolist():
             token = int(tree.tokens[child])
@@ -273,7 +259,8 @@ def written(tree: Tree | None, drafter: Small, chosen: Sampler, node: int = 0, p
             for text, share in written(tree, drafter, chosen, child, (*path, token)).items():
                 law[text] += reached * accepted * share
             reached *= 1 - accepted
-            left, q = residual(left, q), without(q, torch.tensor(token))
+            left, q[token] = (left - q).clamp(min=0), 0.0
+            left, q = (law / law.sum() if law.sum() > 0 else law for law in (left, q))
     for token, chance in enumerate((reached * left).tolist()):
         if chance > 0:
             for text, share in law_of(drafter, chosen, (*path, token)).items():
@@ -353,8 +340,9 @@ def test_a_score_that_looks_at_the_draws_bends_the_law(name: str, monkeypatch: p
 def test_equal_laws_refuse_nothing() -> None:
     law = torch.randn(2000, VOCAB, generator=torch.Generator().manual_seed(0)).softmax(-1)
     tokens = draw(law, torch.Generator().manual_seed(1))
-    chosen, left = accept_sibling(law, law, [tokens], torch.full((2000, 1), 1.0 - 2**-24), replaced=False)
-    assert bool((chosen == 0).all()) and left.isfinite().all()
+    chances, *refused = sibling_chances(law, law, tokens[:, None], all_of_them(2000, 1), replaced=False)
+    left = left_of(law, law, tokens[:, None], *refused)
+    assert bool((chances == 1).all() and left.isfinite().all() and (left.sum(-1) > 0).all())
 
 
 PUBLISHED = TypicalConfig()
