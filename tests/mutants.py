@@ -44,8 +44,8 @@ MUTANTS = [  # file, what stands there once, what stands there instead
     (VERIFY, "torch.where(has_refused > 0, law, p)", "p"),
     (VERIFY, "(1.0 - chances).cumprod(-1)", "torch.ones_like(chances)"),
     # drawn trees: ranked by the drawn token's own q, and by the later draw first
-    (SHAPE, "(refused[:, :-1] - refused[:, 1:]).log_()", "q.gather(-1, columns).log()"),
-    (SHAPE, "return (refused[:, :-1] - refused[:, 1:])", "return (refused[:, :-1] - refused[:, 1:]).flip(-1)"),
+    (SHAPE, "return chances.masked", "return q.gather(-1, columns).log().masked"),
+    (SHAPE, "return chances.masked", "return chances.flip(-1).masked"),
     (SHAPE, "grown[-1] if sampler is None else best_alone(grown[-1])", "grown[-1]"),
     (LOSSES, "beta=1.0).mean(-1)", "beta=1.0).sum(-1)"),
     (LOSSES, "-(law.inside.exp() * log_q).sum(-1)", "-(log_q.exp() * log_q).sum(-1)"),

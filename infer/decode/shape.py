@@ -19,6 +19,7 @@ from aerie.model.layers import Kept
 
 Children = Literal["best", "sampled", "replaced"]
 ENTROPY_WEIGHT = 0.1  # SVIP's c, as measured on the embedded default's EAGLE-1 head
+STEPS = 64  # of a nat: how finely the chances of drawn children look at the entropy of their law
 Calibrate = Callable[[Tensor], Tensor]  # log q, of any shape -> log confidence
 
 
@@ -318,13 +319,24 @@ def draw_children(log_q: Tensor, k: int, generator: torch.Generator) -> tuple[Te
     """
     q = log_q.exp()
     columns, missing = distinct_draws(q, k, generator)
+    entropy = -torch.linalg.vecdot(q, log_q.clamp(min=-100.0))  # q is 0 where its logarithm is less
+    table = _log_chances(k, q.device)
+    chances = table.index_select(0, (entropy * STEPS).long().clamp_(0, len(table) - 1))
+    return chances.masked_fill_(missing, float("-inf")), columns, q
+
+
+@lru_cache
+def _log_chances(k: int, device: torch.device) -> Tensor:
+    """By the entropy of q, in STEPS a nat: the log chance that the j-th draw is the one that is accepted, [.., k]."""
     # The first is accepted with 1 - TV(p, q), about 1 - sqrt(c H(q)) (SVIP, arXiv 2411.18462, equation 6), and where
     # all before it are refused, the j-th with a j-th of that: as good, to 1 % of log loss, as a table by entropy.
-    entropy = -torch.linalg.vecdot(q, log_q.clamp(min=-100.0))  # q is 0 where its logarithm is less
-    first = 1.0 - (ENTROPY_WEIGHT * entropy.clamp_(min=0.0)).sqrt_()
+    entropy = torch.arange(STEPS / ENTROPY_WEIGHT) / STEPS
+    first = (1.0 - (ENTROPY_WEIGHT * entropy).sqrt()).clamp(0.05, 0.99)
     # j draws are all refused with the chance (1 - f) (1 - f / 2) ... (1 - f / j)
-    refused = (1.0 - first.clamp_(0.05, 0.99)[:, None] * _shares(k, q.device)).cumprod(-1)  # [r, 1 + k]
-    return (refused[:, :-1] - refused[:, 1:]).log_().masked_fill_(missing, float("-inf")), columns, q
+    refused = F.pad(
+        (1.0 - first[:, None] / torch.arange(1, k + 1)).cumprod(-1), (1, 0), value=1.0
+    )  # [entropies, 1 + k]
+    return (refused[:, :-1] - refused[:, 1:]).log().to(device)
 
 
 def best_alone(level: Level) -> Level:
@@ -338,11 +350,6 @@ def best_alone(level: Level) -> Level:
     parts = {name: getattr(level, name).index_select(0, row) for name in of_row}
     parts |= {name: getattr(level, name).index_select(0, first) for name in of_first}
     return replace(level, **parts, rows=zero, frontier=zero, frontier_survival=level.frontier_survival[:1])
-
-
-@lru_cache
-def _shares(k: int, device: torch.device) -> Tensor:
-    return torch.cat([torch.zeros(1), 1.0 / torch.arange(1, k + 1)]).to(device)  # [1 + k]
 
 
 @lru_cache
