@@ -141,14 +141,12 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
     if arguments.plan:
         print(f"report: {paths.bench} and {paths.calibration} -> {paths.report}")
         return 0
-    from aerie.infer.measure.record import measured_facts
+    from aerie.infer.measure.record import run_facts
     from aerie.infer.report.page import write_report
     from aerie.infer.report.tables import console_table, parameters, stopped
 
     again, target = f"--config {arguments.config}", Path(recipe.target.path)
-    stages = (paths.calibration, paths.bench, paths.tune)
-    parts = [path for path in stages if path == paths.bench or (path / storage.FILE).is_file()]
-    facts_of = {path: measured_facts(path, again, recipe.target) for path in parts}
+    facts_of = run_facts(paths, again, recipe.target)
     measured, own = facts_of[paths.bench], paths.head(recipe)
     head = arguments.head or min(map(Path, measured.get("heads", ())), key=own.__ne__, default=own)  # of bench --head
     made = {path: storage.sound_record(path) for path in (target, paths.features, head, *sorted(paths.heads.glob("*")))}
@@ -199,11 +197,11 @@ def claims(arguments: Namespace, unknown: list[str]) -> int:
     """what the papers claim and what of it holds in a run: verdicts, with intervals, in Markdown"""
     if unknown:
         raise UserError(f"{unknown[0]}: not an option of claims")
-    from aerie.infer.measure.record import RECORDS, measured_facts, read_records
+    from aerie.infer.measure.record import RECORDS, read_records, run_facts
     from aerie.infer.report import claims as register
 
     paths = RunPaths(arguments.claims_of)
-    measured_facts(paths.bench, f"--run {paths.root}")
+    run_facts(paths, f"--run {paths.root}")
     tuned = storage.read_json(path) if (path := paths.tune / "tune.json").is_file() else None
     lines = register.judge(register.Measured.of_run(read_records(paths.bench / RECORDS), paths.root, tuned, 0))
     print(f"{register.markdown(lines)}\n{register.tenth(lines)}")

@@ -12,12 +12,11 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
-from aerie.infer.measure.record import FloatArray, Record
+from aerie.infer.measure.record import FloatArray, Record, calibrations_of
 from aerie.infer.measure.statistics import RESAMPLES, grouped
 from aerie.infer.report.tables import PAPERS, TASKS, rule_of
-from aerie.model.storage import first_line, read_json
+from aerie.model.storage import read_json
 
 REGISTER = read_yaml(Path(__file__).with_name("claims.yaml"))[0]
 MANY = 100_000  # prompts; what needs more is called no difference
@@ -46,15 +45,11 @@ class Calibration:
 
     @classmethod
     def read(cls, directory: Path) -> "Calibration":
-        try:
-            tables = {path.stem: pd.read_parquet(path) for path in directory.glob("*.parquet")}
-            if {"laws", "cycles"} <= tables.keys():  # a cycle's laws, for the expected length
-                laws = tables["laws"].groupby(["prompt", "cycle"]).tvd.agg(judged="size", distance="sum").reset_index()
-                tables["cycles"] = tables["cycles"].merge(laws, on=["prompt", "cycle"])
-            about = read_json(directory / "analysis.json")
-            return cls(about.get("head") or "draft", about.get("method") or "", about["temperature"], tables)
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise UserError(f"{directory}: a table is damaged ({first_line(error)}); calibrate again") from error
+        tables = {path.stem: pd.read_parquet(path) for path in directory.glob("*.parquet")}
+        laws = tables["laws"].groupby(["prompt", "cycle"]).tvd.agg(judged="size", distance="sum").reset_index()
+        tables["cycles"] = tables["cycles"].merge(laws, on=["prompt", "cycle"])  # for the expected length
+        about = read_json(directory / "analysis.json")
+        return cls(about.get("head") or "draft", about.get("method") or "", about["temperature"], tables)
 
 
 @dataclass(frozen=True)
@@ -75,9 +70,7 @@ class Measured:
 
     @classmethod
     def of_run(cls, records: Sequence[Record], run: Path, tuning: Mapping[str, Any] | None, seed: int) -> "Measured":
-        """With the calibrations in RUN/calibration and RUN/*/calibration."""
-        found = sorted({*run.glob("calibration/analysis.json"), *run.glob("*/calibration/analysis.json")})
-        return cls(records, tuning, [Calibration.read(path.parent) for path in found], seed)
+        return cls(records, tuning, [Calibration.read(path) for path in calibrations_of(run)], seed)
 
 
 class Estimate(NamedTuple):

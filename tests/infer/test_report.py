@@ -304,11 +304,41 @@ def test_the_best_row_is_that_of_the_prompts_drawn() -> None:
     assert [best.figure(best.table.to_numpy()[chosen].sum(0)) for chosen in ([0], [1], [0, 1])] == [4, 5, 3.5]
 
 
-@pytest.mark.parametrize(("name", "text"), [("laws.parquet", "PAR1"), ("analysis.json", "{}")])
-def test_a_damaged_calibration_is_one_sentence(name: str, text: str, tmp_path: Path) -> None:
-    write_text(tmp_path / name, text)
-    with pytest.raises(UserError, match=r"a table is damaged .*; calibrate again"):
-        claims.Calibration.read(tmp_path)
+def test_claims_and_report_refuse_what_is_damaged_or_of_another_target_or_head(tmp_path: Path, capsys: Any) -> None:
+    run, head = tmp_path / "run", tmp_path / "head"
+    of_bench, foreign = ({"target": {"path": f"someone/{name}", "revision": None, "dtype": "auto"}} for name in "ab")
+    config = recipe(tmp_path / "recipe.yaml", {"run": str(run), "data": {"conversations": ["x.jsonl"]}, **foreign})
+
+    def stage(place: str, inputs: dict[str, Any], **facts: Any) -> None:
+        (run / place / "provenance.json").unlink(missing_ok=True)
+        Manifest.of(run / place, inputs, {"argv": ["main.py", "redo", place], **facts}).write(run / place)
+
+    def said(*words: Any) -> str:
+        assert call(commands, *words) == 2
+        return str(capsys.readouterr().err)
+
+    write_text(run / "bench" / "records.jsonl", "".join(map(line_of, [record(), drafted((3, 1))])))
+    write_json(run / "tune" / "tune.json", TUNING)
+    for name in ("config.json", "model.safetensors"):
+        write_text(head / name, "{}")
+    parts = ("static/calibration", "calibration", "tune")
+    for place in parts[:2]:
+        write_text(run / place / "laws.parquet", "PAR1")
+    for place in parts:
+        for whole in ("bench", *parts):
+            stage(whole, of_bench)
+        stage(place, foreign)
+        assert f"{run / place}: measured another target" in said("claims", run)
+        stage(place, of_bench, heads={str(head): {"model.safetensors": "0"}})
+        for words in (("claims", run), ("report", "--config", config)):
+            assert f"{run / place}: measured {head} before it was trained anew; run: aerie redo" in said(*words)
+        stage(place, of_bench)
+        content = next(path for path in (run / place).iterdir() if path.name != "provenance.json")
+        content.write_text(content.read_text()[:-1])
+        for words in (("claims", run), ("report", "--config", config)):
+            told = said(*words)
+            assert f"{content}: " in told and told.endswith(f"run: aerie redo {place} --overwrite\n"), told
+            assert told.count("\n") == 1
 
 
 def test_a_confidence_that_is_inverted_and_too_few_prompts_change_a_verdict() -> None:
