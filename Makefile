@@ -95,10 +95,12 @@ bench: $(STAMP)
 	@$(BIN)/python infer/main.py claims $(SEEDS)
 
 # On the calibration's questions, too, which no head was trained on: an interval of +-0.1 tau takes 223 prompts.
+# Its claims are judged by make bench's calibrations and costs, too.
 bench-full: bench
 	@mkdir -p $(SEEDS)-full
 	@cat $(SEEDS)/conversations/prompts.jsonl >$(SEEDS)-full/prompts.jsonl
 	@sed 's/"question_id": /&1000/' $(SEEDS)/conversations/calibration.jsonl >>$(SEEDS)-full/prompts.jsonl
+	@cd $(SEEDS)-full && of=../$(notdir $(SEEDS)) && ln -sfn $$of/tune $$of/calibration $$(dirname $$of/*/calibration) .
 	@$(BIN)/python infer/main.py bench --config configs/bench/seeds-full.yaml
 	@$(BIN)/python infer/main.py report --config configs/bench/seeds-full.yaml --head $(SEEDS)/heads/eagle1
 	@$(BIN)/python infer/main.py claims $(SEEDS)-full

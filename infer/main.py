@@ -141,14 +141,12 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
     if arguments.plan:
         print(f"report: {paths.bench} and {paths.calibration} -> {paths.report}")
         return 0
-    from aerie.infer.measure.record import measured_facts
+    from aerie.infer.measure.record import run_facts
     from aerie.infer.report.page import write_report
     from aerie.infer.report.tables import console_table, parameters, stopped
 
     again, target = f"--config {arguments.config}", Path(recipe.target.path)
-    stages = (paths.calibration, paths.bench, paths.tune)
-    parts = [path for path in stages if path == paths.bench or (path / storage.FILE).is_file()]
-    facts_of = {path: measured_facts(path, again, recipe.target) for path in parts}
+    facts_of = run_facts(paths, again, recipe.target)
     measured, own = facts_of[paths.bench], paths.head(recipe)
     head = arguments.head or min(map(Path, measured.get("heads", ())), key=own.__ne__, default=own)  # of bench --head
     made = {path: storage.sound_record(path) for path in (target, paths.features, head, *sorted(paths.heads.glob("*")))}
@@ -180,8 +178,6 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
 
 def results(arguments: Namespace, unknown: list[str]) -> int:
     """the tables of runs in Markdown, with commit and hardware, as in docs/results.md"""
-    if unknown:
-        raise UserError(f"{unknown[0]}: not an option of results")
     from aerie.infer.measure.record import measured_facts
     from aerie.infer.report.tables import result_of
 
@@ -197,15 +193,14 @@ def results(arguments: Namespace, unknown: list[str]) -> int:
 
 def claims(arguments: Namespace, unknown: list[str]) -> int:
     """what the papers claim and what of it holds in a run: verdicts, with intervals, in Markdown"""
-    if unknown:
-        raise UserError(f"{unknown[0]}: not an option of claims")
-    from aerie.infer.measure.record import RECORDS, measured_facts, read_records
+    from aerie.infer.measure.record import RECORDS, calibrations_of, read_records, run_facts
     from aerie.infer.report import claims as register
 
     paths = RunPaths(arguments.claims_of)
-    measured_facts(paths.bench, f"--run {paths.root}")
+    run_facts(paths, f"--run {paths.root}")
     tuned = storage.read_json(path) if (path := paths.tune / "tune.json").is_file() else None
-    lines = register.judge(register.Measured.of_run(read_records(paths.bench / RECORDS), paths.root, tuned, 0))
+    calibrations = [*map(register.Calibration.read, calibrations_of(paths.root))]
+    lines = register.judge(register.Measured(read_records(paths.bench / RECORDS), tuned, calibrations))
     print(f"{register.markdown(lines)}\n{register.tenth(lines)}")
     print(f"\nPictures beside the published points: {paths.report / 'index.html'}#claims (aerie report)")
     return 0
@@ -433,6 +428,8 @@ def main() -> int:
             command.add_argument(flag, **settings)
         command.set_defaults(run_command=run)
     arguments, unknown = parser.parse_known_args()
+    if unknown and arguments.run_command in (results, claims):
+        raise UserError(f"{unknown[0]}: not an option of {arguments.command}")
     place = getattr(arguments, "run", None)
     if place and arguments.config is None:
         arguments.config = stored if (stored := user_path(place) / "recipe.yaml").is_file() else None

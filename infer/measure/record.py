@@ -1,5 +1,7 @@
 """The files of a bench as types. records.jsonl has a Record a line and only grows."""
 
+import shlex
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -12,9 +14,11 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import adapter, as_dict, validate
 from aerie.configs.schema.decode import METHODS, MethodConfig, published_tree
 from aerie.configs.schema.heads import TargetConfig
+from aerie.configs.schema.recipe import RunPaths
 from aerie.data.stage import target_inputs
+from aerie.model import storage
 from aerie.model.hub import head_directory
-from aerie.model.storage import FILE, Manifest, Whole, differences, digest, digests, find_weights, read_json
+from aerie.model.storage import Manifest, Whole, differences, digest, digests, find_weights, read_json
 
 T = TypeVar("T")
 FloatArray = NDArray[np.float64]
@@ -253,17 +257,34 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
-def measured_facts(directory: Path, recipe_words: str, target: TargetConfig | None = None) -> dict[str, Any]:
-    """What a stage recorded at its end; UserError where its files, heads or target changed since."""
-    again = f"run: aerie {directory.name.replace('calibration', 'calibrate')} {recipe_words}"
-    if not (directory / FILE).is_file():
+def calibrations_of(run: Path) -> list[Path]:
+    """The finished calibrations of a run, in RUN/calibration and RUN/*/calibration."""
+    return sorted(path.parent for place in ("", "*/") for path in run.glob(f"{place}calibration/{storage.FILE}"))
+
+
+def run_facts(run: RunPaths, recipe_words: str, target: TargetConfig | None = None) -> dict[Path, dict[str, Any]]:
+    """`measured_facts` of a run's calibrations, bench and tuning: all of the target (default: the bench's)."""
+    here = storage.sound_record(run.bench).get("inputs", {}).get("target")
+    if target and Path(target.path).is_dir():
+        here = target_inputs(target)
+    elif here and Path(here["path"]).is_dir():
+        here["files"] = target_inputs(TargetConfig(here["path"]))["files"]
+    parts = [*calibrations_of(run.root), run.bench, *([run.tune] if (run.tune / storage.FILE).is_file() else ())]
+    return {path: measured_facts(path, recipe_words, here) for path in parts}
+
+
+def measured_facts(directory: Path, recipe_words: str, target: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What a stage recorded at its end; UserError where its files, heads or target (its inputs) changed since."""
+    made = [word for word in storage.sound_record(directory).get("argv", ())[1:] if word != "--overwrite"]
+    command = shlex.join(made) or f"{directory.name.replace('calibration', 'calibrate')} {recipe_words}"
+    again = f"run: aerie {command}"
+    if not (directory / storage.FILE).is_file():
         raise UserError(f"{directory}: no {directory.name}, or one that was stopped; {again}")
     checked = Manifest.check(directory)
     if not isinstance(checked, Whole):
         raise UserError(f"{checked}; {again} --overwrite")
-    facts, of_target = checked.manifest.facts, checked.manifest.inputs.get("target")
-    here = target_inputs(target) if of_target and target and Path(target.path).is_dir() else of_target
-    if changed := differences({"target": of_target}, {"target": here}):
+    facts, of_target = checked.manifest.facts, checked.manifest.inputs.get("target", target)
+    if target and (changed := differences({"target": of_target}, {"target": target})):
         raise UserError(f"{directory}: measured another target ({changed}); {again} --overwrite")
     for head, files in facts.get("heads", {}).items():
         is_here = Path(head).is_dir() and find_weights(head_directory(head))

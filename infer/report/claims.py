@@ -1,8 +1,9 @@
 """The papers' claims: each is measured as claims.yaml says, and gets a 95 % interval over prompts and a verdict."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, reduce
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,25 +13,16 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
 from aerie.infer.measure.record import FloatArray, Record
 from aerie.infer.measure.statistics import RESAMPLES, grouped
 from aerie.infer.report.tables import PAPERS, TASKS, rule_of
-from aerie.model.storage import first_line, read_json
+from aerie.model.storage import read_json
 
 REGISTER = read_yaml(Path(__file__).with_name("claims.yaml"))[0]
 MANY = 100_000  # prompts; what needs more is called no difference
 BATCH = 250  # resamples that are in memory at once
 LEAST, PLACES = 10, 12  # nodes of a point, and points of a tree, in the pictures
-FIGURES = {  # of a row: sums over prompts, the second over the first
-    "tau": ("forwards", "tokens"),
-    "wasted": ("answers", "wasted"),  # draft forwards
-    "accept_rate": ("nodes", "accepted"),
-    "length": ("forwards", "nodes"),  # drafted tokens a cycle
-    "modelled": ("modelled_ms", "tokens"),  # speed at the costs that `tune` measured
-    "identical": ("compared", "identical"),  # greedy answers to vanilla's
-}
 Entry = Mapping[str, Any]
 Sums = FloatArray  # [..., m] sums over prompts of a figure's columns
 
@@ -46,15 +38,11 @@ class Calibration:
 
     @classmethod
     def read(cls, directory: Path) -> "Calibration":
-        try:
-            tables = {path.stem: pd.read_parquet(path) for path in directory.glob("*.parquet")}
-            if {"laws", "cycles"} <= tables.keys():  # a cycle's laws, for the expected length
-                laws = tables["laws"].groupby(["prompt", "cycle"]).tvd.agg(judged="size", distance="sum").reset_index()
-                tables["cycles"] = tables["cycles"].merge(laws, on=["prompt", "cycle"])
-            about = read_json(directory / "analysis.json")
-            return cls(about.get("head") or "draft", about.get("method") or "", about["temperature"], tables)
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise UserError(f"{directory}: a table is damaged ({first_line(error)}); calibrate again") from error
+        tables = {path.stem: pd.read_parquet(path) for path in directory.glob("*.parquet")}
+        laws = tables["laws"].groupby(["prompt", "cycle"]).tvd.agg(judged="size", distance="sum").reset_index()
+        tables["cycles"] = tables["cycles"].merge(laws, on=["prompt", "cycle"])  # for the expected length
+        about = read_json(directory / "analysis.json")
+        return cls(about.get("head") or "draft", about.get("method") or "", about["temperature"], tables)
 
 
 @dataclass(frozen=True)
@@ -73,12 +61,6 @@ class Measured:
         every = grouped(plain, lambda record: (record.temperature, record.row))
         return [row for _, row in sorted(every.items()) if all(one.status == "ok" for one in row)]
 
-    @classmethod
-    def of_run(cls, records: Sequence[Record], run: Path, tuning: Mapping[str, Any] | None, seed: int) -> "Measured":
-        """With the calibrations in RUN/calibration and RUN/*/calibration."""
-        found = sorted({*run.glob("calibration/analysis.json"), *run.glob("*/calibration/analysis.json")})
-        return cls(records, tuning, [Calibration.read(path.parent) for path in found], seed)
-
 
 class Estimate(NamedTuple):
     value: float
@@ -96,9 +78,7 @@ class Side(NamedTuple):
 
 def estimate(sides: Sequence[Side], claim: Entry, seed: int = 0) -> Estimate | None:
     """The figure of one side, or the difference or ratio of two, on the prompts of all: clusters of a bootstrap."""
-    prompts, is_ratio = sides[0].table.index, claim.get("as") == "ratio"
-    for side in sides[1:]:
-        prompts = prompts.intersection(side.table.index)
+    prompts, is_ratio = sides[0].table.index.intersection(sides[-1].table.index), claim.get("as") == "ratio"
     tables = [side.table.loc[prompts].to_numpy(dtype=np.float64) for side in sides]
 
     def of(drawn: Any, axis: int = -1) -> Any:  # [..., n] numbers of prompts
@@ -112,6 +92,9 @@ def estimate(sides: Sequence[Side], claim: Entry, seed: int = 0) -> Estimate | N
         return None
     if known < 2:  # prompts that say anything
         return Estimate(value, -np.inf, np.inf, known)
+    if claim.get("statistic") == "share" and value in (0, 1):  # alike on all prompts: Clopper and Pearson's interval
+        low, high = stats.binomtest(round(value * known), known).proportion_ci()
+        return Estimate(value, low, high, known)
     settings: dict[str, Any] = {"n_resamples": RESAMPLES, "batch": BATCH, "method": "percentile"}
     with catch_warnings(action="ignore"):  # of resamples that have no figure, or an infinite one
         found = stats.bootstrap((numbers,), of, vectorized=True, rng=np.random.default_rng(seed), **settings)
@@ -132,16 +115,12 @@ def correlation(sums: Sums) -> FloatArray:  # 1, x, y, x^2, xy, y^2
     return (xy / count - x * y / count**2) / np.sqrt((xx / count - (x / count) ** 2) * (yy / count - (y / count) ** 2))
 
 
-def fitted(law: str) -> Callable[[Sums], FloatArray]:
+def fitted(sums: Sums, law: str) -> FloatArray:  # 1, x, y, x < y, x^2
     """By how much SVIP's equation 14 (normal) or 9 (gamma), fitted by moments, misses the share of x below y."""
-
-    def missed(sums: Sums) -> FloatArray:  # 1, x, y, x < y, x^2
-        count, x, y, below, xx = np.moveaxis(sums, -1, 0)
-        mu, spread, limit = x / count, xx / count - (x / count) ** 2, y / count
-        of_gamma = stats.gamma.cdf(limit, mu**2 / spread, scale=spread / mu)
-        return (stats.norm.cdf(limit, mu, np.sqrt(spread)) if law == "normal" else of_gamma) - below / count
-
-    return missed
+    count, x, y, below, xx = np.moveaxis(sums, -1, 0)
+    mu, spread, limit = x / count, xx / count - (x / count) ** 2, y / count
+    of_gamma = stats.gamma.cdf(limit, mu**2 / spread, scale=spread / mu)
+    return (stats.norm.cdf(limit, mu, np.sqrt(spread)) if law == "normal" else of_gamma) - below / count
 
 
 def expected_length(sums: Sums) -> FloatArray:
@@ -170,16 +149,17 @@ def growth(sums: Sums) -> FloatArray:
     return np.nansum(apart * log_x, -1) / np.nansum(apart**2, -1)
 
 
-# name -> figure, and the columns of each line of a table beside its count; null: by groups
-STATISTICS: dict[str, tuple[Callable[[Sums], FloatArray], Callable[..., list[Any]] | None]] = {
+# name -> figure, and the columns of each line of a table beside its count
+STATISTICS: dict[str, tuple[Callable[[Sums], FloatArray], Callable[..., list[Any]]]] = {
     "mean": (mean, lambda x: [x]),
+    "share": (mean, lambda x: [x]),
     "variance": (variance, lambda x: [x, x * x]),
     "correlation": (correlation, lambda x, y: [x, y, x * x, x * y, y * y]),
-    "normal": (fitted("normal"), lambda x, y: [x, y, x < y, x * x]),
-    "gamma": (fitted("gamma"), lambda x, y: [x, y, x < y, x * x]),
+    "normal": (partial(fitted, law="normal"), lambda x, y: [x, y, x < y, x * x]),
+    "gamma": (partial(fitted, law="gamma"), lambda x, y: [x, y, x < y, x * x]),
     "expected_length": (expected_length, lambda *columns: [*columns]),
-    "calibration_error": (calibration_error, None),
-    "growth": (growth, None),
+    "calibration_error": (calibration_error, lambda x, y: [x, y]),
+    "growth": (growth, lambda x, y: [x, y]),
 }
 
 
@@ -187,29 +167,34 @@ def of_table(table: pd.DataFrame, entry: Entry) -> Side:
     """`value`: one expression of the columns, or several; `where`: which lines; `by`: the groups."""
     figure, columns_of = STATISTICS[entry.get("statistic", "mean")]
     chosen = table.query(entry["where"]) if "where" in entry else table
-    expressions = entry["value"] if isinstance(entry["value"], list) else [entry["value"]]
-    values = [np.broadcast_to(np.asarray(chosen.eval(text), dtype=np.float64), len(chosen)) for text in expressions]
+    expressions = map(chosen.eval, np.atleast_1d(entry["value"]))
+    values = [np.broadcast_to(np.asarray(value, dtype=np.float64), len(chosen)) for value in expressions]
     known, every = np.isfinite(np.stack(values)).all(0), table.prompt.unique()
-    values, prompt = [value[known] for value in values], chosen.prompt[known].to_numpy()
-    count = np.ones(len(prompt))
-    if columns_of is not None:
-        sums = pd.DataFrame(np.stack([count, *columns_of(*values)], -1)).groupby(prompt).sum()
-        return Side(sums.reindex(every, fill_value=0.0), figure)
-    group = chosen.eval(entry["by"])[known].to_numpy()
-    lines = pd.DataFrame({"count": count, "x": values[0], "y": values[1]})
-    sums = lines.groupby([prompt, group]).sum().unstack(fill_value=0.0)
+    columns = [np.ones(known.sum()), *columns_of(*(value[known] for value in values))]
+    groups = [chosen.prompt[known].to_numpy(), *([chosen.eval(entry["by"])[known].to_numpy()] if "by" in entry else [])]
+    sums = pd.DataFrame(np.stack(columns, -1)).groupby(groups).sum()
+    sums = sums.unstack(fill_value=0.0) if "by" in entry else sums
     return Side(sums.reindex(every, fill_value=0.0), figure)
 
 
+# of an answer; a row has the sum of the second over that of the first
+FIGURES: dict[str, Callable[[Record, Mapping[str, Any] | None], tuple[float | None, float]]] = {
+    "tau": lambda one, _: (one.target_forwards, one.new_tokens - 1),
+    "wasted": lambda one, _: (1, one.draft_forwards_wasted),
+    "accept_rate": lambda one, _: (one.draft_nodes, sum(one.accepted)),
+    "length": lambda one, _: (one.target_forwards, one.draft_nodes),  # drafted tokens a cycle
+    "modelled": lambda one, tuning: (modelled_ms([one], tuning), one.new_tokens - 1),
+    # greedy answers to vanilla's; a margin of up to 1 is rounding, and no difference
+    "identical": lambda one, _: (
+        one.identical is not None,
+        one.identical or (one.margin is not None and one.margin <= 1),
+    ),
+}
+
+
 def of_row(row: Sequence[Record], figure: str, tuning: Mapping[str, Any] | None) -> Side:
-    lines = []
-    for one in row:
-        same = one.identical or (one.margin is not None and one.margin <= 1.0)  # rounding is no difference
-        line = {"prompt": one.prompt, "tokens": one.new_tokens - 1, "forwards": one.target_forwards, "answers": 1}
-        line |= {"nodes": one.draft_nodes, "accepted": sum(one.accepted), "wasted": one.draft_forwards_wasted}
-        line |= {"compared": one.identical is not None, "identical": one.identical is not None and same}
-        lines.append({**line, "modelled_ms": modelled_ms([one], tuning)})
-    return Side(pd.DataFrame(lines).groupby("prompt").sum(min_count=1)[[*FIGURES[figure]]], mean)
+    sums = pd.DataFrame([FIGURES[figure](one, tuning) for one in row], dtype=np.float64)
+    return Side(sums.groupby(pd.Series([one.prompt for one in row])).sum(min_count=1), mean)
 
 
 def modelled_ms(answers: Sequence[Record], tuning: Mapping[str, Any] | None) -> float | None:
@@ -229,16 +214,14 @@ def modelled_ms(answers: Sequence[Record], tuning: Mapping[str, Any] | None) -> 
 def candidates(run: Measured, wanted: Entry, temperature: float) -> dict[str, list[list[Record]]]:
     """The rows that are meant, by head."""
     found: dict[str, list[list[Record]]] = {}
-    asked = {"calibrated": None, **{key: value for key, value in wanted.items() if key not in ("pick", "head")}}
-    rows = [row for row in run.rows if row[0].temperature == wanted.get("temperature", temperature)]
-    paths = grouped({(row[0].head, row[0].head_path) for row in rows if row[0].head_path}, lambda pair: pair[0])
-    for row in rows:
+    asked = {"calibrated": None, "is_drawn": False, "temperature": temperature, **wanted}  # no paper here draws trees
+    paths = grouped({(one.head, one.head_path) for one in run.records if one.head_path}, lambda pair: pair[0])
+    for row in run.rows:
         first, tree = row[0], row[0].tree
         facts = {"calibrated": None, "temperature": first.temperature, "method": first.method}
         facts |= {} if tree is None else {**tree.as_dict(), "rule": rule_of(tree)}
-        if facts.get("shape") == "dynamic" and facts.get("children") == "sampled" and "children" not in asked:
-            continue  # no paper here draws them
-        if all(_fits(facts.get(key), value) for key, value in asked.items()):
+        facts["is_drawn"] = (facts.get("shape"), facts.get("children")) == ("dynamic", "sampled")
+        if all(_fits(facts.get(key), value) for key, value in asked.items() if key not in ("pick", "head")):
             name = f"{first.head} head{f' {first.head_path}' if len(paths.get(first.head, ())) > 1 else ''}"
             found.setdefault("any" if wanted.get("head") == "any" else name, []).append(row)
     return found
@@ -250,26 +233,29 @@ def _fits(fact: Any, wanted: Any) -> bool:
     return fact == wanted or (isinstance(wanted, list) and (fact in wanted or fact == tuple(wanted)))
 
 
+def sizes(row: Sequence[Record], names: Sequence[str] = ("levels",)) -> list[int]:
+    return [getattr(row[0].tree, name, 0) for name in names]
+
+
+def by_depth(rows: Sequence[list[Record]]) -> list[list[Record]]:
+    """The rows whose tree differs from another's in depth alone, the deepest first."""
+    alike = grouped(rows, lambda row: row[0].tree and str(replace(row[0].tree, levels=0, variant="")))
+    several = [row for kin in alike.values() if any(sizes(row) != sizes(kin[0]) for row in kin) for row in kin]
+    return sorted(several, key=sizes, reverse=True)
+
+
 def by_rows(run: Measured, claim: Entry, temperature: float) -> dict[str, Estimate]:
-    """pick: the deepest of several depths; the best by the figure; else the first. same_depth: as `of` is."""
-    figure, found = claim["figure"], dict[str, Estimate]()
-    others = candidates(run, claim["against"], temperature) if claim.get("against") else {}
+    figure, same, found = claim["figure"], claim.get("same", ()), dict[str, Estimate]()
+    against = claim.get("against") or {}
+    others = candidates(run, against, temperature) if against else {}
     for head, rows in candidates(run, claim["of"], temperature).items():
-        depths = [row[0].tree.levels if row[0].tree else 0 for row in rows]
-        if claim["of"].get("pick") == "deepest" and len({*depths}) < 2:
-            continue
-        row = rows[int(np.argmax(depths))] if claim["of"].get("pick") == "deepest" else rows[0]
-        sides = [of_row(row, figure, run.tuning)]
-        if against := claim.get("against"):
+        for row in (by_depth(rows) if claim["of"].get("pick") == "deepest" else rows)[:1]:
             rivals = [other for other in others.get(head, others.get("any", [])) if other is not row]
-            if claim.get("same_depth"):
-                rivals = [o for o in rivals if o[0].tree and row[0].tree and o[0].tree.levels == row[0].tree.levels]
-            if not rivals:
-                continue
-            measured = [of_row(other, figure, run.tuning) for other in rivals]
-            sides.append(best_of(measured) if against.get("pick") == "best" else measured[0])
-        if (one := estimate(sides, claim, run.seed)) is not None:
-            found[head] = one
+            measured = [of_row(o, figure, run.tuning) for o in rivals if sizes(o, same) == sizes(row, same)]
+            sides = [of_row(row, figure, run.tuning)]
+            sides += [best_of(measured if against.get("pick") == "best" else measured[:1])] if measured else []
+            if (measured or not against) and (one := estimate(sides, claim, run.seed)):
+                found[head] = one
     return found
 
 
@@ -278,39 +264,48 @@ def best_of(rows: Sequence[Side]) -> Side:
 
     def highest(sums: Sums) -> FloatArray:
         values = mean(sums.reshape(*sums.shape[:-1], -1, 2))
-        best: FloatArray = np.fmax.reduce(np.where(np.isfinite(values), values, np.nan), axis=-1)
-        return best
+        return np.fmax.reduce(np.where(np.isfinite(values), values, np.nan), axis=-1)
 
     return Side(pd.concat([row.table for row in rows], axis=1, join="inner"), highest)
 
 
+def tables_of(run: Measured, entry: Entry, temperature: float) -> dict[str, pd.DataFrame]:
+    """The table that is meant, of the first calibration of each head."""
+    meant = (one for one in run.calibrations if one.temperature == temperature and one.method in entry["method"])
+    by_head = grouped((one for one in meant if entry["table"] in one.tables), lambda one: one.head)
+    return {head: first.tables[entry["table"]] for head, (first, *_) in by_head.items()}
+
+
 def by_tables(run: Measured, claim: Entry, temperature: float) -> dict[str, Estimate]:
     """By head; a side may name one of its own."""
-    found = dict[str, Estimate]()
+    found, tables = dict[str, Estimate](), tables_of(run, claim, temperature)
     shared = {name: claim[name] for name in ("statistic", "by", "where") if name in claim}
-    usable = [one for one in run.calibrations if one.temperature == temperature and one.method in claim["method"]]
     entries = [{**shared, **entry} for entry in (claim["of"], claim.get("against")) if entry]
-    for one in usable:
-        if entries[0].get("head", one.head) != one.head:
-            continue
-        try:
-            heads = [next(c for c in usable if c.head == entry.get("head", one.head)) for entry in entries]
-            pairs = zip(heads, entries, strict=True)
-            sides = [of_table(calibration.tables[claim["table"]], entry) for calibration, entry in pairs]
-        except (StopIteration, KeyError, pd.errors.UndefinedVariableError):  # one of before has fewer columns
-            continue
-        if (measured := estimate(sides, claim, run.seed)) is not None:
-            found.setdefault(f"{one.head} head", measured)
+    for head in tables:
+        heads = [entry.get("head", head) for entry in entries]
+        if heads[0] == head and tables.keys() >= {*heads}:
+            with suppress(pd.errors.UndefinedVariableError):  # calibrated without oracle lengths
+                sides = [of_table(tables[name], entry) for name, entry in zip(heads, entries, strict=True)]
+                if measured := estimate(sides, claim, run.seed):
+                    found[f"{head} head"] = measured
     return found
 
 
 def judged(claim: Entry, one: Estimate) -> tuple[str, str, int | None]:
     """Verdict, a sentence why, and the prompts whose interval settles it; the rules are those of claims.yaml."""
     low, high, effect = claim.get("at_least", -np.inf), claim.get("at_most", np.inf), claim.get("effect", 0.0)
-    half, margin = (one.high - one.low) / 2, effect / 2 or min(abs(one.value - low), abs(one.value - high))
-    needed = None
-    if np.isfinite(half) and margin > 0 and one.prompts * (half / margin) ** 2 < MANY:
-        needed = max(2, ceil(one.prompts * (half / margin) ** 2))
+    is_share, is_inside = claim.get("statistic") == "share", low <= one.value <= high
+    if every := is_share and (low == 1 or high == 0):
+        if not is_inside:
+            return "does not hold", "One counterexample is enough.", None
+        if one.prompts > 1:
+            return "holds", f"No counterexample on {one.prompts} prompts.", None
+    margin = np.float64(effect / 2 or min(abs(one.value - low), abs(one.value - high)))
+    with np.errstate(all="ignore"):
+        enough = one.prompts * ((one.high - one.low) / 2 / margin) ** 2
+        if is_share and one.value in (0, 1):
+            enough = np.log(0.025) / np.log1p(-margin)  # the exact interval ends at 0.025 ** (1 / prompts)
+    needed = 2 if every else max(2, ceil(enough)) if enough < MANY else None
     sides = [(low, f"at least {low:g}"), (high, f"at most {high:g}")]
     within = " and ".join(text for limit, text in sides if np.isfinite(limit))
     if (one.low > low and one.high < high) or (not effect and one.low >= low and one.high <= high):
@@ -330,9 +325,9 @@ def judge(run: Measured) -> list[dict[str, Any]]:
         about = {name: claim[name] for name in ("id", "paper", "place", "claim")}
         empty = dict.fromkeys(("head", "temperature", "value", "low", "high", "prompts", "ours", "prompts_needed"))
         for temperature in claim.get("temperatures", [0]):
-            line = {"number": number, **about, **empty, "published": ""}
-            if told := claim.get("published"):
-                line["published"] = told if isinstance(told, str) else published(told, temperature, claim.get("as"))
+            told = claim.get("published", "")
+            told = told if isinstance(told, str) else published(told, temperature, claim.get("as"))
+            line = {"number": number, **about, **empty, "published": told}
             if "out_of_reach" in claim:
                 lines.append({**line, "verdict": "out of reach", "why": claim["out_of_reach"]})
                 continue
@@ -342,14 +337,11 @@ def judge(run: Measured) -> list[dict[str, Any]]:
                 verdict, why, needed = judged(claim, one)
                 form = claim.get("form", "{:+.2f}" if claim.get("as", "") == "" and "against" in claim else "{:.2f}")
                 between = f"{form.format(one.low)} to {form.format(one.high)}"
-                if one.prompts < 2 or one.low == one.high:  # no resample tells
+                if not 0 < one.high - one.low < np.inf:  # no resample tells
                     between = "one prompt" if one.prompts < 2 else f"alike on all {one.prompts} prompts"
                 figures = {name: number if np.isfinite(number) else None for name, number in one._asdict().items()}
-                ours = {
-                    "ours": f"{form.format(one.value)} [{between}] {claim.get('unit', '')}",
-                    "prompts_needed": needed,
-                }
-                lines.append({**line, "head": head, **figures, **ours, "verdict": verdict, "why": why})
+                figures |= {"ours": f"{form.format(one.value)} [{between}] {claim.get('unit', '')}", "head": head}
+                lines.append({**line, **figures, "prompts_needed": needed, "verdict": verdict, "why": why})
             if not found:
                 lines.append({**line, "verdict": "open", "why": f"Not measured: {claim['needs']}."})
     return lines
@@ -357,62 +349,55 @@ def judge(run: Measured) -> list[dict[str, Any]]:
 
 def published(figures: Entry, temperature: float, how: str | None = None) -> str:
     """The range of what published.csv has of method `of` against another, as a difference or a ratio."""
-    sides, place = [dict[Any, float](), dict[Any, float]()], int(figures["figure"] == "tau")
-    for side, method in zip(sides, (figures["of"], figures["against"]), strict=True):
-        meant = (row for row in PAPERS if row["method"] == method and float(row["temperature"]) == temperature)
-        for row in meant:
-            if row["source"].startswith(figures["source"]) and row["value"] == str(figures.get("value", row["value"])):
-                cells = {task: f"{row[task]}/".split("/")[place] for task in TASKS}
-                side |= {(row["model"], row["key"], row["value"], t): float(text) for t, text in cells.items() if text}
-    pairs = [(sides[0][at], sides[1][at]) for at in sides[0].keys() & sides[1].keys()]
-    values = [one / other if how == "ratio" else one - other for one, other in pairs]
-    form = "{:.2f}" if how == "ratio" else "{:+.2f}"
-    return f"{form.format(min(values))} to {form.format(max(values))} ({len(values)} figures)" if values else ""
+    about = [name for name in PAPERS[0] if name not in TASKS]
+    table = pd.DataFrame(PAPERS).melt(about, var_name="task", value_name="cell")
+    table["cell"] = pd.to_numeric((table.cell + "/").str.split("/").str[int(figures["figure"] == "tau")])
+    meant = table.source.str.startswith(figures["source"]) & (table.temperature.astype(float) == temperature)
+    meant &= table["value"] == str(figures["value"]) if "value" in figures else True
+    sides = table[meant].pivot_table("cell", ["model", "key", "value", "task"], "method", "last")
+    one, other = sides.reindex(columns=[figures["of"], figures["against"]]).dropna().to_numpy().T
+    values, form = (one / other, "{:.2f}") if how == "ratio" else (one - other, "{:+.2f}")
+    return f"{form.format(min(values))} to {form.format(max(values))} ({len(values)} figures)" if len(values) else ""
 
 
 def drawn(run: Measured) -> dict[str, dict[str, Any]]:
     """The register's pictures that the run has points for: lines of [x, value, low, high] beside the published ones."""
     pictures = {}
     for name, picture in REGISTER["pictures"].items():
-        made = [
-            (entry, head, sides)
-            for entry in picture["lines"]
-            for head, sides in (_sides_of_tables if "table" in entry else _sides_of_rows)(run, entry).items()
-        ]
-        # rows are compared on the prompts that all of them have; those of a calibration are one set
-        indices = [side.table.index for entry, _, sides in made if "table" not in entry for _, side in sides]
-        shared, lines = reduce(pd.Index.intersection, indices) if indices else None, []
-        for entry, head, sides in made:
-            if "table" not in entry:
-                sides = [(x, side._replace(table=side.table.loc[shared])) for x, side in sides]
-            along = [(x, estimate([side], entry, run.seed)) for x, side in sides]
-            points = [[x, one.value, one.low, one.high] for x, one in along if one and np.isfinite(one.low)]
-            lines += [{"label": f"{entry['label']}, {head}", "points": points}] if points else []
+        rows = [candidates(run, entry["of"], 0) for entry in picture["lines"] if "of" in entry]
+        prompts = [{one.prompt for one in row} for found in rows for of_head in found.values() for row in of_head]
+        shared, lines = set.intersection(*prompts) if prompts else set(), []
+        for entry in picture["lines"]:
+            made = _sides_of_tables(run, entry) if "table" in entry else _sides_of_rows(run, entry, shared)
+            for head, sides in made.items():
+                along = [(x, estimate([side], entry, run.seed)) for x, side in sides]
+                points = [[x, one.value, one.low, one.high] for x, one in along if one and np.isfinite(one.low)]
+                lines += [{"label": f"{entry['label']}, {head}", "points": points}] if points else []
         if lines:
             pictures[name] = {"published": {}, **picture, "lines": lines}
     return pictures
 
 
-def _sides_of_rows(run: Measured, entry: Entry) -> dict[str, list[tuple[Any, Side]]]:
+def _sides_of_rows(run: Measured, entry: Entry, prompts: set[Any]) -> dict[str, list[tuple[Any, Side]]]:
+    """Both what is drawn and where along are of these prompts."""
     found = {}
-    for head, rows in candidates(run, entry["of"], 0).items():
+    for head, whole in candidates(run, entry["of"], 0).items() if prompts else ():
+        rows = [[one for one in row if one.prompt in prompts] for row in whole]
         lengths = [float(mean(of_row(row, "length", None).table.sum().to_numpy())) for row in rows]
-        places = lengths if entry["x"] == "length" else [row[0].tree.levels if row[0].tree else 0 for row in rows]
+        places = lengths if entry["x"] == "length" else [sizes(row)[0] for row in rows]
         sides = [of_row(row, entry["figure"], run.tuning) for row in rows]
         found[head] = sorted(zip(places, sides, strict=True), key=lambda pair: pair[0])
     return found
 
 
 def _sides_of_tables(run: Measured, entry: Entry) -> dict[str, list[tuple[Any, Side]]]:
-    found: dict[str, list[tuple[Any, Side]]] = {}
-    for one in run.calibrations:
-        if one.temperature == 0 and one.method in entry["method"] and f"{one.head} head" not in found:
-            table = one.tables[entry["table"]]
-            groups = [(x, part) for x, part in table.groupby(table.eval(entry["x"])) if len(part) >= LEAST]
-            if entry["x"] == "place":  # the most visited ones, from the root down
-                groups = sorted(groups, key=lambda pair: -len(pair[1]))[:PLACES]
-                groups.sort(key=lambda pair: (pair[0].count("."), pair[0]))
-            found[f"{one.head} head"] = [(x, of_table(part, entry)) for x, part in groups]
+    found = {}
+    for head, table in tables_of(run, entry, 0).items():
+        groups = [(x, part) for x, part in table.groupby(table.eval(entry["x"])) if len(part) >= LEAST]
+        if entry["x"] == "place":  # the most visited ones, from the root down
+            groups = sorted(groups, key=lambda pair: -len(pair[1]))[:PLACES]
+            groups.sort(key=lambda pair: (pair[0].count("."), pair[0]))
+        found[f"{head} head"] = [(x, of_table(part, entry)) for x, part in groups]
     return found
 
 

@@ -247,17 +247,14 @@ def _beside_published(picture: Mapping[str, Any]) -> Figure:
     legend = {line["label"]: colour for line, colour in zip(lines, SERIES, strict=False)}
     legend |= dict(zip(picture["published"], SERIES[::-1], strict=False))
     figure, (axes,) = _figure({picture["title"]: ()}, picture["xlabel"], legend, 190.0)
-    places = list(dict.fromkeys(point[0] for line in lines for point in line["points"]))
     for line in lines:
-        at, y, low, high = zip(*line["points"], strict=True)
-        x = at if numeric(places) else tuple(map(places.index, at))
-        style = "-" if numeric(places) else "none"
-        axes.plot(x, y, color=legend[line["label"]], marker="o", linestyle=style)
+        x, y, low, high = zip(*line["points"], strict=True)
+        axes.plot(x, y, color=legend[line["label"]], marker="o", linestyle="-" if numeric(x) else "none")
         axes.vlines(x, low, high, color=legend[line["label"]], linewidth=1.0)
     for name, points in picture["published"].items():
         axes.plot(*zip(*points, strict=True), "o", color=legend[name], markerfacecolor="none")
-    if not numeric(places):
-        axes.set_xticks(range(len(places)), places, rotation=60, fontsize=8.5)
+    if not numeric([point[0] for line in lines for point in line["points"]]):
+        axes.tick_params(axis="x", rotation=60, labelsize=8.5)
     return figure
 
 
@@ -337,7 +334,8 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: dict[str, 
         figures = {"tau_ci95": statistics.tau_interval(good, seed), "margin": max(told, default=None)}
         figures |= {"differing": len(apart), "rounding": sum(margin <= 1 for margin in told)}
         extras.append(figures | (same if compared else dict.fromkeys(same)))
-    run = claims.Measured.of_run(records, bench.parent, tuning, seed)
+    calibrations = [*map(claims.Calibration.read, files.calibrations_of(bench.parent))]
+    run = claims.Measured(records, tuning, calibrations, seed)
     details: dict[str, Any] = {
         "schema": SCHEMA,
         "rows": extras,

@@ -199,15 +199,12 @@ def result_of(run: Path, report: Path) -> tuple[str, str]:
         stops = "".join(f"- {name}: {words}.\n" for name, words in details["training"]["stopped"].items())
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{report}: is not what was written; run: aerie report --run {run}") from error
-    table, judged = read_text(report / "table.md"), report / "claims.md"
-    if judged.is_file():
-        lines = read_text(judged).splitlines(keepends=True)
-        left_out = [line for line in lines if "Not measured: " in line]
-        table += "\n### What the papers claim\n\n" + "".join(line for line in lines if line not in left_out)
-        if numbers := [*dict.fromkeys(line.split(".")[0].strip("| ") for line in left_out)]:
-            table += (
-                f"\nNot measured, in part or at all: {', '.join(numbers)} (`aerie claims {name}` says what would).\n"
-            )
+    table, judged = (read_text(report / f"{name}.md") for name in ("table", "claims"))
+    left_out = [line for line in judged.splitlines(keepends=True) if "Not measured: " in line]
+    lines = [line for line in judged.splitlines(keepends=True) if line not in left_out]
+    table += f"\n### What the papers claim\n\n{''.join(lines)}"
+    if numbers := [*dict.fromkeys(line.split(".")[0].strip("| ") for line in left_out)]:
+        table += f"\nNot measured, in part or at all: {', '.join(numbers)} (`aerie claims {name}` says what would).\n"
     return name, f"\n## {name}\n\nTarget `{target}`; {machine}; commit `{commit}`.\n\n{stops}{table}"
 
 

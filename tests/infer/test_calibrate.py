@@ -25,7 +25,7 @@ from aerie.infer.decode.verify import Verdict
 from aerie.infer.measure import calibrate
 from aerie.infer.measure.cycles import LAWS, oracle_length
 from aerie.model.checkpoint import save_head
-from aerie.model.storage import digests, write_json
+from aerie.model.storage import Stage, digests, write_json
 from tests import tiny
 from tests.infer.draws import make_head, make_target
 from tests.infer.test_main import Command, command, shared
@@ -116,6 +116,7 @@ def write_calibration(output: Path) -> None:
     questions = [(torch.tensor([[7, 9, 11 + n, 23, 5]]), ("sums", "code")[n % 2]) for n in range(12)]
     made = calibrate.record(decoder_of(WIDE), WIDE, questions, replace(SECTION, oracle_levels=5))
     calibrate.write_calibration(output, made, bins=20, head=None, method="eagle2")
+    Stage("calibration", output, {}).finish()
 
 
 @pytest.mark.parametrize(

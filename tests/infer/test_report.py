@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import shutil
+import subprocess
 import xml.etree.ElementTree as ET
 from collections import Counter
 from dataclasses import replace
@@ -266,10 +267,13 @@ def test_deagles_claims_are_of_the_vote_on_the_same_prompts() -> None:
     assert found["deagle-flat"] == (pytest.approx(1.0), "holds")  # it does not slow down where it may go deeper
     failed = [replace(one, **FAILED) if one.method == "deagle" else one for one in records]
     assert "deagle-waste" not in verdicts(records=failed)
-    # a tree whose children are drawn is no paper's, and no rival
-    named: dict[str, Any] = {"row": 9, "head": "eagle1", "tree": tree("eagle2", levels=4, children="sampled")}
-    drawn = [drafted((9, 9), prompt_id=name, **named) for _, name in PROMPTS]
-    assert verdicts(records=[*drawn, *records], tuning=TUNING) == found
+    # a tree whose children are drawn is no paper's; one of another k or nodes differs in more than depth
+    for change in ({"levels": 4, "children": "sampled"}, {"levels": 9, "k": 8}, {"levels": 9, "nodes": 48}):
+        named: dict[str, Any] = {"row": -1, "head": "eagle1", "tree": tree("eagle2", **change)}
+        more = [drafted((9, 9), prompt_id=name, **named) for _, name in PROMPTS]
+        assert verdicts(records=[*more, *records], tuning=TUNING) == found
+        shallow = [one for one in records if one.tree is None or one.tree.levels == 2]
+        assert "deagle-fixed-falls" not in verdicts(records=[*more, *shallow], tuning=TUNING)
 
 
 @pytest.mark.parametrize(
@@ -304,11 +308,41 @@ def test_the_best_row_is_that_of_the_prompts_drawn() -> None:
     assert [best.figure(best.table.to_numpy()[chosen].sum(0)) for chosen in ([0], [1], [0, 1])] == [4, 5, 3.5]
 
 
-@pytest.mark.parametrize(("name", "text"), [("laws.parquet", "PAR1"), ("analysis.json", "{}")])
-def test_a_damaged_calibration_is_one_sentence(name: str, text: str, tmp_path: Path) -> None:
-    write_text(tmp_path / name, text)
-    with pytest.raises(UserError, match=r"a table is damaged .*; calibrate again"):
-        claims.Calibration.read(tmp_path)
+def test_claims_and_report_refuse_what_is_damaged_or_of_another_target_or_head(tmp_path: Path, capsys: Any) -> None:
+    run, head = tmp_path / "run", tmp_path / "head"
+    of_bench, foreign = ({"target": {"path": f"someone/{name}", "revision": None, "dtype": "auto"}} for name in "ab")
+    config = recipe(tmp_path / "recipe.yaml", {"run": str(run), "data": {"conversations": ["x.jsonl"]}, **foreign})
+
+    def stage(place: str, inputs: dict[str, Any], **facts: Any) -> None:
+        (run / place / "provenance.json").unlink(missing_ok=True)
+        Manifest.of(run / place, inputs, {"argv": ["main.py", "redo", place], **facts}).write(run / place)
+
+    def said(*words: Any) -> str:
+        assert call(commands, *words) == 2
+        return str(capsys.readouterr().err)
+
+    write_text(run / "bench" / "records.jsonl", "".join(map(line_of, [record(), drafted((3, 1))])))
+    write_json(run / "tune" / "tune.json", TUNING)
+    for name in ("config.json", "model.safetensors"):
+        write_text(head / name, "{}")
+    parts = ("static/calibration", "calibration", "tune")
+    for place in parts[:2]:
+        write_text(run / place / "laws.parquet", "PAR1")
+    for place in parts:
+        for whole in ("bench", *parts):
+            stage(whole, of_bench)
+        stage(place, foreign)
+        assert f"{run / place}: measured another target" in said("claims", run)
+        stage(place, of_bench, heads={str(head): {"model.safetensors": "0"}})
+        for words in (("claims", run), ("report", "--config", config)):
+            assert f"{run / place}: measured {head} before it was trained anew; run: aerie redo" in said(*words)
+        stage(place, of_bench)
+        content = next(path for path in (run / place).iterdir() if path.name != "provenance.json")
+        content.write_text(content.read_text()[:-1])
+        for words in (("claims", run), ("report", "--config", config)):
+            told = said(*words)
+            assert f"{content}: " in told and told.endswith(f"run: aerie redo {place} --overwrite\n"), told
+            assert told.count("\n") == 1
 
 
 def test_a_confidence_that_is_inverted_and_too_few_prompts_change_a_verdict() -> None:
@@ -326,10 +360,46 @@ def test_a_confidence_that_is_inverted_and_too_few_prompts_change_a_verdict() ->
     assert [judged(nodes.assign(confidence=1 - confidence))[name] for name in names] == ["does not hold"] * 3
     alone = nodes[(nodes.confidence < 0.9) | (nodes.prompt < 1)]
     assert judged(alone)["eagle2-sure"] == "open"  # one prompt of 40 has any such node
+    # a share that is 1 on all prompts is no certainty: 0.025 ** (1 / n) is above 0.93 from 51 prompts on
+    always = nodes[:51].assign(prompt=range(51), confidence=0.99, acceptance=1.0)
+    assert [judged(always[:prompts])["eagle2-sure"] for prompts in (2, 50, 51)] == ["open", "open", "holds"]
     few = judged(nodes[(nodes.prompt < 4) & (nodes.index % 100 < 8)])
     assert few["eagle2-correlation"] == "open" == judged(nodes[nodes.prompt < 1])["eagle2-calibrated"]
     (line,) = [one for one in claims.judge(claims.Measured([])) if one["id"] == "eagle2-speed"]
     assert line["verdict"] == "out of reach"
+
+
+def test_lengths_that_cancel_fit_the_oracle_on_average_alone() -> None:
+    cycles = pd.DataFrame({"prompt": np.arange(40).repeat(2), "levels": [3, 7] * 40, "oracle": 5.0, "answered": 0})
+    svip = claims.Calibration("draft_lm", "sps-svip", 0.0, {"cycles": cycles})
+    found = {name: one for name, one in verdicts(records=[], calibrations=[svip]).items() if "oracle" in name}
+    assert found == {"svip-oracle-fit": (0.0, "holds"), "svip-oracle-gap": (2.0, "does not hold")}
+
+
+def test_pictures_compare_rows_on_the_prompts_that_all_have() -> None:
+    def chain(row: int, method: Method, nodes: int, prompts: str) -> list[Record]:
+        named: dict[str, Any] = {"row": row, "method": method, "tree": tree(method), "head": "draft_lm"}
+        return [drafted((2, 2), prompt_id=p, draft_nodes=2 * nodes if p < "c" else 99, **named) for p in prompts]
+
+    run = claims.Measured([*chain(1, "sps", 5, "abcd"), *chain(2, "sps-svip", 3, "ab")])
+    (constant,), (svip,) = (line["points"] for line in claims.drawn(run)["claims-figure-7a"]["lines"])
+    assert (constant[:2], svip[:2]) == ([5.0, 2.0], [3.0, 2.0])
+
+
+def test_make_bench_full_judges_by_the_calibrations_and_costs_of_make_bench(tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).parents[2] / "Makefile", tmp_path)
+    seeds, python = tmp_path / "runs" / "seeds", tmp_path / ".venv" / "bin" / "python"
+    for name in ("calibration/provenance.json", "svip/calibration/provenance.json", "tune/tune.json"):
+        write_text(seeds / name, "{}")
+    for name in ("prompts", "calibration"):
+        write_text(seeds / "conversations" / f"{name}.jsonl", '{"question_id": 1}\n')
+    write_text(python, "#!/bin/sh\n")
+    python.chmod(0o755)
+    for _ in range(2):
+        subprocess.run(["make", "-o", "bench", "bench-full"], cwd=tmp_path, check=True, capture_output=True)
+    of_bench, full = measured.calibrations_of(seeds), measured.calibrations_of(tmp_path / "runs" / "seeds-full")
+    assert [path.resolve() for path in full] == of_bench and len(full) == 2
+    assert (tmp_path / "runs" / "seeds-full" / "tune" / "tune.json").is_file()
 
 
 def test_intervals_are_of_prompts_as_clusters_and_halve_with_four_times_the_prompts() -> None:
@@ -358,6 +428,10 @@ def test_intervals_are_of_prompts_as_clusters_and_halve_with_four_times_the_prom
         ({"at_least": -0.1, "at_most": 0.1}, (0.0, -0.05, 0.05), "holds", 10),
         ({"at_most": 0}, (0.5, 0.4, 0.6), "does not hold", 2),
         ({"at_most": 0}, (0.0, 0.0, 0.0), "holds", None),
+        ({"statistic": "share", "at_least": 0.93}, (1.0, 0.912, 1.0), "open", 51),
+        ({"statistic": "share", "at_most": 0.09}, (0.0, 0.0, 0.088), "holds", 40),
+        ({"statistic": "share", "at_least": 1}, (1.0, 0.912, 1.0), "holds", None),  # of every answer: no counterexample
+        ({"statistic": "share", "at_most": 0}, (0.01, 0.0, 0.03), "does not hold", None),  # one is enough
     ],
 )
 def test_a_verdict_asks_for_the_whole_interval(claim: Any, interval: Any, verdict: str, needed: int | None) -> None:
