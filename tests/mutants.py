@@ -14,11 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-VERIFY, SHAPE = "infer/decode/verify.py", "infer/decode/shape.py"
+VERIFY, SHAPE, SAMPLING = (f"infer/decode/{name}.py" for name in ("verify", "shape", "sampling"))
 LOSSES, CHAT = "train/losses.py", "data/chat.py"
 TESTS = {
     VERIFY: ["tests/infer/test_verify.py", "tests/infer/test_cycles.py"],
     SHAPE: ["tests/infer/test_verify.py"],
+    SAMPLING: ["tests/infer/test_verify.py"],
     LOSSES: ["tests/train/test_losses.py"],
     CHAT: ["tests/data/test_chat.py"],
 }
@@ -44,8 +45,8 @@ MUTANTS = [  # file, what stands there once, what stands there instead
     (VERIFY, "torch.where(has_refused > 0, law, p)", "p"),
     (VERIFY, "(1.0 - chances).cumprod(-1)", "torch.ones_like(chances)"),
     # drawn trees: ranked by the drawn token's own q, and by the later draw first
-    (SHAPE, "return chances.masked", "return q.gather(-1, columns).log().masked"),
-    (SHAPE, "return chances.masked", "return chances.flip(-1).masked"),
+    (SAMPLING, "return chances.masked", "return q.gather(-1, columns).log().masked"),
+    (SAMPLING, "return chances.masked", "return chances.flip(-1).masked"),
     (SHAPE, "grown[-1] if sampler is None else best_alone(grown[-1])", "grown[-1]"),
     (LOSSES, "beta=1.0).mean(-1)", "beta=1.0).sum(-1)"),
     (LOSSES, "-(law.inside.exp() * log_q).sum(-1)", "-(log_q.exp() * log_q).sum(-1)"),

@@ -1,6 +1,7 @@
 """The target's law at a node, by transformers' own processors, and draws from it."""
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ SETTINGS = read_yaml(Path(__file__).with_name("settings.yaml"))[0]  # applied, o
 HONOURED = (*SETTINGS["applied"], *SETTINGS["of_text"])
 ENDS: dict[str, Any] = {"eos_token_id": (), "stop_strings": ()}
 TRIALS = 64  # draws among which up to k different ones are looked for
+ENTROPY_WEIGHT = 0.1  # SVIP's c, as measured on the embedded default's EAGLE-1 head
+STEPS = 64  # of a nat: how finely the chances of drawn children look at the entropy of their law
 COLDEST = 1e-6  # logits / temperature stay finite in float32
 
 
@@ -216,6 +219,34 @@ def distinct_draws(law: Tensor, k: int, generator: torch.Generator) -> tuple[Ten
     is_new = F.pad(alike[:, 1:] != alike[:, :-1], (1, 0), value=True)
     first = torch.where(is_new, order, count).topk(k, largest=False).values  # [r, k] the trials that they are
     return trials.gather(1, first.clamp(max=count - 1)), first == count
+
+
+def draw_children(log_q: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """k draws without replacement from each law q [r, Vd], in order: log chances and columns [r, k], and q.
+
+    The j-th chance estimates how often the j-th draw is the one that is accepted. It falls with j and knows q alone, no
+    token that was drawn from it. -inf: there is no j-th draw.
+    """
+    q = log_q.exp()
+    columns, missing = distinct_draws(q, k, generator)
+    entropy = -torch.linalg.vecdot(q, log_q.clamp(min=-100.0))  # q is 0 where its logarithm is less
+    table = _log_chances(k, q.device)
+    chances = table.index_select(0, (entropy * STEPS).long().clamp_(0, len(table) - 1))
+    return chances.masked_fill_(missing, float("-inf")), columns, q
+
+
+@lru_cache
+def _log_chances(k: int, device: torch.device) -> Tensor:
+    """By the entropy of q, in STEPS a nat: the log chance that the j-th draw is the one that is accepted, [.., k]."""
+    # The first is accepted with 1 - TV(p, q), about 1 - sqrt(c H(q)) (SVIP, arXiv 2411.18462, equation 6), and where
+    # all before it are refused, the j-th with a j-th of that: as good, to 1 % of log loss, as a table by entropy.
+    entropy = torch.arange(STEPS / ENTROPY_WEIGHT) / STEPS
+    first = (1.0 - (ENTROPY_WEIGHT * entropy).sqrt()).clamp(0.05, 0.99)
+    # j draws are all refused with the chance (1 - f) (1 - f / 2) ... (1 - f / j)
+    refused = F.pad(
+        (1.0 - first[:, None] / torch.arange(1, k + 1)).cumprod(-1), (1, 0), value=1.0
+    )  # [entropies, 1 + k]
+    return (refused[:, :-1] - refused[:, 1:]).log().to(device)
 
 
 def entropy(law: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ class Tree:
     parents: Tensor  # [N] node indices; the root is its own parent
     depth: Tensor  # [N] 0 for the root
     mask: Tensor  # [N, N] boolean: row i is True at i and at its ancestors
-    # [N] log q of the node under its parent (of a drawn dynamic tree see shape.draw_children); 0 for the root
+    # [N] log q of the node under its parent (of a drawn dynamic tree see sampling.draw_children); 0 for the root
     confidence: Tensor
     survival: Tensor  # [N] sum of confidence along the path, the logarithm of EAGLE-2's value
     levels: int  # drafted depth, which a pruned tree need not reach

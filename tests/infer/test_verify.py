@@ -23,10 +23,11 @@ from aerie.configs.schema.decode import (
     TypicalConfig,
     VoteConfig,
 )
+from aerie.infer.decode import sampling
 from aerie.infer.decode import shape as growing
 from aerie.infer.decode import verify as rejection
-from aerie.infer.decode.sampling import Sampler, draw, entropy
-from aerie.infer.decode.shape import draw_children, make_shape
+from aerie.infer.decode.sampling import Sampler, draw, draw_children, entropy
+from aerie.infer.decode.shape import make_shape
 from aerie.infer.decode.tree import Proposal, Tree, ancestors
 from aerie.infer.decode.verify import (
     NOT_LOSSLESS,
@@ -234,7 +235,7 @@ def every_tree(config: DynamicConfig, chosen: Sampler, drafter: Small) -> Iterat
             raise LookupError
 
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(LookupError):
-            patch.setattr(growing, "distinct_draws", scripted)
+            patch.setattr(sampling, "distinct_draws", scripted)
             yield chance, make_shape(config).grow(drafter, torch.tensor([0]), config.levels, chosen)
 
 
