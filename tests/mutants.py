@@ -39,7 +39,7 @@ MUTANTS = [  # file, what stands there once, what stands there instead
     (VERIFY, "s = s.addcdiv(t, c)", "s = s + t"),
     (VERIFY, "* c / (q_x * t)", "* c / (q_x * t).sqrt()"),
     (VERIFY, "end if replaced else after", "after if replaced else end"),
-    (VERIFY, "< families.sizes[:, None]", "<= families.sizes[:, None]"),
+    (VERIFY, "torch.where(is_there, chances, 0.0)", "chances"),
     (VERIFY, "ranks[1:], node", "ranks[1:] * 0, node"),
     (VERIFY, "clamp_(min=0.0).scatter_(-1, tokens, held)", "abs_().scatter_(-1, tokens, held)"),
     (VERIFY, "torch.where(has_refused > 0, law, p)", "p"),

@@ -240,13 +240,11 @@ def _log_chances(k: int, device: torch.device) -> Tensor:
     """By the entropy of q, in STEPS a nat: the log chance that the j-th draw is the one that is accepted, [.., k]."""
     # The first is accepted with 1 - TV(p, q), about 1 - sqrt(c H(q)) (SVIP, arXiv 2411.18462, equation 6), and where
     # all before it are refused, the j-th with a j-th of that: as good, to 1 % of log loss, as a table by entropy.
-    entropy = torch.arange(STEPS / ENTROPY_WEIGHT) / STEPS
-    first = (1.0 - (ENTROPY_WEIGHT * entropy).sqrt()).clamp(0.05, 0.99)
+    nats = torch.arange(STEPS / ENTROPY_WEIGHT) / STEPS
+    first = (1.0 - (ENTROPY_WEIGHT * nats).sqrt()).clamp(0.05, 0.99)
     # j draws are all refused with the chance (1 - f) (1 - f / 2) ... (1 - f / j)
-    refused = F.pad(
-        (1.0 - first[:, None] / torch.arange(1, k + 1)).cumprod(-1), (1, 0), value=1.0
-    )  # [entropies, 1 + k]
-    return (refused[:, :-1] - refused[:, 1:]).log().to(device)
+    refused = (1.0 - first[:, None] / torch.arange(1, k + 1)).cumprod(-1)  # [entropies, k]
+    return (F.pad(refused[:, :-1], (1, 0), value=1.0) - refused).log().to(device)
 
 
 def entropy(law: Tensor) -> Tensor:

@@ -110,6 +110,8 @@ class StaticTree(Shape):
         grown: list[Level] = []
         for depth, (expanded, rows, places, inner, width) in enumerate(form[:levels], start=1):
             law = sampler.law(log_q) if sampled else log_q
+            if sampled and self.children == "sampled":  # what is less has no exact ratio in float32; q may be any law
+                law = F.threshold(law, 1e-30, 0.0)
             if sampled and self.children == "replaced":
                 columns = law.multinomial(width, replacement=True, generator=sampler.generator)
             else:

@@ -102,6 +102,7 @@ class Families:
     inner: Tensor  # [M]
     children: Tensor  # [M, K] nodes, by rank; where there is no such child, the first one
     sizes: Tensor  # [M] how many there are
+    is_there: Tensor  # [M, K]
     most: tuple[int, ...]  # by rank: how many of the nodes may have such a child
 
 
@@ -115,7 +116,8 @@ def _dynamic_families(tree: Tree, ranks: Tensor, width: int) -> Families:
     children = table.index_select(0, inner[: count - 1])[:, : count - 1]
     # no more than (N - 1) / n nodes have n children
     most = tuple((count - 1) // (rank + 1) for rank in range(children.shape[1]))
-    return Families(inner[: count - 1], torch.where(children > 0, children, children[:, :1]), sizes[: count - 1], most)
+    named = torch.where(children > 0, children, children[:, :1])
+    return Families(inner[: count - 1], named, sizes[: count - 1], children > 0, most)
 
 
 @lru_cache
@@ -128,25 +130,29 @@ def _families(parents: tuple[int, ...], device: torch.device) -> Families:
     table = [below[parent] + below[parent][:1] * (sizes[0] - len(below[parent])) for parent in inner]
     most = tuple(sum(size > rank for size in sizes) for rank in range(sizes[0]))
     nodes, children, counts = (torch.tensor(each, device=device) for each in (inner, table, sizes))
-    return Families(nodes, children, counts, most)
+    return Families(nodes, children, counts, torch.arange(sizes[0], device=device) < counts[:, None], most)
 
 
 def sibling_chances(
     p: Tensor, q: Tensor, tokens: Tensor, families: Families, replaced: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The chance [M, K] that each child is accepted once those before it were refused, and what `left_of` needs.
+    """The chance [M, K] that each child is accepted once those before it were refused; and for `left_of`, once all are
+    refused: the factor [M, 1] of q, and what is left of p at each child's token [M, K].
 
     p and q [N, V] are the laws after each node, tokens [M, K] the children's; replaced: R4.
     """
     # x_i is accepted with p_i(x_i) / q_i(x_i), at most 1: Leviathan et al. (arXiv 2211.17192, algorithm 1) for R1,
     # SpecInfer (arXiv 2305.09781) for R4, EAGLE-1's released code for R3. A refused x_i leaves
-    # p_i+1 = norm(max(0, p_i - q_i)) and, without replacement, q_i+1 = norm(q_i without x_i). So before x_i is drawn
-    #   q_i(x) = q(x) / c_i, p_i(x) = max(0, p(x) - s_i q(x)) / t_i, s_i+1 = s_i + t_i / c_i; s_0 = 0, t_0 = c_0 = 1
-    # for all x not drawn yet; one that was drawn keeps max(0, p(x_i) - s_i+1 q(x_i)), as q is 0 there from then on.
-    # So a rank costs the two sums t and c.
-    is_there = torch.arange(tokens.shape[1], device=p.device) < families.sizes[:, None]
-    p_x, q_x = (law.take(families.inner[:, None] * law.shape[1] + tokens) * is_there for law in (p, q))  # [M, K]
-    one, least = torch.ones_like(p_x[:, 0]), torch.finfo(p.dtype).tiny
+    # p_i+1 = norm(max(0, p_i - q_i)) and, without replacement, q_i+1 = norm(q_i without x_i). So, before x_i is drawn,
+    #   q_i(x) = q(x) / c_i and p_i(x) = max(0, p(x) - s_i q(x)) / t_i, with s_0 = 0 and s_i+1 = s_i + t_i / c_i,
+    # where c_i and t_i make them sum to 1 (c_0 = t_0 = 1; with replacement, every c_i = 1). Without replacement a drawn
+    # x_i has q = 0 from then on, and keeps max(0, p(x_i) - s_i+1 q(x_i)). So a rank costs two sums over the vocabulary.
+    is_there, places = families.is_there, families.inner[:, None] * p.shape[1] + tokens
+    p_x, q_x, least = p.take(places), q.take(places), torch.finfo(p.dtype).tiny  # [M, K]
+    one = torch.ones_like(p_x[:, 0])
+    if len(families.most) == 1:
+        chances = (p_x / q_x.clamp(min=least)).clamp_(max=1.0)
+        return chances * is_there, one[:, None], (p_x - q_x).clamp_(min=0.0)
     sums = [(torch.zeros_like(one), one, one)]  # by rank, of the families that may have such a child: s, t and c
     for rank, count in enumerate(families.most[1:]):
         s, t, c = (part[:count] for part in sums[-1])
@@ -155,21 +161,26 @@ def sibling_chances(
             p, q = (law.index_select(0, families.inner[:count]) for law in (p, q))
         p, q = p[:count], q[:count]
         if not replaced:
-            held = (p_x[:count, rank] - s * q_x[:count, rank]).clamp_(min=0.0)
-            p.scatter_(1, tokens[:count, rank, None], held[:, None])
+            kept = (p_x[:count, rank] - s * q_x[:count, rank]).clamp_(min=0.0)
+            p.scatter_(1, tokens[:count, rank, None], kept[:, None])
             q.scatter_(1, tokens[:count, rank, None], 0.0)
             c = q.sum(-1).clamp_(min=least)
         sums.append((s, torch.addcmul(p, s[:, None], q, value=-1).clamp_(min=0.0).sum(-1), c))
-    s, t, c = pad_sequence([part for each in sums for part in each]).view(-1, len(sums), 3).unbind(-1)  # [M, K]
+    parts = pad_sequence([part for each in sums for part in each], padding_value=1.0)
+    s, t, c = parts.view(-1, len(sums), 3).unbind(-1)  # [M, K]
     chances = ((p_x - s * q_x).clamp_(min=0.0) * c / (q_x * t).clamp_(min=least)).clamp_(max=1.0)
-    after = s.addcdiv(t, c.clamp(min=least))
+    after = s.addcdiv(t, c)
     end = after.gather(1, (families.sizes[:, None] - 1).clamp(min=0))  # [M, 1]
     held = (p_x - (end if replaced else after) * q_x).clamp_(min=0.0)
-    return chances, end, torch.where(is_there, held, held[:, :1])
+    # where there is no such child, s, t and c mean nothing, and may be infinite
+    return torch.where(is_there, chances, 0.0), end, torch.where(is_there, held, held[:, :1])
 
 
 def left_of(p: Tensor, q: Tensor, tokens: Tensor, end: Tensor, held: Tensor) -> Tensor:
-    """What refused children [.., K] leave of p [.., V], not normalised; p where rounding leaves nothing."""
+    """What is left of p [.., V] once the children with tokens [.., K] are refused, not normalised.
+
+    It is held [.., K] at these and max(0, p - end q) elsewhere, end [.., 1]; p where rounding leaves nothing.
+    """
     left = torch.addcmul(p, end, q, value=-1).clamp_(min=0.0).scatter_(-1, tokens, held)
     return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 from torch import Tensor
+from torch.nn import functional as F
 
 from aerie.configs.schema.decode import (
     ConfidenceConfig,
@@ -34,6 +35,7 @@ from aerie.infer.decode.verify import (
     Families,
     Verdict,
     accept_typical,
+    acceptance,
     left_of,
     rule_of,
     sibling_chances,
@@ -80,7 +82,8 @@ def test_the_walk_is_that_of_a_naive_descent(riding: bool) -> None:
 
 
 def all_of_them(rows: int, count: int) -> Families:
-    return Families(torch.arange(rows), torch.zeros(rows, count), torch.full((rows,), count), (rows,) * count)
+    there = torch.ones(rows, count, dtype=torch.bool)
+    return Families(torch.arange(rows), torch.zeros(rows, count), there.sum(1), there, (rows,) * count)
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
@@ -344,6 +347,18 @@ def test_equal_laws_refuse_nothing() -> None:
     chances, *refused = sibling_chances(law, law, tokens[:, None], all_of_them(2000, 1), replaced=False)
     left = left_of(law, law, tokens[:, None], *refused)
     assert bool((chances == 1).all() and left.isfinite().all() and (left.sum(-1) > 0).all())
+
+
+def test_fewer_tokens_than_children_leave_finite_chances() -> None:
+    """A draft that is sure of one token, a target that takes another: nine of the ten draws are missing."""
+    first = torch.zeros(1, dtype=torch.long)
+    sure = torch.full((20,), float("-inf")).index_fill(0, first, 0.0)
+    drafter = TableDrafter(0)
+    drafter.start = lambda: sure[None]  # type: ignore[method-assign]
+    drafter.step = lambda tokens, parents: sure.expand(len(tokens), -1)  # type: ignore[method-assign]
+    grown = make_shape(drawn(levels=2, nodes=20, k=10)).grow(drafter, first, 2, sampler(1.0, 1.0))
+    p = F.one_hot(torch.ones(len(grown), dtype=torch.long), 20).float()
+    assert (acceptance(grown, p) == 0).all()
 
 
 PUBLISHED = TypicalConfig()
