@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +57,16 @@ def walk(tree: Tree, choice: Tensor) -> Verdict:
     return _verdict(tree, blocks, order, choice.index_select(0, order))
 
 
+@dataclass(frozen=True)
+class Families:
+    """M nodes, those with the most children first, and up to K children of each."""
+
+    inner: Tensor  # [M]
+    children: Tensor  # [M, K] nodes, by rank; where there is no such child, the first one (0: there is none at all)
+    is_there: Tensor  # [M, K]
+    most: tuple[int, ...]  # by rank: how many of the nodes may have such a child
+
+
 def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Verdict:
     """R1, R3 and R4, speculative sampling: the verdict for children drawn from q, and p [N, V]."""
     q, families, tokens, chances, *refused = _judged(tree, p)
@@ -68,7 +77,9 @@ def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Verdict:
     blocks, order = _path_first(tree, torch.ones_like(tree.tokens, dtype=torch.bool).scatter_(0, node, 0))
     length = (blocks == 0).sum(0, keepdim=True)
     last = order.index_select(0, length - 1)
-    has_refused, row = ((families.inner == last) & (families.sizes > 0)).byte().max(0, keepdim=True)  # a leaf has not
+    has_refused, row = (
+        ((families.inner == last) & families.is_there[:, 0]).byte().max(0, keepdim=True)
+    )  # a leaf has not
     p, q = p.index_select(0, last), q.index_select(0, last)
     law = left_of(p, q, *(part.index_select(0, row) for part in (tokens, *refused)))
     return _ending_with(tree, blocks, order, length, draw(torch.where(has_refused > 0, law, p), generator))
@@ -83,7 +94,7 @@ def acceptance(tree: Tree, p: Tensor) -> Tensor:
     return torch.zeros_like(tree.confidence).index_add_(0, families.children.flatten(), reached.flatten())
 
 
-def _judged(tree: Tree, p: Tensor) -> tuple[Any, ...]:
+def _judged(tree: Tree, p: Tensor) -> tuple[Tensor, Families, Tensor, Tensor, Tensor, Tensor]:
     """q [N, V], the families and their tokens [M, K], and what `sibling_chances` says of them."""
     proposal = tree.proposal
     assert proposal is not None and tree.passengers is None, "only drawn children are verified by rejection"
@@ -95,29 +106,17 @@ def _judged(tree: Tree, p: Tensor) -> tuple[Any, ...]:
     return q, families, tokens, *sibling_chances(p, q, tokens, families, proposal.rule == "R4")
 
 
-@dataclass(frozen=True)
-class Families:
-    """M nodes, those with the most children first, and up to K children of each."""
-
-    inner: Tensor  # [M]
-    children: Tensor  # [M, K] nodes, by rank; where there is no such child, the first one
-    sizes: Tensor  # [M] how many there are
-    is_there: Tensor  # [M, K]
-    most: tuple[int, ...]  # by rank: how many of the nodes may have such a child
-
-
 def _dynamic_families(tree: Tree, ranks: Tensor, width: int) -> Families:
     """Of a tree that the device alone knows."""
     count, parents = len(tree), tree.parents[1:]
     node = torch.arange(1, count, device=ranks.device) * (tree.survival[1:] > float("-inf"))  # 0: no token was left
     table = node.new_zeros(count, width)  # by parent and rank
     table.view(-1).scatter_(0, parents * width + ranks[1:], node)
-    sizes, inner = (table > 0).sum(-1).sort(descending=True, stable=True)
-    children = table.index_select(0, inner[: count - 1])[:, : count - 1]
+    inner = (table > 0).sum(-1).argsort(descending=True, stable=True)[: count - 1]
+    children = table.index_select(0, inner)[:, : count - 1]
     # no more than (N - 1) / n nodes have n children
     most = tuple((count - 1) // (rank + 1) for rank in range(children.shape[1]))
-    named = torch.where(children > 0, children, children[:, :1])
-    return Families(inner[: count - 1], named, sizes[: count - 1], children > 0, most)
+    return Families(inner, torch.where(children > 0, children, children[:, :1]), children > 0, most)
 
 
 @lru_cache
@@ -129,8 +128,9 @@ def _families(parents: tuple[int, ...], device: torch.device) -> Families:
     sizes = [len(below[parent]) for parent in inner]
     table = [below[parent] + below[parent][:1] * (sizes[0] - len(below[parent])) for parent in inner]
     most = tuple(sum(size > rank for size in sizes) for rank in range(sizes[0]))
-    nodes, children, counts = (torch.tensor(each, device=device) for each in (inner, table, sizes))
-    return Families(nodes, children, counts, torch.arange(sizes[0], device=device) < counts[:, None], most)
+    is_there = [[rank < size for rank in range(sizes[0])] for size in sizes]
+    nodes, children, there = (torch.tensor(each, device=device) for each in (inner, table, is_there))
+    return Families(nodes, children, there, most)
 
 
 def sibling_chances(
@@ -170,7 +170,7 @@ def sibling_chances(
     s, t, c = parts.view(-1, len(sums), 3).unbind(-1)  # [M, K]
     chances = ((p_x - s * q_x).clamp_(min=0.0) * c / (q_x * t).clamp_(min=least)).clamp_(max=1.0)
     after = s.addcdiv(t, c)
-    end = after.gather(1, (families.sizes[:, None] - 1).clamp(min=0))  # [M, 1]
+    end = torch.where(is_there, after, 0.0).amax(1, keepdim=True)  # it never falls
     held = (p_x - (end if replaced else after) * q_x).clamp_(min=0.0)
     # where there is no such child, s, t and c mean nothing, and may be infinite
     return torch.where(is_there, chances, 0.0), end, torch.where(is_there, held, held[:, :1])

@@ -369,6 +369,15 @@ def test_a_confidence_that_is_inverted_and_too_few_prompts_change_a_verdict() ->
     assert line["verdict"] == "out of reach"
 
 
+def test_ablations_are_compared_though_trees_without_reranking_have_other_nodes() -> None:
+    records = []
+    for row, (rank, rerank) in enumerate(itertools.product(("survival", "confidence"), (True, False))):
+        named: dict[str, Any] = {"row": row, "head": "eagle1", "tree": tree("eagle2", rank=rank, rerank=rerank)}
+        records += [drafted((2, 6 - row), prompt_id=name, **named) for _, name in PROMPTS]
+    found = {name: value for name, (value, _) in verdicts(records=records).items()}
+    assert found == {"lossless": 1.0, "eagle2-value": 1.0, "eagle2-reranking": 0.5, "eagle2-both": 1.5}
+
+
 def test_lengths_that_cancel_fit_the_oracle_on_average_alone() -> None:
     cycles = pd.DataFrame({"prompt": np.arange(40).repeat(2), "levels": [3, 7] * 40, "oracle": 5.0, "answered": 0})
     svip = claims.Calibration("draft_lm", "sps-svip", 0.0, {"cycles": cycles})

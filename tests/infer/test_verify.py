@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chi2
+from scipy.stats import chi2, chisquare
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -21,6 +21,7 @@ from aerie.configs.schema.decode import (
     EntropyConfig,
     MarginalGainConfig,
     ProbabilitySumConfig,
+    StaticConfig,
     TypicalConfig,
     VoteConfig,
 )
@@ -83,7 +84,7 @@ def test_the_walk_is_that_of_a_naive_descent(riding: bool) -> None:
 
 def all_of_them(rows: int, count: int) -> Families:
     there = torch.ones(rows, count, dtype=torch.bool)
-    return Families(torch.arange(rows), torch.zeros(rows, count), there.sum(1), there, (rows,) * count)
+    return Families(torch.arange(rows), torch.zeros(rows, count), there, (rows,) * count)
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
@@ -359,6 +360,20 @@ def test_fewer_tokens_than_children_leave_finite_chances() -> None:
     grown = make_shape(drawn(levels=2, nodes=20, k=10)).grow(drafter, first, 2, sampler(1.0, 1.0))
     p = F.one_hot(torch.ones(len(grown), dtype=torch.long), 20).float()
     assert (acceptance(grown, p) == 0).all()
+
+
+def test_draws_of_hardly_any_chance_leave_the_targets_law() -> None:
+    """Where all but the first token have 1e-38, a refused first draw must not bend what follows it."""
+    drafter, law = TableDrafter(0), torch.tensor([8.73, 0.0, 0.05, -0.05]).log_softmax(-1)
+    drafter.start = lambda: law[None]  # type: ignore[method-assign]
+    drafter.step = lambda tokens, parents: law.expand(len(tokens), -1)  # type: ignore[method-assign]
+    cool, shape = sampler(0.1, 1.0, 5), make_shape(StaticConfig(choices=((0,), (1,)), children="sampled"))
+    logits, first = torch.tensor([0.1, 0.0, 0.1, 0.05]), torch.zeros(4)
+    for _ in range(2000):
+        grown = shape.grow(drafter, torch.tensor([3]), 1, cool)
+        verdict = verify(grown, logits.expand(len(grown), -1), cool)
+        first[(*verdict.tokens, verdict.bonus)[0]] += 1
+    assert chisquare(first.double(), 2000 * (10 * logits).double().softmax(-1)).pvalue > 1e-3
 
 
 PUBLISHED = TypicalConfig()
