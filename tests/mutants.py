@@ -38,11 +38,14 @@ MUTANTS = [  # file, what stands there once, what stands there instead
     (VERIFY, "c = q.sum(-1).clamp_(min=least)", "pass"),
     (VERIFY, "s = s.addcdiv(t, c)", "s = s + t"),
     (VERIFY, "* c / (q_x * t)", "* c / (q_x * t).sqrt()"),
-    (VERIFY, "end if replaced else after", "after if replaced else end"),
-    (VERIFY, "torch.where(is_there, chances, 0.0)", "chances"),
+    (VERIFY, "torch.where(is_there, part, 0.0)", "part"),
     (VERIFY, "ranks[1:], node", "ranks[1:] * 0, node"),
-    (VERIFY, "clamp_(min=0.0).scatter_(-1, tokens, held)", "abs_().scatter_(-1, tokens, held)"),
-    (VERIFY, "torch.where(has_refused > 0, law, p)", "p"),
+    (
+        VERIFY,
+        "left = torch.addcmul(p, end, q, value=-1).clamp_(min=0.0)",
+        "left = torch.addcmul(p, end, q, value=-1).abs_()",
+    ),
+    (VERIFY, "end.index_select(0, row) * is_inner", "end.index_select(0, row)"),
     (VERIFY, "(1.0 - chances).cumprod(-1)", "torch.ones_like(chances)"),
     # drawn trees: ranked by the drawn token's own q, and by the later draw first
     (SAMPLING, "return chances.masked", "return q.gather(-1, columns).log().masked"),

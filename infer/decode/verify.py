@@ -69,33 +69,31 @@ class Families:
 
 def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Verdict:
     """R1, R3 and R4, speculative sampling: the verdict for children drawn from q, and p [N, V]."""
-    q, families, tokens, chances, *refused = _judged(tree, p)
-    uniform = torch.rand(tokens.shape, generator=generator, device=p.device)
+    q, families, chances, end = _judged(tree, p)
+    uniform = torch.rand(chances.shape, generator=generator, device=p.device)
     is_taken, rank = (uniform < chances).byte().max(-1)
     # a node is refused unless its parent took its rank; the root, which is never refused, stands for no child
     node = families.children.gather(1, rank[:, None])[:, 0] * is_taken
     blocks, order = _path_first(tree, torch.ones_like(tree.tokens, dtype=torch.bool).scatter_(0, node, 0))
     length = (blocks == 0).sum(0, keepdim=True)
     last = order.index_select(0, length - 1)
-    has_refused, row = (
-        ((families.inner == last) & families.is_there[:, 0]).byte().max(0, keepdim=True)
-    )  # a leaf has not
-    p, q = p.index_select(0, last), q.index_select(0, last)
-    law = left_of(p, q, *(part.index_select(0, row) for part in (tokens, *refused)))
-    return _ending_with(tree, blocks, order, length, draw(torch.where(has_refused > 0, law, p), generator))
+    is_inner, row = (families.inner == last).byte().max(0, keepdim=True)
+    end = end.index_select(0, row) * is_inner  # a leaf has refused nothing
+    law = left_of(p.index_select(0, last), q.index_select(0, last), end)
+    return _ending_with(tree, blocks, order, length, draw(law, generator))
 
 
 def acceptance(tree: Tree, p: Tensor) -> Tensor:
     """The chance [N] that `reject` goes on to each drawn node once at its parent; 0 for the root."""
-    _, families, _, chances, *_ = _judged(tree, p)
+    _, families, chances, _ = _judged(tree, p)
     refused = (1.0 - chances).cumprod(-1)
     reached = chances * F.pad(refused[:, :-1], (1, 0), value=1.0)
     # where there is no such child, the chance is 0 and the first child's place is named
     return torch.zeros_like(tree.confidence).index_add_(0, families.children.flatten(), reached.flatten())
 
 
-def _judged(tree: Tree, p: Tensor) -> tuple[Tensor, Families, Tensor, Tensor, Tensor, Tensor]:
-    """q [N, V], the families and their tokens [M, K], and what `sibling_chances` says of them."""
+def _judged(tree: Tree, p: Tensor) -> tuple[Tensor, Families, Tensor, Tensor]:
+    """q [N, V], the families, and what `sibling_chances` says of them."""
     proposal = tree.proposal
     assert proposal is not None and tree.passengers is None, "only drawn children are verified by rejection"
     if proposal.ranks is None:
@@ -103,7 +101,7 @@ def _judged(tree: Tree, p: Tensor) -> tuple[Tensor, Families, Tensor, Tensor, Te
     else:
         families = _dynamic_families(tree, proposal.ranks, proposal.width)
     q, tokens = proposal.over(p.shape[-1]), tree.tokens.take(families.children)
-    return q, families, tokens, *sibling_chances(p, q, tokens, families, proposal.rule == "R4")
+    return q, families, *sibling_chances(p, q, tokens, families, proposal.rule == "R4")
 
 
 def _dynamic_families(tree: Tree, ranks: Tensor, width: int) -> Families:
@@ -133,26 +131,22 @@ def _families(parents: tuple[int, ...], device: torch.device) -> Families:
     return Families(nodes, children, there, most)
 
 
-def sibling_chances(
-    p: Tensor, q: Tensor, tokens: Tensor, families: Families, replaced: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The chance [M, K] that each child is accepted once those before it were refused; and for `left_of`, once all are
-    refused: the factor [M, 1] of q, and what is left of p at each child's token [M, K].
+def sibling_chances(p: Tensor, q: Tensor, tokens: Tensor, families: Families, replaced: bool) -> tuple[Tensor, Tensor]:
+    """The chance [M, K] that each child is accepted once those before it were refused, and `left_of`'s end [M, 1].
 
     p and q [N, V] are the laws after each node, tokens [M, K] the children's; replaced: R4.
     """
     # x_i is accepted with p_i(x_i) / q_i(x_i), at most 1: Leviathan et al. (arXiv 2211.17192, algorithm 1) for R1,
     # SpecInfer (arXiv 2305.09781) for R4, EAGLE-1's released code for R3. A refused x_i leaves
-    # p_i+1 = norm(max(0, p_i - q_i)) and, without replacement, q_i+1 = norm(q_i without x_i). So, before x_i is drawn,
+    # p_i+1 = norm(max(0, p_i - q_i)), which is 0 at x_i, and without replacement q_i+1 = norm(q_i without x_i). So
     #   q_i(x) = q(x) / c_i and p_i(x) = max(0, p(x) - s_i q(x)) / t_i, with s_0 = 0 and s_i+1 = s_i + t_i / c_i,
-    # where c_i and t_i make them sum to 1 (c_0 = t_0 = 1; with replacement, every c_i = 1). Without replacement a drawn
-    # x_i has q = 0 from then on, and keeps max(0, p(x_i) - s_i+1 q(x_i)). So a rank costs two sums over the vocabulary.
+    # for all x but those refused; c_i and t_i make both sum to 1 (c_0 = t_0 = 1; with replacement, every c_i = 1), and
+    # are what a rank costs: two sums over the vocabulary.
     is_there, places = families.is_there, families.inner[:, None] * p.shape[1] + tokens
     p_x, q_x, least = p.take(places), q.take(places), torch.finfo(p.dtype).tiny  # [M, K]
     one = torch.ones_like(p_x[:, 0])
     if len(families.most) == 1:
-        chances = (p_x / q_x.clamp(min=least)).clamp_(max=1.0)
-        return chances * is_there, one[:, None], (p_x - q_x).clamp_(min=0.0)
+        return (p_x / q_x.clamp(min=least)).clamp_(max=1.0) * is_there, one[:, None] * is_there
     sums = [(torch.zeros_like(one), one, one)]  # by rank, of the families that may have such a child: s, t and c
     for rank, count in enumerate(families.most[1:]):
         s, t, c = (part[:count] for part in sums[-1])
@@ -161,27 +155,21 @@ def sibling_chances(
             p, q = (law.index_select(0, families.inner[:count]) for law in (p, q))
         p, q = p[:count], q[:count]
         if not replaced:
-            kept = (p_x[:count, rank] - s * q_x[:count, rank]).clamp_(min=0.0)
-            p.scatter_(1, tokens[:count, rank, None], kept[:, None])
-            q.scatter_(1, tokens[:count, rank, None], 0.0)
+            for law in (p, q):
+                law.scatter_(1, tokens[:count, rank, None], 0.0)
             c = q.sum(-1).clamp_(min=least)
         sums.append((s, torch.addcmul(p, s[:, None], q, value=-1).clamp_(min=0.0).sum(-1), c))
     parts = pad_sequence([part for each in sums for part in each], padding_value=1.0)
     s, t, c = parts.view(-1, len(sums), 3).unbind(-1)  # [M, K]
     chances = ((p_x - s * q_x).clamp_(min=0.0) * c / (q_x * t).clamp_(min=least)).clamp_(max=1.0)
-    after = s.addcdiv(t, c)
-    end = torch.where(is_there, after, 0.0).amax(1, keepdim=True)  # it never falls
-    held = (p_x - (end if replaced else after) * q_x).clamp_(min=0.0)
-    # where there is no such child, s, t and c mean nothing, and may be infinite
-    return torch.where(is_there, chances, 0.0), end, torch.where(is_there, held, held[:, :1])
+    # where there is no such child, s, t and c mean nothing, and may be infinite; s never falls
+    chances, after = (torch.where(is_there, part, 0.0) for part in (chances, s.addcdiv(t, c)))
+    return chances, after.amax(1, keepdim=True)
 
 
-def left_of(p: Tensor, q: Tensor, tokens: Tensor, end: Tensor, held: Tensor) -> Tensor:
-    """What is left of p [.., V] once the children with tokens [.., K] are refused, not normalised.
-
-    It is held [.., K] at these and max(0, p - end q) elsewhere, end [.., 1]; p where rounding leaves nothing.
-    """
-    left = torch.addcmul(p, end, q, value=-1).clamp_(min=0.0).scatter_(-1, tokens, held)
+def left_of(p: Tensor, q: Tensor, end: Tensor) -> Tensor:
+    """max(0, p - end q) [.., V], what refused children leave of p, not normalised; p where rounding leaves nothing."""
+    left = torch.addcmul(p, end, q, value=-1).clamp_(min=0.0)
     return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
 
 
