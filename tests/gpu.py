@@ -68,8 +68,8 @@ LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14_336, "vocab_size": 128_
 TINY = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 320, "num_hidden_layers": 7}
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
 SIZES = [
-    Size("D 2048, I 8192, V 32k", LLAMA_1B | HEADS, 32_000, rows=4, length=2048, steps=10, new_tokens=128),
-    Size("D 4096, I 14336, V 128k", LLAMA_8B | HEADS, 32_000, rows=2, length=2048, steps=10, new_tokens=128),
+    Size("D 2048, I 8192, V 32k", LLAMA_1B | HEADS, 32_000, rows=4, length=2048, steps=10, new_tokens=64),
+    Size("D 4096, I 14336, V 128k", LLAMA_8B | HEADS, 32_000, rows=2, length=2048, steps=10, new_tokens=64),
 ]
 SMALL = Size("D 64, I 128, V 320", {**TINY, "num_attention_heads": 4, "num_key_value_heads": 2}, 100, 2, 32, 2, 8)
 

@@ -93,9 +93,10 @@ class SpeculativeDecoder:
         self.form: Form = "chain" if self.proposer.is_chain else "tree"
         self.lm = checked_lm(target, self.proposer.after_blocks, self.form)
         self.cycle = cycle_of(target)
-        functions: tuple[Callable[..., Any], ...] = self.draft, self.extend, self.commit
-        self._compiled = (*map(Compiled, functions),) if self.cycle == "compiled" else ()
-        self.graph_bytes, self.pool = 0, None  # of what was captured
+        # a captured commit is not compiled, as it cannot be tried before
+        names = ("draft", "extend") if self.is_captured else ("draft", "extend", "commit")
+        self.compiled = {name: Compiled(getattr(self, name)) for name in names if self.cycle == "compiled"}
+        self.graph_bytes = 0  # of what was captured
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -190,7 +191,7 @@ class SpeculativeDecoder:
             streamer.put(input_ids.cpu())
         clock = self.clock = Clock(statistics.ms, timed and prompt.is_cuda)
         kept, rows = self.lm.cache.kept, len(prompt) + limit
-        rows = (bucket(rows) if self.cycle == "captured" else rows) + max(proposer.max_nodes, proposer.draft_slots)
+        rows = (bucket(rows) if self.is_captured else rows) + max(proposer.max_nodes, proposer.draft_slots)
         if len(kept.numbers) < rows:
             kept = Kept(rows, prompt.device)
         kept.restart()
@@ -199,6 +200,8 @@ class SpeculativeDecoder:
         proposer.learn(new, None)
         clock.lap("prefill")
         answer, end = list[int](), first_end([], new)
+        # a whole captured tree costs less than a short one; the context may have no room for its last nodes
+        least = proposer.levels if self.is_captured and rows <= min(self.limits.values()) else 0
         while True:
             answer += new
             if streamer is not None:
@@ -209,7 +212,8 @@ class SpeculativeDecoder:
             if kept.length == self.target.rope_switch:  # LongRoPE: all rows are to be turned anew
                 self.lm.prefill(torch.cat([prompt, torch.tensor(answer, device=prompt.device)]), kept)
             # (1) draft; the bonus token takes one place of what is left
-            levels = min(remaining - 1, self.lm.max_levels, proposer.levels if proposer.is_fixed else remaining)
+            left = max(remaining - 1, least)
+            levels = min(left, self.lm.max_levels, proposer.levels if proposer.is_fixed else left)
             run = self._run(kept, levels)
             tree = run.draft(root, levels)
             position, draft_ms = kept.length, clock.lap("draft")
@@ -291,26 +295,29 @@ class SpeculativeDecoder:
 
         return first_end
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether its cycles are CUDA graphs, of compiled functions or of these as they are."""
+        return self.cycle == "captured" or (self.cycle == "compiled" and self.target.device.type == "cuda")
+
     def _run(self, kept: Kept, levels: int) -> Any:
-        """What has draft, extend and commit as target.cycle says; those of the short trees before the end are eager."""
+        """What has draft, extend and commit as target.cycle says; those of trees that must be short are eager."""
         if self.cycle == "eager":
             kept.captured.pop(self, None)
         if self.cycle == "eager" or levels < self.proposer.levels:
             return self
-        if self.cycle == "compiled":
+        if not self.is_captured:
             torch._dynamo.maybe_mark_dynamic(kept.columns, 0)
-            draft, extend, commit = self._compiled
-            fixed = self.proposer.is_fixed
-            return SimpleNamespace(
-                draft=draft if fixed else self.draft, extend=extend, commit=commit if fixed else self.commit
-            )
+            own = self.compiled if self.proposer.is_fixed else {"extend": self.compiled["extend"]}
+            return SimpleNamespace(**{"draft": self.draft, "commit": self.commit} | own)
         is_chain = self.proposer.is_chain and self.proposer.commits_fixed
         if not (self.proposer.is_fixed or self.proposer.grows_fixed or is_chain):
             return self  # its trees have too many sizes
         kept.columns = kept.numbers[: (width := bucket(kept.length))]
+        torch._dynamo.maybe_mark_dynamic(kept.columns, 0)
         graphs, key = kept.captured.setdefault(self, {}), (width, self.proposer.is_fixed)
         if key not in graphs:
-            graphs[key] = Graphs(self)
+            graphs[key] = Graphs(self, next((one.pool for one in graphs.values()), None))
         return graphs[key]
 
     def draft(self, root: Tensor, max_levels: int) -> Tree:

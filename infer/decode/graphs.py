@@ -65,9 +65,11 @@ class Graphs:
     Where that cannot be, or gives other logits, the decoder goes on eagerly, and a line says so.
     """
 
-    def __init__(self, decoder: Any) -> None:
+    def __init__(self, decoder: Any, pool: Any = None) -> None:
+        """pool: of the memory of graphs that live as long as these; a pool whose last graph is gone is none any more."""
         self._decoder: Any = weakref.proxy(decoder)  # whose caches hold this
         self._device = decoder.target.device
+        self.pool = pool or (torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None)
         self._graphs: dict[Any, tuple[Callable[[], None], list[Any], Any]] = {}
         self._levels: list[tuple[Any, ...]] = []
         self._checked: dict[Any, int] = {}
@@ -77,10 +79,9 @@ class Graphs:
         decoder, on_gpu = self._decoder, self._device.type == "cuda"
         if on_gpu:
             torch.cuda.empty_cache()
-            decoder.pool = decoder.pool or torch.cuda.graph_pool_handle()
         before = torch.cuda.memory_reserved(self._device) if on_gpu else 0
         try:
-            recorded = record(function, self._device, decoder.pool)
+            recorded = record(function, self._device, self.pool)
         finally:
             decoder.graph_bytes += torch.cuda.memory_reserved(self._device) - before if on_gpu else 0
         return recorded
@@ -93,7 +94,7 @@ class Graphs:
         """As the decoder's."""
         proposer = self._decoder.proposer
         if proposer.is_fixed:
-            return self._run("draft", self._decoder.draft, root, max_levels)
+            return self._run("draft", root, max_levels)
         if not proposer.grows_fixed or self._decoder.cycle == "eager":
             return self._decoder.draft(root, max_levels)
         if not self._levels:
@@ -123,7 +124,7 @@ class Graphs:
 
     def extend(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> TargetStep:
         """As the decoder's, and the same logits the first two times: at the place of the capture, and elsewhere."""
-        step: TargetStep = self._run("extend", self._decoder.extend, tokens, depth, mask)
+        step: TargetStep = self._run("extend", tokens, depth, mask)
         tried = self._checked.get(len(tokens), 0)
         if self._decoder.cycle == "eager" or tried == 2:
             return step
@@ -135,9 +136,10 @@ class Graphs:
         return plain
 
     def commit(self, nodes: Tensor, new: Tensor, features: Tensor, last: Tensor | None = None) -> None:
-        self._run("commit", self._decoder.commit, nodes, new, features, last)
+        self._run("commit", nodes, new, features, last)
 
-    def _run(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _run(self, name: str, *arguments: Any) -> Any:
+        function = self._decoder.compiled.get(name) or getattr(self._decoder, name)
         if self._decoder.cycle == "eager":
             return function(*arguments)
         sizes = (name, *(len(given) if isinstance(given, Tensor) else given for given in arguments))

@@ -136,7 +136,7 @@ def cycle_work(decoder: SpeculativeDecoder, prompt: Any, counted: Statistics, se
     """Of a median cycle of an answer: kernels, bytes read, and the share of a copy's bytes a second (the last number)
     at which they were read."""
     work, seen, device = Work(), list[tuple[int, int]](), decoder.target.device
-    more = min(64, min(decoder.limits.values()) - counted.prompt_tokens)
+    more = min(24, min(decoder.limits.values()) - counted.prompt_tokens)
     with patch.object(decoder, "cycle", "eager"), work:  # the same kernels, one by one
         watch = lambda _: seen.append((work.kernels, work.bytes))  # noqa: E731
         decoder.generate(prompt, on_cycle=watch, **settings | {"max_new_tokens": more, "eos_token_id": []})

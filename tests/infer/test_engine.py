@@ -252,12 +252,15 @@ def test_a_cycle_that_looks_at_more_columns_than_are_kept_gives_the_same(kind: s
     assert told[0] == told[1]
 
 
-def trees_of(made: SpeculativeDecoder, ids: Tensor) -> list[tuple[list[int], list[int]]]:
-    """Each cycle's drafted and chosen tokens."""
+def trees_of(made: SpeculativeDecoder, ids: Tensor) -> list[Any]:
+    """The drafted and chosen tokens of each cycle whose tree need not be short, and the answer."""
     told = list[Any]()
-    watch = lambda cycle: told.append((cycle.tree.tokens.tolist(), cycle.verdict.new.tolist()))  # noqa: E731
-    made.generate(ids, do_sample=False, max_new_tokens=24, on_cycle=watch)
-    return told
+
+    def watch(cycle: Cycle) -> None:
+        if cycle.position < ids.shape[1] + 24 - 5:
+            told.append((cycle.tree.tokens.tolist(), cycle.verdict.new.tolist()))
+
+    return [*told, made.generate(ids, do_sample=False, max_new_tokens=24, on_cycle=watch).new_ids]
 
 
 def widened(kept: Kept, _: None, step: int) -> None:
