@@ -28,8 +28,8 @@ MUTANTS = [  # file, what stands there once, what stands there instead
     (VERIFY, "(refused | tree.passengers)[1:]", "refused[1:]"),
     (
         VERIFY,
-        "return _verdict(tree, blocks, order, choice.index_select(0, order))",
-        "return _verdict(tree, blocks, order, choice)",
+        "return _judged(tree, blocks, order, choice.index_select(0, order))",
+        "return _judged(tree, blocks, order, choice)",
     ),
     (VERIFY, ".roll(-1)", ""),
     (VERIFY, "[:, 0] * is_taken", "[:, 0]"),

@@ -25,7 +25,7 @@ from aerie.infer.decode.methods import Drafters, kind_at, make_proposer
 from aerie.infer.decode.sampling import HONOURED, Decoding, Sampler, resolve
 from aerie.infer.decode.shape import Cycle, Proposer
 from aerie.infer.decode.tree import Tree, root_only
-from aerie.infer.decode.verify import rule_of, verify
+from aerie.infer.decode.verify import judge, read, rule_of
 from aerie.model.layers import Kept
 from aerie.model.target import Target, context_of, load_tokenizer
 
@@ -96,7 +96,7 @@ class SpeculativeDecoder:
         # a captured commit is not compiled, as it cannot be tried before
         names = ("draft", "extend") if self.is_captured else ("draft", "extend", "commit")
         self.compiled = {name: Compiled(getattr(self, name)) for name in names if self.cycle == "compiled"}
-        self.graph_bytes = 0  # of what was captured
+        self.graph_bytes, self.generator = 0, torch.Generator(target.device)  # of what was captured
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -184,7 +184,9 @@ class SpeculativeDecoder:
         if generator is None:
             # torch.manual_seed decides
             generator = torch.Generator(self.target.device).manual_seed(int(torch.randint(2**62, (1,))))
-        sampler, first_end = Sampler(decoding, generator, prompt), self._first_end(decoding, prompt)
+        own = self.generator if self.is_captured else generator
+        own.set_state(generator.get_state())
+        sampler, first_end = Sampler(decoding, own, prompt), self._first_end(decoding, prompt)
         rule = rule_of(None, sampler, self.typical)
         statistics = Statistics(len(prompt), decoding, verify=rule)
         if streamer is not None:
@@ -214,14 +216,14 @@ class SpeculativeDecoder:
             # (1) draft; the bonus token takes one place of what is left
             left = max(remaining - 1, least)
             levels = min(left, self.lm.max_levels, proposer.levels if proposer.is_fixed else left)
-            run = self._run(kept, levels)
+            run = self._run(kept, levels, decoding)
             tree = run.draft(root, levels)
             position, draft_ms = kept.length, clock.lap("draft")
             # (2) verify in one target forward
             step = run.extend(tree.tokens, tree.depth, tree.mask)
             # from here on the logits are those of the text and each node's path
             step = replace(step, logits=sampler.with_text(step.logits, tree))
-            verdict = verify(tree, step.logits, sampler, self.typical)
+            verdict = read(run.judge(tree, step.logits, sampler), len(tree))
             verify_ms = clock.lap("verify")
             new = chosen = [*verdict.tokens, verdict.bonus][:remaining]
             end = first_end(answer, new)
@@ -257,6 +259,7 @@ class SpeculativeDecoder:
             statistics.cycle_ms.append(draft_ms + verify_ms + commit_ms + clock.lap("commit"))
         if streamer is not None:
             streamer.end()
+        generator.set_state(own.get_state())
         clock.lap("other")
         statistics.ms["wall"] = sum(statistics.ms.values())
         ids = torch.tensor([answer], dtype=input_ids.dtype, device=input_ids.device)
@@ -300,7 +303,7 @@ class SpeculativeDecoder:
         """Whether its cycles are CUDA graphs, of compiled functions or of these as they are."""
         return self.cycle == "captured" or (self.cycle == "compiled" and self.target.device.type == "cuda")
 
-    def _run(self, kept: Kept, levels: int) -> Any:
+    def _run(self, kept: Kept, levels: int, decoding: Decoding) -> Any:
         """What has draft, extend and commit as target.cycle says; those of trees that must be short are eager."""
         if self.cycle == "eager":
             kept.captured.pop(self, None)
@@ -308,14 +311,19 @@ class SpeculativeDecoder:
             return self
         if not self.is_captured:
             torch._dynamo.maybe_mark_dynamic(kept.columns, 0)
-            own = self.compiled if self.proposer.is_fixed else {"extend": self.compiled["extend"]}
-            return SimpleNamespace(**{"draft": self.draft, "commit": self.commit} | own)
+            own = {name: getattr(self, name) for name in ("draft", "judge", "commit")} | self.compiled
+            if not self.proposer.is_fixed:
+                own["commit"] = self.commit
+            if not self.proposer.is_fixed or self.proposer.draws:
+                own["draft"] = self.draft
+            return SimpleNamespace(**own)
         is_chain = self.proposer.is_chain and self.proposer.commits_fixed
         if not (self.proposer.is_fixed or self.proposer.grows_fixed or is_chain):
             return self  # its trees have too many sizes
         kept.columns = kept.numbers[: (width := bucket(kept.length))]
         torch._dynamo.maybe_mark_dynamic(kept.columns, 0)
-        graphs, key = kept.captured.setdefault(self, {}), (width, self.proposer.is_fixed)
+        laws = decoding.temperature, decoding.top_k, decoding.top_p, decoding.min_p
+        graphs, key = kept.captured.setdefault(self, {}), (width, self.proposer.is_fixed, *laws)
         if key not in graphs:
             graphs[key] = Graphs(self, next((one.pool for one in graphs.values()), None))
         return graphs[key]
@@ -325,6 +333,9 @@ class SpeculativeDecoder:
 
     def extend(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> TargetStep:
         return self.lm.extend(tokens, depth, mask)
+
+    def judge(self, tree: Tree, logits: Tensor, sampler: Sampler) -> Tensor:
+        return judge(tree, logits, sampler, self.typical)
 
     def commit(self, nodes: Tensor, new: Tensor, features: Tensor, last: Tensor | None = None) -> None:
         if self.form == "tree":  # a chain's rows stand where they belong

@@ -3,13 +3,14 @@
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from aerie.configs.errors import warn
 from aerie.infer.decode.cache import TargetStep
+from aerie.infer.decode.sampling import Sampler
 from aerie.infer.decode.stop import Growing, last_of
 from aerie.infer.decode.tree import Tree
 from aerie.model.storage import first_line
@@ -51,9 +52,12 @@ def bucket(length: int) -> int:
     return -(-length // step) * step
 
 
-def record(function: Callable[[], Any], device: torch.device, pool: Any) -> tuple[Callable[[], None], Any]:
-    """A function as a CUDA graph: what repeats its kernels, and its output, which they write anew."""
+def record(
+    function: Callable[[], Any], device: torch.device, pool: Any, generator: torch.Generator
+) -> tuple[Callable[[], None], Any]:
+    """A function as a CUDA graph: what repeats its kernels, with new draws, and its output, which they write anew."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    graph.register_generator_state(generator)
     with torch.cuda.device(device), torch.cuda.graph(graph, pool, stream):
         output = function()
     return graph.replay, output
@@ -66,7 +70,7 @@ class Graphs:
     """
 
     def __init__(self, decoder: Any, pool: Any = None) -> None:
-        """pool: of the memory of graphs that live as long as these; a pool whose last graph is gone is none any more."""
+        """pool: of the memory of graphs that live as long as these; without a graph it is none any more."""
         self._decoder: Any = weakref.proxy(decoder)  # whose caches hold this
         self._device = decoder.target.device
         self.pool = pool or (torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None)
@@ -81,7 +85,7 @@ class Graphs:
             torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._device) if on_gpu else 0
         try:
-            recorded = record(function, self._device, self.pool)
+            recorded = record(function, self._device, self.pool, decoder.generator)
         finally:
             decoder.graph_bytes += torch.cuda.memory_reserved(self._device) - before if on_gpu else 0
         return recorded
@@ -94,7 +98,7 @@ class Graphs:
         """As the decoder's."""
         proposer = self._decoder.proposer
         if proposer.is_fixed:
-            return self._run("draft", root, max_levels)
+            return self._run("draft", self._function("draft"), root, max_levels)
         if not proposer.grows_fixed or self._decoder.cycle == "eager":
             return self._decoder.draft(root, max_levels)
         if not self._levels:
@@ -124,7 +128,7 @@ class Graphs:
 
     def extend(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> TargetStep:
         """As the decoder's, and the same logits the first two times: at the place of the capture, and elsewhere."""
-        step: TargetStep = self._run("extend", tokens, depth, mask)
+        step: TargetStep = self._run("extend", self._function("extend"), tokens, depth, mask)
         tried = self._checked.get(len(tokens), 0)
         if self._decoder.cycle == "eager" or tried == 2:
             return step
@@ -133,20 +137,37 @@ class Graphs:
         apart = self._decoder.clock.exclude(self._decoder.target.difference, step.logits, plain.logits)
         if apart is not None:
             self._eagerly("extend", f"its logits differ by {apart:.2g}")
-        return plain
+            return plain
+        return step
+
+    def judge(self, tree: Tree, logits: Tensor, sampler: Sampler) -> Tensor:
+        """As the decoder's, of what the graphs wrote."""
+        decoder = self._decoder
+        if not (decoder.proposer.is_fixed or decoder.proposer.grows_fixed) or sampler.decoding.of_text:
+            judged: Tensor = decoder.judge(tree, logits, sampler)
+            return judged
+        return cast(Tensor, self._run(("judge", tree.tokens, logits), partial(decoder.judge, tree, logits, sampler)))
 
     def commit(self, nodes: Tensor, new: Tensor, features: Tensor, last: Tensor | None = None) -> None:
-        self._run("commit", nodes, new, features, last)
+        self._run("commit", self._decoder.commit, nodes, new, features, last)
 
-    def _run(self, name: str, *arguments: Any) -> Any:
-        function = self._decoder.compiled.get(name) or getattr(self._decoder, name)
+    def _function(self, name: str) -> Any:
+        return self._decoder.compiled.get(name) or getattr(self._decoder, name)
+
+    def _tried(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """A call that sets libraries and tables up, and draws nothing that a later one would have drawn."""
+        state = self._decoder.generator.get_state()
+        function(*arguments)
+        self._decoder.generator.set_state(state)
+
+    def _run(self, name: Any, function: Callable[..., Any], *arguments: Any) -> Any:
         if self._decoder.cycle == "eager":
             return function(*arguments)
         sizes = (name, *(len(given) if isinstance(given, Tensor) else given for given in arguments))
         if sizes not in self._graphs:
             clock = self._decoder.clock
-            if name != "commit":  # once as it is, which sets libraries and tables up; a commit cannot be done twice
-                clock.exclude(function, *arguments)
+            if name != "commit":  # which cannot be done twice
+                clock.exclude(self._tried, function, *arguments)
             inputs = [given.clone() if isinstance(given, Tensor) else given for given in arguments]
             try:
                 replay, output = clock.exclude(self._capture, partial(function, *inputs))

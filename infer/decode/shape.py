@@ -367,7 +367,8 @@ class Proposer:
     max_positions: int = 2**31  # as of Drafter
     after_blocks: tuple[int, ...] = ()
     is_chain: bool = True  # no node ever has siblings
-    is_fixed: bool = True  # `propose` and `commit` read nothing from the device and draw nothing
+    is_fixed: bool = True  # `propose` and `commit` read nothing from the device
+    draws: bool = False  # `propose` draws, from laws that look at no text
     grows_fixed: bool = False  # that, but for a stop rule's reads between the levels of a dynamic tree
     commits_fixed: bool = False  # `commit` alone
     levels: int = 0  # of every tree but the last ones of an answer; 0: they differ
@@ -400,11 +401,16 @@ class Drafting(Proposer):
         self._sampler = sampler
         self.shape.stop.reset()
         self.drafter.reset(prompt, kept, self.draft_slots)
-        draws = sampler.decoding.do_sample and self.shape.draws
-        stop, shape = self.shape.stop, self.shape
-        fixed = self.drafter.is_fixed and stop.reads_only and not (draws or self.keep)
-        self.is_fixed = fixed and (type(stop) is Stop or shape.stop_read == "never")
-        self.grows_fixed, self.commits_fixed = fixed and isinstance(shape, DynamicTree), self.drafter.is_fixed
+        stop, shape, is_dynamic = self.shape.stop, self.shape, isinstance(self.shape, DynamicTree)
+        self.draws = shape.draws and sampler.decoding.do_sample
+        fixed = self.drafter.is_fixed and stop.reads_only and not self.keep
+        if self.draws:  # a stop rule is read; of a static tree, which children there are; of a text, its laws
+            self.is_fixed = fixed and type(stop) is Stop and (is_dynamic or shape.is_chain)
+            self.is_fixed, self.grows_fixed = self.is_fixed and not sampler.decoding.of_text, False
+        else:
+            self.is_fixed = fixed and (type(stop) is Stop or shape.stop_read == "never")
+            self.grows_fixed = fixed and is_dynamic
+        self.commits_fixed = self.drafter.is_fixed
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
         return self.counted(self.shape.grow(self.drafter, root, max_levels, self._sampler, self.keep))

@@ -32,6 +32,13 @@ class Verdict:
 
 def verify(tree: Tree, logits: Tensor, sampler: Sampler, typical: TypicalConfig | None = None) -> Verdict:
     """logits [N, V] are the target's; typical replaces the tree's rule where tokens are sampled."""
+    return read(judge(tree, logits, sampler, typical), len(tree))
+
+
+def judge(tree: Tree, logits: Tensor, sampler: Sampler, typical: TypicalConfig | None = None) -> Tensor:
+    """`verify` on the device, for `read`: by place of the path and of what was refused behind it, how many refused
+    nodes are on the way, the node and the token written after it; where a tree has passengers, their number [3 or 4, L].
+    """
     if rule_of(tree.proposal, sampler, typical) in ("R0", "R2"):
         return walk(tree, sampler.choose(logits))
     if typical is not None:
@@ -47,14 +54,23 @@ def rule_of(proposal: Proposal | None, sampler: Sampler, typical: TypicalConfig 
     return "R2" if proposal is None else proposal.rule
 
 
-def walk(tree: Tree, choice: Tensor) -> Verdict:
-    """R0 and R2: the verdict for the target's choice [N], its argmax or draw at every node."""
+def read(judged: Tensor, count: int) -> Verdict:
+    """The verdict on a tree of count nodes; the cycle's one read of the device."""
+    blocks, path, written, *rides = judged.tolist()
+    length = blocks.count(0)
+    new = written[:length]
+    drafted = count - 1 - (rides[0][0] if rides else 0)
+    return Verdict(path[:length], new[:-1], new[-1], drafted, judged[1], judged[2])
+
+
+def walk(tree: Tree, choice: Tensor) -> Tensor:
+    """R0 and R2: `judge` by the target's choice [N], its argmax or draw at every node."""
     if len(tree) == 1:
         root = torch.zeros_like(choice)
-        return _verdict(tree, root, root, choice)
+        return _judged(tree, root, root, choice)
     # a node is refused unless it is its parent's choice, which is what the parent's place of the path writes
     blocks, order = _path_first(tree, tree.tokens != choice.index_select(0, tree.parents))
-    return _verdict(tree, blocks, order, choice.index_select(0, order))
+    return _judged(tree, blocks, order, choice.index_select(0, order))
 
 
 @dataclass(frozen=True)
@@ -67,9 +83,9 @@ class Families:
     most: tuple[int, ...]  # by rank: how many of the nodes may have such a child
 
 
-def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Verdict:
-    """R1, R3 and R4, speculative sampling: the verdict for children drawn from q, and p [N, V]."""
-    q, families, chances, end = _judged(tree, p)
+def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Tensor:
+    """R1, R3 and R4, speculative sampling: `judge` for children drawn from q, and p [N, V]."""
+    q, families, chances, end = _chances(tree, p)
     uniform = torch.rand(chances.shape, generator=generator, device=p.device)
     is_taken, rank = (uniform < chances).byte().max(-1)
     # a node is refused unless its parent took its rank; the root, which is never refused, stands for no child
@@ -85,14 +101,14 @@ def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Verdict:
 
 def acceptance(tree: Tree, p: Tensor) -> Tensor:
     """The chance [N] that `reject` goes on to each drawn node once at its parent; 0 for the root."""
-    _, families, chances, _ = _judged(tree, p)
+    _, families, chances, _ = _chances(tree, p)
     refused = (1.0 - chances).cumprod(-1)
     reached = chances * F.pad(refused[:, :-1], (1, 0), value=1.0)
     # where there is no such child, the chance is 0 and the first child's place is named
     return torch.zeros_like(tree.confidence).index_add_(0, families.children.flatten(), reached.flatten())
 
 
-def _judged(tree: Tree, p: Tensor) -> tuple[Tensor, Families, Tensor, Tensor]:
+def _chances(tree: Tree, p: Tensor) -> tuple[Tensor, Families, Tensor, Tensor]:
     """q [N, V], the families, and what `sibling_chances` says of them."""
     proposal = tree.proposal
     assert proposal is not None and tree.passengers is None, "only drawn children are verified by rejection"
@@ -173,8 +189,8 @@ def left_of(p: Tensor, q: Tensor, end: Tensor) -> Tensor:
     return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
 
 
-def accept_typical(tree: Tree, p: Tensor, config: TypicalConfig) -> Verdict:
-    """NOT lossless: the longest path of tokens with p(x) > min(epsilon, delta exp(-H(p))) (Medusa, section 2.3.1)."""
+def accept_typical(tree: Tree, p: Tensor, config: TypicalConfig) -> Tensor:
+    """`judge`, NOT lossless: the longest path of tokens with p(x) > min(epsilon, delta exp(-H(p))) (Medusa, section 2.3.1)."""
     # of equally long paths the most probable; the bonus token is the target's argmax
     p_node = p[tree.parents, tree.tokens]  # [N] p of each node under its parent
     threshold = (config.delta * (-entropy(p)).exp()).clamp_(max=config.epsilon)
@@ -202,15 +218,11 @@ def _path_first(tree: Tree, refused: Tensor) -> tuple[Tensor, Tensor]:
     return blocks[: tree.levels + 1], order[: tree.levels + 1]
 
 
-def _ending_with(tree: Tree, blocks: Tensor, order: Tensor, length: Tensor, bonus: Tensor) -> Verdict:
+def _ending_with(tree: Tree, blocks: Tensor, order: Tensor, length: Tensor, bonus: Tensor) -> Tensor:
     written = tree.tokens.index_select(0, order).roll(-1)
-    return _verdict(tree, blocks, order, written.index_copy_(0, length - 1, bonus))
+    return _judged(tree, blocks, order, written.index_copy_(0, length - 1, bonus))
 
 
-def _verdict(tree: Tree, blocks: Tensor, order: Tensor, written: Tensor) -> Verdict:
-    rides = [] if tree.passengers is None else [tree.passengers.sum().expand_as(blocks)]
-    # the cycle's one read of the device
-    columns = torch.stack([blocks, order, written, *rides]).tolist()
-    length = columns[0].count(0)
-    path, new = (column[:length] for column in columns[1:3])
-    return Verdict(path, new[:-1], new[-1], len(tree) - 1 - (columns[3][0] if rides else 0), order, written)
+def _judged(tree: Tree, *rows: Tensor) -> Tensor:
+    rides = [] if tree.passengers is None else [tree.passengers.sum().expand_as(rows[0])]
+    return torch.stack([*rows, *rides])

@@ -14,7 +14,7 @@ from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import drafting
 from aerie.infer.decode.sampling import entropy
 from aerie.infer.decode.shape import Cycle
-from aerie.infer.decode.verify import reject, walk
+from aerie.infer.decode.verify import read, reject, walk
 from aerie.infer.measure.cycles import Recorder, acceptance, asked, keep_pools, places, tables_of
 from tests.infer.draws import make_head, make_target, tiny_vocabulary
 
@@ -68,7 +68,7 @@ def test_a_nodes_acceptance_is_its_share_among_many_verdicts_over_the_very_same_
     reached, taken, parents = np.zeros(len(tree)), np.zeros(len(tree)), tree.parents.numpy()
     for _ in range(draws):
         chosen = law.multinomial(1, generator=generator)[:, 0]
-        verdict = walk(tree, chosen) if rule == "R2" else reject(tree, law, generator)
+        verdict = read(walk(tree, chosen) if rule == "R2" else reject(tree, law, generator), len(tree))
         on_path = np.isin(np.arange(len(tree)), verdict.path)
         reached += on_path[parents]
         taken += on_path

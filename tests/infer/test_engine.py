@@ -25,7 +25,7 @@ from aerie.configs.schema.decode import (
     VoteConfig,
 )
 from aerie.configs.schema.heads import TargetConfig
-from aerie.infer.decode import engine, graphs, shape
+from aerie.infer.decode import engine, graphs, sampling, shape
 from aerie.infer.decode.drafters import DRAFTERS
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import Auto, drafting
@@ -253,14 +253,18 @@ def test_a_cycle_that_looks_at_more_columns_than_are_kept_gives_the_same(kind: s
 
 
 def trees_of(made: SpeculativeDecoder, ids: Tensor) -> list[Any]:
-    """The drafted and chosen tokens of each cycle whose tree need not be short, and the answer."""
+    """Drafted and chosen tokens of cycles whose trees need not be short, and an answer; then the same, sampled."""
     told = list[Any]()
 
     def watch(cycle: Cycle) -> None:
         if cycle.position < ids.shape[1] + 24 - 5:
             told.append((cycle.tree.tokens.tolist(), cycle.verdict.new.tolist()))
 
-    return [*told, made.generate(ids, do_sample=False, max_new_tokens=24, on_cycle=watch).new_ids]
+    told.append(made.generate(ids, do_sample=False, max_new_tokens=24, on_cycle=watch).new_ids)
+    generator = torch.Generator(made.target.device).manual_seed(0)
+    asked: dict[str, Any] = {"temperature": 0.5, "generator": generator, "max_new_tokens": 24}
+    made.generate(ids, on_cycle=watch, **asked)
+    return told
 
 
 def widened(kept: Kept, _: None, step: int) -> None:
@@ -311,8 +315,8 @@ class Tape(TorchDispatchMode):
 
     def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__()
-        # a graph's first run is a replay: here it is the recorded one, which a commit must not do twice
-        self.calls, self.is_done = list[Any](), "Decoder.commit" in str(function)
+        # a graph's first run is a replay: here it is the recorded one, as a commit or a draw must not be done twice (and a level may wait)
+        self.calls, self.is_done = list[Any](), "Decoder." in str(function)
         with self:
             self.output = function()
 
@@ -334,6 +338,7 @@ ADAPTIVE = DynamicConfig(levels=3, k=3, nodes=8, stop=VoteConfig(signals=("proba
 CAPTURED = [("", None), ("eagle1", ChainConfig(levels=3)), ("eagle3", TREES["small"]), ("hydra", TREES["small"])]
 CAPTURED += [("eagle1", replace(ADAPTIVE, stop_read=read)) for read in ("each", "late", "never")]
 CAPTURED += [("eagle1", ChainConfig(levels=3, stop=EntropyConfig(c=0.01)))]
+CAPTURED += [("eagle1", DynamicConfig(levels=3, k=3, nodes=8, children="sampled"))]
 
 
 def eager_and_captured(kind: str, tree: TreeConfig | None, device: str = "cpu") -> list[Any]:
@@ -353,7 +358,8 @@ def eager_and_captured(kind: str, tree: TreeConfig | None, device: str = "cpu") 
 def test_what_is_captured_at_one_place_of_a_text_serves_all_others(kind: str, tree: Any, monkeypatch: Any) -> None:
     """Random trees with rejected branches, prompts of different lengths, and buckets of few columns."""
     tapes = list[Tape]()
-    monkeypatch.setattr(shape, "argmax", lambda logits: logits.argmax(-1))  # numpy's is none of torch's kernels
+    for module in (sampling, shape):  # numpy's is none of torch's kernels
+        monkeypatch.setattr(module, "argmax", lambda logits: logits.argmax(-1))
     monkeypatch.setattr(graphs, "record", lambda f, *_: (tapes.append(t := Tape(f)), (t.replay, t.output))[1])
     monkeypatch.setattr(engine, "bucket", lambda length: -(-length // 16) * 16)
     eager, captured = eager_and_captured(kind, tree)
@@ -370,8 +376,8 @@ def test_cuda_graphs_write_what_eager_cycles_write(kind: str, tree: Any, capfd: 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing waits")
-@pytest.mark.parametrize(("kind", "tree"), CAPTURED[:4])
-def test_nothing_of_a_cycle_but_its_verdict_waits_for_a_gpu(kind: str, tree: Any) -> None:
+@pytest.mark.parametrize(("kind", "tree"), [*CAPTURED[:4], CAPTURED[-1]])
+def test_nothing_of_a_cycle_but_the_reading_of_its_verdict_waits_for_a_gpu(kind: str, tree: Any) -> None:
     target = Target(make_target().model.to("cuda"), TargetConfig("tiny", cycle="eager"))
     made = decoder(target, tree, kind) if tree else SpeculativeDecoder(target)
 
@@ -381,9 +387,10 @@ def test_nothing_of_a_cycle_but_its_verdict_waits_for_a_gpu(kind: str, tree: Any
         torch.cuda.set_sync_debug_mode("default")
         return result
 
-    for name in ("draft", "extend", "commit"):
+    for name in ("draft", "extend", "judge", "commit"):
         setattr(made, name, partial(strict, getattr(made, name)))
-    made.generate(prompts(2)[-1], do_sample=False, max_new_tokens=24)
+    for temperature in (0.0, 1.0):
+        made.generate(prompts(2)[-1], temperature=temperature, max_new_tokens=24)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device captures")

@@ -29,7 +29,6 @@ from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
 from aerie.infer.decode.methods import Drafters
 from aerie.infer.decode.sampling import Sampler
 from aerie.infer.decode.tree import Tree
-from aerie.infer.decode.verify import Verdict
 from aerie.infer.measure import lossless
 from aerie.infer.measure.lossless import ALPHA, EDGES, SETTINGS, Difference, GreedyResult, Law, Reference, SampledProver
 from aerie.model.storage import read_json
@@ -176,15 +175,15 @@ def test_a_budget_that_follows_past_cycles_moves_no_law(sampled: SampledProver, 
     assert lossless.p_value(law, seen) > ALPHA and min(levels[depth] for depth in range(3)) > 60
 
 
-def second_best(tree: Tree, logits: Tensor, sampler: Sampler, typical: Any) -> Verdict:
-    """`verify` with a wrong bonus token."""
-    right = verify.verify(tree, logits, sampler, typical)
-    wrong = logits[right.path[-1]].topk(2).indices[1:]
-    return replace(right, bonus=int(wrong), new=torch.cat([right.new[:-1], wrong]))
+def second_best(tree: Tree, logits: Tensor, sampler: Sampler, typical: Any) -> Tensor:
+    """`judge` of a root alone with a wrong bonus token."""
+    judged = verify.judge(tree, logits, sampler, typical)
+    judged[2] = logits.topk(2).indices[:, 1]
+    return judged
 
 
 def test_a_wrong_token_is_found_with_the_gap_of_its_logit(terse: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "verify", second_best)
+    monkeypatch.setattr(engine, "judge", second_best)
     result = lossless.compare_greedy(terse.decoder("vanilla", None), terse.first(1))
     (ids, answer), first = terse.first(1)[0], result.differences[0]
     best = terse.target.model(torch.cat([ids, torch.tensor([answer[:1]])], dim=1)).logits[0, -1].topk(2)
@@ -241,7 +240,7 @@ def test_verify_prints_a_table_and_its_code_is_1_where_a_method_is_not_lossless(
     assert len({line.index(" block ") for line in lossless.table(longer).splitlines()[1:]}) == 1
     assert rows[2].startswith("eagle2 drawn")
     assert read_json(written)["holds"]
-    monkeypatch.setattr(engine, "verify", second_best)
+    monkeypatch.setattr(engine, "judge", second_best)
     assert lossless.demonstrate(options, wordy.config, heads) == 1
     printed = capsys.readouterr().out
     assert printed.count("FAILED: greedy, law at T=0.6/p=0.8") == printed.count("0/2") == 3

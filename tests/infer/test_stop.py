@@ -29,7 +29,7 @@ from aerie.infer.decode.shape import make_shape
 from aerie.infer.decode.stop import STOPS as KINDS
 from aerie.infer.decode.stop import Entropy, Heuristic, ProbabilitySum, Stop, Vote
 from aerie.infer.decode.tree import Level, Tree
-from aerie.infer.decode.verify import walk
+from aerie.infer.decode.verify import read, walk
 from tests.infer.laws import GREEDY, TableDrafter, check_connected, node_paths, paths
 from tests.infer.laws import TABLE_VOCAB as VOCAB
 
@@ -130,7 +130,7 @@ def test_a_tree_is_the_same_whenever_its_rule_is_read(rank: str) -> None:
         rows = zip(node_paths(never), never.survival.tolist(), never.passengers.tolist(), strict=True)
         assert {path: survival for path, survival, rides in rows if path and not rides} == paths(each)
         for token in range(VOCAB):  # no passenger is accepted, whatever the target chooses
-            verdicts = [walk(tree, torch.full((len(tree),), token)) for tree in (each, never)]
+            verdicts = [read(walk(tree, torch.full((len(tree),), token)), len(tree)) for tree in (each, never)]
             assert verdicts[0].tokens == verdicts[1].tokens and verdicts[0].drafted == verdicts[1].drafted
         depths.add(each.levels)
     assert len(depths) > 3

@@ -38,6 +38,7 @@ from aerie.infer.decode.verify import (
     accept_typical,
     acceptance,
     left_of,
+    read,
     rule_of,
     sibling_chances,
     verify,
@@ -77,7 +78,9 @@ def test_the_walk_is_that_of_a_naive_descent(riding: bool) -> None:
             below = [n for n in range(1, count) if parents[n] == path[-1] and tokens[n] == wanted and not rides[n]]
             known = bool(below)
             path += below[:1]
-        assert walk(grown, choice) == Verdict(path, [tokens[node] for node in path[1:]], int(choice[path[-1]]))
+        assert read(walk(grown, choice), len(grown)) == Verdict(
+            path, [tokens[node] for node in path[1:]], int(choice[path[-1]])
+        )
         lengths.add(len(path))
     assert {1, 2, 3, 4} <= lengths
 
@@ -384,18 +387,19 @@ def test_a_sure_target_asks_for_epsilon_and_an_unsure_one_for_less() -> None:
     for chance, accepted in ((0.08, 0), (0.1, 1)):
         law = torch.tensor([0.0, chance, 0.62, 0.38 - chance])
         assert 0.3 * math.exp(-float(entropy(law))) > 0.1  # epsilon decides
-        assert accept_typical(line, law.expand(2, -1), PUBLISHED).accepted == accepted
+        assert read(accept_typical(line, law.expand(2, -1), PUBLISHED), 2).accepted == accepted
     flat = torch.full((2, 20), 0.05)  # delta exp(-H) = 0.3 / 20
-    assert accept_typical(line, flat, PUBLISHED).accepted == 1
-    assert accept_typical(line, flat, TypicalConfig(delta=1.1)).accepted == 0
+    assert read(accept_typical(line, flat, PUBLISHED), 2).accepted == 1
+    assert read(accept_typical(line, flat, TypicalConfig(delta=1.1)), 2).accepted == 0
 
 
 def test_the_longest_typical_path_wins_and_then_the_most_probable() -> None:
     grown = tree([0, 1, 2, 1, 2, 3], [0, 0, 0, 1, 2, 2], [0, 1, 1, 2, 2, 2])
     root, never, often = [0.1, 0.5, 0.4, 0.0], [0.9, 0.0, 0.1, 0.0], [0.0, 0.0, 0.45, 0.55]
-    verdict = accept_typical(grown, torch.tensor([root, never, often, root, never, often]), PUBLISHED)
+    verdict = read(accept_typical(grown, torch.tensor([root, never, often, root, never, often]), PUBLISHED), 6)
     assert (verdict.path, verdict.tokens, verdict.bonus) == ([0, 2, 5], [2, 3], 3)  # longer beats the likelier sibling
-    alone = accept_typical(tree([0, 1, 2], [0, 0, 0], [0, 1, 1]), torch.tensor([root, never, often]), PUBLISHED)
+    both = tree([0, 1, 2], [0, 0, 0], [0, 1, 1])
+    alone = read(accept_typical(both, torch.tensor([root, never, often]), PUBLISHED), 3)
     assert alone.tokens == [1] and alone.bonus == 0
 
 
