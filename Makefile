@@ -34,7 +34,7 @@ help:
 	@echo "make demo   the whole pipeline on the embedded default, to runs/embedded/report/ (4 to 13 minutes on two cores, set-up included)"
 	@echo "make bench  every method on the embedded default, to runs/seeds/report/ (an hour or more the first time)"
 	@echo "make bench-full  all sweeps, to runs/seeds-full/report/ (hours; goes on where it stopped)"
-	@echo "make gpu    one GPU's tests, then its speed in features, training and decoding, to runs/gpu/ (no GPU has run it yet)"
+	@echo "make gpu    one GPU's tests, then its speed in features, training and decoding, to runs/gpu/"
 	@echo "make test   the tests (about 15 minutes; .venv/bin/python -m pytest -m 'not slow': about 4)"
 	@echo "make soak   50 kills of features, training and bench at random moments, and other long trials (about 20 minutes)"
 	@echo "make lint   ruff and mypy"

@@ -22,8 +22,8 @@ LADDER = {
 SOURCES = sorted(path for package in LADDER for path in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 HOUSE = [path for name in (*LADDER, "slurm") for path in ROOT.glob(f"{name}/**/*") if path.suffix in (".py", ".jinja")]
-BUDGETS = {"files": 102, "longest": 450, "lines": 19_180, "code": 14_530, "KiB": 1000}
-BUDGETS |= {"test lines": 13_575, "tests": 703}
+BUDGETS = {"files": 102, "longest": 450, "lines": 19_225, "code": 14_545, "KiB": 1004}
+BUDGETS |= {"test lines": 13_600, "tests": 703}
 MAX_SINGLE_IMPORTERS = 12
 distributions = functools.cache(packages_distributions)  # by top-level module
 

@@ -83,7 +83,7 @@ def optimizer_operations(objective: Objective) -> float:
 
 
 def memory(objective: Objective, tokens: int, itemsize: int, trunk: Any = None) -> dict[str, int]:
-    """Peak bytes of one process without ZeRO, by part; tokens: of the largest step, itemsize: of an activation."""
+    """Peak bytes on a GPU without ZeRO, by part; tokens: of the largest step, itemsize: of an activation."""
     head, settings, target, sizes = objective.head, objective.settings, objective.target, objective.head.config
     whole = [*head.parameters(), *head.buffers()]
     trained = [(name, each) for name, each in head.named_parameters() if each.requires_grad]
@@ -97,15 +97,18 @@ def memory(objective: Objective, tokens: int, itemsize: int, trunk: Any = None) 
     found["copy that is measured"] = sum(each.numel() * min(precision, each.itemsize) for each in whole)
     if trunk is not None:
         found["target"] = sum(each.numel() for each in trunk.parameters()) * precision - sum(shared.values())
-    if settings.kind in ("eagle1", "eagle3"):
+    if settings.kind in ("eagle1", "eagle3", "block"):
+        slots = tokens
+        if settings.kind == "block":
+            slots = min(tokens, settings.batch_size * settings.anchors) * sizes.block_size
         width, inner, steps = sizes.hidden_size, sizes.intermediate_size, getattr(settings, "unroll_steps", 1)
         heads, kv = (number * sizes.head_dim for number in (sizes.num_attention_heads, sizes.num_key_value_heads))
         # What autograd keeps of a layer: its norms' and matrices' inputs, queries, keys, values, attention's output.
         layer, ends = 6 * width + 2 * heads + 2 * kv + 4 * inner, (5 if settings.kind == "eagle1" else 7) * width
         kept = sizes.num_hidden_layers * (width + 2 * kv if settings.gradient_checkpointing else layer)
         again = layer if settings.gradient_checkpointing else 0
-        found["activations"] = tokens * itemsize * (steps * (kept + ends) + again)
+        found["activations"] = slots * itemsize * (steps * (kept + ends) + again)
         # In float32: logits, both laws, what the loss makes of them, and gradients.
-        columns = 6 * sizes.vocab_size if settings.kind == "eagle1" else 4 * sizes.draft_vocab_size
-        found["laws"] = 4 * columns * min(tokens * steps, objective.chunk)
+        columns = 4 * sizes.draft_vocab_size if settings.kind == "eagle3" else 6 * sizes.vocab_size
+        found["laws"] = 4 * columns * min(slots * steps, objective.chunk_on(is_gpu=True))
     return found

@@ -58,10 +58,15 @@ class Objective(nn.Module):
 
     @property
     def chunk(self) -> int:
-        """Slots whose laws are held at once: about 8 float32 numbers a column (logits, laws, the loss, gradients)."""
+        """Slots whose laws are held at once."""
+        return self.chunk_on(next(self.parameters()).is_cuda)
+
+    def chunk_on(self, is_gpu: bool) -> int:
+        # about 8 float32 numbers a column: logits, laws, the loss, gradients; a GPU waits for smaller pieces' launches
+        most = 2**32 if is_gpu else 2**30
         sizes = self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
         columns = getattr(sizes, "draft_vocab_size", None) or sizes.vocab_size
-        return self.settings.loss_chunk_slots or max(1, 2**30 // (32 * columns))
+        return self.settings.loss_chunk_slots or max(1, most // (32 * columns))
 
     def prepare(self, batch: Batch, epoch: int) -> Batch:
         """What training adds to a batch, in the prefetching thread."""

@@ -223,7 +223,7 @@ class TrainConfig(Section, kw_only=True):
     clip_norm: PositiveFloat = 0.5  # the published accelerate script clips by value
     lk_eta: NonNegativeFloat = 3.0  # lk_hybrid: lambda = exp(-eta alpha) (arXiv 2602.23881)
     jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5  # jsd: the target's weight in the mixture (arXiv 2310.08461)
-    loss_chunk_slots: PositiveInt | None = None  # slots whose laws are held at once; null: as many as 1 GiB takes
+    loss_chunk_slots: PositiveInt | None = None  # slots whose laws are held at once; null: what 1 GiB takes, on a GPU 4
     gradient_checkpointing: bool = False  # compute the layers again in the backward pass: less memory, more time
     seed: Seed = 0  # of new weights, the order of the rows and the noise
     log_every: PositiveInt = 10  # steps between lines of metrics.jsonl; the terminal shows one in five seconds at most

@@ -36,8 +36,8 @@ def verify(tree: Tree, logits: Tensor, sampler: Sampler, typical: TypicalConfig 
 
 
 def judge(tree: Tree, logits: Tensor, sampler: Sampler, typical: TypicalConfig | None = None) -> Tensor:
-    """`verify` on the device, for `read`: by place of the path and of what was refused behind it, how many refused
-    nodes are on the way, the node and the token written after it; where a tree has passengers, their number [3 or 4, L].
+    """What `read` reads [3 or 4, L]: by place of the path, and of what was refused behind it, how many refused nodes
+    are on the way, the node, and the token written after it; of a tree with passengers their number, too.
     """
     if rule_of(tree.proposal, sampler, typical) in ("R0", "R2"):
         return walk(tree, sampler.choose(logits))
@@ -190,7 +190,7 @@ def left_of(p: Tensor, q: Tensor, end: Tensor) -> Tensor:
 
 
 def accept_typical(tree: Tree, p: Tensor, config: TypicalConfig) -> Tensor:
-    """`judge`, NOT lossless: the longest path of tokens with p(x) > min(epsilon, delta exp(-H(p))) (Medusa, section 2.3.1)."""
+    """NOT lossless: the longest path of tokens with p(x) > min(epsilon, delta exp(-H(p))) (Medusa, section 2.3.1)."""
     # of equally long paths the most probable; the bonus token is the target's argmax
     p_node = p[tree.parents, tree.tokens]  # [N] p of each node under its parent
     threshold = (config.delta * (-entropy(p)).exp()).clamp_(max=config.epsilon)

@@ -315,7 +315,8 @@ class Tape(TorchDispatchMode):
 
     def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__()
-        # a graph's first run is a replay: here it is the recorded one, as a commit or a draw must not be done twice (and a level may wait)
+        # a graph's first run is a replay: here it is the recorded one, as nothing may be committed or drawn twice
+        # (but a level may be replayed first in a later cycle)
         self.calls, self.is_done = list[Any](), "Decoder." in str(function)
         with self:
             self.output = function()

@@ -176,9 +176,10 @@ def test_a_budget_that_follows_past_cycles_moves_no_law(sampled: SampledProver, 
 
 
 def second_best(tree: Tree, logits: Tensor, sampler: Sampler, typical: Any) -> Tensor:
-    """`judge` of a root alone with a wrong bonus token."""
+    """`judge` with a wrong bonus token."""
     judged = verify.judge(tree, logits, sampler, typical)
-    judged[2] = logits.topk(2).indices[:, 1]
+    last = judged[0].tolist().count(0) - 1
+    judged[2, last] = logits[judged[1, last]].topk(2).indices[1]
     return judged
 
 
