@@ -245,7 +245,7 @@ def decode(net: Net) -> None:
 
 
 def tune(net: Net) -> None:
-    """The tau of every tree that was replayed, and of those that were timed but for the second, the choice."""
+    """The tau of every tree that was replayed, and of timed ones but for what costs choose: the second, auto."""
     net.remove("run/tune")
     more = {"tune.levels": 3, "tune.k": 2, "tune.grid": "true", "tune.measure": net.prompts("prompts", 2, 16, turns=1)}
     more |= {"head": net.main / "heads" / "eagle1", "tune.prompts": net.prompts("calibration", 3, 20, turns=1)}
@@ -255,7 +255,7 @@ def tune(net: Net) -> None:
         for one in (head["published"], *head["trees"]):
             net.found[f"tau/{[one['tree'][key] for key in ('levels', 'k', 'nodes')]}"] = one["tau"]
     for number, (row, one) in enumerate(zip(measured["names"], measured["rows"], strict=True)):
-        net.found |= {f"tau/{row}": one["tau"]} if number != 1 else {}
+        net.found |= {f"tau/{row}": one["tau"]} if number != 1 and not row.endswith("auto") else {}
 
 
 def report(net: Net) -> None:
