@@ -195,13 +195,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, memory: Memory)
     return out.transpose(1, 2).flatten(2)
 
 
-class RMSNorm(nn.RMSNorm):
-    """torch's, whose fused kernel wants weights of x's dtype, which autocast does not see to."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-
-
 class Attention(nn.Module):
     def __init__(self, config: Any, input_size: int) -> None:
         super().__init__()
@@ -213,8 +206,8 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(input_size, kv * dim, bias=bias)
         self.o_proj = nn.Linear(heads * dim, config.hidden_size, bias=False)
         if self.has_norms:  # as in Qwen3: over head_dim, before RoPE
-            self.q_norm = RMSNorm(dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(dim, config.rms_norm_eps)
+            self.q_norm = nn.RMSNorm(dim, config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(dim, config.rms_norm_eps)
 
     def project(self, x: Tensor, rope: Rope, asked: Tensor | None = None) -> list[Tensor]:
         """Rotated queries [B, H, T, hd], rotated keys and values [B, KV, T, hd] of x [B, T, inputs].
@@ -253,11 +246,11 @@ class DecoderLayer(nn.Module):
         self.reads, self.norm_before_residual = reads, norm_before_residual
         width, eps = config.hidden_size, config.rms_norm_eps
         if reads != "raw":
-            self.input_layernorm = RMSNorm(width, eps)  # in a pair: of the embedding
+            self.input_layernorm = nn.RMSNorm(width, eps)  # in a pair: of the embedding
         if reads == "pair":
-            self.hidden_norm = RMSNorm(width, eps)  # of the feature
+            self.hidden_norm = nn.RMSNorm(width, eps)  # of the feature
         self.self_attn = Attention(config, 2 * width if reads == "pair" else width)
-        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps)
         self.mlp = MLP(width, config.intermediate_size)
 
     def read(self, x: Tensor, embedded: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -98,17 +98,19 @@ def memory(objective: Objective, tokens: int, itemsize: int, trunk: Any = None) 
     if trunk is not None:
         found["target"] = sum(each.numel() for each in trunk.parameters()) * precision - sum(shared.values())
     if settings.kind in ("eagle1", "eagle3", "block"):
-        slots = tokens
-        if settings.kind == "block":
-            slots = min(tokens, settings.batch_size * settings.anchors) * sizes.block_size
         width, inner, steps = sizes.hidden_size, sizes.intermediate_size, getattr(settings, "unroll_steps", 1)
         heads, kv = (number * sizes.head_dim for number in (sizes.num_attention_heads, sizes.num_key_value_heads))
         # What autograd keeps of a layer: its norms' and matrices' inputs, queries, keys, values, attention's output.
         layer, ends = 6 * width + 2 * heads + 2 * kv + 4 * inner, (5 if settings.kind == "eagle1" else 7) * width
         kept = sizes.num_hidden_layers * (width + 2 * kv if settings.gradient_checkpointing else layer)
         again = layer if settings.gradient_checkpointing else 0
-        found["activations"] = slots * itemsize * (steps * (kept + ends) + again)
+        slots, chunk = tokens * steps, objective.chunk_on(is_gpu=True)
+        if settings.kind == "block":  # beside its blocks' rows the text's own: fc, keys and values
+            slots = min(tokens, settings.batch_size * settings.anchors) * sizes.block_size
+            ends += tokens * (5 * width + 2 * kv * sizes.num_hidden_layers) // slots
+            chunk = chunk * max(1, slots // tokens) // sizes.block_size  # of states, which some slots share
+        found["activations"] = itemsize * (slots * (kept + ends) + tokens * again)
         # In float32: logits, both laws, what the loss makes of them, and gradients.
         columns = 4 * sizes.draft_vocab_size if settings.kind == "eagle3" else 6 * sizes.vocab_size
-        found["laws"] = 4 * columns * min(slots * steps, objective.chunk_on(is_gpu=True))
+        found["laws"] = 4 * columns * min(slots, chunk)
     return found

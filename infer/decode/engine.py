@@ -184,8 +184,9 @@ class SpeculativeDecoder:
         if generator is None:
             # torch.manual_seed decides
             generator = torch.Generator(self.target.device).manual_seed(int(torch.randint(2**62, (1,))))
-        own = self.generator if self.is_captured else generator
+        own = self.generator if self.is_captured and decoding.do_sample else generator
         own.set_state(generator.get_state())
+        self.laws = decoding.temperature, decoding.top_k, decoding.top_p, decoding.min_p
         sampler, first_end = Sampler(decoding, own, prompt), self._first_end(decoding, prompt)
         rule = rule_of(None, sampler, self.typical)
         statistics = Statistics(len(prompt), decoding, verify=rule)
@@ -203,7 +204,8 @@ class SpeculativeDecoder:
         clock.lap("prefill")
         answer, end = list[int](), first_end([], new)
         # a whole captured tree costs less than a short one; the context may have no room for its last nodes
-        least = proposer.levels if self.is_captured and rows <= min(self.limits.values()) else 0
+        is_whole = self.is_captured and (proposer.is_fixed or proposer.grows_fixed)
+        least = proposer.levels if is_whole and rows <= min(self.limits.values()) else 0
         while True:
             answer += new
             if streamer is not None:
@@ -216,7 +218,7 @@ class SpeculativeDecoder:
             # (1) draft; the bonus token takes one place of what is left
             left = max(remaining - 1, least)
             levels = min(left, self.lm.max_levels, proposer.levels if proposer.is_fixed else left)
-            run = self._run(kept, levels, decoding)
+            run = self._run(kept, levels)
             tree = run.draft(root, levels)
             position, draft_ms = kept.length, clock.lap("draft")
             # (2) verify in one target forward
@@ -303,27 +305,25 @@ class SpeculativeDecoder:
         """Whether its cycles are CUDA graphs, of compiled functions or of these as they are."""
         return self.cycle == "captured" or (self.cycle == "compiled" and self.target.device.type == "cuda")
 
-    def _run(self, kept: Kept, levels: int, decoding: Decoding) -> Any:
+    def _run(self, kept: Kept, levels: int) -> Any:
         """What has draft, extend and commit as target.cycle says; those of trees that must be short are eager."""
         if self.cycle == "eager":
             kept.captured.pop(self, None)
         if self.cycle == "eager" or levels < self.proposer.levels:
             return self
-        if not self.is_captured:
+        proposer, functions = self.proposer, ("draft", "extend", "judge", "commit")
+        is_chain = proposer.is_chain and proposer.commits_fixed
+        # other trees have too many sizes
+        if not (self.is_captured and (proposer.is_fixed or proposer.grows_fixed or is_chain)):
             torch._dynamo.maybe_mark_dynamic(kept.columns, 0)
-            own = {name: getattr(self, name) for name in ("draft", "judge", "commit")} | self.compiled
-            if not self.proposer.is_fixed:
-                own["commit"] = self.commit
-            if not self.proposer.is_fixed or self.proposer.draws:
-                own["draft"] = self.draft
-            return SimpleNamespace(**own)
-        is_chain = self.proposer.is_chain and self.proposer.commits_fixed
-        if not (self.proposer.is_fixed or self.proposer.grows_fixed or is_chain):
-            return self  # its trees have too many sizes
+            own = {name: getattr(self, name) for name in functions}
+            fixed = (
+                {"draft": not proposer.draws, "extend": True, "commit": True} if proposer.is_fixed else {"extend": True}
+            )
+            return SimpleNamespace(**own | {name: f for name, f in self.compiled.items() if fixed.get(name)})
         kept.columns = kept.numbers[: (width := bucket(kept.length))]
         torch._dynamo.maybe_mark_dynamic(kept.columns, 0)
-        laws = decoding.temperature, decoding.top_k, decoding.top_p, decoding.min_p
-        graphs, key = kept.captured.setdefault(self, {}), (width, self.proposer.is_fixed, *laws)
+        graphs, key = kept.captured.setdefault(self, {}), (width, proposer.is_fixed)
         if key not in graphs:
             graphs[key] = Graphs(self, next((one.pool for one in graphs.values()), None))
         return graphs[key]

@@ -98,7 +98,8 @@ class Graphs:
         """As the decoder's."""
         proposer = self._decoder.proposer
         if proposer.is_fixed:
-            return self._run("draft", self._function("draft"), root, max_levels)
+            laws = self._decoder.laws if proposer.draws else None
+            return self._run("draft", laws, self._function("draft"), root, max_levels)
         if not proposer.grows_fixed or self._decoder.cycle == "eager":
             return self._decoder.draft(root, max_levels)
         if not self._levels:
@@ -128,7 +129,7 @@ class Graphs:
 
     def extend(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> TargetStep:
         """As the decoder's, and the same logits the first two times: at the place of the capture, and elsewhere."""
-        step: TargetStep = self._run("extend", self._function("extend"), tokens, depth, mask)
+        step: TargetStep = self._run("extend", None, self._function("extend"), tokens, depth, mask)
         tried = self._checked.get(len(tokens), 0)
         if self._decoder.cycle == "eager" or tried == 2:
             return step
@@ -146,13 +147,16 @@ class Graphs:
         if not (decoder.proposer.is_fixed or decoder.proposer.grows_fixed) or sampler.decoding.of_text:
             judged: Tensor = decoder.judge(tree, logits, sampler)
             return judged
-        return cast(Tensor, self._run(("judge", tree.tokens, logits), partial(decoder.judge, tree, logits, sampler)))
+        key = decoder.laws, tree.tokens, logits
+        return cast(Tensor, self._run("judge", key, partial(decoder.judge, tree, logits, sampler)))
 
     def commit(self, nodes: Tensor, new: Tensor, features: Tensor, last: Tensor | None = None) -> None:
-        self._run("commit", self._decoder.commit, nodes, new, features, last)
+        self._run("commit", None, self._decoder.commit, nodes, new, features, last)
 
     def _function(self, name: str) -> Any:
-        return self._decoder.compiled.get(name) or getattr(self._decoder, name)
+        own = getattr(self._decoder, name)
+        # a generator cannot be handed to torch.compile
+        return own if name == "draft" and self._decoder.proposer.draws else self._decoder.compiled.get(name, own)
 
     def _tried(self, function: Callable[..., Any], *arguments: Any) -> None:
         """A call that sets libraries and tables up, and draws nothing that a later one would have drawn."""
@@ -160,10 +164,10 @@ class Graphs:
         function(*arguments)
         self._decoder.generator.set_state(state)
 
-    def _run(self, name: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _run(self, name: str, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
         if self._decoder.cycle == "eager":
             return function(*arguments)
-        sizes = (name, *(len(given) if isinstance(given, Tensor) else given for given in arguments))
+        sizes = (name, key, *(len(given) if isinstance(given, Tensor) else given for given in arguments))
         if sizes not in self._graphs:
             clock = self._decoder.clock
             if name != "commit":  # which cannot be done twice

@@ -1,7 +1,7 @@
 """The target's law at a node, by transformers' own processors, and draws from it."""
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -235,7 +235,7 @@ def draw_children(log_q: Tensor, k: int, generator: torch.Generator) -> tuple[Te
     return chances.masked_fill_(missing, float("-inf")), columns, q
 
 
-@lru_cache
+@cache
 def _log_chances(k: int, device: torch.device) -> Tensor:
     """By the entropy of q, in STEPS a nat: the log chance that the j-th draw is the one that is accepted, [.., k]."""
     # The first is accepted with 1 - TV(p, q), about 1 - sqrt(c H(q)) (SVIP, arXiv 2411.18462, equation 6), and where

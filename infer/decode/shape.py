@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any, Literal, cast
 
 import torch
@@ -112,7 +112,7 @@ class StaticTree(Shape):
             law = sampler.law(log_q) if sampled else log_q
             if sampled and self.children == "sampled":  # what is less has no exact ratio in float32; q may be any law
                 law = F.threshold(law, 1e-30, 0.0)
-            if sampled and self.children == "replaced":
+            if sampled and self.children == "replaced" and not self.is_chain:  # of one child both are the same
                 columns = law.multinomial(width, replacement=True, generator=sampler.generator)
             else:
                 score = race(law, sampler.generator) if sampled else law
@@ -158,7 +158,7 @@ class StaticTree(Shape):
         return Tree(token, parents, depths, mask, confidence, survival, depth, depth, proposal, pool=pool)
 
 
-@lru_cache
+@cache
 def _form(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) -> tuple[list[Any], list[Any]]:
     """By level: expanded [rows], rows [n], places [n], inner [m], width. Of all N nodes: parents, depth, mask, laws;
     and the parents on the host.
@@ -324,7 +324,7 @@ def best_alone(level: Level) -> Level:
     return replace(level, **parts, rows=zero, frontier=zero, frontier_survival=level.frontier_survival[:1])
 
 
-@lru_cache
+@cache
 def _rows(count: int, k: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device).repeat_interleave(k)
 
@@ -334,13 +334,13 @@ def _numbers(levels: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
     return torch.cat([*places]) + _firsts(tuple(map(len, levels)), tuple(map(len, places)), places[0].device)
 
 
-@lru_cache
+@cache
 def _firsts(sizes: tuple[int, ...], repeats: tuple[int, ...], device: torch.device) -> Tensor:
     before = torch.tensor([0, *sizes[:-1]]).cumsum(0)
     return before.repeat_interleave(torch.tensor(repeats)).to(device)
 
 
-@lru_cache
+@cache
 def _layout(counts: tuple[int, ...], k: int, device: torch.device) -> Tensor:
     """Of each candidate [2, C]: the place of its parent among the nodes expanded, and its depth; counts of these."""
     places = torch.arange(sum(counts)).repeat_interleave(k)
@@ -371,7 +371,7 @@ class Proposer:
     draws: bool = False  # `propose` draws, from laws that look at no text
     grows_fixed: bool = False  # that, but for a stop rule's reads between the levels of a dynamic tree
     commits_fixed: bool = False  # `commit` alone
-    levels: int = 0  # of every tree but the last ones of an answer; 0: they differ
+    levels: int = 0  # of every tree but the last ones of an answer, if these are short; 0: they differ
 
     def reset(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> None:
         """A new prompt [T], with none of its rows kept yet."""

@@ -1,7 +1,7 @@
 """A draft tree as flat tensors: node 0 is the root, and nodes stand in level order."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Literal
 
 import torch
@@ -117,12 +117,12 @@ def ancestors(parents: Tensor, levels: int) -> Tensor:
     return reach > 0
 
 
-@lru_cache
+@cache
 def zeros(count: int, device: torch.device) -> Tensor:
     return torch.zeros(count, device=device)
 
 
-@lru_cache
+@cache
 def _eye(count: int, device: torch.device) -> Tensor:
     return torch.eye(count, device=device)
 

@@ -1,7 +1,7 @@
 """A lossless choice among drafted nodes by p and q, the target's and the draft's laws, and typical acceptance."""
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -112,10 +112,12 @@ def _chances(tree: Tree, p: Tensor) -> tuple[Tensor, Families, Tensor, Tensor]:
     """q [N, V], the families, and what `sibling_chances` says of them."""
     proposal = tree.proposal
     assert proposal is not None and tree.passengers is None, "only drawn children are verified by rejection"
-    if proposal.ranks is None:
-        families = _families(proposal.parents or tuple(tree.parents.tolist()), p.device)
-    else:
+    if proposal.ranks is not None:
         families = _dynamic_families(tree, proposal.ranks, proposal.width)
+    elif proposal.parents is not None:
+        families = _families(proposal.parents, p.device)
+    else:  # as many forms as there are ways to have too few tokens: none is kept
+        families = _families.__wrapped__(tuple(tree.parents.tolist()), p.device)
     q, tokens = proposal.over(p.shape[-1]), tree.tokens.take(families.children)
     return q, families, *sibling_chances(p, q, tokens, families, proposal.rule == "R4")
 
@@ -133,7 +135,7 @@ def _dynamic_families(tree: Tree, ranks: Tensor, width: int) -> Families:
     return Families(inner, torch.where(children > 0, children, children[:, :1]), children > 0, most)
 
 
-@lru_cache
+@cache  # which CUDA graphs read as long as they live
 def _families(parents: tuple[int, ...], device: torch.device) -> Families:
     below: dict[int, list[int]] = {}
     for node, parent in enumerate(parents[1:], start=1):
@@ -203,9 +205,9 @@ def accept_typical(tree: Tree, p: Tensor, config: TypicalConfig) -> Tensor:
     log_p = torch.where(accepted, p_node.log(), 0.0)
     log_p[0] = 0.0
     score = tree.mask.to(log_p.dtype) @ log_p  # [N] log p of the path
-    last = torch.where(depth == depth.max(), score, float("-inf")).argmax()
-    blocks, order = _path_first(tree, ~tree.mask[last])
-    return _ending_with(tree, blocks, order, tree.depth[last][None] + 1, p[last].argmax(-1, keepdim=True))
+    last = torch.where(depth == depth.max(), score, float("-inf")).argmax(0, keepdim=True)
+    blocks, order = _path_first(tree, ~tree.mask.index_select(0, last)[0])
+    return _ending_with(tree, blocks, order, tree.depth.index_select(0, last) + 1, p.index_select(0, last).argmax(-1))
 
 
 def _path_first(tree: Tree, refused: Tensor) -> tuple[Tensor, Tensor]:

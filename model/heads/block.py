@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from aerie.model.heads.eagle import LMHead, Sizes
-from aerie.model.layers import DecoderLayer, DraftLayer, KeyValueCache, RMSNorm, Rope, Rotary, attend, rotate
+from aerie.model.layers import DecoderLayer, DraftLayer, KeyValueCache, Rope, Rotary, attend, rotate
 from aerie.model.target import VocabWeights
 
 
@@ -80,9 +80,9 @@ class BlockHead(nn.Module):
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(len(config.after_blocks) * width, width, bias=False)
         self.anchor_proj = nn.Linear(width, width, bias=False) if config.anchor_feature else None
-        self.hidden_norm = RMSNorm(width, eps)
+        self.hidden_norm = nn.RMSNorm(width, eps)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(width, eps)
+        self.norm = nn.RMSNorm(width, eps)
         self.markov_head = PathCorrection(config) if config.markov_rank else None
         self.rotary = Rotary(config)
 

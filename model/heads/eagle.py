@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from aerie.configs.errors import UserError
-from aerie.model.layers import DecoderLayer, DraftLayer, KeyValueCache, Memory, RMSNorm, Rotary
+from aerie.model.layers import DecoderLayer, DraftLayer, KeyValueCache, Memory, Rotary
 from aerie.model.target import VocabWeights
 
 EMBEDDING = "embed_tokens.weight"
@@ -238,15 +238,15 @@ class Eagle3Head(EagleHead):
         width, eps = config.hidden_size, config.rms_norm_eps
         taps_width = len(config.after_blocks) * config.target_hidden_size
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, eps) for _ in config.after_blocks)
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(config.target_hidden_size, eps) for _ in config.after_blocks)
         if config.norm_before_fc:
-            self.input_norm = RMSNorm(taps_width, eps)
+            self.input_norm = nn.RMSNorm(taps_width, eps)
         self.fc = nn.Linear(taps_width, width, bias=False)
         self.midlayer = DecoderLayer(config, "pair", config.norm_before_residual)
         self.blocks = [self.midlayer, *(DecoderLayer(config) for _ in range(config.num_hidden_layers - 1))]
         if config.num_hidden_layers > 1:
             self.layers = nn.ModuleList(self.blocks[1:])
-        self.norm = RMSNorm(width, eps)
+        self.norm = nn.RMSNorm(width, eps)
         self.lm_head = LMHead(width, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))

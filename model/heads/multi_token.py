@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from aerie.model.layers import DecoderLayer, KeyValueCache, RMSNorm, Rotary
+from aerie.model.layers import DecoderLayer, KeyValueCache, Rotary
 from aerie.model.target import VocabWeights, transformed
 
 Drop = Callable[[Tensor, int], Tensor]  # training's dropout: (x [S, W], index of the block) -> x [S, W]
@@ -138,7 +138,7 @@ class HydraHead(MultiTokenHead):
         super().__init__(config, ((i + 2) * config.hidden_size for i in range(config.num_heads)))
         if config.prefix_layer:
             self.prefix_layer = DecoderLayer(config)
-            self.prefix_layer.norm = RMSNorm(config.hidden_size, cast(float, config.rms_norm_eps))
+            self.prefix_layer.norm = nn.RMSNorm(config.hidden_size, cast(float, config.rms_norm_eps))
             self.rotary = Rotary(config)
 
     def prefix(

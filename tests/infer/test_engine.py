@@ -22,6 +22,7 @@ from aerie.configs.schema.decode import (
     EntropyConfig,
     HeuristicConfig,
     TreeConfig,
+    TypicalConfig,
     VoteConfig,
 )
 from aerie.configs.schema.heads import TargetConfig
@@ -339,7 +340,7 @@ ADAPTIVE = DynamicConfig(levels=3, k=3, nodes=8, stop=VoteConfig(signals=("proba
 CAPTURED = [("", None), ("eagle1", ChainConfig(levels=3)), ("eagle3", TREES["small"]), ("hydra", TREES["small"])]
 CAPTURED += [("eagle1", replace(ADAPTIVE, stop_read=read)) for read in ("each", "late", "never")]
 CAPTURED += [("eagle1", ChainConfig(levels=3, stop=EntropyConfig(c=0.01)))]
-CAPTURED += [("eagle1", DynamicConfig(levels=3, k=3, nodes=8, children="sampled"))]
+CAPTURED += [("medusa", TREES["small"]), ("eagle1", DynamicConfig(levels=3, k=3, nodes=8, children="sampled"))]
 
 
 def eager_and_captured(kind: str, tree: TreeConfig | None, device: str = "cpu") -> list[Any]:
@@ -348,6 +349,7 @@ def eager_and_captured(kind: str, tree: TreeConfig | None, device: str = "cpu") 
         target = Target(model, TargetConfig("tiny", cycle=cycle))  # type: ignore
         changes = {"prefix_layer": True} if kind == "hydra" else {}
         made = [decoder(target, tree, kind, **changes) if tree else SpeculativeDecoder(target)]
+        made[0].typical = TypicalConfig() if kind == "medusa" else None
         if isinstance(made[0].proposer, Drafting):  # one that drafts other trees with the same head
             twin = Drafting(made[0].proposer.drafter, make_shape(DynamicConfig(levels=2, k=6, nodes=12)))
             made.append(SpeculativeDecoder(target, twin))
