@@ -1,6 +1,6 @@
 """What one CUDA device does: the tests that need one, then features, training and decoding at real sizes, timed.
 
-python -m tests.gpu [--out DIR]            # make gpu: about 10 minutes; the driver and pip wheels are enough
+python -m tests.gpu [--out DIR]            # make gpu: 10 to 20 minutes; the driver and pip wheels are enough
 python -m tests.gpu --device cpu --tiny    # the same code in seconds
 
 Weights are random and made in memory, so tau says nothing here and the shares of a cycle do. An MFU is of dense bf16.

@@ -186,6 +186,7 @@ class SpeculativeDecoder:
             generator = torch.Generator(self.target.device).manual_seed(int(torch.randint(2**62, (1,))))
         own = self.generator if self.is_captured and decoding.do_sample else generator
         own.set_state(generator.get_state())
+        # what a graph that draws or judges is made for
         self.laws = decoding.temperature, decoding.top_k, decoding.top_p, decoding.min_p
         sampler, first_end = Sampler(decoding, own, prompt), self._first_end(decoding, prompt)
         rule = rule_of(None, sampler, self.typical)
@@ -311,16 +312,17 @@ class SpeculativeDecoder:
             kept.captured.pop(self, None)
         if self.cycle == "eager" or levels < self.proposer.levels:
             return self
-        proposer, functions = self.proposer, ("draft", "extend", "judge", "commit")
+        proposer = self.proposer
         is_chain = proposer.is_chain and proposer.commits_fixed
         # other trees have too many sizes
         if not (self.is_captured and (proposer.is_fixed or proposer.grows_fixed or is_chain)):
             torch._dynamo.maybe_mark_dynamic(kept.columns, 0)
-            own = {name: getattr(self, name) for name in functions}
-            fixed = (
-                {"draft": not proposer.draws, "extend": True, "commit": True} if proposer.is_fixed else {"extend": True}
-            )
-            return SimpleNamespace(**own | {name: f for name, f in self.compiled.items() if fixed.get(name)})
+            chosen = {name: getattr(self, name) for name in ("draft", "extend", "judge", "commit")} | self.compiled
+            if not proposer.is_fixed:
+                chosen["commit"] = self.commit
+            if not proposer.is_fixed or proposer.draws:  # a generator cannot be handed to torch.compile
+                chosen["draft"] = self.draft
+            return SimpleNamespace(**chosen)
         kept.columns = kept.numbers[: (width := bucket(kept.length))]
         torch._dynamo.maybe_mark_dynamic(kept.columns, 0)
         graphs, key = kept.captured.setdefault(self, {}), (width, proposer.is_fixed)

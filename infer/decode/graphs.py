@@ -70,7 +70,7 @@ class Graphs:
     """
 
     def __init__(self, decoder: Any, pool: Any = None) -> None:
-        """pool: of the memory of graphs that live as long as these; without a graph it is none any more."""
+        """pool: the memory of other graphs, which must live as long as these: with its last graph a pool is gone."""
         self._decoder: Any = weakref.proxy(decoder)  # whose caches hold this
         self._device = decoder.target.device
         self.pool = pool or (torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None)

@@ -44,7 +44,7 @@ from aerie.infer.decode.verify import (
     verify,
     walk,
 )
-from tests.infer.laws import SETTINGS, TableDrafter, sampler
+from tests.infer.laws import SETTINGS, TableDrafter, node_paths, sampler
 
 VOCAB = 5
 RAGGED = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (2, 1))
@@ -217,6 +217,26 @@ class Small(TableDrafter):
         if self.narrow and path and not of_target:
             logits[path[-1]] = float("-inf")
         return logits.log_softmax(-1)
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.parametrize("narrow", [False, True])
+def test_100_000_drawn_trees_write_the_law_of_the_target(narrow: bool) -> None:
+    """Of the first two tokens; narrow: nodes have fewer tokens than draws."""
+    drafter, chosen, seen = Small(3, narrow), sampler(1.0, 1.0, 7), Counter[Text]()
+    shape = make_shape(DynamicConfig(levels=3, k=3, nodes=8, children="sampled"))
+    laws = functools.cache(lambda path: drafter.law(path, of_target=True))
+    drafter.law = functools.cache(drafter.law)  # type: ignore
+    for _ in range(100_000):
+        grown = shape.grow(drafter, torch.zeros(1, dtype=torch.long), 3, chosen)
+        verdict = verify(grown, torch.stack([laws(path) for path in node_paths(grown)]), chosen)
+        text = (*verdict.tokens, verdict.bonus)[:2]
+        seen[text if len(text) == 2 else (*text, int(draw(laws(text).exp()[None], chosen.generator)))] += 1
+    pairs = list(itertools.product(range(3), repeat=2))
+    exact = torch.tensor([float((laws(())[a] + laws((a,))[b]).double().exp()) for a, b in pairs], dtype=torch.float64)
+    counts = [seen[pair] for pair in pairs]
+    assert chisquare(counts, (100_000 * exact / exact.sum()).numpy()).pvalue > 1e-3
 
 
 def every_tree(config: DynamicConfig, chosen: Sampler, drafter: Small) -> Iterator[tuple[float, Tree]]:
