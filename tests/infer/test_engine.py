@@ -258,13 +258,17 @@ def trees_of(made: SpeculativeDecoder, ids: Tensor) -> list[Any]:
     told = list[Any]()
 
     def watch(cycle: Cycle) -> None:
+        if made.is_captured and made.proposer.is_fixed:
+            assert cycle.tree.levels == made.proposer.levels  # whole to the end
         if cycle.position < ids.shape[1] + 24 - 5:
             told.append((cycle.tree.tokens.tolist(), cycle.verdict.new.tolist()))
 
     told.append(made.generate(ids, do_sample=False, max_new_tokens=24, on_cycle=watch).new_ids)
     generator = torch.Generator(made.target.device).manual_seed(0)
     asked: dict[str, Any] = {"temperature": 0.5, "generator": generator, "max_new_tokens": 24}
+    before = generator.get_state()
     made.generate(ids, on_cycle=watch, **asked)
+    assert not generator.get_state().equal(before)
     return told
 
 
