@@ -288,6 +288,9 @@ class HeadTuning:
             again = [(one.method, one.tree) for one in (self.published, *self.trees[: SEARCH["sampled_finalists"]])]
             self.published, *finalists = self.timed(again, self.prompts, "finalists")
             self.choice = self.fixed = min([self.published, *finalists], key=lambda one: one.ms_per_token)
+            # `auto` weighs these trees by what all prompts say
+            measured = {one.tree: one for one in finalists}
+            self.every = [measured.get(one.tree, one) for one in self.every]
             return
         few = self.prompts[: SEARCH["screening_prompts"]]
         screened = self.decoded(rules_for(self.kind, best.tree, self.config.levels), few)
