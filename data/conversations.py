@@ -36,8 +36,7 @@ class RawRow(NamedTuple):
     value: Any
 
 
-@dataclass(frozen=True)
-class Conversation:
+class Conversation(NamedTuple):
     """Messages that end with an answer, or tokens with a loss mask."""
 
     place: str
@@ -191,16 +190,15 @@ def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversatio
             conversation = _read(row, config, tally)
         except RecursionError:
             tally.add("skipped", "nested too deeply", row.place)
-            continue
         except UnusableRow as error:
             if error.reason == UNKNOWN_KEYS and row.number == 1:
                 raise UserError(f"{row.place} {error.sentence}") from error
             tally.add("skipped", error.reason, row.place, error.sentence)
-            continue
-        yield conversation
-        num_train += not conversation.is_held_out
-        if config.limit is not None and num_train >= config.limit:
-            return
+        else:
+            yield conversation
+            num_train += not conversation.is_held_out
+            if config.limit is not None and num_train >= config.limit:
+                return
     if tally.kept == 0:
         counts = tally.line().removeprefix("conversations: ")
         raise UserError(f"{', '.join(config.conversations)}: no usable conversation: {counts}")

@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
 from importlib.metadata import version
 from itertools import accumulate, groupby, islice, pairwise
 from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as arrow  # type: ignore[import-untyped]
@@ -38,8 +38,7 @@ GREEN, RESET = "\x1b[32m", "\x1b[0m"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a corpus must not steer the terminal
 
 
-@dataclass(frozen=True)
-class TokenisedData:
+class TokenisedData(NamedTuple):
     train: list[Row]
     held_out: list[Row]  # training never sees them
 
@@ -51,8 +50,17 @@ def tokenised(target: TargetConfig, config: DataConfig, speaks: bool = True) -> 
 
 def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally, speaks: bool = True) -> TokenisedData:
     """Rows cut at max_length, each with a supervised slot; what takes long is kept in the user's cache folder."""
-    inputs, started = _decisive(config, tokenizer, end_ids), time.monotonic()
-    directory, names = user_cache() / digest(inputs), ("input_ids", "turns")
+    here, files = Path(__file__).parent, ("chat.py", "conversations.py", "tokens.py", "shapes.yaml")
+    # a Hub data set whose commit cannot be asked for has none (None)
+    commits = {name: hub_commit(name, None) for name in config.conversations if not is_here(name)}
+    inputs = {  # all that decides the rows
+        **text_fingerprint(tokenizer, config),
+        "special_tokens": [tokenizer.special_tokens_map, tokenizer.all_special_ids, sorted(end_ids)],
+        "today": date.today().isoformat() if "strftime_now" in str(tokenizer.chat_template) else "",
+        "conversations": conversation_inputs(config.conversations, file_digest) | commits,
+        "code": [version("transformers"), version("tokenizers"), *(file_digest(here / name) for name in files)],
+    }
+    directory, names, started = user_cache() / digest(inputs), ("input_ids", "turns"), time.monotonic()
     if isinstance(found := Manifest.check(directory, inputs), Whole):
         if speaks:
             print(f"tokenised rows are read from {directory}", file=sys.stderr, flush=True)
@@ -76,26 +84,12 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
     return data
 
 
-def _decisive(config: DataConfig, tokenizer: Any, end_ids: set[int]) -> dict[str, Any]:
-    """All that decides the rows; a Hub data set whose commit cannot be asked for has none (None)."""
-    here, files = Path(__file__).parent, ("chat.py", "conversations.py", "tokens.py", "shapes.yaml")
-    commits = {name: hub_commit(name, None) for name in config.conversations if not is_here(name)}
-    return {
-        **text_fingerprint(tokenizer, config),
-        "special_tokens": [tokenizer.special_tokens_map, tokenizer.all_special_ids, sorted(end_ids)],
-        "today": date.today().isoformat() if "strftime_now" in str(tokenizer.chat_template) else "",
-        "conversations": conversation_inputs(config.conversations, file_digest) | commits,
-        "code": [version("transformers"), version("tokenizers"), *(file_digest(here / name) for name in files)],
-    }
-
-
 def _made(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally, speaks: bool) -> TokenisedData:
     chat, data = Chat(tokenizer, end_ids, tally), TokenisedData([], [])
     num_ids, max_length = max(tokenizer.get_vocab().values()) + 1, config.max_length
     num_tokens = num_supervised = 0  # rows without a supervised slot count too
-    conversations = load_conversations(config, tally)
     with bar(None, "conversations", "tokenise", 0 if speaks else 1) as progress:
-        for conversation, rows in _in_processes(conversations, chat, config, num_ids):
+        for conversation, rows in _in_processes(load_conversations(config, tally), chat, config, num_ids):
             reasons, kept = list[str](), list[Row]()
             for row in rows:
                 if len(row.input_ids) > max_length:
@@ -166,11 +160,10 @@ def _rows(batch: list[Conversation], chat: Chat, config: DataConfig, num_ids: in
     is_all = config.supervise == "all"
     renders: list[list[Rendered]] = []
     for conversation in batch:
-        renders.append([])
         try:
-            if conversation.tokens is None:
-                renders[-1] = chat.render(conversation, is_all)
+            renders.append(chat.render(conversation, is_all) if conversation.tokens is None else [])
         except UnusableRow as error:
+            renders.append([])
             chat.tally.add("skipped", error.reason, conversation.place, error.sentence)
     encoded = iter(chat.encode([rendered for parts in renders for rendered in parts]))
     for conversation, parts in zip(batch, renders, strict=True):

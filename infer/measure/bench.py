@@ -183,8 +183,7 @@ def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
         for decoder in bench.decoders:
             with suppress(UserError, RuntimeError):  # the records will say why
                 decoder.generate(ids, max_new_tokens=few, do_sample=False)
-    total = sum(len(origins) for _, origins in turns)
-    with bar(total, "answers", "bench") as progress:
+    with bar(sum(len(origins) for _, origins in turns), "answers", "bench") as progress:
         for number, (prompt, origins) in enumerate(turns):
             first = number % len(origins)
             for origin in (*origins[first:], *origins[:first]):
@@ -195,11 +194,10 @@ def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
                     append_lines(records_path, [line_of(record)])
                     done[origin.key] = record
                 progress.update()
-    good = [record for record in done.values() if record.status == "ok"]
-    plain = {(r.sampling, r.prompt_key): r.output_ids for r in good if r.row == bench.suite.vanilla}
-    for r in good:
-        if r.temperature == 0 and (r.sampling, r.prompt_key) in plain:
-            theirs = plain[r.sampling, r.prompt_key]
+    greedy = [r for r in done.values() if r.status == "ok" and r.temperature == 0]
+    plain = {(r.sampling, r.prompt_key): r.output_ids for r in greedy if r.row == bench.suite.vanilla}
+    for r in greedy:
+        if (theirs := plain.get((r.sampling, r.prompt_key))) is not None:
             same = replace(r, identical=r.output_ids == theirs, margin=None)
             done[r.key] = same if same.identical else with_margin(bench, same, theirs)
     return list(done.values())
@@ -241,12 +239,12 @@ def _answer(
     for device in devices:
         torch.cuda.reset_peak_memory_stats(device)
     recorder = Recorder()
-    if bench.config.cycles:
-        keep_pools(decoder)
     # what draws a token is the suite's own; penalties and stop strings are the target's generation_config's
     settings = {**bench.settings(ids), "do_sample": origin.temperature > 0, "min_p": 0.0, "timed": True}
     settings |= {name: getattr(origin, name) for name in ("temperature", "top_k", "top_p")}
-    settings["on_cycle"] = recorder if bench.config.cycles else None
+    if bench.config.cycles:
+        keep_pools(decoder)
+        settings["on_cycle"] = recorder
     generator = torch.Generator(bench.target.device).manual_seed(seed)
     try:
         generation = decoder.generate(ids, generator=generator, **settings)
@@ -272,9 +270,8 @@ def _answer(
 
 def difference(target: Target, ids: Tensor, number: int, ours: Sequence[int], theirs: Sequence[int]) -> Difference:
     """The first one of two answers to ids [1, T] that are not the same."""
-    shared = min(len(ours), len(theirs))
-    place = next((at for at in range(shared) if ours[at] != theirs[at]), shared)
-    one, other = (text[place] if place < len(text) else -1 for text in (ours, theirs))
+    pairs = enumerate(itertools.zip_longest(ours, theirs, fillvalue=-1))
+    place, (one, other) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
     if min(one, other) < 0:
         return Difference(number, place, one, other, float("inf"), 0.0)
     text = torch.cat([ids, torch.tensor([[*ours[:place]]], dtype=ids.dtype, device=ids.device)], dim=1)
@@ -346,10 +343,10 @@ def measure_reference(bench: Bench, records: list[Record]) -> list[Record]:
                 per_token.append([taken / len(answer) for taken in times])
             progress.update()
     medians = [*map(statistics.median, zip(*per_token, strict=False))] or [0.0] * 3
-    static_ms, bare_ms, plain_ms = medians[:3]
+    static_ms, bare_ms, plain_ms, *compiled_too = medians
     same = {r.key: r.output_ids == answers[r.prompt_key] for r in good if r.prompt_key in answers}
     identical = sum(same[r.key] for r in greedy)
-    reference = Reference(plain_ms, bare_ms, len(greedy), identical, static_ms, *medians[3:])
+    reference = Reference(plain_ms, bare_ms, len(greedy), identical, static_ms, *compiled_too)
     write_json(bench.directory / results.REFERENCE, asdict(reference))
     print(f"ms per token: vanilla {plain_ms:.2f}, bare forwards {bare_ms:.2f}, transformers' generate {static_ms:.2f}")
     compared = [replace(r, identical_to_generate=same.get(r.key)) for r in records]
@@ -378,16 +375,16 @@ class Stopwatch(BaseStreamer):
         places: list[tuple[str, Any, str]] = [("target", target.decoder, "forward"), ("target", target, "logits")]
         if isinstance(decoder.proposer, Drafting):
             places += [("draft", owner, name) for owner, name in decoder.proposer.drafter.forwards]
-        for part, owner, name in places:
-            timed = partial(self._timed, part, target.device, getattr(owner, name))
-            stack.enter_context(patch.object(owner, name, timed))
-        return stack
 
-    def _timed(self, part: str, device: torch.device, *call: Any, **settings: Any) -> Any:
-        ms, output = clocked(device, *call, **settings)
-        self.ms[part] += ms
-        self.calls[part] += 1
-        return output
+        def timed(part: str, *call: Any, **settings: Any) -> Any:
+            ms, output = clocked(target.device, *call, **settings)
+            self.ms[part] += ms
+            self.calls[part] += 1
+            return output
+
+        for part, owner, name in places:
+            stack.enter_context(patch.object(owner, name, partial(timed, part, getattr(owner, name))))
+        return stack
 
 
 def measure_overhead(bench: Bench, prompts: Sequence[Prompt]) -> list[Overhead]:

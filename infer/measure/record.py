@@ -276,8 +276,7 @@ def run_facts(run: RunPaths, recipe_words: str, target: TargetConfig | None = No
 def measured_facts(directory: Path, recipe_words: str, target: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What a stage recorded at its end; UserError where its files, heads or target (its inputs) changed since."""
     made = [word for word in storage.sound_record(directory).get("argv", ())[1:] if word != "--overwrite"]
-    command = shlex.join(made) or f"{directory.name.replace('calibration', 'calibrate')} {recipe_words}"
-    again = f"run: aerie {command}"
+    again = "run: aerie " + (shlex.join(made) or f"{directory.name.replace('calibration', 'calibrate')} {recipe_words}")
     if not (directory / storage.FILE).is_file():
         raise UserError(f"{directory}: no {directory.name}, or one that was stopped; {again}")
     checked = Manifest.check(directory)

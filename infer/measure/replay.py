@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,7 @@ Integers = NDArray[np.int64]
 LEAST = 1e-3  # no survival is nil because a few answers never had it
 
 
-@dataclass(frozen=True)
-class Recording:
+class Recording(NamedTuple):
     """The drafts at P places of some answers: L levels of at most K rows (expanded nodes) of K children.
 
     Row r of level l + 1 is below node frontier[:, l, r] (row * K + child) of level l; children by falling confidence.
@@ -45,8 +44,7 @@ def record(
     proposer.shape.nodes = 1  # everything is drafted, and the root alone is verified: no place is passed over
     proposer.keep = True
     decoder = SpeculativeDecoder(target, proposer)
-    places: list[tuple[Any, ...]] = []
-    drafts: list[tuple[Any, ...]] = []
+    places, drafts = list[tuple[Any, ...]](), list[tuple[Any, ...]]()
 
     def keep(cycle: Cycle) -> None:
         if cycle.tree.pool is None:
@@ -134,20 +132,17 @@ def replayed(recording: Recording, ranks: Integers, levels: int, nodes: int) -> 
                 trees += 1
                 drafted += min(levels, room[place])
                 taken += [count[place]] * (room[place] >= levels)
-                place += count[place] + 1
-            else:
-                place += 1
+                place += count[place]
+            place += 1  # the target's own token
     shares = (np.array(taken, dtype=int)[:, None] > np.arange(levels)).mean(0) if taken else np.zeros(levels)
     return Cycles(tokens, forwards, trees, drafted, tuple(shares.clip(min=LEAST).round(4).tolist()))
 
 
 def counted(answers: Sequence[Statistics] | Sequence[Record]) -> tuple[Cycles, float]:
     """The cycles of a decoder's answers, and the mean nodes that a drafting cycle verifies."""
-    counts = [
-        # records made before levels were counted have none
-        (one.new_tokens - 1, one.target_forwards, max(one.draft_levels, one.draft_forwards), one.draft_nodes)
-        for one in answers
-    ]
-    tokens, forwards, levels, nodes = map(sum, zip(*counts, strict=True))
+    tokens, forwards = sum(one.new_tokens - 1 for one in answers), sum(one.target_forwards for one in answers)
+    # records made before levels were counted have none
+    levels = sum(max(one.draft_levels, one.draft_forwards) for one in answers)
+    nodes = sum(one.draft_nodes for one in answers)
     trees = sum(drafted > 0 for one in answers for drafted in one.cycle_nodes)
     return Cycles(tokens, forwards, trees, levels), 1 + nodes / max(trees, 1)

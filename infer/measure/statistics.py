@@ -5,10 +5,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.measure import CONTEXT
-from aerie.infer.measure.record import Asked, AskedPoint, FloatArray, Milliseconds, Record, Sampling, SummaryRow
+from aerie.infer.measure.record import Asked, FloatArray, Milliseconds, Record, Sampling, SummaryRow
 
 Records = Sequence[Record]
 RESAMPLES = 2000
@@ -54,11 +55,11 @@ class Group:
 
 def baselines_of(records: Iterable[Record]) -> dict[Sampling, dict[Any, Record]]:
     """Good answers of the first vanilla row by sampling and prompt_key."""
-    first: dict[Sampling, int] = {}
     baselines: dict[Sampling, dict[Any, Record]] = {}
-    for record in sorted((one for one in records if one.method == VANILLA), key=lambda record: record.row):
-        if first.setdefault(record.sampling, record.row) == record.row and record.status == "ok":
-            baselines.setdefault(record.sampling, {})[record.prompt_key] = record
+    vanilla = (record for record in records if record.method == VANILLA)
+    for sampling, answers in grouped(vanilla, lambda record: record.sampling).items():
+        first = min(record.row for record in answers)
+        baselines[sampling] = {one.prompt_key: one for one in answers if one.row == first and one.status == "ok"}
     return baselines
 
 
@@ -112,14 +113,12 @@ def identity(members: Group) -> SummaryRow:
     first = members.first
     tasks = {record.task for record in members.records}
     # a rule that is not lossless is named as soon as one answer has it, then one that judged drafts
-    good = members.good
-    rules = [record.verify for record in good if "not lossless" in record.verify]
-    rules += [record.verify for record in good if record.draft_nodes] + [record.verify for record in good]
+    telling = min(members.good, key=lambda one: ("not lossless" not in one.verify, not one.draft_nodes), default=first)
     names = ("method", "head", "head_path", "tree", "temperature", "top_k", "top_p")
     return SummaryRow(
         task=first.task if len(tasks) == 1 else ALL_TASKS,
         prompts=len({record.prompt for record in members.records}),
-        verify=(rules or [first.verify])[0],
+        verify=telling.verify,
         **{name: getattr(first, name) for name in names},
     )
 
@@ -137,18 +136,13 @@ def told_apart(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
     return named
 
 
-def members_of(records: Records, point: AskedPoint) -> tuple[Record, ...]:
-    """The answers that a point of a sweep asked."""
-    prompts = set(point.prompts)
-    return tuple(r for r in records if r.row == point.row and r.sampling == point.sampling and r.prompt in prompts)
-
-
 def sweep_rows(records: Records, asked: Asked, seed: int = 0) -> list[SummaryRow]:
     """`sweeps` of summary.json."""
     baselines, rows = baselines_of(records), []
     for point in asked.points:
-        if answers := members_of(records, point):
-            measured = summary_row(Group(answers, baselines.get(point.sampling, {})), seed)
+        answers = [r for r in records if r.row == point.row and r.sampling == point.sampling]
+        if asked_for := tuple(record for record in answers if record.prompt in point.prompts):
+            measured = summary_row(Group(asked_for, baselines.get(point.sampling, {})), seed)
             rows.append(replace(measured, sweep=point.sweep, key=point.key, value=point.value))
     for members in main_groups(records, asked) if asked.contexts else []:
         rows += context_rows(members, asked.contexts, asked.max_context, seed)
@@ -174,13 +168,12 @@ def speedups(pairs: Sequence[tuple[Record, Record]], seed: int = 0) -> dict[str,
         return dict.fromkeys(("speedup", "speedup_ci95", "speedup_mean_per_prompt", "speedup_with_prefill"))
     tokens, _, ms = per_prompt([mine for mine, _ in used]).T
     base_tokens, _, base_ms = per_prompt([base for _, base in used]).T
-    mine, base = (sum(pair[side].new_tokens for pair in pairs) for side in (0, 1))
-    walls = [milliseconds([pair[side] for pair in pairs]).wall for side in (0, 1)]
+    mine, base = (sum(one.new_tokens for one in side) / milliseconds(side).wall for side in zip(*pairs, strict=True))
     return {
         "speedup": float(tokens.sum() * base_ms.sum() / (base_tokens.sum() * ms.sum())),
         "speedup_ci95": interval([tokens, base_ms], [base_tokens, ms], seed),
         "speedup_mean_per_prompt": float(np.mean(tokens * base_ms / (base_tokens * ms))),
-        "speedup_with_prefill": mine / walls[0] / (base / walls[1]),
+        "speedup_with_prefill": mine / base,
     }
 
 
@@ -216,13 +209,11 @@ def tau_difference(records: Records, of: Sequence[int], against: Sequence[int], 
         found = sorted({record.temperature for record in records})
         raise UserError(f"the bench has several samplings; choose one with --temperature: {found}")
     prompts = sorted({record.prompt for record in records if record.row in (*of, *against)})
-    sides = []
-    for rows in (of, against):
-        chosen = [record for record in records if record.row in rows and record.status == "ok"]
-        for row in rows:
-            if sorted({record.prompt for record in chosen if record.row == row}) != prompts or not prompts:
-                raise UserError(f"row {row} of bench.rows (from 0) lacks answers; measure every prompt in all")
-        sides.append(per_prompt(sorted(chosen, key=lambda record: record.prompt))[:, :2])  # [n, 2]
+    good = sorted((record for record in records if record.status == "ok"), key=lambda record: record.prompt)
+    for row in (*of, *against):
+        if not prompts or sorted({record.prompt for record in good if record.row == row}) != prompts:
+            raise UserError(f"row {row} of bench.rows (from 0) lacks answers; measure every prompt in all")
+    sides = [per_prompt([record for record in good if record.row in rows])[:, :2] for rows in (of, against)]  # [n, 2]
     drawn = np.random.default_rng(seed).integers(len(prompts), size=(RESAMPLES, len(prompts)))
     drawn = np.vstack([np.arange(len(prompts)), drawn])  # the prompts themselves first
     tokens_and_forwards = np.stack([side[drawn].sum(1) for side in sides])  # [2, 1 + RESAMPLES, 2]
@@ -240,7 +231,8 @@ def context_rows(members: Group, contexts: Sequence[int], limit: int | None, see
     """
     if members.failed:
         return []
-    repeated = {record.prompt_key: repeats(record.output_ids) for record in members.records}
+    # for each n-gram of an answer, by its start, whether the answer has had it before
+    repeated = {one.prompt_key: pd.Series(ngrams(one.output_ids)).duplicated().tolist() for one in members.records}
     rows = []
     for place, length in enumerate(contexts):
         for span in ("cumulative", "bucket") if limit is None or length <= limit else ():
@@ -290,15 +282,11 @@ def diversity(groups: Sequence[Group]) -> dict[str, Any] | None:
     """Distinct 4-grams of vanilla's greedy answers; null without any."""
     greedy = [one for one in groups if one.first.temperature == 0 and not one.failed and one.first.method == VANILLA]
     for members in greedy[:1]:
-        answers = [record.output_ids for record in members.records]
-        ngrams = [tuple(ids[at : at + NGRAM]) for ids in answers for at in range(len(ids) - NGRAM + 1)]
-        counts = {"distinct_4grams": len(set(ngrams)), "total_4grams": len(ngrams)}
-        return {"method": members.first.method, "answers": len(answers), **counts}
+        every = [ngram for record in members.records for ngram in ngrams(record.output_ids)]
+        counts = {"distinct_4grams": len(set(every)), "total_4grams": len(every)}
+        return {"method": members.first.method, "answers": len(members.records), **counts}
     return None
 
 
-def repeats(answer: Sequence[int], size: int = NGRAM) -> list[bool]:
-    """For each n-gram by its start, whether the answer has had it before."""
-    ngrams = [tuple(answer[start : start + size]) for start in range(len(answer) - size + 1)]
-    first = {ngram: start for start, ngram in reversed([*enumerate(ngrams)])}
-    return [first[ngram] < start for start, ngram in enumerate(ngrams)]
+def ngrams(answer: Sequence[int]) -> list[tuple[int, ...]]:
+    return [tuple(answer[start : start + NGRAM]) for start in range(len(answer) - NGRAM + 1)]

@@ -1,22 +1,21 @@
 """What a bench asks: rows, samplings and prompts. A row that stands in several places is measured once."""
 
 import copy
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import validate
 from aerie.configs.schema.decode import MethodConfig
-from aerie.configs.schema.measure import BenchConfig, SamplingConfig, SweepConfig
+from aerie.configs.schema.measure import BenchConfig, SamplingConfig
 from aerie.infer.measure.record import AskedCell, AskedPoint, Sampling
+from aerie.infer.measure.statistics import grouped
 from aerie.infer.measure.tasks import Prompt
 
 
-@dataclass(frozen=True)
-class Suite:
+class Suite(NamedTuple):
     """The rows of the recipe, behind them those of its sweeps, and what is asked of them."""
 
     rows: tuple[MethodConfig, ...]
@@ -36,24 +35,17 @@ class Suite:
         return asked
 
 
-def prompts_of(sweep: SweepConfig, prompts: Sequence[Prompt]) -> tuple[tuple[str, str], ...]:
-    """(task, prompt_id) of the prompts that a sweep asks."""
-    counts, chosen = Counter[str](), []
-    for prompt in prompts:
-        counts[prompt.task] += 1
-        is_in_task = not sweep.tasks or prompt.task in sweep.tasks
-        if is_in_task and (sweep.num_prompts is None or counts[prompt.task] <= sweep.num_prompts):
-            chosen.append((prompt.task, prompt.prompt_id))
-    return tuple(chosen)
-
-
 def suite_of(bench: BenchConfig, prompts: Sequence[Prompt] = ()) -> Suite:
     rows = list(bench.rows)
     places = [f"bench.rows.{number}" for number in range(len(rows))]
     main = [AskedCell(row, **asdict(sampling)) for sampling in bench.sampling for row in range(len(rows))]
     points: list[AskedPoint] = []
     for number, sweep in enumerate(bench.sweeps):
-        named: dict[str, Any] = {"sweep": sweep.name, "key": sweep.vary, "prompts": prompts_of(sweep, prompts)}
+        meant = [(one.task, one.prompt_id) for one in prompts if not sweep.tasks or one.task in sweep.tasks]
+        by_task = grouped(meant, lambda key: key[0]).values()
+        first = {key for keys in by_task for key in keys[: sweep.num_prompts]}
+        asked = tuple(key for key in meant if key in first)  # in the order of the prompts
+        named: dict[str, Any] = {"sweep": sweep.name, "key": sweep.vary, "prompts": asked}
         for value in sweep.values:
             place = f"bench.sweeps.{number} ({sweep.vary} {value})"
             samplings, varied = sweep.sampling or bench.sampling, [copy.deepcopy(row) for row in sweep.rows]

@@ -122,8 +122,7 @@ def _of_file(path: Path, config: PromptsConfig) -> list[Prompt]:
 
 def _of_task(task: TaskConfig, config: PromptsConfig) -> list[Prompt]:
     count = config.num_prompts if task.num_prompts is None else task.num_prompts
-    rows = read_rows(*source_of(task))
-    questions = (prompt_of(task.name, row.value, row.number, row.place, config) for row in rows)
+    questions = (prompt_of(task.name, row.value, row.number, row.place, config) for row in read_rows(*source_of(task)))
     if task.seed is None and "level" not in TASKS.get(task.name, {}):
         return list(islice(questions, count))
     prompts = list(questions)
@@ -182,9 +181,8 @@ def pinned(config: PromptsConfig) -> PromptsConfig:
 def encode_turn(prompt: Prompt, answers: Sequence[str], tokenizer: Any, target: Target) -> Tensor:
     """Token ids [1, T] of the turn after these answers, with what came before."""
     messages = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
-    for turn, answer in zip_longest(prompt.turns[: len(answers) + 1], answers):
-        messages.append({"role": "user", "content": turn})
-        if answer is not None:
-            messages.append({"role": "assistant", "content": answer})
+    for turn, answer in zip(prompt.turns, answers, strict=False):
+        messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
+    messages.append({"role": "user", "content": prompt.turns[len(answers)]})
     ids = apply_template(tokenizer, messages, tokenize=True, add_generation_prompt=True)
     return torch.tensor([ids], device=target.device)

@@ -27,8 +27,7 @@ Entry = Mapping[str, Any]
 Sums = FloatArray  # [..., m] sums over prompts of a figure's columns
 
 
-@dataclass(frozen=True)
-class Calibration:
+class Calibration(NamedTuple):
     """The tables of one `aerie calibrate`."""
 
     head: str

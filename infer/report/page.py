@@ -16,8 +16,6 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
 from aerie.infer.measure import record as files
 from aerie.infer.measure import statistics
-from aerie.infer.measure.record import SummaryRow
-from aerie.infer.measure.statistics import VANILLA, Group, summary_row, told_apart
 from aerie.infer.report import claims, tables
 from aerie.infer.report.tables import LEVELS, Grid, Line, Rows, label, numeric
 from aerie.model.storage import plainly, write_json, write_text
@@ -68,9 +66,7 @@ def pictures(rows: Rows, details: dict[str, Any], grids: list[Grid], contexts: d
             figures["tuning-costs"] = _costs(tuning["heads"])
         for kind, curves in details["training"]["curves"].items():
             figures[f"training-{kind}"] = _training(curves)
-        for grid in grids:
-            if grid.picture is None:
-                continue
+        for grid in (one for one in grids if one.picture):
             panels = {"tau": (grid.lines, ["tau"])}
             if grid.key == LEVELS:
                 spent = ["draft_forwards", "draft_forwards_wasted"]
@@ -113,9 +109,8 @@ def _figure(
         axes.set_title(title)
         for places, values, colour, style in curves:
             points = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
-            if points:
-                dots = "o" if len(points) < MANY else ""
-                axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker=dots)
+            dots = "o" if len(points) < MANY else ""
+            axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker=dots)  # nothing without points
     every[-1].set_xlabel(xlabel)
     return figure, every
 
@@ -133,7 +128,7 @@ def _bars(rows: Rows, key: str, intervals: Sequence[list[float] | None]) -> Figu
         if value is not None:
             axes.barh(place, value, height=0.42, color=bar)
             text, colour = f"{value:.2f}{unit}", INK
-        if bounds and row.method != VANILLA:
+        if bounds and row.method != statistics.VANILLA:
             axes.plot(bounds, [place, place], color=INK, linewidth=1.3, marker="|", markersize=6)
         axes.annotate(label(row, rows), (0, place), (1, 16), textcoords="offset points", va="center", in_layout=False)
         axes.text(ends[place] + limit * 0.018, place, text, va="center", color=colour, weight="bold", in_layout=False)
@@ -199,10 +194,8 @@ def _laws(laws: Mapping[str, Any]) -> dict[str, Figure]:
     names = {"acceptance": "acceptance", "oracle": "oracle bound", "approximation": f"1 − √({table['c']:g} H)"}
     names["bretagnolle_huber"] = "Bretagnolle–Huber"
     legend = dict(zip(names.values(), (INK, SERIES[1], SERIES[0], SERIES[2]), strict=True))
-    curves: list[Curve] = []
-    for key, name in names.items():
-        values = table["curve"][key]
-        curves.append((np.linspace(0, 100, len(values)), values, legend[name], "-"))
+    percent = np.linspace(0, 100, len(table["curve"]["acceptance"]))
+    curves: list[Curve] = [(percent, table["curve"][key], legend[name], "-") for key, name in names.items()]
     bounds, (axes,) = _figure({"probability": curves}, "laws, by their acceptance probability (%)", legend, 190.0)
     axes.set_ylim(-1.05, 1.05)
     colours = {"accepted": SERIES[1], "rejected": SERIES[0]}
@@ -295,7 +288,7 @@ def _training(curves: Mapping[str, Mapping[str, Any]]) -> Figure:
 SCHEMA, ANALYSIS, TINTS = 1, 2, 4  # of summary.json and details.json, of analysis.json; and of the sample
 
 
-def write_report(bench: Path, calibration: Path, output: Path, facts: dict[str, Any], seed: int) -> list[SummaryRow]:
+def write_report(bench: Path, calibration: Path, output: Path, facts: dict[str, Any], seed: int) -> Rows:
     """Writes every file of the report from two stages' directories; returns the rows over all tasks.
 
     facts: run, commit, target (with `name`), head (with `kind`), hardware and the commands that made the run. Where the
@@ -308,8 +301,8 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: dict[str, 
     asked = _read(bench / files.SUITE, files.Asked)
     asked = asked or files.Asked(tuple(files.AskedCell(one.row, *one.sampling) for one in records))
     groups = statistics.main_groups(records, asked)
-    rows = told_apart([summary_row(members, seed) for members in groups])
-    by_task = [[summary_row(part, seed) for part in members.by_task()] for members in groups]
+    rows = statistics.told_apart([statistics.summary_row(members, seed) for members in groups])
+    by_task = [[statistics.summary_row(part, seed) for part in members.by_task()] for members in groups]
     parts = {at: [replace(row, value=row.task) for row in each] for at, each in enumerate(by_task) if len(each) > 1}
     sweeps = statistics.sweep_rows(records, asked, seed)
     curve, analysis = _read(calibration / "calibration.json"), _read(calibration / "analysis.json")
@@ -359,7 +352,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: dict[str, 
     texts["index.html"] = render(facts, rows, details, suite=suite, drawn=drawn, sample=sample_answer(groups, rows))
     shown = rows
     if asked.by_task:
-        shown = told_apart([row for each in by_task for row in each])
+        shown = statistics.told_apart([row for each in by_task for row in each])
         details["pooled"] = [row.as_dict() for row in rows]
     summary = {
         "schema": SCHEMA,
@@ -407,7 +400,7 @@ def render(facts: Mapping[str, Any], rows: Rows, details: Mapping[str, Any], **p
     return page.replace("<nav></nav>", f"<nav>{links}</nav>")
 
 
-def sample_answer(groups: Sequence[Group], rows: Rows) -> dict[str, Any] | None:
+def sample_answer(groups: Sequence[statistics.Group], rows: Rows) -> dict[str, Any] | None:
     """The answer of median tau of the fastest greedy row that drafts, with (text, tint, title) of each cycle.
 
     The tint, 0 to TINTS, grows with the draft tokens that the cycle kept.
@@ -417,8 +410,7 @@ def sample_answer(groups: Sequence[Group], rows: Rows) -> dict[str, Any] | None:
     usable = [one for at in fastest for one in groups[at].records if one.cycle_texts and one.accepted]
     if not usable:
         return None
-    usable.sort(key=lambda record: statistics.tau([record]) or 0.0)
-    record = usable[len(usable) // 2]
+    record = sorted(usable, key=lambda one: statistics.tau([one]) or 0.0)[len(usable) // 2]
     parts, most = [(record.cycle_texts[0], 0, "the prefill’s token")], max(record.accepted) or 1
     for text, kept, new in zip(record.cycle_texts[1:], record.accepted, record.cycle_tokens, strict=False):
         parts.append((text, math.ceil(TINTS * kept / most), f"{kept} accepted, {new} new"))

@@ -5,10 +5,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 from huggingface_hub import get_local_safetensors_metadata, try_to_load_from_cache
@@ -94,14 +94,9 @@ def lossless(rows: Rows, extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     state = "partial" if failed or lossy else "good"
     if counts["differing"]:
         state = "bad" if counts["differing"] > counts["rounding"] else "rounding"
+    state = state if counts["compared"] else "unknown"
     margin = max((extra["margin"] for extra in extras if extra["margin"] is not None), default=None)
-    return {
-        "margin": margin,
-        "state": state if counts["compared"] else "unknown",
-        **counts,
-        "failed": failed,
-        "lossy": lossy,
-    }
+    return {"margin": margin, "state": state, **counts, "failed": failed, "lossy": lossy}
 
 
 def sampling_text(row: SummaryRow) -> str:
@@ -221,16 +216,14 @@ def csv_table(rows: Rows, sweeps: bool = False) -> str:
     return pd.DataFrame(lines, columns=columns, dtype=object).to_csv(index=False, lineterminator="\n")
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(NamedTuple):
     value: Any
     speedup: float | None
     tau: float | None
     status: str = "published"
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One line of a grid; `value` of each point is its place along the line."""
 
     label: str
@@ -241,13 +234,12 @@ class Line:
         return next((point for point in self.points if point.value == value), None)
 
 
-@dataclass(frozen=True)
-class Grid:
+class Grid(NamedTuple):
     title: str
     lines: tuple[Line, ...]
     values: tuple[Any, ...]
     key: str = ""  # what varies in a sweep
-    picture: str | None = None  # its name
+    picture: str = ""  # its name, if there is one
 
 
 def published(key: str, tasks: Sequence[str]) -> Grid:
@@ -258,18 +250,16 @@ def published(key: str, tasks: Sequence[str]) -> Grid:
             named = [row["model"], row["method"], f"T {row['temperature']}", *([TASKS[task]] if len(tasks) > 1 else [])]
             lines.setdefault(", ".join(named), {})[row["value"]] = row[task]
     values = tuple(dict.fromkeys(value for cells in lines.values() for value in cells))
-    return Grid(
-        key, tuple(Line(name, _published([*cells], [*cells.values()])) for name, cells in lines.items()), values
-    )
+    return Grid(key, tuple(Line(name, _published(cells)) for name, cells in lines.items()), values)
 
 
-def _published(values: Sequence[Any], cells: Sequence[Any]) -> tuple[Published, ...]:
-    """Points of the cells: '2.81/3.92' (speedup and tau), '2.81/', 2.81 or empty."""
+def _published(cells: Mapping[Any, str]) -> tuple[Published, ...]:
+    """Points of the cells by value: '2.81/3.92' (speedup and tau), '2.81/', '2.81' or empty."""
     points = []
-    for value, cell in zip(values, cells, strict=True):
-        speedup, length = (float(text) if text else None for text in f"{cell}/".split("/")[:2])
-        if speedup or length:
-            points.append(Published(value, speedup, length))
+    for value, cell in cells.items():
+        speedup, tau = (float(text) if text else None for text in f"{cell}/".split("/")[:2])
+        if speedup or tau:
+            points.append(Published(value, speedup, tau))
     return tuple(points)
 
 
@@ -306,7 +296,7 @@ def sweep_grids(sweeps: Rows) -> list[Grid]:
     points_of = grouped((point for point in sweeps if point.sweep != CONTEXT), lambda point: str(point.sweep))
     for place, (name, points) in enumerate(points_of.items()):
         values = values_of(points)
-        picture = f"sweep-{place}" if numeric(values) and len(values) > 1 else None
+        picture = f"sweep-{place}" if numeric(values) and len(values) > 1 else ""
         grids.append(Grid(name, sweep_lines(points), values, str(points[0].key), picture))
     return grids
 
@@ -341,7 +331,7 @@ def beside(rows: Rows, parts: Mapping[int, Rows]) -> list[tuple[str, float, Line
     for cells in PAPERS:
         if not cells["key"] or (cells["key"] == LEVELS and cells["value"] in depths):
             name = cells["model"] + (f", {cells['value']} levels" if cells["key"] else "")
-            line = Line(name, _published([*TASKS], [cells[task] for task in TASKS]), cells["source"])
+            line = Line(name, _published({task: cells[task] for task in TASKS}), cells["source"])
             known.setdefault((cells["method"], float(cells["temperature"])), []).append(line)
     shown: dict[tuple[str, float], list[Line]] = {}
     for position, row in enumerate(rows):
