@@ -21,6 +21,7 @@ from aerie.model.storage import read_json
 
 REGISTER = read_yaml(Path(__file__).with_name("claims.yaml"))[0]
 MANY = 100_000  # prompts; what needs more is called no difference
+FEWEST = 6  # prompts that settle anything: five on one side are chance once in 16, more than 5 %
 BATCH = 250  # resamples that are in memory at once
 LEAST, PLACES = 10, 12  # nodes of a point, and points of a tree, in the pictures
 Entry = Mapping[str, Any]
@@ -294,17 +295,19 @@ def judged(claim: Entry, one: Estimate) -> tuple[str, str, int | None]:
     """Verdict, a sentence why, and the prompts whose interval settles it; the rules are those of claims.yaml."""
     low, high, effect = claim.get("at_least", -np.inf), claim.get("at_most", np.inf), claim.get("effect", 0.0)
     is_share, is_inside = claim.get("statistic") == "share", low <= one.value <= high
-    if every := is_share and (low == 1 or high == 0):
+    if is_share and (low == 1 or high == 0):
         if not is_inside:
             return "does not hold", "One counterexample is enough.", None
         if one.prompts > 1:
             return "holds", f"No counterexample on {one.prompts} prompts.", None
+    if one.prompts < FEWEST:
+        return "open", f"Too few prompts: a verdict takes {FEWEST} at least.", FEWEST
     margin = np.float64(effect / 2 or min(abs(one.value - low), abs(one.value - high)))
     with np.errstate(all="ignore"):
         enough = one.prompts * ((one.high - one.low) / 2 / margin) ** 2
         if is_share and one.value in (0, 1):
             enough = np.log(0.025) / np.log1p(-margin)  # the exact interval ends at 0.025 ** (1 / prompts)
-    needed = 2 if every else max(2, ceil(enough)) if enough < MANY else None
+    needed = max(FEWEST, ceil(enough)) if enough < MANY else None
     sides = [(low, f"at least {low:g}"), (high, f"at most {high:g}")]
     within = " and ".join(text for limit, text in sides if np.isfinite(limit))
     if (one.low > low and one.high < high) or (not effect and one.low >= low and one.high <= high):
