@@ -33,7 +33,7 @@ from aerie.model.layers import Kept
 from aerie.model.storage import CALIBRATOR, CONFIG, digests, read_json
 from aerie.model.target import Target, context_of, default_taps, other_weights
 
-UNSURE, DRIFT = 0.3, 0.01  # variance of a text's difficulty before it begins, and what each cycle adds to it
+UNSURE, DRIFT = 1.0, 0.02  # variance of a text's difficulty before it begins, and what each cycle adds to it
 SUREST = 0.98  # chance of a level's draft on any text
 MOST_WAITING = 64  # tokens whose features are kept for the head
 FLOOR = 1e-4  # no token is impossible because a few held-out prompts never had it

@@ -289,7 +289,7 @@ class HeadTuning:
             self.published, *finalists = self.timed(again, self.prompts, "finalists")
             self.choice = self.fixed = min([self.published, *finalists], key=lambda one: one.ms_per_token)
             # `auto` weighs these trees by what all prompts say
-            measured = {one.tree: one for one in finalists}
+            measured = {one.tree: one for one in (self.published, *finalists)}
             self.every = [measured.get(one.tree, one) for one in self.every]
             return
         few = self.prompts[: SEARCH["screening_prompts"]]

@@ -109,8 +109,9 @@ def _figure(
         axes.set_title(title)
         for places, values, colour, style in curves:
             points = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
-            dots = "o" if len(points) < MANY else ""
-            axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker=dots)  # nothing without points
+            if points:  # else matplotlib narrows the axes
+                dots = "o" if len(points) < MANY else ""
+                axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker=dots)
     every[-1].set_xlabel(xlabel)
     return figure, every
 
