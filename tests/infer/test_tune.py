@@ -11,6 +11,7 @@ import yaml
 from torch import Tensor
 
 from aerie.configs.schema.decode import METHODS, MethodConfig
+from aerie.configs.schema.measure import PromptsConfig, TuneConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import Drafters, drafting
 from aerie.infer.measure import replay, tune
@@ -79,6 +80,19 @@ def test_every_rule_and_every_row_of_the_grid_is_a_method_of_its_kind(kind: str)
     ]
     for row in rows:
         assert row.method == "vanilla" or (kind in METHODS[row.method].heads and row.tree is not None)
+
+
+def test_where_tokens_are_sampled_auto_weighs_the_finalists_by_all_prompts(
+    miniature: tuple[Path, Target, list[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads, target, prompts = miniature
+    monkeypatch.setitem(tune.SEARCH, "sampled_prompts", 1)
+    config = TuneConfig(PromptsConfig(max_new_tokens=4), levels=2, k=2, temperature=1.0)
+    made = tune.HeadTuning(target, "eagle1", str(heads / "eagle1"), prompts, config)
+    first = made.every
+    made.try_rules()
+    again = {one.tree for one, before in zip(made.every, first, strict=True) if one is not before}
+    assert again >= {one.tree for one in first[: tune.SEARCH["sampled_finalists"]]}
 
 
 @pytest.mark.slow
