@@ -236,6 +236,8 @@ class AutoConfig(Section, kw_only=True):
     shape: Literal["auto"] = "auto"
     choices: Annotated[tuple[BudgetConfig, ...], Field(min_length=1)]  # `aerie tune` writes them, auto.yaml
     memory: Annotated[float, Field(ge=1)] = 256.0  # cycles without a draft after which a text's difficulty is forgotten
+    unsure: PositiveFloat = 1.0  # variance of a text's difficulty before it begins
+    drift: NonNegativeFloat = 0.02  # what each cycle adds to it; `aerie tune` fits both
     calibrated: Fit | None = None  # read confidences through this fit of `aerie calibrate`
     stop = ConstantConfig()  # each tree has its own
 
@@ -319,8 +321,8 @@ class LookaheadConfig(Section):
 
     @property
     def text(self) -> str:
-        pool = ", pool from the text" if self.pool_from_text else ""
-        return f"N {self.ngram}, W {self.window}, G {self.guesses}{pool}" + (f", seed {self.seed}" if self.seed else "")
+        more = ", pool from the text" * self.pool_from_text + (f", seed {self.seed}" if self.seed else "")
+        return f"N {self.ngram}, W {self.window}, G {self.guesses}{more}"
 
 
 Options = PromptLookupConfig | LookaheadConfig
@@ -441,10 +443,8 @@ class MethodConfig(Section):
 
 
 def check_kind(method: str, kind: str, place: str) -> None:
-    heads = METHODS[method].heads
-    if not heads:
+    if not (heads := METHODS[method].heads):
         raise UserError(f"{place}: {method} needs no head; leave it out")
     if kind not in heads:
         fix = f"give another head, or method {USUAL.get(kind, 'vanilla')}"
-        needed = f"a head of kind {' or '.join(heads)}"
-        raise UserError(f"{place}: {method} drafts with {needed}, and this one is {kind}; {fix}")
+        raise UserError(f"{place}: {method} drafts with a head of kind {' or '.join(heads)}, not {kind}; {fix}")

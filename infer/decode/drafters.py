@@ -40,10 +40,8 @@ class EagleDrafter(Drafter):
             self.forwards += ((self, "_fuse"),)
             self.ids = head.vocabulary.ids
         self._cache = KeyValueCache({}, Kept(0, head.fc.weight.device))  # of the text that `reset` began
-        self._level = 0  # drafted ones
         # the head's states [n, D]: of the last committed slot, and of the rows of the last call
         self._last = self._hidden = torch.empty(0)
-        self._mask = torch.empty(0)  # additive [1, 1, rows of the last call, W]
         self._zero, self._hides = head.fc.weight.new_tensor([0.0, float("-inf")])
 
     def reset(self, prompt: Tensor, kept: Kept, slots: int) -> None:
@@ -64,25 +62,33 @@ class EagleDrafter(Drafter):
         self._last = held(self._last, self._draft(tokens, features, rope, mask, self._cache), last)
 
     def start(self) -> Tensor:
-        self._cache.pending = self._level = 0
+        self._cache.pending = self._level = 0  # drafted slots, and levels of them
         kept, self._hidden = self._cache.kept, self._last
         columns = kept.numbers[None, None, None, : kept.columns.shape[0] + self._slots]
+        # additive [1, 1, rows of the last call, W]
         self._mask = torch.where(columns < kept.behind[:1], self._zero, self._hides)
-        self._ropes = self._table.index_select(1, kept.behind[: self._slots]).split(1, dim=1)  # by level
+        self._ropes = self._table.index_select(1, kept.behind[: self._slots])  # by level
         return self._log_q()
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         places = self._cache.begin(tokens.shape[0])
         # a drafted slot sees all committed slots, the drafted slots that its parent saw, and itself
-        self._mask = self._mask.index_select(2, parents).scatter_(3, places.view(1, 1, -1, 1), 0.0)
-        features, mask = self._hidden.index_select(0, parents), self._mask.narrow(3, 0, self._cache.width)
-        self._hidden = self._draft(tokens, features, self._ropes[self._level], mask, self._cache)
+        self._mask = taken(self._mask, 2, parents).scatter(3, places.view(1, 1, -1, 1), 0.0)
+        features, mask = taken(self._hidden, 0, parents), self._mask.narrow(3, 0, self._cache.width)
+        rope = self._ropes.narrow(1, self._level, 1)
+        self._hidden = self._draft(tokens, features, rope, mask, self._cache)
         self._cache.pending += tokens.shape[0]
         self._level += 1
         return self._log_q()
 
     def _log_q(self) -> Tensor:
         return self._logits(self._hidden).float().log_softmax(-1)
+
+
+def taken(x: Tensor, dim: int, rows: Tensor) -> Tensor:
+    """These of x's rows; of a lone one a view."""
+    sizes = [len(rows) if at == dim else -1 for at in range(x.ndim)]
+    return x.index_select(dim, rows) if x.shape[dim] > 1 else x.expand(sizes)
 
 
 def held(state: Tensor, rows: Tensor, last: Tensor | None) -> Tensor:
@@ -105,7 +111,6 @@ class MedusaDrafter(Drafter):
     def __init__(self, head: Any, target: Target | None = None) -> None:
         self.head, self.max_levels, self.forwards = head, head.config.num_heads, ((head, "forward"),)
         self._feature = self._log_q = torch.empty(0)  # [1, D]; [num_heads, 1, V]
-        self._level = 0
 
     def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
         self._feature = held(self._feature, features, last)
@@ -130,7 +135,6 @@ class HydraDrafter(Drafter):
         # the target may span several devices
         self._embedding = target.vocab.embedding.to(target.device)
         self._cache: KeyValueCache | None = None  # of the prefix layer
-        self._level = 0
         self._state = self._root = torch.empty(0)  # [1, D]; the root's embedding [1, D]
         self._embeddings = torch.empty(0)  # [rows of the last call, (level + 1) * D]
 
@@ -172,7 +176,6 @@ class BlockDrafter(Drafter):
         self.max_positions = config.max_position_embeddings
         self.forwards = ((self, "_draft"), (self, "_target_logits"), (self, "_fuse"), (head, "correct"))
         self._cache = KeyValueCache({}, Kept(0, target.device))  # of the text that `reset` began
-        self._level = 0
         self._text = torch.zeros(config.markov_order, dtype=torch.long, device=target.device)  # its last tokens
         self._paths = torch.empty(0)  # [rows of the last call, n]: the last tokens down to each
         self._back = torch.arange(1, config.markov_order + 1, device=target.device)

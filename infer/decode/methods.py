@@ -1,6 +1,6 @@
 """From a method's name and a head's directory to the proposer that drafts with them, and the head's calibrator."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -33,7 +33,6 @@ from aerie.model.layers import Kept
 from aerie.model.storage import CALIBRATOR, CONFIG, digests, read_json
 from aerie.model.target import Target, context_of, default_taps, other_weights
 
-UNSURE, DRIFT = 1.0, 0.02  # variance of a text's difficulty before it begins, and what each cycle adds to it
 SUREST = 0.98  # chance of a level's draft on any text
 MOST_WAITING = 64  # tokens whose features are kept for the head
 FLOOR = 1e-4  # no token is impossible because a few held-out prompts never had it
@@ -109,11 +108,48 @@ class Drafters:
         return DRAFTERS[kind](module, self.target)
 
 
+class Difficulty:
+    """A text's difficulty b [..]: it is taken from the logit of the chance that a level's draft is accepted, given the
+    level above (Rasch's model), and followed by a Kalman filter's steps.
+    """
+
+    def __init__(self, unsure: Any, drift: Any) -> None:
+        """unsure, drift [..]: the variance of b before the text begins, and what each cycle adds to it."""
+        self.variance, self.drift, self.b = np.array(unsure, dtype=float), drift, np.zeros(np.shape(unsure))
+
+    def pass_cycle(self) -> None:
+        self.variance = self.variance + self.drift
+
+    def learn(self, logits: NDArray[np.float64], accepted: int) -> Any:
+        """After a draft; logits [levels] are for b = 0. The log likelihood [..] of how much of it was accepted."""
+        chances = expit(logits[: accepted + 1] - self.b[..., None])  # [.., levels tried]
+        refused, losses = accepted < len(logits), 1.0 - chances
+        # the slope of the log likelihood is what was refused beyond expectation, its curvature c (1 - c)
+        self.variance = self.variance / (1.0 + self.variance * (chances * losses).sum(-1))
+        self.b = self.b + self.variance * (refused - losses.sum(-1))
+        return np.log(chances[..., :accepted]).sum(-1) + np.log(losses[..., accepted:]).sum(-1)
+
+
+def likeliest(
+    logits: NDArray[np.float64], texts: Iterable[Iterable[int]], tried: Sequence[tuple[float, float]]
+) -> tuple[float, float]:
+    """The (unsure, drift) of those tried under which drafts of one tree were accepted as they were.
+
+    logits [levels] are of a text of difficulty 0; texts: how many tokens of each text's drafts were accepted, in order.
+    """
+    total, (unsure, drift) = np.zeros(len(tried)), np.array(tried).T
+    for taken in texts:
+        text = Difficulty(unsure, drift)
+        for count in taken:
+            text.pass_cycle()
+            total += text.learn(logits, count)
+    return tried[int(total.argmax())]
+
+
 class Auto(Drafting):
     """Grows that one of some trees, or none, from which the text so far lets expect the most tokens a second.
 
-    A text's difficulty b is taken from the logit of the chance that a level's draft is accepted, given the level above
-    (Rasch's model), and followed by a Kalman filter's steps. Past cycles alone decide: drawn children keep their law.
+    Past cycles alone decide: drawn children keep their law.
     """
 
     def __init__(self, drafter: Drafter, config: AutoConfig, calibrate: Calibrate) -> None:
@@ -124,6 +160,7 @@ class Auto(Drafting):
         # room for any of the trees
         self.max_nodes, self.draft_slots = (max(map(attrgetter(of), grown)) for of in ("max_nodes", "draft_slots"))
         self.is_chain, self.levels = all(shape.is_chain for shape in grown), 0
+        self._unsure, self._drift = config.unsure, config.drift
         self._keep, self._ms = 1.0 - 1.0 / config.memory, np.array([choice.ms for choice in config.choices])
         self._logits = np.full((len(trees), config.levels), -np.inf)  # of a text of difficulty 0, by choice and level
         for row, choice in zip(self._logits, config.choices, strict=True):
@@ -137,11 +174,11 @@ class Auto(Drafting):
         self.is_fixed = self.grows_fixed = self.commits_fixed = False
         self._kept = kept
         self._waiting: list[tuple[Tensor, Tensor]] = []  # of cycles without a draft, which need no head
-        self._difficulty, self._variance = 0.0, UNSURE
+        self._text = Difficulty(self._unsure, self._drift)
         self._plain = self._choose(self._logits.shape[1]) is None  # then the head does not read the prompt either
 
     def _choose(self, max_levels: int) -> Shape | None:
-        expected = expected_tokens(self._logits[:, :max_levels] - self._difficulty)
+        expected = expected_tokens(self._logits[:, :max_levels] - self._text.b)
         # levels beyond what is left of the answer are worth nothing
         self._chosen = int((expected / self._ms).argmax())
         return self.shapes[self._chosen]
@@ -171,16 +208,11 @@ class Auto(Drafting):
         super().learn(new, cycle)
         if cycle is None:
             return
-        accepted, levels = cycle.verdict.accepted, cycle.tree.levels
-        self._variance += DRIFT
-        if levels:
-            tried = self._logits[self._chosen, : min(accepted + 1, levels)]
-            # the slope of the log likelihood is what was refused beyond expectation, its curvature c (1 - c)
-            chances = expit(tried - self._difficulty)
-            self._variance /= 1.0 + self._variance * float((chances * (1.0 - chances)).sum())
-            self._difficulty += self._variance * float((accepted < levels) - (1.0 - chances).sum())
+        self._text.pass_cycle()
+        if levels := cycle.tree.levels:
+            self._text.learn(self._logits[self._chosen, :levels], cycle.verdict.accepted)
         else:  # nothing was learnt, and a small draft is tried again before long
-            self._difficulty *= self._keep
+            self._text.b *= self._keep
 
 
 def step_logits(survival: Sequence[float]) -> NDArray[np.float64]:

@@ -202,7 +202,12 @@ def race(law: Tensor, generator: torch.Generator) -> Tensor:
 
 def draw(law: Tensor, generator: torch.Generator) -> Tensor:
     """One token [N] from each row of law [N, V], which need not be normalised."""
-    return race(law, generator).argmax(-1)
+    if law.device.type != "cpu":
+        return race(law, generator).argmax(-1)
+    # one number for a row, where a race takes one for each token; float64, as tokens may be rarer than 2**-24
+    cumulative = law.cumsum(-1, dtype=torch.float64)
+    uniform = torch.rand(len(law), 1, generator=generator, dtype=torch.float64) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, uniform, right=True)[:, 0]
 
 
 def distinct_draws(law: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from aerie.configs.schema.decode import Choice, DynamicConfig, OneTree, StaticConfig
 from aerie.infer.decode.cache import TargetStep
-from aerie.infer.decode.sampling import Sampler, argmax, draw_children, race
+from aerie.infer.decode.sampling import Sampler, argmax, draw, draw_children, race
 from aerie.infer.decode.stop import STOPS, Growing, Stop, StopRead, last_of, on_device
 from aerie.infer.decode.tree import Level, Pool, Proposal, Rule, Tree, ancestors, root_only, zeros
 from aerie.infer.decode.verify import Verdict
@@ -105,24 +105,25 @@ class StaticTree(Shape):
         form, nodes = _form(self.choices, log_q.shape[-1], root.device)
         levels, ended, watched = min(len(form), max_levels), False, keep or type(self.stop) is not Stop
         sampled = self.draws and sampler.decoding.do_sample
-        certain = above = torch.zeros(1, device=root.device)  # log survival of the expanded nodes
+        certain = above = zeros(1, root.device)  # log survival of the expanded nodes
         laws: list[Tensor] = []
         grown: list[Level] = []
-        for depth, (expanded, rows, places, inner, width) in enumerate(form[:levels], start=1):
+        for depth, (expanded, rows, places, inner, parents, width) in enumerate(form[:levels], start=1):
             law = sampler.law(log_q) if sampled else log_q
             if sampled and self.children == "sampled":  # what is less has no exact ratio in float32; q may be any law
                 law = F.threshold(law, 1e-30, 0.0)
-            if sampled and self.children == "replaced" and not self.is_chain:  # of one child both are the same
+            if width == 1:
+                columns = (draw(law, sampler.generator) if sampled else argmax(law))[:, None]
+            elif sampled and self.children == "replaced":
                 columns = law.multinomial(width, replacement=True, generator=sampler.generator)
             else:
-                score = race(law, sampler.generator) if sampled else law
-                columns = argmax(score)[:, None] if width == 1 else score.topk(width).indices
-            chances = law.gather(-1, columns).take(places)  # [n] of [rows, width]
+                columns = (race(law, sampler.generator) if sampled else law).topk(width).indices
+            chances = picked(law.gather(-1, columns).flatten(), places)  # [n] of [rows, width]
             confidence = self.calibrate(chances.log() if sampled else chances)
-            survival = above.index_select(0, rows) + confidence
-            tokens = drafter.target_ids(columns.take(places))
+            survival = picked(above, rows) + confidence
+            tokens = drafter.target_ids(picked(columns.flatten(), places))
             # the frontier: nodes that have children in the form, the best first where a stop rule or a pool asks
-            best_first = above = survival.index_select(0, inner)
+            best_first = above = picked(survival, inner)
             frontier = inner
             if watched and len(inner) > 1:
                 best_first, order = above.sort(descending=True, stable=True)
@@ -132,39 +133,44 @@ class StaticTree(Shape):
             ended = depth < levels and self.stop.ends(grown[-1])
             if depth == levels or ended:
                 break
-            log_q = drafter.step(tokens.index_select(0, inner), rows.index_select(0, inner))
+            log_q = drafter.step(picked(tokens, inner), parents)
         token = torch.cat([root, *(level.tokens for level in grown)])  # [N]
         scores = [certain, *(level.confidence for level in grown), certain, *(level.survival for level in grown)]
         confidence, survival = torch.cat(scores).view(2, -1)
-        count, proposal = len(token), None
+        count, depth, proposal = len(token), len(grown), None
         parents, depths, mask, law_of, above_of = (part[:count] for part in nodes)
         mask = mask[:, :count]
-        kept = torch.arange(count, device=root.device)
+        kept = _rows(count, 1, root.device)
         if sampled:
             rule: Rule = "R1" if self.is_chain else "R3" if self.children == "sampled" else "R4"
             # where the processors leave fewer tokens than a node has children, the rest is dropped: one synchronisation
             if not self.is_chain:
                 kept = (survival > float("-inf")).nonzero()[:, 0]
-            q = torch.cat(laws)
-            # a leaf's law is not read
+            q, law_of = torch.cat(laws), picked(law_of, kept)
+            law_of = law_of if depth == len(form) else law_of.clamp(max=len(q) - 1)  # a leaf's law is not read
             known = above_of if len(kept) == count else None
-            proposal = Proposal(rule, q[law_of[kept].clamp(max=len(q) - 1)], drafter.ids, known)
+            proposal = Proposal(rule, q.index_select(0, law_of), drafter.ids, known)
             if len(kept) < count:
                 node = torch.zeros_like(parents).scatter_(0, kept, torch.arange(len(kept), device=root.device))
                 parents, mask = node[parents[kept]], mask[kept][:, kept]
                 token, depths, confidence, survival = (part[kept] for part in (token, depths, confidence, survival))
         pool = self._pool(grown, drafter, ended, kept, reranked=False) if keep else None
-        depth = len(grown)
         return Tree(token, parents, depths, mask, confidence, survival, depth, depth, proposal, pool=pool)
+
+
+def picked(x: Tensor, places: Tensor) -> Tensor:
+    """x [n, ..] at ascending places [m]; where m is n, these are all."""
+    return x if len(places) == len(x) else x.index_select(0, places)
 
 
 @cache
 def _form(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) -> tuple[list[Any], list[Any]]:
-    """By level: expanded [rows], rows [n], places [n], inner [m], width. Of all N nodes: parents, depth, mask, laws;
-    and the parents on the host.
+    """By level: expanded [rows], rows [n], places [n], inner [m], parents [m], width. Of all N nodes: parents, depth,
+    mask, laws; and the parents on the host.
 
     expanded: the nodes of the level above that have children; rows: which of these each node stands below;
-    width: how many children are found per row; places: row * width + rank; inner: which nodes have children.
+    width: how many children are found per row; places: row * width + rank; inner: which nodes have children, parents:
+    the rows of these.
     laws [N]: the number of the law that a node's children come from, 0 for a leaf.
     """
     nodes: list[Choice] = [(), *(choice for choice in choices if max(choice) < vocab_size)]
@@ -177,7 +183,8 @@ def _form(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) ->
         width = 1 + max(node[-1] for node in here)
         places = tensor([above.index(node[:-1]) * width + node[-1] for node in here])
         inner = tensor([place for place, node in enumerate(here) if node in with_children])
-        levels.append((tensor([*map(nodes.index, above)]), places // width, places, inner, width))
+        rows = places // width
+        levels.append((tensor([*map(nodes.index, above)]), rows, places, inner, rows[inner], width))
     above_of = tuple(nodes.index(node[:-1]) for node in nodes)
     parents = tensor(above_of)
     law_of = tensor([expanded.index(node) if node in with_children else 0 for node in nodes])

@@ -91,12 +91,12 @@ def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Tensor:
     # a node is refused unless its parent took its rank; the root, which is never refused, stands for no child
     node = families.children.gather(1, rank[:, None])[:, 0] * is_taken
     blocks, order = _path_first(tree, torch.ones_like(tree.tokens, dtype=torch.bool).scatter_(0, node, 0))
-    length = (blocks == 0).sum(0, keepdim=True)
-    last = order.index_select(0, length - 1)
+    at = (blocks[1:] == 0).sum(0, keepdim=True)  # of the last node of the path
+    last = order.index_select(0, at)
     is_inner, row = (families.inner == last).byte().max(0, keepdim=True)
     end = end.index_select(0, row) * is_inner  # a leaf has refused nothing
     law = left_of(p.index_select(0, last), q.index_select(0, last), end)
-    return _ending_with(tree, blocks, order, length, draw(law, generator))
+    return _ending_with(tree, blocks, order, at, draw(law, generator))
 
 
 def acceptance(tree: Tree, p: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ def accept_typical(tree: Tree, p: Tensor, config: TypicalConfig) -> Tensor:
     score = tree.mask.to(log_p.dtype) @ log_p  # [N] log p of the path
     last = torch.where(depth == depth.max(), score, float("-inf")).argmax(0, keepdim=True)
     blocks, order = _path_first(tree, ~tree.mask.index_select(0, last)[0])
-    return _ending_with(tree, blocks, order, tree.depth.index_select(0, last) + 1, p.index_select(0, last).argmax(-1))
+    return _ending_with(tree, blocks, order, tree.depth.index_select(0, last), p.index_select(0, last).argmax(-1))
 
 
 def _path_first(tree: Tree, refused: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,9 +220,9 @@ def _path_first(tree: Tree, refused: Tensor) -> tuple[Tensor, Tensor]:
     return blocks[: tree.levels + 1], order[: tree.levels + 1]
 
 
-def _ending_with(tree: Tree, blocks: Tensor, order: Tensor, length: Tensor, bonus: Tensor) -> Tensor:
+def _ending_with(tree: Tree, blocks: Tensor, order: Tensor, at: Tensor, bonus: Tensor) -> Tensor:
     written = tree.tokens.index_select(0, order).roll(-1)
-    return _judged(tree, blocks, order, written.index_copy_(0, length - 1, bonus))
+    return _judged(tree, blocks, order, written.index_copy_(0, at, bonus))
 
 
 def _judged(tree: Tree, *rows: Tensor) -> Tensor:

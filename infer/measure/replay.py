@@ -1,6 +1,6 @@
 """Drafts recorded once at every place of some answers, and the cycles that any fixed tree would have made of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from aerie.infer.measure.record import Record
 from aerie.model.target import Target
 
 Integers = NDArray[np.int64]
-LEAST = 1e-3  # no survival is nil because a few answers never had it
 
 
 class Recording(NamedTuple):
@@ -109,7 +108,8 @@ class Cycles:
     target_forwards: int
     draft_trees: int  # cycles that drafted (the last token of an answer may need no draft)
     draft_levels: int
-    survival: tuple[float, ...] = field(default=(), compare=False)  # of a replay: how often d tokens were taken
+    # of a replay, by answer: how many drafted tokens each cycle with room for a whole tree accepted
+    taken: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
 
     @property
     def tau(self) -> float:
@@ -120,22 +120,35 @@ def replayed(recording: Recording, ranks: Integers, levels: int, nodes: int) -> 
     """The cycles of a tree of these levels and nodes, from the path_ranks of its k."""
     accepted = np.logical_and.accumulate(ranks < nodes - 1, axis=1).sum(1)  # [P] drafted tokens at each place
     tokens = forwards = trees = drafted = 0
-    taken: list[int] = []  # by the cycles with room for a whole tree
+    taken: list[tuple[int, ...]] = []
     for number in np.unique(recording.answer):
         places = recording.answer == number
         count, room = accepted[places].tolist(), recording.room[places].tolist()
-        place, end = 0, int(recording.left[places][0])
+        place, end, whole = 0, int(recording.left[places][0]), list[int]()
         tokens += end
         while place < end:
             forwards += 1
             if place < len(count):
                 trees += 1
                 drafted += min(levels, room[place])
-                taken += [count[place]] * (room[place] >= levels)
+                whole += [count[place]] * (room[place] >= levels)
                 place += count[place]
             place += 1  # the target's own token
-    shares = (np.array(taken, dtype=int)[:, None] > np.arange(levels)).mean(0) if taken else np.zeros(levels)
-    return Cycles(tokens, forwards, trees, drafted, tuple(shares.clip(min=LEAST).round(4).tolist()))
+        taken.append(tuple(whole))
+    return Cycles(tokens, forwards, trees, drafted, tuple(taken))
+
+
+def survival(drafts: Iterable[tuple[int, Sequence[int]]], levels: int) -> tuple[float, ...]:
+    """By level, the share of drafts of which at least so many tokens are accepted, from what is known of each level.
+
+    drafts: of each text their levels, and how many tokens each cycle accepted. Nothing is sure, and nothing impossible.
+    """
+    went, tried = np.full(levels, 0.5), np.ones(levels)
+    for most, taken in drafts:
+        depths, counts = np.arange(min(most, levels)), np.array(taken, dtype=int)[:, None]
+        went[: len(depths)] += (counts > depths).sum(0)
+        tried[: len(depths)] += (counts >= depths).sum(0)
+    return tuple((went / tried).cumprod().clip(min=1e-6).round(6).tolist())
 
 
 def counted(answers: Sequence[Statistics] | Sequence[Record]) -> tuple[Cycles, float]:

@@ -31,11 +31,11 @@ from aerie.configs.schema.measure import BenchConfig, SamplingConfig, TuneConfig
 from aerie.data.stage import bar
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
 from aerie.infer.decode.graphs import cycle_of
-from aerie.infer.decode.methods import Drafters, calibrate_of, drafting, expected_tokens, step_logits
+from aerie.infer.decode.methods import Drafters, calibrate_of, drafting, expected_tokens, likeliest, step_logits
 from aerie.infer.decode.shape import Drafter
 from aerie.infer.measure.bench import Bench, describe, make_decoders, run
 from aerie.infer.measure.record import RECORDS
-from aerie.infer.measure.replay import Cycles, counted, path_ranks, record, replayed
+from aerie.infer.measure.replay import Cycles, counted, path_ranks, record, replayed, survival
 from aerie.infer.measure.statistics import group, speedups, summary_row
 from aerie.infer.measure.tasks import check_sources, encode_turn, load_prompts
 from aerie.model.hub import head_directory
@@ -122,6 +122,13 @@ def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Tensor], n
     return Costs(draft, by_nodes, per_cycle(drafting_answers, "commit", "other"), cycle_ms(plain))
 
 
+def whole_drafts(answer: Statistics) -> list[int]:
+    """How many drafted tokens each cycle with a whole tree accepted: the last trees of an answer are short."""
+    most = max(answer.cycle_nodes, default=0)
+    pairs = zip(answer.accepted, answer.cycle_nodes, strict=True)
+    return [count for count, nodes in pairs if 0 < nodes == most]
+
+
 @dataclass(frozen=True)
 class Prediction:
     """What a method's tree is predicted to do."""
@@ -132,7 +139,6 @@ class Prediction:
     ms_per_token: float
     speedup: float
     cycle_ms: float = 0.0  # of a whole tree, as priced; 0: unknown
-    survival: tuple[float, ...] = ()  # as in Cycles
 
 
 def check_apart(config: TuneConfig) -> None:
@@ -200,6 +206,8 @@ class HeadTuning:
         self.rules: list[Prediction] = []
         self.fixed: Prediction | None = None  # the best tree without a rule, timed as it is; null: nothing was timed
         self.drift = 1.0  # timed over priced, of fixed trees
+        # of trees that were replayed or timed, by answer: how many drafted tokens each cycle with a whole tree accepted
+        self.taken = dict[GrownConfig, Sequence[Sequence[int]]]()
         if config.temperature > 0:
             few, new = prompts[: SEARCH["sampled_prompts"]], config.prompts.max_new_tokens
             self.costs = measure_costs(target, self.drafter, prompts, new)
@@ -237,7 +245,7 @@ class HeadTuning:
     def predicted(self, method: Method, tree: GrownConfig, total: Cycles, nodes: float) -> Prediction:
         ms = self.costs.price(total, tree.k, nodes) / max(total.tokens, 1)
         whole = self.costs.price(Cycles(0, 1, 1, tree.levels), tree.k, nodes)
-        return Prediction(method, tree, total.tau, ms, self.costs.plain / ms, whole, total.survival)
+        return Prediction(method, tree, total.tau, ms, self.costs.plain / ms, whole)
 
     def replay(self, trees: Iterable[GrownConfig]) -> list[Prediction]:
         """Fixed trees, the fastest first; those of the same levels and k must follow each other."""
@@ -246,6 +254,7 @@ class HeadTuning:
             ranks = path_ranks(self.recording, levels, k)
             for tree in alike:
                 total = replayed(self.recording, ranks, levels, tree.nodes)
+                self.taken[tree] = total.taken
                 predictions.append(self.predicted(method_of(self.kind, tree), tree, total, tree.nodes))
         return sorted(predictions, key=lambda one: one.ms_per_token)
 
@@ -265,17 +274,12 @@ class HeadTuning:
         decoders = [SpeculativeDecoder(self.target), *(self.decoder(tree) for _, tree in tried)]
         new = self.config.prompts.max_new_tokens
         plain, *others = in_turns(decoders, prompts, 1, name, new, self.config.temperature)
+        self.taken |= {tree: [*map(whole_drafts, answers)] for (_, tree), answers in zip(tried, others, strict=True)}
         predictions = []
         for (method, tree), answers in zip(tried, others, strict=True):
             tau, dear = counted(answers)[0].tau, cycle_ms(answers) / cycle_ms(plain)
-            taken = np.array(
-                [count for one in answers for count, nodes in zip(one.accepted, one.cycle_nodes, strict=True) if nodes]
-            )
-            survival = tuple(
-                (((taken >= depth).sum() + 0.5) / (len(taken) + 1)).item() for depth in range(1, tree.levels + 1)
-            )
             ms = dear * self.costs.plain
-            predictions.append(Prediction(method, tree, tau, ms / tau, tau / dear, ms, survival))
+            predictions.append(Prediction(method, tree, tau, ms / tau, tau / dear, ms))
         return predictions
 
     def try_rules(self) -> None:
@@ -324,14 +328,29 @@ class HeadTuning:
 
     def auto(self) -> AutoConfig:
         """The trees that are the best ones for texts of some difficulty, as `Auto` has it, and none."""
-        best: dict[GrownConfig, BudgetConfig] = {}
+        trees, ms = [one.tree for one in self.every], np.array([one.cycle_ms for one in self.every]) / self.drift
+        if self.config.temperature > 0:  # a few timed answers of one chain say less than that all levels cost the same
+            chains = [place for place, tree in enumerate(trees) if isinstance(tree, ChainConfig)]
+            levels = [trees[place].levels for place in chains]
+            ms[chains] = np.polyval(np.polyfit(levels, ms[chains], min(1, len(chains) - 1)), levels)
+        best, shares = dict[GrownConfig, BudgetConfig](), list(map(self.survival, trees))
+        logits = list(map(step_logits, shares))
         lowest, highest = SEARCH["difficulties"]
-        logits = [step_logits(one.survival) for one in self.every]
         for difficulty in np.linspace(lowest, highest, 25):
-            tokens = [expected_tokens(each - difficulty) for each in logits]
-            one, _ = max(zip(self.every, tokens, strict=True), key=lambda pair: pair[1] / pair[0].cycle_ms)
-            best[one.tree] = BudgetConfig(round(one.cycle_ms / self.drift, 3), one.tree, one.survival)
-        return AutoConfig(choices=(BudgetConfig(round(self.costs.plain, 3)), *best.values()))
+            tokens = np.array([expected_tokens(each - difficulty) for each in logits])
+            place = int((tokens / ms).argmax())
+            best[trees[place]] = BudgetConfig(round(float(ms[place]), 3), trees[place], shares[place])
+        assert self.fixed is not None
+        tree, tried = self.fixed.tree, [*product(SEARCH["unsure"], SEARCH["drifts"])]
+        unsure, drift = likeliest(step_logits(self.survival(tree)), self.taken[tree], tried)
+        choices = (BudgetConfig(round(self.costs.plain, 3)), *best.values())
+        return AutoConfig(choices=choices, unsure=unsure, drift=drift)
+
+    def survival(self, tree: GrownConfig) -> tuple[float, ...]:
+        """As BudgetConfig has it; of chains from all of them, as a level's token knows nothing of those below it."""
+        is_chain = isinstance(tree, ChainConfig)
+        alike = [one for one in self.taken if isinstance(one, ChainConfig)] if is_chain else [tree]
+        return survival([(one.levels, each) for one in alike for each in self.taken[one]], tree.levels)
 
     def facts(self) -> dict[str, Any]:
         """tune.json's entry of this head."""

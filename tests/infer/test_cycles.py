@@ -55,7 +55,7 @@ def test_a_nodes_acceptance_is_its_share_among_many_verdicts_over_the_very_same_
     head = EagleDrafter(make_head(target, scale=3.0), target)
     cycles: list[Cycle] = []
     SpeculativeDecoder(target, drafting(head, RULES[rule])).generate(
-        torch.tensor([[1, 5, 3]]), temperature=1.3, top_k=0, top_p=0.95, max_new_tokens=12,
+        torch.tensor([[1, 5, 3]]), temperature=1.3, top_k=0, top_p=0.95, max_new_tokens=40,
         generator=torch.Generator().manual_seed(4), on_cycle=cycles.append,
     )  # fmt: skip
     # the cycle whose root's children are least sure to be accepted or refused

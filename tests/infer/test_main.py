@@ -104,7 +104,7 @@ WRONG: list[tuple[str, str, str | None]] = [  # a command line, the message, the
      "--method svip --head {root}/run/heads/eagle3"),
     (f"bench {ROWS.format('method: medusa, tree: {choices: {root}/deep.yaml}')}", "bench.rows.1: tree: is 3",
      ROWS.format("method: medusa, tree: {choices: {root}/shallow.yaml}")),
-    (f"bench {ROWS.format('method: eagle2, head: {root}/run/heads/eagle3')}", "of kind eagle1, and this one is eagle3",
+    (f"bench {ROWS.format('method: eagle2, head: {root}/run/heads/eagle3')}", "of kind eagle1, not eagle3",
      ROWS.format("method: eagle3, head: {root}/run/heads/eagle3")),
     ("generate --head {root}/run/heads/eagel1", "did you mean {root}/run/heads/eagle1?", None),
     ("generate --promt hi", "--promt: unknown option; did you mean --prompt?", None),

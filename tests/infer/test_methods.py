@@ -160,7 +160,7 @@ def test_heads_are_found_by_their_kind(tmp_path: Path) -> None:
     assert find_head(named, heads, "eagle1", None, "x") == str(tmp_path / "lm")
     with pytest.raises(UserError, match=r"x: sps drafts with a head of kind draft_lm, and .*draft_lm holds none"):
         find("sps")
-    with pytest.raises(UserError, match="sps drafts with a head of kind draft_lm, and this one is eagle1"):
+    with pytest.raises(UserError, match="sps drafts with a head of kind draft_lm, not eagle1"):
         find("sps", given=heads / "eagle1")
     with pytest.raises(UserError, match="holds no head"):
         kind_at(tmp_path / "nowhere")

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from scipy.stats import chisquare
 from transformers import GenerationConfig
 
 from aerie.configs.errors import UserError
-from aerie.infer.decode.sampling import Sampler, distinct_draws, resolve
+from aerie.infer.decode.sampling import Sampler, distinct_draws, draw, resolve
 from aerie.infer.decode.tree import Tree, ancestors
 from tests import tiny
 from tests.infer.laws import node_paths
@@ -121,6 +122,14 @@ def test_settings_that_are_not_applied_or_out_of_range_are_refused_by_name(setti
 def test_settings_without_effect_and_neutral_ones_are_taken() -> None:
     settings: dict[str, Any] = {"num_beams": 1, "no_repeat_ngram_size": 0, "repetition_penalty": 1.0, "max_length": 20}
     assert resolve(GenerationConfig(use_cache=False, suppress_tokens=[], **settings)) == resolve(GenerationConfig())
+
+
+def test_draws_have_their_rows_law_and_none_is_impossible() -> None:
+    laws = torch.tensor([[0.0, 5.0, 0.0, 3.0, 2.0, 0.0], [0.0, 0.0, 0.0, 0.0, 1e-30, 0.0]])
+    tokens = draw(laws.repeat(20_000, 1), torch.Generator().manual_seed(5)).view(-1, 2)
+    counts = tokens[:, 0].bincount(minlength=6)
+    assert counts[[0, 2, 5]].sum() == 0 and chisquare(counts[[1, 3, 4]], 20_000 * laws[0, [1, 3, 4]] / 10).pvalue > 1e-3
+    assert bool((tokens[:, 1] == 4).all())
 
 
 def test_distinct_draws_have_the_law_of_draws_without_replacement_in_order() -> None:

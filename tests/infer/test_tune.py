@@ -2,18 +2,21 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from scipy.special import expit, logit
 from torch import Tensor
 
 from aerie.configs.schema.decode import METHODS, MethodConfig
 from aerie.configs.schema.measure import PromptsConfig, TuneConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import Drafters, drafting
+from aerie.infer.decode.methods import Drafters, drafting, likeliest, step_logits
 from aerie.infer.measure import replay, tune
 from aerie.infer.measure.lossless import VOCABULARY, write_miniature
 from aerie.model.target import Target
@@ -45,7 +48,8 @@ def test_a_replay_counts_what_the_decoder_does(miniature: tuple[Path, Target, li
         answers = [decoder.generate(ids, max_new_tokens=NEW, do_sample=False).statistics for ids in prompts]
         real, _ = replay.counted(answers)
         if k in (1, K):  # a chain, or as wide as the recording: exactly
-            assert ours == real and abs(1 + sum(ours.survival) - real.tau) < 0.5  # the last trees of an answer are cut
+            shares = replay.survival([(levels, each) for each in ours.taken], levels)
+            assert ours == real and abs(1 + sum(shares) - real.tau) < 0.5  # the last trees of an answer are cut
         else:  # narrower: to a cycle an answer, and never overrated
             assert ours.tokens == real.tokens and 0 <= ours.target_forwards - real.target_forwards <= len(prompts)
 
@@ -56,7 +60,7 @@ def test_predictions_are_prices_of_cycles_and_dear_nodes_make_small_trees(miniat
     assert COSTS.price(replay.Cycles(6, 3, 2, 3), 2, 6) == pytest.approx(expected)
     heads, target, prompts = miniature
     made = object.__new__(tune.HeadTuning)
-    made.kind, made.costs = "eagle1", COSTS
+    made.kind, made.costs, made.taken = "eagle1", COSTS, {}
     made.recording = replay.record(target, Drafters(target).of(str(heads / "eagle1")), prompts, 2, 2, NEW)
     sizes = []
     for ms in (10.0, 900.0):
@@ -93,6 +97,22 @@ def test_where_tokens_are_sampled_auto_weighs_the_finalists_by_all_prompts(
     made.try_rules()
     again = {one.tree for one, before in zip(made.every, first, strict=True) if one is not before}
     assert again >= {one.tree for one in first[: tune.SEARCH["sampled_finalists"]]}
+
+
+def test_chains_know_of_each_level_what_all_of_them_saw() -> None:
+    shares = replay.survival([(1, [1, 0, 1]), (3, [0, 3, 1]), (3, [])], 3)
+    assert shares == pytest.approx([4.5 / 7, 4.5 / 7 * 1.5 / 3, 4.5 / 7 * 1.5 / 3 * 1.5 / 2], abs=1e-6)
+
+
+def test_a_texts_difficulty_is_taken_to_differ_as_much_as_it_did() -> None:
+    """From text to text, and in the course of one."""
+    dice, tried, found = np.random.default_rng(0), [*product(tune.SEARCH["unsure"], tune.SEARCH["drifts"])], []
+    for spread, walk in ((0.0, 0.0), (1.2, 0.0), (0.0, 0.3)):
+        b = dice.normal(0, spread, (60, 1)) + dice.normal(0, walk, (60, 40)).cumsum(1)
+        steps = dice.random((2, 60, 40)) < expit(logit([0.6, 0.5])[:, None, None] - b)
+        found.append(likeliest(step_logits([0.6, 0.3]), steps.cumprod(0).sum(0).tolist(), tried))
+    (unsure, drift), (spread_out, still), (_, moving) = found
+    assert unsure == 0.2 and max(drift, still) <= 0.003 and 1.0 <= spread_out <= 2.0 and moving >= 0.05
 
 
 @pytest.mark.slow
