@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import field, replace
+from math import exp, log
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from aerie.model.layers import Kept
 from aerie.model.storage import CALIBRATOR, CONFIG, digests, read_json
 from aerie.model.target import Target, context_of, default_taps, other_weights
 
+FURTHEST, FINENESS = 8.0, 1 / 64  # of difficulties that trees are chosen for before decoding begins
 SUREST = 0.98  # chance of a level's draft on any text
 MOST_WAITING = 64  # tokens whose features are kept for the head
 FLOOR = 1e-4  # no token is impossible because a few held-out prompts never had it
@@ -109,41 +111,42 @@ class Drafters:
 
 
 class Difficulty:
-    """A text's difficulty b [..]: it is taken from the logit of the chance that a level's draft is accepted, given the
-    level above (Rasch's model), and followed by a Kalman filter's steps.
+    """A text's difficulty b: it is taken from the logit of the chance that a level's draft is accepted, given the level
+    above (Rasch's model), and followed by a Kalman filter's steps.
     """
 
-    def __init__(self, unsure: Any, drift: Any) -> None:
-        """unsure, drift [..]: the variance of b before the text begins, and what each cycle adds to it."""
-        self.variance, self.drift, self.b = np.array(unsure, dtype=float), drift, np.zeros(np.shape(unsure))
+    def __init__(self, unsure: float, drift: float) -> None:
+        """The variance of b before the text begins, and what each cycle adds to it."""
+        self.variance, self.drift, self.b = unsure, drift, 0.0
 
-    def pass_cycle(self) -> None:
-        self.variance = self.variance + self.drift
-
-    def learn(self, logits: NDArray[np.float64], accepted: int) -> Any:
-        """After a draft; logits [levels] are for b = 0. The log likelihood [..] of how much of it was accepted."""
-        chances = expit(logits[: accepted + 1] - self.b[..., None])  # [.., levels tried]
-        refused, losses = accepted < len(logits), 1.0 - chances
+    def learn(self, logits: Sequence[float], accepted: int) -> float:
+        """After a draft; logits [levels] are for b = 0. The log likelihood of how much of it was accepted."""
+        chances = [1.0 / (1.0 + exp(self.b - logit)) for logit in logits[: accepted + 1]]  # of the levels tried
+        refused = accepted < len(logits)
         # the slope of the log likelihood is what was refused beyond expectation, its curvature c (1 - c)
-        self.variance = self.variance / (1.0 + self.variance * (chances * losses).sum(-1))
-        self.b = self.b + self.variance * (refused - losses.sum(-1))
-        return np.log(chances[..., :accepted]).sum(-1) + np.log(losses[..., accepted:]).sum(-1)
+        self.variance /= 1.0 + self.variance * sum(c * (1.0 - c) for c in chances)
+        self.b += self.variance * (refused - sum(1.0 - c for c in chances))
+        return sum(map(log, chances[:accepted])) + (log(1.0 - chances[accepted]) if refused else 0.0)
 
 
 def likeliest(
-    logits: NDArray[np.float64], texts: Iterable[Iterable[int]], tried: Sequence[tuple[float, float]]
+    logits: Sequence[float], texts: Iterable[Sequence[int]], tried: Iterable[tuple[float, float]]
 ) -> tuple[float, float]:
     """The (unsure, drift) of those tried under which drafts of one tree were accepted as they were.
 
     logits [levels] are of a text of difficulty 0; texts: how many tokens of each text's drafts were accepted, in order.
     """
-    total, (unsure, drift) = np.zeros(len(tried)), np.array(tried).T
-    for taken in texts:
-        text = Difficulty(unsure, drift)
-        for count in taken:
-            text.pass_cycle()
-            total += text.learn(logits, count)
-    return tried[int(total.argmax())]
+
+    def likelihood(one: tuple[float, float]) -> float:
+        total = 0.0
+        for taken in texts:
+            text = Difficulty(*one)
+            for count in taken:
+                text.variance += text.drift
+                total += text.learn(logits, count)
+        return total
+
+    return max(tried, key=likelihood)
 
 
 class Auto(Drafting):
@@ -165,6 +168,9 @@ class Auto(Drafting):
         self._logits = np.full((len(trees), config.levels), -np.inf)  # of a text of difficulty 0, by choice and level
         for row, choice in zip(self._logits, config.choices, strict=True):
             row[: len(choice.survival)] = step_logits(choice.survival)
+        self._steps = self._logits.tolist()
+        expected = expected_tokens(self._logits - np.arange(-FURTHEST, FURTHEST, FINENESS)[:, None, None])
+        self._best = (expected / self._ms).argmax(-1).tolist()  # by difficulty
 
     def reset(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> None:
         for shape in self.shapes:
@@ -178,9 +184,11 @@ class Auto(Drafting):
         self._plain = self._choose(self._logits.shape[1]) is None  # then the head does not read the prompt either
 
     def _choose(self, max_levels: int) -> Shape | None:
-        expected = expected_tokens(self._logits[:, :max_levels] - self._text.b)
-        # levels beyond what is left of the answer are worth nothing
-        self._chosen = int((expected / self._ms).argmax())
+        b = min(max(self._text.b, -FURTHEST), FURTHEST - FINENESS)
+        if max_levels >= self._logits.shape[1]:
+            self._chosen = self._best[round((b + FURTHEST) / FINENESS)]
+        else:  # levels beyond what is left of the answer are worth nothing
+            self._chosen = int((expected_tokens(self._logits[:, :max_levels] - b) / self._ms).argmax())
         return self.shapes[self._chosen]
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
@@ -208,9 +216,9 @@ class Auto(Drafting):
         super().learn(new, cycle)
         if cycle is None:
             return
-        self._text.pass_cycle()
+        self._text.variance += self._text.drift
         if levels := cycle.tree.levels:
-            self._text.learn(self._logits[self._chosen, :levels], cycle.verdict.accepted)
+            self._text.learn(self._steps[self._chosen][:levels], cycle.verdict.accepted)
         else:  # nothing was learnt, and a small draft is tried again before long
             self._text.b *= self._keep
 

@@ -342,7 +342,7 @@ class HeadTuning:
             best[trees[place]] = BudgetConfig(round(float(ms[place]), 3), trees[place], shares[place])
         assert self.fixed is not None
         tree, tried = self.fixed.tree, [*product(SEARCH["unsure"], SEARCH["drifts"])]
-        unsure, drift = likeliest(step_logits(self.survival(tree)), self.taken[tree], tried)
+        unsure, drift = likeliest(step_logits(self.survival(tree)).tolist(), self.taken[tree], tried)
         choices = (BudgetConfig(round(self.costs.plain, 3)), *best.values())
         return AutoConfig(choices=choices, unsure=unsure, drift=drift)
 

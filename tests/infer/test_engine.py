@@ -116,7 +116,7 @@ def test_the_head_reads_what_was_written_without_drafts_as_soon_as_one_is_grown(
 
     def watch(cycle: Cycle) -> None:
         seen.append(cycle)
-        auto._ms[1] = 1e-3 if len(seen) % 5 == 4 else 1e3  # then a draft is grown
+        auto._best = [int(len(seen) % 5 == 4)] * len(auto._best)  # then a draft is grown
 
     made = SpeculativeDecoder(target, auto).generate(ids, do_sample=False, max_new_tokens=40, on_cycle=watch)
     assert made.sequences.tolist() == [text]
