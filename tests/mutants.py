@@ -51,7 +51,7 @@ MUTANTS = [  # file, what stands there once, what stands there instead
     (SAMPLING, "return chances.masked", "return q.gather(-1, columns).log().masked"),
     (SAMPLING, "return chances.masked", "return chances.flip(-1).masked"),
     (SAMPLING, "dtype=torch.float64) * cumulative[:, -1:]", "dtype=torch.float64)"),
-    (SAMPLING, "uniform, right=True)[:, 0]", "uniform, right=True)[:, 0].sub(1).clamp(min=0)"),
+    (SAMPLING, "uniform, right=True)[:, 0]", "uniform, right=True)[:, 0].sub(1).clamp_(min=0)"),
     (SHAPE, "grown[-1] if sampler is None else best_alone(grown[-1])", "grown[-1]"),
     (LOSSES, "beta=1.0).mean(-1)", "beta=1.0).sum(-1)"),
     (LOSSES, "-(law.inside.exp() * log_q).sum(-1)", "-(log_q.exp() * log_q).sum(-1)"),

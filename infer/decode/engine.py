@@ -41,6 +41,7 @@ class Statistics:
     accepted: list[int] = field(default_factory=list)  # drafted tokens among them
     cycle_ms: list[float] = field(default_factory=list)
     cycle_nodes: list[int] = field(default_factory=list)  # drafted nodes
+    cycle_levels: list[int] = field(default_factory=list)  # drafted levels
     verify: str = "R0"  # the rule that judged the drafts; R0 or R2 where nothing was drafted
     draft_forwards: int = 0
     draft_levels: int = 0  # more than forwards where one gives several levels
@@ -259,6 +260,7 @@ class SpeculativeDecoder:
             statistics.draft_forwards_wasted += max(tree.draft_forwards - verdict.accepted, 0)
             statistics.draft_nodes += verdict.drafted
             statistics.cycle_nodes.append(verdict.drafted)
+            statistics.cycle_levels.append(tree.levels)
             statistics.cycle_ms.append(draft_ms + verify_ms + commit_ms + clock.lap("commit"))
         if streamer is not None:
             streamer.end()

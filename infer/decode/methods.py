@@ -34,7 +34,7 @@ from aerie.model.layers import Kept
 from aerie.model.storage import CALIBRATOR, CONFIG, digests, read_json
 from aerie.model.target import Target, context_of, default_taps, other_weights
 
-FURTHEST, FINENESS = 8.0, 1 / 64  # of difficulties that trees are chosen for before decoding begins
+FURTHEST, FINENESS = 8.0, 1 / 64  # the largest difficulty, and the steps of those that trees are chosen for beforehand
 SUREST = 0.98  # chance of a level's draft on any text
 MOST_WAITING = 64  # tokens whose features are kept for the head
 FLOOR = 1e-4  # no token is impossible because a few held-out prompts never had it
@@ -111,8 +111,8 @@ class Drafters:
 
 
 class Difficulty:
-    """A text's difficulty b: it is taken from the logit of the chance that a level's draft is accepted, given the level
-    above (Rasch's model), and followed by a Kalman filter's steps.
+    """A text's difficulty b, which is taken from the logit of the chance that a level's draft is accepted, given the
+    level above (Rasch's model). The steps by which it is found are a Kalman filter's.
     """
 
     def __init__(self, unsure: float, drift: float) -> None:
@@ -125,14 +125,15 @@ class Difficulty:
         refused = accepted < len(logits)
         # the slope of the log likelihood is what was refused beyond expectation, its curvature c (1 - c)
         self.variance /= 1.0 + self.variance * sum(c * (1.0 - c) for c in chances)
-        self.b += self.variance * (refused - sum(1.0 - c for c in chances))
+        b = self.b + self.variance * (refused - sum(1.0 - c for c in chances))
+        self.b = min(max(b, -FURTHEST), FURTHEST)
         return sum(map(log, chances[:accepted])) + (log(1.0 - chances[accepted]) if refused else 0.0)
 
 
 def likeliest(
     logits: Sequence[float], texts: Iterable[Sequence[int]], tried: Iterable[tuple[float, float]]
 ) -> tuple[float, float]:
-    """The (unsure, drift) of those tried under which drafts of one tree were accepted as they were.
+    """Of the (unsure, drift) tried, those that foretell best, cycle by cycle, how much of one tree is accepted.
 
     logits [levels] are of a text of difficulty 0; texts: how many tokens of each text's drafts were accepted, in order.
     """
@@ -169,7 +170,7 @@ class Auto(Drafting):
         for row, choice in zip(self._logits, config.choices, strict=True):
             row[: len(choice.survival)] = step_logits(choice.survival)
         self._steps = self._logits.tolist()
-        expected = expected_tokens(self._logits - np.arange(-FURTHEST, FURTHEST, FINENESS)[:, None, None])
+        expected = expected_tokens(self._logits - np.arange(-FURTHEST, FURTHEST + FINENESS, FINENESS)[:, None, None])
         self._best = (expected / self._ms).argmax(-1).tolist()  # by difficulty
 
     def reset(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> None:
@@ -184,11 +185,10 @@ class Auto(Drafting):
         self._plain = self._choose(self._logits.shape[1]) is None  # then the head does not read the prompt either
 
     def _choose(self, max_levels: int) -> Shape | None:
-        b = min(max(self._text.b, -FURTHEST), FURTHEST - FINENESS)
         if max_levels >= self._logits.shape[1]:
-            self._chosen = self._best[round((b + FURTHEST) / FINENESS)]
+            self._chosen = self._best[round((self._text.b + FURTHEST) / FINENESS)]
         else:  # levels beyond what is left of the answer are worth nothing
-            self._chosen = int((expected_tokens(self._logits[:, :max_levels] - b) / self._ms).argmax())
+            self._chosen = int((expected_tokens(self._logits[:, :max_levels] - self._text.b) / self._ms).argmax())
         return self.shapes[self._chosen]
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:

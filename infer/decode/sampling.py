@@ -207,7 +207,8 @@ def draw(law: Tensor, generator: torch.Generator) -> Tensor:
     # one number for a row, where a race takes one for each token; float64, as tokens may be rarer than 2**-24
     cumulative = law.cumsum(-1, dtype=torch.float64)
     uniform = torch.rand(len(law), 1, generator=generator, dtype=torch.float64) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, uniform, right=True)[:, 0]
+    # no id is beyond the law, whatever is wrong with it
+    return torch.searchsorted(cumulative, uniform, right=True)[:, 0].clamp_(max=law.shape[1] - 1)
 
 
 def distinct_draws(law: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -159,7 +159,7 @@ class StaticTree(Shape):
 
 
 def picked(x: Tensor, places: Tensor) -> Tensor:
-    """x [n, ..] at ascending places [m]; where m is n, these are all."""
+    """x [n, ..] at ascending places [m] among which, where m is n, each is once."""
     return x if len(places) == len(x) else x.index_select(0, places)
 
 
@@ -169,8 +169,8 @@ def _form(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) ->
     mask, laws; and the parents on the host.
 
     expanded: the nodes of the level above that have children; rows: which of these each node stands below;
-    width: how many children are found per row; places: row * width + rank; inner: which nodes have children, parents:
-    the rows of these.
+    width: how many children are found per row; places: row * width + rank; inner: which nodes have children; parents:
+    the rows of those.
     laws [N]: the number of the law that a node's children come from, 0 for a leaf.
     """
     nodes: list[Choice] = [(), *(choice for choice in choices if max(choice) < vocab_size)]

@@ -122,11 +122,10 @@ def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Tensor], n
     return Costs(draft, by_nodes, per_cycle(drafting_answers, "commit", "other"), cycle_ms(plain))
 
 
-def whole_drafts(answer: Statistics) -> list[int]:
+def whole_drafts(answer: Statistics, levels: int) -> list[int]:
     """How many drafted tokens each cycle with a whole tree accepted: the last trees of an answer are short."""
-    most = max(answer.cycle_nodes, default=0)
-    pairs = zip(answer.accepted, answer.cycle_nodes, strict=True)
-    return [count for count, nodes in pairs if 0 < nodes == most]
+    pairs = zip(answer.accepted, answer.cycle_levels, strict=True)
+    return [count for count, drafted in pairs if drafted == levels]
 
 
 @dataclass(frozen=True)
@@ -274,9 +273,9 @@ class HeadTuning:
         decoders = [SpeculativeDecoder(self.target), *(self.decoder(tree) for _, tree in tried)]
         new = self.config.prompts.max_new_tokens
         plain, *others = in_turns(decoders, prompts, 1, name, new, self.config.temperature)
-        self.taken |= {tree: [*map(whole_drafts, answers)] for (_, tree), answers in zip(tried, others, strict=True)}
         predictions = []
         for (method, tree), answers in zip(tried, others, strict=True):
+            self.taken[tree] = [whole_drafts(one, tree.levels) for one in answers]
             tau, dear = counted(answers)[0].tau, cycle_ms(answers) / cycle_ms(plain)
             ms = dear * self.costs.plain
             predictions.append(Prediction(method, tree, tau, ms / tau, tau / dear, ms))
@@ -329,10 +328,13 @@ class HeadTuning:
     def auto(self) -> AutoConfig:
         """The trees that are the best ones for texts of some difficulty, as `Auto` has it, and none."""
         trees, ms = [one.tree for one in self.every], np.array([one.cycle_ms for one in self.every]) / self.drift
-        if self.config.temperature > 0:  # a few timed answers of one chain say less than that all levels cost the same
+        if (
+            self.config.temperature > 0
+        ):  # one chain's few timed answers say less than that each further level costs the same
             chains = [place for place, tree in enumerate(trees) if isinstance(tree, ChainConfig)]
             levels = [trees[place].levels for place in chains]
-            ms[chains] = np.polyval(np.polyfit(levels, ms[chains], min(1, len(chains) - 1)), levels)
+            line = np.polyval(np.polyfit(levels, ms[chains], min(1, len(chains) - 1)), levels)
+            ms[chains] = line.clip(min=self.costs.plain)
         best, shares = dict[GrownConfig, BudgetConfig](), list(map(self.survival, trees))
         logits = list(map(step_logits, shares))
         lowest, highest = SEARCH["difficulties"]

@@ -16,7 +16,7 @@ from torch import Tensor
 from aerie.configs.schema.decode import METHODS, MethodConfig
 from aerie.configs.schema.measure import PromptsConfig, TuneConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import Drafters, drafting, likeliest, step_logits
+from aerie.infer.decode.methods import Difficulty, Drafters, drafting, likeliest, step_logits
 from aerie.infer.measure import replay, tune
 from aerie.infer.measure.lossless import VOCABULARY, write_miniature
 from aerie.model.target import Target
@@ -115,6 +115,21 @@ def test_a_texts_difficulty_is_taken_to_differ_as_much_as_it_did() -> None:
     assert unsure == 0.2 and max(drift, still) <= 0.003 and 1.0 <= spread_out <= 2.0 and moving == 0.02
 
 
+def test_a_texts_difficulty_stays_within_reach() -> None:
+    text = Difficulty(1.0, 1.0)
+    for accepted in [5] * 500 + [0, 5] * 20 + [0] * 500 + [5, 0] * 20:
+        text.variance += text.drift
+        assert -50 < text.learn([3.9] * 5, accepted) < 0 and abs(text.b) <= 8
+
+
+def test_only_whole_trees_tell_how_deep_one_is_accepted(miniature: tuple[Path, Target, list[Tensor]]) -> None:
+    heads, target, prompts = miniature
+    made = SpeculativeDecoder(target, drafting(Drafters(target).of(str(heads / "eagle1")), tune.tree_with(5, 2, 9)))
+    answer = made.generate(prompts[0], max_new_tokens=12, do_sample=False).statistics
+    whole = [count for count, levels in zip(answer.accepted, answer.cycle_levels, strict=True) if levels == 5]
+    assert tune.whole_drafts(answer, 5) == whole and 0 < len(whole) < len(answer.accepted)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_choice_is_written_measured_and_taken_by_generate_and_bench(
@@ -125,8 +140,8 @@ def test_the_choice_is_written_measured_and_taken_by_generate_and_bench(
         (shared / f"{name}.txt").write_text("".join(f"Count {n} boats.\n" for n in numbers))
         places[name] = {"path": str(shared / f"{name}.txt"), "max_new_tokens": 8}
     section = json.dumps({**places, "levels": 2, "k": 2, "temperature": temperature})
-    code, out, _ = command("tune", "--head", "{root}/run/heads/eagle1", "--tune", section, "--overwrite")
-    assert code == 0 and "measured: tau" in out
+    code, out, err = command("tune", "--head", "{root}/run/heads/eagle1", "--tune", section, "--overwrite")
+    assert code == 0 and "measured: tau" in out, err
     folder = shared / "run/tune"
     chosen = yaml.safe_load((folder / "tuned.yaml").read_text())
     measured, found = (json.loads((folder / name).read_text()) for name in ("measured.json", "tune.json"))
