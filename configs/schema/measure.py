@@ -123,3 +123,5 @@ class TuneConfig(Section):
     def __post_init__(self) -> None:
         if self.grid and self.measure is None:
             raise ValueError("grid: true times twelve trees on the prompts of `measure`; set them")
+        if self.prompts.max_new_tokens < 4:
+            raise ValueError("prompts.max_new_tokens: an answer needs some cycles to be timed; give at least 4")

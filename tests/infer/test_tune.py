@@ -97,6 +97,8 @@ def test_where_tokens_are_sampled_auto_weighs_the_finalists_by_all_prompts(
     made.try_rules()
     again = {one.tree for one, before in zip(made.every, first, strict=True) if one is not before}
     assert again >= {one.tree for one in first[: tune.SEARCH["sampled_finalists"]]}
+    with pytest.raises(ValueError, match="give at least 4"):  # nothing is left to be timed
+        TuneConfig(PromptsConfig(max_new_tokens=2))
 
 
 def test_chains_know_of_each_level_what_all_of_them_saw() -> None:
