@@ -73,8 +73,8 @@ class EagleDrafter(Drafter):
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         places = self._cache.begin(tokens.shape[0])
         # a drafted slot sees all committed slots, the drafted slots that its parent saw, and itself
-        self._mask = taken(self._mask, 2, parents).scatter(3, places.view(1, 1, -1, 1), 0.0)
-        features, mask = taken(self._hidden, 0, parents), self._mask.narrow(3, 0, self._cache.width)
+        self._mask = rows_of(self._mask, 2, parents).scatter(3, places.view(1, 1, -1, 1), 0.0)
+        features, mask = rows_of(self._hidden, 0, parents), self._mask.narrow(3, 0, self._cache.width)
         rope = self._ropes.narrow(1, self._level, 1)
         self._hidden = self._draft(tokens, features, rope, mask, self._cache)
         self._cache.pending += tokens.shape[0]
@@ -85,7 +85,7 @@ class EagleDrafter(Drafter):
         return self._logits(self._hidden).float().log_softmax(-1)
 
 
-def taken(x: Tensor, dim: int, rows: Tensor) -> Tensor:
+def rows_of(x: Tensor, dim: int, rows: Tensor) -> Tensor:
     """These of x's rows; of a lone one a view."""
     sizes = [len(rows) if at == dim else -1 for at in range(x.ndim)]
     return x.index_select(dim, rows) if x.shape[dim] > 1 else x.expand(sizes)
