@@ -328,9 +328,7 @@ class HeadTuning:
     def auto(self) -> AutoConfig:
         """The trees that are the best ones for texts of some difficulty, as `Auto` has it, and none."""
         trees, ms = [one.tree for one in self.every], np.array([one.cycle_ms for one in self.every]) / self.drift
-        if (
-            self.config.temperature > 0
-        ):  # one chain's few timed answers say less than that each further level costs the same
+        if self.config.temperature > 0:  # few answers were timed, and each further level of a chain costs the same
             chains = [place for place, tree in enumerate(trees) if isinstance(tree, ChainConfig)]
             levels = [trees[place].levels for place in chains]
             line = np.polyval(np.polyfit(levels, ms[chains], min(1, len(chains) - 1)), levels)
