@@ -61,11 +61,11 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
     asked = MethodConfig(section.method or USUAL[recipe.head.kind], section.tree)
     if not METHODS[asked.method].heads:
         raise UserError(f"calibrate.method: {asked.method} has no head whose confidence could be measured")
-    from aerie.infer.decode.methods import kind_at
+    from aerie.infer.decode.methods import check_kind, kind_at
     from aerie.infer.measure.calibrate import calibrated
 
     if arguments.head is not None:
-        decode.check_kind(asked.method, kind_at(arguments.head), "--head")
+        check_kind(asked.method, kind_at(arguments.head), "--head")
     asked = _head(arguments, recipe, asked, "calibrate")
     plan = f"{asked.method}, {as_dict(asked.tree)}, {asked.head} -> {paths.calibration}"
     work = partial(calibrated, asked, section, paths.calibration, recipe.seed)
@@ -285,7 +285,7 @@ def _decode(arguments: Namespace, unknown: list[str], prompts: list[list[Message
     require_target(target.path)
     _check_sampling(arguments)
     from aerie.infer.decode.engine import make_decoder
-    from aerie.infer.decode.methods import Drafters, check_levels, kind_at
+    from aerie.infer.decode.methods import Drafters, check_kind, check_levels, kind_at
     from aerie.infer.measure import generate as answers
     from aerie.infer.measure.bench import load_quietly
     from aerie.model.target import load_tokenizer
@@ -302,7 +302,7 @@ def _decode(arguments: Namespace, unknown: list[str], prompts: list[list[Message
     else:
         raise UserError("--row names a method; leave --method out")
     if given is not None:
-        decode.check_kind(asked.method, kind_at(given) if METHODS[asked.method].heads else "draft", "--head")
+        check_kind(asked.method, kind_at(given) if METHODS[asked.method].heads else "draft", "--head")
         asked = replace(asked, head=str(given))
     if recipe is not None:
         asked = _head(arguments, recipe, asked, command)

@@ -99,8 +99,14 @@ class MarginalGainConfig(Section):
     threshold: Annotated[Share, Field(lt=1.0)] = 0.5  # expected tokens; its README
 
 
+class ExactConfig(Section):
+    """Where no deeper node can be in the tree: all levels would have made the same one."""
+
+    rule: Literal["exact"] = "exact"
+
+
 LengthRule = ConstantConfig | HeuristicConfig | EntropyConfig | ConfidenceConfig  # of chains, and of trees
-TreeRule = VoteConfig | ProbabilitySumConfig | MarginalGainConfig  # by the frontier's survival
+TreeRule = VoteConfig | ProbabilitySumConfig | MarginalGainConfig | ExactConfig  # by the frontier's survival
 StopConfig = Annotated[LengthRule | TreeRule, Discriminator("rule")]
 Choice = tuple[int, ...]  # a node of a static tree: the ranks of the children on its path
 Fit = Literal["temperature", "isotonic"]
@@ -209,6 +215,8 @@ class DynamicConfig(Section, kw_only=True):
         if self.children == "sampled" and self.rank != "survival":
             # a node would be expanded, and push a draw out of the tree, because of tokens drawn after that one
             raise ValueError("children: sampled with rank: confidence would bias the output; use rank: survival")
+        if isinstance(self.stop, ExactConfig) and not (self.rank == "survival" and self.rerank):
+            raise ValueError("stop.rule: exact knows trees with rank: survival and rerank: true alone")
         if not self.rerank:
             object.__setattr__(self, "nodes", self.k * self.levels + 1)
 
@@ -440,11 +448,3 @@ class MethodConfig(Section):
     def options(self) -> Options | None:
         section = METHODS[self.method].options
         return None if section is None else getattr(self, section) or OPTIONS[section]()
-
-
-def check_kind(method: str, kind: str, place: str) -> None:
-    if not (heads := METHODS[method].heads):
-        raise UserError(f"{place}: {method} needs no head; leave it out")
-    if kind not in heads:
-        fix = f"give another head, or method {USUAL.get(kind, 'vanilla')}"
-        raise UserError(f"{place}: {method} drafts with a head of kind {' or '.join(heads)}, not {kind}; {fix}")

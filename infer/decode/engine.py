@@ -15,13 +15,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import validate
-from aerie.configs.schema.decode import METHODS, USUAL, MethodConfig, TreeConfig, TypicalConfig, check_kind
+from aerie.configs.schema.decode import METHODS, USUAL, MethodConfig, TreeConfig, TypicalConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data.chat import answer_text, apply_template
 from aerie.infer.decode.cache import TargetStep
 from aerie.infer.decode.check import Form, checked_lm
 from aerie.infer.decode.graphs import Compiled, Graphs, bucket, cycle_of
-from aerie.infer.decode.methods import Drafters, kind_at, make_proposer
+from aerie.infer.decode.methods import Drafters, check_kind, kind_at, make_proposer
 from aerie.infer.decode.sampling import HONOURED, Decoding, Sampler, resolve
 from aerie.infer.decode.shape import Cycle, Proposer
 from aerie.infer.decode.tree import Tree, root_only
@@ -41,7 +41,6 @@ class Statistics:
     accepted: list[int] = field(default_factory=list)  # drafted tokens among them
     cycle_ms: list[float] = field(default_factory=list)
     cycle_nodes: list[int] = field(default_factory=list)  # drafted nodes
-    cycle_levels: list[int] = field(default_factory=list)  # drafted levels
     verify: str = "R0"  # the rule that judged the drafts; R0 or R2 where nothing was drafted
     draft_forwards: int = 0
     draft_levels: int = 0  # more than forwards where one gives several levels
@@ -260,7 +259,6 @@ class SpeculativeDecoder:
             statistics.draft_forwards_wasted += max(tree.draft_forwards - verdict.accepted, 0)
             statistics.draft_nodes += verdict.drafted
             statistics.cycle_nodes.append(verdict.drafted)
-            statistics.cycle_levels.append(tree.levels)
             statistics.cycle_ms.append(draft_ms + verify_ms + commit_ms + clock.lap("commit"))
         if streamer is not None:
             streamer.end()

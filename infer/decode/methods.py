@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from aerie.configs.errors import UserError, warn
 from aerie.configs.read import Section, validate
 from aerie.configs.schema import decode as schema
-from aerie.configs.schema.decode import METHODS, USUAL, AutoConfig, Fit, MethodConfig, TreeConfig, check_kind
+from aerie.configs.schema.decode import METHODS, USUAL, AutoConfig, Fit, MethodConfig, TreeConfig
 from aerie.configs.schema.heads import KINDS, Share
 from aerie.configs.schema.recipe import fitted
 from aerie.infer.decode.drafters import DRAFTERS, Lookahead, PromptLookup, load_draft_lm
@@ -55,6 +55,14 @@ def kind_at(head: Path | str) -> str:
         if "aerie_kind" not in table and "draft_vocab_size" not in table and causal:
             return "draft_lm"
         raise
+
+
+def check_kind(method: str, kind: str, place: str) -> None:
+    if not (heads := METHODS[method].heads):
+        raise UserError(f"{place}: {method} needs no head; leave it out")
+    if kind not in heads:
+        fix = f"give another head, or method {USUAL.get(kind, 'vanilla')}"
+        raise UserError(f"{place}: {method} drafts with a head of kind {' or '.join(heads)}, not {kind}; {fix}")
 
 
 def find_head(asked: MethodConfig, heads: Path, preferred: str, given: Path | None, place: str) -> str | None:
@@ -167,9 +175,9 @@ class Auto(Drafting):
         self._unsure, self._drift = config.unsure, config.drift
         self._keep, self._ms = 1.0 - 1.0 / config.memory, np.array([choice.ms for choice in config.choices])
         self._logits = np.full((len(trees), config.levels), -np.inf)  # of a text of difficulty 0, by choice and level
-        for row, choice in zip(self._logits, config.choices, strict=True):
-            row[: len(choice.survival)] = step_logits(choice.survival)
-        self._steps = self._logits.tolist()
+        self._steps = [step_logits(choice.survival).tolist() for choice in config.choices]
+        for row, steps in zip(self._logits, self._steps, strict=True):
+            row[: len(steps)] = steps
         expected = expected_tokens(self._logits - np.arange(-FURTHEST, FURTHEST + FINENESS, FINENESS)[:, None, None])
         self._best = (expected / self._ms).argmax(-1).tolist()  # by difficulty
 
@@ -193,7 +201,7 @@ class Auto(Drafting):
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
         shape = self._choose(max_levels)
-        self._plain = shape is None
+        self._plain, self._room = shape is None, max_levels
         # the head reads what was written without it in one forward, as if it stood where that began
         if self._waiting and (shape is not None or len(self._waiting) == MOST_WAITING):
             tokens, features = map(torch.cat, zip(*self._waiting, strict=True))
@@ -217,8 +225,8 @@ class Auto(Drafting):
         if cycle is None:
             return
         self._text.variance += self._text.drift
-        if levels := cycle.tree.levels:
-            self._text.learn(self._steps[self._chosen][:levels], cycle.verdict.accepted)
+        if cycle.tree.levels:  # which are fewer where no deeper node could be in the tree, and then none was accepted
+            self._text.learn(self._steps[self._chosen][: self._room], cycle.verdict.accepted)
         else:  # nothing was learnt, and a small draft is tried again before long
             self._text.b *= self._keep
 

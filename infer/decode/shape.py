@@ -267,7 +267,7 @@ class DynamicTree(Shape):
                 above_of = expanded + first
                 grown.append(Level(depth, log_q, above_of, rows, token, confidence, survival, best, best_first))
             if watched and not is_last:
-                seen = grown[-1] if sampler is None else best_alone(grown[-1])
+                seen = grown[-1] if sampler is None or self.stop.keeps_tree else best_alone(grown[-1])
                 ends = self.stop.ends(seen)
                 ended = ended | ends if reads == "never" else ends
                 if ended is False and (growing := self.stop.expands(seen)) is not None:

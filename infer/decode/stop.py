@@ -26,6 +26,7 @@ class Stop:
 
     # it sees the draft and past cycles alone, and a token that was drawn stays: anything else would bias the output
     reads_only = True  # `ends` needs nothing on the host but what it reads of this tree; `expands` says nothing
+    keeps_tree = False  # all levels would have made the same tree: what was drawn may be seen
 
     def __init__(self, config: Any = None, levels: int = 2**31, nodes: int = 2**31) -> None:
         self.config: Any = config or schema.ConstantConfig()
@@ -38,7 +39,7 @@ class Stop:
 
     def begin(self, read: Read = Tensor.tolist) -> None:
         """A new tree; with read `on_device`, `ends` answers with tensors [] and waits for nothing."""
-        self._best: list[Tensor] = []  # survivals [at most nodes - 1], for `expected_length`
+        self._best: list[Tensor] = []  # see `best`
         self.read = read
 
     def ends(self, level: Level) -> Any:
@@ -54,9 +55,13 @@ class Stop:
 
     def expected_length(self, level: Level) -> Tensor:
         """OPT-Tree's E(A) [1] (arXiv 2406.17276): the sum of the nodes - 1 largest survivals."""
-        both = torch.cat([*self._best, level.survival.exp()])
+        return self.best(level.survival.exp()).sum(0, keepdim=True)
+
+    def best(self, survival: Tensor) -> Tensor:
+        """The nodes - 1 best [at most nodes - 1] down to a level with survivals [n]."""
+        both = torch.cat([*self._best, survival])
         self._best = [both.topk(min(self.nodes - 1, both.shape[0])).values]
-        return self._best[0].sum(0, keepdim=True)
+        return self._best[0]
 
 
 class Confidence(Stop):
@@ -135,6 +140,19 @@ class MarginalGain(Stop):
         return gain <= self.config.threshold
 
 
+class Exact(Stop):
+    """Stops where no deeper node can be in the tree, as none survives better than those that are above it."""
+
+    keeps_tree = True
+
+    def ends(self, level: Level) -> Any:
+        chosen = self.best(level.survival)
+        if chosen.shape[0] < self.nodes - 1:
+            return False
+        best, last = self.read(torch.stack([level.frontier_survival[0], chosen[-1]]))
+        return best <= last  # of equals the shallower are in the tree
+
+
 class Vote(Stop):
     """Stops when enough signals agree (DEAGLE, equations 22 to 26, section 3.4).
 
@@ -177,6 +195,7 @@ STOPS: dict[type, type[Stop]] = {
     schema.VoteConfig: Vote,
     schema.ProbabilitySumConfig: ProbabilitySum,
     schema.MarginalGainConfig: MarginalGain,
+    schema.ExactConfig: Exact,
 }
 
 

@@ -69,11 +69,12 @@ def record(
     return Recording(*map(np.array, zip(*places, strict=True)))
 
 
-def path_ranks(recording: Recording, levels: int, k: int) -> Integers:
-    """[P, levels]: the rank of the text's token at each depth among all candidates of a tree of this depth and k.
+def path_ranks(recording: Recording, levels: int, k: int) -> tuple[Integers, Integers]:
+    """[P, levels]: the rank of the text's token at each depth among all candidates of a tree of this depth and k, the
+    largest integer where the tree lacks it; and how many candidates, itself among them, are down to each level as good
+    as the level's best one.
 
-    The largest integer where the tree lacks it. Nodes that the recording did not expand have no children, so that a
-    narrower tree can only be underestimated.
+    Nodes that the recording did not expand have no children, so that a narrower tree can only be underestimated.
     """
     places, _, full, _ = recording.tokens.shape
     at = np.arange(places)
@@ -81,11 +82,13 @@ def path_ranks(recording: Recording, levels: int, k: int) -> Integers:
     alive[:, 0] = True
     row = np.zeros(places, dtype=np.int64)  # the row below the text's own path; -1: the path was left
     pool: list[NDArray[np.float32]] = []
+    as_good = np.empty((places, levels), dtype=np.int64)
     chosen = np.full((places, levels), -1, dtype=np.int64)  # the text's candidate of each level in the whole pool
     for level in range(levels):
         allowed = alive[:, :, None] & (np.arange(full) < k)
         survival = np.where(allowed, recording.survival[:, level], -np.inf).astype(np.float32)  # [P, K, K]
         pool.append(survival.reshape(places, -1))
+        as_good[:, level] = sum((each >= pool[-1].max(1, keepdims=True)).sum(1) for each in pool)
         hit = (recording.tokens[at, level, row] == recording.text[:, level, None]) & allowed[at, row]  # [P, K]
         hit &= ((row >= 0) & (recording.text[:, level] >= 0))[:, None]
         flat = np.where(hit.any(1), row * full + hit.argmax(1), -1)
@@ -97,7 +100,7 @@ def path_ranks(recording: Recording, levels: int, k: int) -> Integers:
         row = np.where(below.any(1), below.argmax(1), -1)
     order = np.argsort(-np.concatenate(pool, axis=1), axis=1, kind="stable")  # the earlier first where they tie
     ranks = np.take_along_axis(np.argsort(order, axis=1), chosen.clip(min=0), axis=1)
-    return np.where(chosen >= 0, ranks, np.iinfo(np.int64).max)
+    return np.where(chosen >= 0, ranks, np.iinfo(np.int64).max), as_good
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class Cycles:
     tokens: int
     target_forwards: int
     draft_trees: int  # cycles that drafted (the last token of an answer may need no draft)
-    draft_levels: int
+    draft_levels: float
     # of a replay, by answer: how many drafted tokens each cycle with room for a whole tree accepted
     taken: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
 
@@ -116,21 +119,27 @@ class Cycles:
         return self.tokens / self.target_forwards if self.target_forwards else 1.0
 
 
-def replayed(recording: Recording, ranks: Integers, levels: int, nodes: int) -> Cycles:
-    """The cycles of a tree of these levels and nodes, from the path_ranks of its k."""
+def replayed(
+    recording: Recording, path: tuple[Integers, Integers], levels: int, nodes: int, is_exact: bool = False
+) -> Cycles:
+    """The cycles of a tree of these levels and nodes, from the path_ranks of its k; is_exact: with that stop rule."""
+    ranks, as_good = path
     accepted = np.logical_and.accumulate(ranks < nodes - 1, axis=1).sum(1)  # [P] drafted tokens at each place
+    depth = np.full(len(ranks), levels)  # [P] levels of its draft, where there is room
+    if is_exact:
+        depth = 1 + np.logical_and.accumulate(as_good[:, :-1] < nodes - 1, axis=1).sum(1)
     tokens = forwards = trees = drafted = 0
     taken: list[tuple[int, ...]] = []
     for number in np.unique(recording.answer):
         places = recording.answer == number
-        count, room = accepted[places].tolist(), recording.room[places].tolist()
+        count, room, deep = (each[places].tolist() for each in (accepted, recording.room, depth))
         place, end, whole = 0, int(recording.left[places][0]), list[int]()
         tokens += end
         while place < end:
             forwards += 1
             if place < len(count):
                 trees += 1
-                drafted += min(levels, room[place])
+                drafted += min(deep[place], room[place])
                 whole += [count[place]] * (room[place] >= levels)
                 place += count[place]
             place += 1  # the target's own token

@@ -42,6 +42,7 @@ from aerie.model.hub import head_directory
 from aerie.model.storage import CALIBRATOR, write_json, write_text
 from aerie.model.target import Target
 
+CONSTANT = schema.ConstantConfig()
 GrownConfig = ChainConfig | DynamicConfig  # trees whose depth can be searched
 TUNED, AUTO = "tuned.yaml", "auto.yaml"
 SEARCH = read_yaml(Path(__file__).with_name("tune.yaml"))[0]
@@ -123,9 +124,9 @@ def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Tensor], n
 
 
 def whole_drafts(answer: Statistics, levels: int) -> list[int]:
-    """How many drafted tokens each cycle with a whole tree accepted: the last trees of an answer are short."""
-    pairs = zip(answer.accepted, answer.cycle_levels, strict=True)
-    return [count for count, drafted in pairs if drafted == levels]
+    """How many drafted tokens each cycle with room for a whole tree accepted: the last trees of an answer are short."""
+    left = answer.decoding.max_new_tokens - 1 - np.cumsum([1, *answer.cycle_tokens])  # beside a bonus token
+    return [count for count, room in zip(answer.accepted, left, strict=False) if room >= levels]
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,8 @@ def check_apart(config: TuneConfig) -> None:
             raise UserError(f"tune.measure: prompt {prompt.prompt_id!r} is in tune.prompts too; measure on others")
 
 
-def tree_with(levels: int, k: int, nodes: int) -> GrownConfig:
-    return ChainConfig(levels=levels) if k == 1 else DynamicConfig(levels=levels, k=k, nodes=nodes)
+def tree_with(levels: int, k: int, nodes: int, stop: StopConfig = CONSTANT) -> GrownConfig:
+    return ChainConfig(levels=levels) if k == 1 else DynamicConfig(levels=levels, k=k, nodes=nodes, stop=stop)
 
 
 def method_of(kind: str, tree: GrownConfig, rule: str = "constant") -> Method:
@@ -160,18 +161,18 @@ def method_of(kind: str, tree: GrownConfig, rule: str = "constant") -> Method:
     return named.get(rule) or named.get("constant", USUAL[kind])
 
 
-def trees_up_to(levels: int, k: int) -> Iterator[GrownConfig]:
+def trees_up_to(levels: int, k: int, stop: StopConfig) -> Iterator[GrownConfig]:
     for depth in range(1, levels + 1):
         yield ChainConfig(levels=depth)
         for width in range(2, k + 1):
             most = 1 + width + (depth - 1) * width * width
-            yield from (DynamicConfig(levels=depth, k=width, nodes=nodes) for nodes in SEARCH["nodes"] if nodes <= most)
+            yield from (tree_with(depth, width, nodes, stop) for nodes in SEARCH["nodes"] if nodes <= most)
 
 
-def sampled_trees(levels: int, k: int) -> list[GrownConfig]:
+def sampled_trees(levels: int, k: int, stop: StopConfig) -> list[GrownConfig]:
     """What is tried where tokens are sampled: chains, and trees of the best and of drawn children."""
     sizes = [(min(depth, levels), min(width, k), nodes) for depth, width, nodes in SEARCH["sampled"]]
-    trees = [tree_with(*each) for each in sizes]
+    trees = [tree_with(*each, stop) for each in sizes]
     drawn = [replace(tree, children="sampled") for tree in trees if isinstance(tree, DynamicConfig)]
     return [*dict.fromkeys([*trees, *drawn])]
 
@@ -187,6 +188,7 @@ def rules_for(kind: str, tree: GrownConfig, levels: int) -> list[tuple[Method, G
     if tree.shape != "chain":  # where it is a chain, they are votes
         stops += [schema.ProbabilitySumConfig(checks=checks, threshold=value) for value in thresholds if checks]
         stops += [schema.MarginalGainConfig(threshold=value) for value in thresholds]
+        stops += [schema.ExactConfig()] * (tree.stop.rule == "constant")
     return [(method_of(kind, tree, stop.rule), replace(tree, levels=levels, stop=stop)) for stop in stops]
 
 
@@ -202,6 +204,9 @@ class HeadTuning:
         usual = schema.published_tree(USUAL[kind])
         narrower = {"k": min(usual.k, k)} if isinstance(usual, DynamicConfig) else {}
         usual = replace(usual, levels=min(usual.levels, config.levels), **narrower)
+        # where a rule's answer costs next to nothing, no level is drafted that the tree cannot have
+        is_read = cycle_of(target) == "eager" and target.device.type == "cpu"
+        self.stop: StopConfig = schema.ExactConfig() if is_read else CONSTANT
         self.rules: list[Prediction] = []
         self.fixed: Prediction | None = None  # the best tree without a rule, timed as it is; null: nothing was timed
         self.drift = 1.0  # timed over priced, of fixed trees
@@ -210,7 +215,7 @@ class HeadTuning:
         if config.temperature > 0:
             few, new = prompts[: SEARCH["sampled_prompts"]], config.prompts.max_new_tokens
             self.costs = measure_costs(target, self.drafter, prompts, new)
-            tried = [usual, *sampled_trees(config.levels, k)]
+            tried = [usual, *sampled_trees(config.levels, k, self.stop)]
             self.published, *trees = self.timed([(method_of(kind, tree), tree) for tree in tried], few, "trees")
             self.every = self.trees = sorted(trees, key=lambda one: one.ms_per_token)
             self.choice = self.trees[0]
@@ -218,7 +223,7 @@ class HeadTuning:
         self.announce(k)
         self.recording = record(target, self.drafter, prompts, config.levels, k, config.prompts.max_new_tokens)
         self.costs = measure_costs(target, self.drafter, prompts, config.prompts.max_new_tokens)
-        self.every = self.replay(trees_up_to(config.levels, k))
+        self.every = self.replay(trees_up_to(config.levels, k, self.stop))
         self.trees = self.every[: SEARCH["shown"]]
         (self.published,) = self.replay([usual])
         self.choice = self.trees[0]
@@ -243,16 +248,16 @@ class HeadTuning:
 
     def predicted(self, method: Method, tree: GrownConfig, total: Cycles, nodes: float) -> Prediction:
         ms = self.costs.price(total, tree.k, nodes) / max(total.tokens, 1)
-        whole = self.costs.price(Cycles(0, 1, 1, tree.levels), tree.k, nodes)
+        whole = self.costs.price(Cycles(0, 1, 1, total.draft_levels / max(total.draft_trees, 1)), tree.k, nodes)
         return Prediction(method, tree, total.tau, ms, self.costs.plain / ms, whole)
 
     def replay(self, trees: Iterable[GrownConfig]) -> list[Prediction]:
         """Fixed trees, the fastest first; those of the same levels and k must follow each other."""
         predictions = []
         for (levels, k), alike in groupby(trees, key=lambda tree: (tree.levels, tree.k)):
-            ranks = path_ranks(self.recording, levels, k)
+            path = path_ranks(self.recording, levels, k)
             for tree in alike:
-                total = replayed(self.recording, ranks, levels, tree.nodes)
+                total = replayed(self.recording, path, levels, tree.nodes, tree.stop.rule == "exact")
                 self.taken[tree] = total.taken
                 predictions.append(self.predicted(method_of(self.kind, tree), tree, total, tree.nodes))
         return sorted(predictions, key=lambda one: one.ms_per_token)
@@ -319,8 +324,7 @@ class HeadTuning:
         self.fixed = min(timed[:count], key=lambda one: one.ms_per_token)
         self.published, finalists = timed[count], timed[count + 1 :]
         # how far the prices of these trees, in cycles without a draft, are from what they took
-        drifts = [timed_.speedup / one.speedup for one, timed_ in zip(fixed, timed, strict=False)]
-        self.drift = statistics.median(drifts)
+        self.drift = statistics.median(after.speedup / one.speedup for one, after in zip(fixed, timed, strict=False))
         self.rules = sorted(finalists, key=lambda one: one.ms_per_token)
         has_rule = self.rules and self.rules[0].ms_per_token * SEARCH["worth"] < self.fixed.ms_per_token
         self.choice = self.rules[0] if has_rule else self.fixed
@@ -348,8 +352,7 @@ class HeadTuning:
 
     def survival(self, tree: GrownConfig) -> tuple[float, ...]:
         """As BudgetConfig has it; of chains from all of them, as a level's token knows nothing of those below it."""
-        is_chain = isinstance(tree, ChainConfig)
-        alike = [one for one in self.taken if isinstance(one, ChainConfig)] if is_chain else [tree]
+        alike = [one for one in self.taken if isinstance(one, ChainConfig)] if tree.shape == "chain" else [tree]
         return survival([(one.levels, each) for one in alike for each in self.taken[one]], tree.levels)
 
     def facts(self) -> dict[str, Any]:
@@ -423,12 +426,9 @@ def measure(target: Target, tokenizer: Any, best: HeadTuning, config: TuneConfig
         against = {f"chosen_against_it{end}": against[f"speedup{end}"] for end in ("", "_ci95")}
         rows.append({"method": as_dict(method), **row, **against})
     tau, speedup = rows[1]["tau"], rows[1]["speedup"]
-    facts = {
-        "predicted_over_measured": predicted.speedup / speedup if speedup else None,
-        "predicted_tau_over_measured": predicted.tau / tau if tau else None,
-        "names": [name_of(method) for method in methods],
-        "rows": rows,
-    }
+    facts: dict[str, Any] = {"names": [name_of(method) for method in methods], "rows": rows}
+    facts["predicted_over_measured"] = predicted.speedup / speedup if speedup else None
+    facts["predicted_tau_over_measured"] = predicted.tau / tau if tau else None
     write_json(output / "measured.json", facts)
     print(f"measured: tau {tau or 0:.2f} (predicted {predicted.tau:.2f}), speedup {speedup or 0:.2f}")
 

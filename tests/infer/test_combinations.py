@@ -10,6 +10,7 @@ from aerie.configs.schema.decode import (
     ConfidenceConfig,
     ConstantConfig,
     EntropyConfig,
+    ExactConfig,
     HeuristicConfig,
     MarginalGainConfig,
     Method,
@@ -33,6 +34,7 @@ RULES: dict[str, StopConfig] = {
     "vote": VoteConfig(signals=("probability",), probability_threshold=0.6),
     "probability_sum": ProbabilitySumConfig(checks=(1, 2), threshold=0.7),
     "marginal_gain": MarginalGainConfig(threshold=0.6),
+    "exact": ExactConfig(),
 }
 SHAPES: dict[str, tuple[Method, str, dict[str, Any]]] = {  # method, kind of head, tree
     "draft LM, dynamic": ("sps", "draft_lm", {"shape": "dynamic", "levels": 4, "k": 3, "nodes": 10}),
@@ -55,7 +57,7 @@ SHAPES: dict[str, tuple[Method, str, dict[str, Any]]] = {  # method, kind of hea
     "block, static": ("block-tree", "block", {"shape": "static", "choices": "eagle1"}),
 }
 DRAWN = "entropy vote heuristic confidence marginal_gain probability_sum heuristic vote".split()
-DRAWN += "heuristic marginal_gain entropy".split()
+DRAWN += "exact marginal_gain entropy".split()
 DRAWN += "marginal_gain confidence entropy".split()
 SAMPLED = dict(zip(SHAPES, DRAWN, strict=True))  # the rule that each is sampled with
 ALL = [

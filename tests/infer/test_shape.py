@@ -11,7 +11,9 @@ from torch import Tensor
 from aerie.configs.schema.decode import (
     ChainConfig,
     Choice,
+    ConstantConfig,
     DynamicConfig,
+    ExactConfig,
     HeuristicConfig,
     ProbabilitySumConfig,
     StaticConfig,
@@ -61,6 +63,22 @@ def test_the_dynamic_tree_and_its_ablations_are_eagle_2s(
         check_connected(tree)
         assert tree.draft_forwards == drafter.calls == tree.levels == levels
         assert len(tree) <= config.nodes and int(tree.tokens[0]) == 7
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_exact_rule_ends_a_draft_where_no_deeper_node_can_be_in_its_tree(temperature: float) -> None:
+    forwards = list[int]()
+    for (k, nodes), seed in itertools.product([(1, 4), (2, 6), (3, 20), (5, 5), (8, 40), (14, 12)], range(8)):
+        early, whole = (
+            make_shape(DynamicConfig(levels=7, k=k, nodes=nodes, children="sampled", stop=stop)).grow(
+                TableDrafter(seed, sharpness=4.0), ROOT, 7, sampler(temperature, 1.0, seed)
+            )
+            for stop in (ExactConfig(), ConstantConfig())
+        )
+        assert paths(early) == paths(whole) and torch.equal(early.mask, whole.mask)
+        assert early.levels == early.draft_forwards >= int(early.depth.max())
+        forwards.append(early.draft_forwards)
+    assert min(forwards) == 3 and max(forwards) == 7
 
 
 def test_certain_drafts_stay_connected_although_every_survival_ties() -> None:

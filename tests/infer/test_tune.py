@@ -13,7 +13,7 @@ import yaml
 from scipy.special import expit, logit
 from torch import Tensor
 
-from aerie.configs.schema.decode import METHODS, MethodConfig
+from aerie.configs.schema.decode import METHODS, ConstantConfig, ExactConfig, MethodConfig
 from aerie.configs.schema.measure import PromptsConfig, TuneConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import Difficulty, Drafters, drafting, likeliest, step_logits
@@ -41,17 +41,21 @@ def test_a_replay_counts_what_the_decoder_does(miniature: tuple[Path, Target, li
     drafter = Drafters(target).of(str(heads / kind))
     recording = replay.record(target, drafter, prompts, LEVELS, K, NEW)
 
-    for levels, k, nodes in ((1, K, 4), (5, K, 20), (4, K, 60), (4, 1, 5), (5, 3, 10)):
-        tree = tune.tree_with(levels, k, nodes)
-        ours = replay.replayed(recording, replay.path_ranks(recording, tree.levels, tree.k), tree.levels, tree.nodes)
+    sizes, levels_of = ((1, K, 4), (5, K, 20), (4, K, 60), (4, 1, 5), (5, 3, 10)), {"constant": 0.0, "exact": 0.0}
+    for (levels, k, nodes), stop in product(sizes, (ConstantConfig(), ExactConfig())):
+        tree = tune.tree_with(levels, k, nodes, stop)
+        path = replay.path_ranks(recording, tree.levels, tree.k)
+        ours = replay.replayed(recording, path, tree.levels, tree.nodes, tree.stop.rule == "exact")
         decoder = SpeculativeDecoder(target, drafting(drafter, tree))
         answers = [decoder.generate(ids, max_new_tokens=NEW, do_sample=False).statistics for ids in prompts]
         real, _ = replay.counted(answers)
+        levels_of[stop.rule] += real.draft_levels
         if k in (1, K):  # a chain, or as wide as the recording: exactly
             shares = replay.survival([(levels, each) for each in ours.taken], levels)
             assert ours == real and abs(1 + sum(shares) - real.tau) < 0.5  # the last trees of an answer are cut
         else:  # narrower: to a cycle an answer, and never overrated
             assert ours.tokens == real.tokens and 0 <= ours.target_forwards - real.target_forwards <= len(prompts)
+    assert kind == "draft_lm" or levels_of["exact"] < levels_of["constant"]
 
 
 def test_predictions_are_prices_of_cycles_and_dear_nodes_make_small_trees(miniature: Any) -> None:
@@ -65,7 +69,7 @@ def test_predictions_are_prices_of_cycles_and_dear_nodes_make_small_trees(miniat
     sizes = []
     for ms in (10.0, 900.0):
         made.costs = replace(COSTS, draft={1: (0.0, 0.0)}, verify={1: 10.0, 60: ms})
-        sizes.append(made.replay(tune.trees_up_to(2, 2))[0].tree.nodes)
+        sizes.append(made.replay(tune.trees_up_to(2, 2, ConstantConfig()))[0].tree.nodes)
     assert sizes[0] > sizes[1]
     shallow = Drafters(target).of(str(heads / "block"))  # than the trees that are timed
     assert shallow.max_levels < 8 and tune.measure_costs(target, shallow, prompts, NEW).draft
@@ -79,9 +83,8 @@ def test_every_rule_and_every_row_of_the_grid_is_a_method_of_its_kind(kind: str)
     assert max(row.tree.levels for row in tune.measured_rows(kind, choice, True, 5)[3:] if row.tree) == 5
     for fixed in [chain] if kind == "draft_lm" else [chain, tree]:
         rows += [MethodConfig(method, grown) for method, grown in tune.rules_for(kind, fixed, 8)]
-    rows += [
-        MethodConfig(tune.method_of(kind, one), one) for one in tune.sampled_trees(8, 1 if kind == "draft_lm" else 9)
-    ]
+    drawn = tune.sampled_trees(8, 1 if kind == "draft_lm" else 9, ExactConfig())
+    rows += [MethodConfig(tune.method_of(kind, one), one) for one in drawn]
     for row in rows:
         assert row.method == "vanilla" or (kind in METHODS[row.method].heads and row.tree is not None)
 
@@ -128,7 +131,8 @@ def test_only_whole_trees_tell_how_deep_one_is_accepted(miniature: tuple[Path, T
     heads, target, prompts = miniature
     made = SpeculativeDecoder(target, drafting(Drafters(target).of(str(heads / "eagle1")), tune.tree_with(5, 2, 9)))
     answer = made.generate(prompts[0], max_new_tokens=12, do_sample=False).statistics
-    whole = [count for count, levels in zip(answer.accepted, answer.cycle_levels, strict=True) if levels == 5]
+    written = np.cumsum([1, *answer.cycle_tokens[:-1]])  # before each cycle; its last token is the target's own
+    whole = [count for count, known in zip(answer.accepted, written, strict=True) if known + 5 + 1 <= 12]
     assert tune.whole_drafts(answer, 5) == whole and 0 < len(whole) < len(answer.accepted)
 
 
@@ -153,4 +157,10 @@ def test_the_choice_is_written_measured_and_taken_by_generate_and_bench(
     for name in ("tuned.yaml", "auto.yaml"):
         assert command("generate", "--row", str(folder / name), "--max-new-tokens", "8")[0] == 0
     assert measured["names"][-1] == "eagle2, auto" and measured["rows"][-1]["speedup"] > 0
-    assert "16 answers" in command("bench", *row, "--bench.reference", "false", "--overwrite")[1]
+    again = (
+        "--bench.reference",
+        "false",
+        "--bench.warmup_prompts",
+        f"{temperature:g}",
+    )  # both may choose one tree
+    assert "16 answers" in command("bench", *row, *again, "--overwrite")[1]

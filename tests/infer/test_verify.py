@@ -19,6 +19,7 @@ from aerie.configs.schema.decode import (
     ConfidenceConfig,
     DynamicConfig,
     EntropyConfig,
+    ExactConfig,
     MarginalGainConfig,
     ProbabilitySumConfig,
     StaticConfig,
@@ -329,15 +330,17 @@ RULES = [
     EntropyConfig(h=0.3),
     EntropyConfig(h=0.3, over="value_weighted"),
     EntropyConfig(h=0.3, over="per_node"),
+    ExactConfig(),
 ]
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_stop_rule_leaves_the_law_of_drawn_trees(rule: Any) -> None:
-    config = drawn(levels=3, nodes=4, stop=rule)
+    config = drawn(levels=3, nodes=3 if isinstance(rule, ExactConfig) else 4, stop=rule)
     assert misfit(config, narrow=True, seed=1) < 1e-3
     levels = {tree.levels for _, tree in every_tree(config, sampler(1.0, 1.0), Small(1, narrow=True))}
-    assert len(levels) == 2 or isinstance(rule, EntropyConfig | ConfidenceConfig)
+    assert levels == ({2} if isinstance(rule, ExactConfig) else levels)
+    assert len(levels) == 2 or isinstance(rule, EntropyConfig | ConfidenceConfig | ExactConfig)
 
 
 def test_a_stop_rule_that_saw_a_whole_level_would_bend_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
