@@ -14,11 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-VERIFY, SHAPE, SAMPLING = (f"infer/decode/{name}.py" for name in ("verify", "shape", "sampling"))
+VERIFY, SHAPE, STOP, SAMPLING = (f"infer/decode/{name}.py" for name in ("verify", "shape", "stop", "sampling"))
 LOSSES, CHAT = "train/losses.py", "data/chat.py"
 TESTS = {
     VERIFY: ["tests/infer/test_verify.py", "tests/infer/test_cycles.py"],
     SHAPE: ["tests/infer/test_verify.py"],
+    STOP: ["tests/infer/test_shape.py"],
     SAMPLING: ["tests/infer/test_verify.py"],
     LOSSES: ["tests/train/test_losses.py"],
     CHAT: ["tests/data/test_chat.py"],
@@ -52,7 +53,8 @@ MUTANTS = [  # file, what stands there once, what stands there instead
     (SAMPLING, "return chances.masked", "return chances.flip(-1).masked"),
     (SAMPLING, "dtype=torch.float64) * cumulative[:, -1:]", "dtype=torch.float64)"),
     (SAMPLING, "uniform, right=True)[:, 0]", "uniform, right=True)[:, 0].sub(1).clamp_(min=0)"),
-    (SHAPE, "grown[-1] if sampler is None else best_alone(grown[-1])", "grown[-1]"),
+    (SHAPE, "else best_alone(grown[-1])", "else grown[-1]"),
+    (STOP, "return best <= last", "return best <= last + 0.1"),
     (LOSSES, "beta=1.0).mean(-1)", "beta=1.0).sum(-1)"),
     (LOSSES, "-(law.inside.exp() * log_q).sum(-1)", "-(log_q.exp() * log_q).sum(-1)"),
     (LOSSES, "(log_p.exp() * (log_p - log_q)).sum(-1)", "(log_q.exp() * (log_q - log_p)).sum(-1)"),

@@ -216,7 +216,7 @@ class DynamicConfig(Section, kw_only=True):
             # a node would be expanded, and push a draw out of the tree, because of tokens drawn after that one
             raise ValueError("children: sampled with rank: confidence would bias the output; use rank: survival")
         if isinstance(self.stop, ExactConfig) and not (self.rank == "survival" and self.rerank):
-            raise ValueError("stop.rule: exact knows trees with rank: survival and rerank: true alone")
+            raise ValueError("stop.rule: exact needs rank: survival and rerank: true")
         if not self.rerank:
             object.__setattr__(self, "nodes", self.k * self.levels + 1)
 

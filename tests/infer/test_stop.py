@@ -18,6 +18,7 @@ from aerie.configs.schema.decode import (
     ConfidenceConfig,
     DynamicConfig,
     EntropyConfig,
+    ExactConfig,
     HeuristicConfig,
     MarginalGainConfig,
     ProbabilitySumConfig,
@@ -119,6 +120,7 @@ def test_a_tree_is_the_same_whenever_its_rule_is_read(rank: str) -> None:
     """Before the next level's forward, after it was launched, or never: then what stands below the end is ignored."""
     rules: list[StopConfig] = [EntropyConfig(h=0.5, over="value_weighted"), ConfidenceConfig(threshold=0.5)]
     rules += [MarginalGainConfig(), VoteConfig(), VoteConfig(over="selected", bonus=1.0)]
+    rules += [ExactConfig()] * (rank == "survival")
     depths = set()
     for rule, seed in itertools.product([*rules, ProbabilitySumConfig(checks=(2, 4), threshold=0.6)], range(6)):
         sizes: dict[str, Any] = {"levels": 6, "k": 3, "nodes": 14, "rank": rank}
