@@ -20,6 +20,7 @@ from aerie.infer.report.tables import PAPERS, TASKS, rule_of
 from aerie.model.storage import read_json
 
 REGISTER = read_yaml(Path(__file__).with_name("claims.yaml"))[0]
+CLAIMS = [{"paper": paper, **claim} for paper, claims in REGISTER["claims"].items() for claim in claims]
 MANY = 100_000  # prompts; what needs more is called no difference
 FEWEST = 6  # prompts that settle anything: five on one side are chance once in 16, more than 5 %
 BATCH = 250  # resamples that are in memory at once
@@ -323,7 +324,7 @@ def judged(claim: Entry, one: Estimate) -> tuple[str, str, int | None]:
 def judge(run: Measured) -> list[dict[str, Any]]:
     """A line for each claim, head and temperature, as details.json has it."""
     lines = []
-    for number, claim in enumerate(REGISTER["claims"], start=1):
+    for number, claim in enumerate(CLAIMS, start=1):
         about = {name: claim[name] for name in ("id", "paper", "place", "claim")}
         empty = dict.fromkeys(("head", "temperature", "value", "low", "high", "prompts", "ours", "prompts_needed"))
         for temperature in claim.get("temperatures", [0]):
@@ -416,7 +417,7 @@ def markdown(lines: Sequence[Mapping[str, Any]]) -> str:
 
 def tenth(lines: Sequence[Mapping[str, Any]]) -> str:
     """How many prompts an interval of +-0.1 tau needs: the most over the claims whose effect is 0.2 tau."""
-    about_tau = [one["id"] for one in REGISTER["claims"] if (one.get("figure"), one.get("effect")) == ("tau", 0.2)]
+    about_tau = [one["id"] for one in CLAIMS if (one.get("figure"), one.get("effect")) == ("tau", 0.2)]
     needed = sorted(one["prompts_needed"] for one in lines if one["id"] in about_tau and one["prompts_needed"])
     words = "An interval of ±0.1 tau needs {:,} prompts here by the widest of {} differences, {:,} by the median one."
     return words.format(needed[-1], len(needed), needed[len(needed) // 2]) if needed else ""

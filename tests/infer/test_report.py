@@ -240,7 +240,7 @@ def test_the_page_says_lossless_only_when_every_greedy_output_is_identical(
 
 def test_the_page_has_a_line_for_every_claim_and_its_tables_hold_the_points(swept: Path) -> None:
     shown, lines = words_of(swept), read_json(swept / "report" / "details.json")["claims"]["lines"]
-    assert {line["number"] for line in lines} == set(range(1, len(claims.REGISTER["claims"]) + 1))
+    assert {line["number"] for line in lines} == set(range(1, len(claims.CLAIMS) + 1))
     assert {line["verdict"] for line in lines} == {"holds", "open", "out of reach"}  # few prompts refute nothing
     for line in lines:
         assert line["claim"] in shown and line["why"] in shown and line["why"].endswith(".")
@@ -459,4 +459,4 @@ def test_what_the_papers_published_is_complete() -> None:
     assert complete.items() <= counts.items() and counts["SVIP table 3"] == 24
     entry = {"source": "EAGLE-2 table 1", "of": "eagle2", "against": "eagle", "figure": "tau"}
     assert claims.published(entry, 1.0) == "+0.48 to +1.51 (28 figures)"
-    assert len({claim["id"] for claim in claims.REGISTER["claims"]}) == len(claims.REGISTER["claims"])
+    assert len({claim["id"] for claim in claims.CLAIMS}) == len(claims.CLAIMS)
