@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.cache_utils import Cache
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
 
 from aerie.configs.errors import UserError
 
@@ -59,9 +59,7 @@ class Rotary:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE of x [..., heads, T, head_dim] (Su et al., arXiv 2104.09864, equation 34; halves as in Llama)."""
-    half = x.shape[-1] // 2
-    turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-    return x * cos + turned * sin
+    return x * cos + rotate_half(x) * sin
 
 
 class Kept:
@@ -222,19 +220,6 @@ class Attention(nn.Module):
         return [rotate(q, *rope_q), rotate(k, *rope), v]
 
 
-class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202, section 2)."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class DecoderLayer(nn.Module):
     """A pre-norm decoder layer whose attention reads the "normed" state, as Llama's, the "raw" one (EAGLE-1's first
     layer), or the "pair" [normed embedding; normed feature] (EAGLE-3's first layer)."""
@@ -251,7 +236,9 @@ class DecoderLayer(nn.Module):
             self.hidden_norm = nn.RMSNorm(width, eps)  # of the feature
         self.self_attn = Attention(config, 2 * width if reads == "pair" else width)
         self.post_attention_layernorm = nn.RMSNorm(width, eps)
-        self.mlp = MLP(width, config.intermediate_size)
+        sizes = {"hidden_size": width, "intermediate_size": config.intermediate_size}
+        # SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202, section 2)
+        self.mlp = LlamaMLP(LlamaConfig(**sizes, num_attention_heads=1))
 
     def read(self, x: Tensor, embedded: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attention's input, and the residual."""
