@@ -30,14 +30,11 @@ class Verdict:
         return len(self.tokens)
 
 
-def verify(tree: Tree, logits: Tensor, sampler: Sampler, typical: TypicalConfig | None = None) -> Verdict:
-    """logits [N, V] are the target's; typical replaces the tree's rule where tokens are sampled."""
-    return read(judge(tree, logits, sampler, typical), len(tree))
-
-
 def judge(tree: Tree, logits: Tensor, sampler: Sampler, typical: TypicalConfig | None = None) -> Tensor:
     """What `read` reads [3 or 4, L]: by place of the path, and of what was refused behind it, how many refused nodes
     are on the way, the node, and the token written after it; of a tree with passengers their number, too.
+
+    logits [N, V] are the target's; typical replaces the tree's rule where tokens are sampled.
     """
     if rule_of(tree.proposal, sampler, typical) in ("R0", "R2"):
         return walk(tree, sampler.choose(logits))

@@ -38,11 +38,11 @@ from aerie.infer.decode.verify import (
     Verdict,
     accept_typical,
     acceptance,
+    judge,
     left_of,
     read,
     rule_of,
     sibling_chances,
-    verify,
     walk,
 )
 from tests.infer.laws import SETTINGS, TableDrafter, node_paths, sampler
@@ -193,7 +193,7 @@ def test_a_tree_is_decided_as_the_textbook_decides_it(
             width = min(3, len(above) - 1)
         table = torch.rand(len(inner), width, generator=torch.Generator().manual_seed(seed))
         path, law = textbook(grown, logits.softmax(-1), dict(zip(inner, table.tolist(), strict=True)))
-        verdict = verify(grown, logits, sampler(1.0, 1.0, seed))
+        verdict = read(judge(grown, logits, sampler(1.0, 1.0, seed)), len(grown))
         assert verdict.path == path
         assert verdict.tokens == grown.tokens[path[1:]].tolist()
         torch.testing.assert_close(bonus[-1].double(), law, atol=1e-5, rtol=0)
@@ -231,7 +231,7 @@ def test_100_000_drawn_trees_write_the_law_of_the_target(narrow: bool) -> None:
     drafter.law = functools.cache(drafter.law)  # type: ignore
     for _ in range(100_000):
         grown = shape.grow(drafter, torch.zeros(1, dtype=torch.long), 3, chosen)
-        verdict = verify(grown, torch.stack([laws(path) for path in node_paths(grown)]), chosen)
+        verdict = read(judge(grown, torch.stack([laws(path) for path in node_paths(grown)]), chosen), len(grown))
         text = (*verdict.tokens, verdict.bonus)[:2]
         seen[text if len(text) == 2 else (*text, int(draw(laws(text).exp()[None], chosen.generator)))] += 1
     pairs = list(itertools.product(range(3), repeat=2))
@@ -397,7 +397,7 @@ def test_draws_of_hardly_any_chance_leave_the_targets_law() -> None:
     logits, first = torch.tensor([0.1, 0.0, 0.1, 0.05]), torch.zeros(4)
     for _ in range(2000):
         grown = shape.grow(drafter, torch.tensor([3]), 1, cool)
-        verdict = verify(grown, logits.expand(len(grown), -1), cool)
+        verdict = read(judge(grown, logits.expand(len(grown), -1), cool), len(grown))
         first[(*verdict.tokens, verdict.bonus)[0]] += 1
     assert chisquare(first.double(), 2000 * (10 * logits).double().softmax(-1)).pvalue > 1e-3
 
@@ -431,5 +431,5 @@ def test_it_is_named_not_lossless_and_its_output_has_another_law() -> None:
     assert rule_of(None, hot, PUBLISHED) == NOT_LOSSLESS and "not lossless" in NOT_LOSSLESS
     assert rule_of(None, cold, PUBLISHED) == "R0"
     law = torch.tensor([0.5, 0.3, 0.2]).expand(2, -1)
-    first = {verify(tree([0, 1], [0, 0], [0, 1]), law.log(), hot, PUBLISHED).tokens[0] for _ in range(50)}
+    first = {read(judge(tree([0, 1], [0, 0], [0, 1]), law.log(), hot, PUBLISHED), 2).tokens[0] for _ in range(50)}
     assert first == {1}  # token 1 has probability 0.3, and always comes out
