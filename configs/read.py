@@ -205,8 +205,7 @@ def validate(
 
 def as_dict(section: Any) -> dict[str, Any]:
     """JSON-ready, with every default."""
-    value: dict[str, Any] = adapter(type(section)).dump_python(section, mode="json")
-    return value
+    return typing.cast(dict[str, Any], adapter(type(section)).dump_python(section, mode="json"))
 
 
 def dump(recipe: Any) -> str:

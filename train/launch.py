@@ -6,7 +6,7 @@ import warnings
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -148,8 +148,7 @@ def zero_muon(matrices: dict[str, Any], adamw: torch.optim.AdamW) -> torch.optim
         parameter.use_muon = True
     # As torch.optim.Muon: five rounds, the rate times sqrt(max(1, rows / columns)).
     groups = [{**matrices, "ns_method": "standard"}, *({**group, "use_muon": False} for group in adamw.param_groups)]
-    optimizer: torch.optim.Optimizer = MuonWithAuxAdam(groups, torch.optim.AdamW)
-    return optimizer
+    return cast(torch.optim.Optimizer, MuonWithAuxAdam(groups, torch.optim.AdamW))
 
 
 def turned(module: nn.Module) -> list[nn.Parameter]:

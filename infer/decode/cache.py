@@ -1,7 +1,7 @@
 """A stock transformers LM with a preallocated cache; a tree reaches it as a 4-D mask and positions length + depth."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -74,8 +74,7 @@ class CachedLM:
         """
         out = self._forward(tokens, depth, mask)
         self.cache.pending += tokens.shape[0]
-        last_hidden: Tensor = out.last_hidden_state[0].to(self.target.device)
-        return last_hidden
+        return cast(Tensor, out.last_hidden_state[0].to(self.target.device))
 
     def _forward(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> Any:
         self.cache.begin(tokens.shape[0])

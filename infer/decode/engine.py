@@ -382,15 +382,12 @@ class Clock:
 
     def exclude(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """What the call returns; no phase counts its time."""
-        if self.waits:
-            torch.cuda.synchronize()
-        started = time.perf_counter()
+        before = self.lap(None)
         try:
             return work(*arguments)
         finally:
-            if self.waits:
-                torch.cuda.synchronize()
-            self._last += time.perf_counter() - started
+            self.lap(None)
+            self._last -= before / 1000
 
 
 def make_decoder(drafters: Drafters, asked: MethodConfig, head: str | None) -> SpeculativeDecoder:

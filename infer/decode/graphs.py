@@ -145,8 +145,7 @@ class Graphs:
         """As the decoder's, of what the graphs wrote."""
         decoder = self._decoder
         if not (decoder.proposer.is_fixed or decoder.proposer.grows_fixed) or sampler.decoding.of_text:
-            judged: Tensor = decoder.judge(tree, logits, sampler)
-            return judged
+            return cast(Tensor, decoder.judge(tree, logits, sampler))
         key = decoder.laws, tree.tokens, logits
         return cast(Tensor, self._run("judge", key, partial(decoder.judge, tree, logits, sampler)))
 
