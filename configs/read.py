@@ -193,14 +193,13 @@ def validate(
     """values, with overrides, as a schema instance; one line per problem."""
     override(overrides, values, lines)
     try:
-        checked: T = adapter(schema).validate_python(values)
+        return typing.cast(T, adapter(schema).validate_python(values))
     except ValidationError as error:
         problems = error.errors()
         # pydantic counts wrong items of a list as missing, too
         inside = {problem["loc"][:end] for problem in problems for end in range(len(problem["loc"]))}
         problems = [each for each in problems if each["type"] != "too_short" or each["loc"] not in inside]
         raise UserError("\n".join(_sentence(each, values, schema, source, lines) for each in problems)) from error
-    return checked
 
 
 def as_dict(section: Any) -> dict[str, Any]:

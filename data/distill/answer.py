@@ -6,7 +6,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import ValidationError
 
@@ -272,10 +272,9 @@ class ServedTarget:
             num_tokens = reply.usage.completion_tokens if reply.usage else 0
             made = {"content": choice.message.content or "", "finish": choice.finish_reason, "num_tokens": num_tokens}
             made |= {"token_ids": ids, "prompt_token_ids": prompt_ids} if ids and prompt_ids else {}
-            answer: Answer = adapter(Answer).validate_python({**made, "reasoning": thought})
+            return cast(Answer, adapter(Answer).validate_python({**made, "reasoning": thought}))
         except (ValidationError, AttributeError, TypeError, LookupError) as error:
             raise Unanswered("skipped", "the server's reply is no text with token ids that are numbers") from error
-        return answer
 
     async def _is_up(self, url: str) -> bool:
         # By another question: then the row is at fault.
