@@ -191,8 +191,7 @@ def load_head(
     after_blocks: tuple[int, ...] | None = None,
 ) -> Head:
     """The head in a directory or on the Hub; vocab (embedding) and after_blocks fill in what its files leave out."""
-    place = head_directory(directory)
-    _, files, content = read_content(place, after_blocks)
+    _, files, content = read_content(head_directory(directory), after_blocks)
     for guess in content.guesses:
         warn(f"{files.config_place}: {guess}")
     state = completed(content, vocab, files.weights_place)

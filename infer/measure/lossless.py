@@ -42,7 +42,7 @@ LENGTHS = (32, 3, 12, 4, 20, 6)  # max_new_tokens of the prompts, in turn
 # all drafts refused; all accepted to their deepest node; an end token, or max_new_tokens, inside an accepted path
 EDGES = ("rejected", "accepted", "ended", "cut")
 
-VOCABULARY = 8  # of the miniature
+VOCABULARY, SEED = 8, 4  # of the miniature
 SPREAD = 0.38  # standard deviation of its matrices: three or four likely tokens at each place
 DRAFT_NOISE = 0.08  # of the draft LM's matrices around the target's
 HEAD_NOISE = 0.12  # of a new head's matrices: its laws would be flat, or the target's own
@@ -285,11 +285,9 @@ class SampledProver:
         return Law(sampling.temperature, sampling.top_p, p_value(self._law(length, sampling), seen), accepted)
 
 
-def write_miniature(
-    directory: Path, seed: int = 4, vocabulary: int = VOCABULARY, model_type: str = "llama"
-) -> TargetConfig:
+def write_miniature(directory: Path, vocabulary: int = VOCABULARY, model_type: str = "llama") -> TargetConfig:
     """Writes directory/target, a model that never ends, and directory/heads/KIND; EAGLE-3 lacks every third token."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(SEED)
     config = AutoConfig.for_model(model_type, vocab_size=vocabulary, **GIVEN["model"])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     words = {chr(97 + token): token for token in range(vocabulary - 1)} | {"<|endoftext|>": vocabulary - 1}  # Qwen's
@@ -317,7 +315,7 @@ def write_miniature(
         section: Any = KINDS[kind](**given.get(kind, {}))
         more: dict[str, Any] = {"after_blocks": (0, 1)} if section.reads_taps else {}
         more |= {"vocabulary": drafted} if kind == "eagle3" else {}
-        head = new_head(section, target.config, target.vocab, seed, **more)
+        head = new_head(section, target.config, target.vocab, SEED, **more)
         for name, parameter in head.named_parameters():
             if parameter.ndim == 2 and name != "embed_tokens.weight":
                 parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=HEAD_NOISE)
