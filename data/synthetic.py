@@ -28,7 +28,6 @@ FAMILIES = ("arithmetic", "conversion", "code", "table", "passage", "letter", "s
 SYSTEM_SHARE = 0.2  # of the conversations
 NUM_TURNS = (1, 1, 2, 2, 3)  # drawn uniformly
 ATTEMPTS = 100  # draws of one row before the families count as exhausted
-SHE, HE = {"he": "she", "his": "her", "him": "her"}, {"he": "he", "his": "his", "him": "him"}
 
 
 class Turn(NamedTuple):
@@ -81,7 +80,7 @@ def draw_task(family: str, generator: Random) -> list[Turn]:
 
     def people(count: int) -> list[dict[str, str]]:
         names = generator.sample([*values["women"], *values["men"]], count)
-        return [{"name": name, **(SHE if name in values["women"] else HE)} for name in names]
+        return [{"name": name, "he": "she" if name in values["women"] else "he"} for name in names]
 
     book = _book(family)
     values: dict[str, Any] = {
