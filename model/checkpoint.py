@@ -41,7 +41,7 @@ def new_head(
     if section.init_from is not None:
         return _warm_start(section, vocab, path, after_blocks)
     size = vocab.embedding.shape[0] if vocabulary is None else vocabulary.size
-    head = HEADS[section.kind].module(config_for(section, text_config, vocab, after_blocks, size, path))
+    head = HEADS[section.kind].module(config_for(section, text_config, vocab, after_blocks, size))
     head.initialise(vocab, torch.Generator().manual_seed(seed), getattr(section, "initializer_range", 0.02))
     if isinstance(head, Eagle3Head) and isinstance(section, Eagle3Section):
         if vocabulary is not None:
@@ -70,12 +70,7 @@ def new_head(
 
 
 def config_for(
-    section: HeadConfig,
-    text_config: Any,
-    vocab: VocabWeights,
-    taps: tuple[int, ...] = (),
-    draft_vocab_size: int = 0,
-    path: str = "target",
+    section: HeadConfig, text_config: Any, vocab: VocabWeights, taps: tuple[int, ...] = (), draft_vocab_size: int = 0
 ) -> AnyConfig:
     """The recipe's sizes, or else the target's."""
     vocab_size, width = vocab.embedding.shape
