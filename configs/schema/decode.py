@@ -100,7 +100,7 @@ class MarginalGainConfig(Section):
 
 
 class ExactConfig(Section):
-    """Where no deeper node can be in the tree: all levels would have made the same one."""
+    """Ends a draft where no deeper node can be in the tree: all levels would have made the same one."""
 
     rule: Literal["exact"] = "exact"
 

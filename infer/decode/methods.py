@@ -225,8 +225,10 @@ class Auto(Drafting):
         if cycle is None:
             return
         self._text.variance += self._text.drift
-        if cycle.tree.levels:  # which are fewer where no deeper node could be in the tree, and then none was accepted
-            self._text.learn(self._steps[self._chosen][: self._room], cycle.verdict.accepted)
+        if levels := cycle.tree.levels:
+            # below the end of a draft that was exact the tree had no nodes, as if they had been refused
+            levels = self._room if self.shape.stop.keeps_tree else levels
+            self._text.learn(self._steps[self._chosen][:levels], cycle.verdict.accepted)
         else:  # nothing was learnt, and a small draft is tried again before long
             self._text.b *= self._keep
 

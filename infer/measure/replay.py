@@ -111,6 +111,7 @@ class Cycles:
     target_forwards: int
     draft_trees: int  # cycles that drafted (the last token of an answer may need no draft)
     draft_levels: float
+    whole_levels: float = field(default=0.0, compare=False)  # of a replay: of the mean cycle with room for a whole tree
     # of a replay, by answer: how many drafted tokens each cycle with room for a whole tree accepted
     taken: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
 
@@ -128,7 +129,7 @@ def replayed(
     depth = np.full(len(ranks), levels)  # [P] levels of its draft, where there is room
     if is_exact:
         depth = 1 + np.logical_and.accumulate(as_good[:, :-1] < nodes - 1, axis=1).sum(1)
-    tokens = forwards = trees = drafted = 0
+    tokens = forwards = trees = drafted = whole_levels = 0
     taken: list[tuple[int, ...]] = []
     for number in np.unique(recording.answer):
         places = recording.answer == number
@@ -140,11 +141,14 @@ def replayed(
             if place < len(count):
                 trees += 1
                 drafted += min(deep[place], room[place])
-                whole += [count[place]] * (room[place] >= levels)
+                if room[place] >= levels:
+                    whole.append(count[place])
+                    whole_levels += deep[place]
                 place += count[place]
             place += 1  # the target's own token
         taken.append(tuple(whole))
-    return Cycles(tokens, forwards, trees, drafted, tuple(taken))
+    mean = whole_levels / max(sum(map(len, taken)), 1)
+    return Cycles(tokens, forwards, trees, drafted, mean or levels, tuple(taken))
 
 
 def survival(drafts: Iterable[tuple[int, Sequence[int]]], levels: int) -> tuple[float, ...]:

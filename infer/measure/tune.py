@@ -208,7 +208,7 @@ class HeadTuning:
         is_read = cycle_of(target) == "eager" and target.device.type == "cpu"
         self.stop: StopConfig = schema.ExactConfig() if is_read else CONSTANT
         self.rules: list[Prediction] = []
-        self.fixed: Prediction | None = None  # the best tree without a rule, timed as it is; null: nothing was timed
+        self.fixed: Prediction | None = None  # the best tree without a threshold; null: nothing was timed
         self.drift = 1.0  # timed over priced, of fixed trees
         # of trees that were replayed or timed, by answer: how many drafted tokens each cycle with a whole tree accepted
         self.taken = dict[GrownConfig, Sequence[Sequence[int]]]()
@@ -248,7 +248,7 @@ class HeadTuning:
 
     def predicted(self, method: Method, tree: GrownConfig, total: Cycles, nodes: float) -> Prediction:
         ms = self.costs.price(total, tree.k, nodes) / max(total.tokens, 1)
-        whole = self.costs.price(Cycles(0, 1, 1, total.draft_levels / max(total.draft_trees, 1)), tree.k, nodes)
+        whole = self.costs.price(Cycles(0, 1, 1, total.whole_levels or tree.levels), tree.k, nodes)
         return Prediction(method, tree, total.tau, ms, self.costs.plain / ms, whole)
 
     def replay(self, trees: Iterable[GrownConfig]) -> list[Prediction]:

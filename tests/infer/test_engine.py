@@ -20,6 +20,7 @@ from aerie.configs.schema.decode import (
     ChainConfig,
     DynamicConfig,
     EntropyConfig,
+    ExactConfig,
     HeuristicConfig,
     TreeConfig,
     TypicalConfig,
@@ -29,7 +30,7 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.decode import engine, graphs, sampling, shape
 from aerie.infer.decode.drafters import DRAFTERS
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import Auto, drafting
+from aerie.infer.decode.methods import Auto, Difficulty, drafting
 from aerie.infer.decode.shape import Cycle, Drafting, make_shape
 from aerie.model.layers import Kept
 from aerie.model.target import Target
@@ -102,6 +103,19 @@ def test_a_stop_string_ends_an_answer_at_the_token_that_completes_it_as_in_trans
         assert made.generate(ids, **settings).sequences.tolist() == theirs.tolist()
         lengths.append(theirs.shape[1] - ids.shape[1])
     assert lengths == [1, 1, 7, 9, 24]
+
+
+@pytest.mark.parametrize("stop", [ExactConfig(), EntropyConfig(h=0.8)])
+def test_auto_learns_of_all_levels_that_an_exact_draft_had_room_for(stop: Any, monkeypatch: Any) -> None:
+    target, learnt, seen = make_target(), list[int](), list[int]()
+    tree = DynamicConfig(levels=6, k=2, nodes=6, stop=stop)
+    config = AutoConfig(choices=(BudgetConfig(1.0, tree, (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)),))
+    made = SpeculativeDecoder(target, drafting(DRAFTERS["eagle1"](make_head(target, "eagle1"), target), config))
+    monkeypatch.setattr(Difficulty, "learn", lambda _, logits, accepted: learnt.append(len(logits)))
+    made.generate(prompts(4)[-1], do_sample=False, max_new_tokens=30, on_cycle=lambda one: seen.append(one.tree.levels))
+    drafted = [levels for levels in seen if levels]
+    assert min(drafted[:9]) < 6
+    assert learnt[:9] == ([6] * 9 if isinstance(stop, ExactConfig) else drafted[:9])
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3", "hydra", "draft_lm"])
