@@ -122,16 +122,8 @@ OPEN = {
     "ambiguous": "only the target tells how its taps are numbered; give it with --target",
 }
 SCORES = ("step", "predicted_tau", "tau", "loss")
-SIZES = (
-    "hidden_size",
-    *checkpoint.LAYER[:4],
-    "num_hidden_layers",
-    "num_heads",
-    "num_layers",
-    "block_size",
-    "markov_rank",
-    "markov_order",
-)
+SIZES = ["hidden_size", *checkpoint.LAYER[:4]]
+SIZES += "num_hidden_layers num_heads num_layers block_size markov_rank markov_order".split()
 
 
 def inspect_head(

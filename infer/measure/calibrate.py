@@ -172,11 +172,7 @@ def analyse(recording: Recording, bins: int = 20) -> dict[str, Any]:
             part = laws if task == "all" else laws[laws.prompt.map(task_of) == task]
             means = {"accepted": mean(part.entropy[part.accepted]), "rejected": mean(part.entropy[~part.accepted])}
             entropies.append({"task": task, "laws": len(part), **means})
-        parts["laws"] = {
-            "bounds": acceptance_bounds(laws, PAPER_C),
-            "entropy": entropies,
-            **rejections(laws),
-        }
+        parts["laws"] = {"bounds": acceptance_bounds(laws, PAPER_C), "entropy": entropies, **rejections(laws)}
     if "oracle" in cycles:
         parts["oracle"] = oracle_summary(cycles)
 
