@@ -383,8 +383,10 @@ class MultiTokenObjective(Objective):
         if self.settings.label_weight:
             label = torch.stack([F.nll_loss(q, t, reduction="sum") for q, t in zip(laws, tokens, strict=True)])
         if self.settings.law_weight:
-            loss, pairs = losses.LOSSES[self.settings.loss], zip(laws, which, strict=True)
-            law = torch.stack([loss(q, replace(target, slots=at), self.settings).sum() for q, at in pairs])
+            loss, sums = losses.LOSSES[self.settings.loss], []
+            for q, slots in zip(laws, which, strict=True):
+                sums.append(loss(q, replace(target, slots=slots), self.settings).sum())
+            law = torch.stack(sums)
         with torch.no_grad():
             hits = torch.stack([(q.argmax(-1) == choice[at]).sum() for q, at in zip(laws, which, strict=True)])
             alpha = losses.acceptance(laws[0], replace(target, slots=which[0]).whole).sum()
