@@ -231,7 +231,7 @@ class HeadTuning:
     def announce(self, k: int) -> None:
         """Says what will be tried, and about how long it takes, from an answer with the widest tree."""
         levels, new, asked = self.config.levels, self.config.prompts.max_new_tokens, len(self.prompts)
-        widest = tree_with(levels, k, SEARCH["nodes"][-1])
+        widest = tree_with(levels, k, SEARCH["nodes"][-1], self.stop)
         for ids in self.prompts[:2]:  # the first warms up
             answer = self.decoder(widest).generate(ids, max_new_tokens=new, do_sample=False).statistics
         rules = len(rules_for(self.kind, widest, levels))

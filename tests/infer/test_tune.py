@@ -53,6 +53,7 @@ def test_a_replay_counts_what_the_decoder_does(miniature: tuple[Path, Target, li
         assert ours.whole_levels == levels or (stop.rule == "exact" and 1 <= ours.whole_levels < levels)
         if k in (1, K):  # a chain, or as wide as the recording: exactly
             shares = replay.survival([(levels, each) for each in ours.taken], levels)
+            assert [*map(list, ours.taken)] == [tune.whole_drafts(one, levels) for one in answers]
             assert ours == real and abs(1 + sum(shares) - real.tau) < 0.5  # the last trees of an answer are cut
         else:  # narrower: to a cycle an answer, and never overrated
             assert ours.tokens == real.tokens and 0 <= ours.target_forwards - real.target_forwards <= len(prompts)
@@ -158,10 +159,6 @@ def test_the_choice_is_written_measured_and_taken_by_generate_and_bench(
     for name in ("tuned.yaml", "auto.yaml"):
         assert command("generate", "--row", str(folder / name), "--max-new-tokens", "8")[0] == 0
     assert measured["names"][-1] == "eagle2, auto" and measured["rows"][-1]["speedup"] > 0
-    again = (
-        "--bench.reference",
-        "false",
-        "--bench.warmup_prompts",
-        f"{temperature:g}",
-    )  # both may choose one tree
-    assert "16 answers" in command("bench", *row, *again, "--overwrite")[1]
+    # both temperatures may choose one tree, whose bench would be reused
+    own = ("--bench.reference", "false", "--bench.warmup_prompts", f"{temperature:g}")
+    assert "16 answers" in command("bench", *row, *own, "--overwrite")[1]
