@@ -34,6 +34,7 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
     """tau and speedup of every row of the recipe"""
     recipe, section, paths = _recipe(arguments, unknown)
     from aerie.infer.measure.bench import measured
+    from aerie.infer.measure.record import graphs_in
     from aerie.infer.measure.suite import suite_of
 
     rows = section.rows or (MethodConfig("vanilla"), MethodConfig(USUAL[recipe.head.kind], recipe.tree))
@@ -50,7 +51,7 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
         if (path := head_directory(head) / storage.CALIBRATOR).is_file()  # else the decoder says so
     }
     inputs |= {k: v for k, v in (("calibrators", digests), ("cycle", recipe.target.cycle)) if v not in ({}, "auto")}
-    plan = f"{len(suite.rows)} rows x {len(section.sampling)} samplings -> {paths.bench}"
+    plan = f"{len(suite.rows)} rows x {len(section.sampling)} samplings -> {paths.bench}{graphs_in(paths.bench)}"
     work = partial(measured, section, heads, paths.bench, recipe.seed)
     return _stage(arguments, recipe, heads, inputs, section, plan, work)
 
@@ -288,6 +289,7 @@ def _decode(arguments: Namespace, unknown: list[str], prompts: list[list[Message
     from aerie.infer.decode.methods import Drafters, check_kind, check_levels, kind_at
     from aerie.infer.measure import generate as answers
     from aerie.infer.measure.bench import load_quietly
+    from aerie.infer.measure.record import graphs_in
     from aerie.model.target import load_tokenizer
 
     if recipe is None and given is not None:
@@ -314,7 +316,8 @@ def _decode(arguments: Namespace, unknown: list[str], prompts: list[list[Message
     if arguments.plan:
         law = "" if asked.typical is None else "; typical acceptance, NOT lossless where tokens are sampled"
         tree = as_dict(asked.tree) if asked.tree else "no tree"
-        print(f"{command}: {target.path}, {asked.method} with {asked.head or 'no head'}, {tree}{law}")
+        graphs = graphs_in(recipe.paths.bench, asked.method) if recipe else ""
+        print(f"{command}: {target.path}, {asked.method} with {asked.head or 'no head'}, {tree}{law}{graphs}")
         return 0
     tokenizer = load_tokenizer(target)
     if not (tokenizer.chat_template or getattr(arguments, "raw", False)):

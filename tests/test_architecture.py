@@ -22,8 +22,8 @@ LADDER = {
 SOURCES = sorted(path for package in LADDER for path in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 HOUSE = [path for name in (*LADDER, "slurm") for path in ROOT.glob(f"{name}/**/*") if path.suffix in (".py", ".jinja")]
-BUDGETS = {"files": 92, "longest": 450, "lines": 19_258, "code": 14_498, "KiB": 1009}
-BUDGETS |= {"test lines": 13_737, "tests": 711}
+BUDGETS = {"files": 92, "longest": 450, "lines": 19_271, "code": 14_510, "KiB": 1010}
+BUDGETS |= {"test lines": 13_754, "tests": 712}
 MAX_SINGLE_IMPORTERS = 12
 distributions = functools.cache(packages_distributions)  # by top-level module
 

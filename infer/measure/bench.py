@@ -264,6 +264,7 @@ def _answer(
         "cycle_texts": [texts[0], *(later[len(before) :] for before, later in itertools.pairwise(texts))],
         "cycle_ms": [round(ms, 4) for ms in counted.cycle_ms],
         "peak_memory_gib": peak,
+        "graph_bytes": decoder.graph_bytes,
     }
     return validate(facts, Record, "bench", {}), lines_of(origin, recorder.records)
 

@@ -15,7 +15,7 @@ from aerie.configs.read import adapter, as_dict, validate
 from aerie.configs.schema.decode import METHODS, MethodConfig, published_tree
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import RunPaths
-from aerie.data.stage import target_inputs
+from aerie.data.stage import size, target_inputs
 from aerie.model import storage
 from aerie.model.hub import head_directory
 from aerie.model.storage import Manifest, Whole, differences, digest, digests, find_weights, read_json
@@ -116,6 +116,7 @@ class Record(Origin):
     identical_to_generate: bool | None = None
     margin: float | None = None  # of the first difference, over what rounding in 16 bits makes; up to 1: rounding
     peak_memory_gib: float | None = None
+    graph_bytes: int = 0  # of CUDA graphs captured so far for the row
     status: Literal["ok", "error"] = "ok"
     message: str | None = None
 
@@ -255,6 +256,13 @@ def read_records(path: Path) -> list[Record]:
             problem = ": ".join(map(str, (*first["loc"], first["msg"])))
             raise UserError(f"{path}:{number}: {problem}; delete the line to measure it again") from error
     return records
+
+
+def graphs_in(bench: Path, method: str | None = None) -> str:
+    """For a plan: the memory that CUDA graphs of a row took in a bench, of a method or (null) of any."""
+    records = read_records(path) if (path := bench / RECORDS).is_file() else []
+    taken = max((record.graph_bytes for record in records if method in (None, record.method)), default=0)
+    return f"; CUDA graphs of a row took up to {size(taken)} in {bench}" if taken else ""
 
 
 def calibrations_of(run: Path) -> list[Path]:

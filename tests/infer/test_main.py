@@ -15,10 +15,12 @@ import torch
 from aerie.infer import main as infer_main
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.measure.generate import ColouredStreamer
+from aerie.infer.measure.record import RECORDS, line_of
 from aerie.model import main as model_main
 from aerie.model.checkpoint import save_head
 from aerie.model.storage import WEIGHTS, Stage, working_alone
 from tests import tiny
+from tests.infer.made_up import drafted, record
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = {"levels": 3, "k": 3, "nodes": 8}
@@ -144,6 +146,18 @@ def test_a_plan_says_which_tree_and_head_a_method_has(plan: Command, shared: Pat
     assert "nowhere/recipe.yaml: not there" in plan("generate", "--run", "nowhere", config=False)[2]
     assert "warning: --tree: bench does not read it" in plan("bench", "--tree.levels", "4")[2]
     assert sorted(path.name for path in (shared / "run").iterdir()) == ["heads"]  # a plan leaves nothing
+
+
+def test_a_plan_says_what_memory_graphs_took_in_the_bench(plan: Command, shared: Path) -> None:
+    assert "graphs" not in plan("bench")[1]  # not measured yet
+    bench = shared / "run" / "bench"
+    bench.mkdir()
+    answers = record(graph_bytes=156 * 2**20), drafted((2, 1), graph_bytes=588 * 2**20), drafted((2, 1))
+    (bench / RECORDS).write_text("".join(map(line_of, answers)))
+    assert f"CUDA graphs of a row took up to 588.0 MiB in {bench}" in plan("bench")[1]
+    assert "588.0 MiB" in plan("generate", "--method", "eagle2")[1]
+    assert "156.0 MiB" in plan("generate", "--method", "vanilla")[1]
+    shutil.rmtree(bench)
 
 
 def test_a_head_of_another_target_is_refused(command: Command, tmp_path: Path) -> None:
