@@ -72,12 +72,6 @@ def group(records: Iterable[Record]) -> list[Group]:
     return groups
 
 
-def main_groups(records: Records, asked: Asked) -> list[Group]:
-    """The groups of the bench's own rows."""
-    cells = {(cell.row, cell.sampling) for cell in asked.main}
-    return group(record for record in records if (record.row, record.sampling) in cells)
-
-
 def summary_row(members: Group, seed: int = 0) -> SummaryRow:
     """One row of summary.json; peak_memory_gib is the largest, all else sums over the answers."""
     named, records = identity(members), members.records
@@ -136,15 +130,15 @@ def told_apart(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
     return named
 
 
-def sweep_rows(records: Records, asked: Asked, seed: int = 0) -> list[SummaryRow]:
-    """`sweeps` of summary.json."""
+def sweep_rows(records: Records, asked: Asked, groups: Sequence[Group], seed: int) -> list[SummaryRow]:
+    """`sweeps` of summary.json; groups: those of the bench's own rows, which contexts split."""
     baselines, rows = baselines_of(records), []
     for point in asked.points:
         answers = [r for r in records if r.row == point.row and r.sampling == point.sampling]
         if asked_for := tuple(record for record in answers if record.prompt in point.prompts):
             measured = summary_row(Group(asked_for, baselines.get(point.sampling, {})), seed)
             rows.append(replace(measured, sweep=point.sweep, key=point.key, value=point.value))
-    for members in main_groups(records, asked) if asked.contexts else []:
+    for members in groups:
         rows += context_rows(members, asked.contexts, asked.max_context, seed)
     return rows
 

@@ -218,7 +218,7 @@ def csv_table(rows: Rows, sweeps: bool = False) -> str:
 
 class Published(NamedTuple):
     value: Any
-    speedup: float | None
+    speedup: float
     tau: float | None
     status: str = "published"
 
@@ -242,25 +242,21 @@ class Grid(NamedTuple):
     picture: str = ""  # its name, if there is one
 
 
-def published(key: str, tasks: Sequence[str]) -> Grid:
+def published(key: str) -> Grid:
     """What the papers have by one setting: a line for each model, method, temperature and task."""
     lines: dict[str, dict[Any, str]] = {}
-    for row, task in product((row for row in PAPERS if row["key"] == key), tasks):
+    for row, task in product((row for row in PAPERS if row["key"] == key), ("mt_bench", "gsm8k")):
         if row[task]:
-            named = [row["model"], row["method"], f"T {row['temperature']}", *([TASKS[task]] if len(tasks) > 1 else [])]
-            lines.setdefault(", ".join(named), {})[row["value"]] = row[task]
+            name = f"{row['model']}, {row['method']}, T {row['temperature']}, {TASKS[task]}"
+            lines.setdefault(name, {})[row["value"]] = row[task]
     values = tuple(dict.fromkeys(value for cells in lines.values() for value in cells))
     return Grid(key, tuple(Line(name, _published(cells)) for name, cells in lines.items()), values)
 
 
 def _published(cells: Mapping[Any, str]) -> tuple[Published, ...]:
-    """Points of the cells by value: '2.81/3.92' (speedup and tau), '2.81/', '2.81' or empty."""
-    points = []
-    for value, cell in cells.items():
-        speedup, tau = (float(text) if text else None for text in f"{cell}/".split("/")[:2])
-        if speedup or tau:
-            points.append(Published(value, speedup, tau))
-    return tuple(points)
+    """Points of the cells by value: '2.81/3.92' (speedup and tau) or '2.81/'; an empty cell has none."""
+    pairs = [(value, cell.split("/")) for value, cell in cells.items() if cell]
+    return tuple(Published(value, float(speedup), float(tau) if tau else None) for value, (speedup, tau) in pairs)
 
 
 def sweep_lines(points: Rows) -> tuple[Line, ...]:
