@@ -172,8 +172,8 @@ def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
     for (sampling, asked), prompt in itertools.product(rows_for.items(), prompts):
         if rows := asked.get((prompt.task, prompt.prompt_id)):
             for turn in range(len(prompt.turns)):
-                asked_here = (*sampling, prompt.task, prompt.prompt_id, turn)
-                turns.append((prompt, [Origin(row, bench.suite.rows[row].method, *asked_here) for row in rows]))
+                place = (prompt.task, prompt.prompt_id, turn)
+                turns.append((prompt, [Origin(row, *sampling, bench.suite.rows[row].method, *place) for row in rows]))
     cycles_path, few = bench.directory / CYCLES, min(WARM_UP_TOKENS, bench.config.prompts.max_new_tokens)
     records_path = bench.directory / results.RECORDS
     done = {record.key: record for record in _known(records_path, prompts)}

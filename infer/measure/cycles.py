@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from itertools import accumulate, pairwise
 from math import nan
 from pathlib import Path
@@ -244,8 +244,7 @@ def keep_answers(path: Path, answers: Collection[Key]) -> None:
                 if not text.endswith(b"\n"):
                     continue
                 line = json.loads(text)
-                sampling = (line["temperature"], line["top_k"], line["top_p"])
-                if (line["row"], sampling, (line["task"], line["prompt_id"], line["turn"])) in answers:
+                if Origin(*(line[part.name] for part in fields(Origin))).key in answers:
                     new.write(text)
 
     try:

@@ -59,19 +59,27 @@ class Milliseconds:
 
 
 @dataclass(frozen=True)
-class Origin:
-    row: int  # of the suite
-    method: str
+class AskedCell:
+    """A row of the suite at one sampling."""
+
+    row: int
     temperature: float
     top_k: int
     top_p: float
-    task: str
-    prompt_id: str
-    turn: int = 0
 
     @property
     def sampling(self) -> Sampling:
         return self.temperature, self.top_k, self.top_p
+
+
+@dataclass(frozen=True)
+class Origin(AskedCell):
+    """Which row and sampling an answer is of, and which turn of which prompt."""
+
+    method: str
+    task: str
+    prompt_id: str
+    turn: int = 0
 
     @property
     def prompt(self) -> tuple[str, str]:
@@ -205,18 +213,6 @@ class Overhead:
     other: float
     bare_target: float
     bare_draft: float
-
-
-@dataclass(frozen=True)
-class AskedCell:
-    row: int
-    temperature: float
-    top_k: int
-    top_p: float
-
-    @property
-    def sampling(self) -> Sampling:
-        return self.temperature, self.top_k, self.top_p
 
 
 @dataclass(frozen=True)
