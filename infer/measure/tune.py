@@ -33,7 +33,7 @@ from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
 from aerie.infer.decode.graphs import cycle_of
 from aerie.infer.decode.methods import Drafters, calibrate_of, drafting, expected_tokens, likeliest, step_logits
 from aerie.infer.decode.shape import Drafter
-from aerie.infer.measure.bench import Bench, describe, make_decoders, run
+from aerie.infer.measure.bench import PHASES, Bench, describe, make_decoders, run
 from aerie.infer.measure.record import RECORDS
 from aerie.infer.measure.replay import Cycles, counted, path_ranks, record, replayed, survival
 from aerie.infer.measure.statistics import group, speedups, summary_row
@@ -93,17 +93,13 @@ def in_turns(
     return turns
 
 
-def cycle_ms(answers: Sequence[Statistics]) -> float:
-    """Milliseconds of a mean decoding cycle: the median over answers."""
-    return statistics.median((one.ms["wall"] - one.ms["prefill"]) / max(one.target_forwards, 1) for one in answers)
+def cycle_ms(answers: Sequence[Statistics], phases: Sequence[str] = PHASES) -> float:
+    """Milliseconds of these phases of a mean decoding cycle: the median over answers."""
+    return statistics.median(sum(one.ms[name] for name in phases) / max(one.target_forwards, 1) for one in answers)
 
 
 def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Tensor], new: int) -> Costs:
     """What a drafter's trees cost on the first prompts [1, T]: medians over answers."""
-
-    def per_cycle(answers: Sequence[Statistics], *phases: str) -> float:
-        return statistics.median(sum(one.ms[phase] for phase in phases) / one.target_forwards for one in answers)
-
     sizes = ((min(levels, drafter.max_levels), k, nodes) for levels, k, nodes in SEARCH["timed_trees"])
     trees = [DynamicConfig(levels=levels, k=k, nodes=nodes) for levels, k, nodes in sizes]
     decoders = [SpeculativeDecoder(target), *(SpeculativeDecoder(target, drafting(drafter, tree)) for tree in trees)]
@@ -112,15 +108,15 @@ def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Tensor], n
     for at in range(0, len(trees), 2):  # a width's shallow and deep tree
         pair = others[at : at + 2]
         levels = [statistics.mean(one.draft_levels / one.target_forwards for one in answers) for answers in pair]
-        times = [per_cycle(answers, "draft") for answers in pair]
+        times = [cycle_ms(answers, ["draft"]) for answers in pair]
         slope = max(float(np.polyfit(levels, times, 1)[0]), 0.0)
         draft[trees[at].k] = (float(np.mean(np.array(times) - slope * (np.array(levels) - 1))), slope)
-    verify = np.array([per_cycle(answers, "verify") for answers in (plain, *others)])
+    verify = np.array([cycle_ms(answers, ["verify"]) for answers in (plain, *others)])
     # the middle between the rising curves around the values: more nodes never cost less
     verify = (np.maximum.accumulate(verify) + np.minimum.accumulate(verify[::-1])[::-1]) / 2
     by_nodes = dict(zip([1, *(tree.nodes for tree in trees)], verify.tolist(), strict=True))
     drafting_answers = [one for answers in others for one in answers]
-    return Costs(draft, by_nodes, per_cycle(drafting_answers, "commit", "other"), cycle_ms(plain))
+    return Costs(draft, by_nodes, cycle_ms(drafting_answers, ["commit", "other"]), cycle_ms(plain))
 
 
 def whole_drafts(answer: Statistics, levels: int) -> list[int]:
@@ -200,6 +196,7 @@ class HeadTuning:
         self.drafter = Drafters(target).of(head)
         config = replace(config, levels=min(config.levels, self.drafter.max_levels))
         self.target, self.kind, self.head, self.prompts, self.config = target, kind, head, prompts, config
+        self.max_new_tokens = config.prompts.max_new_tokens
         k = 1 if kind == "draft_lm" else config.k  # its methods are chains
         usual = schema.published_tree(USUAL[kind])
         narrower = {"k": min(usual.k, k)} if isinstance(usual, DynamicConfig) else {}
@@ -213,16 +210,16 @@ class HeadTuning:
         # of trees that were replayed or timed, by answer: how many drafted tokens each cycle with a whole tree accepted
         self.taken = dict[GrownConfig, Sequence[Sequence[int]]]()
         if config.temperature > 0:
-            few, new = prompts[: SEARCH["sampled_prompts"]], config.prompts.max_new_tokens
-            self.costs = measure_costs(target, self.drafter, prompts, new)
+            self.costs = measure_costs(target, self.drafter, prompts, self.max_new_tokens)
+            few = prompts[: SEARCH["sampled_prompts"]]
             tried = [usual, *sampled_trees(config.levels, k, self.stop)]
             self.published, *trees = self.timed([(method_of(kind, tree), tree) for tree in tried], few, "trees")
             self.every = self.trees = sorted(trees, key=lambda one: one.ms_per_token)
             self.choice = self.trees[0]
             return
         self.announce(k)
-        self.recording = record(target, self.drafter, prompts, config.levels, k, config.prompts.max_new_tokens)
-        self.costs = measure_costs(target, self.drafter, prompts, config.prompts.max_new_tokens)
+        self.recording = record(target, self.drafter, prompts, config.levels, k, self.max_new_tokens)
+        self.costs = measure_costs(target, self.drafter, prompts, self.max_new_tokens)
         self.every = self.replay(trees_up_to(config.levels, k, self.stop))
         self.trees = self.every[: SEARCH["shown"]]
         (self.published,) = self.replay([usual])
@@ -230,7 +227,7 @@ class HeadTuning:
 
     def announce(self, k: int) -> None:
         """Says what will be tried, and about how long it takes, from an answer with the widest tree."""
-        levels, new, asked = self.config.levels, self.config.prompts.max_new_tokens, len(self.prompts)
+        levels, new, asked = self.config.levels, self.max_new_tokens, len(self.prompts)
         widest = tree_with(levels, k, SEARCH["nodes"][-1], self.stop)
         for ids in self.prompts[:2]:  # the first warms up
             answer = self.decoder(widest).generate(ids, max_new_tokens=new, do_sample=False).statistics
@@ -264,7 +261,7 @@ class HeadTuning:
 
     def decoded(self, tried: Sequence[tuple[Method, GrownConfig]], prompts: Sequence[Tensor]) -> list[Prediction]:
         """Decoded trees priced at the costs, the fastest first."""
-        predictions, new = [], self.config.prompts.max_new_tokens
+        predictions, new = [], self.max_new_tokens
         for method, tree in tried:
             decoder = self.decoder(tree)
             answers = [decoder.generate(ids, max_new_tokens=new, do_sample=False).statistics for ids in prompts]
@@ -276,8 +273,7 @@ class HeadTuning:
     ) -> list[Prediction]:
         """Trees as they decode prompts, in turn with the target alone, at the temperature that is tuned for."""
         decoders = [SpeculativeDecoder(self.target), *(self.decoder(tree) for _, tree in tried)]
-        new = self.config.prompts.max_new_tokens
-        plain, *others = in_turns(decoders, prompts, 1, name, new, self.config.temperature)
+        plain, *others = in_turns(decoders, prompts, 1, name, self.max_new_tokens, self.config.temperature)
         predictions = []
         for (method, tree), answers in zip(tried, others, strict=True):
             self.taken[tree] = [whole_drafts(one, tree.levels) for one in answers]
@@ -315,8 +311,8 @@ class HeadTuning:
         predictions, timed = [*fixed, self.published, *finalists], []
         decoders = [SpeculativeDecoder(self.target), *(self.decoder(one.tree) for one in predictions)]
         prompts = self.prompts[: SEARCH["timed_prompts"]]
-        new = self.config.prompts.max_new_tokens
-        plain, *others = in_turns(decoders, prompts, SEARCH["timed_repetitions"], "finalists", new)
+        repetitions = SEARCH["timed_repetitions"]
+        plain, *others = in_turns(decoders, prompts, repetitions, "finalists", self.max_new_tokens)
         for one, answers in zip(predictions, others, strict=True):
             ms = cycle_ms(answers) / one.tau  # tau comes from more prompts
             timed.append(replace(one, ms_per_token=ms, speedup=cycle_ms(plain) / ms))
