@@ -150,11 +150,11 @@ def tree_with(levels: int, k: int, nodes: int, stop: StopConfig = CONSTANT) -> G
     return ChainConfig(levels=levels) if k == 1 else DynamicConfig(levels=levels, k=k, nodes=nodes, stop=stop)
 
 
-def method_of(kind: str, tree: GrownConfig, rule: str = "constant") -> Method:
-    """The kind's method with the tree's shape and this stop rule, else with its shape."""
+def method_of(kind: str, tree: GrownConfig) -> Method:
+    """The kind's method with the tree's shape and stop rule, else with its shape."""
     published = {name: schema.METHODS[name].tree or {} for name in KINDS[kind].methods}
     named = {own["stop"]["rule"]: name for name, own in published.items() if own["shape"] == tree.shape}
-    return named.get(rule) or named.get("constant", USUAL[kind])
+    return named.get(tree.stop.rule) or named.get("constant", USUAL[kind])
 
 
 def trees_up_to(levels: int, k: int, stop: StopConfig) -> Iterator[GrownConfig]:
@@ -173,8 +173,8 @@ def sampled_trees(levels: int, k: int, stop: StopConfig) -> list[GrownConfig]:
     return [*dict.fromkeys([*trees, *drawn])]
 
 
-def rules_for(kind: str, tree: GrownConfig, levels: int) -> list[tuple[Method, GrownConfig]]:
-    """Every stop rule at every threshold for a fixed tree with room to grow to `levels`."""
+def rules_for(kind: str, tree: GrownConfig, levels: int) -> list[GrownConfig]:
+    """A fixed tree with room to grow to `levels`, with every stop rule at every threshold."""
     thresholds, checks = SEARCH["thresholds"], tuple(depth for depth in SEARCH["checks"] if depth < levels)
     stops: list[StopConfig] = [schema.EntropyConfig(h=h) for h in SEARCH["entropy_thresholds"]]
     if kind == "draft_lm":
@@ -185,7 +185,7 @@ def rules_for(kind: str, tree: GrownConfig, levels: int) -> list[tuple[Method, G
         stops += [schema.ProbabilitySumConfig(checks=checks, threshold=value) for value in thresholds if checks]
         stops += [schema.MarginalGainConfig(threshold=value) for value in thresholds]
         stops += [schema.ExactConfig()] * (tree.stop.rule == "constant")
-    return [(method_of(kind, tree, stop.rule), replace(tree, levels=levels, stop=stop)) for stop in stops]
+    return [replace(tree, levels=levels, stop=stop) for stop in stops]
 
 
 class HeadTuning:
@@ -213,7 +213,7 @@ class HeadTuning:
             self.costs = measure_costs(target, self.drafter, prompts, self.max_new_tokens)
             few = prompts[: SEARCH["sampled_prompts"]]
             tried = [usual, *sampled_trees(config.levels, k, self.stop)]
-            self.published, *trees = self.timed([(method_of(kind, tree), tree) for tree in tried], few, "trees")
+            self.published, *trees = self.timed(tried, few, "trees")
             self.every = self.trees = sorted(trees, key=lambda one: one.ms_per_token)
             self.choice = self.trees[0]
             return
@@ -243,10 +243,10 @@ class HeadTuning:
         calibrate = calibrate_of(tree.calibrated, self.head)
         return SpeculativeDecoder(self.target, drafting(self.drafter, tree, calibrate))
 
-    def predicted(self, method: Method, tree: GrownConfig, total: Cycles, nodes: float) -> Prediction:
+    def predicted(self, tree: GrownConfig, total: Cycles, nodes: float) -> Prediction:
         ms = self.costs.price(total, tree.k, nodes) / max(total.tokens, 1)
         whole = self.costs.price(Cycles(0, 1, 1, total.whole_levels or tree.levels), tree.k, nodes)
-        return Prediction(method, tree, total.tau, ms, self.costs.plain / ms, whole)
+        return Prediction(method_of(self.kind, tree), tree, total.tau, ms, self.costs.plain / ms, whole)
 
     def replay(self, trees: Iterable[GrownConfig]) -> list[Prediction]:
         """Fixed trees, the fastest first; those of the same levels and k must follow each other."""
@@ -256,30 +256,28 @@ class HeadTuning:
             for tree in alike:
                 total = replayed(self.recording, path, levels, tree.nodes, tree.stop.rule == "exact")
                 self.taken[tree] = total.taken
-                predictions.append(self.predicted(method_of(self.kind, tree), tree, total, tree.nodes))
+                predictions.append(self.predicted(tree, total, tree.nodes))
         return sorted(predictions, key=lambda one: one.ms_per_token)
 
-    def decoded(self, tried: Sequence[tuple[Method, GrownConfig]], prompts: Sequence[Tensor]) -> list[Prediction]:
+    def decoded(self, trees: Iterable[GrownConfig], prompts: Sequence[Tensor]) -> list[Prediction]:
         """Decoded trees priced at the costs, the fastest first."""
         predictions, new = [], self.max_new_tokens
-        for method, tree in tried:
+        for tree in trees:
             decoder = self.decoder(tree)
             answers = [decoder.generate(ids, max_new_tokens=new, do_sample=False).statistics for ids in prompts]
-            predictions.append(self.predicted(method, tree, *counted(answers)))
+            predictions.append(self.predicted(tree, *counted(answers)))
         return sorted(predictions, key=lambda one: one.ms_per_token)
 
-    def timed(
-        self, tried: Sequence[tuple[Method, GrownConfig]], prompts: Sequence[Tensor], name: str
-    ) -> list[Prediction]:
+    def timed(self, trees: Sequence[GrownConfig], prompts: Sequence[Tensor], name: str) -> list[Prediction]:
         """Trees as they decode prompts, in turn with the target alone, at the temperature that is tuned for."""
-        decoders = [SpeculativeDecoder(self.target), *(self.decoder(tree) for _, tree in tried)]
+        decoders = [SpeculativeDecoder(self.target), *map(self.decoder, trees)]
         plain, *others = in_turns(decoders, prompts, 1, name, self.max_new_tokens, self.config.temperature)
         predictions = []
-        for (method, tree), answers in zip(tried, others, strict=True):
+        for tree, answers in zip(trees, others, strict=True):
             self.taken[tree] = [whole_drafts(one, tree.levels) for one in answers]
             tau, dear = counted(answers)[0].tau, cycle_ms(answers) / cycle_ms(plain)
             ms = dear * self.costs.plain
-            predictions.append(Prediction(method, tree, tau, ms / tau, tau / dear, ms))
+            predictions.append(Prediction(method_of(self.kind, tree), tree, tau, ms / tau, tau / dear, ms))
         return predictions
 
     def try_rules(self) -> None:
@@ -289,7 +287,7 @@ class HeadTuning:
         """
         best = self.trees[0]
         if self.config.temperature > 0:
-            again = [(one.method, one.tree) for one in (self.published, *self.trees[: SEARCH["sampled_finalists"]])]
+            again = [one.tree for one in (self.published, *self.trees[: SEARCH["sampled_finalists"]])]
             self.published, *finalists = self.timed(again, self.prompts, "finalists")
             self.choice = self.fixed = min([self.published, *finalists], key=lambda one: one.ms_per_token)
             # `auto` weighs these trees by what all prompts say
@@ -299,12 +297,12 @@ class HeadTuning:
         few = self.prompts[: SEARCH["screening_prompts"]]
         screened = self.decoded(rules_for(self.kind, best.tree, self.config.levels), few)
         if (head_directory(self.head) / CALIBRATOR).is_file():
-            again = [(one.method, replace(one.tree, calibrated="isotonic")) for one in screened[: SEARCH["calibrated"]]]
+            again = [replace(one.tree, calibrated="isotonic") for one in screened[: SEARCH["calibrated"]]]
             screened = sorted(screened + self.decoded(again, few), key=lambda one: one.ms_per_token)
-        finalists = self.decoded([(one.method, one.tree) for one in screened[: SEARCH["finalists"]]], self.prompts)
+        finalists = self.decoded([one.tree for one in screened[: SEARCH["finalists"]]], self.prompts)
         if cycle_of(self.target) == "captured":  # where it is the device that a rule's answer is waited for
-            trees = [(one.method, one.tree) for one in finalists if isinstance(one.tree, DynamicConfig)]
-            reads = [(method, replace(tree, stop_read=read)) for method, tree in trees for read in SEARCH["stop_reads"]]
+            trees = [one.tree for one in finalists if isinstance(one.tree, DynamicConfig)]
+            reads = [replace(tree, stop_read=read) for tree in trees for read in SEARCH["stop_reads"]]
             finalists += self.decoded(reads, self.prompts)
         # the costs do not know what a stop rule, a calibrator and trees that change from cycle to cycle take
         fixed = self.trees[: SEARCH["fixed"]]

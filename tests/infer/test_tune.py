@@ -84,7 +84,7 @@ def test_every_rule_and_every_row_of_the_grid_is_a_method_of_its_kind(kind: str)
     rows = tune.measured_rows(kind, choice, grid=True)
     assert max(row.tree.levels for row in tune.measured_rows(kind, choice, True, 5)[3:] if row.tree) == 5
     for fixed in [chain] if kind == "draft_lm" else [chain, tree]:
-        rows += [MethodConfig(method, grown) for method, grown in tune.rules_for(kind, fixed, 8)]
+        rows += [MethodConfig(tune.method_of(kind, one), one) for one in tune.rules_for(kind, fixed, 8)]
     drawn = tune.sampled_trees(8, 1 if kind == "draft_lm" else 9, ExactConfig())
     rows += [MethodConfig(tune.method_of(kind, one), one) for one in drawn]
     for row in rows:
