@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from aerie.configs.read import read_yaml
+from aerie.configs.read import adapter, read_yaml
 from aerie.infer.measure.record import FloatArray, Record
 from aerie.infer.measure.statistics import RESAMPLES, grouped
 from aerie.infer.report.tables import PAPERS, TASKS, rule_of
@@ -207,9 +207,8 @@ def modelled_ms(answers: Sequence[Record], tuning: Mapping[str, Any] | None) -> 
     from aerie.infer.measure.replay import counted
     from aerie.infer.measure.tune import Costs
 
-    draft, verify = ({int(key): value for key, value in costs[part].items()} for part in ("draft", "verify"))
     total, nodes = counted(answers)
-    return Costs(draft, verify, costs["rest"], costs["plain"]).price(total, tree.k, nodes)
+    return float(adapter(Costs).validate_python(costs).price(total, tree.k, nodes))  # JSON's keys are texts
 
 
 def candidates(run: Measured, wanted: Entry, temperature: float) -> dict[str, list[list[Record]]]:
