@@ -36,7 +36,7 @@ from aerie.infer.decode.sampling import Sampler, resolve
 from aerie.infer.decode.shape import Drafting
 from aerie.infer.decode.tree import root_only
 from aerie.infer.measure import record as results
-from aerie.infer.measure.cycles import Recorder, append_lines, keep_answers, keep_pools, lines_of
+from aerie.infer.measure.cycles import Recorder, append_lines, keep_answers, lines_of
 from aerie.infer.measure.record import Key, Origin, Overhead, Record, Reference, line_of, tree_shape
 from aerie.infer.measure.suite import Suite, suite_of
 from aerie.infer.measure.tasks import Prompt, encode_turn, load_prompts, pinned, prompt_inputs
@@ -243,7 +243,8 @@ def _answer(
     settings = {**bench.settings(ids), "do_sample": origin.temperature > 0, "min_p": 0.0, "timed": True}
     settings |= {name: getattr(origin, name) for name in ("temperature", "top_k", "top_p")}
     if bench.config.cycles:
-        keep_pools(decoder)
+        if isinstance(decoder.proposer, Drafting):
+            decoder.proposer.keep = True
         settings["on_cycle"] = recorder
     generator = torch.Generator(bench.target.device).manual_seed(seed)
     try:

@@ -25,7 +25,7 @@ from aerie.infer.decode.drafters import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
 from aerie.infer.decode.methods import FLOOR, Calibrator, Drafters, kind_at
 from aerie.infer.decode.shape import Drafting
-from aerie.infer.measure.cycles import COLUMNS, Oracle, Recorder, States, Tables, keep_pools, tables_of
+from aerie.infer.measure.cycles import COLUMNS, Oracle, Recorder, States, Tables, tables_of
 from aerie.infer.measure.record import FloatArray
 from aerie.infer.measure.tasks import encode_turn, load_prompts
 from aerie.model.storage import CALIBRATOR, CHOICES, digests, write_atomically, write_json, write_text
@@ -57,12 +57,13 @@ def record(
     seed: int = 0,
 ) -> Recording:
     """Decodes prompts [1, T] with their tasks; with oracle_levels, `cycles` has the columns oracle and cap too."""
-    drafts, oracle, tables = keep_pools(decoder), None, []
-    if section.oracle_levels is not None and drafts and tree is not None and tree.shape != "auto":
+    proposer, oracle, tables = decoder.proposer, None, []
+    assert isinstance(proposer, Drafting)  # as every method with a head has it
+    proposer.keep = True
+    if section.oracle_levels is not None and tree is not None and tree.shape != "auto":
         oracle = Oracle(decoder, tree, section.oracle_levels, seed)
-    is_eagle = isinstance(decoder.proposer, Drafting) and isinstance(decoder.proposer.drafter, EagleDrafter)
     decoder.cycle = "eager"  # no speed is measured, and feature errors are read where forwards are
-    states = States(decoder) if is_eagle else None
+    states = States(decoder) if isinstance(proposer.drafter, EagleDrafter) else None
     settings: dict[str, Any] = {"temperature": section.temperature, "top_k": 0, "top_p": 1.0}
     longest = min(decoder.limits.values())
     with bar(len(questions), "prompts", "calibrate") as progress:

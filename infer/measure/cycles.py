@@ -52,13 +52,6 @@ def acceptance(cycle: Cycle) -> Tensor:
     return chances.double()
 
 
-def keep_pools(decoder: SpeculativeDecoder) -> bool:
-    """Makes a decoder's trees keep their pools; false where nothing is drafted from laws."""
-    if isinstance(decoder.proposer, Drafting):
-        decoder.proposer.keep = True
-    return isinstance(decoder.proposer, Drafting)
-
-
 class States:
     """The states that both LM heads were given last: DEAGLE's features f and drafted f (equations 2 to 4)."""
 

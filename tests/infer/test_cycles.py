@@ -15,7 +15,7 @@ from aerie.infer.decode.methods import drafting
 from aerie.infer.decode.sampling import entropy
 from aerie.infer.decode.shape import Cycle
 from aerie.infer.decode.verify import read, reject, walk
-from aerie.infer.measure.cycles import Recorder, acceptance, asked, keep_pools, places, tables_of
+from aerie.infer.measure.cycles import Recorder, acceptance, asked, places, tables_of
 from tests.infer.draws import make_head, make_target, tiny_vocabulary
 
 WIDE = DynamicConfig(levels=5, k=6, nodes=24)
@@ -33,11 +33,11 @@ def recorded(
 ) -> tuple[list[Cycle], list[dict[str, Any]], list[int]]:
     """The cycles of one answer, their records, and the text."""
     target = make_target()
-    drafter = EagleDrafter(make_head(target, kind), target)
-    decoder, prompt = SpeculativeDecoder(target, drafting(drafter, tree)), torch.tensor([[7, 9, 11, 23, 5]])
+    proposer = drafting(EagleDrafter(make_head(target, kind), target), tree)
+    decoder, prompt = SpeculativeDecoder(target, proposer), torch.tensor([[7, 9, 11, 23, 5]])
     settings = {"temperature": temperature, "do_sample": temperature > 0, "top_k": 0, "max_new_tokens": 12}
     plain = decoder.generate(prompt, generator=torch.Generator().manual_seed(3), **settings).new_ids
-    assert keep_pools(decoder)
+    proposer.keep = True
     recorder, cycles = Recorder(), list[Cycle]()
 
     def watch(cycle: Cycle) -> None:
