@@ -23,7 +23,6 @@ from aerie.data.batches import check_padding
 from aerie.infer.decode.drafters import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import drafting
-from aerie.infer.measure.lossless import Reference
 from aerie.model.checkpoint import new_head
 from aerie.model.miniature import small_model
 from aerie.model.storage import first_line
@@ -88,7 +87,7 @@ def _outcome(model: Any, name: str) -> Outcome:
             refusals.append(str(error))
             continue
         theirs = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        decoders = [SpeculativeDecoder(target), steered(decoder, [Reference(ids, theirs[0, 24:].tolist())], right=True)]
+        decoders = [SpeculativeDecoder(target), steered(decoder, [(ids, theirs[0, 24:].tolist())], right=True)]
         for each in decoders:
             out = each.generate(ids, eos_token_id=[], **options)
             if not torch.equal(out.sequences, theirs):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from scipy.stats import chi2
@@ -55,13 +55,8 @@ MINIATURES = {
     method: validate({"method": method, **keys}, MethodConfig, method, {}) for method, keys in GIVEN["methods"].items()
 }
 Answer = tuple[int, ...]
-
-
-class Reference(NamedTuple):
-    """A prompt [1, T] and the target's longest greedy answer; shorter ones are its beginnings."""
-
-    ids: Tensor
-    answer: list[int]
+# a prompt [1, T] and the target's longest greedy answer; shorter ones are its beginnings
+Reference = tuple[Tensor, list[int]]
 
 
 @dataclass(frozen=True)
@@ -196,7 +191,7 @@ def reference(target: Target, ids: Tensor) -> Reference:
         settings["tokenizer"] = load_tokenizer(target.recipe)
     with torch.inference_mode():
         out = target.model.generate(ids, **settings)
-    return Reference(ids, out[0, ids.shape[1] :].tolist())
+    return ids, out[0, ids.shape[1] :].tolist()
 
 
 def compare_greedy(decoder: SpeculativeDecoder, references: Sequence[Reference]) -> GreedyResult:

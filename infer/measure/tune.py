@@ -134,7 +134,7 @@ class Prediction:
     tau: float
     ms_per_token: float
     speedup: float
-    cycle_ms: float = 0.0  # of a whole tree, as priced; 0: unknown
+    cycle_ms: float  # of a whole tree, as priced
 
 
 def check_apart(config: TuneConfig) -> None:
