@@ -353,7 +353,7 @@ def published(figures: Entry, temperature: float, how: str | None = None) -> str
     """The range of what published.csv has of method `of` against another, as a difference or a ratio."""
     about = [name for name in PAPERS[0] if name not in TASKS]
     table = pd.DataFrame(PAPERS).melt(about, var_name="task", value_name="cell")
-    table["cell"] = pd.to_numeric((table.cell + "/").str.split("/").str[int(figures["figure"] == "tau")])
+    table["cell"] = pd.to_numeric(table.cell.str.split("/").str[int(figures["figure"] == "tau")])
     meant = table.source.str.startswith(figures["source"]) & (table.temperature.astype(float) == temperature)
     meant &= table["value"] == str(figures["value"]) if "value" in figures else True
     sides = table[meant].pivot_table("cell", ["model", "key", "value", "task"], "method", "last")
