@@ -270,7 +270,7 @@ def _check_sampling(arguments: Namespace) -> None:
 
 
 def _decode(arguments: Namespace, unknown: list[str], prompts: list[list[Message]] | None = None) -> int:
-    """Answers (null: a chat) with the target, method and head that the command line or its recipe names."""
+    """Answers the prompts, or chats where they are null, as the command line or its recipe says."""
     command, given, row, recipe, pairs = arguments.command, arguments.head, arguments.row, None, pairs_of(unknown)
     if arguments.config is None:
         if arguments.target is None:

@@ -118,7 +118,7 @@ def identity(members: Group) -> SummaryRow:
 
 
 def told_apart(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
-    """The rows; those that differ in nothing but their head name it in their tree's variant."""
+    """The rows; where only the head tells two of them apart, the variant of their trees names it."""
     same, named = grouped(rows, lambda row: repr((row.method, row.tree))), []
     for row in rows:
         alike = {(other.head, other.head_path) for other in same[repr((row.method, row.tree))]}

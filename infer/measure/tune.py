@@ -74,9 +74,9 @@ def in_turns(
     new: int,
     temperature: float = 0.0,
 ) -> list[list[Statistics]]:
-    """Answers of each decoder to prompts [1, T], in turn: other work slows all of them.
+    """Answers of each decoder to prompts [1, T]; they take turns, so that other work on the machine slows all alike.
 
-    As long as those that are counted, where there is time: the last trees of an answer are short, and cost less.
+    An answer is as long as those that are counted, up to `timed_tokens`: its last trees are short, and cost less.
     """
     sampling: dict[str, Any] = asdict(SamplingConfig(temperature))
     generator = torch.Generator(decoders[0].target.device).manual_seed(0)

@@ -298,7 +298,10 @@ def sweep_grids(sweeps: Rows) -> list[Grid]:
 
 
 def context_grids(sweeps: Rows) -> dict[str, Grid]:
-    """'cumulative' (to a length) and 'bucket' (between two); rows that get furthest the fastest stand first."""
+    """Grids 'cumulative' (up to a length) and 'bucket' (from one length to the next).
+
+    Rows whose answers reach more lengths stand first, then the faster ones.
+    """
     points = told_apart([point for point in sweeps if point.sweep == CONTEXT and point.tree is not None])
     rows = list(grouped(points, lambda point: label(point, points)).items())
     rows.sort(key=lambda row: (len(row[1]), row[1][-1].speedup or 0.0), reverse=True)
