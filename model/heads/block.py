@@ -16,24 +16,19 @@ from aerie.model.layers import DecoderLayer, DraftLayer, KeyValueCache, Rope, Ro
 from aerie.model.target import VocabWeights
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BlockConfig(Sizes):
     """config.json; the names are those of speculators, whose layers have Qwen3's form."""
 
     after_blocks: tuple[int, ...]
     block_size: int
     mask_token_id: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    rope_theta: float
-    rope_scaling: dict[str, Any] | None = None
     in_block: Literal["bidirectional", "causal"] = "bidirectional"
     sample_from_anchor: bool = False
     anchor_feature: bool = False
     markov_rank: int = 0
     markov_order: int = 1
     markov_head: Literal["vanilla", "gated"] = "vanilla"
-    hidden_act: str = "silu"
     qk_norm: ClassVar[bool] = True
 
     @property

@@ -84,8 +84,10 @@ def check_size(size: int | None, vocab_size: int) -> None:
         raise UserError(f"head.draft_vocab_size: {size:,} is larger than the target's vocabulary of {vocab_size:,}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sizes:
+    """What config.json says of decoder layers, with Llama's keys."""
+
     hidden_size: int
     intermediate_size: int
     num_attention_heads: int
@@ -93,40 +95,35 @@ class Sizes:
     head_dim: int
     num_hidden_layers: int
     vocab_size: int  # the target's
-
-
-@dataclass(frozen=True)
-class Eagle1Config(Sizes):
-    """config.json, with the published keys."""
-
     rms_norm_eps: float
     max_position_embeddings: int
     rope_theta: float
     rope_scaling: dict[str, Any] | None = None
+    hidden_act: str = "silu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle1Config(Sizes):
+    """config.json, with the published keys."""
+
     bias: bool = False  # of fc
     qkv_bias: bool = False
-    hidden_act: str = "silu"
     tie_word_embeddings: bool = False
     model_type: str = "llama"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Eagle3Config(Sizes):
     """config.json, with the published keys."""
 
     draft_vocab_size: int
     target_hidden_size: int
     after_blocks: tuple[int, ...]
-    rms_norm_eps: float
-    max_position_embeddings: int
-    rope_theta: float
-    rope_scaling: dict[str, Any] | None = None
     qk_norm: bool = False  # Qwen3's flavour
     fc_norm: bool = False  # EAGLE-3.1: an RMSNorm per fused feature before fc
     norm_output: bool = False  # EAGLE-3.1: the normed output is fed back
     norm_before_residual: bool = False  # the first layer's residual is the normed feature
     norm_before_fc: bool = False  # one RMSNorm over all the taps before fc
-    hidden_act: str = "silu"
     tie_word_embeddings: bool = False
 
 
