@@ -7,9 +7,8 @@ from transformers import Qwen3Config
 
 from aerie.configs.errors import UserError
 from aerie.model.formats import content
-from aerie.model.formats.eagle import LAYER, SERVER, TYPE, Export, served
+from aerie.model.formats.eagle import LAYER, SERVER, TYPE, Export, speculators_values
 from aerie.model.heads.block import BlockConfig
-from aerie.model.heads.eagle import TAP_CONVENTION
 
 TAPS = "aux_hidden_state_layer_ids"
 CONFIDENCE: content.Rule = (r"^confidence_head\..*$", "")  # DSpark's; ours is measured by `aerie calibrate`
@@ -84,18 +83,11 @@ def write_block(layout: str, head: content.HeadContent, target: content.TargetFa
         notes.append("sample_from_anchor: speculators warns that servers may not draft so from a dflash head")
     values = {
         "architectures": ["DSparkDraftModel" if config.markov_rank else "DFlashDraftModel"],
-        TYPE: algorithm,
-        "speculators_version": "0.9.0",
-        "draft_vocab_size": config.vocab_size,
+        **speculators_values(algorithm, config, target, head.speculative_tokens or config.num_places, sizes),
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor,
         TAPS: list(config.after_blocks),
-        "tie_word_embeddings": False,
-        "after_blocks": list(config.after_blocks),
-        "tap_convention": TAP_CONVENTION,
-        "speculators_config": served(algorithm, head.speculative_tokens or config.num_places, target),
-        LAYER: sizes,
         "aerie": {SERVER: "vLLM"},
     }
     if config.markov_rank:

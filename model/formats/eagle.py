@@ -110,7 +110,17 @@ def write_eagle(layout: str, head: content.HeadContent, target: content.TargetFa
             for name, number in VLLM_SINCE.items():
                 if getattr(config, name):
                     notes.append(f"{name} needs a vLLM with its pull request {number}; earlier ones drop it in silence")
-            values = _nested(config, target, sizes, width, head.speculative_tokens or SPECULATIVE_TOKENS)
+            layer = {**sizes, "model_type": "qwen3" if config.qk_norm else "llama"}
+            layer |= {"attention_bias": False, "mlp_bias": False}
+            drafts = head.speculative_tokens or SPECULATIVE_TOKENS
+            values = {
+                "architectures": ["Eagle3DraftModel"],
+                **speculators_values("eagle3", config, target, drafts, layer),
+                **{name: getattr(config, name) for name in SPECULATORS_FLAGS},
+                content.NUMBERED: list(config.after_blocks),
+                "target_hidden_size": width,
+                "embed_requires_grad": False,
+            }
             return values, content.renamed(tensors, FROM_MIDLAYER), notes
         values["draft_vocab_size"] = config.draft_vocab_size
         values |= {} if width is None else {"target_hidden_size": width}  # null would be a width
@@ -158,34 +168,25 @@ def refuse_eagle(layout: str, config: Eagle1Config | Eagle3Config, target: conte
         sglang_numbers(config.after_blocks, target.default_taps, target.architectures)
 
 
-def _nested(
-    config: Eagle3Config, target: content.TargetFacts, sizes: dict[str, Any], width: int | None, drafts: int
+def speculators_values(
+    algorithm: str, config: Any, target: content.TargetFacts, drafts: int, layer: dict[str, Any]
 ) -> dict[str, Any]:
-    layer = {"model_type": "qwen3" if config.qk_norm else "llama", "attention_bias": False, "mlp_bias": False}
+    """What every head's config.json has in speculators 0.9; drafts: tokens that a server asks for per cycle."""
+    proposal = {"proposal_type": "greedy", "speculative_tokens": drafts, "verifier_accept_k": 1}
     return {
-        "architectures": ["Eagle3DraftModel"],
-        TYPE: "eagle3",
+        TYPE: algorithm,
         "speculators_version": "0.9.0",
-        **{name: getattr(config, name) for name in ("draft_vocab_size", *SPECULATORS_FLAGS)},
-        content.NUMBERED: list(config.after_blocks),
-        "target_hidden_size": width,
-        "embed_requires_grad": False,
+        "draft_vocab_size": getattr(config, "draft_vocab_size", config.vocab_size),
         "tie_word_embeddings": False,
         "after_blocks": list(config.after_blocks),
         "tap_convention": TAP_CONVENTION,
-        "speculators_config": served("eagle3", drafts, target),
-        LAYER: {**sizes, **layer},
-    }
-
-
-def served(algorithm: str, drafts: int, target: content.TargetFacts) -> dict[str, Any]:
-    """speculators' section of config.json that says how to draft, and for which target."""
-    proposal = {"proposal_type": "greedy", "speculative_tokens": drafts, "verifier_accept_k": 1}
-    return {
-        "algorithm": algorithm,
-        "default_proposal_method": "greedy",
-        "proposal_methods": [{**proposal, "accept_tolerance": 0.0}],
-        "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{**proposal, "accept_tolerance": 0.0}],
+            "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
+        },
+        LAYER: layer,
     }
 
 
