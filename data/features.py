@@ -24,7 +24,7 @@ from aerie.data.stage import ALL, COMMAND, INDEX, Share, bar, size, state_inputs
 from aerie.data.tokens import TokenisedData, statistics, text_fingerprint, tokenised
 from aerie.model.heads.eagle import check_size
 from aerie.model.storage import FILE, Lock, Manifest, Stage, digest, explained, remove_temporaries, remove_tree
-from aerie.model.target import Target, TargetOutput, check_taps, context_of, load_config, only_trains, taps_of
+from aerie.model.target import Target, check_taps, context_of, load_config, only_trains, taps_of
 
 WRITING = ".writing"  # the directory of locks
 SAMPLE_TOKENS = 256  # that measure the error of the storage
@@ -63,14 +63,14 @@ def check_rows(rows: Sequence[Row], text_config: Any, target_path: str) -> None:
             raise UserError(f"{row.source}: token id {max(row.input_ids):,} is outside {target_path}'s {size:,} rows")
 
 
-def storage_error(last_hidden: Tensor, taps: Tensor | None, storage: Storage, logits: Any) -> str:
-    """For printing: last_hidden [T, D], taps [T, L * D]; logits is the target's."""
-    width, states = last_hidden.shape[-1], last_hidden if taps is None else torch.cat([last_hidden, taps], dim=-1)
+def storage_error(states: Tensor, storage: Storage, target: Target) -> str:
+    """For printing: what it costs to store the target's states [T, S * D]."""
+    width = target.hidden_size
     restored = decode(*encode(states, states.shape[-1] // width, storage), storage.dtype).to(states.dtype)
     # Relative to each dimension's own root mean square: a few huge ones hide no others.
     squares = states.double().square().sum(0).clamp_min(1e-300)  # [S * D]
     errors = ((restored.double() - states.double()).square().sum(0) / squares).sqrt().unflatten(0, (-1, width))
-    p, q = (torch.softmax(logits(some[:, :width]).float(), -1) for some in (states, restored))  # [T, V]
+    p, q = (torch.softmax(target.logits(some[:, :width]).float(), -1) for some in (states, restored))  # [T, V]
     distance, each = (p - q).abs().sum(-1).mean() / 2, ", ".join(f"{error:.2%}" for error in errors.mean(-1).tolist())
     cost = f"relative error of a dimension of the last state and the taps: {each}"
     return f"{storage}: {cost}; the target's law moves by {distance:.2%} ({len(p):,} tokens)"
@@ -157,7 +157,8 @@ class Writer:
                     pending.result()
         self.seconds += time.perf_counter() - started
 
-    def forward(self, rows: Sequence[Row]) -> tuple[TargetOutput, Tensor]:
+    def forward(self, rows: Sequence[Row]) -> Tensor:
+        """States [N, S * D] of the rows' tokens, one row after the other: the last one, then the taps."""
         batch, device = collate(rows, range(len(rows))), self.target.device
         started = time.perf_counter()
         output, mask = forward(self.target, batch.input_ids, batch.lengths, self.plan.after_blocks)
@@ -165,33 +166,32 @@ class Writer:
             torch.cuda.synchronize(device)
         self.forward_seconds += time.perf_counter() - started
         self.num_tokens += batch.num_tokens
-        return output, mask.to(device)
+        mask = mask.to(device)
+        return torch.cat([part[mask] for part in (output.last_hidden, output.taps) if part is not None], dim=-1)
 
     def _tensors(self, shard: Shard, progress: Any) -> dict[str, Tensor]:
-        rows, storage, lengths = shard.rows, self.plan.storage, shard.lengths
+        rows, storage, lengths, width = shard.rows, self.plan.storage, shard.lengths, self.target.hidden_size
         starts = [0, *accumulate(lengths)]
         tensors: dict[str, Tensor] = {}
         for name in TOKENS:
             tensors[name] = torch.tensor([number for row in rows for number in getattr(row, name)], dtype=torch.int32)
         for positions in grouped(lengths, self.plan.batch_tokens):
-            output, mask = self.forward([rows[position] for position in positions])
+            states = self.forward([rows[position] for position in positions])
             places = torch.cat([torch.arange(starts[at], starts[at + 1]) for at in positions])  # [N], in the shard
-            # [N, D] and [N, L * D]
-            states = [part[mask] for part in (output.last_hidden, output.taps) if part is not None]
             # On the target's device: less goes over the bus.
-            values, scales = encode(torch.cat(states, dim=-1), 1 + len(self.plan.after_blocks), storage)
+            values, scales = encode(states, 1 + len(self.plan.after_blocks), storage)
             # As read again: a scale does not tell whether float16 holds the value.
             broken = ~torch.isfinite(decode(values, scales, storage.dtype)).all(-1).cpu()  # [N]
             if broken.any():
                 row = rows[bisect_right(starts, int(places[broken][0])) - 1]
                 fix = "try another features.dtype or target.dtype"
                 raise UserError(f"{row.source}: the target's states are not finite in {storage}; {fix}")
-            parts = [*values.split([part.shape[-1] for part in states], dim=-1), *([] if scales is None else [scales])]
-            names = [name for name in STATES if name != "taps" or output.taps is not None]
-            for name, part in zip(names, parts, strict=False):
-                if name not in tensors:
-                    tensors[name] = torch.empty(starts[-1], part.shape[-1], dtype=part.dtype)
-                tensors[name][places] = part.cpu()
+            taps = values[:, width:] if self.plan.after_blocks else None
+            for name, part in zip(STATES, (values[:, :width], taps, scales), strict=True):
+                if part is not None:
+                    if name not in tensors:
+                        tensors[name] = torch.empty(starts[-1], part.shape[-1], dtype=part.dtype)
+                    tensors[name][places] = part.cpu()
             progress.update(len(places))
         return tensors
 
@@ -249,11 +249,9 @@ def write(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, state: An
         seconds = stage.finish(**facts, batch_tokens=plan.batch_tokens)["seconds"]
         print(f"features: {tokens:,} tokens, {size(num_bytes)} in {seconds:,.1f} s{speed}: {stage.output}", flush=True)
         if plan.storage.form is not None:
-            output, mask = writer.forward(next(_batches(plan, plan.shards)))
-            step = -(-int(mask.sum()) // SAMPLE_TOKENS)
-            taps = None if output.taps is None else output.taps[mask][::step]
-            error = storage_error(output.last_hidden[mask][::step], taps, plan.storage, target.logits)
-            print(f"features: {error}", flush=True)
+            states = writer.forward(next(_batches(plan, plan.shards)))
+            some = states[:: -(-len(states) // SAMPLE_TOKENS)]
+            print(f"features: {storage_error(some, plan.storage, target)}", flush=True)
     elif state.is_main_process:
         print(f"features: share {share} is written{speed}; shards left: {len(plan.missing()):,}", flush=True)
     state.destroy_process_group()
