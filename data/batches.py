@@ -172,13 +172,13 @@ class Order:
         return rows_of_steps[step % steps]
 
 
-def prefetched(make: Callable[[int], T], numbers: Iterable[int], ahead: int = 2) -> Iterator[T]:
-    """make(number) for each number; threads make the next ones meanwhile."""
+def prefetched(make: Callable[[int], T], numbers: Iterable[int]) -> Iterator[T]:
+    """make(number) for each number; two threads make the next ones meanwhile."""
     torch.set_num_threads(torch.get_num_threads())  # remakes torch's pool after a fork, as two threads cannot at once
-    with ThreadPoolExecutor(max_workers=ahead, thread_name_prefix="batches") as pool:
+    with ThreadPoolExecutor(max_workers=2, thread_name_prefix="batches") as pool:
         rest, pending = iter(numbers), deque[Future[T]]()
         while True:
-            pending.extend(pool.submit(make, number) for number in islice(rest, ahead + 1 - len(pending)))
+            pending.extend(pool.submit(make, number) for number in islice(rest, 3 - len(pending)))
             if not pending:
                 return
             yield pending.popleft().result()

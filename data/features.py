@@ -24,7 +24,7 @@ from aerie.data.stage import ALL, COMMAND, INDEX, Share, bar, size, state_inputs
 from aerie.data.tokens import TokenisedData, statistics, text_fingerprint, tokenised
 from aerie.model.heads.eagle import check_size
 from aerie.model.storage import FILE, Lock, Manifest, Stage, digest, explained, remove_temporaries, remove_tree
-from aerie.model.target import Target, check_taps, context_of, load_config, only_trains, taps_of
+from aerie.model.target import Target, context_of, load_config, only_trains, taps_of
 
 WRITING = ".writing"  # the directory of locks
 SAMPLE_TOKENS = 256  # that measure the error of the storage
@@ -35,7 +35,6 @@ def plan_cache(
 ) -> CachePlan:
     """The plan for these rows; origin decides the states of given token ids (stage.state_inputs)."""
     text, after_blocks, rows = hf_config.get_text_config(), config.after_blocks or (), [*data.train, *data.held_out]
-    check_taps(after_blocks, text.num_hidden_layers, target_path)
     check_rows(rows, text, target_path)
     name = config.dtype or origin["target"]["dtype"]
     dtype = getattr(hf_config, "dtype", None) or getattr(text, "dtype", None) or torch.float32

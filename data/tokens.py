@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import date
 from importlib.metadata import version
 from itertools import accumulate, groupby, islice, pairwise
-from multiprocessing import get_all_start_methods, get_context
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,7 +123,7 @@ def _in_processes(
 ) -> Iterator[tuple[Conversation, list[Row]]]:
     """Each conversation with its rows, in order; what takes long goes on in a process for each core of this job's."""
     started, batches = time.monotonic(), iter(lambda: list(islice(conversations, BATCH)), [])
-    workers = num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "fork" in get_all_start_methods() else 1
+    workers = num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     for batch in batches:
         yield from zip(batch, _rows(batch, chat, config, num_ids), strict=True)
         if workers > 1 and time.monotonic() - started > SLOW_SECONDS:

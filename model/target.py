@@ -122,7 +122,6 @@ class Target:
     @torch.inference_mode()
     def features(self, input_ids: Tensor, after_blocks: tuple[int, ...] = ()) -> TargetOutput:
         """One forward over right-padded input_ids [B, T]; after_blocks index transformers' hidden_states."""
-        check_taps(after_blocks, self.num_blocks, self.recipe.path)
         # No mask: causal attention never sees what is on its right. Only the states with these numbers are kept.
         out = self.decoder(input_ids=input_ids, use_cache=False, output_hidden_states=[*after_blocks])
         # blocks may be on other devices

@@ -164,12 +164,12 @@ class Thinking:
         return rows
 
 
-def local_target(decode: Callable[[list[int], int], list[int]], thinking: Thinking, room: int | None) -> Ask:
+def local_target(decode: Callable[[list[int], int], list[int]], thinking: Thinking, room: int) -> Ask:
     """decode: (prompt's ids, seed) -> the answer's; room: most tokens of a prompt."""
 
     async def ask(messages: Sequence[Message], seed: int) -> Answer:
         prompt = thinking.ids(thinking.prompt(messages))
-        if room is not None and len(prompt) > room:
+        if len(prompt) > room:
             raise Unanswered("skipped", TOO_LONG)
         ids = decode(prompt, seed)
         has_ended = bool(ids) and ids[-1] in thinking.end_ids
