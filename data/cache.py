@@ -152,8 +152,7 @@ class CachePlan:
         return shard.num_tokens * self.token_bytes + len(shard.rows) * ROW_BYTES + SHARD_BYTES
 
     def missing(self, share: Share = ALL) -> list[Shard]:
-        part = (self.shards[number] for number in share.part(len(self.shards)))
-        return [shard for shard in part if not shard.is_whole()]
+        return [shard for shard in share.part(self.shards) if not shard.is_whole()]
 
     def foreign(self) -> list[Path]:
         inputs, found = {shard.record: shard.inputs for shard in self.shards}, []

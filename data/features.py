@@ -80,7 +80,7 @@ def extract(
 ) -> tuple[Manifest | None, "Writer"]:
     """The index, once the first process has written it, and the writer; state is accelerate's PartialState."""
     rank, world = state.process_index, state.num_processes
-    part = [plan.shards[number] for number in share.part(len(plan.shards), rank, world)]
+    part = share.part(plan.shards)[rank::world]
     with explained(plan.directory), ExitStack() as stack:
         lock = stack.enter_context(_announced(plan, overwrite)) if rank == 0 else None
         state.wait_for_everyone()

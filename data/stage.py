@@ -3,11 +3,11 @@
 import hashlib
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -18,6 +18,7 @@ from aerie.configs.schema.recipe import Recipe
 from aerie.model.hub import require_target, weights_digest
 from aerie.model.storage import FILE, Stage, file_digest, is_same, template_path
 
+T = TypeVar("T")
 COMMAND = "aerie features --config RECIPE"  # builds and mends a feature cache
 INDEX = "index.json"  # of a feature cache; written last
 WHOLE_FILE_BYTES = 10**9  # longer files are sampled
@@ -144,8 +145,8 @@ class Share:
     def __str__(self) -> str:
         return f"{self.index}/{self.count}"
 
-    def part(self, count: int, rank: int = 0, world: int = 1) -> range:
-        return range(self.index - 1, count, self.count)[rank::world]
+    def part(self, items: Sequence[T]) -> Sequence[T]:
+        return items[self.index - 1 :: self.count]
 
 
 ALL = Share()

@@ -215,8 +215,8 @@ def check_sizes(config: AnyConfig, vocab: VocabWeights, place: str, path: str, t
 
 
 def _check_within(values: dict[str, Any], vocab: VocabWeights, text_config: Any, place: str, path: str) -> None:
-    limits = {"block_size": context_of(text_config) or 2**31, "mask_token_id": len(vocab.embedding) - 1}
-    for (name, most), what in zip(limits.items(), ("context", "last token"), strict=True):
+    context, last = context_of(text_config) or 2**31, len(vocab.embedding) - 1
+    for name, what, most in (("block_size", "context", context), ("mask_token_id", "last token", last)):
         if (values.get(name) or 0) > most:
             raise UserError(f"{place}{name}: {values[name]:,} is beyond {path}'s {what}, {most:,}")
 

@@ -148,7 +148,7 @@ class Job:
             if not lock.acquire(wait=False):
                 raise UserError(f"{path}: another process writes it; wait for it")
             ended = {row for row, (is_done, *_) in ended_rows(self.directory).items() if is_done or not retry}
-            rows = prompts[share.index - 1 :: share.count]
+            rows = share.part(prompts)
             waiting = [prompt for prompt in rows if prompt.id not in ended]
             if not waiting:
                 return

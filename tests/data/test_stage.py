@@ -35,5 +35,5 @@ def test_weights_taps_and_dtypes_decide_the_states_and_texts_only_the_rows(tmp_p
 
 
 def test_shares_and_their_processes_take_every_item_once() -> None:
-    taken = [number for job in (1, 2, 3) for rank in range(job) for number in Share(job, 3).part(20, rank, job)]
+    taken = [number for job in (1, 2, 3) for rank in range(job) for number in Share(job, 3).part(range(20))[rank::job]]
     assert sorted(taken) == list(range(20))
