@@ -124,7 +124,7 @@ def recipe_text(asked: dict[str, Any]) -> str:
 
 
 def _measured(target: TargetConfig, data: DataConfig, is_free: bool) -> tuple[DataConfig, int, int, list[int]]:
-    """With a held_out where it is free; all rows, those to train on (0: some are the Hub's), tokens, ascending."""
+    """data, with a held_out if that is free; rows in all and for training (0: some are on the Hub); their lengths."""
     if not all(is_here(name) for name in data.conversations):
         return data, 0, 0, [MOST]
     read = sum(1 for name in data.conversations for _ in read_rows(name))

@@ -77,7 +77,7 @@ def quieten() -> None:
 
 
 def weights_digest(path: Path) -> str:
-    """The SHA-256 of a file of weights: in the Hub's cache its name; of a large one it is kept by size and time."""
+    """The SHA-256 of a file of weights: its name in the Hub's cache; a large file's is remembered by size and time."""
     place = path.resolve()
     if place.parent.name == "blobs" and SHA256.fullmatch(place.name):
         return place.name
@@ -98,7 +98,7 @@ def weights_digest(path: Path) -> str:
 
 
 def weights_digests(path: str, revision: str | None, names: Sequence[str]) -> list[str]:
-    """Of a target's files, which need not be here if it is on the Hub."""
+    """The SHA-256 of each weight file of a target; those of a Hub id need not be downloaded."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     if Path(path).is_dir():

@@ -157,7 +157,7 @@ class UnrollMemory:
 
     documents: tuple[int, ...]
     places: Tensor  # [S]
-    is_last: bool = True  # layer: step 0, too, has outputs at places alone
+    is_last: bool = True  # of the head's layers: then step 0, too, has outputs at places alone
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
@@ -380,7 +380,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, documents: tuple[int, ...]) -> tupl
 
 
 def _causal_backward(of_q: list[Tensor], k: Tensor, v: Tensor, documents: tuple[int, ...]) -> list[Tensor]:
-    """Gradients of q, k and v; of_q: that of out, q, out and the log-sum-exp, both maybe over more columns than k's."""
+    """Gradients of q, k and v; of_q: out's gradient, q, out, the log-sum-exp; the last two maybe with own columns."""
     g, q, out, normaliser = of_q
     if _kernel(q) == "flash" and documents:
         whole = g.contiguous(), q, k, v, out, normaliser.T.contiguous(), *_borders(documents, q)

@@ -76,7 +76,7 @@ def _given(config: Any, name: str) -> Any:
 
 
 def lengths_to_check(target: Target) -> dict[int, float]:
-    """Of texts on both sides of what the configuration names a limit, and about how many seconds a check takes."""
+    """Lengths of texts on both sides of each limit in the configuration, and about how many seconds a check takes."""
     room, cost = (context_of(target.config) or 2**31) - 8, 10 * target.model.num_parameters()  # operations a token
     beside = {limit - 2 for limit in _windows(target.config.to_dict())} | {(target.rope_switch or 2**31) + 8}
     lengths = sorted(length for length in {min(SHORT, room), *beside} if 0 < length <= room)

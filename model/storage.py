@@ -35,7 +35,7 @@ TEMPORARY = re.compile(r"\..+[.-][0-9a-f]{8}\.tmp")
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """NotWritable for a full disk, a missing place or permission."""
+    """Turns the error of a full disk, a missing place or permission into NotWritable."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -330,7 +330,7 @@ def sound_record(directory: Path) -> dict[str, Any]:
 
 
 def is_same(old: Any, new: Any) -> bool:
-    """Also of an older record, whose digest of a file of weights was the first half of today's."""
+    """Whether values are equal; an older record's digest of a file of weights is the first half of today's."""
     return digest(old) == digest(new) or (re.fullmatch("[0-9a-f]{32}", str(new)) is not None and old == str(new)[:16])
 
 

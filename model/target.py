@@ -129,7 +129,7 @@ class Target:
         return TargetOutput(out.last_hidden_state.to(self.device), torch.cat(taps, dim=-1) if taps else None)
 
     def difference(self, ours: Tensor, theirs: Tensor) -> float | None:
-        """The root mean square of that of logits [..., V], relative; null within the rounding of the target's dtype."""
+        """How far logits [..., V] are apart (root mean square, relative); None within the rounding of the dtype."""
         ours, theirs = ours.float(), theirs.float().to(ours.device)
         errors = (ours - theirs).square().mean(-1).sqrt() / theirs.std(-1).clamp_min(1e-9)  # [...]
         # A close call of a router may go either way in a narrow dtype, at one token or another.
@@ -229,7 +229,7 @@ def context_of(text_config: Any) -> int | None:
 
 
 def rope_switch(text_config: Any) -> int | None:
-    """Of LongRoPE: a forward with a position at or beyond this one turns all its rows by other factors."""
+    """LongRoPE's: a forward with a position at or beyond this one turns all its rows by other factors; else None."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
     parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
     lengths = (part["original_max_position_embeddings"] for part in parts if part.get("rope_type") == "longrope")
