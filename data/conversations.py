@@ -188,6 +188,8 @@ def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversatio
         tally.rows += 1
         try:
             conversation = _read(row, config, tally)
+        except RecursionError:
+            tally.add("skipped", "nested too deeply", row.place)
         except UnusableRow as error:
             if error.reason == UNKNOWN_KEYS and row.number == 1:
                 raise UserError(f"{row.place} {error.sentence}") from error
