@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import yaml
-from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from aerie.configs.errors import LONE_SURROGATE, UserError
 
@@ -28,7 +28,13 @@ def _named(text: str) -> str:
     return text
 
 
+def _as_list(value: Any) -> Any:
+    return value if isinstance(value, list | tuple | None) else [value]
+
+
 Place = Annotated[str, AfterValidator(_named), AfterValidator(os.path.expanduser)]  # a path, or the Hub's name for one
+Many = Annotated[tuple[T, ...], BeforeValidator(_as_list)]  # a list; one value is a list of one
+Some = Annotated[tuple[T, ...], Field(min_length=1), BeforeValidator(_as_list)]
 TAGS = ("kind", "shape", "rule")  # the key that tells the members of a union apart
 
 
@@ -39,35 +45,13 @@ def user_path(text: str) -> Path:
 
 @typing.dataclass_transform(frozen_default=True)
 class Section:
-    """Its subclasses are frozen dataclasses that refuse unknown keys and numbers that are not finite.
-
-    They take one value for a list of one.
-    """
+    """Its subclasses are frozen dataclasses that refuse unknown keys and numbers that are not finite."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     def __init_subclass__(cls, kw_only: bool = False) -> None:
-        cls._listed = model_validator(mode="before")(classmethod(_listed))  # type: ignore[attr-defined,arg-type]
         dataclasses.dataclass(frozen=True, kw_only=kw_only)(cls)
-
-
-def _listed(cls: Any, values: Any) -> Any:
-    if isinstance(values, str) and "name" in cls.__dataclass_fields__:
-        return {"name": values}
-    if not isinstance(values, dict):
-        return values
-    lists = {field.name for field in dataclasses.fields(cls) if _is_list(field.type)}
-    alone = {key for key in lists & values.keys() if not isinstance(values[key], list | tuple | None)}
-    return {key: [value] if key in alone else value for key, value in values.items()}
-
-
-def _is_list(hint: Any) -> bool:
-    """Whether a key takes a list of any length, and no text beside it."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is tuple:
-        return inner[-1] is ...
-    return origin is not typing.Literal and not {str, Place} & {*inner} and any(map(_is_list, inner))
 
 
 class _Loader(yaml.SafeLoader):

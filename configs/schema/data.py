@@ -3,9 +3,9 @@
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from aerie.configs.read import Place, Section
+from aerie.configs.read import Many, Place, Section, Some
 from aerie.configs.schema.heads import Float, Seed, Share
 
 
@@ -20,7 +20,7 @@ class DataConfig(Section):
     """Which conversations, and how they become tokens and a loss mask."""
 
     # .json, .jsonl, .parquet or .csv files, directories or Hub ids
-    conversations: Annotated[tuple[Place, ...], Field(min_length=1)]
+    conversations: Some[Place]
     prompt_field: str | None = None  # for prompt/completion rows; null: the usual names are tried
     completion_field: str | None = None  # goes with prompt_field
     system_prompt: str | None = None  # for conversations without one
@@ -38,7 +38,7 @@ class DataConfig(Section):
 class FeaturesConfig(Section):
     mode: Literal["cached", "online"] = "cached"  # online: the target runs in the training step
     # taps, the residual stream after k blocks; null: what the head needs (EAGLE-3: 2, n//2, n-3)
-    after_blocks: tuple[NonNegativeInt, ...] | None = None
+    after_blocks: Many[NonNegativeInt] | None = None
     batch_tokens: PositiveInt = 8192  # tokens of one target forward, padding included
     shard_tokens: PositiveInt = 262144  # tokens of one safetensors shard
     dtype: Float | None = None  # that training sees; null: the target's
@@ -83,7 +83,7 @@ class ServerConfig(Section):
     """OpenAI-compatible servers (vLLM, SGLang, transformers serve) of the same target."""
 
     # base URLs, such as http://host:8000/v1
-    urls: Annotated[tuple[Annotated[str, Field(pattern="^https?://")], ...], Field(min_length=1)]
+    urls: Some[Annotated[str, Field(pattern="^https?://")]]
     model: str | None = None  # as they serve it; null: target.path
     concurrency: PositiveInt = 64  # requests under way at each URL
     timeout_s: PositiveFloat = 1800.0  # of one request, once connected; thinking can take long
@@ -111,6 +111,10 @@ class GateConfig(Section):
     repeated: Action = "drop"  # an invented problem that an earlier row has
 
 
+# a list of questions may name published ones alone
+by_name = BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
+
+
 class QuestionsConfig(Section):
     """A set of questions."""
 
@@ -124,11 +128,12 @@ class QuestionsConfig(Section):
 class DistillConfig(Section):
     """Prompts that the target answers (RUN/distilled)."""
 
-    sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)]  # of the prompts
+    sources: Some[SourceConfig]  # of the prompts
     server: ServerConfig | None = None  # null: this process, with the run's draft head if any
     sampling: SamplingConfig = SamplingConfig()  # how the target answers
     max_turns: PositiveInt | None = None  # questions of a conversation at most
-    exclude: tuple[QuestionsConfig, ...] = ()  # that no prompt may overlap, beside the recipe's own prompts
+    # that no prompt may overlap, beside the recipe's own prompts
+    exclude: Many[Annotated[QuestionsConfig, by_name]] = ()
     ngram: Annotated[int, Field(ge=3)] = 13  # words in a row that no prompt may share with an evaluation question
     gate: GateConfig = GateConfig()  # which answers are kept
     seed: Seed = 0  # of the prompts' order and of each answer's draws

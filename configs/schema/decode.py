@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Discriminator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import Place, Section, adapter, load
+from aerie.configs.read import Many, Place, Section, Some, adapter, load
 from aerie.configs.schema.heads import KINDS, Seed, Share
 
 
@@ -56,7 +56,7 @@ class VoteConfig(Section):
 
     rule: Literal["vote"] = "vote"
     # that vote (table 4 has each alone)
-    signals: tuple[Literal["probability", "momentum", "expectation"], ...] = ("probability", "momentum", "expectation")
+    signals: Many[Literal["probability", "momentum", "expectation"]] = ("probability", "momentum", "expectation")
     votes: PositiveInt | None = None  # null: two, or one where there is one signal
     probability_threshold: Share = 0.15  # section 4.1; votes where the summed survival is below it
     momentum_threshold: Share = 0.6  # section 4.1; a ratio below it is a decline
@@ -84,7 +84,7 @@ class ProbabilitySumConfig(Section):
     """Dynamic Depth Decoding: the frontier's summed survival at some depths."""
 
     rule: Literal["probability_sum"] = "probability_sum"
-    checks: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (5, 7, 9)  # depths
+    checks: Some[PositiveInt] = (5, 7, 9)  # depths
     threshold: Share = 0.15  # DEAGLE's; tuned per model in the paper
 
     def __post_init__(self) -> None:
@@ -114,7 +114,7 @@ PUBLISHED = Path(__file__).resolve().parent.parent / "trees"
 
 
 class _File(Section):
-    choices: tuple[Choice, ...]
+    choices: Many[Choice]
 
 
 # `levels` is the deepest for every stop rule, `nodes` count the root, and `calibrated` is a fit in calibrator.json.
@@ -230,7 +230,7 @@ class BudgetConfig(Section):
     ms: PositiveFloat  # of a whole cycle
     tree: OneTree | None = None  # null: none
     # by level: the share of drafts of which at least so many tokens were accepted
-    survival: tuple[Annotated[float, Field(gt=0, le=1)], ...] = ()
+    survival: Many[Annotated[float, Field(gt=0, le=1)]] = ()
 
     def __post_init__(self) -> None:
         levels = self.tree.levels if self.tree else 0
@@ -242,7 +242,7 @@ class AutoConfig(Section, kw_only=True):
     """At each cycle the tree, or none, from which the text so far lets expect the most tokens a second."""
 
     shape: Literal["auto"] = "auto"
-    choices: Annotated[tuple[BudgetConfig, ...], Field(min_length=1)]  # `aerie tune` writes them, auto.yaml
+    choices: Some[BudgetConfig]  # `aerie tune` writes them, auto.yaml
     memory: Annotated[float, Field(ge=1)] = 256.0  # cycles without a draft after which a text's difficulty is forgotten
     unsure: PositiveFloat = 1.0  # variance of a text's difficulty before it begins
     drift: NonNegativeFloat = 0.02  # what each cycle adds to it; `aerie tune` fits both

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from aerie.configs.read import Place, Section
+from aerie.configs.read import Many, Place, Section
 
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 spelt_out = BeforeValidator(lambda name: SHORT.get(str(name).removeprefix("torch."), str(name).removeprefix("torch.")))
@@ -232,7 +232,7 @@ class TrainConfig(Section, kw_only=True):
     eval_depths: PositiveInt = 5  # drafted tokens per start slot of the predicted tau
     save_every: PositiveInt = 500  # steps between saves to go on from
     keep_last: PositiveInt = 2  # saves; with 2, a broken newest one costs save_every steps
-    trackers: tuple[Tracker, ...] = ()  # tensorboard, wandb, trackio or another of accelerate's
+    trackers: Many[Tracker] = ()  # tensorboard, wandb, trackio or another of accelerate's
 
     def __post_init__(self) -> None:
         weights = {name: value for name, value in vars(self).items() if name.endswith("_weight")}

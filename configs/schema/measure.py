@@ -4,8 +4,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from aerie.configs.read import Place, Section
-from aerie.configs.schema.data import DataConfig, QuestionsConfig
+from aerie.configs.read import Many, Place, Section, Some
+from aerie.configs.schema.data import DataConfig, QuestionsConfig, by_name
 from aerie.configs.schema.decode import Method, MethodConfig, OneTree
 from aerie.configs.schema.heads import Seed
 
@@ -24,7 +24,7 @@ class PromptsConfig(Section):
     num_prompts: PositiveInt | None = 80  # of the file, or of each task; null: all
     max_new_tokens: PositiveInt = 512  # of each turn
     task: str | None = None  # of all of `path`; null: the file's categories
-    tasks: tuple[TaskConfig, ...] = ()  # in place of path
+    tasks: Many[Annotated[TaskConfig, by_name]] = ()  # in place of path
     turns: PositiveInt | None = None  # of each question at most; null: all, of held-out conversations the first
     system_prompt: str | None = None  # before each conversation
 
@@ -59,10 +59,10 @@ class SweepConfig(Section):
 
     name: str  # of the sweep in summary.json and the report
     vary: str  # a key of a row (tree.levels, tree.nodes, tree.k, method, head, lookup.length, ...), or temperature
-    values: Annotated[tuple[Any, ...], Field(min_length=1)]  # of that setting
-    rows: Annotated[tuple[dict[str, Any], ...], Field(min_length=1)]  # as the bench's
-    sampling: tuple[SamplingConfig, ...] = ()  # empty: the bench's
-    tasks: tuple[str, ...] = ()  # names; empty: all
+    values: Some[Any]  # of that setting
+    rows: Some[dict[str, Any]]  # as the bench's
+    sampling: Many[SamplingConfig] = ()  # empty: the bench's
+    tasks: Many[str] = ()  # names; empty: all
     num_prompts: PositiveInt | None = None  # the first ones of each task; null: all
 
 
@@ -70,16 +70,16 @@ class BenchConfig(Section):
     """Every row on every prompt, interleaved, in one process."""
 
     prompts: PromptsConfig = PromptsConfig()  # what is asked
-    rows: tuple[MethodConfig, ...] = ()  # methods, vanilla among them; empty: it and the head's usual one with `tree`
-    sampling: tuple[SamplingConfig, ...] = (SamplingConfig(),)  # every row is measured with each of these
+    rows: Many[MethodConfig] = ()  # methods, vanilla among them; empty: it and the head's usual one with `tree`
+    sampling: Many[SamplingConfig] = (SamplingConfig(),)  # every row is measured with each of these
     warmup_prompts: NonNegativeInt = 2  # decoded before the clock starts (Spec-Bench: 3)
     reference: bool = True  # also time transformers' generate and the bare forwards
     overhead: bool = False  # also time each row's forwards alone, on a few prompts (overhead.json)
     cycles: bool = False  # also record every cycle with its nodes and levels (cycles.jsonl)
     by_task: bool = False  # summary.json has a row for each task; false: the tasks pooled
-    sweeps: tuple[SweepConfig, ...] = ()  # series of rows in which one setting varies
+    sweeps: Many[SweepConfig] = ()  # series of rows in which one setting varies
     # tokens of prompt and answer that split answers into a sweep: from the start to each, from one to the next
-    contexts: tuple[PositiveInt, ...] = ()
+    contexts: Many[PositiveInt] = ()
 
     def __post_init__(self) -> None:
         if self.rows and not any(row.method == "vanilla" for row in self.rows):
