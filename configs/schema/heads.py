@@ -65,9 +65,20 @@ class Eagle1Section(_LayerSizes, _AnyHead, kw_only=True):
     bias: bool = False  # fc.bias, as published Vicuna and LLaMA-2 heads have; no server loads it
 
 
-class Eagle3Section(_LayerSizes, _AnyHead, kw_only=True):
-    methods = ("eagle3", *EAGLE)
+class _TapHead(_LayerSizes, _AnyHead, kw_only=True):
     reads_taps = True
+    norm_init: Literal["ones", "target"] = "ones"  # target: the final norm begins as the target's
+    fc_init: Literal["random", "highest_tap"] = "random"  # highest_tap: fc begins by passing on the last tap alone
+
+    def __post_init__(self) -> None:
+        starts = {"lm_head_init": "random", "norm_init": "ones", "fc_init": "random"}
+        begun = [f"{name} {value}" for name, value in starts.items() if getattr(self, name, value) != value]
+        if self.init_from is not None and begun:
+            raise ValueError(f"init_from is a head that has begun already; set {', '.join(begun)}")
+
+
+class Eagle3Section(_TapHead, kw_only=True):
+    methods = ("eagle3", *EAGLE)
     kind: Literal["eagle3"] = "eagle3"
     num_hidden_layers: PositiveInt = 1  # decoder layers; the paper's head has one
     hidden_size: PositiveInt | None = None  # null: the target's
@@ -79,15 +90,9 @@ class Eagle3Section(_LayerSizes, _AnyHead, kw_only=True):
     norm_before_fc: bool | None = None  # one norm over all fused features before fc; of servers, vLLM loads it
     lm_head: Literal["trained", "frozen"] = "trained"  # frozen: stays as it is: the target's rows, or init_from's
     lm_head_init: Literal["random", "target"] = "random"  # target: its rows
-    norm_init: Literal["ones", "target"] = "ones"  # target: the final norm begins as the target's
-    fc_init: Literal["random", "highest_tap"] = "random"  # highest_tap: fc begins by passing on the last tap alone
 
     def __post_init__(self) -> None:
-        starts = {"lm_head_init": "target", "norm_init": "target", "fc_init": "highest_tap"}
-        begun = [name for name, value in starts.items() if getattr(self, name) == value]
-        if self.init_from is not None and begun:
-            unset = ", ".join(f"{name} {'ones' if name == 'norm_init' else 'random'}" for name in begun)
-            raise ValueError(f"init_from is a head that has begun already; set {unset}")
+        super().__post_init__()
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fc_norm and norm_before_fc norm the same features, and no server does both; choose one")
         if self.init_from is None:
@@ -140,11 +145,10 @@ class DraftLMSection(_LayerSizes, _AnyHead, kw_only=True):
             raise ValueError(f"a draft_lm trained from scratch needs {', '.join(missing)} (or init_from)")
 
 
-class BlockSection(_LayerSizes, _AnyHead, kw_only=True):
+class BlockSection(_TapHead, kw_only=True):
     """A block head (DFlash, arXiv 2602.06036): one forward drafts all levels; as wide as the target."""
 
     methods = ("block-tree", "block-chain")
-    reads_taps = True
     kind: Literal["block"] = "block"
     num_hidden_layers: PositiveInt = 1  # decoder layers; published heads for 8B have 5
     block_size: Annotated[int, Field(ge=2)] = 8  # rows of its forward: the last known token and masks (z-lab: 16)
@@ -155,12 +159,6 @@ class BlockSection(_LayerSizes, _AnyHead, kw_only=True):
     markov_rank: NonNegativeInt = 64  # of the logits' correction by the tokens before; 0: none (DSpark at 8B: 256)
     markov_order: PositiveInt = 1  # how many tokens before it sees; more than DSpark's one: no server's layout has it
     markov_head: Literal["vanilla", "gated"] = "vanilla"  # gated: by the row's state, too
-    norm_init: Literal["ones", "target"] = "ones"  # target: the final norm begins as the target's
-    fc_init: Literal["random", "highest_tap"] = "random"  # highest_tap: fc begins by passing on the last tap alone
-
-    def __post_init__(self) -> None:
-        if self.init_from is not None and (self.norm_init, self.fc_init) != ("ones", "random"):
-            raise ValueError("init_from is a head that has begun already; set norm_init ones and fc_init random")
 
     @staticmethod
     def levels_of(values: dict[str, Any]) -> int | None:
