@@ -27,6 +27,7 @@ from typing import Any
 
 import yaml
 
+from aerie.__main__ import OWNERS
 from aerie.configs.errors import REQUEUE, Arguments, Requeued, UserError, exit_codes, stop_on_signals
 from aerie.configs.read import TAGS, Place, Section, as_dict, dump, sections, suggestion, user_path
 from aerie.configs.schema.recipe import Recipe, add_arguments, load
@@ -34,8 +35,7 @@ from aerie.data.stage import feature_stage, is_here, size, target_inputs
 from aerie.model.storage import FILE, ROOT, Lock, Manifest, Stage, Whole, digest, read_json, sound_record, write_text
 from aerie.train import resume
 
-OWNERS = dict.fromkeys(("synthetic", "distill", "features"), "data") | {"train": "train"}  # in the order of a run
-OWNERS |= dict.fromkeys(("calibrate", "bench", "tune", "report"), "infer")
+STAGES = ("synthetic", "distill", "features", "train", "calibrate", "bench", "tune", "report")  # of a run, in order
 PLACES = {"synthetic": "conversations", "distill": "distilled", "calibrate": "calibration"}  # others: their names
 KEY = re.compile(r"((?:^ +#.*\n)*)^    (\w+): .*?(  # .*)?$", re.MULTILINE)  # with the comments above and behind
 TYPES = {int: "integer", float: "number", str: "text", bool: "true | false", dict: "mapping", type(None): "null"}
@@ -124,7 +124,7 @@ def _stages(recipe: Recipe) -> list[str]:
     measures = recipe.output is None or recipe.bench
     asked = vars(recipe) | {"features": resume.reads_cache(recipe), "report": measures}
     asked |= {"bench": measures, "calibrate": measures or recipe.calibrate}
-    return [stage for stage in OWNERS if asked[stage]]
+    return [stage for stage in STAGES if asked[stage]]
 
 
 def _require_files(recipe: Recipe, stages: list[str]) -> list[str]:
@@ -231,7 +231,7 @@ def status(arguments: argparse.Namespace, unknown: list[str]) -> int:
     with suppress(UserError):
         recipe = load(argparse.Namespace(config=stored), [])
         stages, kinds = _stages(recipe), list(dict.fromkeys([recipe.head.kind, *kinds]))
-    for stage in OWNERS:
+    for stage in STAGES:
         for kind in (kinds or [""]) if stage == "train" else [""]:
             state, facts = _state(heads / kind if stage == "train" else root / PLACES.get(stage, stage))
             state = "running" if stage == running and state != "whole" else state
