@@ -259,8 +259,7 @@ class Eagle3Objective(Objective):
         num_steps, chunk = self.settings.unroll_steps, self.chunk
         slots = Slots.of_batch(batch, num_steps)
         fused = self.head.fuse(batch.taps.flatten(0, 1)[slots.sequence])  # [N, D]
-        recomputes = self.settings.gradient_checkpointing and torch.is_grad_enabled()
-        outputs = [*unrolled(self.head, batch, slots, fused, recomputes)]  # [S_k, D] each
+        outputs = [*unrolled(self.head, batch, slots, fused, self.settings.gradient_checkpointing)]  # [S_k, D] each
         states = batch.features.flatten(0, 1)[slots.supervised + 1]  # [S, D]
         at_once = max(1, chunk // num_steps)
         at_once = max(1, -(-len(states) // max(1, -(-len(states) // at_once))))  # pieces of equal size
@@ -343,10 +342,9 @@ class MultiTokenObjective(Objective):
 
     def forward(self, batch: Batch) -> StepOutput:
         slots, states, which = target_states(batch, self.num_heads)
-        if self.settings.gradient_checkpointing and torch.is_grad_enabled():
-            outputs = checkpoint(self._outputs, batch, slots, use_reentrant=False)
-        else:
-            outputs = self._outputs(batch, slots)
+        recomputes = self.settings.gradient_checkpointing
+        run = partial(checkpoint, self._outputs, use_reentrant=False) if recomputes else self._outputs
+        outputs = run(batch, slots)
         tokens = [shifted(batch.input_ids, 2 + k)[:, : slots.shape[-1]][asked] for k, asked in enumerate(slots)]
         at_once = max(1, self.chunk // self.num_heads)
         pieces = losses.by_target_state(states, which, [outputs, tokens], at_once)
