@@ -116,17 +116,6 @@ class BlockObjective(Objective):
         columns = (x.split(sizes) for x in (of_law, of_label, hits, alpha))
         return tuple(torch.stack([part.sum() for part in column]) for column in columns)
 
-    def work(self, load: Any, matrices: dict[str, int], shared: int) -> tuple[int, int]:
-        """Rows times weights of the head's matrices, attention's products among them, and operations of the laws."""
-        config, blocks = self.head.config, min(load.slots[0], load.rows * self.settings.anchors)
-        rows, count = blocks * config.block_size, len(self.places)
-        keys = sum(size for name, size in matrices.items() if "k_proj" in name or "v_proj" in name)
-        own = sum(size for name, size in matrices.items() if "markov_w" in name)
-        body = sum(matrices.values()) - matrices["fc.weight"] - own
-        seen = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * (load.tokens // load.rows)
-        work = (matrices["fc.weight"] + keys) * load.tokens + (body + seen) * rows
-        return work, 2 * shared * load.slots[0] + (4 * shared + 3 * own) * blocks * count
-
     def measure(self, batch: Batch) -> SumsAndCounts:
         """Of greedy chains from the anchors, whose places are given the text's own tokens."""
         which, asked, (states, laws, outputs, before, _) = self._drafted(batch)

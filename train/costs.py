@@ -42,8 +42,13 @@ def operations(objective: Objective, load: Load, trunk: Any = None) -> dict[str,
     """
     head, settings, sizes = objective.head, objective.settings, objective.head.config
     matrices = {name: each.numel() for name, each in head.named_parameters() if each.ndim == 2 and "embed" not in name}
-    own = sum(size for name, size in matrices.items() if "lm_head" in name)
-    body, first, count = sum(matrices.values()) - own, load.slots[0], sum(load.slots)
+
+    def size_of(*parts: str) -> int:
+        return sum(size for name, size in matrices.items() if any(part in name for part in parts))
+
+    own, keys, markov = size_of("lm_head"), size_of("k_proj", "v_proj"), size_of("markov_w")
+    body, fc = sum(matrices.values()) - own - markov, matrices.get("fc.weight", 0)
+    first, count = load.slots[0], sum(load.slots)
     shared = 0 if objective.target is None else objective.target.lm_head.numel()
     width = (getattr(sizes, "num_attention_heads", None) or 0) * (getattr(sizes, "head_dim", None) or 0)
     attention = 12 * load.pairs * width * getattr(sizes, "num_hidden_layers", 0)
@@ -52,14 +57,17 @@ def operations(objective: Objective, load: Load, trunk: Any = None) -> dict[str,
         case "eagle1":
             work, laws = body * load.tokens, laws + 4 * shared * first
         case "eagle3":  # fc, keys and values of all tokens, all else where it is supervised
-            keys = sum(size for name, size in matrices.items() if "k_proj" in name or "v_proj" in name)
-            fc, attention = matrices["fc.weight"], attention * settings.unroll_steps
+            attention *= settings.unroll_steps
             work = fc * load.tokens + keys * (load.tokens - first) + (body - fc) * count
             laws += (6 if head.lm_head.weight.requires_grad else 4) * own * count
         case "medusa" | "hydra":
             work, laws = body * first, laws + (6 * own or 4 * shared * sizes.num_heads) * first
-        case _ if objective.work is not None:
-            attention, (work, laws) = 0, objective.work(load, matrices, shared)
+        case "block":  # fc, keys and values of all tokens; all else, attention's products too, of the blocks' rows
+            blocks = min(first, load.rows * settings.anchors)
+            products = 2 * sizes.num_hidden_layers * width * (load.tokens // load.rows)
+            attention, rows = 0, blocks * sizes.block_size
+            work = (fc + keys) * load.tokens + (body - fc + products) * rows
+            laws += (4 * shared + 3 * markov) * blocks * sizes.num_places
         case _:  # a draft LM
             own = head.get_output_embeddings().weight.numel()
             work, laws = (body - own * ("lm_head.weight" in matrices)) * load.tokens, laws + 6 * own * first

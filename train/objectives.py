@@ -45,7 +45,6 @@ class Objective(nn.Module):
     target: Any  # VocabWeights; None: a small LM learns from tokens alone
     settings: Any  # the recipe's section `train`
     weights: dict[str, float]  # of the terms that forward returns
-    work: Callable[..., tuple[int, int]] | None = None  # a kind's own count of operations, for costs.py
     is_random = False  # whether each row needs a seed, for noise or dropout
 
     def __init__(self, head: Any, target: VocabWeights | None, settings: Any) -> None:
