@@ -61,8 +61,6 @@ class Job:
     target: targets.Target | None = None  # where it is loaded whole
     trunk: Any = None  # in a plan: the target's model without weights, where it would be loaded whole
     overwrite: bool = False
-    is_online: bool = False  # the target runs in the step
-    is_spread: bool = False  # over the GPUs
 
     def order(self, world: int) -> tuple[Order, int]:
         """The rows of each optimiser step, and the number of steps."""
@@ -139,8 +137,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
         print(counted and f"{counted}\n", end="", flush=True)
     state, metrics = paths.state(state_name(recipe)), paths.root / "metrics.jsonl"
     trunk = targets.skeleton(recipe.target) if is_plan and (is_online or measures) else None
-    places = output, state, metrics, save, features, whole, trunk, overwrite
-    return Job(state_name(recipe), objective, rows, *places, is_online, recipe.target.device_map is not None)
+    return Job(state_name(recipe), objective, rows, output, state, metrics, save, features, whole, trunk, overwrite)
 
 
 def _completed(
@@ -193,16 +190,16 @@ def _rows(recipe: Recipe, tokenizer: Any, end_ids: set[int], text: Any, vocab: A
     return Rows(data.train, data.held_out, [len(row.input_ids) for row in data.train], pairs, origin)
 
 
-def plan(job: Job) -> str:
+def plan(recipe: Recipe, job: Job) -> str:
     config, rows, world = job.objective.settings, job.rows, world_size()
     order, steps = job.order(world)
     load = costs.Load.of_rows(rows.tokens(), getattr(config, "unroll_steps", 1))
-    runs, largest = job.trunk if job.is_online else None, config.batch_size * max(rows.lengths)
+    runs, largest = None if reads_cache(recipe) else job.trunk, config.batch_size * max(rows.lengths)
     work = costs.operations(job.objective, load, runs)
     if muon := costs.optimizer_operations(job.objective):  # every process turns the same matrices
         work["Muon"] = muon * order.steps_per_epoch * world
     parts = costs.memory(job.objective, largest, 2, job.trunk)
-    apart = parts.pop("target", 0) if job.is_spread else 0
+    apart = parts.pop("target", 0) if recipe.target.device_map is not None else 0
     total, peak = sum(work.values()), sum(parts.values())
     unit, name = (2**30, "GiB") if peak > 2**30 else (2**20, "MiB")
     spread = f", beside {apart / unit:,.1f} {name} of the target over all GPUs" if apart else ""

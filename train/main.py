@@ -57,7 +57,7 @@ def main() -> int:
         from aerie.train import jobs, launch
 
         launch.be_quiet()
-        plan = jobs.plan(jobs.build(recipe, stage.output, arguments.overwrite, is_plan=True))
+        plan = jobs.plan(recipe, jobs.build(recipe, stage.output, arguments.overwrite, is_plan=True))
         if "LOCAL_RANK" in os.environ:  # by a launcher, whose processes have to find each other
             launch.build_accelerator(recipe.train, recipe.paths.root).end_training()
         if launch.rank() == 0:
