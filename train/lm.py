@@ -108,11 +108,10 @@ def new_causal_lm(config: DraftLMSection, tokenizer: Any, seed: int, vocab_size:
             lm: Any = Target.load(source).model  # refused and frozen as in drafting
             if why := targets.only_trains(lm.config):
                 raise UserError(f"{config.init_from}: {why}")
-            own = load_tokenizer(source).get_vocab()
+            own, rows = load_tokenizer(source).get_vocab(), lm.get_input_embeddings().weight.shape[0]
+            targets.require_same_token_ids(own, tokenizer.get_vocab(), rows, config.init_from, "the target")
         except UserError as error:
             raise UserError(f"head.init_from: {error}") from error
-        rows, place = lm.get_input_embeddings().weight.shape[0], f"head.init_from: {config.init_from}"
-        targets.require_same_token_ids(own, tokenizer.get_vocab(), rows, place, "the target")
         return lm.requires_grad_(True).train()
     sizes = {name: value for name, value in as_dict(config).items() if name not in ("kind", "init_from")}
     sizes["rope_theta"] = config.rope_theta or 10000.0
