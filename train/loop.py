@@ -166,7 +166,7 @@ class Loop:
             accelerator.init_trackers("aerie", None if self.progress.step else flat, options)
         self.say: Callable[[str], None] = lambda text: None  # prints a line above the bar, on the first process
         self._grad_norm: Any = 0.0
-        self._said_at = -math.inf
+        self._is_timed, self._said_at = False, -math.inf
         self._since = time.monotonic() - self.progress.seconds
         self._saved_at = self.progress.step  # or begun, with nothing to save
 
@@ -234,7 +234,7 @@ class Loop:
                     ending = asked if step + 1 < self.total else ending
                     break
                 if (step + 1) % config.log_every == 0:
-                    self._log()
+                    self._log(goes_on=True)
                 if config.eval_every and (step + 1) % config.eval_every == 0:
                     self._evaluate()
                 if (step + 1) % config.save_every == 0:
@@ -297,7 +297,7 @@ class Loop:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, self.total, self.config, group.get("use_muon", False))
 
-    def _log(self) -> None:
+    def _log(self, goes_on: bool = False) -> None:
         if not self.clock["steps"]:
             return
         found, step, clock = means(self.sums, self.device), self.progress.step, self.clock
@@ -321,6 +321,12 @@ class Loop:
             "peak_memory_gib": peak / 2**30,
         }
         self._record(record, "train")
+        if goes_on and not self._is_timed:  # once a sitting
+            self._is_timed, rest, budget = True, self.total - step, self.config.max_seconds
+            left, needed = (budget or math.inf) - self.progress.seconds, rest * seconds / clock["steps"]
+            ends = f"; train.max_seconds {budget} will end them near step {step + rest * left / needed:,.0f}"
+            took = f"{needed:,.0f} s" if needed < 120 else f"{needed / 60:,.0f} min"
+            self.say(f"about {took} for the other {rest:,} steps{ends if left < needed else ''}")
 
     def _record(self, values: dict[str, Any], section: str) -> None:
         """A line of metrics and trackers."""
