@@ -6,18 +6,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import AutoConfig
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.decode.drafters import DraftLMDrafter, load_draft_lm
 from aerie.model.layers import Kept
+from aerie.model.miniature import small_model
 from aerie.model.target import Target
 from tests import tiny
 
-SIZES: dict[str, Any] = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
-SIZES |= {"initializer_range": 0.2, "sliding_window": 12}
 PROMPT = torch.arange(20, 40)
 
 
@@ -26,13 +24,8 @@ def made(model: Any) -> Target:
 
 
 def draft_of(family: str) -> Target:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        if family == "gemma2":  # scaled embeddings, softcaps, every other layer with a window
-            return made(Gemma2ForCausalLM(Gemma2Config(**SIZES, attn_implementation="eager")).eval())
-        if family == "mistral":  # a window in every layer
-            return made(MistralForCausalLM(MistralConfig(**SIZES)).eval())
-    return made(tiny.llama(num_blocks=2))
+    """gemma2 has scaled embeddings, softcaps and a window in every other layer; mistral has one in every layer."""
+    return made(small_model(AutoConfig.for_model(family), vocab_size=320))
 
 
 def drafter_of(draft: Target, vocab_size: int = 320) -> DraftLMDrafter:

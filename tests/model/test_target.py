@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import TargetConfig
@@ -34,27 +34,19 @@ from aerie.model.target import (
 )
 from tests import tiny
 
-SIZES: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2}
-SIZES |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
-    "qwen3": {"head_dim": 8},
-    "mistral": {"sliding_window": 16, "head_dim": 8},
-    "gemma2": {"head_dim": 8, "sliding_window": 16, "final_logit_softcapping": 3.0},
-    "gemma3_text": {"head_dim": 8, "sliding_window": 16, "final_logit_softcapping": 2.0},
+    "qwen3": {},
+    "mistral": {},
+    "gemma2": {"final_logit_softcapping": 3.0},
+    "gemma3_text": {"final_logit_softcapping": 2.0},
     "granite": {"logits_scaling": 4.0, "embedding_multiplier": 3.0},
 }
 
 
 def family(name: str) -> Target:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **SIZES, **FAMILIES[name])
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if getattr(model.config, "attn_logit_softcapping", None) is not None:
-        model.set_attn_implementation("eager")
-    return Target(model, TargetConfig(path=name))
+    return Target(small_model(AutoConfig.for_model(name, **FAMILIES[name])), TargetConfig(path=name))
 
 
 def prompt(length: int, seed: int = 0) -> torch.Tensor:
