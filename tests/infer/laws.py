@@ -5,9 +5,8 @@ from torch import Tensor
 
 from aerie.infer.decode.sampling import Decoding, Sampler
 from aerie.infer.decode.shape import Drafter
-from aerie.infer.decode.tree import Tree
+from aerie.infer.decode.tree import Tree, ancestors
 
-torch.set_num_threads(1)  # tests run beside other work: one thread each
 SETTINGS = [(1.0, 1.0), (0.6, 0.8)]  # temperature, top-p
 TABLE_VOCAB = 11
 Path = tuple[int, ...]
@@ -42,6 +41,16 @@ class TableDrafter(Drafter):
         self.calls += 1
         self.rows = [(*self.rows[p], t) for t, p in zip(tokens.tolist(), parents.tolist(), strict=True)]
         return torch.stack([self.law(path) for path in self.rows])
+
+
+def tree_of(tokens: list[int], parents: list[int]) -> Tree:
+    """A tree of these nodes, each behind its parent, with laws of zeros."""
+    depth, above, zeros = [0], torch.tensor(parents), torch.zeros(len(parents))
+    for parent in parents[1:]:
+        depth.append(depth[parent] + 1)
+    levels = max(depth)
+    mask = ancestors(above, max(levels, 1))
+    return Tree(torch.tensor(tokens), above, torch.tensor(depth), mask, zeros, zeros, levels, levels)
 
 
 def node_paths(tree: Tree) -> list[Path]:

@@ -20,7 +20,7 @@ from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import FLOOR, Calibrator, drafting, load_calibrator
 from aerie.infer.decode.sampling import Decoding, Sampler
 from aerie.infer.decode.shape import Cycle
-from aerie.infer.decode.tree import Proposal, Tree, ancestors
+from aerie.infer.decode.tree import Proposal, Tree
 from aerie.infer.decode.verify import Verdict
 from aerie.infer.measure import calibrate
 from aerie.infer.measure.cycles import LAWS, oracle_length
@@ -28,6 +28,7 @@ from aerie.model.checkpoint import save_head
 from aerie.model.storage import Stage, digests, write_json
 from tests import tiny
 from tests.infer.draws import make_head, make_target
+from tests.infer.laws import tree_of
 from tests.infer.test_main import Command, command, shared
 
 __all__ = ["command", "shared"]
@@ -155,11 +156,9 @@ ACCEPTED = {"R0": Verdict([0, 1], [0], 0), "R1": Verdict([0, 1], [0], 3), "R2": 
 
 
 def chain(tokens: list[int], rule: str) -> Tree:
-    count = len(tokens) + 1
-    line, zero = torch.arange(count), torch.zeros(count)
-    parents, proposal = (line - 1).clamp(min=0), Proposal("R1", Q.expand(count, -1)) if rule == "R1" else None
-    mask = ancestors(parents, count - 1)
-    return Tree(torch.tensor([0, *tokens]), parents, line, mask, zero, zero, count - 1, count - 1, proposal)
+    count = len(tokens)
+    proposal = Proposal("R1", Q.expand(count + 1, -1)) if rule == "R1" else None
+    return replace(tree_of([0, *tokens], [0, *range(count)]), proposal=proposal)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,6 @@ from tests.infer.steered import steered
 
 ROWS = [(method, (published.heads or (None,))[0]) for method, published in METHODS.items()]
 LEVEL = ALPHA / (len(ROWS) * len(SETTINGS))
-HOT, WARM = SETTINGS
 NUM_PROMPTS, MOST_PROMPTS = 6, 120  # that each row answers; that it may answer in search of an edge
 # what Qwen2.5's instruction models come with, but for their end tokens' ids; every law that looks at the text
 QWEN = {"repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "do_sample": True}

@@ -22,7 +22,6 @@ from aerie.model.storage import WEIGHTS, Stage, working_alone
 from tests import tiny
 from tests.infer.made_up import drafted, record
 
-ROOT = Path(__file__).resolve().parents[2]
 TREE = {"levels": 3, "k": 3, "nodes": 8}
 BOATS, OWLS = "Please count 4 boats.", "Please sort 9 owls."
 CONVERSATION = [("user", BOATS), ("assistant", "Four."), ("user", OWLS), ("assistant", "to be written anew")]

@@ -12,9 +12,8 @@ from transformers import GenerationConfig
 
 from aerie.configs.errors import UserError
 from aerie.infer.decode.sampling import Sampler, distinct_draws, draw, resolve
-from aerie.infer.decode.tree import Tree, ancestors
 from tests import tiny
-from tests.infer.laws import node_paths
+from tests.infer.laws import node_paths, tree_of
 
 
 def test_what_is_not_asked_comes_from_the_generation_config() -> None:
@@ -83,10 +82,7 @@ def test_each_nodes_law_looks_at_the_text_and_the_nodes_own_path(settings: dict[
     ours.with_text(torch.zeros(1, 6))
     ours.follow(answer[:1])
     ours.follow(answer[1:])
-    parents = torch.tensor([0, 0, 0, 1, 1, 2, 3, 5, 6])
-    mask = ancestors(parents, 4)
-    tokens, zeros = torch.tensor([4, 5, 3, 1, 5, 3, 2, 4, 0]), torch.zeros(9)
-    tree = Tree(tokens, parents, mask.sum(-1) - 1, mask, zeros, zeros, levels=4, draft_forwards=4)
+    tree = tree_of([4, 5, 3, 1, 5, 3, 2, 4, 0], [0, 0, 0, 1, 1, 2, 3, 5, 6])
     logits = torch.randn(9, 6, generator=dice)
     texts = [torch.cat([prompt, answer, torch.tensor(path, dtype=torch.long)])[None] for path in node_paths(tree)]
     wanted = [theirs(text, row[None]) for text, row in zip(texts, logits, strict=True)]

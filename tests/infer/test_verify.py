@@ -31,7 +31,7 @@ from aerie.infer.decode import shape as growing
 from aerie.infer.decode import verify as rejection
 from aerie.infer.decode.sampling import Sampler, draw, draw_children, entropy
 from aerie.infer.decode.shape import make_shape
-from aerie.infer.decode.tree import Proposal, Tree, ancestors
+from aerie.infer.decode.tree import Proposal, Tree
 from aerie.infer.decode.verify import (
     NOT_LOSSLESS,
     Families,
@@ -45,16 +45,9 @@ from aerie.infer.decode.verify import (
     sibling_chances,
     walk,
 )
-from tests.infer.laws import SETTINGS, TableDrafter, node_paths, sampler
+from tests.infer.laws import SETTINGS, TableDrafter, node_paths, sampler, tree_of
 
 VOCAB = 5
-RAGGED = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (2, 1))
-
-
-def tree(tokens: list[int], parents: list[int], depth: list[int]) -> Tree:
-    above, zero = torch.tensor(parents), torch.zeros(len(tokens))
-    mask, levels = ancestors(above, max(*depth, 1)), max(depth)
-    return Tree(torch.tensor(tokens), above, torch.tensor(depth), mask, zero, zero, levels, levels)
 
 
 @pytest.mark.parametrize("riding", [False, True])
@@ -64,15 +57,12 @@ def test_the_walk_is_that_of_a_naive_descent(riding: bool) -> None:
     for seed in range(300):
         dice = torch.Generator().manual_seed(seed)
         count = int(torch.randint(1, 24, (1,), generator=dice))
-        parents, depth = [0], [0]
-        for node in range(1, count):
-            parents.append(int(torch.randint(0, node, (1,), generator=dice)))
-            depth.append(depth[parents[node]] + 1)
+        parents = [0, *(int(torch.randint(0, node, (1,), generator=dice)) for node in range(1, count))]
         rank = [sum(parents[other] == parents[node] for other in range(1, node)) for node in range(count)]
         rides = [riding and node > 0 and node % 3 == 0 for node in range(count)]
         tokens = [max(0, each - 1) if ride else each for each, ride in zip(rank, rides, strict=True)]
         choice = torch.randint(0, 3, (count,), generator=dice)
-        grown = replace(tree(tokens, parents, depth), passengers=torch.tensor(rides) if riding else None)
+        grown = replace(tree_of(tokens, parents), passengers=torch.tensor(rides) if riding else None)
         path, known = [0], True
         while known:
             wanted = int(choice[path[-1]])
@@ -135,7 +125,7 @@ def random_tree(dice: torch.Generator, rule: Any) -> tuple[Tree, Tensor]:
             parents += [node] * most
             depth += [depth[node] + 1] * most
     laws = torch.cat([torch.stack(q), torch.zeros(len(parents) - len(q), VOCAB)])
-    grown = replace(tree(tokens, parents, depth), proposal=Proposal(rule, laws))
+    grown = replace(tree_of(tokens, parents), proposal=Proposal(rule, laws))
     return grown, torch.randn(len(parents), VOCAB, generator=dice)
 
 
@@ -179,9 +169,7 @@ def test_a_tree_is_decided_as_the_textbook_decides_it(
     lengths = set()
     for seed in range(150):
         grown, logits = random_tree(torch.Generator().manual_seed(seed), rule)
-        families: dict[int, int] = {}
-        for parent in grown.parents.tolist()[1:]:
-            families[parent] = families.get(parent, 0) + 1
+        families = Counter(grown.parents.tolist()[1:])
         inner = sorted(families, key=lambda parent: -families[parent])
         width = max(families.values())
         if not on_host:
@@ -189,7 +177,7 @@ def test_a_tree_is_decided_as_the_textbook_decides_it(
             ranks = torch.tensor([above[1:node].count(above[node]) for node in range(len(above))])
             assert grown.proposal is not None
             grown = replace(grown, proposal=replace(grown.proposal, ranks=ranks, width=3))
-            inner = sorted(range(len(above)), key=lambda node: -families.get(node, 0))[:-1]
+            inner = sorted(range(len(above)), key=lambda node: -families[node])[:-1]
             width = min(3, len(above) - 1)
         table = torch.rand(len(inner), width, generator=torch.Generator().manual_seed(seed))
         path, law = textbook(grown, logits.softmax(-1), dict(zip(inner, table.tolist(), strict=True)))
@@ -407,7 +395,7 @@ PUBLISHED = TypicalConfig()
 
 
 def test_a_sure_target_asks_for_epsilon_and_an_unsure_one_for_less() -> None:
-    line = tree([0, 1], [0, 0], [0, 1])
+    line = tree_of([0, 1], [0, 0])
     for chance, accepted in ((0.08, 0), (0.1, 1)):
         law = torch.tensor([0.0, chance, 0.62, 0.38 - chance])
         assert 0.3 * math.exp(-float(entropy(law))) > 0.1  # epsilon decides
@@ -418,11 +406,11 @@ def test_a_sure_target_asks_for_epsilon_and_an_unsure_one_for_less() -> None:
 
 
 def test_the_longest_typical_path_wins_and_then_the_most_probable() -> None:
-    grown = tree([0, 1, 2, 1, 2, 3], [0, 0, 0, 1, 2, 2], [0, 1, 1, 2, 2, 2])
+    grown = tree_of([0, 1, 2, 1, 2, 3], [0, 0, 0, 1, 2, 2])
     root, never, often = [0.1, 0.5, 0.4, 0.0], [0.9, 0.0, 0.1, 0.0], [0.0, 0.0, 0.45, 0.55]
     verdict = read(accept_typical(grown, torch.tensor([root, never, often, root, never, often]), PUBLISHED), 6)
     assert (verdict.path, verdict.tokens, verdict.bonus) == ([0, 2, 5], [2, 3], 3)  # longer beats the likelier sibling
-    both = tree([0, 1, 2], [0, 0, 0], [0, 1, 1])
+    both = tree_of([0, 1, 2], [0, 0, 0])
     alone = read(accept_typical(both, torch.tensor([root, never, often]), PUBLISHED), 3)
     assert alone.tokens == [1] and alone.bonus == 0
 
@@ -432,5 +420,5 @@ def test_it_is_named_not_lossless_and_its_output_has_another_law() -> None:
     assert rule_of(None, hot, PUBLISHED) == NOT_LOSSLESS and "not lossless" in NOT_LOSSLESS
     assert rule_of(None, cold, PUBLISHED) == "R0"
     law = torch.tensor([0.5, 0.3, 0.2]).expand(2, -1)
-    first = {read(judge(tree([0, 1], [0, 0], [0, 1]), law.log(), hot, PUBLISHED), 2).tokens[0] for _ in range(50)}
+    first = {read(judge(tree_of([0, 1], [0, 0]), law.log(), hot, PUBLISHED), 2).tokens[0] for _ in range(50)}
     assert first == {1}  # token 1 has probability 0.3, and always comes out

@@ -16,7 +16,6 @@ from tests.model.test_push import TOKEN, hub
 from tests.tiny import call
 
 __all__ = ["hub"]  # the fixture
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")

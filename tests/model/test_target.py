@@ -16,7 +16,6 @@ from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.tree import Tree, ancestors
 from aerie.model.hub import weights_digest
 from aerie.model.layers import Kept
 from aerie.model.miniature import small_model
@@ -33,6 +32,7 @@ from aerie.model.target import (
     sampled_fingerprint,
 )
 from tests import tiny
+from tests.infer.laws import tree_of
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -65,9 +65,7 @@ def test_features_and_logits_are_the_models_own_and_a_tree_forward_is_plain_forw
     torch.testing.assert_close(output.taps, torch.cat([own.hidden_states[0], own.hidden_states[2]], dim=-1))
     torch.testing.assert_close(target.logits(output.last_hidden), own.logits, **near)
     torch.testing.assert_close(target.logits(output.last_hidden, rows), own.logits[..., rows], **near)
-    lm, parents, zeros = CachedLM(target), torch.tensor([0, 0, 0, 1, 1, 2, 5]), torch.zeros(7)
-    depth = torch.tensor([0, 1, 1, 2, 2, 2, 3])
-    tree = Tree(prompt(7, seed=1), parents, depth, ancestors(parents, 3), zeros, zeros, 3, 3)
+    lm, tree = CachedLM(target), tree_of(prompt(7, seed=1).tolist(), [0, 0, 0, 1, 1, 2, 5])
 
     def check(known: torch.Tensor, nodes: range) -> None:
         step = lm.extend(tree.tokens, tree.depth, tree.mask)
