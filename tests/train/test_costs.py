@@ -1,13 +1,10 @@
 """The plan's formulas against what torch counts: operations of a step, and bytes that its forward pass keeps."""
 
-import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from aerie.configs.schema.heads import Eagle1Train, Eagle3Train, MuonSection
@@ -17,26 +14,10 @@ from aerie.train.costs import Load, memory, operations, optimizer_operations
 from aerie.train.loop import build_optimizers
 from aerie.train.objectives import Eagle1Objective, Eagle3Objective
 from tests import tiny
+from tests.train.test_objectives import Peak
 
 VOCAB = tiny.vocab(320, 64)
 LENGTH, COUNT = 200, 4
-
-
-class PeakBytes(TorchDispatchMode):
-    """Of the tensors that operations make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive, self.peak = dict[int, int](), 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) not in self.alive:
-                self.alive[key] = tensor.untyped_storage().nbytes()
-                weakref.finalize(tensor.untyped_storage(), self.alive.pop, key, None)
-                self.peak = max(self.peak, sum(self.alive.values()))
-        return out
 
 
 def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -72,10 +53,10 @@ def test_operations_and_peak_memory_are_what_torch_counts(kind: str, inner: int)
     with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counted:
         objective(batch).total(objective.weights).backward()
     assert sum(operations(objective, load).values()) == pytest.approx(counted.get_total_flops(), rel=0.1)
-    with PeakBytes() as counted_bytes:  # gradients are there already
+    with Peak() as peak:  # gradients are there already
         objective(batch).total(objective.weights).backward()
     parts = memory(objective, batch.num_tokens, 4)
-    assert parts["activations"] + parts["laws"] == pytest.approx(counted_bytes.peak, rel=0.1)
+    assert parts["activations"] + parts["laws"] == pytest.approx(peak.most, rel=0.1)
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained)
     optimizer.step()

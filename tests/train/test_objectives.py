@@ -289,9 +289,9 @@ def test_a_step_never_waits_for_the_device(kind: str, chunk: int, monkeypatch: p
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that what is made inside holds at once, as new storages."""
+    """The most bytes that tensors made inside hold at once, but for the storages of known ones."""
 
-    def __init__(self, known: Sequence[Tensor]) -> None:
+    def __init__(self, known: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self.known, self.made, self.most = {x.untyped_storage()._cdata for x in known}, dict[int, Any](), 0
 
