@@ -151,6 +151,13 @@ def multi_token_head(kind: str, target_vocab: VocabWeights, noise: float = 0.0, 
     return made
 
 
+def flip(path: Path, place: int | None = None) -> None:
+    """Changes a bit of a file, at this byte or in the middle, and nothing else of it."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if place is None else place] ^= 0x10
+    path.write_bytes(content)
+
+
 def call(module: Any, *words: object) -> int:
     """The exit code of a command run in this process."""
     before, sys.argv = sys.argv, ["main.py", *map(str, words)]

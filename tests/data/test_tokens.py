@@ -75,9 +75,7 @@ def test_rows_that_took_long_are_kept_and_made_anew_after_any_change(tmp_path: P
     for change in ({"rows": questions(9)}, {"template": template}, {"max_length": 999}, {"system_prompt": "Be short."}):
         assert times(**change) == 1, change
     for damaged in cache.glob("aerie/*/rows.parquet"):
-        content = bytearray(damaged.read_bytes())
-        content[len(content) // 2] ^= 1
-        damaged.write_bytes(content)
+        tiny.flip(damaged)
     assert times() == 1 and times() == 0
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "rows.jsonl"))  # no folder can be made there
     assert times() == 2
