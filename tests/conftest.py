@@ -1,6 +1,11 @@
-"""Quiet libraries: what a test reads from stdout is the project's own."""
+"""Quiet libraries, so that what a test reads from stdout is the project's own; and a disk that is soon full."""
 
 import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a made-up name is not asked for
@@ -10,3 +15,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 def pytest_collection_modifyitems(items: list) -> None:
     items.sort(key=lambda item: "slurm" not in item.nodeid)  # they wait
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(directory)]
+    if os.geteuid() != 0 or subprocess.run(command, check=False).returncode != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield directory
+    subprocess.run(["umount", "-l", str(directory)], check=True)

@@ -24,7 +24,6 @@ from aerie.data.tokens import TokenisedData
 from aerie.model.storage import Lock, write_text
 from aerie.model.target import Target
 from tests.data import caches
-from tests.disks import small_disk  # noqa: F401
 
 DATA = TokenisedData(train=caches.rows(24), held_out=caches.rows(3, seed=1))
 ROWS = [*DATA.train, *DATA.held_out]
@@ -155,11 +154,7 @@ def test_another_recipes_writer_waits_its_turn_and_replaces_only_what_it_may(tar
     assert sorted(caches.contents(plan.directory)) == ["index.json", "shard-00000.json", "shard-00000.safetensors"]
 
 
-def test_a_full_or_read_only_disk_loses_nothing(
-    small_disk: Path,  # noqa: F811
-    target: Target,
-    whole: dict[str, bytes],
-) -> None:
+def test_a_full_or_read_only_disk_loses_nothing(small_disk: Path, target: Target, whole: dict[str, bytes]) -> None:
     tight, filler = caches.plan(small_disk / "features", target, DATA), small_disk / "filler"
     estimates = [tight.bytes_of(shard) for shard in tight.shards]
     filler.write_bytes(b"0" * (shutil.disk_usage(small_disk).free - sum(estimates[:2]) - 30_000))

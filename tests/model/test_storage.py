@@ -27,7 +27,6 @@ from aerie.model.storage import (
     working_alone,
     write_text,
 )
-from tests.disks import small_disk  # noqa: F401
 
 ENDS = [(UserError("a mistake"), "failed", 2), (signal.SIGTERM, "interrupted", 130), (signal.SIGUSR1, "requeue", 75)]
 
@@ -141,7 +140,7 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
         working_alone(tmp_path / "pipe/run", "measuring")
 
 
-def test_a_full_disk_is_one_line_and_the_status_says_failed(small_disk: Path) -> None:  # noqa: F811
+def test_a_full_disk_is_one_line_and_the_status_says_failed(small_disk: Path) -> None:
     with pytest.raises(NotWritable, match=r"records.jsonl: cannot be written .No space left"):  # noqa: SIM117
         with status_file(small_disk / "status.json", "bench"):
             (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))

@@ -22,7 +22,7 @@ from aerie.model import storage
 from aerie.train import launch, resume
 from aerie.train.loop import Loop
 from aerie.train.resume import Progress, folders
-from tests.disks import small_disk  # noqa: F401
+from tests.tiny import flip
 from tests.train.sittings import config, ended, fork, job, killed_at, lines, sitting, timeless, weights
 
 # Every step is logged in company, most saves lie between two log lines, and the best of the evaluations changes.
@@ -147,12 +147,6 @@ def test_another_recipe_or_engine_is_refused_and_other_saves_are_not(tmp_path: P
     assert len(folders(tmp_path / "run/state")) == 3 and all(hasattr(config(), name) for name in resume.FREE)
 
 
-def flip(path: Path, place: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[place] ^= 0x10
-    path.write_bytes(content)
-
-
 def test_a_save_that_holds_more_than_tensors_is_never_loaded(tmp_path: Path) -> None:
     torch.save({"weights": torch.zeros(2), "more": tmp_path}, tmp_path / "state.pt")
     accelerator: Any = Mock(load_state=lambda folder: torch.load(Path(folder, "state.pt"), weights_only=False))
@@ -175,7 +169,7 @@ def test_broken_saves_alone_are_refused_and_later_ones_than_a_new_one_go(tmp_pat
     assert [folder.name for folder in folders(tmp_path)] == ["step-00000005", "step-00000003"]
 
 
-def test_a_full_or_read_only_disk_and_two_trainings_at_once_are_one_line(small_disk: Path) -> None:  # noqa: F811
+def test_a_full_or_read_only_disk_and_two_trainings_at_once_are_one_line(small_disk: Path) -> None:
     settings, run = config(save_every=2, eval_every=0), small_disk / "run"
     cut(run, settings, 4)
     size = sum(path.stat().st_size for path in (run / "state/step-00000002").rglob("*"))

@@ -24,7 +24,6 @@ from tests import tiny
 from tests.data.chat_targets import NO_SYSTEM
 from tests.data.distill import answering
 from tests.data.distill.answering import KEEP, distill, echo, outcomes, thinking
-from tests.disks import small_disk  # noqa: F401
 from tests.tiny import read_rows, write_rows
 
 ROWS = [Prompt(f"0:{n}", f"rows: row {n}", tuple(f"Question {n}, {t}?" for t in range(2))) for n in range(12)]
@@ -85,7 +84,7 @@ def test_a_run_killed_at_random_moments_in_any_shares_ends_as_an_undisturbed_one
     assert merged(tmp_path) == whole
 
 
-def test_a_full_disk_stops_a_run_that_goes_on_when_there_is_room(small_disk: Path, whole: bytes) -> None:  # noqa: F811
+def test_a_full_disk_stops_a_run_that_goes_on_when_there_is_room(small_disk: Path, whole: bytes) -> None:
     (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 8192))
     with pytest.raises(NotWritable, match=r"jsonl: cannot be written .No space left"):
         sit(small_disk, lambda messages, seed: echo([{**messages[0], "content": "word " * 2000}], seed))
