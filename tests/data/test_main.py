@@ -14,21 +14,14 @@ from tests import tiny
 from tests.data.caches import contents
 from tests.tiny import call
 from tests.train.sittings import ended
+from tests.train.test_main import write_recipe as recipe_for
 from tests.train.test_processes import forked
 
 
 def write_recipe(root: Path, directory: Path) -> Path:
     """A recipe over root's target and conversations; its run is directory/run."""
-    values = {
-        "run": str(directory / "run"),
-        "threads": 1,
-        "target": {"path": str(root / "target")},
-        "data": {"conversations": [str(root / "rows.jsonl")], "held_out": 0.2, "max_length": 128},
-        "features": {"shard_tokens": 300, "batch_tokens": 256},
-        "distill": {"sources": [{"path": str(root / "rows.jsonl")}]},
-        "train": {"max_steps": 2, "eval_every": 0},
-    }
-    return tiny.recipe(directory / "recipe.yaml", values)
+    sections = {"run": str(directory / "run"), "features": {"shard_tokens": 300, "batch_tokens": 256}}
+    return recipe_for(directory / "recipe.yaml", root, {"max_steps": 2, "batch_size": 32, "eval_every": 0}, **sections)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +29,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a target, conversations, a recipe and a run with a feature cache of some shards."""
     root = tmp_path_factory.mktemp("made")
     tiny.target(root / "target")
-    tiny.write_conversations(root / "rows.jsonl", 24)
+    tiny.write_conversations(root / "train.jsonl", 24)
     assert call(main, "features", "--config", write_recipe(root, root)) == 0
     return root
 

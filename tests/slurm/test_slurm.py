@@ -10,6 +10,7 @@ import pytest
 
 from aerie.data import main as data_main
 from tests import tiny
+from tests.data.caches import contents
 from tests.slurm.cluster import Cluster, missing, started
 from tests.tiny import call
 from tests.train.test_main import write_recipe
@@ -84,13 +85,8 @@ def state(path: Path) -> str | None:
     return json.loads(path.read_text())["state"] if path.is_file() else None
 
 
-def files(directory: Path) -> dict[str, bytes]:
-    found = (path for path in directory.rglob("*") if path.is_file() and path.name != "provenance.json")
-    return {str(path.relative_to(directory)): path.read_bytes() for path in found}
-
-
 def test_an_arrays_shares_are_the_cache_that_one_process_makes(morning: Morning) -> None:
-    shared, alone = (files(morning.root / run / "features") for run in ("run", "alone"))
+    shared, alone = (contents(morning.root / run / "features") for run in ("run", "alone"))
     assert shared == alone and sum(name.startswith("shard") for name in alone) >= 4
     for share in (1, 2):
         assert state(morning.root / f"run/status-features-{share}-of-2.json") in ("done", "share-done")
