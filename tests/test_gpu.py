@@ -1,29 +1,23 @@
 """The benchmark of a GPU runs on a CPU, too."""
 
 import json
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState, GradientState
 
 from tests import gpu
+from tests.tiny import call
 
 
 def test_features_training_and_decoding_are_timed_and_their_memory_is_planned(
     tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--tiny", "--out", str(tmp_path)])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("torch.compile", partial(torch.compile, backend="eager"))  # needs no compiler
-    try:
-        assert gpu.main() == 0
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+    assert call(gpu, "--device", "cpu", "--tiny", "--out", tmp_path) == 0
     rows = {row["what"]: row for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]}
     methods = ("vanilla", "eagle2", "eagle3", "block-tree")
     decoding = [f"decode {method}, eager" for method in methods]
@@ -43,8 +37,7 @@ def test_what_stops_keeps_the_rows_before_it(tmp_path: Path, monkeypatch: Any) -
 
     monkeypatch.setattr(gpu, "measured", stopping)
     monkeypatch.setattr(gpu.launch, "build_accelerator", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--tiny", "--out", str(tmp_path)])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpu.main() == 1
+    assert call(gpu, "--device", "cpu", "--tiny", "--out", tmp_path) == 1
     rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
     assert [row["what"] for row in rows] == ["features with taps", "stopped: CUDA out of memory"]

@@ -11,33 +11,26 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from aerie.configs import main
 from aerie.data import main as data_main
 from aerie.data.stage import target_inputs
+from aerie.model.miniature import small_model
 from aerie.model.storage import Stage
 from aerie.train import main as train_main
 from tests import tiny
 from tests.configs.test_recipes import load
 from tests.train.sittings import ended, fork
 
-SIZES: dict[str, Any] = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 8, "intermediate_size": 64}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256}
-SIZES |= {"bos_token_id": None, "eos_token_id": 3, "pad_token_id": 4}
-OTHERS: dict[str, dict[str, Any]] = {
-    "qwen2": {},
-    "qwen3": {},
-    "mistral": {"sliding_window": 16},
-    "gemma3_text": {"sliding_window": 16, "final_logit_softcapping": 2.0},
-    "gpt_oss": {"sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
-}
+FAMILIES = ("qwen2", "qwen3", "mistral", "gemma3_text", "gpt_oss")
 
 
 def write(path: Path, family: str) -> Path:
-    changes = OTHERS[family]
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **changes)).save_pretrained(path)
-    tiny.tokenizer(320).save_pretrained(path)
+    ends = {"eos_token_id": tiny.SPECIAL.index("<|end|>"), "pad_token_id": tiny.SPECIAL.index("<|pad|>")}
+    sizes = {"vocab_size": 320, "num_hidden_layers": 8, "layer_types": None}
+    small_model(AutoConfig.for_model(family), **sizes, **ends).save_pretrained(path)
+    tiny.tokenizer().save_pretrained(path)
     return path
 
 
@@ -58,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 init = partial(tiny.call, data_main, "init", "--data", "chats.jsonl")
 
 
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_init_writes_a_recipe_that_trains_for_any_family(folder: Path, family: str, capsys: Any) -> None:
     assert init("--target", write(folder / family, family), "--out", "r.yaml", "--kind", "eagle3") == 0
     assert capsys.readouterr().out.endswith("\naerie run r.yaml\n")

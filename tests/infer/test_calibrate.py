@@ -18,7 +18,6 @@ from aerie.infer.decode.cache import TargetStep
 from aerie.infer.decode.drafters import DRAFTERS
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import FLOOR, Calibrator, drafting, load_calibrator
-from aerie.infer.decode.sampling import Decoding, Sampler
 from aerie.infer.decode.shape import Cycle
 from aerie.infer.decode.tree import Proposal, Tree
 from aerie.infer.decode.verify import Verdict
@@ -28,7 +27,7 @@ from aerie.model.checkpoint import save_head
 from aerie.model.storage import Stage, digests, write_json
 from tests import tiny
 from tests.infer.draws import make_head, make_target
-from tests.infer.laws import tree_of
+from tests.infer.laws import sampler, tree_of
 from tests.infer.test_main import Command, command, shared
 
 __all__ = ["command", "shared"]
@@ -176,9 +175,8 @@ def test_an_oracle_length_has_the_law_that_the_targets_own_choices_give_it(
     rule: str, policy: list[int], deep: list[int], shares: list[float]
 ) -> None:
     tree, longer, trials = chain(policy, rule), chain(deep, rule), 1200
-    sampler = Sampler(Decoding(rule != "R0", float(rule != "R0"), 0, 1.0, 0.0, 8), torch.Generator().manual_seed(0))
     logits, generator = P.log().expand(len(longer), -1), torch.Generator().manual_seed(0)
-    cycle = Cycle(tree, TargetStep(logits, logits), ACCEPTED[rule], sampler, rule)
+    cycle = Cycle(tree, TargetStep(logits, logits), ACCEPTED[rule], sampler(float(rule != "R0"), 1.0), rule)
     lengths = [oracle_length(cycle, longer, logits, generator) for _ in range(trials)]
     assert np.bincount(lengths, minlength=5) / trials == pytest.approx(shares, abs=0.045)
 

@@ -1,6 +1,5 @@
 """Drafters, shapes and stop rules that no paper put together: what is taken is lossless, and the rule ends trees."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +19,6 @@ from aerie.configs.schema.decode import (
     VoteConfig,
 )
 from aerie.configs.schema.measure import SamplingConfig
-from aerie.infer.decode.engine import make_decoder
-from aerie.infer.decode.methods import Drafters
 from aerie.infer.decode.tree import Tree
 from aerie.infer.measure.lossless import ALPHA, VOCABULARY, SampledProver
 from tests.infer.draws import greedy
@@ -73,22 +70,17 @@ def asked(shape: str, rule: str) -> MethodConfig:
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("miniature")
-
-
-@pytest.fixture(scope="module")
-def sampled(directory: Path) -> SampledProver:
-    return SampledProver(directory)
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> SampledProver:
+    return SampledProver(tmp_path_factory.mktemp("miniature"))
 
 
 @pytest.mark.parametrize(("shape", "rule"), ALL)
 def test_greedy_answers_are_generates_own_and_the_rule_ends_some_trees(
-    shape: str, rule: str, sampled: SampledProver, directory: Path
+    shape: str, rule: str, sampled: SampledProver
 ) -> None:
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(0, VOCABULARY, (1, 3 + 2 * n), generator=generator) for n in range(3)]
-    decoder = make_decoder(Drafters(sampled.target), asked(shape, rule), str(directory / "heads" / SHAPES[shape][1]))
+    decoder = sampled.decoder(asked(shape, rule), SHAPES[shape][1])
     trees: list[Tree] = []
     for ids in prompts:
         settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16}

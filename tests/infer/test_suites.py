@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, GenerationConfig
 
 from aerie.configs.read import as_dict
 from aerie.configs.schema.heads import TargetConfig
@@ -16,6 +16,7 @@ from aerie.infer.decode.methods import Calibrator
 from aerie.infer.measure.bench import difference
 from aerie.infer.measure.record import read_records
 from aerie.model.checkpoint import save_head
+from aerie.model.miniature import small_model
 from aerie.model.storage import digests, read_json, write_json
 from aerie.model.target import Target
 from tests import tiny
@@ -60,14 +61,9 @@ class Miniatures:
             tokenizer.chat_template = "{{ bos_token }}" + LLAMA3
         if "vicuna" in name:
             tokenizer.add_special_tokens({"bos_token": "<s>"})
-        if (
-            "Q" in name.split("/")[-1][:1]
-        ):  # Qwen2.5 and QwQ: padded vocabularies of two sizes, and a repetition penalty
+        if name.split("/")[-1].startswith("Q"):  # Qwen2.5, QwQ: padded vocabularies of two sizes, repetition penalty
             rows = 151_936 if any(size in name for size in ("0.5B", "1.5B", "3B")) else 152_064
-            sizes = {"vocab_size": rows, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-            sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
-            torch.manual_seed(0)
-            model: Any = Qwen2ForCausalLM(Qwen2Config(**sizes, initializer_range=0.2)).eval()
+            model: Any = small_model(AutoConfig.for_model("qwen2"), vocab_size=rows, hidden_size=16)
             settings = {"repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "do_sample": True}
             ends = {"eos_token_id": [tokenizer.eos_token_id, 151_643], "pad_token_id": tokenizer.pad_token_id}
             model.generation_config = GenerationConfig(**settings, **ends)
