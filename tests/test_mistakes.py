@@ -25,7 +25,6 @@ TEXTS = {  # of the files in {bad}
     "bomb.yaml": BOMB,
     "merge.yaml": BOMB.replace("[1, 1, 1, 1, 1, 1, 1, 1, 1]", "{k: 1}").replace("[*", "{<<: [*").replace("]\n", "]}\n"),
     "loop.yaml": "run: x\ntarget: &t {path: *t}\n",
-    "deep.yaml": f"run: {DEEP}\n",
     "huge.yaml": f"seed: {HUGE}\n",
     "date.yaml": "run: 2024-13-45\n",
     "keys.yaml": "[a]: 3\n",
@@ -83,6 +82,7 @@ features {recipe} --overwrite --shard 3/2 => --shard: 3/2 is no share; write i/n
 features {recipe} --plan --data.conversations {root}/rows.jsonl --head.kind eagle3 => need at least 7; name its taps
 features {data} {bad}/numbers.jsonl => no usable conversation: 1 read, 0 kept, 1 skipped; skipped 1 turn is not text
 features {data} {bad}/nested.jsonl => no usable conversation: 1 read, 0 kept, 1 skipped
+features {data} {bad}/text.jsonl --data.prompt_field a --data.completion_field b => has keys text; expected a and b
 features {data} /dev/zero => /dev/zero: a pipe or a device
 features {data} [] => --data.conversations: tuple should have at least 1 item
 show {data} {bad}/torn.jsonl --limit 0 => --limit: must be at least 1, not 0

@@ -9,7 +9,6 @@ import pyarrow as arrow  # type: ignore[import-untyped]
 import pytest
 from pyarrow import parquet
 
-from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
 from aerie.data.conversations import Tally, load_conversations, read_rows
 from tests import tiny
@@ -108,12 +107,6 @@ def test_unusable_rows_are_skipped_and_counted(tmp_path: Path) -> None:
     assert len(kept) == tally.kept == 1 and list(tally.counts) == [("skipped", reason) for reason in reasons]
     for number, example in enumerate(tally.examples.values(), start=2):
         assert f"rows.jsonl: row {number}: " in example
-
-
-def test_a_file_without_usable_rows_is_an_error(tmp_path: Path) -> None:
-    fields = {"prompt_field": "questoin", "completion_field": "text"}
-    with pytest.raises(UserError, match="has keys question, text; expected questoin and text"):
-        load(tmp_path, {"question": "a", "text": "b"}, **fields)
 
 
 def test_a_conversation_is_held_out_by_its_content_alone(tmp_path: Path) -> None:

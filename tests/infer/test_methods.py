@@ -162,5 +162,3 @@ def test_heads_are_found_by_their_kind(tmp_path: Path) -> None:
         find("sps")
     with pytest.raises(UserError, match="sps drafts with a head of kind draft_lm, not eagle1"):
         find("sps", given=heads / "eagle1")
-    with pytest.raises(UserError, match="holds no head"):
-        kind_at(tmp_path / "nowhere")
