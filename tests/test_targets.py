@@ -21,6 +21,7 @@ from aerie.model.target import Target
 from aerie.train import main as train
 from tests import tiny
 from tests.targets import outcome, small, table
+from tests.train.test_main import write_recipe
 
 FAST = {"llama": "tree", "gpt2": "tree", "gpt_neox": "tree", "falcon": "tree", "opt": "tree", "gemma2": "tree"}
 FAST |= {"deepseek_v3": "tree", "phi3": "tree", "mpt": "chain", "gpt_neo": "chain", "qwen3_next": "trained"}
@@ -58,11 +59,9 @@ def test_a_hybrid_target_trains_and_exports_a_head_and_says_that_it_does_not_dec
     for kind in ("qwen3_next", "mpt"):
         small_model(AutoConfig.for_model(kind), vocab_size=320).save_pretrained(tmp_path / kind)
         tiny.tokenizer().save_pretrained(tmp_path / kind)
-    rows, target = tiny.write_conversations(tmp_path / "rows.jsonl", 12), tmp_path / "qwen3_next"
-    values = {"run": str(tmp_path / "run"), "threads": 1, "target": {"path": str(target)}}
-    values |= {"data": {"conversations": [str(rows)], "held_out": 0.2, "max_length": 64}}
-    values |= {"train": {"max_steps": 2, "batch_size": 4, "eval_every": 0}}
-    recipe = tiny.recipe(tmp_path / "recipe.yaml", values)
+    tiny.write_conversations(tmp_path / "train.jsonl", 12)
+    target, steps = tmp_path / "qwen3_next", {"max_steps": 2, "eval_every": 0}
+    recipe = write_recipe(tmp_path / "recipe.yaml", tmp_path, steps, target={"path": str(target)})
     why = "qwen3_next has ['linear_attention'] layers, and drafts need plain attention: heads can be trained"
     assert tiny.call(data, "features", "--config", recipe, "--plan") == 0
     assert capsys.readouterr().err.count(why) == 1

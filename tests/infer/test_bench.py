@@ -99,7 +99,7 @@ def test_a_later_turn_follows_vanillas_answers_in_every_row(place: Place, measur
 
 
 def cycles_of(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / module.CYCLES).read_text().splitlines()]
+    return tiny.read_rows(directory / module.CYCLES)
 
 
 def test_rows_and_texts_follow_from_the_cycles(measured: Measured) -> None:

@@ -1,6 +1,5 @@
 """Runs of the real loop in this process on a tiny head and random rows, and sittings in forks that are killed."""
 
-import json
 import os
 import signal
 import sys
@@ -74,7 +73,7 @@ def sitting(made: Job, measure: Any = None) -> tuple[str, Loop]:
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return tiny.read_rows(directory / "metrics.jsonl")
 
 
 def timeless(directory: Path) -> list[dict[str, Any]]:

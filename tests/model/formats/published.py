@@ -64,9 +64,9 @@ SPECULATORS_CONFIG: dict[str, Any] = {
 }
 
 
-def tensors(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float16, seed: int = 0) -> dict[str, Tensor]:
+def tensors(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
     """Random tensors; norms around one, d2t and t2d of every third token."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     made = {}
     for name, shape in shapes.items():
         values = torch.randn(shape, generator=generator)
@@ -91,12 +91,12 @@ def write(directory: Path, config: dict[str, Any], state: dict[str, Tensor], pic
     return directory
 
 
-def safeailab_eagle1(directory: Path, changes: dict[str, Any] | None = None) -> Path:
-    return write(directory, {**EAGLE1_CONFIG, **(changes or {})}, tensors(EAGLE1), PICKLE)
+def safeailab_eagle1(directory: Path) -> Path:
+    return write(directory, EAGLE1_CONFIG, tensors(EAGLE1), PICKLE)
 
 
-def safeailab_eagle3(directory: Path, changes: dict[str, Any] | None = None, pickled: bool = True) -> Path:
-    return write(directory, {**EAGLE3_CONFIG, **(changes or {})}, tensors(EAGLE3), PICKLE if pickled else "")
+def safeailab_eagle3(directory: Path, pickled: bool = True) -> Path:
+    return write(directory, EAGLE3_CONFIG, tensors(EAGLE3), PICKLE if pickled else "")
 
 
 def specforge(directory: Path, changes: dict[str, Any] | None = None) -> Path:
@@ -109,10 +109,10 @@ def angelslim(directory: Path) -> Path:
     return write(directory, {**SPECFORGE_CONFIG, **changes}, tensors(EAGLE3, torch.bfloat16), PICKLE)
 
 
-def speculators(directory: Path, changes: dict[str, Any] | None = None) -> Path:
+def speculators(directory: Path) -> Path:
     state = tensors({**EAGLE3, "embed_tokens.weight": (VOCABULARY, WIDTH)}, torch.bfloat16)
     state = {name.replace("midlayer.", "layers.0."): value for name, value in state.items()}
-    return write(directory, {**SPECULATORS_CONFIG, **(changes or {})}, state)
+    return write(directory, SPECULATORS_CONFIG, state)
 
 
 def sharded(directory: Path, state: dict[str, Tensor], pickled: bool = False) -> Path:
