@@ -256,7 +256,10 @@ def read_records(path: Path) -> list[Record]:
 
 def graphs_in(bench: Path, method: str | None = None) -> str:
     """For a plan: the memory that CUDA graphs of a row took in a bench, of a method or (null) of any."""
-    records = read_records(path) if (path := bench / RECORDS).is_file() else []
+    try:
+        records = read_records(bench / RECORDS)
+    except UserError:  # none there, or a broken one, of which whoever needs it tells
+        return ""
     taken = max((record.graph_bytes for record in records if method in (None, record.method)), default=0)
     return f"; CUDA graphs of a row took up to {size(taken)} in {bench}" if taken else ""
 

@@ -154,6 +154,8 @@ def test_a_plan_says_what_memory_graphs_took_in_the_bench(plan: Command, shared:
     assert f"CUDA graphs of a row took up to 588.0 MiB in {bench}" in plan("bench")[1]
     assert "588.0 MiB" in plan("generate", "--method", "eagle2")[1]
     assert "156.0 MiB" in plan("generate", "--method", "vanilla")[1]
+    (bench / RECORDS).write_text("broken\n")
+    assert plan("generate")[0] == plan("bench")[0] == 0
     shutil.rmtree(bench)
 
 
