@@ -1,4 +1,4 @@
-"""Rows -> right-padded batches, in an order that (seed, epoch) and the rows per step decide alone."""
+"""Rows -> right-padded batches, in an order that depends on seed, epoch and rows per step, not on timing."""
 
 import hashlib
 from collections import deque
@@ -21,24 +21,24 @@ from aerie.model.target import Target, TargetOutput, family
 
 T = TypeVar("T")
 TokenisedRow = Row | CachedRow
-WINDOW_STEPS = 16  # rows of so many steps are sorted by length together, against padding
+WINDOW_STEPS = 16  # the rows of this many steps are sorted by length together, to reduce padding
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Conversations, right-padded or packed in a single row; states stay as stored until `to`."""
+    """Conversations, right-padded, or packed into one row; `to` decodes the stored states."""
 
     input_ids: Tensor  # [B, T]
-    turns: Tensor  # [B, T], on the host: number of the assistant turn, 0 for what is not learnt
-    lengths: Tensor  # on the host, of the conversations: [B], or more where they are packed
+    turns: Tensor  # [B, T], on the host: number of the assistant turn; 0: not learnt
+    lengths: Tensor  # tokens of each conversation, on the host: [B], or more if packed
     rows: tuple[int, ...]  # row numbers in the data set
-    features: Any = None  # [B, T, D], which an objective's batch always has
+    features: Any = None  # [B, T, D]; never None in an objective
     taps: Any = None  # [B, T, L*D]
     documents: tuple[int, ...] | None = None  # packed (B is 1): the conversations' lengths
-    seeds: tuple[int, ...] | None = None  # one a row, for noise, dropout and drawn tokens
+    seeds: tuple[int, ...] | None = None  # one per row, for noise, dropout and drawn tokens
     redrawn: Tensor | None = None  # [B, T] bool: tokens that a draft LM draws itself
     scales: Tensor | None = None  # [B, T, 1 + L]
-    dtype: torch.dtype | None = None  # of the states in use; None: they are stored so
+    dtype: torch.dtype | None = None  # of the decoded states; None: they are stored in it
 
     @property
     def num_tokens(self) -> int:
@@ -54,26 +54,26 @@ class Batch:
         return places.expand_as(self.input_ids)
 
     def supervised(self, step: int = 0) -> Tensor:
-        """[B, T] bool: slots p that learn after `step` unroll steps.
+        """[B, T] bool: the slots p that learn after `step` unroll steps.
 
-        Slot p holds feature t_p and token t_{p+1}, predicts t_{p+2+step}; both of one turn, t_p of their conversation.
-        """
+        Slot p holds the feature of t_p and token t_{p+1}, and predicts t_{p+2+step}. It learns if both tokens are of
+        one turn, and t_p is of the same conversation."""
         mask = torch.zeros_like(self.turns, dtype=torch.bool)
         slots = self.turns.shape[1] - 2 - step
         if slots > 0:
             given, asked = self.turns[:, 1 : 1 + slots], self.turns[:, 2 + step :]
             mask[:, :slots] = (given == asked) & (given != 0)
-            for first in accumulate(self.documents or ()):  # a conversation's first token follows nothing of its own
+            for first in accumulate(self.documents or ()):  # this slot's t_{p+1} begins the next one
                 mask[:, first - 1] = False
         return mask
 
     def pinned(self) -> "Batch":
-        """In memory that a GPU reads while it computes."""
+        """The batch in pinned memory, which a GPU copies from while it computes."""
         pinned: dict[str, Any] = {k: v.pin_memory() for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **pinned)
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The batch on a device, its states decoded there; turns and lengths stay: nobody waits to learn of them."""
+        """The batch on a device, with decoded states; turns and lengths stay on the host: no wait for the device."""
         values = {name: value for name, value in vars(self).items() if name not in ("turns", "lengths")}
         moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)}
         if self.dtype is not None and self.features is not None:
@@ -86,7 +86,7 @@ class Batch:
 
 
 def collate(rows: Sequence[TokenisedRow], numbers: Sequence[int], packed: bool = False) -> Batch:
-    """The rows as one batch; no rows (of a process without work) give one row of padding."""
+    """The rows as one batch; without rows (a process without work), one row of padding."""
     if not rows:
         empty = torch.zeros(1, 2, dtype=torch.long)  # [1, 2]
         return Batch(empty, empty.clone(), torch.zeros(1, dtype=torch.long), (-1,))
@@ -95,7 +95,7 @@ def collate(rows: Sequence[TokenisedRow], numbers: Sequence[int], packed: bool =
     for field, name in (("features", "last_hidden"), ("taps", "taps"), ("scales", "scales")):
         if getattr(rows[0], name, None) is not None:
             columns[field] = [getattr(row, name) for row in rows]
-    if packed:  # turn numbers that no two conversations share
+    if packed:  # no two conversations may share a turn number
         used = [0, *accumulate(int(turns.max()) for turns in columns["turns"])]
         columns["turns"] = [torch.where(turns > 0, turns + used[at], 0) for at, turns in enumerate(columns["turns"])]
     join = (lambda parts: torch.cat(parts)[None]) if packed else partial(pad_sequence, batch_first=True)  # [B, T, ...]
@@ -122,7 +122,7 @@ class ShardPools(NamedTuple):
 
 @dataclass
 class Order:
-    """Which rows each optimiser step takes, in however many processes."""
+    """Which rows each optimiser step takes, and which of these each process."""
 
     lengths: Sequence[int]  # of the rows, in tokens
     seed: int
@@ -140,7 +140,7 @@ class Order:
         return step // self.steps_per_epoch
 
     def parts(self, step: int, rank: int) -> list[list[int]]:
-        """One process's rows of a step: `accumulation` lists of similar lengths, maybe empty."""
+        """One process's rows of a step: `accumulation` lists, maybe empty, each of rows of similar length."""
         rows = self.rows(step)
         width = self.rows_per_step // self.accumulation
         return [rows[at * width : (at + 1) * width][rank :: self.world_size] for at in range(self.accumulation)]
@@ -148,7 +148,7 @@ class Order:
     def rows(self, step: int) -> list[int]:
         """All rows of a step (counted from 0 over all epochs), longest first."""
         epoch, steps = self.epoch_of(step), self.steps_per_epoch
-        known, rows_of_steps = self._epoch  # once: threads ask, too
+        known, rows_of_steps = self._epoch  # read once: other threads set it
         if known == epoch:
             return rows_of_steps[step % steps]
         generator, shuffled = keyed_generator(self.seed, epoch), list[int]()
@@ -173,8 +173,8 @@ class Order:
 
 
 def prefetched(make: Callable[[int], T], numbers: Iterable[int]) -> Iterator[T]:
-    """make(number) for each number; two threads make the next ones meanwhile."""
-    torch.set_num_threads(torch.get_num_threads())  # remakes torch's pool after a fork, as two threads cannot at once
+    """Yields make(number) for each number; two threads work ahead."""
+    torch.set_num_threads(torch.get_num_threads())  # rebuilds torch's pool after a fork; two threads cannot at once
     with ThreadPoolExecutor(max_workers=2, thread_name_prefix="batches") as pool:
         rest, pending = iter(numbers), deque[Future[T]]()
         while True:
@@ -185,7 +185,7 @@ def prefetched(make: Callable[[int], T], numbers: Iterable[int]) -> Iterator[T]:
 
 
 def grouped(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Positions, longest first; rows x longest stays within batch_tokens."""
+    """Groups of positions, longest first; rows x longest is at most batch_tokens (a single row may be longer)."""
     groups: list[list[int]] = []
     for position in sorted(range(len(lengths)), key=lambda position: (-lengths[position], position)):
         if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= batch_tokens:
@@ -198,10 +198,10 @@ def grouped(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
 def forward(
     target: Target, input_ids: Tensor, lengths: Tensor, after_blocks: tuple[int, ...]
 ) -> tuple[TargetOutput, Tensor]:
-    """The target's states of right-padded ids [B, T], and the mask [B, T] of tokens, on the host as lengths are."""
+    """The target's states of right-padded ids [B, T], and the mask [B, T] of real tokens, on the host like lengths."""
     mask = torch.arange(input_ids.shape[1]) < lengths[:, None]
     is_long = lengths > (target.rope_switch or 2**31)
-    if is_long.any() and not is_long.all():  # LongRoPE: a long row would turn the others, too
+    if is_long.any() and not is_long.all():  # LongRoPE: a long row changes the factors of all rows
         whole: dict[str, Any] = {"taps": None}
         for rows in (is_long, ~is_long):
             part, _ = forward(target, input_ids[rows, : int(lengths[rows].max())], lengths[rows], after_blocks)
@@ -216,7 +216,7 @@ def forward(
 
 @torch.inference_mode()
 def check_padding(target: Target) -> None:
-    """UserError where a row's states change beside a longer one."""
+    """UserError if a row's states change when a longer row is in its batch."""
     for length, seconds in lengths_to_check(target).items():
         if length > SHORT and seconds > 1:
             continue
@@ -232,7 +232,7 @@ def check_padding(target: Target) -> None:
 
 
 def with_states(target: Target, after_blocks: tuple[int, ...], dtype: torch.dtype, batch: Batch) -> Batch:
-    if batch.features is not None:  # of a process without rows
+    if batch.features is not None:  # zeros, in a process without rows
         return batch
     ids, sizes = batch.input_ids, batch.documents
     if sizes is not None:  # the target reads packed conversations one a row
@@ -244,7 +244,7 @@ def with_states(target: Target, after_blocks: tuple[int, ...], dtype: torch.dtyp
     if sizes is None:
         known = mask[..., None].to(ids.device, non_blocking=True)
         used: dict[str, Any] = {k: v * known for k, v in copies.items()}
-    else:  # places that the host finds: a mask of the device's would be waited for
+    else:  # the host finds the places: a mask on the device would have to be waited for
         places = mask.flatten().nonzero()[:, 0].to(ids.device, non_blocking=True)
         used = {k: v.flatten(0, 1)[places][None] for k, v in copies.items()}
     return replace(batch, **used)

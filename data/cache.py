@@ -34,13 +34,13 @@ LARGEST: dict[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.int8: 127
 TOKENS, STATES = ("input_ids", "turns"), ("last_hidden", "taps", "scales")  # tensors of a shard
 TOKEN_SUMS, STATE_SUMS = "token_checksums", "state_checksums"  # 8 hex digits a row
 OPEN_SHARDS = 128  # mapped at once by one process
-ROW_BYTES = 56  # of a row in its shard's record and in the index
-SHARD_BYTES = 2048  # more than a shard's header and the rest of its record take
+ROW_BYTES = 56  # per row, in its shard's record and in the index
+SHARD_BYTES = 2048  # per shard, at most: its header and the rest of its record
 
 
 @dataclass(frozen=True)
 class Storage:
-    """dtype is that of the states in use, form that on the disk (None: the same)."""
+    """dtype: of the states in use; form: how the disk holds them (None: in dtype)."""
 
     dtype: torch.dtype
     form: Form | None = None
@@ -92,7 +92,7 @@ def checksum(tensors: Sequence[Tensor]) -> str:
 
 
 def pack(lengths: Sequence[int], shard_tokens: int) -> Iterator[slice]:
-    """Each shard's rows: what fits into shard_tokens, at least one."""
+    """Each shard's rows: as many as fit into shard_tokens, at least one."""
     first, tokens = 0, 0
     for row, length in enumerate(lengths):
         if row > first and tokens + length > shard_tokens:
@@ -192,8 +192,8 @@ class CachedRow:
     turns: Tensor  # int32 [T]
     last_hidden: Tensor  # [T, D]; states as stored
     taps: Tensor | None  # [T, L*D]
-    scales: Tensor | None = None  # [T, 1 + L] of fp8 and int8
-    dtype: torch.dtype | None = None  # of the states in use; None: they are stored so
+    scales: Tensor | None = None  # [T, 1 + L], for fp8 and int8
+    dtype: torch.dtype | None = None  # of the decoded states; None: they are stored in it
 
 
 class FeatureCache(Sequence[CachedRow]):
@@ -203,14 +203,14 @@ class FeatureCache(Sequence[CachedRow]):
         self.directory, self.manifest, self.numbers = directory, manifest, numbers
         self.fingerprint, self.facts = manifest.inputs, manifest.facts
         self.lengths = [self.facts["lengths"][number] for number in numbers]  # in tokens
-        self._starts = [0, *accumulate(self.facts["lengths"])]  # of each row, in tokens
+        self._starts = [0, *accumulate(self.facts["lengths"])]  # each row's first token
         self._first_rows = [0, *accumulate(count for _, count in self.facts["shards"])]
-        # a shard and its rows that were found sound
+        # an open shard, and the (row, kind of checksum) pairs found sound
         self._open = lru_cache(OPEN_SHARDS)(lambda path: (safe_open(path, framework="pt"), set[tuple[int, str]]()))
 
     @classmethod
     def open(cls, directory: Path, expected: dict[str, Any] | None = None) -> "FeatureCache":
-        """UserError when it is not whole or not made of what is expected."""
+        """The cache; UserError if it is not whole, or was not made from the expected inputs."""
         checked = Manifest.check(directory, content=False, name=INDEX)
         if isinstance(checked, Damaged):
             why, verb = f"{checked.path.name}: {checked.why}", "complete" if directory.is_dir() else "build"
@@ -225,7 +225,7 @@ class FeatureCache(Sequence[CachedRow]):
 
     @property
     def shards(self) -> list[range]:
-        """Positions in this view (a split or the whole) that lie in one file together."""
+        """For each file, the positions of its rows in this view (a split or the whole)."""
         first, last = self.numbers.start, self.numbers.stop
         pairs = [(max(start, first), min(end, last)) for start, end in pairwise(self._first_rows)]
         return [range(start - first, end - first) for start, end in pairs if start < end]

@@ -2,7 +2,7 @@
 
 For the answer at messages[i], `prompt` = render(messages[:i], add_generation_prompt=True) and `text` =
 render(messages[:i + 1]). What `text` adds to `prompt` is learnt, up to its first end-of-turn token. One row carries all
-turns when every `text` is a prefix of the whole render; otherwise (thinking that is dropped later) each turn is a row.
+turns if every `text` is a prefix of the last one; otherwise (a template drops earlier thinking) each turn is a row.
 """
 
 import re
@@ -30,7 +30,7 @@ FINAL = re.compile(r"<\|channel\|>final.*?<\|message\|>(.*?)(?:<\|(?:end|return|
 @dataclass(frozen=True)
 class Row:
     input_ids: Sequence[int]
-    turns: Sequence[int]  # of each token: j in the j-th answer and its end-of-turn token, 0 in what is not learnt
+    turns: Sequence[int]  # per token: j in the j-th answer and its end-of-turn token; 0: not learnt
     source: str  # 'file: row n'
 
     @property
@@ -49,7 +49,7 @@ def shared_start(first: str, second: str) -> int:
 
 
 def apply_template(tokenizer: Any, messages: Sequence[Message], **settings: Any) -> Any:
-    """Text or token ids of the messages in the tokenizer's chat template; UnusableRow where it refuses them."""
+    """The messages rendered by the tokenizer's chat template, text or ids; UnusableRow if it refuses them."""
     name = tokenizer.name_or_path or "the tokenizer"
     if not tokenizer.chat_template:
         fix = f"name one with target.chat_template, such as {SHIPPED_TEMPLATE} for Vicuna"
@@ -63,7 +63,7 @@ def apply_template(tokenizer: Any, messages: Sequence[Message], **settings: Any)
 
 
 def answer_text(tokenizer: Any, ids: Sequence[int]) -> str:
-    """What a reader should see: no special tokens, and where there are channels, the `final` messages alone."""
+    """The text for a reader: without special tokens; if the answer has channels, only its `final` messages."""
     if "<|channel|>" in tokenizer.get_added_vocab() and "<|channel|>" in (text := tokenizer.decode(ids)):
         return "".join(FINAL.findall(text))
     return str(tokenizer.decode(ids, skip_special_tokens=True))
@@ -79,14 +79,14 @@ class Chat:
             raise UserError(f"{tokenizer.name_or_path}: {fault}")
         added = tokenizer.added_tokens_decoder.items()
         self.special_ids = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
-        # Without the last step, which adds special tokens and trims blanks off the offsets.
+        # Without the post-processor, which adds special tokens and trims blanks off the offsets.
         self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.backend.post_processor = None
         self.backend.no_truncation()
         self.backend.no_padding()
 
     def render(self, conversation: Conversation, supervise_all: bool = False) -> list[Rendered]:
-        """One text with its answers in characters, or one per answer when the template rewrites earlier text."""
+        """One text with the spans of its answers, or one text per answer if the template rewrites earlier text."""
         messages, source = conversation.messages, conversation.place
         if supervise_all:
             whole = self._text(conversation, len(messages), False)
@@ -95,7 +95,7 @@ class Chat:
         spans, texts = list[tuple[int, int]](), [self._text(conversation, index + 1, False) for index in answers]
         for index, text in zip(answers, texts, strict=True):
             prompt = self._text(conversation, index, True)
-            # An answer without thinking begins behind what it shares with a generation prompt that opens '<think>'.
+            # The prompt may open '<think>' where an answer has no thinking: then that begins where they differ.
             start = shared_start(prompt, text)
             if start < len(prompt):
                 if start <= len(self._text(conversation, index, False)):

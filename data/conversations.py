@@ -22,7 +22,7 @@ from aerie.model.storage import digest, first_line
 
 Message = dict[str, Any]
 Kind = Literal["skipped", "mended", "left out"]  # 'left out': turns or tokens
-MAX_REASONS = 40  # a template may put the text into its refusals
+MAX_REASONS = 40  # a template may quote the conversation when it refuses it
 UNKNOWN_KEYS = "keys of no known shape"
 SHAPES = read_yaml(Path(__file__).with_name("shapes.yaml"))[0]
 ROLES = {name: role for role, names in SHAPES["roles"].items() for name in names.split()}
@@ -47,7 +47,7 @@ class Conversation(NamedTuple):
 
 
 class UnusableRow(UserError):
-    """A reason that is counted, and a sentence about this row."""
+    """Carries a reason, which is counted, and a sentence about this row."""
 
     def __init__(self, reason: str, sentence: str) -> None:
         super().__init__(sentence or reason)
@@ -70,7 +70,7 @@ class Tally:
         self.examples.setdefault(key, f"{place}: {sentence}" if sentence else place)
 
     def merge(self, other: "Tally") -> None:
-        """Adds what another process counted, but for the rows that were read."""
+        """Adds another process's counts, except the number of rows read."""
         self.counts.update(other.counts)
         self.examples = other.examples | self.examples
 
@@ -90,7 +90,7 @@ class Tally:
 
 
 def hub_commit(name: str, revision: str | None) -> str | None:
-    """The commit of a Hub data set's revision (None: main), if the Hub can be asked."""
+    """The commit of a Hub data set's revision (None: main); None if the Hub does not answer."""
     from huggingface_hub import HfApi
 
     repo = name.split(":")[0]
@@ -125,7 +125,7 @@ def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
 
 
 def read_prompts(path: Path | None, text: str | None, raw: bool = False) -> list[list[Message]]:
-    """Of a text, or of a file's rows; UserError where one is empty. raw: without a chat template, so of one turn."""
+    """Prompts from a file's rows, or of a text; UserError if one is empty. raw: no chat template, so one turn each."""
     prompts = []
     for row in read_rows(str(path)) if path else [RawRow("--prompt", 1, text)]:
         values = row.value if isinstance(row.value, dict) else {"prompt": row.value}
@@ -136,7 +136,7 @@ def read_prompts(path: Path | None, text: str | None, raw: bool = False) -> list
         except UnusableRow as error:
             raise UserError(f"{row.place}: {error}; or prompt, question or turns") from error
         while messages and messages[-1]["role"] == "assistant":
-            messages.pop()  # to be written anew
+            messages.pop()  # the target answers anew
         asked = [message["content"] for message in messages if message["role"] == "user"]
         if not asked or not all(map(is_text, asked)):
             raise UserError(f"{row.place}: the prompt is empty, or no text")
@@ -160,7 +160,7 @@ def _numbered(path: Path) -> Iterator[tuple[int, Any]]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             yield from enumerate(csv.DictReader(file), start=1)
         return
-    # An array's items, one object, or JSONL, which Hub data sets often name .json. Arrow's readers name no line.
+    # An array's items, one object, or JSONL (often named .json on the Hub). Arrow's readers would not name the line.
     with path.open(encoding="utf-8-sig") as file:
         text, number = file.read().strip() if path.suffix == ".json" else "", 1
         try:
@@ -205,7 +205,7 @@ def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversatio
 
 
 def is_text(value: Any) -> bool:
-    """One that a tokenizer takes, and not blank."""
+    """Whether value is text that a tokenizer takes, and not blank."""
     return isinstance(value, str) and bool(value.strip()) and not LONE_SURROGATE.search(value)
 
 
@@ -238,7 +238,7 @@ def _is_held_out(content: Any, config: DataConfig) -> bool:
 
 
 def to_messages(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> list[Message]:
-    """The row's messages as they stand; fields are the recipe's prompt and completion."""
+    """The row's messages, not mended yet; fields: the recipe's prompt and completion columns."""
     pairs = [pair for pair in (fields, *SHAPES["pairs"]) if pair and all(row.get(name) is not None for name in pair)]
     turns = next((turns for name in LISTS if isinstance(turns := _unpacked(row.get(name)), list)), None)
     if pairs and (turns is None or pairs[0] == fields):
@@ -262,7 +262,7 @@ def to_messages(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> list[Me
 
 
 def _unpacked(value: Any) -> Any:
-    """The list that a column holds, also as JSON or as Python's text (a table's cell, such as pandas writes)."""
+    """The list in a column, also if it is JSON or Python text (as pandas writes into a CSV cell)."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         for read in (parse_json, ast.literal_eval):
             with suppress(ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: nested too deeply
@@ -290,7 +290,7 @@ def _message(turn: Any, number: int) -> Message:
 
 
 def _tool_call(call: Any) -> Any:
-    # With arguments as an object: a template would quote JSON text twice.
+    # Makes the arguments an object: a template would quote JSON text twice.
     with suppress(TypeError, KeyError, ValueError):
         if isinstance(arguments := parse_json(call["function"]["arguments"]), dict):
             return {**call, "function": {**call["function"], "arguments": arguments}}
@@ -316,7 +316,7 @@ def mend(messages: list[Message]) -> tuple[list[Message], set[str]]:
     for message in [*leading, *kept[first_user:]]:
         role, before = message["role"], joined[-1] if joined else {}
         is_text = role != "tool" and message.keys() == before.keys() == {"role", "content"}
-        if is_text and before["role"] == role:  # turns that carry more stay as they are
+        if is_text and before["role"] == role:  # turns with more keys are not joined
             joined[-1] = {"role": role, "content": before["content"] + "\n\n" + message["content"]}
             changes.add(f"two turns of the {role} in a row joined")
         else:
