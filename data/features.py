@@ -27,13 +27,13 @@ from aerie.model.storage import FILE, Lock, Manifest, Stage, digest, explained, 
 from aerie.model.target import Target, context_of, load_config, only_trains, taps_of
 
 WRITING = ".writing"  # the directory of locks
-SAMPLE_TOKENS = 256  # that measure the error of the storage
+SAMPLE_TOKENS = 256  # on which the storage's error is measured
 
 
 def plan_cache(
     directory: Path, data: TokenisedData, config: FeaturesConfig, target_path: str, hf_config: Any, origin: Any
 ) -> CachePlan:
-    """The plan for these rows; origin decides the states of given token ids (stage.state_inputs)."""
+    """The plan for these rows; origin: what decides the states of given token ids (stage.state_inputs)."""
     text, after_blocks, rows = hf_config.get_text_config(), config.after_blocks or (), [*data.train, *data.held_out]
     check_rows(rows, text, target_path)
     name = config.dtype or origin["target"]["dtype"]
@@ -48,7 +48,7 @@ def plan_cache(
 
 
 def within_context(data: DataConfig, text_config: Any, speaks: bool = True) -> DataConfig:
-    """With a max_length that the target can hold."""
+    """data, with max_length lowered to the target's context."""
     context = context_of(text_config) or data.max_length
     if context < data.max_length and speaks:
         warn(f"data.max_length: {data.max_length:,} is beyond the target's context; conversations end at {context:,}")
@@ -63,10 +63,10 @@ def check_rows(rows: Sequence[Row], text_config: Any, target_path: str) -> None:
 
 
 def storage_error(states: Tensor, storage: Storage, target: Target) -> str:
-    """For printing: what it costs to store the target's states [T, S * D]."""
+    """A line to print: the error of storing the target's states [T, S * D]."""
     width = target.hidden_size
     restored = decode(*encode(states, states.shape[-1] // width, storage), storage.dtype).to(states.dtype)
-    # Relative to each dimension's own root mean square: a few huge ones hide no others.
+    # Relative to each dimension's own root mean square, so that a few huge ones do not hide the others.
     squares = states.double().square().sum(0).clamp_min(1e-300)  # [S * D]
     errors = ((restored.double() - states.double()).square().sum(0) / squares).sqrt().unflatten(0, (-1, width))
     p, q = (torch.softmax(target.logits(some[:, :width]).float(), -1) for some in (states, restored))  # [T, V]
@@ -78,7 +78,7 @@ def storage_error(states: Tensor, storage: Storage, target: Target) -> str:
 def extract(
     target: Target, plan: CachePlan, state: Any, fingerprint: Any, share: Share = ALL, overwrite: bool = False
 ) -> tuple[Manifest | None, "Writer"]:
-    """The index, once the first process has written it, and the writer; state is accelerate's PartialState."""
+    """The index (None if this process wrote none) and the writer; state: accelerate's PartialState."""
     rank, world = state.process_index, state.num_processes
     part = share.part(plan.shards)[rank::world]
     with explained(plan.directory), ExitStack() as stack:
@@ -112,7 +112,7 @@ def _announced(plan: CachePlan, overwrite: bool) -> Iterator[Lock]:
                         fix = "wait for its end, or choose another --run"
                         raise UserError(f"{plan.directory}: another process writes another cache there; {fix}")
             is_alone = lock.acquire(wait=False)
-            if is_alone:  # beside another writer of this cache nothing is removed
+            if is_alone:  # otherwise another job is writing this cache: remove nothing
                 plan.require_own_directory(overwrite)
                 # .tmp is safetensors' own.
                 kept = {shard.path.stem for shard in plan.shards} - {path.stem for path in plan.foreign()}
@@ -131,7 +131,7 @@ class Writer:
         self.num_tokens, self.seconds, self.forward_seconds = 0, 0.0, 0.0
 
     def run(self, part: Sequence[Shard], progress: Any) -> None:
-        """Makes what is not whole; waits at the end for what another job is making."""
+        """Makes the shards that are not whole; at the end waits for those that another job is making."""
         pending: Future[None] | None = None
         left = [shard for shard in part if not shard.is_whole(content=True)]
         progress.update(sum(shard.num_tokens for shard in part) - sum(shard.num_tokens for shard in left))
@@ -157,7 +157,7 @@ class Writer:
         self.seconds += time.perf_counter() - started
 
     def forward(self, rows: Sequence[Row]) -> Tensor:
-        """States [N, S * D] of the rows' tokens, one row after the other: the last one, then the taps."""
+        """States [N, S * D] of the rows' tokens, row by row; a token's: last_hidden, then the taps."""
         batch, device = collate(rows, range(len(rows))), self.target.device
         started = time.perf_counter()
         output, mask = forward(self.target, batch.input_ids, batch.lengths, self.plan.after_blocks)
@@ -177,9 +177,9 @@ class Writer:
         for positions in grouped(lengths, self.plan.batch_tokens):
             states = self.forward([rows[position] for position in positions])
             places = torch.cat([torch.arange(starts[at], starts[at + 1]) for at in positions])  # [N], in the shard
-            # On the target's device: less goes over the bus.
+            # On the target's device, so that fewer bytes are copied.
             values, scales = encode(states, 1 + len(self.plan.after_blocks), storage)
-            # As read again: a scale does not tell whether float16 holds the value.
+            # Checks decoded values: a finite scale may still be too large for float16.
             broken = ~torch.isfinite(decode(values, scales, storage.dtype)).all(-1).cpu()  # [N]
             if broken.any():
                 row = rows[bisect_right(starts, int(places[broken][0])) - 1]
@@ -202,7 +202,7 @@ def _save(shard: Shard, tensors: dict[str, Tensor], lock: Lock) -> None:
 
 
 def prepare(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, rank: int = 0) -> tuple[CachePlan, Any, Any]:
-    """(plan, tokenizer, facts) after all checks without weights."""
+    """(plan, tokenizer, facts), after all checks that need no weights."""
     hf_config = load_config(recipe.target)
     text, path = hf_config.get_text_config(), recipe.target.path
     if rank == 0 and (why := only_trains(hf_config)):
@@ -264,7 +264,7 @@ def _batches(plan: CachePlan, shards: Sequence[Shard]) -> Iterator[list[Row]]:
 
 
 def time_forwards(recipe: Recipe, plan: CachePlan, share: Share, device: str) -> None:
-    """Prints the hours that missing shards take, or all of a whole cache, from some seconds of forwards."""
+    """Times forwards for some seconds; prints the hours for the missing shards, or for all if none is missing."""
     part = plan.missing(share) or plan.shards
     batches, writer = _batches(plan, part), Writer(Target.load(recipe.target, device), plan)
     writer.forward(next(batches))  # warms up
@@ -279,13 +279,13 @@ def time_forwards(recipe: Recipe, plan: CachePlan, share: Share, device: str) ->
 
 
 def check(directory: Path) -> int:
-    """Prints every difference between a cache and its index; 1 if there is any."""
+    """Prints every difference between a cache and its index; returns 1 if there is any."""
     files, problems, num_bytes = dict[str, tuple[int, str]](), list[str](), 0
     try:
         files = Manifest.read(directory, INDEX).files
         others = {path.name for path in directory.glob("shard-*")} - set(files)
         problems = [f"{directory / name}: not in {INDEX}" for name in sorted(others)]
-    except UserError as error:  # none, or the extraction has not ended
+    except UserError as error:  # no index, or the extraction has not ended
         problems = [str(error)]
         for record in directory.glob("shard-*.json"):
             with suppress(UserError):

@@ -23,15 +23,15 @@ from aerie.data.tokens import tokenised
 from aerie.model.heads.eagle import DEFAULT_SIZE
 from aerie.model.target import context_of, default_taps, load_config, weights_size
 
-SAMPLE, MOST = 1000, 4096  # rows that are measured; tokens of a row (SpecForge)
+SAMPLE, MOST = 1000, 4096  # rows to measure; the longest max_length (SpecForge)
 GPU_SPEED, CORE_SPEED = 400e12, 15e9  # operations a second (assumed; docs/scale.md)
 SERVERS = {"eagle1": "safeailab", "eagle3": "speculators"}  # vLLM's layout
-COMMON = ("target", "model", "merged", "final", "hf", "output")  # names of folders that say nothing: their parent's
-OURS = "no server loads it, aerie decodes with it"
+COMMON = ("target", "model", "merged", "final", "hf", "output")  # folder names that say nothing: take the parent's
+OURS = "no server loads it; aerie decodes with it"
 
 
 def recipe_text(asked: dict[str, Any]) -> str:
-    """What is asked (sections, among them target.path and data.conversations), completed."""
+    """A complete recipe from the asked sections, which need target.path and data.conversations."""
     target: TargetConfig = validate(asked["target"], TargetConfig, "--target", {})
     hf_config = load_config(target)
     text, gpus, cores = hf_config.get_text_config(), torch.cuda.device_count(), os.cpu_count() or 1
@@ -51,12 +51,12 @@ def recipe_text(asked: dict[str, Any]) -> str:
     kind, why = asked["head"].get("kind"), "as asked"
     if kind is None:
         kind = "eagle3" if blocks >= 7 else "eagle1"
-        why = "eagle3 reads states of three blocks, and wants seven or more"
+        why = "eagle3 reads states of three blocks, so it is taken from seven blocks on"
     parent, name = Path(target.path).absolute().parts[-2:]
     name = parent if name in COMMON else f"{parent}-{name}" if name.startswith("checkpoint-") else name
     run = asked.get("run") or f"runs/{name.lower()}-{kind}"
     validate({**asked, "run": run, "head": {"kind": kind} | asked["head"]}, Recipe, "--out", {})
-    # AdamW's rates are published for a width of 4,096, a narrower head takes larger steps; Muon's suit every width.
+    # AdamW's published rates are for a width of 4,096; a narrower head takes larger steps. Muon's suit every width.
     taps: tuple[int, ...] = ()
     train: dict[str, Any] = {"epochs": 20, "batch_size": 4}  # EAGLE's, with 5e-5
     layer = width * (5 * width + 3 * (getattr(text, "intermediate_size", None) or 4 * width))
@@ -94,7 +94,7 @@ def recipe_text(asked: dict[str, Any]) -> str:
     speed = gpus * GPU_SPEED or cores * CORE_SPEED
     needed = 16 * trained + 8 * vocab_size * width + params * dtype.itemsize * is_online
     seconds = [2 * params * rows * mean / speed, steps / max(epoch_steps, 1) * work * trained_rows * mean / speed]
-    if gpus and seconds[1]:  # evaluations and saves every ten minutes, four at least, in round steps
+    if gpus and seconds[1]:  # evaluate and save every ten minutes, at least four times, at round steps
         every = int(float(f"{max(steps * min(600 / seconds[1], 0.25), 1):.1g}"))
         train = {"eval_every": every, "save_every": every} | train
     took = [f"{each / 3600:,.1f} h" if each > 3600 else f"{ceil(each / 60)} min" if rows else "? h" for each in seconds]
@@ -107,11 +107,11 @@ def recipe_text(asked: dict[str, Any]) -> str:
         "data": ({"max_length": max_length, "held_out": data.held_out}, counted if rows else "on the Hub: not counted"),
         "features": (features, f"{place}; one pass of the target: {took[0]}"),
         "head": (head, f"{why}; {served if kind in SERVERS else OURS}"),
-        "train": (train, f"{steps:,} steps, {took[1]}; {size(needed)} and a batch's, of {size(memory)}"),
+        "train": (train, f"{steps:,} steps, {took[1]}; {size(needed)} plus the batch, of {size(memory)}"),
     }
     if not gpus:
         sections["calibrate"] = few, "fewer and shorter answers than on a GPU, to questions of held-out rows"
-        sections["bench"] = few, "to others of them"
+        sections["bench"] = few, "the same for other held-out rows"
     if not gpus and kind in SERVERS:
         sections["tree"] = {"levels": 6, "k": 2, "nodes": 12}, "a CPU pays for every node; aerie tune finds the best"
     values = {name: asked.get(name, {}) | value | asked.get(name, {}) for name, (value, _) in sections.items()}
@@ -124,7 +124,7 @@ def recipe_text(asked: dict[str, Any]) -> str:
 
 
 def _measured(target: TargetConfig, data: DataConfig, is_free: bool) -> tuple[DataConfig, int, int, list[int]]:
-    """data, with a held_out if that is free; rows in all and for training (0: some are on the Hub); their lengths."""
+    """data (is_free: with a held_out), numbers of all and of training rows (0: on the Hub), sorted sample lengths."""
     if not all(is_here(name) for name in data.conversations):
         return data, 0, 0, [MOST]
     read = sum(1 for name in data.conversations for _ in read_rows(name))

@@ -24,7 +24,7 @@ from aerie.data.stage import INDEX, Share, feature_stage, is_here, target_inputs
 from aerie.model.hub import quieten, require_target
 from aerie.model.storage import Manifest, Stage, Whole, directory_atomically, status_file, write_status, write_text
 
-BARRIER = timedelta(hours=12)  # processes wait for the slowest shard of the others
+BARRIER = timedelta(hours=12)  # a process waits so long for the others' slowest shard
 
 
 @exit_codes()
@@ -40,14 +40,14 @@ def main() -> int:
 
     add(synthetic, "write the embedded corpus and train its tokenizer")
     asking = add(distill, "have the target answer prompts")
-    asking.add_argument("--merge", action="store_true", help="only put the jobs' answers together")
+    asking.add_argument("--merge", action="store_true", help="only merge the jobs' answers")
     asking.add_argument("--retry-failed", action="store_true", help="ask this share's failed and skipped rows again")
     options = add(show, "print conversations with the loss mask")
     options.add_argument("--limit", type=int, default=3, help="rows (3)")
     options.add_argument("--plain", action="store_true", help="brackets instead of colour")
     options = add(features, "run the target over the conversations and cache its states")
     options.add_argument("--verify", action="store_true", help="read a whole cache too, and mend it")
-    options.add_argument("--estimate", action="store_true", help="--plan with hours from timed forwards")
+    options.add_argument("--estimate", action="store_true", help="--plan, and the hours, from timed forwards")
     for shared in (options, asking):
         shared.add_argument("--shard", default="1/1", metavar="I/N", help="make the I-th of N shares")
         shared.add_argument("--is-whole", action="store_true", help="exit code 1 if something is left to do")
@@ -57,7 +57,7 @@ def main() -> int:
     options.add_argument("--target", required=True, help="directory or Hub id")
     options.add_argument("--data", required=True, nargs="+", help="files or directories of conversations, or Hub ids")
     options.add_argument("--out", required=True, type=user_path, metavar="RECIPE.yaml", help="what to write")
-    options.add_argument("--kind", choices=("eagle1", "eagle3", "medusa", "hydra"), help="default: by the data")
+    options.add_argument("--kind", choices=("eagle1", "eagle3", "medusa", "hydra"), help="default: by the target")
     options.add_argument("--run", help="the run's directory (default: runs/TARGET-KIND)")
     arguments, unknown = parser.parse_known_args()
     stop_on_signals()
@@ -101,7 +101,7 @@ def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
         stage.require_own_directory(arguments.overwrite)
         is_used = stage.output.is_dir() and any(stage.output.iterdir())
         if is_used and not arguments.overwrite and not stage.is_whole():
-            raise UserError(f"{stage.output}: holds files of others; choose another --run or --overwrite")
+            raise UserError(f"{stage.output}: holds other files; choose another --run or --overwrite")
     if arguments.plan:
         print(f"synthetic: {config.num_conversations:,} conversations to {corpus.output}")
         return 0
@@ -134,7 +134,7 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
     share = Share.of(arguments.shard)
     quieten()
     status = _status(recipe, "distill", share)
-    # What recipes measure with is never asked: whole sets.
+    # No question that the recipe measures with is asked: whole sets are excluded.
     excluded = tuple(TaskConfig(task.name, task.path, task.revision) for task in recipe.distill.exclude)
     measured = [section.prompts for section in (recipe.bench, recipe.calibrate, recipe.tune) if section is not None]
     measured += [] if recipe.tune is None or recipe.tune.measure is None else [recipe.tune.measure]
@@ -206,7 +206,7 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
             print("features: features.mode is online: nothing is cached")
         return 0
     stage = feature_stage(recipe)
-    # By the sizes of the shards; --verify and `check` read every byte.
+    # Compares sizes only; --verify and `check` read every byte.
     is_there = isinstance(Manifest.check(stage.output, content=False, name=INDEX), Whole)
     if is_there and stage.is_whole() and not (arguments.verify or arguments.estimate):
         return _reuse(arguments, stage, status)
@@ -228,7 +228,7 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
 
 
 def try_in_miniature(recipe: Recipe) -> None:
-    """UserError for a target of a kind that no head can be trained for; a warning for one that does not decode."""
+    """UserError if no head can be trained for this kind of target; a warning if it cannot be decoded."""
     from aerie.data.batches import check_padding
     from aerie.infer.decode.check import checked_lm
     from aerie.model.miniature import miniature
@@ -240,7 +240,7 @@ def try_in_miniature(recipe: Recipe) -> None:
         try:
             checked_lm(small)
         except UserError as error:
-            if not only_trains(hf_config):  # which `prepare` says
+            if not only_trains(hf_config):  # `prepare` says so
                 warn(str(error))
 
 

@@ -1,4 +1,4 @@
-"""What a stage is made from, a job's share of it, and its progress bar; nothing imports torch."""
+"""The inputs of a stage, a job's share of it, and its progress bar; nothing here imports torch."""
 
 import hashlib
 import re
@@ -42,12 +42,12 @@ def sampled_if_large(path: Path) -> str:
 
 
 def target_inputs(config: TargetConfig) -> dict[str, Any]:
-    """With digests of a local target's files; a Hub id is its own identity."""
+    """What identifies a target: digests of a local one's files; a Hub id needs none."""
     inputs: dict[str, Any] = {"path": config.path, "revision": config.revision, "dtype": config.dtype}
     directory = Path(config.path)
     require_target(config.path)
     if directory.is_dir():
-        # older records have the first half alone
+        # older records have only the first half
         weights = dict.fromkeys(("*.safetensors", "*.bin"), lambda one: sampled_digest(one) + weights_digest(one)[:16])
         patterns = dict.fromkeys(OTHER_FILES, sampled_if_large) | weights
         found = [(path, read) for pattern, read in patterns.items() for path in directory.glob(pattern)]
@@ -58,7 +58,7 @@ def target_inputs(config: TargetConfig) -> dict[str, Any]:
 
 
 def is_here(name: str) -> bool:
-    """Whether a source of rows is on this machine; UserError where it is not, and can be no Hub data set."""
+    """Whether a source of rows is on this machine; UserError if not, and it cannot be a Hub data set."""
     path = Path(name).expanduser()
     is_file = name[0] == "." or path.suffix in (*ROW_SUFFIXES, ".txt", ".gz")
     if not path.exists() and (is_file or not HUB_NAME.fullmatch(name)):
@@ -106,8 +106,8 @@ def state_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed_since(made_of: dict[str, Any], target: dict[str, Any], conversations: dict[str, str]) -> str | None:
-    """A file that changed since a cache was made of these inputs."""
-    # What is not here (on another machine) is unchanged; opening the cache refuses another target.
+    """The name of a file that changed since a cache was made from these inputs, or None."""
+    # A file that is not on this machine counts as unchanged; opening the cache refuses another target.
     before = made_of["target"]
     then = {**before.get("files", {}), **made_of["conversations"], "target.chat_template": before.get("chat_template")}
     now = {**conversations, "target.chat_template": target.get("chat_template")}
@@ -159,7 +159,7 @@ class _Lines(StringIO):
 
 
 def bar(total: int | None, unit: str, description: str, rank: int = 0, done: int = 0) -> "tqdm[Any]":
-    """On standard error; a log file gets lines. `done` does not count in the rate; without a total it vanishes."""
+    """A bar on standard error, lines in a log. `done` does not count in the rate; without a total it is not left."""
     options: dict[str, Any] = {"file": sys.stderr, "dynamic_ncols": True}
     if not sys.stderr.isatty():
         form = OPEN_LINE if total is None else LINE

@@ -1,8 +1,8 @@
 """The embedded corpus (ShareGPT conversations, Spec-Bench questions) and its tokenizer.
 
-A family of tasks is a YAML file in data/corpus: `draw` is drawn in this order, `turns` are the conversation's texts
-(around them: frame.yaml).
-Rules and slots are Jinja expressions over what was drawn; moving a rule changes every conversation.
+A family of tasks is a YAML file in data/corpus: the rules in `draw` are drawn in their order, then `turns` gives the
+texts of the conversation (frame.yaml has what is around them). Rules and slots are Jinja expressions over the drawn
+values; moving a rule changes every conversation.
 """
 
 import json
@@ -23,7 +23,7 @@ from aerie.configs.read import read_yaml
 from aerie.configs.schema.data import SyntheticConfig
 from aerie.model.storage import write_text
 
-# in the order of the measuring questions, whose categories they are
+# the categories of the measuring questions, in their order
 FAMILIES = ("arithmetic", "conversion", "code", "table", "passage", "letter", "schedule")
 SYSTEM_SHARE = 0.2  # of the conversations
 NUM_TURNS = (1, 1, 2, 2, 3)  # drawn uniformly
@@ -36,7 +36,7 @@ class Turn(NamedTuple):
 
 
 def result_of(code: str, name: str, argument: str) -> str:
-    """What a function of our own code returns for an argument."""
+    """The repr of what a function of the corpus returns for an argument."""
     scope: dict[str, Any] = {}
     exec(f"{code}\nresult = {name}({argument})", scope)
     return repr(scope["result"])
@@ -64,7 +64,7 @@ FRAME: dict[str, Any] = _book("frame")
 
 def draw_task(family: str, generator: Random) -> list[Turn]:
     def draw(rule: Any) -> Any:
-        """One of a list; the value of an expression; a mapping's rules in turn, kept by name, and the last's value."""
+        """Draws from a list, evaluates an expression, or draws a mapping's rules by name and returns the last value."""
         if isinstance(rule, list):
             return generator.choice(rule)
         if not isinstance(rule, Mapping):
@@ -105,7 +105,7 @@ def opening_key(question: str) -> str:
 
 
 def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
-    """The rows of each file; no measuring question opens a conversation."""
+    """Writes the files, returns their numbers of rows; no measuring question opens a conversation."""
     taken: set[str] = set()  # opening questions that must not occur again
     files: dict[str, list[dict[str, Any]]] = {"train.jsonl": [], "prompts.jsonl": [], "calibration.jsonl": []}
 

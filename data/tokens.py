@@ -33,7 +33,7 @@ from aerie.model.storage import Manifest, Whole, digest, directory_atomically, f
 from aerie.model.target import load_tokenizer, target_end_ids
 
 BATCH = 256  # conversations of one tokenizer call
-ROWS, SLOW_SECONDS = "rows.parquet", 5.0  # rows that took longer to make are kept
+ROWS, SLOW_SECONDS = "rows.parquet", 5.0  # rows that took longer to make are cached
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a corpus must not steer the terminal
 
@@ -49,9 +49,9 @@ def tokenised(target: TargetConfig, config: DataConfig, speaks: bool = True) -> 
 
 
 def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally, speaks: bool = True) -> TokenisedData:
-    """Rows cut at max_length, each with a supervised slot; what takes long is kept in the user's cache folder."""
+    """Rows cut at max_length, each with a supervised slot; slow work is kept in the user's cache folder."""
     here, files = Path(__file__).parent, ("chat.py", "conversations.py", "tokens.py", "shapes.yaml")
-    # a Hub data set whose commit cannot be asked for has none (None)
+    # None for a Hub data set whose commit the Hub does not tell
     commits = {name: hub_commit(name, None) for name in config.conversations if not is_here(name)}
     inputs = {  # all that decides the rows
         **text_fingerprint(tokenizer, config),
@@ -121,14 +121,14 @@ def _made(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally, s
 def _in_processes(
     conversations: Iterator[Conversation], chat: Chat, config: DataConfig, num_ids: int
 ) -> Iterator[tuple[Conversation, list[Row]]]:
-    """Each conversation with its rows, in order; what takes long goes on in a process for each core of this job's."""
+    """Each conversation with its rows, in order; after SLOW_SECONDS made in one process per core of this job."""
     started, batches = time.monotonic(), iter(lambda: list(islice(conversations, BATCH)), [])
     workers = num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     for batch in batches:
         yield from zip(batch, _rows(batch, chat, config, num_ids), strict=True)
         if workers > 1 and time.monotonic() - started > SLOW_SECONDS:
             break
-    _forked[:] = [chat, config, num_ids]  # what the processes begin with: pickling a tokenizer takes long
+    _forked[:] = [chat, config, num_ids]  # forks inherit it: pickling a tokenizer takes long
     with ProcessPoolExecutor(workers, get_context("fork")) if workers > 1 else nullcontext() as pool:
         pending = deque[tuple[list[Conversation], Future[tuple[list[list[Row]], Tally]]]]()
         while pool is not None:
@@ -220,10 +220,10 @@ def draft_vocabulary(
     forced: Collection[int] = (),
     given: DraftVocabulary | None = None,
 ) -> tuple[DraftVocabulary, dict[str, Any], str]:
-    """The `size` (None: 32,000 at most) most frequent supervised tokens of (input_ids, turns), with the forced ids.
+    """The draft vocabulary, facts about it and a line to print. origin: data and tokenizer.
 
-    And facts and a line about it. given: a warm start's, whose coverage alone is asked; origin: data and tokenizer.
-    """
+    It has `size` tokens (None: at most 32,000): the forced ids and the most frequent supervised tokens of rows
+    (input_ids, turns). given: a warm start's vocabulary, whose coverage alone is counted."""
     counts = np.zeros(vocab_size, dtype=np.int64)  # [V], of the supervised tokens
     for input_ids, turns in rows:
         np.add.at(counts, np.asarray(input_ids)[np.asarray(turns) != 0], 1)
@@ -240,21 +240,21 @@ def draft_vocabulary(
 
 
 def mask_token(tokenizer: Any, end_ids: Collection[int], embedding: Any) -> int:
-    """A token that no text has: the tokenizer's mask token, a row of the embedding [V, D] without a token, its padding.
+    """The id of a token in no text: the tokenizer's mask, else a row of the embedding [V, D] without a token, else pad.
 
-    UserError without any. A row of zeros is none: it would make all masks of a block alike.
+    UserError if there is none. A row of zeros does not do: it would make all masks of a block alike.
     """
     known = {*tokenizer.get_vocab().values()}
     unnamed = (number for number in range(len(embedding)) if number not in known and embedding[number].any())
     for number in (tokenizer.mask_token_id, next(unnamed, None), tokenizer.pad_token_id):
         if number is not None and number < len(embedding) and number not in end_ids:
             return int(number)
-    what = f"each of the {len(embedding):,} rows of the target's embedding may be of a text"
+    what = f"each of the {len(embedding):,} rows of the target's embedding may occur in a text"
     raise UserError(f"head.mask_token_id: {what}; name a token that no conversation has")
 
 
 def forced_ids(tokenizer: Any, end_ids: Collection[int], vocab_size: int) -> frozenset[int]:
-    """Always drafted: special tokens and the target's end-of-turn tokens."""
+    """Ids that every draft vocabulary has: special tokens and the target's end-of-turn tokens."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     # The LM head has no row for special tokens that were added later.
     return frozenset(number for number in {*special, *tokenizer.all_special_ids, *end_ids} if number < vocab_size)

@@ -1,4 +1,4 @@
-"""What the target answers, in process or on servers, and how its chat template has thinking."""
+"""Answers of the target, in this process or from servers, and the thinking in its chat template."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ CONNECT_S = 10.0
 PAUSE_S = 1.0  # before a server that was away or busy is asked again
 QUESTION: list[Message] = [{"role": "user", "content": "Hi"}]
 OPEN, CLOSE = "<think>", "</think>"
-LOOSE = re.compile(rf"\s|\ufffd|{OPEN}|{CLOSE}")  # in which a text and its tokens may differ
+LOOSE = re.compile(rf"\s|\ufffd|{OPEN}|{CLOSE}")  # left out where a text is compared with its tokens
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Answer:
     content: str
     finish: str  # 'stop' after an end-of-turn token; otherwise it is cut
     num_tokens: int
-    reasoning: str | None = None  # thinking told apart from the content, blanks kept
-    token_ids: tuple[int, ...] | None = None  # with the end-of-turn token
+    reasoning: str | None = None  # thinking, split from the content; blanks kept
+    token_ids: tuple[int, ...] | None = None  # some servers leave out the end-of-turn token
     prompt_token_ids: tuple[int, ...] | None = None
 
     @property
@@ -63,7 +63,7 @@ class Unanswered(Exception):
 
 
 class Thinking:
-    """Reads and places thinking as one tokenizer's chat template does."""
+    """Splits thinking from answers and puts it back, as one tokenizer's chat template does."""
 
     def __init__(self, tokenizer: Any, end_ids: set[int], template_arguments: Mapping[str, Any] | None = None) -> None:
         self.tokenizer, self.end_ids, self.template_arguments = tokenizer, end_ids, dict(template_arguments or {})
@@ -76,9 +76,9 @@ class Thinking:
         self.special_ids = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     def read(self, answer: Answer) -> Answer:
-        """The answer, its thinking told apart from its content."""
+        """The answer, with its thinking split from its content."""
         content, thought = answer.content, answer.reasoning
-        # A server's blank thinking is none, unless the prompt opens it; its blanks are put back.
+        # Blank thinking from a server is none, unless the prompt opens it. Line breaks that it strips are put back.
         if thought is not None and (thought.strip() or (self.is_opened and CLOSE not in content)):
             is_open = answer.is_cut and not content
             thought = "\n" * (not self.is_opened) + thought.strip("\n") + "\n" * (not is_open)
@@ -90,7 +90,7 @@ class Thinking:
         return replace(answer, reasoning=None)
 
     def problem(self, answer: Answer, messages: Sequence[Message]) -> str | None:
-        """Why what `read` gives is not what the target wrote after messages, as far as it shows."""
+        """Why an answer from `read` cannot be what the target wrote after messages; None if nothing shows it."""
         text = f"{answer.reasoning or ''}{answer.content}"
         if LONE_SURROGATE.search(text):
             return "the answer holds half of a surrogate pair"
@@ -133,15 +133,15 @@ class Thinking:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def answer_ids(self, answer: Answer) -> list[int]:
-        """The answer's tokens, its end-of-turn token too, which some servers leave out."""
+        """The answer's tokens, with the end-of-turn token, which some servers leave out."""
         ids = self.ids(self.written(answer)) if answer.token_ids is None else list(answer.token_ids)
         has_end = answer.is_cut or self.end_id is None or (answer.token_ids and ids[-1] in self.end_ids)
         return ids if has_end else [*ids, self.end_id]
 
     def training_rows(self, outcome: Outcome) -> list[dict[str, Any]]:
-        """JSON-ready rows of a done row: one, or one per answer where later prompts do not begin with earlier ones.
+        """JSON-ready training rows of a done row: one, or one per answer if later prompts rewrite earlier tokens.
 
-        A row is text where training renders what the target wrote; with ids, a cut answer or a rewrite it is tokens.
+        They are text if training renders it as the target wrote it; with ids, a cut answer or a rewrite, tokens.
         """
         turns: list[Message] = [{"role": "system", "content": outcome.system}] if outcome.system else []
         prompts, is_text = list[str](), True
@@ -165,7 +165,7 @@ class Thinking:
 
 
 def local_target(decode: Callable[[list[int], int], list[int]], thinking: Thinking, room: int) -> Ask:
-    """decode: (prompt's ids, seed) -> the answer's; room: most tokens of a prompt."""
+    """decode: (prompt ids, seed) -> answer ids; room: a prompt's most tokens."""
 
     async def ask(messages: Sequence[Message], seed: int) -> Answer:
         prompt = thinking.ids(thinking.prompt(messages))
@@ -180,7 +180,7 @@ def local_target(decode: Callable[[list[int], int], list[int]], thinking: Thinki
 
 
 class ServedTarget:
-    """Asks the target at its servers. A row has failed only if a server answers something else; else it waits."""
+    """Asks the target on its servers. A row fails only if its server answers another question; else it waits."""
 
     def __init__(self, config: ServerConfig, model: str, sampling: SamplingConfig) -> None:
         try:
@@ -194,7 +194,7 @@ class ServedTarget:
         class Client(openai.DefaultAsyncHttpxClient):
             async def send(self, request: Any, **options: Any) -> Any:
                 try:
-                    async with asyncio.timeout(config.timeout_s):  # each byte has as long by itself
+                    async with asyncio.timeout(config.timeout_s):  # openai's limit is for each read
                         return await super().send(request, **options)
                 except TimeoutError as error:
                     raise httpx.ReadTimeout("", request=request) from error
@@ -214,7 +214,7 @@ class ServedTarget:
     async def __aenter__(self) -> "ServedTarget":
         self.last_answer = asyncio.get_running_loop().time()
         try:
-            await self(QUESTION, 0)  # all rows would fail as this one
+            await self(QUESTION, 0)  # if it fails, all rows would
         except Unanswered as error:
             fix = "check distill.sampling (max_tokens) and distill.server.extra_body"
             raise UserError(f"{', '.join(self.clients)}: no answer to a question: {error.why}; {fix}") from error
@@ -235,9 +235,9 @@ class ServedTarget:
                 return answer
             except self.errors as error:
                 status, why = getattr(error, "status_code", None), masked(first_line(error))[:200]
-                if status in (301, 302, 303, 307, 308):  # whoever is there would get the key and the prompts
+                if status in (301, 302, 303, 307, 308):  # the new address would get the key and the prompts
                     reply: Any = getattr(error, "response", None)
-                    fix = f"redirects to {reply.headers.get('location')}; if you trust it, name it itself"
+                    fix = f"redirects to {reply.headers.get('location')}; if you trust that URL, put it"
                     raise UserError(f"{url}: {fix} in distill.server.urls") from error
                 if status in (401, 403, 404):
                     fix = f"check distill.server.urls (.../v1), model ({self.body['model']}) and OPENAI_API_KEY"
@@ -250,7 +250,7 @@ class ServedTarget:
             is_late = now() - self.last_answer > patience
             if (is_late or status not in (429, 503)) and await self._is_up(url):
                 strikes += 1
-                if strikes > 1:  # the first may have met the end of an outage
+                if strikes > 1:  # the first error may be from the end of an outage
                     raise Unanswered("failed", why)
             elif is_late:
                 fault = f"no server has answered for {patience:g} s (distill.server.patience_s)"
@@ -274,10 +274,10 @@ class ServedTarget:
             made |= {"token_ids": ids, "prompt_token_ids": prompt_ids} if ids and prompt_ids else {}
             return cast(Answer, adapter(Answer).validate_python({**made, "reasoning": thought}))
         except (ValidationError, AttributeError, TypeError, LookupError) as error:
-            raise Unanswered("skipped", "the server's reply is no text with token ids that are numbers") from error
+            raise Unanswered("skipped", "the server's reply has no text, or token ids that are no numbers") from error
 
     async def _is_up(self, url: str) -> bool:
-        # By another question: then the row is at fault.
+        # Asks another question; if it is answered, the row is at fault.
         client = self.clients[url].with_options(max_retries=0)
         try:
             await self._complete(client, model=self.body["model"], messages=QUESTION, max_tokens=1)

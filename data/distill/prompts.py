@@ -1,4 +1,4 @@
-"""The input rows of a distillation, asked or skipped for a reason."""
+"""The input rows of a distillation: each is asked, or skipped for a reason."""
 
 import heapq
 import re
@@ -32,12 +32,12 @@ class Prompt:
 
 
 def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[Prompt]:
-    """Every input row of the sources; no prompt may overlap the evaluation's questions."""
+    """Every input row of the sources; rows that overlap the evaluation's questions are skipped."""
     overlap, seen, prompts = Overlap(questions, config.ngram), set[str](), list[Prompt]()
     whole = partial(LONE_SURROGATE.sub, "\N{REPLACEMENT CHARACTER}")
     for number, source in enumerate(config.sources):
         rows: Iterable[tuple[int, RawRow]] = enumerate(read_rows(source.path, source.revision), start=1)
-        if source.num_rows is not None:  # those with the smallest hashes of the seed and their number
+        if source.num_rows is not None:  # those with the smallest hashes of seed and row number
             order = f"{config.seed}/{number}"
             key_of = lambda item, order=order: sha256(f"{order}/{item[0]}".encode()).digest()  # noqa: E731
             rows = heapq.nsmallest(source.num_rows, rows, key_of)
@@ -64,7 +64,7 @@ def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[Prompt
 
 
 def asked_key(system: str | None, turns: Iterable[str]) -> str:
-    """Without case and blanks."""
+    """A key that ignores case and the number of blanks."""
     return digest([" ".join(text.casefold().split()) for text in (system or "", *turns)])
 
 
@@ -117,17 +117,17 @@ UNSPACED = (
     "\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
 )
 WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+")
-COMMON_SHARE, COMMON_LEAST = 0.1, 5  # runs in so many questions are instructions
-LEAST_WORDS = 4  # shorter questions ("Go on.") are compared with whole texts
+COMMON_SHARE, COMMON_LEAST = 0.1, 5  # a run in so many questions is an instruction
+LEAST_WORDS = 4  # shorter questions ("Go on.") are only compared with whole texts
 
 
 def words(text: str) -> list[str]:
-    """In lower case; where a script sets no blanks, each character is one."""
+    """Words in lower case; in scripts without spaces each character is a word."""
     return WORD.findall(text.lower())
 
 
 class Overlap:
-    """Runs of `size` words of evaluation questions that few of them share; a question without one counts as a whole."""
+    """Finds runs of `size` words from evaluation questions, but no common ones; a question without any is one run."""
 
     def __init__(self, questions: Iterable[str], size: int) -> None:
         asked = [list(split) for split in {tuple(words(question)) for question in questions}]

@@ -1,4 +1,4 @@
-"""A distillation: each row's end is a line of its share's journal, and the journals are merged."""
+"""A distillation: each ended row is a line in its share's journal; at the end the journals are merged."""
 
 import asyncio
 import json
@@ -34,11 +34,11 @@ OUTCOME, PROMPTS = TypeAdapter(Outcome), TypeAdapter(list[Prompt])
 Target = AbstractAsyncContextManager[Ask]
 PAGE = Path(__file__).with_name("summary.html.jinja")
 
-LOOP_TIMES, LOOP_WORDS, LOOP_CHARACTERS = 5, 40, 240  # so often the same at the end, at least so long
-LONGEST_PERIOD = 200  # words or characters of a loop's round
-RUN, LEAST_RUNS, REPEATED_SHARE = 10, 40, 0.6  # words of a run; share of runs that was there before
-LEAST_LETTERS, FOREIGN_SHARE = 20, 0.3  # share of letters in scripts that the question does not have
-OPENING = 200  # characters in which a refusal shows
+LOOP_TIMES, LOOP_WORDS, LOOP_CHARACTERS = 5, 40, 240  # a loop at a text's end: fewest rounds, least length
+LONGEST_PERIOD = 200  # words or characters in a round
+RUN, LEAST_RUNS, REPEATED_SHARE = 10, 40, 0.6  # words per run; fewest runs; share of repeated runs
+LEAST_LETTERS, FOREIGN_SHARE = 20, 0.3  # fewest letters; share in scripts that the question lacks
+OPENING = 200  # characters that are searched for a refusal
 SORRY = r"\bi(?:['’]?m| am) (?:\w+ )?(?:sorry|afraid)\b.{0,80}\b(?:can(?:no|['’])t|unable|not able|won['’]t)"
 UNABLE = r"\bi (?:can(?:no|['’])t|won['’]t|am (?:unable|not able) to) (?:\w+ ){0,2}(?:help|assist|provide|comply)\b"
 MACHINE = r"\bas an? (?:ai|artificial intelligence|(?:large )?language model)\b"
@@ -46,7 +46,7 @@ REFUSAL = re.compile(f"{SORRY}|{UNABLE}|{MACHINE}", re.IGNORECASE | re.DOTALL)
 
 
 def flaws(outcome: Outcome) -> list[str]:
-    """A done row's flaws, but for "repeated", which needs the other rows."""
+    """A done row's flaws, except "repeated", which needs the other rows."""
     answers = outcome.answers
     pairs = zip(outcome.turns, answers, strict=True)
     parts = [(question, part) for question, answer in pairs for part in (answer.reasoning or "", answer.content)]
@@ -84,7 +84,7 @@ def _scripts(text: str) -> list[str]:
 
 
 def ended_rows(directory: Path) -> dict[str, tuple[bool, Path, int]]:
-    """By row: whether it is done, and the file and offset of its last whole line."""
+    """By row: whether it is done, and the file and offset of its first done line, else of its last whole line."""
     rows: dict[str, tuple[bool, Path, int]] = {}
     for path in sorted((directory / "journal").glob("shard-*.jsonl")):
         offset = 0
@@ -100,12 +100,12 @@ def ended_rows(directory: Path) -> dict[str, tuple[bool, Path, int]]:
 class Job:
     directory: Path
     config: DistillConfig
-    inputs: dict[str, Any]  # JSON-ready, without the gate, on which no answer depends
+    inputs: dict[str, Any]  # JSON-ready, without the gate, which changes no answer
     questions: Sequence[str] = ()  # of the evaluation
 
     @classmethod
     def of(cls, directory: Path, config: DistillConfig, target: dict[str, Any], questions: Sequence[str]) -> "Job":
-        """target is data.stage.target_inputs'. How answers are carried (URLs, concurrency) is no input."""
+        """target: from data.stage.target_inputs. URLs and concurrency are no inputs: they change no answer."""
         section = as_dict(config)
         server = section["server"] or {"model": None, "extra_body": {}, "token_ids": False}
         inputs = {name: section[name] for name in ("sources", "ngram", "max_turns", "seed", "sampling")}
@@ -212,13 +212,13 @@ class Job:
         return Outcome(prompt.id, "done", prompt.place, None, prompt.system, asked, tuple(answers), invented)
 
     def merge(self, prompts: Sequence[Prompt], thinking: Thinking) -> dict[str, Any]:
-        """Writes conversations, outcomes and summary: the same bytes in however many jobs."""
+        """Writes conversations, outcomes and summary; the bytes do not depend on the number of jobs."""
         rows = ended_rows(self.directory)
         missing = [prompt.id for prompt in prompts if prompt.id not in rows]
         if missing:
             fault = f"{len(missing):,} of {len(prompts):,} rows have not ended (first: {missing[0]})"
             raise UserError(f"{self.directory}: {fault}; run the same jobs again")
-        ends, made = list[dict[str, Any]](), list[bool]()  # of input rows; whether rows to train on are of tokens
+        ends, made = list[dict[str, Any]](), list[bool]()  # per input row; per training row: is it of tokens?
         why, found, invented = Counter[str](), Counter[str](), set[str]()
 
         def write(conversations: Path) -> None:
@@ -274,7 +274,7 @@ class Job:
 
 
 def distilled(job: Job, options: Namespace, target: TargetConfig, make_local: Callable[[Thinking], Ask]) -> None:
-    """make_local makes the target in this process, for a recipe without a server."""
+    """Runs `aerie distill`; make_local: loads the target into this process, for a recipe without a server."""
     share, server = Share.of(options.shard), job.config.server
     if options.merge and (options.retry_failed or share.count > 1):
         raise UserError("--merge asks nothing; leave --retry-failed and --shard out")
@@ -288,7 +288,7 @@ def distilled(job: Job, options: Namespace, target: TargetConfig, make_local: Ca
         served = ServedTarget(server, server.model or target.path, job.config.sampling) if server else None
         job.ask(prompts, share, options.retry_failed, served or nullcontext(make_local(thinking)), thinking)
         if share.count > 1:
-            print(f"distill {share}: the share's rows have ended; when all jobs' have: distill --merge", flush=True)
+            print(f"distill {share}: its rows have ended; after the last share, run distill --merge", flush=True)
             return
     summary = job.merge(prompts, thinking)
     status, page = summary["status"], job.directory / "summary.html"
