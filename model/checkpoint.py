@@ -22,8 +22,8 @@ from aerie.model.target import VocabWeights, context_of
 
 TABLES = ("d2t", "t2d")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-BEGINNINGS = ("kind", "init_from", "lm_head_init", "norm_init", "fc_init", "initializer_range")  # no sizes
-POSITIONS = ("rope_theta", "max_position_embeddings")  # an EAGLE head may change them
+BEGINNINGS = ("kind", "init_from", "lm_head_init", "norm_init", "fc_init", "initializer_range")  # how a head starts
+POSITIONS = ("rope_theta", "max_position_embeddings")  # a warm-started EAGLE head may change them
 LAYER = "intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps".split()
 
 
@@ -36,7 +36,7 @@ def new_head(
     after_blocks: tuple[int, ...] = (),
     vocabulary: DraftVocabulary | None = None,
 ) -> Head:
-    """A head for a target, or section.init_from's."""
+    """A new head for a target, or the one in section.init_from."""
     _check_within(vars(section), vocab, text_config, "head.", path)
     if section.init_from is not None:
         return _warm_start(section, vocab, path, after_blocks)
@@ -62,7 +62,7 @@ def new_head(
         assert isinstance(head, Eagle3Head | BlockHead)
         scale: Any = 1.0
         if isinstance(section, Eagle3Section) and section.fc_norm and section.norm_output:
-            # Normed taps enter as large as the normed outputs that are fed back.
+            # Scales normed taps to the size of the normed outputs that are fed back.
             scale = head.norm.weight.data.square().mean().sqrt()
         width = head.config.hidden_size
         head.fc.weight.data.zero_()[:, -width:] = scale * torch.eye(width)
@@ -72,7 +72,7 @@ def new_head(
 def config_for(
     section: HeadConfig, text_config: Any, vocab: VocabWeights, taps: tuple[int, ...] = (), draft_vocab_size: int = 0
 ) -> AnyConfig:
-    """The recipe's sizes, or else the target's."""
+    """A new head's config.json: the recipe's values, else the target's."""
     vocab_size, width = vocab.embedding.shape
     asked = {name: value for name, value in vars(section).items() if value is not None}
     if getattr(text_config, "is_heterogeneous", False):  # Gemma 4: sizes by layer
@@ -80,9 +80,9 @@ def config_for(
     theirs = {name: getattr(text_config, name, None) for name in LAYER}
     others = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner")  # Falcon's, OPT's, GPT-2's
     inner = next((size for name in others if (size := getattr(text_config, name, None))), 4 * width)
-    theirs["intermediate_size"] = max(inner) if isinstance(inner, list) else inner  # Gemma-3n has one a layer
+    theirs["intermediate_size"] = max(inner) if isinstance(inner, list) else inner  # Gemma-3n: one per layer
     heads = asked.get("num_attention_heads", theirs["num_attention_heads"] or max(1, width // 64))
-    if "num_attention_heads" in asked:  # the target's grouping is for its own
+    if "num_attention_heads" in asked:  # the target's grouping fits only its own heads
         theirs["num_key_value_heads"] = theirs["head_dim"] = None
     theta, scaling = rope_of(text_config)
     values = {
@@ -126,7 +126,7 @@ def _warm_start(section: HeadConfig, vocab: VocabWeights, path: str, after_block
         value = getattr(section, key.name)
         if value is None or key.name in BEGINNINGS or (isinstance(head, EagleHead) and value == key.default):
             continue
-        if isinstance(head, Eagle3Head) and key.name == "lm_head":  # its own stays as it is
+        if isinstance(head, Eagle3Head) and key.name == "lm_head":  # frozen, as it was saved
             head.lm_head.requires_grad_(False)
             continue
         if isinstance(head, EagleHead) and key.name in POSITIONS:
@@ -141,12 +141,12 @@ def _warm_start(section: HeadConfig, vocab: VocabWeights, path: str, after_block
         head.config = dataclasses.replace(head.config, **positions, rope_scaling=scaling)
         head.rotary = Rotary(head.config)
     elif isinstance(head, MultiTokenHead):
-        head.laws.vocab = None  # whoever trains gives them
+        head.laws.vocab = None  # training sets it
     return head
 
 
 def rope_of(text_config: Any) -> tuple[float, dict[str, Any] | None]:
-    """RoPE's base and scaling (None: plain), of any transformers version."""
+    """RoPE's base and scaling (None: plain), from a config of any transformers version."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
     if "full_attention" in parameters:  # Gemma-3 has one per kind of layer
         parameters = parameters["full_attention"] or {}
@@ -222,7 +222,7 @@ def _check_within(values: dict[str, Any], vocab: VocabWeights, text_config: Any,
 
 
 def optional_of(content: HeadContent) -> set[str]:
-    """What a file may lack: the target's embedding, tables of equal vocabularies."""
+    """Tensors that a file may lack: the target's embedding; d2t and t2d if both vocabularies are equal."""
     config, names = content.config, set[str]()
     width = getattr(config, "target_hidden_size", config.hidden_size)
     if content.is_embedding_optional and width == config.hidden_size:
@@ -233,7 +233,7 @@ def optional_of(content: HeadContent) -> set[str]:
 
 
 def check_content(content: HeadContent, place: Path) -> DraftVocabulary | None:
-    """The draft vocabulary; UserError for missing, unexpected, misshapen and broken tensors."""
+    """The draft vocabulary (None: no tables); UserError for missing, unexpected, misshapen or broken tensors."""
     tensors = content.tensors
     with torch.device("meta"):  # names and shapes without memory for them
         expected = HEADS[content.kind].module(content.config).state_dict()
@@ -245,7 +245,7 @@ def check_content(content: HeadContent, place: Path) -> DraftVocabulary | None:
         if there != asked:
             raise UserError(f"{place}: {name}: {there} there, {asked} expected; fetch the file anew")
     for name, tensor in tensors.items():
-        wrong = tensor.numel() - int(tensor.isfinite().sum())  # no answer would show it
+        wrong = tensor.numel() - int(tensor.isfinite().sum())  # answers would not show it
         if wrong:
             what = f"{wrong:,} of {tensor.numel():,} values that are NaN or infinite"
             raise UserError(f"{place}: {name} holds {what}; take an earlier checkpoint, or fetch the file anew")
@@ -256,7 +256,7 @@ def check_content(content: HeadContent, place: Path) -> DraftVocabulary | None:
 
 
 def completed(content: HeadContent, vocab: VocabWeights | None, place: Path) -> dict[str, Tensor]:
-    """The tensors, with what the file at place leaves out."""
+    """The head's tensors, completed by those that the file at place leaves out."""
     vocabulary, state, config = check_content(content, place), dict(content.tensors), content.config
     if isinstance(config, Eagle3Config):
         vocabulary = vocabulary or DraftVocabulary.of_ids(torch.arange(config.vocab_size), config.vocab_size)
@@ -270,5 +270,5 @@ def completed(content: HeadContent, vocab: VocabWeights | None, place: Path) -> 
 
 
 def is_targets(embedding: Tensor, vocab: VocabWeights | None) -> bool:
-    """In the head's precision."""
+    """Whether a head's embedding is the target's, rounded to the head's dtype."""
     return vocab is not None and torch.equal(vocab.embedding.cpu().to(embedding.dtype), embedding)

@@ -1,4 +1,4 @@
-"""Heads in other layouts, and what a head holds."""
+"""Writes heads in other layouts, and tells what a head holds."""
 
 import dataclasses
 import re
@@ -23,10 +23,10 @@ from aerie.model.hub import RECORDS, head_directory, is_on_hub
 from aerie.model.storage import CONFIG, Manifest, digests, directory_atomically, plainly, read_json, write_json
 
 WRITERS = {"block": (refuse_block, write_block)}
-EAGLES = (refuse_eagle, write_eagle)  # of other kinds
+EAGLES = (refuse_eagle, write_eagle)  # for other kinds
 SERVED = {kind: {"vLLM": "speculators", "SGLang": "sglang"} for kind in ("eagle1", "eagle3", "block")}
 SERVED["eagle1"]["vLLM"] = "safeailab"
-OF_AN_EXPORT = ("exported_from", SERVER, ZERO_BIAS)  # not inherited by the next
+OF_AN_EXPORT = ("exported_from", SERVER, ZERO_BIAS)  # the next export does not copy these
 BOOKKEEPING = re.compile(  # keys of config.json that drafting does not need, or that `unread` reports
     r"_name_or_path|architectures|auto_map|\w+_token_id|(torch_)?dtype|initializer_range|transformers_version|use_cache"
     r"|aerie(_kind)?|model_type|hidden_act|tie_word_embeddings|embed_requires_grad|speculators_\w+|eagle_config|rope_\w+"
@@ -42,10 +42,10 @@ def export(
     output: Path,
     target: TargetFacts,
     after_blocks: tuple[int, ...] | None = None,
-    any_target: bool = False,  # other weights become a note
+    any_target: bool = False,  # only notes that a target has other weights
     pickled: bool = True,  # SafeAILab's layout, as published
 ) -> tuple[str, list[str]]:
-    """Writes output; returns the head's own layout, and notes."""
+    """Writes the head to output in layout `to`; returns its own layout, and notes."""
     directory = head_directory(source)
     layout, files, content = read_content(directory, after_blocks or target.default_taps)
     state = _completed(files, content, target)
@@ -65,7 +65,7 @@ def export(
         for name in RECORDS[:2]:
             if (directory / name).is_file():
                 shutil.copyfile(directory / name, place / name)
-        with suppress(UserError):  # a pushed head's record is no manifest
+        with suppress(UserError):  # a pushed head's record was rewritten: no manifest
             dataclasses.replace(Manifest.read(directory), files=written).write(place)
         _, files_again, again = read_content(place)
         state_again = _completed(files_again, again, target)
@@ -83,7 +83,7 @@ def export(
         dtype = str(new[EMBEDDING].dtype).removeprefix("torch.")
         notes.append(f"{EMBEDDING} is added, the target's in {dtype}")
     if "d2t" in files.tensors and "d2t" not in new:
-        notes.append("d2t and t2d left out: both vocabularies are one")
+        notes.append("d2t and t2d left out: both vocabularies are equal")
     carried = vars(content.config).keys() | values.keys()
     for name, value in files.values.items():
         if name not in carried and not BOOKKEEPING.fullmatch(name) and value not in (None, False):
@@ -91,7 +91,7 @@ def export(
     notes += [f"left out: {text}" for text in unread(files.values)]
     drafts, is_speculators = content.speculative_tokens, "speculators_config" in values
     if drafts is not None and not is_speculators:
-        notes.append(f"its {drafts} drafts per cycle are left out: say them on the server's command line")
+        notes.append(f"its {drafts} drafts per cycle are left out: set them on the server's command line")
     if is_speculators and not is_on_hub(target.name):
         notes.append(f"servers are told to load {target.name}, a local path; give its Hub id with --target-name")
     return layout, [*notes, *added]
@@ -129,7 +129,7 @@ SIZES += "num_hidden_layers num_heads num_layers block_size markov_rank markov_o
 def inspect_head(
     path: Path | str, target: TargetFacts | None = None, after_blocks: tuple[int, ...] | None = None
 ) -> dict[str, Any]:
-    """JSON-ready; `problems` is empty for a head that loads and fits the target."""
+    """All about a head, JSON-ready; `problems` is empty if it loads and fits the target."""
     directory = head_directory(path)
     values, state = table(read_json(directory / CONFIG)), None
     taps, numbers = after_blocks, tap_numbers(values)
@@ -146,7 +146,7 @@ def inspect_head(
     is_eagle3 = isinstance(config, Eagle3Config)
     state = state if is_eagle3 else None
     if state is not None:
-        guesses[0] = OPEN[state]  # the first: taps
+        guesses[0] = OPEN[state]  # the first is about the taps
     problems, remarks = list[str](), list(unread(values))
 
     def passed(said: list[str], check: Callable[..., Any], *arguments: Any) -> Any:

@@ -180,7 +180,8 @@ def local_target(decode: Callable[[list[int], int], list[int]], thinking: Thinki
 
 
 class ServedTarget:
-    """Asks the target on its servers. A row fails only if its server answers another question; else it waits."""
+    """Asks the target on its servers. A row fails if it is rejected (400, 413, 422), or if its server errs on it but
+    answers another question; otherwise it waits, at most patience_s."""
 
     def __init__(self, config: ServerConfig, model: str, sampling: SamplingConfig) -> None:
         try:
@@ -277,7 +278,7 @@ class ServedTarget:
             raise Unanswered("skipped", "the server's reply has no text, or token ids that are no numbers") from error
 
     async def _is_up(self, url: str) -> bool:
-        # Asks another question; if it is answered, the row is at fault.
+        # Asks another question: if that is answered, the row is at fault.
         client = self.clients[url].with_options(max_retries=0)
         try:
             await self._complete(client, model=self.body["model"], messages=QUESTION, max_tokens=1)

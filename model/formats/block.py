@@ -1,5 +1,5 @@
 """Block heads in speculators 0.9 (dflash, and dspark with a path correction; vLLM loads both) and as z-lab publishes
-them (SGLang loads these). Tensors have our names in all of them."""
+them (SGLang loads these). Tensors have our names in all three."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def read_block(files: content.HeadFiles, layout: str) -> content.HeadContent:
     values, place, is_speculators = files.values, files.config_place, layout == "speculators"
     extra = values if is_speculators else content.table(values, "dflash_config")
     given = content.table(values, LAYER) if is_speculators else values
-    layer = Qwen3Config(**given).to_dict()  # speculators leaves out what is Qwen3's default
+    layer = Qwen3Config(**given).to_dict()  # speculators leaves out Qwen3's defaults
     draft, kinds = values.get("draft_vocab_size", layer["vocab_size"]), {*(layer.get("layer_types") or [])}
     correction = values.get("markov_head_type", "vanilla")
     unknown = {

@@ -28,18 +28,18 @@ class HeadFiles:
     values: dict[str, Any]
     weights_place: Path
     tensors: dict[str, Tensor]
-    after_blocks: tuple[int, ...] | None = None  # where the files name no taps
+    after_blocks: tuple[int, ...] | None = None  # used if the files name no taps
 
 
 @dataclass(frozen=True)
 class HeadContent:
-    """A head in our names; tensors lack what its file leaves out."""
+    """A head under our names, without the tensors that its file leaves out."""
 
     config: AnyConfig
     tensors: dict[str, Tensor]
     guesses: tuple[str, ...] = ()  # where the files say nothing
-    is_embedding_optional: bool = False  # a file without one means the target's
-    speculative_tokens: int | None = None  # a server's, per cycle
+    is_embedding_optional: bool = False  # without one in the file, it is the target's
+    speculative_tokens: int | None = None  # that a server drafts per cycle
 
     @property
     def kind(self) -> str:
@@ -48,7 +48,7 @@ class HeadContent:
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """A target without its trunk."""
+    """What export and checks need of a target: no decoder blocks."""
 
     path: str
     text_config: Any
@@ -73,14 +73,14 @@ class TargetFacts:
 
 
 def table(values: Any, *keys: str) -> dict[str, Any]:
-    """What is under nested keys; {} where that is no table."""
+    """The table under nested keys; {} if there is none."""
     for key in keys:
         values = values.get(key) if isinstance(values, dict) else None
     return values if isinstance(values, dict) else {}
 
 
 def renamed(tensors: dict[str, Tensor], rules: Sequence[Rule]) -> dict[str, Tensor]:
-    """The rules change each name in turn; an empty one drops its tensor."""
+    """The tensors, their names changed by each rule in turn; an empty name drops its tensor."""
     made = tensors
     for pattern, replacement in rules:
         made = {re.sub(pattern, replacement, name): tensor for name, tensor in made.items()}
@@ -89,19 +89,19 @@ def renamed(tensors: dict[str, Tensor], rules: Sequence[Rule]) -> dict[str, Tens
 
 NUMBERED = "eagle_aux_hidden_state_layer_ids"
 COUNTS_OUTPUTS = "LlamaForCausalLMEagle3"  # SpecForge's and SGLang's architecture
-SIZES = (  # of Llama's, those that EAGLE heads have
+SIZES = (  # Llama's keys that EAGLE heads have
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size "
     "hidden_act rms_norm_eps max_position_embeddings rope_theta"
 ).split()
 
 
 def configured(schema: type[T], values: dict[str, Any], place: Path) -> T:
-    """A head's configuration; null: the default."""
+    """A checked configuration of a head; a value of None means the default."""
     given = {name: value for name, value in values.items() if value is not None}
     config: Any = validate(given, schema, str(place), {})
     for name, size in vars(config).items():
         limit = math.inf if isinstance(size, float) else 2**10 if name.startswith("num_") else 2**24
-        least = -1 if name.endswith(("_id", "_rank")) else int(name == "block_size")  # that it must be above
+        least = -1 if name.endswith(("_id", "_rank")) else int(name == "block_size")  # the size must be above this
         if isinstance(size, int | float) and not isinstance(size, bool) and not least < size < limit:
             raise UserError(f"{place}: {name} is {size:,}; it must be above {least} and below {limit:,}")
     if getattr(config, "hidden_act", "silu") != "silu":
@@ -115,7 +115,7 @@ def configured(schema: type[T], values: dict[str, Any], place: Path) -> T:
 
 
 def read_sizes(values: dict[str, Any], place: Path) -> dict[str, Any]:
-    """Both EAGLE configurations'; the defaults are SafeAILab's EConfig's."""
+    """The sizes in config.json of an EAGLE or block head; defaults are those of SafeAILab's EConfig."""
     width, heads = values.get("hidden_size"), values.get("num_attention_heads")
     theta, scaling = read_rope(values, place)
     sizes: dict[str, Any] = {"num_hidden_layers": 1, "num_key_value_heads": heads, "rms_norm_eps": 1e-6}
@@ -127,7 +127,7 @@ def read_sizes(values: dict[str, Any], place: Path) -> dict[str, Any]:
 
 
 def read_rope(values: dict[str, Any], place: Path) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling, as transformers 4 or 5 spell them; 10,000 as in published training, not the target's."""
+    """RoPE's base and scaling, spelt as in transformers 4 or 5; default base: 10,000 as published, not the target's."""
     tables = {name: values.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
     tables["config.json"] = values
     bases = {name: found["rope_theta"] for name, found in tables.items() if found.get("rope_theta")}
@@ -143,10 +143,10 @@ def read_rope(values: dict[str, Any], place: Path) -> tuple[float, dict[str, Any
 
 
 def write_sizes(config: Eagle1Config | Eagle3Config, target: TargetFacts) -> tuple[dict[str, Any], list[str]]:
-    """Every layout's keys of config.json, and notes."""
+    """The keys of config.json that all layouts share, and notes."""
     notes, scaling = [], config.rope_scaling or {}
     own, theirs = config.max_position_embeddings, int(getattr(target.text_config, "max_position_embeddings", 0) or 0)
-    # the longer of both, where RoPE ignores it: servers draft nothing, or noise, beyond it
+    # The longer one, if RoPE does not depend on it: servers draft nothing, or noise, beyond it.
     if theirs > own and scaling.get("rope_type") in (None, "linear", "llama3"):
         notes.append(f"max_position_embeddings {own:,} is written as {theirs:,}, the target's: servers stop there")
         own = theirs
@@ -167,7 +167,7 @@ def tap_numbers(values: dict[str, Any]) -> Any:
 def read_taps(
     values: dict[str, Any], fallback: tuple[int, ...] | None, place: Path, is_speculators: bool = False
 ) -> tuple[tuple[int, ...], str | None]:
-    """after_blocks (fallback where the files name none), and what was guessed.
+    """after_blocks (fallback if the files name none), and what was guessed, if anything.
 
     Two numberings circulate: entries of hidden_states, and outputs of blocks (one less).
     """
@@ -195,7 +195,7 @@ def read_taps(
 
 
 def unread(values: dict[str, Any]) -> tuple[str, ...]:
-    """A sentence for each key that matters to drafting and is not followed here."""
+    """A sentence for each key that matters to drafting but is ignored here."""
     sentences = []
     for part in (values, table(values, "transformer_layer_config"), table(values, "eagle_config")):
         kinds, window = part.get("layer_types") or [], part.get("sliding_window")

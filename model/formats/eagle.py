@@ -13,9 +13,9 @@ from aerie.model.heads.eagle import EMBEDDING, TAP_CONVENTION, Eagle1Config, Eag
 
 SPECULATIVE_TOKENS = 5  # speculators' default for EAGLE-3
 LAYER, TYPE = "transformer_layer_config", "speculators_model_type"
-SERVER = "made_for"  # under "aerie": the versions that count taps so
-ZERO_BIAS = "fc_bias_is_padding"  # under "aerie": fc.bias is zeros, for SGLang alone
-FIRST_LAYER = "layers.0.hidden_norm.weight"  # SafeAILab: midlayer
+SERVER = "made_for"  # under "aerie": the server versions that count taps this way
+ZERO_BIAS = "fc_bias_is_padding"  # under "aerie": fc.bias is zeros, only for SGLang
+FIRST_LAYER = "layers.0.hidden_norm.weight"  # SafeAILab calls this layer midlayer
 DERIVED: content.Rule = (r"^.*rotary_emb\.inv_freq$", "")  # RoPE's frequencies, in old pickles
 EARLY_NAMES: tuple[content.Rule, ...] = ((r"^fusion_fc\.", "fc."), (r"^transformer\.", "layers.0."))
 TO_MIDLAYER: tuple[content.Rule, ...] = (
@@ -27,7 +27,7 @@ FROM_MIDLAYER: tuple[content.Rule, ...] = (
     (r"^midlayer\.", "layers.0."),
 )
 SPECULATORS_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-LOST: dict[str, tuple[str, ...]] = {  # options that readers would drop in silence
+LOST: dict[str, tuple[str, ...]] = {  # options that readers would silently drop
     "safeailab": ("qk_norm", *SPECULATORS_FLAGS),
     "sglang": ("qkv_bias", "qk_norm", "norm_before_residual", "norm_before_fc"),
     "speculators": (),
@@ -68,11 +68,11 @@ def read_eagle3(files: content.HeadFiles, layout: str) -> content.HeadContent:
     taps, guess = content.read_taps(values, files.after_blocks, place, is_speculators)
     guesses, draft, drafts = [guess] if guess else [], sizes.get("vocab_size"), None
     if is_speculators:
-        draft = 32_000  # where it is not said
+        draft = 32_000  # if config.json does not say
         if "t2d" in tensors and tensors["t2d"].ndim == 1:
             sizes["vocab_size"] = tensors["t2d"].shape[0]  # early exports wrote another number
         if "norm_before_residual" not in values:
-            guesses.append("norm_before_residual is not said; false is taken, as by speculators (vLLM: true)")
+            guesses.append("norm_before_residual is missing; false is taken, as by speculators (vLLM: true)")
         proposals = content.table(values, "speculators_config").get("proposal_methods")
         drafts = proposals[0].get("speculative_tokens") if proposals else None
     options = {
@@ -90,7 +90,7 @@ def read_eagle3(files: content.HeadFiles, layout: str) -> content.HeadContent:
 
 
 def write_eagle(layout: str, head: content.HeadContent, target: content.TargetFacts) -> Export:
-    """config.json's values, tensors and notes; UserError for what readers would drop or misread in silence."""
+    """config.json's values, tensors and notes; UserError for what readers would silently drop or misread."""
     config, tensors, is_safeailab = head.config, dict(head.tensors), layout == "safeailab"
     if not isinstance(config, Eagle1Config | Eagle3Config):
         raise UserError(f"--to {layout}: carries EAGLE heads, and this is a {head.kind} head")
@@ -150,7 +150,7 @@ def write_eagle(layout: str, head: content.HeadContent, target: content.TargetFa
 
 
 def refuse_eagle(layout: str, config: Eagle1Config | Eagle3Config, target: content.TargetFacts | None) -> None:
-    """UserError for what readers would drop or misread in silence; without a target, as far as the head alone tells."""
+    """UserError for what readers would silently drop or misread; without a target, as far as the head alone tells."""
     lost = [name for name in LOST[layout] if getattr(config, name, False)]
     instead = "serve it with vLLM (--to speculators)"
     if isinstance(config, Eagle1Config):
@@ -171,7 +171,7 @@ def refuse_eagle(layout: str, config: Eagle1Config | Eagle3Config, target: conte
 def speculators_values(
     algorithm: str, config: Any, target: content.TargetFacts, drafts: int, layer: dict[str, Any]
 ) -> dict[str, Any]:
-    """What every head's config.json has in speculators 0.9; drafts: tokens that a server asks for per cycle."""
+    """The values that all heads have in speculators' config.json (0.9); drafts: tokens that servers draft per cycle."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": drafts, "verifier_accept_k": 1}
     return {
         TYPE: algorithm,
@@ -200,12 +200,12 @@ def sglang_numbers(
     if after_blocks == default:
         return None, CHECKED
     first, less_one = after_blocks[0], [k - 1 for k in after_blocks]
-    if first == 2:  # written as 1: every rule adds one
+    if first == 2:  # written as 1, which every rule reads as 2
         return less_one, CHECKED
     if any(name in TAP_RULES["by_the_first"].split() for name in architectures):
         if first != 1:
             return list(after_blocks), "0.5.13 to 0.5.23"
-        why = "one is added to what begins with 1"
+        why = "SGLang adds one to a list that begins with 1"
     elif not any(name in TAP_RULES["adds_one"].split() for name in architectures):
         why = f"no rule known for {', '.join(architectures) or 'its target'}"
     elif first:

@@ -1,4 +1,4 @@
-"""Which layout a head is in, the ones of Medusa, Hydra and our own (EAGLE's: formats/eagle.py), and tensors."""
+"""Recognises a head's layout; reads Medusa's, Hydra's and ours (others: the files beside this), and tensors."""
 
 import re
 from functools import partial
@@ -32,11 +32,11 @@ WHOLE_MODEL = ("model.layers.", "transformer.h.", "model.decoder.layers.")
 NO_LIMIT = 2**20  # of positions, without attention
 HEAD_DIM = 128  # Vicuna's
 MULTI_TOKEN_NAMES: dict[str, tuple[Rule, ...]] = {  # FasterDecoding/Medusa, zankner/Hydra
-    "medusa": (  # future token.block.linear, future token.number of blocks.weight
+    "medusa": (  # {future token}.{block}.linear and {future token}.{number of blocks}.weight
         (r"^(\d+)\.(\d+)\.linear\.", r"branches.\1.blocks.\2.linear."),
         (r"^(\d+)\.(\d+)\.weight$", r"laws.lm_heads.\1.weight"),
     ),
-    "hydra": (  # dropout stands between blocks; "embeding" is theirs
+    "hydra": (  # dropout stands between blocks; "embeding" is their spelling
         (r"^prefix_embeding_layer\.(embed_tokens\.weight|.*rotary_emb\.inv_freq)$", ""),
         (r"^prefix_embeding_layer\.(layers\.0\.)?", "prefix_layer."),
         (r"^hydra_mlp\.(\d+)\.(\d+)\.", lambda found: f"branches.{found[1]}.blocks.{int(found[2]) // 2}."),
@@ -73,7 +73,7 @@ def recognise(values: dict[str, Any], names: set[str], place: Path) -> tuple[str
 
 
 def read_content(directory: Path, after_blocks: tuple[int, ...] | None = None) -> tuple[str, HeadFiles, HeadContent]:
-    """Layout, files and content; after_blocks: where the files name no taps."""
+    """Layout, files and content; after_blocks: used if the files name no taps."""
     require_whole_weights(directory)
     place = directory / CONFIG
     values, (weights, tensors) = table(read_json(place)), read_tensors(directory)
@@ -156,7 +156,7 @@ def read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
 
 def write_tensors(directory: Path, tensors: dict[str, Tensor], pickled: bool = False) -> Path:
     path = directory / (PICKLE if pickled else WEIGHTS)
-    copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}  # no views: they save all
+    copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}  # a view would save its base
     save = torch.save if pickled else partial(save_file, metadata={"format": "pt"})
     write_atomically(path, lambda temporary: save(copies, temporary))
     return path
@@ -174,7 +174,7 @@ def _read_file(path: Path, names_only: bool = False) -> dict[str, Any]:
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001 (a damaged file may raise anything)
-        why = f"damaged, or more than tensors, which is never loaded; fetch it anew or get {WEIGHTS}"
+        why = f"damaged, or holds more than tensors, which is never loaded; fetch it anew or get {WEIGHTS}"
         raise UserError(f"{path}: cannot read the weights: {why}") from error
     if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise UserError(f"{path}: is no table of tensors by name; save the state dict alone")
