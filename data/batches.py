@@ -1,4 +1,4 @@
-"""Rows -> right-padded batches, in an order that depends on seed, epoch and rows per step, not on timing."""
+"""Rows -> right-padded batches; seed, epoch and rows per step fix their order."""
 
 import hashlib
 from collections import deque
@@ -38,7 +38,7 @@ class Batch:
     seeds: tuple[int, ...] | None = None  # one per row, for noise, dropout and drawn tokens
     redrawn: Tensor | None = None  # [B, T] bool: tokens that a draft LM draws itself
     scales: Tensor | None = None  # [B, T, 1 + L]
-    dtype: torch.dtype | None = None  # of the decoded states; None: they are stored in it
+    dtype: torch.dtype | None = None  # to decode the states to; None: they are not encoded
 
     @property
     def num_tokens(self) -> int:
@@ -235,7 +235,7 @@ def with_states(target: Target, after_blocks: tuple[int, ...], dtype: torch.dtyp
     if batch.features is not None:  # zeros, in a process without rows
         return batch
     ids, sizes = batch.input_ids, batch.documents
-    if sizes is not None:  # the target reads packed conversations one a row
+    if sizes is not None:  # the target reads packed conversations one per row
         ids = pad_sequence(ids[0].split(sizes), batch_first=True)  # [N, T]
     output, mask = forward(target, ids, batch.lengths, after_blocks)  # [N, T]
     # Zero in padding, as in a cache. Copies: autograd cannot keep inference tensors.

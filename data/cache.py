@@ -32,8 +32,8 @@ Form = Literal["bf16", "fp8", "int8"]
 VALUES: dict[Form, torch.dtype] = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 LARGEST: dict[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 TOKENS, STATES = ("input_ids", "turns"), ("last_hidden", "taps", "scales")  # tensors of a shard
-TOKEN_SUMS, STATE_SUMS = "token_checksums", "state_checksums"  # 8 hex digits a row
-OPEN_SHARDS = 128  # mapped at once by one process
+TOKEN_SUMS, STATE_SUMS = "token_checksums", "state_checksums"  # 8 hex digits per row
+OPEN_SHARDS = 128  # at most mapped at once in a process
 ROW_BYTES = 56  # per row, in its shard's record and in the index
 SHARD_BYTES = 2048  # per shard, at most: its header and the rest of its record
 
@@ -193,7 +193,7 @@ class CachedRow:
     last_hidden: Tensor  # [T, D]; states as stored
     taps: Tensor | None  # [T, L*D]
     scales: Tensor | None = None  # [T, 1 + L], for fp8 and int8
-    dtype: torch.dtype | None = None  # of the decoded states; None: they are stored in it
+    dtype: torch.dtype | None = None  # to decode the states to; None: they are not encoded
 
 
 class FeatureCache(Sequence[CachedRow]):

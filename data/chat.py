@@ -39,7 +39,7 @@ class Row:
 
     @property
     def num_slots(self) -> int:
-        """Slots p that learn: tokens p + 1 and p + 2 are of one turn."""
+        """The number of slots p that learn: tokens p + 1 and p + 2 are of one turn."""
         return sum(1 for first, second in pairwise(self.turns[1:]) if first == second != 0)
 
 
@@ -95,7 +95,7 @@ class Chat:
         spans, texts = list[tuple[int, int]](), [self._text(conversation, index + 1, False) for index in answers]
         for index, text in zip(answers, texts, strict=True):
             prompt = self._text(conversation, index, True)
-            # The prompt may open '<think>' where an answer has no thinking: then that begins where they differ.
+            # The prompt may open '<think>' for an answer without thinking, which then begins where the two differ.
             start = shared_start(prompt, text)
             if start < len(prompt):
                 if start <= len(self._text(conversation, index, False)):

@@ -274,7 +274,7 @@ def time_forwards(recipe: Recipe, plan: CachePlan, share: Share, device: str) ->
     if not writer.num_tokens:
         raise UserError(f"{plan.directory}: too few rows to time")
     tokens, speed = sum(shard.num_tokens for shard in part), writer.num_tokens / writer.forward_seconds
-    hours = f"{tokens / speed / 3600:,.2f} h; n jobs (--shard i/n) take an n-th of it"
+    hours = f"{tokens / speed / 3600:,.2f} h; each of n jobs (--shard i/n) takes 1/n of it"
     print(f"features: {tokens:,} tokens at {speed:,.0f} tok/s (measured now) take {hours}", flush=True)
 
 

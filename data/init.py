@@ -25,7 +25,7 @@ from aerie.model.target import context_of, default_taps, load_config, weights_si
 
 SAMPLE, MOST = 1000, 4096  # rows to measure; the longest max_length (SpecForge)
 GPU_SPEED, CORE_SPEED = 400e12, 15e9  # operations a second (assumed; docs/scale.md)
-SERVERS = {"eagle1": "safeailab", "eagle3": "speculators"}  # vLLM's layout
+SERVERS = {"eagle1": "safeailab", "eagle3": "speculators"}  # the layout for vLLM
 COMMON = ("target", "model", "merged", "final", "hf", "output")  # folder names that say nothing: take the parent's
 OURS = "no server loads it; aerie decodes with it"
 
@@ -124,7 +124,7 @@ def recipe_text(asked: dict[str, Any]) -> str:
 
 
 def _measured(target: TargetConfig, data: DataConfig, is_free: bool) -> tuple[DataConfig, int, int, list[int]]:
-    """data (is_free: with a held_out), numbers of all and of training rows (0: on the Hub), sorted sample lengths."""
+    """data (is_free: with held_out), numbers of all and of training rows (0: on the Hub), a sample's lengths."""
     if not all(is_here(name) for name in data.conversations):
         return data, 0, 0, [MOST]
     read = sum(1 for name in data.conversations for _ in read_rows(name))

@@ -123,7 +123,7 @@ def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
 
 
 def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
-    """RUN/distilled, or a job's share of it; --plan counts the prompts."""
+    """Makes RUN/distilled, or a job's share of it; --plan counts the prompts."""
     if recipe.distill is None:
         raise UserError(f"{arguments.config}: no section 'distill'; see configs/distill for some")
     from aerie.configs.schema.measure import PromptsConfig, TaskConfig

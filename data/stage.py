@@ -159,7 +159,7 @@ class _Lines(StringIO):
 
 
 def bar(total: int | None, unit: str, description: str, rank: int = 0, done: int = 0) -> "tqdm[Any]":
-    """A bar on standard error, lines in a log. `done` does not count in the rate; without a total it is not left."""
+    """A bar on standard error, lines in a log. `done` does not count in the rate; a bar without a total is cleared."""
     options: dict[str, Any] = {"file": sys.stderr, "dynamic_ncols": True}
     if not sys.stderr.isatty():
         form = OPEN_LINE if total is None else LINE

@@ -27,7 +27,7 @@ from aerie.model.storage import write_text
 FAMILIES = ("arithmetic", "conversion", "code", "table", "passage", "letter", "schedule")
 SYSTEM_SHARE = 0.2  # of the conversations
 NUM_TURNS = (1, 1, 2, 2, 3)  # drawn uniformly
-ATTEMPTS = 100  # draws of one row before the families count as exhausted
+ATTEMPTS = 100  # draws of one row before a family counts as exhausted
 
 
 class Turn(NamedTuple):
@@ -64,7 +64,7 @@ FRAME: dict[str, Any] = _book("frame")
 
 def draw_task(family: str, generator: Random) -> list[Turn]:
     def draw(rule: Any) -> Any:
-        """Draws from a list, evaluates an expression, or draws a mapping's rules by name and returns the last value."""
+        """Draws from a list, evaluates an expression, or draws a mapping's rules, stores each, and returns the last."""
         if isinstance(rule, list):
             return generator.choice(rule)
         if not isinstance(rule, Mapping):

@@ -121,7 +121,7 @@ def _made(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally, s
 def _in_processes(
     conversations: Iterator[Conversation], chat: Chat, config: DataConfig, num_ids: int
 ) -> Iterator[tuple[Conversation, list[Row]]]:
-    """Each conversation with its rows, in order; after SLOW_SECONDS made in one process per core of this job."""
+    """Each conversation with its rows, in order; after SLOW_SECONDS in a process per core of this job."""
     started, batches = time.monotonic(), iter(lambda: list(islice(conversations, BATCH)), [])
     workers = num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     for batch in batches:
@@ -196,7 +196,7 @@ def statistics(rows: Sequence[Row]) -> str:
 
 
 def show(rows: Sequence[Row], tokenizer: Any, color: bool = True) -> str:
-    """For each row a line, then its text, learnt turns green (or in [turn:...])."""
+    """For each row a line, then its text with learnt turns in green (or in [turn:...])."""
     shown = []
     for row in rows:
         parts, before, position = [f"{row.source}{statistics([row]).removeprefix('1 rows')}\n"], "", 0
@@ -240,9 +240,9 @@ def draft_vocabulary(
 
 
 def mask_token(tokenizer: Any, end_ids: Collection[int], embedding: Any) -> int:
-    """The id of a token in no text: the tokenizer's mask, else a row of the embedding [V, D] without a token, else pad.
+    """A token id that no text has: the tokenizer's mask, else an embedding row [V, D] without a token, else padding.
 
-    UserError if there is none. A row of zeros does not do: it would make all masks of a block alike.
+    UserError if there is none. A row of zeros is not taken: it would make all masks of a block alike.
     """
     known = {*tokenizer.get_vocab().values()}
     unnamed = (number for number in range(len(embedding)) if number not in known and embedding[number].any())

@@ -161,7 +161,7 @@ def position_warnings(config: Any, text_config: Any, place: str) -> list[str]:
     warnings, (theta, scaling) = [], rope_of(text_config)
     if (config.rope_theta, config.rope_scaling) != (theta, scaling):
         ours = f"rope_theta is {config.rope_theta:,.0f} with scaling {config.rope_scaling}"
-        warnings.append(f"{place}: {ours}, its target's {theta:,.0f} with {scaling}; right only if trained so")
+        warnings.append(f"{place}: {ours}, its target's {theta:,.0f} with {scaling}; right only if it was trained so")
     length, context = config.max_position_embeddings, context_of(text_config) or 0
     if length < context:
         warnings.append(f"{place}: max_position_embeddings is {length:,}, its target's {context:,}: answers stop there")

@@ -27,7 +27,7 @@ EAGLES = (refuse_eagle, write_eagle)  # for other kinds
 SERVED = {kind: {"vLLM": "speculators", "SGLang": "sglang"} for kind in ("eagle1", "eagle3", "block")}
 SERVED["eagle1"]["vLLM"] = "safeailab"
 OF_AN_EXPORT = ("exported_from", SERVER, ZERO_BIAS)  # the next export does not copy these
-BOOKKEEPING = re.compile(  # keys of config.json that drafting does not need, or that `unread` reports
+BOOKKEEPING = re.compile(  # keys of config.json that are read, reported by `unread`, or not needed
     r"_name_or_path|architectures|auto_map|\w+_token_id|(torch_)?dtype|initializer_range|transformers_version|use_cache"
     r"|aerie(_kind)?|model_type|hidden_act|tie_word_embeddings|embed_requires_grad|speculators_\w+|eagle_config|rope_\w+"
     r"|transformer_layer_config|(use_)?sliding_window|max_window_layers|layer_types|max_sequence_length|layernorms"
@@ -42,7 +42,7 @@ def export(
     output: Path,
     target: TargetFacts,
     after_blocks: tuple[int, ...] | None = None,
-    any_target: bool = False,  # only notes that a target has other weights
+    any_target: bool = False,  # other weights are a note, no error
     pickled: bool = True,  # SafeAILab's layout, as published
 ) -> tuple[str, list[str]]:
     """Writes the head to output in layout `to`; returns its own layout, and notes."""

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: heads fetched by repository name; its errors, without tokens."""
+"""The Hugging Face Hub: fetches heads by repository name, explains errors, hides tokens."""
 
 import difflib
 import hashlib
@@ -16,9 +16,9 @@ from aerie.model.storage import CALIBRATOR, CONFIG, ORDER, find_weights, first_l
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 RECORDS = ("recipe.yaml", "provenance.json", "calibration.json", CALIBRATOR)
-OURS = "aerie"  # the folder of a head as it was trained, where a repository's root is a server's layout
+OURS = "aerie"  # the folder of a head as it was trained, if a repository's root is in a server's layout
 SHA256 = re.compile("[0-9a-f]{64}")
-KEPT_BYTES, TOLD_BYTES = 2**26, 10**10  # smaller files are hashed each time, larger ones take long enough to say so
+KEPT_BYTES, TOLD_BYTES = 2**26, 10**10  # from these sizes on a digest is kept, and hashing is announced
 SAFE, PICKLED = ("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.bin.index.json", "*_lm_head.pt")
 
 
@@ -65,7 +65,7 @@ def require_target(path: str) -> None:
 
 
 def quieten() -> None:
-    """Silences transformers' log, and bars of the Hub and of loading but on the first process's terminal."""
+    """Silences transformers' log, and progress bars except on the first process's terminal."""
     from torch import cuda
     from transformers.utils import logging
 
@@ -77,7 +77,7 @@ def quieten() -> None:
 
 
 def weights_digest(path: Path) -> str:
-    """The SHA-256 of a file of weights: its name in the Hub's cache; a large file's is remembered by size and time."""
+    """The SHA-256 of a file of weights: in the Hub's cache, its name; a large file's is kept, by size and time."""
     place = path.resolve()
     if place.parent.name == "blobs" and SHA256.fullmatch(place.name):
         return place.name
@@ -98,7 +98,7 @@ def weights_digest(path: Path) -> str:
 
 
 def weights_digests(path: str, revision: str | None, names: Sequence[str]) -> list[str]:
-    """The SHA-256 of each weight file of a target; those of a Hub id need not be downloaded."""
+    """The SHA-256 (outside LFS: Git's id) of each weight file of a target; a Hub id's need no download."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     if Path(path).is_dir():
@@ -113,7 +113,7 @@ def weights_digests(path: str, revision: str | None, names: Sequence[str]) -> li
 
 
 def require_whole_weights(head: Path) -> None:
-    """UserError where weights are not those that the manifest of a trained head lists."""
+    """UserError if weights differ from those in a trained head's manifest."""
     for name, (_, checksum) in storage.sound_record(head).get("files", {}).items():
         path = head / name
         if name.endswith((".safetensors", ".bin", ".pt")) and path.is_file() and weights_digest(path)[:16] != checksum:
@@ -137,7 +137,7 @@ def readable_errors(repo: str) -> Iterator[None]:
 
 
 def hub_answer(error: BaseException) -> str | None:
-    """What the Hub's answer means, also below another error; None: it answered nothing, or nothing known."""
+    """What the Hub's answer means, also if another error hides it; None: no answer, or an unknown one."""
     from huggingface_hub import constants, errors
 
     cause = error

@@ -1,4 +1,4 @@
-"""The decoder layer of draft heads, by Llama's parameter names."""
+"""The decoder layer of draft heads, with Llama's parameter names, and its attention and cache."""
 
 import math
 import weakref
@@ -63,16 +63,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Kept:
-    """How many rows of a text its caches keep: `length` on the host; on the device the places `behind` them.
+    """How many rows of a text its caches keep: `length`, on the host; `behind`, on the device: the places after them.
 
-    numbers are 0, 1, ...; columns [W] are the first of them: those of the kept rows, or some more.
-    """
+    numbers are 0, 1, ...; columns [W] are the first W of them: one per kept row, or some more."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        # in steps, as a compiled forward is of one capacity
+        # rounded up, as a forward is compiled for one capacity
         self.numbers = torch.arange(-(-capacity // 256) * 256, device=device)
         self.behind = self.numbers.clone()
-        # by decoder: its graphs, which look at these places and their caches
+        # by decoder: its CUDA graphs, which read these places and their caches
         self.captured = weakref.WeakKeyDictionary[Any, dict[Any, Any]]()
         self.restart()
 
@@ -98,7 +97,7 @@ class KeyValueCache(Cache):
         super().__init__(layers=[])
         self.kept, self.pending, self.width = kept, 0, 0
         kept.captured.clear()
-        # tensors of one device, dtype and shape share one, so that `keep` gathers them all at once
+        # tensors of one device, dtype and shape share a buffer, so that `gather` moves all at once
         self._groups: list[Tensor] = []  # [tensors, B, KV, capacity, head_dim]
         self._rows: dict[tuple[int, str], Tensor] = {}  # views: each layer's keys and values
         alike: dict[Any, dict[tuple[int, str], Tensor]] = {}
@@ -106,20 +105,20 @@ class KeyValueCache(Cache):
             alike.setdefault((part.device, part.dtype, part.shape), {})[place] = part
         for group in alike.values():
             first = next(iter(group.values()))
-            # zeros: what a mask hides is multiplied by 0
+            # zeros: hidden values are multiplied by 0, and 0 * nan is nan
             store = first.new_zeros(len(group), *first.shape[:2], len(kept.numbers), first.shape[-1])
             self._rows |= zip(group, store, strict=True)
             self._groups.append(store)
         self.write(rows)
 
     def write(self, rows: dict[tuple[int, str], Tensor]) -> None:
-        """A new text's first rows."""
+        """Writes a new text's first rows."""
         for place, part in rows.items():
             self._rows[place][:, :, : part.shape[2]] = part
 
     @classmethod
     def empty(cls, num_layers: int, config: Any, kept: Kept, like: Tensor) -> "KeyValueCache":
-        """A head's, of its dtype and device."""
+        """A head's empty cache, of like's dtype and device."""
         nothing = like.new_empty(1, config.num_key_value_heads, 0, config.head_dim)
         return cls({(layer, name): nothing for layer in range(num_layers) for name in ("keys", "values")}, kept)
 
@@ -130,7 +129,7 @@ class KeyValueCache(Cache):
         return self.places
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        """All rows up to those at `places`."""
+        """Writes the rows at `places`, and returns all rows up to them."""
         keys, values = self._rows[layer_idx, "keys"], self._rows[layer_idx, "values"]
         places = self.places.to(keys.device)
         keys.index_copy_(2, places, key_states)
@@ -138,7 +137,7 @@ class KeyValueCache(Cache):
         return keys.narrow(2, 0, self.width), values.narrow(2, 0, self.width)
 
     def gather(self, nodes: Tensor) -> None:
-        """Moves the rows at these offsets [n] behind the kept ones, ascending, to the first of these places."""
+        """Moves the rows at these ascending offsets [n] behind the kept rows to the first n places there."""
         places, self.pending = self.kept.behind[: nodes.shape[0]], 0
         nodes = self.kept.behind.index_select(0, nodes)
         for store in self._groups:
@@ -152,18 +151,18 @@ class KeyValueCache(Cache):
 class UnrollMemory:
     """Keys and values [1, KV, N, hd] of one layer, by unroll step (EAGLE-3, arXiv 2503.01840, figure 6).
 
-    Step 0 is a row of documents, of these lengths. Slot i of a later step stands at places[i] of that row.
+    Step 0 is one row of packed documents of these lengths. Slot i of a later step stands at places[i] of that row.
     """
 
     documents: tuple[int, ...]
     places: Tensor  # [S]
-    is_last: bool = True  # of the head's layers: then step 0, too, has outputs at places alone
+    is_last: bool = True  # the head's last layer: then step 0, too, has outputs only at places
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
     @property
     def asked(self) -> Tensor | None:
-        """The slots whose outputs the step is asked for; None: all."""
+        """The slots whose outputs the step must give; None: all."""
         return self.places if self.is_last and not self.keys else None
 
 
@@ -171,14 +170,14 @@ Memory = tuple[KeyValueCache, int] | UnrollMemory | None  # a cache with the lay
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, memory: Memory) -> Tensor:
-    """[B, T, H * hd] of rotated queries [B, H, T, hd], rotated keys and values [B, KV, T, hd]; mask None: causal.
+    """Attention [B, T, H * hd] of rotated q [B, H, T, hd], rotated k and v [B, KV, T, hd]; mask None: causal.
 
     With an UnrollMemory, one unroll step; the queries are those of the asked slots.
     """
     if isinstance(memory, UnrollMemory):
         n, is_whole = q.shape[2], not memory.keys and not memory.is_last
         places = torch.arange(n, device=q.device) if is_whole else memory.places[:n]
-        memory.keys.append(k.to(v.dtype))  # autocast: RoPE's tables are float32
+        memory.keys.append(k.to(v.dtype))  # under autocast RoPE's tables make k float32
         memory.values.append(v)
         pairs = enumerate(zip(memory.keys, memory.values, strict=True))
         columns = [(x[:, :, :n] if step else x).squeeze(0).transpose(0, 1) for step, pair in pairs for x in pair]
@@ -210,7 +209,7 @@ class Attention(nn.Module):
     def project(self, x: Tensor, rope: Rope, asked: Tensor | None = None) -> list[Tensor]:
         """Rotated queries [B, H, T, hd], rotated keys and values [B, KV, T, hd] of x [B, T, inputs].
 
-        asked: slots that alone have queries.
+        asked: the slots that have queries (None: all).
         """
         asking, rope_q = (x, rope) if asked is None else (x[:, asked], (rope[0][:, :, asked], rope[1][:, :, asked]))
         projected = self.q_proj(asking), self.k_proj(x), self.v_proj(x)
@@ -251,7 +250,7 @@ class DecoderLayer(nn.Module):
         return pair, self.hidden_norm(x) if self.norm_before_residual else x
 
     def before(self, x: Tensor, embedded: Tensor | None, rope: Rope, asked: Tensor | None) -> list[Tensor]:
-        """The residual, and what attention is of."""
+        """The residual, and the queries, keys and values."""
         given, residual = self.read(x, embedded)
         return [residual if asked is None else residual[:, asked], *self.self_attn.project(given, rope, asked)]
 
@@ -262,13 +261,13 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, embedded: Tensor | None, rope: Rope, mask: Tensor | None = None, memory: Memory = None
     ) -> Tensor:
-        """[B, T, D] of x [B, T, D]; only a pair reads embedded [B, T, D]; mask and memory as in attend."""
+        """Outputs [B, T, D] of x [B, T, D]; only a pair reads embedded [B, T, D]; mask and memory as in attend."""
         asked = memory.asked if isinstance(memory, UnrollMemory) else None
         residual, q, k, v = self.before(x, embedded, rope, asked)
         return self.after(residual, attend(q, k, v, mask, memory))
 
     def compile_parts(self) -> None:
-        """Compiles what stands before and after attention, each once for all lengths; names of parameters stay."""
+        """Compiles what stands before and after attention, each once for all lengths; parameter names stay."""
         for name in ("before", "after"):
             setattr(self, name, torch.compile(getattr(self, name), dynamic=True))
 
@@ -289,7 +288,7 @@ class DraftLayer:
         self.down = mlp.down_proj.weight
 
     def __call__(self, x: Tensor, embedded: Tensor, rope: Rope, mask: Tensor, memory: Memory) -> Tensor:
-        """[n, D] of x [n, D]; the additive mask [1, 1, n, S] is over the cache's rows and the n slots."""
+        """Outputs [n, D] of x [n, D]; the additive mask [1, 1, n, S] is over the cache's rows and the n slots."""
         given, residual = self.read(x, embedded)
         heads, kv = self.parts
         qkv = F.linear(given, self.qkv, self.bias).view(1, len(x), -1, self.head_dim).transpose(1, 2)
@@ -312,7 +311,7 @@ def _stacked(parameters: list[Tensor]) -> Tensor:  # parameters become its views
 
 
 class _MergedAttention(torch.autograd.Function):
-    """Causal attention to step 0, merged with the slot's own columns by their log-sum-exp (arXiv 2310.01889).
+    """Causal attention to step 0, merged with a slot's columns of later steps by log-sum-exp (arXiv 2310.01889).
 
     q [n, H, hd]; pairs: key and value of each step in turn, [N or n, KV, hd]; g is H / KV.
     """
@@ -356,8 +355,8 @@ def _placed(x: Tensor, places: Tensor, length: int) -> Tensor:  # [n, ...] -> [l
 
 
 def _kernel(x: Tensor) -> Literal["cpu", "flash", "efficient"]:
-    # By name: scaled_dot_product_attention keeps the log-sum-exp, and its backward pass takes no other one. As torch
-    # calls them in torch/nn/attention/varlen.py and in its context parallel attention; CUDA's flash knows no float32.
+    # We call kernels by name: scaled_dot_product_attention hides the log-sum-exp, and its backward takes no other. The
+    # calls are as in torch/nn/attention/varlen.py and torch's context parallelism. CUDA's flash takes no float32.
     if not x.is_cuda:
         return "cpu"
     return "flash" if x.dtype in (torch.float16, torch.bfloat16) else "efficient"
@@ -375,12 +374,12 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, documents: tuple[int, ...]) -> tupl
         else:
             part, logs, *_ = aten._scaled_dot_product_efficient_attention(*given, None, True, 0.0, True)
         out[rows] = part.permute(2, 0, 1, 3).flatten(1, 2)
-        normaliser[rows] = logs.flatten(0, 1).T[: part.shape[2]]  # CUDA's is longer
+        normaliser[rows] = logs.flatten(0, 1).T[: part.shape[2]]  # CUDA pads it
     return out, normaliser
 
 
 def _causal_backward(of_q: list[Tensor], k: Tensor, v: Tensor, documents: tuple[int, ...]) -> list[Tensor]:
-    """Gradients of q, k and v; of_q: out's gradient, q, out, the log-sum-exp; the last two maybe with own columns."""
+    """Gradients of q, k and v; of_q: out's gradient, q, out, the log-sum-exp (the last two: of all steps)."""
     g, q, out, normaliser = of_q
     if _kernel(q) == "flash" and documents:
         whole = g.contiguous(), q, k, v, out, normaliser.T.contiguous(), *_borders(documents, q)
@@ -409,7 +408,7 @@ def _borders(documents: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _by_document(documents: tuple[int, ...], kv: int, *parts: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Each document's rows, and these of parts [N, H or KV, w] as [KV, g, n, w]."""
+    """Each document's rows, and these rows of the parts [N, H or KV, w], as [KV, g, n, w]."""
     groups = parts[0].shape[1] // kv
     for first, stop in pairwise([0, *accumulate(documents)]):
         split = [x[first:stop].unflatten(1, (kv, -1)).permute(1, 2, 0, 3) for x in parts]

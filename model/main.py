@@ -17,14 +17,14 @@ from aerie.model.storage import CONFIG, read_json
 
 
 def parser() -> argparse.ArgumentParser:
-    top = Arguments("aerie", description="Heads that travel: inspect, convert, push.", allow_abbrev=False)
+    top = Arguments("aerie", description="Inspect, convert and push draft heads.", allow_abbrev=False)
     commands = top.add_subparsers(dest="command", required=True)
 
     def add(name: str, summary: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         command.add_argument("head", type=expanduser, help="a directory, or user/name[@revision] on the Hub")
         command.add_argument("--target", type=expanduser, required=name == "convert", help="a directory or a Hub id")
-        command.add_argument("--after-blocks", type=taps, help="of an EAGLE-3 head that names no taps, as 2,16,29")
+        command.add_argument("--after-blocks", type=taps, help="taps of a head that names none, as 2,16,29")
         return command
 
     inspect = add("inspect", "what a head's files hold, and whether it fits")
@@ -33,19 +33,19 @@ def parser() -> argparse.ArgumentParser:
     names, named = ("safeailab", "sglang", "speculators"), lambda to: to.replace("vllm", "speculators")
     convert.add_argument("--to", required=True, choices=names, type=named, help="the layout (vllm: speculators)")
     convert.add_argument("--out", required=True, type=user_path, help="the directory to write")
-    convert.add_argument("--target-name", help="what servers load, where it is not --target")
-    convert.add_argument("--any-target", action="store_true", help="allow one with other weights")
+    convert.add_argument("--target-name", help="what servers load, if not --target")
+    convert.add_argument("--any-target", action="store_true", help="allow a target with other weights")
     convert.add_argument("--overwrite", action="store_true", help="replace what is in --out")
     push = add("push", "ship a head to the Hub, with a card from its run's reports")
     push.add_argument("--repo", required=True, help="user/name")
     push.add_argument("--run", type=user_path, help="the run with its reports (default: the head's own)")
     push.add_argument("--target-name", help="the target's Hub id, in place of a local path")
     push.add_argument("--license", help="as the Hub spells it (apache-2.0)")
-    push.add_argument("--private", action="store_true", help="refused where the repository is public")
+    push.add_argument("--private", action="store_true", help="refused if the repository is public")
     push.add_argument("--revision", help="the branch (default: main)")
     push.add_argument("--dry-run", action="store_true", help="print what would go, and stop")
-    push.add_argument("--without-results", action="store_true", help="although nothing was measured")
-    push.add_argument("--uncommitted", action="store_true", help="although the tree was not committed")
+    push.add_argument("--without-results", action="store_true", help="push although nothing was measured")
+    push.add_argument("--uncommitted", action="store_true", help="push although the tree was not committed")
     return top
 
 
@@ -56,7 +56,7 @@ def main() -> int:
     arguments = parser().parse_args()
     from aerie.model.formats.content import TargetFacts
 
-    warnings.filterwarnings("ignore")  # of libraries, between the lines
+    warnings.filterwarnings("ignore")  # of libraries
     quieten()
     if arguments.target is not None:
         arguments.target = TargetFacts.load(arguments.target, getattr(arguments, "target_name", None))
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def taps(text: str) -> tuple[int, ...]:
-    """ValueError, which argparse explains, unless they ascend."""
+    """ValueError, which argparse explains, unless the numbers ascend."""
     numbers = tuple(map(int, text.split(",")))
     if list(numbers) != sorted(set(numbers)):
         raise ValueError
@@ -72,7 +72,7 @@ def taps(text: str) -> tuple[int, ...]:
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    """1 where the head does not load or fit."""
+    """Returns 1 if the head does not load or fit."""
     from aerie.model.export import inspect_head, screen
 
     head = inspect_head(arguments.head, arguments.target, arguments.after_blocks)

@@ -14,7 +14,7 @@ from aerie.model.target import Target, context_of
 
 PARAMETERS = 8_000_000  # at most
 SHORT = 16  # tokens of a prompt
-SPEED = {"cpu": 2e10, "cuda": 1e15}  # operations in the second that a check beside a limit may take
+SPEED = {"cpu": 2e10, "cuda": 1e15}  # operations a second (assumed)
 TABLE = read_yaml(Path(__file__).with_name("miniature.yaml"))[0]
 SMALL = {name: int(size) for size, names in TABLE["sizes"].items() for name in names.split()}
 BY_LAYER = ("layer_types", "activation_sparsity_pattern", "mlp_layer_types")
@@ -22,7 +22,7 @@ PARTS = ("text_config", "decoder")
 
 
 def miniature(config: Any, recipe: TargetConfig) -> Target | None:
-    """null: the kind cannot be made so small; UserError where it is no target at any size."""
+    """A small target; None if its kind cannot be made so small; UserError if it is no target at any size."""
     try:
         model = small_model(config)
     except Exception:  # its sizes depend on each other in a way of their own
@@ -31,7 +31,7 @@ def miniature(config: Any, recipe: TargetConfig) -> Target | None:
 
 
 def small_model(config: Any, **changes: Any) -> Any:
-    """Whatever transformers raises where the sizes do not fit each other."""
+    """Raises whatever transformers does if the sizes do not fit each other."""
     usual = type(config)().to_dict()
     given = {name: value for name, value in config.to_dict().items() if usual.get(name) != value}
     small = type(config)(**(given | _sizes(config) | TABLE["own"].get(config.model_type, {}) | changes))
@@ -54,7 +54,7 @@ def _sizes(config: Any) -> dict[str, Any]:
     if hasattr(config, "kv_lora_rank"):  # MLA
         values |= {"num_key_value_heads": 4, "head_dim": 4}
     rope = _given(config, "rope_parameters") or {}
-    if "long_factor" in rope:  # LongRoPE: a factor for each pair of the entries that turn, and a length in reach
+    if "long_factor" in rope:  # LongRoPE: a factor per rotated pair, and a switch that texts reach
         pairs = int((4 if hasattr(config, "kv_lora_rank") else 8) * rope.get("partial_rotary_factor", 1.0)) // 2
         factors = {name: rope[name][:pairs] for name in ("short_factor", "long_factor")}
         values |= {"rope_parameters": rope | factors | {"original_max_position_embeddings": 28}}
@@ -69,14 +69,14 @@ def _sizes(config: Any) -> dict[str, Any]:
 
 
 def _given(config: Any, name: str) -> Any:
-    """null for what follows from other values."""
+    """The value of a key; None if it follows from others."""
     way = getattr_static(config, getattr(config, "attribute_map", {}).get(name, name), None)
     with suppress(Exception):  # values by layer are no attributes
         return None if isinstance(way, property) and way.fset is None else getattr(config, name, None)
 
 
 def lengths_to_check(target: Target) -> dict[int, float]:
-    """Lengths of texts on both sides of each limit in the configuration, and about how many seconds a check takes."""
+    """{length: seconds} of a short text and one near each limit of the configuration; about what a check takes."""
     room, cost = (context_of(target.config) or 2**31) - 8, 10 * target.model.num_parameters()  # operations a token
     beside = {limit - 2 for limit in _windows(target.config.to_dict())} | {(target.rope_switch or 2**31) + 8}
     lengths = sorted(length for length in {min(SHORT, room), *beside} if 0 < length <= room)

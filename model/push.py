@@ -28,7 +28,7 @@ SERVERS = {"safeailab": ["eagle", "vllm"], "sglang": ["eagle", "sglang"], "specu
 
 
 def for_server(head: dict[str, Any], name: str, place: Path, target: TargetFacts | None) -> tuple[str, list[str]]:
-    """The layout that a server loads, in which a trained head is written to place ("": none), and notes."""
+    """Writes a trained head to place in a server's layout; returns that layout ("": none), and notes."""
     notes, recorded = list[str](), head["target"]["recorded"]
     for server in head["servers"].values() if head["layout"] == "aerie" and (target or recorded) else ():
         try:
@@ -38,7 +38,7 @@ def for_server(head: dict[str, Any], name: str, place: Path, target: TargetFacts
             return server["layout"], export(head["path"], server["layout"], place, facts, pickled=False)[1]
         except UserError as error:
             missing = "" if target or server["refused"] else " without --target"
-            notes.append(f"no server's layout goes along{missing}: {error}")
+            notes.append(f"not shipped in a server's layout{missing}: {error}")
     return "", [*dict.fromkeys(notes)]
 
 
@@ -51,7 +51,7 @@ def pack(
     allowed: Collection[str] = (),  # "without_results", "uncommitted"
     server: tuple[Path, TargetFacts | None] | None = None,  # where to write a server's layout, and --target
 ) -> tuple[Files, list[str]]:
-    """The files of a push, and notes; a server's layout becomes the root, and ours is in the folder OURS."""
+    """The files of a push, and notes; a server's layout is the root, and ours goes into the folder OURS."""
     directory = head_directory(head["path"])
     if head["problems"] or head["taps_open"] == "ambiguous":
         raise UserError([*head["problems"], f"{directory}: {', '.join(head['guesses'])}"][0])
@@ -82,7 +82,7 @@ def pack(
     shards = set(weight_map(weights).values()) if weights.suffix == ".json" else set()
     files |= {name: directory / name for name in (weights.name, *shards)}
     known, fitted = digests(directory), _table(directory / CALIBRATOR)
-    if fitted.get("head") == known:  # it has to fit the shipped config.json
+    if fitted.get("head") == known:  # it must match the shipped config.json
         fitted["head"] = {**known, CONFIG: content_digest(bytes(files[CONFIG]))}
         files[CALIBRATOR] = _written(CALIBRATOR, fitted)
     stays = sorted(path.name for path in directory.iterdir() if path.name not in files)
@@ -173,11 +173,11 @@ HOME = re.compile(r"(~\w*|(/.*)?/(home|Users)/[^/]+|/root)/?")
 
 
 def public(value: Any, names: dict[str, str], is_secret: bool = False) -> Any:
-    """A record with public names for local paths, also in keys: of `names`, else the last part; without secrets."""
+    """A record without secrets; local paths, also in keys, become public names: from `names`, else the last part."""
     if isinstance(value, dict):
         secret = {key: is_secret or key in ("extra_body", "headers") for key in value}
         return {public(key, names): public(entry, names, secret[key]) for key, entry in value.items()}
-    if isinstance(value, list):  # of words, too: what follows --distill.server.extra_body
+    if isinstance(value, list):  # or words: hides what follows --distill.server.extra_body
         secrets = [False, *(isinstance(entry, str) and entry.startswith("--distill") for entry in value)]
         return [public(entry, names, is_secret or secret) for entry, secret in zip(value, secrets, strict=False)]
     if is_secret or not isinstance(value, str):
@@ -197,7 +197,7 @@ def last_part(path: str) -> str:
 
 
 def removals(repo: str, files: Files, revision: str | None = None) -> list[str]:
-    """What an earlier push left over; UserError for another's repository."""
+    """Files of an earlier push to remove; UserError if the repository is another's."""
     from huggingface_hub import HfApi, errors, hf_hub_download, metadata_load
 
     api = HfApi()
@@ -224,7 +224,7 @@ def removals(repo: str, files: Files, revision: str | None = None) -> list[str]:
 
 
 def upload(repo: str, files: Files, revision: str | None = None, private: bool = False) -> tuple[str, list[str]]:
-    """The address of one commit that ships files, and what it removed of an earlier push."""
+    """Ships files in one commit; returns its address, and which files it removed."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     # one commit (upload_folder may make several): a repository must never hold two heads

@@ -125,7 +125,7 @@ def remove_tree(path: Path) -> None:
 
 
 def remove_temporaries(directory: Path) -> None:
-    """What killed processes left; nobody else may be writing there."""
+    """Removes what killed processes left; nobody else may be writing there."""
     for path in [*directory.glob(".*.tmp"), *directory.glob(".*.old")]:
         if path.is_dir():
             remove_tree(path)
@@ -150,7 +150,7 @@ class Lock(AbstractContextManager["Lock"]):
         self.path, self.file = path, path.open("ab")
 
     def acquire(self, shared: bool = False, wait: bool = True) -> bool | Literal["unknown"]:
-        """Whether this process has it now; "unknown" (true) where there are no locks."""
+        """Whether this process has it now; "unknown" (truthy) if the file system has no locks."""
         kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
         while True:
             try:
@@ -186,7 +186,7 @@ def working_alone(directory: Path, doing: str) -> Lock:
 
 
 FILE, CALIBRATOR, CHOICES = "provenance.json", "calibrator.json", "choices.yaml"
-LATER = (FILE, CALIBRATOR, CHOICES)  # written into a finished output: no part of it
+LATER = (FILE, CALIBRATOR, CHOICES)  # written after an output is finished: no part of it
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "safetensors", "tokenizers")
 
 
@@ -228,7 +228,7 @@ class Damaged:
 @dataclass(frozen=True)
 class Foreign:
     manifest: "Manifest"
-    differences: str  # as of the function
+    differences: str  # from the function below
 
 
 @dataclass(frozen=True)
@@ -330,12 +330,12 @@ def sound_record(directory: Path) -> dict[str, Any]:
 
 
 def is_same(old: Any, new: Any) -> bool:
-    """Whether values are equal; an older record's digest of a file of weights is the first half of today's."""
+    """Whether values are equal; in older records a digest of weights is the first half of today's."""
     return digest(old) == digest(new) or (re.fullmatch("[0-9a-f]{32}", str(new)) is not None and old == str(new)[:16])
 
 
 def differences(there: dict[str, Any], asked: dict[str, Any]) -> str:
-    """'key: 1 there, 2 asked' of three keys that differ; the target comes first, digests last."""
+    """'key: 1 there, 2 asked' for at most three keys that differ; target.path comes first, digests last."""
 
     def compare(old: Any, new: Any, key: str) -> list[str]:
         if isinstance(old, dict) and isinstance(new, dict):
@@ -386,7 +386,7 @@ def write_status(path: Path, stage: str, state: str, code: int = 0) -> None:
 
 @contextmanager
 def status_file(path: Path, stage: str) -> Iterator[dict[str, Any]]:
-    """status.json while a stage runs, and how it ended: what the block puts into the dict, or its failure."""
+    """Keeps status.json: running, then how the stage ended (what the block puts into the dict, or its failure)."""
     write_status(path, stage, "running")
     ended: dict[str, Any] = {"state": "done", "code": 0}
     try:
@@ -399,7 +399,7 @@ def status_file(path: Path, stage: str) -> Iterator[dict[str, Any]]:
         state, code = next((end for kind, end in ends.items() if isinstance(error, kind)), ("failed", 1))
         try:
             write_status(path, stage, state, code)
-        except NotWritable:  # a full disk is what may have failed, and the old file has room
+        except NotWritable:  # the disk may be full: overwrite the old file in place
             with suppress(OSError), path.open("r+", encoding="utf-8") as file:
                 file.write(json.dumps({"stage": stage, "state": state, "code": code}))
                 file.truncate()
@@ -419,7 +419,7 @@ def find_weights(directory: Path) -> Path | None:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor; UserError for an index that names none, or one that is not beside it."""
+    """The file of each tensor; UserError if an index names none, or one in another folder."""
     values = read_json(index)
     where = values.get("weight_map") if isinstance(values, dict) else None
     if not where or not isinstance(where, dict):
@@ -431,13 +431,13 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def digests(directory: Path) -> dict[str, str]:
-    """Of the files that decide a head, by name."""
+    """Digests of the files that define a head, by name."""
     names = (CONFIG, "*.safetensors", "*.bin", *MULTI_TOKEN)
     return {path.name: file_digest(path) for pattern in names for path in sorted(directory.glob(pattern))}
 
 
 def template_path(path: str) -> Path:
-    """target.chat_template, below the working directory or the checkout."""
+    """The file of target.chat_template, from the working directory or the checkout."""
     for place in (Path(path).expanduser(), ROOT / path):
         if place.is_file():
             return place

@@ -23,7 +23,7 @@ from aerie.configs.schema.recipe import Recipe
 from aerie.model.hub import hub_answer, quieten, require_target, weights_digests
 from aerie.model.storage import ORDER, WEIGHTS, digest, first_line, read_json, template_path, weight_map
 
-LARGE = 10**8  # bytes of a target whose loading is announced
+LARGE = 10**8  # bytes: loading a larger target is announced
 TOLERANCE = {torch.float64: 3e-3, torch.float32: 3e-3, torch.float16: 0.1}  # of `difference`; narrower dtypes: 0.25
 
 
@@ -57,7 +57,7 @@ class TargetOutput:
 
 
 class Target:
-    """A frozen causal LM; UserError where its last state does not give its logits."""
+    """A frozen causal LM; UserError if its logits are not those of its LM head on last_hidden."""
 
     def __init__(self, model: PreTrainedModel, config: TargetConfig) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -78,7 +78,7 @@ class Target:
                 ours = self.logits(self.features(ids).last_hidden).float().to(theirs.device)
         except torch.OutOfMemoryError:
             raise
-        except Exception as stumbled:  # whatever a model that is no plain causal LM can do
+        except Exception as stumbled:  # a model that is no plain causal LM may raise anything
             raise UserError(f"{config.path}: {family(model)} gives no logits: {first_line(stumbled)}") from stumbled
         error = (theirs - ours).abs().max().item()
         if not error <= 1e-3 * max(1.0, theirs.abs().max().item()):  # also where they are not finite
@@ -94,8 +94,8 @@ class Target:
             arguments["attn_implementation"] = "eager"  # sdpa has no softcap
         if (size := weights_size(config)) >= LARGE and os.environ.get("RANK", "0") == "0":
             print(f"loading {config.path} ({size / 1e9:.1f} GB)", file=sys.stderr, flush=True)
-        ends = target_end_ids(config)  # transformers reads a damaged generation_config.json as none
-        # weights of other shapes are in the info, too
+        ends = target_end_ids(config)  # transformers ignores a damaged generation_config.json
+        # so that info has weights of other shapes, too
         arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         with _readable(config, "load the target"):
             model, info = AutoModelForCausalLM.from_pretrained(config.path, **arguments)
@@ -113,7 +113,7 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Of the LM head and of the draft head."""
+        """The device of the LM head and the draft head."""
         return self.vocab.lm_head.device
 
     def logits(self, last_hidden: Tensor, rows: Tensor | slice | None = None) -> Tensor:
@@ -129,10 +129,10 @@ class Target:
         return TargetOutput(out.last_hidden_state.to(self.device), torch.cat(taps, dim=-1) if taps else None)
 
     def difference(self, ours: Tensor, theirs: Tensor) -> float | None:
-        """How far logits [..., V] are apart (root mean square, relative); None within the rounding of the dtype."""
+        """How far logits [..., V] are apart (relative root mean square); None if within the dtype's rounding."""
         ours, theirs = ours.float(), theirs.float().to(ours.device)
         errors = (ours - theirs).square().mean(-1).sqrt() / theirs.std(-1).clamp_min(1e-9)  # [...]
-        # A close call of a router may go either way in a narrow dtype, at one token or another.
+        # In a narrow dtype a router may choose differently at single tokens: the median ignores them.
         error = float(errors.max() if self.dtype in (torch.float32, torch.float64) else errors.median())
         return None if error <= TOLERANCE.get(self.dtype, 0.25) else error
 
@@ -144,16 +144,16 @@ def require_whole(model: PreTrainedModel, info: Mapping[str, Any], path: str) ->
     """UserError for weights that are missing, misshapen or would be misread; a warning for others that are not read."""
     wrong = [f"{name} is missing" for name in sorted(info["missing_keys"])]
     wrong += [f"{name} is {[*there]}, not {[*asked]}" for name, there, asked in sorted(info["mismatched_keys"])]
-    tied = model.get_expanded_tied_weights_keys(all_submodels=True).keys()  # transformers loads another one untied
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True).keys()  # transformers unties unequal ones
     wrong += [f"{name} is not tied as tie_word_embeddings says" for name in sorted(tied - model.all_tied_weights_keys)]
     owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
     lengths = {name: len(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    more = getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0  # a server's own drafts
+    more = getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0  # layers for servers' drafts
     left_out: list[str] = []
     for name in sorted(info["unexpected_keys"]):
         layer = re.match(r"(.+?)\.(\d+)\.", name)
         is_beyond = layer is not None and int(layer[2]) >= lengths.get(layer[1], sys.maxsize - more) + more
-        # a bias, a scale, or a layer more; not scales of a server's cache
+        # an extra bias, scale or layer; the scales of a server's cache are harmless
         is_read = name.rpartition(".")[0] in owners and not name.endswith((".k_scale", ".v_scale"))
         (wrong if is_beyond or is_read else left_out).append(f"{name} has no place")
     if wrong:
@@ -183,12 +183,12 @@ def final_transform(text_config: Any) -> tuple[float, float | None]:
 
 
 def weights_size(config: TargetConfig) -> int:
-    """Bytes of the weights, which need not be here yet; 0 where nobody can say."""
+    """Bytes of the weights, downloaded or not; 0 if unknown."""
     directory, revision = Path(config.path), config.revision
     if directory.is_dir():
         files = [*directory.glob("model*.safetensors")] or [*directory.glob("pytorch_model*.bin")]
         return sum(file.stat().st_size for file in files)
-    with suppress(OSError):  # in several files
+    with suppress(OSError):  # fails for several files
         return int(hf_hub_download(config.path, WEIGHTS, revision=revision, dry_run=True).file_size)
     with suppress(OSError, UserError, LookupError):
         index = hf_hub_download(config.path, f"{WEIGHTS}.index.json", revision=revision)
@@ -209,12 +209,12 @@ def load_config(config: TargetConfig) -> Any:
             raise UserError(f"{config.path}: holds no weights; fetch {WEIGHTS}, or its shards and their index")
         for name in names:
             with _readable(config, f"read {name}"):
-                name.endswith(".bin") or safe_open(Path(config.path, name), framework="pt")  # tells a truncated file
+                name.endswith(".bin") or safe_open(Path(config.path, name), framework="pt")  # detects a truncated file
     return hf_config
 
 
 def only_trains(hf_config: Any) -> str | None:
-    """A sentence where layers keep a state that holds no drafts."""
+    """A sentence if some layers are not plain attention (recurrent, for example), else None."""
     text = hf_config.get_text_config()
     kinds = {*(getattr(text, "layer_types", None) or [])} | {text.model_type} & {"rwkv", "xlstm"}
     other = sorted(kinds - {"full_attention", "sliding_attention"})
@@ -223,13 +223,13 @@ def only_trains(hf_config: Any) -> str | None:
 
 
 def context_of(text_config: Any) -> int | None:
-    """How many tokens the target can read."""
+    """How many tokens the target can read; None: not known."""
     names = ("max_position_embeddings", "max_seq_len")  # the last is MPT's
     return next((int(length) for name in names if (length := getattr(text_config, name, None) or 0) > 0), None)
 
 
 def rope_switch(text_config: Any) -> int | None:
-    """LongRoPE's: a forward with a position at or beyond this one turns all its rows by other factors; else None."""
+    """LongRoPE's switch: a forward that reaches this position rotates all its rows by other factors; else None."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
     parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
     lengths = (part["original_max_position_embeddings"] for part in parts if part.get("rope_type") == "longrope")
@@ -246,7 +246,7 @@ def load_tokenizer(config: TargetConfig) -> Any:
 
 
 def target_end_ids(config: TargetConfig, tokenizer: Any = None) -> set[int]:
-    """EOS of the tokenizer, if given, and of the generation config, which is optional."""
+    """EOS ids of the tokenizer, if given, and of the generation config, if there is one."""
     ids = {getattr(tokenizer, "eos_token_id", None)}
     with _readable(config, "read generation_config.json"):
         if _file(config, "generation_config.json") is not None:
@@ -256,7 +256,7 @@ def target_end_ids(config: TargetConfig, tokenizer: Any = None) -> set[int]:
 
 
 def weight_files(config: TargetConfig) -> tuple[list[str], dict[str, str]]:
-    """The names of the files that transformers reads, and of each tensor's shard, where there are shards."""
+    """The names of the files that transformers reads, and each tensor's shard, if there are shards."""
     with _readable(config, "find the weights"):
         place = next(filter(None, (_file(config, name) for name in ORDER[:4])), None)
         table = weight_map(place) if place is not None and place.suffix == ".json" else {}
@@ -277,7 +277,7 @@ def skeleton(config: TargetConfig) -> Any:
 
 
 def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[Any, VocabWeights]:
-    """Read without the trunk."""
+    """The text config and VocabWeights, if possible read without loading the decoder blocks."""
     model = skeleton(config)
     text, (first, last) = load_config(config).get_text_config(), _embedding_and_head(model, config.path)
     # of tied weights the first name, which is the one in the file
@@ -301,7 +301,7 @@ def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[
 
 
 def _stored(config: TargetConfig, names: set[str]) -> dict[str, Tensor]:
-    """Those of the tensors that lie in safetensors under these names."""
+    """The tensors with these names, as far as safetensors files have them."""
     table, stored = weight_files(config)[1], dict[str, Tensor]()
     for name in names:
         with _readable(config, "load the target"):
@@ -328,14 +328,14 @@ def final_norm(config: TargetConfig) -> Tensor:
             if weight is None:  # another format, or other names
                 weight = Target.load(config).model.get_parameter(name)
             norm.load_state_dict({"weight": weight.float().cpu()}, assign=True)
-            for found in (norm.weight.detach(), norm.weight.detach() + 1.0):  # Gemma's files hold it less one
+            for found in (norm.weight.detach(), norm.weight.detach() + 1.0):  # Gemma's files store it minus one
                 if torch.allclose(norm(x), nn.functional.rms_norm(x, (width,), found), rtol=1e-3, atol=1e-3):
                     return found
     raise UserError(f"head.norm_init: {config.path}: {family(model)} ends in no RMS norm; leave norm_init out")
 
 
 def fingerprint(config: TargetConfig, text_config: Any, vocab: VocabWeights) -> str:
-    """A digest of sizes and of the weights' files; of a target without files, of sampled weights."""
+    """A digest of sizes and of the weights' files; without files, of sampled weights."""
     names: list[str] = []
     with suppress(UserError):  # a loaded model may have no files
         names, _ = weight_files(config)
@@ -356,15 +356,15 @@ def sampled_fingerprint(text_config: Any, vocab: VocabWeights, dtype: torch.dtyp
 
 
 def other_weights(recorded: str | None, config: TargetConfig, text_config: Any, vocab: VocabWeights) -> str | None:
-    """A sentence where a head or cache records another target than config's."""
+    """A sentence if a head or cache records another target than config's, else None."""
     if recorded is None or recorded == (here := fingerprint(config, text_config, vocab)):
         return None
     has_files, is_of_files = ":" in here, ":" in recorded
-    # rounded to the head's dtype, of weights as the files have them or rounded to config's
+    # older records: of weights in config's or the files' dtype, rounded to the head's
     known = [] if is_of_files else [vocab, *([load_vocab(config, torch.float32)[1]] if has_files else [])]
     dtypes = (None, torch.bfloat16, torch.float16)
     older = [sampled_fingerprint(text_config, one, dtype) for one in known for dtype in dtypes]
-    if recorded in older or (is_of_files and not has_files):  # not to be told of a loaded model
+    if recorded in older or (is_of_files and not has_files):  # a model without files cannot be compared
         return None
     return f"was made for a target with other weight files than {config.path} (fingerprint {recorded}, not {here})"
 
@@ -375,12 +375,12 @@ def _sizes(text_config: Any) -> dict[str, Any]:
 
 
 def default_taps(num_blocks: int) -> tuple[int, ...] | None:
-    """EAGLE-3's low, middle and high taps; null: too few blocks."""
+    """EAGLE-3's low, middle and high taps; None: too few blocks."""
     return (2, num_blocks // 2, num_blocks - 3) if num_blocks >= 7 else None
 
 
 def taps_of(recipe: Recipe, num_blocks: int) -> tuple[int, ...]:
-    """The recipe's; null: EAGLE-3's default ones, none for kinds that read none."""
+    """The recipe's taps; by default EAGLE-3's, or none for kinds that read none."""
     path, taps, reads = recipe.target.path, recipe.features.after_blocks, recipe.head.reads_taps
     if taps is None:
         taps = default_taps(num_blocks) if reads else ()
@@ -430,7 +430,7 @@ def _source(config: TargetConfig) -> dict[str, Any]:
 
 @contextmanager
 def _readable(config: TargetConfig, what: str) -> Iterator[None]:
-    """Whatever a library raises becomes a line: a target's files can be broken in any way."""
+    """Turns whatever a library raises into a UserError: a target's files can be broken in any way."""
     require_target(config.path)
     try:
         yield

@@ -102,11 +102,11 @@ class Thinking:
         asked = self.ids(messages[-1]["content"])
         asked_text, read = (self.tokenizer.decode(some) for some in (asked, answer.prompt_token_ids or asked))
         if LOOSE.sub("", asked_text) not in LOOSE.sub("", read):
-            return "prompt token ids that are not its prompt's"
+            return "its prompt token ids do not spell the prompt"
         ids = [token for token in answer.token_ids if token not in self.end_ids]
         decoded = (answer_text(self.tokenizer, ids), self.tokenizer.decode(ids))
         said = {LOOSE.sub("", words) for words in (text, answer.content)}
-        return None if said & {LOOSE.sub("", words) for words in decoded} else "token ids that are not its text's"
+        return None if said & {LOOSE.sub("", words) for words in decoded} else "its token ids do not spell its text"
 
     def message(self, answer: Answer) -> Message:
         thought, content = answer.reasoning or "", answer.content
@@ -141,7 +141,7 @@ class Thinking:
     def training_rows(self, outcome: Outcome) -> list[dict[str, Any]]:
         """JSON-ready training rows of a done row: one, or one per answer if later prompts rewrite earlier tokens.
 
-        They are text if training renders it as the target wrote it; with ids, a cut answer or a rewrite, tokens.
+        They are text if training renders it as the target wrote it; else (token ids, a cut answer, a rewrite) tokens.
         """
         turns: list[Message] = [{"role": "system", "content": outcome.system}] if outcome.system else []
         prompts, is_text = list[str](), True
@@ -255,7 +255,7 @@ class ServedTarget:
                     raise Unanswered("failed", why)
             elif is_late:
                 fault = f"no server has answered for {patience:g} s (distill.server.patience_s)"
-                raise UserError(f"{url}: {why}; {fault}; start it again, then the same command")
+                raise UserError(f"{url}: {why}; {fault}; start it again, then run the same command")
             elif url not in self.away:
                 self.away.add(url)
                 warn(f"{url}: {why}; it is asked again for {patience:g} s")

@@ -89,7 +89,7 @@ def _questions(row: Any, source: SourceConfig) -> tuple[str | None, list[str], s
     if source.kind == "prompts":
         names = [source.field] if source.field else ["turns", *TEXTS["question_fields"]]
         if not row.keys() & set(names):
-            fix = f"a prompt stands under {' or '.join(names)}"
+            fix = f"the prompt must be in {' or '.join(names)}"
             raise UnusableRow(UNKNOWN_KEYS, f"has keys {', '.join(map(str, row))}; {fix}")
         value = next((row[name] for name in names if row.get(name)), "")
         system, turns = row.get("system"), list(value) if isinstance(value, list | tuple) else [value]

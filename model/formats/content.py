@@ -205,7 +205,7 @@ def unread(values: dict[str, Any]) -> tuple[str, ...]:
             f"layer_types names {', '.join(others)}: attention is full here": others,
             f"sliding_window is {window}: attention is full here": is_windowed,
             "parallel_drafting: it drafts token by token here": part.get("parallel_drafting"),
-            "quantization_config: the weights are read as they lie": part.get("quantization_config"),
+            "quantization_config: the weights are read as they are": part.get("quantization_config"),
         }
         sentences += [sentence for sentence, applies in meanings.items() if applies]
     return tuple(dict.fromkeys(sentences))

@@ -44,7 +44,7 @@ def read_eagle1(files: content.HeadFiles, layout: str) -> content.HeadContent:
     if values.get("layernorms"):
         raise UserError(f"{place}: layernorms is true: a HASS head; such heads are not supported")
     if layout == "safeailab" and "bias" not in values and "fc.bias" not in tensors:
-        raise UserError(f'{place}: has no "bias", which means true, and the weights no fc.bias; say "bias": false')
+        raise UserError(f'{place}: has no "bias", which means true, but the weights have no fc.bias; add "bias": false')
     if content.table(values, "aerie").get(ZERO_BIAS) and not tensors.get("fc.bias", torch.ones(1)).any():
         del tensors["fc.bias"]
     sizes = content.read_sizes({**values[LAYER], "num_hidden_layers": 1} if is_early else values, place)
@@ -123,7 +123,7 @@ def write_eagle(layout: str, head: content.HeadContent, target: content.TargetFa
             }
             return values, content.renamed(tensors, FROM_MIDLAYER), notes
         values["draft_vocab_size"] = config.draft_vocab_size
-        values |= {} if width is None else {"target_hidden_size": width}  # null would be a width
+        values |= {} if width is None else {"target_hidden_size": width}  # null would be read as a width
         values |= {"bias": False, "after_blocks": list(config.after_blocks), "tap_convention": TAP_CONVENTION}
         if not is_safeailab:
             flags = {"fc_norm": config.fc_norm, "norm_output": config.norm_output}

@@ -12,8 +12,8 @@ AnyConfig = Eagle1Config | Eagle3Config | MedusaConfig | HydraConfig | BlockConf
 
 
 class Kind(NamedTuple):
-    config: type[AnyConfig]  # of config.json
-    module: Callable[[Any], Head]  # of a config
+    config: type[AnyConfig]  # of config.json's values
+    module: Callable[[Any], Head]  # makes a head of a config
     architecture: str  # as config.json declares it
 
 

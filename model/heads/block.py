@@ -1,4 +1,4 @@
-"""The block head: one forward gives the laws of all places of a draft, and the tokens before correct each of them."""
+"""The block head: one forward gives the laws of all places of a draft; the tokens before a place correct its law."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,14 +33,14 @@ class BlockConfig(Sizes):
 
     @property
     def num_places(self) -> int:
-        """Drafted tokens of a block; the first `block_size - num_places` rows draft none."""
+        """How many tokens a block drafts; the first `block_size - num_places` rows draft none."""
         return self.block_size - 1 + self.sample_from_anchor
 
 
 class PathCorrection(nn.Module):
-    """A bias [..., V] on a place's logits by the n tokens before it [..., n]: W2 e, of the sum e of all W1_i[t_i].
+    """A bias [..., V] on a place's logits from the n tokens before it [..., n]: W2 e, e the sum of all W1_i[t_i].
 
-    n = 1 is DSpark's Markov head. gated: W2 (sigmoid(G [h; e]) * e), of the place's state h [..., D].
+    n = 1 is DSpark's Markov head. gated: W2 (sigmoid(G [h; e]) * e) with the place's state h [..., D].
     """
 
     def __init__(self, config: BlockConfig) -> None:
@@ -62,8 +62,8 @@ class PathCorrection(nn.Module):
 class BlockHead(nn.Module):
     """Decoder layers over blocks of B rows (DFlash, arXiv 2602.06036): the last known token, then masks.
 
-    A block at anchor a stands at positions a, a + 1, ... Its rows see the target's fused taps before a, whose keys and
-    values each layer makes of the same states, and each other. Embedding and LM head are the target's, and not stored.
+    A block at anchor a has positions a, a + 1, ... Its rows see each other and the target's fused taps before a, from
+    which each layer makes keys and values. Embedding and LM head are the target's, and not stored.
     """
 
     kind = "block"
@@ -82,10 +82,9 @@ class BlockHead(nn.Module):
         self.rotary = Rotary(config)
 
     def initialise(self, vocab: VocabWeights, generator: torch.Generator, initializer_range: float = 0.02) -> None:
-        """Normal matrices, zero biases, no correction yet; the anchor's feature is added as it is.
+        """Normal matrices, zero biases, a correction of zero, the identity for anchor_proj.
 
-        The final norm may be given as the target's.
-        """
+        The final norm is the target's if vocab has it."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 spread = {"markov_head.markov_w1.weight": 0.01, "markov_head.markov_w2.weight": 0.0}
@@ -115,8 +114,8 @@ class BlockHead(nn.Module):
         return logits if self.markov_head is None else logits + self.markov_head(before, states).float()
 
     def forward(self, tokens: Tensor, taps: Tensor, anchors: Tensor, embedding: Tensor) -> Tensor:
-        """States [B, A, K, D] for the LM head, of the K drafting rows of A blocks; their anchors [B, A] have these
-        tokens [B, A], in texts with taps [B, T, L*D]."""
+        """States [B, A, K, D] for the LM head, of the K drafting rows of A blocks with these anchors [B, A] (their
+        positions) and tokens [B, A] (at the anchors), in texts with taps [B, T, L*D]."""
         size, length = self.config.block_size, taps.shape[1]
         places = anchors[..., None] + torch.arange(size, device=anchors.device)  # [B, A, block]
         cos, sin = self.rotary.table(length + size, self.fc.weight)
@@ -135,10 +134,9 @@ class BlockHead(nn.Module):
         return self.norm(drafting)
 
     def _attention(self, anchors: Tensor, length: int) -> "Attention":
-        """Of A * block rows to T rows of text and to themselves.
+        """The attention of A * block rows to T rows of text and to themselves.
 
-        Its mask is dense, [B, 1, A * block, T + A * block], but for CUDA, where FlexAttention leaves out what it hides.
-        """
+        Its mask is dense, [B, 1, A * block, T + A * block]; on CUDA, FlexAttention skips what it hides."""
         size, (count, number) = self.config.block_size, anchors.shape
         own = torch.arange(-length, number * size, device=anchors.device)  # by column; the text's are negative
         is_causal = self.config.in_block == "causal"
@@ -165,7 +163,7 @@ def _is_sparse(x: Tensor) -> bool:
 
 
 def _sparse(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-    # autocast: RoPE's tables are float32
+    # under autocast RoPE's float32 tables make q and k float32
     out = _flex(q.to(v.dtype), k.to(v.dtype), v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).flatten(2)
 
@@ -181,14 +179,14 @@ def _layer(layer: Any, x: Tensor, context: Tensor, rows: Rope, text: Rope, atten
 
 
 class BlockDraft:
-    """A head's decoding forwards over a cache, made once it is on its device."""
+    """A head's forwards for decoding with a cache; make it when the head is on its device."""
 
     def __init__(self, head: BlockHead) -> None:
         self._layers = [DraftLayer(layer) for layer in head.layers]  # type: ignore[arg-type]
         self._norm, self._head_dim = head.norm, head.config.head_dim
 
     def read(self, context: Tensor, rope: Tensor, cache: KeyValueCache) -> None:
-        """Keys and values of fused taps [n, D] go to the cache, at rope [2, n, hd]."""
+        """Writes the keys and values of fused taps [n, D], with rope [2, n, hd], to the cache."""
         for number, layer in enumerate(self._layers):
             rows = F.linear(context, layer.qkv[layer.parts[0] * self._head_dim :])  # [n, 2 KV * hd]
             k, v = rows.view(1, len(rows), -1, self._head_dim).transpose(1, 2).chunk(2, dim=1)  # [1, KV, n, hd]

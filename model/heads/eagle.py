@@ -39,15 +39,15 @@ class DraftVocabulary:
     @classmethod
     def of_tables(cls, d2t: Tensor, t2d: Tensor, place: str) -> "DraftVocabulary":
         if not d2t.ndim == t2d.ndim == 1 or (d2t.long() != d2t).any() or (t2d.bool() != t2d).any():
-            raise UserError(f"{place}: d2t must be a list of whole token offsets, and t2d a list of marks")
+            raise UserError(f"{place}: d2t must be a list of integer offsets, and t2d a list of booleans")
         vocabulary, marked = cls(d2t.long(), t2d.bool()), t2d.nonzero().flatten()
         if not marked.equal(vocabulary.ids):
-            raise UserError(f"{place}: d2t and t2d name other tokens; d2t holds offsets (target id - draft id)")
+            raise UserError(f"{place}: d2t and t2d name different tokens; d2t holds offsets (target id - draft id)")
         return vocabulary
 
     @classmethod
     def most_frequent(cls, counts: Counts, size: int, forced: Collection[int] = ()) -> "DraftVocabulary":
-        """Forced ids and the most frequent by counts [V]; the smaller id where counts tie."""
+        """The forced ids and the most frequent ones by counts [V]; of equal counts, the smaller id."""
         check_size(size, len(counts))
         if len(set(forced)) > size:
             raise UserError(f"head.draft_vocab_size: {size:,} has no room for {len(set(forced)):,} special tokens")
@@ -68,12 +68,12 @@ class DraftVocabulary:
         return draft_ids + self.d2t[draft_ids]
 
     def coverage(self, counts: Counts) -> float:
-        """The share of the counted tokens [V] that are in."""
+        """The share of the tokens counted in [V] that are in the vocabulary."""
         total = int(counts.sum())
         return int(counts[self.t2d.cpu().numpy()].sum()) / total if total else 1.0
 
     def check_ends(self, end_ids: Collection[int], place: str) -> None:
-        """UserError when none of the target's end_ids is in: no turn could end."""
+        """UserError if none of the target's end_ids is in: the head could never draft the end of a turn."""
         known = sorted(number for number in end_ids if 0 <= number < len(self.t2d))
         if known and not self.t2d[known].any():
             raise UserError(f"{place}: none of the target's end-of-turn tokens {known} is in the draft vocabulary")
@@ -86,7 +86,7 @@ def check_size(size: int | None, vocab_size: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What config.json says of decoder layers, with Llama's keys."""
+    """config.json's sizes of decoder layers, with Llama's keys."""
 
     hidden_size: int
     intermediate_size: int
@@ -138,7 +138,7 @@ class EagleHead(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_tokens.weight.requires_grad_(not shares_embedding)
         self.shares_embedding = shares_embedding  # with the target, frozen
-        self.saves_embedding = not shares_embedding  # true also if its file holds another than the target's
+        self.saves_embedding = not shares_embedding  # also if its file holds another one than the target's
         self.rotary = Rotary(config)
 
     def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,7 +146,7 @@ class EagleHead(nn.Module):
         return features, self.embed_tokens(tokens).to(features.dtype)
 
     def leave(self, x: Tensor) -> Tensor:
-        """The feature that is fed back, of the last layer's output [B, T, D]."""
+        """The feature to feed back, from the last layer's output [B, T, D]."""
         return x
 
     def initialise(self, vocab: VocabWeights, generator: torch.Generator, initializer_range: float = 0.02) -> None:
@@ -176,7 +176,9 @@ class EagleHead(nn.Module):
 
 
 class EagleDraft:
-    """A head's decoding forward over a cache, made once it is on its device; tensors, as module look-ups are slow."""
+    """A head's forward for decoding with a cache; make it when the head is on its device.
+
+    It holds tensors: look-ups in modules are slow."""
 
     def __init__(self, head: EagleHead) -> None:
         self._embedding, self._leave = head.embed_tokens.weight, head.leave
@@ -215,8 +217,8 @@ class Eagle1Head(EagleHead):
 
 
 class LMHead(nn.Linear):
-    """Logits [..., Vd] of states [..., D]; of laws p [S, Vd] their mean rows p^T W [S, D]: all by a call of the module,
-    in which alone ZeRO-3 has W whole."""
+    """Logits [..., Vd] of states [..., D]; with is_law, the mean rows p W [S, D] of laws p [S, Vd]. Both are calls of
+    the module: only in these does ZeRO-3 have W whole."""
 
     def forward(self, x: Tensor, is_law: bool = False) -> Tensor:
         return F.linear(x.to(self.weight.dtype), self.weight.T) if is_law else super().forward(x)
@@ -263,7 +265,7 @@ class Eagle3Head(EagleHead):
         return self.fc(taps)
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """What the LM head reads, of outputs [..., D]."""
+        """The LM head's input, from outputs [..., D]."""
         return hidden if self.config.norm_output else self.norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:

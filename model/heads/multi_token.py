@@ -21,9 +21,9 @@ class MedusaConfig:
     num_heads: int
     num_layers: int  # residual blocks of each head
     max_position_embeddings: int  # the target's
-    lm_head: Literal["own", "target"] = "own"  # for each future token, or the target's frozen one
+    lm_head: Literal["own", "target"] = "own"  # one per future token, or the target's, frozen
     lm_head_bias: bool = False
-    logit_scale: float = 1.0  # and the next: the target's final transform
+    logit_scale: float = 1.0  # this and the next: the target's final transform
     final_logit_softcap: float | None = None
 
 
@@ -77,7 +77,7 @@ class TokenLaws(nn.Module):
         count = config.num_heads if config.lm_head == "own" else 0
         sizes = (config.hidden_size, config.vocab_size, config.lm_head_bias)
         self.lm_heads = nn.ModuleList(nn.Linear(*sizes) for _ in range(count))
-        self.vocab: VocabWeights | None = None  # of a shared LM head
+        self.vocab: VocabWeights | None = None  # the target's, for its LM head
 
     def forward(self, index: int, state: Tensor, vocab: VocabWeights | None = None) -> Tensor:
         """Logits [..., V] of future token `index` (0: at t + 2) from states [..., D]."""
@@ -96,7 +96,7 @@ class MultiTokenHead(nn.Module):
         self.laws = TokenLaws(config)
 
     def initialise(self, vocab: VocabWeights, generator: torch.Generator, initializer_range: float = 0.02) -> None:
-        """Zero blocks, projections within 1 / sqrt(inputs), the target's LM heads, a normal prefix layer."""
+        """Zero blocks, uniform projections within 1 / sqrt(inputs), the target's LM head, a normal prefix layer."""
         for name, parameter in self.named_parameters():
             if name.startswith("prefix_layer.") and parameter.ndim == 2:
                 parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, initializer_range, generator=generator))

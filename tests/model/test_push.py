@@ -253,7 +253,7 @@ def test_a_head_that_no_server_loads_goes_alone_and_each_layout_says_why(tmp_pat
         "--to speculators: cannot carry in_block causal; ",
         "--to sglang: cannot carry in_block causal, ",
     ):
-        assert f"no server's layout goes along: {said}" in shown["notes"]
+        assert f"not shipped in a server's layout: {said}" in shown["notes"]
     assert "# not possible: --to speculators: cannot carry" in shown["README.md"] and "aerie/" not in shown["names"]
 
 

@@ -106,10 +106,10 @@ def test_ids_and_special_tokens_that_are_not_what_the_target_wrote_are_named() -
     assert [reader.problem(answer, asked) for answer in (right, cut)] == [thoughts.problem(thought, asked), None]
     assert reader.problem(right, asked) is None
     for changes, problem in (
-        ({"content": "five boats"}, "token ids that are not its text's"),
+        ({"content": "five boats"}, "its token ids do not spell its text"),
         ({"token_ids": (*said, 320)}, "token ids outside the 320 of the target's tokenizer"),
         ({"prompt_token_ids": (1, -1)}, "token ids outside"),
-        ({"prompt_token_ids": (1, *reader.ids("How many owls?"))}, "prompt token ids that are not its prompt's"),
+        ({"prompt_token_ids": (1, *reader.ids("How many owls?"))}, "its prompt token ids do not spell the prompt"),
         ({"content": "\ud800"}, "the answer holds half of a surrogate pair"),
         ({"token_ids": None, "content": "I write <|user|> now"}, "the answer spells a special token"),
     ):
