@@ -21,7 +21,7 @@ from aerie.model.target import Target, TargetOutput, family
 
 T = TypeVar("T")
 TokenisedRow = Row | CachedRow
-WINDOW_STEPS = 16  # the rows of this many steps are sorted by length together, to reduce padding
+WINDOW_STEPS = 16  # rows of this many steps are sorted by length together: less padding
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Batch:
         return replace(self, **pinned)
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The batch on a device, with decoded states; turns and lengths stay on the host: no wait for the device."""
+        """The batch on a device, with decoded states; turns and lengths stay on the host, where they are read."""
         values = {name: value for name, value in vars(self).items() if name not in ("turns", "lengths")}
         moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)}
         if self.dtype is not None and self.features is not None:
@@ -185,7 +185,7 @@ def prefetched(make: Callable[[int], T], numbers: Iterable[int]) -> Iterator[T]:
 
 
 def grouped(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Groups of positions, longest first; rows x longest is at most batch_tokens (a single row may be longer)."""
+    """Groups of positions, longest first; rows x longest is at most batch_tokens (except for single rows)."""
     groups: list[list[int]] = []
     for position in sorted(range(len(lengths)), key=lambda position: (-lengths[position], position)):
         if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= batch_tokens:
@@ -198,7 +198,7 @@ def grouped(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
 def forward(
     target: Target, input_ids: Tensor, lengths: Tensor, after_blocks: tuple[int, ...]
 ) -> tuple[TargetOutput, Tensor]:
-    """The target's states of right-padded ids [B, T], and the mask [B, T] of real tokens, on the host like lengths."""
+    """The target's states of right-padded ids [B, T], and the mask [B, T] of real tokens, on the host."""
     mask = torch.arange(input_ids.shape[1]) < lengths[:, None]
     is_long = lengths > (target.rope_switch or 2**31)
     if is_long.any() and not is_long.all():  # LongRoPE: a long row changes the factors of all rows
@@ -244,7 +244,7 @@ def with_states(target: Target, after_blocks: tuple[int, ...], dtype: torch.dtyp
     if sizes is None:
         known = mask[..., None].to(ids.device, non_blocking=True)
         used: dict[str, Any] = {k: v * known for k, v in copies.items()}
-    else:  # the host finds the places: a mask on the device would have to be waited for
+    else:  # found on the host: a mask on the device would need a wait
         places = mask.flatten().nonzero()[:, 0].to(ids.device, non_blocking=True)
         used = {k: v.flatten(0, 1)[places][None] for k, v in copies.items()}
     return replace(batch, **used)

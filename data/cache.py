@@ -210,7 +210,7 @@ class FeatureCache(Sequence[CachedRow]):
 
     @classmethod
     def open(cls, directory: Path, expected: dict[str, Any] | None = None) -> "FeatureCache":
-        """The cache; UserError if it is not whole, or was not made from the expected inputs."""
+        """The cache; UserError if it is not whole or not made from what is expected."""
         checked = Manifest.check(directory, content=False, name=INDEX)
         if isinstance(checked, Damaged):
             why, verb = f"{checked.path.name}: {checked.why}", "complete" if directory.is_dir() else "build"

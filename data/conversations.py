@@ -22,7 +22,7 @@ from aerie.model.storage import digest, first_line
 
 Message = dict[str, Any]
 Kind = Literal["skipped", "mended", "left out"]  # 'left out': turns or tokens
-MAX_REASONS = 40  # a template may quote the conversation when it refuses it
+MAX_REASONS = 40  # a template's refusal may quote the text
 UNKNOWN_KEYS = "keys of no known shape"
 SHAPES = read_yaml(Path(__file__).with_name("shapes.yaml"))[0]
 ROLES = {name: role for role, names in SHAPES["roles"].items() for name in names.split()}
@@ -160,7 +160,7 @@ def _numbered(path: Path) -> Iterator[tuple[int, Any]]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             yield from enumerate(csv.DictReader(file), start=1)
         return
-    # An array's items, one object, or JSONL (often named .json on the Hub). Arrow's readers would not name the line.
+    # An array's items, one object, or JSONL (often named .json on the Hub). Arrow's readers name no line.
     with path.open(encoding="utf-8-sig") as file:
         text, number = file.read().strip() if path.suffix == ".json" else "", 1
         try:

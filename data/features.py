@@ -66,7 +66,7 @@ def storage_error(states: Tensor, storage: Storage, target: Target) -> str:
     """A line to print: the error of storing the target's states [T, S * D]."""
     width = target.hidden_size
     restored = decode(*encode(states, states.shape[-1] // width, storage), storage.dtype).to(states.dtype)
-    # Relative to each dimension's own root mean square, so that a few huge ones do not hide the others.
+    # Relative to each dimension's root mean square, so that a few huge ones hide no others.
     squares = states.double().square().sum(0).clamp_min(1e-300)  # [S * D]
     errors = ((restored.double() - states.double()).square().sum(0) / squares).sqrt().unflatten(0, (-1, width))
     p, q = (torch.softmax(target.logits(some[:, :width]).float(), -1) for some in (states, restored))  # [T, V]
@@ -264,7 +264,7 @@ def _batches(plan: CachePlan, shards: Sequence[Shard]) -> Iterator[list[Row]]:
 
 
 def time_forwards(recipe: Recipe, plan: CachePlan, share: Share, device: str) -> None:
-    """Times forwards for some seconds; prints the hours for the missing shards, or for all if none is missing."""
+    """Times forwards for some seconds; prints the hours for the missing shards (if none: for all)."""
     part = plan.missing(share) or plan.shards
     batches, writer = _batches(plan, part), Writer(Target.load(recipe.target, device), plan)
     writer.forward(next(batches))  # warms up

@@ -51,7 +51,7 @@ def recipe_text(asked: dict[str, Any]) -> str:
     kind, why = asked["head"].get("kind"), "as asked"
     if kind is None:
         kind = "eagle3" if blocks >= 7 else "eagle1"
-        why = "eagle3 reads states of three blocks, so it is taken from seven blocks on"
+        why = "eagle3 reads states of three blocks, and needs seven or more"
     parent, name = Path(target.path).absolute().parts[-2:]
     name = parent if name in COMMON else f"{parent}-{name}" if name.startswith("checkpoint-") else name
     run = asked.get("run") or f"runs/{name.lower()}-{kind}"

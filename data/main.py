@@ -134,7 +134,7 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
     share = Share.of(arguments.shard)
     quieten()
     status = _status(recipe, "distill", share)
-    # No question that the recipe measures with is asked: whole sets are excluded.
+    # Excludes the whole sets that the recipe measures with.
     excluded = tuple(TaskConfig(task.name, task.path, task.revision) for task in recipe.distill.exclude)
     measured = [section.prompts for section in (recipe.bench, recipe.calibrate, recipe.tune) if section is not None]
     measured += [] if recipe.tune is None or recipe.tune.measure is None else [recipe.tune.measure]

@@ -106,8 +106,8 @@ def state_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed_since(made_of: dict[str, Any], target: dict[str, Any], conversations: dict[str, str]) -> str | None:
-    """The name of a file that changed since a cache was made from these inputs, or None."""
-    # A file that is not on this machine counts as unchanged; opening the cache refuses another target.
+    """A file that changed since a cache was made from these inputs, or None."""
+    # Files on another machine count as unchanged; opening the cache refuses another target.
     before = made_of["target"]
     then = {**before.get("files", {}), **made_of["conversations"], "target.chat_template": before.get("chat_template")}
     now = {**conversations, "target.chat_template": target.get("chat_template")}

@@ -1,8 +1,8 @@
 """The embedded corpus (ShareGPT conversations, Spec-Bench questions) and its tokenizer.
 
-A family of tasks is a YAML file in data/corpus: the rules in `draw` are drawn in their order, then `turns` gives the
-texts of the conversation (frame.yaml has what is around them). Rules and slots are Jinja expressions over the drawn
-values; moving a rule changes every conversation.
+A family of tasks is a YAML file in data/corpus: the rules in `draw` are drawn in order, then `turns` gives the texts
+(frame.yaml: what is around them). Rules and slots are Jinja expressions over the drawn values; moving a rule changes
+every conversation.
 """
 
 import json

@@ -254,7 +254,7 @@ def mask_token(tokenizer: Any, end_ids: Collection[int], embedding: Any) -> int:
 
 
 def forced_ids(tokenizer: Any, end_ids: Collection[int], vocab_size: int) -> frozenset[int]:
-    """Ids that every draft vocabulary has: special tokens and the target's end-of-turn tokens."""
+    """Ids in every draft vocabulary: special tokens and the target's end-of-turn tokens."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     # The LM head has no row for special tokens that were added later.
     return frozenset(number for number in {*special, *tokenizer.all_special_ids, *end_ids} if number < vocab_size)

@@ -23,7 +23,7 @@ from aerie.model.target import VocabWeights, context_of
 TABLES = ("d2t", "t2d")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BEGINNINGS = ("kind", "init_from", "lm_head_init", "norm_init", "fc_init", "initializer_range")  # how a head starts
-POSITIONS = ("rope_theta", "max_position_embeddings")  # a warm-started EAGLE head may change them
+POSITIONS = ("rope_theta", "max_position_embeddings")  # a warm start may change EAGLE's
 LAYER = "intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps".split()
 
 
@@ -146,7 +146,7 @@ def _warm_start(section: HeadConfig, vocab: VocabWeights, path: str, after_block
 
 
 def rope_of(text_config: Any) -> tuple[float, dict[str, Any] | None]:
-    """RoPE's base and scaling (None: plain), from a config of any transformers version."""
+    """RoPE's base and scaling (None: plain), for any transformers version."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
     if "full_attention" in parameters:  # Gemma-3 has one per kind of layer
         parameters = parameters["full_attention"] or {}
@@ -222,7 +222,7 @@ def _check_within(values: dict[str, Any], vocab: VocabWeights, text_config: Any,
 
 
 def optional_of(content: HeadContent) -> set[str]:
-    """Tensors that a file may lack: the target's embedding; d2t and t2d if both vocabularies are equal."""
+    """Tensors that a file may lack: the target's embedding; d2t and t2d of equal vocabularies."""
     config, names = content.config, set[str]()
     width = getattr(config, "target_hidden_size", config.hidden_size)
     if content.is_embedding_optional and width == config.hidden_size:
@@ -233,7 +233,7 @@ def optional_of(content: HeadContent) -> set[str]:
 
 
 def check_content(content: HeadContent, place: Path) -> DraftVocabulary | None:
-    """The draft vocabulary (None: no tables); UserError for missing, unexpected, misshapen or broken tensors."""
+    """The draft vocabulary, if any; UserError for missing, unexpected, misshapen or broken tensors."""
     tensors = content.tensors
     with torch.device("meta"):  # names and shapes without memory for them
         expected = HEADS[content.kind].module(content.config).state_dict()
@@ -256,7 +256,7 @@ def check_content(content: HeadContent, place: Path) -> DraftVocabulary | None:
 
 
 def completed(content: HeadContent, vocab: VocabWeights | None, place: Path) -> dict[str, Tensor]:
-    """The head's tensors, completed by those that the file at place leaves out."""
+    """The head's tensors, with those that the file at place leaves out."""
     vocabulary, state, config = check_content(content, place), dict(content.tensors), content.config
     if isinstance(config, Eagle3Config):
         vocabulary = vocabulary or DraftVocabulary.of_ids(torch.arange(config.vocab_size), config.vocab_size)
@@ -270,5 +270,5 @@ def completed(content: HeadContent, vocab: VocabWeights | None, place: Path) -> 
 
 
 def is_targets(embedding: Tensor, vocab: VocabWeights | None) -> bool:
-    """Whether a head's embedding is the target's, rounded to the head's dtype."""
+    """Whether a head's embedding is the target's, in the head's precision."""
     return vocab is not None and torch.equal(vocab.embedding.cpu().to(embedding.dtype), embedding)

@@ -31,7 +31,7 @@ def miniature(config: Any, recipe: TargetConfig) -> Target | None:
 
 
 def small_model(config: Any, **changes: Any) -> Any:
-    """Raises whatever transformers does if the sizes do not fit each other."""
+    """Raises whatever transformers raises if the sizes do not fit each other."""
     usual = type(config)().to_dict()
     given = {name: value for name, value in config.to_dict().items() if usual.get(name) != value}
     small = type(config)(**(given | _sizes(config) | TABLE["own"].get(config.model_type, {}) | changes))
@@ -54,7 +54,7 @@ def _sizes(config: Any) -> dict[str, Any]:
     if hasattr(config, "kv_lora_rank"):  # MLA
         values |= {"num_key_value_heads": 4, "head_dim": 4}
     rope = _given(config, "rope_parameters") or {}
-    if "long_factor" in rope:  # LongRoPE: a factor per rotated pair, and a switch that texts reach
+    if "long_factor" in rope:  # LongRoPE: a factor per rotated pair, and a switch length that texts reach
         pairs = int((4 if hasattr(config, "kv_lora_rank") else 8) * rope.get("partial_rotary_factor", 1.0)) // 2
         factors = {name: rope[name][:pairs] for name in ("short_factor", "long_factor")}
         values |= {"rope_parameters": rope | factors | {"original_max_position_embeddings": 28}}

@@ -214,7 +214,7 @@ def load_config(config: TargetConfig) -> Any:
 
 
 def only_trains(hf_config: Any) -> str | None:
-    """A sentence if some layers are not plain attention (recurrent, for example), else None."""
+    """A sentence if some layers are not plain attention (recurrent ones), else None."""
     text = hf_config.get_text_config()
     kinds = {*(getattr(text, "layer_types", None) or [])} | {text.model_type} & {"rwkv", "xlstm"}
     other = sorted(kinds - {"full_attention", "sliding_attention"})
@@ -277,7 +277,7 @@ def skeleton(config: TargetConfig) -> Any:
 
 
 def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[Any, VocabWeights]:
-    """The text config and VocabWeights, if possible read without loading the decoder blocks."""
+    """The text config and VocabWeights, if possible read without the decoder blocks."""
     model = skeleton(config)
     text, (first, last) = load_config(config).get_text_config(), _embedding_and_head(model, config.path)
     # of tied weights the first name, which is the one in the file
@@ -430,7 +430,7 @@ def _source(config: TargetConfig) -> dict[str, Any]:
 
 @contextmanager
 def _readable(config: TargetConfig, what: str) -> Iterator[None]:
-    """Turns whatever a library raises into a UserError: a target's files can be broken in any way."""
+    """Turns whatever a library raises into a UserError: files can be broken in any way."""
     require_target(config.path)
     try:
         yield

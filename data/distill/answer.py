@@ -78,7 +78,7 @@ class Thinking:
     def read(self, answer: Answer) -> Answer:
         """The answer, with its thinking split from its content."""
         content, thought = answer.content, answer.reasoning
-        # Blank thinking from a server is none, unless the prompt opens it. Line breaks that it strips are put back.
+        # A server's blank thinking is none, unless the prompt opens it. Stripped line breaks are put back.
         if thought is not None and (thought.strip() or (self.is_opened and CLOSE not in content)):
             is_open = answer.is_cut and not content
             thought = "\n" * (not self.is_opened) + thought.strip("\n") + "\n" * (not is_open)
@@ -90,7 +90,7 @@ class Thinking:
         return replace(answer, reasoning=None)
 
     def problem(self, answer: Answer, messages: Sequence[Message]) -> str | None:
-        """Why an answer from `read` cannot be what the target wrote after messages; None if nothing shows it."""
+        """Why an answer from `read` cannot be what the target wrote after messages; None if it can."""
         text = f"{answer.reasoning or ''}{answer.content}"
         if LONE_SURROGATE.search(text):
             return "the answer holds half of a surrogate pair"
@@ -180,8 +180,7 @@ def local_target(decode: Callable[[list[int], int], list[int]], thinking: Thinki
 
 
 class ServedTarget:
-    """Asks the target on its servers. A row fails if it is rejected (400, 413, 422), or if its server errs on it but
-    answers another question; otherwise it waits, at most patience_s."""
+    """Asks the target on its servers. A row fails if one rejects it, or errs on it alone; else it waits."""
 
     def __init__(self, config: ServerConfig, model: str, sampling: SamplingConfig) -> None:
         try:

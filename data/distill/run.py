@@ -274,7 +274,7 @@ class Job:
 
 
 def distilled(job: Job, options: Namespace, target: TargetConfig, make_local: Callable[[Thinking], Ask]) -> None:
-    """Runs `aerie distill`; make_local: loads the target into this process, for a recipe without a server."""
+    """Runs `aerie distill`; make_local loads the target if the recipe has no server."""
     share, server = Share.of(options.shard), job.config.server
     if options.merge and (options.retry_failed or share.count > 1):
         raise UserError("--merge asks nothing; leave --retry-failed and --shard out")

@@ -48,7 +48,7 @@ class HeadContent:
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What export and checks need of a target: no decoder blocks."""
+    """A target without its decoder blocks."""
 
     path: str
     text_config: Any
@@ -80,7 +80,7 @@ def table(values: Any, *keys: str) -> dict[str, Any]:
 
 
 def renamed(tensors: dict[str, Tensor], rules: Sequence[Rule]) -> dict[str, Tensor]:
-    """The tensors, their names changed by each rule in turn; an empty name drops its tensor."""
+    """The tensors, renamed by each rule in turn; an empty name drops its tensor."""
     made = tensors
     for pattern, replacement in rules:
         made = {re.sub(pattern, replacement, name): tensor for name, tensor in made.items()}
@@ -96,7 +96,7 @@ SIZES = (  # Llama's keys that EAGLE heads have
 
 
 def configured(schema: type[T], values: dict[str, Any], place: Path) -> T:
-    """A checked configuration of a head; a value of None means the default."""
+    """A head's checked configuration; None: the default."""
     given = {name: value for name, value in values.items() if value is not None}
     config: Any = validate(given, schema, str(place), {})
     for name, size in vars(config).items():
@@ -115,7 +115,7 @@ def configured(schema: type[T], values: dict[str, Any], place: Path) -> T:
 
 
 def read_sizes(values: dict[str, Any], place: Path) -> dict[str, Any]:
-    """The sizes in config.json of an EAGLE or block head; defaults are those of SafeAILab's EConfig."""
+    """The sizes of an EAGLE or block head; defaults are those of SafeAILab's EConfig."""
     width, heads = values.get("hidden_size"), values.get("num_attention_heads")
     theta, scaling = read_rope(values, place)
     sizes: dict[str, Any] = {"num_hidden_layers": 1, "num_key_value_heads": heads, "rms_norm_eps": 1e-6}

@@ -13,7 +13,7 @@ from aerie.model.heads.eagle import EMBEDDING, TAP_CONVENTION, Eagle1Config, Eag
 
 SPECULATIVE_TOKENS = 5  # speculators' default for EAGLE-3
 LAYER, TYPE = "transformer_layer_config", "speculators_model_type"
-SERVER = "made_for"  # under "aerie": the server versions that count taps this way
+SERVER = "made_for"  # under "aerie": the versions that count taps this way
 ZERO_BIAS = "fc_bias_is_padding"  # under "aerie": fc.bias is zeros, only for SGLang
 FIRST_LAYER = "layers.0.hidden_norm.weight"  # SafeAILab calls this layer midlayer
 DERIVED: content.Rule = (r"^.*rotary_emb\.inv_freq$", "")  # RoPE's frequencies, in old pickles
@@ -171,7 +171,7 @@ def refuse_eagle(layout: str, config: Eagle1Config | Eagle3Config, target: conte
 def speculators_values(
     algorithm: str, config: Any, target: content.TargetFacts, drafts: int, layer: dict[str, Any]
 ) -> dict[str, Any]:
-    """The values that all heads have in speculators' config.json (0.9); drafts: tokens that servers draft per cycle."""
+    """What config.json has for all heads of speculators 0.9; drafts: tokens that servers draft per cycle."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": drafts, "verifier_accept_k": 1}
     return {
         TYPE: algorithm,

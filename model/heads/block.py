@@ -114,8 +114,8 @@ class BlockHead(nn.Module):
         return logits if self.markov_head is None else logits + self.markov_head(before, states).float()
 
     def forward(self, tokens: Tensor, taps: Tensor, anchors: Tensor, embedding: Tensor) -> Tensor:
-        """States [B, A, K, D] for the LM head, of the K drafting rows of A blocks with these anchors [B, A] (their
-        positions) and tokens [B, A] (at the anchors), in texts with taps [B, T, L*D]."""
+        """States [B, A, K, D] for the LM head, of the K drafting rows of A blocks with tokens [B, A] at anchors
+        [B, A], in texts with taps [B, T, L*D]."""
         size, length = self.config.block_size, taps.shape[1]
         places = anchors[..., None] + torch.arange(size, device=anchors.device)  # [B, A, block]
         cos, sin = self.rotary.table(length + size, self.fc.weight)

@@ -73,7 +73,7 @@ class DraftVocabulary:
         return int(counts[self.t2d.cpu().numpy()].sum()) / total if total else 1.0
 
     def check_ends(self, end_ids: Collection[int], place: str) -> None:
-        """UserError if none of the target's end_ids is in: the head could never draft the end of a turn."""
+        """UserError if none of the target's end_ids is in: no draft could end a turn."""
         known = sorted(number for number in end_ids if 0 <= number < len(self.t2d))
         if known and not self.t2d[known].any():
             raise UserError(f"{place}: none of the target's end-of-turn tokens {known} is in the draft vocabulary")
