@@ -242,7 +242,7 @@ def draft_vocabulary(
 def mask_token(tokenizer: Any, end_ids: Collection[int], embedding: Any) -> int:
     """A token id that no text has: the tokenizer's mask, else an embedding row [V, D] without a token, else padding.
 
-    UserError if there is none. A row of zeros is not taken: it would make all masks of a block alike.
+    UserError if there is none. A row of zeros is not taken: its queries are zero, so a block's masks would be alike.
     """
     known = {*tokenizer.get_vocab().values()}
     unnamed = (number for number in range(len(embedding)) if number not in known and embedding[number].any())

@@ -354,7 +354,7 @@ def differences(there: dict[str, Any], asked: dict[str, Any]) -> str:
 def environment() -> dict[str, Any]:
     script, *words = sys.argv or [""]
     path = Path(script).resolve()
-    inside = path.suffix == ".py" and path.is_relative_to(ROOT)  # no path of this machine
+    inside = path.suffix == ".py" and path.is_relative_to(ROOT)  # argv holds no path of this machine
     name = path.relative_to(ROOT).as_posix() if inside else path.name
     argv = ["aerie" if path.name == "__main__.py" else name, *words]
     versions = {"python": sys.version.split()[0]}

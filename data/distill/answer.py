@@ -189,7 +189,7 @@ class ServedTarget:
             raise UserError("distill.server needs openai: pip install -e .[distill]") from error
         self.config, self.errors = config, (openai.APIError, ValueError, RecursionError)
         timeout = openai.Timeout(config.timeout_s, connect=min(CONNECT_S, config.timeout_s))
-        httpx = import_module(openai.DefaultAsyncHttpxClient.__mro__[-2].__module__.partition(".")[0])  # or httpx2
+        httpx = import_module(openai.DefaultAsyncHttpxClient.__mro__[-2].__module__.partition(".")[0])  # or "httpx2"
 
         class Client(openai.DefaultAsyncHttpxClient):
             async def send(self, request: Any, **options: Any) -> Any:

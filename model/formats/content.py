@@ -19,7 +19,7 @@ from aerie.model.storage import first_line
 from aerie.model.target import VocabWeights, default_taps, load_config, load_vocab, other_weights, target_end_ids
 
 T = TypeVar("T", bound=AnyConfig)
-Rule = tuple[str, str | Callable[[re.Match[str]], str]]  # of re.sub
+Rule = tuple[str, str | Callable[[re.Match[str]], str]]  # for re.sub
 
 
 @dataclass(frozen=True)

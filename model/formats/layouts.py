@@ -36,7 +36,7 @@ MULTI_TOKEN_NAMES: dict[str, tuple[Rule, ...]] = {  # FasterDecoding/Medusa, zan
         (r"^(\d+)\.(\d+)\.linear\.", r"branches.\1.blocks.\2.linear."),
         (r"^(\d+)\.(\d+)\.weight$", r"laws.lm_heads.\1.weight"),
     ),
-    "hydra": (  # dropout stands between blocks; "embeding" is their spelling
+    "hydra": (  # every second module is a dropout; "embeding" is their spelling
         (r"^prefix_embeding_layer\.(embed_tokens\.weight|.*rotary_emb\.inv_freq)$", ""),
         (r"^prefix_embeding_layer\.(layers\.0\.)?", "prefix_layer."),
         (r"^hydra_mlp\.(\d+)\.(\d+)\.", lambda found: f"branches.{found[1]}.blocks.{int(found[2]) // 2}."),

@@ -182,7 +182,7 @@ class EagleDraft:
 
     def __init__(self, head: EagleHead) -> None:
         self._embedding, self._leave = head.embed_tokens.weight, head.leave
-        self._fc = (head.fc.weight, head.fc.bias) if isinstance(head, Eagle1Head) else None  # EAGLE-3 fuses before
+        self._fc = (head.fc.weight, head.fc.bias) if isinstance(head, Eagle1Head) else None  # EAGLE-3's is in `fuse`
         self._layers = [DraftLayer(layer) for layer in head.blocks]
 
     def __call__(self, tokens: Tensor, features: Tensor, rope: Tensor, mask: Tensor, cache: KeyValueCache) -> Tensor:
