@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Torch is imported for the decoder alone."""
+    """Imports torch only if the decoder is asked for."""
     if name != "SpeculativeDecoder":
         raise AttributeError(name)
     from aerie.infer.decode import engine

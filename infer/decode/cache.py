@@ -35,13 +35,13 @@ class CachedLM:
         self._layer_kinds = sorted(set(kinds))
 
     def prefill(self, input_ids: Tensor, kept: Kept) -> TargetStep:
-        """Of a prompt [T]: logits of its last token [1, V], features of all; the caller advances `kept`."""
+        """Reads a prompt [T]: logits [1, V] of its last token, features of all; the caller advances `kept`."""
         cache, taps = DynamicCache(), [*self.after_blocks]
         out = self.target.decoder(
             input_ids=input_ids[None], past_key_values=cache, use_cache=True, output_hidden_states=taps
         )
         # the prompt goes through transformers' own cache and causal mask; its rows are then copied once
-        rows = {  # a layer that shares an earlier one's has none; MLA's values are narrower than its keys
+        rows = {  # a layer that shares an earlier layer's rows has none; MLA's values are narrower than its keys
             (number, name): getattr(layer, name)
             for number, layer in enumerate(cache.layers)
             for name in (("keys", "values") if layer.is_initialized else ())
@@ -53,18 +53,18 @@ class CachedLM:
         return self._step(out, last_only=True)
 
     def read(self, tokens: Tensor) -> TargetStep:
-        """`prefill` of the prompt's next tokens [n]."""
+        """As `prefill`, for the prompt's next tokens [n]."""
         depth = self.cache.kept.numbers[: len(tokens)]
         return self._step(self._forward(tokens, depth, depth[:, None] >= depth), last_only=True)
 
     @property
     def max_levels(self) -> int:
-        """Of a tree: with LongRoPE no node may turn the rows that are kept."""
+        """The deepest tree: with LongRoPE no node may pass the length at which kept rows must be rotated anew."""
         left = (self.target.rope_switch or 0) - self.cache.kept.length - 1
         return left if left >= 0 else 2**31
 
     def extend(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> TargetStep:
-        """Of a tree's nodes [N]; mask [N, N]."""
+        """One forward of a tree's nodes: tokens and depth [N], mask [N, N]."""
         return self._step(self._forward(tokens, depth, mask))
 
     def append(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class CachedLM:
         full = torch.where(kept, self._visible, self._masked)
         full.index_copy_(1, places, torch.where(mask, self._visible, self._masked))
         masks = {"full_attention": full[None, None]}
-        # the cache is full-length, so that a sliding window is a matter of positions
+        # the cache is full-length, so the mask alone makes the sliding window, by positions
         if "sliding_attention" in self._layer_kinds:
             far = positions[-count:, None] - columns.index_copy(0, places, positions) >= self._window
             masks["sliding_attention"] = torch.where(far, self._masked, full)[None, None]

@@ -1,4 +1,4 @@
-"""Whether a target decodes losslessly: its logits of a draft's nodes against plain forwards of each path."""
+"""Checks that a target decodes losslessly: compares its logits of a draft's nodes with plain forwards of each path."""
 
 from contextlib import suppress
 from copy import deepcopy
@@ -18,8 +18,8 @@ from aerie.model.storage import digest, file_digest, first_line, user_cache, wri
 from aerie.model.target import LARGE, Target, family, only_trains
 
 Form = Literal["tree", "chain"]
-COPIED = 10**9  # parameters of a target that may be copied in float32
-# Parents and paths. The tree's second path stands many rows behind its siblings: whatever counts rows is far off there.
+COPIED = 10**9  # the most parameters of a target that is copied in float32
+# Parents and paths. The tree's last rows are far from their depths: a model that takes rows for positions fails there.
 FORMS: dict[Form, tuple[list[int], list[list[int]]]] = {
     "tree": ([0] * 13 + [12, 1], [[0, 12, 13], [0, 1, 14]]),
     "chain": ([0, 0, 1, 2], [[0, 1, 2, 3]]),
@@ -27,7 +27,7 @@ FORMS: dict[Form, tuple[list[int], list[list[int]]]] = {
 
 
 def checked_lm(target: Target, after_blocks: tuple[int, ...] = (), form: Form = "tree") -> CachedLM:
-    """UserError, by the family's name, where drafts of that form are not lossless; a large target is checked once."""
+    """The target with its cache. UserError if drafts of this form are not lossless; a large target is checked once."""
     if form not in target.decodes:
         if why := only_trains(target.model.config):
             raise UserError(f"{target.recipe.path}: {why}")
@@ -53,7 +53,7 @@ def checked_lm(target: Target, after_blocks: tuple[int, ...] = (), form: Form = 
 
 
 def _stand_in(target: Target) -> Target | None:
-    """In float32, as a narrow dtype rounds faults away; a small one, as a large target's long texts take too long."""
+    """A float32 model of its kind, as narrow dtypes round faults away; a small one if possible, for long texts."""
     with suppress(Exception):
         if small := miniature(target.model.config, target.recipe):
             return small
@@ -66,7 +66,7 @@ def _stand_in(target: Target) -> Target | None:
 
 @torch.inference_mode()
 def _fault(target: Target, form: Form) -> str | None:
-    """What is wrong, after a short prompt or beside a length at which the configuration names a change."""
+    """What is wrong after a short prompt, or near a length at which the configuration names a change; or None."""
     for length, seconds in lengths_to_check(target).items():
         is_long = length > SHORT
         if is_long and seconds > 1:
@@ -74,10 +74,10 @@ def _fault(target: Target, form: Form) -> str | None:
         try:
             error = _difference(target, length, *map(torch.tensor, FORMS[form]))
         except torch.OutOfMemoryError:
-            if is_long:  # shorter texts may fit
+            if is_long:  # no fault: shorter texts may fit
                 return None
             raise
-        except Exception as stumbled:  # whatever forwards of the family cannot do
+        except Exception as stumbled:  # the family's forwards may fail in any way
             return f"its forward fails on a draft {form} ({type(stumbled).__name__}: {first_line(stumbled)})"
         if error is not None:
             what = f"its logits for a draft {form} after {length} tokens differ by {error:.2g} from those of its paths"

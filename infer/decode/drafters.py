@@ -86,13 +86,13 @@ class EagleDrafter(Drafter):
 
 
 def rows_of(x: Tensor, dim: int, rows: Tensor) -> Tensor:
-    """These of x's rows; of a lone one a view."""
+    """x's rows at these indices; if x has a single row, a view of it."""
     sizes = [len(rows) if at == dim else -1 for at in range(x.ndim)]
     return x.index_select(dim, rows) if x.shape[dim] > 1 else x.expand(sizes)
 
 
 def held(state: Tensor, rows: Tensor, last: Tensor | None) -> Tensor:
-    """The last row [1, D], where `state` was: a captured cycle looks there."""
+    """The last row [1, D], copied into `state` if the shapes agree: a captured cycle reads it there."""
     row = rows[-1:] if last is None else rows.index_select(0, last)
     return state.copy_(row) if state.shape == row.shape else row.clone()
 
@@ -125,7 +125,7 @@ class MedusaDrafter(Drafter):
 
 
 class HydraDrafter(Drafter):
-    """A Hydra head: a law sees the state before the root (Hydra++: a prefix layer's) and the embeddings down to it."""
+    """A Hydra head: a law sees the state before the root (Hydra++: a prefix layer's) and its path's embeddings."""
 
     def __init__(self, head: Any, target: Target) -> None:
         self.head, self.max_levels, self.forwards = head, head.config.num_heads, ((head, "step"),)
@@ -177,7 +177,7 @@ class BlockDrafter(Drafter):
         self.forwards = ((self, "_draft"), (self, "_target_logits"), (self, "_fuse"), (head, "correct"))
         self._cache = KeyValueCache({}, Kept(0, target.device))  # of the text that `reset` began
         self._text = torch.zeros(config.markov_order, dtype=torch.long, device=target.device)  # its last tokens
-        self._paths = torch.empty(0)  # [rows of the last call, n]: the last tokens down to each
+        self._paths = torch.empty(0)  # [rows of the last call, n]: the last n tokens of each path
         self._back = torch.arange(1, config.markov_order + 1, device=target.device)
         self._before = torch.empty(0)  # the fused taps [1, D] before the root
         self._states = self._logits = torch.empty(0)  # [levels, D] and [levels, V] of the tree that `start` began
@@ -192,7 +192,7 @@ class BlockDrafter(Drafter):
         self._table = torch.stack(self.head.rotary.table(len(kept.numbers), like))  # [2, positions, hd]
 
     def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
-        # Of accepted tokens a layer keeps keys and values of their true taps; a block's own rows are overwritten here.
+        # For accepted tokens a layer keeps keys and values of their true taps; the block's rows are overwritten here.
         places = self._cache.begin(tokens.shape[0])
         fused = self._fuse(features)
         self._draft.read(fused, self._table.index_select(1, places), self._cache)
@@ -201,7 +201,7 @@ class BlockDrafter(Drafter):
 
     def start(self) -> Tensor:
         config, places = self.head.config, self._cache.begin(self.draft_rows)
-        # rows see the kept ones and their block: all of it, or up to themselves
+        # a row sees the kept rows, and its block: all of it, or up to itself
         furthest = places[:, None] if config.in_block == "causal" else places[None, -1:]
         columns = self._cache.kept.numbers[: self._cache.width]
         mask = torch.where(columns <= furthest, self._zero, self._hides)[None, None]
@@ -223,7 +223,7 @@ class BlockDrafter(Drafter):
 
 
 class DraftLMDrafter(Drafter):
-    """A small LM. `commit` leaves the accepted tokens that drafting has not read to the forward of the next `start`."""
+    """A small LM. The next `start` reads, in its forward, the accepted tokens that drafting has not read."""
 
     is_fixed = False  # which rows were accepted is found on the host
 
@@ -237,7 +237,7 @@ class DraftLMDrafter(Drafter):
         self._num_repeated = 0  # tokens of the prompt that the next commit begins with
         self._root_law: Tensor | None = None  # [1, num_columns]
         self._steps: list[tuple[Tensor, Tensor]] = []  # tokens and parents of each level that was read in this cycle
-        self._depth = self._seen = self._unread  # of the rows drafted so far, [m]; by the rows of the last call, [n, m]
+        self._depth = self._seen = self._unread  # of the rows drafted so far [m]; which the last call's see [n, m]
 
     def reset(self, prompt: Tensor, kept: Kept, slots: int) -> None:
         self._lm.prefill(self._readable(prompt), own := Kept(len(kept.numbers), prompt.device))
@@ -247,11 +247,11 @@ class DraftLMDrafter(Drafter):
 
     def commit(self, tokens: Tensor, features: Tensor | None = None, last: Tensor | None = None) -> None:
         tokens, self._num_repeated = tokens[self._num_repeated :], 0
-        # the rows of the longest beginning that was read as a path, as offsets after `length`; one synchronisation
+        # the rows, counted behind the kept ones, of the longest beginning that drafting has read; one synchronisation
         parts = [tokens[:-1], *(column for step in self._steps for column in step)]
         path, *columns = (part.tolist() for part in torch.cat(parts).cpu().split([len(part) for part in parts]))
         rows: list[int] = []
-        first, parent = 0, 0  # of a level's rows; the row of the level above that the path stands on
+        first, parent = 0, 0  # the number of a level's first row; the path's row in the level above
         for token, level, parents in zip(path, columns[::2], columns[1::2], strict=False):
             nodes = list(zip(level, parents, strict=True))
             if (token, parent) not in nodes:
@@ -288,7 +288,7 @@ class DraftLMDrafter(Drafter):
         self._lm.cache.kept.advance(len(rows))
 
     def _readable(self, tokens: Tensor) -> Tensor:
-        # the target may write a padding row
+        # the target may write the id of a padding row that the draft LM lacks
         return tokens.clamp(max=self.draft.vocab.embedding.shape[0] - 1)
 
     def _log_q(self, hidden: Tensor) -> Tensor:
@@ -319,7 +319,7 @@ Name = Path | int
 
 
 class Trie:
-    """A tree in the making: guesses are named by their paths, passengers by numbers."""
+    """Builds a tree: a guessed node is named by its path, a passenger by a number."""
 
     def __init__(self) -> None:
         self._guesses: Counter[Path] = Counter()  # how many pass through each path
@@ -333,7 +333,7 @@ class Trie:
         return len(self._nodes) - 1
 
     def tree(self, root: Tensor) -> tuple[Tree, dict[Name, int]]:
-        """The tree under root [1], and the place in it of each node."""
+        """The tree under root [1], and each named node's index in it."""
         guesses: Counter[Any] = self._guesses
         nodes = self._nodes | {path: (path[-1], len(path), path[:-1]) for path in guesses if path}
         order = sorted(nodes, key=lambda name: nodes[name][1])
@@ -344,7 +344,7 @@ class Trie:
         columns = [(nodes[n][0], places[nodes[n][2]], nodes[n][1], n not in guesses) for n in order]
         tokens, parents, depth, rides = torch.tensor(columns, device=root.device).unbind(1)  # [N] each
         rides[0] = 0
-        # confidence is the share of the parent's guesses that pass through a node, survival that of all
+        # confidence: the share of the parent's guesses that pass through the node; survival: the share of all guesses
         counts = [(guesses[n], guesses[nodes[n][2]], guesses[()]) if n in guesses else (1, 1, 1) for n in order]
         shares = [(math.log(through / parent), math.log(through / all_)) for through, parent, all_ in counts]
         confidence, survival = torch.tensor(shares, device=root.device).unbind(1)
@@ -354,7 +354,7 @@ class Trie:
 
 
 def continuation(text: NDArray[np.int64], config: PromptLookupConfig, end_ids: Collection[int] = ()) -> list[int]:
-    """What followed the longest n-gram that ends the text, as transformers' PromptLookupCandidateGenerator has it."""
+    """What followed the longest final n-gram of the text where it stood before (PromptLookupCandidateGenerator)."""
     for size in range(min(config.ngram, len(text) - 1), config.min_ngram - 1, -1):
         starts = np.flatnonzero((sliding_window_view(text[:-1], size) == text[-size:]).all(axis=1)) + size
         if len(starts):
@@ -388,7 +388,7 @@ class Lookahead(Proposer):
     """Lookahead decoding (arXiv 2402.02057, section 3); window, pool and warm-up are those of the published code.
 
     The window has N - 1 rows of W tokens: row l, column i stands l + i places after the root, which is 0, 0. A token
-    continues row 0 up to its column, and then its column. Until it is full, each forward takes the first column away.
+    sees row 0 up to its column, and what is above it in its column. Until it is full, each forward drops column 0.
     """
 
     is_chain = is_fixed = False
@@ -409,7 +409,7 @@ class Lookahead(Proposer):
     def propose(self, root: Tensor, max_levels: int) -> Tree:
         trie, token, first = Trie(), self._text[-1], self.window[0]
         newest: list[Any] = []
-        # passengers: row 0 is a line below the root, the other rows stand below its columns; none passes the context
+        # passengers: row 0 is a chain below the root, each column a chain below its node; all must fit the context
         if len(self._text) + len(self.window) + len(first) - 2 <= self._context:
             first[0], newest = token, [()]
             for guessed in first[1:]:

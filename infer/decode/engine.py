@@ -78,12 +78,12 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """The answer as a reader should see it; `new_ids` are all of it."""
+        """The answer as a reader should see it; `new_ids` holds all its tokens."""
         return answer_text(self.decoder.tokenizer, self.new_ids)
 
 
 class SpeculativeDecoder:
-    """Decodes with a target and a proposer (none: vanilla) what the target alone would write."""
+    """Decodes what the target alone would write, with a proposer's drafts (None: vanilla)."""
 
     def __init__(self, target: Target, proposer: Proposer | None = None, typical: TypicalConfig | None = None) -> None:
         """typical: Medusa's acceptance where tokens are sampled, which is NOT lossless."""
@@ -93,10 +93,10 @@ class SpeculativeDecoder:
         self.form: Form = "chain" if self.proposer.is_chain else "tree"
         self.lm = checked_lm(target, self.proposer.after_blocks, self.form)
         self.cycle = cycle_of(target)
-        # a captured commit is not compiled, as it cannot be tried before
+        # a captured commit is not compiled: it cannot be run once before the capture
         names = ("draft", "extend") if self.is_captured else ("draft", "extend", "commit")
         self.compiled = {name: Compiled(getattr(self, name)) for name in names if self.cycle == "compiled"}
-        self.graph_bytes, self.generator = 0, torch.Generator(target.device)  # of what was captured
+        self.graph_bytes, self.generator = 0, torch.Generator(target.device)  # of the captured graphs
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -169,8 +169,8 @@ class SpeculativeDecoder:
         """input_ids: a text, messages, token ids [T] or [1, T] (list or tensor), or what a tokenizer returns.
 
         A text is a user's turn in the chat template; a tokenizer without one takes it as it is.
-        settings: HONOURED, else the generation_config's; timed waits for the device; on_cycle sees each cycle, whose
-        tensors the next one may write over.
+        settings: those of HONOURED, by default the generation_config's; timed: waits for the device after each phase;
+        on_cycle sees each cycle, whose tensors the next one may overwrite.
         UserError: padding, several prompts, ids outside the vocabulary, no room in the context, unknown settings.
         """
         if foreign := sorted(settings.keys() - set(HONOURED)):
@@ -182,11 +182,11 @@ class SpeculativeDecoder:
         self._check(input_ids, attention_mask, decoding.max_new_tokens)
         prompt, proposer, limit = input_ids[0].to(self.target.device), self.proposer, decoding.max_new_tokens
         if generator is None:
-            # torch.manual_seed decides
+            # the seed follows from torch.manual_seed
             generator = torch.Generator(self.target.device).manual_seed(int(torch.randint(2**62, (1,))))
         own = self.generator if self.is_captured and decoding.do_sample else generator
         own.set_state(generator.get_state())
-        # what a graph that draws or judges is made for
+        # a graph that draws or judges is captured for these
         self.laws = decoding.temperature, decoding.top_k, decoding.top_p, decoding.min_p
         sampler, first_end = Sampler(decoding, own, prompt), self._first_end(decoding, prompt)
         rule = rule_of(None, sampler, self.typical)
@@ -214,7 +214,7 @@ class SpeculativeDecoder:
             remaining = limit - len(answer)
             if remaining == 0 or end is not None:
                 break
-            if kept.length == self.target.rope_switch:  # LongRoPE: all rows are to be turned anew
+            if kept.length == self.target.rope_switch:  # LongRoPE: all rows must be rotated anew
                 self.lm.prefill(torch.cat([prompt, torch.tensor(answer, device=prompt.device)]), kept)
             # (1) draft; the bonus token takes one place of what is left
             left = max(remaining - 1, least)
@@ -224,7 +224,7 @@ class SpeculativeDecoder:
             position, draft_ms = kept.length, clock.lap("draft")
             # (2) verify in one target forward
             step = run.extend(tree.tokens, tree.depth, tree.mask)
-            # from here on the logits are those of the text and each node's path
+            # from here on the logits are after the processors that read the text and each path
             step = replace(step, logits=sampler.with_text(step.logits, tree))
             verdict = read(run.judge(tree, step.logits, sampler), len(tree))
             verify_ms = clock.lap("verify")
@@ -241,7 +241,7 @@ class SpeculativeDecoder:
             # (3) commit; the bonus token, the next root, has no row
             count = len(verdict.path)
             sampler.follow(verdict.new[:count])
-            last = kept.numbers[count - 1 : count]  # of a captured commit, whose path is of one length
+            last = kept.numbers[count - 1 : count]  # for a captured commit, whose path has a fixed length
             if isinstance(run, Graphs):
                 run.commit(verdict.nodes, verdict.new, step.features, last)
             else:
@@ -271,7 +271,7 @@ class SpeculativeDecoder:
     def _prefill(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> Tensor:
         """The answer's first token [1]."""
         self.proposer.reset(prompt, kept, sampler)
-        # LongRoPE turns all rows by the factors of one forward
+        # with LongRoPE one forward must read the whole prompt: its factors depend on the length
         for part in prompt.split(CHUNK if self.target.rope_switch is None else len(prompt)):
             step, stop = self.lm.read(part) if kept.length else self.lm.prefill(part, kept), kept.length + len(part)
             is_last = stop == len(prompt)
@@ -282,9 +282,9 @@ class SpeculativeDecoder:
         return following
 
     def _first_end(self, decoding: Decoding, prompt: Tensor) -> Callable[[list[int], list[int]], int | None]:
-        """Of an answer so far and its next tokens: how many of these are kept; null: all, and it goes on.
+        """A function of the answer so far and its next tokens: how many of these to keep; None: all, and it goes on.
 
-        As transformers, it keeps the token in which a stop string ends, and finds one that began in the prompt.
+        Like transformers, it keeps the token in which a stop string ends, and finds one that began in the prompt.
         """
         stops = StopStringCriteria(self.tokenizer, [*decoding.stop_strings]) if decoding.stop_strings else None
         before = [] if stops is None else prompt[-stops.maximum_token_len :].tolist()
@@ -303,11 +303,11 @@ class SpeculativeDecoder:
 
     @property
     def is_captured(self) -> bool:
-        """Whether its cycles are CUDA graphs, of compiled functions or of these as they are."""
+        """Whether its cycles are CUDA graphs (of compiled or plain functions)."""
         return self.cycle == "captured" or (self.cycle == "compiled" and self.target.device.type == "cuda")
 
     def _run(self, kept: Kept, levels: int) -> Any:
-        """What has draft, extend and commit as target.cycle says; those of trees that must be short are eager."""
+        """An object with draft, extend, judge and commit, as target.cycle says; eager for trees that must be short."""
         if self.cycle == "eager":
             kept.captured.pop(self, None)
         if self.cycle == "eager" or levels < self.proposer.levels:
@@ -340,7 +340,7 @@ class SpeculativeDecoder:
         return judge(tree, logits, sampler, self.typical)
 
     def commit(self, nodes: Tensor, new: Tensor, features: Tensor, last: Tensor | None = None) -> None:
-        if self.form == "tree":  # a chain's rows stand where they belong
+        if self.form == "tree":  # a chain's rows are in place already
             self.lm.cache.gather(nodes)
         self.proposer.commit(new, features.index_select(0, nodes), last)
 
@@ -381,7 +381,7 @@ class Clock:
         return ms
 
     def exclude(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """What the call returns; no phase counts its time."""
+        """Returns the call's result; no phase counts its time."""
         before = self.lap(None)
         try:
             return work(*arguments)

@@ -18,25 +18,25 @@ from aerie.model.target import Target
 
 
 def cycle_of(target: Target) -> str:
-    """How its cycles are run: eager, captured or compiled."""
+    """How the target's cycles are run: eager, captured or compiled."""
     if target.recipe.cycle != "auto":
         return target.recipe.cycle
-    # LongRoPE looks at positions on the host; a graph is of one device
+    # LongRoPE reads positions on the host; a graph runs on one device
     spread = len({*getattr(target.model, "hf_device_map", {}).values()}) > 1
     return "captured" if target.device.type == "cuda" and target.rope_switch is None and not spread else "eager"
 
 
 class Compiled:
-    """A function of a cycle, compiled at its first call; where it cannot be, it runs as it is, and a line says so."""
+    """A function of a cycle, compiled at its first call; if that fails, it runs as it is, with a warning."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        # apart from other decoders' forms of the same code: torch has at most eight of one
+        # apart from other decoders' versions of the same code, of which torch keeps at most eight
         options: Any = {"fullgraph": True, "isolate_recompiles": True}
         self._function, self._run = function, torch.compile(function, **options)
 
     def __call__(self, *arguments: Any) -> Any:
         for argument in arguments:
-            if isinstance(argument, Tensor) and len(argument) > 1:  # one form for all lengths
+            if isinstance(argument, Tensor) and len(argument) > 1:  # compiled once for all lengths
                 torch._dynamo.maybe_mark_dynamic(argument, 0)
         try:
             return self._run(*arguments)
@@ -47,7 +47,7 @@ class Compiled:
 
 
 def bucket(length: int) -> int:
-    """At most 64 more or a quarter more: the columns that a captured cycle looks at."""
+    """The columns that a captured cycle reads: length rounded up, by at most 64 or a quarter."""
     step = max(64, 1 << max(length.bit_length() - 3, 0))
     return -(-length // step) * step
 
@@ -55,7 +55,7 @@ def bucket(length: int) -> int:
 def record(
     function: Callable[[], Any], device: torch.device, pool: Any, generator: torch.Generator
 ) -> tuple[Callable[[], None], Any]:
-    """A function as a CUDA graph: what repeats its kernels, with new draws, and its output, which they write anew."""
+    """Captures a function as a CUDA graph: returns its replay (with new draws) and the output that this overwrites."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     graph.register_generator_state(generator)
     with torch.cuda.device(device), torch.cuda.graph(graph, pool, stream):
@@ -64,14 +64,14 @@ def record(
 
 
 class Graphs:
-    """What is captured of a decoder's cycle for one width: each of its functions for arguments of each size.
+    """The CUDA graphs of a decoder's cycle for one width: of each function, for arguments of each size.
 
-    Where that cannot be, or gives other logits, the decoder goes on eagerly, and a line says so.
+    If a capture fails or gives other logits, the decoder goes on eagerly, with a warning.
     """
 
     def __init__(self, decoder: Any, pool: Any = None) -> None:
-        """pool: the memory of other graphs, which must live as long as these: with its last graph a pool is gone."""
-        self._decoder: Any = weakref.proxy(decoder)  # whose caches hold this
+        """pool: the memory of other graphs, of which one must still live: a pool is freed with its last graph."""
+        self._decoder: Any = weakref.proxy(decoder)  # a proxy: its caches hold this
         self._device = decoder.target.device
         self.pool = pool or (torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None)
         self._graphs: dict[Any, tuple[Callable[[], None], list[Any], Any]] = {}
@@ -79,7 +79,7 @@ class Graphs:
         self._checked: dict[Any, int] = {}
 
     def _capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """See `record`."""
+        """As `record`, and counts the memory that this reserves."""
         decoder, on_gpu = self._decoder, self._device.type == "cuda"
         if on_gpu:
             torch.cuda.empty_cache()
@@ -95,7 +95,7 @@ class Graphs:
         self._decoder.cycle = "eager"
 
     def draft(self, root: Tensor, max_levels: int) -> Tree:
-        """As the decoder's."""
+        """The same as the decoder's draft."""
         proposer = self._decoder.proposer
         if proposer.is_fixed:
             laws = self._decoder.laws if proposer.draws else None
@@ -114,7 +114,7 @@ class Graphs:
     def _capture_levels(self, root: Tensor, max_levels: int) -> list[tuple[Any, ...]]:
         proposer = self._decoder.proposer
         for _, finish in proposer.propose_levels(root, max_levels):
-            finish()  # once as it is, which sets libraries and tables up
+            finish()  # runs once as it is, to set libraries and tables up
         self._root, levels = root.clone(), list[tuple[Any, ...]]()
         growing = proposer.propose_levels(self._root, max_levels)
         for _ in range(proposer.levels):
@@ -128,7 +128,7 @@ class Graphs:
             yield bool(ends) if waits else ends, partial(played, replay_tree, tree)
 
     def extend(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> TargetStep:
-        """As the decoder's, and the same logits the first two times: at the place of the capture, and elsewhere."""
+        """The same as the decoder's; checks its logits the first two times: where it was captured, and elsewhere."""
         step: TargetStep = self._run("extend", None, self._function("extend"), tokens, depth, mask)
         tried = self._checked.get(len(tokens), 0)
         if self._decoder.cycle == "eager" or tried == 2:
@@ -142,7 +142,7 @@ class Graphs:
         return step
 
     def judge(self, tree: Tree, logits: Tensor, sampler: Sampler) -> Tensor:
-        """As the decoder's, of what the graphs wrote."""
+        """The same as the decoder's, for what the graphs wrote."""
         decoder = self._decoder
         if not (decoder.proposer.is_fixed or decoder.proposer.grows_fixed) or sampler.decoding.of_text:
             return cast(Tensor, decoder.judge(tree, logits, sampler))
@@ -158,7 +158,7 @@ class Graphs:
         return own if name == "draft" and self._decoder.proposer.draws else self._decoder.compiled.get(name, own)
 
     def _tried(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """A call that sets libraries and tables up, and draws nothing that a later one would have drawn."""
+        """Calls once to set libraries and tables up; takes its draws back."""
         state = self._decoder.generator.get_state()
         function(*arguments)
         self._decoder.generator.set_state(state)
@@ -174,7 +174,7 @@ class Graphs:
             inputs = [given.clone() if isinstance(given, Tensor) else given for given in arguments]
             try:
                 replay, output = clock.exclude(self._capture, partial(function, *inputs))
-            except RuntimeError as error:  # too little memory is one
+            except RuntimeError as error:  # such as too little memory
                 self._eagerly(name, why_not(error))
                 return function(*arguments)
             self._graphs[sizes] = replay, inputs, output
@@ -187,7 +187,7 @@ class Graphs:
 
 
 def why_not(error: RuntimeError) -> str:
-    return first_line(error.__context__ or error)  # what ended the capture; the end of it fails, too
+    return first_line(error.__context__ or error)  # what broke the capture: ending it fails, too
 
 
 def played(replay: Callable[[], None], output: Any) -> Any:

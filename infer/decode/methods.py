@@ -34,8 +34,8 @@ from aerie.model.layers import Kept
 from aerie.model.storage import CALIBRATOR, CONFIG, digests, read_json
 from aerie.model.target import Target, context_of, default_taps, other_weights
 
-FURTHEST, FINENESS = 8.0, 1 / 64  # the largest difficulty, and the steps of those that trees are chosen for beforehand
-SUREST = 0.98  # chance of a level's draft on any text
+FURTHEST, FINENESS = 8.0, 1 / 64  # the largest difficulty, and the step of the table that chooses a tree by it
+SUREST = 0.98  # the highest chance that a level's draft is given
 MOST_WAITING = 64  # tokens whose features are kept for the head
 FLOOR = 1e-4  # no token is impossible because a few held-out prompts never had it
 
@@ -50,7 +50,7 @@ def kind_at(head: Path | str) -> str:
     try:
         return recognise(table, tensor_names(path.parent), path)[1]
     except UserError:
-        # what is no head, and transformers loads as a causal LM, is a draft LM
+        # no head, but a causal LM that transformers loads: a draft LM
         causal = any(str(n).endswith(("ForCausalLM", "LMHeadModel")) for n in table.get("architectures") or [])
         if "aerie_kind" not in table and "draft_vocab_size" not in table and causal:
             return "draft_lm"
@@ -66,7 +66,7 @@ def check_kind(method: str, kind: str, place: str) -> None:
 
 
 def find_head(asked: MethodConfig, heads: Path, preferred: str, given: Path | None, place: str) -> str | None:
-    """The method's own head, else `given` where its kind fits, else a run's; null: it needs none."""
+    """The method's own head, else `given` where its kind fits, else a run's; None: the method needs no head."""
     kinds = sorted(METHODS[asked.method].heads, key=lambda kind: kind != preferred)
     if asked.head is not None:
         check_kind(asked.method, kind_at(asked.head) if kinds else "draft", f"{place}: {asked.head}")
@@ -119,8 +119,8 @@ class Drafters:
 
 
 class Difficulty:
-    """A text's difficulty b, which is taken from the logit of the chance that a level's draft is accepted, given the
-    level above (Rasch's model). The steps by which it is found are a Kalman filter's.
+    """A text's difficulty b: it is subtracted from the logit of the chance that a level's draft is accepted, given the
+    level above (Rasch's model). A Kalman filter's steps estimate it.
     """
 
     def __init__(self, unsure: float, drift: float) -> None:
@@ -128,10 +128,10 @@ class Difficulty:
         self.variance, self.drift, self.b = unsure, drift, 0.0
 
     def learn(self, logits: Sequence[float], accepted: int) -> float:
-        """After a draft; logits [levels] are for b = 0. The log likelihood of how much of it was accepted."""
+        """Updates b; returns the log likelihood of how much of a draft was accepted. logits [levels] are for b = 0."""
         chances = [1.0 / (1.0 + exp(self.b - logit)) for logit in logits[: accepted + 1]]  # of the levels tried
         refused = accepted < len(logits)
-        # the slope of the log likelihood is what was refused beyond expectation, its curvature c (1 - c)
+        # slope of the log likelihood: the refusals minus their expectation; its curvature: the sum of c (1 - c)
         self.variance /= 1.0 + self.variance * sum(c * (1.0 - c) for c in chances)
         b = self.b + self.variance * (refused - sum(1.0 - c for c in chances))
         self.b = min(max(b, -FURTHEST), FURTHEST)
@@ -141,9 +141,9 @@ class Difficulty:
 def likeliest(
     logits: Sequence[float], texts: Iterable[Sequence[int]], tried: Iterable[tuple[float, float]]
 ) -> tuple[float, float]:
-    """Of the (unsure, drift) tried, those that foretell best, cycle by cycle, how much of one tree is accepted.
+    """The (unsure, drift) among those tried that best predict, cycle by cycle, how much of one tree is accepted.
 
-    logits [levels] are of a text of difficulty 0; texts: how many tokens of each text's drafts were accepted, in order.
+    logits [levels] are for difficulty 0; texts: for each text, how many tokens of each draft were accepted, in order.
     """
 
     def likelihood(one: tuple[float, float]) -> float:
@@ -159,9 +159,9 @@ def likeliest(
 
 
 class Auto(Drafting):
-    """Grows that one of some trees, or none, from which the text so far lets expect the most tokens a second.
+    """Grows one of several trees, or none: whichever promises the most tokens a second, judging by the text so far.
 
-    Past cycles alone decide: drawn children keep their law.
+    Only past cycles decide, so drawn children keep their law.
     """
 
     def __init__(self, drafter: Drafter, config: AutoConfig, calibrate: Calibrate) -> None:
@@ -188,7 +188,7 @@ class Auto(Drafting):
         super().reset(prompt, kept, sampler)
         self.is_fixed = self.grows_fixed = self.commits_fixed = False
         self._kept = kept
-        self._waiting: list[tuple[Tensor, Tensor]] = []  # of cycles without a draft, which need no head
+        self._waiting: list[tuple[Tensor, Tensor]] = []  # of cycles without a draft: the head reads them later
         self._text = Difficulty(self._unsure, self._drift)
         self._plain = self._choose(self._logits.shape[1]) is None  # then the head does not read the prompt either
 
@@ -202,7 +202,7 @@ class Auto(Drafting):
     def propose(self, root: Tensor, max_levels: int) -> Tree:
         shape = self._choose(max_levels)
         self._plain, self._room = shape is None, max_levels
-        # the head reads what was written without it in one forward, as if it stood where that began
+        # one forward reads the tokens that were written without the head, from the place where they begin
         if self._waiting and (shape is not None or len(self._waiting) == MOST_WAITING):
             tokens, features = map(torch.cat, zip(*self._waiting, strict=True))
             self._kept.advance(-len(tokens))
@@ -226,20 +226,20 @@ class Auto(Drafting):
             return
         self._text.variance += self._text.drift
         if levels := cycle.tree.levels:
-            # below the end of a draft that was exact the tree had no nodes, as if they had been refused
+            # levels that the exact rule did not draft count as refused: their nodes could not be in the tree
             levels = self._room if self.shape.stop.keeps_tree else levels
             self._text.learn(self._steps[self._chosen][:levels], cycle.verdict.accepted)
-        else:  # nothing was learnt, and a small draft is tried again before long
+        else:  # nothing was learnt; b shrinks, so that a small draft is tried again soon
             self._text.b *= self._keep
 
 
 def step_logits(survival: Sequence[float]) -> NDArray[np.float64]:
-    """Of each level's chance, given the level above."""
+    """The logit of each level's chance, given the level above."""
     return logit((np.array(survival) / [1.0, *survival[:-1]]).clip(1.0 - SUREST, SUREST))
 
 
 def expected_tokens(logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The new tokens [..] of a cycle, the bonus token with them, of logits [.., levels]."""
+    """The expected new tokens [..] of a cycle, bonus token included, for logits [.., levels]."""
     return 1.0 + expit(logits).cumprod(-1).sum(-1)
 
 
@@ -251,10 +251,10 @@ def drafting(drafter: Drafter, tree: TreeConfig, calibrate: Calibrate = unchange
 
 
 def make_proposer(drafters: Drafters, asked: MethodConfig, head: str | None) -> Proposer | None:
-    """null: vanilla; the head was found by `find_head`."""
+    """The method's proposer (None: vanilla), with the head that `find_head` found."""
     options, tree = asked.options, asked.tree
     if isinstance(options, schema.LookaheadConfig):
-        target = drafters.target  # no passenger may turn LongRoPE
+        target = drafters.target  # no passenger may switch LongRoPE's factors
         return Lookahead(options, target.rope_switch or context_of(target.config))
     if options is not None:
         return PromptLookup(options)

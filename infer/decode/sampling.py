@@ -1,4 +1,4 @@
-"""The target's law at a node, by transformers' own processors, and draws from it."""
+"""The target's law at a node, after transformers' logits processors, and draws from it."""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,9 +20,9 @@ from aerie.model.storage import first_line
 SETTINGS = read_yaml(Path(__file__).with_name("settings.yaml"))[0]  # applied, of_text, without_effect, neutral
 HONOURED = (*SETTINGS["applied"], *SETTINGS["of_text"])
 ENDS: dict[str, Any] = {"eos_token_id": (), "stop_strings": ()}
-TRIALS = 64  # draws among which up to k different ones are looked for
+TRIALS = 64  # draws, of which `distinct_draws` takes the first k different ones
 ENTROPY_WEIGHT = 0.1  # SVIP's c, as measured on the embedded default's EAGLE-1 head
-STEPS = 64  # of a nat: how finely the chances of drawn children look at the entropy of their law
+STEPS = 64  # rows per nat of entropy, in the table of drawn children's chances
 COLDEST = 1e-6  # logits / temperature stay finite in float32
 
 
@@ -40,7 +40,7 @@ class Decoding:
 
 
 def resolve(config: GenerationConfig, **asked: Any) -> Decoding:
-    """UserError for a setting that a draft tree cannot honour."""
+    """The settings of one answer; UserError for a setting that a draft tree cannot honour."""
     known = {*HONOURED, *SETTINGS["without_effect"]}
     for name, value in vars(config).items():
         if not (name in known or name[0] == "_" or _is_off(name, value)):
@@ -87,11 +87,11 @@ def token_ids(value: Any) -> frozenset[int]:
     return frozenset() if value is None else frozenset([value] if isinstance(value, int) else map(int, value))
 
 
-PAD = 2**31 - 1  # before shorter texts: no token's id, so that it continues no n-gram and counts as no repetition
+PAD = 2**31 - 1  # fills the front of shorter texts; no token has this id, so it is in no n-gram and no repetition
 
 
 class Shortest(logits_process.MinLengthLogitsProcessor):
-    """transformers' own, for texts of different lengths."""
+    """transformers' processor, for texts of different lengths."""
 
     def __call__(self, texts: Tensor, scores: Tensor) -> Tensor:
         is_short = (texts != PAD).sum(-1, keepdim=True) < self.min_length
@@ -99,11 +99,11 @@ class Shortest(logits_process.MinLengthLogitsProcessor):
 
 
 class Sampler:
-    """prompt [T]: of an answer where laws look at its text."""
+    """Draws an answer's tokens from the target's laws; prompt [T] is needed where these depend on the text."""
 
     def __init__(self, decoding: Decoding, generator: torch.Generator, prompt: Tensor | None = None) -> None:
         self.decoding, self.generator = decoding, generator
-        self.text = None if prompt is None else prompt.long()  # prompt and answer, where laws look at it
+        self.text = None if prompt is None else prompt.long()  # prompt and answer, where laws depend on them
         self._start, self._of_text = 0 if prompt is None else len(prompt), list[Any]()
         # in transformers' order
         steps: tuple[tuple[bool, Any, float], ...] = (
@@ -119,24 +119,24 @@ class Sampler:
         return self._scores(logits).softmax(-1)
 
     def log_law(self, logits: Tensor, are_logarithms: bool = False) -> Tensor:
-        """log p [N, V]: -inf where a processor struck the token out; are_logarithms: logits are those of a law."""
+        """log p [N, V], -inf where a processor removed the token; are_logarithms: the logits are log probabilities."""
         scores = self._scores(logits)
         return scores if are_logarithms and not self._processors else scores.log_softmax(-1)
 
     def _scores(self, logits: Tensor) -> Tensor:
         scores = logits.float()
-        # calling their list would inspect each one's signature, every time
+        # a LogitsProcessorList would inspect each processor's signature at every call
         for processor in self._processors:
             scores = processor(None, scores)
         return scores
 
     def follow(self, tokens: Tensor) -> None:
-        """The text goes on with tokens [n]."""
+        """Appends tokens [n] to the text."""
         if self.decoding.of_text and self.text is not None:
             self.text = torch.cat([self.text, tokens])
 
     def with_text(self, logits: Tensor, tree: Tree | None = None) -> Tensor:
-        """Logits [N, V] of a tree's nodes, each after the text and its own path, or (null) [1, V] of the text's end."""
+        """A tree's logits [N, V] `after` the text and each path; without a tree [1, V], after the text alone."""
         if not self.decoding.of_text or self.text is None:
             return logits
         if tree is None:
@@ -151,7 +151,7 @@ class Sampler:
         return self.after(texts.gather(1, columns % length), logits)
 
     def after(self, texts: Tensor, logits: Tensor) -> Tensor:
-        """Scores [N, V] in float32 of logits, by the processors that look at texts [N, T], shorter ones behind PAD."""
+        """Logits [N, V] in float32 after the processors that read texts [N, T]; PAD precedes shorter texts."""
         # in the order of `generate`: these first, then the draw's own (temperature, top-k, ...) in `law`
         try:
             self._of_text = self._of_text or self._text_processors(logits.device)
@@ -187,7 +187,7 @@ class Sampler:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The first largest entry of each row [N]."""
+    """The place [N] of each row's largest entry, the first of equals."""
     # on a CPU numpy is faster
     is_plain = logits.device.type == "cpu" and logits.dtype == torch.float32 and not logits.requires_grad
     if is_plain and not torch.compiler.is_compiling():
@@ -196,7 +196,7 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def race(law: Tensor, generator: torch.Generator) -> Tensor:
-    """p / Exponential(1) [N, V]: in descending order, draws from each row's law [N, V] without replacement."""
+    """p / Exponential(1) [N, V]: its descending order is that of draws without replacement from each law [N, V]."""
     return law / torch.empty_like(law).exponential_(generator=generator)
 
 
@@ -204,18 +204,18 @@ def draw(law: Tensor, generator: torch.Generator) -> Tensor:
     """One token [N] from each row of law [N, V], which need not be normalised."""
     if law.device.type != "cpu":
         return race(law, generator).argmax(-1)
-    # one number for a row, where a race takes one for each token; float64, as tokens may be rarer than 2**-24
+    # one random number per row (a race takes one per token); float64, as tokens may be rarer than 2**-24
     cumulative = law.cumsum(-1, dtype=torch.float64)
     uniform = torch.rand(len(law), 1, generator=generator, dtype=torch.float64) * cumulative[:, -1:]
-    # no id is beyond the law, whatever is wrong with it
+    # a broken law (NaN) must not give an id beyond it
     return torch.searchsorted(cumulative, uniform, right=True)[:, 0].clamp_(max=law.shape[1] - 1)
 
 
 def distinct_draws(law: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """At most k draws without replacement from each law [r, V], in order: columns [r, k], and which are missing [r, k].
 
-    They are the first that differ among TRIALS draws with replacement: a number for each, where `race` takes one for
-    each token. That one is missing says nothing about which it would have been.
+    They are the first k different ones of TRIALS draws with replacement, which takes TRIALS random numbers where
+    `race` takes V. Whether a draw is missing does not depend on which token it would have been.
     """
     cumulative = law.cumsum(-1)
     count = max(TRIALS, k)
@@ -223,19 +223,19 @@ def distinct_draws(law: Tensor, k: int, generator: torch.Generator) -> tuple[Ten
     trials = torch.searchsorted(cumulative, uniform, right=True)  # [r, count]
     alike, order = trials.sort(stable=True)
     is_new = F.pad(alike[:, 1:] != alike[:, :-1], (1, 0), value=True)
-    first = torch.where(is_new, order, count).topk(k, largest=False).values  # [r, k] the trials that they are
+    first = torch.where(is_new, order, count).topk(k, largest=False).values  # [r, k] the trials that drew them
     return trials.gather(1, first.clamp(max=count - 1)), first == count
 
 
 def draw_children(log_q: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """k draws without replacement from each law q [r, Vd], in order: log chances and columns [r, k], and q.
 
-    The j-th chance estimates how often the j-th draw is the one that is accepted. It falls with j and knows q alone, no
-    token that was drawn from it. -inf: there is no j-th draw.
+    The j-th chance estimates how often the j-th draw is the accepted one. It falls with j and depends on q alone, not
+    on the tokens drawn. -inf: there is no j-th draw.
     """
     q = log_q.exp()
     columns, missing = distinct_draws(q, k, generator)
-    entropy = -torch.linalg.vecdot(q, log_q.clamp(min=-100.0))  # q is 0 where its logarithm is less
+    entropy = -torch.linalg.vecdot(q, log_q.clamp(min=-100.0))  # not 0 * -inf
     table = _log_chances(k, q.device)
     chances = table.index_select(0, (entropy * STEPS).long().clamp_(0, len(table) - 1))
     return chances.masked_fill_(missing, float("-inf")), columns, q
@@ -243,9 +243,9 @@ def draw_children(log_q: Tensor, k: int, generator: torch.Generator) -> tuple[Te
 
 @cache
 def _log_chances(k: int, device: torch.device) -> Tensor:
-    """By the entropy of q, in STEPS a nat: the log chance that the j-th draw is the one that is accepted, [.., k]."""
-    # The first is accepted with 1 - TV(p, q), about 1 - sqrt(c H(q)) (SVIP, arXiv 2411.18462, equation 6), and where
-    # all before it are refused, the j-th with a j-th of that: as good, to 1 % of log loss, as a table by entropy.
+    """The log chance that the j-th draw is the accepted one [entropies, k]; STEPS rows per nat of q's entropy."""
+    # The first draw is accepted with chance 1 - TV(p, q), about 1 - sqrt(c H(q)) (SVIP, arXiv 2411.18462, equation 6);
+    # the j-th, if all before it are refused, with 1/j of that. A measured table is better by at most 1 % of log loss.
     nats = torch.arange(STEPS / ENTROPY_WEIGHT) / STEPS
     first = (1.0 - (ENTROPY_WEIGHT * nats).sqrt()).clamp(0.05, 0.99)
     # j draws are all refused with the chance (1 - f) (1 - f / 2) ... (1 - f / j)

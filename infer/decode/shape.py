@@ -1,4 +1,4 @@
-"""Where to draft: a static tree (a chain is one) or a dynamic one."""
+"""The shape of a draft: a static tree (a chain is one) or a dynamic one."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,28 +26,28 @@ def unchanged(log_q: Tensor) -> Tensor:
 
 
 class Drafter:
-    """What gives the draft's laws, node by node."""
+    """Gives the draft's laws, node by node."""
 
-    max_positions: int = 2**31  # of prompt and answer
+    max_positions: int = 2**31  # the most tokens of prompt and answer
     max_levels: int = 2**31  # the deepest tree that it has modules for
     after_blocks: tuple[int, ...] = ()  # the taps that `commit` is given; none: last_hidden
-    draft_rows: int = 0  # of the forward that begins a tree, behind the kept rows
-    forwards_per_tree: int | None = None  # 1 where one forward yields all levels' laws; null: one a level
-    ids: Tensor | None = None  # [Vd] the target's ids of the columns of log q; null: they are the target's own
+    draft_rows: int = 0  # that `start` writes behind the kept rows
+    forwards_per_tree: int | None = None  # 1 where one forward yields all levels' laws; None: one per level
+    ids: Tensor | None = None  # [Vd] the target's ids of the columns of log q; None: they are the target's own
     is_fixed: bool = True  # reads nothing from the device
     forwards: tuple[tuple[Any, str], ...] = ()  # (owner, attribute) of every function that runs a model, to be timed
 
     def reset(self, prompt: Tensor, kept: Kept, slots: int) -> None:
-        """A new prompt [T], with none of its rows kept yet; slots: the most nodes of a tree that `step` is given."""
+        """Begins a prompt [T], of which no row is kept yet; slots: the most nodes of a tree that `step` is given."""
 
     def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
-        """New known tokens [n], and the target's feature of the token before each, [n, D] or with taps [n, L*D].
+        """Reads new known tokens [n], and the target's feature of the token before each, [n, D] or with taps [n, L*D].
 
-        last [1]: the row of the last one, where others are behind it.
+        last [1]: the row of the last known token, where other rows follow.
         """
 
     def start(self) -> Tensor:
-        """log q [1, Vd] of the root's children; begins a tree anew."""
+        """log q [1, Vd] of the root's children; begins a new tree."""
         raise NotImplementedError
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
@@ -88,9 +88,9 @@ def make_shape(config: OneTree, calibrate: Calibrate = unchanged) -> Shape:
 
 
 class StaticTree(Shape):
-    """A tree of known form, whose nodes have the r-th best token, or the r-th drawn: R1, R3 (EAGLE-1), R4 (SpecInfer).
+    """A tree of known form; a node has its parent's r-th best token, or r-th draw: R1, R3 (EAGLE-1), R4 (SpecInfer).
 
-    The stop rule is asked once the tokens of a level stand in the tree: no token that was drawn is ever dropped.
+    The stop rule is asked when a level's tokens are already in the tree: no drawn token is ever dropped.
     """
 
     def __init__(self, stop: Stop, choices: tuple[Choice, ...], children: Children, calibrate: Calibrate) -> None:
@@ -110,7 +110,7 @@ class StaticTree(Shape):
         grown: list[Level] = []
         for depth, (expanded, rows, places, inner, parents, width) in enumerate(form[:levels], start=1):
             law = sampler.law(log_q) if sampled else log_q
-            if sampled and self.children == "sampled":  # what is less has no exact ratio in float32; q may be any law
+            if sampled and self.children == "sampled":  # smaller q have no exact ratio in float32; q may be any law
                 law = F.threshold(law, 1e-30, 0.0)
             if width == 1:
                 columns = (draw(law, sampler.generator) if sampled else argmax(law))[:, None]
@@ -159,18 +159,18 @@ class StaticTree(Shape):
 
 
 def picked(x: Tensor, places: Tensor) -> Tensor:
-    """x [n, ..] at ascending places [m] among which, where m is n, each is once."""
+    """x [n, ..] at ascending places [m]; if m is n, each place must occur once, and this is x itself."""
     return x if len(places) == len(x) else x.index_select(0, places)
 
 
 @cache
 def _form(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) -> tuple[list[Any], list[Any]]:
-    """By level: expanded [rows], rows [n], places [n], inner [m], parents [m], width. Of all N nodes: parents, depth,
+    """By level: expanded [rows], rows [n], places [n], inner [m], parents [m], width. For all N nodes: parents, depth,
     mask, laws; and the parents on the host.
 
-    expanded: the nodes of the level above that have children; rows: which of these each node stands below;
+    expanded: the nodes of the level above that have children; rows: which of these is each node's parent;
     width: how many children are found per row; places: row * width + rank; inner: which nodes have children; parents:
-    the rows of those.
+    the rows of the inner nodes.
     laws [N]: the number of the law that a node's children come from, 0 for a leaf.
     """
     nodes: list[Choice] = [(), *(choice for choice in choices if max(choice) < vocab_size)]
@@ -192,10 +192,10 @@ def _form(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) ->
 
 
 class DynamicTree(Shape):
-    """EAGLE-2's tree (arXiv 2406.16858, sections 4.1, 4.2, 5.2) of the best children: pruning these moves no law.
+    """EAGLE-2's tree (arXiv 2406.16858, sections 4.1, 4.2, 5.2) of the best children: pruning them changes no law.
 
-    Of drawn children (R3: RSD, arXiv 2402.14160) it has the same form, by scores that no token has before it is in the
-    tree: see `draw_children`, and docs/lossless.md for the proof.
+    With drawn children (R3: RSD, arXiv 2402.14160) it grows alike, by scores that do not depend on a node's own token:
+    see `draw_children`, and docs/lossless.md for the proof.
     """
 
     def __init__(self, stop: Stop, config: DynamicConfig, calibrate: Calibrate) -> None:
@@ -218,10 +218,10 @@ class DynamicTree(Shape):
         keep: bool = False,
         sampler: Sampler | None = None,
     ) -> Iterator[Growing]:
-        """After each level, before the next forward: whether it is to be the last one, and how to make that tree.
+        """Yields after each level, before the next forward: whether it is the last one, and what makes that tree.
 
-        reads: "each" tells it as a bool; "late" as a tensor [] that nobody has waited for; "never" does not tell, and
-        nodes below such a level are passengers. sampler: that children are drawn with; null: they are the best.
+        reads: "each" yields a bool; "late" a tensor [] that is not waited for; "never" False, and the nodes below a
+        last level are passengers. sampler: draws the children; None: they are the best ones.
         """
         self.stop.begin(Tensor.tolist if reads == "each" else on_device)
         levels, watched = min(self.levels, max_levels), keep or type(self.stop) is not Stop
@@ -231,7 +231,7 @@ class DynamicTree(Shape):
         above = lowest = certain[:, None]
         # the nodes expanded: their places in their level, and the number of that level's first candidate
         best, first, ended = _rows(1, 1, root.device), 0, cast(Any, False)
-        # no candidate beyond a level's nodes - 1 best can be in the tree: OPT-Tree
+        # only the best nodes - 1 candidates of a level can be in the tree: OPT-Tree
         wide = self.by_survival and self.rerank and self.calibrate is unchanged and k >= self.nodes - 1
         wide = wide and not keep and sampler is None
         candidates, grown, laws = [(root, certain, certain, certain, best, best)], cast(list[Level], []), []
@@ -254,13 +254,13 @@ class DynamicTree(Shape):
             expanded, is_last = best, depth == levels
             if not (is_last and self.rerank and not keep):  # else nothing is left to be ranked level by level
                 # the k best of the level are expanded next
-                if sampler is not None:  # of equals the first, as in the ranking of all
+                if sampler is not None:  # ties go to the first, as in the final ranking
                     best_first, best = (part[:k] for part in survival.sort(descending=True, stable=True))
                 else:
                     best_first, best = (survival if self.by_survival else confidence).topk(k)
                 if not self.by_survival:
                     best_first = survival.index_select(0, best)
-            # by level: its candidates and scores; the nodes above them [r] (of a wide tree each one's); and its best
+            # by level: its candidates and scores; their parents [r] (of a wide tree [n], one each); and its best
             parents = expanded.index_select(0, rows) if wide else expanded
             candidates.append((token, confidence, survival, score, parents, best))
             if keep or (watched and not is_last):
@@ -293,12 +293,12 @@ class DynamicTree(Shape):
         pool: Callable[[Tensor], Pool] | None,
         draws: tuple[Tensor | None, list[Tensor]] | None,
     ) -> Tree:
-        """Of the root and the candidates of each level; k of them have one parent; masked: some have no survival;
-        draws: the target's ids of the laws' columns, and the laws by level, that children were drawn from."""
+        """The tree of the root and each level's candidates, k per parent; masked: some survivals are -inf;
+        draws: the target's ids of the laws' columns, and by level the laws that children were drawn from."""
         tokens, confidences, survivals, scores, (_, *above), frontiers = zip(*candidates, strict=True)
         both, depth = torch.cat([*confidences, *survivals]).view(2, -1), len(above)
         expanded = _numbers(tokens[:-1], above)
-        # reranking (section 4.2): the best are connected, as ties go to the shallower node: the sort is stable
+        # reranking (section 4.2): the best are connected, as the stable sort gives ties to the shallower node
         score = both[1] if self.by_survival else torch.cat(scores)
         ranked = score.sort(descending=True, stable=True).indices[: self.nodes] if self.rerank else None
         kept = (_numbers(tokens, frontiers) if ranked is None else ranked).sort().values  # [N]
@@ -319,9 +319,9 @@ class DynamicTree(Shape):
 
 
 def best_alone(level: Level) -> Level:
-    """The level as if its best candidate were its only one: what a stop rule may see of drawn children.
+    """The level with its best candidate alone: all that a stop rule may see of drawn children.
 
-    No deeper node ranks above this candidate: whether there are deeper ones moves no decision to keep it.
+    No deeper node ranks above this candidate, so it is kept or not whether the tree stops here or goes deeper.
     """
     first = level.frontier[:1]
     row, zero = level.rows.index_select(0, first), torch.zeros_like(first)
@@ -337,7 +337,7 @@ def _rows(count: int, k: int, device: torch.device) -> Tensor:
 
 
 def _numbers(levels: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
-    """Places in their levels, numbered through all candidates."""
+    """Places within levels, as numbers through all candidates."""
     return torch.cat([*places]) + _firsts(tuple(map(len, levels)), tuple(map(len, places)), places[0].device)
 
 
@@ -349,7 +349,7 @@ def _firsts(sizes: tuple[int, ...], repeats: tuple[int, ...], device: torch.devi
 
 @cache
 def _layout(counts: tuple[int, ...], k: int, device: torch.device) -> Tensor:
-    """Of each candidate [2, C]: the place of its parent among the nodes expanded, and its depth; counts of these."""
+    """Of each candidate [2, C]: its parent's place among the expanded nodes, and its depth; counts: these by level."""
     places = torch.arange(sum(counts)).repeat_interleave(k)
     depths = torch.arange(1, 1 + len(counts)).repeat_interleave(k * torch.tensor(counts))
     return F.pad(torch.stack([places, depths]), (1, 0)).to(device)
@@ -376,22 +376,22 @@ class Proposer:
     is_chain: bool = True  # no node ever has siblings
     is_fixed: bool = True  # `propose` and `commit` read nothing from the device
     draws: bool = False  # `propose` draws, from laws that look at no text
-    grows_fixed: bool = False  # that, but for a stop rule's reads between the levels of a dynamic tree
-    commits_fixed: bool = False  # `commit` alone
-    levels: int = 0  # of every tree but the last ones of an answer, if these are short; 0: they differ
+    grows_fixed: bool = False  # `propose` reads only the stop rule's answers, between a dynamic tree's levels
+    commits_fixed: bool = False  # `commit` reads nothing from the device
+    levels: int = 0  # of every tree, except short ones at an answer's end; 0: they differ
 
     def reset(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> None:
-        """A new prompt [T], with none of its rows kept yet."""
+        """Begins a prompt [T], of which no row is kept yet."""
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
         """The tree under root [1], at most max_levels deep; here the root alone: vanilla."""
         return root_only(root)
 
     def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
-        """See `Drafter.commit`; after the prefill tokens are prompt[1:] and the answer's first."""
+        """See `Drafter.commit`; in the prefill the tokens are prompt[1:] and the answer's first."""
 
     def learn(self, new: list[int], cycle: Cycle | None) -> None:
-        """The new tokens on the host; of the prefill cycle is null."""
+        """Takes the new tokens, on the host; cycle is None for the prefill."""
 
 
 class Drafting(Proposer):
@@ -411,7 +411,7 @@ class Drafting(Proposer):
         stop, shape, is_dynamic = self.shape.stop, self.shape, isinstance(self.shape, DynamicTree)
         self.draws = shape.draws and sampler.decoding.do_sample
         fixed = self.drafter.is_fixed and stop.reads_only and not self.keep
-        if self.draws:  # a stop rule is read; of a static tree, which children there are; of a text, its laws
+        if self.draws:  # a stop rule, a static tree's missing children, and laws that depend on the text are read
             self.is_fixed = fixed and type(stop) is Stop and (is_dynamic or shape.is_chain)
             self.is_fixed, self.grows_fixed = self.is_fixed and not sampler.decoding.of_text, False
         else:
@@ -423,7 +423,7 @@ class Drafting(Proposer):
         return self.counted(self.shape.grow(self.drafter, root, max_levels, self._sampler, self.keep))
 
     def propose_levels(self, root: Tensor, max_levels: int) -> Iterator[Growing]:
-        """A tree that `grows_fixed`, level by level, with the stop rule's answers unread."""
+        """Grows a tree of `grows_fixed` level by level; does not read the stop rule's answers."""
         assert isinstance(self.shape, DynamicTree)
         return self.shape.grow_levels(self.drafter, root, max_levels, "late")
 

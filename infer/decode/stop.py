@@ -17,16 +17,16 @@ Growing = tuple[Any, Callable[[], Tree]]  # a level: whether the tree ends there
 
 
 def on_device(numbers: Tensor) -> tuple[Tensor, ...]:
-    """Not read: n tensors [], with which a rule computes as it does with numbers."""
+    """n tensors [] that stay on the device; a rule computes with them as with numbers."""
     return numbers.double().unbind()
 
 
 class Stop:
-    """The constant rule, which leaves the end to the tree's last level; nodes count the root."""
+    """The constant rule: every tree ends at its last level. nodes: the tree's, with the root."""
 
-    # it sees the draft and past cycles alone, and a token that was drawn stays: anything else would bias the output
-    reads_only = True  # `ends` needs nothing on the host but what it reads of this tree; `expands` says nothing
-    keeps_tree = False  # all levels would have made the same tree: what was drawn may be seen
+    # A rule sees only the draft and past cycles, and drops no drawn token: anything else would bias the output.
+    reads_only = True  # `ends` needs on the host only what it reads of this tree; `expands` returns None
+    keeps_tree = False  # stopping leaves the tree as it would be without, so the rule may see what was drawn
 
     def __init__(self, config: Any = None, levels: int = 2**31, nodes: int = 2**31) -> None:
         self.config: Any = config or schema.ConstantConfig()
@@ -35,30 +35,30 @@ class Stop:
         self.begin()
 
     def reset(self) -> None:
-        """A new prompt."""
+        """Begins a prompt."""
 
     def begin(self, read: Read = Tensor.tolist) -> None:
-        """A new tree; with read `on_device`, `ends` answers with tensors [] and waits for nothing."""
+        """Begins a tree; with read `on_device`, `ends` returns tensors [] and waits for nothing."""
         self._best: list[Tensor] = []  # see `best`
         self.read = read
 
     def ends(self, level: Level) -> Any:
-        """Whether this level is the last one; asked before the next forward is paid, but not at the last level."""
+        """Whether this level is the last one; asked before the next draft forward, but not at the tree's last level."""
         return False
 
     def expands(self, level: Level) -> Tensor | None:
-        """Which frontier nodes [f] of a dynamic tree are expanded; null: all."""
+        """Which frontier nodes [f] of a dynamic tree are expanded; None: all."""
         return None
 
     def learn(self, accepted: int, levels: int) -> None:
-        """How many tokens of a tree were accepted."""
+        """Learns how many tokens of a tree with so many levels were accepted."""
 
     def expected_length(self, level: Level) -> Tensor:
         """OPT-Tree's E(A) [1] (arXiv 2406.17276): the sum of the nodes - 1 largest survivals."""
         return self.best(level.survival.exp()).sum(0, keepdim=True)
 
     def best(self, survival: Tensor) -> Tensor:
-        """The nodes - 1 best [at most nodes - 1] down to a level with survivals [n]."""
+        """The nodes - 1 largest survivals of the levels so far, with this one's [n], descending."""
         both = torch.cat([*self._best, survival])
         self._best = [both.topk(min(self.nodes - 1, both.shape[0])).values]
         return self._best[0]
@@ -141,7 +141,7 @@ class MarginalGain(Stop):
 
 
 class Exact(Stop):
-    """Stops where no deeper node can be in the tree, as none survives better than those that are above it."""
+    """Stops where no deeper node can be in the tree, as no node survives better than one above it."""
 
     keeps_tree = True
 
@@ -167,7 +167,7 @@ class Vote(Stop):
         self._declines = 0
 
     def ends(self, level: Level) -> Any:
-        # rounding must not exceed 1 and the depth
+        # rounding must not raise the sums above 1 and the depth
         config, mass = self.config, level.frontier_survival.exp().sum(0, keepdim=True).clamp_(max=1.0)
         if config.over == "selected":  # one synchronisation for both
             new, tail = self.read(torch.cat([mass, self.expected_length(level).clamp_(max=level.depth)]))
@@ -200,7 +200,7 @@ STOPS: dict[type, type[Stop]] = {
 
 
 def last_of(levels: Iterable[Growing]) -> Tree:
-    """The tree that ends where its rule says so; a tensor is read once the next level is under way."""
+    """The tree that ends where its rule says so; an answer in a tensor is read while the next level runs."""
     before = cast(Any, None)
     for ends, finish in levels:
         if before is not None and before[0]():
@@ -212,7 +212,7 @@ def last_of(levels: Iterable[Growing]) -> Tree:
 
 
 def promise(answer: Tensor) -> Callable[[], bool]:
-    """Begins to read a boolean [] of the device; the call waits for it alone, not for what was launched since."""
+    """Begins to copy a boolean [] to the host; the function returned waits for it alone, not for later launches."""
     if not answer.is_cuda:
         return lambda: bool(answer)
     held = torch.empty_like(answer, device="cpu", pin_memory=True).copy_(answer, non_blocking=True)

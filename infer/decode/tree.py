@@ -19,7 +19,7 @@ class Proposal:
     # R1: a chain, each token from q. R3: siblings without replacement, in node order. R4: with replacement
     rule: Rule
     laws: Tensor  # q [N, Vd] that each node's children were drawn from, processors applied; rows of leaves are not read
-    ids: Tensor | None = None  # [Vd] the target's ids of the laws' columns; null: they are the target's own
+    ids: Tensor | None = None  # [Vd] the target's ids of the laws' columns; None: they are the target's own
     parents: tuple[int, ...] | None = None  # the tree's, where the host knows them
     # of a dynamic tree: which of its parent's draws each node is [N], and the most that a node has
     ranks: Tensor | None = None
@@ -50,13 +50,13 @@ class Level:
 
 @dataclass(frozen=True)
 class Pool:
-    """All candidates of a tree, those that reranking left out too."""
+    """All candidates of a tree, with those that reranking left out."""
 
     levels: list[Level]
-    kept: Tensor  # [N] the candidate that each node of the tree is, ascending; the root is 0
+    kept: Tensor  # [N] each node's number among the candidates, ascending; the root is 0
     ids: Tensor  # [Vd] the target's ids of the laws' columns
     reranked: bool  # the tree's nodes were chosen by score: a frontier's node may be missing from it
-    stopped_by: str | None  # the stop rule; null: the last level was reached
+    stopped_by: str | None  # the stop rule; None: the last level was reached
 
     def log_laws(self) -> dict[int, Tensor]:
         """log q [Vd] of the children of each node that was expanded and is in the tree."""
@@ -65,7 +65,7 @@ class Pool:
         return {node_of[candidate]: law for candidate, law in sorted(laws, key=lambda p: p[0]) if candidate in node_of}
 
     def frontiers(self) -> list[tuple[list[Path], Tensor]]:
-        """By level: paths and log survivals [f], summed in DEAGLE's S_d. Static trees: of all nodes of the level."""
+        """By level: the frontier's paths and log survivals [f] (S_d in DEAGLE); in a static tree of all its nodes."""
         paths: list[Path] = [()]  # the tokens down to each candidate, the root's own token left out
         frontiers = []
         for level in self.levels:
@@ -89,7 +89,7 @@ class Tree:
     survival: Tensor  # [N] sum of confidence along the path, the logarithm of EAGLE-2's value
     levels: int  # drafted depth, which a pruned tree need not reach
     draft_forwards: int
-    proposal: Proposal | None = None  # null: children were picked deterministically (R0, R2)
+    proposal: Proposal | None = None  # None: children were picked deterministically (R0, R2)
     passengers: Tensor | None = None  # [N] boolean: never accepted (lookahead's window); siblings may then repeat
     pool: Pool | None = None
 
@@ -108,11 +108,11 @@ def root_only(token: Tensor) -> Tree:
 
 def ancestors(parents: Tensor, levels: int) -> Tensor:
     """The boolean [N, N] matrix of ancestors-or-self of nodes with parents [N], at most `levels` deep."""
-    # a product's entry [i, j] counts the ways up from i to j of at most so many steps; the root is its own parent
+    # a power's entry [i, j] counts the ways up from i to j in at most that many steps; the root is its own parent
     reach = _eye(len(parents), parents.device).scatter(1, parents[:, None], 1.0)
     for step in range((levels - 1).bit_length()):
         reach = reach @ reach
-        if step > 4:  # far below float32's largest number otherwise
+        if step > 4:  # before that, far below float32's largest number
             reach.clamp_(max=1.0)
     return reach > 0
 

@@ -1,4 +1,4 @@
-"""A lossless choice among drafted nodes by p and q, the target's and the draft's laws, and typical acceptance."""
+"""Accepts drafted nodes: losslessly by p and q, the target's and the draft's laws, or by typical acceptance."""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,7 +21,7 @@ class Verdict:
     tokens: list[int]  # without the root's
     bonus: int
     drafted: int = field(default=0, compare=False)  # nodes that could have been accepted
-    # the same on the device, with refused nodes behind: the path, and its tokens without the root's, then the bonus
+    # the same on the device, refused nodes last: the path; and its tokens without the root's, then the bonus token
     nodes: Tensor = field(default_factory=lambda: torch.empty(0), compare=False)
     new: Tensor = field(default_factory=lambda: torch.empty(0), compare=False)
 
@@ -31,8 +31,8 @@ class Verdict:
 
 
 def judge(tree: Tree, logits: Tensor, sampler: Sampler, typical: TypicalConfig | None = None) -> Tensor:
-    """What `read` reads [3 or 4, L]: by place of the path, and of what was refused behind it, how many refused nodes
-    are on the way, the node, and the token written after it; of a tree with passengers their number, too.
+    """The input [3 or 4, L] of `read`. A column is a node, those of the accepted path first. Its rows: the number of
+    refused nodes on the way to it, the node, the token written after it, and the tree's passengers, if it has any.
 
     logits [N, V] are the target's; typical replaces the tree's rule where tokens are sampled.
     """
@@ -52,7 +52,7 @@ def rule_of(proposal: Proposal | None, sampler: Sampler, typical: TypicalConfig 
 
 
 def read(judged: Tensor, count: int) -> Verdict:
-    """The verdict on a tree of count nodes; the cycle's one read of the device."""
+    """The verdict on a tree of count nodes; verification reads the device only here."""
     blocks, path, written, *rides = judged.tolist()
     length = blocks.count(0)
     new = written[:length]
@@ -65,7 +65,7 @@ def walk(tree: Tree, choice: Tensor) -> Tensor:
     if len(tree) == 1:
         root = torch.zeros_like(choice)
         return _judged(tree, root, root, choice)
-    # a node is refused unless it is its parent's choice, which is what the parent's place of the path writes
+    # a node is refused unless its token is the choice at its parent; that choice is written after the parent
     blocks, order = _path_first(tree, tree.tokens != choice.index_select(0, tree.parents))
     return _judged(tree, blocks, order, choice.index_select(0, order))
 
@@ -75,20 +75,20 @@ class Families:
     """M nodes, those with the most children first, and up to K children of each."""
 
     inner: Tensor  # [M]
-    children: Tensor  # [M, K] nodes, by rank; where there is no such child, the first one (0: there is none at all)
+    children: Tensor  # [M, K] nodes, by rank; the first one stands for a missing one (0: there is none at all)
     is_there: Tensor  # [M, K]
-    most: tuple[int, ...]  # by rank: how many of the nodes may have such a child
+    most: tuple[int, ...]  # by rank: how many of the M nodes, at most, have that child
 
 
 def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Tensor:
-    """R1, R3 and R4, speculative sampling: `judge` for children drawn from q, and p [N, V]."""
+    """R1, R3 and R4, speculative sampling: `judge` by p [N, V], for children drawn from q."""
     q, families, chances, end = _chances(tree, p)
     uniform = torch.rand(chances.shape, generator=generator, device=p.device)
     is_taken, rank = (uniform < chances).byte().max(-1)
-    # a node is refused unless its parent took its rank; the root, which is never refused, stands for no child
+    # a node is refused unless its parent takes its rank; the root, never refused, stands for "no child taken"
     node = families.children.gather(1, rank[:, None])[:, 0] * is_taken
     blocks, order = _path_first(tree, torch.ones_like(tree.tokens, dtype=torch.bool).scatter_(0, node, 0))
-    at = (blocks[1:] == 0).sum(0, keepdim=True)  # of the last node of the path
+    at = (blocks[1:] == 0).sum(0, keepdim=True)  # the place of the path's last node
     last = order.index_select(0, at)
     is_inner, row = (families.inner == last).byte().max(0, keepdim=True)
     end = end.index_select(0, row) * is_inner  # a leaf has refused nothing
@@ -97,30 +97,30 @@ def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def acceptance(tree: Tree, p: Tensor) -> Tensor:
-    """The chance [N] that `reject` goes on to each drawn node once at its parent; 0 for the root."""
+    """The chance [N] that `reject` accepts each drawn node once its parent is accepted; 0 for the root."""
     _, families, chances, _ = _chances(tree, p)
     refused = (1.0 - chances).cumprod(-1)
     reached = chances * F.pad(refused[:, :-1], (1, 0), value=1.0)
-    # where there is no such child, the chance is 0 and the first child's place is named
+    # a missing child adds a chance of 0 to the first child
     return torch.zeros_like(tree.confidence).index_add_(0, families.children.flatten(), reached.flatten())
 
 
 def _chances(tree: Tree, p: Tensor) -> tuple[Tensor, Families, Tensor, Tensor]:
-    """q [N, V], the families, and what `sibling_chances` says of them."""
+    """q [N, V], the families, and what `sibling_chances` returns for them."""
     proposal = tree.proposal
     assert proposal is not None and tree.passengers is None, "only drawn children are verified by rejection"
     if proposal.ranks is not None:
         families = _dynamic_families(tree, proposal.ranks, proposal.width)
     elif proposal.parents is not None:
         families = _families(proposal.parents, p.device)
-    else:  # as many forms as there are ways to have too few tokens: none is kept
+    else:  # a tree with missing tokens: too many forms to cache
         families = _families.__wrapped__(tuple(tree.parents.tolist()), p.device)
     q, tokens = proposal.over(p.shape[-1]), tree.tokens.take(families.children)
     return q, families, *sibling_chances(p, q, tokens, families, proposal.rule == "R4")
 
 
 def _dynamic_families(tree: Tree, ranks: Tensor, width: int) -> Families:
-    """Of a tree that the device alone knows."""
+    """The families of a tree that only the device knows."""
     count, parents = len(tree), tree.parents[1:]
     node = torch.arange(1, count, device=ranks.device) * (tree.survival[1:] > float("-inf"))  # 0: no token was left
     table = node.new_zeros(count, width)  # by parent and rank
@@ -132,7 +132,7 @@ def _dynamic_families(tree: Tree, ranks: Tensor, width: int) -> Families:
     return Families(inner, torch.where(children > 0, children, children[:, :1]), children > 0, most)
 
 
-@cache  # which CUDA graphs read as long as they live
+@cache  # CUDA graphs read these tensors as long as they live
 def _families(parents: tuple[int, ...], device: torch.device) -> Families:
     below: dict[int, list[int]] = {}
     for node, parent in enumerate(parents[1:], start=1):
@@ -155,14 +155,14 @@ def sibling_chances(p: Tensor, q: Tensor, tokens: Tensor, families: Families, re
     # SpecInfer (arXiv 2305.09781) for R4, EAGLE-1's released code for R3. A refused x_i leaves
     # p_i+1 = norm(max(0, p_i - q_i)), which is 0 at x_i, and without replacement q_i+1 = norm(q_i without x_i). So
     #   q_i(x) = q(x) / c_i and p_i(x) = max(0, p(x) - s_i q(x)) / t_i, with s_0 = 0 and s_i+1 = s_i + t_i / c_i,
-    # for all x but those refused; c_i and t_i make both sum to 1 (c_0 = t_0 = 1; with replacement, every c_i = 1), and
-    # are what a rank costs: two sums over the vocabulary.
+    # for all x but those refused; c_i and t_i make both sum to 1 (c_0 = t_0 = 1; with replacement, every c_i = 1).
+    # They take two sums over the vocabulary per rank.
     is_there, places = families.is_there, families.inner[:, None] * p.shape[1] + tokens
     p_x, q_x, least = p.take(places), q.take(places), torch.finfo(p.dtype).tiny  # [M, K]
     one = torch.ones_like(p_x[:, 0])
     if len(families.most) == 1:
         return (p_x / q_x.clamp(min=least)).clamp_(max=1.0) * is_there, one[:, None] * is_there
-    sums = [(torch.zeros_like(one), one, one)]  # by rank, of the families that may have such a child: s, t and c
+    sums = [(torch.zeros_like(one), one, one)]  # s, t and c by rank, for the families that may have that child
     for rank, count in enumerate(families.most[1:]):
         s, t, c = (part[:count] for part in sums[-1])
         s = s.addcdiv(t, c)
@@ -177,7 +177,7 @@ def sibling_chances(p: Tensor, q: Tensor, tokens: Tensor, families: Families, re
     parts = pad_sequence([part for each in sums for part in each], padding_value=1.0)
     s, t, c = parts.view(-1, len(sums), 3).unbind(-1)  # [M, K]
     chances = ((p_x - s * q_x).clamp_(min=0.0) * c / (q_x * t).clamp_(min=least)).clamp_(max=1.0)
-    # where there is no such child, s, t and c mean nothing, and may be infinite; s never falls
+    # for a missing child s, t and c mean nothing and may be infinite; s never falls
     chances, after = (torch.where(is_there, part, 0.0) for part in (chances, s.addcdiv(t, c)))
     return chances, after.amax(1, keepdim=True)
 
@@ -208,9 +208,9 @@ def accept_typical(tree: Tree, p: Tensor, config: TypicalConfig) -> Tensor:
 
 
 def _path_first(tree: Tree, refused: Tensor) -> tuple[Tensor, Tensor]:
-    """How many refused nodes [levels + 1] are on the way to each of these nodes [levels + 1], those without any first.
+    """The levels + 1 nodes with the fewest refused nodes on the way to them: these counts, ascending, and the nodes.
 
-    As at most one child of each node is not refused, they are one path. The root is never refused.
+    At most one child of each node is not refused, so those of count 0 are one path. The root is never refused.
     """
     refused = refused[1:] if tree.passengers is None else (refused | tree.passengers)[1:]
     blocks, order = (tree.mask[:, 1:] & refused).sum(dim=1).sort(stable=True)
