@@ -48,7 +48,7 @@ from aerie.model.target import Target, context_of
 
 CYCLES, JOB = "cycles.jsonl", "job.json"
 WARM_UP_TOKENS = 24
-REFERENCE_PROMPTS = 12  # that are timed in all three ways
+REFERENCE_PROMPTS = 12  # that are timed in every way
 NUM_PROMPTS, REPETITIONS = 4, 6  # of the overhead
 PHASES = ("draft", "verify", "commit", "other")
 ROUNDING = 4.0  # in units of eps times the largest logit
@@ -67,12 +67,12 @@ class Difference:
 
     @property
     def margin(self) -> float:
-        """The gap over what rounding can make: up to 1 rounding explains the difference."""
+        """The gap over what rounding can make; at most 1: rounding explains the difference."""
         return self.gap / self.rounding if self.rounding else float("inf")
 
 
 def begin_bench(stage: Stage, overwrite: bool) -> None:
-    """Keeps the answers of a bench with the same inputs that was stopped."""
+    """Keeps the answers of a stopped bench with the same inputs; UserError for others, unless overwrite."""
     records, is_ended = stage.output / results.RECORDS, (stage.output / storage.FILE).is_file()
     checked = Manifest.check(stage.output, stage.inputs, name=JOB)
     if is_ended or not isinstance(checked, Whole):
@@ -120,7 +120,7 @@ class Bench:
 
     def settings(self, ids: Tensor) -> dict[str, Any]:
         """Greedy decoding of a prompt [1, T], alike for every row and as long as there is room."""
-        # a drafter that the prompt alone overruns limits nobody: its row fails
+        # a limit that the prompt alone exceeds does not count: its row fails
         limits = {limit for decoder in self.decoders for limit in decoder.limits.values()}
         room = min((limit - ids.shape[1] for limit in limits if limit > ids.shape[1]), default=1)
         return {"max_new_tokens": min(self.config.prompts.max_new_tokens, room), "do_sample": False}
@@ -140,7 +140,7 @@ def make_decoders(
 def measured(
     section: BenchConfig, heads: Sequence[str | None], output: Path, seed: int, target: Target, tokenizer: Any
 ) -> dict[str, Any]:
-    """The bench and its facts."""
+    """Runs the bench; returns its facts."""
     asked, kinds = pinned(section.prompts), [head and kind_at(head) for head in heads]
     prompts, longest = load_prompts(asked), context_of(target.config)
     suite = suite_of(section, prompts)
@@ -161,7 +161,7 @@ def measured(
 
 
 def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
-    """Measures what records.jsonl lacks, returns all; rows take turns, and later turns follow vanilla."""
+    """Measures what records.jsonl lacks; returns all. Rows take turns; later turns follow vanilla's answers."""
     tasks = list(dict.fromkeys(prompt.task for prompt in prompts))
     for number, sweep in enumerate(bench.config.sweeps):
         if foreign := [task for task in sweep.tasks if task not in tasks]:
@@ -271,7 +271,7 @@ def _answer(
 
 
 def difference(target: Target, ids: Tensor, number: int, ours: Sequence[int], theirs: Sequence[int]) -> Difference:
-    """The first one of two answers to ids [1, T] that are not the same."""
+    """The first difference between two unlike answers to ids [1, T]."""
     pairs = enumerate(itertools.zip_longest(ours, theirs, fillvalue=-1))
     place, (one, other) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
     if min(one, other) < 0:
@@ -286,12 +286,12 @@ def difference(target: Target, ids: Tensor, number: int, ours: Sequence[int], th
 
 
 def with_margin(bench: Bench, record: Record, theirs: Sequence[int]) -> Record:
-    """A record whose answer is not theirs with its margin; in float32 none is explained, and none is measured."""
+    """The record of a different answer, with its margin; in float32 rounding explains none, so none is measured."""
     if bench.target.dtype == torch.float32:
         return record
     ids = torch.tensor([record.prompt_ids], device=bench.target.device)
     margin = difference(bench.target, ids, 0, record.output_ids, theirs).margin
-    return replace(record, margin=max(margin, record.margin or 0.0))  # where one answer ends earlier: infinite, or null
+    return replace(record, margin=max(margin, record.margin or 0.0))  # if one ends earlier: infinite, null in JSON
 
 
 def clocked(device: torch.device, work: Callable[..., Any], *arguments: Any, **settings: Any) -> tuple[float, Any]:
@@ -304,14 +304,14 @@ def clocked(device: torch.device, work: Callable[..., Any], *arguments: Any, **s
 def measure_reference(bench: Bench, records: list[Record]) -> list[Record]:
     """Times greedy prompts by transformers, bare forwards and vanilla; writes reference.json's medians."""
     target, vanilla = bench.target, SpeculativeDecoder(bench.target)
-    # vanilla's own treatment, for transformers: it compiles a static cache on a GPU, and on a CPU if told
+    # transformers compiles too if vanilla does: with a static cache, on a GPU by itself and on a CPU if told
     compiles = vanilla.cycle != "eager"
     compiled = {"compile_config": CompileConfig()}
     compiled["compile_config"]._compile_all_devices = True
     good = [r for r in records if r.temperature == 0.0 and r.status == "ok"]
     greedy = [r for r in good if r.row == bench.suite.vanilla]
     answers: dict[results.PromptKey, tuple[int, ...]] = {}
-    per_token: list[list[float]] = []  # milliseconds of all
+    per_token: list[list[float]] = []  # milliseconds of each way, by prompt
 
     def forwards_alone(ids: Tensor, answer: Tensor) -> None:
         vanilla.lm.prefill(ids[0], kept := Kept(ids.shape[1] + len(answer) + 1, ids.device))
@@ -326,7 +326,7 @@ def measure_reference(bench: Bench, records: list[Record]) -> list[Record]:
             ids = torch.tensor([record.prompt_ids], device=target.device)
             settings = bench.settings(ids)
             static = {"attention_mask": torch.ones_like(ids), "cache_implementation": "static", **settings}
-            static["tokenizer"] = bench.tokenizer  # of stop strings
+            static["tokenizer"] = bench.tokenizer  # for stop strings
             ms, out = clocked(target.device, target.model.generate, ids, **static, disable_compile=True)
             answer = out[0, ids.shape[1] :]
             answers[record.prompt_key] = tuple(answer.tolist())

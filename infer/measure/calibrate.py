@@ -34,10 +34,10 @@ from aerie.model.target import Target
 SCHEMA, EDGE = 2, 1e-7  # of analysis.json; confidence 0 or 1 in single precision is not certainty
 KINDS: tuple[Fit, ...] = ("temperature", "isotonic")
 SPLIT = 0  # seed of the halves of the prompts
-REACH = 2  # a node is asked for all its children where the ranks on its path sum to no more than this
+REACH = 2  # a node has all its children in the probe where the ranks on its path sum to at most this
 PAPER_C = 0.18  # of SVIP's figure 4
 POINTS = 80  # of the curves of figure 4
-CONTEXTS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 6144, 8192)  # tokens before a draft: edges of oracle lengths
+CONTEXTS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 6144, 8192)  # tokens before a draft: edges of the buckets
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ def record(
 ) -> Recording:
     """Decodes prompts [1, T] with their tasks; with oracle_levels, `cycles` has the columns oracle and cap too."""
     proposer, oracle, tables = decoder.proposer, None, []
-    assert isinstance(proposer, Drafting)  # as every method with a head has it
+    assert isinstance(proposer, Drafting)  # as for every method with a head
     proposer.keep = True
     if section.oracle_levels is not None and tree is not None and tree.shape != "auto":
         oracle = Oracle(decoder, tree, section.oracle_levels, seed)
-    decoder.cycle = "eager"  # no speed is measured, and feature errors are read where forwards are
+    decoder.cycle = "eager"  # no speed is measured, and `States` must see every forward
     states = States(decoder) if isinstance(proposer.drafter, EagleDrafter) else None
     settings: dict[str, Any] = {"temperature": section.temperature, "top_k": 0, "top_p": 1.0}
     longest = min(decoder.limits.values())
@@ -138,7 +138,7 @@ def reliability(nodes: pd.DataFrame, bins: int = 20) -> dict[str, Any]:
 
 
 def held_out(prompts: pd.Series) -> NDArray[np.bool_]:
-    """Rows [n] of the half of the prompts, chosen by hash, that fits are scored on."""
+    """Which rows [n] are of the half of the prompts, chosen by hash, that fits are scored on."""
     chosen = [n for n in prompts.unique() if hashlib.sha256(f"{SPLIT}:{n}".encode()).digest()[0] % 2 == 1]
     return np.asarray(prompts.isin(chosen), dtype=bool)
 
@@ -159,7 +159,7 @@ def summarise(nodes: pd.DataFrame, cycles: pd.DataFrame, temperature: float, bin
 
 
 def analyse(recording: Recording, bins: int = 20) -> dict[str, Any]:
-    """analysis.json without `calibrator`; null: not recorded."""
+    """analysis.json without `calibrator`; None: not recorded."""
     cycles, nodes, laws, frontier = (recording.tables[name] for name in ("cycles", "nodes", "laws", "frontier"))
     tasks, task_of = list(dict.fromkeys(recording.tasks)), dict(enumerate(recording.tasks))  # prompt -> task
     parts: dict[str, Any] = {"branches": None, "levels": None, "laws": None, "oracle": None}
@@ -265,7 +265,7 @@ def fit(confidence: FloatArray, acceptance: FloatArray) -> Calibrator:
 
 
 def fit_and_score(recording: Recording, bins: int) -> tuple[Calibrator, dict[str, Any]] | None:
-    """A calibrator fitted on half of the prompts, with its scores on the other; null where a half has no nodes."""
+    """A calibrator fitted on half of the prompts, with its scores on the other; None if a half has no nodes."""
     nodes = recording.tables["nodes"]
     chosen = held_out(nodes.prompt)
     if chosen.all() or not chosen.any():
@@ -292,7 +292,7 @@ def fit_and_score(recording: Recording, bins: int) -> tuple[Calibrator, dict[str
 def calibrated(
     asked: MethodConfig, section: CalibrateConfig, output: Path, seed: int, target: Target, tokenizer: Any
 ) -> dict[str, Any]:
-    """The calibration and its facts; a static tree's best, from a wider one's answers, goes to choices.yaml."""
+    """Writes the calibration, returns its facts; for a static tree also choices.yaml, from a wider tree's answers."""
     questions = [(encode_turn(prompt, (), tokenizer, target), prompt.task) for prompt in load_prompts(section.prompts)]
     recording = record(make_decoder(Drafters(target), asked, asked.head), asked.tree, questions, section, seed)
     print("\n".join(write_calibration(output, recording, section.bins, asked.head, asked.method)))
@@ -326,9 +326,9 @@ def rank_accuracy(tables: Tables, levels: int, ranks: int) -> list[list[float]]:
 
 
 def rebuilt(tree: StaticConfig, accuracy: Sequence[Sequence[float]], nodes: int | None) -> tuple[Choice, ...]:
-    """The tree of these nodes (root included; null: the tree's own) with the longest expected path (Medusa, 2.3.3).
+    """The tree of so many nodes (root included; None: the tree's) with the longest expected path (Medusa, 2.3.3).
 
-    Where siblings are drawn a tree may not skip a rank, so that no rank counts as better than those before it.
+    A tree of drawn siblings may not skip a rank, so no rank counts as better than those before it.
     """
     if tree.children != "best":
         accuracy = [list(accumulate(shares, min)) for shares in accuracy]

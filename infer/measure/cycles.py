@@ -29,7 +29,7 @@ Record = dict[str, Any]
 
 
 def asked(tree: Tree, path: list[int]) -> Tensor:
-    """Nodes [N] below an accepted node: their own acceptance was asked. Not the root, nor passengers."""
+    """Which nodes [N] the target judged: those below an accepted node. Not the root, nor passengers."""
     on_path = torch.zeros(len(tree), dtype=torch.bool, device=tree.tokens.device)
     on_path[path] = True
     below = on_path[tree.parents]
@@ -40,7 +40,7 @@ def asked(tree: Tree, path: list[int]) -> Tensor:
 def acceptance(cycle: Cycle) -> Tensor:
     """Per node [N], float64, given its parent's acceptance: 0 or 1 (R0, typical; of `asked` nodes only), else a chance.
 
-    R2: p(x). R1: min(1, p / q). R3, R4: that siblings before it are refused and it is taken, given the drawn tokens.
+    R2: p(x). R1: min(1, p / q). R3, R4: that earlier siblings are refused and it is accepted, given the drawn tokens.
     """
     tree = cycle.tree
     if cycle.rule in ("R0", NOT_LOSSLESS):
@@ -53,7 +53,7 @@ def acceptance(cycle: Cycle) -> Tensor:
 
 
 class States:
-    """The states that both LM heads were given last: DEAGLE's features f and drafted f (equations 2 to 4)."""
+    """Keeps the last inputs of both LM heads: DEAGLE's features f and drafted f (equations 2 to 4)."""
 
     def __init__(self, decoder: SpeculativeDecoder) -> None:
         drafter, target = cast(Drafting, decoder.proposer).drafter, decoder.target
@@ -76,7 +76,7 @@ class States:
         """Columns of `law` at these nodes: ||f - drafted f||, ||f||, and half of (||W|| ||f - drafted f||)^2."""
         pool = cast(Pool, tree.pool)
         numbers = torch.cat([level.parents for level in pool.levels])  # of the expanded candidates
-        drafted = torch.cat(self.drafted[-len(pool.levels) :])  # those of a longer tree were asked before
+        drafted = torch.cat(self.drafted[-len(pool.levels) :])  # an oracle's longer tree stands before
         rows = [int((numbers == pool.kept[node]).nonzero()[0]) for node in nodes]
         self.drafted.clear()
         error = (self.true[nodes] - drafted[rows]).double().norm(dim=-1)
@@ -86,11 +86,11 @@ class States:
 
 
 class Recorder:
-    """An `on_cycle` hook for one answer with one mapping per cycle; times in ms, logarithms natural, null: unknown.
+    """An `on_cycle` hook that records one answer, a mapping per cycle; times in ms, natural logarithms, None: unknown.
 
     `node`: columns over the nodes in level order. `level` (DEAGLE, equations 22 to 26): S_d of the frontier, S_d /
     S_{d-1}, E_d without the bonus token. `law`: q against p at accepted nodes. `frontier`: branches before reranking.
-    `stop_reason`: the stop rule, `levels`, `budget` (max_new_tokens), `guess` (no laws); null: nothing drafted.
+    `stop_reason`: the stop rule, `levels`, `budget` (max_new_tokens), `guess` (no laws); None: nothing drafted.
     """
 
     def __init__(self, states: States | None = None) -> None:
@@ -165,9 +165,9 @@ def _node_columns(cycle: Cycle) -> Record:
 
 
 def _law_columns(cycle: Cycle, states: States | None) -> Record | None:
-    """The laws q below accepted nodes with children, y the first of these; p and q are what verification compares.
+    """The laws q of the children of accepted nodes, y the first child; p and q are what verification compares.
 
-    Children drawn from q: after the processors, else q as the head has it. Temperature 0: plain softmaxes.
+    q is after the processors if children are drawn from it, else as the head gives it. Temperature 0: plain softmaxes.
     """
     tree, path = cycle.tree, cycle.verdict.path
     if tree.pool is None or tree.levels == 0:
@@ -197,7 +197,7 @@ def _law_columns(cycle: Cycle, states: States | None) -> Record | None:
         "top_q": q.max(-1).values,  # DEAGLE's c
         "agrees": ids[log_q.argmax(-1)] == log_p.argmax(-1),  # DEAGLE's alpha
         "tvd": 1.0 - torch.minimum(p[:, ids], q).sum(-1).clamp(max=1.0),  # 1 - tvd is alpha
-        # infinite where the draft's vocabulary misses what p gives a chance, or a processor what q gives one
+        # infinite where the draft's vocabulary lacks a token that p allows, or a processor removed one that q allows
         "kl_pq": torch.where(p > 0, p * (log_p - log_q_wide), 0.0).sum(-1).clamp(min=0.0),
         "kl_qp": torch.where(q > 0, q * (log_q - log_p[:, ids]), 0.0).sum(-1).clamp(min=0.0),
         "entropy": entropy(q),
@@ -229,7 +229,7 @@ def append_lines(path: Path, lines: Sequence[str]) -> None:
 
 
 def keep_answers(path: Path, answers: Collection[Key]) -> None:
-    """Drops from cycles.jsonl a line that was cut by a kill, and other answers' lines."""
+    """Drops from cycles.jsonl a line that a kill cut off, and the lines of other answers."""
 
     def write(temporary: Path) -> None:
         with path.open("rb") as old, temporary.open("wb") as new:
@@ -257,10 +257,10 @@ def places(parents: Sequence[int]) -> list[str]:
 
 
 Tables = dict[str, pd.DataFrame]
-FEATURES = ("feature_error", "feature_norm", "kl_bound")  # unknown (nan) but of EAGLE heads in `aerie calibrate`
+FEATURES = ("feature_error", "feature_norm", "kl_bound")  # nan, except for EAGLE heads in `aerie calibrate`
 LAWS = ("node", "depth", "token", "q", "p", "acceptance", "top_q", "agrees", "tvd", "kl_pq", "kl_qp", "entropy",
         "ranked", "accepted", "followed", "largest_gap", *FEATURES)  # fmt: skip
-COLUMNS = {  # of the tables, behind `prompt` and `cycle`, which tell rows apart
+COLUMNS = {  # of the tables, after `prompt` and `cycle`, which identify a row
     "cycles": ("position", "answered", "levels", "accepted", "rule"),
     "nodes": ("depth", "place", "confidence", "survival", "acceptance"),  # of asked nodes
     "laws": LAWS,
@@ -296,9 +296,9 @@ def tables_of(prompt: int, records: Sequence[Record], text: list[int]) -> Tables
 
 
 class Oracle(Drafting):
-    """A proposer that has the target judge a draft to a cap too, without the stop rule (SVIP, 2411.18462, section 2.1).
+    """A proposer that also drafts to a cap, without the stop rule, and has the target judge it (SVIP, section 2.1).
 
-    The generator is set back, so that decoding does not change, and a sampled chain is a prefix of the longer.
+    The generator is set back, so that decoding does not change, and a sampled chain is a prefix of the longer one.
     """
 
     def __init__(self, decoder: SpeculativeDecoder, tree: OneTree, levels: int, seed: int = 0) -> None:
@@ -339,16 +339,16 @@ class Oracle(Drafting):
 
 
 def oracle_length(cycle: Cycle, tree: Tree, logits: Tensor, generator: torch.Generator) -> int:
-    """How many tokens of a deeper tree, with the target's logits [N, V], the target takes, given what it did take.
+    """How many tokens of a deeper tree, with its logits [N, V], the target would accept, given what it did accept.
 
-    R1: a refusal stands, and only tokens beyond a wholly accepted chain are judged. R0, R2: the target keeps its
-    choices, and chooses anew from there on. Never less than what the policy had accepted.
+    R1: a refusal stands, and only tokens beyond a wholly accepted chain are judged. R0, R2: the target's choices
+    stand, and it makes new ones beyond them. Never fewer than the cycle accepted.
     """
     accepted, start = cycle.verdict.accepted, len(cycle.tree)
     if cycle.rule == "R1":
         is_same = torch.equal(tree.tokens[:start], cycle.tree.tokens)
         if accepted < cycle.tree.num_drafted or not is_same or tree.proposal is None:
-            return accepted  # another chain: the device does not repeat its own arithmetic
+            return accepted  # another chain: the device's arithmetic does not repeat
         p = cycle.sampler.law(logits)  # [N, V]
         q = tree.proposal.over(p.shape[-1])  # [N, V]
         for node in range(start, len(tree)):

@@ -35,7 +35,7 @@ class ColouredStreamer(BaseStreamer):
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self._colours = tokenizer, ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("", "")
         self.accepted = 0  # drafted tokens among those of the next put
-        self._ids: list[int] | None = None  # of the answer; null: the prompt is still to come
+        self._ids: list[int] | None = None  # of the answer; None: the prompt is still to come
         self.text = ""  # printed so far
 
     def put(self, value: Tensor) -> None:
@@ -77,7 +77,7 @@ def generate(prompts: list[list[Message]], decoder: SpeculativeDecoder, argument
 
 
 def chat(decoder: SpeculativeDecoder, arguments: Namespace) -> None:
-    """Answers what is typed or piped in, with what came before it."""
+    """Answers each line typed or piped in, with the conversation so far."""
     bound, limit = min(decoder.limits.items(), key=lambda item: item[1])
     full = f"{bound} of {limit:,} tokens is full; /reset begins a new conversation"
     most = resolve(decoder.target.generation_config, max_new_tokens=arguments.max_new_tokens).max_new_tokens
@@ -133,8 +133,8 @@ class Work(TorchDispatchMode):
 
 
 def cycle_work(decoder: SpeculativeDecoder, prompt: Any, counted: Statistics, settings: dict[str, Any]) -> Any:
-    """Of a median cycle of an answer: kernels, bytes read, and the share of a copy's bytes a second (the last number)
-    at which they were read."""
+    """For a median cycle of an answer: kernels, bytes read, the speed of reading as a share of a copy's, and the copy's
+    bytes a second."""
     work, seen, device = Work(), list[tuple[int, int]](), decoder.target.device
     more = min(24, min(decoder.limits.values()) - counted.prompt_tokens)
     with patch.object(decoder, "cycle", "eager"), work:  # the same kernels, one by one
@@ -160,7 +160,7 @@ def profile(decoder: SpeculativeDecoder, prompt: Any, counted: Statistics, setti
 
 
 def answer(decoder: SpeculativeDecoder, prompt: Any, arguments: Namespace, generator: Any, streamer: Any) -> Generation:
-    """The answer, streamed to stdout unless streamer is null; statistics to stderr."""
+    """The answer, streamed to stdout unless streamer is None; statistics to stderr."""
     trees = list[str]()
 
     def watch(cycle: Cycle) -> None:

@@ -45,7 +45,7 @@ EDGES = ("rejected", "accepted", "ended", "cut")
 VOCABULARY, SEED = 8, 4  # of the miniature
 SPREAD = 0.38  # standard deviation of its matrices: three or four likely tokens at each place
 DRAFT_NOISE = 0.08  # of the draft LM's matrices around the target's
-HEAD_NOISE = 0.12  # of a new head's matrices: its laws would be flat, or the target's own
+HEAD_NOISE = 0.12  # of a new head's matrices, whose laws would else be flat, or the target's own
 LENGTH = 4  # new tokens of a sampled answer; with fewer no tree has a second level
 LONGER = {"sps-heuristic": 5}  # only its second draft depends on what was accepted
 # every token once, and n-grams that come back
@@ -77,11 +77,11 @@ class Law:
 
 @dataclass
 class Row:
-    """A method, its kind of head (null: none), and what was found."""
+    """A method, its kind of head (None: without), and what was found."""
 
     asked: MethodConfig
     kind: str | None
-    head: str | None = None  # its directory; null leaves the sampled proof
+    head: str | None = None  # its directory; None: the sampled proof alone
     greedy: GreedyResult | None = None
     laws: tuple[Law, ...] = ()
     verdict: str = ""
@@ -119,7 +119,7 @@ def demonstrate(
     others: Sequence[MethodConfig] = (),
     threads: int | None = None,
 ) -> int:
-    """The command `verify`; 1 when a row fails. heads: directories by kind; others: rows that may not be lossless."""
+    """The command `verify`; 1 if a row fails. heads: directories by kind; others: rows that may not be lossless."""
     if options.prompts < 1 or options.draws < MIN_DRAWS:
         raise UserError(f"--prompts, --draws: at least 1 prompt and {MIN_DRAWS} draws are needed")
     named = [validate({"method": name.strip()}, MethodConfig, "--methods", {}) for name in options.methods.split(",")]
@@ -147,7 +147,7 @@ def demonstrate(
     tested = [row for row in rows if row.asked.typical is None]
     drafters, level = Drafters(target), ALPHA / max(1, len(tested) * len(SETTINGS))
     with tempfile.TemporaryDirectory() as directory, bar(len(tested), "rows", "verify") as progress:
-        of_text = resolve(target.generation_config).of_text  # lists of them name tokens that a miniature lacks
+        of_text = resolve(target.generation_config).of_text  # its lists name tokens that a miniature lacks
         laws = {name: value for name, value in of_text.items() if isinstance(value, int | float)}
         sampled = SampledProver(Path(directory), laws)
         for row in tested:
@@ -195,7 +195,7 @@ def reference(target: Target, ids: Tensor) -> Reference:
 
 
 def compare_greedy(decoder: SpeculativeDecoder, references: Sequence[Reference]) -> GreedyResult:
-    """Each prompt answered once, then with an end token, and with a limit, inside a path that was accepted."""
+    """Answers each prompt once, then with an end token, and with a limit, inside an accepted path."""
     edges, count = dict.fromkeys(EDGES, 0), len(references)
     differences = [each for number in range(count) for each in _tries(decoder, references[number], number, edges)[:1]]
     return GreedyResult(count, count - len(differences), edges, differences)
@@ -335,7 +335,7 @@ def answer_law(target: Target, ids: Tensor, length: int, sampling: SamplingConfi
 
 
 def p_value(law: dict[Answer, float], seen: Counter[Answer]) -> float:
-    """Of Pearson's chi-square test, rare answers pooled; 0 where an answer came out that the law excludes."""
+    """The p-value of Pearson's chi-square test, rare answers pooled; 0 if the law excludes an answer that was seen."""
     if not seen.keys() <= law.keys():
         return 0.0
     draws = seen.total()

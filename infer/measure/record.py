@@ -120,9 +120,9 @@ class Record(Origin):
     draft_forwards_wasted: int = 0
     draft_nodes: int = 0
     ms: Milliseconds | None = None
-    identical: bool | None = None  # to the vanilla row's tokens; null where sampled
+    identical: bool | None = None  # to the vanilla row's tokens; None where sampled
     identical_to_generate: bool | None = None
-    margin: float | None = None  # of the first difference, over what rounding in 16 bits makes; up to 1: rounding
+    margin: float | None = None  # gap of the first difference over what 16-bit rounding makes; at most 1: rounding
     peak_memory_gib: float | None = None
     graph_bytes: int = 0  # of CUDA graphs captured so far for the row
     status: Literal["ok", "error"] = "ok"
@@ -163,7 +163,7 @@ class SummaryRow:
     mismatch: int | None = None
     peak_memory_gib: float | None = None
     ms: Milliseconds | None = None
-    sweep: str | None = None  # null: a row of the bench
+    sweep: str | None = None  # None: a row of the bench
     key: str | None = None
     value: Any = None
     span: str | None = None  # cumulative or bucket, of context lengths
@@ -174,7 +174,7 @@ class SummaryRow:
     ]  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
-        """As summary.json has it, without what a row of its sort has not."""
+        """As summary.json has it, without the fields that rows of its sort lack."""
         values = {**asdict(self), "tree": None if self.tree is None else self.tree.as_dict()}
         names = list(values)
         figures = names[names.index("new_tokens") : names.index("sweep")]
@@ -255,10 +255,10 @@ def read_records(path: Path) -> list[Record]:
 
 
 def graphs_in(bench: Path, method: str | None = None) -> str:
-    """For a plan: the memory that CUDA graphs of a row took in a bench, of a method or (null) of any."""
+    """For a plan: the most memory that a row's CUDA graphs took in a bench; method None: of any."""
     try:
         records = read_records(bench / RECORDS)
-    except UserError:  # none there, or a broken one, of which whoever needs it tells
+    except UserError:  # none there, or a broken one, which the command that needs it reports
         return ""
     taken = max((record.graph_bytes for record in records if method in (None, record.method)), default=0)
     return f"; CUDA graphs of a row took up to {size(taken)} in {bench}" if taken else ""
@@ -270,7 +270,7 @@ def calibrations_of(run: Path) -> list[Path]:
 
 
 def run_facts(run: RunPaths, recipe_words: str, target: TargetConfig | None = None) -> dict[Path, dict[str, Any]]:
-    """`measured_facts` of a run's calibrations, bench and tuning: all of the target (default: the bench's)."""
+    """`measured_facts` of a run's calibrations, bench and tuning: all of one target (default: the bench's)."""
     here = storage.sound_record(run.bench).get("inputs", {}).get("target")
     if target and Path(target.path).is_dir():
         here = target_inputs(target)
@@ -308,7 +308,7 @@ def read_as(path: Path, schema: type[T]) -> T:
 
 
 def tree_shape(row: MethodConfig) -> TreeShape | None:
-    """A row's tree, null for vanilla; its variant names what is not the method's own."""
+    """A row's tree, None for vanilla; its variant names what differs from the method's own."""
     typical = {} if row.typical is None else {"typical": as_dict(row.typical)}
     if row.options is not None:
         given = {**as_dict(row.options), **typical}

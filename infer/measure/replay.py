@@ -1,4 +1,4 @@
-"""Drafts recorded once at every place of some answers, and the cycles that any fixed tree would have made of them."""
+"""Records drafts once, at every place of some answers; from them, counts the cycles that any fixed tree would take."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class Recording(NamedTuple):
     frontier: Integers  # [P, L, K]
     room: Integers  # [P] levels that were drafted: fewer than L where max_new_tokens leaves no room for more
     text: Integers  # [P, L] what the target wrote after each place; -1 beyond the answer's end
-    answer: Integers  # [P] of the place, in order
+    answer: Integers  # [P] the number of the place's answer, ascending
     left: Integers  # [P] tokens that the answer still had after the place's root
 
 
@@ -40,7 +40,7 @@ def record(
     """The widest draft at every place of the greedy answers to prompts [1, T]."""
     proposer = drafting(drafter, DynamicConfig(levels=levels, k=k))
     assert isinstance(proposer.shape, DynamicTree)
-    proposer.shape.nodes = 1  # everything is drafted, and the root alone is verified: no place is passed over
+    proposer.shape.nodes = 1  # everything is drafted, and the root alone is verified: no place is skipped
     proposer.keep = True
     decoder = SpeculativeDecoder(target, proposer)
     places, drafts = list[tuple[Any, ...]](), list[tuple[Any, ...]]()
@@ -70,17 +70,17 @@ def record(
 
 
 def path_ranks(recording: Recording, levels: int, k: int) -> tuple[Integers, Integers]:
-    """[P, levels]: the rank of the text's token at each depth among all candidates of a tree of this depth and k, the
-    largest integer where the tree lacks it; and how many candidates, itself among them, are down to each level as good
-    as the level's best one.
+    """Two arrays [P, levels], for a tree of this depth and k: the rank of the text's token at each depth among all
+    candidates (the largest integer if the tree lacks it); and how many candidates, down to each level, are at least as
+    good as that level's best one, itself included.
 
-    Nodes that the recording did not expand have no children, so that a narrower tree can only be underestimated.
+    Nodes that the recording did not expand have no children, so a narrower tree can only be underestimated.
     """
     places, _, full, _ = recording.tokens.shape
     at = np.arange(places)
     alive = np.zeros((places, full), dtype=bool)  # rows of this level that the small tree expands
     alive[:, 0] = True
-    row = np.zeros(places, dtype=np.int64)  # the row below the text's own path; -1: the path was left
+    row = np.zeros(places, dtype=np.int64)  # the row below the text's own path; -1: the tree lacks the path
     pool: list[NDArray[np.float32]] = []
     as_good = np.empty((places, levels), dtype=np.int64)
     chosen = np.full((places, levels), -1, dtype=np.int64)  # the text's candidate of each level in the whole pool
@@ -111,8 +111,8 @@ class Cycles:
     target_forwards: int
     draft_trees: int  # cycles that drafted (the last token of an answer may need no draft)
     draft_levels: float
-    whole_levels: float = field(default=0.0, compare=False)  # of a replay: of the mean cycle with room for a whole tree
-    # of a replay, by answer: how many drafted tokens each cycle with room for a whole tree accepted
+    whole_levels: float = field(default=0.0, compare=False)  # replays only: the mean, of cycles with room for all
+    # replays only, by answer: how many drafted tokens each cycle with room for a whole tree accepted
     taken: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
 
     @property
@@ -123,7 +123,7 @@ class Cycles:
 def replayed(
     recording: Recording, path: tuple[Integers, Integers], levels: int, nodes: int, is_exact: bool = False
 ) -> Cycles:
-    """The cycles of a tree of these levels and nodes, from the path_ranks of its k; is_exact: with that stop rule."""
+    """The cycles of a tree of these levels and nodes, from the path_ranks of its k; is_exact: with the exact rule."""
     ranks, as_good = path
     accepted = np.logical_and.accumulate(ranks < nodes - 1, axis=1).sum(1)  # [P] drafted tokens at each place
     depth = np.full(len(ranks), levels)  # [P] levels of its draft, where there is room
@@ -152,9 +152,9 @@ def replayed(
 
 
 def survival(drafts: Iterable[tuple[int, Sequence[int]]], levels: int) -> tuple[float, ...]:
-    """By level, the share of drafts of which at least so many tokens are accepted, from what is known of each level.
+    """For each level d, the estimated share of drafts with d or more accepted tokens: a product of shares by level.
 
-    drafts: of each text their levels, and how many tokens each cycle accepted. Nothing is sure, and nothing impossible.
+    drafts: for each text, the drafts' levels, and how many tokens each cycle accepted. No share is 0 or 1.
     """
     went, tried = np.full(levels, 0.5), np.ones(levels)
     for most, taken in drafts:

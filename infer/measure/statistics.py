@@ -73,7 +73,7 @@ def group(records: Iterable[Record]) -> list[Group]:
 
 
 def summary_row(members: Group, seed: int = 0) -> SummaryRow:
-    """One row of summary.json; peak_memory_gib is the largest, all else sums over the answers."""
+    """One row of summary.json: counts and times are sums over the answers, peak_memory_gib is the largest."""
     named, records = identity(members), members.records
     if members.failed:
         first = members.failed[0]
@@ -106,7 +106,7 @@ def identity(members: Group) -> SummaryRow:
     """A row without figures."""
     first = members.first
     tasks = {record.task for record in members.records}
-    # a rule that is not lossless is named as soon as one answer has it, then one that judged drafts
+    # `verify` is a rule that is not lossless if any answer has one, else that of an answer with drafts
     telling = min(members.good, key=lambda one: ("not lossless" not in one.verify, not one.draft_nodes), default=first)
     names = ("method", "head", "head_path", "tree", "temperature", "top_k", "top_p")
     return SummaryRow(
@@ -118,7 +118,7 @@ def identity(members: Group) -> SummaryRow:
 
 
 def told_apart(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
-    """The rows; where only the head tells two of them apart, the variant of their trees names it."""
+    """The rows; if two differ in the head alone, the variant of their trees names it."""
     same, named = grouped(rows, lambda row: repr((row.method, row.tree))), []
     for row in rows:
         alike = {(other.head, other.head_path) for other in same[repr((row.method, row.tree))]}
@@ -131,7 +131,7 @@ def told_apart(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
 
 
 def sweep_rows(records: Records, asked: Asked, groups: Sequence[Group], seed: int) -> list[SummaryRow]:
-    """`sweeps` of summary.json; groups: those of the bench's own rows, which contexts split."""
+    """`sweeps` of summary.json; groups: those of the bench's own rows, for the points by context length."""
     baselines, rows = baselines_of(records), []
     for point in asked.points:
         answers = [r for r in records if r.row == point.row and r.sampling == point.sampling]
@@ -187,7 +187,7 @@ def per_prompt(records: Records) -> FloatArray:
 
 
 def interval(above: Sequence[FloatArray], below: Sequence[FloatArray], seed: int = 0) -> list[float] | None:
-    """95 % bootstrap interval over prompts [n] of product(sums above) / product(sums below); null for one prompt."""
+    """95 % bootstrap interval over prompts [n] of product(sums above) / product(sums below); None for one prompt."""
     size = len(above[0])
     if size < 2:
         return None
@@ -219,9 +219,9 @@ def tau_difference(records: Records, of: Sequence[int], against: Sequence[int], 
 
 
 def context_rows(members: Group, contexts: Sequence[int], limit: int | None, seed: int = 0) -> list[SummaryRow]:
-    """A row's points of `sweeps`: of each context length, by the prompts where both it and vanilla answer that far.
+    """A row's points of `sweeps` by context length, each from the prompts that it and vanilla both answer that far.
 
-    `repeated` is the share of 4-grams there that the row's own answer has had before: loops are easy to draft.
+    `repeated`: the share of 4-grams there that the row's own answer had before, as loops are easy to draft.
     """
     if members.failed:
         return []
@@ -262,7 +262,7 @@ def context_rows(members: Group, contexts: Sequence[int], limit: int | None, see
 
 
 def reached(record: Record, above: int, length: int) -> FloatArray | None:
-    """[5] tokens, ms, cycles, accepted and drafted nodes between two context lengths; null: the answer is shorter."""
+    """[5] tokens, ms, cycles, accepted and drafted nodes between two context lengths; None: the answer is shorter."""
     ends = record.prompt_tokens + 1 + np.cumsum((0, *record.cycle_tokens))  # [cycles + 1], the prefill's token is there
     start = max(above, int(ends[0]))
     if start >= length or ends[-1] < length:
@@ -273,7 +273,7 @@ def reached(record: Record, above: int, length: int) -> FloatArray | None:
 
 
 def diversity(groups: Sequence[Group]) -> dict[str, Any] | None:
-    """Distinct 4-grams of vanilla's greedy answers; null without any."""
+    """Distinct 4-grams of vanilla's greedy answers; None without any."""
     greedy = [one for one in groups if one.first.temperature == 0 and not one.failed and one.first.method == VANILLA]
     for members in greedy[:1]:
         every = [ngram for record in members.records for ngram in ngrams(record.output_ids)]

@@ -16,11 +16,11 @@ from aerie.infer.measure.tasks import Prompt
 
 
 class Suite(NamedTuple):
-    """The rows of the recipe, behind them those of its sweeps, and what is asked of them."""
+    """The rows of the recipe, then those of its sweeps, and what is asked of them."""
 
     rows: tuple[MethodConfig, ...]
     places: tuple[str, ...]  # of each row in the recipe
-    vanilla: int  # whose answers are the history of later turns
+    vanilla: int  # the row whose answers are the history of later turns
     main: tuple[AskedCell, ...]
     points: tuple[AskedPoint, ...]
 

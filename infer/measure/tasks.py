@@ -28,14 +28,14 @@ GPQA_ANSWERS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "I
 
 
 def _multiple_choice(row: Row) -> Row:
-    """With the answers in an order that the question seeds."""
+    """The question, and its answers in an order that it seeds."""
     answers = [str(row[name]).strip() for name in GPQA_ANSWERS]
     random.Random(str(row["Question"])).shuffle(answers)
     listed = "\n".join(f"{letter}) {answer}" for letter, answer in zip("ABCD", answers, strict=True))
     return {"question": str(row["Question"]).strip(), "listed": listed}
 
 
-COLUMNS_OF: dict[str, Callable[[Row], Row]] = {  # what their templates are filled from
+COLUMNS_OF: dict[str, Callable[[Row], Row]] = {  # columns to fill a task's template from
     "alpaca": lambda row: {**row, "given": f"\n\n{str(row.get('input') or '').strip()}".rstrip()},
     "gpqa_diamond": _multiple_choice,
 }
@@ -50,7 +50,7 @@ class Prompt:
 
 
 def prompt_of(task: str, row: Any, number: int, place: str, config: PromptsConfig) -> Prompt:
-    """A row that has `turns` (Spec-Bench) is taken as it is."""
+    """A row as a prompt; one that has `turns` (Spec-Bench) is taken as it is."""
     values: Row = row if isinstance(row, Mapping) else {}
     published, as_it_is = TASKS.get(task, {}), "turns" in values
     try:
@@ -91,7 +91,7 @@ def load_prompts(config: PromptsConfig) -> list[Prompt]:
 
 
 def _held_out(config: HeldOutPrompts) -> list[Prompt]:
-    """Questions that training never sees, none so long that its answer may lie behind max_length."""
+    """Questions that training never sees, none so long that its answer may lie beyond max_length."""
     data, found = config.data, dict[tuple[str, ...], Prompt]()
     for number, row in enumerate(load_conversations(data, Tally()), start=1):
         asked = tuple(str(message["content"]) for message in row.messages if message["role"] == "user")
@@ -138,7 +138,7 @@ def _taking_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def source_of(task: TaskConfig) -> tuple[str, str | None]:
-    """Its file, directory or Hub data set, and the revision (null: as it is now)."""
+    """A task's file, directory or Hub data set, and the revision (None: the latest)."""
     if task.path is not None:
         return task.path, task.revision
     if task.name not in TASKS:
@@ -147,7 +147,7 @@ def source_of(task: TaskConfig) -> tuple[str, str | None]:
 
 
 def check_sources(config: PromptsConfig) -> None:
-    """Of files alone: the Hub is not asked."""
+    """UserError for a missing file; the Hub is not asked."""
     for source in [config.path] if config.path else [source_of(task)[0] for task in config.tasks]:
         require_regular(Path(source))
         is_file = config.path or Path(source).suffix in ROW_SUFFIXES
@@ -169,7 +169,7 @@ def prompt_inputs(config: PromptsConfig) -> str | list[dict[str, Any]]:
 
 
 def pinned(config: PromptsConfig) -> PromptsConfig:
-    """Every Hub data set at the commit of its revision, where the Hub can be asked."""
+    """The prompts with every Hub data set at its revision's commit, if the Hub can be asked."""
     tasks = []
     for task in config.tasks:
         source, revision = source_of(task)

@@ -1,4 +1,4 @@
-"""The fastest method for a run's heads: fixed trees are replayed from recorded drafts, stop rules decoded and timed."""
+"""Finds the fastest method for a run's heads: replays fixed trees from recorded drafts, decodes and times the rest."""
 
 import statistics
 import sys
@@ -52,7 +52,7 @@ SEARCH = read_yaml(Path(__file__).with_name("tune.yaml"))[0]
 class Costs:
     """Milliseconds of one cycle's parts; k and nodes in between are interpolated."""
 
-    draft: dict[int, tuple[float, float]]  # by k: one level, and each further one, of a tree with this frontier
+    draft: dict[int, tuple[float, float]]  # by k: the first level, and each further one
     verify: dict[int, float]  # v(N) by nodes: a target forward over them with the choice among them
     rest: float  # what a drafting cycle costs beside them (committing)
     plain: float  # a whole cycle without drafting
@@ -74,9 +74,9 @@ def in_turns(
     new: int,
     temperature: float = 0.0,
 ) -> list[list[Statistics]]:
-    """Answers of each decoder to prompts [1, T]; they take turns, so that other work on the machine slows all alike.
+    """Answers of each decoder to prompts [1, T]; decoders take turns, so other work on the machine slows all alike.
 
-    An answer is as long as those that are counted, up to `timed_tokens`: its last trees are short, and cost less.
+    An answer has `new` tokens, as in the replays, or `timed_tokens`: its last trees are short, and cost less.
     """
     sampling: dict[str, Any] = asdict(SamplingConfig(temperature))
     generator = torch.Generator(decoders[0].target.device).manual_seed(0)
@@ -166,7 +166,7 @@ def trees_up_to(levels: int, k: int, stop: StopConfig) -> Iterator[GrownConfig]:
 
 
 def sampled_trees(levels: int, k: int, stop: StopConfig) -> list[GrownConfig]:
-    """What is tried where tokens are sampled: chains, and trees of the best and of drawn children."""
+    """The trees tried where tokens are sampled: chains, and trees of the best and of drawn children."""
     sizes = [(min(depth, levels), min(width, k), nodes) for depth, width, nodes in SEARCH["sampled"]]
     trees = [tree_with(*each, stop) for each in sizes]
     drawn = [replace(tree, children="sampled") for tree in trees if isinstance(tree, DynamicConfig)]
@@ -181,7 +181,7 @@ def rules_for(kind: str, tree: GrownConfig, levels: int) -> list[GrownConfig]:
         stops += [schema.ConfidenceConfig(threshold=value) for value in thresholds]
     else:
         stops += [schema.VoteConfig(probability_threshold=value) for value in thresholds]
-    if tree.shape != "chain":  # where it is a chain, they are votes
+    if tree.shape != "chain":  # on a chain they are votes
         stops += [schema.ProbabilitySumConfig(checks=checks, threshold=value) for value in thresholds if checks]
         stops += [schema.MarginalGainConfig(threshold=value) for value in thresholds]
         stops += [schema.ExactConfig()] * (tree.stop.rule == "constant")
@@ -192,7 +192,7 @@ class HeadTuning:
     """The search for one head; `choice` is the best so far."""
 
     def __init__(self, target: Target, kind: str, head: str, prompts: Sequence[Tensor], config: TuneConfig) -> None:
-        """Replays every fixed tree from greedy answers to prompts [1, T]."""
+        """Replays every fixed tree from greedy answers to prompts [1, T]; with a temperature, times some trees."""
         self.drafter = Drafters(target).of(head)
         config = replace(config, levels=min(config.levels, self.drafter.max_levels))
         self.target, self.kind, self.head, self.prompts, self.config = target, kind, head, prompts, config
@@ -201,13 +201,13 @@ class HeadTuning:
         usual = schema.published_tree(USUAL[kind])
         narrower = {"k": min(usual.k, k)} if isinstance(usual, DynamicConfig) else {}
         usual = replace(usual, levels=min(usual.levels, config.levels), **narrower)
-        # where a rule's answer costs next to nothing, no level is drafted that the tree cannot have
+        # where a rule's answer costs next to nothing, levels that the tree cannot keep are not drafted
         is_read = cycle_of(target) == "eager" and target.device.type == "cpu"
         self.stop: StopConfig = schema.ExactConfig() if is_read else CONSTANT
         self.rules: list[Prediction] = []
-        self.fixed: Prediction | None = None  # the best tree without a threshold; null: nothing was timed
-        self.drift = 1.0  # timed over priced, of fixed trees
-        # of trees that were replayed or timed, by answer: how many drafted tokens each cycle with a whole tree accepted
+        self.fixed: Prediction | None = None  # the best tree without a threshold; None: nothing was timed
+        self.drift = 1.0  # timed over priced speedup of fixed trees
+        # by replayed or timed tree and answer: how many drafted tokens each cycle with room for a whole tree accepted
         self.taken = dict[GrownConfig, Sequence[Sequence[int]]]()
         if config.temperature > 0:
             self.costs = measure_costs(target, self.drafter, prompts, self.max_new_tokens)
@@ -249,7 +249,7 @@ class HeadTuning:
         return Prediction(method_of(self.kind, tree), tree, total.tau, ms, self.costs.plain / ms, whole)
 
     def replay(self, trees: Iterable[GrownConfig]) -> list[Prediction]:
-        """Fixed trees, the fastest first; those of the same levels and k must follow each other."""
+        """Predictions of fixed trees, the fastest first; trees of the same levels and k must be neighbours."""
         predictions = []
         for (levels, k), alike in groupby(trees, key=lambda tree: (tree.levels, tree.k)):
             path = path_ranks(self.recording, levels, k)
@@ -260,7 +260,7 @@ class HeadTuning:
         return sorted(predictions, key=lambda one: one.ms_per_token)
 
     def decoded(self, trees: Iterable[GrownConfig], prompts: Sequence[Tensor]) -> list[Prediction]:
-        """Decoded trees priced at the costs, the fastest first."""
+        """Predictions of trees that decode prompts, priced at the costs, the fastest first."""
         predictions, new = [], self.max_new_tokens
         for tree in trees:
             decoder = self.decoder(tree)
@@ -269,7 +269,7 @@ class HeadTuning:
         return sorted(predictions, key=lambda one: one.ms_per_token)
 
     def timed(self, trees: Sequence[GrownConfig], prompts: Sequence[Tensor], name: str) -> list[Prediction]:
-        """Trees as they decode prompts, in turn with the target alone, at the temperature that is tuned for."""
+        """Predictions of trees, timed in turn with the target alone, at the temperature that is tuned for."""
         decoders = [SpeculativeDecoder(self.target), *map(self.decoder, trees)]
         plain, *others = in_turns(decoders, prompts, 1, name, self.max_new_tokens, self.config.temperature)
         predictions = []
@@ -281,9 +281,9 @@ class HeadTuning:
         return predictions
 
     def try_rules(self) -> None:
-        """Tries stop rules on the best fixed tree; times the best ones, that tree and the published one.
+        """Tries stop rules on the best fixed tree; times the best rules, that tree and the published one.
 
-        Where tokens are sampled there are no rules: the best trees of few prompts are timed on all.
+        Where tokens are sampled there are no rules: the trees that were best on few prompts are timed on all.
         """
         best = self.trees[0]
         if self.config.temperature > 0:
@@ -300,11 +300,11 @@ class HeadTuning:
             again = [replace(one.tree, calibrated="isotonic") for one in screened[: SEARCH["calibrated"]]]
             screened = sorted(screened + self.decoded(again, few), key=lambda one: one.ms_per_token)
         finalists = self.decoded([one.tree for one in screened[: SEARCH["finalists"]]], self.prompts)
-        if cycle_of(self.target) == "captured":  # where it is the device that a rule's answer is waited for
+        if cycle_of(self.target) == "captured":  # here a rule's answer is a wait for the device
             trees = [one.tree for one in finalists if isinstance(one.tree, DynamicConfig)]
             reads = [replace(tree, stop_read=read) for tree in trees for read in SEARCH["stop_reads"]]
             finalists += self.decoded(reads, self.prompts)
-        # the costs do not know what a stop rule, a calibrator and trees that change from cycle to cycle take
+        # the costs leave out what a stop rule, a calibrator and trees that change from cycle to cycle take
         fixed = self.trees[: SEARCH["fixed"]]
         predictions, timed = [*fixed, self.published, *finalists], []
         decoders = [SpeculativeDecoder(self.target), *(self.decoder(one.tree) for one in predictions)]
@@ -317,14 +317,14 @@ class HeadTuning:
         count = len(fixed)
         self.fixed = min(timed[:count], key=lambda one: one.ms_per_token)
         self.published, finalists = timed[count], timed[count + 1 :]
-        # how far the prices of these trees, in cycles without a draft, are from what they took
+        # how far the priced speedups of these trees are from the timed ones
         self.drift = statistics.median(after.speedup / one.speedup for one, after in zip(fixed, timed, strict=False))
         self.rules = sorted(finalists, key=lambda one: one.ms_per_token)
         has_rule = self.rules and self.rules[0].ms_per_token * SEARCH["worth"] < self.fixed.ms_per_token
         self.choice = self.rules[0] if has_rule else self.fixed
 
     def auto(self) -> AutoConfig:
-        """The trees that are the best ones for texts of some difficulty, as `Auto` has it, and none."""
+        """The choices of `Auto`: no tree, and every tree that is the best one for texts of some difficulty."""
         trees, ms = [one.tree for one in self.every], np.array([one.cycle_ms for one in self.every]) / self.drift
         if self.config.temperature > 0:  # few answers were timed, and each further level of a chain costs the same
             chains = [place for place, tree in enumerate(trees) if isinstance(tree, ChainConfig)]
@@ -345,7 +345,7 @@ class HeadTuning:
         return AutoConfig(choices=choices, unsure=unsure, drift=drift)
 
     def survival(self, tree: GrownConfig) -> tuple[float, ...]:
-        """As BudgetConfig has it; of chains from all of them, as a level's token knows nothing of those below it."""
+        """BudgetConfig's survival; a chain's comes from all chains, as a token does not depend on deeper levels."""
         alike = [one for one in self.taken if isinstance(one, ChainConfig)] if tree.shape == "chain" else [tree]
         return survival([(one.levels, each) for one in alike for each in self.taken[one]], tree.levels)
 
@@ -364,7 +364,7 @@ class HeadTuning:
 def tuned(
     heads: Mapping[str, str], config: TuneConfig, output: Path, seed: int, target: Target, tokenizer: Any
 ) -> dict[str, Any]:
-    """Writes tuned.yaml and tune.json: the method predicted to be the fastest with heads (kind -> directory)."""
+    """Writes auto.yaml, tune.json and, in tuned.yaml, the predicted fastest method with heads (kind -> directory)."""
     prompts = [encode_turn(prompt, (), tokenizer, target) for prompt in load_prompts(config.prompts)]
     tunings = [HeadTuning(target, kind, head, prompts, config) for kind, head in heads.items()]
     best = max(tunings, key=lambda one: one.choice.speedup)
