@@ -48,7 +48,7 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
         head: storage.file_digest(path)
         for row, head in zip(suite.rows, heads, strict=True)
         if head and row.tree and row.tree.calibrated and not arguments.plan
-        if (path := head_directory(head) / storage.CALIBRATOR).is_file()  # else the decoder says so
+        if (path := head_directory(head) / storage.CALIBRATOR).is_file()  # else the decoder reports it
     }
     inputs |= {k: v for k, v in (("calibrators", digests), ("cycle", recipe.target.cycle)) if v not in ({}, "auto")}
     plan = f"{len(suite.rows)} rows x {len(section.sampling)} samplings -> {paths.bench}{graphs_in(paths.bench)}"
@@ -74,7 +74,7 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
 
 
 def tune(arguments: Namespace, unknown: list[str]) -> int:
-    """the tree that suits the heads on this machine, as a YAML; and how well that was predicted"""
+    """the fastest tree for the heads on this machine, as a YAML; its speed, predicted and measured"""
     recipe, section, paths = _recipe(arguments, unknown)
     from aerie.infer.decode.methods import heads_by_kind
     from aerie.infer.measure.tune import TUNED, check_apart, tuned
@@ -99,7 +99,7 @@ def _stage(
     plan: str,
     measure: Callable[..., dict[str, Any]],  # (target, tokenizer) -> facts
 ) -> int:
-    """Runs a stage that is not done; refusals come before a model is loaded."""
+    """Runs a stage unless it is done; reports the user's mistakes before it loads a model."""
     from aerie.infer.measure.bench import begin_bench, describe, load_quietly
     from aerie.infer.measure.tasks import check_sources, prompt_inputs
     from aerie.model.target import load_tokenizer
@@ -149,7 +149,7 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
     again, target = f"--config {arguments.config}", Path(recipe.target.path)
     facts_of = run_facts(paths, again, recipe.target)
     measured, own = facts_of[paths.bench], paths.head(recipe)
-    head = arguments.head or min(map(Path, measured.get("heads", ())), key=own.__ne__, default=own)  # of bench --head
+    head = arguments.head or min(map(Path, measured.get("heads", ())), key=own.__ne__, default=own)  # bench --head's
     made = {path: storage.sound_record(path) for path in (target, paths.features, head, *sorted(paths.heads.glob("*")))}
     made |= facts_of
     commands = []  # that made the run
@@ -183,7 +183,7 @@ def results(arguments: Namespace, unknown: list[str]) -> int:
     from aerie.infer.report.tables import result_of
 
     for bench in (RunPaths(run).bench for run in arguments.runs):
-        if (bench / storage.FILE).is_file():  # else the report is all that is left
+        if (bench / storage.FILE).is_file():  # else only the report is left
             measured_facts(bench, f"--run {bench.parent}")
     shown = [result_of(run, RunPaths(run).report) for run in arguments.runs]
     names, text = [name for name, _ in shown], "".join(text for _, text in shown)
@@ -193,7 +193,7 @@ def results(arguments: Namespace, unknown: list[str]) -> int:
 
 
 def claims(arguments: Namespace, unknown: list[str]) -> int:
-    """what the papers claim and what of it holds in a run: verdicts, with intervals, in Markdown"""
+    """which of the papers' claims hold in a run: verdicts, with intervals, in Markdown"""
     from aerie.infer.measure.record import RECORDS, calibrations_of, read_records, run_facts
     from aerie.infer.report import claims as register
 
@@ -208,7 +208,7 @@ def claims(arguments: Namespace, unknown: list[str]) -> int:
 
 
 def compare(arguments: Namespace, unknown: list[str]) -> int:
-    """the difference of tau between rows of a bench, in pairs of prompts, with an interval"""
+    """the difference in tau between rows of a bench, paired by prompt, with an interval"""
     recipe = load(arguments, unknown)
     from aerie.infer.measure.record import RECORDS, measured_facts, read_records
     from aerie.infer.measure.statistics import tau_difference
@@ -229,7 +229,7 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
     """prove that methods are lossless; exit code 1 where one is not"""
     recipe = load(arguments, unknown) if arguments.config else None
     if recipe is None and (arguments.target is None or unknown):
-        raise UserError("verify needs --config RECIPE, or --target and no key of a recipe")
+        raise UserError("verify needs --config RECIPE, or --target without keys of a recipe")
     from aerie.infer.decode.methods import heads_by_kind, kind_at
     from aerie.infer.measure.lossless import demonstrate
 
@@ -246,7 +246,7 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
 
 def generate(arguments: Namespace, unknown: list[str]) -> int:
     """answers to prompts, streamed (accepted draft tokens are green) or as JSON"""
-    pairs_of(unknown)  # a mistyped option is told before what is missing for it
+    pairs_of(unknown)  # reports a mistyped option before a missing one
     path, text = arguments.prompts, arguments.prompt
     if (path is None) == (text is None):
         raise UserError("generate needs either --prompt TEXT (--prompt - reads stdin) or --prompts FILE.jsonl")
@@ -270,7 +270,7 @@ def _check_sampling(arguments: Namespace) -> None:
 
 
 def _decode(arguments: Namespace, unknown: list[str], prompts: list[list[Message]] | None = None) -> int:
-    """Answers the prompts, or chats where they are null, as the command line or its recipe says."""
+    """Answers the prompts (None: chats), as the command line or its recipe says."""
     command, given, row, recipe, pairs = arguments.command, arguments.head, arguments.row, None, pairs_of(unknown)
     if arguments.config is None:
         if arguments.target is None:
@@ -296,7 +296,7 @@ def _decode(arguments: Namespace, unknown: list[str], prompts: list[list[Message
         usual = USUAL[kind_at(given)]
     if row is None:
         asked = validate({"method": arguments.method or usual}, MethodConfig, "command line", {}, of_method)
-        if recipe is not None and asked.method == usual:  # the recipe's tree is that of its head's usual method alone
+        if recipe is not None and asked.method == usual:  # the recipe's tree is for its head's usual method only
             words_of_tree = [f"--{word}" for word in of_method if word.startswith("tree.")]
             asked = replace(asked, tree=load(arguments, [*others, *words_of_tree]).tree)
     elif arguments.method is None:
@@ -342,7 +342,7 @@ def _recipe(arguments: Namespace, unknown: list[str]) -> tuple[Recipe, Any, RunP
     if any(word.startswith("--tree.") for word in unknown) and name in ("bench", "calibrate"):
         warn(f"--tree: {name} does not read it; set {'bench.rows' if name == 'bench' else 'calibrate.tree'}")
     section = getattr(recipe, name) or {"bench": BenchConfig, "calibrate": CalibrateConfig, "tune": TuneConfig}[name]()
-    for key, part in (("prompts", int(name != "bench")), ("measure", 0)):  # so that none is measured and fitted on
+    for key, part in (("prompts", int(name != "bench")), ("measure", 0)):  # no prompt is both fitted and measured on
         prompts = getattr(section, key, None)
         if prompts is not None and prompts.path is None and not prompts.tasks:
             section = replace(section, **{key: HeldOutPrompts(**vars(prompts), data=recipe.data, part=part)})
@@ -399,7 +399,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--prompt": {"help": "a text; - reads it from stdin"},
         "--prompts": {"metavar": "FILE.jsonl", "help": "rows with prompt, question, turns or messages"},
         "--raw": {"action": "store_true", "help": "the prompt as it is, without the chat template"},
-        "--json": {"action": "store_true", "help": "stdout gets a line of JSON for each answer, and no stream"},
+        "--json": {"action": "store_true", "help": "print one line of JSON per answer, and no stream"},
         **DECODING,
     },
     "chat": DECODING,
@@ -413,7 +413,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--prompts": {"type": int, "default": 20, "help": "greedy prompts (default 20)"},
         "--draws": {"type": int, "default": 2000, "help": "for each p-value (default 2000)"},
         "--seed": {"type": int, "default": 0, "help": "of the draws"},
-        "--json": {"type": user_path, "help": "write what was found here too"},
+        "--json": {"type": user_path, "help": "write the results to this file, too"},
     },
 }
 
@@ -437,7 +437,7 @@ def main() -> int:
     if place and arguments.config is None:
         arguments.config = stored if (stored := user_path(place) / "recipe.yaml").is_file() else None
         if arguments.config is None and arguments.target is None:
-            raise UserError(f"{stored}: not there; name a run that is, or a recipe with --config")
+            raise UserError(f"{stored}: no such file; give --run a directory that has one, or --config RECIPE")
     return int(arguments.run_command(arguments, unknown))
 
 

@@ -1,4 +1,4 @@
-"""The papers' claims: each is measured as claims.yaml says, and gets a 95 % interval over prompts and a verdict."""
+"""The papers' claims: measures each as claims.yaml says, with a 95 % interval over prompts and a verdict."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +21,7 @@ from aerie.model.storage import read_json
 
 REGISTER = read_yaml(Path(__file__).with_name("claims.yaml"))[0]
 CLAIMS = [{"paper": paper, **claim} for paper, claims in REGISTER["claims"].items() for claim in claims]
-MANY = 100_000  # prompts; what needs more is called no difference
+MANY = 100_000  # prompts; beyond them no number of prompts is given
 FEWEST = 6  # prompts that settle anything: five on one side are chance once in 16, more than 5 %
 BATCH = 250  # resamples that are in memory at once
 LEAST, PLACES = 10, 12  # nodes of a point, and points of a tree, in the pictures
@@ -48,7 +48,7 @@ class Calibration(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run has for claims to be judged by."""
+    """What a run measured, to judge claims by."""
 
     records: Sequence[Record]
     tuning: Mapping[str, Any] | None = None
@@ -57,7 +57,7 @@ class Measured:
 
     @cached_property
     def rows(self) -> list[list[Record]]:
-        """In the suite's order, at plain temperatures, without those that failed anywhere."""
+        """The rows in the suite's order, at temperatures without top-k or top-p, without those with a failed answer."""
         plain = (record for record in self.records if record.sampling[1:] == (0, 1.0))
         every = grouped(plain, lambda record: (record.temperature, record.row))
         return [row for _, row in sorted(every.items()) if all(one.status == "ok" for one in row)]
@@ -71,14 +71,14 @@ class Estimate(NamedTuple):
 
 
 class Side(NamedTuple):
-    """A figure of sums; table: a line a prompt."""
+    """A figure, and the table of sums that it is made of, a line a prompt."""
 
     table: pd.DataFrame
     figure: Callable[[Sums], FloatArray]
 
 
 def estimate(sides: Sequence[Side], claim: Entry, seed: int = 0) -> Estimate | None:
-    """The figure of one side, or the difference or ratio of two, on the prompts of all: clusters of a bootstrap."""
+    """The figure of one side, or the difference or ratio of two, on the prompts of both; a bootstrap over prompts."""
     prompts, is_ratio = sides[0].table.index.intersection(sides[-1].table.index), claim.get("as") == "ratio"
     tables = [side.table.loc[prompts].to_numpy(dtype=np.float64) for side in sides]
 
@@ -91,13 +91,13 @@ def estimate(sides: Sequence[Side], claim: Entry, seed: int = 0) -> Estimate | N
     value = float(of(numbers)) if known else np.nan
     if not np.isfinite(value):
         return None
-    if known < 2:  # prompts that say anything
+    if known < 2:  # known: prompts with data
         return Estimate(value, -np.inf, np.inf, known)
     if claim.get("statistic") == "share" and value in (0, 1):  # alike on all prompts: Clopper and Pearson's interval
         low, high = stats.binomtest(round(value * known), known).proportion_ci()
         return Estimate(value, low, high, known)
     settings: dict[str, Any] = {"n_resamples": RESAMPLES, "batch": BATCH, "method": "percentile"}
-    with catch_warnings(action="ignore"):  # of resamples that have no figure, or an infinite one
+    with catch_warnings(action="ignore"):  # about resamples with no figure, or an infinite one
         found = stats.bootstrap((numbers,), of, vectorized=True, rng=np.random.default_rng(seed), **settings)
         low, high = np.nanpercentile(found.bootstrap_distribution, [2.5, 97.5])
     return Estimate(value, float(low), float(high), known)
@@ -125,7 +125,7 @@ def fitted(sums: Sums, law: str) -> FloatArray:  # 1, x, y, x < y, x^2
 
 
 def expected_length(sums: Sums) -> FloatArray:
-    """Tokens a cycle, counted less computed: (1 - alpha^(g + 1)) / (1 - alpha) of Leviathan et al., alpha = 1 - TV."""
+    """Tokens a cycle, counted minus computed: (1 - alpha^(g + 1)) / (1 - alpha) (Leviathan et al.), alpha = 1 - TV."""
     count, kept, levels, judged, distance = np.moveaxis(sums, -1, 0)
     alpha = 1 - distance / judged
     return kept / count + 1 - (1 - alpha ** (levels / count + 1)) / (1 - alpha)
@@ -165,7 +165,7 @@ STATISTICS: dict[str, tuple[Callable[[Sums], FloatArray], Callable[..., list[Any
 
 
 def of_table(table: pd.DataFrame, entry: Entry) -> Side:
-    """`value`: one expression of the columns, or several; `where`: which lines; `by`: the groups."""
+    """A side of a table. Of entry: `value`, one expression of the columns or several; `where`, lines; `by`, groups."""
     figure, columns_of = STATISTICS[entry.get("statistic", "mean")]
     chosen = table.query(entry["where"]) if "where" in entry else table
     expressions = map(chosen.eval, np.atleast_1d(entry["value"]))
@@ -178,14 +178,14 @@ def of_table(table: pd.DataFrame, entry: Entry) -> Side:
     return Side(sums.reindex(every, fill_value=0.0), figure)
 
 
-# of an answer; a row has the sum of the second over that of the first
+# (denominator, numerator) of an answer; a row's figure is its sum of numerators over that of denominators
 FIGURES: dict[str, Callable[[Record, Mapping[str, Any] | None], tuple[float | None, float]]] = {
     "tau": lambda one, _: (one.target_forwards, one.new_tokens - 1),
     "wasted": lambda one, _: (1, one.draft_forwards_wasted),
     "accept_rate": lambda one, _: (one.draft_nodes, sum(one.accepted)),
     "length": lambda one, _: (one.target_forwards, one.draft_nodes),  # drafted tokens a cycle
     "modelled": lambda one, tuning: (modelled_ms([one], tuning), one.new_tokens - 1),
-    # greedy answers to vanilla's; a margin of up to 1 is rounding, and no difference
+    # greedy answers that are vanilla's; a margin of up to 1 is rounding, and no difference
     "identical": lambda one, _: (
         one.identical is not None,
         one.identical or (one.margin is not None and one.margin <= 1),
@@ -199,7 +199,7 @@ def of_row(row: Sequence[Record], figure: str, tuning: Mapping[str, Any] | None)
 
 
 def modelled_ms(answers: Sequence[Record], tuning: Mapping[str, Any] | None) -> float | None:
-    """What the cycles of a row's answers cost by what `tune` measured for its kind of head."""
+    """Milliseconds of the cycles of a row's answers, at the costs that `tune` measured for its kind of head."""
     heads, tree = tuning["heads"] if tuning else (), answers[0].tree
     costs = next((head["costs_ms"] for head in heads if head["kind"] == answers[0].head), None)
     if costs is None or tree is None:
@@ -212,9 +212,9 @@ def modelled_ms(answers: Sequence[Record], tuning: Mapping[str, Any] | None) -> 
 
 
 def candidates(run: Measured, wanted: Entry, temperature: float) -> dict[str, list[list[Record]]]:
-    """The rows that are meant, by head."""
+    """The rows that fit `wanted`, by head."""
     found: dict[str, list[list[Record]]] = {}
-    asked = {"calibrated": None, "is_drawn": False, "temperature": temperature, **wanted}  # no paper here draws trees
+    asked = {"calibrated": None, "is_drawn": False, "temperature": temperature, **wanted}  # the papers draw no trees
     paths = grouped({(one.head, one.head_path) for one in run.records if one.head_path}, lambda pair: pair[0])
     for row in run.rows:
         first, tree = row[0], row[0].tree
@@ -260,7 +260,7 @@ def by_rows(run: Measured, claim: Entry, temperature: float) -> dict[str, Estima
 
 
 def best_of(rows: Sequence[Side]) -> Side:
-    """The highest of some rows' figures, on the prompts of all; each resample has its own."""
+    """The highest of some rows' figures, on the prompts that all have; each resample picks its own highest."""
 
     def highest(sums: Sums) -> FloatArray:
         values = mean(sums.reshape(*sums.shape[:-1], -1, 2))
@@ -270,14 +270,14 @@ def best_of(rows: Sequence[Side]) -> Side:
 
 
 def tables_of(run: Measured, entry: Entry, temperature: float) -> dict[str, pd.DataFrame]:
-    """The table that is meant, of the first calibration of each head."""
+    """By head, the table that entry names, of the first calibration that fits."""
     meant = (one for one in run.calibrations if one.temperature == temperature and one.method in entry["method"])
     by_head = grouped((one for one in meant if entry["table"] in one.tables), lambda one: one.head)
     return {head: first.tables[entry["table"]] for head, (first, *_) in by_head.items()}
 
 
 def by_tables(run: Measured, claim: Entry, temperature: float) -> dict[str, Estimate]:
-    """By head; a side may name one of its own."""
+    """Estimates by head; a side may name a head of its own."""
     found, tables = dict[str, Estimate](), tables_of(run, claim, temperature)
     shared = {name: claim[name] for name in ("statistic", "by", "where") if name in claim}
     entries = [{**shared, **entry} for entry in (claim["of"], claim.get("against")) if entry]
@@ -315,7 +315,7 @@ def judged(claim: Entry, one: Estimate) -> tuple[str, str, int | None]:
     if one.high < low or one.low > high:
         return "does not hold", f"No part of the interval is {within}.", needed
     if one.high < low + effect or one.low > high - effect:
-        return "does not hold", f"The interval ends before {effect:g} beyond the limit, the least that counts.", needed
+        return "does not hold", f"The interval ends less than {effect:g} beyond the limit, too little to count.", needed
     settles = f"{needed:,} prompts would settle it" if needed else f"more than {MANY:,} prompts would settle it"
     return "open", f"Too few prompts: the interval is partly {within}; {settles}.", needed
 
@@ -339,7 +339,7 @@ def judge(run: Measured) -> list[dict[str, Any]]:
                 verdict, why, needed = judged(claim, one)
                 form = claim.get("form", "{:+.2f}" if claim.get("as", "") == "" and "against" in claim else "{:.2f}")
                 between = f"{form.format(one.low)} to {form.format(one.high)}"
-                if not 0 < one.high - one.low < np.inf:  # no resample tells
+                if not 0 < one.high - one.low < np.inf:  # all resamples agree
                     between = "one prompt" if one.prompts < 2 else f"alike on all {one.prompts} prompts"
                 figures = {name: number if np.isfinite(number) else None for name, number in one._asdict().items()}
                 figures |= {"ours": f"{form.format(one.value)} [{between}] {claim.get('unit', '')}", "head": head}
@@ -350,7 +350,7 @@ def judge(run: Measured) -> list[dict[str, Any]]:
 
 
 def published(figures: Entry, temperature: float, how: str | None = None) -> str:
-    """The range of what published.csv has of method `of` against another, as a difference or a ratio."""
+    """The range of published.csv's figures of method `of` against another's, as differences or ratios."""
     about = [name for name in PAPERS[0] if name not in TASKS]
     table = pd.DataFrame(PAPERS).melt(about, var_name="task", value_name="cell")
     table["cell"] = pd.to_numeric(table.cell.str.split("/").str[int(figures["figure"] == "tau")])
@@ -381,7 +381,7 @@ def drawn(run: Measured) -> dict[str, dict[str, Any]]:
 
 
 def _sides_of_rows(run: Measured, entry: Entry, prompts: set[Any]) -> dict[str, list[tuple[Any, Side]]]:
-    """Both what is drawn and where along are of these prompts."""
+    """By head, (x, side) of each row; both x and figures are of these prompts alone."""
     found = {}
     for head, whole in candidates(run, entry["of"], 0).items() if prompts else ():
         rows = [[one for one in row if one.prompt in prompts] for row in whole]

@@ -41,7 +41,7 @@ DASHED = (0, (3, 3))
 SHARES: dict[str, Any] = {"ylim": (-0.03, 1.05), "yticks": [0, 0.5, 1]}  # a vertical axis of them
 ALONE = '<?xml version="1.0" encoding="utf-8"?>\n'  # before a picture's own file, and its style
 STYLE = "<style>svg{background:#fff;font-family:sans-serif}</style>"
-Curve = tuple[Iterable[Any], Iterable[Any], str, Any]  # x, y (null: no point), colour, line style
+Curve = tuple[Iterable[Any], Iterable[Any], str, Any]  # x, y (None: no point), colour, line style
 
 
 def pictures(rows: Rows, details: dict[str, Any], grids: list[Grid], contexts: dict[str, Grid]) -> dict[str, str]:
@@ -83,7 +83,7 @@ def pictures(rows: Rows, details: dict[str, Any], grids: list[Grid], contexts: d
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """The figure as text; ids get its name, for a page holds many."""
+    """The figure as text; its ids begin with its name, as a page holds many figures."""
     buffer = io.StringIO()
     FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     head, rest = buffer.getvalue().split("<svg", 1)[1].split(">", 1)
@@ -124,7 +124,7 @@ def _bars(rows: Rows, key: str, intervals: Sequence[list[float] | None]) -> Figu
     ends = [max(getattr(row, key) or 0.0, *(bounds or [0.0])) for row, bounds in zip(rows, intervals, strict=True)]
     limit = 1.25 * max([1.0, *ends])
     for place, (row, bounds) in enumerate(zip(rows, intervals, strict=True)):
-        bar = SERIES[(place - 1) % len(SERIES)] if row.tree else QUIET  # of few rows after vanilla: as by depth
+        bar = SERIES[(place - 1) % len(SERIES)] if row.tree else QUIET  # with few rows, the colours of `_accepted`
         value, text, colour = getattr(row, key), "not measured" if row.status == "ok" else "failed: no figure", BAD
         if value is not None:
             axes.barh(place, value, height=0.42, color=bar)
@@ -236,7 +236,7 @@ def _along(panels: Mapping[str, tuple[Sequence[Line], Sequence[str]]], values: S
 
 
 def _beside_published(picture: Mapping[str, Any]) -> Figure:
-    """A claim's lines with their intervals; what the paper has is hollow."""
+    """A claim's lines with their intervals; the paper's points are hollow."""
     lines = picture["lines"]
     legend = {line["label"]: colour for line, colour in zip(lines, SERIES, strict=False)}
     legend |= dict(zip(picture["published"], SERIES[::-1], strict=False))
@@ -334,7 +334,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: dict[str, 
     details: dict[str, Any] = {
         "schema": SCHEMA,
         "rows": extras,
-        # row: the position over all tasks
+        # row: its position in `rows`
         "by_task": [{"row": at, **part.as_dict()} for at, of_row in parts.items() for part in of_row],
         "diversity": statistics.diversity(groups),
         "reference": None if reference is None else asdict(reference),
@@ -403,7 +403,7 @@ def render(facts: Mapping[str, Any], rows: Rows, details: Mapping[str, Any], **p
 
 
 def sample_answer(groups: Sequence[statistics.Group], rows: Rows) -> dict[str, Any] | None:
-    """The answer of median tau of the fastest greedy row that drafts, with (text, tint, title) of each cycle.
+    """From the fastest greedy row that drafts, the answer of median tau, with (text, tint, title) of each cycle.
 
     The tint, 0 to TINTS, grows with the draft tokens that the cycle kept.
     """

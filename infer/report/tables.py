@@ -35,13 +35,13 @@ CURVES = re.compile(r"(held_out_)?(loss|greedy_agreement|accuracy_at_\d+|predict
 
 
 def stopped(trainings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """'stopped by the time budget at step 483 of 1,050' of each training whose budget ended it."""
+    """'stopped by the time budget at step 483 of 1,050', by name of each training that its budget ended."""
     words = "stopped by the time budget at step {steps:,} of {total_steps:,}"
     return {name: words.format_map(one) for name, one in trainings.items() if one["ended"] == "budget"}
 
 
 def parameters(directory: Path) -> int | None:
-    """Numbers in the safetensors of a directory or cached repository, without what a head has of its target."""
+    """Parameters in the safetensors of a directory or cached repository, without a head's copies from its target."""
     cached = try_to_load_from_cache(str(directory), CONFIG) if is_on_hub(directory) else None
     with suppress(OSError, NotASafetensorsRepoError):
         found = get_local_safetensors_metadata(Path(cached).parent if isinstance(cached, str) else directory)
@@ -243,7 +243,7 @@ class Grid(NamedTuple):
 
 
 def published(key: str) -> Grid:
-    """What the papers have by one setting: a line for each model, method, temperature and task."""
+    """The papers' figures as one setting varies: a line for each model, method, temperature and task."""
     lines: dict[str, dict[Any, str]] = {}
     for row, task in product((row for row in PAPERS if row["key"] == key), ("mt_bench", "gsm8k")):
         if row[task]:
@@ -260,7 +260,7 @@ def _published(cells: Mapping[Any, str]) -> tuple[Published, ...]:
 
 
 def sweep_lines(points: Rows) -> tuple[Line, ...]:
-    """A sweep's first row at every value, its second, and so on."""
+    """One line per row of a sweep: the first row at every value, the second, and so on."""
 
     def words_of(point: SummaryRow) -> list[str]:
         tree, about = point.tree, [f"{point.head_path or point.head} head", f"T {sampling_text(point)}"]
@@ -270,7 +270,7 @@ def sweep_lines(points: Rows) -> tuple[Line, ...]:
 
     at_value = grouped(points, lambda point: repr(point.value)).values()
     lines = [[point for point in places if point] for places in zip_longest(*at_value)]
-    # a line is called by the words that all of its points have, its method first, without what all lines have
+    # a line's label: the words that all its points share, its method first, without those that all lines share
     words = [[word for word in words_of(each[0]) if all(word in words_of(p) for p in each)] for each in lines]
     shared = set(words[0][1:]).intersection(*words[1:])
     labels = [", ".join(word for word in each if word not in shared or word == each[0]) for each in words]
@@ -313,7 +313,7 @@ def context_grids(sweeps: Rows) -> dict[str, Grid]:
 
 
 def task_grid(rows: Rows, parts: Mapping[int, Rows]) -> Grid | None:
-    """Drafting rows by task; parts: by position in rows the row on each task, which is its value."""
+    """Drafting rows by task; parts: for a position in rows, that row on each task (its `value`)."""
     tasks, lines = tuple(dict.fromkeys(part.task for of_row in parts.values() for part in of_row)), []
     for position, row in enumerate(rows):
         if row.tree is not None and row.status == "ok":
@@ -324,7 +324,7 @@ def task_grid(rows: Rows, parts: Mapping[int, Rows]) -> Grid | None:
 
 def beside(rows: Rows, parts: Mapping[int, Rows]) -> list[tuple[str, float, Line]]:
     """(method, temperature, line): each method's measured lines, then the published ones."""
-    # a published line's label is the model, its note the paper; of several depths, those that were measured too
+    # a published line's label is the model, its note the paper; of published depths, only those measured here
     known: dict[tuple[str, float], list[Line]] = {}
     depths = {str(row.tree.levels) for row in rows if row.tree}
     for cells in PAPERS:

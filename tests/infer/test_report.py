@@ -158,7 +158,7 @@ def test_pictures_are_files_those_of_earlier_input_go_and_rows_may_be_by_task(tm
     assert summary["calibration"] is None and {path.stem for path in (run / "report").glob("*.svg")} == kept
     rows = [(row["method"], row["task"]) for row in summary["rows"]]
     assert rows == [(method, task) for method in ("vanilla", "eagle2") for task in ("sums", "units", "letters")]
-    for words in ("honest baseline", "Does a calibrator help?"):
+    for words in ("fair baseline", "Does a calibrator help?"):
         assert words in words_of(whole) and words not in words_of(run)
 
 
