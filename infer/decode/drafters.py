@@ -55,7 +55,7 @@ class EagleDrafter(Drafter):
     def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
         if self.after_blocks:
             features = self._fuse(features)
-        # forgets slots that were drafted from the head's own states: no guess outlives its cycle
+        # drops the slots that were drafted from the head's own states: no guess outlives its cycle
         self._cache.pending = 0
         places = self._cache.begin(tokens.shape[0])
         mask, rope = causal(features, self._cache), self._table.index_select(1, places)
@@ -219,7 +219,7 @@ class BlockDrafter(Drafter):
     def _log_q(self) -> Tensor:
         states = self._states[self._level].expand(len(self._paths), -1)
         log_q = self.head.correct(self._logits[self._level], self._paths, states).log_softmax(-1)
-        return log_q.expand(len(states), -1)  # without a correction siblings' children have one law
+        return log_q.expand(len(states), -1)  # without a correction all nodes of a level share one law
 
 
 class DraftLMDrafter(Drafter):

@@ -43,7 +43,7 @@ class Statistics:
     cycle_nodes: list[int] = field(default_factory=list)  # drafted nodes
     verify: str = "R0"  # the rule that judged the drafts; R0 or R2 where nothing was drafted
     draft_forwards: int = 0
-    draft_levels: int = 0  # more than forwards where one gives several levels
+    draft_levels: int = 0  # more than draft_forwards where one forward gives several levels
     draft_forwards_wasted: int = 0  # beyond the accepted length
     draft_nodes: int = 0
     ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
@@ -62,7 +62,7 @@ class Statistics:
 
     @property
     def tokens_per_s(self) -> float:
-        """Without the prefill and its token."""
+        """New tokens per second, without the prefill and its token."""
         return (self.new_tokens - 1) / max((self.ms["wall"] - self.ms["prefill"]) / 1000, 1e-9)
 
 

@@ -91,7 +91,7 @@ class Graphs:
         return recorded
 
     def _eagerly(self, name: str, why: str) -> None:
-        warn(f"target.cycle captured: {name} cannot be: {why}")
+        warn(f"target.cycle captured: {name} cannot be captured: {why}")
         self._decoder.cycle = "eager"
 
     def draft(self, root: Tensor, max_levels: int) -> Tree:

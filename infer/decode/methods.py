@@ -97,7 +97,7 @@ def heads_by_kind(given: Sequence[Path], heads: Path | None) -> dict[str, str]:
     for head in given:
         kind = kind_at(head)
         if kind in named:
-            raise UserError(f"--head {head}: is of kind {kind}, as {named[kind]} is; give one of a kind")
+            raise UserError(f"--head {head}: is of kind {kind}, as {named[kind]} is; give one head per kind")
         named[kind] = str(head)
     kinds = dict.fromkeys(kind for method in METHODS.values() for kind in method.heads)
     return {kind: str(heads / kind) for kind in kinds if heads and (heads / kind / CONFIG).is_file()} | named

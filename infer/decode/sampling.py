@@ -136,7 +136,7 @@ class Sampler:
             self.text = torch.cat([self.text, tokens])
 
     def with_text(self, logits: Tensor, tree: Tree | None = None) -> Tensor:
-        """A tree's logits [N, V] `after` the text and each path; without a tree [1, V], after the text alone."""
+        """`after` for a tree's nodes: logits [N, V], of the text and each path; without a tree [1, V], of the text."""
         if not self.decoding.of_text or self.text is None:
             return logits
         if tree is None:

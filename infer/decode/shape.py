@@ -31,7 +31,7 @@ class Drafter:
     max_positions: int = 2**31  # the most tokens of prompt and answer
     max_levels: int = 2**31  # the deepest tree that it has modules for
     after_blocks: tuple[int, ...] = ()  # the taps that `commit` is given; none: last_hidden
-    draft_rows: int = 0  # that `start` writes behind the kept rows
+    draft_rows: int = 0  # rows that `start` writes behind the kept ones
     forwards_per_tree: int | None = None  # 1 where one forward yields all levels' laws; None: one per level
     ids: Tensor | None = None  # [Vd] the target's ids of the columns of log q; None: they are the target's own
     is_fixed: bool = True  # reads nothing from the device
@@ -218,7 +218,7 @@ class DynamicTree(Shape):
         keep: bool = False,
         sampler: Sampler | None = None,
     ) -> Iterator[Growing]:
-        """Yields after each level, before the next forward: whether it is the last one, and what makes that tree.
+        """Yields after each level, before the next forward: whether it is the last, and a function that makes the tree.
 
         reads: "each" yields a bool; "late" a tensor [] that is not waited for; "never" False, and the nodes below a
         last level are passengers. sampler: draws the children; None: they are the best ones.
@@ -321,7 +321,7 @@ class DynamicTree(Shape):
 def best_alone(level: Level) -> Level:
     """The level with its best candidate alone: all that a stop rule may see of drawn children.
 
-    No deeper node ranks above this candidate, so it is kept or not whether the tree stops here or goes deeper.
+    No deeper node ranks above this candidate, so whether it is kept does not depend on a stop here.
     """
     first = level.frontier[:1]
     row, zero = level.rows.index_select(0, first), torch.zeros_like(first)
@@ -411,7 +411,7 @@ class Drafting(Proposer):
         stop, shape, is_dynamic = self.shape.stop, self.shape, isinstance(self.shape, DynamicTree)
         self.draws = shape.draws and sampler.decoding.do_sample
         fixed = self.drafter.is_fixed and stop.reads_only and not self.keep
-        if self.draws:  # a stop rule, a static tree's missing children, and laws that depend on the text are read
+        if self.draws:  # the host reads a stop rule, a static tree's missing children, laws that depend on the text
             self.is_fixed = fixed and type(stop) is Stop and (is_dynamic or shape.is_chain)
             self.is_fixed, self.grows_fixed = self.is_fixed and not sampler.decoding.of_text, False
         else:

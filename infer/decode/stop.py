@@ -58,7 +58,7 @@ class Stop:
         return self.best(level.survival.exp()).sum(0, keepdim=True)
 
     def best(self, survival: Tensor) -> Tensor:
-        """The nodes - 1 largest survivals of the levels so far, with this one's [n], descending."""
+        """The largest survivals [at most nodes - 1] of the levels so far and this one's [n], descending."""
         both = torch.cat([*self._best, survival])
         self._best = [both.topk(min(self.nodes - 1, both.shape[0])).values]
         return self._best[0]

@@ -65,7 +65,7 @@ class Pool:
         return {node_of[candidate]: law for candidate, law in sorted(laws, key=lambda p: p[0]) if candidate in node_of}
 
     def frontiers(self) -> list[tuple[list[Path], Tensor]]:
-        """By level: the frontier's paths and log survivals [f] (S_d in DEAGLE); in a static tree of all its nodes."""
+        """By level: the frontier's paths and log survivals [f], for DEAGLE's S_d; in a static tree of all its nodes."""
         paths: list[Path] = [()]  # the tokens down to each candidate, the root's own token left out
         frontiers = []
         for level in self.levels:

@@ -95,7 +95,7 @@ def load_quietly(config: Any, threads: int | None) -> Target:
 
 
 def describe(target: Target) -> dict[str, Any]:
-    """Device, threads and dtype, as summary.json has them."""
+    """Device, threads, dtype and cycle, as summary.json has them."""
     cpus = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
     model = re.search(r"^model name\s*: (.*)$", cpus, re.MULTILINE)
     device = model[1] if model else platform.processor() or platform.machine()
@@ -213,7 +213,7 @@ def _known(path: Path, prompts: Sequence[Prompt]) -> list[Record]:
     for record in records:
         if record.prompt_text != texts.get(record.prompt_key):
             place = f"{path}: prompt {record.prompt_id!r} of {record.task!r}"
-            raise UserError(f"{place} was another one; delete the file to measure anew")
+            raise UserError(f"{place} has changed; delete the file to measure anew")
     counts = Counter(record.key for record in records)
     known = [record for record in records if counts[record.key] == 1 and record.status == "ok"]
     if len(known) < len(records):

@@ -31,7 +31,7 @@ from aerie.infer.measure.tasks import encode_turn, load_prompts
 from aerie.model.storage import CALIBRATOR, CHOICES, digests, write_atomically, write_json, write_text
 from aerie.model.target import Target
 
-SCHEMA, EDGE = 2, 1e-7  # of analysis.json; confidence 0 or 1 in single precision is not certainty
+SCHEMA, EDGE = 2, 1e-7  # of analysis.json; least distance to 0 and 1, as in single precision these are not certain
 KINDS: tuple[Fit, ...] = ("temperature", "isotonic")
 SPLIT = 0  # seed of the halves of the prompts
 REACH = 2  # a node has all its children in the probe where the ranks on its path sum to at most this

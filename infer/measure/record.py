@@ -32,7 +32,7 @@ RECORDS, SUITE, OVERHEAD, REFERENCE = "records.jsonl", "suite.json", "overhead.j
 class TreeShape:
     """The tree of a row, root counted; `settings`: what else the method was given."""
 
-    shape: str  # dynamic, chain, static, lookup, lookahead
+    shape: str  # dynamic, chain, static, auto, lookup, lookahead
     levels: int
     k: int
     nodes: int
@@ -100,7 +100,7 @@ class Record(Origin):
     """One answer. `new_tokens` counts the prefill's token; `cycle_tokens` does not."""
 
     tree: TreeShape | None
-    verify: str  # R0 to R4 (infer/decode/verify.py)
+    verify: str  # R0 to R4 or typical (infer/decode/verify.py); none: failed
     head: str | None = None
     head_path: str | None = None
     prompt_tokens: int = 0
@@ -281,7 +281,7 @@ def run_facts(run: RunPaths, recipe_words: str, target: TargetConfig | None = No
 
 
 def measured_facts(directory: Path, recipe_words: str, target: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What a stage recorded at its end; UserError where its files, heads or target (its inputs) changed since."""
+    """The facts that a stage recorded at its end; UserError if its files, heads or target (an input) changed since."""
     made = [word for word in storage.sound_record(directory).get("argv", ())[1:] if word != "--overwrite"]
     again = "run: aerie " + (shlex.join(made) or f"{directory.name.replace('calibration', 'calibrate')} {recipe_words}")
     if not (directory / storage.FILE).is_file():

@@ -111,7 +111,7 @@ class Cycles:
     target_forwards: int
     draft_trees: int  # cycles that drafted (the last token of an answer may need no draft)
     draft_levels: float
-    whole_levels: float = field(default=0.0, compare=False)  # replays only: the mean, of cycles with room for all
+    whole_levels: float = field(default=0.0, compare=False)  # replays: mean levels of cycles with room for a whole tree
     # replays only, by answer: how many drafted tokens each cycle with room for a whole tree accepted
     taken: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
 

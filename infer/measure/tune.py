@@ -76,7 +76,7 @@ def in_turns(
 ) -> list[list[Statistics]]:
     """Answers of each decoder to prompts [1, T]; decoders take turns, so other work on the machine slows all alike.
 
-    An answer has `new` tokens, as in the replays, or `timed_tokens`: its last trees are short, and cost less.
+    Answers are as long as the replayed ones, up to `timed_tokens`: an answer's last trees are short, and cost less.
     """
     sampling: dict[str, Any] = asdict(SamplingConfig(temperature))
     generator = torch.Generator(decoders[0].target.device).manual_seed(0)

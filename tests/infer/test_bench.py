@@ -139,7 +139,7 @@ def test_a_killed_bench_measures_only_what_is_missing(place: Place, tmp_path: Pa
     untimed = [[{**line, "t_draft": 0, "t_verify": 0} for line in cycles_of(path)] for path in (tmp_path, measured[0])]
     assert untimed[0] == untimed[1]
     other = [replace(PROMPTS[0], turns=("Please count 4 boats.", "Now sort 5 owls.", "Stop.")), *PROMPTS[1:]]
-    with pytest.raises(UserError, match="prompt 'a' of 'count' was another one; delete the file to measure anew"):
+    with pytest.raises(UserError, match="prompt 'a' of 'count' has changed; delete the file to measure anew"):
         run(bench(place, tmp_path), other, seed=3)
     # what two benches measured at once, and what failed, is measured again
     failed = line_of(replace(read_records(records)[3], status="error", message="no memory"))

@@ -411,4 +411,4 @@ def test_nothing_of_a_cycle_but_the_reading_of_its_verdict_waits_for_a_gpu(kind:
 def test_what_cannot_be_captured_is_decoded_eagerly_and_a_line_says_so(capfd: Any) -> None:
     eager, captured = eager_and_captured(*CAPTURED[1])
     said = capfd.readouterr().err
-    assert eager == captured and said.count("warning: ") == said.count("target.cycle captured: draft cannot be:") == 2
+    assert eager == captured and said.count("warning: ") == said.count("captured: draft cannot be captured:") == 2
