@@ -99,7 +99,7 @@ def _stage(
     plan: str,
     measure: Callable[..., dict[str, Any]],  # (target, tokenizer) -> facts
 ) -> int:
-    """Runs a stage unless it is done; reports the user's mistakes before it loads a model."""
+    """Runs a stage unless it is done; reports mistakes before it loads a model."""
     from aerie.infer.measure.bench import begin_bench, describe, load_quietly
     from aerie.infer.measure.tasks import check_sources, prompt_inputs
     from aerie.model.target import load_tokenizer

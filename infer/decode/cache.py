@@ -59,12 +59,12 @@ class CachedLM:
 
     @property
     def max_levels(self) -> int:
-        """The deepest tree: with LongRoPE no node may pass the length at which kept rows must be rotated anew."""
+        """The deepest tree: with LongRoPE it may not reach where kept rows must be rotated anew."""
         left = (self.target.rope_switch or 0) - self.cache.kept.length - 1
         return left if left >= 0 else 2**31
 
     def extend(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> TargetStep:
-        """One forward of a tree's nodes: tokens and depth [N], mask [N, N]."""
+        """One forward of a tree's nodes [N]; mask [N, N]."""
         return self._step(self._forward(tokens, depth, mask))
 
     def append(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> Tensor:

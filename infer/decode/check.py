@@ -1,4 +1,4 @@
-"""Checks that a target decodes losslessly: compares its logits of a draft's nodes with plain forwards of each path."""
+"""Checks that a target decodes losslessly: its logits of a draft's nodes against plain forwards of each path."""
 
 from contextlib import suppress
 from copy import deepcopy

@@ -86,13 +86,13 @@ class EagleDrafter(Drafter):
 
 
 def rows_of(x: Tensor, dim: int, rows: Tensor) -> Tensor:
-    """x's rows at these indices; if x has a single row, a view of it."""
+    """x's rows at these indices; a view if x has only one."""
     sizes = [len(rows) if at == dim else -1 for at in range(x.ndim)]
     return x.index_select(dim, rows) if x.shape[dim] > 1 else x.expand(sizes)
 
 
 def held(state: Tensor, rows: Tensor, last: Tensor | None) -> Tensor:
-    """The last row [1, D], copied into `state` if the shapes agree: a captured cycle reads it there."""
+    """The last row [1, D], copied into `state` if it fits: a captured cycle reads it there."""
     row = rows[-1:] if last is None else rows.index_select(0, last)
     return state.copy_(row) if state.shape == row.shape else row.clone()
 
@@ -288,7 +288,7 @@ class DraftLMDrafter(Drafter):
         self._lm.cache.kept.advance(len(rows))
 
     def _readable(self, tokens: Tensor) -> Tensor:
-        # the target may write the id of a padding row that the draft LM lacks
+        # the target may write a padding token that the draft LM lacks
         return tokens.clamp(max=self.draft.vocab.embedding.shape[0] - 1)
 
     def _log_q(self, hidden: Tensor) -> Tensor:
@@ -344,7 +344,7 @@ class Trie:
         columns = [(nodes[n][0], places[nodes[n][2]], nodes[n][1], n not in guesses) for n in order]
         tokens, parents, depth, rides = torch.tensor(columns, device=root.device).unbind(1)  # [N] each
         rides[0] = 0
-        # confidence: the share of the parent's guesses that pass through the node; survival: the share of all guesses
+        # confidence: the share of the parent's guesses that pass through the node; survival: that of all guesses
         counts = [(guesses[n], guesses[nodes[n][2]], guesses[()]) if n in guesses else (1, 1, 1) for n in order]
         shares = [(math.log(through / parent), math.log(through / all_)) for through, parent, all_ in counts]
         confidence, survival = torch.tensor(shares, device=root.device).unbind(1)

@@ -43,7 +43,7 @@ class Statistics:
     cycle_nodes: list[int] = field(default_factory=list)  # drafted nodes
     verify: str = "R0"  # the rule that judged the drafts; R0 or R2 where nothing was drafted
     draft_forwards: int = 0
-    draft_levels: int = 0  # more than draft_forwards where one forward gives several levels
+    draft_levels: int = 0  # more than draft_forwards where one gives several
     draft_forwards_wasted: int = 0  # beyond the accepted length
     draft_nodes: int = 0
     ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
@@ -62,7 +62,7 @@ class Statistics:
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens per second, without the prefill and its token."""
+        """Leaves out the prefill and its token."""
         return (self.new_tokens - 1) / max((self.ms["wall"] - self.ms["prefill"]) / 1000, 1e-9)
 
 
@@ -93,7 +93,7 @@ class SpeculativeDecoder:
         self.form: Form = "chain" if self.proposer.is_chain else "tree"
         self.lm = checked_lm(target, self.proposer.after_blocks, self.form)
         self.cycle = cycle_of(target)
-        # a captured commit is not compiled: it cannot be run once before the capture
+        # a captured commit is not compiled: it cannot be run twice
         names = ("draft", "extend") if self.is_captured else ("draft", "extend", "commit")
         self.compiled = {name: Compiled(getattr(self, name)) for name in names if self.cycle == "compiled"}
         self.graph_bytes, self.generator = 0, torch.Generator(target.device)  # of the captured graphs
@@ -169,7 +169,7 @@ class SpeculativeDecoder:
         """input_ids: a text, messages, token ids [T] or [1, T] (list or tensor), or what a tokenizer returns.
 
         A text is a user's turn in the chat template; a tokenizer without one takes it as it is.
-        settings: those of HONOURED, by default the generation_config's; timed: waits for the device after each phase;
+        settings: HONOURED, by default the generation_config's; timed: waits for the device in each phase;
         on_cycle sees each cycle, whose tensors the next one may overwrite.
         UserError: padding, several prompts, ids outside the vocabulary, no room in the context, unknown settings.
         """
@@ -182,7 +182,7 @@ class SpeculativeDecoder:
         self._check(input_ids, attention_mask, decoding.max_new_tokens)
         prompt, proposer, limit = input_ids[0].to(self.target.device), self.proposer, decoding.max_new_tokens
         if generator is None:
-            # the seed follows from torch.manual_seed
+            # seeded by torch.manual_seed
             generator = torch.Generator(self.target.device).manual_seed(int(torch.randint(2**62, (1,))))
         own = self.generator if self.is_captured and decoding.do_sample else generator
         own.set_state(generator.get_state())
@@ -224,7 +224,7 @@ class SpeculativeDecoder:
             position, draft_ms = kept.length, clock.lap("draft")
             # (2) verify in one target forward
             step = run.extend(tree.tokens, tree.depth, tree.mask)
-            # from here on the logits are after the processors that read the text and each path
+            # the logits are now after the processors that read the text and each path
             step = replace(step, logits=sampler.with_text(step.logits, tree))
             verdict = read(run.judge(tree, step.logits, sampler), len(tree))
             verify_ms = clock.lap("verify")
@@ -271,7 +271,7 @@ class SpeculativeDecoder:
     def _prefill(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> Tensor:
         """The answer's first token [1]."""
         self.proposer.reset(prompt, kept, sampler)
-        # with LongRoPE one forward must read the whole prompt: its factors depend on the length
+        # LongRoPE's factors depend on the length: one forward reads all
         for part in prompt.split(CHUNK if self.target.rope_switch is None else len(prompt)):
             step, stop = self.lm.read(part) if kept.length else self.lm.prefill(part, kept), kept.length + len(part)
             is_last = stop == len(prompt)

@@ -47,7 +47,7 @@ class Compiled:
 
 
 def bucket(length: int) -> int:
-    """The columns that a captured cycle reads: length rounded up, by at most 64 or a quarter."""
+    """The columns that a captured cycle reads: length plus at most 64 or a quarter."""
     step = max(64, 1 << max(length.bit_length() - 3, 0))
     return -(-length // step) * step
 
@@ -79,7 +79,7 @@ class Graphs:
         self._checked: dict[Any, int] = {}
 
     def _capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """As `record`, and counts the memory that this reserves."""
+        """`record`, counting its memory."""
         decoder, on_gpu = self._decoder, self._device.type == "cuda"
         if on_gpu:
             torch.cuda.empty_cache()
@@ -95,7 +95,7 @@ class Graphs:
         self._decoder.cycle = "eager"
 
     def draft(self, root: Tensor, max_levels: int) -> Tree:
-        """The same as the decoder's draft."""
+        """The same as the decoder's."""
         proposer = self._decoder.proposer
         if proposer.is_fixed:
             laws = self._decoder.laws if proposer.draws else None
@@ -142,7 +142,7 @@ class Graphs:
         return step
 
     def judge(self, tree: Tree, logits: Tensor, sampler: Sampler) -> Tensor:
-        """The same as the decoder's, for what the graphs wrote."""
+        """The same as the decoder's, on what graphs wrote."""
         decoder = self._decoder
         if not (decoder.proposer.is_fixed or decoder.proposer.grows_fixed) or sampler.decoding.of_text:
             return cast(Tensor, decoder.judge(tree, logits, sampler))

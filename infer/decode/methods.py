@@ -66,7 +66,7 @@ def check_kind(method: str, kind: str, place: str) -> None:
 
 
 def find_head(asked: MethodConfig, heads: Path, preferred: str, given: Path | None, place: str) -> str | None:
-    """The method's own head, else `given` where its kind fits, else a run's; None: the method needs no head."""
+    """The method's own head, else `given` where its kind fits, else a run's; None: it needs no head."""
     kinds = sorted(METHODS[asked.method].heads, key=lambda kind: kind != preferred)
     if asked.head is not None:
         check_kind(asked.method, kind_at(asked.head) if kinds else "draft", f"{place}: {asked.head}")
@@ -251,7 +251,7 @@ def drafting(drafter: Drafter, tree: TreeConfig, calibrate: Calibrate = unchange
 
 
 def make_proposer(drafters: Drafters, asked: MethodConfig, head: str | None) -> Proposer | None:
-    """The method's proposer (None: vanilla), with the head that `find_head` found."""
+    """The method's proposer (None: vanilla); head: from `find_head`."""
     options, tree = asked.options, asked.tree
     if isinstance(options, schema.LookaheadConfig):
         target = drafters.target  # no passenger may switch LongRoPE's factors

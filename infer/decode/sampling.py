@@ -40,7 +40,7 @@ class Decoding:
 
 
 def resolve(config: GenerationConfig, **asked: Any) -> Decoding:
-    """The settings of one answer; UserError for a setting that a draft tree cannot honour."""
+    """One answer's settings; UserError for one that a draft tree cannot honour."""
     known = {*HONOURED, *SETTINGS["without_effect"]}
     for name, value in vars(config).items():
         if not (name in known or name[0] == "_" or _is_off(name, value)):
@@ -99,7 +99,7 @@ class Shortest(logits_process.MinLengthLogitsProcessor):
 
 
 class Sampler:
-    """Draws an answer's tokens from the target's laws; prompt [T] is needed where these depend on the text."""
+    """Draws tokens from the target's laws; prompt [T]: needed if these depend on the text."""
 
     def __init__(self, decoding: Decoding, generator: torch.Generator, prompt: Tensor | None = None) -> None:
         self.decoding, self.generator = decoding, generator
@@ -125,7 +125,7 @@ class Sampler:
 
     def _scores(self, logits: Tensor) -> Tensor:
         scores = logits.float()
-        # a LogitsProcessorList would inspect each processor's signature at every call
+        # a LogitsProcessorList would inspect their signatures at every call
         for processor in self._processors:
             scores = processor(None, scores)
         return scores
@@ -187,7 +187,7 @@ class Sampler:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The place [N] of each row's largest entry, the first of equals."""
+    """The first largest entry's place [N] in each row."""
     # on a CPU numpy is faster
     is_plain = logits.device.type == "cpu" and logits.dtype == torch.float32 and not logits.requires_grad
     if is_plain and not torch.compiler.is_compiling():
@@ -214,8 +214,8 @@ def draw(law: Tensor, generator: torch.Generator) -> Tensor:
 def distinct_draws(law: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """At most k draws without replacement from each law [r, V], in order: columns [r, k], and which are missing [r, k].
 
-    They are the first k different ones of TRIALS draws with replacement, which takes TRIALS random numbers where
-    `race` takes V. Whether a draw is missing does not depend on which token it would have been.
+    They are the first k different ones of TRIALS draws with replacement: TRIALS random numbers where
+    `race` takes V. That a draw is missing does not depend on which token it would have been.
     """
     cumulative = law.cumsum(-1)
     count = max(TRIALS, k)

@@ -28,7 +28,7 @@ def unchanged(log_q: Tensor) -> Tensor:
 class Drafter:
     """Gives the draft's laws, node by node."""
 
-    max_positions: int = 2**31  # the most tokens of prompt and answer
+    max_positions: int = 2**31  # tokens of prompt and answer
     max_levels: int = 2**31  # the deepest tree that it has modules for
     after_blocks: tuple[int, ...] = ()  # the taps that `commit` is given; none: last_hidden
     draft_rows: int = 0  # rows that `start` writes behind the kept ones
@@ -159,7 +159,7 @@ class StaticTree(Shape):
 
 
 def picked(x: Tensor, places: Tensor) -> Tensor:
-    """x [n, ..] at ascending places [m]; if m is n, each place must occur once, and this is x itself."""
+    """x [n, ..] at ascending places [m]; if m is n, each place occurs once: x itself."""
     return x if len(places) == len(x) else x.index_select(0, places)
 
 
@@ -170,7 +170,7 @@ def _form(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) ->
 
     expanded: the nodes of the level above that have children; rows: which of these is each node's parent;
     width: how many children are found per row; places: row * width + rank; inner: which nodes have children; parents:
-    the rows of the inner nodes.
+    the inner nodes' rows.
     laws [N]: the number of the law that a node's children come from, 0 for a leaf.
     """
     nodes: list[Choice] = [(), *(choice for choice in choices if max(choice) < vocab_size)]

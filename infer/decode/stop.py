@@ -51,7 +51,7 @@ class Stop:
         return None
 
     def learn(self, accepted: int, levels: int) -> None:
-        """Learns how many tokens of a tree with so many levels were accepted."""
+        """How many tokens of a tree of these levels were accepted."""
 
     def expected_length(self, level: Level) -> Tensor:
         """OPT-Tree's E(A) [1] (arXiv 2406.17276): the sum of the nodes - 1 largest survivals."""
@@ -167,7 +167,7 @@ class Vote(Stop):
         self._declines = 0
 
     def ends(self, level: Level) -> Any:
-        # rounding must not raise the sums above 1 and the depth
+        # rounding must not pass 1 and the depth
         config, mass = self.config, level.frontier_survival.exp().sum(0, keepdim=True).clamp_(max=1.0)
         if config.over == "selected":  # one synchronisation for both
             new, tail = self.read(torch.cat([mass, self.expected_length(level).clamp_(max=level.depth)]))

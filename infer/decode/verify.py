@@ -210,7 +210,7 @@ def accept_typical(tree: Tree, p: Tensor, config: TypicalConfig) -> Tensor:
 def _path_first(tree: Tree, refused: Tensor) -> tuple[Tensor, Tensor]:
     """The levels + 1 nodes with the fewest refused nodes on the way to them: these counts, ascending, and the nodes.
 
-    At most one child of each node is not refused, so those of count 0 are one path. The root is never refused.
+    At most one child of each node is not refused, so those of count 0 are a path. The root is never refused.
     """
     refused = refused[1:] if tree.passengers is None else (refused | tree.passengers)[1:]
     blocks, order = (tree.mask[:, 1:] & refused).sum(dim=1).sort(stable=True)

@@ -72,7 +72,7 @@ class Difference:
 
 
 def begin_bench(stage: Stage, overwrite: bool) -> None:
-    """Keeps the answers of a stopped bench with the same inputs; UserError for others, unless overwrite."""
+    """Keeps a stopped bench's answers to the same inputs; UserError for others, unless overwrite."""
     records, is_ended = stage.output / results.RECORDS, (stage.output / storage.FILE).is_file()
     checked = Manifest.check(stage.output, stage.inputs, name=JOB)
     if is_ended or not isinstance(checked, Whole):

@@ -31,7 +31,7 @@ from aerie.infer.measure.tasks import encode_turn, load_prompts
 from aerie.model.storage import CALIBRATOR, CHOICES, digests, write_atomically, write_json, write_text
 from aerie.model.target import Target
 
-SCHEMA, EDGE = 2, 1e-7  # of analysis.json; least distance to 0 and 1, as in single precision these are not certain
+SCHEMA, EDGE = 2, 1e-7  # of analysis.json; least distance to 0 and 1, which float32 may round to
 KINDS: tuple[Fit, ...] = ("temperature", "isotonic")
 SPLIT = 0  # seed of the halves of the prompts
 REACH = 2  # a node has all its children in the probe where the ranks on its path sum to at most this
@@ -138,7 +138,7 @@ def reliability(nodes: pd.DataFrame, bins: int = 20) -> dict[str, Any]:
 
 
 def held_out(prompts: pd.Series) -> NDArray[np.bool_]:
-    """Which rows [n] are of the half of the prompts, chosen by hash, that fits are scored on."""
+    """Which rows [n] are of held-out prompts: half of them, chosen by hash."""
     chosen = [n for n in prompts.unique() if hashlib.sha256(f"{SPLIT}:{n}".encode()).digest()[0] % 2 == 1]
     return np.asarray(prompts.isin(chosen), dtype=bool)
 

@@ -167,7 +167,7 @@ def _node_columns(cycle: Cycle) -> Record:
 def _law_columns(cycle: Cycle, states: States | None) -> Record | None:
     """The laws q of the children of accepted nodes, y the first child; p and q are what verification compares.
 
-    q is after the processors if children are drawn from it, else as the head gives it. Temperature 0: plain softmaxes.
+    q is after the processors if children are drawn from it, else the head's own. Temperature 0: plain softmaxes.
     """
     tree, path = cycle.tree, cycle.verdict.path
     if tree.pool is None or tree.levels == 0:

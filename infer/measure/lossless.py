@@ -335,7 +335,7 @@ def answer_law(target: Target, ids: Tensor, length: int, sampling: SamplingConfi
 
 
 def p_value(law: dict[Answer, float], seen: Counter[Answer]) -> float:
-    """The p-value of Pearson's chi-square test, rare answers pooled; 0 if the law excludes an answer that was seen."""
+    """The p-value of Pearson's chi-square test, rare answers pooled; 0 if the law excludes a seen answer."""
     if not seen.keys() <= law.keys():
         return 0.0
     draws = seen.total()

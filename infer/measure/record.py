@@ -100,7 +100,7 @@ class Record(Origin):
     """One answer. `new_tokens` counts the prefill's token; `cycle_tokens` does not."""
 
     tree: TreeShape | None
-    verify: str  # R0 to R4 or typical (infer/decode/verify.py); none: failed
+    verify: str  # R0 to R4, typical (decode/verify.py) or none
     head: str | None = None
     head_path: str | None = None
     prompt_tokens: int = 0

@@ -30,7 +30,7 @@ class Recording(NamedTuple):
     frontier: Integers  # [P, L, K]
     room: Integers  # [P] levels that were drafted: fewer than L where max_new_tokens leaves no room for more
     text: Integers  # [P, L] what the target wrote after each place; -1 beyond the answer's end
-    answer: Integers  # [P] the number of the place's answer, ascending
+    answer: Integers  # [P] the answer's number, ascending
     left: Integers  # [P] tokens that the answer still had after the place's root
 
 

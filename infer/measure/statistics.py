@@ -73,7 +73,7 @@ def group(records: Iterable[Record]) -> list[Group]:
 
 
 def summary_row(members: Group, seed: int = 0) -> SummaryRow:
-    """One row of summary.json: counts and times are sums over the answers, peak_memory_gib is the largest."""
+    """One row of summary.json: counts and times are summed, peak_memory_gib is the largest."""
     named, records = identity(members), members.records
     if members.failed:
         first = members.failed[0]
@@ -131,7 +131,7 @@ def told_apart(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
 
 
 def sweep_rows(records: Records, asked: Asked, groups: Sequence[Group], seed: int) -> list[SummaryRow]:
-    """`sweeps` of summary.json; groups: those of the bench's own rows, for the points by context length."""
+    """`sweeps` of summary.json; groups: of the bench's own rows, for points by context length."""
     baselines, rows = baselines_of(records), []
     for point in asked.points:
         answers = [r for r in records if r.row == point.row and r.sampling == point.sampling]

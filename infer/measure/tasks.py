@@ -50,7 +50,7 @@ class Prompt:
 
 
 def prompt_of(task: str, row: Any, number: int, place: str, config: PromptsConfig) -> Prompt:
-    """A row as a prompt; one that has `turns` (Spec-Bench) is taken as it is."""
+    """A row's prompt; one with `turns` (Spec-Bench) is taken as it is."""
     values: Row = row if isinstance(row, Mapping) else {}
     published, as_it_is = TASKS.get(task, {}), "turns" in values
     try:
@@ -169,7 +169,7 @@ def prompt_inputs(config: PromptsConfig) -> str | list[dict[str, Any]]:
 
 
 def pinned(config: PromptsConfig) -> PromptsConfig:
-    """The prompts with every Hub data set at its revision's commit, if the Hub can be asked."""
+    """config with every Hub data set at its revision's commit, if the Hub answers."""
     tasks = []
     for task in config.tasks:
         source, revision = source_of(task)

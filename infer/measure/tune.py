@@ -192,7 +192,7 @@ class HeadTuning:
     """The search for one head; `choice` is the best so far."""
 
     def __init__(self, target: Target, kind: str, head: str, prompts: Sequence[Tensor], config: TuneConfig) -> None:
-        """Replays every fixed tree from greedy answers to prompts [1, T]; with a temperature, times some trees."""
+        """Replays all fixed trees from greedy answers to prompts [1, T]; if tokens are sampled, times some."""
         self.drafter = Drafters(target).of(head)
         config = replace(config, levels=min(config.levels, self.drafter.max_levels))
         self.target, self.kind, self.head, self.prompts, self.config = target, kind, head, prompts, config
@@ -249,7 +249,7 @@ class HeadTuning:
         return Prediction(method_of(self.kind, tree), tree, total.tau, ms, self.costs.plain / ms, whole)
 
     def replay(self, trees: Iterable[GrownConfig]) -> list[Prediction]:
-        """Predictions of fixed trees, the fastest first; trees of the same levels and k must be neighbours."""
+        """Predictions of fixed trees, the fastest first; trees of like levels and k must be neighbours."""
         predictions = []
         for (levels, k), alike in groupby(trees, key=lambda tree: (tree.levels, tree.k)):
             path = path_ranks(self.recording, levels, k)
@@ -260,7 +260,7 @@ class HeadTuning:
         return sorted(predictions, key=lambda one: one.ms_per_token)
 
     def decoded(self, trees: Iterable[GrownConfig], prompts: Sequence[Tensor]) -> list[Prediction]:
-        """Predictions of trees that decode prompts, priced at the costs, the fastest first."""
+        """Predictions of decoded trees, priced at the costs, the fastest first."""
         predictions, new = [], self.max_new_tokens
         for tree in trees:
             decoder = self.decoder(tree)
@@ -283,7 +283,7 @@ class HeadTuning:
     def try_rules(self) -> None:
         """Tries stop rules on the best fixed tree; times the best rules, that tree and the published one.
 
-        Where tokens are sampled there are no rules: the trees that were best on few prompts are timed on all.
+        Where tokens are sampled there are no rules: the best trees on few prompts are timed on all.
         """
         best = self.trees[0]
         if self.config.temperature > 0:

@@ -57,7 +57,7 @@ class Measured:
 
     @cached_property
     def rows(self) -> list[list[Record]]:
-        """The rows in the suite's order, at temperatures without top-k or top-p, without those with a failed answer."""
+        """The rows in the suite's order, without those with a failed answer, or with top-k or top-p."""
         plain = (record for record in self.records if record.sampling[1:] == (0, 1.0))
         every = grouped(plain, lambda record: (record.temperature, record.row))
         return [row for _, row in sorted(every.items()) if all(one.status == "ok" for one in row)]
@@ -71,7 +71,7 @@ class Estimate(NamedTuple):
 
 
 class Side(NamedTuple):
-    """A figure, and the table of sums that it is made of, a line a prompt."""
+    """A figure of sums, and their table, a line per prompt."""
 
     table: pd.DataFrame
     figure: Callable[[Sums], FloatArray]
@@ -178,7 +178,7 @@ def of_table(table: pd.DataFrame, entry: Entry) -> Side:
     return Side(sums.reindex(every, fill_value=0.0), figure)
 
 
-# (denominator, numerator) of an answer; a row's figure is its sum of numerators over that of denominators
+# (denominator, numerator) of an answer; a row's figure is a ratio of their sums
 FIGURES: dict[str, Callable[[Record, Mapping[str, Any] | None], tuple[float | None, float]]] = {
     "tau": lambda one, _: (one.target_forwards, one.new_tokens - 1),
     "wasted": lambda one, _: (1, one.draft_forwards_wasted),
@@ -199,7 +199,7 @@ def of_row(row: Sequence[Record], figure: str, tuning: Mapping[str, Any] | None)
 
 
 def modelled_ms(answers: Sequence[Record], tuning: Mapping[str, Any] | None) -> float | None:
-    """Milliseconds of the cycles of a row's answers, at the costs that `tune` measured for its kind of head."""
+    """Milliseconds of a row's cycles, at the costs that `tune` measured for its kind of head."""
     heads, tree = tuning["heads"] if tuning else (), answers[0].tree
     costs = next((head["costs_ms"] for head in heads if head["kind"] == answers[0].head), None)
     if costs is None or tree is None:
@@ -260,7 +260,7 @@ def by_rows(run: Measured, claim: Entry, temperature: float) -> dict[str, Estima
 
 
 def best_of(rows: Sequence[Side]) -> Side:
-    """The highest of some rows' figures, on the prompts that all have; each resample picks its own highest."""
+    """The highest of some rows' figures, on the prompts that all have; each resample picks its own."""
 
     def highest(sums: Sums) -> FloatArray:
         values = mean(sums.reshape(*sums.shape[:-1], -1, 2))
@@ -277,7 +277,7 @@ def tables_of(run: Measured, entry: Entry, temperature: float) -> dict[str, pd.D
 
 
 def by_tables(run: Measured, claim: Entry, temperature: float) -> dict[str, Estimate]:
-    """Estimates by head; a side may name a head of its own."""
+    """Estimates by head; a side may name its own."""
     found, tables = dict[str, Estimate](), tables_of(run, claim, temperature)
     shared = {name: claim[name] for name in ("statistic", "by", "where") if name in claim}
     entries = [{**shared, **entry} for entry in (claim["of"], claim.get("against")) if entry]
@@ -381,7 +381,7 @@ def drawn(run: Measured) -> dict[str, dict[str, Any]]:
 
 
 def _sides_of_rows(run: Measured, entry: Entry, prompts: set[Any]) -> dict[str, list[tuple[Any, Side]]]:
-    """By head, (x, side) of each row; both x and figures are of these prompts alone."""
+    """By head, (x, side) of each row, both of these prompts alone."""
     found = {}
     for head, whole in candidates(run, entry["of"], 0).items() if prompts else ():
         rows = [[one for one in row if one.prompt in prompts] for row in whole]

@@ -83,7 +83,7 @@ def pictures(rows: Rows, details: dict[str, Any], grids: list[Grid], contexts: d
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """The figure as text; its ids begin with its name, as a page holds many figures."""
+    """The figure as text; ids begin with its name, as a page holds many."""
     buffer = io.StringIO()
     FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     head, rest = buffer.getvalue().split("<svg", 1)[1].split(">", 1)

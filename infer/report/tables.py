@@ -260,7 +260,7 @@ def _published(cells: Mapping[Any, str]) -> tuple[Published, ...]:
 
 
 def sweep_lines(points: Rows) -> tuple[Line, ...]:
-    """One line per row of a sweep: the first row at every value, the second, and so on."""
+    """A line per row of a sweep: its first at every value, its second, and so on."""
 
     def words_of(point: SummaryRow) -> list[str]:
         tree, about = point.tree, [f"{point.head_path or point.head} head", f"T {sampling_text(point)}"]
