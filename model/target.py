@@ -23,7 +23,7 @@ from aerie.configs.schema.recipe import Recipe
 from aerie.model.hub import hub_answer, quieten, require_target, weights_digests
 from aerie.model.storage import ORDER, WEIGHTS, digest, first_line, read_json, template_path, weight_map
 
-LARGE = 10**8  # bytes: loading a larger target is announced
+LARGE = 10**8  # bytes: loading a larger target is announced; parameters: a larger one is checked once (decode/check.py)
 TOLERANCE = {torch.float64: 3e-3, torch.float32: 3e-3, torch.float16: 0.1}  # of `difference`; narrower dtypes: 0.25
 
 
