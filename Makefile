@@ -1,17 +1,17 @@
-# The front door: every target sets up .venv first (a second call finds it whole). The commands are those of the README.
+# The README's commands. All but help and clean first set up .venv, unless it is there already.
 BIN := .venv/bin
 STAMP := .venv/installed
 RECIPE := configs/embedded.yaml
 TARGET_RECIPE := configs/draft_lm/embedded.yaml
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
-# Python compiles what it imports when it first does so; compiling all of torch and transformers takes a minute more.
+# --no-compile: Python compiles a module at its first import; compiling all of torch and transformers takes a minute.
 PIP := pip install -qq --no-compile --disable-pip-version-check
 IS_LOCKED := 'import platform as p; raise SystemExit([p.python_implementation(), p.python_version_tuple()[:2], \
 	p.machine(), p.libc_ver()[0]] != ["CPython", ("3", "11"), "x86_64", "glibc"])'
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 
-# Two CPU processes make a real DeepSpeed group; with GPUs, one process each, two at most (the embedded run is small).
+# Without GPUs, two CPU processes form a real DeepSpeed group. With GPUs, one process each, at most two: the run is small.
 PROCESSES := $(if $(filter 1,$(GPUS)),1,2)
 # Two processes share two cores: an over-subscribed torch is several times slower.
 demo bench bench-full test soak: export OMP_NUM_THREADS := 1
@@ -26,7 +26,7 @@ demo bench bench-full: export DS_ACCELERATOR := cpu
 endif
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
-# Where it is set (as in many containers), every process compiles all of torch and transformers again: 10 s each.
+# If it is set (as in many containers), every process compiles torch and transformers again, which takes 10 s.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo bench bench-full gpu test soak lint lock clean
@@ -45,11 +45,11 @@ demo: $(STAMP)
 	@$(BIN)/aerie run $(TARGET_RECIPE) --processes $(PROCESSES)
 	@$(BIN)/aerie run $(RECIPE) --processes $(PROCESSES)
 
-# Every method's head beside the demo's own, in a run of its own; SEEDED turns a recipe of the embedded default there.
+# `make bench` trains a head for every method, in a run of its own; SEEDED points a recipe of the embedded default to it.
 SEEDS := runs/seeds
 SEEDED := --run $(SEEDS) --target $(SEEDS)/target --data.conversations [$(SEEDS)/conversations/train.jsonl]
 SEEDED_HEAD := $(SEEDED) --train.max_seconds null --train.eval_every 0
-# Steps end every training, so that what a head learns does not depend on what else the machine does.
+# A number of steps, not of seconds, ends each training: other work on the machine does not change what a head learns.
 SEEDS_EAGLE3 := configs/eagle3/embedded.yaml $(SEEDED_HEAD) --train.max_steps 1440
 SEEDS_EAGLE1 := configs/embedded.yaml $(SEEDED_HEAD) --train.batch_size 8 --train.max_steps 720
 SEEDS_HYDRA := configs/hydra/embedded.yaml $(SEEDED_HEAD) --train.batch_size 8 --train.max_steps 320
@@ -57,7 +57,7 @@ SEEDS_MEDUSA := configs/medusa/embedded.yaml $(SEEDED_HEAD) --train.batch_size 8
 SEEDS_BLOCK := configs/block/embedded.yaml $(SEEDED_HEAD)
 SEEDS_DRAFT_LM := configs/draft_lm/sps-embedded.yaml $(SEEDED_HEAD) --train.batch_size 8 --train.max_steps 360
 
-# Calibrations for the claims, before those whose calibrators stay beside the heads: EAGLE-2's figure 5, chains that are drawn.
+# Calibrations for claims alone (EAGLE-2's figure 5, drawn chains). They run first: the last calibrator stays at the head.
 SEEDS_CALIBRATED := --target $(SEEDS)/target --calibrate.oracle_levels null
 SEEDS_STATIC := --run $(SEEDS)/static $(SEEDS_CALIBRATED) --head $(SEEDS)/heads/eagle1 --calibrate.method eagle
 SEEDS_CHAIN := --run $(SEEDS)/chain $(SEEDS_CALIBRATED) --head $(SEEDS)/heads/eagle1 --calibrate.method eagle-chain --calibrate.temperature 1
@@ -94,8 +94,8 @@ bench: $(STAMP)
 	@$(BIN)/python infer/main.py report --config configs/bench/seeds.yaml
 	@$(BIN)/python infer/main.py claims $(SEEDS)
 
-# On the calibration's questions, too, which no head was trained on: an interval of +-0.1 tau takes 223 prompts.
-# Its claims are judged by make bench's calibrations and costs, too.
+# Also asks the calibration's questions, on which no head was trained: an interval of +-0.1 tau takes 223 prompts.
+# Its claims also use the calibrations and costs of `make bench`, which the links give it.
 bench-full: bench
 	@mkdir -p $(SEEDS)-full
 	@cat $(SEEDS)/conversations/prompts.jsonl >$(SEEDS)-full/prompts.jsonl
@@ -105,7 +105,7 @@ bench-full: bench
 	@$(BIN)/python infer/main.py report --config configs/bench/seeds-full.yaml --head $(SEEDS)/heads/eagle1
 	@$(BIN)/python infer/main.py claims $(SEEDS)-full
 
-# Where a Python sees its GPU and has the packages already: make gpu GPU_PYTHON=python3 (no .venv is made).
+# If your Python sees the GPU and has the packages already: make gpu GPU_PYTHON=python3 (no .venv is made).
 gpu: $(if $(GPU_PYTHON),,$(STAMP))
 	PYTHONPATH=src:. $(or $(GPU_PYTHON),$(BIN)/python) -m tests.gpu
 
@@ -124,7 +124,7 @@ clean:
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache runs/embedded
 	find configs data infer model tests train -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Hashes of what this machine installs; elsewhere than on CPython 3.11 and Linux x86_64 the lock is not used.
+# Writes the hashes of the files that this machine installs. Only CPython 3.11 on Linux x86_64 uses the lock.
 lock: $(STAMP)
 	@grep -v '^torch==' constraints.txt | $(BIN)/python -m $(PIP) --dry-run --ignore-installed --no-deps \
 		--report .venv/report.json -r /dev/stdin
@@ -137,12 +137,12 @@ $(STAMP): pyproject.toml constraints.txt requirements.lock
 	echo "setting up .venv with $$python ($$("$$python" --version)): torch $(TORCH), then the rest; about two minutes"; \
 	[ -x $(BIN)/python ] || "$$python" -m venv .venv
 	@if $(BIN)/python -c $(IS_LOCKED); then $(BIN)/python -m $(PIP) --no-deps --require-hashes -r requirements.lock; \
-	else echo "no requirements.lock for this Python and machine: versions are pinned, their files are not"; fi
+	else echo "requirements.lock is not for this Python and machine: versions are pinned, hashes are not checked"; fi
 	@$(install_torch)
 	@$(BIN)/python -m $(PIP) -c constraints.txt -e '.[report,dev]'
 	@touch $(STAMP)
 
-# The first interpreter that is recent enough and can make a virtual environment; PYTHON=... goes first.
+# The first interpreter that is recent enough and can make a virtual environment; PYTHON=... is tried first.
 define find_python
 python=; for candidate in "$(PYTHON)" python3.11 python3.12 python3.13 python3 python; do \
 	if [ -n "$$candidate" ] && "$$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
@@ -154,8 +154,8 @@ if [ -z "$$python" ]; then \
 fi
 endef
 
-# torch goes first, alone. With a GPU: the build that pip's index has (CUDA). Without: the CPU build (200 MB instead of
-# several GB), from wherever pip is set up to look (a find-links folder), else from PyTorch's own index, else what there is.
+# Installs torch before the rest. With a GPU: the build of pip's index (CUDA). Without: the CPU build (200 MB instead of
+# several GB), from where pip is set up to look (a find-links folder), else PyTorch's index, else pip's default build.
 define install_torch
 pip="$(BIN)/python -m $(PIP)"; \
 if $(BIN)/python -c 'import sys; from importlib.metadata import version; sys.exit(version("torch").split("+")[0] != "$(TORCH)")' \

@@ -19,7 +19,7 @@ REQUEUE = 75  # the exit code that asks for another start (sysexits.h: EX_TEMPFA
 
 
 class UserError(Exception):
-    """Its text names the place, the value and the fix."""
+    """A mistake of the user; its text names the place, the value and the fix."""
 
 
 class NotWritable(UserError):
@@ -27,22 +27,22 @@ class NotWritable(UserError):
 
 
 class Requeued(KeyboardInterrupt):
-    """SIGUSR1, a scheduler's warning before its time limit."""
+    """Raised at SIGUSR1, which a scheduler sends before its time limit."""
 
 
 def stop_on_signals() -> None:
     """SIGTERM stops this process as Ctrl-C does, and SIGUSR1 raises Requeued."""
 
     def requeue(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a batch script repeats it
+        signal.signal(number, signal.SIG_IGN)  # batch scripts send it again and again
         raise Requeued
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGUSR1, requeue)
 
 
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # how Python reads bytes that are not UTF-8, or half an escape
-SECRETS = re.compile(  # in a URL: what stands before its @, and the values behind its ?; keys, by form or name
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # from bytes that are not UTF-8, or half of an escaped pair
+SECRETS = re.compile(  # in a URL: user and password before @, values after ?; keys, by their form or name
     r"(?<=://)(?:[^\s/@]*:[^\s@]+|[^\s/]+)(?=@)|(?<=[?&#])([\w.-]+=)[^\s&]*[\w%+/=-]|\bhf_\w{30,}|\bsk-[\w-]{16,}"
     r"|(?<=bearer )[^\s'\",]+|(?<=authorization: basic )\S+"
     r"|((?:api[-_]?key|password|secret|token)[\"']?[:=]\s?[\"']?)[^\s\"',&]+",
@@ -51,7 +51,7 @@ SECRETS = re.compile(  # in a URL: what stands before its @, and the values behi
 
 
 def masked(text: str) -> str:
-    """Without passwords and keys, such as in a server's address or in what it answers."""
+    """The text with *** for passwords and keys; a server's address or its reply may hold some."""
     for value in (os.environ.get("OPENAI_API_KEY", ""), os.environ.get("HF_TOKEN", "")):
         text = text.replace(value, "***") if len(value) >= 8 else text
     return SECRETS.sub(lambda found: f"{found[1] or found[2] or ''}***", text)
@@ -62,7 +62,7 @@ def warn(message: str) -> None:
 
 
 class Arguments(argparse.ArgumentParser):
-    """Whose mistakes are told in one line."""
+    """A parser that raises a UserError of one line for a wrong command line."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
@@ -70,7 +70,7 @@ class Arguments(argparse.ArgumentParser):
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Around a main: exits with 2 for a UserError, 130 for Ctrl-C, 75 for SIGUSR1, 141 when nobody reads stdout."""
+    """Wraps a main: exits with 2 for errors of users or files, 130 for Ctrl-C, 75 for SIGUSR1, 141 if stdout closes."""
     try:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
             if not re.fullmatch("[0-9]{1,9}", os.environ.get(name, "0")):
@@ -94,7 +94,7 @@ def exit_codes() -> Iterator[None]:
         # torch's launcher quotes this file at the end of its own report.
         if reply := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             Path(reply).write_text(json.dumps({"message": f"error: {said}", "timestamp": int(time.time())}))
-        # The first process says the same, and the launcher ends the others.
+        # Wait: the first process prints the same error, and the launcher then ends the others.
         if os.environ.get("LOCAL_RANK", "0") != "0":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(3)

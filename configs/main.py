@@ -36,15 +36,15 @@ from aerie.model.storage import FILE, ROOT, Lock, Manifest, Stage, Whole, digest
 from aerie.train import resume
 
 STAGES = ("synthetic", "distill", "features", "train", "calibrate", "bench", "tune", "report")  # of a run, in order
-PLACES = {"synthetic": "conversations", "distill": "distilled", "calibrate": "calibration"}  # others: their names
-KEY = re.compile(r"((?:^ +#.*\n)*)^    (\w+): .*?(  # .*)?$", re.MULTILINE)  # with the comments above and behind
+PLACES = {"synthetic": "conversations", "distill": "distilled", "calibrate": "calibration"}  # other stages: their names
+KEY = re.compile(r"((?:^ +#.*\n)*)^    (\w+): .*?(  # .*)?$", re.MULTILINE)  # with the comments above and beside
 TYPES = {int: "integer", float: "number", str: "text", bool: "true | false", dict: "mapping", type(None): "null"}
 PAGE = """# Recipes: every key
 
-A recipe is a YAML file with the sections below; `run`, `target.path` and `data.conversations` are all that it needs.
-Any key can be set on the command line too: `--train.learning_rate 1e-4`, `--bench.rows.1.tree.nodes 30` (`*` below is
-a place in a list, from 0). One value where a list is expected is a list of one, and `~` is the home directory in every
-path. `aerie keys SECTION` prints a section.
+A recipe is a YAML file with the sections below; only `run`, `target.path` and `data.conversations` are required.
+Any key can also be set on the command line: `--train.learning_rate 1e-4`, `--bench.rows.1.tree.nodes 30` (`*` below
+stands for a position in a list, from 0). A single value counts as a list of one, and `~` is the home directory in
+every path. `aerie keys SECTION` prints a section.
 
 This page is made from the schema by `aerie keys --markdown > docs/recipes.md`.
 """
@@ -65,12 +65,12 @@ def main() -> int:
     options = add(run, "do what is left of a recipe, to the report")
     add_arguments(options)
     options.add_argument("recipe", type=user_path, nargs="?", metavar="RECIPE.yaml", help="in place of --config")
-    options.add_argument("--processes", type=int, help="of features and train (default: one for each GPU)")
+    options.add_argument("--processes", type=int, help="processes of features and train (default: one per GPU)")
     options = add(status, "what a run has, and what to type next")
     options.add_argument("directory", type=user_path, metavar="RUN", help="the run's directory")
     options = add(keys, "print the keys of a recipe: meaning, type, default")
     options.add_argument("section", nargs="?", help="such as train, bench.prompts or tree.stop; default: the sections")
-    options.add_argument("--markdown", action="store_true", help="as a page; of every section by default")
+    options.add_argument("--markdown", action="store_true", help="print a Markdown page (default: of every section)")
     arguments, unknown = parser.parse_known_args()
     if unknown and arguments.command != "run":
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
-    """Each stage in a process of its own; its exit code where that is not 0."""
+    """Runs each stage in its own process; returns the exit code of the first that fails, else 0."""
     arguments.config = arguments.recipe or arguments.config
     recipe = load(arguments, unknown)
     stages, stop = _stages(recipe), None
@@ -91,16 +91,16 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     words += [f"--{name}={value}" for name, value in flags.items() if value is not None]
     if resume.needs_target(recipe) and recipe.target.path not in made_here:
         targets = import_module("aerie.model.target")
-        if why := targets.only_trains(targets.load_config(recipe.target)):  # a run ends with measurements
+        if why := targets.only_trains(targets.load_config(recipe.target)):  # but a run ends with measurements
             raise UserError(f"{recipe.target.path}: {why}; run aerie features and aerie train")
     if arguments.plan:
         print("\n".join(f"aerie {stage} {shlex.join(words)}" for stage in stages))
         return 0
     write_text(recipe.paths.root / "recipe.yaml", dump(recipe))
-    import_module("transformers.models.auto")  # torch with it; neither touches a GPU, and the stages start sooner
+    import_module("transformers.models.auto")  # and torch: the stages start sooner; neither touches a GPU
     for number, stage in enumerate(stages, start=1):
         print(f"run: {stage} ({number} of {len(stages)})", file=sys.stderr, flush=True)
-        # A fork: the stage's memory goes with it.
+        # A fork, so that the stage's memory is free after it.
         child: Any = FORK.Process(target=_do, args=(stage, words, arguments.processes, recipe))
         child.start()
         while child.exitcode is None:
@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
 
 
 def _stages(recipe: Recipe) -> list[str]:
-    # What is trained to be a target is measured only where its recipe says so.
+    # A model trained to be a target (it has an `output`) is measured only if its recipe has the section.
     measures = recipe.output is None or recipe.bench
     asked = vars(recipe) | {"features": resume.reads_cache(recipe), "report": measures}
     asked |= {"bench": measures, "calibrate": measures or recipe.calibrate}
@@ -128,7 +128,7 @@ def _stages(recipe: Recipe) -> list[str]:
 
 
 def _require_files(recipe: Recipe, stages: list[str]) -> list[str]:
-    """The files that stages make; UserError, before hours of work, for others that are not there."""
+    """The inputs that the stages make themselves; UserError, before hours of work, if another one is missing."""
     asked = [section.prompts.path for section in (recipe.calibrate, recipe.bench, recipe.tune) if section]
     names, root = [recipe.target.path, *recipe.data.conversations, *filter(None, asked)], recipe.paths.root.absolute()
     made_here = [name for name in names if Path(name).absolute().is_relative_to(root)]
@@ -143,7 +143,7 @@ def _require_files(recipe: Recipe, stages: list[str]) -> list[str]:
 
 
 def _require_own_outputs(recipe: Recipe, stages: list[str]) -> None:
-    """UserError, before anything starts, for the output of another recipe."""
+    """UserError, before anything starts, if a directory holds the output of another recipe."""
     features, paths = feature_stage(recipe), recipe.paths
     train = Stage("train", paths.head(recipe), resume.stage_inputs(recipe))
     if resume.reads_cache(recipe):
@@ -161,9 +161,9 @@ def _require_own_outputs(recipe: Recipe, stages: list[str]) -> None:
 
 @exit_codes()
 def _do(stage: str, words: list[str], processes: int | None, recipe: Recipe) -> None:
-    """Exits with the code of a stage's own main, in this process or in several (None: one for each GPU)."""
-    os.setpgid(0, 0)  # Ctrl-C goes to `run`, which hands it on once; its end is one, too
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
+    """Runs a stage's main, here or in several processes (None: one per GPU), and exits with its code."""
+    os.setpgid(0, 0)  # so only `run` gets Ctrl-C, and passes it on once; its end counts as Ctrl-C too
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background processes
 
     def follow() -> None:
         multiprocessing.parent_process().join()  # type: ignore[union-attr]
@@ -173,7 +173,7 @@ def _do(stage: str, words: list[str], processes: int | None, recipe: Recipe) -> 
     stage_main = import_module(f"aerie.{OWNERS[stage]}.main").main
     command = [str(ROOT / OWNERS[stage] / "main.py"), *([] if stage == "train" else [stage]), *words]
     sys.argv = [*command, "--is-whole"]
-    # A target that spans all GPUs has room for one process.
+    # A target that is spread over all GPUs leaves room for one process only.
     has_target = stage == "features" or not resume.reads_cache(recipe) or getattr(recipe.train, "measure_prompts", None)
     processes = 1 if recipe.target.device_map is not None and has_target else processes
     if stage in ("features", "train") and processes != 1 and stage_main() == 1:
@@ -187,18 +187,18 @@ def _do(stage: str, words: list[str], processes: int | None, recipe: Recipe) -> 
 
 
 def _launched(command: list[str], processes: int, precision: str) -> int:
-    """The exit code of the first process that failed."""
+    """Runs the command in several processes; returns the exit code of the first that failed, else 0."""
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.disable()  # the launcher's: each process says itself what was wrong
+    logging.disable()  # of the launcher: each process prints its own error
     os.environ |= {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "PET_SHUTDOWN_TIMEOUT": "120"}
     options = ["--config_file", str(ROOT / "configs/accelerate/zero2.yaml"), "--num_processes", str(processes)]
     try:
         launch_command(launch_command_parser().parse_args([*options, "--mixed_precision", precision, *command]))
     except ChildFailedError as error:
-        ended = (-signal.SIGTERM, 128 + signal.SIGTERM)  # the launcher's word to the others
+        ended = (-signal.SIGTERM, 128 + signal.SIGTERM)  # of processes that the launcher ended
         code = min(error.failures.values(), key=lambda one: (one.exitcode in ended, one.timestamp)).exitcode
         return code if code > 0 else 128 - code
     except SignalException as error:
@@ -208,7 +208,7 @@ def _launched(command: list[str], processes: int, precision: str) -> int:
 
 def status(arguments: argparse.Namespace, unknown: list[str]) -> int:
     given, lines, states, running = arguments.directory, list[str](), set[str](), ""
-    # A directory in a run, such as its head's, speaks of the run; one of runs, of each of them.
+    # A directory inside a run, such as its head's, means that run; a directory of runs means each of them.
     root = next((place for place in (given, *given.parents[:2]) if [*place.glob("status*.json")]), given)
     found = sorted(root.glob("status*.json")) or sorted(root.glob("*/status.json"))
     for path in found:
@@ -257,7 +257,7 @@ def status(arguments: argparse.Namespace, unknown: list[str]) -> int:
 
 
 def _state(place: Path) -> tuple[str, list[str]]:
-    """whole, damaged, stopped or absent; and what is worth telling."""
+    """(whole, damaged, stopped or absent; facts to print) of a stage's directory."""
     found: Any = Manifest.check(place)
     if (place / "summary.json").is_file() and not (place / FILE).exists():  # the report
         try:
@@ -269,7 +269,7 @@ def _state(place: Path) -> tuple[str, list[str]]:
     if not (place / FILE).is_file():
         return "stopped" if place.is_dir() and any(place.iterdir()) else "absent", []
     record = found
-    if isinstance(found, Whole) and not found.manifest.files:  # a feature cache's are in its index
+    if isinstance(found, Whole) and not found.manifest.files:  # a feature cache lists its files in its index
         record = Manifest.check(place, content=False, name="index.json")
     if not isinstance(record, Whole):
         return "damaged", [str(record)]
@@ -286,7 +286,7 @@ def _state(place: Path) -> tuple[str, list[str]]:
 
 
 def _progress(metrics: Path, kind: str) -> list[str]:
-    """Where a head's training is, and its best tau."""
+    """The last logged step of a head's training, and its best tau, as texts."""
     lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines() if kind and metrics.is_file() else []
     text = "step {step:,} of {total_steps:,}, loss {loss:.3g}, {tokens_per_s:,.0f} tokens/s"
     try:
@@ -322,7 +322,7 @@ def keys(arguments: argparse.Namespace, unknown: list[str]) -> int:
 
 
 def documented(section: str = "") -> list[tuple[str, str, dict[str, str]]]:
-    """Heading, text and {key: meaning (type; default)} of each class at and below a place, after the key so named."""
+    """(heading, text, {key: meaning (type; default)}) of each class at and below a section, or of one key."""
     found: dict[Any, dict[str, list[str]]] = {}  # class -> place -> kinds
     for cls, place, kind in sections(Recipe):
         found.setdefault(cls, {}).setdefault(place, []).append(kind)
@@ -330,20 +330,20 @@ def documented(section: str = "") -> list[tuple[str, str, dict[str, str]]]:
     for cls, at in found.items():
         places = [place for place in at if f"{place}.".startswith(f"{section}." if section else "")]
         if not places and parent not in at:
-            continue  # to read a class's source takes a while
+            continue  # reading a class's source is slow
         own = {key: words for key, words in _keys(cls) if not (key in TAGS and any(map(any, at.values())))}
         if not places and parent in at and leaf in own:
             places, own = [parent], {leaf: own[leaf]}
         if places:
             kinds = " | ".join(dict.fromkeys(kind for place in places for kind in at[place] if kind))
             kinds = kinds and f" ({re.sub(r'[|] [a-z]+: ', '| ', kinds)})"
-            text = "" if cls.__doc__.startswith(f"{cls.__name__}(") else f"{cls.__doc__}\n\n"  # dataclass writes one
+            text = "" if cls.__doc__.startswith(f"{cls.__name__}(") else f"{cls.__doc__}\n\n"  # made by dataclass
             blocks.append((", ".join(f"`{place}`" for place in places if place) + kinds or "A recipe", text, own))
     return blocks
 
 
 def _keys(cls: Any) -> Iterator[tuple[str, str]]:
-    """Those that the class itself declares; their comments stand behind or above them."""
+    """(key, meaning with type and default) of the class's own keys; the comments above and beside are the meaning."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for above, name, behind in KEY.findall(inspect.getsource(cls)):
         if field := fields.get(name):
@@ -358,7 +358,7 @@ def _keys(cls: Any) -> Iterator[tuple[str, str]]:
 
 
 def _type(hint: Any) -> str:
-    """'integer >= 1', 'chain | static', 'list of text | null'."""
+    """A type in words: 'integer >= 1', 'chain | static', 'list of text | null'."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint == Place:
         return "path"

@@ -1,4 +1,4 @@
-"""YAML recipe -> frozen dataclasses; every problem at once, with its line and a suggestion."""
+"""Reads a YAML recipe into frozen dataclasses; reports all problems at once, each with its line and a suggestion."""
 
 import copy
 import dataclasses
@@ -39,13 +39,13 @@ TAGS = ("kind", "shape", "rule")  # the key that tells the members of a union ap
 
 
 def user_path(text: str) -> Path:
-    """Of the command line: ~ is the home directory."""
+    """A path from the command line, with ~ expanded."""
     return Path(text).expanduser()
 
 
 @typing.dataclass_transform(frozen_default=True)
 class Section:
-    """Its subclasses are frozen dataclasses that refuse unknown keys and numbers that are not finite."""
+    """Base class: makes a subclass a frozen dataclass that refuses unknown keys, infinities and NaN."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -63,9 +63,9 @@ _Loader.add_implicit_resolver(  # 3e-5 is a number, as in YAML 1.2
     re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
     list("-+0123456789."),
 )
-# Making one takes as long as thousands of its calls.
+# Cached: making one adapter takes as long as thousands of its calls.
 adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
-MOST_BYTES, MOST_VALUES = 2**20, 100_000  # of a recipe; what an anchor repeats counts each time
+MOST_BYTES, MOST_VALUES = 2**20, 100_000  # of a recipe; values that an anchor repeats count each time
 
 
 def load(path: Path, schema: type[T], overrides: Sequence[str]) -> T:
@@ -75,13 +75,13 @@ def load(path: Path, schema: type[T], overrides: Sequence[str]) -> T:
 
 
 def require_regular(path: Path) -> None:
-    """UserError for what has no end: a pipe, a device, a socket."""
+    """UserError for a pipe, a device or a socket: reading it might never end."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise UserError(f"{path}: a pipe or a device; name a regular file")
 
 
 def read_text(path: Path, most_bytes: float = math.inf) -> str:
-    """A file's UTF-8 text; UserError where it cannot be read, or is longer."""
+    """A file's UTF-8 text; UserError if it cannot be read or has more than most_bytes."""
     try:
         require_regular(path)
         if (size := path.stat().st_size) > most_bytes:
@@ -92,7 +92,7 @@ def read_text(path: Path, most_bytes: float = math.inf) -> str:
 
 
 def parse_json(text: str, read: Callable[[str], Any] = json.loads) -> Any:
-    """ValueError for all that is no JSON value, or one that is too deep or too long for Python."""
+    """The JSON value of a text; ValueError if it is not JSON, or too deep or too long for Python."""
     try:
         return read(text)
     except RecursionError as error:
@@ -100,12 +100,12 @@ def parse_json(text: str, read: Callable[[str], Any] = json.loads) -> Any:
 
 
 def _parse_yaml(text: str, place: str) -> tuple[Any, Any]:
-    """The value and its node."""
+    """The text's value and its YAML node; place is for messages."""
     try:
         loader = _Loader(text)
         node: Any = loader.get_single_node()
         waiting, count = [node] * (node is not None), 0
-        while waiting:  # does not end by itself where an anchor holds itself
+        while waiting:  # if an anchor contains itself, only MOST_VALUES ends this
             value = waiting.pop().value
             if isinstance(value, str) and LONE_SURROGATE.search(value):
                 raise UserError(f"{place}: {value!a} holds half of a surrogate pair; write the character itself")
@@ -118,7 +118,7 @@ def _parse_yaml(text: str, place: str) -> tuple[Any, Any]:
         return None if node is None else loader.construct_document(node), node
     except RecursionError as error:
         raise UserError(f"{place}: nested too deeply") from error
-    except (yaml.YAMLError, ValueError) as error:  # no such date, too long a number
+    except (yaml.YAMLError, ValueError) as error:  # such as an impossible date or too long a number
         mark = getattr(error, "problem_mark", None)
         where = f"{place}:{mark.line + 1}" if mark else place
         what = getattr(error, "problem", None) or str(error).splitlines()[0].partition(";")[0]
@@ -145,11 +145,11 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     return values, lines
 
 
-ALIASES = read_yaml(Path(__file__).parent / "schema/aliases.yaml")[0]  # other programs' names of our keys
+ALIASES = read_yaml(Path(__file__).parent / "schema/aliases.yaml")[0]  # what other programs call our keys
 
 
 def override(words: Sequence[str], values: dict[str, Any], lines: dict[str, str]) -> None:
-    """Sets `a.b.c=value` in values."""
+    """Sets each `a.b.c=value` in values, and `--a.b.c` as its place in lines."""
     for word in words:
         name, _, text = word.partition("=")
         value, _ = _parse_yaml(text, f"--{name}")
@@ -165,7 +165,7 @@ def override(words: Sequence[str], values: dict[str, Any], lines: dict[str, str]
             lines[".".join(parts[: depth + 1])] = f"--{name}"
             if depth == len(parts) - 1:
                 section[key] = value
-            else:  # a copy: other uses of its YAML anchor stay
+            else:  # a copy: other uses of the same YAML anchor do not change
                 inner = section.get(key) if isinstance(section, dict) else section[key]
                 section[key] = {} if inner is None else copy.copy(inner)
                 section = section[key]
@@ -174,32 +174,32 @@ def override(words: Sequence[str], values: dict[str, Any], lines: dict[str, str]
 def validate(
     values: dict[str, Any], schema: type[T], source: str, lines: dict[str, str], overrides: Sequence[str] = ()
 ) -> T:
-    """values, with overrides, as a schema instance; one line per problem."""
+    """An instance of schema from values with overrides; the UserError has one line per problem."""
     override(overrides, values, lines)
     try:
         return typing.cast(T, adapter(schema).validate_python(values))
     except ValidationError as error:
         problems = error.errors()
-        # pydantic counts wrong items of a list as missing, too
+        # pydantic also calls a list too short when its items are wrong
         inside = {problem["loc"][:end] for problem in problems for end in range(len(problem["loc"]))}
         problems = [each for each in problems if each["type"] != "too_short" or each["loc"] not in inside]
         raise UserError("\n".join(_sentence(each, values, schema, source, lines) for each in problems)) from error
 
 
 def as_dict(section: Any) -> dict[str, Any]:
-    """JSON-ready, with every default."""
+    """The section as a JSON-ready mapping, with every default."""
     return typing.cast(dict[str, Any], adapter(type(section)).dump_python(section, mode="json"))
 
 
 def dump(recipe: Any) -> str:
-    """As YAML, with every default."""
+    """The recipe as YAML, with every default."""
     return yaml.safe_dump(as_dict(recipe), sort_keys=False, allow_unicode=True, width=120)
 
 
 def _sentence(problem: Any, values: Any, schema: type, source: str, lines: dict[str, str]) -> str:
     kind, parts = problem["type"], list[str]()
     for number, part in enumerate(problem["loc"], start=1):
-        # other parts are pydantic's words
+        # skip parts that are not keys, such as a union's tag
         known_parts = range(len(values)) if isinstance(values, list) else values if isinstance(values, dict) else ()
         is_there = part in known_parts
         if is_there or (kind.startswith("missing") and number == len(problem["loc"])):
@@ -233,16 +233,16 @@ def _sentence(problem: Any, values: Any, schema: type, source: str, lines: dict[
 
 
 def _place(parts: list[str]) -> str:
-    """As in `sections`."""
+    """The place as `sections` writes it: * for a position in a list."""
     return ".".join("*" if part.isdecimal() else part for part in parts)
 
 
 def suggestion(parts: list[str], schema: Any, loc: Any = ()) -> str:
-    """What a key that is none may mean: a name of other trainers, one like it beside it, or one of another section."""
+    """Advice for an unknown key: our key for another trainer's name, or a similar key here or in another section."""
     *section, leaf = parts
     known = [(place, field.name) for cls, place, _ in sections(schema) for field in dataclasses.fields(cls)]
     beside = dict.fromkeys(key for place, key in known if place == _place(section))
-    if leaf in beside:  # of another member of a union
+    if leaf in beside:  # a key of another kind of this section
         return f"it belongs to another kind of {section[-1]} than {loc[-2]}, leave it out"
     meant = {key: f"{place}.{key}".lstrip(".") for place, key in reversed(known) if "*" not in place}
     meant |= {key: ".".join([*section, key]) for key in beside}
@@ -253,7 +253,7 @@ def suggestion(parts: list[str], schema: Any, loc: Any = ()) -> str:
 
 
 def sections(hint: Any, place: str = "", kind: str = "") -> Iterator[tuple[Any, str, str]]:
-    """Every class with keys at and below a place, those that it inherits from first, and the kind that chooses it."""
+    """(class, place, kind that selects it) for each class with keys at and below a place, base classes first."""
     if isinstance(hint, type) and issubclass(hint, Section):
         bases = [base for base in reversed(hint.__mro__) if issubclass(base, Section) and base is not Section]
         yield from ((base, place, kind) for base in bases if vars(base).get("__annotations__"))

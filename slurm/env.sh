@@ -1,13 +1,13 @@
 # What the four batch scripts share: the plan, the step on every node, the signal before the time limit, the requeue.
 #
-# Set in the environment (sbatch hands it on) or in slurm/site.sh, which is read first where there is one (modules,
-# proxies, NCCL's variables); all optional:
+# Optional variables, set in the environment (sbatch passes it on) or in slurm/site.sh, which is sourced first if it
+# exists (it may also load modules, and set proxies and NCCL's variables):
 #   AERIE_VENV          the virtual environment (.venv)
 #   AERIE_PROCESSES     processes a node (its GPUs, else 1)
-#   AERIE_LAUNCH        words for accelerate launch, as '--zero_stage 3' (--mixed_precision bf16 where there are GPUs)
+#   AERIE_LAUNCH        options for accelerate launch, as '--zero_stage 3' (--mixed_precision bf16 where there are GPUs)
 #   AERIE_MAIN_ADDRESS  where the other nodes reach the first one (SLURM's NodeAddr of it)
 #   AERIE_MAIN_PORT     and the port there (from the job's number; one node alone takes any free port)
-#   AERIE_SHARDS        the number of shares, where an array's indices are not 1-n (some of them, submitted again)
+#   AERIE_SHARDS        the number of shares, if the array's indices are not 1-n (some shares are submitted again)
 #   AERIE_LOGS          where each job's status file goes (slurm/logs)
 set -uo pipefail
 
@@ -15,13 +15,13 @@ if [[ -f slurm/site.sh ]]; then source slurm/site.sh; fi
 PATH="$(realpath "${AERIE_VENV:-.venv}")/bin:$PATH"
 processes=${AERIE_PROCESSES:-${SLURM_GPUS_ON_NODE:-1}}
 cpus=${SLURM_CPUS_PER_TASK:-$processes}
-export PATH SRUN_CPUS_PER_TASK=$cpus SLURM_EXPORT_ENV=ALL # a step inherits neither the CPUs nor, after --export, the rest
+export PATH SRUN_CPUS_PER_TASK=$cpus SLURM_EXPORT_ENV=ALL # else a step lacks the CPUs and, after --export, variables
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > processes ? cpus / processes : 1))}
 job=${SLURM_JOB_ID:-}
 [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 caught='' words=()
 
-# begin RECIPE ...: the first line of a script, with its own words.
+# begin RECIPE ...: call it first, with the script's own arguments.
 begin() {
     if [[ ! -f ${1:-} ]]; then
         echo "error: no recipe ${1:-given}; submit from the checkout: sbatch slurm/train.sbatch RECIPE [--section.key VALUE]" >&2
@@ -31,34 +31,34 @@ begin() {
     mkdir -p "${status_file%/*}"
     write_status running 0
     trap 'caught=USR1' USR1 # --signal=B:USR1@300: the time limit is near
-    # scancel, and the time limit: SLURM itself stops the step, and soon this script too.
+    # scancel or the time limit: SLURM stops the step itself, and this script soon after.
     trap 'caught=TERM; write_status interrupted 143' TERM
 }
 
-# plan SCRIPT ...: turns a mistake into one line and exit code 2 before any node works. A requeued job has been through it.
+# plan SCRIPT ...: reports a mistake in one line, with exit code 2, before any node works. A requeued job skips it.
 plan() {
     ((${SLURM_RESTART_COUNT:-0})) && return
     WORLD_SIZE=$((SLURM_NNODES * processes)) python "$@" --plan || end $?
 }
 
-# launch SCRIPT ...: that many processes on every node, which find each other at the first one.
+# launch SCRIPT ...: starts $processes processes on every node; they find each other at the first node.
 launch() {
     local first options=''
     first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
     first=$(scontrol --oneliner show node "$first" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
     ((${SLURM_GPUS_ON_NODE:-0})) && options='--mixed_precision bf16'
     export AERIE_LAUNCH=${AERIE_LAUNCH-$options} AERIE_MAIN_ADDRESS=${AERIE_MAIN_ADDRESS:-$first}
-    # Two jobs on one node do not meet; and below the ports that systems give out by themselves.
+    # A port per job, so that two jobs on one node do not clash, and below the ports that systems assign themselves.
     export AERIE_MAIN_PORT=${AERIE_MAIN_PORT:-$((SLURM_NNODES > 1 ? 10000 + SLURM_JOB_ID % 20000 : 0))}
     step "--nodes=$SLURM_NNODES --ntasks=$SLURM_NNODES --ntasks-per-node=1" on_every_node "$@"
 }
 
-# alone SCRIPT ...: one process on the first node.
+# alone SCRIPT ...: starts one process on the first node.
 alone() {
     step "--nodes=1 --ntasks=1" on_one_node "$@"
 }
 
-# share: the words that name an array task's share; none outside an array.
+# share: prints the options that name an array task's share; prints nothing outside an array.
 share() {
     [[ -n ${SLURM_ARRAY_TASK_ID:-} ]] || return 0
     local last=$SLURM_ARRAY_TASK_MAX
@@ -69,8 +69,8 @@ share() {
     echo "--shard $SLURM_ARRAY_TASK_ID/${AERIE_SHARDS:-$last}"
 }
 
-# end CODE: what became of the job, in its status file and for SLURM. After USR1 it asks to be started again, unless the
-# run says that it was a mistake (code 2), which another start would only repeat.
+# end CODE: records in the status file how the job ended, and exits. After USR1 it requeues the job, unless the run
+# ended by a mistake (code 2), which another start would only repeat.
 end() {
     local code=$1 state=failed
     if ((code == 0)); then
@@ -82,7 +82,7 @@ end() {
     fi
     write_status "$state" "$code"
     if [[ $state == requeue ]]; then
-        # One task of an array has the array's number: by that alone all of them would be requeued.
+        # $job names the task too: one task's SLURM_JOB_ID is the array's number, and would requeue all tasks.
         scontrol requeue "$job" || echo "error: not requeued; the same command goes on from where this job stopped" >&2
     fi
     exit "$code"
@@ -97,7 +97,7 @@ write_status() {
     mv "$status_file.tmp" "$status_file"
 }
 
-# step 'SRUN OPTIONS' FUNCTION SCRIPT ...: returns when it is done, ends the job otherwise.
+# step 'SRUN OPTIONS' FUNCTION SCRIPT ...: returns when the step has succeeded; otherwise it ends the job.
 step() {
     local started code seconds=0
     words=("${@:4}")
@@ -105,9 +105,9 @@ step() {
     # shellcheck disable=SC2086
     srun --kill-on-bad-exit=1 $1 bash -c 'source slurm/env.sh && "$@"' bash "${@:2}" &
     started=$!
-    # By turns: a signal that came just before the wait for its end would be seen only then.
+    # Polls, as a signal just before one long wait would be seen only at the step's end.
     while kill -0 $started 2>/dev/null; do
-        # srun hands it to every process on every node; one that is still loading misses it, so again and again.
+        # srun passes it to every process; one that is still loading misses it, so it is sent every 10 seconds.
         [[ $caught != USR1 ]] || ((seconds++ % 10)) || kill -USR1 $started 2>/dev/null
         sleep 1 &
         wait $! # a signal interrupts it
@@ -117,8 +117,8 @@ step() {
     ((code == 0)) || end $code
 }
 
-# Within a step. USR1 would end the launchers between srun and the ranks: from here on it is ignored, and each rank
-# listens to it by itself as soon as it can.
+# Inside a step. USR1 would kill the launchers between srun and the ranks, so it is ignored from here on; each rank
+# handles it again once it has started.
 on_every_node() {
     trap '' USR1
     # shellcheck disable=SC2086

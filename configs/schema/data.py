@@ -1,4 +1,4 @@
-"""The sections `synthetic`, `data` and `features` of a recipe."""
+"""The sections `synthetic`, `data`, `features` and `distill` of a recipe."""
 
 from dataclasses import field
 from typing import Annotated, Any, Literal
@@ -25,10 +25,10 @@ class DataConfig(Section):
     completion_field: str | None = None  # goes with prompt_field
     system_prompt: str | None = None  # for conversations without one
     max_length: Annotated[int, Field(ge=8)] = 2048  # tokens; longer conversations are cut
-    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05  # share, by hash, that training never sees
-    limit: PositiveInt | None = None  # only the first conversations, after the hash split
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05  # share that training never sees, chosen by hash
+    limit: PositiveInt | None = None  # only so many conversations, the first after the hash split
     supervise: Literal["assistant", "all"] = "assistant"  # all: every token but the first
-    min_supervised_share: Share = 0.01  # of the tokens; below it, stop
+    min_supervised_share: Share = 0.01  # of the tokens; with less, stop with an error
 
     def __post_init__(self) -> None:
         if (self.prompt_field is None) != (self.completion_field is None):
@@ -41,8 +41,8 @@ class FeaturesConfig(Section):
     after_blocks: Many[NonNegativeInt] | None = None
     batch_tokens: PositiveInt = 8192  # tokens of one target forward, padding included
     shard_tokens: PositiveInt = 262144  # tokens of one safetensors shard
-    dtype: Float | None = None  # that training sees; null: the target's
-    # on the disk; null: dtype. fp8 (E4M3) and int8: a byte a value, a float32 scale per token and state
+    dtype: Float | None = None  # of what training reads; null: the target's
+    # on disk; null: dtype. fp8 (E4M3) and int8 take a byte per value, and a float32 scale per token and state
     storage: Literal["bf16", "fp8", "int8"] | None = None
     shuffle_shards: PositiveInt | None = None  # training draws rows from so many shards at a time; null: all
 
@@ -58,13 +58,13 @@ class SourceConfig(Section):
     """Where prompts come from."""
 
     path: Place  # a file (.json, .jsonl, .parquet, .csv), a directory or a Hub data set (owner/name:subset:split)
-    # human turns, asked on the new history; a question per row; or rows of PersonaHub, made into math problems
+    # human turns, asked after the new answers; one question per row; or rows of PersonaHub, made into math problems
     kind: Literal["conversations", "prompts", "personas"] = "conversations"
     revision: str | None = None  # the Hub data set's commit
     num_rows: PositiveInt | None = None  # drawn with distill.seed; null: all, in their order
     samples: PositiveInt = 1  # answers to each row, with seeds of their own
     field: str | None = None  # prompts: the column of the question; null: the usual names are tried
-    ask: Literal["solution", "problem"] = "solution"  # personas: of the row's problem, or first invent one
+    ask: Literal["solution", "problem"] = "solution"  # personas: solve the row's problem, or first invent one
     system_prompt: str | None = None  # for rows without one
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class SourceConfig(Section):
 
 
 class SamplingConfig(Section):
-    temperature: NonNegativeFloat = 1.0  # the target's own law; 0: greedy
+    temperature: NonNegativeFloat = 1.0  # 1: the target's own law; 0: greedy
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # 1: off
     top_k: Annotated[int, Field(ge=-1)] | None = None  # null: the server's default; 0 is off (vLLM: -1, too)
     max_tokens: PositiveInt = 2048  # of one answer
@@ -84,13 +84,13 @@ class ServerConfig(Section):
 
     # base URLs, such as http://host:8000/v1
     urls: Some[Annotated[str, Field(pattern="^https?://")]]
-    model: str | None = None  # as they serve it; null: target.path
+    model: str | None = None  # the name under which they serve it; null: target.path
     concurrency: PositiveInt = 64  # requests under way at each URL
     timeout_s: PositiveFloat = 1800.0  # of one request, once connected; thinking can take long
     retries: NonNegativeInt = 5  # of one request, by openai's client
-    patience_s: PositiveFloat = 900.0  # without any answer, then the run stops
+    patience_s: PositiveFloat = 900.0  # seconds without any answer after which the run stops
     token_ids: bool = False  # ask for the ids (vLLM: return_token_ids), which are then trained on
-    extra_body: dict[str, Any] = field(default_factory=dict)  # of every request (min_p, chat_template_kwargs)
+    extra_body: dict[str, Any] = field(default_factory=dict)  # sent with every request (min_p, chat_template_kwargs)
 
     def __post_init__(self) -> None:
         if not isinstance(self.extra_body.get("chat_template_kwargs") or {}, dict):
@@ -101,17 +101,17 @@ Action = Literal["keep", "drop"]
 
 
 class GateConfig(Section):
-    """What becomes of answers with a flaw."""
+    """What to do with answers that have a flaw."""
 
-    cut: Action = "drop"  # at max_tokens; kept, it has no end-of-turn token
-    empty: Action = "drop"  # nothing behind the thinking
+    cut: Action = "drop"  # cut off at max_tokens; if kept, it has no end-of-turn token
+    empty: Action = "drop"  # nothing after the thinking
     loop: Action = "drop"  # the same words over and over
     language: Action = "drop"  # in another script than its question
-    refusal: Action = "keep"  # a draft head has to follow the target
-    repeated: Action = "drop"  # an invented problem that an earlier row has
+    refusal: Action = "keep"  # kept by default, as a draft head has to follow the target
+    repeated: Action = "drop"  # an invented problem that an earlier row has too
 
 
-# a list of questions may name published ones alone
+# a published set may be given by its name alone
 by_name = BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
 
 
@@ -131,8 +131,8 @@ class DistillConfig(Section):
     sources: Some[SourceConfig]  # of the prompts
     server: ServerConfig | None = None  # null: this process, with the run's draft head if any
     sampling: SamplingConfig = SamplingConfig()  # how the target answers
-    max_turns: PositiveInt | None = None  # questions of a conversation at most
-    # that no prompt may overlap, beside the recipe's own prompts
+    max_turns: PositiveInt | None = None  # most questions of a conversation
+    # questions that no prompt may overlap, beside those of the recipe itself
     exclude: Many[Annotated[QuestionsConfig, by_name]] = ()
     ngram: Annotated[int, Field(ge=3)] = 13  # words in a row that no prompt may share with an evaluation question
     gate: GateConfig = GateConfig()  # which answers are kept

@@ -21,22 +21,22 @@ class ConstantConfig(Section):
 
 
 class HeuristicConfig(Section):
-    """transformers' length that follows what was accepted."""
+    """transformers' heuristic: the draft length follows how many tokens were accepted."""
 
     rule: Literal["heuristic"] = "heuristic"
-    start: PositiveInt = 5  # SVIP's code
-    more: PositiveInt = 2  # when all was accepted
-    fewer: PositiveInt = 1  # otherwise, down to one token
-    across_prompts: bool = False  # true: "heuristic" of transformers; false: its "heuristic_transient"
+    start: PositiveInt = 5  # the first length (SVIP's code)
+    more: PositiveInt = 2  # added when the whole draft was accepted
+    fewer: PositiveInt = 1  # subtracted otherwise, down to one token
+    across_prompts: bool = False  # true: keep the length (transformers' "heuristic"); false: "heuristic_transient"
 
 
 class EntropyConfig(Section):
     """SVIP: stop when sqrt(c * H) > h, H in nats. The defaults are its code's; c: 1 is the paper's text."""
 
     rule: Literal["entropy"] = "entropy"
-    c: PositiveFloat = 0.15  # how q's entropy is weighed
+    c: PositiveFloat = 0.15  # weight of q's entropy
     h: NonNegativeFloat = 0.3  # the threshold (section 3.1)
-    # Whose entropy counts on a tree: the best path's, the frontier's mean by survival or minimum, or each node's own.
+    # whose entropy counts on a tree: the best path's, the frontier's mean by survival or its least, or each node's own
     over: Literal["top_path", "value_weighted", "minimum", "per_node"] = "top_path"
 
     @property
@@ -45,29 +45,29 @@ class EntropyConfig(Section):
 
 
 class ConfidenceConfig(Section):
-    """Stop below a token with a smaller q than this."""
+    """Stop after a token whose q is below the threshold."""
 
     rule: Literal["confidence"] = "confidence"
     threshold: Share = 0.4  # transformers' assistant_confidence_threshold
 
 
 class VoteConfig(Section):
-    """DEAGLE's vote. Momentum is section 3.4's S_d / S_{d-1}: equation 25's ratio, at least 1, would never vote."""
+    """DEAGLE's vote. Momentum is S_d / S_{d-1} of section 3.4; equation 25's ratio, at least 1, would never vote."""
 
     rule: Literal["vote"] = "vote"
-    # that vote (table 4 has each alone)
+    # the signals that vote (table 4 tests each alone)
     signals: Many[Literal["probability", "momentum", "expectation"]] = ("probability", "momentum", "expectation")
-    votes: PositiveInt | None = None  # null: two, or one where there is one signal
-    probability_threshold: Share = 0.15  # section 4.1; votes where the summed survival is below it
-    momentum_threshold: Share = 0.6  # section 4.1; a ratio below it is a decline
+    votes: PositiveInt | None = None  # needed to stop; null: two, or one if there is one signal
+    probability_threshold: Share = 0.15  # votes when the summed survival is below it (section 4.1)
+    momentum_threshold: Share = 0.6  # a ratio below it is a decline (section 4.1)
     momentum_from: PositiveInt = 1  # the first depth with a ratio; the root's S is 1
-    declines: PositiveInt = 2  # "two times"
-    consecutive: bool = False  # whether these must be levels in a row
-    expectation: Literal["tail_sum", "leaf_sum"] = "tail_sum"  # equations 22 and 23, or 26
-    # Added to E_d: the target's own token, and 2 as the extended code counts depths from 0 at the second level (table 4
-    # needs that much). 0: equations 22 and 26 to the letter, at most the depth.
+    declines: PositiveInt = 2  # needed for a vote of momentum ("two times")
+    consecutive: bool = False  # whether they must come at levels in a row
+    expectation: Literal["tail_sum", "leaf_sum"] = "tail_sum"  # E_d of equations 22 and 23, or of 26
+    # added to E_d: 1 for the target's own token, and 2 because the extended code counts depths from 0 at the second
+    # level (table 4 needs that much); 0: equations 22 and 26 as printed, whose E_d never exceeds the depth
     bonus: NonNegativeFloat = 3.0
-    over: Literal["frontier", "selected"] = "frontier"  # the tail: each level's frontier, or the reranked tree
+    over: Literal["frontier", "selected"] = "frontier"  # E_d sums over each level's frontier, or the reranked tree
 
     def __post_init__(self) -> None:
         if not 1 <= self.needed <= len(set(self.signals)) == len(self.signals):
@@ -81,11 +81,11 @@ class VoteConfig(Section):
 
 
 class ProbabilitySumConfig(Section):
-    """Dynamic Depth Decoding: the frontier's summed survival at some depths."""
+    """Dynamic Depth Decoding: stop at one of some depths if the frontier's summed survival is low."""
 
     rule: Literal["probability_sum"] = "probability_sum"
-    checks: Some[PositiveInt] = (5, 7, 9)  # depths
-    threshold: Share = 0.15  # DEAGLE's; tuned per model in the paper
+    checks: Some[PositiveInt] = (5, 7, 9)  # the depths
+    threshold: Share = 0.15  # stop below it (DEAGLE's value; the DDD paper tunes it per model)
 
     def __post_init__(self) -> None:
         if list(self.checks) != sorted(set(self.checks)):
@@ -93,20 +93,20 @@ class ProbabilitySumConfig(Section):
 
 
 class MarginalGainConfig(Section):
-    """OPT-Tree: what a level adds to the expected length."""
+    """OPT-Tree: stop when a level adds too little to the expected length."""
 
     rule: Literal["marginal_gain"] = "marginal_gain"
-    threshold: Annotated[Share, Field(lt=1.0)] = 0.5  # expected tokens; its README
+    threshold: Annotated[Share, Field(lt=1.0)] = 0.5  # the gain in expected tokens that is too little (its README)
 
 
 class ExactConfig(Section):
-    """Ends a draft where no deeper node can be in the tree: all levels would have made the same one."""
+    """Stop when no deeper node could enter the tree: it is the same tree as with all levels."""
 
     rule: Literal["exact"] = "exact"
 
 
-LengthRule = ConstantConfig | HeuristicConfig | EntropyConfig | ConfidenceConfig  # of chains, and of trees
-TreeRule = VoteConfig | ProbabilitySumConfig | MarginalGainConfig | ExactConfig  # by the frontier's survival
+LengthRule = ConstantConfig | HeuristicConfig | EntropyConfig | ConfidenceConfig  # for chains and trees
+TreeRule = VoteConfig | ProbabilitySumConfig | MarginalGainConfig | ExactConfig  # for trees: by the frontier's survival
 StopConfig = Annotated[LengthRule | TreeRule, Discriminator("rule")]
 Choice = tuple[int, ...]  # a node of a static tree: the ranks of the children on its path
 Fit = Literal["temperature", "isotonic"]
@@ -117,16 +117,16 @@ class _File(Section):
     choices: Many[Choice]
 
 
-# `levels` is the deepest for every stop rule, `nodes` count the root, and `calibrated` is a fit in calibrator.json.
+# Whatever the stop rule, `levels` is the limit; `nodes` counts the root; `calibrated` names a fit in calibrator.json.
 class ChainConfig(Section, kw_only=True):
-    """`levels` tokens in a row: drawn from q where the target samples (R1), or q's best."""
+    """`levels` tokens in a row: drawn from q if the target samples (R1), or q's most probable."""
 
     shape: Literal["chain"] = "chain"
     levels: PositiveInt = 6  # drafted tokens, at most
-    # sampled: drawn from q where the target samples; best: q's most probable
+    # sampled: drawn from q if the target samples; best: q's most probable
     children: Literal["best", "sampled"] = "sampled"
     stop: StopConfig = ConstantConfig()  # when to end a draft early
-    calibrated: Fit | None = None  # read confidences through this fit of `aerie calibrate`
+    calibrated: Fit | None = None  # correct confidences by this fit of `aerie calibrate`
     k = 1  # a path does not branch
 
     @property
@@ -135,22 +135,22 @@ class ChainConfig(Section, kw_only=True):
 
 
 class StaticConfig(Section, kw_only=True):
-    """A tree whose form is known before anything is drafted."""
+    """A tree whose form is fixed before drafting."""
 
     shape: Literal["static"] = "static"
     # paths of child ranks [[0], [1], [0, 0], ...], a YAML file with them under `choices`, or a published tree
     choices: Place | tuple[Choice, ...]
-    # where the target samples: q's most probable tokens (R2), or drawn without (R3) or with (R4) replacement
+    # best: q's most probable (R2); sampled, replaced: drawn without (R3), with (R4) replacement if the target samples
     children: Literal["best", "sampled", "replaced"] = "sampled"
     stop: StopConfig = ConstantConfig()  # when to end a draft early
-    calibrated: Fit | None = None  # read confidences through this fit of `aerie calibrate`
+    calibrated: Fit | None = None  # correct confidences by this fit of `aerie calibrate`
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, EntropyConfig) and self.stop.over == "per_node":
             raise ValueError("stop.over: per_node needs a tree that chooses its nodes (shape dynamic or chain)")
         try:
             assert self.paths
-        except UserError as error:  # the reader of the recipe adds its line
+        except UserError as error:  # the recipe's reader adds file and line
             raise ValueError(str(error)) from error
 
     @property
@@ -174,7 +174,7 @@ class StaticConfig(Section, kw_only=True):
         for *above, rank in choices:
             if tuple(above) not in nodes:
                 raise UserError(f"{source}: {[*above, rank]} is listed without its parent {above}; add the parent")
-            # the child of rank r is the token drawn r-th: none drawn before may be left out
+            # the child of rank r is the token drawn r-th, so no earlier draw may be left out
             if sampled and rank and (*above, rank - 1) not in nodes:
                 fault = f"{[*above, rank]} is listed without {[*above, rank - 1]}, which would bias the output"
                 raise UserError(f"{source}: {fault}; list it too, or use children: best")
@@ -194,26 +194,26 @@ class StaticConfig(Section, kw_only=True):
 
 
 class DynamicConfig(Section, kw_only=True):
-    """EAGLE-2's tree of q's most probable tokens, or one of drawn tokens, none of which decides whether it stays."""
+    """EAGLE-2's tree of q's most probable tokens, or one of drawn tokens, where no draw decides if it is kept."""
 
     shape: Literal["dynamic"] = "dynamic"
-    levels: PositiveInt = 6  # depth, at most; the root is none (EAGLE-2, appendix A: 6)
-    k: PositiveInt = 10  # branching and frontier width
-    nodes: Annotated[int, Field(ge=2)] = 60  # verified nodes with the root
-    children: Literal["best", "sampled"] = "best"  # where the target samples: q's most probable (R2), or drawn (R3)
-    # EAGLE-2's ablations (table 3)
+    levels: PositiveInt = 6  # greatest depth; the root has depth 0 (EAGLE-2, appendix A: 6)
+    k: PositiveInt = 10  # children of a node, and width of the frontier
+    nodes: Annotated[int, Field(ge=2)] = 60  # verified nodes, the root included
+    children: Literal["best", "sampled"] = "best"  # q's most probable (R2), or drawn if the target samples (R3)
+    # what nodes are ranked by (confidence: EAGLE-2's ablation, table 3)
     rank: Literal["survival", "confidence"] = "survival"
-    rerank: bool = True  # false: every level's k best are verified, k * levels + 1 nodes
+    rerank: bool = True  # false (table 3): verify the k best nodes of every level, k * levels + 1 in all
     stop: StopConfig = ConstantConfig()  # when to end a draft early
-    # when `stop` is waited for, the tree is the same: each: before a level; late: once it runs; never: all levels run
+    # when to read `stop`: before each level; late, once the next level runs; never (all run). The tree is the same
     stop_read: Literal["each", "late", "never"] = "each"
-    calibrated: Fit | None = None  # read confidences through this fit of `aerie calibrate`
+    calibrated: Fit | None = None  # correct confidences by this fit of `aerie calibrate`
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, ProbabilitySumConfig) and self.stop.checks[0] >= self.levels:
             raise ValueError(f"stop.checks {list(self.stop.checks)} are never reached in {self.levels} levels")
         if self.children == "sampled" and self.rank != "survival":
-            # a node would be expanded, and push a draw out of the tree, because of tokens drawn after that one
+            # tokens drawn later could have a node expanded that pushes an earlier draw out of the tree
             raise ValueError("children: sampled with rank: confidence would bias the output; use rank: survival")
         if isinstance(self.stop, ExactConfig) and not (self.rank == "survival" and self.rerank):
             raise ValueError("stop.rule: exact needs rank: survival and rerank: true")
@@ -225,11 +225,11 @@ OneTree = Annotated[ChainConfig | StaticConfig | DynamicConfig, Discriminator("s
 
 
 class BudgetConfig(Section):
-    """One tree that may be grown, as `aerie tune` found it."""
+    """One choice of an `auto` tree, as `aerie tune` writes it."""
 
-    ms: PositiveFloat  # of a whole cycle
-    tree: OneTree | None = None  # null: none
-    # by level: the share of drafts of which at least so many tokens were accepted
+    ms: PositiveFloat  # milliseconds of a whole cycle
+    tree: OneTree | None = None  # null: no draft
+    # for each level, the share of drafts of which at least that many tokens were accepted
     survival: Many[Annotated[float, Field(gt=0, le=1)]] = ()
 
     def __post_init__(self) -> None:
@@ -239,14 +239,14 @@ class BudgetConfig(Section):
 
 
 class AutoConfig(Section, kw_only=True):
-    """At each cycle the tree, or none, from which the text so far lets expect the most tokens a second."""
+    """Grows in each cycle the tree, or none, that should give the most tokens per second by the text so far."""
 
     shape: Literal["auto"] = "auto"
-    choices: Some[BudgetConfig]  # `aerie tune` writes them, auto.yaml
-    memory: Annotated[float, Field(ge=1)] = 256.0  # cycles without a draft after which a text's difficulty is forgotten
+    choices: Some[BudgetConfig]  # `aerie tune` writes them to auto.yaml
+    memory: Annotated[float, Field(ge=1)] = 256.0  # cycles without a draft until a text's difficulty is forgotten
     unsure: PositiveFloat = 1.0  # variance of a text's difficulty before it begins
-    drift: NonNegativeFloat = 0.02  # what each cycle adds to it; `aerie tune` fits both
-    calibrated: Fit | None = None  # read confidences through this fit of `aerie calibrate`
+    drift: NonNegativeFloat = 0.02  # added to that variance in each cycle; `aerie tune` fits both
+    calibrated: Fit | None = None  # correct confidences by this fit of `aerie calibrate`
     stop = ConstantConfig()  # each tree has its own
 
     def __post_init__(self) -> None:
@@ -274,7 +274,7 @@ TreeConfig = Annotated[ChainConfig | StaticConfig | DynamicConfig | AutoConfig, 
 
 
 def digests(trees: Iterable[Any]) -> dict[str, dict[str, str]]:
-    """{"choices": file -> digest} of the files that trees name."""
+    """{"choices": {file: digest}} of the files that trees name."""
     files = {str(tree.file): tree.file for tree in trees if isinstance(tree, StaticConfig) and tree.file}
     found = {name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for name, file in sorted(files.items())}
     return {"choices": found} if found else {}
@@ -288,12 +288,12 @@ class TypicalConfig(Section):
 
 
 class PromptLookupConfig(Section):
-    """Prompt lookup as transformers 5 has it: any continuation, cut before an end token."""
+    """Prompt lookup as transformers 5: drafts what followed an earlier copy of the last n-gram, cut at an end token."""
 
-    ngram: PositiveInt = 2  # the longest; transformers (prompt-lookup-decoding: 3)
+    ngram: PositiveInt = 2  # the longest (transformers' default; prompt-lookup-decoding: 3)
     min_ngram: PositiveInt = 1  # the shortest
-    length: PositiveInt = 10  # drafted tokens
-    match: Literal["first", "last"] = "first"  # place with that n-gram
+    length: PositiveInt = 10  # drafted tokens, at most
+    match: Literal["first", "last"] = "first"  # which copy of the n-gram counts
 
     def __post_init__(self) -> None:
         if self.ngram < self.min_ngram:
@@ -301,7 +301,7 @@ class PromptLookupConfig(Section):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """levels, k and nodes with the root."""
+        """(levels, k, nodes with the root)."""
         return self.length, 1, self.length + 1
 
     @property
@@ -316,13 +316,13 @@ class LookaheadConfig(Section):
 
     ngram: Annotated[int, Field(ge=2)] = 5  # N: a guess has N - 1 tokens, the window N - 1 rows
     window: PositiveInt = 7  # W: the window's columns
-    guesses: PositiveInt = 7  # G: n-grams of each first token, verified at once
-    pool_from_text: bool = False  # also n-grams of prompt and answer (POOL_FROM_PROMPT there)
+    guesses: PositiveInt = 7  # G: n-grams kept per first token, all verified at once
+    pool_from_text: bool = False  # also pool n-grams of prompt and answer (its POOL_FROM_PROMPT)
     seed: Seed = 0  # of the window's first tokens
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """levels, k and nodes with root and passengers, also while the window fills."""
+        """(levels, k, nodes); the most nodes, with root and the window's tokens, also while the window fills."""
         rows, columns = self.ngram - 1, self.window
         warm_up = max((row + 1) * (columns + rows - 1 - row) for row in range(rows))
         return rows, self.guesses, max(rows * columns + rows * self.guesses, warm_up)
@@ -340,8 +340,8 @@ OPTIONS: dict[str, type[Options]] = {"lookup": PromptLookupConfig, "lookahead": 
 @dataclass
 class Published:
     tree: dict[str, Any] | None = None  # TreeConfig's keys
-    options: str | None = None  # its section, where it grows no tree
-    heads: tuple[str, ...] = ()  # kinds that name it
+    options: str | None = None  # the section of its settings, if it grows no tree
+    heads: tuple[str, ...] = ()  # kinds of head that list it
 
 
 def _tree(shape: str, size: Any, rule: str = "constant", **more: Any) -> Published:
@@ -375,7 +375,7 @@ METHODS: dict[str, Published] = {
 for _kind, _section in KINDS.items():
     for _method in _section.methods:
         METHODS[_method].heads += (_kind,)
-USUAL = {kind: section.methods[0] for kind, section in KINDS.items()}  # how its heads usually decode
+USUAL = {kind: section.methods[0] for kind, section in KINDS.items()}  # kind of head -> its usual method
 if TYPE_CHECKING:
     Method = str
 else:
@@ -383,7 +383,7 @@ else:
 
 
 def completed(method: Any, changes: Any) -> Any:
-    """A recipe's `tree` over its method's; another shape or rule gets none of these settings."""
+    """A method's published tree with a recipe's changes; another shape or rule starts from its own defaults."""
     if not isinstance(changes or {}, dict) or method not in METHODS:
         return changes
     changes, own = {key: value for key, value in (changes or {}).items() if value is not None}, METHODS[method].tree
@@ -394,7 +394,7 @@ def completed(method: Any, changes: Any) -> Any:
     shape, stop, rule = changes.get("shape", own["shape"]), changes.get("stop"), own["stop"]["rule"]
     usual = rule if shape == own["shape"] else "constant"
     asked = stop.get("rule", usual) if isinstance(stop, dict) else getattr(stop, "rule", usual)
-    # with a rule that no method of its shape has, a tree keeps the name of the constant one
+    # if no method has this shape and rule, the tree goes by the method with this shape and the constant rule
     forms = {name: (row.tree["shape"], row.tree["stop"]["rule"]) for name, row in METHODS.items() if row.tree}
     kin = [name for name in forms if {*METHODS[name].heads} & {*METHODS[method].heads}]
     names = [n for n in kin if forms[n] == (shape, asked)] or [n for n in kin if forms[n] == (shape, "constant")]
@@ -410,24 +410,24 @@ def completed(method: Any, changes: Any) -> Any:
 
 
 def published_tree(method: str, **changes: Any) -> Any:
-    """The TreeConfig of a method, if it grows a tree."""
+    """The TreeConfig of a method; None if it grows no tree."""
     tree = completed(method, changes)
     return None if tree is None else adapter(TreeConfig).validate_python(tree)
 
 
 class MethodConfig(Section):
-    method: Method  # its tree and options are the published ones where nothing else is set
-    tree: TreeConfig | None = None  # what differs from the method's
+    method: Method  # its tree and options are the published ones unless set below
+    tree: TreeConfig | None = None  # changes to the method's tree
     head: Place | None = None  # a directory or Hub id; null: the run's own
-    typical: TypicalConfig | None = None  # in place of a lossless rule where tokens are sampled
-    lookup: PromptLookupConfig | None = None  # of method pld
-    lookahead: LookaheadConfig | None = None  # of method lookahead
+    typical: TypicalConfig | None = None  # NOT lossless: Medusa's acceptance when tokens are sampled
+    lookup: PromptLookupConfig | None = None  # settings of method pld
+    lookahead: LookaheadConfig | None = None  # settings of method lookahead
 
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, values: Any) -> Any:
         if isinstance(values, dict) and isinstance(values.get("tree"), dict):
-            known = values.get("method") in METHODS  # an unknown one is one mistake, not two
+            known = values.get("method") in METHODS  # an unknown method is one mistake, not two
             return {**values, "tree": completed(values["method"], values["tree"]) if known else None}
         return values
 

@@ -11,21 +11,21 @@ from aerie.configs.schema.heads import Seed
 
 
 class TaskConfig(QuestionsConfig):
-    """One task; a row with `turns` (Spec-Bench) is a question as it stands."""
+    """One task. A row with the key `turns` (Spec-Bench) is already a question."""
 
     num_prompts: PositiveInt | None = None  # null: the section's
-    seed: Seed | None = None  # draws the prompts from the whole set; null: the first ones
+    seed: Seed | None = None  # draws the prompts from the whole set; null: takes the first ones
 
 
 class PromptsConfig(Section):
-    """Measuring prompts: a file, tasks, or else questions of conversations that training never sees (data.held_out)."""
+    """Measuring prompts: a file, tasks, or by default questions of held-out conversations (data.held_out)."""
 
     path: Place | None = None  # a .jsonl file of questions {question_id, category, turns}, or a text with one a line
     num_prompts: PositiveInt | None = 80  # of the file, or of each task; null: all
     max_new_tokens: PositiveInt = 512  # of each turn
-    task: str | None = None  # of all of `path`; null: the file's categories
+    task: str | None = None  # one task name for all of `path`; null: the file's categories
     tasks: Many[Annotated[TaskConfig, by_name]] = ()  # in place of path
-    turns: PositiveInt | None = None  # of each question at most; null: all, of held-out conversations the first
+    turns: PositiveInt | None = None  # most turns of a question; null: all, but of held-out conversations the first
     system_prompt: str | None = None  # before each conversation
 
     def __post_init__(self) -> None:
@@ -39,7 +39,7 @@ class PromptsConfig(Section):
 
 
 class HeldOutPrompts(PromptsConfig, kw_only=True):
-    """Of a recipe that names none."""
+    """The prompts of a recipe that names none."""
 
     data: DataConfig
     part: int  # 0: the first, third, ... of them; 1: the others
@@ -67,10 +67,10 @@ class SweepConfig(Section):
 
 
 class BenchConfig(Section):
-    """Every row on every prompt, interleaved, in one process."""
+    """Runs every row on every prompt, interleaved, in one process."""
 
     prompts: PromptsConfig = PromptsConfig()  # what is asked
-    rows: Many[MethodConfig] = ()  # methods, vanilla among them; empty: it and the head's usual one with `tree`
+    rows: Many[MethodConfig] = ()  # methods, vanilla among them; empty: vanilla, and the head's usual one with `tree`
     sampling: Many[SamplingConfig] = (SamplingConfig(),)  # every row is measured with each of these
     warmup_prompts: NonNegativeInt = 2  # decoded before the clock starts (Spec-Bench: 3)
     reference: bool = True  # also time transformers' generate and the bare forwards
@@ -78,7 +78,7 @@ class BenchConfig(Section):
     cycles: bool = False  # also record every cycle with its nodes and levels (cycles.jsonl)
     by_task: bool = False  # summary.json has a row for each task; false: the tasks pooled
     sweeps: Many[SweepConfig] = ()  # series of rows in which one setting varies
-    # tokens of prompt and answer that split answers into a sweep: from the start to each, from one to the next
+    # lengths, in tokens of prompt and answer, that split answers for a sweep: up to each, and between neighbours
     contexts: Many[PositiveInt] = ()
 
     def __post_init__(self) -> None:
@@ -96,13 +96,13 @@ class BenchConfig(Section):
 class CalibrateConfig(Section):
     """How confidence predicts acceptance on held-out prompts."""
 
-    prompts: PromptsConfig = PromptsConfig()  # others than the bench's
+    prompts: PromptsConfig = PromptsConfig()  # other prompts than the bench's
     method: Method | None = None  # null: the usual one of the recipe's head
-    tree: OneTree | None = None  # what differs from the method's
+    tree: OneTree | None = None  # changes to the method's tree
     bins: PositiveInt = 20  # of the reliability diagram
     temperature: NonNegativeFloat = 0.0  # of the decoding
-    oracle_levels: PositiveInt | None = None  # also draft this deep at every cycle: the oracle draft length; SVIP: 40
-    ranks: PositiveInt = 10  # of a law's best tokens that a rebuilt static tree tries
+    oracle_levels: PositiveInt | None = None  # also draft this deep in each cycle: the oracle draft length (SVIP: 40)
+    ranks: PositiveInt = 10  # how many of a law's best tokens a rebuilt static tree tries
     nodes: Annotated[int, Field(ge=2)] | None = None  # of the rebuilt tree, with the root; null: as many as before
 
     def __post_init__(self) -> None:
@@ -111,13 +111,13 @@ class CalibrateConfig(Section):
 
 
 class TuneConfig(Section):
-    # that predict; the default: at most 24 held-out conversations, 128 new tokens each
+    # prompts to predict from; default: at most 24 held-out conversations, 128 new tokens each
     prompts: PromptsConfig = PromptsConfig(num_prompts=24, max_new_tokens=128)
-    measure: PromptsConfig | None = None  # others, on which the choice is timed; null: it is not
+    measure: PromptsConfig | None = None  # other prompts, to time the choice on; null: not timed
     levels: Annotated[int, Field(ge=2)] = 10  # the deepest tree
     k: Annotated[int, Field(ge=2)] = 10  # the widest frontier
     grid: bool = False  # also time a grid of twelve trees
-    # of the decoding; above 0 chains, and trees of best and of drawn children are decoded, and no stop rules
+    # of the decoding; above 0, chains and trees with best and with drawn children are decoded, but no stop rules
     temperature: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:

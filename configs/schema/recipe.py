@@ -25,15 +25,15 @@ class Recipe(Section):
     head: HeadConfig = Eagle1Section()  # the draft head; its `kind` (eagle1) decides which other keys there are
     features: FeaturesConfig = FeaturesConfig()  # the target's states that heads learn from
     train: Train = Eagle1Train()  # how the head is trained; the keys depend on head.kind
-    tree: TreeConfig | None = None  # what differs from that of the head's usual method
-    calibrate: CalibrateConfig | None = None  # how far its confidence can be trusted; null: all defaults
+    tree: TreeConfig | None = None  # changes to the tree of the head's usual method
+    calibrate: CalibrateConfig | None = None  # how far the head's confidence can be trusted; null: all defaults
     bench: BenchConfig | None = None  # tau and speedup of methods; null: all defaults
-    tune: TuneConfig | None = None  # search for the fastest tree; where it is set, `aerie run` does it too
-    synthetic: SyntheticConfig | None = None  # a made-up corpus (`aerie synthetic`), as configs/embedded.yaml has it
+    tune: TuneConfig | None = None  # search for the fastest tree; if it is set, `aerie run` tunes too
+    synthetic: SyntheticConfig | None = None  # a made-up corpus (`aerie synthetic`), as in configs/embedded.yaml
     distill: DistillConfig | None = None  # answers that the target writes itself (`aerie distill`)
-    output: Place | None = None  # of training; null: RUN/heads/KIND
+    output: Place | None = None  # directory of the trained head; null: RUN/heads/KIND
     threads: PositiveInt | None = None  # torch threads per process; null: torch's choice
-    seed: Seed = 0  # of measuring: the draws of sampled rows, the bootstrap of intervals
+    seed: Seed = 0  # of measurements: the draws of sampled rows, the bootstrap of intervals
 
     def __post_init__(self) -> None:
         most = self.head.levels_of(vars(self.head))
@@ -47,7 +47,7 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, values: Any) -> Any:
-        """Trees get their methods' settings, and `train` the head's kind."""
+        """Fills in the published settings of trees, and the head's kind in `train`."""
         kind, method = _kind_and_method(values)
         train, calibrate = values.get("train"), values.get("calibrate")
         if train is None or isinstance(train, dict):  # the section `head` reports a wrong kind
@@ -66,7 +66,7 @@ def _kind_and_method(values: dict[str, Any]) -> tuple[str, str | None]:
 
 
 def fitted(tree: Any, method: str, most: int, place: str, head: str) -> Any:
-    """A TreeConfig no deeper than its head drafts: its method's own depth is cut; UserError for another one."""
+    """A TreeConfig no deeper than its head drafts: cuts the method's default depth; UserError for any other depth."""
     if tree.levels <= most:
         return tree
     if method and tree.levels == (METHODS[method].tree or {}).get("levels"):
@@ -90,7 +90,7 @@ class RunPaths:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Every command's; any other `--section.key value` overrides the recipe."""
+    """Adds the options of every command; any other `--section.key value` overrides the recipe."""
     words = "`aerie keys SECTION` prints the keys of a section, what they mean and their defaults."
     parser.epilog = f"Any key of the recipe can be set too: --section.key VALUE (--train.learning_rate 1e-4). {words}"
     parser.add_argument("--config", type=user_path, help="the recipe (YAML)")
@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(arguments: argparse.Namespace, unknown: list[str]) -> Recipe:
-    """The recipe with the command line's overrides; a head kind or method given there drops the trees."""
+    """The recipe with the command line's overrides; if they change the head's kind or method, its tree is dropped."""
     keys = {"run": "run", "target": "target.path", "dtype": "target.dtype", "device_map": "target.device_map"}
     flags = {key: getattr(arguments, flag, None) for flag, key in keys.items()}
     overrides = [*pairs_of(unknown), *(f"{key}={value}" for key, value in flags.items() if value is not None)]

@@ -35,14 +35,14 @@ OWNERS = {command: package for package, command, *_ in map(str.split, COMMANDS.s
 
 @exit_codes()
 def main() -> int:
-    """Hands the words to the command's own main; --help lists the commands."""
+    """Runs the main of the command's package; --help lists the commands."""
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command not in OWNERS:
         if not command.startswith("-"):
             close = difflib.get_close_matches(command, OWNERS, n=1)
             print(f"error: {command}: no command{f'; did you mean {close[0]!r}?' if close else ''}", file=sys.stderr)
             return 2
-        print("usage: aerie COMMAND [OPTION ...]; aerie COMMAND --help tells a command's options\n")
+        print("usage: aerie COMMAND [OPTION ...]; aerie COMMAND --help shows a command's options\n")
         print("\n".join(f"  {line[8:]}" for line in COMMANDS.splitlines()))
         return 0 if command in ("-h", "--help") else 2
     if command == "train":
