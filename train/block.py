@@ -18,7 +18,7 @@ from aerie.train.objectives import Objective, StepOutput
 
 
 class BlockObjective(Objective):
-    """place_decay ** (k - 1) times place k's law and label loss, over all supervised places (DFlash, arXiv 2602.06036).
+    """Place k's law and label loss times place_decay ** (k - 1), divided by all supervised places (arXiv 2602.06036).
 
     A block at anchor a drafts t_{a+1}, t_{a+2}, ...; place k is supervised where t_a and t_{a+k} are of one turn.
     """
@@ -34,11 +34,11 @@ class BlockObjective(Objective):
         head.gradient_checkpointing = settings.gradient_checkpointing
 
     def blocks(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Anchors [B, A], zero behind a row's last, and supervised places [B, A, K] bool, on the host.
+        """Anchors [B, A], with zeros after a row's last, and supervised places [B, A, K] bool, on the host.
 
-        They are drawn by the rows' seeds, as many as `train.anchors`; without seeds (evaluation) they stand evenly.
+        Rows' seeds draw at most `train.anchors` per row; without seeds (evaluation) the anchors are evenly spread.
         """
-        # Each process draws its own rows' blocks, and a run that goes on draws those that it would have drawn.
+        # A row's blocks depend on its seed alone: not on the process that draws them, nor on a restart.
         drawn, limit = [], self.settings.anchors
         for row, slots in enumerate(batch.supervised()):  # slot p: t_{p+1} and t_{p+2} are of one turn
             found = slots.nonzero()[:, 0] + 1
@@ -49,7 +49,7 @@ class BlockObjective(Objective):
                 seeded = torch.Generator().manual_seed(batch.seeds[row])
                 chosen = torch.randperm(len(found), generator=seeded)[:count].sort().values
             drawn.append(found[chosen])
-        # One more row of one: a process without any supervised token still calls the head.
+        # The extra row, cut off again, makes A >= 1: a process without supervised tokens still calls the head.
         anchors = pad_sequence([*drawn, torch.zeros(1, dtype=torch.long)], batch_first=True)[:-1]
         places = anchors[..., None] + 1 + torch.arange(len(self.places))  # [B, A, K]
         turns = F.pad(batch.turns, (0, len(self.places)))
@@ -70,8 +70,8 @@ class BlockObjective(Objective):
         return StepOutput(terms, {**metrics, **{f"alpha_at_{k + 1}": (alpha[k], counts[k]) for k in self.places}})
 
     def _drafted(self, batch: Batch) -> tuple[list[Tensor], Tensor, tuple[Any, ...]]:
-        """Which blocks [S_k] each place is supervised in, all of them [B, A, K], and what by_target_state takes: the
-        target's states, which of them each slot asks for, and per place outputs, tokens before and own tokens."""
+        """(each place's blocks [S_k] that supervise it; supervised places [B, A, K]; arguments of by_target_state: the
+        target's states, which of them each slot asks for, and per place outputs, previous tokens and own tokens)."""
         (anchors, asked), device = self.blocks(batch), batch.input_ids.device
         known = anchors.to(device, non_blocking=True)
         tokens = batch.input_ids.gather(1, known)
@@ -84,7 +84,7 @@ class BlockObjective(Objective):
         needed, laws = torch.cat(before).unique(return_inverse=True)
         moved = [[x.to(device, non_blocking=True) for x in some] for some in (which, before, [needed])]
         ids, sizes = batch.input_ids, [len(blocks) for blocks in which]
-        n = self.head.config.markov_order  # a text's first token stands before it, too
+        n = self.head.config.markov_order  # the first token also fills the places before it
         ends = torch.cat([ids[:, :1].expand(-1, n - 1), ids], dim=1).unfold(1, n, 1).flatten(0, 1)  # [B * T, n]
         columns = [[outputs[blocks, k] for k, blocks in enumerate(moved[0])]]
         columns += [[ends[at] for at in moved[1]], [ids.flatten()[at + 1] for at in moved[1]]]
@@ -117,7 +117,7 @@ class BlockObjective(Objective):
         return tuple(torch.stack([part.sum() for part in column]) for column in columns)
 
     def measure(self, batch: Batch) -> SumsAndCounts:
-        """Of greedy chains from the anchors, whose places are given the text's own tokens."""
+        """Sums for greedy chains from the anchors; each place is given the text's own previous tokens."""
         which, asked, (states, laws, outputs, before, _) = self._drafted(batch)
         choices = likeliest(self.target.logits, states, self.chunk)
         hits = torch.zeros(asked.shape[:2].numel(), self.settings.eval_depths)

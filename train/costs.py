@@ -1,4 +1,4 @@
-"""What a training takes, by formulas: floating-point operations, hours and memory (`train --plan`)."""
+"""Formulas for what a training takes: floating-point operations, hours and memory (`train --plan`)."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ import numpy as np
 from aerie.train.launch import turned
 from aerie.train.objectives import Objective
 
-# Dense bf16 operations a second of an H100 and an H200 (SXM; NVIDIA's data sheets), and the share of them that good
-# training reaches: model FLOPs utilisation, in which what is computed again takes time but is no work.
+# Dense bf16 operations per second of an H100 and an H200 (SXM; NVIDIA's data sheets), and the share that good training
+# reaches (model FLOPs utilisation: recomputation takes time, but does not count as work).
 PEAK, MFU = 989e12, 0.4
 GPUS = {"H100": 80e9, "H200": 141e9}  # bytes of memory
 
 
 @dataclass(frozen=True)
 class Load:
-    """What some rows ask of a training."""
+    """The counts of some rows that decide what training on them costs."""
 
     tokens: int
     pairs: int  # of a query and a key in one row, causal or not, as torch's FlopCounterMode counts them
@@ -26,7 +26,7 @@ class Load:
 
     @classmethod
     def of_rows(cls, rows: Iterable[tuple[Any, Any]], num_steps: int) -> "Load":
-        """Of each row's (input_ids, turns)."""
+        """The load of rows, each (input_ids, turns)."""
         tokens, pairs, count, slots = 0, 0, 0, np.zeros(num_steps, dtype=np.int64)
         for count, (ids, turns) in enumerate(rows, start=1):  # noqa: B007
             tokens, pairs = tokens + len(ids), pairs + len(ids) ** 2
@@ -36,9 +36,9 @@ class Load:
 
 
 def operations(objective: Objective, load: Load, trunk: Any = None) -> dict[str, float]:
-    """Of the head's layers, of the laws (LM heads) and of the target's forward, where features are online (trunk).
+    """Operations of the head's layers, the laws (LM heads) and, with online features (trunk), the target's forward.
 
-    A row of a matrix product takes 2 operations a weight, and 4 more in the backward pass.
+    A row of a matrix product takes 2 operations per weight, and 4 more in the backward pass.
     """
     head, settings, sizes = objective.head, objective.settings, objective.head.config
     matrices = {name: each.numel() for name, each in head.named_parameters() if each.ndim == 2 and "embed" not in name}
@@ -56,13 +56,13 @@ def operations(objective: Objective, load: Load, trunk: Any = None) -> dict[str,
     match settings.kind:
         case "eagle1":
             work, laws = body * load.tokens, laws + 4 * shared * first
-        case "eagle3":  # fc, keys and values of all tokens, all else where it is supervised
+        case "eagle3":  # fc, keys and values of all tokens, the rest of supervised slots
             attention *= settings.unroll_steps
             work = fc * load.tokens + keys * (load.tokens - first) + (body - fc) * count
             laws += (6 if head.lm_head.weight.requires_grad else 4) * own * count
         case "medusa" | "hydra":
             work, laws = body * first, laws + (6 * own or 4 * shared * sizes.num_heads) * first
-        case "block":  # fc, keys and values of all tokens; all else, attention's products too, of the blocks' rows
+        case "block":  # fc, keys and values of all tokens; the rest, with attention's products, of the blocks' rows
             blocks = min(first, load.rows * settings.anchors)
             products = 2 * sizes.num_hidden_layers * width * (load.tokens // load.rows)
             attention, rows = 0, blocks * sizes.block_size
@@ -80,9 +80,9 @@ def operations(objective: Objective, load: Load, trunk: Any = None) -> dict[str,
 
 
 def optimizer_operations(objective: Objective) -> float:
-    """Of one step of Muon in one process, whatever the batch: five rounds of Newton-Schulz (arXiv 2502.16982, eq. 2).
+    """Operations of a Muon step in one process, for any batch: five rounds of Newton-Schulz (arXiv 2502.16982, eq. 2).
 
-    For X [n, m] with n <= m a round makes A = X X^T, A A and their sum times X.
+    A round for X [n, m] with n <= m computes A = X X^T, A A, and their sum times X.
     """
     if objective.settings.optimizer.kind != "muon":
         return 0.0
@@ -91,7 +91,7 @@ def optimizer_operations(objective: Objective) -> float:
 
 
 def memory(objective: Objective, tokens: int, itemsize: int, trunk: Any = None) -> dict[str, int]:
-    """Peak bytes on a GPU without ZeRO, by part; tokens: of the largest step, itemsize: of an activation."""
+    """Peak bytes of each part on a GPU without ZeRO; tokens: of the largest batch; itemsize: of an activation."""
     head, settings, target, sizes = objective.head, objective.settings, objective.target, objective.head.config
     whole = [*head.parameters(), *head.buffers()]
     trained = [(name, each) for name, each in head.named_parameters() if each.requires_grad]
@@ -99,7 +99,7 @@ def memory(objective: Objective, tokens: int, itemsize: int, trunk: Any = None) 
     shared = {} if target is None else {x.data_ptr(): x.nbytes for x in (target.embedding, target.lm_head)}
     precision = 4 if target is None else target.lm_head.itemsize
     found = {"weights": 4 * count, "gradients": 4 * count, "moments": 8 * count}
-    if settings.optimizer.kind == "muon":  # one moment of what it turns
+    if settings.optimizer.kind == "muon":  # Muon has one moment, AdamW two
         found["moments"] -= 4 * sum(each.numel() for each in turned(head))
     found["frozen"] = sum(each.nbytes for each in whole) - 4 * count + sum(shared.values())
     found["copy that is measured"] = sum(each.numel() * min(precision, each.itemsize) for each in whole)
@@ -113,10 +113,10 @@ def memory(objective: Objective, tokens: int, itemsize: int, trunk: Any = None) 
         kept = sizes.num_hidden_layers * (width + 2 * kv if settings.gradient_checkpointing else layer)
         again = layer if settings.gradient_checkpointing else 0
         slots, chunk = tokens * steps, objective.chunk_on(is_gpu=True)
-        if settings.kind == "block":  # beside its blocks' rows the text's own: fc, keys and values
+        if settings.kind == "block":  # not only its blocks' rows: fc, keys and values of the text
             slots = min(tokens, settings.batch_size * settings.anchors) * sizes.block_size
             ends += tokens * (5 * width + 2 * kv * sizes.num_hidden_layers) // slots
-            chunk = chunk * max(1, slots // tokens) // sizes.block_size  # of states, which some slots share
+            chunk = chunk * max(1, slots // tokens) // sizes.block_size  # it counts states, which slots share
         found["activations"] = itemsize * (slots * (kept + ends) + tokens * again)
         # In float32: logits, both laws, what the loss makes of them, and gradients.
         columns = 4 * sizes.draft_vocab_size if settings.kind == "eagle3" else 6 * sizes.vocab_size

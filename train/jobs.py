@@ -45,7 +45,7 @@ class Rows:
     lengths: Sequence[int]  # of the training rows, in tokens
     tokens: Callable[[], Iterable[tuple[Any, Any]]]  # (input_ids, turns) of the training rows
     origin: dict[str, Any]  # "rows": a digest of the training rows' ids
-    pools: ShardPools | None = None  # None: one, the whole cache
+    pools: ShardPools | None = None  # None: one pool, the whole cache
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Job:
     metrics: Path
     save: Callable[..., None]  # (head with whole weights, directory, **facts)
     features: Callable[[Batch], Batch] | None = None  # adds the target's states; None: cached
-    target: targets.Target | None = None  # where it is loaded whole
-    trunk: Any = None  # in a plan: the target's model without weights, where it would be loaded whole
+    target: targets.Target | None = None  # if it is loaded whole
+    trunk: Any = None  # in a plan: the target's model without weights, if training would load it
     overwrite: bool = False
 
     def order(self, world: int) -> tuple[Order, int]:
@@ -74,7 +74,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
     """The recipe's job. A plan loads no more of the target than its embedding and LM head."""
     section, paths = recipe.head, recipe.paths
     settings: Any = recipe.train
-    # Accelerate leaves trackers that are not installed out in silence.
+    # Accelerate silently leaves out trackers that are not installed.
     if missing := set(settings.trackers) - set(map(str, get_available_trackers())):
         raise UserError(f"train.trackers: {min(missing)} is not installed; run: pip install {min(missing)}")
     if {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
@@ -83,7 +83,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
     tokenizer = targets.load_tokenizer(recipe.target)
     end_ids = targets.target_end_ids(recipe.target, tokenizer)
     is_online = needs_target(recipe) and not reads_cache(recipe)
-    # Cached features need the embedding and the LM head alone: 2 GB instead of 140 for a 70B target.
+    # With cached features, only the embedding and the LM head are loaded: 2 GB instead of 140 for a 70B target.
     measures = bool(getattr(settings, "measure_prompts", False))
     whole = _whole_target(recipe, is_plan) if is_online or measures else None
     text_config: Any = None
@@ -143,7 +143,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
 def _completed(
     recipe: Recipe, tokenizer: Any, end_ids: set[int], text: Any, vocab: VocabWeights, positions: int
 ) -> tuple[Any, VocabWeights]:
-    """The section `head` of a new one with what its target decides, and the weights that it begins with."""
+    """A new head's section with the values that its target decides, and the weights from which the head starts."""
     section: Any = recipe.head
     if getattr(section, "norm_init", None) == "target":
         vocab = replace(vocab, final_norm=targets.final_norm(recipe.target))
@@ -162,7 +162,7 @@ def _whole_target(recipe: Recipe, is_plan: bool) -> targets.Target | None:
 
 
 def _num_drafted(recipe: Recipe) -> int:
-    """Positions that a head needs beyond the last token; Medusa and Hydra heads have none there."""
+    """Positions that a head needs after the last token; 0 for Medusa and Hydra heads and draft LMs."""
     if isinstance(recipe.head, MedusaSection | HydraSection | DraftLMSection) or recipe.tree is None:
         return 0
     rows = getattr(recipe.train, "unroll_steps", getattr(recipe.head, "block_size", 0))

@@ -41,20 +41,20 @@ def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
     is_cpu_process = "LOCAL_RANK" in os.environ and not torch.cuda.is_available()
     uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     if is_cpu_process and uses_deepspeed:
-        # Spares CPUs the build (70 s) of a shared-memory op; gloo serves as well.
+        # On CPUs, skip the build (70 s) of a shared-memory op: gloo serves as well.
         import deepspeed.ops
 
         getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
     if has_gpu := torch.cuda.is_available():
-        torch.set_float32_matmul_precision("high")  # TF32 where bf16 does not come
+        torch.set_float32_matmul_precision("high")  # TF32 for products that are not in bf16
     accelerator = Accelerator(
         mixed_precision=os.environ.get("ACCELERATE_MIXED_PRECISION", "bf16" if has_gpu else "no"),
-        # Else processes of torchrun on CPUs find each other and keep their gradients apart.
+        # Otherwise torchrun's processes on CPUs connect, but do not average their gradients.
         cpu=is_cpu_process and not uses_deepspeed,
         gradient_accumulation_steps=config.accumulation,
         log_with=list(config.trackers) or None,
         project_dir=str(directory),
-        # Without gloo DeepSpeed on CPUs believes in one process; on a GPU it would take NCCL's place.
+        # Without gloo, DeepSpeed on CPUs sees only one process; on a GPU, gloo would replace NCCL.
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if is_cpu_process else [],
     )
     if has_gpu and accelerator.mixed_precision == "no" and rank() == 0:
@@ -67,13 +67,13 @@ def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
     if isinstance(config.optimizer, MuonSection):
         zero = plugin.deepspeed_config["zero_optimization"] if plugin else {}
         is_offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
-        # In float16 the gradients have a scale that changes, and Muon's momentum would mix them.
+        # In float16 the scale of gradients changes, and Muon's momentum would mix different scales.
         if accelerator.mixed_precision == "fp16" or is_offloaded or zero.get("stage") == 0:
             what = "muon trains in float32 or bf16 and, under DeepSpeed, with ZeRO 1 to 3 without offload"
             raise UserError(f"train.optimizer: {what}; use configs/accelerate/zero2.yaml, or adamw")
-        zero["reduce_scatter"] = zero.get("stage") != 3  # there DeepSpeed's Muon refuses it
+        zero["reduce_scatter"] = zero.get("stage") != 3  # in stage 3 DeepSpeed's Muon refuses it
     if plugin is not None:
-        # Two processes waited for each other for ever in the first step.
+        # Both together: two processes waited for each other forever in the first step.
         if getattr(config, "compile", False) and plugin.zero_stage == 3:
             fix = "use configs/accelerate/zero2.yaml, or leave it out"
             raise UserError(f"train.compile: ZeRO-3 gathers weights inside of what would be compiled; {fix}")
@@ -86,7 +86,7 @@ def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
 
 
 def check_compiler() -> None:
-    """UserError where torch.compile does not work, as without a C++ compiler; else the first step would say so."""
+    """UserError if torch.compile does not work, as without a C++ compiler; otherwise only the first step would fail."""
     device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     try:
         torch.compile(torch.sin)(torch.ones(2, device=device))
@@ -107,7 +107,7 @@ def engine_and_machine(accelerator: Accelerator) -> tuple[str, str]:
 
 
 def load_state(accelerator: Accelerator, folder: Path) -> None:
-    """Loads a save, of which DeepSpeed would load any pickle; here tensors, plain values and these classes alone."""
+    """Loads a save, but only tensors, plain values and the classes below; DeepSpeed itself would load any pickle."""
     classes: list[Any] = []
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
@@ -124,7 +124,7 @@ def load_state(accelerator: Accelerator, folder: Path) -> None:
 
 
 class Muon(torch.optim.Muon):
-    """torch's, whose rounds are in float32 on a CPU: one without bf16 units takes many times as long in bf16."""
+    """torch's Muon with its rounds in float32 on CPUs: a CPU without bf16 units is many times slower in bf16."""
 
     def step(self, closure: Any = None) -> Any:
         is_cpu = self.param_groups[0]["params"][0].device.type == "cpu"
@@ -138,7 +138,7 @@ class _KeptInFloat32(TorchFunctionMode):
 
 
 def zero_muon(matrices: dict[str, Any], adamw: torch.optim.AdamW) -> torch.optim.Optimizer:
-    """DeepSpeed's Muon for the group of matrices, with AdamW for its own groups: one optimiser, as ZeRO wants it."""
+    """One optimiser, as ZeRO requires: DeepSpeed's Muon for the group of matrices, AdamW for its own groups."""
     from deepspeed.runtime.zero.muon import original_muon
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
@@ -152,16 +152,16 @@ def zero_muon(matrices: dict[str, Any], adamw: torch.optim.AdamW) -> torch.optim
 
 
 def turned(module: nn.Module) -> list[nn.Parameter]:
-    """The matrices that Muon turns: an embedding or LM head, which has a row for each token, takes no part."""
+    """The matrices that Muon trains: all but embeddings and LM heads, which have a row per token."""
     tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding | LMHead)}
     named = [(name, each) for name, each in module.named_parameters() if each.requires_grad and id(each) not in tables]
     return [each for name, each in named if each.ndim == 2 and "embed" not in name and "lm_head" not in name]
 
 
 def clip_before_muon(zero: Any, clip_norm: float) -> None:
-    """Has ZeRO's optimiser clip gradients, where DeepSpeed clips the steps that its Muon makes of them.
+    """Makes ZeRO's optimiser clip the gradients; DeepSpeed would clip the updates that Muon computes from them.
 
-    Those have a norm of their own, far above clip_norm, and would be cut in every step.
+    The norm of such updates is always far above clip_norm, so every step would be cut.
     """
     from deepspeed.runtime.utils import combine_grad_norm_groups
 
@@ -177,7 +177,7 @@ def clip_before_muon(zero: Any, clip_norm: float) -> None:
         if is_stage_3:
             gradients, norm = zero.averaged_gradients, combine_grad_norm_groups(zero._get_norm_groups())
         else:
-            # Partitioned without Muon for their norm, then with it.
+            # Partition them without Muon to get their norm, then with Muon.
             gradients = dict(zero.all_grad_tensors)
             matrices = [p for group in zero.bit16_groups for p in group if getattr(p, "use_muon", False)]
             for parameter in matrices:
@@ -206,16 +206,16 @@ def all_reduce(values: Tensor) -> Tensor:
 
 
 def raise_together(error: UserError | None, num_errors: float, device: torch.device) -> None:
-    """Where all_reduce has counted an error every process raises, its own or one about another's."""
+    """If all_reduce has counted any error, every process raises: its own error, or one about another process's."""
     if num_errors:
-        # Who leaves first closes the connections, so all must come this far.
+        # The first process that leaves closes the connections, so all must get here first.
         with suppress(RuntimeError):
             all_reduce(torch.zeros(1, device=device))
         raise error or UserError("train: another process failed; the line that it printed says why")
 
 
 def full_weights(accelerator: Accelerator, prepared: nn.Module) -> dict[str, Tensor]:
-    """Every parameter whole on every process's CPU; a collective, as ZeRO gathers each in turn."""
+    """Every parameter, unsharded, on every process's CPU. All processes must call it: ZeRO gathers one by one."""
     parameters = dict(accelerator.unwrap_model(prepared).named_parameters())
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}
@@ -226,6 +226,6 @@ def full_weights(accelerator: Accelerator, prepared: nn.Module) -> dict[str, Ten
     for name, parameter in parameters.items():
         # DeepSpeed keeps float32 masters beside bf16 parameters, but none of frozen ones.
         master = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
-        with GatheredParameters([parameter], enabled=master is None):  # does nothing but under ZeRO-3
+        with GatheredParameters([parameter], enabled=master is None):  # matters only under ZeRO-3
             weights[name] = (parameter.detach() if master is None else master.detach().float()).cpu().clone()
     return weights

@@ -1,4 +1,4 @@
-"""A small LM: cross-entropy alone, or with a target's laws (a draft LM), also on tokens of its own."""
+"""Trains a small LM by cross-entropy alone, or also by a target's laws (a draft LM), even on tokens of its own."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -24,7 +24,7 @@ KEY = 7001  # tells the draws of on-policy rows from others of the same (seed, e
 
 
 class LMObjective(Objective):
-    """Where one vocabulary is padded the logits are cut to the common tokens before the softmax, as in drafting."""
+    """If a vocabulary is padded, the softmax is over the tokens that both have, as in drafting."""
 
     def __init__(self, head: Any, target: VocabWeights | None, settings: DraftLMTrain) -> None:
         super().__init__(head, target, settings)
@@ -59,10 +59,10 @@ class LMObjective(Objective):
         return StepOutput({name: named.pop(name) for name in self.weights}, named)
 
     def _sums(self, states: Tensor, tokens: Tensor, known: Tensor, goals: Tensor | None = None) -> Totals:
-        """Of S slots: the LM's states [S, D], tokens, whether they are learnt, the target's states [S, Dt]."""
+        """Sums over S slots: the LM's states [S, D], tokens, whether to learn them, the target's states [S, Dt]."""
         log_q = self.logits(states).float().log_softmax(-1)  # [S, num_columns]
         drafted = log_q.detach().argmax(-1)
-        # A token without a column cannot be learnt; the law there still is.
+        # A token without a column cannot be learnt; the law at its slot still is.
         told = log_q.gather(1, tokens.clamp(max=self.num_columns - 1)[:, None])[:, 0]  # [S]
         token_loss, correct = -(told * known).sum(), ((drafted == tokens) & known).sum()
         if self.target is None or goals is None or self.settings.distill is None:
@@ -73,9 +73,9 @@ class LMObjective(Objective):
             return token_loss, law_loss, correct, losses.acceptance(log_q, law.whole).sum(), (drafted == choice).sum()
 
     def states(self, input_ids: Tensor) -> Tensor:
-        """[B, T-1, D], which predict the tokens after the first."""
-        # A token of the target's padding is read as the LM's last one. Rows are padded on the right, where causal
-        # attention never looks: no mask.
+        """States [B, T-1, D] that predict the tokens after the first."""
+        # An id from the target's padding is read as the LM's last token. Rows are padded on the right, where causal
+        # attention never looks, so no mask is needed.
         given = input_ids[:, :-1].clamp(max=self.num_rows - 1)
         return cast(Tensor, self.head.get_decoder()(input_ids=given, use_cache=False).last_hidden_state)
 
@@ -87,7 +87,7 @@ class LMObjective(Objective):
     def measure(self, batch: Batch) -> SumsAndCounts:
         if self.target is None:
             return self(batch).sums()
-        # Along the conversation's own tokens depth k is depth one k tokens on: one forward answers for all depths.
+        # On the conversation's own tokens, a deeper draft is the first draft some tokens later: one forward has all.
         chunk, depths = self.chunk, self.settings.eval_depths
         own, choose = (partial(likeliest, logits, chunk=chunk) for logits in (self.logits, self.target.logits))
         tokens = chosen_after(batch, self.states(batch.input_ids), own)  # [B, T]
@@ -136,7 +136,7 @@ def save_causal_lm(tokenizer: Any, lm: Any, directory: Path, **_: Any) -> None:
 
 
 def marked(batch: Batch, settings: DraftLMTrain, epoch: int) -> Batch:
-    """The batch with `redrawn` and `seeds`, and no turns behind what is redrawn; of (seed, epoch, row) alone."""
+    """The batch with `redrawn` and `seeds`, and no turns after redrawn tokens; depends on (seed, epoch, row) alone."""
     redrawn, turns, seeds = torch.zeros_like(batch.turns, dtype=torch.bool), batch.turns.clone(), []  # [B, T] each
     for place, row in enumerate(batch.rows):
         generator = keyed_generator(KEY, settings.seed, epoch, row)
@@ -155,7 +155,7 @@ def marked(batch: Batch, settings: DraftLMTrain, epoch: int) -> Batch:
 
 @torch.no_grad()
 def redrawn(batch: Batch, lm: Any, num_columns: int, end_ids: Collection[int]) -> Batch:
-    """The marked tokens drawn from the LM at temperature 1, without end_ids, of num_columns common tokens."""
+    """The batch with its marked tokens drawn from the LM at temperature 1: num_columns common tokens but end_ids."""
     if any(hasattr(parameter, "ds_id") for parameter in lm.parameters()):
         raise UserError("train.on_policy: ZeRO-3 keeps no whole draft LM; use configs/accelerate/zero2.yaml")
     if batch.redrawn is None or batch.seeds is None or not bool(batch.redrawn.any()):
@@ -164,7 +164,7 @@ def redrawn(batch: Batch, lm: Any, num_columns: int, end_ids: Collection[int]) -
     barred = sorted(token for token in end_ids if token < num_columns)
     lm.eval()  # gradient checkpointing would switch the cache off
     for tokens, wanted, seed in zip(ids, batch.redrawn, batch.seeds, strict=True):
-        # A generator per row: neighbours and restarts cannot move what is drawn.
+        # A generator per row: neither neighbours nor restarts change what is drawn.
         generator, ahead, cache = torch.Generator(ids.device).manual_seed(seed), None, None
         for place in wanted.nonzero()[:, 0].tolist():
             ahead = tokens[None, :place].clamp(max=rows - 1) if ahead is None else ahead

@@ -36,7 +36,7 @@ METER = "meter-{}.pt"  # each process's sums since the last log line
 def build_optimizers(
     module: nn.Module, config: TrainConfig, join: Callable[..., torch.optim.Optimizer] | None = None
 ) -> list[torch.optim.Optimizer]:
-    """AdamW, after Muon where the recipe names it; join makes one of both."""
+    """[AdamW], or [Muon, AdamW] if the recipe names Muon; join makes one optimiser of both."""
     muon = config.optimizer if isinstance(config.optimizer, MuonSection) else None
     matrices = launch.turned(module) if muon else []
     others = [p for p in module.parameters() if p.requires_grad and not any(p is each for each in matrices)]
@@ -53,7 +53,7 @@ def build_optimizers(
 
 
 def learning_rate(step: int, total_steps: int, config: TrainConfig, is_muon: bool = False) -> float:
-    """AdamW's or Muon's rate of optimiser step 0, 1, ..."""
+    """The learning rate of AdamW or Muon in optimiser step 0, 1, ..."""
     top = config.learning_rate
     if is_muon and isinstance(config.optimizer, MuonSection):
         top = config.optimizer.matrix_rate
@@ -95,18 +95,18 @@ def shown(values: dict[str, float]) -> list[str]:
 
 
 class MetricsFile:
-    """metrics.jsonl, to which all trainings of a run write; one that goes on forgets its lines after from_step."""
+    """metrics.jsonl, shared by all trainings of a run; one that goes on first removes its lines after from_step."""
 
     def __init__(self, path: Path, kind: str, from_step: int) -> None:
         self.path = path
-        self.reached = 0  # the last step of that kind that had a line
+        self.reached = 0  # the last step of this kind with a line
         with self._turn():
             lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
             kept = []
             for line in lines:
                 try:
                     record = json.loads(line)
-                except ValueError:  # a kill has cut it off
+                except ValueError:  # cut off by a kill
                     continue
                 step = int(record.get("step", 0)) if record.get("kind") == kind else 0
                 self.reached = max(self.reached, step)
@@ -134,7 +134,7 @@ class Loop:
         self.device, self.rank, self.world = accelerator.device, accelerator.process_index, accelerator.num_processes
         config, rows, objective = self.config, job.rows, job.objective
         self.order, self.total = job.order(self.world)
-        # The twin is never sharded; its weights are measured and saved.
+        # The twin is a copy that is never sharded: it is what we measure and save.
         dtype = torch.float32 if objective.target is None else objective.target.lm_head.dtype
         twin: Objective = type(objective)(copy.deepcopy(objective.head), objective.target, config)
         self.twin = twin.to(self.device, dtype).eval()
@@ -153,12 +153,12 @@ class Loop:
         made_of = {**made_of, "rows": rows.origin["rows"]}
         self.progress = self._going_on(resume.Progress(made_of, self.world, *launch.engine_and_machine(accelerator)))
         self.file = MetricsFile(job.metrics, job.kind, self.progress.step) if self.rank == 0 else None
-        # A run that goes on has the same id; tensorboard purges what came after the save, wandb leaves it out.
+        # A run that goes on keeps its id; of steps after the save tensorboard drops the old, wandb the new values.
         if accelerator.log_with:
             name, number = f"{job.metrics.parent.resolve().name}-{job.kind}", self.progress.run_id
             options: dict[str, Any] = {"tensorboard": {"purge_step": self.progress.step + 1}}
             options["wandb"] = {"id": f"{job.kind}-{number}", "name": name, "resume": "allow"}
-            options["trackio"] = {"name": f"{name}-{number}", "resume": "allow"}  # its name is its id
+            options["trackio"] = {"name": f"{name}-{number}", "resume": "allow"}  # its id is the name
             from pandas import json_normalize
 
             flat = json_normalize(self.progress.made_of).to_dict("records")[0]
@@ -168,10 +168,10 @@ class Loop:
         self._grad_norm: Any = 0.0
         self._is_timed, self._said_at = False, -math.inf
         self._since = time.monotonic() - self.progress.seconds
-        self._saved_at = self.progress.step  # or begun, with nothing to save
+        self._saved_at = self.progress.step  # or started there, with nothing to save
 
     def _going_on(self, fresh: resume.Progress) -> resume.Progress:
-        """Loads the save to go on from; its best weights are the output again."""
+        """Loads the save to go on from, and makes its best weights the output again."""
         answer: list[Any] = [None]
         try:
             answer = [resume.find(self.job.state, fresh, self.job.overwrite)] if self.rank == 0 else answer
@@ -190,7 +190,7 @@ class Loop:
             if folder is None:
                 resume.clear(self.job.state)
             else:
-                # Later weights are measured again, so the output goes back, too.
+                # Later weights will be measured again, so the output goes back as well.
                 if progress.best_step:
                     resume.publish(folder / "best", self.job.output)
                 print(f"going on from step {progress.step:,} of {self.total:,} ({folder})", flush=True)
@@ -198,7 +198,7 @@ class Loop:
         return cast(resume.Progress, progress)
 
     def run(self, stop: resume.StopRequest) -> str:
-        """How the sitting ended: finished, budget, interrupted or requeue."""
+        """Trains, and returns how the sitting ended: finished, budget, interrupted or requeue."""
         config, accelerator, start, ending = self.config, self.accelerator, self.progress.step, "finished"
         steps = range(start, self.total)
         stop.is_stepping = True
@@ -213,14 +213,14 @@ class Loop:
                     ending = asked
                     break
                 self._set_rates(step)
-                # Accelerate and DeepSpeed divide by the accumulation and average over processes: undone here.
+                # Accelerate and DeepSpeed divide by the accumulation and average over processes; this undoes both.
                 scales = {name: self.world * config.accumulation / max(count, 1.0) for name, count in counts.items()}
                 for batch in parts:
                     with accelerator.accumulate(self.module):
                         output = self.module(self._load(batch))
                         accelerator.backward(output.total(self.job.objective.weights, scales))
                         add_sums(self.sums, output.sums())
-                        # Under DeepSpeed this only asks for the norm: its own engine clips.
+                        # Under DeepSpeed this only reads the norm: the engine itself clips.
                         if accelerator.sync_gradients:
                             self._grad_norm = accelerator.clip_grad_norm_(self.module.parameters(), config.clip_norm)
                         for optimizer in self.optimizers:
@@ -242,7 +242,7 @@ class Loop:
                 before = time.monotonic()
             step = self.progress.step
             if ending in resume.CODES:
-                # No log line: its sums are saved, and it comes where it does in an unbroken run.
+                # No log line here: its sums are saved, and it comes at the same step as in an unbroken run.
                 if step != self._saved_at:
                     self._save_state()
                 self.say(f"stopped by a signal after step {step:,}; the same command goes on from there")
@@ -256,7 +256,7 @@ class Loop:
         return ending
 
     def _read(self, step: int) -> tuple[list[Batch], UserError | None]:
-        # An error is returned: every process is told of it before one raises.
+        # Returns an error instead of raising it: first every process has to know of it.
         # Only EAGLE-3's unroll keeps packed conversations apart.
         packed = bool(getattr(self.config, "packing", False))
         try:
@@ -274,8 +274,8 @@ class Loop:
     def _agree(
         self, parts: list[Batch], stop: resume.StopRequest, error: UserError | None
     ) -> tuple[dict[str, float], float, str]:
-        """Counts and tokens of the step over all processes, and the ending that any asks for (a budget: after it)."""
-        # Before the first backward: DeepSpeed steps in the last one, after which nothing can be rescaled.
+        """(counts, tokens, ending) of the step over all processes; any may ask for an ending (a budget: after it)."""
+        # Before the first backward pass: DeepSpeed steps inside the last one, when it is too late to rescale.
         counts = [self.job.objective.counts(batch) for batch in parts]
         budget = self.config.max_seconds
         own = [
@@ -311,7 +311,7 @@ class Loop:
             "epoch": self.order.epoch_of(step - 1),
             "loss": sum(weight * found[name] for name, weight in self.job.objective.weights.items()),
             **found,
-            # Before clipping; DeepSpeed without ZeRO does not tell it.
+            # Before clipping; None under DeepSpeed without ZeRO.
             "grad_norm": None if self._grad_norm is None else float(self._grad_norm),
             "learning_rate": learning_rate(step - 1, self.total, self.config),
             **({"matrix_rate": learning_rate(step - 1, self.total, self.config, is_muon=True)} if is_muon else {}),
@@ -329,7 +329,7 @@ class Loop:
             self.say(f"about {took} for the other {rest:,} steps{ends if left < needed else ''}")
 
     def _record(self, values: dict[str, Any], section: str) -> None:
-        """A line of metrics and trackers."""
+        """Writes a line of metrics, also to trackers; UserError for a value that is not finite."""
         step, best = self.progress.step, self.progress.best_step
         numbers = {name: value for name, value in values.items() if isinstance(value, float)}
         if section != "train" or time.monotonic() - self._said_at >= SAY_SECONDS:
@@ -349,7 +349,7 @@ class Loop:
                 raise UserError(f"{place}; lower train.learning_rate{of_muon} or train.clip_norm")
 
     def _evaluate(self) -> None:
-        """Makes the best weights so far the output."""
+        """Measures the weights, and makes them the output if they are the best so far."""
         weights = launch.full_weights(self.accelerator, self.module)
         with torch.no_grad():
             for name, parameter in self.twin.named_parameters():
@@ -360,7 +360,7 @@ class Loop:
             self.held_out = self._measured(rows)
             score = self.held_out.get("tau", self.held_out.get("predicted_tau", -self.held_out["loss"]))
             self._record({f"held_out_{name}": value for name, value in self.held_out.items()}, "held_out")
-        if score is None or best is None or score > best:  # unmeasured ones are better than those before
+        if score is None or best is None or score > best:  # without a score the latest weights are the best
             self.progress = replace(self.progress, best_score=score, best_step=step)
             if self.rank == 0:
                 fresh = self.job.state / ".best.tmp"
@@ -389,7 +389,7 @@ class Loop:
 
     def _save_state(self) -> None:
         def fill(folder: Path) -> None:
-            # With the sums since the last log line, or that line would be another one.
+            # Also the sums since the last log line, so that the next line stays the same.
             self.accelerator.save_state(str(folder))
             torch.save(self.sums, folder / METER.format(self.rank))
             if self.rank == 0 and self.progress.best_step:

@@ -17,9 +17,9 @@ from aerie.configs.schema.heads import LossName, TrainConfig
 from aerie.model.target import VocabWeights
 from aerie.train.launch import world_size
 
-SumsAndCounts = dict[str, tuple[Tensor, Tensor]]  # by name: the two parts of a mean
+SumsAndCounts = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count) of a mean
 Totals = tuple[Tensor, ...]
-Pieces = Sequence[tuple[Any, ...]]  # a call's arguments for some of the slots each
+Pieces = Sequence[tuple[Any, ...]]  # of each call, its arguments for some of the slots
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class TargetLaw:
     """The target's law over a draft vocabulary: `inside` it, for losses that compare laws; `whole`, for acceptance."""
 
     log_p: Tensor  # [S, Vd], renormalised over the draft vocabulary
-    log_mass: Tensor  # [S], of the draft vocabulary's share of the full law
-    slots: Tensor | None = None  # [n] of the S laws, which steps of an unroll share; None: all
+    log_mass: Tensor  # [S], log of the draft vocabulary's share of the full law
+    slots: Tensor | None = None  # [n], indices into the S laws, which unroll steps share; None: all
 
     @classmethod
     def of_logits(cls, logits: Tensor, log_normaliser: Tensor | None = None) -> "TargetLaw":
-        """From logits [S, Vd] and the log-sum-exp [S] of the full vocabulary (None: that is Vd)."""
+        """From logits [S, Vd] and the log-sum-exp [S] over the full vocabulary (None: over these logits)."""
         log_p = logits.float().log_softmax(-1)
         if log_normaliser is None:
             return cls(log_p, log_p.new_zeros(log_p.shape[:1]))
@@ -44,7 +44,7 @@ class TargetLaw:
 
     @property
     def whole(self) -> Tensor:
-        """log p [S, Vd] as in the full vocabulary: sums to less than one."""
+        """log p [S, Vd] under the law over the full vocabulary; p sums to at most one."""
         laws = self.log_p + self.log_mass[:, None]
         return laws if self.slots is None else laws[self.slots]
 
@@ -73,7 +73,7 @@ def acceptance(log_q: Tensor, log_p: Tensor) -> Tensor:
 
 def lk_hybrid(log_q: Tensor, law: TargetLaw, config: TrainConfig) -> Tensor:
     """[S]: lambda KL(p || q) + (1 - lambda) TV(p, q), lambda = exp(-eta alpha) (LK losses, arXiv 2602.23881)."""
-    # The mix has no gradient. KL is inside the draft vocabulary, alpha and TV are whole.
+    # The mix has no gradient. KL is within the draft vocabulary, alpha and TV are of the full law.
     alpha = acceptance(log_q, law.whole)
     mix = torch.exp(-config.lk_eta * alpha.detach())
     return mix * kl(log_q, law.inside) + (1.0 - mix) * (1.0 - alpha)
@@ -87,7 +87,7 @@ LOSSES: dict[LossName, Callable[[Tensor, TargetLaw, TrainConfig], Tensor]] = {  
     "jsd": jensen_shannon,
     # TV = 1 - alpha (arXiv 2211.17192, lemma 3.3): mass outside the draft vocabulary counts as distance.
     "total_variation": lambda log_q, law, _: 1.0 - acceptance(log_q, law.whole),
-    # LK losses' likelihood form (arXiv 2602.23881): laws without common mass (alpha 0 in float32) pull, too.
+    # LK losses' likelihood form (arXiv 2602.23881): has a gradient even if alpha is 0 in float32.
     "negative_log_alpha": lambda log_q, law, _: -torch.minimum(log_q, law.whole).logsumexp(-1),
     "lk_hybrid": lk_hybrid,
 }
@@ -111,7 +111,7 @@ class LogNormaliser(torch.autograd.Function):
 
 @torch.no_grad()
 def drafted_law(states: Tensor, target: VocabWeights, ids: Tensor, chunk: int = 16384) -> tuple[TargetLaw, Tensor]:
-    """The law of states [S, D] at ascending ids [Vd] (on the host) and the likeliest token [S], by `chunk` columns."""
+    """The law of states [S, D] at ascending ids [Vd] (on the host) and the likeliest tokens [S], in column chunks."""
     drafted = states.new_empty(states.shape[0], len(ids), dtype=torch.float32)  # [S, Vd]
     normaliser = states.new_full(states.shape[:1], float("-inf"), dtype=torch.float32)  # [S]
     best, choice = normaliser.clone(), torch.zeros_like(normaliser, dtype=torch.long)
@@ -124,7 +124,7 @@ def drafted_law(states: Tensor, target: VocabWeights, ids: Tensor, chunk: int = 
             logits = target.logits(states, slice(first, first + chunk)).float()  # [S, chunk]
             normaliser = torch.logaddexp(normaliser, logits.logsumexp(-1))
             highest, place = logits.max(-1)
-            choice = torch.where(highest > best, place + first, choice)  # of equals the first, as argmax has it
+            choice = torch.where(highest > best, place + first, choice)  # the first of equals, as argmax
             best = torch.maximum(highest, best)
             inside = slice(borders[number], borders[number + 1])
             columns = (ids[inside] - first).to(states.device, non_blocking=True)
@@ -135,8 +135,8 @@ def drafted_law(states: Tensor, target: VocabWeights, ids: Tensor, chunk: int = 
 def by_piece(
     totals: Callable[..., Totals], pieces: Pieces, once: Callable[..., tuple[Any, ...]] = lambda *piece: piece
 ) -> Iterator[Totals]:
-    """totals(*once(*piece)) of each piece. The backward pass begins with the last, and makes all other totals again."""
-    # Unchecked: a frozen LM head that ZeRO-3 has released again looks empty, until the backward pass gathers it.
+    """totals(*once(*piece)) of each piece. The backward pass starts with the last and recomputes all other totals."""
+    # No check: a frozen LM head that ZeRO-3 has released looks empty until the backward pass gathers it.
     again = partial(checkpoint, totals, use_reentrant=False, determinism_check="none")
     earlier, last = (starmap(once, some) for some in (pieces[:-1], pieces[-1:]))
     return chain(starmap(again, earlier), starmap(totals, last))
@@ -156,14 +156,14 @@ def _calls(count: int, device: torch.device) -> int:
 
 
 def in_chunks(columns: Sequence[Tensor], chunk: int) -> Pieces:
-    """Columns [S, ...] in pieces of at most `chunk` slots, as many in every process."""
+    """Columns [S, ...] in pieces of at most `chunk` slots; every process gets the same number of pieces."""
     pieces = list(zip(*(column.split(chunk) for column in columns), strict=True))
     missing = _calls(len(pieces), columns[0].device) - len(pieces)
     return pieces + [tuple(column[:0] for column in columns)] * missing
 
 
 def by_target_state(states: Tensor, which: list[Tensor], columns: list[list[Tensor]], at_once: int) -> Pieces:
-    """Pieces with at most `at_once` target states [S0, D], and each head's `which` (on the host) and columns [S_k]."""
+    """Pieces of at most `at_once` target states [S0, D], with each head's slots: `which` (host) and columns [S_k]."""
     groups = _calls(-(-states.shape[0] // at_once), states.device)
     if groups <= 1:
         return [(states, which, *columns)]

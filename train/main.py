@@ -21,7 +21,7 @@ from aerie.configs.schema.recipe import Recipe, add_arguments, load
 from aerie.model.storage import Stage, status_file, working_alone, write_text
 from aerie.train import resume
 
-# Nothing above imports torch: --is-whole answers at once. What follows a decision to train is imported there.
+# Nothing above imports torch, so that --is-whole answers at once; the functions below import the rest.
 if TYPE_CHECKING:
     from aerie.train.jobs import Job
     from aerie.train.loop import Measure
@@ -40,13 +40,13 @@ def main() -> int:
         stage = Stage("train", paths.head(recipe), resume.stage_inputs(recipe))
         is_whole = resume.is_whole(recipe, stage)
     except UserError:
-        if arguments.is_whole:  # a stage before has not written the target, say
+        if arguments.is_whole:  # such as when an earlier stage has not written the target
             return 1
         raise
     if arguments.is_whole:
         return 0 if is_whole else 1
     if is_whole:
-        # A kill may have come between the record and the saves' end.
+        # A kill may have come after the record and before the saves were removed.
         if os.environ.get("RANK", "0") == "0":
             resume.forget_saves(stage.output, state)
             print(f"train {recipe.head.kind}: whole, reused ({stage.output})", flush=True)
@@ -58,7 +58,7 @@ def main() -> int:
 
         launch.be_quiet()
         plan = jobs.plan(recipe, jobs.build(recipe, stage.output, arguments.overwrite, is_plan=True))
-        if "LOCAL_RANK" in os.environ:  # by a launcher, whose processes have to find each other
+        if "LOCAL_RANK" in os.environ:  # a launcher's processes have to connect once
             launch.build_accelerator(recipe.train, recipe.paths.root).end_training()
         if launch.rank() == 0:
             print(plan, flush=True)
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def _train(recipe: Recipe, stage: Stage, overwrite: bool, stop: resume.StopRequest) -> tuple[str, int]:
-    """(state, exit code) of one sitting."""
+    """Trains for one sitting; returns its (state, exit code)."""
     import torch
 
     from aerie.train import jobs, launch
@@ -81,7 +81,7 @@ def _train(recipe: Recipe, stage: Stage, overwrite: bool, stop: resume.StopReque
         torch.set_num_threads(recipe.threads)
     if getattr(recipe.train, "compile", False):
         launch.check_compiler()
-    # Before the Accelerator: under ZeRO-3 what is loaded later comes in shards.
+    # Before the Accelerator: under ZeRO-3, whatever is loaded later is sharded.
     job = jobs.build(recipe, stage.output, overwrite)
     measure = measured_tau(recipe, job) if getattr(recipe.train, "measure_prompts", 0) else None
     accelerator = launch.build_accelerator(recipe.train, recipe.paths.root / "trackers" / job.kind)
@@ -106,7 +106,7 @@ def _train(recipe: Recipe, stage: Stage, overwrite: bool, stop: resume.StopReque
                 limit = f"train.max_seconds {recipe.train.max_seconds:g}"
                 done += f"; stopped by the time budget ({limit}) at step {progress.step:,} of {loop.total:,}"
             print(f"train {recipe.head.kind}: {done}: {stage.output}", flush=True)
-        # Before the process group, whose end could wait for a module that it owns.
+        # Free the module first: the end of the process group could wait for it.
         del loop
         accelerator.free_memory()
         accelerator.end_training()
@@ -114,7 +114,7 @@ def _train(recipe: Recipe, stage: Stage, overwrite: bool, stop: resume.StopReque
 
 
 def measured_tau(recipe: Recipe, job: "Job") -> "Measure":
-    """Greedy decoding of held-out prompts, a share of them in each process."""
+    """A function that decodes held-out prompts greedily, a share in each process, and returns their tau."""
     import torch
 
     from aerie.infer.decode.check import checked_lm
@@ -139,7 +139,7 @@ def measured_tau(recipe: Recipe, job: "Job") -> "Measure":
         raise UserError(f"train.measure_prompts: {shortage}; raise data.held_out or lower train.measure_new_tokens")
 
     def measure(head: Any) -> dict[str, float]:
-        # Drafting is at the LM head of a target that spans several devices.
+        # The head drafts on the target's device; of several devices, on the one of its LM head.
         beside = copy.deepcopy(head).to(target.device)
         decoder = SpeculativeDecoder(target, drafting(DRAFTERS[recipe.head.kind](beside, target), tree))
         totals = torch.zeros(2, dtype=torch.float64)  # new tokens after the first, cycles

@@ -1,6 +1,6 @@
-"""The objectives of draft heads. They return sums, and the loop divides: no cut of a step can move a gradient.
+"""The objectives of draft heads. They return sums and the loop divides, so how a step is cut changes no gradient.
 
-Slot p is given the feature of t_p and the token t_{p+1}; from what a head returns the target would draw t_{p+2}.
+Slot p gets the feature of t_p and the token t_{p+1}; the head's output there predicts t_{p+2}.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -39,7 +39,7 @@ class StepOutput:
 
 
 class Objective(nn.Module):
-    """A module, because ZeRO-3 has an LM head whole only inside the forward of the module that it has wrapped."""
+    """A module, because ZeRO-3 gathers an LM head only inside the forward of the module that it has wrapped."""
 
     head: Any
     target: Any  # VocabWeights; None: a small LM learns from tokens alone
@@ -61,14 +61,14 @@ class Objective(nn.Module):
         return self.chunk_on(next(self.parameters()).is_cuda)
 
     def chunk_on(self, is_gpu: bool) -> int:
-        # about 8 float32 numbers a column: logits, laws, the loss, gradients; a GPU waits for smaller pieces' launches
+        # about 8 float32 numbers a column: logits, laws, the loss, gradients; smaller pieces slow a GPU by launches
         most = 2**32 if is_gpu else 2**30
         sizes = self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
         columns = getattr(sizes, "draft_vocab_size", None) or sizes.vocab_size
         return self.settings.loss_chunk_slots or max(1, most // (32 * columns))
 
     def prepare(self, batch: Batch, epoch: int) -> Batch:
-        """What training adds to a batch, in the prefetching thread."""
+        """The batch with what training adds to it; called in the prefetching thread."""
         # A process without rows must call the module, too; padding adds nothing to the sums.
         if batch.features is None and batch.num_tokens == 0 and self.target is not None:
             embedding, num_taps = self.target.embedding, len(getattr(self.head.config, "after_blocks", ()))
@@ -98,19 +98,19 @@ class Objective(nn.Module):
 
 
 def shifted(x: Tensor, by: int) -> Tensor:
-    """x [B, T] moved left by `by` (right below zero), filled up with zeros."""
+    """x [B, T] moved left by `by` (right if it is negative), filled up with zeros."""
     return F.pad(x, (0, by))[:, by:] if by >= 0 else F.pad(x, (-by, 0))[:, :by]
 
 
 def target_states(batch: Batch, num_steps: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Slots of each step [K, B, T-1], the states [S0, D] after the first step's, and which each asks for [S_k]."""
+    """(slots of each step [K, B, T-1], target states [S0, D] of the first step, each slot's index into them [S_k])."""
     slots = torch.stack([batch.supervised(k)[:, :-1] for k in range(num_steps)])  # [K, B, T-1]
     number = slots[0].flatten().cumsum(0).view_as(slots[0]) - 1  # [B, T-1], into the states
     return slots, batch.features[:, 1:][slots[0]], [shifted(number, k)[asked] for k, asked in enumerate(slots)]
 
 
 def chosen_after(batch: Batch, states: Tensor, choose: Choose) -> Tensor:
-    """Tokens [B, T] after each position that a supervised slot asks for, of states [B, T or T-1, D]; elsewhere 0."""
+    """Chosen tokens [B, T] after each position that a supervised slot asks for; states [B, T or T-1, D]; else 0."""
     asked = shifted(batch.supervised(), -1)  # [B, T]: slot p asks for the law after t_{p+1}
     chosen = torch.zeros_like(batch.input_ids)
     chosen[asked] = choose(states[asked[:, : states.shape[1]]])
@@ -120,7 +120,7 @@ def chosen_after(batch: Batch, states: Tensor, choose: Choose) -> Tensor:
 def chain_sums(batch: Batch, choose: Choose, drafted: Iterable[Tensor], depths: int) -> SumsAndCounts:
     """Predicted tau - 1 (per start sum_k prod_{j<=k} hit_j) and accuracies of greedy chains from every slot.
 
-    choose is the target's; drafted: each depth's tokens [S_k], of the chains that are alive while a turn lasts.
+    choose: the target's; drafted: for each depth, tokens [S_k] of the chains whose turn is long enough.
     """
     goals = chosen_after(batch, batch.features, choose)
     alive = torch.stack([batch.supervised(k)[:, :-1] for k in range(depths)])  # [depths, B, T-1]
@@ -133,18 +133,18 @@ def chain_sums(batch: Batch, choose: Choose, drafted: Iterable[Tensor], depths: 
 
 @dataclass(frozen=True)
 class Slots:
-    """Which of the B*T slots an unroll computes: each step only where it is supervised. From the turns, on the host."""
+    """The slots of B*T that an unroll computes, in each step only supervised ones. Made of the turns, on the host."""
 
     supervised: Tensor  # [S]: those with most steps first, so that step k takes the first S_k
     sizes: list[int]  # S_k
-    which: list[Tensor]  # [S_k] each, on the host: whose state after the first step (t_{p+1}) has the law they ask for
-    sequence: Tensor  # [N]: of each document those up to the last supervised one, whose keys the first step needs
+    which: list[Tensor]  # [S_k] each, on the host: slot p + k's place in `supervised`; its target state has the law
+    sequence: Tensor  # [N]: each document's slots up to its last supervised one: the first step needs their keys
     places: Tensor  # [S]: of `supervised` in `sequence`
     documents: tuple[int, ...]  # lengths in `sequence`
 
     @classmethod
     def of_batch(cls, batch: Batch, num_steps: int) -> "Slots":
-        # A turn is unbroken: a slot that learns after step k learns after all before.
+        # A turn has no gaps: a slot that is supervised in step k is so in all steps before.
         steps = torch.stack([batch.supervised(k).flatten() for k in range(num_steps)]).sum(0)  # [B*T]
         sizes = [int((steps > k).sum()) for k in range(num_steps)]
         supervised = steps.argsort(descending=True, stable=True)[: sizes[0]]
@@ -160,27 +160,27 @@ class Slots:
         return cls(supervised, sizes, which, sequence, places, tuple(filter(None, lengths)))
 
     def in_order(self, x: Tensor) -> Tensor:
-        """x [S_k, ...] by slot."""
+        """x [S_k, ...] in the order of slots."""
         return x[self.supervised[: len(x)].argsort()]
 
 
 def unrolled(head: Any, batch: Batch, slots: Slots, x: Tensor, recomputes: bool = False) -> Iterator[Tensor]:
-    """A head's outputs [S_k, D], step by step, from features x [N, D]; recomputes: again in the backward pass."""
+    """Yields a head's outputs [S_k, D] step by step, from features x [N, D]; recomputes: checkpoints each step."""
     ids, limit = batch.input_ids.flatten(), head.config.max_position_embeddings
     positions = batch.positions.flatten().to(ids.device, non_blocking=True)
-    # A slot sees the first step up to itself, and its own pairs of later steps.
+    # A slot attends to the first step up to itself, and to its own keys and values of later steps.
     memories = [UnrollMemory(slots.documents, slots.places, layer is head.blocks[-1]) for layer in head.blocks]
     x, run = x[None], partial(_checkpointed, head) if recomputes else head
     for step, size in enumerate(slots.sizes):
         taken = slots.supervised[:size] if step else slots.sequence
-        # Positions beyond the head's count for nothing; clamped they can be looked up.
+        # Outputs at positions beyond the head's limit are not used; clamping only makes the look-up valid.
         at = (positions[taken] + step).clamp(max=limit - 1)
         x = run(ids[taken + 1 + step][None], x.squeeze(0)[:size][None] if step else x, at[None], memories)  # t_{p+1+k}
         yield x.squeeze(0)
 
 
 def _checkpointed(head: Any, tokens: Tensor, x: Tensor, positions: Tensor, memories: list[UnrollMemory]) -> Tensor:
-    # Copies of the lists: the memories will have grown by the backward pass.
+    # Copies of the lists: by the time of the backward pass the memories have grown.
     before = [(list(memory.keys), list(memory.values)) for memory in memories]
 
     def step(x: Tensor) -> Totals:
@@ -205,7 +205,7 @@ class Eagle1Objective(Objective):
         head.gradient_checkpointing = settings.gradient_checkpointing
 
     def noise(self, batch: Batch, like: Tensor) -> Tensor:
-        """Uniform noise [B, T, D] for features, drawn row by row where they are: no neighbour in the batch moves it."""
+        """Uniform noise [B, T, D] for features, drawn row by row on their device: other rows do not change it."""
         half = self.settings.feature_noise
         noise = torch.zeros(*batch.input_ids.shape, like.shape[-1], device=like.device)
         for row, length, seed in zip(noise, batch.lengths.tolist(), batch.seeds or (), strict=True):
@@ -247,7 +247,7 @@ class Eagle1Objective(Objective):
 
 
 class Eagle3Objective(Objective):
-    """The training-time test (EAGLE-3, arXiv 2503.01840); every step's sum is divided by the slots of the first."""
+    """The training-time test (EAGLE-3, arXiv 2503.01840); every step's loss is divided by the first step's slots."""
 
     def __init__(self, head: Eagle3Head, target: VocabWeights, settings: Eagle3Train) -> None:
         super().__init__(head, target, settings)
@@ -278,9 +278,9 @@ class Eagle3Objective(Objective):
     def _sums(
         self, rows: Tensor, which: list[Tensor], outputs: list[Tensor], laws: Any = None, choices: Any = None
     ) -> Totals:
-        """Sums of loss [K] and hits [K]; of the first step's alpha and choices in the draft vocabulary.
+        """Sums of loss [K], of hits [K], and of the first step's alpha and choices inside the draft vocabulary.
 
-        rows: p^T W, or without laws the states, whose law the backward pass makes again rather than keeps.
+        rows: p^T W, or, without laws, the states: the backward pass then recomputes their law to save memory.
         """
         law: Any = None
         if laws is None:
@@ -299,7 +299,7 @@ class Eagle3Objective(Objective):
         if self.settings.mask_outside_vocabulary:
             loss = loss * inside
         total = torch.stack([part.sum() for part in loss.split(sizes)])
-        # Behind the loss: the backward pass does not make it again.
+        # After the loss, so that the backward pass does not recompute it.
         with torch.no_grad():
             law = law or laws.pop()  # not needed any more
             hits = (vocabulary.target_ids(log_q.argmax(-1)) == choice).split(sizes)
@@ -317,7 +317,7 @@ class Eagle3Objective(Objective):
 
 
 def keyed_dropout(rate: float, seeds: tuple[int, ...], counts: list[int], branch: int, x: Tensor, place: int) -> Tensor:
-    """Dropout on x [S, W], `counts` slots of each row, by masks of the rows' seeds, branch and place alone."""
+    """Dropout on x [S, W] with `counts` slots per row; masks depend on the row's seed, branch and place alone."""
     kept = x.new_empty(x.shape)  # [S, W]
     for part, seed in zip(kept.split(counts), seeds, strict=True):
         keyed = keyed_generator(seed, branch, place).initial_seed()
@@ -326,7 +326,7 @@ def keyed_dropout(rate: float, seeds: tuple[int, ...], counts: list[int], branch
 
 
 class MultiTokenObjective(Objective):
-    """Medusa and Hydra: head_decay ** k times head k's label and law loss (k = 1, 2, ...), by its own slots."""
+    """Medusa and Hydra: head k's label and law loss times head_decay ** k (k = 1, 2, ...), divided by its own slots."""
 
     def __init__(self, head: MedusaHead | HydraHead, target: VocabWeights, settings: MultiTokenTrain) -> None:
         super().__init__(head, target, settings)
@@ -354,7 +354,7 @@ class MultiTokenObjective(Objective):
         return StepOutput(terms, {**accuracies, "alpha": (alpha, counts[0])})
 
     def _outputs(self, batch: Batch, slots: Tensor) -> list[Tensor]:
-        """[S_k, D] of each of H heads, before its LM head."""
+        """Outputs [S_k, D] of each of the H heads, before its LM head."""
         width, outputs, drop, features = slots.shape[-1], [], None, self.features(batch)
         if isinstance(self.head, HydraHead):
             features = self.head.prefix(features, torch.arange(width, device=features.device))
@@ -362,7 +362,7 @@ class MultiTokenObjective(Objective):
             if self.settings.dropout and batch.seeds is not None:
                 drop = partial(keyed_dropout, self.settings.dropout, batch.seeds, asked.sum(1).tolist(), k)
             if isinstance(self.head, HydraHead):
-                # Head k is given the embeddings of the tokens from t_{p+k+1} back to t_{p+1}.
+                # Head k is given the embeddings of the tokens t_{p+1} to t_{p+k+1}.
                 tokens = [shifted(batch.input_ids, 1 + back)[:, :width][asked] for back in range(k + 1)]
                 embeddings = torch.cat([F.embedding(ids, self.target.embedding) for ids in tokens], dim=-1)
                 outputs.append(self.head.state(k, features[asked], embeddings, drop))

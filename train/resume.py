@@ -21,14 +21,14 @@ from aerie.model.hub import head_directory
 from aerie.model.storage import FILE, Manifest, Stage, Whole, digest, sound_record
 
 RECORD = "progress.json"  # a save's manifest
-BEGUN = ".training"  # in an output directory while its training is under way: where the saves are
+BEGUN = ".training"  # marks an output while its training is under way; its text: where the saves are
 LOGGING_ONLY = {"log_every", "save_every", "keep_last", "trackers"}  # of the section train
-# May change between two sittings: it moves no weight, but by rounding, or only the run's end.
+# May change between two sittings: they change weights only by rounding, or only when the run ends.
 FREE = LOGGING_ONLY | {"max_seconds", "loss_chunk_slots", "gradient_checkpointing", "compile"}
 
 
 def state_name(recipe: Recipe) -> str:
-    """A run may hold the small LM that is its target, and one that drafts for it."""
+    """The name of a training's saves; a run may train both a small LM as its target and one that drafts for it."""
     distill = getattr(recipe.train, "distill", None)
     return recipe.head.kind if distill is None else f"{recipe.head.kind}-{distill}"
 
@@ -55,7 +55,7 @@ def stage_inputs(recipe: Recipe) -> dict[str, Any]:
             inputs["features"] = {name: features[name] for name in ("mode", "after_blocks", "dtype")}
     if recipe.head.init_from is not None:
         inputs["init_from"] = storage.digests(head_directory(recipe.head.init_from))
-    # Measured tau, which chooses the weights, is that of this tree.
+    # The measured tau, which chooses the weights, depends on this tree.
     if getattr(recipe.train, "measure_prompts", 0):
         inputs["tree"] = as_dict(recipe.tree)
     return inputs
@@ -74,8 +74,8 @@ def cache_record(recipe: Recipe) -> dict[str, Any]:
 def is_whole(recipe: Recipe, stage: Stage) -> bool:
     if made_of := cache_record(recipe).get("inputs"):
         if digest(made_of["data"]) != digest(as_dict(recipe.data)):
-            return False  # another cache: opening it says so
-        here = [name for name in recipe.data.conversations if Path(name).exists()]  # others: on another machine
+            return False  # of other data: opening the cache says so
+        here = [name for name in recipe.data.conversations if Path(name).exists()]  # the others are on another machine
         if changed := changed_since(made_of, stage.inputs["target"], conversation_inputs(here)):
             features = recipe.paths.features
             raise UserError(f"{features}: made before {changed} changed; rebuild with: {COMMAND} --overwrite")
@@ -153,12 +153,12 @@ def save(
 def clear(directory: Path, keep: Sequence[Path] = ()) -> None:
     storage.remove_temporaries(directory)
     for folder in {*folders(directory)} - {*keep}:
-        # Renamed first: what a kill leaves of it is no save.
+        # Renamed first, so that the rest after a kill is no save.
         storage.remove_tree(folder.rename(folder.with_name(f".{folder.name}.old")))
 
 
 def publish(source: Path, output: Path) -> None:
-    """Copies file by file, each whole or as before, the weights first."""
+    """Copies source's files to output, the weights first; a kill leaves each file old or new, never half."""
     files = sorted(path for path in source.rglob("[!.]*") if path.is_file())
     for path in sorted(files, key=lambda path: ".safetensors" not in path.suffixes):
         storage.write_atomically(output / path.relative_to(source), partial(shutil.copyfile, path))
@@ -186,20 +186,20 @@ def begin_output(output: Path, state: Path) -> None:
 
 
 def forget_saves(output: Path, state: Path) -> None:
-    """Removes a finished training's saves; one that a budget ended may go on."""
+    """Removes a finished training's saves; a training that a budget ended keeps them, to go on."""
     (output / BEGUN).unlink(missing_ok=True)
     if sound_record(output).get("ended") == "finished":
         clear(state)
 
 
-# After a scheduler's signal the same command follows; after Ctrl-C somebody decides.
+# A scheduler starts the same command again after its signal; after Ctrl-C the user decides.
 STATES = {signal.SIGINT: "interrupted", signal.SIGTERM: "requeue", signal.SIGUSR1: "requeue"}
 CODES = {"interrupted": 130, "requeue": 75}
 PATIENCE_SECONDS = 5.0
 
 
 class StopRequest:
-    """Answers the first signal: between steps by ending at once, while stepping by remembering it."""
+    """Handles the first signal: the training loop is told of it by `state`; outside the loop it ends at once."""
 
     def __init__(self) -> None:
         self.is_stepping = False
@@ -219,6 +219,6 @@ class StopRequest:
             self.state, self._since = STATES[signal.Signals(number)], time.monotonic()
             if not self.is_stepping:
                 raise KeyboardInterrupt if number == signal.SIGINT else Requeued
-        # Launchers repeat a signal, which must not disturb the saving; a later Ctrl-C ends it.
+        # Launchers repeat a signal, which must not disturb the saving; a Ctrl-C after a while does end it.
         elif number == signal.SIGINT and time.monotonic() - self._since > PATIENCE_SECONDS:
             raise KeyboardInterrupt
