@@ -1,4 +1,4 @@
-"""Quiet libraries, so that what a test reads from stdout is the project's own; and a disk that is soon full."""
+"""Quiets libraries, so that stdout in a test is the project's own; and makes a disk that is soon full."""
 
 import os
 import subprocess
@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a made-up name is not asked for
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # do not ask the Hub for made-up names
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a fork cannot use its parent's threads
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def pytest_collection_modifyitems(items: list) -> None:
-    items.sort(key=lambda item: "slurm" not in item.nodeid)  # they wait
+    items.sort(key=lambda item: "slurm" not in item.nodeid)  # first: they wait for jobs
 
 
 @pytest.fixture

@@ -1,14 +1,14 @@
-"""The golden net: two checkouts do the same jobs on one machine, and what they computed is compared.
+"""The golden net: two checkouts do the same jobs on one machine, and their results are compared.
 
 python tests/golden.py run CHECKOUT WORKDIR [--only STEP ...]   does the jobs, writes WORKDIR/digests.json
 python tests/golden.py compare ONE.json OTHER.json              prints every difference; exit code 1 if there is one
 python tests/golden.py against COMMIT                           a commit and this checkout, run and compared
 
 Training's numbers may differ by 1e-6 of their size, recorded cycles by 2e-4 (the file rounds them), other fractions by
-1e-9. Times and what follows from them (speeds, costs, the tree that `tune` chooses), memory, commits, hardware and
-paths are left out; of trees and cycles we compare what every version of the files has.
+1e-9. Left out: times and what depends on them (speeds, costs, the tree that `tune` chooses), memory, commits, hardware,
+paths. Of trees and cycles we compare only keys that every version of the files has.
 
-A step reads what earlier steps left in WORKDIR; `calibrate` must follow `heads`, which removes the calibrators.
+A step reads the files of earlier steps in WORKDIR; `calibrate` must follow `heads`, which removes the calibrators.
 """
 
 import hashlib
@@ -40,8 +40,8 @@ COUNTS = "verify target_forwards draft_forwards draft_forwards_wasted draft_node
 COUNTS += "cycle_tokens cycle_nodes identical identical_to_generate prompt_ids".split()
 DIGESTS = re.compile(r'("(?:key|seal|config\.json|target)": )"(?:sha256:)?[0-9a-f]{16}"')
 
-PLAIN = {"fc_norm": False, "norm_output": False, "norm_before_residual": False}  # for every layout
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # recipe, sizes of the section `head`
+PLAIN = {"fc_norm": False, "norm_output": False, "norm_before_residual": False}  # every layout can hold it
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # recipe, changes to its section `head`
     "target": ("draft_lm/embedded", {"num_hidden_layers": 7, "hidden_size": 48, "intermediate_size": 128}),
     "eagle1": ("embedded", {"intermediate_size": 96, "head_dim": 16}),
     "eagle3": ("eagle3/embedded", {"intermediate_size": 96, "head_dim": 16, "draft_vocab_size": 400, **PLAIN}),
@@ -50,7 +50,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # recipe, sizes of the section
     "draft_lm": ("draft_lm/sps-embedded", {"hidden_size": 32, "num_attention_heads": 2}),
 }
 HEADS = [kind for kind in KINDS if kind != "target"]
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # heads whose states are made in the step, with other options
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # heads with other options, trained on online features
     "eagle1-lk": ("eagle1", {"train.loss": "lk_hybrid"}),
     "eagle3-packed": ("eagle3", {"train.packing": True, "train.unroll_steps": 3}),
     "medusa-law": ("medusa", {"train.law_weight": 0.5, "train.dropout": 0.1, "head.num_layers": 2}),
@@ -58,7 +58,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # heads whose states are ma
     "draft_lm-on-policy": ("draft_lm", {"train.distill": "jsd", "train.on_policy": 0.5}),
 }
 LAYOUTS = {"eagle1": ("safeailab", "sglang"), "eagle3": ("safeailab", "sglang", "speculators")}
-CALIBRATIONS: dict[str, dict[str, Any]] = {  # eagle1's is the report's, and a row of the bench reads its calibrator
+CALIBRATIONS: dict[str, dict[str, Any]] = {  # report and a bench row read eagle1's
     "eagle1": {"calibrate.tree": {"levels": 4, "k": 4, "nodes": 16}, "calibrate.oracle_levels": 5},
     "draft_lm": {"calibrate.temperature": 1.0},
     "medusa": {"calibrate.nodes": 20, "calibrate.ranks": 5},  # a static tree, rebuilt
@@ -66,7 +66,7 @@ CALIBRATIONS: dict[str, dict[str, Any]] = {  # eagle1's is the report's, and a r
 PUBLISHED = (
     "vanilla sps sps-heuristic sps-svip sps-confidence pld lookahead medusa hydra eagle eagle2 eagle3 eagle-chain"
 )
-ROWS: list[dict[str, Any]] = [  # every method as it is published, then what else a row may ask
+ROWS: list[dict[str, Any]] = [  # every published method, then other options of rows
     *({"method": name} for name in (*PUBLISHED.split(), "deagle", "svip", "ddd", "opt-tree")),
     *({"method": name, "tree": {"stop": {"h": 0.8}}} for name in ("sps-svip", "svip")),
     {"method": "sps-confidence", "tree": {"stop": {"threshold": 0.1}}},
@@ -86,14 +86,14 @@ SWEEP = {"name": "depth", "vary": "tree.levels", "values": [2, 5], "sampling": [
 
 
 class Net:
-    """One checkout at work in one directory; `found` is what a step computed, name by name."""
+    """One checkout at work in one directory; `found` maps names to what a step computed."""
 
     def __init__(self, checkout: Path, work: Path) -> None:
         self.checkout, self.work, self.main = checkout.resolve(), work.resolve(), work.resolve() / "run"
         self.found: dict[str, Any] = {}
 
     def call(self, command: str, kind: str, run: Path, *words: str, **options: Any) -> str:
-        """What a command prints that works on the recipe of a kind of head; options are overrides of the recipe."""
+        """Runs a command on the recipe of a kind of head; returns what it prints. options: overrides of the recipe."""
         recipe, sizes = KINDS[kind]
         fixed = {"config": f"configs/{recipe}.yaml", "run": run, "target": self.main / "target"}
         fixed |= {"data.conversations": [str(self.main / "conversations/train.jsonl")], "data.max_length": 160}
@@ -102,7 +102,7 @@ class Net:
         return self.bare(command, *words, **fixed | options)
 
     def bare(self, command: str, *words: str, **options: Any) -> str:
-        """What `python SCRIPT/main.py ...` prints, without local paths; in a fork, which has the libraries loaded."""
+        """What `python SCRIPT/main.py ...` prints, without local paths; it runs in a fork with the libraries loaded."""
         script, *first = command.split()
         call = [f"{script}/main.py", *first, *words]
         for key, value in options.items():
@@ -115,7 +115,7 @@ class Net:
         return self.read(self.work / "output.txt")
 
     def read(self, path: Path) -> str:
-        """A file without local paths, and without the digests of what holds some."""
+        """A file's text without local paths, and without digests of files that contain some."""
         text = DIGESTS.sub(r'\1""', path.read_text(encoding="utf-8"))
         return text.replace(str(self.work), "WORK").replace(str(self.checkout), "CHECKOUT")
 
@@ -128,7 +128,7 @@ class Net:
             path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
 
     def take_files(self, name: str, directory: Path) -> None:
-        """The sha256 of every file below a directory but of those that tell where others came from."""
+        """Takes the sha256 of every file below a directory, except those on its origin."""
         for path in sorted(directory.rglob("*")):
             if path.is_file() and not path.name.startswith(("provenance", "recipe", "status")):
                 content = self.read(path).encode() if path.suffix in (".json", ".jsonl", ".yaml") else path.read_bytes()
@@ -138,11 +138,11 @@ class Net:
                 self.found[f"{name}/{path.relative_to(directory)}"] = hashlib.sha256(content).hexdigest()
 
     def take_table(self, name: str, path: Path) -> None:
-        """A JSON file without times, by the three keys that lead to a value; what lies deeper is one value."""
+        """Takes a JSON file without times, one value per path of three keys; anything deeper is part of that value."""
         self.found |= flat(timeless(json.loads(self.read(path))), name, 3)
 
     def train(self, name: str, kind: str, run: Path, output: Path, **more: Any) -> None:
-        """The trained files; loss and gradient norm of the first five steps and the last, and the held-out figures."""
+        """Trains; takes files, loss and gradient norm of the first five steps and the last, and held-out figures."""
         fixed = {"train.max_seconds": "null", "train.log_every": 1, "train.eval_conversations": 16}
         self.call("train", kind, run, output=output, **fixed | more)
         records = [one for one in lines(run / "metrics.jsonl") if one["kind"] == kind.replace("target", "draft_lm")]
@@ -171,7 +171,7 @@ def target(net: Net) -> None:
 
 
 def features(net: Net) -> None:
-    """The states of the caches alone: tokens and offsets may lie elsewhere."""
+    """Only the states of the caches: tokens and offsets may be stored elsewhere."""
     import torch
     from safetensors.torch import load_file
 
@@ -245,7 +245,7 @@ def decode(net: Net) -> None:
 
 
 def tune(net: Net) -> None:
-    """The tau of every tree that was replayed, and of timed ones but for what costs choose: the second, auto."""
+    """The tau of every replayed tree, and of timed ones except those that costs choose: the second, and auto."""
     net.remove("run/tune")
     more = {"tune.levels": 3, "tune.k": 2, "tune.grid": "true", "tune.measure": net.prompts("prompts", 2, 16, turns=1)}
     more |= {"head": net.main / "heads" / "eagle1", "tune.prompts": net.prompts("calibration", 3, 20, turns=1)}
@@ -268,7 +268,7 @@ STEPS = {step.__name__: step for step in (corpus, target, features, heads, expor
 
 
 def become(checkout: Path, call: list[str], work: Path) -> None:
-    """This process goes on as a command of the checkout."""
+    """Turns this process into a command of the checkout."""
     for number, name in ((1, "output.txt"), (2, "errors.txt")):
         os.dup2(os.open(work / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.chdir(checkout)
@@ -277,7 +277,7 @@ def become(checkout: Path, call: list[str], work: Path) -> None:
 
 
 def run(checkout: Path, work: Path, only: list[str] | None = None) -> dict[str, Any]:
-    """Does the steps, and puts what they found into WORKDIR/digests.json."""
+    """Does the steps, and writes what they found to WORKDIR/digests.json."""
     os.environ |= ENVIRONMENT  # before the libraries are loaded
     for library in LIBRARIES:
         importlib.import_module(library)
@@ -295,7 +295,7 @@ def run(checkout: Path, work: Path, only: list[str] | None = None) -> dict[str, 
 
 
 def against(commit: str) -> int:
-    """A commit, in a worktree of its own, and this checkout."""
+    """Compares a commit, in a worktree of its own, with this checkout."""
     with tempfile.TemporaryDirectory() as place:
         tree = Path(place) / "tree"
         subprocess.run(["git", "worktree", "add", "--detach", str(tree), commit], cwd=ROOT, check=True)
@@ -306,7 +306,7 @@ def against(commit: str) -> int:
 
 
 def compare(one: dict[str, Any], other: dict[str, Any]) -> int:
-    """Prints every value that differs; the exit code."""
+    """Prints every value that differs; returns the exit code."""
     names = sorted(one.keys() | other.keys())
     different = [name for name in names if not alike(name, one.get(name, "missing"), other.get(name, "missing"))]
     for name in different:
@@ -328,7 +328,7 @@ def alike(name: str, one: Any, other: Any) -> bool:
 
 
 def timeless(value: Any) -> Any:
-    """A JSON value without the keys that hold times, or what else is of the machine and not of the code."""
+    """A JSON value without keys of times, or of anything else that depends on the machine and not on the code."""
     if isinstance(value, dict):
         if "shape" in value and "levels" in value:  # a tree
             value = {key: item["rule"] if key == "stop" else item for key, item in value.items() if key in TREE}
@@ -337,7 +337,7 @@ def timeless(value: Any) -> Any:
 
 
 def flat(value: Any, name: str, depth: int) -> dict[str, Any]:
-    """The values of a JSON table by the keys that lead there."""
+    """The values of a JSON table, named by the keys that lead to them."""
     if depth == 0 or not isinstance(value, dict | list):
         return {name: value}
     pairs = value.items() if isinstance(value, dict) else enumerate(value)

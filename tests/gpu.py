@@ -1,9 +1,9 @@
-"""What one CUDA device does: the tests that need one, then features, training and decoding at real sizes, timed.
+"""Runs on one CUDA device: the tests that need it, then timed features, training and decoding at real sizes.
 
 python -m tests.gpu [--out DIR]            # make gpu: 10 to 20 minutes; the driver and pip wheels are enough
 python -m tests.gpu --device cpu --tiny    # the same code in seconds
 
-Weights are random and made in memory, so tau says nothing here and the shares of a cycle do. An MFU is of dense bf16.
+Weights are random and made in memory, so tau means nothing here, but the shares of a cycle do. MFU: of dense bf16.
 """
 
 import argparse
@@ -59,7 +59,7 @@ class Size:
     draft_vocab: int
     rows: int  # of a batch
     length: int  # tokens of a row
-    steps: int  # timed ones, after half as many
+    steps: int  # timed, after half as many untimed
     new_tokens: int
 
 
@@ -87,7 +87,7 @@ def main() -> int:
         return 2
     code = 0
     if not asked.tiny:
-        # In a process of its own, whose memory is free again afterwards; 5: no test has the mark.
+        # In its own process, so that its memory is free afterwards; exit code 5: no test has the mark.
         tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
         code = subprocess.run(tests, check=False).returncode
     rows, text, code = list[Row](), "", code if code != 5 else 0
@@ -102,7 +102,7 @@ def main() -> int:
                 rows.append(next(found))
             except StopIteration:
                 break
-            except RuntimeError as error:  # too little memory, too: the rows before are kept
+            except RuntimeError as error:  # also out of memory: earlier rows are kept
                 rows.append({"size": size.name, "what": f"stopped: {first_line(error)}", "tokens_per_s": 0, "ms": 0})
                 code = code or 1
             (asked.out / "gpu.json").write_text(json.dumps(facts, indent=1) + "\n")
@@ -138,14 +138,14 @@ def measured(size: Size, accelerator: Accelerator) -> Iterator[Row]:
     yield row("features with taps", lambda: target.features(ids, taps), forward, tokens)
     states = target.features(ids, taps)
     batch = Batch(ids.cpu(), turns, torch.full((size.rows,), size.length), tuple(range(size.rows))).to(device)
-    assert states.taps is not None  # copies: autograd cannot keep inference tensors
+    assert states.taps is not None  # clones: autograd cannot save inference tensors
     batch = replace(batch, features=states.last_hidden.clone(), taps=states.taps.clone())
     vocabulary = DraftVocabulary.of_ids(torch.arange(size.draft_vocab), size.target["vocab_size"])
     recipe = Eagle3Section(fc_norm=True, norm_output=True, lm_head="frozen", fc_init="highest_tap")
     settings: Any = Eagle3Train(unroll_steps=3, optimizer=MuonSection(matrix_rate=0.03))  # as in configs/eagle3
     sections: dict[str, Any] = {"eagle1": (Eagle1Section(), Eagle1Train()), "eagle3": (recipe, settings)}
     sections["block"] = (BlockSection(mask_token_id=0), BlockTrain(anchors=size.length // 8, batch_size=size.rows))
-    with suppress(UserError):  # without a C++ compiler there is no such row
+    with suppress(UserError):  # no such row without a C++ compiler
         launch.check_compiler()
         sections["compiled eagle3"] = (recipe, replace(settings, compile=True))
     for name, (section, settings) in sections.items():
@@ -166,12 +166,12 @@ def measured(size: Size, accelerator: Accelerator) -> Iterator[Row]:
     cycles: tuple[Any, ...] = ("eager", "captured", "compiled")
     for cycle in cycles if device.type == "cuda" else ("eager", "compiled"):
         target.recipe = replace(target.recipe, cycle=cycle)
-        kinds = ("vanilla", "eagle3") if cycle == "compiled" else ("vanilla", *heads)  # which takes a minute each
+        kinds = ("vanilla", "eagle3") if cycle == "compiled" else ("vanilla", *heads)  # a minute each
         yield from (decoded(size, target, kind, heads.get(kind), ids[:1, :128]) for kind in kinds)
 
 
 def step(accelerator: Accelerator, module: Any, optimizers: list[Any], batch: Batch) -> Callable[[], None]:
-    """A training step as the loop takes it, without the reading of its batch."""
+    """A training step as in the loop, without reading its batch."""
     objective = accelerator.unwrap_model(module)
     scales = {name: 1.0 / float(count) for name, count in objective.counts(batch).items()}
 
@@ -187,7 +187,7 @@ def step(accelerator: Accelerator, module: Any, optimizers: list[Any], batch: Ba
 
 def decoded(size: Size, target: Target, kind: str, head: Any, prompt: torch.Tensor) -> Row:
     tree = DynamicConfig(levels=3, k=2, nodes=6) if size is SMALL else DynamicConfig(levels=6, k=10, nodes=60)
-    target.decodes |= {"tree", "chain"}  # random weights are not worth a check
+    target.decodes |= {"tree", "chain"}  # skip the check: weights are random
     drafter = BlockDrafter if kind == "block" else EagleDrafter
     decoder = SpeculativeDecoder(target, head and drafting(drafter(head, target), tree))
     asked: Row = {"max_new_tokens": size.new_tokens, "do_sample": False, "eos_token_id": [], "timed": True}
@@ -202,7 +202,7 @@ def decoded(size: Size, target: Target, kind: str, head: Any, prompt: torch.Tens
 
 
 def timed(work: Callable[[], Any], count: int, device: torch.device) -> tuple[float, float]:
-    """Seconds of a call, after warm-up, and the peak of allocated bytes (on a CPU: of the process)."""
+    """(seconds of a call after warm-up, peak of allocated bytes; on a CPU, of the process)."""
     is_cuda = device.type == "cuda"
     gc.collect()
     for number in range(count // 2 + 1 + count):

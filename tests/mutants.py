@@ -24,7 +24,7 @@ TESTS = {
     LOSSES: ["tests/train/test_losses.py"],
     CHAT: ["tests/data/test_chat.py"],
 }
-MUTANTS = [  # file, what stands there once, what stands there instead
+MUTANTS = [  # file, text that occurs once, its replacement
     (VERIFY, "tree.tokens != choice.index_select(0, tree.parents)", "tree.tokens < 0"),
     (VERIFY, "(refused | tree.passengers)[1:]", "refused[1:]"),
     (
@@ -48,7 +48,7 @@ MUTANTS = [  # file, what stands there once, what stands there instead
     ),
     (VERIFY, "end.index_select(0, row) * is_inner", "end.index_select(0, row)"),
     (VERIFY, "(1.0 - chances).cumprod(-1)", "torch.ones_like(chances)"),
-    # drawn trees: ranked by the drawn token's own q, and by the later draw first
+    # drawn trees: ranked by the drawn token's own q; ranked with later draws first
     (SAMPLING, "return chances.masked", "return q.gather(-1, columns).log().masked"),
     (SAMPLING, "return chances.masked", "return chances.flip(-1).masked"),
     (SAMPLING, "dtype=torch.float64) * cumulative[:, -1:]", "dtype=torch.float64)"),
@@ -71,7 +71,7 @@ MUTANTS = [  # file, what stands there once, what stands there instead
 
 
 def survives(number: int, place: Path) -> bool:
-    """Whether the tests of a mutant's file pass with the mutant in place."""
+    """Whether the tests of the file pass with the mutant in place."""
     file, old, new = MUTANTS[number]
     source = (ROOT / file).read_text(encoding="utf-8")
     if source.count(old) != 1:

@@ -1,4 +1,4 @@
-"""Every causal LM of transformers in miniature, and what aerie does with it.
+"""Tries every causal LM of transformers, in miniature, with aerie.
 
 python -m tests.targets > docs/targets.md
 """

@@ -1,4 +1,4 @@
-"""The house's laws, read from the source: the import ladder, sizes, declared dependencies."""
+"""The rules of the house, checked in the source: the import ladder, sizes, declared dependencies."""
 
 import ast
 import functools
@@ -105,7 +105,7 @@ def test_the_house_stays_small() -> None:
 
 
 def test_modules_are_shared_and_import_in_no_circle() -> None:
-    """A module with one importer belongs in it; main.py and __init__.py are nobody's."""
+    """A module with one importer belongs in that importer; main.py and __init__.py may have none."""
     modules = {dotted(path): path for path in SOURCES}
     graph = {
         name: {other for other in imported(path.read_text()) if other in modules and other != name}
@@ -114,7 +114,7 @@ def test_modules_are_shared_and_import_in_no_circle() -> None:
     importers = Counter(other for others in graph.values() for other in others)
     single = [name for name, path in modules.items() if path.stem not in ("main", "__init__") and importers[name] == 1]
     assert len(single) <= MAX_SINGLE_IMPORTERS, sorted(single)
-    TopologicalSorter(graph).prepare()  # CycleError names a circle
+    TopologicalSorter(graph).prepare()  # CycleError names the modules of a circle
 
 
 def test_every_third_party_import_is_declared() -> None:

@@ -1,4 +1,4 @@
-"""Every command line of README.md and docs/: bash expands it, and with stand-ins its command takes it."""
+"""Every command line of README.md and docs/: bash expands it, and its command accepts it, with stand-in files."""
 
 import re
 import subprocess
@@ -16,11 +16,11 @@ from tests.infer.test_main import write_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 OTHERS = ("accelerate", "make", "pip", "python", "sbatch", "vllm")
-# Each command is a function that prints its words between separators, and as sbatch does a number.
+# Each command is a function that prints its words between separators, and then a number, as sbatch does.
 BASH = "exec 3>&1; record() { printf '%s\\037' \"$@\" >&3; printf '\\036' >&3; echo 1; }; set -u\n"
 BASH += "".join(f'{name}() {{ record {name} "$@"; }}; ' for name in ("aerie", *OTHERS))
 AT_ONCE = ("check", "claims", "compare", "convert", "init", "inspect", "keys", "push", "results", "status")
-# What a command asks for that the lines before it make.
+# Files that a command needs, and that earlier lines make.
 FIRST = {
     "claims": "no bench",
     "compare": "records",
@@ -54,7 +54,7 @@ def test_every_file_that_a_page_links_is_there() -> None:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which every name of the docs is there: small, and made here."""
+    """A folder with a small stand-in for every name in the docs."""
     root = tmp_path_factory.mktemp("docs")
     write_recipe(root)
     rows = tiny.write_conversations(root / "conversations.jsonl", 12)

@@ -1,4 +1,4 @@
-"""What README.md and the notebook show, run as it stands there on a tiny target; and what a prompt may be."""
+"""Runs the code of README.md and the notebook as it stands, on a tiny target; and which prompts are accepted."""
 
 import json
 import re

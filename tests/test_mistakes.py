@@ -18,7 +18,7 @@ from tests.infer.test_main import write_recipe
 DEEP, HUGE = "[" * 200_000, "9" * 10_000
 PAIRS = zip("abcdefg", "bcdefgh", strict=True)
 BOMB = f"a: &a [{', '.join('1' * 9)}]\n" + "".join(f"{b}: &{b} [{', '.join(['*' + a] * 9)}]\n" for a, b in PAIRS)
-TEXTS = {  # of the files in {bad}
+TEXTS = {  # the files in {bad}
     "deep.jsonl": f'{{"messages": {DEEP}\n',
     "nested.jsonl": '{"messages": ' + "[" * 900 + "]" * 900 + "}\n",
     "huge.jsonl": f'{{"messages": {HUGE}}}\n',
@@ -166,7 +166,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def state(root: Path) -> dict[Path, Any]:
-    """Size and time of each file but those that say how a stage ended."""
+    """Size and time of each file, except those that record how a stage ended."""
     files = (path for path in root.rglob("*") if not path.is_dir() and "status" not in path.name)
     return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 

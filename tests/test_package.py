@@ -1,4 +1,4 @@
-"""The package as pip installs it: everything under `aerie`, also beside a user's own modules of our folders' names."""
+"""The package as pip installs it: all under `aerie`, even beside a user's own modules with our folders' names."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Every family of targets is right or refused by name: trees and chains give the tokens of plain decoding."""
+"""For every family of targets, trees and chains give the tokens of plain decoding, or it is refused by name."""
 
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def test_a_hybrid_target_trains_and_exports_a_head_and_says_that_it_does_not_dec
     capsys.readouterr()
     assert tiny.call(infer, "generate", "--target", target, "--prompt", "x") == 2
     assert f"error: {target}: {why}" in capsys.readouterr().err
-    # counts positions by rows of the cache: chains alone are right
+    # mpt counts positions by cache rows: only chains are right
     assert (
         tiny.call(
             data, "features", "--config", recipe, "--run", tmp_path / "2", "--target.path", tmp_path / "mpt", "--plan"
@@ -95,7 +95,7 @@ def test_a_miniature_of_a_longrope_target_is_tried_across_its_original_length(mo
     assert target is not None and target.rope_switch == 28 and max(lengths_to_check(target)) > 28
     check.checked_lm(target)
     check_padding(target)
-    target.rope_switch = None  # a row of 36 tokens turns one of 12 beside it
+    target.rope_switch = None  # a row of 36 tokens changes RoPE for one of 12
     with monkeypatch.context() as patch, pytest.raises(UserError, match="beside a longer row of 36 tokens"):
         patch.setattr("aerie.data.batches.lengths_to_check", lambda _: {36: 0.0})
         check_padding(target)
@@ -117,7 +117,7 @@ def test_longrope_is_that_of_each_row_and_of_plain_decoding_before_across_and_be
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_narrow_dtype_hides_no_wrong_tree(dtype: torch.dtype, monkeypatch: Any, capsys: Any) -> None:
     refusal = "GPTNeoForCausalLM .gpt_neo.: its logits for a draft tree after 14 tokens"
-    for can_be_small in (True, False):  # else by a copy in float32
+    for can_be_small in (True, False):  # False: checked by a copy in float32
         monkeypatch.setattr(check, "miniature", check.miniature if can_be_small else lambda *_: None)
         with pytest.raises(UserError, match=refusal):
             check.checked_lm(Target(small("gpt_neo").to(dtype), TargetConfig(path="neo")))
@@ -135,10 +135,10 @@ def test_a_large_target_is_checked_once_and_again_where_its_weights_change(tmp_p
         config = TargetConfig(str(tiny.target(tmp_path / f"target-{seed}", seed=seed)))
         SpeculativeDecoder(Target.load(config))
     assert asked == ["chain", "chain"]
-    monkeypatch.setitem(SPEED, "cpu", 1.0)  # long texts would take too long: a miniature reads them
+    monkeypatch.setitem(SPEED, "cpu", 1.0)  # too slow for long texts: a miniature reads them
     SpeculativeDecoder(Target.load(TargetConfig(str(tiny.target(tmp_path / "target-2", seed=2)))))
     assert len(asked) == 4
     monkeypatch.setattr(check, "_fault", lambda target, form: "is wrong")
-    for _ in range(2):  # what is refused is never kept
+    for _ in range(2):  # a refusal is not cached
         with pytest.raises(UserError, match=r"LlamaForCausalLM .llama.: is wrong; heads can be trained"):
             SpeculativeDecoder.from_pretrained(Target.load(config), method="lookahead")

@@ -86,7 +86,7 @@ def write_conversations(path: Path, count: int, seed: int = 0) -> Path:
 def llama(
     vocab_size: int = 320, hidden_size: int = 32, num_blocks: int = 4, seed: int = 0, **changes: Any
 ) -> LlamaForCausalLM:
-    """A Llama with random weights of which a few tokens are likelier than others (scale 0.2, not 0.02)."""
+    """A Llama with random weights so large (scale 0.2, not 0.02) that a few tokens are likelier than others."""
     sizes: dict[str, Any] = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_hidden_layers": num_blocks}
     sizes |= {"intermediate_size": 2 * hidden_size, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"max_position_embeddings": 256, "initializer_range": 0.2, "bos_token_id": None}
@@ -111,7 +111,7 @@ def vocab(vocab_size: int = 320, hidden_size: int = 32, seed: int = 0) -> VocabW
 
 
 def _eagle(module: Any, config: Any, embedding: Tensor, seed: int, scale: float, changes: dict[str, Any]) -> Any:
-    """A head (GQA 4:2) for an embedding [V, D]; scale multiplies its matrices, so that a lost term shows."""
+    """A head (GQA 4:2) for an embedding [V, D]; scale multiplies its matrices, so that a missing term shows."""
     vocab_size, width = embedding.shape
     sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 2 * width, "head_dim": width // 4}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": vocab_size}
@@ -131,7 +131,7 @@ def head(embedding: Tensor, seed: int = 0, scale: float = 1.0, **changes: Any) -
 def eagle3_head(
     embedding: Tensor, ids: Tensor | None = None, seed: int = 0, scale: float = 1.0, **changes: Any
 ) -> Eagle3Head:
-    """An EAGLE-3 head with taps (1, 2) over the target ids [Vd] (null: every third)."""
+    """An EAGLE-3 head with taps (1, 2) over the target ids [Vd] (None: every third)."""
     vocab_size, width = embedding.shape
     vocabulary = DraftVocabulary.of_ids(torch.arange(0, vocab_size, 3) if ids is None else ids, vocab_size)
     more = {"draft_vocab_size": vocabulary.size, "target_hidden_size": width, "after_blocks": (1, 2), **changes}
@@ -142,7 +142,7 @@ def eagle3_head(
 
 
 def multi_token_head(kind: str, target_vocab: VocabWeights, noise: float = 0.0, seed: int = 0, **keys: Any) -> Any:
-    """A Medusa, Hydra or block head for a tiny llama; noise moves every weight, so that a lost one shows."""
+    """A Medusa, Hydra or block head for a tiny llama; noise moves every weight, so that a missing one shows."""
     section: Any = KINDS[kind](**({"mask_token_id": 4, **keys} if kind == "block" else keys))
     made = new_head(section, llama().config, target_vocab, seed, after_blocks=(1, 2))
     generator = torch.Generator().manual_seed(seed + 1)
@@ -152,14 +152,14 @@ def multi_token_head(kind: str, target_vocab: VocabWeights, noise: float = 0.0, 
 
 
 def flip(path: Path, place: int | None = None) -> None:
-    """Changes a bit of a file, at this byte or in the middle, and nothing else of it."""
+    """Flips one bit of a file, at this byte or in the middle."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2 if place is None else place] ^= 0x10
     path.write_bytes(content)
 
 
 def call(module: Any, *words: object) -> int:
-    """The exit code of a command run in this process."""
+    """Runs a command in this process; returns its exit code."""
     before, sys.argv = sys.argv, ["main.py", *map(str, words)]
     try:
         return int(module.main())
@@ -178,7 +178,7 @@ def recipe(path: Path, values: dict[str, Any]) -> Path:
 
 
 def rows(count: int, vocab_size: int = 320, hidden_size: int = 32, seed: int = 0) -> list[CachedRow]:
-    """Rows with random tokens, one or two assistant turns and random features, as a feature cache yields them."""
+    """Rows as from a feature cache, with random tokens and features and one or two assistant turns."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for number in range(count):

@@ -1,4 +1,4 @@
-"""A recipe says every problem at once, each with its place and a suggestion."""
+"""A recipe's problems are reported all at once, each with its place and a suggestion."""
 
 from dataclasses import field
 from pathlib import Path
@@ -49,7 +49,7 @@ def read(path: Path, text: str, *overrides: str) -> Run:
     [
         ("name: a\noptim: {learning_rate: 3e-5, more: {x: 1e-2}}\n", (), Run("a", Optim(3e-5, more={"x": 0.01}))),
         ("name: a\n", ("optim.steps=7", "extra.steps=3"), Run("a", Optim(steps=7), Optim(steps=3))),
-        # an anchor's other use stays as it is
+        # an override leaves other uses of the anchor alone
         ("name: a\noptim: &o {steps: 2}\nextra: *o\n", ("extra.steps=3",), Run("a", Optim(steps=2), Optim(steps=3))),
         ("name: a\n", ("figure.kind=square", "figure.width=2.5"), Run("a", figure=Square(width=2.5))),
         ("name: a\nparts: [{steps: 1}, {}]\n", ("parts.1.steps=7",), Run("a", parts=(Optim(steps=1), Optim(steps=7)))),

@@ -1,4 +1,4 @@
-"""Every recipe that ships loads, so none can rot."""
+"""Every recipe in configs/ loads."""
 
 import argparse
 from dataclasses import fields
@@ -35,7 +35,7 @@ def test_every_recipe_loads_keeps_its_run_under_runs_and_drafts_within_its_posit
     template, positions = recipe.target.chat_template, recipe.head.max_position_embeddings
     assert recipe.run.startswith("runs/") and recipe.tree is not None
     assert template is None or (ROOT / template).is_file()
-    is_target = recipe.output is not None  # a target of our own: nothing is drafted with it
+    is_target = recipe.output is not None  # it trains a target, which does not draft
     assert is_target or positions is None or positions >= recipe.data.max_length + recipe.tree.levels
 
 
@@ -116,6 +116,6 @@ def test_every_topology_is_one_that_accelerate_reads(path: Path) -> None:
     deepspeed = yaml.safe_load(path.read_text(encoding="utf-8")).get("deepspeed_config", {})
     assert config.num_processes == (1 if path.stem == "cpu" else 2)
     assert config.use_cpu == (path.stem == "cpu")  # use_cpu would switch DeepSpeed off
-    assert {"gradient_clipping", "gradient_accumulation_steps"}.isdisjoint(deepspeed)  # the recipe's, set by the loop
+    assert {"gradient_clipping", "gradient_accumulation_steps"}.isdisjoint(deepspeed)  # set by the loop
     if path.stem.startswith("zero"):
         assert deepspeed["zero_stage"] == int(path.stem.removeprefix("zero"))

@@ -1,4 +1,4 @@
-"""aerie init, run and status: a recipe for any target, done to the report, stopped and gone on with."""
+"""aerie init, run and status: a recipe for any target, run to its report, stopped and continued."""
 
 import os
 import re
@@ -57,7 +57,7 @@ def test_init_writes_a_recipe_that_trains_for_any_family(folder: Path, family: s
     assert capsys.readouterr().out.endswith("\naerie run r.yaml\n")
     recipe = load(Path("r.yaml"))
     assert (recipe.features.mode, recipe.features.after_blocks, recipe.data.max_length) == ("cached", (2, 4, 7), 128)
-    warm = ("--out", "w.yaml", "--kind", "eagle3", "--head.init_from", "head")  # others' heads have the usual taps
+    warm = ("--out", "w.yaml", "--kind", "eagle3", "--head.init_from", "head")  # published heads have the usual taps
     assert init("--target", folder / family, *warm) == 0
     recipe = load(Path("w.yaml"))
     assert recipe.features.after_blocks == (2, 4, 5) and recipe.train and recipe.train.optimizer.kind == "adamw"
@@ -68,7 +68,7 @@ def test_init_writes_a_recipe_that_trains_for_any_family(folder: Path, family: s
     assert tiny.call(train_main, "--config", "r.yaml", "--plan", "--features.mode", "online") == 0
 
 
-@pytest.mark.parametrize(("speed", "every"), [(400e12, 20), (4e5, 10)])  # a quarter of 80 steps; ten minutes
+@pytest.mark.parametrize(("speed", "every"), [(400e12, 20), (4e5, 10)])  # a quarter of 80 steps; every ten minutes
 def test_on_gpus_init_evaluates_and_saves_by_minutes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, speed: float, every: int
 ) -> None:
@@ -141,7 +141,7 @@ def test_a_run_goes_to_its_report_and_status_says_what_is_left(folder: Path, cap
     while not (folder / "long/metrics.jsonl").exists():
         time.sleep(0.1)
     assert status("long") == 0 and "train eagle1   running  step" in capfd.readouterr().out
-    os.kill(child, signal.SIGTERM)  # SIGINT may be ignored where the tests run
+    os.kill(child, signal.SIGTERM)  # the tests may run with SIGINT ignored
     assert ended(child) == 130 and status("long") == 0
     assert re.search(r"train interrupted, exit code 130\n.*\n  train eagle1 +stopped  step", capfd.readouterr().out)
     assert run() == 0 and "features: whole, reused" in capfd.readouterr().out and status("run") == 0

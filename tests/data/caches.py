@@ -25,24 +25,24 @@ def rows(count: int, seed: int = 0) -> list[Row]:
 
 
 def plan(directory: Path, target: Target, data: TokenisedData, **features: Any) -> CachePlan:
-    """The plan of a cache with several shards."""
+    """A plan for a cache with several shards."""
     config = FeaturesConfig(**{"shard_tokens": 120, "batch_tokens": 128, **features})
     origin = {"target": {"dtype": target.recipe.dtype}, "features": list(config.after_blocks or ())}
     return plan_cache(directory, data, config, target.recipe.path, load_config(target.recipe), origin)
 
 
 def write(target: Target, plan: CachePlan, **options: Any) -> Any:
-    """The index of the cache as this process writes it."""
+    """Writes the cache in this process and returns its index."""
     return extract(target, plan, PartialState(), {"data": {"max_length": 40}}, **options)[0]
 
 
 def cache(directory: Path, target: Target, data: TokenisedData, **features: Any) -> FeatureCache:
-    """The cache of these rows, extracted in this process."""
+    """Extracts the cache of these rows in this process."""
     write(target, plan(directory, target, data, **features))
     return FeatureCache.open(directory)
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """Every file of a cache but the provenance, which has times in it."""
+    """Every file of a cache except the provenance, which contains times."""
     files = [path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != "provenance.json"]
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}

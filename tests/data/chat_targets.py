@@ -10,9 +10,9 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-TRIMMING = "{{ bos_token }}" + CHATML.replace("m['content']", "m['content'] | trim")  # as Llama 3's
+TRIMMING = "{{ bos_token }}" + CHATML.replace("m['content']", "m['content'] | trim")  # like Llama 3's
 NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system role') }}{% endif %}" + CHATML
-# Only the answer after the last question keeps its thinking, and always opens with a think block.
+# Only the answer after the last question keeps its thinking; it always begins with a think block.
 THINK_DROPPING = """
 {%- set last = namespace(user=0) -%}
 {%- for m in messages %}{% if m['role'] == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor -%}
@@ -25,7 +25,7 @@ THINK_DROPPING = """
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}
 """
-# The generation prompt opens the thinking; an answer without any is rendered without the block.
+# The generation prompt opens the thinking; an answer without thinking is rendered without the block.
 THINK_OPENING = CHATML.replace("assistant\\n", "assistant\\n<think>\\n").replace(
     "m['content']",
     "('<think>\\n' + m['reasoning_content'] + '\\n</think>\\n\\n' if m['reasoning_content'] else '') + m['content']",
@@ -33,7 +33,7 @@ THINK_OPENING = CHATML.replace("assistant\\n", "assistant\\n<think>\\n").replace
 
 
 def build_tokenizer(template: str | None, eos: str, trim_offsets: bool = True) -> Any:
-    """Trimmed offsets leave out blanks, as those of GPT-2 and Llama 3 do."""
+    """The tiny tokenizer; trimmed offsets leave out blanks, as in GPT-2 and Llama 3."""
     made = tiny.tokenizer(chat_template=template)
     made.add_special_tokens(
         {"bos_token": "<s>", "eos_token": eos, "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}

@@ -1,4 +1,4 @@
-"""Laws of batches: what is supervised, which rows a step takes, and that padding is nothing."""
+"""Laws of batches: what is supervised, which rows a step takes, and that padding changes nothing."""
 
 import itertools
 import threading
@@ -19,7 +19,7 @@ from tests import tiny
         ([0, 1, 1, 1, 1, 0, 2, 2, 2], 0, [0, 1, 2, 5, 6]),
         ([0, 1, 1, 1, 1, 0, 2, 2, 2], 1, [0, 1, 5]),  # each unroll step loses the last slot of every turn
         ([0, 1, 1, 1, 1, 0, 2, 2, 2], 2, [0]),
-        ([0, 1, 1, 2, 2, 0], 0, [0, 2]),  # two adjacent turns are not one
+        ([0, 1, 1, 2, 2, 0], 0, [0, 2]),  # adjacent turns stay separate
     ],
 )
 def test_slots_are_supervised_within_one_turn(turns: list[int], step: int, slots: list[int]) -> None:
@@ -37,12 +37,12 @@ def test_padding_supervises_nothing_and_keeps_every_row() -> None:
         assert batch.supervised()[at, :length].equal(alone) and not batch.supervised()[at, length:].any()
         assert batch.features is not None and batch.features[at, :length].equal(row.last_hidden)
         assert not batch.features[at, length:].any()
-    empty = collate([], [])  # of a process without work
+    empty = collate([], [])  # for a process without rows
     assert empty.num_tokens == 0 and not empty.supervised().any()
 
 
 def test_packed_conversations_supervise_what_each_supervises_alone() -> None:
-    # the second begins with a learnt token, as pretokenised rows may: in a packed row it follows another conversation
+    # the third begins with a learnt token, as pretokenised rows may; in a packed row it follows another conversation
     rows = [*tiny.rows(2), replace(tiny.rows(1)[0], turns=torch.ones_like(tiny.rows(1)[0].turns)), tiny.rows(4)[3]]
     packed = collate(rows, range(4), packed=True)
     assert packed.input_ids.shape == (1, packed.num_tokens) and packed.documents == tuple(map(int, packed.lengths))
@@ -60,7 +60,7 @@ def test_batches_are_made_ahead_by_threads_and_come_in_their_order() -> None:
     def make(number: int) -> int:
         made.append(number)
         if number < 2:
-            both.wait(timeout=60)  # two are at work at once
+            both.wait(timeout=60)  # two run at once
         return number
 
     seen = [(number, len(made)) for number in prefetched(make, range(9))]
@@ -92,7 +92,7 @@ def test_a_step_takes_the_same_rows_however_it_is_cut_and_an_epoch_takes_each_on
             assert sorted(itertools.chain(*parts)) == sorted(whole.rows(step))
     later = whole.steps_per_epoch + 2
     assert whole.rows(2) != whole.rows(later) != Order(LENGTHS, 1, 8).rows(later)
-    assert sorted(Order(LENGTHS, 3, 8).rows(later)) == sorted(whole.rows(later))  # needs no history
+    assert sorted(Order(LENGTHS, 3, 8).rows(later)) == sorted(whole.rows(later))  # any step, without those before
 
 
 def test_rows_of_pools_come_from_few_shards_at_a_time_and_every_epoch_takes_each_once() -> None:
@@ -103,6 +103,6 @@ def test_rows_of_pools_come_from_few_shards_at_a_time_and_every_epoch_takes_each
         steps = [order.rows(step) for step in range(epoch * 100, epoch * 100 + 100)]
         assert sorted(itertools.chain(*steps)) == list(range(1000))
         seen = [{row // 50 for row in rows} for rows in steps]
-        for first in range(0, 100, 16):  # 16 steps are sorted by length together, and touch three pools of ten at most
+        for first in range(0, 100, 16):  # 16 steps are sorted by length together, and touch at most three of ten pools
             assert 2 <= len(set.union(*seen[first : first + 16])) <= 6
     assert order.rows(57) == Order(lengths, 3, 5, world_size=2, pools=ShardPools(shards, 2)).rows(57)

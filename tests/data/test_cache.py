@@ -1,4 +1,4 @@
-"""Laws of the feature cache: what is read is what was written, however it is stored, and damage is never read."""
+"""Laws of the feature cache: it returns what was written, in every storage format, and never damaged data."""
 
 import shutil
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def test_splits_and_slices_are_views_in_order(cache: FeatureCache) -> None:
 def test_a_cache_of_another_target_or_recipe_is_refused_with_both_values_and_the_command(
     cache: FeatureCache, target: Target
 ) -> None:
-    text_config, ends = load_vocab(TargetConfig(path=target.recipe.path))  # as training does, without the trunk
+    text_config, ends = load_vocab(TargetConfig(path=target.recipe.path))  # without the trunk, as in training
     expected = {"target": fingerprint(target.recipe, text_config, ends), "after_blocks": (1, 3), "storage": None}
     assert len(FeatureCache.open(cache.directory, expected)) == 15
     for name, value in (("after_blocks", [1, 2]), ("target", "other"), ("storage", "fp8")):
@@ -67,7 +67,7 @@ def test_every_value_is_within_the_forms_own_step_and_each_token_and_state_has_i
     largest = made.unflatten(1, (3, -1)).abs().amax(-1, keepdim=True).expand(-1, -1, 64).flatten(1)
     bound = {
         "bf16": made.abs() / 256,
-        "fp8": (made.abs() / 16).clamp_min(largest / 448 / 1024),  # half a step: 3 bits, then subnormals of 2 ** -9
+        "fp8": (made.abs() / 16).clamp_min(largest / 448 / 1024),  # half a step: 3 bits; subnormals are 2 ** -9 apart
         "int8": largest / 127 / 2,
     }[form]
     assert ((restored - made).abs() <= 1.001 * bound).all()
@@ -111,13 +111,13 @@ def test_a_cache_that_is_replaced_under_a_reader_is_noticed(
     reader = FeatureCache.open(directory)
     before = reader[0].last_hidden
     caches.write(target, caches.plan(directory, target, DATA, after_blocks=(0, 3)), overwrite=True)
-    assert reader[0].last_hidden.equal(before)  # of a file that is open
+    assert reader[0].last_hidden.equal(before)  # its file is still open
     with pytest.raises(UserError, match="does not match its checksum"):
         list(reader)
 
 
 def flip(path: Path, name: str = "last_hidden") -> None:
-    """Changes one number of a shard as a flipped bit on a disk would: nothing else of the file moves."""
+    """Changes one number of a shard, as a flipped bit on disk would, and nothing else."""
     tensors = load_file(path)
     tensors[name].view(-1)[7] = 99
     path.unlink()

@@ -1,4 +1,4 @@
-"""Laws of the loss mask: what is learnt is the answer and its end, whatever the template does around it."""
+"""Laws of the loss mask: exactly the answer and its end are learnt, whatever the template adds around them."""
 
 import random
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_supervised_tokens_decode_to_the_answers_and_their_end(template: str, eo
     answers = [turn["content"] for turn in TURNS if turn["role"] == "assistant"]
     assert learnt(tokenizer, row) == [before + answer + eos for answer in answers] and not tally.counts
     assert list(row.input_ids) == tokenizer.apply_chat_template(list(TURNS), return_dict=False)
-    assert row.num_slots == row.num_supervised - 2  # a turn's first token is the target's
+    assert row.num_slots == row.num_supervised - 2  # no head drafts a turn's first token
 
 
 def test_generation_markers_give_the_same_mask() -> None:
@@ -73,7 +73,7 @@ def test_generation_markers_give_the_same_mask() -> None:
     for _ in range(30):
         count = 2 * generator.randint(1, 4)
         messages = talk(*("".join(generator.choices(words, k=generator.randint(1, 9))) + "." for _ in range(count)))
-        # Trimmed offsets would make transformers lose every answer that begins with a blank.
+        # With trimmed offsets transformers would lose every answer that begins with a blank.
         tokenizer, (row,), _ = rows_of(tiny.TEMPLATE, "<|end|>", messages, trim_offsets=False)
         theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         assert [int(turn > 0) for turn in row.turns] == theirs["assistant_masks"]
@@ -99,13 +99,13 @@ STRADDLING = (
 @pytest.mark.parametrize(
     ("template", "eos", "answer", "text", "counted"),
     [
-        # what the generation prompt writes is not learnt
+        # text of the generation prompt is not learnt
         (targets.THINK_OPENING, "<|im_end|>", ("a thought", "Fine."), "a thought\n</think>\n\nFine.<|im_end|>", None),
         (targets.THINK_OPENING, "<|im_end|>", "Fine.", "Fine.<|im_end|>", "the generation prompt's last part"),
         # the prompt's last blank joins the answer's first word
         (STRADDLING, "</s>", "boats are fine", " are fine</s>", "a token straddles prompt and answer"),
         (targets.CHATML, "<|im_end|>", "Fine.<|im_end|> And more.", "Fine.<|im_end|>", None),
-        # base models' EOS: up to the answer's last special token
+        # base models' EOS: learn up to the answer's last special token
         (targets.CHATML, "</s>", "Fine.", "Fine.<|im_end|>", "the answer's end is none of the target's"),
         (targets.CHATML, "<|im_end|>", "Fine \ud83d.", "Fine \ufffd.<|im_end|>", "half of a surrogate pair replaced"),
     ],
@@ -121,7 +121,7 @@ def test_tokenizers_and_templates_that_cannot_make_a_mask_are_refused() -> None:
     for template, reason in (
         (targets.NO_SYSTEM, "the chat template refuses it: No system role"),
         ("{{ messages | length }}" + targets.CHATML, rewritten),
-        (targets.CHATML.replace("<|im_start|>assistant\\n", "bot: "), rewritten),  # in the generation prompt alone
+        (targets.CHATML.replace("<|im_start|>assistant\\n", "bot: "), rewritten),  # only in the generation prompt
     ):
         with pytest.raises(UnusableRow) as caught:
             rows_of(template, "<|im_end|>")
@@ -144,7 +144,7 @@ def test_of_an_answer_with_channels_only_the_final_message_is_shown_and_it_only_
     tokenizer, marks = tiny.tokenizer(), ["<|start|>", "<|channel|>", "<|message|>", "<|return|>"]
     plain = "<|channel|>final<|message|>Two owls."
     ids = tokenizer(f"{plain}<|end|>")["input_ids"]
-    assert answer_text(tokenizer, ids) == plain  # ordinary text of this tokenizer
+    assert answer_text(tokenizer, ids) == plain  # to this tokenizer it is ordinary text
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
     thinking = "<|channel|>analysis<|message|>Owls, final.<|end|><|start|>assistant"
     for text, shown in (

@@ -1,4 +1,4 @@
-"""Laws of conversations out of rows: every known shape is read, every change and every skipped row is counted."""
+"""Laws of reading conversations from rows: every known shape is read; every change and skipped row is counted."""
 
 import csv
 import json

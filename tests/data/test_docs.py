@@ -1,4 +1,4 @@
-"""Every example of docs/data.md is read as the page says, with nothing mended or skipped."""
+"""Every example of docs/data.md is read as the page says, and nothing is repaired or skipped."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Laws of the extraction: the cache is the target's own states, whoever made it, and whatever interrupted it."""
+"""Laws of the extraction: the cache has the target's own states, however many made it, whatever interrupted it."""
 
 import shutil
 import subprocess
@@ -90,7 +90,7 @@ def test_states_that_cannot_be_stored_are_refused_with_the_row_and_no_shard_is_w
 
     monkeypatch.setattr(Target, "features", broken)
     rows = [row for row in DATA.train if not {0, 319} & {*row.input_ids}]
-    # float16 ends at 65,504, whatever a scale can hold
+    # float16 ends at 65,504, though a scale can be larger
     keys: dict[str, Any] = {"shard_tokens": 9999, "dtype": "float16", "storage": "fp8"}
     plan = caches.plan(tmp_path, target, TokenisedData([*rows, poison], rows), **keys)
     with pytest.raises(UserError, match=rf"a: row 7: the target's states are not finite in {plan.storage}"):
@@ -126,7 +126,7 @@ def test_two_writers_of_one_cache_make_each_shard_once(
     def counting(self: Target, *arguments: Any) -> Any:
         begun.append(1)
         if len(begun) <= 2:
-            both.wait(timeout=60)  # each is at work on a shard
+            both.wait(timeout=60)  # each works on a shard
         return features(self, *arguments)
 
     monkeypatch.setattr(Target, "features", counting)
@@ -146,11 +146,11 @@ def test_another_recipes_writer_waits_its_turn_and_replaces_only_what_it_may(tar
         with pytest.raises(UserError, match="another process writes another cache there; wait for its end"):
             caches.write(target, fewer, overwrite=True)
         assert caches.contents(plan.directory).items() >= before.items()
-        caches.write(target, plan, share=Share(2, 2))  # one of the same recipe is welcome
+        caches.write(target, plan, share=Share(2, 2))  # the same recipe may write too
     with pytest.raises(UserError, match=r"made from other rows or by another target; .*--overwrite"):
         caches.write(target, fewer)
     caches.write(target, fewer, overwrite=True)
-    # no surplus shard, no lock is left
+    # neither a surplus shard nor a lock is left
     assert sorted(caches.contents(plan.directory)) == ["index.json", "shard-00000.json", "shard-00000.safetensors"]
 
 

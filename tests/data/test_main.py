@@ -19,7 +19,7 @@ from tests.train.test_processes import forked
 
 
 def write_recipe(root: Path, directory: Path) -> Path:
-    """A recipe over root's target and conversations; its run is directory/run."""
+    """A recipe for the target and conversations in root; its run is directory/run."""
     sections = {"run": str(directory / "run"), "features": {"shard_tokens": 300, "batch_tokens": 256}}
     return recipe_for(directory / "recipe.yaml", root, {"max_steps": 2, "batch_size": 32, "eval_every": 0}, **sections)
 
@@ -47,7 +47,7 @@ def features(recipe: Path) -> Path:
 
 
 def refusal(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line on standard error."""
+    """The only line on standard error."""
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(("features: ", "check: "))]
     assert len(lines) == 1 and lines[0].startswith("error: "), lines
     return lines[0]
@@ -63,7 +63,7 @@ def test_features_are_planned_without_weights_written_once_and_then_reused(
     assert " tokens x 44 bytes (int8 for float32)" in out and re.search(r"tok/s \(measured now.* take \d.* h;", out)
     bare = shutil.copytree(made / "target", tmp_path / "target")
     weights = bare / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-10_000] + b"\xff" * 10_000)  # their header alone is read
+    weights.write_bytes(weights.read_bytes()[:-10_000] + b"\xff" * 10_000)  # only their header is read
     assert call(main, *words, "--plan", "--target", bare, "--features.after_blocks", "[1]") == 0
     assert " tokens x 264 bytes (float32)" in capsys.readouterr().out and not features.exists()
     assert call(main, *words, "--is-whole") == 1 and call(main, *words) == 0

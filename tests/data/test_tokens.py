@@ -1,4 +1,4 @@
-"""Laws of tokenised rows, of their preview and of the draft vocabulary that is counted on them."""
+"""Laws of tokenised rows, of their preview and of the draft vocabulary counted from them."""
 
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def test_many_processes_make_the_rows_and_counts_of_one_and_their_errors_are_tol
     monkeypatch.setattr(tokens, "num_cores", lambda: 3)
     monkeypatch.setattr(tokens, "SLOW_SECONDS", 0.0)
     assert tokenised(tmp_path, rows, held_out=0.3, max_length=60) == alone and alone[0].held_out
-    assert len(made) == 1  # the others were made elsewhere
+    assert len(made) == 1  # other processes made the rest
     with pytest.raises(UserError, match="token ids 7 to 99,999 are outside"):
         tokenised(tmp_path, [*questions(9), {"input_ids": [7, 99999], "loss_mask": [0, 1]}])
 
@@ -68,7 +68,7 @@ def test_rows_that_took_long_are_kept_and_made_anew_after_any_change(tmp_path: P
         assert got == again and got[0].train and got[1].rows == len(rows)
         return len(made) - before
 
-    assert times() == 2 and not cache.exists()  # they are made sooner than read
+    assert times() == 2 and not cache.exists()  # making them is faster than reading a cache
     monkeypatch.setattr(tokens, "SLOW_SECONDS", 0.0)
     assert times(held_out=0.3) == times() == 1 and times() == 0
     template = targets.CHATML.replace("<|im_start|>", "<|im_start|> ", 1)
@@ -77,7 +77,7 @@ def test_rows_that_took_long_are_kept_and_made_anew_after_any_change(tmp_path: P
     for damaged in cache.glob("aerie/*/rows.parquet"):
         tiny.flip(damaged)
     assert times() == 1 and times() == 0
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "rows.jsonl"))  # no folder can be made there
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "rows.jsonl"))  # a file: no folder can be made in it
     assert times() == 2
 
 
@@ -103,7 +103,7 @@ def test_token_rows_need_no_template_and_each_run_of_ones_is_a_turn(tmp_path: Pa
     rows = [{"input_ids": [5, 6, 7, 8, 9][: len(mask)], "loss_mask": mask} for mask in masks]
     data, _ = tokenised(tmp_path, rows, template=None)
     assert (list(data.train[0].input_ids), list(data.train[0].turns)) == ([5, 6, 7, 8, 9], [0, 1, 1, 0, 2])
-    # (6, 7) of each row is a slot: one needs a token before
+    # (6, 7) of each row is a slot: a slot needs a token before it
     assert statistics(data.train) == "2 rows | 8 tokens | 6 supervised (75.0%) | 2 slots | 3 turns | longest 5"
 
 
@@ -140,7 +140,7 @@ def test_supervised_tokens_are_counted_special_ones_are_drafted_and_the_key_foll
     forced = forced_ids(tiny.tokenizer(), {300, 4000}, 320)  # the LM head has no row for 4000
     assert forced == {*special, 300}
     with_forced, _, _ = draft_vocabulary(ROWS, 320, ORIGIN, 8, forced)
-    # 3 is special and frequent; 5 is the first of the rest
+    # 3 is frequent but special; 5 comes first among the rest
     assert set(with_forced.ids.tolist()) == {*forced, 9, 5}
     counted, facts, _ = draft_vocabulary(ROWS, 10, ORIGIN, 1)
     assert counted.ids.tolist() == [3]

@@ -22,13 +22,13 @@ def make_target(**changes: Any) -> Target:
 
 
 def tiny_vocabulary(num_blocks: int = 2, **changes: Any) -> Target:
-    """A target of 12 tokens that never ends."""
+    """A target with 12 tokens and no end token."""
     sizes = {"vocab_size": 12, "hidden_size": 16, "num_blocks": num_blocks, "pad_token_id": None}
     return make_target(**{**sizes, **changes})
 
 
 def make_head(target: Target, kind: str = "eagle1", **changes: Any) -> Any:
-    """A random head, one whose drafts hang on every input."""
+    """A random head whose drafts depend on every input."""
     if kind in ("medusa", "hydra", "block"):
         return tiny.multi_token_head(kind, target.vocab, noise=0.3, **changes).eval()
     make = tiny.head if kind == "eagle1" else tiny.eagle3_head

@@ -1,4 +1,4 @@
-"""Synthetic laws, and what a tree of them must be."""
+"""Synthetic laws, and checks of trees that are made from them."""
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class TableDrafter(Drafter):
     """Laws that are a fixed function of the path, so that a tree can be checked by enumeration."""
 
     def __init__(self, seed: int, sharpness: float = 2.0, mapped: bool = False) -> None:
-        """mapped: a vocabulary of its own, whose column c is the target's token 2c + 1."""
+        """mapped: it has a draft vocabulary, where column c is the target's token 2c + 1."""
         self.seed, self.sharpness = seed, sharpness
         self.ids = 2 * torch.arange(TABLE_VOCAB) + 1 if mapped else None
         self.rows: list[Path] = []
@@ -44,7 +44,7 @@ class TableDrafter(Drafter):
 
 
 def tree_of(tokens: list[int], parents: list[int]) -> Tree:
-    """A tree of these nodes, each behind its parent, with laws of zeros."""
+    """A tree of these nodes, each after its parent, with laws of zeros."""
     depth, above, zeros = [0], torch.tensor(parents), torch.zeros(len(parents))
     for parent in parents[1:]:
         depth.append(depth[parent] + 1)
@@ -54,7 +54,7 @@ def tree_of(tokens: list[int], parents: list[int]) -> Tree:
 
 
 def node_paths(tree: Tree) -> list[Path]:
-    """The tokens below the root down to each node."""
+    """For each node, the tokens on its path, without the root."""
     names: list[Path] = [()]
     for token, parent in zip(tree.tokens.tolist()[1:], tree.parents.tolist()[1:], strict=True):
         names.append((*names[parent], token))
@@ -62,12 +62,12 @@ def node_paths(tree: Tree) -> list[Path]:
 
 
 def paths(tree: Tree) -> dict[Path, float]:
-    """path -> log survival, the root left out."""
+    """path -> log survival, without the root."""
     return dict(zip(node_paths(tree)[1:], tree.survival.tolist()[1:], strict=True))
 
 
 def check_connected(tree: Tree) -> None:
-    """Every node's parent is in the tree, one level above and before it, and the mask is that of its ancestors."""
+    """Asserts that every parent is in the tree, earlier and one level above, and that the mask shows all ancestors."""
     parents = tree.parents[1:]
     assert bool((parents >= 0).all()) and bool((parents < torch.arange(1, len(tree))).all())
     assert bool((tree.depth[1:] == tree.depth[parents] + 1).all())

@@ -21,7 +21,7 @@ WORDS = "Each crate holds 12 jars , so 7 crates hold 84 . <b>Bold</b> & then she
 
 
 def record(cycles: int = 4, **changes: Any) -> Record:
-    """A greedy answer of one vanilla prompt: one token of prefill in 10 ms, and one a cycle in 40 ms for all."""
+    """A greedy vanilla answer to a prompt: a token by prefill in 10 ms, then one per cycle in 40 ms altogether."""
     values = {"row": 0, "method": "vanilla", "tree": None, "verify": "R0", **GREEDY, "task": "sums", "prompt_id": "0"}
     values |= {"new_tokens": 1 + cycles, "accepted": (0,) * cycles, "cycle_tokens": (1,) * cycles}
     values |= {"target_forwards": cycles, "ms": milliseconds(prefill=10.0, wall=50.0)}
@@ -29,12 +29,12 @@ def record(cycles: int = 4, **changes: Any) -> Record:
 
 
 def milliseconds(prefill: float, wall: float, draft: float = 0.0) -> Milliseconds:
-    """Times whose verify part takes what prefill and draft leave."""
+    """Times in which verify takes the rest after prefill and draft."""
     return Milliseconds(prefill, draft, wall - prefill - draft, 0.0, 0.0, wall)
 
 
 def drafted(tokens: tuple[int, ...], **changes: Any) -> Record:
-    """An answer of a drafting row whose cycles gave these tokens, bonus included."""
+    """An answer of a drafting row with these tokens per cycle, bonus included."""
     forwards = {"target_forwards": len(tokens), "draft_forwards": 6 * len(tokens), "draft_nodes": 15 * len(tokens)}
     counts = {"new_tokens": sum(tokens) + 1, "accepted": tuple(n - 1 for n in tokens), "cycle_tokens": tokens}
     values = {"row": 1, "method": "eagle2", "tree": TREES["eagle2"], "identical": True, "identical_to_generate": True}

@@ -1,4 +1,4 @@
-"""A drafter that is always right, or always wrong, so that edge cases need no luck: it drafts by what it is told."""
+"""A drafter that is always right, or always wrong, as it is told, so that edge cases need no luck."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,19 +10,19 @@ from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.shape import Drafting
 from aerie.infer.measure.lossless import Reference
 
-SURE = 60.0  # nats; what is infinitely unlikely has no entropy
+SURE = 60.0  # nats; with infinity the entropy would be NaN
 
 
 class Steered:
-    """Runs a drafter, and makes its laws sure of the answer's next token, or sure of any other one.
+    """Runs a drafter, and makes its laws sure of the answer's next token, or of any other token.
 
-    A token that the drafter has no word for, and what follows the answers, is left to its own laws.
+    The drafter's own laws stay for tokens outside its vocabulary, and after the answers.
     """
 
     def __init__(self, drafter: Any, known: Sequence[Reference], right: bool) -> None:
         self._drafter, self._right = drafter, right
         vocabulary = getattr(getattr(drafter, "head", None), "vocabulary", None)
-        self._ids = None if vocabulary is None else vocabulary.t2d.nonzero()[:, 0]  # known without d2t
+        self._ids = None if vocabulary is None else vocabulary.t2d.nonzero()[:, 0]  # not read from d2t
         self._answers = {tuple(ids[0].tolist()): answer for ids, answer in known}
         self._answer: list[int] = []
         self._place = self._level = 0
@@ -35,7 +35,7 @@ class Steered:
         self._drafter.reset(prompt, *rest)
 
     def commit(self, tokens: Tensor, features: Tensor, last: Any = None) -> None:
-        self._place += len(tokens) if self._place else 1  # the first time it is the prompt's, and the first new one
+        self._place += len(tokens) if self._place else 1  # first come the prompt's tokens and one new one
         self._drafter.commit(tokens, features, last)
 
     def start(self) -> Tensor:
@@ -56,7 +56,7 @@ class Steered:
 
 
 def steered(decoder: SpeculativeDecoder, known: Sequence[Reference], right: bool) -> SpeculativeDecoder:
-    """The decoder with its drafter steered to right, or to wrong, guesses at these answers."""
+    """The decoder, whose drafter now always guesses these answers right, or always wrong."""
     assert isinstance(decoder.proposer, Drafting)
     decoder.proposer.drafter = Steered(decoder.proposer.drafter, known, right)
     return decoder

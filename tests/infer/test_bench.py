@@ -95,7 +95,7 @@ def test_a_later_turn_follows_vanillas_answers_in_every_row(place: Place, measur
         ids = place[1].apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
         for row in range(len(ROWS)):
             assert found[row, temperature, ("count", "a", 2)].prompt_ids == tuple(ids)
-    assert len({found[row, 1.0, ("count", "a", 0)].text for row in range(len(ROWS))}) > 1  # answers of their own
+    assert len({found[row, 1.0, ("count", "a", 0)].text for row in range(len(ROWS))}) > 1  # each row draws its own
 
 
 def cycles_of(directory: Path) -> list[dict[str, Any]]:
@@ -131,7 +131,7 @@ def test_a_killed_bench_measures_only_what_is_missing(place: Place, tmp_path: Pa
     lines, cycles = ((measured[0] / name).read_text().splitlines(keepends=True) for name in (RECORDS, module.CYCLES))
     records = tmp_path / RECORDS
     records.write_text("".join(lines[:7]) + lines[7][:50])
-    whole = 1 + sum(json.loads(line)["target_forwards"] for line in lines[:7])  # one of the answer that is not there
+    whole = 1 + sum(json.loads(line)["target_forwards"] for line in lines[:7])  # and one cycle of the unrecorded answer
     (tmp_path / module.CYCLES).write_text("".join(cycles[:whole]) + cycles[whole][:50])
     assert answers(run(bench(place, tmp_path), PROMPTS, seed=3)) == answers(measured[1])
     again = records.read_text().splitlines(keepends=True)
@@ -141,7 +141,7 @@ def test_a_killed_bench_measures_only_what_is_missing(place: Place, tmp_path: Pa
     other = [replace(PROMPTS[0], turns=("Please count 4 boats.", "Now sort 5 owls.", "Stop.")), *PROMPTS[1:]]
     with pytest.raises(UserError, match="prompt 'a' of 'count' has changed; delete the file to measure anew"):
         run(bench(place, tmp_path), other, seed=3)
-    # what two benches measured at once, and what failed, is measured again
+    # answers that two benches measured at once, or that failed, are measured again
     failed = line_of(replace(read_records(records)[3], status="error", message="no memory"))
     records.write_text("".join([*again[:3], failed, *again[4:], again[9]]))
     (tmp_path / module.CYCLES).write_text("".join(cycles + cycles[whole:]))
@@ -165,7 +165,7 @@ def broken(*_: Any, **__: Any) -> Any:
     raise torch.OutOfMemoryError("no memory\nsecond line")
 
 
-@pytest.mark.parametrize("wrong", [0, 1])  # without vanilla's answer there is no later turn to ask
+@pytest.mark.parametrize("wrong", [0, 1])  # later turns need vanilla's answer
 def test_a_failed_row_has_a_message_and_no_time_and_the_others_go_on(
     wrong: int, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,7 +194,7 @@ def test_a_sweep_is_measured_on_its_prompts_beside_the_rows_and_vanilla_or_refus
     records = run(bench(place, tmp_path, config), PROMPTS, seed=3)
     found = {(r.row, r.temperature, r.task, r.prompt_id) for r in records if r.turn == 0}
     main = {(row, 0.0, p.task, p.prompt_id) for row in range(5) for p in PROMPTS}
-    # level 3 is the bench's own row; level 1 is asked the first prompt of each task, 0.7 the drawing one, vanilla too
+    # level 3 is the bench's own row; level 1 gets each task's first prompt; 0.7 gets that of `draw`, as vanilla does
     extra = {(5, 0.0, "count", "a"), (5, 0.0, "draw", "a"), (0, 0.7, "draw", "a"), (2, 0.7, "draw", "a")}
     assert found == main | extra
     written = suite_of(config, PROMPTS)
@@ -228,7 +228,7 @@ def test_every_forward_is_timed_and_the_decoder_is_unchanged(miniature: SampledP
     with watch.on(decoder):
         out = decoder.generate(IDS, streamer=watch, **SETTINGS)
     calls, has_head = Counter(watch.calls), HEADS[method] is not None
-    assert calls["target"] == 2 * out.statistics.target_forwards  # the LM and its LM head
+    assert calls["target"] == 2 * out.statistics.target_forwards  # trunk and LM head
     assert (calls["draft"] >= out.statistics.draft_forwards > 2) == (watch.ms["draft"] > 0) == has_head
     assert out.new_ids == plain.new_ids == decoder.generate(IDS, **SETTINGS).new_ids
     assert watch.calls == calls

@@ -1,4 +1,4 @@
-"""Calibrating: what is said of recorded tables, the oracle, calibrators, and static trees rebuilt from ranks."""
+"""Calibration: summaries of recorded tables, the oracle, calibrators, and static trees rebuilt from ranks."""
 
 import json
 from dataclasses import asdict, replace
@@ -39,7 +39,7 @@ SECTION = CalibrateConfig(PromptsConfig("none", max_new_tokens=14), ranks=6)
 
 
 def laws(count: int, **columns: Any) -> pd.DataFrame:
-    """Laws with these columns; what is left out is zero (ranked: one column)."""
+    """A table of laws with these columns; missing columns are zero (ranked: one number)."""
     table = pd.DataFrame({name: columns.get(name, [0] * count) for name in ("prompt", "cycle", *LAWS)})
     table["ranked"] = columns.get("ranked", [[0.0]] * count)
     return table.astype(dict.fromkeys(("agrees", "accepted", "followed"), bool))
@@ -53,13 +53,13 @@ def test_bins_hold_counts_and_means_and_ece_and_brier_follow() -> None:
     confidence, acceptance = [0.1, 0.2, 0.6, 0.8, 1.0], [0.0, 1.0, 1.0, 0.0, 1.0]
     found = reliability(confidence, acceptance, 2)
     low, high = found["bins"]
-    assert (low["high"], low["count"], high["count"]) == (0.5, 2, 3)  # the last bin is closed
+    assert (low["high"], low["count"], high["count"]) == (0.5, 2, 3)  # the last bin includes its upper edge
     assert (low["confidence"], low["acceptance"]) == (pytest.approx(0.15), pytest.approx(0.5))
     assert found["ece"] == pytest.approx((2 * abs(0.15 - 0.5) + 3 * abs(0.8 - 2 / 3)) / 5)
     assert found["brier"] == pytest.approx((0.01 + 0.64 + 0.16 + 0.64 + 0.0) / 5)
-    # accepted with 0.3: 0.3 * (0.5 - 1)^2 + 0.7 * 0.5^2
+    # acceptance probability 0.3: 0.3 * (0.5 - 1)^2 + 0.7 * 0.5^2
     assert reliability([0.5], [0.3])["brier"] == pytest.approx(0.25)
-    # values on an edge in single precision are in the bin above it
+    # single-precision values on an edge belong to the bin above it
     edges = (np.arange(20, dtype=np.float32) / np.float32(20)).astype(np.float64)
     assert [item["count"] for item in reliability(edges, np.zeros(20))["bins"]] == [1] * 20
 
@@ -90,29 +90,29 @@ def test_figure_3a_looks_back_in_its_own_cycle() -> None:
     followed, kl = [True, True, False, False, True, False], [0.1, 0.2, 3.0, 5.0, 9.0, np.inf]
     made = laws(6, cycle=[0, 0, 0, 1, 2, 3], depth=[1, 2, 3, 1, 1, 1], followed=followed, kl_qp=kl)
     found = {row["offset"]: row["kl"] for row in calibrate.rejections(made)["before_rejection"]}
-    assert found == {-4: None, -3: None, -2: 0.1, -1: 0.2, 0: 4.0}  # in its own cycle, without the infinite one
+    assert found == {-4: None, -3: None, -2: 0.1, -1: 0.2, 0: 4.0}  # within a cycle, infinities left out
 
 
 def test_oracle_lengths_by_context() -> None:
     cycles = pd.DataFrame({"position": [10, 32, 33, 64, 9000, 9001], "levels": [5, 5, 5, 3, 5, 0], "cap": 8})
-    cycles["accepted"], cycles["oracle"] = [5, 2, 0, 3, 5, 0], [7, 2, 0, 8, 8, np.nan]  # the last one drafted nothing
+    cycles["accepted"], cycles["oracle"] = [5, 2, 0, 3, 5, 0], [7, 2, 0, 8, 8, np.nan]  # the last cycle drafted nothing
     found = calibrate.oracle_summary(cycles)
     assert found is not None and calibrate.oracle_summary(cycles[:0]) is None
     first, second, last = ([*row.values()] for row in found["by_context"])
     # above, up to, cycles, oracle, variance, delta, censored
-    assert first == [0, 32, 2, 4.5, 6.25, 0.5, 0.0]  # 7 and 2; -2 and +3
+    assert first == [0, 32, 2, 4.5, 6.25, 0.5, 0.0]  # oracles 7 and 2; deltas -2 and +3
     assert second[4:] == [16.0, 0.0, 0.5] and last[:3] == [8192, None, 1]
 
 
 def decoder_of(tree: TreeConfig, kind: str = "eagle1", **more: Any) -> SpeculativeDecoder:
-    """With a random head, or with the target as its own draft LM."""
+    """A decoder with a random head, or with the target as its own draft LM."""
     target = make_target()
     head = target if kind == "draft_lm" else make_head(target, kind)
     return SpeculativeDecoder(target, drafting(DRAFTERS[kind](head, target), tree, **more))
 
 
 def write_calibration(output: Path) -> None:
-    """What `calibrate` writes of a tiny head on 12 prompts in two tasks."""
+    """The files that `calibrate` writes for a tiny head, on 12 prompts of two tasks."""
     questions = [(torch.tensor([[7, 9, 11 + n, 23, 5]]), ("sums", "code")[n % 2]) for n in range(12)]
     made = calibrate.record(decoder_of(WIDE), WIDE, questions, replace(SECTION, oracle_levels=5))
     calibrate.write_calibration(output, made, bins=20, head=None, method="eagle2")
@@ -137,7 +137,7 @@ def test_an_oracle_changes_nothing_else_and_every_kind_of_draft_has_an_analysis(
     drafted = cycles.dropna(subset="oracle")
     assert len(drafted) == (cycles.levels > 0).sum() > 0 and "oracle" not in plain.tables["cycles"]
     assert drafted.oracle.between(drafted.accepted, drafted.cap).all() and (drafted.cap >= drafted.levels).all()
-    if kind == "draft_lm":  # the target that drafts for itself is always right
+    if kind == "draft_lm":  # a target that drafts for itself is always right
         assert (drafted.oracle == drafted.cap).all() and drafted.cap.max() == 5
         table = deep.tables["laws"]
         assert table.tvd.max() < 1e-5 and table.agrees.all() and table.accepted.all()
@@ -145,7 +145,7 @@ def test_an_oracle_changes_nothing_else_and_every_kind_of_draft_has_an_analysis(
     assert [row["task"] for row in value["by_task"]] == ["count", "sort"]
     laws, is_eagle = deep.tables["laws"], kind.startswith("eagle")
     assert (laws.largest_gap <= laws.tvd + 1e-9).all() and laws.feature_error.notna().all() == is_eagle
-    if kind == "eagle1" and temperature == 0:  # its laws and the target's come from one LM head (DEAGLE, equation 4)
+    if kind == "eagle1" and temperature == 0:  # both laws come from one LM head (DEAGLE, equation 4)
         assert (laws.kl_pq <= laws.kl_bound).all() and (laws.kl_pq > 0).any()
     assert sum(row["nodes"] for row in value["by_task"]) == len(deep.tables["nodes"])
 
@@ -163,11 +163,11 @@ def chain(tokens: list[int], rule: str) -> Tree:
 @pytest.mark.parametrize(
     ("rule", "policy", "deep", "shares"),
     [
-        # R1, wholly accepted: token 1 is taken with .3 / .6, twice; token 2 always
+        # R1, the whole draft accepted: token 1 is accepted with .3 / .6, twice; token 2 always
         ("R1", [0], [0, 1, 1, 2], [0.0, 0.5, 0.25, 0.0, 0.25]),
-        ("R1", [0, 1], [0, 1, 1, 2], [0.0, 1.0, 0.0, 0.0, 0.0]),  # refused: its own length
+        ("R1", [0, 1], [0, 1, 1, 2], [0.0, 1.0, 0.0, 0.0, 0.0]),  # a refusal keeps its own length
         ("R1", [2], [0, 1, 1, 2], [0.0, 1.0, 0.0, 0.0, 0.0]),  # another chain is not followed
-        ("R2", [0], [0, 1, 0, 0], [0.0, 0.0, 0.5, 0.25, 0.25]),  # the bonus token is the second, the rest is drawn
+        ("R2", [0], [0, 1, 0, 0], [0.0, 0.0, 0.5, 0.25, 0.25]),  # the bonus is the second token, then draws follow
         ("R0", [0], [0, 0, 0, 1], [0.0, 0.0, 0.0, 1.0, 0.0]),  # argmax
     ],
 )
@@ -184,7 +184,7 @@ def test_an_oracle_length_has_the_law_that_the_targets_own_choices_give_it(
 def test_a_fit_is_isotonic_and_logistic_regression_and_lowers_the_ece_of_prompts_it_has_not_seen() -> None:
     generator = np.random.default_rng(0)
     confidence, uniform = generator.random(4000), generator.random(4000)
-    accepted = (uniform < confidence**2).astype(np.float64)  # those of confidence c are accepted with c ** 2
+    accepted = (uniform < confidence**2).astype(np.float64)  # confidence c is accepted with c ** 2
     nodes = pd.DataFrame({"prompt": np.arange(4000) % 40, "confidence": confidence, "acceptance": accepted})
     found = calibrate.fit_and_score(calibrate.Recording({"nodes": nodes}, (), 0.0), bins=20)
     assert found is not None
@@ -192,10 +192,10 @@ def test_a_fit_is_isotonic_and_logistic_regression_and_lowers_the_ece_of_prompts
     assert before["ece"] > 0.12 and after["ece"] < 0.06
     assert after["brier"] < before["brier"] and after["log_loss"] < before["log_loss"]
     one = calibrate.Recording({"nodes": nodes.assign(prompt=0)}, (), 0.0)
-    assert calibrate.fit_and_score(one, bins=20) is None  # no other half
+    assert calibrate.fit_and_score(one, bins=20) is None  # one prompt has no other half
     confidence = generator.uniform(0.02, 0.98, 40_000)
     truth = 1 / (1 + ((1 - confidence) / confidence) ** (1 / 1.7))
-    assert calibrate.fit(confidence, truth).temperature == pytest.approx(1.7, rel=1e-3)  # probabilities as outcomes
+    assert calibrate.fit(confidence, truth).temperature == pytest.approx(1.7, rel=1e-3)  # outcomes are probabilities
     # heights 0, 1, 0, 1 at four places: the middle two pool to one half; two nodes share the last place
     fitted = calibrate.fit(np.array([0.1, 0.3, 0.5, 0.9, 0.9]), np.array([0.0, 1.0, 0.0, 1.0, 1.0]))
     assert fitted.confidence == (0.1, 0.3, 0.5, 0.9) and fitted.acceptance == pytest.approx((0.0, 0.5, 0.5, 1.0))
@@ -204,7 +204,7 @@ def test_a_fit_is_isotonic_and_logistic_regression_and_lowers_the_ece_of_prompts
 def test_maps_keep_ranks_and_what_is_impossible() -> None:
     knots = Calibrator(2.0, (0.2, 0.6, 0.8), (0.1, 0.5, 0.9))
     found = knots.map("isotonic")(torch.tensor([0.05, 0.2, 0.4, 0.7, 0.8, 1.0]).log()).exp()
-    assert found.tolist() == pytest.approx([0.1, 0.1, 0.3, 0.7, 0.9, 0.9])  # linear between knots, level outside
+    assert found.tolist() == pytest.approx([0.1, 0.1, 0.3, 0.7, 0.9, 0.9])  # linear between knots, constant outside
     found = knots.map("temperature")(torch.tensor([0.8, 0.5, 1.0]).log()).exp()
     assert found.tolist() == pytest.approx([1 / (1 + (1 / 4) ** 0.5), 0.5, 1.0])  # odds 4 become 2
     log_q = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
@@ -215,7 +215,7 @@ def test_maps_keep_ranks_and_what_is_impossible() -> None:
         assert (ranked[:, 1:] <= ranked[:, :-1] + 1e-6).all() and (mapped <= 0).all()
         assert mapped[0, 7] == float("-inf") and mapped[1:].isfinite().all()
     certain = Calibrator(1.0, (0.1, 0.9), (0.0, 1.0)).map("isotonic")(torch.tensor([0.05]).log())
-    assert certain.exp().item() == pytest.approx(FLOOR)  # a zero is no impossibility
+    assert certain.exp().item() == pytest.approx(FLOOR)  # zero never means impossible
 
 
 @pytest.mark.parametrize("tree", [WIDE, CHAIN, MEDUSA])
@@ -230,7 +230,7 @@ def test_calibrated_trees_are_drafted_from_mapped_confidence_and_write_the_same_
         trees.append(cycles[0].tree)
     plain, mapped = trees
     assert answers[0] == answers[1]
-    assert int(plain.tokens[1]) == int(mapped.tokens[1])  # no map moves a law's ranks
+    assert int(plain.tokens[1]) == int(mapped.tokens[1])  # a map keeps a law's ranks
     assert float(mapped.confidence[1]) == pytest.approx(float(mapping(plain.confidence[1:2])), abs=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Drafters, shapes and stop rules that no paper put together: what is taken is lossless, and the rule ends trees."""
+"""Drafters, shapes and stop rules that no paper combined: accepted ones are lossless, and the rules end trees."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ SHAPES: dict[str, tuple[Method, str, dict[str, Any]]] = {  # method, kind of hea
 DRAWN = "entropy vote heuristic confidence marginal_gain probability_sum heuristic vote".split()
 DRAWN += "exact marginal_gain entropy".split()
 DRAWN += "marginal_gain confidence entropy".split()
-SAMPLED = dict(zip(SHAPES, DRAWN, strict=True))  # the rule that each is sampled with
+SAMPLED = dict(zip(SHAPES, DRAWN, strict=True))  # the rule with which each shape is sampled
 ALL = [
     pytest.param(shape, rule, marks=() if SAMPLED[shape] == rule else pytest.mark.slow)
     for shape in SHAPES
@@ -89,7 +89,7 @@ def test_greedy_answers_are_generates_own_and_the_rule_ends_some_trees(
     deepest = decoder.proposer.shape.levels  # type: ignore[union-attr]
     levels = [tree.levels for tree in trees]
     assert sum(0 < level < deepest for level in levels) > 2 if rule != "constant" else max(levels) == deepest
-    for tree in trees:  # where one forward has all laws, a rule saves nodes to verify, and no forward
+    for tree in trees:  # if one forward gives all laws, a rule saves only nodes to verify
         assert tree.draft_forwards == (min(tree.levels, 1) if shape.startswith(("Medusa", "block")) else tree.levels)
 
 

@@ -1,4 +1,4 @@
-"""A recorder says what the cycles of an answer were, and changes no token."""
+"""A recorder describes the cycles of an answer, and changes no token."""
 
 from dataclasses import replace
 from typing import Any
@@ -58,7 +58,7 @@ def test_a_nodes_acceptance_is_its_share_among_many_verdicts_over_the_very_same_
         torch.tensor([[1, 5, 3]]), temperature=1.3, top_k=0, top_p=0.95, max_new_tokens=40,
         generator=torch.Generator().manual_seed(4), on_cycle=cycles.append,
     )  # fmt: skip
-    # the cycle whose root's children are least sure to be accepted or refused
+    # the cycle with the least certain verdict on a child of the root
     cycle = max(
         (cycle for cycle in cycles if cycle.tree.levels > 1),
         key=lambda cycle: float((acceptance(cycle) * (1 - acceptance(cycle)))[cycle.tree.depth == 1].max()),
@@ -118,7 +118,7 @@ def test_nodes_and_laws_are_those_that_were_drafted_and_verified(
             assert law["kl_qp"][number] == pytest.approx(float(kl), abs=1e-4)
             assert law["agrees"][number] == (int(q.argmax()) == int(p[at].argmax()))
             assert law["followed"][number] == any(child in cycle.verdict.path for child in children)
-            # a draft vocabulary that misses tokens has an infinite KL(p||q)
+            # a draft vocabulary that lacks tokens makes KL(p||q) infinite
             assert np.isinf(law["kl_pq"][number]) == (kind == "eagle3")
             num_laws += 1
     tables = tables_of(0, records, text)
@@ -130,14 +130,14 @@ def test_nodes_and_laws_are_those_that_were_drafted_and_verified(
 def test_frontiers_hold_what_reranking_dropped_and_levels_beyond_the_text_are_left_out() -> None:
     _, records, text = recorded(replace(WIDE, k=4, nodes=8, levels=3))
     frontier = tables_of(0, records, text)["frontier"]
-    assert (frontier.groupby(["cycle", "depth"]).size() == 4).all()  # though a tree keeps 7 nodes in all
+    assert (frontier.groupby(["cycle", "depth"]).size() == 4).all()  # although a tree keeps only 7 nodes
     for record in records:
         masses = record["level"]["survival"]
         assert len(masses) == record["depth"] and record["level"]["expected"] == pytest.approx(np.cumsum(masses))
         first = [survival for branch, survival in record["frontier"] if len(branch) == 1]
         assert not masses or sum(first) == pytest.approx(masses[0], rel=1e-5)
     assert 0 < len(tables_of(0, records, text[:-4])["frontier"]) < len(frontier)
-    for temperature in (0.0, 1.0):  # a chain is in the text exactly when it is accepted
+    for temperature in (0.0, 1.0):  # chain nodes are in the text exactly when accepted
         _, records, text = recorded(CHAIN, temperature)
         tables = tables_of(0, records, text)
         depth_of = tables["frontier"].merge(tables["cycles"], on=["prompt", "cycle"], suffixes=("", "_length"))

@@ -1,4 +1,4 @@
-"""Drafting with a small LM: whatever was accepted, every law is the one of a plain forward on the same text."""
+"""Drafting with a small LM: whatever was accepted, every law is that of a plain forward on the same text."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def made(model: Any) -> Target:
 
 
 def draft_of(family: str) -> Target:
-    """gemma2 has scaled embeddings, softcaps and a window in every other layer; mistral has one in every layer."""
+    """A small LM. gemma2: scaled embeddings, softcaps, a window in every other layer; mistral: one in every layer."""
     return made(small_model(AutoConfig.for_model(family), vocab_size=320))
 
 
@@ -33,14 +33,14 @@ def drafter_of(draft: Target, vocab_size: int = 320) -> DraftLMDrafter:
 
 
 def ready(drafter: DraftLMDrafter, first: int = 50) -> list[int]:
-    """The drafter after a prompt and the answer's first token, and both as one text."""
+    """(the drafter after a prompt and the answer's first token, both as one text)."""
     drafter.reset(PROMPT, Kept(128, PROMPT.device), 8)
     drafter.commit(torch.cat([PROMPT[1:], torch.tensor([first])]), torch.zeros(len(PROMPT), 32))
     return [*PROMPT.tolist(), first]
 
 
 def assert_law(law: Tensor, draft: Target, text: list[int]) -> None:
-    """It is log q [Vd] after the text by the model's own forward without a cache."""
+    """Asserts that law is log q [Vd] after the text, by the model's own forward without a cache."""
     logits = draft.model(torch.tensor([text])).logits[0, -1, : len(law)]
     torch.testing.assert_close(law, logits.log_softmax(-1), rtol=0, atol=1e-5)
 
@@ -64,7 +64,7 @@ def test_the_laws_of_a_tree_are_plain_ones_also_after_a_part_of_a_path_was_accep
         [[0, 2, 1, 1, 0], [71, 72, 73, 74, 75]],
         [[0, 3, 3, 4, 3], [81, 82, 83, 84, 85]],
     ]
-    for first in (0, 100):  # a second tree, after the first one's rows were gathered
+    for first in (0, 100):  # a second tree, when the first one's cache rows have been gathered
         paths: list[list[int]] = [[]]
         assert_law(drafter.start()[0], draft, text)
         for parents, tokens in levels:
@@ -73,7 +73,7 @@ def test_the_laws_of_a_tree_are_plain_ones_also_after_a_part_of_a_path_was_accep
             for law, below in zip(laws, paths, strict=True):
                 assert_law(law, draft, text + below)
         kept = [tokens[row] + first for row, (_, tokens) in zip(path, levels, strict=False)]
-        unread = [250] if len(path) == len(levels) else []  # a leaf, whose law nobody asked for
+        unread = [250] if len(path) == len(levels) else []  # a leaf, whose law was never computed
         drafter.commit(torch.tensor([*kept, *unread, 300]))
         text += [*kept, *unread, 300]
     assert_law(drafter.start()[0], draft, text)
@@ -106,7 +106,7 @@ def test_the_logits_of_padded_vocabularies_are_cut_before_the_softmax(vocab_size
     law = drafter.start()[0]
     assert law.shape == (min(320, vocab_size),)
     assert_law(law, draft, text)
-    drafter.commit(torch.tensor([vocab_size - 1]))  # a padding row of the target, where it has more
+    drafter.commit(torch.tensor([vocab_size - 1]))  # an id from the target's padding, if its vocabulary is larger
     assert drafter.start().isfinite().all()
 
 

@@ -1,4 +1,4 @@
-"""The decoder writes token for token what the target writes alone, whatever the head drafts."""
+"""The decoder writes the same tokens as the target alone, whatever the head drafts."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,7 +59,7 @@ def decoder(target: Target, tree: TreeConfig, kind: str = "eagle1", **changes: A
 def test_a_perfect_draft_is_accepted_whole_up_to_the_end_and_costs_what_its_head_costs(
     kind: str, tree: TreeConfig, new: int, end: int | None
 ) -> None:
-    """The end token, the one at this place of the answer, may stand inside an accepted path."""
+    """end: the place in the answer whose token is made the end token; it may be inside an accepted path."""
     target, ids, trees = make_target(), prompts(4)[-1], []
     answer = greedy(target, ids, 41)[0][ids.shape[1] :]
     options = {"ids": torch.tensor(sorted({*answer, 0, 100, 200, 319}))} if kind == "eagle3" else {}
@@ -84,14 +84,14 @@ def test_the_heuristics_length_follows_what_was_accepted_and_begins_anew_with_a_
     made = steered(decoder(target, tree), [(ids, answer)], right)
     for _ in range(2):
         made.generate(ids, do_sample=False, max_new_tokens=30, on_cycle=lambda cycle: lengths.append(cycle.tree.levels))
-    assert lengths == 2 * ([4, 6, 8, 7] if right else [4, 3, 2, *[1] * 25, 0])  # by two more, by one less
+    assert lengths == 2 * ([4, 6, 8, 7] if right else [4, 3, 2, *[1] * 25, 0])  # two more, or one fewer
 
 
 @pytest.mark.parametrize("drafted", [True, False])
 def test_a_stop_string_ends_an_answer_at_the_token_that_completes_it_as_in_transformers(drafted: bool) -> None:
-    """Inside an accepted path, with characters behind it, begun in the prompt, and never met."""
+    """Stops inside an accepted path, with characters after it, begun in the prompt, and never found."""
     target, ids, words, lengths = make_target(), prompts(6)[-1], tiny.tokenizer(), []
-    text = greedy(target, ids, 30)[0]  # from its third new token on: e, ?, ?, er, er, er, er, er, er, Q, nt, ?, " ow"
+    text = greedy(target, ids, 30)[0]  # new tokens from the third on: e, ?, ?, er, er, er, er, er, er, Q, nt, ?, " ow"
     ids, answer = torch.tensor([text[: ids.shape[1] + 6]]), text[ids.shape[1] + 6 :]
     for stop in ("rer", "ere", "rQn", ["nowhere", " o", "w "], "nowhere"):
         made = SpeculativeDecoder(target)
@@ -130,7 +130,7 @@ def test_the_head_reads_what_was_written_without_drafts_as_soon_as_one_is_grown(
 
     def watch(cycle: Cycle) -> None:
         seen.append(cycle)
-        auto._best = [int(len(seen) % 5 == 4)] * len(auto._best)  # then a draft is grown
+        auto._best = [int(len(seen) % 5 == 4)] * len(auto._best)  # draft in every fifth cycle
 
     made = SpeculativeDecoder(target, auto).generate(ids, do_sample=False, max_new_tokens=40, on_cycle=watch)
     assert made.sequences.tolist() == [text]
@@ -155,12 +155,12 @@ def test_a_budget_follows_what_is_accepted_down_to_no_draft(right: bool) -> None
     made.generate(ids, do_sample=False, max_new_tokens=60, on_cycle=lambda cycle: levels.append(cycle.tree.levels))
     if right:
         assert levels[1:-1] == [3] * (len(levels) - 2)
-    else:  # a short draft is tried now and then
+    else:  # now and then it tries a short draft
         assert {*levels[8:]} == {0, 1} and levels[8:].count(1) < 0.25 * len(levels)
 
 
 class Collector(BaseStreamer):
-    """A transformers streamer that keeps what it is given."""
+    """A transformers streamer that keeps what it gets."""
 
     def __init__(self) -> None:
         self.pieces: list[list[int]] = []
@@ -209,7 +209,7 @@ def test_what_cannot_be_decoded_is_one_sentence(change: dict[str, Any], message:
 
 
 class Counting(TorchDispatchMode):
-    """Counts reads of the device, and kernels outside the models' forwards."""
+    """Counts reads from the device, and kernels outside the models' forwards."""
 
     reads = kernels = inside = 0
 
@@ -227,7 +227,7 @@ class Counting(TorchDispatchMode):
         return result
 
 
-CYCLES = {("eagle3", 0): 105, ("eagle3", 1): 111, ("eagle1", 0): 35, ("eagle1", 1): 107}  # the most kernels
+CYCLES = {("eagle3", 0): 105, ("eagle3", 1): 111, ("eagle1", 0): 35, ("eagle1", 1): 107}  # kernels, at most
 
 
 @pytest.mark.parametrize(("kind", "temperature"), CYCLES)
@@ -254,7 +254,7 @@ def test_a_prompt_read_in_parts_and_cycles_that_look_at_more_columns_than_are_ke
     expected = trees_of(made, ids)
 
     def widened(kept: Kept, count: int) -> None:
-        """To a multiple of 32 columns, as forwards of a fixed width see them."""
+        """Rounds columns up to a multiple of 32, as forwards of fixed width see them."""
         advance(kept, count)
         kept.columns = kept.numbers[: -(-kept.length // 32) * 32]
 
@@ -265,12 +265,12 @@ def test_a_prompt_read_in_parts_and_cycles_that_look_at_more_columns_than_are_ke
 
 
 def trees_of(made: SpeculativeDecoder, ids: Tensor) -> list[Any]:
-    """Drafted and chosen tokens of cycles whose trees need not be short, and an answer; then the same, sampled."""
+    """Drafted and chosen tokens of cycles with room for whole trees, and the answer; greedy, then sampled."""
     told = list[Any]()
 
     def watch(cycle: Cycle) -> None:
         if made.is_captured and made.proposer.is_fixed:
-            assert cycle.tree.levels == made.proposer.levels  # whole to the end
+            assert cycle.tree.levels == made.proposer.levels  # all levels, to the end
         if cycle.position < ids.shape[1] + 24 - 5:
             told.append((cycle.tree.tokens.tolist(), cycle.verdict.new.tolist()))
 
@@ -293,7 +293,7 @@ def trees_of(made: SpeculativeDecoder, ids: Tensor) -> list[Any]:
 def test_all_of_a_cycle_compiles(kind: str, tree: TreeConfig, capfd: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     target, ids = Target(make_target().model, TargetConfig("tiny", cycle="compiled")), prompts(2)[-1]
-    for _ in range(2):  # a decoder's forms do not count against another's
+    for _ in range(2):  # each decoder has its own recompile limit
         with torch._dynamo.config.patch(recompile_limit=1):
             answer = decoder(target, tree, kind).generate(ids, do_sample=False, max_new_tokens=16)
         assert answer.new_ids == greedy(target, ids, 16)[0][ids.shape[1] :]
@@ -323,12 +323,12 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_a_line_says_so(capfd: Any, mo
 
 
 class Tape(TorchDispatchMode):
-    """A CUDA graph's stand-in: the kernels of one run, done again on the same tensors."""
+    """A stand-in for a CUDA graph: replays the kernels of one run on the same tensors."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__()
-        # a graph's first run is a replay: here it is the recorded one, as nothing may be committed or drawn twice
-        # (but a level may be replayed first in a later cycle)
+        # A real graph's first run is a replay. Here it is the recorded run, as nothing may be committed or drawn twice;
+        # but a level may be first replayed in a later cycle.
         self.calls, self.is_done = list[Any](), "Decoder." in str(function)
         with self:
             self.output = function()
@@ -361,7 +361,7 @@ def eager_and_captured(kind: str, tree: TreeConfig | None, device: str = "cpu") 
         changes = {"prefix_layer": True} if kind == "hydra" else {}
         made = [decoder(target, tree, kind, **changes) if tree else SpeculativeDecoder(target)]
         made[0].typical = TypicalConfig() if kind == "medusa" else None
-        if isinstance(made[0].proposer, Drafting):  # one that drafts other trees with the same head
+        if isinstance(made[0].proposer, Drafting):  # another proposer with the same head and other trees
             twin = Drafting(made[0].proposer.drafter, make_shape(DynamicConfig(levels=2, k=6, nodes=12)))
             made.append(SpeculativeDecoder(target, twin))
         found.append([trees_of(one, ids) for ids in prompts(4) for one in made])
@@ -372,7 +372,7 @@ def eager_and_captured(kind: str, tree: TreeConfig | None, device: str = "cpu") 
 def test_what_is_captured_at_one_place_of_a_text_serves_all_others(kind: str, tree: Any, monkeypatch: Any) -> None:
     """Random trees with rejected branches, prompts of different lengths, and buckets of few columns."""
     tapes = list[Tape]()
-    for module in (sampling, shape):  # numpy's is none of torch's kernels
+    for module in (sampling, shape):  # numpy's argmax is not a torch kernel
         monkeypatch.setattr(module, "argmax", lambda logits: logits.argmax(-1))
     monkeypatch.setattr(graphs, "record", lambda f, *_: (tapes.append(t := Tape(f)), (t.replay, t.output))[1])
     monkeypatch.setattr(engine, "bucket", lambda length: -(-length // 16) * 16)

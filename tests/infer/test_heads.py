@@ -1,4 +1,4 @@
-"""Drafting with trained heads: laws in the right places, true features alone, and heads that do not fit."""
+"""Drafting with trained heads: laws in the right places, only true features, and heads that do not fit."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ LOADED = [  # kind, options
 
 
 def ready(drafter: Any, target: Target, text: Tensor) -> Any:
-    """The drafter after it was handed the whole text [T] but its last token, and that token as the root."""
+    """The drafter after it got the text [T]: its last token is the root."""
     features = target.features(text[None, :-1], after_blocks=drafter.after_blocks)
     known = features.last_hidden if features.taps is None else features.taps
     drafter.reset(text[:-1], kept := Kept(256, text.device), 5)
@@ -64,7 +64,7 @@ def test_laws_below_nodes_are_those_of_plain_forwards_along_each_path(kind: str,
 
 
 def expected(head: Any, target: Target, text: Tensor, path: tuple[int, ...]) -> Tensor:
-    """log q below a path by the head's own forward over all of the text: what it was trained as."""
+    """log q below a path, by the head's own forward over the whole text, as in training."""
     taps = getattr(head.config, "after_blocks", ())
     known = target.features(text[None, :-1], after_blocks=taps)
     if head.kind == "medusa":
@@ -90,7 +90,7 @@ def expected(head: Any, target: Target, text: Tensor, path: tuple[int, ...]) -> 
 @pytest.mark.parametrize(("kind", "options"), LOADED)
 @pytest.mark.parametrize("tree", [TREES["wide"], StaticConfig(choices="medusa63", children="best")])
 def test_every_verified_node_was_drafted_and_is_counted(kind: str, options: dict[str, Any], tree: TreeConfig) -> None:
-    """Each node is a child that the drafter's law below its parent has, and the target reads it once."""
+    """Each node has a token from the drafter's law at its parent, and the target reads it once."""
     target, ids, read = make_target(), prompts(3)[-1], []
     if isinstance(tree, DynamicConfig) and kind not in ("eagle1", "eagle3"):
         tree = DynamicConfig(levels=4, k=6, nodes=40)
@@ -120,7 +120,7 @@ def test_every_verified_node_was_drafted_and_is_counted(kind: str, options: dict
 
 @pytest.mark.parametrize(("kind", "options"), LOADED)
 def test_the_drafter_sees_true_features_of_accepted_tokens_only(kind: str, options: dict[str, Any]) -> None:
-    """After any number of cycles its law equals that of a drafter that was handed the whole text at once."""
+    """After any number of cycles its law equals that of a drafter that got the whole text at once."""
     target, ids, paths = make_target(), prompts(3)[-1], []
     head = make_head(target, kind, **options, **({"ids": torch.arange(320)} if kind == "eagle3" else {}))
     drafter, text = DRAFTERS[kind](head, target), greedy(target, ids, 24)[0]
@@ -150,7 +150,7 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
             drafting(drafter, ChainConfig(levels=5))
     save_head(make_head(target, "block", block_size=5), tmp_path / "short")
     short = str(tmp_path / "short")
-    for method in ("block-tree", "block-chain"):  # their own depth is 7
+    for method in ("block-tree", "block-chain"):  # their default depth is 7
         cut = check_levels(MethodConfig(method), short, "here").tree
         assert cut == published_tree(method, levels=4) and make_decoder(Drafters(target), MethodConfig(method), short)
         with pytest.raises(UserError, match=r"here: tree: is 5 levels deep, and .*/short drafts at most 4"):
@@ -162,7 +162,7 @@ def load(path: Path, dtype: Any = "float32") -> Target:
 
 
 def saved(target: Target, directory: Path, **changes: Any) -> str:
-    """A head that says it was trained on this target."""
+    """Saves a head with this target's fingerprint; returns the directory."""
     save_head(tiny.head(target.vocab.embedding.float(), **changes), directory, target=target.fingerprint())
     return str(directory)
 
@@ -171,7 +171,7 @@ def test_a_head_of_another_target_or_with_other_positions_is_noticed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def warnings(target: Target, head: str) -> list[str]:
-        """What is said of a head, without the loader's progress bars."""
+        """The warnings about a head, without the loader's progress bars."""
         load_head_for(target, head)
         return [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"warning: {head}: ")]
 
@@ -185,7 +185,7 @@ def test_a_head_of_another_target_or_with_other_positions_is_noticed(
     assert warnings(other, str(tmp_path / "nameless")) == []
     rope, longest = warnings(own, saved(own, tmp_path / "moved", rope_theta=5e5, max_position_embeddings=64))
     assert "rope_theta is 500,000" in rope and "max_position_embeddings is 64, its target's 256" in longest
-    # the same weights with as many digits as the head was trained with, with more or fewer, are no other target
+    # the same weights in the precision that the head was trained with, or in another, are the same target
     half = tiny.target(tmp_path / "half")
     tiny.llama().to(torch.bfloat16).save_pretrained(half)
     tied = tiny.target(tmp_path / "tied", tie_word_embeddings=True)

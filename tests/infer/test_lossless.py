@@ -1,4 +1,4 @@
-"""The proof holds for every method, and finds each way in which one could be wrong."""
+"""`verify` passes for every method, and finds each planted fault."""
 
 import math
 from argparse import Namespace
@@ -37,8 +37,8 @@ from tests.infer.steered import steered
 
 ROWS = [(method, (published.heads or (None,))[0]) for method, published in METHODS.items()]
 LEVEL = ALPHA / (len(ROWS) * len(SETTINGS))
-NUM_PROMPTS, MOST_PROMPTS = 6, 120  # that each row answers; that it may answer in search of an edge
-# what Qwen2.5's instruction models come with, but for their end tokens' ids; every law that looks at the text
+NUM_PROMPTS, MOST_PROMPTS = 6, 120  # answered by each row; at most, to meet every edge case
+# settings of Qwen2.5's instruction models, without their end ids; then every setting that looks at the text
 QWEN = {"repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "do_sample": True}
 OF_TEXT: dict[str, Any] = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 3, "min_new_tokens": 5}
 OF_TEXT |= {"suppress_tokens": [7], "bad_words_ids": [[5], [8, 9]], "sequence_bias": [[[11], 2.0], [[11, 12], 4.0]]}
@@ -52,7 +52,7 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> SampledProver:
 
 
 class Prompts:
-    """A miniature, and random prompts of 2 to 7 tokens with what transformers answers."""
+    """A miniature, and random prompts of 2 to 7 tokens with transformers' answers."""
 
     def __init__(self, directory: Path, vocabulary: int, generation: Any = None, model_type: str = "llama") -> None:
         written = lossless.write_miniature(directory, vocabulary=vocabulary, model_type=model_type)
@@ -74,12 +74,12 @@ class Prompts:
 
 @pytest.fixture(scope="module")
 def wordy(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
-    return Prompts(tmp_path_factory.mktemp("wordy"), 96)  # more words than the widest tree has children
+    return Prompts(tmp_path_factory.mktemp("wordy"), 96)  # more tokens than the widest tree's children
 
 
 @pytest.fixture(scope="module")
 def terse(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
-    return Prompts(tmp_path_factory.mktemp("terse"), 12)  # a text repeats itself
+    return Prompts(tmp_path_factory.mktemp("terse"), 12)  # so that texts repeat
 
 
 @pytest.mark.slow
@@ -87,10 +87,10 @@ def terse(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
 def test_greedy_answers_of_every_row_are_generates_own_in_every_edge_case(
     wordy: Prompts, terse: Prompts, method: Method, kind: str | None
 ) -> None:
-    """As drafts come, and as steered ones do."""
+    """With a head's own drafts, and with steered ones."""
     prompts, met = wordy if kind else terse, set[str]()
     wanted = set() if method == "vanilla" else set(EDGES)
-    if method == "pld":  # its matching cuts a guess before an end token
+    if method == "pld":  # it cuts its guesses before an end token
         wanted -= {"ended"}
     for count in range(NUM_PROMPTS, MOST_PROMPTS + 1, NUM_PROMPTS):
         known = prompts.first(count)[-NUM_PROMPTS:]
@@ -161,7 +161,7 @@ def test_a_law_that_is_lost_on_the_way_down_a_tree_is_found(
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_budget_that_follows_past_cycles_moves_no_law(sampled: SampledProver, setting: SamplingConfig) -> None:
-    """Each of its trees, drawn ones too, and none are chosen in the course of an answer."""
+    """An answer uses each of its trees, drawn ones too, and cycles without a draft."""
     chain = BudgetConfig(1.2, ChainConfig(levels=1), (0.5,))
     trees = (chain, BudgetConfig(1.6, DynamicConfig(levels=2, k=2, nodes=5), (0.8, 0.6)))
     asked = MethodConfig("eagle-chain", AutoConfig(choices=(BudgetConfig(1.0), *trees), memory=1.0))
@@ -218,9 +218,9 @@ def test_p_is_that_of_pearsons_test_with_rare_answers_pooled() -> None:
     seen = np.random.default_rng(0).multinomial(1000, list(LAW.values()))
     wanted = np.array([chance * 1000 for chance in LAW.values()])
     ours = lossless.p_value(LAW, Counter({answer: int(count) for answer, count in zip(LAW, seen, strict=True)}))
-    cells = [[*side[:3], side[3:].sum()] for side in (seen, wanted)]  # but the last expect 5 and more
+    cells = [[*side[:3], side[3:].sum()] for side in (seen, wanted)]  # all but the last expect 5 or more
     assert ours == pytest.approx(float(chisquare(*cells).pvalue), rel=1e-9)
-    assert lossless.p_value(LAW, Counter({(0,): 500, (1,): 300, (2,): 190, (9,): 1})) == 0.0  # which the law excludes
+    assert lossless.p_value(LAW, Counter({(0,): 500, (1,): 300, (2,): 190, (9,): 1})) == 0.0  # (9,) has probability 0
     assert lossless.p_value({(0,): 1.0}, Counter({(0,): 10})) == 1.0
 
 

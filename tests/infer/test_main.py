@@ -1,4 +1,4 @@
-"""The commands on a tiny run: bench, calibrate, report, compare and generate, what they refuse, and a kill."""
+"""The commands on a tiny run: bench, calibrate, report, compare and generate, their errors, and a kill."""
 
 import io
 import json
@@ -31,7 +31,7 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 def write_recipe(root: Path) -> None:
-    """A target, heads of every kind (the Medusa heads are two), files of trees, and a recipe."""
+    """Writes a target, heads of every kind (Medusa with two), files of trees, and a recipe."""
     torch.manual_seed(0)
     target, heads = tiny.target(root / "target"), root / "run" / "heads"
     embedding = tiny.llama().get_input_embeddings().weight.detach()
@@ -81,7 +81,7 @@ def command(shared: Path) -> Command:
 
 @pytest.fixture
 def plan(command: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """The same with --plan; loading a model fails it."""
+    """The same with --plan; the test fails if a model is loaded."""
 
     def forbidden(*_: Any, **__: Any) -> None:
         raise AssertionError("a plan loads no model")
@@ -92,7 +92,7 @@ def plan(command: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
 
 
 ROWS = "--bench.rows '[{{method: vanilla}}, {{{}}}]'"
-WRONG: list[tuple[str, str, str | None]] = [  # a command line, the message, the words that work
+WRONG: list[tuple[str, str, str | None]] = [  # command line, message, options that work
     ("generate --method medusa --tree.shape dynamic", "drafts at most 2; set tree.levels to 2",
      "--method medusa --tree.shape dynamic --tree.levels 2"),
     ("generate --top-k 5", "--top-k and --top-p: greedy decoding", "--top-k 5 --temperature 1"),
@@ -136,13 +136,13 @@ def test_a_plan_says_which_tree_and_head_a_method_has(plan: Command, shared: Pat
         ("--method", "medusa", "--tree.choices", "{root}/shallow.yaml", "--typical.epsilon", "0.1"): "NOT lossless",
         ("--row", str(row)): f"deagle with {heads / 'eagle3'},",
         ("--row", str(row), "--head", "{root}/run/heads/eagle1"): f"deagle with {heads / 'eagle1'},",
-        alone: "eagle3 with",  # a head's directory says how to decode
+        alone: "eagle3 with",  # the head's directory names the method
     }.items():
         assert told in plan("generate", *words, config="--target" not in words)[1], words
     assert f", {heads / 'eagle1'} -> " in plan("calibrate")[1]
     assert "needs --config" in plan("generate", config=False)[2]
     assert "warning: --tree: bench does not read it" in plan("bench", "--tree.levels", "4")[2]
-    assert sorted(path.name for path in (shared / "run").iterdir()) == ["heads"]  # a plan leaves nothing
+    assert sorted(path.name for path in (shared / "run").iterdir()) == ["heads"]  # a plan writes nothing
 
 
 def test_a_plan_says_what_memory_graphs_took_in_the_bench(plan: Command, shared: Path) -> None:
@@ -175,7 +175,7 @@ def test_generate_streams_the_same_text_with_every_method(command: Command) -> N
 
 
 def written(*turns: str) -> list[str]:
-    """What transformers' greedy generate answers to each turn of a conversation, in at most 12 tokens."""
+    """The greedy answers of transformers' generate to each turn of a conversation, at most 12 tokens each."""
     model, tokenizer = tiny.llama(), tiny.tokenizer()
     history: list[dict[str, str]] = []
     for turn in turns:
@@ -326,7 +326,7 @@ def test_a_recipe_of_a_run_a_target_data_and_a_head_is_measured_on_its_held_out_
     head = tmp_path / "others" / "eagle1"
     few = ["--bench.prompts.num_prompts=2", "--bench.prompts.max_new_tokens=6"]
     assert tiny.call(infer_main, "bench", "--config", config, *few, "--head", head) == 0
-    assert tiny.call(infer_main, "report", "--config", config) == 0  # of the head that was measured
+    assert tiny.call(infer_main, "report", "--config", config) == 0  # on the head that was measured
     summary = json.loads((tmp_path / "report" / "summary.json").read_text())
     rows = [(row["method"], row["task"]) for row in summary["rows"]]
     assert rows == [("vanilla", "held_out"), ("eagle2", "held_out")] and summary["head"]["name"] == str(head)

@@ -62,7 +62,7 @@ def test_the_published_trees() -> None:
         ("method=eagle-chain tree.stop.rule=entropy", ChainConfig(levels=5, stop=EntropyConfig())),
         ("method=eagle2 tree.levels=null", DynamicConfig(levels=6)),
         ("method=eagle-chain tree.shape=chain tree.levels=4", ChainConfig(levels=4)),
-        ("method=sps tree.shape=dynamic tree.k=4", DynamicConfig(k=4)),  # another shape has nothing of the method's
+        ("method=sps tree.shape=dynamic tree.k=4", DynamicConfig(k=4)),  # another shape drops the method's settings
         (
             "method=medusa tree.shape=static tree.children=sampled",
             StaticConfig(choices="medusa63", children="sampled"),

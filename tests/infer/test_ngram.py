@@ -15,7 +15,7 @@ from aerie.model.target import Target
 from tests.infer.draws import greedy, make_target
 from tests.infer.laws import check_connected, node_paths
 
-FEW: dict[str, Any] = {"vocab_size": 24, "hidden_size": 16, "num_blocks": 2}  # tokens, so that a target repeats itself
+FEW: dict[str, Any] = {"vocab_size": 24, "hidden_size": 16, "num_blocks": 2}  # few tokens, so that texts repeat
 SETTINGS = {
     "published": LookaheadConfig(),
     "small": LookaheadConfig(ngram=3, window=3, guesses=2),
@@ -60,7 +60,7 @@ def test_matches_are_those_of_transformers_on_random_texts() -> None:
 
 
 class Naive:
-    """Lookahead as the paper draws it: every token of the window from a forward of its own over a plain text."""
+    """Lookahead as in the paper's figure: each token of the window by its own forward over a plain text."""
 
     def __init__(self, target: Target, text: list[int], config: LookaheadConfig) -> None:
         self.target, self.text, self.config = target, text, config
@@ -93,7 +93,7 @@ class Naive:
         return [row[number] for row in self.grid]
 
     def cycle(self) -> int:
-        """One step; how many tokens it wrote."""
+        """Takes one step; returns the number of tokens written."""
         text, rows = self.text, self.config.ngram - 1
         self.grid[0][0] = text[-1]
         diagonals = [text[:-1] + self.grid[0][:i] + self.column(i) for i in range(len(self.grid[0]))]
@@ -120,7 +120,7 @@ class Naive:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_window_and_pool_are_those_of_the_naive_algorithm(name: str) -> None:
-    """And its trees are connected, no wider than announced, no deeper than what is left."""
+    """Its trees are also connected, no wider than announced, and no deeper than the rest of the answer."""
     target, config, ids = make_target(**FEW), SETTINGS[name], torch.arange(5, 15).flip(0)[None]
     lookahead, naive, seen = Lookahead(config), Naive(target, ids[0].tolist(), config), []
     sizes, drafted, left = [], 0, 24 - 1
@@ -141,7 +141,7 @@ def test_window_and_pool_are_those_of_the_naive_algorithm(name: str) -> None:
     ours = SpeculativeDecoder(target, lookahead).generate(ids, do_sample=False, max_new_tokens=24, on_cycle=watch)
     assert 0 < sum(ours.statistics.accepted) <= ours.statistics.draft_nodes == drafted
     assert config.window * (config.ngram - 1) < max(sizes) <= lookahead.max_nodes
-    for number, (rows, pool) in enumerate(seen[:-1]):  # the last cycle may be cut
+    for number, (rows, pool) in enumerate(seen[:-1]):  # the limit may cut the last cycle
         naive.grid[0][0] = naive.text[-1]
         assert rows == naive.grid and pool == naive.pool
         assert naive.cycle() == ours.statistics.cycle_tokens[number]
@@ -160,4 +160,4 @@ def test_the_window_never_passes_the_targets_context() -> None:
     )
     assert all(position + depth < context for position, depth in deepest)
     assert ours.sequences.tolist() == greedy(target, ids, 16)
-    assert deepest[0][1] == LookaheadConfig().window + LookaheadConfig().ngram - 3  # it did ride at first
+    assert deepest[0][1] == LookaheadConfig().window + LookaheadConfig().ngram - 3  # at first there were passengers

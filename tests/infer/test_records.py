@@ -1,4 +1,4 @@
-"""Laws of a bench's files, and of how its rows are told apart wherever a row is named."""
+"""Laws of a bench's files, and of the names by which its rows are told apart."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_records_survive_the_file_and_a_cut_last_line_is_left_out(tmp_path: Path
 LookupConfig = decode.PromptLookupConfig
 STOPS = [EntropyConfig(), EntropyConfig(c=1.0), EntropyConfig(h=0.5), VoteConfig()]
 VOTES: list[dict[str, Any]] = [{}, {"bonus": 0.5}, {"signals": ("momentum",)}, {"consecutive": True}]
-ALIKE: dict[str, list[dict[str, Any]]] = {  # changes of a method's tree that leave it its size
+ALIKE: dict[str, list[dict[str, Any]]] = {  # changes of a method's tree that keep its size
     "eagle-chain": [{}, {"children": "best"}, *({"stop": stop} for stop in STOPS)],
     "eagle2": [{}, {"rank": "confidence"}, {"rerank": False}],
     "eagle": [{}, {"children": "best"}, {"children": "replaced"}, {"calibrated": "isotonic"}],

@@ -1,4 +1,4 @@
-"""Laws of the report: summary.json's contract, an honest and self-contained page, tables, sweeps, DEAGLE's claim."""
+"""Laws of the report: summary.json's contract, a complete and self-contained page, tables, sweeps, DEAGLE's claim."""
 
 import csv
 import html
@@ -48,15 +48,15 @@ ROW_KEYS = set(
 
 
 def tree(method: Method, **changes: Any) -> measured.TreeShape:
-    """What a record says of a method's tree with these changes."""
+    """A record's entry for a method's tree with these changes."""
     shape = measured.tree_shape(MethodConfig.of(method, **changes))
     assert shape is not None
     return shape
 
 
 def voting() -> tuple[list[Record], Asked]:
-    """Fixed and voting trees of 2 and of 4 levels on two prompts, in a sweep whose 2 levels are rows too."""
-    spent: list[tuple[Method, int, tuple[int, ...], int, int, float]] = [  # ..., forwards, of them wasted, decode ms
+    """Fixed and voting trees of 2 and 4 levels on two prompts; in the sweep, those of 2 levels are also rows."""
+    spent: list[tuple[Method, int, tuple[int, ...], int, int, float]] = [  # ..., forwards, wasted forwards, decode ms
         ("eagle2", 2, (3, 1), 4, 2, 20.0), ("deagle", 2, (3, 1), 3, 1, 20.0),
         ("eagle2", 4, (4,), 4, 4, 10.0), ("deagle", 4, (3, 1), 3, 2, 16.0),
     ]  # fmt: skip
@@ -69,12 +69,12 @@ def voting() -> tuple[list[Record], Asked]:
             drafts |= {"cycle_nodes": (59,) * len(tokens), "ms": milliseconds(10.0, 10.0 + ms)}
             named = {"row": row, "method": method, "tree": tree(method, levels=levels), "head": "eagle1"}
             records.append(drafted(tokens, prompt_id=name, **named, **drafts))
-        records.append(drafted((9, 9), prompt_id="c", **named))  # of a prompt that the sweep leaves out
+        records.append(drafted((9, 9), prompt_id="c", **named))  # the sweep leaves out this prompt
     return records, Asked(tuple(AskedCell(row, **GREEDY) for row in (0, 1, 2)), tuple(points))
 
 
 def report(run: Path, output: str = "report") -> dict[str, Any]:
-    """Writes the report of a run; the content of its summary.json."""
+    """Writes the report of a run; returns the content of its summary.json."""
     about = {"target": {"name": "tiny <target>", "blocks": 12}, "head": {"kind": "eagle1"}}
     hardware = {"device": "cpu", "threads": 1, "dtype": "float32"}
     facts = {"run": "runs/made-up", "commit": "0123abcd4567", **about, "hardware": hardware, "commands": ["a && b"]}
@@ -241,7 +241,7 @@ def test_the_page_says_lossless_only_when_every_greedy_output_is_identical(
 def test_the_page_has_a_line_for_every_claim_and_its_tables_hold_the_points(swept: Path) -> None:
     shown, lines = words_of(swept), read_json(swept / "report" / "details.json")["claims"]["lines"]
     assert {line["number"] for line in lines} == set(range(1, len(claims.CLAIMS) + 1))
-    assert {line["verdict"] for line in lines} == {"holds", "open", "out of reach"}  # few prompts refute nothing
+    assert {line["verdict"] for line in lines} == {"holds", "open", "out of reach"}  # too few prompts to refute any
     for line in lines:
         assert line["claim"] in shown and line["why"] in shown and line["why"].endswith(".")
     assert "wastes at most half" in (swept / "report" / "claims.md").read_text()
@@ -251,7 +251,7 @@ def test_the_page_has_a_line_for_every_claim_and_its_tables_hold_the_points(swep
 
 
 def verdicts(**parts: Any) -> dict[str, tuple[Any, str]]:
-    """By claim what was measured here, and the verdict, which two prompts may settle."""
+    """claim -> (measured value, verdict); here two prompts are enough for a verdict."""
     with patch.object(claims, "FEWEST", 2):
         lines = claims.judge(claims.Measured(**parts))
     return {one["id"]: (one["value"], one["verdict"]) for one in lines if one["ours"]}
@@ -267,10 +267,10 @@ def test_deagles_claims_are_of_the_vote_on_the_same_prompts() -> None:
     assert deep is not None and fixed is not None and "deagle-flat" not in verdicts(records=records)
     assert (deep, fixed) == (pytest.approx(24.0), pytest.approx(17.0))
     assert found["deagle-deep"] == (pytest.approx(17 / 24), "does not hold")
-    assert found["deagle-flat"] == (pytest.approx(1.0), "holds")  # it does not slow down where it may go deeper
+    assert found["deagle-flat"] == (pytest.approx(1.0), "holds")  # no slower with more levels allowed
     failed = [replace(one, **FAILED) if one.method == "deagle" else one for one in records]
     assert "deagle-waste" not in verdicts(records=failed)
-    # a tree whose children are drawn is no paper's; one of another k or nodes differs in more than depth
+    # no paper draws a tree's children; another k or number of nodes changes more than the depth
     for change in ({"levels": 4, "children": "sampled"}, {"levels": 9, "k": 8}, {"levels": 9, "nodes": 48}):
         named: dict[str, Any] = {"row": -1, "head": "eagle1", "tree": tree("eagle2", **change)}
         more = [drafted((9, 9), prompt_id=name, **named) for _, name in PROMPTS]
@@ -362,8 +362,8 @@ def test_a_confidence_that_is_inverted_and_too_few_prompts_change_a_verdict() ->
     assert [judged(nodes)[name] for name in names] == ["holds"] * 3
     assert [judged(nodes.assign(confidence=1 - confidence))[name] for name in names] == ["does not hold"] * 3
     alone = nodes[(nodes.confidence < 0.9) | (nodes.prompt < 1)]
-    assert judged(alone)["eagle2-sure"] == "open"  # one prompt of 40 has any such node
-    # a share that is 1 on all prompts is no certainty: 0.025 ** (1 / n) is above 0.93 from 51 prompts on
+    assert judged(alone)["eagle2-sure"] == "open"  # only one prompt of 40 has such nodes
+    # a share of 1 on all prompts proves nothing yet: 0.025 ** (1 / n) is above 0.93 only from 51 prompts on
     always = nodes[:51].assign(prompt=range(51), confidence=0.99, acceptance=1.0)
     assert [judged(always[:prompts])["eagle2-sure"] for prompts in (2, 50, 51)] == ["open", "open", "holds"]
     few = judged(nodes[(nodes.prompt < 4) & (nodes.index % 100 < 8)])
@@ -416,7 +416,7 @@ def test_make_bench_full_judges_by_the_calibrations_and_costs_of_make_bench(tmp_
 
 def test_intervals_are_of_prompts_as_clusters_and_halve_with_four_times_the_prompts() -> None:
     def side(prompts: int, alike: int) -> claims.Side:
-        """Means of `alike` equal lines a prompt: no line but the first says anything new."""
+        """Means over `alike` equal lines per prompt: only the first adds information."""
         values = np.random.default_rng(1).normal(size=prompts).repeat(alike)
         table = pd.DataFrame({"prompt": np.arange(prompts).repeat(alike), "x": values})
         return claims.of_table(table, {"value": "x"})
@@ -442,13 +442,13 @@ def test_intervals_are_of_prompts_as_clusters_and_halve_with_four_times_the_prom
         ({"at_most": 0}, (0.0, 0.0, 0.0), "holds", None),
         ({"statistic": "share", "at_least": 0.93}, (1.0, 0.912, 1.0), "open", 51),
         ({"statistic": "share", "at_most": 0.09}, (0.0, 0.0, 0.088), "holds", 40),
-        ({"statistic": "share", "at_least": 1}, (1.0, 0.912, 1.0), "holds", None),  # of every answer: no counterexample
+        ({"statistic": "share", "at_least": 1}, (1.0, 0.912, 1.0), "holds", None),  # no counterexample
         ({"statistic": "share", "at_most": 0}, (0.01, 0.0, 0.03), "does not hold", None),  # one is enough
     ],
 )
 def test_a_verdict_asks_for_the_whole_interval(claim: Any, interval: Any, verdict: str, needed: int | None) -> None:
     assert claims.judged(claim, claims.Estimate(*interval, 40))[::2] == (verdict, needed)
-    few = verdict if needed is None and "statistic" in claim else "open"  # but for a claim of every answer
+    few = verdict if needed is None and "statistic" in claim else "open"  # except for a claim on every answer
     assert claims.judged(claim, claims.Estimate(*interval, 5))[0] == few
 
 

@@ -1,4 +1,4 @@
-"""Settings are resolved as transformers would, and a law is processed as transformers does."""
+"""Settings are resolved, and laws processed, as in transformers."""
 
 import itertools
 import math
@@ -72,7 +72,7 @@ OF_TEXT: list[dict[str, Any]] = [
 @pytest.mark.parametrize("settings", OF_TEXT)
 @pytest.mark.parametrize("length", [2, 7])
 def test_each_nodes_law_looks_at_the_text_and_the_nodes_own_path(settings: dict[str, Any], length: int) -> None:
-    """As transformers' own list of processors does, given that text alone."""
+    """The same as transformers' own processors, given only that text."""
     model, dice = tiny.llama(vocab_size=6), torch.Generator().manual_seed(length)
     config = GenerationConfig(**{"do_sample": False, "eos_token_id": None, **settings})
     model._prepare_special_tokens(config)
@@ -110,7 +110,7 @@ OUT_OF_RANGE += [{"temperature": float("nan"), **SAMPLED}, {"top_p": "0.9", **SA
 @pytest.mark.parametrize("settings", NOT_APPLIED + OUT_OF_RANGE)
 def test_settings_that_are_not_applied_or_out_of_range_are_refused_by_name(settings: dict[str, Any]) -> None:
     config = GenerationConfig()
-    vars(config).update(settings)  # a file's values, which transformers does not all check
+    vars(config).update(settings)  # a file's values; transformers does not check all
     with pytest.raises(UserError, match=rf"^(generation_config sets )?{next(iter(settings))}"):
         resolve(config)
 
@@ -129,7 +129,7 @@ def test_draws_have_their_rows_law_and_none_is_impossible() -> None:
 
 
 def test_distinct_draws_have_the_law_of_draws_without_replacement_in_order() -> None:
-    """Also where a third one is often missing: what is there has the law of a third draw."""
+    """Even if a third draw is often missing: those that exist have the law of a third draw."""
     law = torch.tensor([0.56, 0.4, 0.03, 0.01])
     columns, missing = distinct_draws(law.expand(20_000, -1), 3, torch.Generator().manual_seed(3))
     counts = (~missing).sum(-1)

@@ -31,7 +31,7 @@ LINE = ((0,), (0, 0), (0, 0, 0))
 
 
 def brute_force(drafter: TableDrafter, config: DynamicConfig) -> dict[tuple[int, ...], float]:
-    """path -> log survival of EAGLE-2's tree or one of its ablations, node by node; the root left out."""
+    """path -> log survival of EAGLE-2's tree or of an ablation, built node by node; without the root."""
     order, by_value = count(), config.rank == "survival"
     pool: list[Any] = []
     picked: dict[tuple[int, ...], float] = {}
@@ -161,14 +161,14 @@ def test_best_children_are_those_of_the_ranks(
 def test_drawn_children_keep_the_form_and_record_their_laws(
     choices: tuple[Choice, ...], children: Children, rule: str, temperature: float, top_p: float, mapped: bool
 ) -> None:
-    """Where the processors leave fewer tokens than a node has children, it has fewer; all are distinct."""
+    """If the processors leave too few tokens, a node has fewer children; all are distinct."""
     fewer = 0
     for seed in range(8):
         drafter, chosen = TableDrafter(seed, sharpness=1.0, mapped=mapped), sampler(temperature, top_p, seed)
         tree = grow(drafter, chosen, choices, children)
         check_connected(tree)
         assert tree.proposal is not None and tree.proposal.rule == rule and len(tree.proposal.laws) == len(tree)
-        assert int(tree.depth.max()) == tree.levels == len(choices[-1])  # the first-drawn line is never dropped
+        assert int(tree.depth.max()) == tree.levels == len(choices[-1])  # the path of first draws is never cut
         laws, names = tree.proposal.over(2 * VOCAB), node_paths(tree)
         family_of: dict[int, list[int]] = {}
         for node, parent in enumerate(tree.parents.tolist()[1:], start=1):

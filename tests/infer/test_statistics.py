@@ -32,7 +32,7 @@ def test_a_rows_figures_count_the_bonus_but_not_the_prefills_token_and_speedup_i
     vanilla, eagle = rows_of([*records[:3], replace(records[3], identical=False)])
     assert (vanilla["tau"], vanilla["speedup"], vanilla["speedup_ci95"]) == (1.0, 1.0, [1.0, 1.0])
     assert eagle["tau"] == (5 + 9 - 2) / 6 and eagle["tau_macro"] == (4 / 2 + 8 / 4) / 2
-    # 12 decoded tokens each; 120 ms of vanilla, 10 + 40 ms of eagle2
+    # 12 decoded tokens each; vanilla 120 ms, eagle2 10 + 40 ms
     assert eagle["speedup"] == pytest.approx(120 / 50) and eagle["tokens_per_s"] == pytest.approx(12 / 0.050)
     assert eagle["speedup_mean_per_prompt"] == pytest.approx((40 / 10 + 80 / 40) / 2)
     assert eagle["speedup_with_prefill"] == pytest.approx(140 / 80)  # all 14 new tokens; walls of 140 and 80 ms
@@ -58,7 +58,7 @@ def test_speedup_uses_only_prompts_that_are_ok_in_both_and_a_failed_row_has_no_f
 def test_intervals_are_paired_seeded_and_as_wide_as_the_spread_between_prompts() -> None:
     pairs = []
     for prompt in range(30):
-        wall = 50.0 * (1 + prompt)  # prompts differ 30-fold in time, their speedups hardly
+        wall = 50.0 * (1 + prompt)  # times differ 30-fold between prompts, speedups hardly
         base = record(prompt_id=str(prompt), ms=milliseconds(prefill=0.0, wall=wall))
         quick = milliseconds(prefill=0.0, wall=wall / (2.0 + 0.1 * (prompt % 3)))
         pairs.append((drafted((3, 1), prompt_id=str(prompt), ms=quick), base))
@@ -101,17 +101,17 @@ def slow(prompt: str = "0") -> Record:
 
 
 def fast(cycles: int = 10, **changes: Any) -> Record:
-    """Cycles of 4 tokens: 16 ms each up to context 121, 8 ms each behind it."""
+    """Cycles of 4 tokens: 16 ms each up to context 121, 8 ms each after it."""
     times = ((16.0,) * 5 + (8.0,) * 5)[:cycles]
     spent = {"prompt_tokens": 100, "cycle_ms": times, "cycle_nodes": (6,) * cycles}
     return drafted((4,) * cycles, ms=milliseconds(5.0, 5.0 + sum(times)), **spent, **changes)
 
 
 def test_the_way_to_a_context_length_and_the_way_from_the_one_before() -> None:
-    loop = (*range(21), *range(20))  # the 4-grams that end at its 25th to 41st token have been before
+    loop = (*range(21), *range(20))  # 4-grams that end at tokens 25 to 41 are repeats
     _, members = group([slow(), fast(output_ids=loop)])
     measured = {(one.value, one.span): one for one in context_rows(members, (103, 111, 131, 141), None)}
-    # the prefill's token stands at 101: ten tokens to 111 take vanilla 100 ms and the cycles of 16 ms 2.5 of them
+    # the prefill's token is at 101; ten tokens, to 111, take vanilla 100 ms, and eagle2 2.5 cycles of 16 ms
     assert measured[111, "cumulative"].speedup == pytest.approx(100 / 40)
     assert measured[131, "bucket"].speedup == pytest.approx(200 / (40 + 20))  # ten more at 4 ms a token, ten at 2
     assert measured[131, "cumulative"].speedup == pytest.approx(300 / 100)
@@ -120,7 +120,7 @@ def test_the_way_to_a_context_length_and_the_way_from_the_one_before() -> None:
     repeated = {key: one.repeated for key, one in measured.items()}
     assert repeated[103, "cumulative"] is None and repeated[111, "cumulative"] == 0.0  # no 4-gram ends at 103 yet
     assert repeated[141, "cumulative"] == pytest.approx(17 / 38) and repeated[131, "bucket"] == pytest.approx(7 / 20)
-    # lengths that no pair reaches, or the target does not know, are left out
+    # left out: lengths that no pair reaches, or that are beyond the target's context
     _, members = group([slow(), slow("1"), fast(), fast(2, prompt_id="1")])
     reached = [(one.value, one.prompts) for one in context_rows(members, (105, 120, 200), 150) if one.span == "bucket"]
     assert reached == [(105, 2), (120, 1)]

@@ -1,4 +1,4 @@
-"""Stop rules: each against its source, and whatever ends a tree, the target's text is what is written."""
+"""Stop rules: each against its source; whatever ends a tree, the answer is the target's text."""
 
 import itertools
 import math
@@ -38,15 +38,15 @@ READINGS: tuple[Any, ...] = ("top_path", "minimum", "value_weighted", "per_node"
 
 
 def level_of(depth: int, log_q: Tensor, rows: list[int], survival: list[float], candidates: Any = None) -> Level:
-    """A level whose nodes, the best first, come from these rows of laws log q [r, Vd]; the frontier holds them all,
-    or the best of these candidates."""
+    """A level whose nodes, best first, come from these rows of laws log q [r, Vd]; the frontier has all of them, or
+    the best of these candidates."""
     at, alive = torch.tensor(rows), torch.tensor(survival).log()
     every = alive if candidates is None else torch.tensor(candidates).log()
     return Level(depth, log_q, torch.arange(len(log_q)), at, at, every, every, torch.arange(len(alive)), alive)
 
 
 def level(depth: int, survival: list[float], candidates: list[float] | None = None) -> Level:
-    """A level whose frontier has these survivals; every node came from the same law."""
+    """A level whose frontier has these survivals; all nodes come from one law."""
     return level_of(depth, torch.zeros(1, 2), [0] * len(candidates or survival), survival, candidates)
 
 
@@ -56,7 +56,7 @@ def uncertain(*counts: int) -> Tensor:
 
 
 def depth_of(rule: Stop, masses: list[list[float]]) -> int | None:
-    """The depth at which the rule ends a tree whose levels have these survivals; null: it does not."""
+    """The depth at which the rule ends a tree whose levels have these survivals; None: it does not."""
     rule.begin()
     for depth, survival in enumerate(masses, start=1):
         if rule.ends(level(depth, survival)):
@@ -65,12 +65,12 @@ def depth_of(rule: Stop, masses: list[list[float]]) -> int | None:
 
 
 def steady(share: float, depth: int = 18) -> list[list[float]]:
-    """Levels of one node each, of which each survives with the same chance."""
+    """Levels of one node each, with the same chance of acceptance at each level."""
     return [[share**d] for d in range(1, depth + 1)]
 
 
 class Reads(TorchDispatchMode):
-    """Counts what would make a GPU wait: a number read from a tensor, or a shape that depends on values."""
+    """Counts operations that make a GPU wait: reading a number from a tensor, or a shape that depends on values."""
 
     count = 0
 
@@ -117,7 +117,7 @@ def test_a_chain_ends_with_the_first_token_that_transformers_doubts(threshold: f
 
 @pytest.mark.parametrize("rank", ["survival", "confidence"])
 def test_a_tree_is_the_same_whenever_its_rule_is_read(rank: str) -> None:
-    """Before the next level's forward, after it was launched, or never: then what stands below the end is ignored."""
+    """Read before the next level's forward, after its launch, or never: then nodes below the end are ignored."""
     rules: list[StopConfig] = [EntropyConfig(h=0.5, over="value_weighted"), ConfidenceConfig(threshold=0.5)]
     rules += [MarginalGainConfig(), VoteConfig(), VoteConfig(over="selected", bonus=1.0)]
     rules += [ExactConfig()] * (rank == "survival")
@@ -139,7 +139,7 @@ def test_a_tree_is_the_same_whenever_its_rule_is_read(rank: str) -> None:
 
 
 def grown(drafter: TableDrafter, stop: StopConfig, **changes: Any) -> Tree:
-    """The tree of these keys, or a chain of six tokens."""
+    """The tree with these keys, or a chain of six tokens."""
     config = DynamicConfig(**{"levels": 6, "stop": stop, **changes}) if changes else ChainConfig(levels=6, stop=stop)
     return make_shape(config).grow(drafter, torch.tensor([2]), config.levels, GREEDY)
 
@@ -172,9 +172,9 @@ def test_the_readings_for_trees_by_hand() -> None:
     # 0.5 * 1.39 + 0.3 * 0 + 0.2 * 0 = 0.69; 0.5 * 1.39 + 0.5 * 0.69 = 1.04
     assert not asked("value_weighted", [4, 1, 1], [0.5, 0.3, 0.2])
     assert asked("value_weighted", [4, 2], [0.05, 0.05]) and not asked("value_weighted", [4, 2], [0.01, 0.05])
-    assert not asked("per_node", [8, 8], [0.5, 0.3])  # `expands` says it node by node
+    assert not asked("per_node", [8, 8], [0.5, 0.3])  # `expands` decides node by node
     assert all(asked(over, [4], [0.5]) for over in READINGS)
-    # two laws, three nodes: the first node stands below the second law
+    # two laws, three nodes: the first node comes from the second law
     mixed = level_of(2, uncertain(1, 8), [1, 0, 0], [0.4, 0.3, 0.2])
     rule = Entropy(EntropyConfig(c=1.0, h=1.0))
     assert rule.ends(mixed) and rule.expands(mixed) is None
@@ -183,7 +183,7 @@ def test_the_readings_for_trees_by_hand() -> None:
 
 
 def test_per_node_nobody_stands_below_an_uncertain_node_and_the_others_are_expanded() -> None:
-    """All levels are kept (120 nodes), so that what is missing was not drafted."""
+    """All levels are kept (120 nodes), so a missing node was never drafted."""
     bound, seen = 0.8, []
     for seed in range(8):
         drafter = TableDrafter(seed, sharpness=4.0)
@@ -203,7 +203,7 @@ def test_per_node_nobody_stands_below_an_uncertain_node_and_the_others_are_expan
 
 
 def test_the_lengths_are_those_of_transformers() -> None:
-    """Its own update, on the state that it reads; without its threshold, which needs scikit-learn."""
+    """Against its own update function; without its threshold, which needs scikit-learn."""
     settings = SimpleNamespace(num_assistant_tokens_schedule="heuristic", assistant_confidence_threshold=0.0)
     theirs = SimpleNamespace(num_assistant_tokens=5, assistant_generation_config=settings)
     ours = Heuristic(HeuristicConfig(), levels=1000)
@@ -225,7 +225,7 @@ Nodes = dict[tuple[int, ...], float]
 
 
 def published(drafter: TableDrafter, budget: int, threshold: float, max_depth: int) -> tuple[Nodes, int]:
-    """The tree of the released code, node by node, and the forwards that it paid."""
+    """The released code's tree, built node by node, and its number of forwards."""
     levels: list[Nodes] = []
     frontier: Nodes = {(): 0.0}
     weight = 0.0
@@ -249,7 +249,7 @@ def published(drafter: TableDrafter, budget: int, threshold: float, max_depth: i
 
 @pytest.mark.parametrize("threshold", [0.05, 0.2, 0.5, 0.8])
 def test_with_a_frontier_as_wide_as_the_budget_it_grows_opt_trees_tree(threshold: float) -> None:
-    """The released code's max_depth counts the level that it throws away: one more than ours."""
+    """The released code's max_depth also counts a level that it drops: one more than ours."""
     budget, levels, depths = 6, 5, set()
     for seed in range(10):
         expected, forwards = published(TableDrafter(seed), budget, threshold, max_depth=levels + 1)
@@ -297,7 +297,7 @@ def test_each_signal_alone_and_two_of_three_votes_end_a_tree_by_hand() -> None:
 @pytest.mark.parametrize("over", ["frontier", "selected"])
 @pytest.mark.parametrize("expectation", ["tail_sum", "leaf_sum"])
 def test_equations_22_and_26_to_the_letter_always_vote(expectation: str, over: str) -> None:
-    """E_d <= d, even where a certain draft is rounded up: with them the vote is 'probability or momentum'."""
+    """E_d <= d, even if a certain draft is rounded up, so the vote becomes 'probability or momentum'."""
     for masses in [*(steady(step / 20) for step in range(1, 20)), [[1.0]] * 18, [[0.7, 0.2, 0.1000001]] * 18]:
         literal = depth_of(vote(expectation=expectation, bonus=0.0, over=over), masses)
         assert literal == depth_of(vote(signals=("probability", "momentum"), votes=1), masses)

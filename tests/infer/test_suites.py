@@ -1,4 +1,4 @@
-"""Every suite of configs/bench runs to its end, on miniatures with the quirks of the models that it names."""
+"""Every suite of configs/bench runs to its end, on miniatures with the quirks of the real models."""
 
 from functools import cache
 from pathlib import Path
@@ -38,13 +38,13 @@ LLAMA3 = (
 
 
 class Miniatures:
-    """By the names of models: directories of targets, drafts and heads."""
+    """Model name -> directory of a miniature target, draft or head."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.made = root, dict[tuple[str, str], str]()
 
     def of(self, name: str, target: str = "") -> str:
-        """Of a target or draft, or of a head for a target."""
+        """The directory for a target or draft, or for a head of a target."""
         kind = next((kind for word, kind in HEADS.items() if word in name or f"heads/{kind}" in name), None)
         key = (kind or name, target if kind else "")
         if key not in self.made:
@@ -55,7 +55,7 @@ class Miniatures:
 
     def _target(self, name: str, place: Path) -> None:
         tokenizer = tiny.tokenizer(chat_template=None if "vicuna" in name else tiny.TEMPLATE)
-        if "Llama-3" in name:  # special tokens of its own, and two of them end an answer
+        if "Llama-3" in name:  # its own special tokens; two of them end an answer
             words = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
             tokenizer.add_special_tokens({"additional_special_tokens": words, "bos_token": words[0]})
             tokenizer.chat_template = "{{ bos_token }}" + LLAMA3
@@ -94,7 +94,7 @@ def miniatures(root: Path) -> Miniatures:
 
 
 def small(path: Path, root: Path, target: str | None = None) -> Path:
-    """The suite with miniatures in the place of its models, a question of each task and five new tokens."""
+    """The suite with miniatures for its models, one question per task and five new tokens."""
     values = yaml.safe_load(path.read_text())
     made, named = miniatures(root), target or values["target"]["path"]
     values["target"]["path"] = made.of(named)
@@ -109,7 +109,7 @@ def small(path: Path, root: Path, target: str | None = None) -> Path:
         prompts["tasks"] = [{"name": task["name"], "path": questions} for task in prompts["tasks"]]
     else:
         prompts["path"] = questions
-    # of rows that name no head
+    # for rows that name no head
     usual = {"eagle3": "EAGLE3", "medusa": "medusa", "hydra": "hydra", "block": "block", "sps": "draft"}
 
     def with_heads(row: dict[str, Any]) -> dict[str, Any]:

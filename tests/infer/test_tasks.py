@@ -1,4 +1,4 @@
-"""Measuring prompts: from files of questions, plain lines, and the published sets at pinned commits."""
+"""Measuring prompts: from question files, plain lines, and published sets at pinned commits."""
 
 import json
 import re
@@ -66,7 +66,7 @@ def test_gpqa_lists_all_answers_in_an_order_of_its_own_that_never_changes() -> N
 
 
 def test_a_file_of_questions_gives_as_many_of_each_category_whatever_the_task(tmp_path: Path) -> None:
-    """Spec-Bench's file has its tasks one behind another."""
+    """Spec-Bench's file lists its tasks one after another."""
     names = [*["qa"] * 5, *["rag"] * 5, "math"]
     rows = [{"question_id": n, "category": name, "turns": ["a\u2028b", "c"]} for n, name in enumerate(names)]
     path = str(tmp_path / "question.jsonl")
@@ -129,7 +129,7 @@ def test_published_sets_are_read_at_pinned_commits_others_at_the_hubs(monkeypatc
     asked = PromptsConfig(tasks=named)
     sources = [(each["source"], each["revision"]) for each in prompt_inputs(asked)]  # type: ignore[index]
     assert sources == [(gsm8k, TASKS["gsm8k"]["revision"]), (gsm8k, None), (TASKS["alpaca"]["source"], "v1")]
-    known = {gsm8k: "2" * 40}  # alpaca cannot be asked: it stays as it was
+    known = {gsm8k: "2" * 40}  # alpaca is not reachable: its commit stays
     monkeypatch.setattr(tasks, "hub_commit", lambda name, revision: known.get(name))
     assert [task.revision for task in pinned(asked).tasks] == ["2" * 40, "2" * 40, "v1"]
     with pytest.raises(UserError, match="give the path"):

@@ -1,4 +1,4 @@
-"""Replays count what the real decoder does, costs turn counts into speeds, and the choice is measured."""
+"""Replays count the same as the real decoder, costs turn counts into speeds, and the choice is measured."""
 
 import json
 from dataclasses import replace
@@ -54,14 +54,14 @@ def test_a_replay_counts_what_the_decoder_does(miniature: tuple[Path, Target, li
         if k in (1, K):  # a chain, or as wide as the recording: exactly
             shares = replay.survival([(levels, each) for each in ours.taken], levels)
             assert [*map(list, ours.taken)] == [tune.whole_drafts(one, levels) for one in answers]
-            assert ours == real and abs(1 + sum(shares) - real.tau) < 0.5  # the last trees of an answer are cut
-        else:  # narrower: to a cycle an answer, and never overrated
+            assert ours == real and abs(1 + sum(shares) - real.tau) < 0.5  # an answer's limit cuts its last trees
+        else:  # narrower: within a cycle per answer, never too good
             assert ours.tokens == real.tokens and 0 <= ours.target_forwards - real.target_forwards <= len(prompts)
     assert kind == "draft_lm" or levels_of["exact"] < levels_of["constant"]
 
 
 def test_predictions_are_prices_of_cycles_and_dear_nodes_make_small_trees(miniature: Any) -> None:
-    # two drafting cycles of three levels in sum with k 2 (1.5 and 0.75 between the measured widths), one without
+    # two drafting cycles, three levels in all, with k 2 (1.5 and 0.75: between measured widths); one without
     expected = (2 * 1.5 + 0.75) + 2 * 15.0 + 10.0 + 3 * 1.0
     assert COSTS.price(replay.Cycles(6, 3, 2, 3), 2, 6) == pytest.approx(expected)
     heads, target, prompts = miniature
@@ -73,7 +73,7 @@ def test_predictions_are_prices_of_cycles_and_dear_nodes_make_small_trees(miniat
         made.costs = replace(COSTS, draft={1: (0.0, 0.0)}, verify={1: 10.0, 60: ms})
         sizes.append(made.replay(tune.trees_up_to(2, 2, ConstantConfig()))[0].tree.nodes)
     assert sizes[0] > sizes[1]
-    shallow = Drafters(target).of(str(heads / "block"))  # than the trees that are timed
+    shallow = Drafters(target).of(str(heads / "block"))  # shallower than the timed trees
     assert shallow.max_levels < 8 and tune.measure_costs(target, shallow, prompts, NEW).draft
 
 
@@ -102,7 +102,7 @@ def test_where_tokens_are_sampled_auto_weighs_the_finalists_by_all_prompts(
     made.try_rules()
     again = {one.tree for one, before in zip(made.every, first, strict=True) if one is not before}
     assert again >= {one.tree for one in first[: tune.SEARCH["sampled_finalists"]]}
-    with pytest.raises(ValueError, match="give at least 4"):  # nothing is left to be timed
+    with pytest.raises(ValueError, match="give at least 4"):  # nothing left to time
         TuneConfig(PromptsConfig(max_new_tokens=2))
 
 
@@ -112,7 +112,7 @@ def test_chains_know_of_each_level_what_all_of_them_saw() -> None:
 
 
 def test_a_texts_difficulty_is_taken_to_differ_as_much_as_it_did() -> None:
-    """From text to text, and in the course of one."""
+    """Between texts, and in the course of one text."""
     dice, tried, found = np.random.default_rng(0), [*product(tune.SEARCH["unsure"], tune.SEARCH["drifts"])], []
     for spread, walk in ((0.0, 0.0), (1.2, 0.0), (0.0, 0.3)):
         b = dice.normal(0, spread, (60, 1)) + dice.normal(0, walk, (60, 40)).cumsum(1)
@@ -133,7 +133,7 @@ def test_only_whole_trees_tell_how_deep_one_is_accepted(miniature: tuple[Path, T
     heads, target, prompts = miniature
     made = SpeculativeDecoder(target, drafting(Drafters(target).of(str(heads / "eagle1")), tune.tree_with(5, 2, 9)))
     answer = made.generate(prompts[0], max_new_tokens=12, do_sample=False).statistics
-    written = np.cumsum([1, *answer.cycle_tokens[:-1]])  # before each cycle; its last token is the target's own
+    written = np.cumsum([1, *answer.cycle_tokens[:-1]])  # before each cycle, which ends with the target's own token
     whole = [count for count, known in zip(answer.accepted, written, strict=True) if known + 5 + 1 <= 12]
     assert tune.whole_drafts(answer, 5) == whole and 0 < len(whole) < len(answer.accepted)
 
@@ -159,6 +159,6 @@ def test_the_choice_is_written_measured_and_taken_by_generate_and_bench(
     for name in ("tuned.yaml", "auto.yaml"):
         assert command("generate", "--row", str(folder / name), "--max-new-tokens", "8")[0] == 0
     assert measured["names"][-1] == "eagle2, auto" and measured["rows"][-1]["speedup"] > 0
-    # both temperatures may choose one tree, whose bench would be reused
+    # else, if both temperatures choose one tree, its bench would be reused
     own = ("--bench.reference", "false", "--bench.warmup_prompts", f"{temperature:g}")
     assert "16 answers" in command("bench", *row, *own, "--overwrite")[1]

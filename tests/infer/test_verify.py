@@ -52,7 +52,7 @@ VOCAB = 5
 
 @pytest.mark.parametrize("riding", [False, True])
 def test_the_walk_is_that_of_a_naive_descent(riding: bool) -> None:
-    """Random trees, with and without passengers, which look like children and are none."""
+    """Random trees, with and without passengers, which look like children but are not."""
     lengths = set()
     for seed in range(300):
         dice = torch.Generator().manual_seed(seed)
@@ -85,11 +85,11 @@ def all_of_them(rows: int, count: int) -> Families:
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_siblings_have_the_targets_law_exactly(count: int, replaced: bool, temperature: float, top_p: float) -> None:
-    """By enumeration of every way to draw the siblings, of the one accepted, and of the bonus token. One child: R1."""
+    """Enumerates every draw of siblings, which one is accepted, and the bonus token. One child: R1."""
     # target and draft differ by about as much as they agree
     logits, change = 0.8 * torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(5))
     p0, q0 = sampler(temperature, top_p).law(torch.stack([logits, logits + change])).double()
-    count = count if replaced else min(count, int((q0 > 0).sum()))  # fewer survivors: fewer are drafted
+    count = count if replaced else min(count, int((q0 > 0).sum()))  # fewer tokens, fewer siblings
     rows, chances = [], []
     for tokens in itertools.product(range(VOCAB), repeat=count):
         chance, left = 1.0, q0.clone()
@@ -113,7 +113,7 @@ def test_siblings_have_the_targets_law_exactly(count: int, replaced: bool, tempe
 
 
 def random_tree(dice: torch.Generator, rule: Any) -> tuple[Tree, Tensor]:
-    """A tree of sampled children, ragged, siblings apart from one another, and the target's logits; R1: a chain."""
+    """A ragged tree of sampled children, with siblings apart in order, and the target's logits; R1: a chain."""
     q, parents, depth, tokens = [], [0], [0], [0]
     for node in itertools.count():
         if node == len(parents) or len(parents) > 14:
@@ -130,7 +130,7 @@ def random_tree(dice: torch.Generator, rule: Any) -> tuple[Tree, Tensor]:
 
 
 def textbook(grown: Tree, p: Tensor, uniform: dict[int, list[float]]) -> tuple[list[int], Tensor]:
-    """The path and the law of the bonus token, one child after the other; uniform: a number per child of each node."""
+    """(path, law of the bonus token), deciding child after child; uniform: a number per child of each node."""
     assert grown.proposal is not None
     path, node = [0], 0
     while True:
@@ -155,9 +155,9 @@ def textbook(grown: Tree, p: Tensor, uniform: dict[int, list[float]]) -> tuple[l
 def test_a_tree_is_decided_as_the_textbook_decides_it(
     rule: str, on_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ragged trees, all nodes at once against one child after the other, with the same uniform numbers.
+    """Ragged trees: all nodes at once against child after child, with the same uniform numbers.
 
-    on_host: whether the host knows the families, as it does of static trees.
+    on_host: whether the host knows the families, as in static trees.
     """
     bonus: list[Tensor] = []
 
@@ -194,7 +194,7 @@ Text = tuple[int, ...]
 
 
 class Small(TableDrafter):
-    """Three tokens, and a target beside the draft; narrow: below the first level a draft has two of them."""
+    """Laws over three tokens, of draft and target; narrow: below the first level the draft has only two tokens."""
 
     def __init__(self, seed: int, narrow: bool = False) -> None:
         super().__init__(seed)
@@ -212,7 +212,7 @@ class Small(TableDrafter):
 @pytest.mark.slow
 @pytest.mark.parametrize("narrow", [False, True])
 def test_100_000_drawn_trees_write_the_law_of_the_target(narrow: bool) -> None:
-    """Of the first two tokens; narrow: nodes have fewer tokens than draws."""
+    """The law of the first two tokens; narrow: nodes have fewer tokens than draws."""
     drafter, chosen, seen = Small(3, narrow), sampler(1.0, 1.0, 7), Counter[Text]()
     shape = make_shape(DynamicConfig(levels=3, k=3, nodes=8, children="sampled"))
     laws = functools.cache(lambda path: drafter.law(path, of_target=True))
@@ -229,7 +229,7 @@ def test_100_000_drawn_trees_write_the_law_of_the_target(narrow: bool) -> None:
 
 
 def every_tree(config: DynamicConfig, chosen: Sampler, drafter: Small) -> Iterator[tuple[float, Tree]]:
-    """Each way in which the draws below each node can come, with its chance."""
+    """Yields every outcome of the draws below all nodes, with its probability."""
     waiting: list[tuple[tuple[Any, ...], float]] = [((), 1.0)]
     while waiting:
         script, chance = waiting.pop()
@@ -257,12 +257,12 @@ def every_tree(config: DynamicConfig, chosen: Sampler, drafter: Small) -> Iterat
 
 @functools.cache
 def law_of(drafter: Small, chosen: Sampler, path: Text = ()) -> Counter[Text]:
-    """The target's law of the rest of three tokens."""
+    """The target's law of what is left of three tokens."""
     return written(None, drafter, chosen, 0, path)
 
 
 def written(tree: Tree | None, drafter: Small, chosen: Sampler, node: int = 0, path: Text = ()) -> Counter[Text]:
-    """The law of the first three tokens that recursive rejection writes, by the textbook; no tree: the target's."""
+    """The law of the first three tokens by textbook recursive rejection; tree None: the target's own."""
     if len(path) == 3:
         return Counter({path: 1})
     law, reached = Counter[Text](), 1.0
@@ -288,7 +288,7 @@ def written(tree: Tree | None, drafter: Small, chosen: Sampler, node: int = 0, p
 def misfit(
     config: DynamicConfig, narrow: bool = False, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0
 ) -> float:
-    """Pearson's statistic of 100,000 texts that have exactly the law that is written: 0, but for rounding."""
+    """Pearson's statistic if 100,000 texts had exactly the law that is written; should be 0 up to rounding."""
     chosen, drafter, law = sampler(temperature, top_p), Small(seed, narrow), Counter[Text]()
     for chance, tree in every_tree(config, chosen, drafter):
         for text, share in written(tree, drafter, chosen).items():
@@ -304,7 +304,7 @@ SIZES = [{"nodes": 3}, {"nodes": 4}, {"nodes": 6, "k": 3}, {"rerank": False}]
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
 def test_drawn_dynamic_trees_write_the_targets_law_exactly(sizes: Any, temperature: float, top_p: float) -> None:
-    """By enumeration of all ways to draw the children; where the processors leave fewer tokens, of fewer."""
+    """Enumerates all draws of children; there are fewer if the processors leave fewer tokens."""
     assert misfit(drawn(levels=2, **sizes), False, temperature, top_p) < 1e-3
 
 
@@ -338,7 +338,7 @@ def test_a_stop_rule_that_saw_a_whole_level_would_bend_the_law(monkeypatch: pyte
 
 
 LEAST: Any = float("-inf")
-BIASED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # scores from q of the draws, and the right ones
+BIASED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # (q of the draws, right scores) -> wrong scores
     "ranked by the drawn token's own q": lambda own, right: own.log(),
     "the later of two draws kept": lambda own, right: right.flip(-1),
     "the least likely draw dropped": lambda own, right: right.scatter(-1, own.argmin(-1, keepdim=True), LEAST),
@@ -347,7 +347,7 @@ BIASED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # scores from q of th
 
 @pytest.mark.parametrize("name", BIASED)
 def test_a_score_that_looks_at_the_draws_bends_the_law(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that 100,000 texts would have p < 1e-6."""
+    """So much that 100,000 texts would give p < 1e-6."""
 
     def biased(log_q: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         chances, columns, q = draw_children(log_q, k, generator)
@@ -366,7 +366,7 @@ def test_equal_laws_refuse_nothing() -> None:
 
 
 def test_fewer_tokens_than_children_leave_finite_chances() -> None:
-    """A draft that is sure of one token, a target that takes another: nine of the ten draws are missing."""
+    """The draft is sure of one token, the target takes another: nine of ten draws are missing."""
     first = torch.zeros(1, dtype=torch.long)
     sure = torch.full((20,), float("-inf")).index_fill(0, first, 0.0)
     drafter = TableDrafter(0)
@@ -378,7 +378,7 @@ def test_fewer_tokens_than_children_leave_finite_chances() -> None:
 
 
 def test_draws_of_hardly_any_chance_leave_the_targets_law() -> None:
-    """Where all but the first token have 1e-38, a refused first draw must not bend what follows it."""
+    """If all but the first token have probability 1e-38, refusing the first draw must not bend what follows."""
     drafter, law = TableDrafter(0), torch.tensor([8.73, 0.0, 0.05, -0.05]).log_softmax(-1)
     drafter.start = lambda: law[None]  # type: ignore[method-assign]
     drafter.step = lambda tokens, parents: law.expand(len(tokens), -1)  # type: ignore[method-assign]
@@ -409,7 +409,7 @@ def test_the_longest_typical_path_wins_and_then_the_most_probable() -> None:
     grown = tree_of([0, 1, 2, 1, 2, 3], [0, 0, 0, 1, 2, 2])
     root, never, often = [0.1, 0.5, 0.4, 0.0], [0.9, 0.0, 0.1, 0.0], [0.0, 0.0, 0.45, 0.55]
     verdict = read(accept_typical(grown, torch.tensor([root, never, often, root, never, often]), PUBLISHED), 6)
-    assert (verdict.path, verdict.tokens, verdict.bonus) == ([0, 2, 5], [2, 3], 3)  # longer beats the likelier sibling
+    assert (verdict.path, verdict.tokens, verdict.bonus) == ([0, 2, 5], [2, 3], 3)  # longer beats likelier
     both = tree_of([0, 1, 2], [0, 0, 0])
     alone = read(accept_typical(both, torch.tensor([root, never, often]), PUBLISHED), 3)
     assert alone.tokens == [1] and alone.bonus == 0

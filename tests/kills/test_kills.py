@@ -1,4 +1,4 @@
-"""Commands killed at any moment, by time or by changes to files, go on and leave the bytes of an undisturbed run."""
+"""Commands killed at any moment, or any change to files, go on and leave the same bytes as an undisturbed run."""
 
 import os
 import random
@@ -19,18 +19,18 @@ from tests import tiny
 
 PROMPTS, STEPS = 7, 72
 CLOCKS = {"ms", "cycle_ms", "peak_memory_gib", "t_draft", "t_verify", "data_wait_share", "tokens_per_s", "step_ms"}
-RECORDS = ("provenance.json", "recipe.yaml", "reference.json")  # they name the run, or hold times
+RECORDS = ("provenance.json", "recipe.yaml", "reference.json")  # not compared: they name the run, or contain times
 SOAK = {"features": 17, "train": 17, "bench": 16}
 SCRIPTS = {"features": "data", "train": "train", "bench": "infer"}
 OUTPUTS = {"features": ("features",), "train": ("heads/eagle1", "metrics.jsonl"), "bench": ("bench",)}
-BEFORE = {"features": (), "train": ("features",), "bench": ("heads",)}  # what a run for the stage begins with
+BEFORE = {"features": (), "train": ("features",), "bench": ("heads",)}  # stages that a run needs before it
 CHANGES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "shutil.rmtree")
 WARM = get_context("forkserver")  # each start is a fork of a process that has imported torch
 WARM.set_forkserver_preload(["aerie.train.loop", "aerie.data.features", "aerie.infer.measure.bench", "deepspeed"])
 
 
 def become(words: list[str], below: str, fatal: int | None) -> None:
-    """Runs a command, counts its changes to names below a directory, and dies just before the fatal-th."""
+    """Runs a command, counts its changes to names below a directory, and dies just before change number `fatal`."""
     count, lock = 0, threading.Lock()
 
     def on_event(event: str, arguments: tuple[Any, ...]) -> None:
@@ -56,7 +56,7 @@ def become(words: list[str], below: str, fatal: int | None) -> None:
 
 @dataclass
 class World:
-    """The undisturbed run, and starts of one stage."""
+    """Starts one stage again and again, and compares with the undisturbed run."""
 
     root: Path
     stage: str
@@ -64,7 +64,7 @@ class World:
     changes: int = 0  # to files below the run, of an undisturbed start
 
     def start(self, run: Path, seconds: float = 600.0, fatal: int | None = None) -> int | None:
-        """Exit code of one start, -9 where it was killed: after `seconds`, or just before its fatal-th change."""
+        """Exit code of one start; -9 if it was killed, after `seconds` or just before change number `fatal`."""
         words = [f"{SCRIPTS[self.stage]}/main.py", *([] if self.stage == "train" else [self.stage])]
         words += ["--config", str(self.root / "recipe.yaml"), "--run", str(run)]
         child = WARM.Process(target=become, args=(words, str(run), fatal))
@@ -81,7 +81,7 @@ class World:
         return run
 
     def differences(self, run: Path, code: int | None = 0) -> list[str]:
-        """The files that are not the undisturbed run's; where the last start failed, the end of its log."""
+        """The files that differ from the undisturbed run's; if the last start failed, the end of its log."""
         if code != 0:
             return [log_of(run).read_text(errors="replace")[-2000:]]
         wrong = [str(path) for path in (run / "state").glob("*/step-*")] if self.stage == "train" else []
@@ -96,7 +96,7 @@ def log_of(run: Path) -> Path:
 
 
 def content_of(output: Path, run: Path) -> dict[str, Any]:
-    """What is compared of the files: no times."""
+    """The file's content for the comparison, without times."""
     made: dict[str, Any] = {}
     for path in [output] if output.is_file() else sorted(output.rglob("*")):
         if path.suffix == ".jsonl":
@@ -141,7 +141,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
         log = log_of(root / "undisturbed").read_text(errors="replace")
         assert code == 0, log[-2000:]
         made[stage].seconds = time.monotonic() - began
-        made[stage].changes = int(log.split()[-1])  # become prints it last
+        made[stage].changes = int(log.split()[-1])  # `become` prints it last
     return made
 
 
@@ -182,7 +182,7 @@ def test_a_stage_that_dies_before_any_change_to_a_file_goes_on_to_the_same_bytes
 ) -> None:
     world = worlds[name]
     run, fatal = world.fresh(tmp_path / "start"), 1
-    while (code := world.start(run, fatal=fatal)) == -9:  # its n-th start dies before its n-th change
+    while (code := world.start(run, fatal=fatal)) == -9:  # start n dies before its change n
         fatal += 1
     assert world.differences(run, code) == [] and fatal > 12
     for change in range(max(1, world.changes - 24), world.changes + 1):  # near the end, one by one

@@ -1,4 +1,4 @@
-"""A Hub on loopback: the endpoints that huggingface_hub calls to make a repository, commit to it and fetch from it."""
+"""A Hub on loopback, with the endpoints that huggingface_hub calls to make a repository, commit and fetch."""
 
 import base64
 import hashlib
@@ -21,14 +21,14 @@ class Refused(Exception):
 
 @dataclass
 class Hub:
-    """Its methods answer requests with JSON values, or with a file's content and headers."""
+    """Methods answer requests with JSON values, or with a file's content and headers."""
 
     repositories: dict[str, dict[str, Files]] = field(default_factory=dict)  # name -> branch -> files
     private: set[str] = field(default_factory=set)
     gated: set[str] = field(default_factory=set)
-    blobs: dict[str, bytes] = field(default_factory=dict)  # uploaded large files by SHA-256
+    blobs: dict[str, bytes] = field(default_factory=dict)  # SHA-256 -> uploaded large file
     requests: list[str] = field(default_factory=list)
-    tokens: set[str] = field(default_factory=set)  # what came as Authorization
+    tokens: set[str] = field(default_factory=set)  # received Authorization headers
     failures: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # (method, pattern) -> next statuses
     address: str = ""
 
@@ -144,7 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
-        """Silent."""
+        """Prints nothing."""
 
     def do_GET(self) -> None:
         hub, request, token = self.hub, f"{self.command} {self.path.split('?')[0]}", self.headers.get("Authorization")

@@ -1,4 +1,4 @@
-"""Heads on disk and new ones: bit-exact round trips, nothing loaded by luck, sizes and positions of the target."""
+"""Heads on disk and new ones: bit-exact round trips, strict loading, sizes and positions of the target."""
 
 import json
 from collections.abc import Callable
@@ -87,7 +87,7 @@ def test_a_new_head_spells_out_the_targets_rope_length_and_flavour() -> None:
     assert facts(moved, LONG, f"{names} rope_scaling") == [1e4, 64, 2, 16, None]
     qwen, names = tiny.llama().config, "qk_norm hidden_size target_hidden_size draft_vocab_size"
     qwen.model_type = "qwen3"
-    assert facts(Eagle3Section(), qwen, names, TAPS, 107) == [False, 32, 32, 107]  # SGLang loads no other
+    assert facts(Eagle3Section(), qwen, names, TAPS, 107) == [False, 32, 32, 107]  # SGLang loads nothing else
     assert facts(Eagle3Section(qk_norm=None, hidden_size=16), qwen, names, TAPS, 107) == [True, 16, 32, 107]
     config: Any = config_for(Eagle3Section(), LONG, VOCAB, TAPS, 320)
     assert position_warnings(config, LONG, "head") == []

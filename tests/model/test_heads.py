@@ -32,7 +32,7 @@ def expected_output(made: Eagle3Head, tokens: Tensor, taps: Tensor) -> tuple[Ten
     e = made.embed_tokens.weight[tokens]
     x = torch.cat([normed(e, layer.input_layernorm.weight), normed(h, layer.hidden_norm.weight)], dim=-1)
     q, k, v = layer.self_attn.project(x[None], made.rotary.at(torch.arange(len(tokens)), len(tokens), x))
-    h = h + layer.self_attn.o_proj(attend(q, k, v, None, None))[0]  # as Llama's: test_layers
+    h = h + layer.self_attn.o_proj(attend(q, k, v, None, None))[0]  # as in Llama: see test_layers
     x = normed(h, layer.post_attention_layernorm.weight)
     gate, up, down = (getattr(layer.mlp, name).weight for name in ("gate_proj", "up_proj", "down_proj"))
     h = h + (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
@@ -50,7 +50,7 @@ def slots() -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def test_the_forward_is_the_definition() -> None:
-    """Forwards over a buffer and in the unroll are this one: infer/test_heads.py, train/test_objectives.py."""
+    """infer/test_heads.py and train/test_objectives.py compare the forwards over a cache and in the unroll with it."""
     made, (tokens, taps, positions) = eagle3(), slots()
     whole = made(tokens, made.fuse(taps), positions)
     hidden, logits = expected_output(made, tokens[0], taps[0])
@@ -77,7 +77,7 @@ def test_norm_output_feeds_back_the_normed_state_and_fc_norm_norms_each_fused_fe
 def test_a_head_begun_at_the_target_gives_the_targets_logits_of_its_highest_tap_where_its_layer_adds_nothing(
     tmp_path: Path,
 ) -> None:
-    """lm_head(norm(tap)) of the last block's output, at the draft vocabulary; a new layer adds little to that."""
+    """lm_head(norm(tap)) of the last block's output, over the draft vocabulary; a new layer adds little to it."""
     model = tiny.llama()
     model.model.norm.weight.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(1))
     model.save_pretrained(tmp_path)

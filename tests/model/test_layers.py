@@ -68,7 +68,7 @@ DOCUMENTS = (5, 1, 20, 7)
 
 
 def _made(heads: int, kv: int = 2, dim: int = 8) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
-    """Step 2's queries, keys and values of all steps, and the places of the slots that go on: 33, 20 and 12 of them."""
+    """Step 2's queries, keys and values of all steps (33, 20 and 12 slots), and the places of slots that go on."""
     generator = torch.Generator().manual_seed(heads)
     pairs = [(1, kv, length, dim) for length in (33, 20, 12)]
     made = [2.0 * torch.randn(size, generator=generator) for size in ((1, heads, 12, dim), *pairs, *pairs)]
@@ -113,7 +113,7 @@ def _backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Ten
 
 
 def _apart(borders: Tensor, *parts: Tensor) -> Any:
-    """Each document of [N, H or KV, hd] as [H, n, hd]."""
+    """Splits [N, H or KV, hd] into documents [H, n, hd]."""
     heads = max(x.shape[1] for x in parts)
     for first, stop in pairwise(borders.tolist()):
         cut = [x[first:stop].transpose(0, 1) for x in parts]
@@ -157,7 +157,7 @@ CUDA |= {"_scaled_dot_product_efficient_attention": _efficient, "_efficient_atte
 def test_the_unrolls_attention_is_one_masked_softmax_in_value_and_gradient(
     kernel: Any, documents: Any, heads: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = torch.library.Library("aten", "IMPL")  # CUDA's kernels in plain torch
+    library = torch.library.Library("aten", "IMPL")  # stand-ins for CUDA's kernels
     for name, function in CUDA.items():
         library.impl(name, function, "CPU")
     monkeypatch.setattr(layers, "_kernel", lambda x: kernel)

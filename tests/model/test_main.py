@@ -1,4 +1,4 @@
-"""The command line of heads that travel: inspect, convert, push."""
+"""The commands inspect, convert and push."""
 
 import json
 from pathlib import Path
@@ -72,14 +72,14 @@ def test_a_push_is_shown_broken_off_repeated_and_fetched_and_the_token_is_nowher
         out = "".join(capfd.readouterr())
         assert expected in out and ("conversations.jsonl stays here" in out) == (command[0] == "push")
         assert ("--dry-run" in command) <= (hub.count("POST|PUT") == 0)
-        assert code == 0 or not any(hub.repositories.get("me/head", {}).values())  # nothing half there
+        assert code == 0 or not any(hub.repositories.get("me/head", {}).values())  # nothing half uploaded
         said += out
     files = {"README.md", "config.json", "model.safetensors", "aerie/config.json", "aerie/model.safetensors"}
     assert hub.repositories["me/head"]["v2"].keys() == files
     words = ("generate", "--target", target, "--head", "me/head@v2", "--prompt", "Hi", "--max-new-tokens", "4")
     assert call(inference, *words) == 0
     assert hub.private == {"me/head"} and hub.tokens == {f"Bearer {TOKEN}"}
-    assert hub.count("PUT /upload/") == 3  # two, and one that failed; what had arrived is not sent again
+    assert hub.count("PUT /upload/") == 3  # two, and a failed one; arrived files are not sent again
     contents = [content for files in hub.repositories["me/head"].values() for content in files.values()]
     contents += [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert not any(TOKEN.encode() in content for content in [*contents, said.encode()])

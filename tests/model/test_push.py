@@ -1,4 +1,4 @@
-"""Pushing and fetching heads over a Hub on loopback, by huggingface_hub itself: what goes, stays and breaks."""
+"""Pushing and fetching heads with huggingface_hub and a Hub on loopback: what is sent, what is not, what fails."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ FAILED = {"method": "eagle3", "head": "eagle3", "status": "error", "message": "o
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: Any) -> Iterator[Hub]:
-    """A Hub that huggingface_hub in this process talks to, with a login and a cache of its own."""
+    """A Hub to which huggingface_hub in this process connects, with its own login and cache."""
     with served() as running:
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", running.address)
         changes = {"ENDPOINT": running.address, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_OFFLINE": False}
@@ -79,7 +79,7 @@ def packed(directory: Path, **options: Any) -> dict[str, str]:
 
 @pytest.fixture
 def head(tmp_path: Path) -> Path:
-    """A head in its run below somebody's home, with reports, and with files beside it that are nobody's business."""
+    """A head in its run below a user's home, with reports, and private files beside it."""
     home = tmp_path / "home" / "alice"
     run, target = home / "secret-project" / "runs" / "mine", str(home / "models" / "tiny-llama")
     place = run / "heads" / "eagle3"
@@ -148,7 +148,7 @@ def test_no_conversation_no_local_path_and_nobodys_name_leaves_the_machine(
         server = {"urls": ["http://***@host:8000/v1?key=***"], "extra_body": {"pin": "***", "key": "***"}}
         assert recipe["run"] == "mine" and recipe["distill"]["server"] == server
         assert recipe["data"]["conversations"] == ["HuggingFaceH4/ultrachat_200k", "train.jsonl", "more.jsonl"]
-    assert target in (place / "config.json").read_text()  # what is here stays
+    assert target in (place / "config.json").read_text()  # the local file keeps it
 
 
 def test_a_path_of_the_machine_gives_way_to_its_last_part() -> None:
@@ -165,7 +165,7 @@ def test_a_path_of_the_machine_gives_way_to_its_last_part() -> None:
 
 
 def test_a_calibrator_goes_along_and_fits_the_head_as_it_is_fetched(one: Path, tmp_path: Path) -> None:
-    save_head(tiny.head(tiny.vocab().embedding), one, target_path=str(tmp_path))  # the shipped config.json is another
+    save_head(tiny.head(tiny.vocab().embedding), one, target_path=str(tmp_path))  # the shipped config.json differs
     write_json(one / "calibrator.json", asdict(Calibrator(1.5, (0.1, 0.9), (0.2, 0.8), head=digests(one))))
     out = tmp_path / "out"
     out.mkdir()
@@ -225,7 +225,7 @@ def test_a_pushed_repository_is_a_servers_at_its_root_and_ours_by_its_name(
     (root / "aerie").mkdir(parents=True)
     for name, content in hub.repositories["me/head"]["main"].items():
         (root / name).write_bytes(content)
-    assert load_calibrator(head_directory(root)).temperature == 1.5  # of a downloaded copy
+    assert load_calibrator(head_directory(root)).temperature == 1.5  # from the downloaded copy
     shutil.rmtree(root / "aerie")
     assert {path.name for path in root.iterdir()} == {"config.json", "model.safetensors", "README.md"}
     assert read_content(root)[0] == layout
@@ -240,7 +240,7 @@ def test_a_pushed_repository_is_a_servers_at_its_root_and_ours_by_its_name(
     assert "No licence was given" in card.text and "Nothing was measured" in card.text
     assert card.data.base_model == "someone/tiny" and card.data.datasets == ["a/chats"]
     assert set(SERVERS[layout]) < set(card.data.tags)
-    _, removed = upload("me/head", files_of(place))  # an earlier push's folder would be read first
+    _, removed = upload("me/head", files_of(place))  # folders of an earlier push would be read first
     assert {"aerie/config.json", "aerie/model.safetensors", "aerie/recipe.yaml"} < set(removed)
     same(load_head("me/head", vocab=tiny.vocab()), head)
 
@@ -264,7 +264,7 @@ def test_a_second_push_removes_what_the_first_left_and_nothing_of_anybody_elses(
     sharded = pack(inspect_head(one), "me/head", target_name="a/b", **UNMEASURED)[0]
     hub.repositories["me/head"] = {"main": {".gitattributes": b"*.bin lfs", "README.md": b"", "figure.png": b"theirs"}}
     upload("me/head", {**sharded, "calibration.json": b"{}"})
-    same(load_head("me/head"), head)  # both shards came
+    same(load_head("me/head"), head)  # both shards were fetched
     for left in one.glob("model*"):
         left.unlink()
     save_head(tiny.head(tiny.vocab().embedding, seed=9), one)
@@ -309,7 +309,7 @@ def test_names_that_are_nowhere_are_one_sentence(hub: Hub, one: Path, monkeypatc
     hub.repositories["me/words"] = {"main": {"README.md": b"words"}}
     for name, message in (
         ("me/words", "the repository has no config.json"),
-        ("runs/x/heads/eagle1", r"holds no head \(no config.json\); train the head"),  # too deep for a repository
+        ("runs/x/heads/eagle1", r"holds no head \(no config.json\); train the head"),  # too many parts for a repository
     ):
         with pytest.raises(UserError, match=f"{name}: {message}"):
             load_head(name)

@@ -1,4 +1,4 @@
-"""What is on the disk is whole or absent, mine or another's; a command's end is its exit code and its status."""
+"""Outputs on disk are whole or absent, ours or another run's; a command ends with an exit code and a status."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def test_a_commands_end_is_its_exit_code_and_its_status(event: Any, state: str, 
             raise event
         finally:
             if event == signal.SIGUSR1:
-                signal.raise_signal(signal.SIGUSR1)  # a batch script repeats it; the clean-up goes on
+                signal.raise_signal(signal.SIGUSR1)  # batch scripts send it again; the clean-up goes on
             (tmp_path / "cleaned").touch()
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
@@ -75,7 +75,7 @@ def test_a_manifest_tells_whole_foreign_and_every_changed_byte(tmp_path: Path) -
     assert differences(*files).startswith("seed: 1 there, 2 asked; a.json: ")
     rows = ({"rows": [{"a": 1}]}, {"rows": [{"a": 1}, {"a": 2}]})
     assert differences(*rows) == "rows.1: None there, {'a': 2} asked"
-    older, newer = {"w.safetensors": "a" * 16}, {"w.safetensors": "a" * 16 + "b" * 16}  # of the same weights
+    older, newer = {"w.safetensors": "a" * 16}, {"w.safetensors": "a" * 16 + "b" * 16}  # for the same weights
     assert not differences(older, newer) and differences(newer, older)
     for path in [path for path in folder.rglob("*") if path.is_file()]:
         content = path.read_bytes()
@@ -152,7 +152,7 @@ def test_a_lock_is_one_writers_until_it_is_released_or_shared(tmp_path: Path) ->
     path = tmp_path / "folder/lock"
     with Lock(path) as first, Lock(path) as second, Lock(path) as third:
         assert first.acquire() and not second.acquire(wait=False) and not second.acquire(shared=True, wait=False)
-        first.path.unlink()  # who waits takes the file that others see
+        first.path.unlink()  # a waiting process locks the file that others see
         first.file.close()
         assert second.acquire(shared=True)
         assert third.acquire(shared=True, wait=False) and not third.acquire(wait=False)

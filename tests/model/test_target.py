@@ -1,4 +1,4 @@
-"""Any stock causal LM: its features and logits are the model's own, without forked files."""
+"""Any stock causal LM gives the model's own features and logits, without forked model files."""
 
 import hashlib
 import json
@@ -57,7 +57,7 @@ def prompt(length: int, seed: int = 0) -> torch.Tensor:
 def test_features_and_logits_are_the_models_own_and_a_tree_forward_is_plain_forwards_along_every_path(
     name: str,
 ) -> None:
-    """Also with a sliding window of 16 under a prompt of 64, and after rows were gathered out of order."""
+    """Also with a sliding window of 16 for a prompt of 64, and after cache rows were gathered out of order."""
     target, ids, near = family(name), prompt(64), {"rtol": 1e-4, "atol": 1e-4}
     with torch.inference_mode():
         own, rows = target.model(ids[None], output_hidden_states=True), torch.tensor([5, 11, 96])
@@ -88,10 +88,10 @@ def test_the_ends_alone_are_those_of_the_whole_target(tmp_path: Path, tied: bool
     config = TargetConfig(path=str(tiny.target(tmp_path / "t", tie_word_embeddings=tied)), dtype="float32")
     whole, (text, vocab) = Target.load(config), load_vocab(config)
     assert torch.equal(vocab.embedding, whole.vocab.embedding) and torch.equal(vocab.lm_head, whole.vocab.lm_head)
-    for recorded in (whole.fingerprint(), sampled_fingerprint(text, vocab)):  # the second is an older head's
+    for recorded in (whole.fingerprint(), sampled_fingerprint(text, vocab)):  # the second: in older heads
         assert other_weights(recorded, config, text, vocab) is None
     recorded = whole.fingerprint()
-    change(tmp_path / "t", {WEIGHTS: {"model.layers.1.mlp.up_proj.weight": torch.ones(64, 32)}})  # no more than that
+    change(tmp_path / "t", {WEIGHTS: {"model.layers.1.mlp.up_proj.weight": torch.ones(64, 32)}})  # only this
     assert "with other weight files" in str(other_weights(recorded, config, text, vocab))
 
 
@@ -137,7 +137,7 @@ def test_a_file_of_weights_is_hashed_once_and_a_blob_of_the_hubs_cache_never(tmp
 
 
 def change(target: Path, files: dict[str, Any]) -> None:
-    """A file's tensors, keys, text, size, name or absence."""
+    """Changes a file: its tensors, keys, text, size or name, or removes it."""
     for name, value in files.items():
         path = target / name
         match value:
@@ -157,7 +157,7 @@ def change(target: Path, files: dict[str, Any]) -> None:
 INDEX, SETTINGS, DEEP = f"{WEIGHTS}.index.json", "generation_config.json", '{"a": ' * 200_000
 NO_FIT, ONE = "its weights and its config.json do not fit", Path("1.safetensors")
 SHARDED = {"metadata": {}, "weight_map": {"model.norm.weight": "1.safetensors"}}
-BROKEN: list[tuple[int, str, dict[str, Any]]] = [  # by how many of the three is it noticed
+BROKEN: list[tuple[int, str, dict[str, Any]]] = [  # how many of the three notice it
     (1, f"{NO_FIT}: .*2.mlp.down_proj.weight is missing", {WEIGHTS: {"model.layers.2.mlp.down_proj.weight": None}}),
     (2, f"{NO_FIT}: lm_head.weight is not tied as tie_word_embeddings says", {CONFIG: {"tie_word_embeddings": True}}),
     (2, f"{NO_FIT}: lm_head.weight is .320, 32., not .400, 32.", {CONFIG: {"vocab_size": 400}}),
@@ -180,7 +180,7 @@ BROKEN: list[tuple[int, str, dict[str, Any]]] = [  # by how many of the three is
 
 @pytest.mark.parametrize(("count", "said", "files"), BROKEN)
 def test_what_a_targets_files_lack_is_one_line(count: int, said: str, files: Any, tmp_path: Path) -> None:
-    """And it is said before the weights are read where the files' names and headers show it."""
+    """If names and headers of the files show it, the error comes before the weights are read."""
     config = TargetConfig(str(tiny.target(tmp_path / "t")))
     change(tmp_path / "t", files)
     for read in (Target.load, load_vocab, load_config)[:count]:

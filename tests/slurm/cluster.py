@@ -18,8 +18,8 @@ from typing import Any
 from tests.slurm import CHECKOUT
 
 DAEMONS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun")
-# More CPUs than there are: jobs wait for each other on the cores, not in the queue. A requeued one waits cred_expire
-# seconds; less than five are taken for the default, 120.
+# More CPUs than the machine has: jobs wait for cores, not in the queue. A requeued job waits cred_expire seconds;
+# values below five count as the default, 120.
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 CONFIGURATION = """\
 ClusterName=aerie
@@ -47,7 +47,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str:
-    """What keeps SLURM from being started here."""
+    """Why SLURM cannot be started here."""
     absent = [name for name in DAEMONS if shutil.which(name, path=PATH) is None]
     absent += ["rights of root"] if os.geteuid() else []
     return f"no {', '.join(absent)} (Debian: apt-get install slurm-wlm munge)" if absent else ""
@@ -78,12 +78,12 @@ class Cluster:
         return "".join(path.read_text() for path in (self.root / "logs").glob(f"*-{number}.log"))
 
     def wait(self, numbers: Iterable[str], seconds: float = 600.0) -> None:
-        """Until the jobs are out of the queue."""
+        """Waits until the jobs are out of the queue."""
         queue = partial(self.run, "squeue", "--noheader", "--format=%F")
         _until(lambda: not set(numbers) & set(queue().split()), lambda: "".join(map(self.log, numbers)), seconds)
 
     def until(self, is_so: Callable[[], bool], number: str) -> None:
-        """Until is_so(), which must be before the job's end."""
+        """Waits until is_so(); fails if the job ends first."""
         ended = ("failed", "done")
         _until(lambda: is_so() or self.job(number).get("state") in ended, lambda: self.log(number), 600.0)
         assert is_so(), self.log(number)
@@ -91,9 +91,9 @@ class Cluster:
 
 @contextmanager
 def started() -> Iterator[Cluster]:
-    """A cluster whose two nodes are idle; it ends with its jobs."""
+    """Starts a cluster with two idle nodes; stops it and its jobs at the end."""
     root = Path(tempfile.mkdtemp(prefix="aerie-slurm-"))
-    root.chmod(0o755)  # munged works as another user
+    root.chmod(0o755)  # munged runs as another user
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "AERIE"))}
     places = {"SLURM_CONF": str(root / "slurm.conf"), "AERIE_LOGS": str(root / "logs"), "AERIE_VENV": sys.prefix}
     environment = {**kept, **places, "PATH": PATH, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -135,4 +135,4 @@ def _until(is_so: Callable[[], bool], what: Callable[[], str], seconds: float = 
     end = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < end, f"waited {seconds:g} s: {what()}"
-        time.sleep(0.3)  # a look at the queue is a process
+        time.sleep(0.3)  # each look at the queue starts a process

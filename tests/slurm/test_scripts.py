@@ -1,4 +1,4 @@
-"""What the batch scripts learn of a run: what the command has written."""
+"""The batch scripts read how a run ended from what the command has written."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from tests.tiny import call
 
 
 def said(root: Path, *words: str) -> str:
-    """What slurm/state.py prints; the words are those of the job's command."""
+    """What slurm/state.py prints for the words of the job's command."""
     command = [sys.executable, "slurm/state.py", "--since", str(root / "since"), *words]
     return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout.strip()
 

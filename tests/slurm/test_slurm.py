@@ -1,4 +1,4 @@
-"""The batch scripts under a real SLURM of two nodes: what a cluster does to a job changes no byte of what it makes."""
+"""The batch scripts under a real SLURM of two nodes: signals and requeues change no byte of what a job makes."""
 
 import json
 from collections.abc import Iterator
@@ -18,15 +18,15 @@ from tests.train.test_processes import together
 
 pytestmark = pytest.mark.slow
 STEPS = 200
-SIGNAL = ("scancel", "--batch", "--signal=USR1")  # as --signal=B:USR1@300 has SLURM do: the batch script alone is told
+SIGNAL = ("scancel", "--batch", "--signal=USR1")  # like --signal=B:USR1@300: only the batch script gets it
 
 
 @dataclass(frozen=True)
 class Morning:
-    """One day's jobs, all in the queue at once: their numbers, and what was seen on the way."""
+    """Jobs that are in the queue together: their numbers, and what was seen on the way."""
 
     cluster: Cluster
-    root: Path  # of the cluster's run, and of the run `alone` of two processes here, which nothing disturbed
+    root: Path  # has the cluster's run, and the run `alone`: undisturbed, with two processes here
     jobs: dict[str, str]
     after_the_signal: dict[str, Any]  # the run's status.json once the ranks had stopped
 

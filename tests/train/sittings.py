@@ -1,4 +1,4 @@
-"""Runs of the real loop in this process on a tiny head and random rows, and sittings in forks that are killed."""
+"""Runs the real loop in this process, on a tiny head and random rows, or in forks that are killed."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ CLOCKS = ("data_wait_share", "tokens_per_s", "step_ms", "peak_memory_gib")
 
 
 class Interrupted(Eagle1Objective):
-    """Sends this process a signal, or fails where there is none, in the forward of a given training batch."""
+    """Sends this process a signal, or raises without one, in the forward of a given training batch."""
 
     left, number = 0, 0
 
@@ -50,7 +50,7 @@ def config(**changes: Any) -> Eagle1Train:
 def job(
     directory: Path, settings: Eagle1Train, stop: tuple[int, int] | None = None, vocab: Any = VOCAB, held_out: int = 4
 ) -> Job:
-    """A job on 20 rows that writes below directory; stop is (training batch, signal or 0)."""
+    """A job on 20 rows that writes below directory; stop: (training batch, signal or 0)."""
     rows = tiny.rows(20)
     objective = Interrupted(tiny.head(VOCAB.embedding, scale=5.0), vocab, settings)
     objective.left, objective.number = stop or (0, 0)
@@ -60,7 +60,7 @@ def job(
 
 
 def sitting(made: Job, measure: Any = None) -> tuple[str, Loop]:
-    """(state at its end, loop) of the job run by a fresh accelerator, as a new process would."""
+    """Runs the job with a fresh accelerator, as a new process would; returns (state at its end, loop)."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     torch.manual_seed(int(torch.randint(1 << 30, ()).item()))  # nothing may depend on the global generator
@@ -77,7 +77,7 @@ def lines(directory: Path) -> list[dict[str, Any]]:
 
 
 def timeless(directory: Path) -> list[dict[str, Any]]:
-    """The same without what depends on the clock and the machine."""
+    """The records without values that depend on the clock or the machine."""
     return [{key: value for key, value in line.items() if key not in CLOCKS} for line in lines(directory)]
 
 
@@ -86,13 +86,13 @@ def weights(loop: Loop) -> dict[str, torch.Tensor]:
 
 
 def fork(run: Callable[[], object]) -> int:
-    """The number of a process that exits with the code that run returns (1 after an exception; 0 for no number)."""
+    """Starts a process that calls run and exits with its result (no number: 0; exception: 1); returns its id."""
     child = os.fork()
     if child == 0:
         code: Any = 1
         try:
             if compiler := sys.modules.get("torch._inductor.async_compile"):
-                compiler.AsyncCompile.pool.cache_clear()  # its threads are the parent's, which torch does not notice
+                compiler.AsyncCompile.pool.cache_clear()  # its threads stayed in the parent
             code = run()
         except BaseException:
             traceback.print_exc()
@@ -103,13 +103,13 @@ def fork(run: Callable[[], object]) -> int:
 
 
 def ended(child: int) -> int:
-    """Its exit code, or minus the number of the signal that ended it."""
+    """Waits for a process; returns its exit code, or minus the number of the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def killed_at(module: Any, name: str, call: int, run: Callable[[], object], of: str = "") -> bool:
-    """Whether run, in a fork, is killed where it calls module.name for the given time, counted from 1; of those calls
-    that name a path with this ending."""
+    """Runs in a fork and kills it at the given call of module.name, counted from 1, among calls for a path with this
+    ending; returns whether it was killed."""
     real, calls = getattr(module, name), count(1)
 
     def wrapped(*arguments: Any, **named: Any) -> Any:

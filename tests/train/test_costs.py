@@ -1,4 +1,4 @@
-"""The plan's formulas against what torch counts: operations of a step, and bytes that its forward pass keeps."""
+"""The plan's formulas against torch's counts: operations of a step, and bytes that its forward pass keeps."""
 
 from dataclasses import replace
 from typing import Any
@@ -53,7 +53,7 @@ def test_operations_and_peak_memory_are_what_torch_counts(kind: str, inner: int)
     with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counted:
         objective(batch).total(objective.weights).backward()
     assert sum(operations(objective, load).values()) == pytest.approx(counted.get_total_flops(), rel=0.1)
-    with Peak() as peak:  # gradients are there already
+    with Peak() as peak:  # gradients are allocated already
         objective(batch).total(objective.weights).backward()
     parts = memory(objective, batch.num_tokens, 4)
     assert parts["activations"] + parts["laws"] == pytest.approx(peak.most, rel=0.1)

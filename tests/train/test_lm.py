@@ -1,4 +1,4 @@
-"""Laws of training a small LM: transformers' own loss, the target's laws, rows of its own, an ordinary directory."""
+"""Laws of training a small LM: transformers' loss, the target's laws, rows that it writes, a standard directory."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_terms_of_a_draft_lm_are_those_of_plain_forwards_at_the_targets_tokens(d
     found = [value.detach().float() for value, _ in {**output.terms, **output.metrics}.values()]
     torch.testing.assert_close(torch.stack(found), expected, rtol=1e-4, atol=1e-4)
     assert count == objective.counts(collate(rows, range(4)))["distill"] == output.terms["distill"][1]
-    # A token of padding, which the LM has no column for, is read as its last one, and not learnt.
+    # A padding id, for which the LM has no column, is read as its last token, and not learnt.
     odd = collate([replace(rows[0], input_ids=torch.full_like(rows[0].input_ids, 339))], [0])
     assert objective(odd).terms["cross_entropy"][0].item() == 0.0
 
@@ -127,4 +127,4 @@ def test_tokens_are_drawn_from_the_lms_law_after_its_own_and_learnt_from_the_tar
     torch.testing.assert_close(terms["distill"][0].detach(), law, rtol=1e-4, atol=1e-3)
     likely = set(batch.input_ids[batch.redrawn].tolist())
     assert not likely & set(drawn(marks, lm, source, likely).input_ids[batch.redrawn].tolist())
-    assert drawn(plain(), lm, source).input_ids.equal(plain().input_ids)  # an evaluation
+    assert drawn(plain(), lm, source).input_ids.equal(plain().input_ids)  # as in evaluation

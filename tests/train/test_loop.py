@@ -1,4 +1,4 @@
-"""Laws of the loop: how a step is cut moves nothing, the best weights are kept, the budget ends a run; what it logs."""
+"""Laws of the loop: cutting a step changes nothing, the best weights stay, the budget ends a run; what it logs."""
 
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +29,7 @@ from tests.train.sittings import VOCAB, config, job, lines, sitting, weights
 def test_loss_and_gradient_are_means_over_the_supervised_slots_of_all_parts_and_steps(
     tmp_path: Path, batch_size: int, accumulation: int
 ) -> None:
-    """20 rows: as one batch, as four parts of a step, and as three steps that move nothing, of one log line."""
+    """20 rows: as one batch, as four parts of a step, and as three steps without learning, in one log line."""
     steps, still = -(-20 // (batch_size * accumulation)), {"epochs": 1, "learning_rate": 1e-12, "clip_norm": 1e-6}
     made = job(tmp_path, config(batch_size=batch_size, accumulation=accumulation, log_every=steps, **still))
     objective = Eagle1Objective(tiny.head(VOCAB.embedding, scale=5.0).train(), VOCAB, made.objective.settings)
@@ -114,7 +114,7 @@ def test_matrices_decay_and_norms_do_not_and_the_embedding_is_not_there() -> Non
 
 
 def five_rounds(gradient: torch.Tensor) -> torch.Tensor:
-    """Of Newton-Schulz (Muon), in float64."""
+    """Five rounds of Newton-Schulz (Muon), in float64."""
     is_tall = gradient.shape[0] > gradient.shape[1]
     x = (gradient.T if is_tall else gradient).double() / gradient.double().norm()
     for _ in range(5):
@@ -178,7 +178,7 @@ def test_a_signal_ends_at_once_between_steps_alone(number: signal.Signals, monke
         signal.raise_signal(number)
     with resume.StopRequest() as stop:
         stop.is_stepping = True
-        for _ in range(2):  # launchers and schedulers repeat it
+        for _ in range(2):  # launchers and schedulers send it again
             signal.raise_signal(number)
         assert stop.state == resume.STATES[number]
         monkeypatch.setattr(resume, "PATIENCE_SECONDS", -1.0)

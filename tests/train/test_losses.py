@@ -1,4 +1,4 @@
-"""The loss functions against values worked out by hand, and the streamed law against the softmax."""
+"""The loss functions against values computed by hand, and the chunked law against the softmax."""
 
 import math
 from dataclasses import replace
@@ -22,8 +22,8 @@ def kl(p: list[float], q: list[float]) -> float:
 
 @pytest.mark.parametrize("cut", [True, False])
 def test_each_loss_is_that_of_its_paper_and_takes_its_form_of_a_cut_law(cut: bool) -> None:
-    """p = (0.5, 0.3, 0.2) over three tokens, of which a cut draft vocabulary has the first two."""
-    logits = torch.tensor([[0.5, 0.3, 0.2]]).log() + 7.0  # off by a constant, as every model's are
+    """p = (0.5, 0.3, 0.2) over three tokens; a cut draft vocabulary has the first two."""
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log() + 7.0  # logits are known up to a constant
     p, q, whole = [0.5, 0.3, 0.2], [0.6, 0.1, 0.3], TargetLaw.of_logits(logits)
     if cut:
         p, q, whole = [0.625, 0.375], [0.8, 0.2], TargetLaw.of_logits(logits[:, :2], logits.logsumexp(-1))
@@ -81,4 +81,4 @@ def test_streaming_the_vocabulary_is_its_softmax_and_argmax(ids: Tensor, chunk: 
     torch.testing.assert_close(law.inside, logits[:, ids].log_softmax(-1), rtol=1e-5, atol=1e-5)
     assert choice.equal(logits.argmax(-1)) and drafted_law(states[:0], target, ids)[0].whole.shape == (0, len(ids))
     equal = replace(VOCAB, lm_head=torch.zeros(320, 32))
-    assert drafted_law(states, equal, ids, chunk)[1].tolist() == [0] * 9  # of equals the first, as argmax has it
+    assert drafted_law(states, equal, ids, chunk)[1].tolist() == [0] * 9  # the first of equals, as argmax

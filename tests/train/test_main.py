@@ -1,4 +1,4 @@
-"""The command: plans, refusals in one line, whole runs, their reuse, and what a later call makes of a stopped one."""
+"""The command: plans, errors in one line, whole runs, their reuse, and how a later call continues a stopped one."""
 
 import json
 import re
@@ -33,7 +33,7 @@ from tests.tiny import call
 from tests.train.sittings import killed_at, lines
 
 ROOT = Path(__file__).resolve().parents[2]
-TAPS = (2, 3, 4)  # the default ones of seven blocks
+TAPS = (2, 3, 4)  # the default for seven blocks
 LM = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "max_position_embeddings": 256}
 
 
@@ -55,7 +55,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("made")
     tiny.target(root / "target", num_blocks=7)
     tiny.write_conversations(root / "train.jsonl", 60)
-    # No token_weight: the target's random laws are not those of the conversations.
+    # No token_weight: the random target's laws do not fit the conversations.
     laws = {"distill": "kl", "token_weight": 0.0, "max_steps": 12, "learning_rate": 1e-2, "eval_every": 6}
     write_recipe(root / "draft_lm.yaml", root, laws, head={"kind": "draft_lm", **LM})
     heads: list[dict[str, Any]] = [{"kind": "eagle1"}, {"kind": "eagle3", "draft_vocab_size": 160}]
@@ -136,7 +136,7 @@ def test_a_run_is_planned_trained_once_and_reused(made: Path, capsys: Any, monke
     with monkeypatch.context() as patched:
         patched.setenv("WORLD_SIZE", "2")
         assert train() == 2 and "asked for 2 processes and 1 trains" in capsys.readouterr().err
-    with monkeypatch.context() as patched:  # a scheduler stops the start-up
+    with monkeypatch.context() as patched:  # a scheduler stops it during start-up
         patched.setattr(jobs, "build", lambda *_: signal.raise_signal(signal.SIGTERM))
         assert train() == 75 and json.loads(status.read_text())["state"] == "requeue"
     assert train() == 0 and json.loads(status.read_text()) == {"stage": "train", "state": "done", "code": 0}
@@ -163,10 +163,10 @@ def test_all_kinds_train_with_eight_frames_to_a_loss(made: Path, tmp_path: Path,
         if torch.is_grad_enabled():  # not an evaluation
             stack = traceback.walk_stack(sys._getframe())
             ours = [frame for frame, _ in stack if Path(frame.f_code.co_filename).resolve() in SOURCES]
-            depths.append(len(ours) + 2)  # strictly: with <module>, lambdas and the formula itself
+            depths.append(len(ours) + 2)  # counts <module>, lambdas and the formula too
         return loss(*arguments)
 
-    for name in ("kl", "smooth_l1", "acceptance"):  # what most losses end in
+    for name in ("kl", "smooth_l1", "acceptance"):  # most losses call one of these
         monkeypatch.setattr(losses, name, partial(counted, getattr(losses, name)))
     monkeypatch.setitem(losses.LOSSES, "kl", lambda *arguments: sum(loss(*arguments) for loss in every))
     words = ["--train.max_steps", 1, "--output", head]
@@ -174,7 +174,7 @@ def test_all_kinds_train_with_eight_frames_to_a_loss(made: Path, tmp_path: Path,
         words += ["--head.kind", kind, "--train.loss", "kl", "--train.measure_prompts", 2]
     words += ["--tree.levels", "null", "--train.law_weight", 1] if kind in ("medusa", "hydra") else []
     online = ["--features.mode", "online", "--features.after_blocks", "[1,2]"]
-    words += [*online, "--head.block_size", 4] if kind == "block" else []  # whose own depth of the tree is cut
+    words += [*online, "--head.block_size", 4] if kind == "block" else []  # its default depth is cut
     recipe = made / f"{kind if kind in ('eagle3', 'draft_lm') else 'eagle1'}.yaml"
     assert call(train_main, "--config", recipe, *words) == 0 and max(depths) == 8
     if kind != "draft_lm":
@@ -247,7 +247,7 @@ def test_foreign_files_stay_and_a_moved_run_goes_on(run: Any, tmp_path: Path, ca
     (tmp_path / "run").rename(tmp_path / "moved")
     choosing += ("--run", tmp_path / "moved")
     assert run(*choosing, "--plan") == 0
-    # Measured tau with the tree chooses the best weights; a cache of rounded states has the same rows.
+    # The measured tau, which picks the weights, depends on the tree; a cache of rounded states has the same rows.
     for key, value, said in (("tree.levels", 3, "4 there, 3 asked"), ("features.storage", "bf16", "[0-9a-f]+ there")):
         other = (*choosing, f"--{key}", value)
         assert call(data_main, "features", *run.args[1:], *other, "--overwrite") == 0 and run(*other) == 2

@@ -1,5 +1,5 @@
-"""Laws of every objective: its terms are those of plain forms, slot by slot and drafting step by step; padding,
-company, chunks and recomputation move nothing; every loss trains; noise and dropout are keyed."""
+"""Laws of every objective: its terms equal plain forms, slot by slot and step by step; padding, other rows, chunks
+and recomputation change nothing; every loss trains; noise and dropout depend on keys."""
 
 import shutil
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ SETTINGS: dict[str, TrainConfig] = {
     "lm": DraftLMTrain(),
     "draft_lm": DraftLMTrain(distill="kl", distill_weight=2.0, token_weight=0.5),
 }
-# What differs from the small heads of tests/tiny.py.
+# Changes to the small heads of tests/tiny.py.
 KEYS: dict[str, dict[str, Any]] = {
     "eagle3-deep": {"num_hidden_layers": 2, "qk_norm": True, "norm_output": True},
     "hydra++": {"prefix_layer": True, "num_layers": 2},
@@ -75,7 +75,7 @@ MULTI_TOKEN = [kind for kind, settings in SETTINGS.items() if isinstance(setting
 
 
 def objective(kind: str, keys: dict[str, Any] | None = None, **changes: Any) -> Objective:
-    """Around a head of its own, with the weights of every other of its kind."""
+    """An objective with its own head; all heads of a kind have the same weights."""
     settings: Any = replace(SETTINGS[kind], **changes)
     keys = KEYS.get(kind, {}) if keys is None else keys
     made: Objective
@@ -102,11 +102,11 @@ def prepared(made: Objective, rows: list[CachedRow], numbers: Any, packed: bool 
     return made.prepare(collate([rows[n] for n in numbers], numbers, packed), 1)
 
 
-# The slow forms: drafting from each slot on, step by step, as the head is asked in decoding.
+# The slow forms: drafts from each slot on, step by step, as in decoding.
 
 
 def drafted(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
-    """[steps, D] outputs of drafting from `slot`: true features for the prefix, then own outputs and given tokens."""
+    """Outputs [steps, D] of drafting from `slot`: true features of the prefix, then own outputs and given tokens."""
     assert row.taps is not None
     config, draft = head.config, EagleDraft(head)
     kept, table = Kept(64, row.taps.device), torch.stack(head.rotary.table(64, row.taps))
@@ -123,7 +123,7 @@ def drafted(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
 
 
 def block_states(head: Any, row: CachedRow, slot: int) -> Tensor:
-    """[K, D] of the block whose known token is the slot's, as decoding asks for it."""
+    """Outputs [K, D] of the block whose known token is the slot's, as in decoding."""
     assert row.taps is not None
     config, draft, kept = head.config, BlockDraft(head), Kept(64, row.taps.device)
     cache = KeyValueCache.empty(config.num_hidden_layers, config, kept, row.taps)
@@ -149,7 +149,7 @@ def starts(row: CachedRow) -> list[tuple[int, int]]:
 
 
 def log_laws(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
-    """log q [steps, V or Vd] of a head, or a small LM, drafting from a slot on along the row's own tokens."""
+    """log q [steps, V or Vd] of a head or small LM that drafts from a slot on, given the row's own tokens."""
     if not hasattr(head, "kind"):
         logits = head(row.input_ids[None, : slot + 1 + steps]).logits[0, slot + 1 :]
     elif head.kind == "medusa":
@@ -210,10 +210,10 @@ def test_terms_are_those_of_drafting_step_by_step_from_every_supervised_slot(
             for name in found.keys() & sums.keys():
                 sums[name] += found[name].item()
                 slots[name] += 1
-    if is_eagle3:  # a target's choice outside the draft vocabulary is a miss that stays in the divisor
+    if is_eagle3:  # a choice outside the draft vocabulary is a miss, but counts in the divisor
         slots = dict.fromkeys(slots, slots["loss_at_1"])
         assert 0 < sums["in_vocabulary"] < slots["in_vocabulary"]
-    if kind.startswith("block"):  # all places have one divisor
+    if kind.startswith("block"):  # all places share a divisor
         slots = dict.fromkeys(slots, sum(count for name, count in slots.items() if name.startswith("law")))
     output, counts = made(collate(rows, range(4))), made.counts(collate(rows, range(4)))
     outputs = {name: output.metrics.get(name) or output.terms[name] for name in names}
@@ -223,7 +223,7 @@ def test_terms_are_those_of_drafting_step_by_step_from_every_supervised_slot(
 
 
 def unrolled_whole(made: Any, row: CachedRow) -> dict[str, Tensor]:
-    """EAGLE-3's loss sums of a row, with every slot in every step, and the loss as it is written."""
+    """EAGLE-3's loss sums of a row, with every slot in every step, by the loss as the paper writes it."""
     assert row.taps is not None
     head, width, losses = made.head, len(row.input_ids), {}
     memories = [UnrollMemory((width,), torch.arange(width)) for _ in head.blocks]
@@ -253,7 +253,7 @@ def test_what_is_left_out_of_the_unroll_moves_neither_loss_nor_gradient(kind: st
 @pytest.mark.parametrize("kind", ["block", "block-deep"])
 def test_flex_attention_has_the_dense_masks_loss_and_gradients(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block, "_flex", flex_attention.flex_attention)
-    # torch refuses gradients on CPUs, where it has a slow form of them
+    # torch refuses gradients on CPUs, although it has a slow form of them
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     found, rows = [], rows_with_taps(5)
     for is_sparse in (False, True):
@@ -265,7 +265,7 @@ def test_flex_attention_has_the_dense_masks_loss_and_gradients(kind: str, monkey
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuses operations that wait for the device: those that mix it with the host, but for an upload."""
+    """Refuses operations that wait for the device: those between it and the host, except uploads."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -278,18 +278,18 @@ class NoWaiting(TorchDispatchMode):
 @pytest.mark.parametrize("kind", ["eagle3", "block"])
 @pytest.mark.parametrize("chunk", [11, 4096])
 def test_a_step_never_waits_for_the_device(kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # meta tensors know none
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # meta tensors have no autocast
     made = objective(kind, loss_chunk_slots=chunk, gradient_checkpointing=chunk < 99)
-    batch = prepared(made, rows_with_taps(4), range(4)).to("meta")  # whose tensors have no values to wait for
+    batch = prepared(made, rows_with_taps(4), range(4)).to("meta")  # no values to wait for
     made.target, made = VOCAB.to("meta"), made.to("meta")
-    made(batch)  # RoPE's table is made once
+    made(batch)  # makes RoPE's table, once
     with NoWaiting():
         made(batch).total(made.weights).backward()
     assert all(p.grad is not None for p in made.parameters() if p.requires_grad)
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that tensors made inside hold at once, but for the storages of known ones."""
+    """The peak bytes of tensors made inside, without the storages of known tensors."""
 
     def __init__(self, known: Sequence[Tensor] = ()) -> None:
         super().__init__()
@@ -363,7 +363,7 @@ def test_compiled_layers_have_the_same_loss_and_gradients_by_few_graphs_for_all_
             gradients = [p.grad.flatten() for p in made.parameters() if p.grad is not None]
             found.append([loss.item(), torch.cat(gradients).norm().item()])
         assert found[1] == pytest.approx(found[0], rel=1e-5)
-    # Before and after attention: a graph for one row and one for several, or for the first step and the others.
+    # Before and after attention: graphs for one row and for several, or for the first step and the others.
     assert counters["stats"]["unique_graphs"] <= 5 * len(compiled.head.blocks) and not counters["graph_break"]
 
 
@@ -381,7 +381,7 @@ def test_nothing_as_large_as_half_of_all_pairs_of_slots_or_of_the_full_vocabular
     made = objective("eagle3", {"max_position_embeddings": 512}, loss_chunk_slots=120)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         made(collate([row], [0])).total(made.weights).backward()
-    largest = max(event.self_cpu_memory_usage for event in profiler.events()) // 4  # bytes of a float32
+    largest = max(event.self_cpu_memory_usage for event in profiler.events()) // 4  # in float32 numbers
     assert length * 64 <= largest < length**2 / 2 < length * len(VOCAB.lm_head) / 2
 
 
@@ -398,14 +398,14 @@ def test_the_gradient_of_each_weight_is_the_slope_of_each_loss_through_every_fed
                 moved = {name: made.get_parameter(name) + step * slope / slope.norm() for name, slope in slopes.items()}
                 losses.append(functional_call(made, moved, (batch,)).total(made.weights).item())
         expected = sum(slope.norm().item() for slope in slopes.values())
-        if name != "lk_hybrid":  # whose mixture is a constant
+        if name != "lk_hybrid":  # its mixture counts as constant
             assert (losses[0] - losses[1]) / 0.006 == pytest.approx(expected, rel=1e-2), name
         totals.append(round(sum(losses), 3))
     assert len({*totals}) == len(totals) and VOCAB.lm_head.equal(before)
 
 
 def filled(batch: Batch) -> Batch:
-    """With something in the padding, which nothing may see."""
+    """The batch with values in its padding, which must not matter."""
     assert batch.features is not None and batch.taps is not None
     padding = torch.arange(batch.input_ids.shape[1]) >= batch.lengths[:, None]  # [B, T]
     features, taps = (states.masked_fill(padding[..., None], 1e3) for states in (batch.features, batch.taps))
@@ -439,7 +439,7 @@ def test_padding_company_packing_chunks_and_recomputation_move_neither_loss_nor_
         assert loss.item() == pytest.approx(found[0][0].item(), rel=5e-6)
         assert (gradient - found[0][1]).norm() <= 5e-6 * found[0][1].norm()
     made = objective(kind)
-    nothing = loss_and_gradient(made, [prepared(made, [], [])])[1]  # a process without rows has all gradients, too
+    nothing = loss_and_gradient(made, [prepared(made, [], [])])[1]  # a process without rows has all gradients too
     assert len(nothing) == len(found[0][1]) and not nothing.any()
 
 
@@ -452,7 +452,7 @@ def test_bf16_autocast_trains_and_stays_close(kind: str) -> None:
         found = made(batch).total(made.weights)
     found.backward()
     assert found.dtype == torch.float32 and found.item() == pytest.approx(exact, rel=0.05)
-    measured = made.bfloat16().eval()(batch).total(made.weights)  # as evaluation does for a target in bf16
+    measured = made.bfloat16().eval()(batch).total(made.weights)  # as in evaluation with a target in bf16
     assert measured.item() == pytest.approx(exact, rel=0.05)
 
 
@@ -475,7 +475,7 @@ def test_predicted_tau_is_one_plus_the_mean_run_of_hits_of_drafting(kind: str) -
         for row in rows_with_taps(5):
             states = row.last_hidden.clone()
             for slot, _ in starts(row):
-                if slot % 3:  # two of three states have as their likeliest token what the head drafts there
+                if slot % 3:  # for two of three states, the target's likeliest token is the head's draft
                     (token,) = choices(replace(row, last_hidden=states), slot, 1)
                     states[slot + 1] = 5.0 * VOCAB.lm_head[token] / VOCAB.lm_head[token].norm()
             rows.append(replace(row, last_hidden=states))

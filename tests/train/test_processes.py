@@ -1,6 +1,6 @@
-"""Two CPU processes have the losses of one, under ZeRO 1 to 3 and DDP; stopped they go on bit for bit.
+"""Two CPU processes have the losses of one, under ZeRO 1 to 3 and DDP; after a stop they continue bit for bit.
 
-They are forks with a launcher's environment, which saves their start-up; one run goes through `accelerate launch`.
+They are forks with a launcher's environment, to save the start-up; one run goes through `accelerate launch`.
 """
 
 import json
@@ -29,7 +29,7 @@ from tests.train.test_main import ROOT, call, write_recipe
 
 BIN = Path(sys.executable).parent
 STEPS = 24
-# Chunks so small that processes need different numbers of them, and must call the LM heads equally often.
+# Small chunks: processes need different numbers of them, but must call the LM heads equally often.
 SMALL = {"loss_chunk_slots": 48, "max_steps": 6}
 LM = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "max_position_embeddings": 256}
 MUON = {"save_every": 2, "optimizer": {"kind": "muon", "matrix_rate": 5e-3}}
@@ -83,7 +83,7 @@ def recipe_for(root: Path, name: str, mode: str = "online") -> Path:
 
 
 def forked(launcher: str, log: Path, *words: object, command: Any = train_main) -> list[int]:
-    """Two processes that run the command with the environment of a launcher's."""
+    """Two processes that run the command in the environment that a launcher sets."""
     environment: dict[str, str] = {}
     if launcher != "torchrun":
         config = ["--config_file", str(ROOT / f"configs/accelerate/{launcher}.yaml"), "train/main.py"]
@@ -103,7 +103,7 @@ def forked(launcher: str, log: Path, *words: object, command: Any = train_main) 
 
 
 def together(launcher: str, run: Path, *words: object) -> str:
-    """What a run of two processes says that ends well."""
+    """Runs two processes, which must succeed; returns their output."""
     log = run.with_suffix(".log")
     assert [*map(ended, forked(launcher, log, *words, "--run", run))] == [0, 0], log.read_text()
     return log.read_text()
@@ -131,12 +131,12 @@ def test_two_processes_have_the_losses_of_one(root: Path, name: str) -> None:
     pairs = [[record for record in lines(place) if "loss" in record] for place in (root / name, two)]
     assert len(pairs[0]) == train.get("max_steps", STEPS)
     for first, second in zip(*pairs, strict=True):
-        # Muon's rounds are in bf16, and over the steps their rounding adds up to 1e-4.
+        # Muon's rounds are in bf16; over the steps the rounding adds up to 1e-4.
         assert second["loss"] == pytest.approx(first["loss"], rel=2e-4)
         assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-3)
         assert second["learning_rate"] == first["learning_rate"]
     output = two / "heads" / head["kind"]
-    assert json.loads((output / "provenance.json").read_text())["processes"] == 2  # what WORLD_SIZE asked for
+    assert json.loads((output / "provenance.json").read_text())["processes"] == 2  # as WORLD_SIZE said
     for key, value in head_of(root / name, head["kind"]).items():
         assert (head_of(two, head["kind"])[key].float() - value.float()).abs().max() < 1e-3
     assert "measure_prompts" not in train or json.loads((output / "config.json").read_text())["aerie"]["tau"] >= 1
@@ -174,7 +174,7 @@ def test_two_stopped_processes_go_on_bit_for_bit_and_not_as_one(
 
 def test_the_recipes_clipping_reaches_deepspeed(root: Path) -> None:
     recipe = recipe_for(root, "eagle1")
-    # Adam forgets a constant factor, but not one that puts the gradient far below its eps of 1e-8.
+    # A constant factor does not change Adam's steps, unless gradients get far below its eps of 1e-8.
     words = ("--train.clip_norm", "1e-9", "--train.optimizer", "{kind: adamw}", "--train.max_steps", 8)
     together("zero1", root / "clipped", "--config", recipe, *words)
     begun = jobs.build(load(recipe), root / "none", overwrite=False, is_plan=True).objective.head.fc.weight
@@ -203,13 +203,13 @@ def test_a_row_that_one_process_cannot_read_ends_both_with_the_same_code(root: P
     assert call(data_main, "features", "--config", recipe, "--run", run) == 0
     cache = FeatureCache.open(run / "features")
     order = Order(cache.split("train").lengths, 0, 1, world_size=2)
-    # A row of a step, or of the held-out ones, that rank 1 alone reads.
+    # A row, of a step or held out, that only rank 1 reads.
     number = cache.split(split).numbers[order.parts(0, 1)[0][0] if split == "train" else 1]
     shard, span = next((shard, span) for shard, span in enumerate(cache.shards) if number in span)
     path = run / f"features/shard-{shard:05d}.safetensors"
     tensors = load_file(path)
     tensors["last_hidden"][sum(cache.lengths[span.start : number])] += 1.0
-    path.unlink()  # the tensors are views of it
+    path.unlink()  # the tensors are views of the old file
     save_file(tensors, path)
     log = root / f"{split}.log"
     assert [*map(ended, forked("torchrun", log, "--config", recipe, "--run", run))] == [2, 2], log.read_text()

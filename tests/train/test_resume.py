@@ -25,7 +25,7 @@ from aerie.train.resume import Progress, folders
 from tests.tiny import flip
 from tests.train.sittings import config, ended, fork, job, killed_at, lines, sitting, timeless, weights
 
-# Every step is logged in company, most saves lie between two log lines, and the best of the evaluations changes.
+# A log line covers several steps, most saves fall between two log lines, and the best evaluation changes.
 BUSY: dict[str, Any] = {"log_every": 4, "save_every": 3, "eval_every": 5, "optimizer": MuonSection()}
 SHORT: dict[str, Any] = {"epochs": 2, "save_every": 3, "eval_every": 2, "keep_last": 1}
 FRESH = Progress({}, 1)
@@ -33,7 +33,7 @@ Run = tuple[Path, tuple[str, Loop]]
 
 
 def same(one: Run, other: Run) -> None:
-    """Asserts that two finished runs cannot be told apart but by their clocks."""
+    """Asserts that two finished runs differ only in times."""
     (place, (_, first)), (elsewhere, (_, second)) = one, other
     assert all(weights(second)[name].equal(value) for name, value in weights(first).items())
     for mine, yours in zip(first.optimizers, second.optimizers, strict=True):
@@ -50,7 +50,7 @@ def same(one: Run, other: Run) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
-    """Runs that nothing has stopped, each once."""
+    """Runs without any stop, each made once."""
 
     @cache
     def run(measure: Any = None, **settings: Any) -> Run:
@@ -82,7 +82,7 @@ def test_a_run_killed_again_and_again_is_the_undisturbed_one(tmp_path: Path, und
         assert ended(fork(lambda dies=dies: sitting(dies))) == -signal.SIGKILL
     assert [folder.name for folder in folders(tmp_path / "state")] == ["step-00000012", "step-00000009"]
     flip(tmp_path / "state/step-00000012/optimizer.bin", 900)
-    shutil.rmtree(tmp_path / "head")  # the save has the best weights, too
+    shutil.rmtree(tmp_path / "head")  # the save has the best weights as well
     same(undisturbed(**BUSY), (tmp_path, sitting(job(tmp_path, config(**BUSY)))))
     rates = [(line["matrix_rate"], line["learning_rate"]) for line in lines(tmp_path) if "loss" in line]
     assert [muon for muon, _ in rates] == pytest.approx([2 * adamw for _, adamw in rates])
@@ -91,7 +91,7 @@ def test_a_run_killed_again_and_again_is_the_undisturbed_one(tmp_path: Path, und
     assert "going on from step 9 of 15" in printed.out
 
 
-POINTS: dict[str, tuple[Any, str, int, str]] = {  # which call, of those that name a path with this ending
+POINTS: dict[str, tuple[Any, str, int, str]] = {  # module, function, which call among those for a path with this ending
     "before its record": (resume.Manifest, "write", 1, "step-00000006.tmp"),
     "before the directory knows it": (storage, "sync", 2, "/state"),
     "while older ones go": (shutil, "rmtree", 3, "step-00000003.old"),
@@ -100,7 +100,7 @@ POINTS: dict[str, tuple[Any, str, int, str]] = {  # which call, of those that na
 
 
 def growing(head: Any) -> dict[str, float]:
-    """Grows with the steps, so that each evaluation has the best weights."""
+    """A measure that grows with the steps, so that each evaluation is the best so far."""
     return {"tau": 1.0 / float(head.fc.weight.detach().norm())}
 
 
@@ -119,7 +119,7 @@ def test_a_kill_at_any_point_of_a_save_costs_only_time(tmp_path: Path, undisturb
 def test_a_tracker_goes_on_and_has_no_step_twice(tmp_path: Path) -> None:
     settings = config(save_every=4, trackers=("tensorboard",))
     cut(tmp_path, settings)
-    time.sleep(1)  # tensorboard orders its files by the second
+    time.sleep(1)  # tensorboard sorts its files by seconds
     sitting(job(tmp_path, settings))
     (place,) = {path.parent for path in tmp_path.rglob("aerie/events.out.tfevents.*")}
     (settings_there,) = tmp_path.rglob("hparams.yml")
@@ -165,7 +165,7 @@ def test_broken_saves_alone_are_refused_and_later_ones_than_a_new_one_go(tmp_pat
     with pytest.raises(UserError, match=r"6/weights.bin: is not .*no other save is whole: start anew with --ov"):
         resume.find(tmp_path, FRESH, overwrite=False)
     assert resume.find(tmp_path, FRESH, overwrite=True)[:2] == (FRESH, None)
-    save(5)  # of a run that went on from step 3 with another save_every
+    save(5)  # as by a run that went on from step 3 with another save_every
     assert [folder.name for folder in folders(tmp_path)] == ["step-00000005", "step-00000003"]
 
 
@@ -174,7 +174,7 @@ def test_a_full_or_read_only_disk_is_one_line(small_disk: Path) -> None:
     cut(run, settings, 4)
     size = sum(path.stat().st_size for path in (run / "state/step-00000002").rglob("*"))
     free = shutil.disk_usage(small_disk).free
-    for room in (size // 10, size - 5000):  # the weights or the last files do not fit
+    for room in (size // 10, size - 5000):  # the weights, or only the last files, do not fit
         (small_disk / "filler").write_bytes(b"0" * (free - room))
         with pytest.raises(NotWritable, match=r"step-00000004: cannot be written .*free some space"):
             sitting(job(run, settings))

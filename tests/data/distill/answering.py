@@ -1,4 +1,4 @@
-"""Answers without a target, prompts and tiny recipes, for the tests of distillation."""
+"""Helpers of the distillation tests: answers without a target, prompts and tiny recipes."""
 
 import hashlib
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ def thinking(chat_template: str | None = tiny.TEMPLATE) -> Thinking:
 
 
 async def echo(messages: Sequence[Message], seed: int) -> Answer:
-    """An answer that depends on all that was asked and on the seed."""
+    """An answer that depends on the whole question and on the seed."""
     key = hashlib.sha256(repr((tuple(messages), seed)).encode()).hexdigest()[:8]
     return Answer(f"The answer to {messages[-1]['content']} is {key}.", "stop", 7)
 
 
 def local_recipe(place: Path, target: Path, section: dict[str, Any]) -> Path:
-    """A recipe that trains on what its section `distill` makes."""
+    """A recipe that trains on the answers of its section `distill`."""
     data = {"conversations": [str(place / "run/distilled/conversations.jsonl")], "held_out": 0.0}
     values = {"run": str(place / "run"), "threads": 1, "target": {"path": str(target)}, "data": data}
     return tiny.recipe(place / "recipe.yaml", {**values, "distill": section})
@@ -43,5 +43,5 @@ def outcomes(run: Path) -> list[Outcome]:
 
 
 def distill(recipe: Path, *words: object) -> int:
-    """The command's exit code, in this process."""
+    """Runs the command in this process; returns its exit code."""
     return call(main, "distill", "--config", recipe, *words)

@@ -1,4 +1,4 @@
-"""The client against a scripted server: what is tried again, what a row pays for, and what stops the run."""
+"""The client against a scripted server: which faults it retries, which fail a row, and which stop the run."""
 
 import asyncio
 import io
@@ -33,7 +33,7 @@ def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Scripted(ThreadingHTTPServer):
-    """A context: answers re: QUESTION, or with fault(question, tries before it); extra is of the reply's choice."""
+    """A server that answers re: QUESTION, or fails by fault(question, tries before); extra: more keys of the reply."""
 
     daemon_threads = True
 
@@ -77,7 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "error": {"message": "maximum context length is 9" if fault == "long" else f"planted {fault} for {KEY}"}
             }
         text = b"<html>a proxy's own page</html>" if fault == "garbled" else json.dumps(made).encode()
-        with suppress(OSError):  # whoever asked may have gone
+        with suppress(OSError):  # the client may have gone
             if fault != "cut":
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
@@ -89,11 +89,11 @@ class _Handler(BaseHTTPRequestHandler):
                     time.sleep(0.1 if fault == "drip" else 0)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Nothing on the terminal."""
+        """Prints nothing."""
 
 
 def ask(urls: list[str], *questions: str, sampling: dict[str, Any] | None = None, **settings: Any) -> list[Any]:
-    """The answers, as text where nothing else came with it, or what they ended with; all are under way at once."""
+    """The answers (as text if nothing else came with them) or failures; all requests are under way at once."""
 
     async def run() -> list[Any]:
         config = ServerConfig(tuple(urls), **{"retries": 1, "timeout_s": 5.0, **settings})
@@ -106,7 +106,7 @@ def ask(urls: list[str], *questions: str, sampling: dict[str, Any] | None = None
     return [end.content if end == Answer(getattr(end, "content", ""), "stop", 3) else end for end in ends]
 
 
-# An answer that cannot be read is asked for twice, and a server with too much to do (429, 503) as often as it takes.
+# An unreadable answer is requested twice; an overloaded server (429, 503) is asked until it answers.
 @pytest.mark.parametrize(("fault", "few"), [("500", 3), ("garbled", 1), ("slow", 3), ("429", 12), ("cut", 3)])
 def test_a_request_that_meets_a_fault_is_made_again_and_answered(fault: str, few: int) -> None:
     with Scripted(lambda question, tries: fault if question == "a" and tries < few else "") as server:
@@ -154,7 +154,7 @@ def test_a_distillation_outlasts_its_server_and_goes_on_with_one_that_listens_th
     def leave(question: str, _: int) -> str:
         if question in ("Hi", questions[0]):
             return ""
-        if question == questions[3]:  # with the two before it under way
+        if question == questions[3]:  # while the two before it are under way
             server.__exit__()
             is_gone.set()
             while "it is asked again for 120 s" not in said.getvalue():

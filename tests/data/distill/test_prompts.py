@@ -1,4 +1,4 @@
-"""Input rows: every row of a source is asked or skipped for a reason, and none is near an evaluation question."""
+"""Input rows: every row of a source is asked or skipped with a reason; none is close to an evaluation question."""
 
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,8 @@ def test_human_turns_are_asked_and_rows_that_cannot_be_are_skipped_with_their_re
     [
         ((f"Say: {LONG}", "why so"), [f"Well, {LONG.upper()}!", LONG[:30], "Why so?"], [NEAR, None, NEAR]),
         ((LONG,), [{"prompt": "a", "system": LONG}, "b"], [NEAR, None]),
-        (SHARED, [f"Prove it. {LONG}"], [None]),  # instructions that many share are no overlap
-        ((*SHARED, LONG), [f"Prove it. {LONG}!", LONG[4:]], [NEAR, None]),  # a short question is found whole
+        (SHARED, [f"Prove it. {LONG}"], [None]),  # instructions that many questions share do not count
+        ((*SHARED, LONG), [f"Prove it. {LONG}!", LONG[4:]], [NEAR, None]),  # a short question must match whole
         (
             ("一列火车以每小时六十公里的速度行驶，多久到达？", "为什么？"),  # each character is a word
             ["请回答：一列火车以每小时六十公里的速度行驶，", "一列火车每天行驶", "为什么"],

@@ -37,7 +37,7 @@ def job(directory: Path, *questions: str, **keys: Any) -> Job:
 
 
 def sit(directory: Path, ask: Ask, share: Share = Share(), retry: bool = False) -> None:  # noqa: B008
-    """One sitting: what no journal has ended yet is asked."""
+    """One sitting: asks all rows that no journal has ended yet."""
     job(directory).ask(ROWS, share, retry, nullcontext(ask), thinking())
 
 
@@ -107,7 +107,7 @@ def test_failed_and_skipped_rows_are_asked_again_when_that_is_wished_by_one_writ
     sit(tmp_path, failing)
     sit(tmp_path, echo)
     assert [merged(tmp_path).count(b'"status": "%s"' % status) for status in (b"failed", b"skipped")] == [2, 2]
-    for share in (Share(1, 2), Share(2, 2)):  # each asks those of its share
+    for share in (Share(1, 2), Share(2, 2)):  # each asks the rows of its share
         sit(tmp_path, echo, share, retry=True)
     assert merged(tmp_path) == whole
 
@@ -115,7 +115,7 @@ def test_failed_and_skipped_rows_are_asked_again_when_that_is_wished_by_one_writ
 def end_of(
     prompt: Prompt, answer: Callable[[list[str]], Answer], *questions: str, template: str = tiny.TEMPLATE
 ) -> Outcome:
-    """How a row ends; answer is given the contents of the request's messages."""
+    """How a row ends; `answer` gets the contents of the request's messages."""
 
     async def ask(messages: Sequence[Message], seed: int) -> Answer:
         return answer([message["content"] for message in messages])
@@ -159,7 +159,7 @@ CHINESE = "灯塔看守人每晚数经过的船只并把数字写进一本书里
 SOUND = Answer(PROSE, "stop", 9)
 FLAWS: dict[str, list[str]] = {
     "": [
-        *("Four.", PROSE + " ha" * 4, PROSE + " again" * 39, f"{PROSE} {'!' * 20}"),  # forty words are a loop
+        *("Four.", PROSE + " ha" * 4, PROSE + " again" * 39, f"{PROSE} {'!' * 20}"),  # repeating forty words is a loop
         *(f"{PROSE} In Chinese: 灯塔。", "Ω and Σ are Greek letters, like α and β."),
         *("I can help with that.", PROSE + " I cannot help with that."),
     ],
@@ -229,7 +229,7 @@ def test_a_distillation_is_made_reused_judged_anew_and_replaced_when_that_is_ask
     dropping = ("--distill.gate.cut", "drop")
     assert distill(recipe, *dropping) == 2 and distill(recipe, *dropping, "--overwrite") == 2
     assert "no row is left to train on: 6 cut" in capsys.readouterr().err
-    assert (run / JOURNAL).read_bytes() == answers  # asked nothing again
+    assert (run / JOURNAL).read_bytes() == answers  # nothing was asked again
     shorter = ("--distill.sampling.max_tokens", "5")
     assert distill(recipe, *shorter) == 2 and "max_tokens: 12 there, 5 asked" in capsys.readouterr().err
     assert distill(recipe, *shorter, "--overwrite") == 0

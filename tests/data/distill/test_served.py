@@ -1,4 +1,4 @@
-"""A real server in front of the target: what it answers is the target's own; a killed job loses or doubles no row."""
+"""A real server in front of the target: it answers as the target; a killed job neither loses nor doubles a row."""
 
 import importlib.util
 import os
@@ -31,7 +31,7 @@ JOURNAL = "run/distilled/journal/shard-00001-of-00001.jsonl"
 
 @contextmanager
 def served(target: Path, home: Path, port: int) -> Iterator[None]:
-    """`transformers serve` with a target within the block, at whose end it is killed without a word."""
+    """Runs `transformers serve` with a target during the block, and kills it silently at the end."""
     (home / "hub").mkdir(parents=True, exist_ok=True)
     words = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(target), "--device", "cpu"]
     words += ["--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
@@ -57,7 +57,7 @@ def wait_until(is_there: Callable[[], bool]) -> None:
 
 
 def recipe(place: Path, target: Path, url: str | None) -> Path:
-    """A recipe of two-turn conversations; url null: in process."""
+    """A recipe of two-turn conversations; url None: in process."""
     questions = [{"turns": [f"Please count {n} boats.", f"And {n} owls?"]} for n in range(ROWS)]
     section: dict[str, Any] = {
         "sources": [{"path": str(write_rows(place / "questions.jsonl", questions)), "kind": "prompts"}],
@@ -69,7 +69,7 @@ def recipe(place: Path, target: Path, url: str | None) -> Path:
 
 
 def texts(place: Path) -> list[tuple[str, tuple[str, ...]]]:
-    """(id, answers) of every row, in order; the journal has no other line."""
+    """(id, answers) of every row, in order; checks that the journal has no other line."""
     assert len(read_rows(place / JOURNAL)) == ROWS
     return [(row.id, tuple(answer.content for answer in row.answers)) for row in outcomes(place / "run")]
 

@@ -1,4 +1,4 @@
-"""Thinking is put where the template has it, and rows to train on hold what the target wrote, token for token."""
+"""Thinking goes where the template expects it, and training rows hold what the target wrote, token for token."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.data.chat_targets import CHATML, THINK_DROPPING, THINK_OPENING, TRIMM
 from tests.data.distill.answering import thinking
 from tests.tiny import write_rows
 
-# As QwQ's and DeepSeek's: what stands before </think> is left out of every answer.
+# As in QwQ's and DeepSeek's: the text before </think> is left out of every answer.
 THINK_LESS = CHATML.replace("m['content']", "m['content'].split('</think>')[-1]")
 THOUGHT_FOUR = "<think>\n2 + 2\n</think>\n\nfour"
 
@@ -53,7 +53,7 @@ def test_what_is_learnt_is_what_the_target_wrote(template: str, text: str, is_te
     rows = rows_of(reader, read)
     assert ("messages" in rows[0]) == is_text
     assert learnt(rows, reader, tmp_path)[0].endswith(f"{text}<|im_end|>")
-    # told apart by a server, it goes where the template looks for it
+    # thinking that a server returns separately goes where the template looks for it
     told_apart = reader.message(reader.read(Answer("four", "stop", 3, reasoning="2 + 2")))
     has_field = template in (THINK_OPENING, THINK_DROPPING)
     fields = {"content": "four", "reasoning_content": "2 + 2"} if has_field else {"content": THOUGHT_FOUR}
@@ -72,10 +72,10 @@ def test_cut_and_blank_thinking_and_closing_tags_in_content() -> None:
 def test_ids_that_came_with_the_answers_are_what_is_trained_on() -> None:
     reader = thinking()
     first, end = reader.ids(reader.prompt([{"role": "user", "content": "a?"}])), min(reader.end_ids)
-    odd = [*reader.ids("o"), *reader.ids("ne")]  # not how the tokenizer would cut it
+    odd = [*reader.ids("o"), *reader.ids("ne")]  # the tokenizer itself would split it otherwise
     second = [*first, *odd, end, *reader.ids("<|user|>b?<|end|><|assistant|>")]
     follow_up = Answer("two", "stop", 2, token_ids=(9, end), prompt_token_ids=tuple(second))
-    for ids in ([*odd, end], odd):  # some servers leave the end out; it is learnt all the same
+    for ids in ([*odd, end], odd):  # some servers leave out the end; it is learnt too
         given = Answer("one", "stop", 3, token_ids=tuple(ids), prompt_token_ids=tuple(first))
         [row] = rows_of(reader, given, follow_up)
         assert row["input_ids"] == [*second, 9, end]
@@ -101,7 +101,7 @@ def test_ids_and_special_tokens_that_are_not_what_the_target_wrote_are_named() -
     asked = [{"role": "user", "content": "How many boats?"}]
     read = (1, *reader.ids("How many boats?"), 2)
     right = Answer("four boats", "stop", 3, None, (*said, end), read)
-    cut = replace(right, content="four  boats\ufffd", finish="length", token_ids=tuple(said))  # servers mend blanks
+    cut = replace(right, content="four  boats\ufffd", finish="length", token_ids=tuple(said))  # servers change blanks
     thought = thoughts.read(Answer("four", "stop", 9, "2 + 2", tuple(thoughts.ids("2 + 2\n</think>\n\nfour")), read))
     assert [reader.problem(answer, asked) for answer in (right, cut)] == [thoughts.problem(thought, asked), None]
     assert reader.problem(right, asked) is None

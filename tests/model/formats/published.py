@@ -1,4 +1,4 @@
-"""Heads as others publish them, scaled down (D 32, I 64, V 320, Vd 107, 8 blocks)."""
+"""Heads in the layouts of other projects, scaled down (D 32, I 64, V 320, Vd 107, 8 blocks)."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests import tiny
 
 WIDTH, MLP, VOCABULARY, DRAFT = 32, 64, 320, 107
 PICKLE = "pytorch_model.bin"
-TAPS = (2, 4, 5)  # the default ones of 8 blocks
+TAPS = (2, 4, 5)  # the default for 8 blocks
 PROJECTIONS = {"mlp.gate_proj": (MLP, WIDTH), "mlp.up_proj": (MLP, WIDTH), "mlp.down_proj": (WIDTH, MLP)}
 LAYER = {
     **{f"self_attn.{name}_proj": (rows, 2 * WIDTH) for name, rows in (("q", WIDTH), ("k", 16), ("v", 16))},
@@ -35,15 +35,15 @@ EAGLE1_CONFIG: dict[str, Any] = {  # no bias, no rope_theta, no num_key_value_he
     **{**SIZES, "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "model_type": "llama"},
     **{"max_position_embeddings": 2048, "rms_norm_eps": 1e-05, "torch_dtype": "float16", "tie_word_embeddings": False},
 }
-# the published file's keys: neither RoPE nor taps nor head_dim
+# the keys of the published file: no RoPE, taps or head_dim
 EAGLE3_CONFIG: dict[str, Any] = {**EAGLE1_CONFIG, "num_key_value_heads": 2, "draft_vocab_size": DRAFT}
-EAGLE1 = {  # yuhuili/EAGLE-Vicuna-7B-v1.3: fc.bias and the embedding, as many key heads as heads
+EAGLE1 = {  # yuhuili/EAGLE-Vicuna-7B-v1.3: with fc.bias and embedding, without GQA
     **{"embed_tokens.weight": (VOCABULARY, WIDTH), "fc.weight": (WIDTH, 2 * WIDTH), "fc.bias": (WIDTH,)},
     **{f"layers.0.self_attn.{name}_proj.weight": (WIDTH, WIDTH) for name in "qkvo"},
     **{f"layers.0.{name}.weight": shape for name, shape in PROJECTIONS.items()},
     "layers.0.post_attention_layernorm.weight": (WIDTH,),
 }
-SPECFORGE_CONFIG: dict[str, Any] = {  # what SpecForge exports: RoPE in both spellings, no taps for the default ones
+SPECFORGE_CONFIG: dict[str, Any] = {  # SpecForge's export: RoPE in both spellings, no default taps
     **{**SIZES, "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "draft_vocab_size": DRAFT},
     **{"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6},
     **{"rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"}, "rope_theta": 1000000.0},
@@ -65,7 +65,7 @@ SPECULATORS_CONFIG: dict[str, Any] = {
 
 
 def tensors(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
-    """Random tensors; norms around one, d2t and t2d of every third token."""
+    """Random tensors, with norms near one, and d2t and t2d for every third token."""
     generator = torch.Generator().manual_seed(0)
     made = {}
     for name, shape in shapes.items():
@@ -81,7 +81,7 @@ def tensors(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float
 
 
 def write(directory: Path, config: dict[str, Any], state: dict[str, Tensor], pickled: str = "") -> Path:
-    """A head's directory of these files; pickled: the pickle's name."""
+    """Writes a head's directory; pickled: the name of a pickle for its tensors."""
     directory.mkdir(parents=True, exist_ok=True)
     if pickled:
         torch.save(state, directory / pickled)
@@ -104,7 +104,7 @@ def specforge(directory: Path, changes: dict[str, Any] | None = None) -> Path:
 
 
 def angelslim(directory: Path) -> Path:
-    """AngelSlim's: a pickle, and `tie_word_embeddings` true although there is an LM head."""
+    """AngelSlim's layout: a pickle, with `tie_word_embeddings` true although it has an LM head."""
     changes = {"architectures": ["Eagle3LlamaForCausalLM"], "tie_word_embeddings": True, "rope_theta": 1000000}
     return write(directory, {**SPECFORGE_CONFIG, **changes}, tensors(EAGLE3, torch.bfloat16), PICKLE)
 
@@ -116,7 +116,7 @@ def speculators(directory: Path) -> Path:
 
 
 def sharded(directory: Path, state: dict[str, Tensor], pickled: bool = False) -> Path:
-    """Two shards of these tensors, turn about, and the index that is returned."""
+    """Writes these tensors alternately into two shards; returns the index."""
     base, suffix = ("pytorch_model", ".bin") if pickled else ("model", ".safetensors")
     shards = [f"{base}-0000{number}-of-00002{suffix}" for number in (1, 2)]
     table = {name: shards[place % 2] for place, name in enumerate(sorted(state))}
@@ -129,7 +129,7 @@ def sharded(directory: Path, state: dict[str, Tensor], pickled: bool = False) ->
 
 
 def same(one: Any, two: Any) -> None:
-    """Two heads of one configuration with the same tensors, bit for bit."""
+    """Asserts that two heads have the same configuration and, bit for bit, the same tensors."""
     assert one.config == two.config
     same_tensors(one.state_dict(), two.state_dict())
 
@@ -147,7 +147,7 @@ def target_facts(num_blocks: int = 8, max_positions: int = 256, **changes: Any) 
 
 
 def eagle3(**changes: Any) -> Eagle3Head:
-    """A head of this project for `target_facts`, its norms away from one."""
+    """A head of this project for `target_facts`, with norms that are not one."""
     made = tiny.eagle3_head(tiny.vocab().embedding, **{"after_blocks": TAPS, "scale": 6.0, **changes}).eval()
     generator = torch.Generator().manual_seed(5)
     for parameter in made.parameters():
@@ -184,6 +184,6 @@ def hydra(directory: Path, **changes: Any) -> tuple[HydraHead, Path]:
     config = {
         **{"base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "grounded_heads": True, "hidden_state_offset": 0},
         **{"hydra_head_arch": "prefix-mlp", "hydra_num_heads": 4, "hydra_num_layers": 2},
-        "num_attention_heads": 4,  # ours: the published file leaves it to the target
+        "num_attention_heads": 4,  # our key: the published file takes the target's
     }
     return head, write(directory, {**config, **changes}, state, "hydra_lm_head.pt")

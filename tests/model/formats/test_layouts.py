@@ -1,4 +1,4 @@
-"""Heads in every layout: recognised, read whole, written back bit for bit, or refused in one sentence."""
+"""Heads in every layout are recognised, read whole and written back bit for bit, or refused in one sentence."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_a_published_head_is_recognised_read_whole_and_written_back_bit_for_bit(
     state, theirs = load_head(place, vocab=tiny.vocab(), after_blocks=TAPS).state_dict(), dict(files.tensors)
     theirs.setdefault(EMBEDDING, tiny.vocab().embedding.to(state["fc.weight"].dtype))
     assert sum(value.numel() for value in theirs.values()) == sum(value.numel() for value in state.values())
-    if layout != "speculators":  # has our names
+    if layout != "speculators":  # its names are ours
         assert all(torch.equal(state[name], value) for name, value in theirs.items())
     if make is not early_speculators:
         export(place, layout, tmp_path / "out", target_facts())
@@ -67,7 +67,7 @@ def test_a_published_medusa_or_hydra_head_is_the_very_head(tmp_path: Path, capsy
     for layers in (1, 2):
         medusa, place = published.medusa(tmp_path / f"medusa{layers}", layers, medusa_num_heads=2)
         same_tensors(load_head(place, vocab=tiny.vocab()).state_dict(), medusa.state_dict())
-        assert "medusa_num_heads is 2, the weights have 4" in capsys.readouterr().err  # a config.json that lags
+        assert "medusa_num_heads is 2, the weights have 4" in capsys.readouterr().err  # an outdated config.json
     hydra, place = published.hydra(tmp_path / "hydra")
     loaded: Any = load_head(place, vocab=tiny.vocab())
     loaded.config = replace(loaded.config, max_position_embeddings=hydra.config.max_position_embeddings)
@@ -77,7 +77,7 @@ def test_a_published_medusa_or_hydra_head_is_the_very_head(tmp_path: Path, capsy
 def test_a_bias_is_there_where_config_json_is_silent_and_not_where_it_says_so(tmp_path: Path) -> None:
     config, own = published.EAGLE1_CONFIG, tensors(EAGLE1)
     biases = {f"layers.0.self_attn.{name}_proj.bias": torch.ones(32) for name in "qkv"}  # Qwen2's
-    state = {**own, **biases, "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}  # of old pickles
+    state = {**own, **biases, "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}  # as in old pickles
     head = load_head(published.write(tmp_path / "q", {**config, "qkv_bias": True}, state))
     assert all(head.state_dict()[name].eq(1).all() for name in biases)
     del own["fc.bias"]
@@ -124,7 +124,7 @@ def test_a_head_of_this_project_comes_back_from_every_layout_bit_for_bit(
         facts = head_facts(again)
         assert facts["step"] == 4 and facts["exported_from"]["layout"] == to and (again / "recipe.yaml").is_file()
         assert not (again / "conversations.jsonl").exists()
-    if head.kind == "eagle1" and not head.config.bias:  # SGLang needs one: zeros that are no part of the head
+    if head.kind == "eagle1" and not head.config.bias:  # SGLang needs a bias: we write zeros
         assert torch.equal(read_tensors(tmp_path / "sglang")[1]["fc.bias"], torch.zeros(32))
 
 
@@ -137,7 +137,7 @@ def test_every_key_on_which_vllm_and_speculators_disagree_is_written(tmp_path: P
     assert values["draft_vocab_size"] == 107 and layer["vocab_size"] == 320 and layer["model_type"] == "llama"
     assert layer["max_position_embeddings"] == 4096  # the target's: vLLM cannot draft beyond it
     assert layer["rope_theta"] == layer["rope_parameters"]["rope_theta"] == 10000.0
-    for name in FLAGS:  # what only a later vLLM reads is said
+    for name in FLAGS:  # keys that need a later vLLM are named
         save_head(published.eagle3(**{name: True}), tmp_path / name)
         _, notes = export(tmp_path / name, "speculators", tmp_path / f"{name}-out", target_facts())
         assert any(name in note for note in notes) == (name in VLLM_SINCE)
@@ -146,10 +146,10 @@ def test_every_key_on_which_vllm_and_speculators_disagree_is_written(tmp_path: P
 def test_the_two_numberings_of_taps_are_told_apart() -> None:
     place, default, sglang = Path("config.json"), (2, 4, 5), {"architectures": ["LlamaForCausalLMEagle3"]}
     for values, fallback, taps in (
-        ({NUMBERED: [1, 3, 4]}, default, default),  # outputs of blocks, as SpecForge counts
+        ({NUMBERED: [1, 3, 4]}, default, default),  # SpecForge counts blocks' outputs
         ({"eagle_config": {NUMBERED: [1, 7, 9]}}, default, (2, 8, 10)),  # SGLang: a list that begins with 1
         ({NUMBERED: [3, 7, 9]}, default, (3, 7, 9)),
-        ({NUMBERED: [1, 4, 5]}, (1, 4, 5), (1, 4, 5)),  # the target's own taps are believed
+        ({NUMBERED: [1, 4, 5]}, (1, 4, 5), (1, 4, 5)),  # they are the target's default taps
         ({NUMBERED: [3, 7, 9], **sglang}, default, (4, 8, 10)),
         ({}, default, default),
     ):
@@ -165,7 +165,7 @@ def test_the_two_numberings_of_taps_are_told_apart() -> None:
 def test_sglangs_numbers_depend_on_the_targets_architecture() -> None:
     for architecture, taps, expected in (
         ("LlamaForCausalLM", (2, 16, 29), (None, CHECKED)),
-        ("UnheardOfForCausalLM", (2, 10, 20), ([1, 9, 19], CHECKED)),  # one is added by every rule
+        ("UnheardOfForCausalLM", (2, 10, 20), ([1, 9, 19], CHECKED)),  # every rule adds one
         ("Qwen3ForCausalLM", (8, 16, 24), ([7, 15, 23], CHECKED)),
         ("DeepseekV3ForCausalLM", (8, 16, 24), ([8, 16, 24], "0.5.13 to 0.5.23")),  # earlier ones add one
     ):
@@ -174,7 +174,7 @@ def test_sglangs_numbers_depend_on_the_targets_architecture() -> None:
         sglang_numbers((8, 16, 24), (2, 16, 29), ("UnheardOfForCausalLM",))
 
 
-BLOCKS: list[tuple[str, str, str, dict[str, Any]]] = [  # --to, the layout, what names its kind there, the head
+BLOCKS: list[tuple[str, str, str, dict[str, Any]]] = [  # --to, layout, key that names the kind, head
     ("speculators", "speculators", "dspark", {"markov_head": "gated", "sample_from_anchor": True}),
     ("speculators", "speculators", "dflash", {"markov_rank": 0, "num_hidden_layers": 2}),
     ("sglang", "z-lab", "DFlashDraftModel", {"markov_rank": 0}),
@@ -226,7 +226,7 @@ def test_what_a_server_would_misread_in_silence_is_refused(tmp_path: Path) -> No
     refused(tiny.multi_token_head("block", tiny.vocab()), "sglang", "cannot carry markov_rank; serve it with vLLM")
 
 
-DAMAGES: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # in config.json, in the tensors, what is said
+DAMAGES: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # changes to config.json, to the tensors, message
     ({"num_hidden_layers": 10**9}, {}, "num_hidden_layers is 1,000,000,000; it must be above 0 and below 1,024"),
     ({"hidden_act": "gelu"}, {}, "hidden_act is 'gelu'; heads have 'silu'"),
     ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, {}, "keep the one of its training"),

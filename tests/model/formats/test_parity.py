@@ -1,6 +1,6 @@
-"""The exported directory in speculators 0.9.0 itself, which is not among the dependencies: it loads, and has our laws.
+"""Exports load in speculators 0.9.0 itself, which is no dependency, and have our laws there.
 
-It is run in an environment of its own (pip install speculators==0.9.0 accelerate==1.15.0 pytest; no torchaudio).
+Run it in an environment of its own (pip install speculators==0.9.0 accelerate==1.15.0 pytest; no torchaudio).
 """
 
 import math
@@ -39,7 +39,7 @@ def target(tmp_path_factory: Any) -> TargetFacts:
 
 
 def _drafted(head: Eagle3Head, taps: torch.Tensor, ids: torch.Tensor) -> list[torch.Tensor]:
-    """Draft ids of STEPS unroll steps at every slot; later steps are fed the true tokens, zeros beyond the end."""
+    """Draft ids of STEPS unroll steps at every slot; later steps get the true tokens, and zeros after the end."""
     memories = [UnrollMemory((LENGTH,), torch.arange(LENGTH)) for _ in range(head.config.num_hidden_layers)]
     features, tokens, drafted = head.fuse(taps), ids, []
     for step in range(STEPS):
@@ -74,9 +74,9 @@ def test_the_exported_directory_loads_in_speculators_with_every_tensor_and_draft
         ours = _drafted(head, taps, ids)
         for step in range(STEPS):
             assert torch.equal(ours[step], expected[step]), step
-        assert len({int(token) for step in ours for token in step[0]}) > 10  # no constant
+        assert len({int(token) for step in ours for token in step[0]}) > 10  # not constant
         head.config = type(head.config)(**{**vars(head.config), "norm_output": not head.config.norm_output})
-        other = _drafted(head, taps, ids)  # the check sees another head
+        other = _drafted(head, taps, ids)  # the check notices another head
     assert any(not torch.equal(other[step], expected[step]) for step in range(STEPS))
 
 
@@ -104,7 +104,7 @@ def test_block_heads_have_the_laws_losses_and_gradients_of_speculators(
     taps, raw = (torch.randn(1, LENGTH, width, generator=generator) for width in (64, 32))
     turns, mask = torch.zeros(1, LENGTH).long(), torch.zeros(1, LENGTH).long()
     turns[:, first : last + 1] = 1
-    # theirs supervise a row by its own token, ours by the token that it drafts
+    # their mask is at a row's own token, ours at the token that the row drafts
     is_shifted = keys.get("sample_from_anchor", False)
     mask[:, first : last + 1 - is_shifted] = 1
     batch = Batch(ids, turns, torch.tensor([LENGTH]), (0,), theirs.verifier_norm(raw).detach(), taps)
