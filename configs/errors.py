@@ -19,7 +19,7 @@ REQUEUE = 75  # the exit code that asks for another start (sysexits.h: EX_TEMPFA
 
 
 class UserError(Exception):
-    """A mistake of the user; its text names the place, the value and the fix."""
+    """Its text names the place, the value and the fix."""
 
 
 class NotWritable(UserError):
@@ -27,14 +27,14 @@ class NotWritable(UserError):
 
 
 class Requeued(KeyboardInterrupt):
-    """Raised at SIGUSR1, which a scheduler sends before its time limit."""
+    """At SIGUSR1, which a scheduler sends before its time limit."""
 
 
 def stop_on_signals() -> None:
     """SIGTERM stops this process as Ctrl-C does, and SIGUSR1 raises Requeued."""
 
     def requeue(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)  # batch scripts send it again and again
+        signal.signal(number, signal.SIG_IGN)  # batch scripts repeat it
         raise Requeued
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -51,7 +51,7 @@ SECRETS = re.compile(  # in a URL: user and password before @, values after ?; k
 
 
 def masked(text: str) -> str:
-    """The text with *** for passwords and keys; a server's address or its reply may hold some."""
+    """The text with *** for passwords and keys, such as in a server's address or reply."""
     for value in (os.environ.get("OPENAI_API_KEY", ""), os.environ.get("HF_TOKEN", "")):
         text = text.replace(value, "***") if len(value) >= 8 else text
     return SECRETS.sub(lambda found: f"{found[1] or found[2] or ''}***", text)
@@ -62,7 +62,7 @@ def warn(message: str) -> None:
 
 
 class Arguments(argparse.ArgumentParser):
-    """A parser that raises a UserError of one line for a wrong command line."""
+    """A wrong command line is a UserError of one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
@@ -94,7 +94,7 @@ def exit_codes() -> Iterator[None]:
         # torch's launcher quotes this file at the end of its own report.
         if reply := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             Path(reply).write_text(json.dumps({"message": f"error: {said}", "timestamp": int(time.time())}))
-        # Wait: the first process prints the same error, and the launcher then ends the others.
+        # The first process prints the same error; then the launcher ends this one.
         if os.environ.get("LOCAL_RANK", "0") != "0":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(3)

@@ -70,7 +70,7 @@ def main() -> int:
     options.add_argument("directory", type=user_path, metavar="RUN", help="the run's directory")
     options = add(keys, "print the keys of a recipe: meaning, type, default")
     options.add_argument("section", nargs="?", help="such as train, bench.prompts or tree.stop; default: the sections")
-    options.add_argument("--markdown", action="store_true", help="print a Markdown page (default: of every section)")
+    options.add_argument("--markdown", action="store_true", help="print Markdown (default: every section)")
     arguments, unknown = parser.parse_known_args()
     if unknown and arguments.command != "run":
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
-    """Runs each stage in its own process; returns the exit code of the first that fails, else 0."""
+    """Runs each stage in its own process; returns the first failing exit code."""
     arguments.config = arguments.recipe or arguments.config
     recipe = load(arguments, unknown)
     stages, stop = _stages(recipe), None
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     words += [f"--{name}={value}" for name, value in flags.items() if value is not None]
     if resume.needs_target(recipe) and recipe.target.path not in made_here:
         targets = import_module("aerie.model.target")
-        if why := targets.only_trains(targets.load_config(recipe.target)):  # but a run ends with measurements
+        if why := targets.only_trains(targets.load_config(recipe.target)):  # a run ends with measurements
             raise UserError(f"{recipe.target.path}: {why}; run aerie features and aerie train")
     if arguments.plan:
         print("\n".join(f"aerie {stage} {shlex.join(words)}" for stage in stages))
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     import_module("transformers.models.auto")  # and torch: the stages start sooner; neither touches a GPU
     for number, stage in enumerate(stages, start=1):
         print(f"run: {stage} ({number} of {len(stages)})", file=sys.stderr, flush=True)
-        # A fork, so that the stage's memory is free after it.
+        # A fork: its end frees the stage's memory.
         child: Any = FORK.Process(target=_do, args=(stage, words, arguments.processes, recipe))
         child.start()
         while child.exitcode is None:
@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
 
 
 def _stages(recipe: Recipe) -> list[str]:
-    # A model trained to be a target (it has an `output`) is measured only if its recipe has the section.
+    # A model trained as a target is measured only if its recipe says so.
     measures = recipe.output is None or recipe.bench
     asked = vars(recipe) | {"features": resume.reads_cache(recipe), "report": measures}
     asked |= {"bench": measures, "calibrate": measures or recipe.calibrate}
@@ -128,7 +128,7 @@ def _stages(recipe: Recipe) -> list[str]:
 
 
 def _require_files(recipe: Recipe, stages: list[str]) -> list[str]:
-    """The inputs that the stages make themselves; UserError, before hours of work, if another one is missing."""
+    """The inputs that stages make themselves; UserError, before hours of work, if another is missing."""
     asked = [section.prompts.path for section in (recipe.calibrate, recipe.bench, recipe.tune) if section]
     names, root = [recipe.target.path, *recipe.data.conversations, *filter(None, asked)], recipe.paths.root.absolute()
     made_here = [name for name in names if Path(name).absolute().is_relative_to(root)]
@@ -143,7 +143,7 @@ def _require_files(recipe: Recipe, stages: list[str]) -> list[str]:
 
 
 def _require_own_outputs(recipe: Recipe, stages: list[str]) -> None:
-    """UserError, before anything starts, if a directory holds the output of another recipe."""
+    """UserError, before anything starts, if an output is of another recipe."""
     features, paths = feature_stage(recipe), recipe.paths
     train = Stage("train", paths.head(recipe), resume.stage_inputs(recipe))
     if resume.reads_cache(recipe):
@@ -162,7 +162,7 @@ def _require_own_outputs(recipe: Recipe, stages: list[str]) -> None:
 @exit_codes()
 def _do(stage: str, words: list[str], processes: int | None, recipe: Recipe) -> None:
     """Runs a stage's main, here or in several processes (None: one per GPU), and exits with its code."""
-    os.setpgid(0, 0)  # so only `run` gets Ctrl-C, and passes it on once; its end counts as Ctrl-C too
+    os.setpgid(0, 0)  # only `run` gets Ctrl-C, and passes it on once; its end is one too
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background processes
 
     def follow() -> None:
@@ -173,7 +173,7 @@ def _do(stage: str, words: list[str], processes: int | None, recipe: Recipe) -> 
     stage_main = import_module(f"aerie.{OWNERS[stage]}.main").main
     command = [str(ROOT / OWNERS[stage] / "main.py"), *([] if stage == "train" else [stage]), *words]
     sys.argv = [*command, "--is-whole"]
-    # A target that is spread over all GPUs leaves room for one process only.
+    # A target on all GPUs leaves room for one process.
     has_target = stage == "features" or not resume.reads_cache(recipe) or getattr(recipe.train, "measure_prompts", None)
     processes = 1 if recipe.target.device_map is not None and has_target else processes
     if stage in ("features", "train") and processes != 1 and stage_main() == 1:
@@ -187,7 +187,7 @@ def _do(stage: str, words: list[str], processes: int | None, recipe: Recipe) -> 
 
 
 def _launched(command: list[str], processes: int, precision: str) -> int:
-    """Runs the command in several processes; returns the exit code of the first that failed, else 0."""
+    """Returns the exit code of the first process that failed, or 0."""
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -208,7 +208,7 @@ def _launched(command: list[str], processes: int, precision: str) -> int:
 
 def status(arguments: argparse.Namespace, unknown: list[str]) -> int:
     given, lines, states, running = arguments.directory, list[str](), set[str](), ""
-    # A directory inside a run, such as its head's, means that run; a directory of runs means each of them.
+    # A directory in a run, such as its head's, means the run; one of runs, each of them.
     root = next((place for place in (given, *given.parents[:2]) if [*place.glob("status*.json")]), given)
     found = sorted(root.glob("status*.json")) or sorted(root.glob("*/status.json"))
     for path in found:
@@ -257,7 +257,7 @@ def status(arguments: argparse.Namespace, unknown: list[str]) -> int:
 
 
 def _state(place: Path) -> tuple[str, list[str]]:
-    """(whole, damaged, stopped or absent; facts to print) of a stage's directory."""
+    """(whole, damaged, stopped or absent, facts to print)."""
     found: Any = Manifest.check(place)
     if (place / "summary.json").is_file() and not (place / FILE).exists():  # the report
         try:
@@ -269,7 +269,7 @@ def _state(place: Path) -> tuple[str, list[str]]:
     if not (place / FILE).is_file():
         return "stopped" if place.is_dir() and any(place.iterdir()) else "absent", []
     record = found
-    if isinstance(found, Whole) and not found.manifest.files:  # a feature cache lists its files in its index
+    if isinstance(found, Whole) and not found.manifest.files:  # a feature cache has them in its index
         record = Manifest.check(place, content=False, name="index.json")
     if not isinstance(record, Whole):
         return "damaged", [str(record)]
@@ -286,7 +286,7 @@ def _state(place: Path) -> tuple[str, list[str]]:
 
 
 def _progress(metrics: Path, kind: str) -> list[str]:
-    """The last logged step of a head's training, and its best tau, as texts."""
+    """Texts: a head's last logged step, and its best tau."""
     lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines() if kind and metrics.is_file() else []
     text = "step {step:,} of {total_steps:,}, loss {loss:.3g}, {tokens_per_s:,.0f} tokens/s"
     try:
@@ -343,7 +343,7 @@ def documented(section: str = "") -> list[tuple[str, str, dict[str, str]]]:
 
 
 def _keys(cls: Any) -> Iterator[tuple[str, str]]:
-    """(key, meaning with type and default) of the class's own keys; the comments above and beside are the meaning."""
+    """(key, meaning with type and default) of the class's own keys, from their comments."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for above, name, behind in KEY.findall(inspect.getsource(cls)):
         if field := fields.get(name):
@@ -358,7 +358,7 @@ def _keys(cls: Any) -> Iterator[tuple[str, str]]:
 
 
 def _type(hint: Any) -> str:
-    """A type in words: 'integer >= 1', 'chain | static', 'list of text | null'."""
+    """Such as 'integer >= 1', 'chain | static', 'list of text | null'."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint == Place:
         return "path"

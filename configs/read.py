@@ -1,4 +1,4 @@
-"""Reads a YAML recipe into frozen dataclasses; reports all problems at once, each with its line and a suggestion."""
+"""YAML recipe -> frozen dataclasses; all problems at once, each with its line and a suggestion."""
 
 import copy
 import dataclasses
@@ -63,7 +63,7 @@ _Loader.add_implicit_resolver(  # 3e-5 is a number, as in YAML 1.2
     re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
     list("-+0123456789."),
 )
-# Cached: making one adapter takes as long as thousands of its calls.
+# Cached: making one takes as long as thousands of calls.
 adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 MOST_BYTES, MOST_VALUES = 2**20, 100_000  # of a recipe; values that an anchor repeats count each time
 
@@ -75,13 +75,13 @@ def load(path: Path, schema: type[T], overrides: Sequence[str]) -> T:
 
 
 def require_regular(path: Path) -> None:
-    """UserError for a pipe, a device or a socket: reading it might never end."""
+    """UserError for pipes, devices and sockets: they may never end."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise UserError(f"{path}: a pipe or a device; name a regular file")
 
 
 def read_text(path: Path, most_bytes: float = math.inf) -> str:
-    """A file's UTF-8 text; UserError if it cannot be read or has more than most_bytes."""
+    """A file's UTF-8 text; UserError if it is unreadable or too long."""
     try:
         require_regular(path)
         if (size := path.stat().st_size) > most_bytes:
@@ -100,7 +100,7 @@ def parse_json(text: str, read: Callable[[str], Any] = json.loads) -> Any:
 
 
 def _parse_yaml(text: str, place: str) -> tuple[Any, Any]:
-    """The text's value and its YAML node; place is for messages."""
+    """(value, YAML node) of a text."""
     try:
         loader = _Loader(text)
         node: Any = loader.get_single_node()
@@ -118,7 +118,7 @@ def _parse_yaml(text: str, place: str) -> tuple[Any, Any]:
         return None if node is None else loader.construct_document(node), node
     except RecursionError as error:
         raise UserError(f"{place}: nested too deeply") from error
-    except (yaml.YAMLError, ValueError) as error:  # such as an impossible date or too long a number
+    except (yaml.YAMLError, ValueError) as error:  # impossible dates, too long numbers
         mark = getattr(error, "problem_mark", None)
         where = f"{place}:{mark.line + 1}" if mark else place
         what = getattr(error, "problem", None) or str(error).splitlines()[0].partition(";")[0]
@@ -149,7 +149,7 @@ ALIASES = read_yaml(Path(__file__).parent / "schema/aliases.yaml")[0]  # what ot
 
 
 def override(words: Sequence[str], values: dict[str, Any], lines: dict[str, str]) -> None:
-    """Sets each `a.b.c=value` in values, and `--a.b.c` as its place in lines."""
+    """Sets `a.b.c=value` in values, and `--a.b.c` in lines."""
     for word in words:
         name, _, text = word.partition("=")
         value, _ = _parse_yaml(text, f"--{name}")
@@ -165,7 +165,7 @@ def override(words: Sequence[str], values: dict[str, Any], lines: dict[str, str]
             lines[".".join(parts[: depth + 1])] = f"--{name}"
             if depth == len(parts) - 1:
                 section[key] = value
-            else:  # a copy: other uses of the same YAML anchor do not change
+            else:  # a copy: other uses of a YAML anchor stay
                 inner = section.get(key) if isinstance(section, dict) else section[key]
                 section[key] = {} if inner is None else copy.copy(inner)
                 section = section[key]
@@ -174,32 +174,32 @@ def override(words: Sequence[str], values: dict[str, Any], lines: dict[str, str]
 def validate(
     values: dict[str, Any], schema: type[T], source: str, lines: dict[str, str], overrides: Sequence[str] = ()
 ) -> T:
-    """An instance of schema from values with overrides; the UserError has one line per problem."""
+    """A schema instance; UserError: one line per problem."""
     override(overrides, values, lines)
     try:
         return typing.cast(T, adapter(schema).validate_python(values))
     except ValidationError as error:
         problems = error.errors()
-        # pydantic also calls a list too short when its items are wrong
+        # pydantic also calls lists of wrong items too short
         inside = {problem["loc"][:end] for problem in problems for end in range(len(problem["loc"]))}
         problems = [each for each in problems if each["type"] != "too_short" or each["loc"] not in inside]
         raise UserError("\n".join(_sentence(each, values, schema, source, lines) for each in problems)) from error
 
 
 def as_dict(section: Any) -> dict[str, Any]:
-    """The section as a JSON-ready mapping, with every default."""
+    """JSON-ready, with every default."""
     return typing.cast(dict[str, Any], adapter(type(section)).dump_python(section, mode="json"))
 
 
 def dump(recipe: Any) -> str:
-    """The recipe as YAML, with every default."""
+    """YAML with every default."""
     return yaml.safe_dump(as_dict(recipe), sort_keys=False, allow_unicode=True, width=120)
 
 
 def _sentence(problem: Any, values: Any, schema: type, source: str, lines: dict[str, str]) -> str:
     kind, parts = problem["type"], list[str]()
     for number, part in enumerate(problem["loc"], start=1):
-        # skip parts that are not keys, such as a union's tag
+        # skip parts that are no keys: union tags
         known_parts = range(len(values)) if isinstance(values, list) else values if isinstance(values, dict) else ()
         is_there = part in known_parts
         if is_there or (kind.startswith("missing") and number == len(problem["loc"])):
@@ -233,7 +233,7 @@ def _sentence(problem: Any, values: Any, schema: type, source: str, lines: dict[
 
 
 def _place(parts: list[str]) -> str:
-    """The place as `sections` writes it: * for a position in a list."""
+    """With * for list positions, as in `sections`."""
     return ".".join("*" if part.isdecimal() else part for part in parts)
 
 
@@ -242,7 +242,7 @@ def suggestion(parts: list[str], schema: Any, loc: Any = ()) -> str:
     *section, leaf = parts
     known = [(place, field.name) for cls, place, _ in sections(schema) for field in dataclasses.fields(cls)]
     beside = dict.fromkeys(key for place, key in known if place == _place(section))
-    if leaf in beside:  # a key of another kind of this section
+    if leaf in beside:  # a key of another kind
         return f"it belongs to another kind of {section[-1]} than {loc[-2]}, leave it out"
     meant = {key: f"{place}.{key}".lstrip(".") for place, key in reversed(known) if "*" not in place}
     meant |= {key: ".".join([*section, key]) for key in beside}

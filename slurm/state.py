@@ -25,7 +25,7 @@ def main() -> None:
         print("unknown")
         return
     status = json.loads(path.read_text(encoding="utf-8"))
-    is_own = status["stage"].split()[0] == stage  # 'distill 2/8' belongs to distill; other jobs may write this file too
+    is_own = status["stage"].split()[0] == stage  # 'distill 2/8' is of distill; other jobs may write this file too
     print(f"{status['state']} {status['code']}" if is_own else "unknown")
 
 

@@ -36,7 +36,7 @@ class BlockObjective(Objective):
     def blocks(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Anchors [B, A], with zeros after a row's last, and supervised places [B, A, K] bool, on the host.
 
-        Rows' seeds draw at most `train.anchors` per row; without seeds (evaluation) the anchors are evenly spread.
+        Rows' seeds draw at most `train.anchors` each; without seeds (evaluation) they are evenly spread.
         """
         # A row's blocks depend on its seed alone: not on the process that draws them, nor on a restart.
         drawn, limit = [], self.settings.anchors
@@ -49,7 +49,7 @@ class BlockObjective(Objective):
                 seeded = torch.Generator().manual_seed(batch.seeds[row])
                 chosen = torch.randperm(len(found), generator=seeded)[:count].sort().values
             drawn.append(found[chosen])
-        # The extra row, cut off again, makes A >= 1: a process without supervised tokens still calls the head.
+        # The extra row makes A >= 1: a process without supervised tokens still calls the head.
         anchors = pad_sequence([*drawn, torch.zeros(1, dtype=torch.long)], batch_first=True)[:-1]
         places = anchors[..., None] + 1 + torch.arange(len(self.places))  # [B, A, K]
         turns = F.pad(batch.turns, (0, len(self.places)))
@@ -117,7 +117,7 @@ class BlockObjective(Objective):
         return tuple(torch.stack([part.sum() for part in column]) for column in columns)
 
     def measure(self, batch: Batch) -> SumsAndCounts:
-        """Sums for greedy chains from the anchors; each place is given the text's own previous tokens."""
+        """Of greedy chains from the anchors; each place is given the text's own previous tokens."""
         which, asked, (states, laws, outputs, before, _) = self._drafted(batch)
         choices = likeliest(self.target.logits, states, self.chunk)
         hits = torch.zeros(asked.shape[:2].numel(), self.settings.eval_depths)

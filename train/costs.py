@@ -17,7 +17,7 @@ GPUS = {"H100": 80e9, "H200": 141e9}  # bytes of memory
 
 @dataclass(frozen=True)
 class Load:
-    """The counts of some rows that decide what training on them costs."""
+    """Counts of some rows, which decide the costs."""
 
     tokens: int
     pairs: int  # of a query and a key in one row, causal or not, as torch's FlopCounterMode counts them
@@ -26,7 +26,7 @@ class Load:
 
     @classmethod
     def of_rows(cls, rows: Iterable[tuple[Any, Any]], num_steps: int) -> "Load":
-        """The load of rows, each (input_ids, turns)."""
+        """From rows of (input_ids, turns)."""
         tokens, pairs, count, slots = 0, 0, 0, np.zeros(num_steps, dtype=np.int64)
         for count, (ids, turns) in enumerate(rows, start=1):  # noqa: B007
             tokens, pairs = tokens + len(ids), pairs + len(ids) ** 2

@@ -83,7 +83,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
     tokenizer = targets.load_tokenizer(recipe.target)
     end_ids = targets.target_end_ids(recipe.target, tokenizer)
     is_online = needs_target(recipe) and not reads_cache(recipe)
-    # With cached features, only the embedding and the LM head are loaded: 2 GB instead of 140 for a 70B target.
+    # Cached features need only the embedding and the LM head: 2 GB instead of 140 for a 70B target.
     measures = bool(getattr(settings, "measure_prompts", False))
     whole = _whole_target(recipe, is_plan) if is_online or measures else None
     text_config: Any = None
@@ -143,7 +143,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
 def _completed(
     recipe: Recipe, tokenizer: Any, end_ids: set[int], text: Any, vocab: VocabWeights, positions: int
 ) -> tuple[Any, VocabWeights]:
-    """A new head's section with the values that its target decides, and the weights from which the head starts."""
+    """A new head's section with what its target decides, and the weights from which it starts."""
     section: Any = recipe.head
     if getattr(section, "norm_init", None) == "target":
         vocab = replace(vocab, final_norm=targets.final_norm(recipe.target))

@@ -46,7 +46,7 @@ def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
 
         getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
     if has_gpu := torch.cuda.is_available():
-        torch.set_float32_matmul_precision("high")  # TF32 for products that are not in bf16
+        torch.set_float32_matmul_precision("high")  # TF32 for products not in bf16
     accelerator = Accelerator(
         mixed_precision=os.environ.get("ACCELERATE_MIXED_PRECISION", "bf16" if has_gpu else "no"),
         # Otherwise torchrun's processes on CPUs connect, but do not average their gradients.
@@ -67,13 +67,13 @@ def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
     if isinstance(config.optimizer, MuonSection):
         zero = plugin.deepspeed_config["zero_optimization"] if plugin else {}
         is_offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
-        # In float16 the scale of gradients changes, and Muon's momentum would mix different scales.
+        # In float16 the scale of gradients changes, and Muon's momentum would mix scales.
         if accelerator.mixed_precision == "fp16" or is_offloaded or zero.get("stage") == 0:
             what = "muon trains in float32 or bf16 and, under DeepSpeed, with ZeRO 1 to 3 without offload"
             raise UserError(f"train.optimizer: {what}; use configs/accelerate/zero2.yaml, or adamw")
         zero["reduce_scatter"] = zero.get("stage") != 3  # in stage 3 DeepSpeed's Muon refuses it
     if plugin is not None:
-        # Both together: two processes waited for each other forever in the first step.
+        # With both, two processes waited for each other forever.
         if getattr(config, "compile", False) and plugin.zero_stage == 3:
             fix = "use configs/accelerate/zero2.yaml, or leave it out"
             raise UserError(f"train.compile: ZeRO-3 gathers weights inside of what would be compiled; {fix}")
@@ -86,7 +86,7 @@ def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
 
 
 def check_compiler() -> None:
-    """UserError if torch.compile does not work, as without a C++ compiler; otherwise only the first step would fail."""
+    """UserError, before the first step, if torch.compile does not work, as without a C++ compiler."""
     device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     try:
         torch.compile(torch.sin)(torch.ones(2, device=device))
@@ -107,7 +107,7 @@ def engine_and_machine(accelerator: Accelerator) -> tuple[str, str]:
 
 
 def load_state(accelerator: Accelerator, folder: Path) -> None:
-    """Loads a save, but only tensors, plain values and the classes below; DeepSpeed itself would load any pickle."""
+    """Loads a save, but only tensors, plain values and the classes below; DeepSpeed would load any pickle."""
     classes: list[Any] = []
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
@@ -161,7 +161,7 @@ def turned(module: nn.Module) -> list[nn.Parameter]:
 def clip_before_muon(zero: Any, clip_norm: float) -> None:
     """Makes ZeRO's optimiser clip the gradients; DeepSpeed would clip the updates that Muon computes from them.
 
-    The norm of such updates is always far above clip_norm, so every step would be cut.
+    Their norm is far above clip_norm, so every step would be cut.
     """
     from deepspeed.runtime.utils import combine_grad_norm_groups
 
@@ -177,7 +177,7 @@ def clip_before_muon(zero: Any, clip_norm: float) -> None:
         if is_stage_3:
             gradients, norm = zero.averaged_gradients, combine_grad_norm_groups(zero._get_norm_groups())
         else:
-            # Partition them without Muon to get their norm, then with Muon.
+            # Partitioned without Muon for the norm, then with it.
             gradients = dict(zero.all_grad_tensors)
             matrices = [p for group in zero.bit16_groups for p in group if getattr(p, "use_muon", False)]
             for parameter in matrices:
@@ -206,16 +206,16 @@ def all_reduce(values: Tensor) -> Tensor:
 
 
 def raise_together(error: UserError | None, num_errors: float, device: torch.device) -> None:
-    """If all_reduce has counted any error, every process raises: its own error, or one about another process's."""
+    """If all_reduce has counted errors, every process raises its own, or one about another process's."""
     if num_errors:
-        # The first process that leaves closes the connections, so all must get here first.
+        # The first to leave closes the connections, so all must get here first.
         with suppress(RuntimeError):
             all_reduce(torch.zeros(1, device=device))
         raise error or UserError("train: another process failed; the line that it printed says why")
 
 
 def full_weights(accelerator: Accelerator, prepared: nn.Module) -> dict[str, Tensor]:
-    """Every parameter, unsharded, on every process's CPU. All processes must call it: ZeRO gathers one by one."""
+    """Every parameter, whole, on every process's CPU; all must call it, as ZeRO gathers one by one."""
     parameters = dict(accelerator.unwrap_model(prepared).named_parameters())
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}

@@ -1,4 +1,4 @@
-"""Trains a small LM by cross-entropy alone, or also by a target's laws (a draft LM), even on tokens of its own."""
+"""Trains a small LM: by cross-entropy, or also by a target's laws (a draft LM), even on its own tokens."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -75,7 +75,7 @@ class LMObjective(Objective):
     def states(self, input_ids: Tensor) -> Tensor:
         """States [B, T-1, D] that predict the tokens after the first."""
         # An id from the target's padding is read as the LM's last token. Rows are padded on the right, where causal
-        # attention never looks, so no mask is needed.
+        # attention never looks, so there is no mask.
         given = input_ids[:, :-1].clamp(max=self.num_rows - 1)
         return cast(Tensor, self.head.get_decoder()(input_ids=given, use_cache=False).last_hidden_state)
 

@@ -36,7 +36,7 @@ METER = "meter-{}.pt"  # each process's sums since the last log line
 def build_optimizers(
     module: nn.Module, config: TrainConfig, join: Callable[..., torch.optim.Optimizer] | None = None
 ) -> list[torch.optim.Optimizer]:
-    """[AdamW], or [Muon, AdamW] if the recipe names Muon; join makes one optimiser of both."""
+    """[AdamW], or [Muon, AdamW] if the recipe names Muon; join makes one of both."""
     muon = config.optimizer if isinstance(config.optimizer, MuonSection) else None
     matrices = launch.turned(module) if muon else []
     others = [p for p in module.parameters() if p.requires_grad and not any(p is each for each in matrices)]
@@ -53,7 +53,7 @@ def build_optimizers(
 
 
 def learning_rate(step: int, total_steps: int, config: TrainConfig, is_muon: bool = False) -> float:
-    """The learning rate of AdamW or Muon in optimiser step 0, 1, ..."""
+    """AdamW's or Muon's rate in optimiser step 0, 1, ..."""
     top = config.learning_rate
     if is_muon and isinstance(config.optimizer, MuonSection):
         top = config.optimizer.matrix_rate
@@ -95,7 +95,7 @@ def shown(values: dict[str, float]) -> list[str]:
 
 
 class MetricsFile:
-    """metrics.jsonl, shared by all trainings of a run; one that goes on first removes its lines after from_step."""
+    """metrics.jsonl, shared by all trainings of a run; one that goes on removes its lines after from_step."""
 
     def __init__(self, path: Path, kind: str, from_step: int) -> None:
         self.path = path
@@ -134,7 +134,7 @@ class Loop:
         self.device, self.rank, self.world = accelerator.device, accelerator.process_index, accelerator.num_processes
         config, rows, objective = self.config, job.rows, job.objective
         self.order, self.total = job.order(self.world)
-        # The twin is a copy that is never sharded: it is what we measure and save.
+        # The twin is a copy, never sharded: we measure and save it.
         dtype = torch.float32 if objective.target is None else objective.target.lm_head.dtype
         twin: Objective = type(objective)(copy.deepcopy(objective.head), objective.target, config)
         self.twin = twin.to(self.device, dtype).eval()
@@ -190,7 +190,7 @@ class Loop:
             if folder is None:
                 resume.clear(self.job.state)
             else:
-                # Later weights will be measured again, so the output goes back as well.
+                # Later weights are measured again, so the output goes back too.
                 if progress.best_step:
                     resume.publish(folder / "best", self.job.output)
                 print(f"going on from step {progress.step:,} of {self.total:,} ({folder})", flush=True)
@@ -198,7 +198,7 @@ class Loop:
         return cast(resume.Progress, progress)
 
     def run(self, stop: resume.StopRequest) -> str:
-        """Trains, and returns how the sitting ended: finished, budget, interrupted or requeue."""
+        """Trains; returns how it ended: finished, budget, interrupted or requeue."""
         config, accelerator, start, ending = self.config, self.accelerator, self.progress.step, "finished"
         steps = range(start, self.total)
         stop.is_stepping = True
@@ -213,7 +213,7 @@ class Loop:
                     ending = asked
                     break
                 self._set_rates(step)
-                # Accelerate and DeepSpeed divide by the accumulation and average over processes; this undoes both.
+                # Accelerate and DeepSpeed divide by the accumulation and average over processes: undone here.
                 scales = {name: self.world * config.accumulation / max(count, 1.0) for name, count in counts.items()}
                 for batch in parts:
                     with accelerator.accumulate(self.module):
@@ -242,7 +242,7 @@ class Loop:
                 before = time.monotonic()
             step = self.progress.step
             if ending in resume.CODES:
-                # No log line here: its sums are saved, and it comes at the same step as in an unbroken run.
+                # No log line: its sums are saved, and it comes at the same step as in an unbroken run.
                 if step != self._saved_at:
                     self._save_state()
                 self.say(f"stopped by a signal after step {step:,}; the same command goes on from there")
@@ -256,7 +256,7 @@ class Loop:
         return ending
 
     def _read(self, step: int) -> tuple[list[Batch], UserError | None]:
-        # Returns an error instead of raising it: first every process has to know of it.
+        # Returns an error: first every process has to know of it.
         # Only EAGLE-3's unroll keeps packed conversations apart.
         packed = bool(getattr(self.config, "packing", False))
         try:
@@ -329,7 +329,7 @@ class Loop:
             self.say(f"about {took} for the other {rest:,} steps{ends if left < needed else ''}")
 
     def _record(self, values: dict[str, Any], section: str) -> None:
-        """Writes a line of metrics, also to trackers; UserError for a value that is not finite."""
+        """Writes a line of metrics; UserError if one is not finite."""
         step, best = self.progress.step, self.progress.best_step
         numbers = {name: value for name, value in values.items() if isinstance(value, float)}
         if section != "train" or time.monotonic() - self._said_at >= SAY_SECONDS:
@@ -349,7 +349,7 @@ class Loop:
                 raise UserError(f"{place}; lower train.learning_rate{of_muon} or train.clip_norm")
 
     def _evaluate(self) -> None:
-        """Measures the weights, and makes them the output if they are the best so far."""
+        """Measures the weights; the best so far become the output."""
         weights = launch.full_weights(self.accelerator, self.module)
         with torch.no_grad():
             for name, parameter in self.twin.named_parameters():
@@ -389,7 +389,7 @@ class Loop:
 
     def _save_state(self) -> None:
         def fill(folder: Path) -> None:
-            # Also the sums since the last log line, so that the next line stays the same.
+            # Also the sums since the last log line: the next line needs them.
             self.accelerator.save_state(str(folder))
             torch.save(self.sums, folder / METER.format(self.rank))
             if self.rank == 0 and self.progress.best_step:

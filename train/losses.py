@@ -32,7 +32,7 @@ class TargetLaw:
 
     @classmethod
     def of_logits(cls, logits: Tensor, log_normaliser: Tensor | None = None) -> "TargetLaw":
-        """From logits [S, Vd] and the log-sum-exp [S] over the full vocabulary (None: over these logits)."""
+        """From logits [S, Vd] and the full vocabulary's log-sum-exp [S] (None: that of the logits)."""
         log_p = logits.float().log_softmax(-1)
         if log_normaliser is None:
             return cls(log_p, log_p.new_zeros(log_p.shape[:1]))
@@ -44,7 +44,7 @@ class TargetLaw:
 
     @property
     def whole(self) -> Tensor:
-        """log p [S, Vd] under the law over the full vocabulary; p sums to at most one."""
+        """log p [S, Vd] of the full law: sums to at most one."""
         laws = self.log_p + self.log_mass[:, None]
         return laws if self.slots is None else laws[self.slots]
 
@@ -73,7 +73,7 @@ def acceptance(log_q: Tensor, log_p: Tensor) -> Tensor:
 
 def lk_hybrid(log_q: Tensor, law: TargetLaw, config: TrainConfig) -> Tensor:
     """[S]: lambda KL(p || q) + (1 - lambda) TV(p, q), lambda = exp(-eta alpha) (LK losses, arXiv 2602.23881)."""
-    # The mix has no gradient. KL is within the draft vocabulary, alpha and TV are of the full law.
+    # The mix has no gradient. KL is within the draft vocabulary, alpha and TV are not.
     alpha = acceptance(log_q, law.whole)
     mix = torch.exp(-config.lk_eta * alpha.detach())
     return mix * kl(log_q, law.inside) + (1.0 - mix) * (1.0 - alpha)
@@ -156,7 +156,7 @@ def _calls(count: int, device: torch.device) -> int:
 
 
 def in_chunks(columns: Sequence[Tensor], chunk: int) -> Pieces:
-    """Columns [S, ...] in pieces of at most `chunk` slots; every process gets the same number of pieces."""
+    """Columns [S, ...] in pieces of at most `chunk` slots, equally many in every process."""
     pieces = list(zip(*(column.split(chunk) for column in columns), strict=True))
     missing = _calls(len(pieces), columns[0].device) - len(pieces)
     return pieces + [tuple(column[:0] for column in columns)] * missing

@@ -21,7 +21,7 @@ from aerie.configs.schema.recipe import Recipe, add_arguments, load
 from aerie.model.storage import Stage, status_file, working_alone, write_text
 from aerie.train import resume
 
-# Nothing above imports torch, so that --is-whole answers at once; the functions below import the rest.
+# Nothing above imports torch, so that --is-whole answers at once; functions import the rest.
 if TYPE_CHECKING:
     from aerie.train.jobs import Job
     from aerie.train.loop import Measure
@@ -40,13 +40,13 @@ def main() -> int:
         stage = Stage("train", paths.head(recipe), resume.stage_inputs(recipe))
         is_whole = resume.is_whole(recipe, stage)
     except UserError:
-        if arguments.is_whole:  # such as when an earlier stage has not written the target
+        if arguments.is_whole:  # an earlier stage may not have written the target
             return 1
         raise
     if arguments.is_whole:
         return 0 if is_whole else 1
     if is_whole:
-        # A kill may have come after the record and before the saves were removed.
+        # A kill may have left saves after the record was written.
         if os.environ.get("RANK", "0") == "0":
             resume.forget_saves(stage.output, state)
             print(f"train {recipe.head.kind}: whole, reused ({stage.output})", flush=True)
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def _train(recipe: Recipe, stage: Stage, overwrite: bool, stop: resume.StopRequest) -> tuple[str, int]:
-    """Trains for one sitting; returns its (state, exit code)."""
+    """Trains; returns (state, exit code)."""
     import torch
 
     from aerie.train import jobs, launch
@@ -114,7 +114,7 @@ def _train(recipe: Recipe, stage: Stage, overwrite: bool, stop: resume.StopReque
 
 
 def measured_tau(recipe: Recipe, job: "Job") -> "Measure":
-    """A function that decodes held-out prompts greedily, a share in each process, and returns their tau."""
+    """A function that decodes held-out prompts greedily, a share per process, for tau."""
     import torch
 
     from aerie.infer.decode.check import checked_lm
@@ -139,7 +139,7 @@ def measured_tau(recipe: Recipe, job: "Job") -> "Measure":
         raise UserError(f"train.measure_prompts: {shortage}; raise data.held_out or lower train.measure_new_tokens")
 
     def measure(head: Any) -> dict[str, float]:
-        # The head drafts on the target's device; of several devices, on the one of its LM head.
+        # On the target's device: of several, that of its LM head.
         beside = copy.deepcopy(head).to(target.device)
         decoder = SpeculativeDecoder(target, drafting(DRAFTERS[recipe.head.kind](beside, target), tree))
         totals = torch.zeros(2, dtype=torch.float64)  # new tokens after the first, cycles

@@ -68,7 +68,7 @@ class Objective(nn.Module):
         return self.settings.loss_chunk_slots or max(1, most // (32 * columns))
 
     def prepare(self, batch: Batch, epoch: int) -> Batch:
-        """The batch with what training adds to it; called in the prefetching thread."""
+        """Adds what training needs to a batch, in the prefetching thread."""
         # A process without rows must call the module, too; padding adds nothing to the sums.
         if batch.features is None and batch.num_tokens == 0 and self.target is not None:
             embedding, num_taps = self.target.embedding, len(getattr(self.head.config, "after_blocks", ()))
@@ -98,7 +98,7 @@ class Objective(nn.Module):
 
 
 def shifted(x: Tensor, by: int) -> Tensor:
-    """x [B, T] moved left by `by` (right if it is negative), filled up with zeros."""
+    """x [B, T] moved left by `by` (right if negative), filled up with zeros."""
     return F.pad(x, (0, by))[:, by:] if by >= 0 else F.pad(x, (-by, 0))[:, :by]
 
 
@@ -133,7 +133,7 @@ def chain_sums(batch: Batch, choose: Choose, drafted: Iterable[Tensor], depths: 
 
 @dataclass(frozen=True)
 class Slots:
-    """The slots of B*T that an unroll computes, in each step only supervised ones. Made of the turns, on the host."""
+    """The slots of B*T that an unroll computes, in each step only supervised ones. From the turns, on the host."""
 
     supervised: Tensor  # [S]: those with most steps first, so that step k takes the first S_k
     sizes: list[int]  # S_k
@@ -160,7 +160,7 @@ class Slots:
         return cls(supervised, sizes, which, sequence, places, tuple(filter(None, lengths)))
 
     def in_order(self, x: Tensor) -> Tensor:
-        """x [S_k, ...] in the order of slots."""
+        """x [S_k, ...] in slot order."""
         return x[self.supervised[: len(x)].argsort()]
 
 
@@ -168,19 +168,19 @@ def unrolled(head: Any, batch: Batch, slots: Slots, x: Tensor, recomputes: bool 
     """Yields a head's outputs [S_k, D] step by step, from features x [N, D]; recomputes: checkpoints each step."""
     ids, limit = batch.input_ids.flatten(), head.config.max_position_embeddings
     positions = batch.positions.flatten().to(ids.device, non_blocking=True)
-    # A slot attends to the first step up to itself, and to its own keys and values of later steps.
+    # A slot attends to the first step up to itself, and to itself in later steps.
     memories = [UnrollMemory(slots.documents, slots.places, layer is head.blocks[-1]) for layer in head.blocks]
     x, run = x[None], partial(_checkpointed, head) if recomputes else head
     for step, size in enumerate(slots.sizes):
         taken = slots.supervised[:size] if step else slots.sequence
-        # Outputs at positions beyond the head's limit are not used; clamping only makes the look-up valid.
+        # Outputs beyond the head's positions are not used; clamping makes the look-up valid.
         at = (positions[taken] + step).clamp(max=limit - 1)
         x = run(ids[taken + 1 + step][None], x.squeeze(0)[:size][None] if step else x, at[None], memories)  # t_{p+1+k}
         yield x.squeeze(0)
 
 
 def _checkpointed(head: Any, tokens: Tensor, x: Tensor, positions: Tensor, memories: list[UnrollMemory]) -> Tensor:
-    # Copies of the lists: by the time of the backward pass the memories have grown.
+    # Copies of the lists: by the backward pass the memories have grown.
     before = [(list(memory.keys), list(memory.values)) for memory in memories]
 
     def step(x: Tensor) -> Totals:
@@ -278,7 +278,7 @@ class Eagle3Objective(Objective):
     def _sums(
         self, rows: Tensor, which: list[Tensor], outputs: list[Tensor], laws: Any = None, choices: Any = None
     ) -> Totals:
-        """Sums of loss [K], of hits [K], and of the first step's alpha and choices inside the draft vocabulary.
+        """Sums of loss [K], hits [K], and the first step's alpha and choices inside the draft vocabulary.
 
         rows: p^T W, or, without laws, the states: the backward pass then recomputes their law to save memory.
         """
@@ -354,7 +354,7 @@ class MultiTokenObjective(Objective):
         return StepOutput(terms, {**accuracies, "alpha": (alpha, counts[0])})
 
     def _outputs(self, batch: Batch, slots: Tensor) -> list[Tensor]:
-        """Outputs [S_k, D] of each of the H heads, before its LM head."""
+        """Outputs [S_k, D] of each head, before its LM head."""
         width, outputs, drop, features = slots.shape[-1], [], None, self.features(batch)
         if isinstance(self.head, HydraHead):
             features = self.head.prefix(features, torch.arange(width, device=features.device))

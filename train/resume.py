@@ -23,12 +23,12 @@ from aerie.model.storage import FILE, Manifest, Stage, Whole, digest, sound_reco
 RECORD = "progress.json"  # a save's manifest
 BEGUN = ".training"  # marks an output while its training is under way; its text: where the saves are
 LOGGING_ONLY = {"log_every", "save_every", "keep_last", "trackers"}  # of the section train
-# May change between two sittings: they change weights only by rounding, or only when the run ends.
+# May change between sittings: they change weights only by rounding, or only the run's end.
 FREE = LOGGING_ONLY | {"max_seconds", "loss_chunk_slots", "gradient_checkpointing", "compile"}
 
 
 def state_name(recipe: Recipe) -> str:
-    """The name of a training's saves; a run may train both a small LM as its target and one that drafts for it."""
+    """Names the saves: a run may train both its target LM and a draft LM."""
     distill = getattr(recipe.train, "distill", None)
     return recipe.head.kind if distill is None else f"{recipe.head.kind}-{distill}"
 
@@ -75,7 +75,7 @@ def is_whole(recipe: Recipe, stage: Stage) -> bool:
     if made_of := cache_record(recipe).get("inputs"):
         if digest(made_of["data"]) != digest(as_dict(recipe.data)):
             return False  # of other data: opening the cache says so
-        here = [name for name in recipe.data.conversations if Path(name).exists()]  # the others are on another machine
+        here = [name for name in recipe.data.conversations if Path(name).exists()]  # the rest: on another machine
         if changed := changed_since(made_of, stage.inputs["target"], conversation_inputs(here)):
             features = recipe.paths.features
             raise UserError(f"{features}: made before {changed} changed; rebuild with: {COMMAND} --overwrite")
@@ -158,7 +158,7 @@ def clear(directory: Path, keep: Sequence[Path] = ()) -> None:
 
 
 def publish(source: Path, output: Path) -> None:
-    """Copies source's files to output, the weights first; a kill leaves each file old or new, never half."""
+    """Copies all files, the weights first; a kill leaves each file old or new, never half."""
     files = sorted(path for path in source.rglob("[!.]*") if path.is_file())
     for path in sorted(files, key=lambda path: ".safetensors" not in path.suffixes):
         storage.write_atomically(output / path.relative_to(source), partial(shutil.copyfile, path))
@@ -186,20 +186,20 @@ def begin_output(output: Path, state: Path) -> None:
 
 
 def forget_saves(output: Path, state: Path) -> None:
-    """Removes a finished training's saves; a training that a budget ended keeps them, to go on."""
+    """Removes a finished training's saves; after a budget they stay, to go on."""
     (output / BEGUN).unlink(missing_ok=True)
     if sound_record(output).get("ended") == "finished":
         clear(state)
 
 
-# A scheduler starts the same command again after its signal; after Ctrl-C the user decides.
+# After its signal a scheduler repeats the command; after Ctrl-C the user decides.
 STATES = {signal.SIGINT: "interrupted", signal.SIGTERM: "requeue", signal.SIGUSR1: "requeue"}
 CODES = {"interrupted": 130, "requeue": 75}
 PATIENCE_SECONDS = 5.0
 
 
 class StopRequest:
-    """Handles the first signal: the training loop is told of it by `state`; outside the loop it ends at once."""
+    """Handles the first signal: tells the training loop by `state`; outside the loop ends at once."""
 
     def __init__(self) -> None:
         self.is_stepping = False
@@ -219,6 +219,6 @@ class StopRequest:
             self.state, self._since = STATES[signal.Signals(number)], time.monotonic()
             if not self.is_stepping:
                 raise KeyboardInterrupt if number == signal.SIGINT else Requeued
-        # Launchers repeat a signal, which must not disturb the saving; a Ctrl-C after a while does end it.
+        # Launchers repeat a signal, which must not disturb the saving; a later Ctrl-C ends it.
         elif number == signal.SIGINT and time.monotonic() - self._since > PATIENCE_SECONDS:
             raise KeyboardInterrupt

@@ -26,9 +26,9 @@ class DataConfig(Section):
     system_prompt: str | None = None  # for conversations without one
     max_length: Annotated[int, Field(ge=8)] = 2048  # tokens; longer conversations are cut
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05  # share that training never sees, chosen by hash
-    limit: PositiveInt | None = None  # only so many conversations, the first after the hash split
+    limit: PositiveInt | None = None  # only the first conversations, after the hash split
     supervise: Literal["assistant", "all"] = "assistant"  # all: every token but the first
-    min_supervised_share: Share = 0.01  # of the tokens; with less, stop with an error
+    min_supervised_share: Share = 0.01  # of the tokens; an error if less
 
     def __post_init__(self) -> None:
         if (self.prompt_field is None) != (self.completion_field is None):
@@ -84,11 +84,11 @@ class ServerConfig(Section):
 
     # base URLs, such as http://host:8000/v1
     urls: Some[Annotated[str, Field(pattern="^https?://")]]
-    model: str | None = None  # the name under which they serve it; null: target.path
+    model: str | None = None  # its name on the servers; null: target.path
     concurrency: PositiveInt = 64  # requests under way at each URL
     timeout_s: PositiveFloat = 1800.0  # of one request, once connected; thinking can take long
     retries: NonNegativeInt = 5  # of one request, by openai's client
-    patience_s: PositiveFloat = 900.0  # seconds without any answer after which the run stops
+    patience_s: PositiveFloat = 900.0  # without any answer for so long, the run stops
     token_ids: bool = False  # ask for the ids (vLLM: return_token_ids), which are then trained on
     extra_body: dict[str, Any] = field(default_factory=dict)  # sent with every request (min_p, chat_template_kwargs)
 
@@ -103,11 +103,11 @@ Action = Literal["keep", "drop"]
 class GateConfig(Section):
     """What to do with answers that have a flaw."""
 
-    cut: Action = "drop"  # cut off at max_tokens; if kept, it has no end-of-turn token
+    cut: Action = "drop"  # at max_tokens; if kept, it has no end-of-turn token
     empty: Action = "drop"  # nothing after the thinking
     loop: Action = "drop"  # the same words over and over
     language: Action = "drop"  # in another script than its question
-    refusal: Action = "keep"  # kept by default, as a draft head has to follow the target
+    refusal: Action = "keep"  # a draft head has to follow the target
     repeated: Action = "drop"  # an invented problem that an earlier row has too
 
 
@@ -132,7 +132,7 @@ class DistillConfig(Section):
     server: ServerConfig | None = None  # null: this process, with the run's draft head if any
     sampling: SamplingConfig = SamplingConfig()  # how the target answers
     max_turns: PositiveInt | None = None  # most questions of a conversation
-    # questions that no prompt may overlap, beside those of the recipe itself
+    # questions that no prompt may overlap, beside the recipe's own
     exclude: Many[Annotated[QuestionsConfig, by_name]] = ()
     ngram: Annotated[int, Field(ge=3)] = 13  # words in a row that no prompt may share with an evaluation question
     gate: GateConfig = GateConfig()  # which answers are kept

@@ -21,12 +21,12 @@ class ConstantConfig(Section):
 
 
 class HeuristicConfig(Section):
-    """transformers' heuristic: the draft length follows how many tokens were accepted."""
+    """transformers' draft length, which follows how many tokens were accepted."""
 
     rule: Literal["heuristic"] = "heuristic"
     start: PositiveInt = 5  # the first length (SVIP's code)
-    more: PositiveInt = 2  # added when the whole draft was accepted
-    fewer: PositiveInt = 1  # subtracted otherwise, down to one token
+    more: PositiveInt = 2  # added if all was accepted
+    fewer: PositiveInt = 1  # else subtracted, down to one token
     across_prompts: bool = False  # true: keep the length (transformers' "heuristic"); false: "heuristic_transient"
 
 
@@ -55,17 +55,17 @@ class VoteConfig(Section):
     """DEAGLE's vote. Momentum is S_d / S_{d-1} of section 3.4; equation 25's ratio, at least 1, would never vote."""
 
     rule: Literal["vote"] = "vote"
-    # the signals that vote (table 4 tests each alone)
+    # that vote (table 4 tests each alone)
     signals: Many[Literal["probability", "momentum", "expectation"]] = ("probability", "momentum", "expectation")
-    votes: PositiveInt | None = None  # needed to stop; null: two, or one if there is one signal
+    votes: PositiveInt | None = None  # to stop; null: two, or one if there is one signal
     probability_threshold: Share = 0.15  # votes when the summed survival is below it (section 4.1)
     momentum_threshold: Share = 0.6  # a ratio below it is a decline (section 4.1)
     momentum_from: PositiveInt = 1  # the first depth with a ratio; the root's S is 1
-    declines: PositiveInt = 2  # needed for a vote of momentum ("two times")
+    declines: PositiveInt = 2  # that make momentum vote ("two times")
     consecutive: bool = False  # whether they must come at levels in a row
     expectation: Literal["tail_sum", "leaf_sum"] = "tail_sum"  # E_d of equations 22 and 23, or of 26
     # added to E_d: 1 for the target's own token, and 2 because the extended code counts depths from 0 at the second
-    # level (table 4 needs that much); 0: equations 22 and 26 as printed, whose E_d never exceeds the depth
+    # level (table 4 needs that much); 0: equations 22 and 26 as printed, at most the depth
     bonus: NonNegativeFloat = 3.0
     over: Literal["frontier", "selected"] = "frontier"  # E_d sums over each level's frontier, or the reranked tree
 
@@ -81,11 +81,11 @@ class VoteConfig(Section):
 
 
 class ProbabilitySumConfig(Section):
-    """Dynamic Depth Decoding: stop at one of some depths if the frontier's summed survival is low."""
+    """Dynamic Depth Decoding: stop at some depths if the frontier's summed survival is low."""
 
     rule: Literal["probability_sum"] = "probability_sum"
     checks: Some[PositiveInt] = (5, 7, 9)  # the depths
-    threshold: Share = 0.15  # stop below it (DEAGLE's value; the DDD paper tunes it per model)
+    threshold: Share = 0.15  # stop below it (DEAGLE's; DDD tunes it per model)
 
     def __post_init__(self) -> None:
         if list(self.checks) != sorted(set(self.checks)):
@@ -93,20 +93,20 @@ class ProbabilitySumConfig(Section):
 
 
 class MarginalGainConfig(Section):
-    """OPT-Tree: stop when a level adds too little to the expected length."""
+    """OPT-Tree: stop when a level adds too little expected length."""
 
     rule: Literal["marginal_gain"] = "marginal_gain"
-    threshold: Annotated[Share, Field(lt=1.0)] = 0.5  # the gain in expected tokens that is too little (its README)
+    threshold: Annotated[Share, Field(lt=1.0)] = 0.5  # least gain, in expected tokens (its README)
 
 
 class ExactConfig(Section):
-    """Stop when no deeper node could enter the tree: it is the same tree as with all levels."""
+    """Stop when no deeper node could enter the tree: all levels would give the same one."""
 
     rule: Literal["exact"] = "exact"
 
 
 LengthRule = ConstantConfig | HeuristicConfig | EntropyConfig | ConfidenceConfig  # for chains and trees
-TreeRule = VoteConfig | ProbabilitySumConfig | MarginalGainConfig | ExactConfig  # for trees: by the frontier's survival
+TreeRule = VoteConfig | ProbabilitySumConfig | MarginalGainConfig | ExactConfig  # trees: by the frontier's survival
 StopConfig = Annotated[LengthRule | TreeRule, Discriminator("rule")]
 Choice = tuple[int, ...]  # a node of a static tree: the ranks of the children on its path
 Fit = Literal["temperature", "isotonic"]
@@ -198,12 +198,12 @@ class DynamicConfig(Section, kw_only=True):
 
     shape: Literal["dynamic"] = "dynamic"
     levels: PositiveInt = 6  # greatest depth; the root has depth 0 (EAGLE-2, appendix A: 6)
-    k: PositiveInt = 10  # children of a node, and width of the frontier
+    k: PositiveInt = 10  # children per node, frontier width
     nodes: Annotated[int, Field(ge=2)] = 60  # verified nodes, the root included
     children: Literal["best", "sampled"] = "best"  # q's most probable (R2), or drawn if the target samples (R3)
-    # what nodes are ranked by (confidence: EAGLE-2's ablation, table 3)
+    # confidence: EAGLE-2's ablation (table 3)
     rank: Literal["survival", "confidence"] = "survival"
-    rerank: bool = True  # false (table 3): verify the k best nodes of every level, k * levels + 1 in all
+    rerank: bool = True  # false (table 3): verify every level's k best, k * levels + 1 nodes
     stop: StopConfig = ConstantConfig()  # when to end a draft early
     # when to read `stop`: before each level; late, once the next level runs; never (all run). The tree is the same
     stop_read: Literal["each", "late", "never"] = "each"
@@ -229,7 +229,7 @@ class BudgetConfig(Section):
 
     ms: PositiveFloat  # milliseconds of a whole cycle
     tree: OneTree | None = None  # null: no draft
-    # for each level, the share of drafts of which at least that many tokens were accepted
+    # by level, the share of drafts of which at least that many tokens were accepted
     survival: Many[Annotated[float, Field(gt=0, le=1)]] = ()
 
     def __post_init__(self) -> None:
@@ -245,7 +245,7 @@ class AutoConfig(Section, kw_only=True):
     choices: Some[BudgetConfig]  # `aerie tune` writes them to auto.yaml
     memory: Annotated[float, Field(ge=1)] = 256.0  # cycles without a draft until a text's difficulty is forgotten
     unsure: PositiveFloat = 1.0  # variance of a text's difficulty before it begins
-    drift: NonNegativeFloat = 0.02  # added to that variance in each cycle; `aerie tune` fits both
+    drift: NonNegativeFloat = 0.02  # added to it in each cycle; `aerie tune` fits both
     calibrated: Fit | None = None  # correct confidences by this fit of `aerie calibrate`
     stop = ConstantConfig()  # each tree has its own
 
@@ -288,7 +288,7 @@ class TypicalConfig(Section):
 
 
 class PromptLookupConfig(Section):
-    """Prompt lookup as transformers 5: drafts what followed an earlier copy of the last n-gram, cut at an end token."""
+    """Prompt lookup as in transformers 5: what followed the last n-gram before, cut at an end token."""
 
     ngram: PositiveInt = 2  # the longest (transformers' default; prompt-lookup-decoding: 3)
     min_ngram: PositiveInt = 1  # the shortest
@@ -322,7 +322,7 @@ class LookaheadConfig(Section):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """(levels, k, nodes); the most nodes, with root and the window's tokens, also while the window fills."""
+        """(levels, k, nodes with root and the window's tokens, also while the window fills)."""
         rows, columns = self.ngram - 1, self.window
         warm_up = max((row + 1) * (columns + rows - 1 - row) for row in range(rows))
         return rows, self.guesses, max(rows * columns + rows * self.guesses, warm_up)
@@ -340,7 +340,7 @@ OPTIONS: dict[str, type[Options]] = {"lookup": PromptLookupConfig, "lookahead": 
 @dataclass
 class Published:
     tree: dict[str, Any] | None = None  # TreeConfig's keys
-    options: str | None = None  # the section of its settings, if it grows no tree
+    options: str | None = None  # its section, if it grows no tree
     heads: tuple[str, ...] = ()  # kinds of head that list it
 
 
@@ -383,7 +383,7 @@ else:
 
 
 def completed(method: Any, changes: Any) -> Any:
-    """A method's published tree with a recipe's changes; another shape or rule starts from its own defaults."""
+    """A method's published tree with a recipe's changes; another shape has its own defaults."""
     if not isinstance(changes or {}, dict) or method not in METHODS:
         return changes
     changes, own = {key: value for key, value in (changes or {}).items() if value is not None}, METHODS[method].tree
@@ -394,7 +394,7 @@ def completed(method: Any, changes: Any) -> Any:
     shape, stop, rule = changes.get("shape", own["shape"]), changes.get("stop"), own["stop"]["rule"]
     usual = rule if shape == own["shape"] else "constant"
     asked = stop.get("rule", usual) if isinstance(stop, dict) else getattr(stop, "rule", usual)
-    # if no method has this shape and rule, the tree goes by the method with this shape and the constant rule
+    # if no method has this shape and rule, the one with this shape and the constant rule counts
     forms = {name: (row.tree["shape"], row.tree["stop"]["rule"]) for name, row in METHODS.items() if row.tree}
     kin = [name for name in forms if {*METHODS[name].heads} & {*METHODS[method].heads}]
     names = [n for n in kin if forms[n] == (shape, asked)] or [n for n in kin if forms[n] == (shape, "constant")]
@@ -420,8 +420,8 @@ class MethodConfig(Section):
     tree: TreeConfig | None = None  # changes to the method's tree
     head: Place | None = None  # a directory or Hub id; null: the run's own
     typical: TypicalConfig | None = None  # NOT lossless: Medusa's acceptance when tokens are sampled
-    lookup: PromptLookupConfig | None = None  # settings of method pld
-    lookahead: LookaheadConfig | None = None  # settings of method lookahead
+    lookup: PromptLookupConfig | None = None  # for method pld
+    lookahead: LookaheadConfig | None = None  # for method lookahead
 
     @model_validator(mode="before")
     @classmethod

@@ -36,7 +36,7 @@ class TargetConfig(Section):
 
 class _AnyHead(Section, kw_only=True):
     methods: ClassVar[tuple[str, ...]]  # methods that decode with it, the usual one first
-    reads_taps: ClassVar[bool] = False  # whether it learns from the target's taps, not from last_hidden
+    reads_taps: ClassVar[bool] = False  # learns from the target's taps, not from last_hidden
     init_from: Place | None = None  # warm start: a directory or Hub id, in any published layout
     max_position_embeddings: PositiveInt | None = None  # null: the target's, or data.max_length and a draft, if more
 
@@ -57,7 +57,7 @@ class _LayerSizes(Section, kw_only=True):
 
 
 class Eagle1Section(_LayerSizes, _AnyHead, kw_only=True):
-    """The head of EAGLE-1 and EAGLE-2, as wide as the target."""
+    """EAGLE-1 and EAGLE-2's head, as wide as the target."""
 
     methods = ("eagle2", *EAGLE)
     kind: Literal["eagle1"] = "eagle1"
@@ -121,7 +121,7 @@ class HydraSection(_LayerSizes, _MultiToken, kw_only=True):
     methods = ("hydra",)
     kind: Literal["hydra"] = "hydra"
     prefix_layer: bool = False  # Hydra++ (with num_layers 4): a decoder layer over last_hidden
-    initializer_range: PositiveFloat = 0.02  # standard deviation of the prefix layer's new matrices
+    initializer_range: PositiveFloat = 0.02  # deviation of the prefix layer's new matrices
 
     def __post_init__(self) -> None:
         sizes = [name for name in _LayerSizes.__dataclass_fields__ if getattr(self, name) is not None]
@@ -136,7 +136,7 @@ class DraftLMSection(_LayerSizes, _AnyHead, kw_only=True):
     kind: Literal["draft_lm"] = "draft_lm"
     num_hidden_layers: PositiveInt = 1  # decoder layers
     hidden_size: PositiveInt | None = None  # width; needed without init_from
-    initializer_range: PositiveFloat = 0.02  # standard deviation of its new matrices
+    initializer_range: PositiveFloat = 0.02  # standard deviation of new matrices
 
     def __post_init__(self) -> None:
         needed = ("hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
@@ -158,7 +158,7 @@ class BlockSection(_TapHead, kw_only=True):
     mask_token_id: NonNegativeInt | None = None  # null: a row of the target's embedding that no text uses
     markov_rank: NonNegativeInt = 64  # of the correction of logits by previous tokens; 0: none (DSpark, 8B: 256)
     markov_order: PositiveInt = 1  # how many previous tokens it sees; no server loads more than DSpark's one
-    markov_head: Literal["vanilla", "gated"] = "vanilla"  # gated: the correction depends on the row's state too
+    markov_head: Literal["vanilla", "gated"] = "vanilla"  # gated: by the row's state too
 
     @staticmethod
     def levels_of(values: dict[str, Any]) -> int | None:
@@ -202,7 +202,7 @@ class RateScaling(Section, kw_only=True):
 
 
 class TrainConfig(Section, kw_only=True):
-    """The defaults are those of EAGLE's code unless a comment says otherwise."""
+    """The defaults are those of EAGLE's code unless noted."""
 
     kind: str  # the head's kind
     epochs: PositiveInt = 20  # passes over the training conversations; EAGLE's README advises 20 to 40
@@ -214,11 +214,11 @@ class TrainConfig(Section, kw_only=True):
     warmup_steps: NonNegativeInt = 2000  # optimiser steps in which the rate rises from zero
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up; to final_rate, or constant
     final_rate: Share = 0.0  # share of the learning rate at which linear and cosine end
-    scale_rates: RateScaling | None = None  # scale the rates to the number of steps; null: use them as given
+    scale_rates: RateScaling | None = None  # to the number of steps; null: rates as given
     optimizer: Annotated[AdamWSection | MuonSection, Discriminator("kind")] = AdamWSection()  # AdamW, or Muon and AdamW
     betas: tuple[Beta, Beta] = (0.9, 0.95)  # AdamW's decay rates of the two moments
     weight_decay: NonNegativeFloat = 0.01  # AdamW's (EAGLE's DeepSpeed script: 0)
-    clip_norm: PositiveFloat = 0.5  # largest gradient norm (EAGLE's accelerate script clips each value)
+    clip_norm: PositiveFloat = 0.5  # of the gradient (EAGLE's accelerate script clips values)
     lk_eta: NonNegativeFloat = 3.0  # lk_hybrid: lambda = exp(-eta alpha) (arXiv 2602.23881)
     jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5  # jsd: the target's weight in the mixture (arXiv 2310.08461)
     loss_chunk_slots: PositiveInt | None = None  # slots whose laws are held at once; null: what fits 1 GiB (GPU: 4 GiB)
@@ -228,8 +228,8 @@ class TrainConfig(Section, kw_only=True):
     eval_every: NonNegativeInt = 500  # steps between evaluations; 0: only at the end
     eval_conversations: NonNegativeInt = 64  # held-out rows of an evaluation
     eval_depths: PositiveInt = 5  # drafted tokens per start slot for the predicted tau
-    save_every: PositiveInt = 500  # steps between saves, from which a stopped run goes on
-    keep_last: PositiveInt = 2  # saves to keep; with 2, a broken newest one costs save_every steps
+    save_every: PositiveInt = 500  # steps between saves, to go on from
+    keep_last: PositiveInt = 2  # saves; with 2, a broken newest one costs save_every steps
     trackers: Many[Tracker] = ()  # tensorboard, wandb, trackio or another of accelerate's
 
     def __post_init__(self) -> None:
@@ -254,8 +254,8 @@ class Eagle1Train(EagleTrain, kw_only=True):
     """EAGLE (arXiv 2401.15077), section 4.1."""
 
     kind: Literal["eagle1"] = "eagle1"
-    feature_weight: NonNegativeFloat = 1.0  # weight of the Smooth-L1 between drafted and true feature
-    classification_weight: NonNegativeFloat = 0.1  # weight of the loss between the laws
+    feature_weight: NonNegativeFloat = 1.0  # of the Smooth-L1 between drafted and true feature
+    classification_weight: NonNegativeFloat = 0.1  # of the loss between the laws
     feature_noise: NonNegativeFloat = 0.1  # half-width of the uniform noise on input features; 0 switches it off
 
 
@@ -265,7 +265,7 @@ class Eagle3Train(EagleTrain, kw_only=True):
     kind: Literal["eagle3"] = "eagle3"
     unroll_steps: PositiveInt = 7  # length of the training-time test
     unroll_decay: Decay = 0.8  # step k weighs unroll_decay ** k
-    mask_outside_vocabulary: bool = True  # no loss where the draft vocabulary lacks the target's choice
+    mask_outside_vocabulary: bool = True  # no loss where the target's choice cannot be drafted
     packing: bool = False  # conversations of a batch in one row, without padding
 
 
@@ -297,7 +297,7 @@ class DraftLMTrain(TrainConfig, kw_only=True):
     distill_weight: PositiveFloat = 1.0  # of that loss
     token_weight: NonNegativeFloat = 1.0  # of the cross-entropy, where `distill` is set
     on_policy: Share = 0.0  # share of rows in which the LM writes some tokens itself
-    on_policy_tokens: PositiveInt = 128  # how many, from a random place of an answer on
+    on_policy_tokens: PositiveInt = 128  # from a random place of an answer on
 
     def __post_init__(self) -> None:
         if self.distill is None and (self.distill_weight, self.token_weight, self.on_policy) != (1.0, 1.0, 0.0):

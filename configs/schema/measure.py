@@ -23,7 +23,7 @@ class PromptsConfig(Section):
     path: Place | None = None  # a .jsonl file of questions {question_id, category, turns}, or a text with one a line
     num_prompts: PositiveInt | None = 80  # of the file, or of each task; null: all
     max_new_tokens: PositiveInt = 512  # of each turn
-    task: str | None = None  # one task name for all of `path`; null: the file's categories
+    task: str | None = None  # one name for all of `path`; null: the file's categories
     tasks: Many[Annotated[TaskConfig, by_name]] = ()  # in place of path
     turns: PositiveInt | None = None  # most turns of a question; null: all, but of held-out conversations the first
     system_prompt: str | None = None  # before each conversation
@@ -39,7 +39,7 @@ class PromptsConfig(Section):
 
 
 class HeldOutPrompts(PromptsConfig, kw_only=True):
-    """The prompts of a recipe that names none."""
+    """For a recipe that names none."""
 
     data: DataConfig
     part: int  # 0: the first, third, ... of them; 1: the others
@@ -111,7 +111,7 @@ class CalibrateConfig(Section):
 
 
 class TuneConfig(Section):
-    # prompts to predict from; default: at most 24 held-out conversations, 128 new tokens each
+    # to predict from; default: at most 24 held-out conversations, 128 new tokens each
     prompts: PromptsConfig = PromptsConfig(num_prompts=24, max_new_tokens=128)
     measure: PromptsConfig | None = None  # other prompts, to time the choice on; null: not timed
     levels: Annotated[int, Field(ge=2)] = 10  # the deepest tree

@@ -31,7 +31,7 @@ class Recipe(Section):
     tune: TuneConfig | None = None  # search for the fastest tree; if it is set, `aerie run` tunes too
     synthetic: SyntheticConfig | None = None  # a made-up corpus (`aerie synthetic`), as in configs/embedded.yaml
     distill: DistillConfig | None = None  # answers that the target writes itself (`aerie distill`)
-    output: Place | None = None  # directory of the trained head; null: RUN/heads/KIND
+    output: Place | None = None  # the trained head; null: RUN/heads/KIND
     threads: PositiveInt | None = None  # torch threads per process; null: torch's choice
     seed: Seed = 0  # of measurements: the draws of sampled rows, the bootstrap of intervals
 
@@ -47,7 +47,7 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, values: Any) -> Any:
-        """Fills in the published settings of trees, and the head's kind in `train`."""
+        """Adds trees' published settings, and the head's kind to `train`."""
         kind, method = _kind_and_method(values)
         train, calibrate = values.get("train"), values.get("calibrate")
         if train is None or isinstance(train, dict):  # the section `head` reports a wrong kind
@@ -90,7 +90,7 @@ class RunPaths:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of every command; any other `--section.key value` overrides the recipe."""
+    """Adds every command's options; any other `--section.key value` is an override."""
     words = "`aerie keys SECTION` prints the keys of a section, what they mean and their defaults."
     parser.epilog = f"Any key of the recipe can be set too: --section.key VALUE (--train.learning_rate 1e-4). {words}"
     parser.add_argument("--config", type=user_path, help="the recipe (YAML)")
@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(arguments: argparse.Namespace, unknown: list[str]) -> Recipe:
-    """The recipe with the command line's overrides; if they change the head's kind or method, its tree is dropped."""
+    """The recipe with the command line's overrides; another head kind or method there drops its tree."""
     keys = {"run": "run", "target": "target.path", "dtype": "target.dtype", "device_map": "target.device_map"}
     flags = {key: getattr(arguments, flag, None) for flag, key in keys.items()}
     overrides = [*pairs_of(unknown), *(f"{key}={value}" for key, value in flags.items() if value is not None)]
