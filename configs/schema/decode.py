@@ -288,7 +288,7 @@ class TypicalConfig(Section):
 
 
 class PromptLookupConfig(Section):
-    """Prompt lookup as in transformers 5: what followed the last n-gram before, cut at an end token."""
+    """Prompt lookup as in transformers 5: what followed an earlier copy of the last n-gram, cut at an end token."""
 
     ngram: PositiveInt = 2  # the longest (transformers' default; prompt-lookup-decoding: 3)
     min_ngram: PositiveInt = 1  # the shortest

@@ -35,7 +35,7 @@ class TargetConfig(Section):
 
 
 class _AnyHead(Section, kw_only=True):
-    methods: ClassVar[tuple[str, ...]]  # methods that decode with it, the usual one first
+    methods: ClassVar[tuple[str, ...]]  # that decode with it, the usual one first
     reads_taps: ClassVar[bool] = False  # learns from the target's taps, not from last_hidden
     init_from: Place | None = None  # warm start: a directory or Hub id, in any published layout
     max_position_embeddings: PositiveInt | None = None  # null: the target's, or data.max_length and a draft, if more
@@ -197,14 +197,14 @@ class MuonSection(Section, kw_only=True):
 class RateScaling(Section, kw_only=True):
     """rate = given rate * (steps / steps of this run) ** power."""
 
-    steps: PositiveInt  # the number of optimiser steps that the given rates suit
+    steps: PositiveInt  # number of optimiser steps that the given rates suit
     power: Annotated[float, Field(gt=0, le=1)] = 0.25  # how fast the rates fall with the number of steps
 
 
 class TrainConfig(Section, kw_only=True):
     """The defaults are those of EAGLE's code unless noted."""
 
-    kind: str  # the head's kind
+    kind: str  # of the head
     epochs: PositiveInt = 20  # passes over the training conversations; EAGLE's README advises 20 to 40
     max_steps: PositiveInt | None = None  # optimiser steps; null: epochs decide
     max_seconds: NonNegativeFloat | None = None  # this stage's budget: stops at the next step and saves

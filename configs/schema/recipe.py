@@ -28,7 +28,7 @@ class Recipe(Section):
     tree: TreeConfig | None = None  # changes to the tree of the head's usual method
     calibrate: CalibrateConfig | None = None  # how far the head's confidence can be trusted; null: all defaults
     bench: BenchConfig | None = None  # tau and speedup of methods; null: all defaults
-    tune: TuneConfig | None = None  # search for the fastest tree; if it is set, `aerie run` tunes too
+    tune: TuneConfig | None = None  # search for the fastest tree; if set, `aerie run` tunes too
     synthetic: SyntheticConfig | None = None  # a made-up corpus (`aerie synthetic`), as in configs/embedded.yaml
     distill: DistillConfig | None = None  # answers that the target writes itself (`aerie distill`)
     output: Place | None = None  # the trained head; null: RUN/heads/KIND
