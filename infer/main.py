@@ -51,7 +51,8 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
         if (path := head_directory(head) / storage.CALIBRATOR).is_file()  # else the decoder reports it
     }
     inputs |= {k: v for k, v in (("calibrators", digests), ("cycle", recipe.target.cycle)) if v not in ({}, "auto")}
-    plan = f"{len(suite.rows)} rows x {len(section.sampling)} samplings -> {paths.bench}{graphs_in(paths.bench)}"
+    graphs = graphs_in(paths.bench) if arguments.plan else ""
+    plan = f"{len(suite.rows)} rows x {len(section.sampling)} samplings -> {paths.bench}{graphs}"
     work = partial(measured, section, heads, paths.bench, recipe.seed)
     return _stage(arguments, recipe, heads, inputs, section, plan, work)
 

@@ -25,6 +25,7 @@ TEXTS = {  # the files in {bad}
     "bomb.yaml": BOMB,
     "merge.yaml": BOMB.replace("[1, 1, 1, 1, 1, 1, 1, 1, 1]", "{k: 1}").replace("[*", "{<<: [*").replace("]\n", "]}\n"),
     "loop.yaml": "run: x\ntarget: &t {path: *t}\n",
+    "deep.yaml": f"run: {DEEP}\n",
     "huge.yaml": f"seed: {HUGE}\n",
     "date.yaml": "run: 2024-13-45\n",
     "keys.yaml": "[a]: 3\n",
@@ -75,6 +76,7 @@ distill {recipe} --plan --distill.sources '[{path: {bad}/pipe.jsonl}]' => pipe.j
 distill {recipe} --distill.sources '[{path: {root}/rows.jsonl}]' --merge --retry-failed => leave --retry-failed and
 distill {recipe} --distill.sources '[{path: x, ask: problem}]' => ask to personas
 features --config {bad}/loop.yaml => loop.yaml: more than 100,000 values
+features --config {bad}/deep.yaml => deep.yaml: nested too deeply
 features {data} {bad}/deep.jsonl => deep.jsonl:1: not JSON (nested too deeply)
 features {data} {bad}/huge.jsonl => huge.jsonl:1: not JSON (Exceeds the limit
 features {recipe} --overwrite --features.after_blocks [2,1] => after_blocks must ascend
