@@ -101,8 +101,8 @@ def exit_codes() -> Iterator[None]:
         print(f"error: {said}", file=sys.stderr, flush=True)
         sys.exit(2)
     except Requeued:
-        print("stopped before the time limit: the same command goes on", file=sys.stderr)
+        print("stopped before the time limit: run the same command again to continue", file=sys.stderr)
         sys.exit(REQUEUE)
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on from there", file=sys.stderr)
+        print("interrupted: run the same command again to continue", file=sys.stderr)
         sys.exit(130)

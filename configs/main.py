@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
                 stop = raised
                 os.kill(child.pid, signal.SIGUSR1 if isinstance(raised, Requeued) else signal.SIGINT)
         if child.exitcode < 0:
-            why = f"killed by signal {-child.exitcode}, often for want of memory; the same command goes on"
+            why = f"killed by signal {-child.exitcode}, often for lack of memory; run the same command again"
             print(f"\nerror: {stage}: {why}", file=sys.stderr)  # below a progress bar
         if child.exitcode:
             return child.exitcode if child.exitcode > 0 else 128 - child.exitcode
@@ -264,7 +264,7 @@ def _state(place: Path) -> tuple[str, list[str]]:
             rows = [row for row in read_json(place / "summary.json")["rows"] if row["status"] == "ok"]
             best = sorted(rows, key=lambda row: -float(row["tau"]))[:1]
         except (UserError, KeyError, TypeError):
-            return "damaged", [f"{place / 'summary.json'}: is not what was written"]
+            return "damaged", [f"{place / 'summary.json'}: is damaged"]
         return "whole", [f"best tau {row['tau']:.2f} ({row['method']}, {row['speedup'] or 0:.2f}x)" for row in best]
     if not (place / FILE).is_file():
         return "stopped" if place.is_dir() and any(place.iterdir()) else "absent", []
@@ -295,7 +295,7 @@ def _progress(metrics: Path, kind: str) -> list[str]:
         logged = [{"total_steps": 0, **record} for record in records if "loss" in record]
         return [*(text.format(**record) for record in logged[-1:]), *([f"best tau {max(taus):.2f}"] if taus else [])]
     except (ValueError, LookupError, TypeError):
-        return [f"a line of {metrics} is not what was written"]
+        return [f"a line of {metrics} is damaged"]
 
 
 def keys(arguments: argparse.Namespace, unknown: list[str]) -> int:

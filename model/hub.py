@@ -117,7 +117,7 @@ def require_whole_weights(head: Path) -> None:
     for name, (_, checksum) in storage.sound_record(head).get("files", {}).items():
         path = head / name
         if name.endswith((".safetensors", ".bin", ".pt")) and path.is_file() and weights_digest(path)[:16] != checksum:
-            raise UserError(f"{path}: is not what was written; train the head anew with --overwrite, or fetch it again")
+            raise UserError(f"{path}: is damaged; train the head anew with --overwrite, or fetch it again")
 
 
 def is_on_hub(path: Path | str) -> bool:
@@ -132,7 +132,7 @@ def readable_errors(repo: str) -> Iterator[None]:
         yield
     except (errors.HTTPError, errors.HFValidationError, OSError, RuntimeError) as error:
         what, token = first_line(error.__cause__ or error), get_token()
-        text = hub_answer(error) or f"the Hub is out of reach, refused or broke off: {what}; the same command goes on"
+        text = hub_answer(error) or f"the Hub is out of reach, refused or broke off: {what}; run the same command again"
         raise UserError(f"{repo}: {text.replace(token, '***') if token else text}") from error
 
 
@@ -153,7 +153,7 @@ def hub_answer(error: BaseException) -> str | None:
         (isinstance(cause, errors.RepositoryNotFoundError), nowhere),
         (isinstance(cause, errors.RevisionNotFoundError), "the repository has no such revision"),
         (status == 401, "the Hub does not accept this login; run: hf auth login"),
-        (status == 403, f"{may_not}; if a link has expired, the same command goes on"),
+        (status == 403, f"{may_not}; if a link has expired, run the same command again"),
         (is_away and constants.HF_HUB_OFFLINE, offline),
     )
     return next((meaning for applies, meaning in meanings if applies), None)

@@ -258,7 +258,7 @@ class Manifest:
     def read(cls, directory: Path, name: str = FILE) -> "Manifest":
         table = read_json(directory / name)
         if not isinstance(table, dict) or table.pop("seal", None) != digest(table):
-            raise UserError(f"{directory / name}: is not what was written (its checksum differs)")
+            raise UserError(f"{directory / name}: is damaged (its checksum differs)")
         del table["inputs_digest"]
         files = {file: (size, checksum) for file, (size, checksum) in table.pop("files").items()}
         return cls(files, table.pop("inputs"), table)
@@ -284,7 +284,7 @@ class Manifest:
             if (there := path.stat().st_size) != size:
                 return Damaged(path, f"{there:,} bytes instead of {size:,}")
             if content and file_digest(path) != checksum:
-                return Damaged(path, "is not what was written")
+                return Damaged(path, "is damaged")
         return None
 
 

@@ -245,7 +245,7 @@ class Loop:
                 # No log line: its sums are saved, and it comes at the same step as in an unbroken run.
                 if step != self._saved_at:
                     self._save_state()
-                self.say(f"stopped by a signal after step {step:,}; the same command goes on from there")
+                self.say(f"stopped by a signal after step {step:,}; run the same command again to continue")
             else:
                 self._log()
                 self._evaluate()

@@ -244,7 +244,7 @@ def keep_answers(path: Path, answers: Collection[Key]) -> None:
         if path.is_file():
             write_atomically(path, write)
     except (ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{path}: a line is not what was written ({first_line(error)}); add --overwrite") from error
+        raise UserError(f"{path}: a line is damaged ({first_line(error)}); add --overwrite") from error
 
 
 def places(parents: Sequence[int]) -> list[str]:

@@ -193,7 +193,7 @@ def result_of(run: Path, report: Path) -> tuple[str, str]:
         name, target, commit = facts["run"], facts["target"]["name"], facts["commit"]
         stops = "".join(f"- {name}: {words}.\n" for name, words in details["training"]["stopped"].items())
     except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{report}: is not what was written; run: aerie report --run {run}") from error
+        raise UserError(f"{report}: is damaged; run: aerie report --run {run}") from error
     table, judged = (read_text(report / f"{name}.md") for name in ("table", "claims"))
     left_out = [line for line in judged.splitlines(keepends=True) if "Not measured: " in line]
     lines = [line for line in judged.splitlines(keepends=True) if line not in left_out]

@@ -151,7 +151,7 @@ def test_a_run_goes_to_its_report_and_status_says_what_is_left(folder: Path, cap
     weights = folder / "run/heads/eagle1/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     assert status("run") == 0 and "next: aerie run run/recipe.yaml --overwrite" in capfd.readouterr().out
-    assert run() == 2 and "model.safetensors: is not what was written" in capfd.readouterr().err.splitlines()[-1]
+    assert run() == 2 and "model.safetensors: is damaged" in capfd.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.slow

@@ -148,7 +148,7 @@ def test_a_killed_bench_measures_only_what_is_missing(place: Place, tmp_path: Pa
     assert answers(run(bench(place, tmp_path), PROMPTS, seed=3)) == answers(measured[1])
     assert len(read_records(records)) == len(again) and {r.status for r in read_records(records)} == {"ok"}
     (tmp_path / module.CYCLES).write_text("".join(cycles[:3]) + "{}\n")
-    with pytest.raises(UserError, match=r"cycles.jsonl: a line is not what was written .*; add --overwrite"):
+    with pytest.raises(UserError, match=r"cycles.jsonl: a line is damaged .*; add --overwrite"):
         run(bench(place, tmp_path), PROMPTS, seed=3)
 
 

@@ -298,7 +298,7 @@ def test_bench_calibrate_compare_report_and_push_follow_each_other(
     Stage("train", head, {}).finish()
     weights = (head / WEIGHTS).read_bytes()
     (head / WEIGHTS).write_bytes(weights[:-1] + b"!")
-    assert f"{head / WEIGHTS}: is not what was written; train the head anew" in command("generate")[2]
+    assert f"{head / WEIGHTS}: is damaged; train the head anew" in command("generate")[2]
     (head / "provenance.json").unlink()
     assert tiny.call(model_main, "push", head, *push) == 2
     assert "was measured with another head" in capsys.readouterr().err

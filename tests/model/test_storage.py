@@ -102,7 +102,7 @@ def test_a_stage_reuses_its_own_output_and_refuses_anothers(tmp_path: Path) -> N
     stage.finish()
     (tmp_path / "calibrator.json").touch()
     assert stage.is_whole()
-    for name, said in (("rows", "rows: is not what was written"), (FILE, r"its checksum differs\)")):
+    for name, said in (("rows", "rows: is damaged"), (FILE, r"its checksum differs\)")):
         (tmp_path / name).write_text("{}")
         with pytest.raises(UserError, match=f"{said}; write it anew with --overwrite"):
             stage.require_own_directory(overwrite=stage.is_whole())

@@ -87,7 +87,7 @@ def test_a_run_killed_again_and_again_is_the_undisturbed_one(tmp_path: Path, und
     rates = [(line["matrix_rate"], line["learning_rate"]) for line in lines(tmp_path) if "loss" in line]
     assert [muon for muon, _ in rates] == pytest.approx([2 * adamw for _, adamw in rates])
     printed = capsys.readouterr()
-    assert "step-00000012/optimizer.bin: is not what was written" in printed.err
+    assert "step-00000012/optimizer.bin: is damaged" in printed.err
     assert "going on from step 9 of 15" in printed.out
 
 
