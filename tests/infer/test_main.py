@@ -277,7 +277,7 @@ def test_bench_calibrate_compare_report_and_push_follow_each_other(
         assert {"calibration.json", "summary.json"} <= set(said.split())
         assert str(shared) not in said.split("README.md:")[1]
     whole = records.read_text()
-    changed = {"bytes instead of": whole[: whole.rindex("\n{") + 1], "is not what was": whole.replace("7", "8", 1)}
+    changed = {"bytes instead of": whole[: whole.rindex("\n{") + 1], "is damaged": whole.replace("7", "8", 1)}
     for said, text in changed.items():
         records.write_text(text)
         assert said in command("bench")[2] and said in command("report")[2]

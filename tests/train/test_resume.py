@@ -162,7 +162,7 @@ def test_broken_saves_alone_are_refused_and_later_ones_than_a_new_one_go(tmp_pat
 
     flip(save(3), 200)
     flip(save(6), 200)
-    with pytest.raises(UserError, match=r"6/weights.bin: is not .*no other save is whole: start anew with --ov"):
+    with pytest.raises(UserError, match=r"6/weights.bin: is damaged; no other save is whole: start anew with --ov"):
         resume.find(tmp_path, FRESH, overwrite=False)
     assert resume.find(tmp_path, FRESH, overwrite=True)[:2] == (FRESH, None)
     save(5)  # as by a run that went on from step 3 with another save_every
