@@ -235,9 +235,11 @@ def test_layers_with_a_state_are_told_by_their_configuration(tmp_path: Path, kin
     assert "aerie does not decode with it" in str(only_trains(load_config(TargetConfig(str(tmp_path)))))
 
 
-def test_a_target_may_have_more_tokens_than_a_draft() -> None:
+def test_a_target_may_have_more_tokens_than_a_draft_but_no_other_ids() -> None:
     draft = {"a": 0, "b": 1, "c": 2}
     require_same_token_ids({**draft, "<tool>": 3}, draft, 3, "draft", "target")
+    with pytest.raises(UserError, match="token 'b' has id 2, in target another"):
+        require_same_token_ids({"a": 0, "b": 2, "c": 1}, draft, 3, "draft", "target")
 
 
 def test_vicunas_tokenizer_of_a_sentencepiece_file_alone_is_read(tmp_path: Path) -> None:
