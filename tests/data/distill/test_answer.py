@@ -183,7 +183,7 @@ def test_a_server_that_sends_elsewhere_is_refused_and_no_key_is_told(monkeypatch
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     with Scripted(lambda *_: "moved") as server, pytest.raises(UserError, match="redirects to http://bob:") as caught:
         ask([server.url], "a")
-    assert server.asked == ["Hi"] and masked(str(caught.value)).count("http://***@127.0.0.1:9/v1; if you trust that URL") == 1
+    assert server.asked == ["Hi"] and masked(str(caught.value)).count("http://***@127.0.0.1:9/v1; if you trust") == 1
     with Scripted(lambda question, _: "400" if question == "a" else "") as server:
         (error,) = ask([server.url], "a")
     assert "***" in error.why and masked(f"http://h/v1?key={KEY}: no") == "http://h/v1?key=***: no"
