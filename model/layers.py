@@ -65,22 +65,26 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Kept:
     """How many rows of a text its caches keep: `length`, on the host; `behind`, on the device: the places after them.
 
-    numbers are 0, 1, ...; columns [W] are the first W of them: one per kept row, or some more."""
+    numbers are 0, 1, ...; columns [W] are the first W of them: one per kept row, or some more. mask is additive: 0 for
+    the kept rows, and dtype's lowest number behind them."""
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
+    def __init__(self, capacity: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         # rounded up, as a forward is compiled for one capacity
         self.numbers = torch.arange(-(-capacity // 256) * 256, device=device)
         self.behind = self.numbers.clone()
+        self.mask = torch.empty(len(self.numbers), dtype=dtype, device=device)
         # by decoder: its CUDA graphs, which read these places and their caches
         self.captured = weakref.WeakKeyDictionary[Any, dict[Any, Any]]()
         self.restart()
 
     def restart(self) -> None:
         self.behind.copy_(self.numbers)
+        self.mask.fill_(torch.finfo(self.mask.dtype).min)
         self.length = 0
         self.advance(0)
 
     def advance(self, count: int) -> None:
+        self.mask[self.length : self.length + count] = 0.0
         self.length += count
         self.behind.add_(count)
         self.columns = self.numbers[: self.length]

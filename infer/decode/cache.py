@@ -97,15 +97,13 @@ class CachedLM:
 
     def _mask(self, positions: Tensor, mask: Tensor) -> Tensor | dict[str, Tensor]:
         # additive [1, 1, n, W], or one per kind of layer: the kept rows, and behind them m + n rows at these positions
-        (count, new), columns = mask.shape, self.cache.kept.numbers[: self.cache.width]
-        places = self.cache.kept.behind[:new]
-        kept = (columns < self.cache.kept.behind[:1]).expand(count, -1)
-        full = torch.where(kept, self._visible, self._masked)
-        full.index_copy_(1, places, torch.where(mask, self._visible, self._masked))
+        kept, (count, new), width = self.cache.kept, mask.shape, self.cache.width
+        places, own = kept.behind[:new], torch.where(mask, self._visible, self._masked)
+        full = kept.mask[:width].expand(count, -1).index_copy(1, places, own)
         masks = {"full_attention": full[None, None]}
         # the cache is full-length, so the mask alone makes the sliding window, by positions
         if "sliding_attention" in self._layer_kinds:
-            far = positions[-count:, None] - columns.index_copy(0, places, positions) >= self._window
+            far = positions[-count:, None] - kept.numbers[:width].index_copy(0, places, positions) >= self._window
             masks["sliding_attention"] = torch.where(far, self._masked, full)[None, None]
         kinds = self._layer_kinds
         return {kind: masks[kind] for kind in kinds} if len(kinds) > 1 else masks[kinds[0]]

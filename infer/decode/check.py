@@ -94,7 +94,7 @@ def _difference(target: Target, length: int, parents: Tensor, paths: Tensor) -> 
     mask = ancestors(parents, levels)
     tree = Tree(tokens, parents, mask.sum(-1) - 1, mask, zeros, zeros, levels, levels)
     ours, theirs = list[Tensor](), list[Tensor]()
-    lm.prefill(known, kept := Kept(length + paths.shape[1] + count, target.device))
+    lm.prefill(known, kept := Kept(length + paths.shape[1] + count, target.device, target.dtype))
     kept.advance(length)
     for _ in range(2):  # the second time after rows were gathered out of order
         step = lm.extend(tree.tokens, tree.depth, tree.mask)

@@ -42,7 +42,6 @@ class EagleDrafter(Drafter):
         self._cache = KeyValueCache({}, Kept(0, head.fc.weight.device))  # of the text that `reset` began
         # the head's states [n, D]: of the last committed slot, and of the rows of the last call
         self._last = self._hidden = torch.empty(0)
-        self._zero, self._hides = head.fc.weight.new_tensor([0.0, float("-inf")])
 
     def reset(self, prompt: Tensor, kept: Kept, slots: int) -> None:
         self._slots = slots
@@ -64,9 +63,8 @@ class EagleDrafter(Drafter):
     def start(self) -> Tensor:
         self._cache.pending = self._level = 0  # drafted slots, and levels of them
         kept, self._hidden = self._cache.kept, self._last
-        columns = kept.numbers[None, None, None, : kept.columns.shape[0] + self._slots]
         # additive [1, 1, rows of the last call, W]
-        self._mask = torch.where(columns < kept.behind[:1], self._zero, self._hides)
+        self._mask = kept.mask[None, None, None, : kept.columns.shape[0] + self._slots]
         self._ropes = self._table.index_select(1, kept.behind[: self._slots])  # by level
         return self._log_q()
 
@@ -240,7 +238,7 @@ class DraftLMDrafter(Drafter):
         self._depth = self._seen = self._unread  # of the rows drafted so far [m]; which the last call's see [n, m]
 
     def reset(self, prompt: Tensor, kept: Kept, slots: int) -> None:
-        self._lm.prefill(self._readable(prompt), own := Kept(len(kept.numbers), prompt.device))
+        self._lm.prefill(self._readable(prompt), own := Kept(len(kept.numbers), prompt.device, self.draft.dtype))
         own.advance(len(prompt))
         self._num_repeated = prompt.shape[0] - 1
         self._unread, self._root_law, self._steps = prompt[:0], None, []

@@ -197,7 +197,7 @@ class SpeculativeDecoder:
         kept, rows = self.lm.cache.kept, len(prompt) + limit
         rows = (bucket(rows) if self.is_captured else rows) + max(proposer.max_nodes, proposer.draft_slots)
         if len(kept.numbers) < rows:
-            kept = Kept(rows, prompt.device)
+            kept = Kept(rows, prompt.device, self.target.dtype)
         kept.restart()
         root = self._prefill(prompt, kept, sampler)  # [1]
         new = root.tolist()

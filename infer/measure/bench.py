@@ -314,7 +314,7 @@ def measure_reference(bench: Bench, records: list[Record]) -> list[Record]:
     per_token: list[list[float]] = []  # milliseconds of each way, by prompt
 
     def forwards_alone(ids: Tensor, answer: Tensor) -> None:
-        vanilla.lm.prefill(ids[0], kept := Kept(ids.shape[1] + len(answer) + 1, ids.device))
+        vanilla.lm.prefill(ids[0], kept := Kept(ids.shape[1] + len(answer) + 1, ids.device, vanilla.target.dtype))
         kept.advance(ids.shape[1])
         for position in range(len(answer) - 1):
             root = root_only(answer[position : position + 1])
