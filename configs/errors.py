@@ -57,8 +57,15 @@ def masked(text: str) -> str:
     return SECRETS.sub(lambda found: f"{found[1] or found[2] or ''}***", text)
 
 
+def rank() -> int:
+    """This process's number among those that a launcher started; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def warn(message: str) -> None:
-    print(f"warning: {masked(message)}", file=sys.stderr, flush=True)
+    """Only the first process prints it."""
+    if rank() == 0:
+        print(f"warning: {masked(message)}", file=sys.stderr, flush=True)
 
 
 class Arguments(argparse.ArgumentParser):
@@ -75,9 +82,8 @@ def exit_codes() -> Iterator[None]:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
             if not re.fullmatch("[0-9]{1,9}", os.environ.get(name, "0")):
                 raise UserError(f"{name}: {os.environ[name][:20]!r} is no number; a launcher sets it, so unset it")
-        rank, world = (int(os.environ.get(name, number)) for name, number in (("RANK", "0"), ("WORLD_SIZE", "1")))
-        if rank >= world:
-            raise UserError(f"RANK: {rank} is not below WORLD_SIZE {world}; a launcher sets both, so unset them")
+        if rank() >= (world := int(os.environ.get("WORLD_SIZE", "1"))):
+            raise UserError(f"RANK: {rank()} is not below WORLD_SIZE {world}; a launcher sets both, so unset them")
         for word in sys.argv:
             if LONE_SURROGATE.search(word):
                 raise UserError(f"{word!a}: is no UTF-8 text")

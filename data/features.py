@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aerie.configs.errors import UserError, warn
+from aerie.configs.errors import UserError, rank, warn
 from aerie.configs.schema.data import DataConfig, FeaturesConfig
 from aerie.configs.schema.recipe import Recipe
 from aerie.data.batches import check_padding, collate, forward, grouped
@@ -47,10 +47,10 @@ def plan_cache(
     return CachePlan(directory, shards, len(data.train), text.hidden_size, after_blocks, storage, config.batch_tokens)
 
 
-def within_context(data: DataConfig, text_config: Any, speaks: bool = True) -> DataConfig:
+def within_context(data: DataConfig, text_config: Any) -> DataConfig:
     """data, with max_length lowered to the target's context."""
     context = context_of(text_config) or data.max_length
-    if context < data.max_length and speaks:
+    if context < data.max_length:
         warn(f"data.max_length: {data.max_length:,} is beyond the target's context; conversations end at {context:,}")
     return replace(data, max_length=min(data.max_length, context))
 
@@ -79,12 +79,12 @@ def extract(
     target: Target, plan: CachePlan, state: Any, fingerprint: Any, share: Share = ALL, overwrite: bool = False
 ) -> tuple[Manifest | None, "Writer"]:
     """The index (None if this process wrote none) and the writer; state: accelerate's PartialState."""
-    rank, world = state.process_index, state.num_processes
-    part = share.part(plan.shards)[rank::world]
+    number, world = state.process_index, state.num_processes
+    part = share.part(plan.shards)[number::world]
     with explained(plan.directory), ExitStack() as stack:
-        lock = stack.enter_context(_announced(plan, overwrite)) if rank == 0 else None
+        lock = stack.enter_context(_announced(plan, overwrite)) if number == 0 else None
         state.wait_for_everyone()
-        with bar(sum(shard.num_tokens for shard in part), "tok", f"features (process 1 of {world})", rank) as progress:
+        with bar(sum(shard.num_tokens for shard in part), "tok", f"features (process 1 of {world})") as progress:
             writer = Writer(target, plan)
             writer.run(part, progress)
         state.wait_for_everyone()
@@ -201,22 +201,22 @@ def _save(shard: Shard, tensors: dict[str, Tensor], lock: Lock) -> None:
         lock.path.unlink(missing_ok=True)
 
 
-def prepare(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, rank: int = 0) -> tuple[CachePlan, Any, Any]:
+def prepare(recipe: Recipe, stage: Stage, share: Share, overwrite: bool) -> tuple[CachePlan, Any, Any]:
     """(plan, tokenizer, facts), after all checks that need no weights."""
     hf_config = load_config(recipe.target)
     text, path = hf_config.get_text_config(), recipe.target.path
-    if rank == 0 and (why := only_trains(hf_config)):
+    if why := only_trains(hf_config):
         warn(f"{path}: {why}")
     taps = taps_of(recipe, text.num_hidden_layers)
     check_size(getattr(recipe.head, "draft_vocab_size", None), text.vocab_size)
-    data, tokenizer, tally = tokenised(recipe.target, within_context(recipe.data, text, rank == 0), rank == 0)
+    data, tokenizer, tally = tokenised(recipe.target, within_context(recipe.data, text))
     origin = {**state_inputs(stage.inputs), "after_blocks": list(taps)}
     plan = plan_cache(stage.output, data, replace(recipe.features, after_blocks=taps), path, hf_config, origin)
     facts = {"train": statistics(data.train), "held_out": statistics(data.held_out)}
     todo, output = plan.missing(share), stage.output.absolute()
     free = shutil.disk_usage(next(path for path in (output, *output.parents) if path.exists())).free
     needed, tokens = sum(map(plan.bytes_of, todo)), sum(shard.num_tokens for shard in plan.shards)
-    if rank == 0:
+    if rank() == 0:
         rows, largest = len(data.train) + len(data.held_out), max(map(plan.bytes_of, plan.shards))
         print(
             f"{tally.table()}\ntrain: {facts['train']}\nheld_out: {facts['held_out']}\n"
@@ -233,7 +233,7 @@ def prepare(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, rank: i
 
 
 def write(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, state: Any) -> str:
-    plan, tokenizer, facts = prepare(recipe, stage, share, overwrite, state.process_index)
+    plan, tokenizer, facts = prepare(recipe, stage, share, overwrite)
     target = Target.load(recipe.target, state.device)
     check_padding(target)
     index, writer = extract(target, plan, state, text_fingerprint(tokenizer, recipe.data), share, overwrite)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from aerie.configs.errors import UserError
+from aerie.configs.errors import UserError, rank
 from aerie.configs.read import as_dict, require_regular
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
@@ -158,11 +158,14 @@ class _Lines(StringIO):
         return sys.stderr.write(line and f"{line}\n")
 
 
-def bar(total: int | None, unit: str, description: str, rank: int = 0, done: int = 0) -> "tqdm[Any]":
-    """A bar on standard error, lines in a log. `done` does not count in the rate; a bar without a total is cleared."""
+def bar(total: int | None, unit: str, description: str, done: int = 0) -> "tqdm[Any]":
+    """The first process's bar on standard error; in a log, lines. It is cleared if it has no total.
+
+    `done` does not count in the rate.
+    """
     options: dict[str, Any] = {"file": sys.stderr, "dynamic_ncols": True}
     if not sys.stderr.isatty():
         form = OPEN_LINE if total is None else LINE
         options = {"file": _Lines(), "bar_format": form, "mininterval": LINE_SECONDS, "delay": 1e-9}
     options |= {"unit": f" {unit}", "unit_scale": total is None or total >= 1000, "leave": total is not None}
-    return tqdm(desc=description, total=total, initial=done, disable=rank != 0, **options)
+    return tqdm(desc=description, total=total, initial=done, disable=rank() != 0, **options)

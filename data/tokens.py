@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as arrow  # type: ignore[import-untyped]
 from pyarrow import parquet
 
-from aerie.configs.errors import UserError
+from aerie.configs.errors import UserError, rank
 from aerie.configs.read import as_dict
 from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.heads import TargetConfig
@@ -43,12 +43,12 @@ class TokenisedData(NamedTuple):
     held_out: list[Row]  # training never sees them
 
 
-def tokenised(target: TargetConfig, config: DataConfig, speaks: bool = True) -> tuple[TokenisedData, Any, Tally]:
+def tokenised(target: TargetConfig, config: DataConfig) -> tuple[TokenisedData, Any, Tally]:
     tokenizer, tally = load_tokenizer(target), Tally()
-    return tokenize(config, tokenizer, target_end_ids(target, tokenizer), tally, speaks), tokenizer, tally
+    return tokenize(config, tokenizer, target_end_ids(target, tokenizer), tally), tokenizer, tally
 
 
-def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally, speaks: bool = True) -> TokenisedData:
+def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally) -> TokenisedData:
     """Rows cut at max_length, each with a supervised slot; slow work is kept in the user's cache folder."""
     here, files = Path(__file__).parent, ("chat.py", "conversations.py", "tokens.py", "shapes.yaml")
     # None for a Hub data set whose commit the Hub does not tell
@@ -62,7 +62,7 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
     }
     directory, names, started = user_cache() / digest(inputs), ("input_ids", "turns"), time.monotonic()
     if isinstance(found := Manifest.check(directory, inputs), Whole):
-        if speaks:
+        if rank() == 0:
             print(f"tokenised rows are read from {directory}", file=sys.stderr, flush=True)
         table, facts = parquet.read_table(directory / ROWS), found.manifest.facts
         ints = ([array("i", row.values.to_numpy().tobytes()) for row in table[name]] for name in names)
@@ -72,8 +72,8 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
             tally.counts[kind, reason] += count
             tally.examples.setdefault((kind, reason), example)
         return TokenisedData(rows[: facts["num_train"]], rows[facts["num_train"] :])
-    data = _made(config, tokenizer, end_ids, tally, speaks)
-    if speaks and None not in inputs["conversations"].values() and time.monotonic() - started > SLOW_SECONDS:
+    data = _made(config, tokenizer, end_ids, tally)
+    if rank() == 0 and None not in inputs["conversations"].values() and time.monotonic() - started > SLOW_SECONDS:
         rows = [*data.train, *data.held_out]
         columns = {name: [np.asarray(getattr(row, name), dtype=np.int32) for row in rows] for name in names}
         counts = [[*key, count, tally.examples[key]] for key, count in tally.counts.items()]
@@ -84,11 +84,11 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
     return data
 
 
-def _made(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally, speaks: bool) -> TokenisedData:
+def _made(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally) -> TokenisedData:
     chat, data = Chat(tokenizer, end_ids, tally), TokenisedData([], [])
     num_ids, max_length = max(tokenizer.get_vocab().values()) + 1, config.max_length
     num_tokens = num_supervised = 0  # rows without a supervised slot count too
-    with bar(None, "conversations", "tokenise", 0 if speaks else 1) as progress:
+    with bar(None, "conversations", "tokenise") as progress:
         for conversation, rows in _in_processes(load_conversations(config, tally), chat, config, num_ids):
             reasons, kept = list[str](), list[Row]()
             for row in rows:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from aerie.configs.errors import UserError
+from aerie.configs.errors import UserError, rank
 from aerie.model import storage
 from aerie.model.storage import CALIBRATOR, CONFIG, ORDER, find_weights, first_line, weight_map
 
@@ -72,7 +72,7 @@ def quieten() -> None:
     if not cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed prints that it found no GPU
     logging.set_verbosity_error()
-    if os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty():
+    if rank() != 0 or not sys.stderr.isatty():
         logging.disable_progress_bar()
 
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from safetensors import SafetensorError
 
-from aerie.configs.errors import REQUEUE, NotWritable, Requeued, UserError, warn
+from aerie.configs.errors import REQUEUE, NotWritable, Requeued, UserError, rank, warn
 from aerie.configs.read import parse_json, read_text
 
 ROOT = Path(__file__).resolve().parent.parent  # the checkout
@@ -94,18 +94,18 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def directory_atomically(path: Path, rank: int = 0, wait: Callable[[], None] = lambda: None) -> Iterator[Path]:
-    """Yields a temporary directory that becomes path unless the block raises."""
+def directory_atomically(path: Path, wait: Callable[[], None] = lambda: None) -> Iterator[Path]:
+    """Yields a temporary directory that becomes path unless the block raises; wait: a barrier, if all ranks call it."""
     temporary, old = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
     try:
         with explained(path):
-            if rank == 0:
+            if rank() == 0:
                 remove_tree(temporary)
                 temporary.mkdir(parents=True)
             wait()
             yield temporary
             wait()
-            if rank == 0:
+            if rank() == 0:
                 for inside in [*temporary.rglob("*"), temporary]:
                     sync(inside)
                 remove_tree(old)
@@ -380,7 +380,7 @@ def _git(*arguments: str) -> str | None:
 
 def write_status(path: Path, stage: str, state: str, code: int = 0) -> None:
     """`status.json` for scripts; only rank 0 writes."""
-    if int(os.environ.get("RANK", "0")) == 0:
+    if rank() == 0:
         write_json(path, {"stage": stage, "state": state, "code": code})
 
 

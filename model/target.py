@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import cached_file
 
-from aerie.configs.errors import UserError, warn
+from aerie.configs.errors import UserError, rank, warn
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
 from aerie.model.hub import hub_answer, quieten, require_target, weights_digests
@@ -92,7 +92,7 @@ class Target:
             arguments["device_map"] = config.device_map
         if getattr(load_config(config).get_text_config(), "attn_logit_softcapping", None) is not None:
             arguments["attn_implementation"] = "eager"  # sdpa has no softcap
-        if (size := weights_size(config)) >= LARGE and os.environ.get("RANK", "0") == "0":
+        if (size := weights_size(config)) >= LARGE and rank() == 0:
             print(f"loading {config.path} ({size / 1e9:.1f} GB)", file=sys.stderr, flush=True)
         ends = target_end_ids(config)  # transformers ignores a damaged generation_config.json
         # so that info has weights of other shapes, too

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate.tracking import get_available_trackers
 
-from aerie.configs.errors import UserError, warn
+from aerie.configs.errors import UserError, rank, warn
 from aerie.configs.read import as_dict
 from aerie.configs.schema.heads import DraftLMSection, Eagle3Section, HydraSection, MedusaSection
 from aerie.configs.schema.recipe import Recipe
@@ -25,7 +25,7 @@ from aerie.model.checkpoint import new_head, position_warnings, save_head
 from aerie.model.target import VocabWeights
 from aerie.train import costs, lm
 from aerie.train.block import BlockObjective
-from aerie.train.launch import rank, world_size
+from aerie.train.launch import world_size
 from aerie.train.objectives import Eagle1Objective, Eagle3Objective, MultiTokenObjective, Objective
 from aerie.train.resume import needs_target, reads_cache, state_name
 
@@ -94,7 +94,8 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
         text_config, vocab = targets.load_vocab(recipe.target) if whole is None else (whole.config, whole.vocab)
         taps = targets.taps_of(recipe, text_config.num_hidden_layers)
     rows = _rows(recipe, tokenizer, end_ids, text_config, vocab, taps)
-    length, drafted = within_context(recipe.data, text_config, False).max_length, _num_drafted(recipe)
+    length = min(recipe.data.max_length, targets.context_of(text_config) or recipe.data.max_length)
+    drafted = _num_drafted(recipe)
     if is_online and whole is not None:
         check_padding(whole)
         features = partial(with_states, whole, taps, getattr(torch, recipe.features.dtype or "", whole.dtype))
@@ -179,8 +180,8 @@ def _rows(recipe: Recipe, tokenizer: Any, end_ids: set[int], text: Any, vocab: A
         pools = None if at_once is None else ShardPools(train.shards, at_once)
         origin = {name: cache.fingerprint.get(name) for name in ("rows", "tokenizer", "template")}
         return Rows(train, cache.split("held_out"), train.lengths, train.tokens, origin, pools)
-    config = within_context(recipe.data, text, rank() == 0)
-    data = tokens.tokenize(config, tokenizer, end_ids, Tally(), rank() == 0)
+    config = within_context(recipe.data, text)
+    data = tokens.tokenize(config, tokenizer, end_ids, Tally())
     if text is not None:
         check_rows([*data.train, *data.held_out], text, recipe.target.path)
     if rank() == 0:

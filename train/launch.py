@@ -22,10 +22,6 @@ from aerie.model.heads.eagle import LMHead
 from aerie.model.hub import quieten
 
 
-def rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
 def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -57,7 +53,7 @@ def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
         # Without gloo, DeepSpeed on CPUs sees only one process; on a GPU, gloo would replace NCCL.
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if is_cpu_process else [],
     )
-    if has_gpu and accelerator.mixed_precision == "no" and rank() == 0:
+    if has_gpu and accelerator.mixed_precision == "no":
         warn("accelerate launch: trains in float32; add --mixed_precision bf16, unless that is what you want")
     together = 1 if accelerator.distributed_type == DistributedType.NO else accelerator.num_processes
     if together != world_size():

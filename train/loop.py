@@ -202,7 +202,7 @@ class Loop:
         config, accelerator, start, ending = self.config, self.accelerator, self.progress.step, "finished"
         steps = range(start, self.total)
         stop.is_stepping = True
-        with bar(self.total, "step", f"train {self.job.kind}", self.rank, done=start) as progress_bar:
+        with bar(self.total, "step", f"train {self.job.kind}", done=start) as progress_bar:
             if self.rank == 0:
                 self.say = progress_bar.write
             before = time.monotonic()
@@ -396,6 +396,5 @@ class Loop:
                 resume.publish(self.job.output, folder / "best")
 
         self.progress = replace(self.progress, seconds=time.monotonic() - self._since)
-        wait = self.accelerator.wait_for_everyone
-        resume.save(self.job.state, self.progress, fill, self.rank, wait, self.config.keep_last)
+        resume.save(self.job.state, self.progress, fill, self.accelerator.wait_for_everyone, self.config.keep_last)
         self._saved_at = self.progress.step

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from aerie.configs.errors import Arguments, UserError, exit_codes
+from aerie.configs.errors import Arguments, UserError, exit_codes, rank
 from aerie.configs.read import dump
 from aerie.configs.schema.recipe import Recipe, add_arguments, load
 from aerie.model.storage import Stage, status_file, working_alone, write_text
@@ -47,7 +47,7 @@ def main() -> int:
         return 0 if is_whole else 1
     if is_whole:
         # A kill may have left saves after the record was written.
-        if os.environ.get("RANK", "0") == "0":
+        if rank() == 0:
             resume.forget_saves(stage.output, state)
             print(f"train {recipe.head.kind}: whole, reused ({stage.output})", flush=True)
         return 0
@@ -60,7 +60,7 @@ def main() -> int:
         plan = jobs.plan(recipe, jobs.build(recipe, stage.output, arguments.overwrite, is_plan=True))
         if "LOCAL_RANK" in os.environ:  # a launcher's processes have to connect once
             launch.build_accelerator(recipe.train, recipe.paths.root).end_training()
-        if launch.rank() == 0:
+        if rank() == 0:
             print(plan, flush=True)
         return 0
     with resume.StopRequest() as stop, status_file(paths.status, "train") as ended:
@@ -122,7 +122,7 @@ def measured_tau(recipe: Recipe, job: "Job") -> "Measure":
     from aerie.infer.decode.engine import SpeculativeDecoder
     from aerie.infer.decode.methods import drafting
     from aerie.model.target import context_of
-    from aerie.train.launch import all_reduce, rank, world_size
+    from aerie.train.launch import all_reduce, world_size
 
     settings: Any = recipe.train
     target, tree = job.target, recipe.tree

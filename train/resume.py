@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from aerie.configs.errors import Requeued, UserError
+from aerie.configs.errors import Requeued, UserError, rank
 from aerie.configs.read import as_dict
 from aerie.configs.schema.recipe import Recipe
 from aerie.data.stage import COMMAND, changed_since, conversation_inputs, target_inputs
@@ -136,16 +136,16 @@ def decisive(made_of: dict[str, Any]) -> dict[str, Any]:
 
 
 def save(
-    state: Path, progress: Progress, fill: Callable[[Path], None], rank: int, wait: Callable[[], None], keep_last: int
+    state: Path, progress: Progress, fill: Callable[[Path], None], wait: Callable[[], None], keep_last: int
 ) -> None:
     """Writes a save with fill(folder), which all ranks call, then removes old ones; wait is a barrier."""
     folder = state / f"step-{progress.step:08d}"
-    with storage.directory_atomically(folder, rank, wait) as temporary:
+    with storage.directory_atomically(folder, wait) as temporary:
         fill(temporary)
         wait()
-        if rank == 0:
+        if rank() == 0:
             Manifest.of(temporary, facts=asdict(progress)).write(temporary, RECORD)
-    if rank == 0:
+    if rank() == 0:
         clear(state, keep=[place for place in folders(state) if place <= folder][:keep_last])
     wait()
 

@@ -16,12 +16,12 @@ from tests.data import chat_targets as targets
 
 
 def tokenised(
-    tmp_path: Path, rows: list[Any], template: str | None = targets.CHATML, speaks: bool = False, **options: Any
+    tmp_path: Path, rows: list[Any], template: str | None = targets.CHATML, **options: Any
 ) -> tuple[TokenisedData, Tally]:
     tokenizer, tally = targets.build_tokenizer(template, "<|im_end|>"), Tally()
     path = str(tiny.write_rows(tmp_path / "rows.jsonl", rows))
     config = DataConfig((path,), **{"held_out": 0.0, **options})
-    return tokenize(config, tokenizer, {tokenizer.eos_token_id}, tally, speaks), tally
+    return tokenize(config, tokenizer, {tokenizer.eos_token_id}, tally), tally
 
 
 def questions(count: int) -> list[dict[str, str]]:
@@ -64,7 +64,7 @@ def test_rows_that_took_long_are_kept_and_made_anew_after_any_change(tmp_path: P
 
     def times(rows: Any = None, **options: Any) -> int:
         before, rows = len(made), rows or [*questions(9), {"question": "?", "answer": ""}]
-        got, again = (tokenised(tmp_path, rows, speaks=True, **options) for _ in range(2))
+        got, again = (tokenised(tmp_path, rows, **options) for _ in range(2))
         assert got == again and got[0].train and got[1].rows == len(rows)
         return len(made) - before
 

@@ -130,7 +130,7 @@ def test_a_tracker_goes_on_and_has_no_step_twice(tmp_path: Path) -> None:
 
 def test_another_recipe_or_engine_is_refused_and_other_saves_are_not(tmp_path: Path, undisturbed: Any) -> None:
     fresh = Progress({"rows": "r", "train": {"log_every": 1, "seed": 0}}, 2, "ZeRO-2 bf16", "NVIDIA A")
-    resume.save(tmp_path, replace(fresh, step=7), lambda folder: None, 0, lambda: None, 2)
+    resume.save(tmp_path, replace(fresh, step=7), lambda folder: None, lambda: None, 2)
     others = {
         r"\(rows: r there, s asked; train.seed: 0 there": replace(fresh, made_of={"rows": "s", "train": {"seed": 1}}),
         "saved under ZeRO-2 bf16, now it is plain bf16; go on as there, or": replace(fresh, engine="plain bf16"),
@@ -157,7 +157,7 @@ def test_a_save_that_holds_more_than_tensors_is_never_loaded(tmp_path: Path) -> 
 def test_broken_saves_alone_are_refused_and_later_ones_than_a_new_one_go(tmp_path: Path) -> None:
     def save(step: int) -> Path:
         fill = lambda folder: torch.save(torch.arange(step), folder / "weights.bin")  # noqa: E731
-        resume.save(tmp_path, replace(FRESH, step=step), fill, 0, lambda: None, 2)
+        resume.save(tmp_path, replace(FRESH, step=step), fill, lambda: None, 2)
         return tmp_path / f"step-{step:08d}/weights.bin"
 
     flip(save(3), 200)

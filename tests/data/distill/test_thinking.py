@@ -31,7 +31,7 @@ def rows_of(reader: Thinking, *answers: Answer) -> list[dict[str, Any]]:
 def learnt(rows: list[dict[str, Any]], reader: Thinking, path: Path) -> list[str]:
     """The text of each row that training supervises."""
     config = DataConfig((str(write_rows(path / "rows.jsonl", rows)),), held_out=0.0)
-    read = tokenize(config, reader.tokenizer, reader.end_ids, Tally(), speaks=False).train
+    read = tokenize(config, reader.tokenizer, reader.end_ids, Tally()).train
     return [reader.tokenizer.decode([t for t, n in zip(row.input_ids, row.turns, strict=True) if n]) for row in read]
 
 
