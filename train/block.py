@@ -13,7 +13,7 @@ from aerie.data.batches import Batch
 from aerie.model.heads.block import BlockHead
 from aerie.model.target import VocabWeights
 from aerie.train import losses
-from aerie.train.losses import SumsAndCounts, Totals, likeliest
+from aerie.train.losses import SumsAndCounts, Totals
 from aerie.train.objectives import Objective, StepOutput
 
 
@@ -119,7 +119,7 @@ class BlockObjective(Objective):
     def measure(self, batch: Batch) -> SumsAndCounts:
         """Of greedy chains from the anchors; each place is given the text's own previous tokens."""
         which, asked, (states, laws, outputs, before, _) = self._drafted(batch)
-        choices = likeliest(self.target.logits, states, self.chunk)
+        choices = self.choose(states)
         hits = torch.zeros(asked.shape[:2].numel(), self.settings.eval_depths)
         for k in self.places[: self.settings.eval_depths]:
             pieces = zip(outputs[k].split(self.chunk), before[k].split(self.chunk), strict=True)

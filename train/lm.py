@@ -1,6 +1,6 @@
 """Trains a small LM: by cross-entropy, or also by a target's laws (a draft LM), even on its own tokens."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from aerie.model import target as targets
 from aerie.model.target import Target, VocabWeights, load_tokenizer
 from aerie.train import losses
 from aerie.train.losses import SumsAndCounts, Totals, likeliest
-from aerie.train.objectives import Objective, StepOutput, chain_sums, chosen_after, shifted
+from aerie.train.objectives import Objective, StepOutput, chosen_after, shifted
 
 KEY = 7001  # tells the draws of on-policy rows from others of the same (seed, epoch, row)
 
@@ -85,14 +85,13 @@ class LMObjective(Objective):
         return targets.transformed(self.head.get_output_embeddings()(states), *transform)[:, : self.num_columns]
 
     def measure(self, batch: Batch) -> SumsAndCounts:
-        if self.target is None:
-            return self(batch).sums()
+        return self(batch).sums() if self.target is None else super().measure(batch)
+
+    def drafted(self, batch: Batch) -> Iterator[Tensor]:
         # On the conversation's own tokens, a deeper draft is the first draft some tokens later: one forward has all.
-        chunk, depths = self.chunk, self.settings.eval_depths
-        own, choose = (partial(likeliest, logits, chunk=chunk) for logits in (self.logits, self.target.logits))
-        tokens = chosen_after(batch, self.states(batch.input_ids), own)  # [B, T]
-        drafted = (shifted(tokens, 1 + k)[:, :-1][batch.supervised(k)[:, :-1]] for k in range(depths))
-        return {**chain_sums(batch, choose, drafted, depths), **self(batch).sums()}
+        own = partial(likeliest, self.logits, chunk=self.chunk)
+        tokens, depths = chosen_after(batch, self.states(batch.input_ids), own), range(self.settings.eval_depths)
+        return (shifted(tokens, 1 + k)[:, :-1][batch.supervised(k)[:, :-1]] for k in depths)
 
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
         if "chain" in means:

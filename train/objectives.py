@@ -3,7 +3,7 @@
 Slot p gets the feature of t_p and the token t_{p+1}; the head's output there predicts t_{p+2}.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -87,8 +87,28 @@ class Objective(nn.Module):
         """[B, T-1, D] of all tokens but the last, in the head's dtype."""
         return batch.features[:, :-1].to(next(self.head.parameters()).dtype)
 
-    def measure(self, batch: Batch) -> SumsAndCounts:
+    def choose(self, states: Tensor) -> Tensor:
+        """The target's likeliest tokens [S] after states [S, D]."""
+        chunk = max(1, self.chunk // getattr(self.settings, "unroll_steps", 1))
+        return likeliest(self.target.logits, states, chunk)
+
+    def drafted(self, batch: Batch) -> Iterator[Tensor]:
+        """For depth 0, 1, ...: tokens [S_k] of greedy chains, from every slot whose turn is long enough."""
         raise NotImplementedError
+
+    def measure(self, batch: Batch) -> SumsAndCounts:
+        """The sums of forward, and of its greedy chains predicted tau - 1 (per start sum_k prod_{j<=k} hit_j) and
+        accuracies."""
+        goals, hits, counts = chosen_after(batch, batch.features, self.choose), list[Tensor](), list[Tensor]()
+        for k, tokens in enumerate(self.drafted(batch)):
+            alive = batch.supervised(k)[:, :-1]  # [B, T-1]
+            hit = torch.zeros(alive.shape, device=goals.device)
+            hit[alive] = (tokens == shifted(goals, 1 + k)[:, :-1][alive]).float()
+            hits.append(hit)
+            counts.append(alive.sum())
+        accuracies = {f"accuracy_at_{k + 1}": (hit.sum(), counts[k]) for k, hit in enumerate(hits)}
+        chain = torch.stack(hits).cumprod(0).sum()
+        return {**self(batch).sums(), "chain": (chain, counts[0]), **accuracies}
 
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
         """Held-out measures from the means of measure's sums."""
@@ -115,20 +135,6 @@ def chosen_after(batch: Batch, states: Tensor, choose: Choose) -> Tensor:
     chosen = torch.zeros_like(batch.input_ids)
     chosen[asked] = choose(states[asked[:, : states.shape[1]]])
     return chosen
-
-
-def chain_sums(batch: Batch, choose: Choose, drafted: Iterable[Tensor], depths: int) -> SumsAndCounts:
-    """Predicted tau - 1 (per start sum_k prod_{j<=k} hit_j) and accuracies of greedy chains from every slot.
-
-    choose: the target's; drafted: for each depth, tokens [S_k] of the chains whose turn is long enough.
-    """
-    goals = chosen_after(batch, batch.features, choose)
-    alive = torch.stack([batch.supervised(k)[:, :-1] for k in range(depths)])  # [depths, B, T-1]
-    hits = torch.zeros(alive.shape, device=goals.device)
-    for k, tokens in enumerate(drafted):
-        hits[k][alive[k]] = (tokens == shifted(goals, 1 + k)[:, :-1][alive[k]]).float()
-    accuracies = {f"accuracy_at_{k + 1}": (hits[k].sum(), alive[k].sum()) for k in range(depths)}
-    return {"chain": (hits.cumprod(0).sum(), alive[0].sum()), **accuracies}
 
 
 @dataclass(frozen=True)
@@ -237,13 +243,10 @@ class Eagle1Objective(Objective):
         with torch.no_grad():
             return loss, losses.acceptance(log_q, law.whole).sum(), (log_q.argmax(-1) == law.whole.argmax(-1)).sum()
 
-    def measure(self, batch: Batch) -> SumsAndCounts:
-        choose = partial(likeliest, self.target.logits, chunk=self.chunk)
-        depths = self.settings.eval_depths
-        slots = Slots.of_batch(batch, depths)
+    def drafted(self, batch: Batch) -> Iterator[Tensor]:
+        slots = Slots.of_batch(batch, self.settings.eval_depths)
         given = batch.features.flatten(0, 1)[slots.sequence].to(next(self.head.parameters()).dtype)  # [N, D]
-        drafted = (choose(slots.in_order(x)) for x in unrolled(self.head, batch, slots, given))
-        return {**chain_sums(batch, choose, drafted, depths), **self(batch).sums()}
+        return (self.choose(slots.in_order(x)) for x in unrolled(self.head, batch, slots, given))
 
 
 class Eagle3Objective(Objective):
@@ -306,14 +309,11 @@ class Eagle3Objective(Objective):
             alpha = losses.acceptance(log_q[: sizes[0]], law.whole).sum()
             return total, torch.stack([part.sum() for part in hits]), alpha, inside[: sizes[0]].sum()
 
-    def measure(self, batch: Batch) -> SumsAndCounts:
-        head, chunk, depths = self.head, self.chunk, self.settings.eval_depths
-        choose = partial(likeliest, self.target.logits, chunk=max(1, chunk // self.settings.unroll_steps))
-        slots = Slots.of_batch(batch, depths)
+    def drafted(self, batch: Batch) -> Iterator[Tensor]:
+        head, slots = self.head, Slots.of_batch(batch, self.settings.eval_depths)
         steps = unrolled(head, batch, slots, head.fuse(batch.taps.flatten(0, 1)[slots.sequence]))
         # A target token outside the draft vocabulary is always a miss.
-        drafted = (head.vocabulary.target_ids(likeliest(head.logits, slots.in_order(x), chunk)) for x in steps)
-        return {**self(batch).sums(), **chain_sums(batch, choose, drafted, depths)}
+        return (head.vocabulary.target_ids(likeliest(head.logits, slots.in_order(x), self.chunk)) for x in steps)
 
 
 def keyed_dropout(rate: float, seeds: tuple[int, ...], counts: list[int], branch: int, x: Tensor, place: int) -> Tensor:
@@ -389,10 +389,7 @@ class MultiTokenObjective(Objective):
             alpha = losses.acceptance(laws[0], replace(target, slots=which[0]).whole).sum()
         return label, law, hits, alpha
 
-    def measure(self, batch: Batch) -> SumsAndCounts:
-        """A greedy chain of at most num_heads drafted tokens."""
-        chunk, depths = self.chunk, min(self.settings.eval_depths, self.num_heads)
+    def drafted(self, batch: Batch) -> Iterator[Tensor]:
+        depths = min(self.settings.eval_depths, self.num_heads)
         outputs = enumerate(self._outputs(batch, target_states(batch, depths)[0]))
-        drafted = (likeliest(partial(self.head.laws, k, vocab=self.target), x, chunk) for k, x in outputs)
-        choose = partial(likeliest, self.target.logits, chunk=chunk)
-        return {**self(batch).sums(), **chain_sums(batch, choose, drafted, depths)}
+        return (likeliest(partial(self.head.laws, k, vocab=self.target), x, self.chunk) for k, x in outputs)
