@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -134,7 +134,7 @@ class Order:
     def __post_init__(self) -> None:
         self.rows_per_step = self.batch_size * self.accumulation * self.world_size
         self.steps_per_epoch = -(-len(self.lengths) // self.rows_per_step)
-        self._epoch: tuple[int, list[list[int]]] = (-1, [])
+        self._steps_of = lru_cache(1)(self._shuffled)  # the steps of an epoch
 
     def epoch_of(self, step: int) -> int:
         return step // self.steps_per_epoch
@@ -147,11 +147,11 @@ class Order:
 
     def rows(self, step: int) -> list[int]:
         """All rows of a step (counted from 0 over all epochs), longest first."""
-        epoch, steps = self.epoch_of(step), self.steps_per_epoch
-        known, rows_of_steps = self._epoch  # read once: other threads set it
-        if known == epoch:
-            return rows_of_steps[step % steps]
-        generator, shuffled = keyed_generator(self.seed, epoch), list[int]()
+        return self._steps_of(self.epoch_of(step))[step % self.steps_per_epoch]
+
+    def _shuffled(self, epoch: int) -> list[list[int]]:
+        """The rows of each step of an epoch."""
+        generator, shuffled, steps = keyed_generator(self.seed, epoch), list[int](), self.steps_per_epoch
         if self.pools is None:
             shuffled = permuted(range(len(self.lengths)), generator)
         else:
@@ -159,17 +159,14 @@ class Order:
             for first in range(0, len(order), at_once):
                 shuffled += permuted([row for shard in order[first : first + at_once] for row in shard], generator)
         cuts = [len(shuffled) * step // steps for step in range(steps + 1)]
-        rows_of_steps = []
+        rows_of_steps: list[list[int]] = []
         for first in range(0, steps, WINDOW_STEPS):
             last = min(first + WINDOW_STEPS, steps)
             window = sorted(shuffled[cuts[first] : cuts[last]], key=lambda row: (-self.lengths[row], row))
             parts = [window[cuts[at] - cuts[first] : cuts[at + 1] - cuts[first]] for at in range(first, last)]
             # With pools the steps of a window stay together.
             rows_of_steps += parts if self.pools is None else permuted(parts, generator)
-        if self.pools is None:
-            rows_of_steps = permuted(rows_of_steps, generator)
-        self._epoch = (epoch, rows_of_steps)
-        return rows_of_steps[step % steps]
+        return permuted(rows_of_steps, generator) if self.pools is None else rows_of_steps
 
 
 def prefetched(make: Callable[[int], T], numbers: Iterable[int]) -> Iterator[T]:

@@ -389,14 +389,9 @@ def taps_of(recipe: Recipe, num_blocks: int) -> tuple[int, ...]:
         raise UserError(f"{path}: {what}; name its taps in features.after_blocks")
     if reads and not taps:
         raise UserError(f"features.after_blocks: head {recipe.head.kind} needs at least one tap; leave the key out")
-    check_taps(taps, num_blocks, path)
+    if max(taps, default=0) >= num_blocks:
+        raise UserError(f"features.after_blocks: {max(taps)} is no tap of {path}, which has {num_blocks} blocks")
     return taps
-
-
-def check_taps(after_blocks: tuple[int, ...], num_blocks: int, path: str) -> None:
-    for tap in after_blocks:
-        if not 0 <= tap < num_blocks:
-            raise UserError(f"features.after_blocks: {tap} is no tap of {path}, which has {num_blocks} blocks")
 
 
 def require_same_token_ids(
