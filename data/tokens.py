@@ -215,12 +215,11 @@ def show(rows: Sequence[Row], tokenizer: Any, color: bool = True) -> str:
 def draft_vocabulary(
     rows: Iterable[tuple[Any, Any]],
     vocab_size: int,
-    origin: dict[str, Any],
     size: int | None = None,
     forced: Collection[int] = (),
     given: DraftVocabulary | None = None,
 ) -> tuple[DraftVocabulary, dict[str, Any], str]:
-    """The draft vocabulary, facts about it and a line to print. origin: data and tokenizer.
+    """The draft vocabulary, facts about it and a line to print.
 
     It has `size` tokens (None: at most 32,000): the forced ids and the most frequent supervised tokens of rows
     (input_ids, turns). given: a warm start's vocabulary, whose coverage alone is counted."""
@@ -229,14 +228,11 @@ def draft_vocabulary(
         np.add.at(counts, np.asarray(input_ids)[np.asarray(turns) != 0], 1)
     if given is None:
         size = min(DEFAULT_SIZE, vocab_size) if size is None else size
-        chosen = {"origin": origin, "size": size, "forced": sorted(forced)}
         given = DraftVocabulary.most_frequent(counts, size, forced)
-    else:
-        chosen = {"origin": origin, "ids": given.ids.tolist()}
-    coverage, num_tokens, key = given.coverage(counts), int(counts.sum()), digest(chosen)
-    facts = {"key": key, "size": given.size, "coverage": round(coverage, 6), "counted_tokens": num_tokens}
+    coverage, num_tokens = given.coverage(counts), int(counts.sum())
+    facts = {"size": given.size, "coverage": round(coverage, 6), "counted_tokens": num_tokens}
     share = f"{coverage:.2%} of {num_tokens:,} supervised tokens"
-    return given, facts, f"draft vocabulary: {given.size:,} of {vocab_size:,} tokens cover {share} (key {key})"
+    return given, facts, f"draft vocabulary: {given.size:,} of {vocab_size:,} tokens cover {share}"
 
 
 def mask_token(tokenizer: Any, end_ids: Collection[int], embedding: Any) -> int:

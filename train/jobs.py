@@ -44,7 +44,7 @@ class Rows:
     held_out: Sequence[TokenisedRow]
     lengths: Sequence[int]  # of the training rows, in tokens
     tokens: Callable[[], Iterable[tuple[Any, Any]]]  # (input_ids, turns) of the training rows
-    origin: dict[str, Any]  # "rows": a digest of the training rows' ids
+    digest: str  # of the training rows' ids
     pools: ShardPools | None = None  # None: one pool, the whole cache
 
 
@@ -114,7 +114,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
         if isinstance(section, Eagle3Section) and section.init_from is None:
             forced = tokens.forced_ids(tokenizer, end_ids, num_tokens)
             size = section.draft_vocab_size
-            vocabulary, facts, counted = tokens.draft_vocabulary(rows.tokens(), num_tokens, rows.origin, size, forced)
+            vocabulary, facts, counted = tokens.draft_vocabulary(rows.tokens(), num_tokens, size, forced)
         if section.init_from is None:
             section, vocab = _completed(recipe, tokenizer, end_ids, text_config, vocab, length + drafted)
         head = new_head(section, text_config, vocab, settings.seed, path, taps, vocabulary).float()
@@ -122,7 +122,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
         if isinstance(section, Eagle3Section) and vocabulary is None:
             own = head.vocabulary
             own.check_ends(end_ids, f"head.init_from: {section.init_from}")
-            _, facts, counted = tokens.draft_vocabulary(rows.tokens(), len(own.t2d), rows.origin, given=own)
+            _, facts, counted = tokens.draft_vocabulary(rows.tokens(), len(own.t2d), given=own)
         objective = OBJECTIVES[section.kind](head, vocab, settings)
         known: dict[str, Any] = {"target_path": path, "target": targets.fingerprint(recipe.target, text_config, vocab)}
         known |= {"draft_vocabulary": facts} if facts else {}
@@ -178,8 +178,7 @@ def _rows(recipe: Recipe, tokenizer: Any, end_ids: set[int], text: Any, vocab: A
             raise UserError(f"{recipe.paths.features}: {other}; rebuild with: {COMMAND} --overwrite")
         train, at_once = cache.split("train"), recipe.features.shuffle_shards
         pools = None if at_once is None else ShardPools(train.shards, at_once)
-        origin = {name: cache.fingerprint.get(name) for name in ("rows", "tokenizer", "template")}
-        return Rows(train, cache.split("held_out"), train.lengths, train.tokens, origin, pools)
+        return Rows(train, cache.split("held_out"), train.lengths, train.tokens, cache.fingerprint["rows"], pools)
     config = within_context(recipe.data, text)
     data = tokens.tokenize(config, tokenizer, end_ids, Tally())
     if text is not None:
@@ -187,8 +186,8 @@ def _rows(recipe: Recipe, tokenizer: Any, end_ids: set[int], text: Any, vocab: A
     if rank() == 0:
         print(f"train: {tokens.statistics(data.train)}", flush=True)
     pairs = lambda: ((row.input_ids, row.turns) for row in data.train)  # noqa: E731
-    origin = {"rows": rows_digest(data.train), **tokens.text_fingerprint(tokenizer, recipe.data)}
-    return Rows(data.train, data.held_out, [len(row.input_ids) for row in data.train], pairs, origin)
+    lengths = [len(row.input_ids) for row in data.train]
+    return Rows(data.train, data.held_out, lengths, pairs, rows_digest(data.train))
 
 
 def plan(recipe: Recipe, job: Job) -> str:

@@ -150,7 +150,7 @@ class Loop:
         self.module.train()
         self.sums, self.held_out = SumsAndCounts(), dict[str, float]()  # sums and clock: since the last log line
         self.clock: Any = Counter()
-        made_of = {**made_of, "rows": rows.origin["rows"]}
+        made_of = {**made_of, "rows": rows.digest}
         self.progress = self._going_on(resume.Progress(made_of, self.world, *launch.engine_and_machine(accelerator)))
         self.file = MetricsFile(job.metrics, job.kind, self.progress.step) if self.rank == 0 else None
         # A run that goes on keeps its id; of steps after the save tensorboard drops the old, wandb the new values.
