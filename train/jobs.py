@@ -127,8 +127,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
         known: dict[str, Any] = {"target_path": path, "target": targets.fingerprint(recipe.target, text_config, vocab)}
         known |= {"draft_vocabulary": facts} if facts else {}
         save = partial(save_head, **known)
-    sizes = head.config.get_text_config() if isinstance(section, DraftLMSection) else head.config
-    positions = getattr(sizes, "max_position_embeddings", None) or length + drafted
+    positions = getattr(objective.config, "max_position_embeddings", None) or length + drafted
     if positions < length + drafted:
         needed = f"data.max_length {length:,} + {drafted} drafted levels; set it to {length + drafted:,}"
         raise UserError(f"head.max_position_embeddings: {positions:,} is less than {needed}")

@@ -28,7 +28,7 @@ class LMObjective(Objective):
 
     def __init__(self, head: Any, target: VocabWeights | None, settings: DraftLMTrain) -> None:
         super().__init__(head, target, settings)
-        self.num_rows = int(head.config.get_text_config().vocab_size)
+        self.num_rows = int(self.config.vocab_size)
         self.num_columns = self.num_rows if target is None else min(len(target.lm_head), self.num_rows)
         self.weights = {"cross_entropy": settings.token_weight}
         if target is not None:
@@ -81,8 +81,8 @@ class LMObjective(Objective):
 
     def logits(self, states: Tensor) -> Tensor:
         """[S, num_columns], with the LM's own scale and softcap."""
-        transform = targets.final_transform(self.head.config.get_text_config())
-        return targets.transformed(self.head.get_output_embeddings()(states), *transform)[:, : self.num_columns]
+        logits = self.head.get_output_embeddings()(states)
+        return targets.transformed(logits, *targets.final_transform(self.config))[:, : self.num_columns]
 
     def measure(self, batch: Batch) -> SumsAndCounts:
         return self(batch).sums() if self.target is None else super().measure(batch)

@@ -53,7 +53,9 @@ class Objective(nn.Module):
 
     @property
     def config(self) -> Any:
-        return self.head.config  # where DeepSpeed looks up a model's width
+        """The head's sizes; DeepSpeed looks up a model's width here."""
+        config = self.head.config
+        return config.get_text_config() if hasattr(config, "get_text_config") else config
 
     @property
     def chunk(self) -> int:
@@ -63,8 +65,7 @@ class Objective(nn.Module):
     def chunk_on(self, is_gpu: bool) -> int:
         # about 8 float32 numbers a column: logits, laws, the loss, gradients; smaller pieces slow a GPU by launches
         most = 2**32 if is_gpu else 2**30
-        sizes = self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
-        columns = getattr(sizes, "draft_vocab_size", None) or sizes.vocab_size
+        columns = getattr(self.config, "draft_vocab_size", None) or self.config.vocab_size
         return self.settings.loss_chunk_slots or max(1, most // (32 * columns))
 
     def prepare(self, batch: Batch, epoch: int) -> Batch:
