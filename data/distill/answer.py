@@ -30,7 +30,6 @@ LOOSE = re.compile(rf"\s|\ufffd|{OPEN}|{CLOSE}")  # left out where a text is com
 class Answer:
     content: str
     finish: str  # 'stop' after an end-of-turn token; otherwise it is cut
-    num_tokens: int
     reasoning: str | None = None  # thinking, split from the content; blanks kept
     token_ids: tuple[int, ...] | None = None  # some servers leave out the end-of-turn token
     prompt_token_ids: tuple[int, ...] | None = None
@@ -174,7 +173,7 @@ def local_target(decode: Callable[[list[int], int], list[int]], thinking: Thinki
         ids = decode(prompt, seed)
         has_ended = bool(ids) and ids[-1] in thinking.end_ids
         text = answer_text(thinking.tokenizer, ids[:-1] if has_ended else ids)
-        return Answer(text, "stop" if has_ended else "length", len(ids), None, tuple(ids), tuple(prompt))
+        return Answer(text, "stop" if has_ended else "length", None, tuple(ids), tuple(prompt))
 
     return ask
 
@@ -269,8 +268,7 @@ class ServedTarget:
             ids, prompt_ids = getattr(choice, "token_ids", None), getattr(reply, "prompt_token_ids", None)
             thought = getattr(choice.message, "reasoning_content", None)
             thought = thought or getattr(choice.message, "reasoning", thought)
-            num_tokens = reply.usage.completion_tokens if reply.usage else 0
-            made = {"content": choice.message.content or "", "finish": choice.finish_reason, "num_tokens": num_tokens}
+            made = {"content": choice.message.content or "", "finish": choice.finish_reason}
             made |= {"token_ids": ids, "prompt_token_ids": prompt_ids} if ids and prompt_ids else {}
             return cast(Answer, adapter(Answer).validate_python({**made, "reasoning": thought}))
         except (ValidationError, AttributeError, TypeError, LookupError) as error:

@@ -25,7 +25,7 @@ def thinking(chat_template: str | None = tiny.TEMPLATE) -> Thinking:
 async def echo(messages: Sequence[Message], seed: int) -> Answer:
     """An answer that depends on the whole question and on the seed."""
     key = hashlib.sha256(repr((tuple(messages), seed)).encode()).hexdigest()[:8]
-    return Answer(f"The answer to {messages[-1]['content']} is {key}.", "stop", 7)
+    return Answer(f"The answer to {messages[-1]['content']} is {key}.", "stop")
 
 
 def local_recipe(place: Path, target: Path, section: dict[str, Any]) -> Path:

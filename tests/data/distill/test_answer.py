@@ -103,7 +103,7 @@ def ask(urls: list[str], *questions: str, sampling: dict[str, Any] | None = None
             return await asyncio.gather(*requests, return_exceptions=True)
 
     ends = asyncio.run(run())
-    return [end.content if end == Answer(getattr(end, "content", ""), "stop", 3) else end for end in ends]
+    return [end.content if end == Answer(getattr(end, "content", ""), "stop") else end for end in ends]
 
 
 # An unreadable answer is requested twice; an overloaded server (429, 503) is asked until it answers.
@@ -207,7 +207,7 @@ def test_a_request_says_how_to_sample_and_an_answer_brings_thinking_and_ids() ->
     with Scripted(message=message, token_ids=[7, 3]) as server:
         greedy = ask([server.url], "a", sampling={"temperature": 0.0})
         ask([server.url], "a", sampling={"top_p": 0.9, "top_k": 4}, token_ids=True, extra_body={"min_p": 0.1})
-    assert greedy == [Answer("four", "stop", 3, "2 + 2", (7, 3), (1, 2))]
+    assert greedy == [Answer("four", "stop", "2 + 2", (7, 3), (1, 2))]
     drawn = {"top_p": 0.9, "top_k": 4, "min_p": 0.1, "return_token_ids": True, "temperature": 1.0, "seed": 11}
     _, first, _, second = server.bodies
     assert first["temperature"] == 0.0 and first["max_tokens"] == 9 and second.items() >= drawn.items()

@@ -129,13 +129,13 @@ def test_later_questions_follow_the_new_answers_until_one_is_cut_or_the_context_
     def full(texts: list[str]) -> Answer:
         if len(texts) > 2:
             raise Unanswered("skipped", "why")
-        return Answer("c", "stop", 1)
+        return Answer("c", "stop")
 
-    ended = end_of(two, lambda texts: Answer(" ".join(texts), "stop", 2))
+    ended = end_of(two, lambda texts: Answer(" ".join(texts), "stop"))
     assert [answer.content for answer in ended.answers] == ["s a", "s a s a b"]
-    cut, short = end_of(two, lambda _: Answer("half", "length", 2)), end_of(two, full)
+    cut, short = end_of(two, lambda _: Answer("half", "length")), end_of(two, full)
     assert (cut.turns, short.turns, short.status) == (("a",), ("a",), "done")
-    refused = end_of(two, lambda _: Answer("c", "stop", 1), template=NO_SYSTEM)
+    refused = end_of(two, lambda _: Answer("c", "stop"), template=NO_SYSTEM)
     assert (refused.status, refused.why) == ("skipped", "the chat template refuses it: No system role")
 
 
@@ -143,12 +143,12 @@ def test_an_invented_problem_is_solved_in_a_conversation_of_its_own() -> None:
     prompt = Prompt("0:1", "x", invent="Invent.")
 
     def answer(texts: list[str]) -> Answer:
-        return Answer("Problem: 2 + 2?" if texts == ["Invent."] else f"4 {len(texts)}", "stop", 3)
+        return Answer("Problem: 2 + 2?" if texts == ["Invent."] else f"4 {len(texts)}", "stop")
 
     ended = end_of(prompt, answer)
     assert ended.turns[0].startswith("2 + 2?\n\n") and ended.answers[0].content == "4 1" and ended.invented
     assert end_of(prompt, answer, "2 2").why == "the invented problem overlaps an evaluation question"
-    assert end_of(prompt, lambda _: Answer("Problem: 2 +", "length", 3)).why == "the invented problem is cut or empty"
+    assert end_of(prompt, lambda _: Answer("Problem: 2 +", "length")).why == "the invented problem is cut or empty"
 
 
 PROSE = (
@@ -156,7 +156,7 @@ PROSE = (
     "He adds the columns in the morning, checks them twice, and sends a copy to the harbour by the mail boat."
 )
 CHINESE = "灯塔看守人每晚数经过的船只并把数字写进一本书里，冬天很少，春天很多。"
-SOUND = Answer(PROSE, "stop", 9)
+SOUND = Answer(PROSE, "stop")
 FLAWS: dict[str, list[str]] = {
     "": [
         *("Four.", PROSE + " ha" * 4, PROSE + " again" * 39, f"{PROSE} {'!' * 20}"),  # repeating forty words is a loop
@@ -177,17 +177,17 @@ def row(*answers: Answer, question: str = "What does he count?") -> Outcome:
 def test_flaws_are_found_where_they_are_in_thinking_and_every_turn() -> None:
     for name, texts in FLAWS.items():
         for text in texts:
-            assert flaws(row(Answer(text, "stop", 9))) == ([name] if name else []), text
-    assert flaws(row(SOUND, Answer("Th", "length", 4))) == ["cut"]
-    assert flaws(row(Answer("", "stop", 9, reasoning=PROSE))) == ["empty"]
+            assert flaws(row(Answer(text, "stop"))) == ([name] if name else []), text
+    assert flaws(row(SOUND, Answer("Th", "length"))) == ["cut"]
+    assert flaws(row(Answer("", "stop", reasoning=PROSE))) == ["empty"]
     assert flaws(row(replace(SOUND, reasoning="wait " * 60))) == ["loop"]
-    assert flaws(row(Answer(CHINESE, "stop", 9), question="他数什么？")) == []
+    assert flaws(row(Answer(CHINESE, "stop"), question="他数什么？")) == []
 
 
 def test_flaws_are_counted_the_recipe_says_what_is_dropped_and_the_page_says_it_all(tmp_path: Path) -> None:
-    good, problem = row(SOUND), Answer("Problem: 2 + 2?", "stop", 5)
+    good, problem = row(SOUND), Answer("Problem: 2 + 2?", "stop")
     made = [
-        *(good, row(Answer("", "length", 9)), row(Answer("I cannot help with that.", "stop", 9))),
+        *(good, row(Answer("", "length")), row(Answer("I cannot help with that.", "stop"))),
         *(replace(good, invented=problem, turns=(turn,)) for turn in ("2 + 2?", "2  + 2?", "2 - 2?")),
         *(Outcome("", "skipped", "x", "an empty question"), Outcome("", "failed", "x", "HTTP 500")),
     ]
@@ -233,7 +233,7 @@ def test_a_distillation_is_made_reused_judged_anew_and_replaced_when_that_is_ask
     shorter = ("--distill.sampling.max_tokens", "5")
     assert distill(recipe, *shorter) == 2 and "max_tokens: 12 there, 5 asked" in capsys.readouterr().err
     assert distill(recipe, *shorter, "--overwrite") == 0
-    assert max(row.answers[0].num_tokens for row in outcomes(tmp_path / "run")) == 5
+    assert max(len(row.answers[0].token_ids or ()) for row in outcomes(tmp_path / "run")) == 5
 
 
 def test_the_recipes_own_measuring_prompts_and_those_to_exclude_are_never_asked(recipe: Path, tmp_path: Path) -> None:

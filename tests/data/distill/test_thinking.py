@@ -48,24 +48,24 @@ def learnt(rows: list[dict[str, Any]], reader: Thinking, path: Path) -> list[str
 )
 def test_what_is_learnt_is_what_the_target_wrote(template: str, text: str, is_text: bool, tmp_path: Path) -> None:
     reader = of(template)
-    read = reader.read(Answer(text, "stop", 9))
+    read = reader.read(Answer(text, "stop"))
     assert ((read.reasoning or "").strip(), read.content.strip(), reader.written(read)) == ("2 + 2", "four", text)
     rows = rows_of(reader, read)
     assert ("messages" in rows[0]) == is_text
     assert learnt(rows, reader, tmp_path)[0].endswith(f"{text}<|im_end|>")
     # thinking that a server returns separately goes where the template looks for it
-    told_apart = reader.message(reader.read(Answer("four", "stop", 3, reasoning="2 + 2")))
+    told_apart = reader.message(reader.read(Answer("four", "stop", reasoning="2 + 2")))
     has_field = template in (THINK_OPENING, THINK_DROPPING)
     fields = {"content": "four", "reasoning_content": "2 + 2"} if has_field else {"content": THOUGHT_FOUR}
     assert told_apart == {"role": "assistant", **fields}
 
 
 def test_cut_and_blank_thinking_and_closing_tags_in_content() -> None:
-    opened, plain, blank = of(THINK_OPENING), of(CHATML), Answer("four", "stop", 2, reasoning="\n")
-    cut = opened.read(Answer("2 +", "length", 3))
+    opened, plain, blank = of(THINK_OPENING), of(CHATML), Answer("four", "stop", reasoning="\n")
+    cut = opened.read(Answer("2 +", "length"))
     assert (cut.reasoning, cut.content, opened.written(cut)) == ("2 +", "", "2 +")
-    closing = Answer("DeepSeek ends its thoughts with </think>.", "stop", 9)
-    assert plain.read(closing) == closing and plain.read(blank) == Answer("four", "stop", 2)
+    closing = Answer("DeepSeek ends its thoughts with </think>.", "stop")
+    assert plain.read(closing) == closing and plain.read(blank) == Answer("four", "stop")
     assert opened.written(opened.read(blank)) == "\n</think>\n\nfour"
 
 
@@ -74,25 +74,25 @@ def test_ids_that_came_with_the_answers_are_what_is_trained_on() -> None:
     first, end = reader.ids(reader.prompt([{"role": "user", "content": "a?"}])), min(reader.end_ids)
     odd = [*reader.ids("o"), *reader.ids("ne")]  # the tokenizer itself would split it otherwise
     second = [*first, *odd, end, *reader.ids("<|user|>b?<|end|><|assistant|>")]
-    follow_up = Answer("two", "stop", 2, token_ids=(9, end), prompt_token_ids=tuple(second))
+    follow_up = Answer("two", "stop", token_ids=(9, end), prompt_token_ids=tuple(second))
     for ids in ([*odd, end], odd):  # some servers leave out the end; it is learnt too
-        given = Answer("one", "stop", 3, token_ids=tuple(ids), prompt_token_ids=tuple(first))
+        given = Answer("one", "stop", token_ids=tuple(ids), prompt_token_ids=tuple(first))
         [row] = rows_of(reader, given, follow_up)
         assert row["input_ids"] == [*second, 9, end]
         supervised = [token for token, is_learnt in zip(row["input_ids"], row["loss_mask"], strict=True) if is_learnt]
         assert supervised == [*odd, end, 9, end]
-    moved = Answer("two", "stop", 2, token_ids=(9, end), prompt_token_ids=(1, 2, 3))
+    moved = Answer("two", "stop", token_ids=(9, end), prompt_token_ids=(1, 2, 3))
     assert [row["input_ids"] for row in rows_of(reader, given, moved)] == [[*first, *odd, end], [1, 2, 3, 9, end]]
 
 
 def test_rows_stay_text_where_the_template_gives_the_answers_back_and_are_tokens_elsewhere(tmp_path: Path) -> None:
     reader, trimming = thinking(), of(TRIMMING)
-    rows = rows_of(reader, Answer("one.", "stop", 2), Answer("½ “two”", "stop", 2))
+    rows = rows_of(reader, Answer("one.", "stop"), Answer("½ “two”", "stop"))
     assert [message["role"] for message in rows[0]["messages"]] == ["user", "assistant"] * 2
     assert learnt(rows, reader, tmp_path) == ["one.<|end|>½ “two”<|end|>"]
-    cut = rows_of(reader, Answer("one.", "stop", 2), Answer("and tw", "length", 2))
+    cut = rows_of(reader, Answer("one.", "stop"), Answer("and tw", "length"))
     assert learnt(cut, reader, tmp_path) == ["one.<|end|>and tw"]
-    assert learnt(rows_of(trimming, Answer(" four\n", "stop", 3)), trimming, tmp_path) == [" four\n<|im_end|>"]
+    assert learnt(rows_of(trimming, Answer(" four\n", "stop")), trimming, tmp_path) == [" four\n<|im_end|>"]
 
 
 def test_ids_and_special_tokens_that_are_not_what_the_target_wrote_are_named() -> None:
@@ -100,9 +100,9 @@ def test_ids_and_special_tokens_that_are_not_what_the_target_wrote_are_named() -
     end, said = min(reader.end_ids), reader.ids("four boats")
     asked = [{"role": "user", "content": "How many boats?"}]
     read = (1, *reader.ids("How many boats?"), 2)
-    right = Answer("four boats", "stop", 3, None, (*said, end), read)
+    right = Answer("four boats", "stop", None, (*said, end), read)
     cut = replace(right, content="four  boats\ufffd", finish="length", token_ids=tuple(said))  # servers change blanks
-    thought = thoughts.read(Answer("four", "stop", 9, "2 + 2", tuple(thoughts.ids("2 + 2\n</think>\n\nfour")), read))
+    thought = thoughts.read(Answer("four", "stop", "2 + 2", tuple(thoughts.ids("2 + 2\n</think>\n\nfour")), read))
     assert [reader.problem(answer, asked) for answer in (right, cut)] == [thoughts.problem(thought, asked), None]
     assert reader.problem(right, asked) is None
     for changes, problem in (
