@@ -34,7 +34,6 @@ def read_block(files: content.HeadFiles, layout: str) -> content.HeadContent:
     numbers = extra.get(TAPS) if is_speculators else [number + 1 for number in extra.get("target_layer_ids") or []]
     named = {**values, content.NUMBERED: numbers or None}
     taps, guess = content.read_taps(named, files.after_blocks, place, is_speculators=True)
-    proposals = content.table(values, "speculators_config").get("proposal_methods")
     options = {
         "after_blocks": taps,
         "block_size": values.get("block_size") or extra.get("block_size"),
@@ -48,8 +47,7 @@ def read_block(files: content.HeadFiles, layout: str) -> content.HeadContent:
         guesses.append("its confidence head is left out: aerie calibrate measures what confidence is worth")
     tensors = content.renamed(files.tensors, (CONFIDENCE, FROM_TARGET))
     config = content.configured(BlockConfig, {**content.read_sizes(layer, place), **options}, place)
-    drafts = proposals[0].get("speculative_tokens") if proposals else None
-    return content.HeadContent(config, tensors, tuple(guesses), speculative_tokens=drafts)
+    return content.HeadContent(config, tensors, tuple(guesses), speculative_tokens=content.proposed_tokens(values))
 
 
 def refuse_block(layout: str, config: Any, target: content.TargetFacts | None = None) -> None:

@@ -87,6 +87,12 @@ def renamed(tensors: dict[str, Tensor], rules: Sequence[Rule]) -> dict[str, Tens
     return {name: tensor for name, tensor in made.items() if name}
 
 
+def proposed_tokens(values: dict[str, Any]) -> int | None:
+    """How many tokens servers draft per cycle, if config.json (of speculators) says it."""
+    proposals = table(values, "speculators_config").get("proposal_methods")
+    return proposals[0].get("speculative_tokens") if proposals else None
+
+
 NUMBERED = "eagle_aux_hidden_state_layer_ids"
 COUNTS_OUTPUTS = "LlamaForCausalLMEagle3"  # SpecForge's and SGLang's architecture
 SIZES = (  # Llama's keys that EAGLE heads have

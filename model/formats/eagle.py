@@ -66,15 +66,13 @@ def read_eagle3(files: content.HeadFiles, layout: str) -> content.HeadContent:
     tensors = content.renamed(files.tensors, rules)
     sizes = content.read_sizes(values[LAYER] if is_speculators else values, place)
     taps, guess = content.read_taps(values, files.after_blocks, place, is_speculators)
-    guesses, draft, drafts = [guess] if guess else [], sizes.get("vocab_size"), None
+    guesses, draft, drafts = [guess] if guess else [], sizes.get("vocab_size"), content.proposed_tokens(values)
     if is_speculators:
         draft = 32_000  # if config.json does not say
         if "t2d" in tensors and tensors["t2d"].ndim == 1:
             sizes["vocab_size"] = tensors["t2d"].shape[0]  # early exports wrote another number
         if "norm_before_residual" not in values:
             guesses.append("norm_before_residual is missing; false is taken, as by speculators (vLLM: true)")
-        proposals = content.table(values, "speculators_config").get("proposal_methods")
-        drafts = proposals[0].get("speculative_tokens") if proposals else None
     options = {
         "draft_vocab_size": values.get("draft_vocab_size") or draft,
         "target_hidden_size": values.get("target_hidden_size") or sizes.get("hidden_size"),
