@@ -33,7 +33,7 @@ def read_block(files: content.HeadFiles, layout: str) -> content.HeadContent:
         raise UserError(f"{place}: a block head with {', '.join(refused)} is not supported")
     numbers = extra.get(TAPS) if is_speculators else [number + 1 for number in extra.get("target_layer_ids") or []]
     named = {**values, content.NUMBERED: numbers or None}
-    taps, guess = content.read_taps(named, files.after_blocks, place, is_speculators=True)
+    taps, guesses = content.read_taps(named, files.after_blocks, place, is_speculators=True)
     options = {
         "after_blocks": taps,
         "block_size": values.get("block_size") or extra.get("block_size"),
@@ -42,7 +42,6 @@ def read_block(files: content.HeadFiles, layout: str) -> content.HeadContent:
         "markov_rank": values.get("markov_rank", 256) if values.get(TYPE) == "dspark" else 0,
         "markov_head": correction,
     }
-    guesses = [guess] if guess else []
     if any(name.startswith("confidence_head.") for name in files.tensors):
         guesses.append("its confidence head is left out: aerie calibrate measures what confidence is worth")
     tensors = content.renamed(files.tensors, (CONFIDENCE, FROM_TARGET))

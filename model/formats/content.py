@@ -172,8 +172,8 @@ def tap_numbers(values: dict[str, Any]) -> Any:
 
 def read_taps(
     values: dict[str, Any], fallback: tuple[int, ...] | None, place: Path, is_speculators: bool = False
-) -> tuple[tuple[int, ...], str | None]:
-    """after_blocks (fallback if the files name none), and what was guessed, if anything.
+) -> tuple[tuple[int, ...], list[str]]:
+    """after_blocks (fallback if the files name none), and what was guessed.
 
     Two numberings circulate: entries of hidden_states, and outputs of blocks (one less).
     """
@@ -186,18 +186,18 @@ def read_taps(
     if named is not None:
         if convention != TAP_CONVENTION:
             raise UserError(f"{place}: tap_convention is {convention!r}; after_blocks must be {fix}")
-        return tuple(named), None
+        return tuple(named), []
     if numbers is None:
         if fallback is None:
             raise UserError(f'{place}: names no taps; load it with its target, or add "after_blocks", {fix}')
-        return fallback, f"names no taps; {list(fallback)} are taken (entries of hidden_states)"
+        return fallback, [f"names no taps; {list(fallback)} are taken (entries of hidden_states)"]
     entries, outputs = tuple(numbers), tuple(k + 1 for k in numbers)
     if is_speculators:
-        return entries, None
+        return entries, []
     counts_outputs = fallback is not None and values.get("architectures") == [COUNTS_OUTPUTS]
     is_output = outputs == fallback or (entries != fallback and (entries[0] == 1 or counts_outputs))
     taps, what = (outputs, "outputs of blocks") if is_output else (entries, "entries of hidden_states")
-    return taps, f"{NUMBERED} {numbers} are taken as {what}: the head reads hidden_states {list(taps)}"
+    return taps, [f"{NUMBERED} {numbers} are taken as {what}: the head reads hidden_states {list(taps)}"]
 
 
 def unread(values: dict[str, Any]) -> tuple[str, ...]:

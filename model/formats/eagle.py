@@ -65,8 +65,8 @@ def read_eagle3(files: content.HeadFiles, layout: str) -> content.HeadContent:
     rules = (DERIVED, *(TO_MIDLAYER if FIRST_LAYER in files.tensors else ()))
     tensors = content.renamed(files.tensors, rules)
     sizes = content.read_sizes(values[LAYER] if is_speculators else values, place)
-    taps, guess = content.read_taps(values, files.after_blocks, place, is_speculators)
-    guesses, draft, drafts = [guess] if guess else [], sizes.get("vocab_size"), content.proposed_tokens(values)
+    taps, guesses = content.read_taps(values, files.after_blocks, place, is_speculators)
+    draft, drafts = sizes.get("vocab_size"), content.proposed_tokens(values)
     if is_speculators:
         draft = 32_000  # if config.json does not say
         if "t2d" in tensors and tensors["t2d"].ndim == 1:

@@ -153,11 +153,11 @@ def test_the_two_numberings_of_taps_are_told_apart() -> None:
         ({NUMBERED: [3, 7, 9], **sglang}, default, (4, 8, 10)),
         ({}, default, default),
     ):
-        found, guess = read_taps(values, fallback, place)
-        assert found == taps and guess is not None
+        found, guesses = read_taps(values, fallback, place)
+        assert found == taps and guesses
     named = {"after_blocks": [3, 4, 5], "tap_convention": "hidden_states", NUMBERED: [1, 3, 4]}
-    assert read_taps(named, default, place) == ((3, 4, 5), None)
-    assert read_taps({NUMBERED: [1, 7, 9]}, default, place, is_speculators=True) == ((1, 7, 9), None)
+    assert read_taps(named, default, place) == ((3, 4, 5), [])
+    assert read_taps({NUMBERED: [1, 7, 9]}, default, place, is_speculators=True) == ((1, 7, 9), [])
     with pytest.raises(UserError, match="names no taps; load it with its target"):
         read_taps({}, None, place)
 
