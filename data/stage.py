@@ -16,7 +16,7 @@ from aerie.configs.read import as_dict, require_regular
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
 from aerie.model.hub import require_target, weights_digest
-from aerie.model.storage import FILE, Stage, file_digest, is_same, template_path
+from aerie.model.storage import FILE, Stage, file_digest, template_path
 
 T = TypeVar("T")
 COMMAND = "aerie features --config RECIPE"  # builds and mends a feature cache
@@ -47,7 +47,6 @@ def target_inputs(config: TargetConfig) -> dict[str, Any]:
     directory = Path(config.path)
     require_target(config.path)
     if directory.is_dir():
-        # older records have only the first half
         weights = dict.fromkeys(("*.safetensors", "*.bin"), lambda one: sampled_digest(one) + weights_digest(one)[:16])
         patterns = dict.fromkeys(OTHER_FILES, sampled_if_large) | weights
         found = [(path, read) for pattern, read in patterns.items() for path in directory.glob(pattern)]
@@ -113,7 +112,7 @@ def changed_since(made_of: dict[str, Any], target: dict[str, Any], conversations
     now = {**conversations, "target.chat_template": target.get("chat_template")}
     if "files" in before and before["path"] == target["path"]:
         now |= target.get("files", {})
-    return next((name for name in sorted(now) if not is_same(then.get(name), now[name])), None)
+    return next((name for name in sorted(now) if then.get(name) != now[name]), None)
 
 
 def sampled_digest(path: Path) -> str:

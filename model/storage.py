@@ -329,11 +329,6 @@ def sound_record(directory: Path) -> dict[str, Any]:
     return {}
 
 
-def is_same(old: Any, new: Any) -> bool:
-    """Whether values are equal; in older records a digest of weights is the first half of today's."""
-    return digest(old) == digest(new) or (re.fullmatch("[0-9a-f]{32}", str(new)) is not None and old == str(new)[:16])
-
-
 def differences(there: dict[str, Any], asked: dict[str, Any]) -> str:
     """'key: 1 there, 2 asked' for at most three keys that differ; target.path comes first, digests last."""
 
@@ -345,7 +340,7 @@ def differences(there: dict[str, Any], asked: dict[str, Any]) -> str:
             return compare(dict(enumerate(old)), dict(enumerate(new)), key)
         key += " (null: those of head.kind)" if key.endswith("after_blocks") else ""
         shown = [text if len(text) <= 40 else f"{text[:37]}..." for text in (str(old), str(new))]
-        return [] if is_same(old, new) else [f"{key}: {shown[0]} there, {shown[1]} asked"]
+        return [] if digest(old) == digest(new) else [f"{key}: {shown[0]} there, {shown[1]} asked"]
 
     rows = sorted(compare(there, asked, ""), key=lambda row: (row[:12] != "target.path:", bool(OF_DIGESTS.search(row))))
     return "; ".join(rows[:3])

@@ -276,7 +276,7 @@ def skeleton(config: TargetConfig) -> Any:
         return AutoModelForCausalLM.from_config(load_config(config), trust_remote_code=config.trust_remote_code)
 
 
-def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[Any, VocabWeights]:
+def load_vocab(config: TargetConfig) -> tuple[Any, VocabWeights]:
     """The text config and VocabWeights, if possible read without the decoder blocks."""
     model = skeleton(config)
     text, (first, last) = load_config(config).get_text_config(), _embedding_and_head(model, config.path)
@@ -290,10 +290,9 @@ def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[
     is_plain = all(name in stored and stored[name].shape == sizes[name] for name in sizes)
     is_plain = is_plain and all(torch.equal(stored.get(name, stored[one]), stored[one]) for name, one in tied.items())
     if not is_plain:  # another format, other names, or what require_whole refuses
-        asked: dict[str, Any] = {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
-        target = Target.load(replace(config, **asked))
+        target = Target.load(config)
         return target.config, target.vocab
-    dtype = dtype or getattr(torch, config.dtype, None)  # None for auto: the configuration's, or the file's
+    dtype = getattr(torch, config.dtype, None)  # None for auto: the configuration's, or the file's
     dtype = dtype or getattr(text, "dtype", None) or stored[wanted["embedding"]].dtype
     tensors = {name: stored[name].to(dtype) for name in sizes}
     embedding, lm_head = (tensors[wanted[role]] for role in ("embedding", "lm_head"))
@@ -339,39 +338,22 @@ def fingerprint(config: TargetConfig, text_config: Any, vocab: VocabWeights) -> 
     names: list[str] = []
     with suppress(UserError):  # a loaded model may have no files
         names, _ = weight_files(config)
-    if not names:
-        return sampled_fingerprint(text_config, vocab)
-    files = sorted(weights_digests(config.path, config.revision, names))
-    return f"sha256:{digest([_sizes(text_config), files])}"
-
-
-def sampled_fingerprint(text_config: Any, vocab: VocabWeights, dtype: torch.dtype | None = None) -> str:
-    """What older heads and caches recorded: a digest of sizes and of sampled weights, rounded to dtype."""
-
-    def sample(weight: Tensor) -> list[float]:
-        some = weight.detach().reshape(-1)[:: max(1, weight.numel() // 64)][:64]
-        return [round(value, 5) for value in some.to(dtype or weight.dtype).float().tolist()]
-
-    return digest([_sizes(text_config), [sample(vocab.embedding), sample(vocab.lm_head)]])
+    keys = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+    sizes = {key: getattr(text_config, key, None) for key in keys}
+    if names:
+        return f"sha256:{digest([sizes, sorted(weights_digests(config.path, config.revision, names))])}"
+    weights = (weight.detach().reshape(-1) for weight in (vocab.embedding, vocab.lm_head))
+    samples = [weight[:: max(1, len(weight) // 64)][:64].float().tolist() for weight in weights]
+    return digest([sizes, [[round(value, 5) for value in sample] for sample in samples]])
 
 
 def other_weights(recorded: str | None, config: TargetConfig, text_config: Any, vocab: VocabWeights) -> str | None:
     """A sentence if a head or cache records another target than config's, else None."""
     if recorded is None or recorded == (here := fingerprint(config, text_config, vocab)):
         return None
-    has_files, is_of_files = ":" in here, ":" in recorded
-    # older records: of weights in config's or the files' dtype, rounded to the head's
-    known = [] if is_of_files else [vocab, *([load_vocab(config, torch.float32)[1]] if has_files else [])]
-    dtypes = (None, torch.bfloat16, torch.float16)
-    older = [sampled_fingerprint(text_config, one, dtype) for one in known for dtype in dtypes]
-    if recorded in older or (is_of_files and not has_files):  # a model without files cannot be compared
+    if ":" in recorded and ":" not in here:  # a model without files cannot be compared
         return None
     return f"was made for a target with other weight files than {config.path} (fingerprint {recorded}, not {here})"
-
-
-def _sizes(text_config: Any) -> dict[str, Any]:
-    names = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-    return {name: getattr(text_config, name, None) for name in names}
 
 
 def default_taps(num_blocks: int) -> tuple[int, ...] | None:

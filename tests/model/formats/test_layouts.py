@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from aerie.configs.errors import UserError
+from aerie.configs.schema.heads import TargetConfig
 from aerie.model.checkpoint import head_facts, load_head, save_head
 from aerie.model.export import export, inspect_head, screen
 from aerie.model.formats.content import read_taps
 from aerie.model.formats.eagle import CHECKED, VLLM_SINCE, sglang_numbers
 from aerie.model.formats.layouts import read_content, read_tensors, tensor_names, write_tensors
-from aerie.model.target import sampled_fingerprint
+from aerie.model.target import fingerprint
 from tests import tiny
 from tests.model.formats import published
 from tests.model.formats.published import EAGLE1, EAGLE3, TAPS, same, same_tensors, target_facts, tensors
@@ -265,7 +266,7 @@ def test_what_is_no_head_and_hydra_heads_that_do_not_fit_are_refused(tmp_path: P
 
 def test_a_head_for_another_target_is_refused(tmp_path: Path) -> None:
     own, head, out = target_facts(), tmp_path / "head", tmp_path / "out"
-    save_head(published.eagle3(), head, target=sampled_fingerprint(own.text_config, own.vocab))
+    save_head(published.eagle3(), head, target=fingerprint(TargetConfig(own.path), own.text_config, own.vocab))
     assert inspect_head(head, own)["problems"] == []
     others: list[tuple[dict[str, int], str]] = [
         ({"hidden_size": 48}, "its hidden size is 32, that of tiny is 48"),
