@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -112,11 +112,8 @@ class Bench:
     decoders: list[SpeculativeDecoder]  # of the suite's rows
     kinds: list[str | None]  # of the rows' heads
     config: BenchConfig
+    suite: Suite
     directory: Path
-
-    @cached_property
-    def suite(self) -> Suite:
-        return suite_of(self.config)
 
     def settings(self, ids: Tensor) -> dict[str, Any]:
         """Greedy decoding of a prompt [1, T], alike for every row and as long as there is room."""
@@ -144,7 +141,7 @@ def measured(
     asked, kinds = pinned(section.prompts), [head and kind_at(head) for head in heads]
     prompts, longest = load_prompts(asked), context_of(target.config)
     suite = suite_of(section, prompts)
-    bench = Bench(target, tokenizer, make_decoders(target, suite.rows, heads), kinds, section, output)
+    bench = Bench(target, tokenizer, make_decoders(target, suite.rows, heads), kinds, section, suite, output)
     what = results.Asked(suite.main, suite.points, section.by_task, section.contexts, longest)
     write_json(output / results.SUITE, as_dict(what))
     records = run(bench, prompts, seed)
@@ -168,8 +165,7 @@ def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
             raise UserError(f"bench.sweeps.{number}: no prompt is of task {foreign[0]!r}; tasks are {', '.join(tasks)}")
     bench.directory.mkdir(parents=True, exist_ok=True)
     turns: list[tuple[Prompt, list[Origin]]] = []
-    rows_for = suite_of(bench.config, prompts).rows_for(prompts)
-    for (sampling, asked), prompt in itertools.product(rows_for.items(), prompts):
+    for (sampling, asked), prompt in itertools.product(bench.suite.rows_for(prompts).items(), prompts):
         if rows := asked.get((prompt.task, prompt.prompt_id)):
             for turn in range(len(prompt.turns)):
                 place = (prompt.task, prompt.prompt_id, turn)
@@ -389,11 +385,11 @@ class Stopwatch(BaseStreamer):
         return stack
 
 
-def measure_overhead(bench: Bench, prompts: Sequence[Prompt]) -> list[Overhead]:
-    """Decodes the first prompts, then again with forwards timed; writes overhead.json, or reads it if there."""
+def measure_overhead(bench: Bench, prompts: Sequence[Prompt]) -> None:
+    """Decodes the first prompts, then again with forwards timed; writes overhead.json, unless it is there."""
     path, used = bench.directory / results.OVERHEAD, prompts[:NUM_PROMPTS]
     if path.is_file():
-        return results.read_as(path, list[Overhead])
+        return
     turns: dict[int, list[dict[str, float]]] = {row: [] for row in range(len(bench.config.rows))}
     with bar(len(used) * REPETITIONS, "turns", "overhead") as progress:
         for prompt, _ in itertools.product(used, range(REPETITIONS)):
@@ -424,4 +420,3 @@ def measure_overhead(bench: Bench, prompts: Sequence[Prompt]) -> list[Overhead]:
             measured.append(one)
             print(f"row {row}, {one.method}: {one.cycle:.2f} ms a cycle, overhead {100 * one.overhead:.1f} %")
     write_json(path, [asdict(one) for one in measured])
-    return measured

@@ -37,6 +37,7 @@ from aerie.infer.measure.bench import PHASES, Bench, describe, make_decoders, ru
 from aerie.infer.measure.record import RECORDS
 from aerie.infer.measure.replay import Cycles, counted, path_ranks, record, replayed, survival
 from aerie.infer.measure.statistics import group, speedups, summary_row
+from aerie.infer.measure.suite import suite_of
 from aerie.infer.measure.tasks import check_sources, encode_turn, load_prompts
 from aerie.model.hub import head_directory
 from aerie.model.storage import CALIBRATOR, write_json, write_text
@@ -408,7 +409,7 @@ def measure(target: Target, tokenizer: Any, best: HeadTuning, config: TuneConfig
     kinds = [None, *([best.kind] * (len(methods) - 1))]
     decoders = make_decoders(target, methods, [kind and best.head for kind in kinds])
     section = BenchConfig(prompts=config.measure, rows=tuple(methods), sampling=(SamplingConfig(config.temperature),))
-    bench = Bench(target, tokenizer, decoders, kinds, section, output / "bench")
+    bench = Bench(target, tokenizer, decoders, kinds, section, suite_of(section), output / "bench")
     (output / "bench" / RECORDS).unlink(missing_ok=True)
     groups = {members.first.row: members for members in group(run(bench, load_prompts(config.measure), seed))}
     rows = []
