@@ -212,7 +212,7 @@ def compare(arguments: Namespace, unknown: list[str]) -> int:
     """the difference in tau between rows of a bench, paired by prompt, with an interval"""
     recipe = load(arguments, unknown)
     from aerie.infer.measure.record import RECORDS, measured_facts, read_records
-    from aerie.infer.measure.statistics import tau_difference
+    from aerie.infer.report.claims import tau_difference
     from aerie.infer.report.tables import names
 
     if (recipe.paths.bench / storage.FILE).is_file():  # else it is under way

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from aerie.configs.errors import UserError
 from aerie.configs.schema.measure import CONTEXT
 from aerie.infer.measure.record import Asked, FloatArray, Milliseconds, Record, Sampling, SummaryRow
 
@@ -195,27 +194,6 @@ def interval(above: Sequence[FloatArray], below: Sequence[FloatArray], seed: int
     over, under = (np.prod([drawn @ values for values in side], axis=0) for side in (above, below))  # [RESAMPLES]
     low, high = np.percentile(over[under > 0] / under[under > 0], [2.5, 97.5])
     return [float(low), float(high)]
-
-
-def tau_difference(records: Records, of: Sequence[int], against: Sequence[int], seed: int = 0) -> str:
-    """The difference of tau between two sets of rows (numbers of bench.rows), each pooled, paired by prompt."""
-    if len({record.sampling for record in records}) > 1:
-        found = sorted({record.temperature for record in records})
-        raise UserError(f"the bench has several samplings; choose one with --temperature: {found}")
-    prompts = sorted({record.prompt for record in records if record.row in (*of, *against)})
-    good = sorted((record for record in records if record.status == "ok"), key=lambda record: record.prompt)
-    for row in (*of, *against):
-        if not prompts or sorted({record.prompt for record in good if record.row == row}) != prompts:
-            raise UserError(f"row {row} of bench.rows (from 0) lacks answers; measure every prompt in all")
-    sides = [per_prompt([record for record in good if record.row in rows])[:, :2] for rows in (of, against)]  # [n, 2]
-    drawn = np.random.default_rng(seed).integers(len(prompts), size=(RESAMPLES, len(prompts)))
-    drawn = np.vstack([np.arange(len(prompts)), drawn])  # the prompts themselves first
-    tokens_and_forwards = np.stack([side[drawn].sum(1) for side in sides])  # [2, 1 + RESAMPLES, 2]
-    taus = tokens_and_forwards[..., 0] / np.maximum(tokens_and_forwards[..., 1], 1.0)
-    one, two = taus[:, 0]
-    low, high = np.percentile(taus[0, 1:] - taus[1, 1:], [2.5, 97.5])
-    how = f"95 %, paired bootstrap over {len(prompts)} prompts"
-    return f"tau {one:.3f} against {two:.3f}: {one - two:+.3f} [{low:+.3f}, {high:+.3f}] ({how})"
 
 
 def context_rows(members: Group, contexts: Sequence[int], limit: int | None, seed: int = 0) -> list[SummaryRow]:

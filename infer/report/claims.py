@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from aerie.configs.errors import UserError
 from aerie.configs.read import adapter, read_yaml
 from aerie.infer.measure.record import FloatArray, Record
 from aerie.infer.measure.statistics import RESAMPLES, grouped
@@ -101,6 +102,24 @@ def estimate(sides: Sequence[Side], claim: Entry, seed: int = 0) -> Estimate | N
         found = stats.bootstrap((numbers,), of, vectorized=True, rng=np.random.default_rng(seed), **settings)
         low, high = np.nanpercentile(found.bootstrap_distribution, [2.5, 97.5])
     return Estimate(value, float(low), float(high), known)
+
+
+def tau_difference(records: Sequence[Record], of: Sequence[int], against: Sequence[int], seed: int = 0) -> str:
+    """The difference of tau between two sets of rows (numbers of bench.rows), each pooled, paired by prompt."""
+    if len({record.sampling for record in records}) > 1:
+        found = sorted({record.temperature for record in records})
+        raise UserError(f"the bench has several samplings; choose one with --temperature: {found}")
+    prompts = {record.prompt for record in records if record.row in (*of, *against)}
+    good = [record for record in records if record.status == "ok"]
+    for row in (*of, *against):
+        if not prompts or {record.prompt for record in good if record.row == row} != prompts:
+            raise UserError(f"row {row} of bench.rows (from 0) lacks answers; measure every prompt in all")
+    sides = [of_row([record for record in good if record.row in rows], "tau", None) for rows in (of, against)]
+    one, two = (float(side.figure(side.table.sum().to_numpy())) for side in sides)
+    apart = estimate(sides, {}, seed)
+    assert apart is not None
+    how = f"95 %, paired bootstrap over {len(prompts)} prompts"
+    return f"tau {one:.3f} against {two:.3f}: {apart.value:+.3f} [{apart.low:+.3f}, {apart.high:+.3f}] ({how})"
 
 
 def mean(sums: Sums) -> FloatArray:  # of x: the columns are 1, x

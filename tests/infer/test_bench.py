@@ -239,8 +239,7 @@ def test_the_overhead_is_the_ratio_of_the_times_and_is_measured_once(
 ) -> None:
     for name, value in {"NUM_PROMPTS": 1, "REPETITIONS": 1, "encode_turn": lambda *_: IDS}.items():
         monkeypatch.setattr(module, name, value)
-    methods: tuple[Method, ...] = ("vanilla", "lookahead", "eagle2")
-    config = BenchConfig(PromptsConfig("q.jsonl", max_new_tokens=10), tuple(map(MethodConfig, methods)))
+    config = BenchConfig(PromptsConfig("q.jsonl", max_new_tokens=10), (ROWS[0], ROWS[-1], MethodConfig("eagle2")))
     used = [miniature.decoder(row, HEADS[row.method]) for row in config.rows]
     monkeypatch.setattr(used[1], "generate", broken)
     bench = Bench(miniature.target, None, used, [None, None, "eagle1"], config, suite_of(config), tmp_path)

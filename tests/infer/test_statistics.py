@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from aerie.configs.errors import UserError
-from aerie.infer.measure import statistics
 from aerie.infer.measure.record import Record
-from aerie.infer.measure.statistics import context_rows, group, speedups, tau_difference, tau_interval
+from aerie.infer.measure.statistics import context_rows, group, speedups, summary_row, tau_interval
+from aerie.infer.report.claims import tau_difference
 from tests.infer.made_up import FAILED, drafted, milliseconds, record
 
 
@@ -24,7 +24,7 @@ def two_prompts() -> list[Record]:
 
 
 def rows_of(records: list[Record]) -> list[dict[str, Any]]:
-    return [statistics.summary_row(members).as_dict() for members in group(records)]
+    return [summary_row(members).as_dict() for members in group(records)]
 
 
 def test_a_rows_figures_count_the_bonus_but_not_the_prefills_token_and_speedup_is_of_decode_seconds() -> None:
