@@ -255,7 +255,7 @@ def tune(net: Net) -> None:
         for one in (head["published"], *head["trees"]):
             net.found[f"tau/{[one['tree'][key] for key in ('levels', 'k', 'nodes')]}"] = one["tau"]
     for number, (row, one) in enumerate(zip(measured["names"], measured["rows"], strict=True)):
-        net.found |= {f"tau/{row}": one["tau"]} if number != 1 and not row.endswith("auto") else {}
+        net.found |= {f"tau/{row}": one["tau"]} if number != 1 and " auto, " not in row else {}
 
 
 def report(net: Net) -> None:

@@ -40,6 +40,13 @@ class TreeShape:
     text: str | None = None
     variant: str = ""
 
+    @property
+    def words(self) -> str:
+        """'6 levels, k 8, 16 nodes', '5 levels, chain, stop entropy', '4 levels, static, 64 nodes'."""
+        words = {"chain": "chain", "static": f"static, {self.nodes} nodes", "auto": f"auto, {self.nodes} nodes at most"}
+        sizes = f"{self.levels} levels, {words.get(self.shape, f'k {self.k}, {self.nodes} nodes')}"
+        return ", ".join(filter(None, (self.text or sizes, self.variant)))
+
     def as_dict(self) -> dict[str, Any]:
         """As summary.json has it."""
         values = {**self.settings, "shape": self.shape, "levels": self.levels, "k": self.k, "nodes": self.nodes}

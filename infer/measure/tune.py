@@ -34,7 +34,7 @@ from aerie.infer.decode.graphs import cycle_of
 from aerie.infer.decode.methods import Drafters, calibrate_of, drafting, expected_tokens, likeliest, step_logits
 from aerie.infer.decode.shape import Drafter
 from aerie.infer.measure.bench import PHASES, Bench, describe, make_decoders, run
-from aerie.infer.measure.record import RECORDS
+from aerie.infer.measure.record import RECORDS, tree_shape
 from aerie.infer.measure.replay import Cycles, counted, path_ranks, record, replayed, survival
 from aerie.infer.measure.statistics import group, speedups, summary_row
 from aerie.infer.measure.suite import suite_of
@@ -429,15 +429,6 @@ def measure(target: Target, tokenizer: Any, best: HeadTuning, config: TuneConfig
 
 
 def name_of(method: MethodConfig) -> str:
-    tree = method.tree
-    if tree is None:
-        return method.method
-    if tree.shape == "auto":
-        return f"{method.method}, auto"
-    shape = f"{tree.levels} levels, k {tree.k}, {tree.nodes} nodes"
-    words = [method.method, f"chain of {tree.levels}" if tree.shape == "chain" else shape]
-    if tree.shape == "dynamic" and tree.children == "sampled":
-        words.append("drawn children")
-    if tree.stop.rule != "constant":
-        words.append(f"{tree.stop.rule} {getattr(tree.stop, 'threshold', '')}".strip())
-    return ", ".join(words + ([f"{tree.calibrated} confidence"] if tree.calibrated else []))
+    """'eagle2, 6 levels, k 8, 16 nodes': the method and its tree, as the report's rows have them."""
+    tree = tree_shape(method)
+    return method.method if tree is None else f"{method.method}, {tree.words}"

@@ -64,13 +64,8 @@ def training_curves(metrics: Path) -> dict[str, dict[str, dict[str, list[Any]]]]
 
 
 def tree_text(row: SummaryRow) -> str:
-    """'6 levels, k 8, 16 nodes', '5 levels, chain, stop entropy', '4 levels, static, 64 nodes', with 'NOT lossless'."""
-    tree = row.tree
-    if tree is None:
-        return NOTHING
-    words = {"chain": "chain", "static": f"static, {tree.nodes} nodes", "auto": f"auto, {tree.nodes} nodes at most"}
-    sizes = f"{tree.levels} levels, {words.get(tree.shape, f'k {tree.k}, {tree.nodes} nodes')}"
-    return ", ".join(filter(None, (tree.text or sizes, tree.variant, "NOT lossless" if is_lossy(row) else "")))
+    """The words of its tree, with 'NOT lossless'."""
+    return NOTHING if row.tree is None else row.tree.words + (", NOT lossless" if is_lossy(row) else "")
 
 
 def is_lossy(row: SummaryRow) -> bool:

@@ -158,7 +158,7 @@ def test_the_choice_is_written_measured_and_taken_by_generate_and_bench(
     row = ("--row", str(folder / "tuned.yaml"))
     for name in ("tuned.yaml", "auto.yaml"):
         assert command("generate", "--row", str(folder / name), "--max-new-tokens", "8")[0] == 0
-    assert measured["names"][-1] == "eagle2, auto" and measured["rows"][-1]["speedup"] > 0
+    assert "auto" in measured["names"][-1] and measured["rows"][-1]["speedup"] > 0
     # else, if both temperatures choose one tree, its bench would be reused
     own = ("--bench.reference", "false", "--bench.warmup_prompts", f"{temperature:g}")
     assert "16 answers" in command("bench", *row, *own, "--overwrite")[1]
