@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from aerie.configs.schema.measure import CONTEXT
-from aerie.infer.measure.record import Asked, FloatArray, Milliseconds, Record, Sampling, SummaryRow
+from aerie.infer.measure.record import Asked, FloatArray, Milliseconds, Record, SummaryRow
 
 Records = Sequence[Record]
 RESAMPLES = 2000
@@ -52,22 +52,14 @@ class Group:
         return [replace(self, records=tuple(answers)) for answers in tasks.values()]
 
 
-def baselines_of(records: Iterable[Record]) -> dict[Sampling, dict[Any, Record]]:
-    """Good answers of the first vanilla row by sampling and prompt_key."""
-    baselines: dict[Sampling, dict[Any, Record]] = {}
-    vanilla = (record for record in records if record.method == VANILLA)
-    for sampling, answers in grouped(vanilla, lambda record: record.sampling).items():
-        first = min(record.row for record in answers)
-        baselines[sampling] = {one.prompt_key: one for one in answers if one.row == first and one.status == "ok"}
-    return baselines
-
-
 def group(records: Iterable[Record]) -> list[Group]:
-    """One group per (sampling, row), rows in the recipe's order."""
-    baselines, groups = baselines_of(records := list(records)), []
-    for sampling, members in grouped(records, lambda record: record.sampling).items():
-        rows = sorted(grouped(members, lambda record: record.row).items())
-        groups += [Group(tuple(answers), baselines.get(sampling, {})) for _, answers in rows]
+    """One group per (sampling, row), rows in the recipe's order; the first vanilla row is the baseline."""
+    groups = []
+    for members in grouped(records, lambda record: record.sampling).values():
+        rows = [answers for _, answers in sorted(grouped(members, lambda record: record.row).items())]
+        vanilla = next((answers for answers in rows if answers[0].method == VANILLA), [])
+        baseline = {record.prompt_key: record for record in vanilla if record.status == "ok"}
+        groups += [Group(tuple(answers), baseline) for answers in rows]
     return groups
 
 
@@ -129,15 +121,15 @@ def told_apart(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
     return named
 
 
-def sweep_rows(records: Records, asked: Asked, groups: Sequence[Group], seed: int) -> list[SummaryRow]:
-    """`sweeps` of summary.json; groups: of the bench's own rows, for points by context length."""
-    baselines, rows = baselines_of(records), []
+def sweep_rows(groups: Sequence[Group], own: Sequence[Group], asked: Asked, seed: int) -> list[SummaryRow]:
+    """`sweeps` of summary.json; own: the groups of the bench's own rows, for points by context length."""
+    rows = []
     for point in asked.points:
-        answers = [r for r in records if r.row == point.row and r.sampling == point.sampling]
-        if asked_for := tuple(record for record in answers if record.prompt in point.prompts):
-            measured = summary_row(Group(asked_for, baselines.get(point.sampling, {})), seed)
-            rows.append(replace(measured, sweep=point.sweep, key=point.key, value=point.value))
-    for members in groups:
+        for members in (one for one in groups if (one.first.row, one.first.sampling) == (point.row, point.sampling)):
+            if asked_for := tuple(record for record in members.records if record.prompt in point.prompts):
+                measured = summary_row(replace(members, records=asked_for), seed)
+                rows.append(replace(measured, sweep=point.sweep, key=point.key, value=point.value))
+    for members in own:
         rows += context_rows(members, asked.contexts, asked.max_context, seed)
     return rows
 

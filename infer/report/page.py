@@ -301,12 +301,12 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: dict[str, 
     # without suite.json all rows are the bench's own
     asked = _read(bench / files.SUITE, files.Asked)
     asked = asked or files.Asked(tuple(files.AskedCell(one.row, *one.sampling) for one in records))
-    cells = {(cell.row, cell.sampling) for cell in asked.main}
-    groups = statistics.group(one for one in records if (one.row, one.sampling) in cells)
+    cells, every = {(cell.row, cell.sampling) for cell in asked.main}, statistics.group(records)
+    groups = [members for members in every if (members.first.row, members.first.sampling) in cells]
     rows = statistics.told_apart([statistics.summary_row(members, seed) for members in groups])
     by_task = [[statistics.summary_row(part, seed) for part in members.by_task()] for members in groups]
     parts = {at: [replace(row, value=row.task) for row in each] for at, each in enumerate(by_task) if len(each) > 1}
-    sweeps = statistics.sweep_rows(records, asked, groups, seed)
+    sweeps = statistics.sweep_rows(every, groups, asked, seed)
     curve, analysis = _read(calibration / "calibration.json"), _read(calibration / "analysis.json")
     if analysis is not None and analysis["schema"] != ANALYSIS:
         fix = "is of another version; make it again: aerie calibrate --overwrite"
