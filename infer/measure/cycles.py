@@ -175,8 +175,6 @@ def _law_columns(cycle: Cycle, states: States | None) -> Record | None:
     parents, below = tree.parents.tolist(), asked(tree, path).nonzero()[:, 0].tolist()
     children = {node: [child for child in below if parents[child] == node] for node in path}
     nodes = [node for node in path if children[node]]
-    if not nodes:
-        return None
     laws, ids = tree.pool.log_laws(), tree.pool.ids
     raw = torch.stack([laws[node] for node in nodes])  # [M, Vd]
     log_q = (raw if tree.proposal is None else cycle.sampler.log_law(raw)).double().log_softmax(-1)
