@@ -244,11 +244,11 @@ def reached(record: Record, above: int, length: int) -> FloatArray | None:
 
 def diversity(groups: Sequence[Group]) -> dict[str, Any] | None:
     """Distinct 4-grams of vanilla's greedy answers; None without any."""
-    greedy = [one for one in groups if one.first.temperature == 0 and not one.failed and one.first.method == VANILLA]
-    for members in greedy[:1]:
-        every = [ngram for record in members.records for ngram in ngrams(record.output_ids)]
-        counts = {"distinct_4grams": len(set(every)), "total_4grams": len(every)}
-        return {"method": members.first.method, "answers": len(members.records), **counts}
+    for members in groups:
+        if members.first.method == VANILLA and members.first.temperature == 0 and not members.failed:
+            every = [ngram for record in members.records for ngram in ngrams(record.output_ids)]
+            counts = {"distinct_4grams": len(set(every)), "total_4grams": len(every)}
+            return {"method": VANILLA, "answers": len(members.records), **counts}
     return None
 
 

@@ -16,7 +16,7 @@ from scipy import stats
 from aerie.configs.errors import UserError
 from aerie.configs.read import adapter, read_yaml
 from aerie.infer.measure.record import FloatArray, Record
-from aerie.infer.measure.statistics import RESAMPLES, grouped
+from aerie.infer.measure.statistics import RESAMPLES, group, grouped
 from aerie.infer.report.tables import PAPERS, TASKS, rule_of
 from aerie.model.storage import read_json
 
@@ -60,8 +60,7 @@ class Measured:
     def rows(self) -> list[list[Record]]:
         """The rows in the suite's order, without those with a failed answer, or with top-k or top-p."""
         plain = (record for record in self.records if record.sampling[1:] == (0, 1.0))
-        every = grouped(plain, lambda record: (record.temperature, record.row))
-        return [row for _, row in sorted(every.items()) if all(one.status == "ok" for one in row)]
+        return [[*members.records] for members in group(plain) if not members.failed]
 
 
 class Estimate(NamedTuple):
