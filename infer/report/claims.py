@@ -54,7 +54,6 @@ class Measured:
     records: Sequence[Record]
     tuning: Mapping[str, Any] | None = None
     calibrations: Sequence[Calibration] = ()
-    seed: int = 0
 
     @cached_property
     def rows(self) -> list[list[Record]]:
@@ -272,7 +271,7 @@ def by_rows(run: Measured, claim: Entry, temperature: float) -> dict[str, Estima
             measured = [of_row(o, figure, run.tuning) for o in rivals if sizes(o, same) == sizes(row, same)]
             sides = [of_row(row, figure, run.tuning)]
             sides += [best_of(measured if against.get("pick") == "best" else measured[:1])] if measured else []
-            if (measured or not against) and (one := estimate(sides, claim, run.seed)):
+            if (measured or not against) and (one := estimate(sides, claim)):
                 found[head] = one
     return found
 
@@ -304,7 +303,7 @@ def by_tables(run: Measured, claim: Entry, temperature: float) -> dict[str, Esti
         if heads[0] == head and tables.keys() >= {*heads}:
             with suppress(pd.errors.UndefinedVariableError):  # calibrated without oracle lengths
                 sides = [of_table(tables[name], entry) for name, entry in zip(heads, entries, strict=True)]
-                if measured := estimate(sides, claim, run.seed):
+                if measured := estimate(sides, claim):
                     found[f"{head} head"] = measured
     return found
 
@@ -390,7 +389,7 @@ def drawn(run: Measured) -> dict[str, dict[str, Any]]:
         for entry in picture["lines"]:
             made = _sides_of_tables(run, entry) if "table" in entry else _sides_of_rows(run, entry, shared)
             for head, sides in made.items():
-                along = [(x, estimate([side], entry, run.seed)) for x, side in sides]
+                along = [(x, estimate([side], entry)) for x, side in sides]
                 points = [[x, one.value, one.low, one.high] for x, one in along if one and np.isfinite(one.low)]
                 lines += [{"label": f"{entry['label']}, {head}", "points": points}] if points else []
         if lines:

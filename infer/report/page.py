@@ -330,7 +330,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: dict[str, 
         figures |= {"differing": len(apart), "rounding": sum(margin <= 1 for margin in told)}
         extras.append(figures | (same if compared else dict.fromkeys(same)))
     calibrations = [*map(claims.Calibration.read, files.calibrations_of(bench.parent))]
-    run = claims.Measured(records, tuning, calibrations, seed)
+    run = claims.Measured(records, tuning, calibrations)
     details: dict[str, Any] = {
         "schema": SCHEMA,
         "rows": extras,
