@@ -5,8 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aerie.configs.schema.decode import ChainConfig, DynamicConfig
+from aerie.configs.schema.decode import ChainConfig, DynamicConfig, TreeConfig
 from aerie.configs.schema.heads import TargetConfig
+from aerie.infer.decode.drafters import DRAFTERS
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.methods import drafting
 from aerie.model.target import Target
 from tests import tiny
 
@@ -21,18 +24,20 @@ def make_target(**changes: Any) -> Target:
     return Target(tiny.llama(**{"eos_token_id": None, **changes}), TargetConfig(path="tiny"))
 
 
-def tiny_vocabulary(num_blocks: int = 2, **changes: Any) -> Target:
-    """A target with 12 tokens and no end token."""
-    sizes = {"vocab_size": 12, "hidden_size": 16, "num_blocks": num_blocks, "pad_token_id": None}
-    return make_target(**{**sizes, **changes})
-
-
 def make_head(target: Target, kind: str = "eagle1", **changes: Any) -> Any:
     """A random head whose drafts depend on every input."""
     if kind in ("medusa", "hydra", "block"):
         return tiny.multi_token_head(kind, target.vocab, noise=0.3, **changes).eval()
     make = tiny.head if kind == "eagle1" else tiny.eagle3_head
     return make(target.vocab.embedding.float(), **{"scale": 8.0, **changes}).eval()
+
+
+def decoder_of(target: Target, tree: TreeConfig | None, kind: str = "eagle1", **changes: Any) -> SpeculativeDecoder:
+    """A decoder with a random head, or with the target as its own draft LM; no tree: vanilla."""
+    if tree is None:
+        return SpeculativeDecoder(target)
+    head = target if kind == "draft_lm" else make_head(target, kind, **changes).to(target.device)
+    return SpeculativeDecoder(target, drafting(DRAFTERS[kind](head, target), tree))
 
 
 def prompts(count: int, vocab: int = 320) -> list[Tensor]:

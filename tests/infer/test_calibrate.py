@@ -15,10 +15,8 @@ from aerie.configs.schema import decode as schema
 from aerie.configs.schema.decode import DynamicConfig, StaticConfig, TreeConfig
 from aerie.configs.schema.measure import CalibrateConfig, PromptsConfig
 from aerie.infer.decode.cache import TargetStep
-from aerie.infer.decode.drafters import DRAFTERS
-from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import FLOOR, Calibrator, drafting, load_calibrator
-from aerie.infer.decode.shape import Cycle
+from aerie.infer.decode.shape import Cycle, unchanged
 from aerie.infer.decode.tree import Proposal, Tree
 from aerie.infer.decode.verify import Verdict
 from aerie.infer.measure import calibrate
@@ -26,7 +24,7 @@ from aerie.infer.measure.cycles import LAWS, oracle_length
 from aerie.model.checkpoint import save_head
 from aerie.model.storage import Stage, digests, write_json
 from tests import tiny
-from tests.infer.draws import make_head, make_target
+from tests.infer.draws import decoder_of, make_target
 from tests.infer.laws import sampler, tree_of
 from tests.infer.test_main import Command, command, shared
 
@@ -104,17 +102,10 @@ def test_oracle_lengths_by_context() -> None:
     assert second[4:] == [16.0, 0.0, 0.5] and last[:3] == [8192, None, 1]
 
 
-def decoder_of(tree: TreeConfig, kind: str = "eagle1", **more: Any) -> SpeculativeDecoder:
-    """A decoder with a random head, or with the target as its own draft LM."""
-    target = make_target()
-    head = target if kind == "draft_lm" else make_head(target, kind)
-    return SpeculativeDecoder(target, drafting(DRAFTERS[kind](head, target), tree, **more))
-
-
 def write_calibration(output: Path) -> None:
     """The files that `calibrate` writes for a tiny head, on 12 prompts of two tasks."""
     questions = [(torch.tensor([[7, 9, 11 + n, 23, 5]]), ("sums", "code")[n % 2]) for n in range(12)]
-    made = calibrate.record(decoder_of(WIDE), WIDE, questions, replace(SECTION, oracle_levels=5))
+    made = calibrate.record(decoder_of(make_target(), WIDE), WIDE, questions, replace(SECTION, oracle_levels=5))
     calibrate.write_calibration(output, made, bins=20, head=None, method="eagle2")
     Stage("calibration", output, {}).finish()
 
@@ -126,10 +117,9 @@ def write_calibration(output: Path) -> None:
 def test_an_oracle_changes_nothing_else_and_every_kind_of_draft_has_an_analysis(
     tree: TreeConfig, kind: str, temperature: float
 ) -> None:
+    sections = (replace(SECTION, temperature=temperature, oracle_levels=levels) for levels in (None, 5))
     plain, deep = (
-        calibrate.record(decoder_of(tree, kind), tree, QUESTIONS, replace(section, oracle_levels=levels), 3)
-        for section in [replace(SECTION, temperature=temperature)]
-        for levels in (None, 5)
+        calibrate.record(decoder_of(make_target(), tree, kind), tree, QUESTIONS, section, 3) for section in sections
     )
     cycles = deep.tables["cycles"]
     for name, table in plain.tables.items():
@@ -222,9 +212,10 @@ def test_maps_keep_ranks_and_what_is_impossible() -> None:
 def test_calibrated_trees_are_drafted_from_mapped_confidence_and_write_the_same_text(tree: TreeConfig) -> None:
     mapping = Calibrator(3.0, (0.0, 0.5, 0.9), (0.05, 0.2, 0.9)).map("isotonic")
     answers, trees = [], []
-    for more in ({}, {"calibrate": mapping}):
+    for calibrate_by in (unchanged, mapping):
         cycles: list[Cycle] = []
-        decoder = decoder_of(tree, "medusa" if tree is MEDUSA else "eagle1", **more)
+        decoder = decoder_of(make_target(), tree, "medusa" if tree is MEDUSA else "eagle1")
+        decoder.proposer = drafting(decoder.proposer.drafter, tree, calibrate_by)  # type: ignore[union-attr]
         settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "on_cycle": cycles.append}
         answers.append(decoder.generate(QUESTIONS[0][0], **settings).new_ids)
         trees.append(cycles[0].tree)

@@ -9,14 +9,11 @@ import torch
 
 from aerie.configs.schema import decode as schema
 from aerie.configs.schema.decode import DynamicConfig, StaticConfig, TreeConfig
-from aerie.infer.decode.drafters import EagleDrafter
-from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import drafting
 from aerie.infer.decode.sampling import entropy
 from aerie.infer.decode.shape import Cycle
 from aerie.infer.decode.verify import read, reject, walk
 from aerie.infer.measure.cycles import Recorder, acceptance, asked, places, tables_of
-from tests.infer.draws import make_head, make_target, tiny_vocabulary
+from tests.infer.draws import decoder_of, make_target
 
 WIDE = DynamicConfig(levels=5, k=6, nodes=24)
 CHAIN = schema.ChainConfig(levels=4)
@@ -32,12 +29,10 @@ def recorded(
     tree: TreeConfig, temperature: float = 0.0, kind: str = "eagle1"
 ) -> tuple[list[Cycle], list[dict[str, Any]], list[int]]:
     """The cycles of one answer, their records, and the text."""
-    target = make_target()
-    proposer = drafting(EagleDrafter(make_head(target, kind), target), tree)
-    decoder, prompt = SpeculativeDecoder(target, proposer), torch.tensor([[7, 9, 11, 23, 5]])
+    decoder, prompt = decoder_of(make_target(), tree, kind), torch.tensor([[7, 9, 11, 23, 5]])
     settings = {"temperature": temperature, "do_sample": temperature > 0, "top_k": 0, "max_new_tokens": 12}
     plain = decoder.generate(prompt, generator=torch.Generator().manual_seed(3), **settings).new_ids
-    proposer.keep = True
+    decoder.proposer.keep = True  # type: ignore[union-attr]
     recorder, cycles = Recorder(), list[Cycle]()
 
     def watch(cycle: Cycle) -> None:
@@ -51,10 +46,9 @@ def recorded(
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_nodes_acceptance_is_its_share_among_many_verdicts_over_the_very_same_draft(rule: str) -> None:
-    target, draws = tiny_vocabulary(), 1200
-    head = EagleDrafter(make_head(target, scale=3.0), target)
+    target, draws = make_target(vocab_size=12, hidden_size=16, num_blocks=2, pad_token_id=None), 1200
     cycles: list[Cycle] = []
-    SpeculativeDecoder(target, drafting(head, RULES[rule])).generate(
+    decoder_of(target, RULES[rule], scale=3.0).generate(
         torch.tensor([[1, 5, 3]]), temperature=1.3, top_k=0, top_p=0.95, max_new_tokens=40,
         generator=torch.Generator().manual_seed(4), on_cycle=cycles.append,
     )  # fmt: skip

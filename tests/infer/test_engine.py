@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers.generation.streamers import BaseStreamer
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import (
@@ -28,22 +28,15 @@ from aerie.configs.schema.decode import (
 )
 from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.decode import engine, graphs, sampling, shape
-from aerie.infer.decode.drafters import DRAFTERS
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import Auto, Difficulty, drafting
+from aerie.infer.decode.methods import Difficulty
 from aerie.infer.decode.shape import Cycle, Drafting, make_shape
 from aerie.model.layers import Kept
 from aerie.model.target import Target
 from tests import tiny
-from tests.infer.draws import TREES, greedy, make_head, make_target, prompts
+from tests.infer.draws import TREES, decoder_of, greedy, make_target, prompts
 from tests.infer.steered import steered
 from tests.targets import small
-
-
-def decoder(target: Target, tree: TreeConfig, kind: str = "eagle1", **changes: Any) -> SpeculativeDecoder:
-    """A decoder with a random head."""
-    drafter = DRAFTERS[kind](make_head(target, kind, **changes).to(target.device), target)
-    return SpeculativeDecoder(target, Drafting(drafter, make_shape(tree)))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +57,7 @@ def test_a_perfect_draft_is_accepted_whole_up_to_the_end_and_costs_what_its_head
     answer = greedy(target, ids, 41)[0][ids.shape[1] :]
     options = {"ids": torch.tensor(sorted({*answer, 0, 100, 200, 319}))} if kind == "eagle3" else {}
     settings = {"do_sample": False, "max_new_tokens": new, **({} if end is None else {"eos_token_id": answer[end]})}
-    perfect = steered(decoder(target, tree, kind, **options), [(ids, answer)], right=True)
+    perfect = steered(decoder_of(target, tree, kind, **options), [(ids, answer)], right=True)
     generation = perfect.generate(ids, **settings, on_cycle=lambda cycle: trees.append(cycle.tree))
     written, statistics = new if end is None else answer.index(answer[end]) + 1, generation.statistics
     assert generation.new_ids == answer[:written] and statistics.new_tokens == written
@@ -81,7 +74,7 @@ def test_the_heuristics_length_follows_what_was_accepted_and_begins_anew_with_a_
     target, ids, lengths = make_target(), prompts(4)[-1], []
     answer = greedy(target, ids, 31)[0][ids.shape[1] :]
     tree = ChainConfig(levels=20, stop=HeuristicConfig(start=4))
-    made = steered(decoder(target, tree), [(ids, answer)], right)
+    made = steered(decoder_of(target, tree), [(ids, answer)], right)
     for _ in range(2):
         made.generate(ids, do_sample=False, max_new_tokens=30, on_cycle=lambda cycle: lengths.append(cycle.tree.levels))
     assert lengths == 2 * ([4, 6, 8, 7] if right else [4, 3, 2, *[1] * 25, 0])  # two more, or one fewer
@@ -96,7 +89,7 @@ def test_a_stop_string_ends_an_answer_at_the_token_that_completes_it_as_in_trans
     for stop in ("rer", "ere", "rQn", ["nowhere", " o", "w "], "nowhere"):
         made = SpeculativeDecoder(target)
         if drafted:
-            made = steered(decoder(target, TREES["small"]), [(ids, answer)], right=True)
+            made = steered(decoder_of(target, TREES["small"]), [(ids, answer)], right=True)
         made.tokenizer = words
         settings = {"do_sample": False, "max_new_tokens": 24, "stop_strings": stop}
         theirs = target.model.generate(ids, attention_mask=torch.ones_like(ids), tokenizer=words, **settings)
@@ -110,7 +103,7 @@ def test_auto_learns_of_all_levels_that_an_exact_draft_had_room_for(stop: Any, m
     target, learnt, seen = make_target(), list[int](), list[int]()
     tree = DynamicConfig(levels=6, k=2, nodes=6, stop=stop)
     config = AutoConfig(choices=(BudgetConfig(1.0, tree, (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)),))
-    made = SpeculativeDecoder(target, drafting(DRAFTERS["eagle1"](make_head(target, "eagle1"), target), config))
+    made = decoder_of(target, config)
     monkeypatch.setattr(Difficulty, "learn", lambda _, logits, accepted: learnt.append(len(logits)))
     made.generate(prompts(4)[-1], do_sample=False, max_new_tokens=30, on_cycle=lambda one: seen.append(one.tree.levels))
     drafted = [levels for levels in seen if levels]
@@ -123,22 +116,21 @@ def test_the_head_reads_what_was_written_without_drafts_as_soon_as_one_is_grown(
     target, ids, tree, seen, first = make_target(), prompts(4)[-1], TREES["small"], list[Cycle](), list[Cycle]()
     text = greedy(target, ids, 40)[0]
     options: dict[str, Any] = {"prefix_layer": True} if kind == "hydra" else {}
-    module = target if kind == "draft_lm" else make_head(target, kind, **options)
-    choices = (BudgetConfig(1.0), BudgetConfig(2.0, tree, (0.5, 0.4, 0.3)))
-    auto, plain = (drafting(DRAFTERS[kind](module, target), each) for each in (AutoConfig(choices=choices), tree))
-    assert isinstance(auto, Auto)
+    config = AutoConfig(choices=(BudgetConfig(1.0), BudgetConfig(2.0, tree, (0.5, 0.4, 0.3))))
+    made, plain = (decoder_of(target, each, kind, **options) for each in (config, tree))
+    auto: Any = made.proposer
 
     def watch(cycle: Cycle) -> None:
         seen.append(cycle)
         auto._best = [int(len(seen) % 5 == 4)] * len(auto._best)  # draft in every fifth cycle
 
-    made = SpeculativeDecoder(target, auto).generate(ids, do_sample=False, max_new_tokens=40, on_cycle=watch)
-    assert made.sequences.tolist() == [text]
+    answer = made.generate(ids, do_sample=False, max_new_tokens=40, on_cycle=watch)
+    assert answer.sequences.tolist() == [text]
     for number, cycle in enumerate(seen[1:25], start=1):
         assert (len(cycle.tree) > 1) == (number % 5 == 4)
         if len(cycle.tree) > 1:
             begun = torch.tensor([text[: cycle.position]])
-            SpeculativeDecoder(target, plain).generate(begun, do_sample=False, max_new_tokens=8, on_cycle=first.append)
+            plain.generate(begun, do_sample=False, max_new_tokens=8, on_cycle=first.append)
             assert torch.equal(cycle.tree.tokens, first[0].tree.tokens)
             torch.testing.assert_close(cycle.tree.survival, first[0].tree.survival, rtol=1e-4, atol=1e-4)
             first.clear()
@@ -150,8 +142,7 @@ def test_a_budget_follows_what_is_accepted_down_to_no_draft(right: bool) -> None
     answer = greedy(target, ids, 60)[0][ids.shape[1] :]
     trees = ((1.3, ChainConfig(levels=1), (0.7,)), (2.2, TREES["small"], (0.8, 0.6, 0.4)))
     tree = AutoConfig(choices=(BudgetConfig(1.0), *(BudgetConfig(*each) for each in trees)))
-    proposer = drafting(DRAFTERS["eagle1"](make_head(target), target), tree)
-    made = steered(SpeculativeDecoder(target, proposer), [(ids, answer)], right)
+    made = steered(decoder_of(target, tree), [(ids, answer)], right)
     made.generate(ids, do_sample=False, max_new_tokens=60, on_cycle=lambda cycle: levels.append(cycle.tree.levels))
     if right:
         assert levels[1:-1] == [3] * (len(levels) - 2)
@@ -159,27 +150,14 @@ def test_a_budget_follows_what_is_accepted_down_to_no_draft(right: bool) -> None
         assert {*levels[8:]} == {0, 1} and levels[8:].count(1) < 0.25 * len(levels)
 
 
-class Collector(BaseStreamer):
-    """A transformers streamer that keeps what it gets."""
-
-    def __init__(self) -> None:
-        self.pieces: list[list[int]] = []
-        self.ended = False
-
-    def put(self, value: Tensor) -> None:
-        self.pieces.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        self.ended = True
-
-
 def test_a_streamer_gets_the_prompt_and_then_every_cycles_tokens_and_phases_add_up() -> None:
-    target, ids, streamer = make_target(), prompts(3)[-1], Collector()
-    generation = decoder(target, TREES["small"]).generate(
+    target, ids, pieces = make_target(), prompts(3)[-1], list[Any]()
+    streamer = SimpleNamespace(put=lambda value: pieces.append(value.flatten().tolist()), end=lambda: pieces.append(0))
+    generation = decoder_of(target, TREES["small"]).generate(
         ids, do_sample=False, max_new_tokens=12, streamer=streamer, timed=True
     )
-    prompt, first, *cycles = streamer.pieces
-    assert prompt == ids[0].tolist() and streamer.ended
+    prompt, first, *cycles, end = pieces
+    assert prompt == ids[0].tolist() and end == 0
     assert [len(piece) for piece in cycles] == generation.statistics.cycle_tokens
     assert first + sum(cycles, []) == generation.new_ids  # noqa: RUF017
     ms = generation.statistics.ms
@@ -205,7 +183,7 @@ def test_a_streamer_gets_the_prompt_and_then_every_cycles_tokens_and_phases_add_
 def test_what_cannot_be_decoded_is_one_sentence(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"input_ids": prompts(1)[0], "max_new_tokens": 8, **change}
     with pytest.raises(UserError, match=message):
-        decoder(make_target(), TREES["small"], max_position_embeddings=48).generate(**arguments)
+        decoder_of(make_target(), TREES["small"], max_position_embeddings=48).generate(**arguments)
 
 
 class Counting(TorchDispatchMode):
@@ -232,8 +210,8 @@ CYCLES = {("eagle3", 0): 102, ("eagle3", 1): 108, ("eagle1", 0): 32, ("eagle1", 
 
 @pytest.mark.parametrize(("kind", "temperature"), CYCLES)
 def test_a_cycle_of_a_fixed_tree_reads_the_device_once(kind: str, temperature: int, monkeypatch: Any) -> None:
-    target, counting, seen = make_target(), Counting(), list[tuple[int, int]]()
-    made, tolist = decoder(target, DynamicConfig(levels=8) if kind == "eagle3" else TREES["chain"], kind), Tensor.tolist
+    target, counting, seen, tolist = make_target(), Counting(), list[tuple[int, int]](), Tensor.tolist
+    made = decoder_of(target, DynamicConfig(levels=8) if kind == "eagle3" else TREES["chain"], kind)
     for owner, name in ((target.decoder, "forward"), (target, "logits"), *made.proposer.drafter.forwards):  # type: ignore
         monkeypatch.setattr(owner, name, partial(counting.around, 0, getattr(owner, name)))
     monkeypatch.setattr(Tensor, "tolist", lambda tensor: counting.around(1, tolist, tensor))
@@ -250,7 +228,7 @@ def test_a_prompt_read_in_parts_and_cycles_that_look_at_more_columns_than_are_ke
     kind: str, family: str, monkeypatch: Any
 ) -> None:
     target, ids, advance = Target(small(family), TargetConfig(family)), prompts(8)[-1] % 60 + 3, Kept.advance
-    made = decoder(target, TREES["small"], kind, **({"prefix_layer": True} if kind == "hydra" else {}))
+    made = decoder_of(target, TREES["small"], kind, **({"prefix_layer": True} if kind == "hydra" else {}))
     expected = trees_of(made, ids)
 
     def widened(kept: Kept, count: int) -> None:
@@ -295,7 +273,7 @@ def test_all_of_a_cycle_compiles(kind: str, tree: TreeConfig, capfd: Any, monkey
     target, ids = Target(make_target().model, TargetConfig("tiny", cycle="compiled")), prompts(2)[-1]
     for _ in range(2):  # each decoder has its own recompile limit
         with torch._dynamo.config.patch(recompile_limit=1):
-            answer = decoder(target, tree, kind).generate(ids, do_sample=False, max_new_tokens=16)
+            answer = decoder_of(target, tree, kind).generate(ids, do_sample=False, max_new_tokens=16)
         assert answer.new_ids == greedy(target, ids, 16)[0][ids.shape[1] :]
     assert "runs as it is" not in capfd.readouterr().err
 
@@ -305,7 +283,7 @@ def test_all_of_a_cycle_compiles(kind: str, tree: TreeConfig, capfd: Any, monkey
 def test_compiled_functions_write_the_same_and_one_form_serves_all_lengths(tree: TreeConfig | None) -> None:
     found, plain = list[Any](), make_target()
     for target in (plain, compiled := Target(plain.model, TargetConfig("tiny", cycle="compiled"))):
-        made = SpeculativeDecoder(target) if tree is None else decoder(target, tree, "eagle3")
+        made = decoder_of(target, tree, "eagle3")
         for number, ids in enumerate(prompts(4)):
             with torch._dynamo.config.patch(error_on_recompile=target is compiled and number > 1):
                 answer = made.generate(ids, do_sample=False, max_new_tokens=20 + number)
@@ -316,7 +294,7 @@ def test_compiled_functions_write_the_same_and_one_form_serves_all_lengths(tree:
 def test_what_cannot_be_compiled_runs_as_it_is_and_a_line_says_so(capfd: Any, monkeypatch: Any) -> None:
     target, ids = Target(make_target().model, TargetConfig("tiny", cycle="compiled")), prompts(2)[-1]
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    made = decoder(target, TREES["small"])
+    made = decoder_of(target, TREES["small"])
     monkeypatch.setattr(made.lm, "extend", lambda *tree, extend=made.lm.extend: (print(end=""), extend(*tree))[1])
     assert made.generate(ids, do_sample=False, max_new_tokens=12).new_ids == greedy(target, ids, 12)[0][ids.shape[1] :]
     assert "warning: target.cycle compiled: extend runs as it is:" in capfd.readouterr().err
@@ -359,7 +337,7 @@ def eager_and_captured(kind: str, tree: TreeConfig | None, device: str = "cpu") 
     for cycle in ("eager", "captured"):
         target = Target(model, TargetConfig("tiny", cycle=cycle))  # type: ignore
         changes = {"prefix_layer": True} if kind == "hydra" else {}
-        made = [decoder(target, tree, kind, **changes) if tree else SpeculativeDecoder(target)]
+        made = [decoder_of(target, tree, kind, **changes)]
         made[0].typical = TypicalConfig() if kind == "medusa" else None
         if isinstance(made[0].proposer, Drafting):  # another proposer with the same head and other trees
             twin = Drafting(made[0].proposer.drafter, make_shape(DynamicConfig(levels=2, k=6, nodes=12)))
@@ -393,7 +371,7 @@ def test_cuda_graphs_write_what_eager_cycles_write(kind: str, tree: Any, capfd: 
 @pytest.mark.parametrize(("kind", "tree"), [*CAPTURED[:4], CAPTURED[-1]])
 def test_nothing_of_a_cycle_but_the_reading_of_its_verdict_waits_for_a_gpu(kind: str, tree: Any) -> None:
     target = Target(make_target().model.to("cuda"), TargetConfig("tiny", cycle="eager"))
-    made = decoder(target, tree, kind) if tree else SpeculativeDecoder(target)
+    made = decoder_of(target, tree, kind)
 
     def strict(function: Callable[..., Any], *arguments: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")

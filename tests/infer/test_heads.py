@@ -18,14 +18,14 @@ from aerie.configs.schema.decode import (
 )
 from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.decode.drafters import DRAFTERS
-from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
+from aerie.infer.decode.engine import make_decoder
 from aerie.infer.decode.methods import Drafters, check_levels, drafting, load_head_for
 from aerie.infer.decode.shape import Cycle
 from aerie.model.checkpoint import save_head
 from aerie.model.layers import Kept
 from aerie.model.target import Target
 from tests import tiny
-from tests.infer.draws import TREES, greedy, make_head, make_target, prompts
+from tests.infer.draws import TREES, decoder_of, greedy, make_head, make_target, prompts
 from tests.infer.steered import steered
 
 LOADED = [  # kind, options
@@ -94,8 +94,9 @@ def test_every_verified_node_was_drafted_and_is_counted(kind: str, options: dict
     target, ids, read = make_target(), prompts(3)[-1], []
     if isinstance(tree, DynamicConfig) and kind not in ("eagle1", "eagle3"):
         tree = DynamicConfig(levels=4, k=6, nodes=40)
-    proposer = drafting(DRAFTERS[kind](make_head(target, kind, **options), target), tree)
-    proposer.keep, nodes = True, []
+    decoder, nodes = decoder_of(target, tree, kind, **options), []
+    proposer: Any = decoder.proposer
+    proposer.keep = True
 
     def watch(cycle: Cycle) -> None:
         nodes.append(cycle.tree.num_drafted)
@@ -106,7 +107,6 @@ def test_every_verified_node_was_drafted_and_is_counted(kind: str, options: dict
             column = proposer.drafter.target_ids(torch.arange(len(law))).tolist().index(int(grown.tokens[node]))
             assert float(grown.confidence[node]) == pytest.approx(float(law[column]), abs=1e-5)
 
-    decoder = SpeculativeDecoder(target, proposer)
     hook = target.decoder.register_forward_pre_hook(
         lambda _, __, keywords: read.append(keywords["input_ids"].shape[1]), with_kwargs=True
     )
@@ -122,16 +122,16 @@ def test_every_verified_node_was_drafted_and_is_counted(kind: str, options: dict
 def test_the_drafter_sees_true_features_of_accepted_tokens_only(kind: str, options: dict[str, Any]) -> None:
     """After any number of cycles its law equals that of a drafter that got the whole text at once."""
     target, ids, paths = make_target(), prompts(3)[-1], []
-    head = make_head(target, kind, **options, **({"ids": torch.arange(320)} if kind == "eagle3" else {}))
-    drafter, text = DRAFTERS[kind](head, target), greedy(target, ids, 24)[0]
-    decoder = SpeculativeDecoder(target, drafting(drafter, TREES["small"]))
+    more = options | ({"ids": torch.arange(320)} if kind == "eagle3" else {})
+    decoder, text = decoder_of(target, TREES["small"], kind, **more), greedy(target, ids, 24)[0]
+    drafter = decoder.proposer.drafter  # type: ignore[union-attr]
     found = steered(decoder, [(ids, text[ids.shape[1] :])], right=True).generate(
         ids, do_sample=False, max_new_tokens=24, on_cycle=lambda cycle: paths.append(cycle.verdict.path)
     )
     assert found.sequences[0].tolist() == text
     assert any(path[-1] > len(path) for path in paths)  # the accepted rows are not the first ones
     with torch.inference_mode():
-        fresh = ready(DRAFTERS[kind](head, target), target, found.sequences[0])
+        fresh = ready(DRAFTERS[kind](drafter.head, target), target, found.sequences[0])
         torch.testing.assert_close(drafter.start(), fresh.start(), rtol=1e-4, atol=1e-4)
 
 

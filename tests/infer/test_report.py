@@ -28,9 +28,10 @@ from aerie.infer.measure import record as measured
 from aerie.infer.measure.record import SUITE, Asked, AskedCell, AskedPoint, Record, line_of
 from aerie.infer.report import claims, tables
 from aerie.infer.report.page import write_report
-from aerie.model.storage import Manifest, read_json, write_json, write_text
+from aerie.model.storage import ROOT, Manifest, read_json, write_json, write_text
+from tests.infer.draws import decoder_of, make_target
 from tests.infer.made_up import FAILED, GREEDY, drafted, milliseconds, record, write_run
-from tests.infer.test_calibrate import decoder_of, write_calibration
+from tests.infer.test_calibrate import write_calibration
 from tests.tiny import call, recipe
 
 PROMPTS = (("sums", "a"), ("sums", "b"))
@@ -291,7 +292,7 @@ def test_a_vote_that_is_not_heard_changes_verdicts(monkeypatch: pytest.MonkeyPat
     def found(*depths: int) -> dict[str, str]:
         records, rows = [], itertools.product(depths, (("eagle2", ConstantConfig()), ("deagle", VoteConfig())))
         for row, (levels, (method, stop)) in enumerate(rows, start=1):
-            decoder = decoder_of(DynamicConfig(levels=levels, stop=stop))
+            decoder = decoder_of(make_target(), DynamicConfig(levels=levels, stop=stop))
             for number, (_, name) in enumerate(PROMPTS):
                 made = decoder.generate([7, 9, 11 + number], max_new_tokens=12).statistics
                 spent = {word: getattr(made, word) for word in ("draft_forwards", "draft_forwards_wasted")}
@@ -399,7 +400,7 @@ def test_pictures_compare_rows_on_the_prompts_that_all_have() -> None:
 
 
 def test_make_bench_full_judges_by_the_calibrations_and_costs_of_make_bench(tmp_path: Path) -> None:
-    shutil.copy(Path(__file__).parents[2] / "Makefile", tmp_path)
+    shutil.copy(ROOT / "Makefile", tmp_path)
     seeds, python = tmp_path / "runs" / "seeds", tmp_path / ".venv" / "bin" / "python"
     for name in ("calibration/provenance.json", "svip/calibration/provenance.json", "tune/tune.json"):
         write_text(seeds / name, "{}")

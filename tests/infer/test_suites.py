@@ -17,11 +17,11 @@ from aerie.infer.measure.bench import difference
 from aerie.infer.measure.record import read_records
 from aerie.model.checkpoint import save_head
 from aerie.model.miniature import small_model
-from aerie.model.storage import digests, read_json, write_json
+from aerie.model.storage import ROOT, digests, read_json, write_json
 from aerie.model.target import Target
 from tests import tiny
 
-SUITES = sorted((Path(__file__).parents[2] / "configs" / "bench").glob("*.yaml"))
+SUITES = sorted(ROOT.glob("configs/bench/*.yaml"))
 LONG = ("deagle", "seeds", "seeds-full", "svip-qwq", "svip-mtbench")
 HEADS = {
     "EAGLE3": "eagle3",

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.slurm import CHECKOUT
+from aerie.model.storage import ROOT
 
 DAEMONS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun")
 # More CPUs than the machine has: jobs wait for cores, not in the queue. A requeued job waits cred_expire seconds;
@@ -64,7 +64,7 @@ class Cluster:
         return self.run(*command, *map(str, words)).strip()
 
     def run(self, *command: str) -> str:
-        options: dict[str, Any] = {"cwd": CHECKOUT, "env": self.environment, "timeout": 60, "text": True}
+        options: dict[str, Any] = {"cwd": ROOT, "env": self.environment, "timeout": 60, "text": True}
         done = subprocess.run(command, capture_output=True, check=False, **options)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

@@ -5,16 +5,15 @@ import sys
 from pathlib import Path
 
 from aerie.data import main as data_main
-from aerie.model.storage import write_status
+from aerie.model.storage import ROOT, write_status
 from tests import tiny
-from tests.slurm import CHECKOUT
 from tests.tiny import call
 
 
 def said(root: Path, *words: str) -> str:
     """What slurm/state.py prints for the words of the job's command."""
     command = [sys.executable, "slurm/state.py", "--since", str(root / "since"), *words]
-    return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_the_scripts_read_the_status_that_a_command_writes_of_one_stage_of_one_share(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from aerie.infer.decode.drafters import DRAFTERS
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import drafting
 from aerie.model.checkpoint import head_facts, load_head, save_head
-from aerie.model.storage import WEIGHTS, Stage
+from aerie.model.storage import ROOT, WEIGHTS, Stage
 from aerie.model.target import Target, load_vocab
 from aerie.train import jobs, losses, resume
 from aerie.train import main as train_main
@@ -32,7 +32,6 @@ from tests.test_architecture import SOURCES
 from tests.tiny import call
 from tests.train.sittings import killed_at, lines
 
-ROOT = Path(__file__).resolve().parents[2]
 TAPS = (2, 3, 4)  # the default for seven blocks
 LM = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "max_position_embeddings": 256}
 

@@ -20,12 +20,13 @@ from safetensors.torch import load_file, save_file
 from aerie.data import main as data_main
 from aerie.data.batches import Order
 from aerie.data.cache import FeatureCache
+from aerie.model.storage import ROOT
 from aerie.train import jobs
 from aerie.train import main as train_main
 from tests import tiny
 from tests.configs.test_recipes import load
 from tests.train.sittings import ended, fork, lines, timeless
-from tests.train.test_main import ROOT, call, write_recipe
+from tests.train.test_main import call, write_recipe
 
 BIN = Path(sys.executable).parent
 STEPS = 24
