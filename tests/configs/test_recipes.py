@@ -12,7 +12,6 @@ from pydantic import TypeAdapter, ValidationError
 from aerie.configs.errors import UserError
 from aerie.configs.read import ALIASES, sections, suggestion
 from aerie.configs.schema import recipe as pipeline
-from aerie.configs.schema.decode import StaticConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -102,8 +101,7 @@ def test_names_of_other_programs_lead_to_ours() -> None:
         assert told.startswith("did you mean '") and told.endswith((f".{key}'?", f"'{key}'?")), (other, told)
 
 
-def test_trees_are_those_that_were_published_and_recipes_that_share_a_cache_agree() -> None:
-    assert {path.stem: len(StaticConfig(choices=str(path)).paths) for path in TREES} == {"eagle1": 25, "medusa63": 63}
+def test_recipes_that_share_a_cache_agree() -> None:
     for kind in ("medusa", "hydra"):  # they train on the feature cache of the EAGLE-1 recipe
         for ours, theirs in ((f"{kind}/embedded", "embedded"), (f"{kind}/vicuna-7b", "eagle1/vicuna-7b")):
             own, shared = (load(CONFIGS / f"{name}.yaml") for name in (ours, theirs))

@@ -8,7 +8,7 @@ from aerie.infer.decode.shape import Drafter
 from aerie.infer.decode.tree import Tree, ancestors
 
 SETTINGS = [(1.0, 1.0), (0.6, 0.8)]  # temperature, top-p
-TABLE_VOCAB = 11
+VOCAB = 11
 Path = tuple[int, ...]
 
 
@@ -25,13 +25,13 @@ class TableDrafter(Drafter):
     def __init__(self, seed: int, sharpness: float = 2.0, mapped: bool = False) -> None:
         """mapped: it has a draft vocabulary, where column c is the target's token 2c + 1."""
         self.seed, self.sharpness = seed, sharpness
-        self.ids = 2 * torch.arange(TABLE_VOCAB) + 1 if mapped else None
+        self.ids = 2 * torch.arange(VOCAB) + 1 if mapped else None
         self.rows: list[Path] = []
         self.calls = 0
 
     def law(self, path: Path) -> Tensor:
         dice = torch.Generator().manual_seed(hash((self.seed, path)) % 2**31)
-        return (self.sharpness * torch.randn(TABLE_VOCAB, generator=dice)).log_softmax(-1)
+        return (self.sharpness * torch.randn(VOCAB, generator=dice)).log_softmax(-1)
 
     def start(self) -> Tensor:
         self.rows, self.calls = [()], 1

@@ -13,7 +13,6 @@ from aerie.configs.schema.decode import (
     METHODS,
     USUAL,
     ChainConfig,
-    Choice,
     DynamicConfig,
     EntropyConfig,
     MethodConfig,
@@ -25,6 +24,7 @@ from aerie.infer.decode.methods import find_head, kind_at
 from aerie.infer.decode.shape import make_shape
 from aerie.model.checkpoint import save_head
 from aerie.model.heads import HEADS
+from aerie.model.storage import ROOT
 from aerie.train.jobs import OBJECTIVES
 from tests import tiny
 
@@ -47,7 +47,9 @@ def test_the_published_trees() -> None:
     assert MethodConfig("eagle2").tree == DynamicConfig(levels=6, k=10, nodes=60)
     assert MethodConfig("eagle3").tree == DynamicConfig(levels=8, k=10, nodes=60)
     assert MethodConfig("sps").tree == ChainConfig(levels=5)
-    for name, levels, k in (("eagle1", [4, 8, 8, 3, 2], 4), ("medusa63", [10, 28, 23, 2], 10)):
+    files = {"eagle1": ([4, 8, 8, 3, 2], 4), "medusa63": ([10, 28, 23, 2], 10)}
+    assert {path.stem for path in (ROOT / "configs/trees").iterdir()} == {*files}
+    for name, (levels, k) in files.items():
         tree = StaticConfig(choices=name)
         assert [len(list(group)) for _, group in itertools.groupby(tree.paths, key=len)] == levels
         assert tree.paths == tuple(sorted(tree.paths, key=lambda choice: (len(choice), choice)))
@@ -106,6 +108,11 @@ def test_opt_trees_frontier_is_as_wide_as_its_budget() -> None:
         ("method=deagle tree.stop.votes=1 tree.stop.bonus=0", "the expectation always votes"),
         ("method=ddd tree.stop.checks=[7,5]", "ascending order"),
         ("method=pld lookup.min_ngram=3", "ngram >= min_ngram"),
+        ("method=eagle tree.choices=[]", "at least one path"),
+        ("method=eagle tree.choices=[[0],[0]]", "each once"),
+        ("method=eagle tree.choices=[[0],[-1]]", "ranks that count from 0"),
+        ("method=eagle tree.choices=[[0],[1,0]]", r"\[1, 0\] is listed without its parent \[1\]"),
+        ("method=eagle tree.choices=[[0],[2]]", r"\[2\] is listed without \[1\].*would bias"),
     ],
 )
 def test_mistakes_are_one_line_each_that_names_the_key(words: str, message: str) -> None:
@@ -125,21 +132,6 @@ def test_a_file_and_a_list_say_the_same(tmp_path: Path) -> None:
         StaticConfig(choices=str(path))
     with pytest.raises(ValueError, match=r"eagle7: no such file.*eagle1, medusa63"):
         StaticConfig(choices="eagle7")
-
-
-@pytest.mark.parametrize(
-    ("choices", "message"),
-    [
-        ((), "at least one path"),
-        (((0,), (0,)), "each once"),
-        (((0,), (-1,)), "ranks that count from 0"),
-        (((0,), (1, 0)), r"\[1, 0\] is listed without its parent \[1\]"),
-        (((0,), (2,)), r"\[2\] is listed without \[1\].*would bias"),
-    ],
-)
-def test_what_is_no_tree_is_named(choices: tuple[Choice, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        StaticConfig(choices=choices)
 
 
 def test_heads_are_found_by_their_kind(tmp_path: Path) -> None:

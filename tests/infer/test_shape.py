@@ -22,8 +22,7 @@ from aerie.infer.decode.sampling import Sampler
 from aerie.infer.decode.shape import Children, StaticTree, make_shape, unchanged
 from aerie.infer.decode.stop import Heuristic, Stop
 from aerie.infer.decode.tree import Tree
-from tests.infer.laws import GREEDY, TableDrafter, check_connected, node_paths, paths, sampler
-from tests.infer.laws import TABLE_VOCAB as VOCAB
+from tests.infer.laws import GREEDY, VOCAB, TableDrafter, check_connected, node_paths, paths, sampler
 
 ROOT = torch.tensor([7])
 EAGLE1, MEDUSA = StaticConfig(choices="eagle1").paths, StaticConfig(choices="medusa63").paths

@@ -31,8 +31,7 @@ from aerie.infer.decode.stop import STOPS as KINDS
 from aerie.infer.decode.stop import Entropy, Heuristic, ProbabilitySum, Stop, Vote
 from aerie.infer.decode.tree import Level, Tree
 from aerie.infer.decode.verify import read, walk
-from tests.infer.laws import GREEDY, TableDrafter, check_connected, node_paths, paths
-from tests.infer.laws import TABLE_VOCAB as VOCAB
+from tests.infer.laws import GREEDY, VOCAB, TableDrafter, check_connected, node_paths, paths
 
 READINGS: tuple[Any, ...] = ("top_path", "minimum", "value_weighted", "per_node")
 

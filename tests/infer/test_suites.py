@@ -1,6 +1,5 @@
 """Every suite of configs/bench runs to its end, on miniatures with the quirks of the real models."""
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import yaml
 from transformers import AutoConfig, GenerationConfig
 
 from aerie.configs.read import as_dict
+from aerie.configs.schema.decode import METHODS
 from aerie.configs.schema.heads import TargetConfig
 from aerie.infer import main as infer
 from aerie.infer.decode.methods import Calibrator
@@ -20,21 +20,10 @@ from aerie.model.miniature import small_model
 from aerie.model.storage import ROOT, digests, read_json, write_json
 from aerie.model.target import Target
 from tests import tiny
+from tests.infer.draws import make_head
 
 SUITES = sorted(ROOT.glob("configs/bench/*.yaml"))
 LONG = ("deagle", "seeds", "seeds-full", "svip-qwq", "svip-mtbench")
-HEADS = {
-    "EAGLE3": "eagle3",
-    "EAGLE": "eagle1",
-    "medusa": "medusa",
-    "hydra": "hydra",
-    "block": "block",
-}  # in heads' names
-LLAMA3 = (
-    "{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>' }}"
-    "{{ message['content'] + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>' }}{% endif %}"
-)
 
 
 class Miniatures:
@@ -45,7 +34,8 @@ class Miniatures:
 
     def of(self, name: str, target: str = "") -> str:
         """The directory for a target or draft, or for a head of a target."""
-        kind = next((kind for word, kind in HEADS.items() if word in name or f"heads/{kind}" in name), None)
+        kinds = ("eagle3", "eagle1", "medusa", "hydra", "block")
+        kind = next((kind for kind in kinds if kind.removesuffix("1") in name.lower()), None)
         key = (kind or name, target if kind else "")
         if key not in self.made:
             place = self.root / f"made-{len(self.made)}"
@@ -56,9 +46,9 @@ class Miniatures:
     def _target(self, name: str, place: Path) -> None:
         tokenizer = tiny.tokenizer(chat_template=None if "vicuna" in name else tiny.TEMPLATE)
         if "Llama-3" in name:  # its own special tokens; two of them end an answer
-            words = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+            words = ["<|begin_of_text|>", "<|eot_id|>"]
             tokenizer.add_special_tokens({"additional_special_tokens": words, "bos_token": words[0]})
-            tokenizer.chat_template = "{{ bos_token }}" + LLAMA3
+            tokenizer.chat_template = "{{ bos_token }}" + tiny.TEMPLATE
         if "vicuna" in name:
             tokenizer.add_special_tokens({"bos_token": "<s>"})
         if name.split("/")[-1].startswith("Q"):  # Qwen2.5, QwQ: padded vocabularies of two sizes, repetition penalty
@@ -76,27 +66,15 @@ class Miniatures:
         tokenizer.save_pretrained(place)
 
     def _head(self, kind: str, target: str, place: Path) -> None:
-        loaded = Target.load(TargetConfig(self.of(target), dtype="float32"))
-        embedding = loaded.vocab.embedding
-        if kind in ("medusa", "hydra", "block"):
-            head = tiny.multi_token_head(kind, loaded.vocab, noise=0.1)
-        else:
-            words = {"ids": torch.arange(200)} if kind == "eagle3" else {}
-            head = (tiny.eagle3_head if kind == "eagle3" else tiny.head)(embedding, scale=4.0, **words)
-        save_head(head, place)
+        save_head(make_head(Target.load(TargetConfig(self.of(target), dtype="float32")), kind), place)
         calibrator = Calibrator(1.0, (0.0, 1.0), (0.0, 1.0), head=digests(place))
         write_json(place / "calibrator.json", as_dict(calibrator))
 
 
-@cache
-def miniatures(root: Path) -> Miniatures:
-    return Miniatures(root)
-
-
-def small(path: Path, root: Path, target: str | None = None) -> Path:
+def small(path: Path, made: Miniatures, target: str | None) -> Path:
     """The suite with miniatures for its models, one question per task and five new tokens."""
     values = yaml.safe_load(path.read_text())
-    made, named = miniatures(root), target or values["target"]["path"]
+    root, named = made.root, target or values["target"]["path"]
     values["target"]["path"] = made.of(named)
     values["target"].pop("device_map", None)
     values["run"] = str(root / f"run-{path.stem}-{Path(named).name}")
@@ -109,18 +87,13 @@ def small(path: Path, root: Path, target: str | None = None) -> Path:
         prompts["tasks"] = [{"name": task["name"], "path": questions} for task in prompts["tasks"]]
     else:
         prompts["path"] = questions
-    # for rows that name no head
-    usual = {"eagle3": "EAGLE3", "medusa": "medusa", "hydra": "hydra", "block": "block", "sps": "draft"}
 
     def with_heads(row: dict[str, Any]) -> dict[str, Any]:
-        method = row.get("method", "deagle")
-        default = next((usual[word] for word in usual if method.startswith(word)), "EAGLE")
-        name = row.get("head") or ("" if method in ("vanilla", "pld", "lookahead") else default)
-        if not name:
+        kinds = METHODS[row.get("method", "deagle")].heads
+        if not kinds:
             return row
-        is_draft = method.startswith("sps")
-        draft = name if "/" in name and not name.startswith("runs/") else f"{named}-1.5B"
-        return {**row, "head": made.of(draft) if is_draft else made.of(name, named)}
+        usual = f"{named}-1.5B" if kinds == ("draft_lm",) else kinds[0]
+        return {**row, "head": made.of(row.get("head") or usual, named)}
 
     if "calibrate" in values and "bench" not in values:
         section["oracle_levels"] = 6
@@ -134,8 +107,8 @@ def small(path: Path, root: Path, target: str | None = None) -> Path:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("suites")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Miniatures:
+    return Miniatures(tmp_path_factory.mktemp("suites"))
 
 
 CASES = [pytest.param(path, None, id=path.stem, marks=[pytest.mark.slow] * (path.stem in LONG)) for path in SUITES]
@@ -144,8 +117,8 @@ CASES += [pytest.param(T2, "meta-llama/Llama-2-70b-chat-hf", id="eagle2-t2-llama
 
 
 @pytest.mark.parametrize(("path", "target"), CASES)
-def test_a_suite_runs_to_its_end(path: Path, target: str | None, root: Path, capsys: Any) -> None:
-    recipe = small(path, root, target)
+def test_a_suite_runs_to_its_end(path: Path, target: str | None, made: Miniatures, capsys: Any) -> None:
+    recipe = small(path, made, target)
     values = yaml.safe_load(recipe.read_text())
     run = Path(values["run"])
     if "bench" not in values:
