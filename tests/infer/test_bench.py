@@ -216,14 +216,9 @@ HEADS |= {"medusa": "medusa", "hydra": "hydra", "eagle2": "eagle1", "eagle3": "e
 SETTINGS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
 
 
-@pytest.fixture(scope="module")
-def miniature(tmp_path_factory: pytest.TempPathFactory) -> SampledProver:
-    return SampledProver(tmp_path_factory.mktemp("miniature"))
-
-
 @pytest.mark.parametrize("method", HEADS)
-def test_every_forward_is_timed_and_the_decoder_is_unchanged(miniature: SampledProver, method: Method) -> None:
-    decoder, watch = miniature.decoder(MethodConfig(method), HEADS[method]), Stopwatch()
+def test_every_forward_is_timed_and_the_decoder_is_unchanged(sampled: SampledProver, method: Method) -> None:
+    decoder, watch = sampled.decoder(MethodConfig(method), HEADS[method]), Stopwatch()
     plain = decoder.generate(IDS, **SETTINGS)
     with watch.on(decoder):
         out = decoder.generate(IDS, streamer=watch, **SETTINGS)
@@ -235,14 +230,15 @@ def test_every_forward_is_timed_and_the_decoder_is_unchanged(miniature: SampledP
 
 
 def test_the_overhead_is_the_ratio_of_the_times_and_is_measured_once(
-    miniature: SampledProver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sampled: SampledProver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"NUM_PROMPTS": 1, "REPETITIONS": 1, "encode_turn": lambda *_: IDS}.items():
         monkeypatch.setattr(module, name, value)
-    config = BenchConfig(PromptsConfig("q.jsonl", max_new_tokens=10), (ROWS[0], ROWS[-1], MethodConfig("eagle2")))
-    used = [miniature.decoder(row, HEADS[row.method]) for row in config.rows]
+    methods: tuple[Method, ...] = ("vanilla", "lookahead", "eagle2")
+    config = BenchConfig(PromptsConfig("q.jsonl", max_new_tokens=10), tuple(map(MethodConfig, methods)))
+    used = [sampled.decoder(row, HEADS[row.method]) for row in config.rows]
     monkeypatch.setattr(used[1], "generate", broken)
-    bench = Bench(miniature.target, None, used, [None, None, "eagle1"], config, suite_of(config), tmp_path)
+    bench = Bench(sampled.target, None, used, [None, None, "eagle1"], config, suite_of(config), tmp_path)
     measure_overhead(bench, PROMPTS)
     measured = read_as(tmp_path / OVERHEAD, list[Overhead])
     assert [(row.row, row.method) for row in measured] == [(0, "vanilla"), (2, "eagle2")]

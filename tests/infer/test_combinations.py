@@ -69,11 +69,6 @@ def asked(shape: str, rule: str) -> MethodConfig:
     return MethodConfig.of(method, **changes, stop=RULES[rule])
 
 
-@pytest.fixture(scope="module")
-def sampled(tmp_path_factory: pytest.TempPathFactory) -> SampledProver:
-    return SampledProver(tmp_path_factory.mktemp("miniature"))
-
-
 @pytest.mark.parametrize(("shape", "rule"), ALL)
 def test_greedy_answers_are_generates_own_and_the_rule_ends_some_trees(
     shape: str, rule: str, sampled: SampledProver
