@@ -27,10 +27,12 @@ from aerie.model.target import Target
 from tests import tiny
 from tests.infer.draws import TREES, decoder_of, greedy, make_head, make_target, prompts
 from tests.infer.steered import steered
+from tests.model.drafted import log_laws
 
 LOADED = [  # kind, options
     ("eagle1", {}),
     ("eagle3", {"num_hidden_layers": 2, "qk_norm": True, "fc_norm": True, "norm_output": True}),
+    ("eagle3", {"norm_before_residual": True, "norm_before_fc": True, "num_key_value_heads": 4}),
     ("medusa", {}),
     ("hydra", {}),
     ("hydra", {"prefix_layer": True}),
@@ -59,32 +61,11 @@ def test_laws_below_nodes_are_those_of_plain_forwards_along_each_path(kind: str,
     drafter.start()
     drafter.step(torch.tensor([11, 12, 13]), torch.tensor([0, 0, 0]))
     both = drafter.step(torch.tensor([21, 22]), torch.tensor([2, 0]))
+    known = target.features(text[None, :-1], after_blocks=drafter.after_blocks)
+    states = known.last_hidden[0], None if known.taps is None else known.taps[0]
     for law, path in zip(both, [(13, 21), (11, 22)], strict=True):
-        torch.testing.assert_close(law, expected(head, target, text, path), rtol=1e-4, atol=1e-4)
-
-
-def expected(head: Any, target: Target, text: Tensor, path: tuple[int, ...]) -> Tensor:
-    """log q below a path, by the head's own forward over the whole text, as in training."""
-    taps = getattr(head.config, "after_blocks", ())
-    known = target.features(text[None, :-1], after_blocks=taps)
-    if head.kind == "medusa":
-        return head(known.last_hidden[0, -1:])[len(path), 0].log_softmax(-1)
-    if head.kind == "hydra":
-        state = head.prefix(known.last_hidden, torch.arange(len(text) - 1))[0, -1:]
-        rows = target.vocab.embedding[[int(text[-1]), *path]]
-        return head.step(len(path), state, rows.reshape(1, -1))[0].log_softmax(-1)
-    if head.kind == "block":
-        state = head(text[-1:][None], known.taps, torch.tensor([[len(text) - 1]]), target.vocab.embedding)[
-            0, 0, len(path)
-        ]
-        before = torch.cat([text, torch.tensor(path)])[-head.config.markov_order :]
-        return head.correct(target.logits(state), before, state).log_softmax(-1)
-    features = known.last_hidden if known.taps is None else head.fuse(known.taps)
-    line = torch.cat([text[1:], torch.tensor(path)])[None]  # known features first, then the head's own outputs
-    for count in range(len(text) - 1, line.shape[1] + 1):
-        out = head(line[:, :count], features, torch.arange(count)[None])
-        features = torch.cat([features, out[:, -1:]], dim=1)
-    return (head.logits if known.taps is not None else target.logits)(out[0, -1:])[0].log_softmax(-1)
+        expected = log_laws(head, target.vocab, torch.cat([text, torch.tensor(path)]), *states)[-1]
+        torch.testing.assert_close(law, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "options"), LOADED)

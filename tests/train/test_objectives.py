@@ -32,15 +32,14 @@ from aerie.configs.schema.heads import (
 from aerie.data.batches import Batch, collate
 from aerie.data.cache import CachedRow
 from aerie.model.heads import block
-from aerie.model.heads.block import BlockDraft
-from aerie.model.heads.eagle import EagleDraft
-from aerie.model.layers import Kept, KeyValueCache, UnrollMemory
+from aerie.model.layers import UnrollMemory
 from aerie.model.target import VocabWeights
 from aerie.train.block import BlockObjective
 from aerie.train.lm import LMObjective
 from aerie.train.loop import means
 from aerie.train.objectives import Eagle1Objective, Eagle3Objective, MultiTokenObjective, Objective, keyed_dropout
 from tests import tiny
+from tests.model.drafted import drafted, log_laws
 
 VOCAB = tiny.vocab()
 STEPS, NUM_HEADS = 4, 3
@@ -102,42 +101,6 @@ def prepared(made: Objective, rows: list[CachedRow], numbers: Any, packed: bool 
     return made.prepare(collate([rows[n] for n in numbers], numbers, packed), 1)
 
 
-# The slow forms: drafts from each slot on, step by step, as in decoding.
-
-
-def drafted(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
-    """Outputs [steps, D] of drafting from `slot`: true features of the prefix, then own outputs and given tokens."""
-    assert row.taps is not None
-    config, draft = head.config, EagleDraft(head)
-    kept, table = Kept(64, row.taps.device), torch.stack(head.rotary.table(64, row.taps))
-    cache = KeyValueCache.empty(config.num_hidden_layers, config, kept, row.taps)
-    features = head.fuse(row.taps) if head.kind == "eagle3" else row.last_hidden
-    outputs, x, first = [], features[: slot + 1], 0
-    for end in range(slot + 1, slot + 1 + steps):
-        mask = torch.full((end - first, end), float("-inf")).triu_(first + 1)[None, None]
-        x = draft(row.input_ids[first + 1 : end + 1], x, table[:, cache.begin(end - first)], mask, cache)[-1:]
-        kept.advance(end - first)
-        outputs.append(x[0])
-        first = end
-    return torch.stack(outputs)
-
-
-def block_states(head: Any, row: CachedRow, slot: int) -> Tensor:
-    """Outputs [K, D] of the block whose known token is the slot's, as in decoding."""
-    assert row.taps is not None
-    config, draft, kept = head.config, BlockDraft(head), Kept(64, row.taps.device)
-    cache = KeyValueCache.empty(config.num_hidden_layers, config, kept, row.taps)
-    table = torch.stack(head.rotary.table(64, row.taps))
-    fused = head.fuse(row.taps[: slot + 1])
-    draft.read(fused, table[:, cache.begin(slot + 1)], cache)
-    kept.advance(slot + 1)
-    rope, mask = table[:, cache.begin(config.block_size)], torch.zeros(config.block_size, cache.width)
-    if config.in_block == "causal":
-        mask = torch.full_like(mask, float("-inf")).triu_(slot + 2)
-    states = draft(head.rows(row.input_ids[slot + 1], VOCAB.embedding, fused[-1]), rope, mask[None, None], cache)
-    return states[-config.num_places :]
-
-
 def starts(row: CachedRow) -> list[tuple[int, int]]:
     """(slot, number of supervised steps) of every slot where a chain starts, by the turns alone."""
     turns, found = row.turns.tolist(), []
@@ -148,25 +111,13 @@ def starts(row: CachedRow) -> list[tuple[int, int]]:
     return found
 
 
-def log_laws(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
+def laws_of(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
     """log q [steps, V or Vd] of a head or small LM that drafts from a slot on, given the row's own tokens."""
+    assert row.taps is not None
+    tokens = row.input_ids[: slot + 1 + steps]
     if not hasattr(head, "kind"):
-        logits = head(row.input_ids[None, : slot + 1 + steps]).logits[0, slot + 1 :]
-    elif head.kind == "medusa":
-        head.laws.vocab = VOCAB
-        logits = torch.stack([*head(row.last_hidden[slot])][:steps])
-    elif head.kind == "block":
-        states = block_states(head, row, slot)[:steps]
-        ends = [row.input_ids[[max(slot + 1 + k - i, 0) for i in (2, 1, 0)]] for k in range(steps)]
-        before = torch.stack(ends)[:, -head.config.markov_order :]
-        logits = head.correct(VOCAB.logits(states), before, states)
-    elif head.kind == "hydra":
-        state = head.prefix(row.last_hidden[None, : slot + 1], torch.arange(slot + 1))[:, -1]
-        given = [VOCAB.embedding[row.input_ids[slot + 1 : slot + 2 + k]].flatten()[None] for k in range(steps)]
-        logits = torch.cat([head.step(k, state, embeddings) for k, embeddings in enumerate(given)])
-    else:
-        logits = (head if head.kind == "eagle3" else VOCAB).logits(drafted(head, row, slot, steps))
-    return logits.log_softmax(-1)
+        return head(tokens[None]).logits[0, slot + 1 :].log_softmax(-1)
+    return log_laws(head, VOCAB, tokens, row.last_hidden[: slot + 1], row.taps[: slot + 1])
 
 
 @torch.no_grad()
@@ -194,12 +145,13 @@ def test_terms_are_those_of_drafting_step_by_step_from_every_supervised_slot(
     most = 1 if kind == "eagle1" else STEPS if is_eagle3 or kind.startswith("block") else NUM_HEADS
     chains = [(row, slot, alive) for row in rows for slot, alive in starts(row)]
     for row, slot, alive in chains:
-        for k, log_q in enumerate(log_laws(head, row, slot, min(alive, most)), start=1):
+        for k, log_q in enumerate(laws_of(head, row, slot, min(alive, most)), start=1):
             state, found = row.last_hidden[slot + k], {}
             logits = state @ VOCAB.lm_head.T
             law = logits.softmax(-1)
             if kind == "eagle1":
-                found["feature"] = F.smooth_l1_loss(drafted(head, row, slot, 1)[0], state)
+                made_by_head = drafted(head, row.last_hidden[: slot + 1], row.input_ids[1 : slot + 2])[0]
+                found["feature"] = F.smooth_l1_loss(made_by_head, state)
             elif is_eagle3:
                 inside = head.vocabulary.t2d[logits.argmax()].float()
                 law = logits[head.vocabulary.ids].softmax(-1) * (inside if made.settings.mask_outside_vocabulary else 1)
@@ -468,7 +420,7 @@ def test_predicted_tau_is_one_plus_the_mean_run_of_hits_of_drafting(kind: str) -
     made = objective(kind, eval_depths=most).eval()
 
     def choices(row: CachedRow, slot: int, steps: int) -> Any:
-        tokens = log_laws(made.head, row, slot, steps).argmax(-1)
+        tokens = laws_of(made.head, row, slot, steps).argmax(-1)
         return made.head.vocabulary.target_ids(tokens) if kind.startswith("eagle3") else tokens
 
     with torch.no_grad():
