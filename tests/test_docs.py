@@ -11,30 +11,25 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 
 from aerie.__main__ import OWNERS
+from aerie.model.storage import ROOT
 from tests import tiny
 from tests.infer.test_main import write_recipe
 
-ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 OTHERS = ("accelerate", "make", "pip", "python", "sbatch", "vllm")
 # Each command is a function that prints its words between separators, and then a number, as sbatch does.
 BASH = "exec 3>&1; record() { printf '%s\\037' \"$@\" >&3; printf '\\036' >&3; echo 1; }; set -u\n"
 BASH += "".join(f'{name}() {{ record {name} "$@"; }}; ' for name in ("aerie", *OTHERS))
 AT_ONCE = ("check", "claims", "compare", "convert", "init", "inspect", "keys", "push", "results", "status")
 # Files that a command needs, and that earlier lines make.
-FIRST = {
-    "claims": "no bench",
-    "compare": "records",
-    "check": "index.json",
-    "bench": "train the head",
-    "push": "no measured results",
-}
+FIRST = {"claims": "no bench", "compare": "records", "check": "index.json", "bench": "train the head"}
 FIRST |= {"train": "no whole feature cache|no run has made", "features": "too few rows to time"}
-FIRST["run"] = "no run has made"
+FIRST |= {"run": "no run has made", "push": "no measured results"}
 
 
 def lines() -> Iterator[tuple[str, list[str]]]:
     """(page, words) of each command in a bash block."""
-    for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]:
+    for page in PAGES:
         for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.S):
             text = re.sub(r"(?m)^\. .*activate$|&& \. .*$", "", block)
             done = subprocess.run(["bash", "-c", BASH + text], capture_output=True, text=True, check=True, cwd="/")
@@ -47,7 +42,7 @@ LINES = list(lines())
 
 
 def test_every_file_that_a_page_links_is_there() -> None:
-    for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]:
+    for page in PAGES:
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
@@ -75,15 +70,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "RUN/heads").symlink_to(heads)
     tiny.recipe(root / "RUN/recipe.yaml", values)
     names = dict.fromkeys(("TARGET", "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-8B"), root / "target")
-    names |= {
-        "HEAD": heads / "eagle1",
-        "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": heads / "eagle3",
-        "configs": ROOT / "configs",
-    }
-    names["qwen3-8b.yaml"] = root / "recipe.yaml"
-    names |= dict.fromkeys(("runs/my", "runs/NAME", "runs/qwen3-8b-eagle3"), root / "run") | dict.fromkeys(
-        ("RECIPE", "my.yaml"), root / "recipe.yaml"
-    )
+    names |= {"HEAD": heads / "eagle1", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": heads / "eagle3"}
+    names |= dict.fromkeys(("runs/my", "runs/NAME", "runs/qwen3-8b-eagle3"), root / "run")
+    names |= dict.fromkeys(("RECIPE", "my.yaml", "qwen3-8b.yaml"), root / "recipe.yaml")
+    names["configs"] = ROOT / "configs"
     for name, there in names.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).symlink_to(there)

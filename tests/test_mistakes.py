@@ -99,7 +99,6 @@ train {recipe} --train.max_steps 0 => --train.max_steps: input should be greater
 train {recipe} --target {bad}/nowhere/x => no such target directory
 WORLD_SIZE=two train {recipe} => WORLD_SIZE: 'two' is no number
 train {recipe} --train.betas '[0.9]' => --train.betas: train.betas.1: required, and not set
-RANK=first features {recipe} => RANK: 'first' is no number
 RANK=1 features {recipe} => RANK: 1 is not below WORLD_SIZE 1; a launcher sets both
 MASTER_PORT= bench {recipe} => MASTER_PORT: '' is no number
 generate {recipe} => generate needs either --prompt TEXT

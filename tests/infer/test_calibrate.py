@@ -20,7 +20,7 @@ from aerie.infer.decode.shape import Cycle, unchanged
 from aerie.infer.decode.tree import Proposal, Tree
 from aerie.infer.decode.verify import Verdict
 from aerie.infer.measure import calibrate
-from aerie.infer.measure.cycles import LAWS, oracle_length
+from aerie.infer.measure.cycles import oracle_length
 from aerie.model.checkpoint import save_head
 from aerie.model.storage import Stage, digests, write_json
 from tests import tiny
@@ -34,13 +34,6 @@ CHAIN = schema.ChainConfig(levels=2)
 MEDUSA = StaticConfig(choices=((0,), (1,), (0, 0)), children="best")
 QUESTIONS = [(torch.tensor([[7, 9, 11, 23, 5]]), "count"), (torch.tensor([[8, 30, 12]]), "sort")]
 SECTION = CalibrateConfig(PromptsConfig("none", max_new_tokens=14), ranks=6)
-
-
-def laws(count: int, **columns: Any) -> pd.DataFrame:
-    """A table of laws with these columns; missing columns are zero (ranked: one number)."""
-    table = pd.DataFrame({name: columns.get(name, [0] * count) for name in ("prompt", "cycle", *LAWS)})
-    table["ranked"] = columns.get("ranked", [[0.0]] * count)
-    return table.astype(dict.fromkeys(("agrees", "accepted", "followed"), bool))
 
 
 def reliability(confidence: Any, acceptance: Any, bins: int = 20) -> dict[str, Any]:
@@ -85,9 +78,10 @@ def test_equations_22_to_24_by_depth() -> None:
 
 
 def test_figure_3a_looks_back_in_its_own_cycle() -> None:
-    followed, kl = [True, True, False, False, True, False], [0.1, 0.2, 3.0, 5.0, 9.0, np.inf]
-    made = laws(6, cycle=[0, 0, 0, 1, 2, 3], depth=[1, 2, 3, 1, 1, 1], followed=followed, kl_qp=kl)
-    found = {row["offset"]: row["kl"] for row in calibrate.rejections(made)["before_rejection"]}
+    laws = pd.DataFrame({"prompt": 0, "cycle": [0, 0, 0, 1, 2, 3], "depth": [1, 2, 3, 1, 1, 1], "accepted": False})
+    laws["followed"], laws["kl_qp"] = [True, True, False, False, True, False], [0.1, 0.2, 3.0, 5.0, 9.0, np.inf]
+    laws["ranked"] = [[0.0]] * 6
+    found = {row["offset"]: row["kl"] for row in calibrate.rejections(laws)["before_rejection"]}
     assert found == {-4: None, -3: None, -2: 0.1, -1: 0.2, 0: 4.0}  # within a cycle, infinities left out
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests import tiny
+from tests.train.test_main import write_recipe
 
 PROMPTS, STEPS = 7, 72
 CLOCKS = {"ms", "cycle_ms", "peak_memory_gib", "t_draft", "t_verify", "data_wait_share", "tokens_per_s", "step_ms"}
@@ -107,7 +108,8 @@ def content_of(output: Path, run: Path) -> dict[str, Any]:
     return made
 
 
-def write_recipe(root: Path) -> None:
+def prepare(root: Path) -> None:
+    """Writes a target, rows and a recipe."""
     tiny.target(root / "target")
     tiny.write_conversations(root / "train.jsonl", 1400)
     rows = [{"question_id": n, "category": "count", "turns": [f"Please count {n + 2} boats."]} for n in range(PROMPTS)]
@@ -118,23 +120,16 @@ def write_recipe(root: Path) -> None:
     prompts = {"path": str(root / "questions.jsonl"), "num_prompts": PROMPTS, "max_new_tokens": 20}
     measured = [{"method": "vanilla"}, {"method": "eagle2", "tree": tree}, {"method": "eagle-chain"}]
     sampling = [{"temperature": 0.0}, {"temperature": 1.0}]
-    values = {
-        "run": str(root / "undisturbed"),
-        "threads": 1,
-        "target": {"path": str(root / "target"), "dtype": "float32"},
-        "data": {"conversations": [str(root / "train.jsonl")], "max_length": 128, "held_out": 0.1},
-        "features": {"batch_tokens": 1024, "shard_tokens": 1024},
-        "tree": tree,
-        "train": {**train, "measure_prompts": 4, "measure_new_tokens": 16},
-        "bench": {"prompts": prompts, "warmup_prompts": 1, "cycles": True, "sampling": sampling, "rows": measured},
-    }
-    tiny.recipe(root / "recipe.yaml", values)
+    bench = {"prompts": prompts, "warmup_prompts": 1, "cycles": True, "sampling": sampling, "rows": measured}
+    sections = {"run": str(root / "undisturbed"), "tree": tree, "bench": bench}
+    sections["features"] = {"batch_tokens": 1024, "shard_tokens": 1024}
+    write_recipe(root / "recipe.yaml", root, train | {"measure_prompts": 4, "measure_new_tokens": 16}, **sections)
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
     root, made = tmp_path_factory.mktemp("kills"), dict[str, World]()
-    write_recipe(root)
+    prepare(root)
     for stage in SOAK:
         made[stage], began = World(root, stage), time.monotonic()
         code = made[stage].start(root / "undisturbed")
