@@ -30,7 +30,9 @@ def expected_output(made: Eagle3Head, tokens: Tensor, taps: Tensor) -> tuple[Ten
 
     h = taps @ made.fc.weight.T
     e = made.embed_tokens.weight[tokens]
-    x = torch.cat([normed(e, layer.input_layernorm.weight), normed(h, layer.hidden_norm.weight)], dim=-1)
+    normed_h = normed(h, layer.hidden_norm.weight)
+    x = torch.cat([normed(e, layer.input_layernorm.weight), normed_h], dim=-1)
+    h = normed_h if made.config.norm_before_residual else h
     q, k, v = layer.self_attn.project(x[None], made.rotary.at(torch.arange(len(tokens)), len(tokens), x))
     h = h + layer.self_attn.o_proj(attend(q, k, v, None, None))[0]  # as in Llama: see test_layers
     x = normed(h, layer.post_attention_layernorm.weight)
@@ -49,13 +51,14 @@ def slots() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
-def test_the_forward_is_the_definition() -> None:
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+def test_the_forward_is_the_definition(norm_before_residual: bool) -> None:
     """infer/test_heads.py and train/test_objectives.py compare the forwards over a cache and in the unroll with it."""
-    made, (tokens, taps, positions) = eagle3(), slots()
+    made, (tokens, taps, positions) = eagle3(norm_before_residual=norm_before_residual), slots()
     whole = made(tokens, made.fuse(taps), positions)
     hidden, logits = expected_output(made, tokens[0], taps[0])
-    torch.testing.assert_close(whole[0], hidden, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(made.logits(whole)[0], logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(whole[0], hidden, **NEAR)
+    torch.testing.assert_close(made.logits(whole)[0], logits, **NEAR)
 
 
 @torch.no_grad()
