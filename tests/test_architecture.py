@@ -22,8 +22,8 @@ LADDER = {
 SOURCES = sorted(path for package in LADDER for path in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 HOUSE = [path for name in (*LADDER, "slurm") for path in ROOT.glob(f"{name}/**/*") if path.suffix in (".py", ".jinja")]
-BUDGETS = {"files": 92, "longest": 450, "lines": 19_203, "code": 14_446, "KiB": 1008}
-BUDGETS |= {"test lines": 13_464, "tests": 698}
+BUDGETS = {"files": 92, "longest": 450, "lines": 19_140, "code": 14_386, "KiB": 1004}
+BUDGETS |= {"test lines": 13_458, "tests": 697}
 MAX_SINGLE_IMPORTERS = 12
 distributions = functools.cache(packages_distributions)  # by top-level module
 
