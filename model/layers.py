@@ -66,7 +66,7 @@ class Kept:
     """How many rows of a text its caches keep: `length`, on the host; `behind`, on the device: the places after them.
 
     numbers are 0, 1, ...; columns [W] are the first W of them: one per kept row, or some more. mask is additive: 0 for
-    the kept rows, and dtype's lowest number behind them."""
+    the kept rows, dtype's lowest number behind them. `advance` with a negative count forgets the last rows."""
 
     def __init__(self, capacity: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         # rounded up, as a forward is compiled for one capacity
@@ -84,7 +84,8 @@ class Kept:
         self.advance(0)
 
     def advance(self, count: int) -> None:
-        self.mask[self.length : self.length + count] = 0.0
+        first, last = sorted((self.length, self.length + count))
+        self.mask[first:last] = 0.0 if count > 0 else torch.finfo(self.mask.dtype).min
         self.length += count
         self.behind.add_(count)
         self.columns = self.numbers[: self.length]
