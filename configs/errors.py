@@ -59,7 +59,8 @@ def masked(text: str) -> str:
 
 def rank() -> int:
     """This process's number among those that a launcher started; 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))
+    number = os.environ.get("RANK", "")
+    return int(number) if number.isdecimal() else 0
 
 
 def warn(message: str) -> None:

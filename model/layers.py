@@ -68,7 +68,7 @@ class Kept:
     numbers are 0, 1, ...; columns [W] are the first W of them: one per kept row, or some more. mask is additive: 0 for
     the kept rows, dtype's lowest number behind them. `advance` with a negative count forgets the last rows."""
 
-    def __init__(self, capacity: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
         # rounded up, as a forward is compiled for one capacity
         self.numbers = torch.arange(-(-capacity // 256) * 256, device=device)
         self.behind = self.numbers.clone()

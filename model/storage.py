@@ -94,18 +94,19 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def directory_atomically(path: Path, wait: Callable[[], None] = lambda: None) -> Iterator[Path]:
-    """Yields a temporary directory that becomes path unless the block raises; wait: a barrier, if all ranks call it."""
+def directory_atomically(path: Path, barrier: Callable[[], None] | None = None) -> Iterator[Path]:
+    """Yields a temporary directory that becomes path unless the block raises; barrier: where all ranks call this."""
     temporary, old = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
+    is_first, wait = barrier is None or rank() == 0, barrier or (lambda: None)
     try:
         with explained(path):
-            if rank() == 0:
+            if is_first:
                 remove_tree(temporary)
                 temporary.mkdir(parents=True)
             wait()
             yield temporary
             wait()
-            if rank() == 0:
+            if is_first:
                 for inside in [*temporary.rglob("*"), temporary]:
                     sync(inside)
                 remove_tree(old)

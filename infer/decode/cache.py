@@ -23,7 +23,7 @@ class CachedLM:
     cache: KeyValueCache  # of the text that `prefill` began
 
     def __init__(self, target: Target, after_blocks: tuple[int, ...] = ()) -> None:
-        self.cache = KeyValueCache({}, Kept(0, target.device))
+        self.cache = KeyValueCache({}, Kept(0, target.device, target.dtype))
         self.target, self.after_blocks = target, after_blocks
         config, lowest = target.config, torch.finfo(target.dtype).min
         self._masked = torch.tensor(lowest, dtype=target.dtype, device=target.device)

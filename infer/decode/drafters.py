@@ -39,7 +39,8 @@ class EagleDrafter(Drafter):
             self._logits, self._fuse = head.logits, head.fuse
             self.forwards += ((self, "_fuse"),)
             self.ids = head.vocabulary.ids
-        self._cache = KeyValueCache({}, Kept(0, head.fc.weight.device))  # of the text that `reset` began
+        weight = head.fc.weight
+        self._cache = KeyValueCache({}, Kept(0, weight.device, weight.dtype))  # of the text that `reset` began
         # the head's states [n, D]: of the last committed slot, and of the rows of the last call
         self._last = self._hidden = torch.empty(0)
 
@@ -173,7 +174,7 @@ class BlockDrafter(Drafter):
         self.after_blocks, self.max_levels, self.draft_rows = config.after_blocks, config.num_places, config.block_size
         self.max_positions = config.max_position_embeddings
         self.forwards = ((self, "_draft"), (self, "_target_logits"), (self, "_fuse"), (head, "correct"))
-        self._cache = KeyValueCache({}, Kept(0, target.device))  # of the text that `reset` began
+        self._cache = KeyValueCache({}, Kept(0, target.device, target.dtype))  # of the text that `reset` began
         self._text = torch.zeros(config.markov_order, dtype=torch.long, device=target.device)  # its last tokens
         self._paths = torch.empty(0)  # [rows of the last call, n]: the last n tokens of each path
         self._back = torch.arange(1, config.markov_order + 1, device=target.device)

@@ -113,10 +113,10 @@ def tau_difference(records: Sequence[Record], of: Sequence[int], against: Sequen
         if not prompts or {record.prompt for record in good if record.row == row} != prompts:
             raise UserError(f"row {row} of bench.rows (from 0) lacks answers; measure every prompt in all")
     sides = [of_row([record for record in good if record.row in rows], "tau", None) for rows in (of, against)]
+    if (apart := estimate(sides, {}, seed)) is None:
+        raise UserError("no answer has a cycle in both: all ended with their first token")
     one, two = (float(side.figure(side.table.sum().to_numpy())) for side in sides)
-    apart = estimate(sides, {}, seed)
-    assert apart is not None
-    how = f"95 %, paired bootstrap over {len(prompts)} prompts"
+    how = f"95 %, paired bootstrap over {apart.prompts} prompts"
     return f"tau {one:.3f} against {two:.3f}: {apart.value:+.3f} [{apart.low:+.3f}, {apart.high:+.3f}] ({how})"
 
 

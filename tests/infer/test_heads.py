@@ -46,7 +46,7 @@ def ready(drafter: Any, target: Target, text: Tensor) -> Any:
     """The drafter after it got the text [T]: its last token is the root."""
     features = target.features(text[None, :-1], after_blocks=drafter.after_blocks)
     known = features.last_hidden if features.taps is None else features.taps
-    drafter.reset(text[:-1], kept := Kept(256, text.device), 5)
+    drafter.reset(text[:-1], kept := Kept(256, text.device, torch.float32), 5)
     drafter.commit(text[1:], known[0])
     kept.advance(len(text) - 1)
     return drafter

@@ -46,13 +46,22 @@ def test_the_layer_is_llamas_and_with_query_and_key_norms_qwen3s(family: str, sc
     cos_and_sin = LlamaRotaryEmbedding(LlamaConfig(**SIZES, rope_parameters=rope))(x, positions)
     mask = torch.ones(11, 11, dtype=torch.bool).tril()[None, None]
     expected = theirs(x, attention_mask=mask, position_embeddings=cos_and_sin)
-    table, cache = Rotary(sized(scaling)), KeyValueCache.empty(1, sized(), Kept(16, x.device), x)
+    table, cache = Rotary(sized(scaling)), KeyValueCache.empty(1, sized(), Kept(16, x.device, x.dtype), x)
     cache.begin(11)
     torch.testing.assert_close(ours(x, None, table.at(positions, 14, x)), expected, rtol=1e-5, atol=1e-5)
     added = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
     found = DraftLayer(ours)(x[0], x[0], table.at(positions, 14, x), added, (cache, 0))
     torch.testing.assert_close(found[None], expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours(x, None, table.at(positions, 14, x)), expected, rtol=1e-5, atol=1e-5)  # views now
+
+
+def test_the_mask_of_a_text_hides_what_it_does_not_keep() -> None:
+    kept = Kept(16, torch.device("cpu"), torch.bfloat16)
+    for count in (7, 3, -4, 1):
+        kept.advance(count)
+        assert (kept.mask == 0).equal(kept.numbers < kept.length) and kept.behind[0] == kept.length
+    kept.restart()
+    assert (kept.mask == torch.finfo(torch.bfloat16).min).all()
 
 
 def test_a_position_beyond_the_heads_length_and_a_rope_that_changes_with_the_length_are_refused() -> None:

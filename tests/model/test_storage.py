@@ -106,7 +106,8 @@ def test_a_stage_reuses_its_own_output_and_refuses_anothers(tmp_path: Path) -> N
             stage.require_own_directory(overwrite=stage.is_whole())
 
 
-def test_a_directory_or_file_is_as_it_was_until_the_new_one_is_whole(tmp_path: Path) -> None:
+def test_a_directory_or_file_is_as_it_was_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("RANK", "1")  # where there is no barrier, a process is alone
     folder = written(tmp_path / "made")
     with pytest.raises(ZeroDivisionError), directory_atomically(folder) as temporary:
         (temporary / "half").write_text("half")

@@ -74,7 +74,7 @@ def test_features_and_logits_are_the_models_own_and_a_tree_forward_is_plain_forw
             torch.testing.assert_close(step.logits[node], plain, **near)
 
     with torch.inference_mode():
-        lm.prefill(ids, kept := Kept(96, ids.device))
+        lm.prefill(ids, kept := Kept(96, ids.device, torch.float32))
         kept.advance(64)
         check(ids, range(7))
         lm.cache.gather(torch.tensor([0, 2, 5]))
