@@ -431,4 +431,6 @@ def measure(target: Target, tokenizer: Any, best: HeadTuning, config: TuneConfig
 def name_of(method: MethodConfig) -> str:
     """'eagle2, 6 levels, k 8, 16 nodes': the method and its tree, as the report's rows have them."""
     tree = tree_shape(method)
+    if tree is not None and tree.shape == "auto":
+        tree = replace(tree, variant="")  # a digest of its choices' measured times
     return method.method if tree is None else f"{method.method}, {tree.words}"
