@@ -47,6 +47,7 @@ def target_inputs(config: TargetConfig) -> dict[str, Any]:
     directory = Path(config.path)
     require_target(config.path)
     if directory.is_dir():
+        # both digests: so all feature caches have recorded it
         weights = dict.fromkeys(("*.safetensors", "*.bin"), lambda one: sampled_digest(one) + weights_digest(one)[:16])
         patterns = dict.fromkeys(OTHER_FILES, sampled_if_large) | weights
         found = [(path, read) for pattern, read in patterns.items() for path in directory.glob(pattern)]

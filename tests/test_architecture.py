@@ -22,8 +22,8 @@ LADDER = {
 SOURCES = sorted(path for package in LADDER for path in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 HOUSE = [path for name in (*LADDER, "slurm") for path in ROOT.glob(f"{name}/**/*") if path.suffix in (".py", ".jinja")]
-BUDGETS = {"files": 92, "longest": 450, "lines": 19_150, "code": 14_396, "KiB": 1005}
-BUDGETS |= {"test lines": 13_468, "tests": 698}
+BUDGETS = {"files": 92, "longest": 450, "lines": 19_151, "code": 14_396, "KiB": 1005}
+BUDGETS |= {"test lines": 13_480, "tests": 699}
 MAX_SINGLE_IMPORTERS = 12
 distributions = functools.cache(packages_distributions)  # by top-level module
 

@@ -92,6 +92,9 @@ def test_compared_rows_are_pooled_and_paired_by_prompt() -> None:
     assert low < 0.5 < high and f"[{-high:+.3f}, {-low:+.3f}]" in tau_difference(mixed, [2], [1])
     with pytest.raises(UserError, match="lacks answers"):
         tau_difference([*records[:2], answer(2, "c", 2, 1)], [1], [2])
+    assert "+2.000 [-inf, +inf] (95 %, paired bootstrap over 1 prompts)" in tau_difference(records[::2], [1], [2])
+    with pytest.raises(UserError, match="all ended with their first token"):
+        tau_difference([answer(row, "a", 0, 0) for row in (1, 2)], [1], [2])
 
 
 def slow(prompt: str = "0") -> Record:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from aerie.configs.errors import NotWritable, UserError, exit_codes, stop_on_signals
+from aerie.configs.errors import NotWritable, UserError, exit_codes, rank, stop_on_signals, warn
 from aerie.infer.measure.cycles import append_lines
 from aerie.model.storage import (
     FILE,
@@ -56,6 +56,15 @@ def test_a_commands_end_is_its_exit_code_and_its_status(event: Any, state: str, 
             signal.signal(number, handler)
     assert json.loads((tmp_path / "status.json").read_text()) == {"stage": "features", "state": state, "code": code}
     assert (tmp_path / "cleaned").exists()
+
+
+def test_the_first_process_alone_warns_and_without_a_launcher_every_process_is_the_first(
+    monkeypatch: Any, capsys: Any
+) -> None:
+    for text, number in (("0", 0), ("3", 3), ("node7", 0), ("", 0)):
+        monkeypatch.setenv("RANK", text)
+        warn("careful")
+        assert (rank(), "careful" in capsys.readouterr().err) == (number, number == 0)
 
 
 def written(directory: Path, seed: int = 1) -> Path:
@@ -162,8 +171,8 @@ def test_a_launcher_is_told_the_mistake_and_the_first_process_alone_says_it(tmp_
     monkeypatch.setattr("aerie.configs.errors.time.sleep", slept.append)
     monkeypatch.setattr("aerie.configs.errors.signal.signal", lambda *_: None)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "reply.json"))
-    for rank in ("0", "1"):
-        monkeypatch.setenv("LOCAL_RANK", rank)
+    for local in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", local)
         with pytest.raises(SystemExit), exit_codes():
             raise UserError("a mistake")
     assert json.loads((tmp_path / "reply.json").read_text())["message"] == "error: a mistake" and len(slept) == 1
