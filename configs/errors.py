@@ -41,7 +41,9 @@ def stop_on_signals() -> None:
     signal.signal(signal.SIGUSR1, requeue)
 
 
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # from bytes that are not UTF-8, or half of an escaped pair
+LONE_SURROGATE = re.compile(
+    "[\ud800-\udfff]"
+)  # from bytes that are not UTF-8, or half of an escaped pair
 SECRETS = re.compile(  # in a URL: user and password before @, values after ?; keys, by their form or name
     r"(?<=://)(?:[^\s/@]*:[^\s@]+|[^\s/]+)(?=@)|(?<=[?&#])([\w.-]+=)[^\s&]*[\w%+/=-]|\bhf_\w{30,}|\bsk-[\w-]{16,}"
     r"|(?<=bearer )[^\s'\",]+|(?<=authorization: basic )\S+"
@@ -82,9 +84,13 @@ def exit_codes() -> Iterator[None]:
     try:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
             if not re.fullmatch("[0-9]{1,9}", os.environ.get(name, "0")):
-                raise UserError(f"{name}: {os.environ[name][:20]!r} is no number; a launcher sets it, so unset it")
+                raise UserError(
+                    f"{name}: {os.environ[name][:20]!r} is no number; a launcher sets it, so unset it"
+                )
         if rank() >= (world := int(os.environ.get("WORLD_SIZE", "1"))):
-            raise UserError(f"RANK: {rank()} is not below WORLD_SIZE {world}; a launcher sets both, so unset them")
+            raise UserError(
+                f"RANK: {rank()} is not below WORLD_SIZE {world}; a launcher sets both, so unset them"
+            )
         for word in sys.argv:
             if LONE_SURROGATE.search(word):
                 raise UserError(f"{word!a}: is no UTF-8 text")
@@ -94,13 +100,19 @@ def exit_codes() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except (UserError, OSError, SafetensorError, UnicodeDecodeError) as error:
-        said = str(error) if isinstance(error, UserError) else (str(error).splitlines() or [type(error).__name__])[0]
+        said = (
+            str(error)
+            if isinstance(error, UserError)
+            else (str(error).splitlines() or [type(error).__name__])[0]
+        )
         if isinstance(error, OSError) and error.filename is not None:
             said = f"{error.filename}: {error.strerror}"
         said = masked(said)
         # torch's launcher quotes this file at the end of its own report.
         if reply := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            Path(reply).write_text(json.dumps({"message": f"error: {said}", "timestamp": int(time.time())}))
+            Path(reply).write_text(
+                json.dumps({"message": f"error: {said}", "timestamp": int(time.time())})
+            )
         # The first process prints the same error; then the launcher ends this one.
         if os.environ.get("LOCAL_RANK", "0") != "0":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -108,7 +120,9 @@ def exit_codes() -> Iterator[None]:
         print(f"error: {said}", file=sys.stderr, flush=True)
         sys.exit(2)
     except Requeued:
-        print("stopped before the time limit: run the same command again to continue", file=sys.stderr)
+        print(
+            "stopped before the time limit: run the same command again to continue", file=sys.stderr
+        )
         sys.exit(REQUEUE)
     except KeyboardInterrupt:
         print("interrupted: run the same command again to continue", file=sys.stderr)

@@ -28,17 +28,57 @@ from typing import Any
 import yaml
 
 from aerie.__main__ import OWNERS
-from aerie.configs.errors import REQUEUE, Arguments, Requeued, UserError, exit_codes, stop_on_signals
+from aerie.configs.errors import (
+    REQUEUE,
+    Arguments,
+    Requeued,
+    UserError,
+    exit_codes,
+    stop_on_signals,
+)
 from aerie.configs.read import TAGS, Place, Section, as_dict, dump, sections, suggestion, user_path
 from aerie.configs.schema.recipe import Recipe, add_arguments, load
 from aerie.data.stage import feature_stage, is_here, size, target_inputs
-from aerie.model.storage import FILE, ROOT, Lock, Manifest, Stage, Whole, digest, read_json, sound_record, write_text
+from aerie.model.storage import (
+    FILE,
+    ROOT,
+    Lock,
+    Manifest,
+    Stage,
+    Whole,
+    digest,
+    read_json,
+    sound_record,
+    write_text,
+)
 from aerie.train import resume
 
-STAGES = ("synthetic", "distill", "features", "train", "calibrate", "bench", "tune", "report")  # of a run, in order
-PLACES = {"synthetic": "conversations", "distill": "distilled", "calibrate": "calibration"}  # other stages: their names
-KEY = re.compile(r"((?:^ +#.*\n)*)^    (\w+): .*?(  # .*)?$", re.MULTILINE)  # with the comments above and beside
-TYPES = {int: "integer", float: "number", str: "text", bool: "true | false", dict: "mapping", type(None): "null"}
+STAGES = (
+    "synthetic",
+    "distill",
+    "features",
+    "train",
+    "calibrate",
+    "bench",
+    "tune",
+    "report",
+)  # of a run, in order
+PLACES = {
+    "synthetic": "conversations",
+    "distill": "distilled",
+    "calibrate": "calibration",
+}  # other stages: their names
+KEY = re.compile(
+    r"((?:^ +#.*\n)*)^    (\w+): .*?(  # .*)?$", re.MULTILINE
+)  # with the comments above and beside
+TYPES = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "true | false",
+    dict: "mapping",
+    type(None): "null",
+}
 PAGE = """# Recipes: every key
 
 A recipe is a YAML file with the sections below; only `run`, `target.path` and `data.conversations` are required.
@@ -58,19 +98,31 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(command: Any, summary: str) -> argparse.ArgumentParser:
-        options = commands.add_parser(command.__name__, help=summary, description=summary, allow_abbrev=False)
+        options = commands.add_parser(
+            command.__name__, help=summary, description=summary, allow_abbrev=False
+        )
         options.set_defaults(run_command=command)
         return options
 
     options = add(run, "do what is left of a recipe, to the report")
     add_arguments(options)
-    options.add_argument("recipe", type=user_path, nargs="?", metavar="RECIPE.yaml", help="in place of --config")
-    options.add_argument("--processes", type=int, help="processes of features and train (default: one per GPU)")
+    options.add_argument(
+        "recipe", type=user_path, nargs="?", metavar="RECIPE.yaml", help="in place of --config"
+    )
+    options.add_argument(
+        "--processes", type=int, help="processes of features and train (default: one per GPU)"
+    )
     options = add(status, "what a run has, and what to type next")
     options.add_argument("directory", type=user_path, metavar="RUN", help="the run's directory")
     options = add(keys, "print the keys of a recipe: meaning, type, default")
-    options.add_argument("section", nargs="?", help="such as train, bench.prompts or tree.stop; default: the sections")
-    options.add_argument("--markdown", action="store_true", help="print Markdown (default: every section)")
+    options.add_argument(
+        "section",
+        nargs="?",
+        help="such as train, bench.prompts or tree.stop; default: the sections",
+    )
+    options.add_argument(
+        "--markdown", action="store_true", help="print Markdown (default: every section)"
+    )
     arguments, unknown = parser.parse_known_args()
     if unknown and arguments.command != "run":
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -87,17 +139,24 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     if not arguments.overwrite and all(Path(name).exists() for name in made_here):
         _require_own_outputs(recipe, stages)
     words = ["--config", str(arguments.config), *unknown, *["--overwrite"] * arguments.overwrite]
-    flags = {name: getattr(arguments, name.replace("-", "_")) for name in ("run", "target", "dtype", "device-map")}
+    flags = {
+        name: getattr(arguments, name.replace("-", "_"))
+        for name in ("run", "target", "dtype", "device-map")
+    }
     words += [f"--{name}={value}" for name, value in flags.items() if value is not None]
     if resume.needs_target(recipe) and recipe.target.path not in made_here:
         targets = import_module("aerie.model.target")
-        if why := targets.only_trains(targets.load_config(recipe.target)):  # a run ends with measurements
+        if why := targets.only_trains(
+            targets.load_config(recipe.target)
+        ):  # a run ends with measurements
             raise UserError(f"{recipe.target.path}: {why}; run aerie features and aerie train")
     if arguments.plan:
         print("\n".join(f"aerie {stage} {shlex.join(words)}" for stage in stages))
         return 0
     write_text(recipe.paths.root / "recipe.yaml", dump(recipe))
-    import_module("transformers.models.auto")  # and torch: the stages start sooner; neither touches a GPU
+    import_module(
+        "transformers.models.auto"
+    )  # and torch: the stages start sooner; neither touches a GPU
     for number, stage in enumerate(stages, start=1):
         print(f"run: {stage} ({number} of {len(stages)})", file=sys.stderr, flush=True)
         # A fork: its end frees the stage's memory.
@@ -108,7 +167,9 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
                 child.join()
             except KeyboardInterrupt as raised:
                 stop = raised
-                os.kill(child.pid, signal.SIGUSR1 if isinstance(raised, Requeued) else signal.SIGINT)
+                os.kill(
+                    child.pid, signal.SIGUSR1 if isinstance(raised, Requeued) else signal.SIGINT
+                )
         if child.exitcode < 0:
             why = f"killed by signal {-child.exitcode}, often for lack of memory; run the same command again"
             print(f"\nerror: {stage}: {why}", file=sys.stderr)  # below a progress bar
@@ -129,8 +190,13 @@ def _stages(recipe: Recipe) -> list[str]:
 
 def _require_files(recipe: Recipe, stages: list[str]) -> list[str]:
     """The inputs that stages make themselves; UserError, before hours of work, if another is missing."""
-    asked = [section.prompts.path for section in (recipe.calibrate, recipe.bench, recipe.tune) if section]
-    names, root = [recipe.target.path, *recipe.data.conversations, *filter(None, asked)], recipe.paths.root.absolute()
+    asked = [
+        section.prompts.path for section in (recipe.calibrate, recipe.bench, recipe.tune) if section
+    ]
+    names, root = (
+        [recipe.target.path, *recipe.data.conversations, *filter(None, asked)],
+        recipe.paths.root.absolute(),
+    )
     made_here = [name for name in names if Path(name).absolute().is_relative_to(root)]
     for name in (name for name in names if name not in made_here):
         target_inputs(recipe.target) if name == recipe.target.path else is_here(name)
@@ -153,7 +219,9 @@ def _require_own_outputs(recipe: Recipe, stages: list[str]) -> None:
     for stage in (stage for stage in stages if stage in ("distill", "calibrate", "bench", "tune")):
         place = paths.root / PLACES.get(stage, stage)
         if made_of := sound_record(place).get("inputs"):
-            Stage(stage, place, made_of | {"target": train.inputs["target"]}).require_own_directory(overwrite=False)
+            Stage(stage, place, made_of | {"target": train.inputs["target"]}).require_own_directory(
+                overwrite=False
+            )
             if made_of.get("head") and not train.is_whole():
                 what = f"holds the {stage} of another head than {train.output}, which is still to be trained"
                 raise UserError(f"{place}: {what}; choose another --run, or add --overwrite")
@@ -163,7 +231,9 @@ def _require_own_outputs(recipe: Recipe, stages: list[str]) -> None:
 def _do(stage: str, words: list[str], processes: int | None, recipe: Recipe) -> None:
     """Runs a stage's main, here or in several processes (None: one per GPU), and exits with its code."""
     os.setpgid(0, 0)  # only `run` gets Ctrl-C, and passes it on once; its end is one too
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background processes
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored in a shell's background processes
 
     def follow() -> None:
         multiprocessing.parent_process().join()  # type: ignore[union-attr]
@@ -171,10 +241,18 @@ def _do(stage: str, words: list[str], processes: int | None, recipe: Recipe) -> 
 
     threading.Thread(target=follow, daemon=True).start()
     stage_main = import_module(f"aerie.{OWNERS[stage]}.main").main
-    command = [str(ROOT / OWNERS[stage] / "main.py"), *([] if stage == "train" else [stage]), *words]
+    command = [
+        str(ROOT / OWNERS[stage] / "main.py"),
+        *([] if stage == "train" else [stage]),
+        *words,
+    ]
     sys.argv = [*command, "--is-whole"]
     # A target on all GPUs leaves room for one process.
-    has_target = stage == "features" or not resume.reads_cache(recipe) or getattr(recipe.train, "measure_prompts", None)
+    has_target = (
+        stage == "features"
+        or not resume.reads_cache(recipe)
+        or getattr(recipe.train, "measure_prompts", None)
+    )
     processes = 1 if recipe.target.device_map is not None and has_target else processes
     if stage in ("features", "train") and processes != 1 and stage_main() == 1:
         import torch
@@ -193,13 +271,25 @@ def _launched(command: list[str], processes: int, precision: str) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.disable()  # of the launcher: each process prints its own error
-    os.environ |= {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "PET_SHUTDOWN_TIMEOUT": "120"}
-    options = ["--config_file", str(ROOT / "configs/accelerate/zero2.yaml"), "--num_processes", str(processes)]
+    os.environ |= {
+        "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        "PET_SHUTDOWN_TIMEOUT": "120",
+    }
+    options = [
+        "--config_file",
+        str(ROOT / "configs/accelerate/zero2.yaml"),
+        "--num_processes",
+        str(processes),
+    ]
     try:
-        launch_command(launch_command_parser().parse_args([*options, "--mixed_precision", precision, *command]))
+        launch_command(
+            launch_command_parser().parse_args([*options, "--mixed_precision", precision, *command])
+        )
     except ChildFailedError as error:
         ended = (-signal.SIGTERM, 128 + signal.SIGTERM)  # of processes that the launcher ended
-        code = min(error.failures.values(), key=lambda one: (one.exitcode in ended, one.timestamp)).exitcode
+        code = min(
+            error.failures.values(), key=lambda one: (one.exitcode in ended, one.timestamp)
+        ).exitcode
         return code if code > 0 else 128 - code
     except SignalException as error:
         return REQUEUE if error.sigval == signal.SIGUSR1 else 128 + int(error.sigval)
@@ -209,7 +299,9 @@ def _launched(command: list[str], processes: int, precision: str) -> int:
 def status(arguments: argparse.Namespace, unknown: list[str]) -> int:
     given, lines, states, running = arguments.directory, list[str](), set[str](), ""
     # A directory in a run, such as its head's, means the run; one of runs, each of them.
-    root = next((place for place in (given, *given.parents[:2]) if [*place.glob("status*.json")]), given)
+    root = next(
+        (place for place in (given, *given.parents[:2]) if [*place.glob("status*.json")]), given
+    )
     found = sorted(root.glob("status*.json")) or sorted(root.glob("*/status.json"))
     for path in found:
         match read_json(path):
@@ -218,22 +310,35 @@ def status(arguments: argparse.Namespace, unknown: list[str]) -> int:
             case _:
                 raise UserError(f"{path}: is not the status of a run; delete it")
         with suppress(OSError), Lock(path.with_name(f".{path.name}.lock")) as lock:
-            if said["state"] == "running" and lock.acquire(wait=False) is True:  # a running stage would hold it
+            if (
+                said["state"] == "running" and lock.acquire(wait=False) is True
+            ):  # a running stage would hold it
                 said |= {"state": "killed", "code": 137}
         running = said["stage"].split()[0] if said["state"] == "running" else running
-        lines.append(f"{run}: {said['stage']} {said['state']}" + f", exit code {said['code']}" * (said["code"] != 0))
-        lines[-1] += "".join(f", {fact}" for fact in ([] if run == root else _state(run / "report")[1]))
+        lines.append(
+            f"{run}: {said['stage']} {said['state']}"
+            + f", exit code {said['code']}" * (said["code"] != 0)
+        )
+        lines[-1] += "".join(
+            f", {fact}" for fact in ([] if run == root else _state(run / "report")[1])
+        )
     if found and found[0].parent != root:
         print("\n".join(lines))
         return 0
-    stages, stored, heads = ["features", "train", "calibrate", "bench", "report"], root / "recipe.yaml", root / "heads"
+    stages, stored, heads = (
+        ["features", "train", "calibrate", "bench", "report"],
+        root / "recipe.yaml",
+        root / "heads",
+    )
     kinds = sorted(path.name for path in heads.glob("[!.]*"))
     with suppress(UserError):
         recipe = load(argparse.Namespace(config=stored), [])
         stages, kinds = _stages(recipe), list(dict.fromkeys([recipe.head.kind, *kinds]))
     for stage in STAGES:
         for kind in (kinds or [""]) if stage == "train" else [""]:
-            state, facts = _state(heads / kind if stage == "train" else root / PLACES.get(stage, stage))
+            state, facts = _state(
+                heads / kind if stage == "train" else root / PLACES.get(stage, stage)
+            )
             state = "running" if stage == running and state != "whole" else state
             if stage in stages or state != "absent":
                 facts = [*_progress(root / "metrics.jsonl", kind), *facts]
@@ -248,7 +353,9 @@ def status(arguments: argparse.Namespace, unknown: list[str]) -> int:
         words = f"aerie push {heads / kinds[0]} --repo USER/NAME --dry-run; see {summary.with_name('index.html')}"
         if (tuned := root / "tune/tuned.yaml").is_file():
             words = f"aerie chat --run {root} --row {tuned}; {words}"
-        rows = read_json(summary)["rows"] if summary.is_file() and not (root / "tune").is_dir() else []
+        rows = (
+            read_json(summary)["rows"] if summary.is_file() and not (root / "tune").is_dir() else []
+        )
         speedups = [row.get("speedup") or 0 for row in rows if row["method"] != "vanilla"]
         if speedups and max(speedups) < 1:
             words = f"aerie tune --config {stored}, for a tree that suits this machine: none is faster than vanilla yet"
@@ -261,15 +368,22 @@ def _state(place: Path) -> tuple[str, list[str]]:
     found: Any = Manifest.check(place)
     if (place / "summary.json").is_file() and not (place / FILE).exists():  # the report
         try:
-            rows = [row for row in read_json(place / "summary.json")["rows"] if row["status"] == "ok"]
+            rows = [
+                row for row in read_json(place / "summary.json")["rows"] if row["status"] == "ok"
+            ]
             best = sorted(rows, key=lambda row: -float(row["tau"]))[:1]
         except (UserError, KeyError, TypeError):
             return "damaged", [f"{place / 'summary.json'}: is damaged"]
-        return "whole", [f"best tau {row['tau']:.2f} ({row['method']}, {row['speedup'] or 0:.2f}x)" for row in best]
+        return "whole", [
+            f"best tau {row['tau']:.2f} ({row['method']}, {row['speedup'] or 0:.2f}x)"
+            for row in best
+        ]
     if not (place / FILE).is_file():
         return "stopped" if place.is_dir() and any(place.iterdir()) else "absent", []
     record = found
-    if isinstance(found, Whole) and not found.manifest.files:  # a feature cache has them in its index
+    if (
+        isinstance(found, Whole) and not found.manifest.files
+    ):  # a feature cache has them in its index
         record = Manifest.check(place, content=False, name="index.json")
     if not isinstance(record, Whole):
         return "damaged", [str(record)]
@@ -287,13 +401,24 @@ def _state(place: Path) -> tuple[str, list[str]]:
 
 def _progress(metrics: Path, kind: str) -> list[str]:
     """Texts: a head's last logged step, and its best tau."""
-    lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines() if kind and metrics.is_file() else []
+    lines = (
+        metrics.read_text(encoding="utf-8", errors="replace").splitlines()
+        if kind and metrics.is_file()
+        else []
+    )
     text = "step {step:,} of {total_steps:,}, loss {loss:.3g}, {tokens_per_s:,.0f} tokens/s"
     try:
-        records = [json.loads(line) for line in lines if line.startswith(f'{{"kind": "{kind}') and line.endswith("}")]
+        records = [
+            json.loads(line)
+            for line in lines
+            if line.startswith(f'{{"kind": "{kind}') and line.endswith("}")
+        ]
         taus = [record["held_out_tau"] for record in records if "held_out_tau" in record]
         logged = [{"total_steps": 0, **record} for record in records if "loss" in record]
-        return [*(text.format(**record) for record in logged[-1:]), *([f"best tau {max(taus):.2f}"] if taus else [])]
+        return [
+            *(text.format(**record) for record in logged[-1:]),
+            *([f"best tau {max(taus):.2f}"] if taus else []),
+        ]
     except (ValueError, LookupError, TypeError):
         return [f"a line of {metrics} is damaged"]
 
@@ -302,10 +427,18 @@ def keys(arguments: argparse.Namespace, unknown: list[str]) -> int:
     section = re.sub(r"\.\d+(?=\.|$)", ".*", arguments.section or "")
     blocks = documented(section)
     if not blocks:
-        raise UserError(f"{section}: no section or key of a recipe; {suggestion(section.split('.'), Recipe)}")
+        raise UserError(
+            f"{section}: no section or key of a recipe; {suggestion(section.split('.'), Recipe)}"
+        )
     if arguments.markdown:
-        lists = ("".join(f"- `{name}`: {words}\n" for name, words in rows.items()) for _, _, rows in blocks)
-        pages = [f"## {head}\n\n{text}{listed}" for (head, text, _), listed in zip(blocks, lists, strict=True)]
+        lists = (
+            "".join(f"- `{name}`: {words}\n" for name, words in rows.items())
+            for _, _, rows in blocks
+        )
+        pages = [
+            f"## {head}\n\n{text}{listed}"
+            for (head, text, _), listed in zip(blocks, lists, strict=True)
+        ]
         print("\n".join([*([] if section else [PAGE]), *pages]), end="")
         return 0
     width = min(120, shutil.get_terminal_size((120, 24)).columns)
@@ -314,10 +447,20 @@ def keys(arguments: argparse.Namespace, unknown: list[str]) -> int:
         indent = " " * (max(map(len, rows), default=0) + 4)
         for name, words in rows.items():
             first = f"  {name}".ljust(len(indent))
-            print(textwrap.fill(words, width, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False))
+            print(
+                textwrap.fill(
+                    words,
+                    width,
+                    initial_indent=first,
+                    subsequent_indent=indent,
+                    break_on_hyphens=False,
+                )
+            )
         print()
     if not section:
-        print("aerie keys SECTION prints the keys of one; a command line can set each of them: --section.key VALUE")
+        print(
+            "aerie keys SECTION prints the keys of one; a command line can set each of them: --section.key VALUE"
+        )
     return 0
 
 
@@ -331,14 +474,28 @@ def documented(section: str = "") -> list[tuple[str, str, dict[str, str]]]:
         places = [place for place in at if f"{place}.".startswith(f"{section}." if section else "")]
         if not places and parent not in at:
             continue  # reading a class's source is slow
-        own = {key: words for key, words in _keys(cls) if not (key in TAGS and any(map(any, at.values())))}
+        own = {
+            key: words
+            for key, words in _keys(cls)
+            if not (key in TAGS and any(map(any, at.values())))
+        }
         if not places and parent in at and leaf in own:
             places, own = [parent], {leaf: own[leaf]}
         if places:
-            kinds = " | ".join(dict.fromkeys(kind for place in places for kind in at[place] if kind))
+            kinds = " | ".join(
+                dict.fromkeys(kind for place in places for kind in at[place] if kind)
+            )
             kinds = kinds and f" ({re.sub(r'[|] [a-z]+: ', '| ', kinds)})"
-            text = "" if cls.__doc__.startswith(f"{cls.__name__}(") else f"{cls.__doc__}\n\n"  # made by dataclass
-            blocks.append((", ".join(f"`{place}`" for place in places if place) + kinds or "A recipe", text, own))
+            text = (
+                "" if cls.__doc__.startswith(f"{cls.__name__}(") else f"{cls.__doc__}\n\n"
+            )  # made by dataclass
+            blocks.append(
+                (
+                    ", ".join(f"`{place}`" for place in places if place) + kinds or "A recipe",
+                    text,
+                    own,
+                )
+            )
     return blocks
 
 
@@ -347,7 +504,11 @@ def _keys(cls: Any) -> Iterator[tuple[str, str]]:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for above, name, behind in KEY.findall(inspect.getsource(cls)):
         if field := fields.get(name):
-            value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            value = (
+                field.default
+                if field.default_factory is dataclasses.MISSING
+                else field.default_factory()
+            )
             facts = _type(field.type)
             if value is dataclasses.MISSING:
                 facts += "; required"
@@ -363,8 +524,15 @@ def _type(hint: Any) -> str:
     if hint == Place:
         return "path"
     if origin is typing.Annotated:
-        rules = [rule for metadata in inner[1:] for rule in getattr(metadata, "metadata", [metadata])]
-        limits = {sign: getattr(rule, name) for rule in rules for name, sign in BOUNDS.items() if hasattr(rule, name)}
+        rules = [
+            rule for metadata in inner[1:] for rule in getattr(metadata, "metadata", [metadata])
+        ]
+        limits = {
+            sign: getattr(rule, name)
+            for rule in rules
+            for name, sign in BOUNDS.items()
+            if hasattr(rule, name)
+        }
         bounds = [f"{sign} {limit:,.12g}" for sign, limit in limits.items()]
         return " ".join([_type(inner[0]), ", ".join(bounds)]).strip()
     if origin in (typing.Union, types.UnionType):
@@ -373,4 +541,6 @@ def _type(hint: Any) -> str:
         return " | ".join(map(str, inner))
     if isinstance(hint, type) and issubclass(hint, Section):
         return "section"
-    return f"list of {_type(inner[0])}" if origin is tuple else TYPES.get(origin or hint, "anything")
+    return (
+        f"list of {_type(inner[0])}" if origin is tuple else TYPES.get(origin or hint, "anything")
+    )

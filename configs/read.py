@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 
 from aerie.configs.errors import LONE_SURROGATE, UserError
 
@@ -32,7 +39,9 @@ def _as_list(value: Any) -> Any:
     return value if isinstance(value, list | tuple | None) else [value]
 
 
-Place = Annotated[str, AfterValidator(_named), AfterValidator(os.path.expanduser)]  # a path, or the Hub's name for one
+Place = Annotated[
+    str, AfterValidator(_named), AfterValidator(os.path.expanduser)
+]  # a path, or the Hub's name for one
 Many = Annotated[tuple[T, ...], BeforeValidator(_as_list)]  # a list; one value is a list of one
 Some = Annotated[tuple[T, ...], Field(min_length=1), BeforeValidator(_as_list)]
 TAGS = ("kind", "shape", "rule")  # the key that tells the members of a union apart
@@ -65,7 +74,10 @@ _Loader.add_implicit_resolver(  # 3e-5 is a number, as in YAML 1.2
 )
 # Cached: making one takes as long as thousands of calls.
 adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
-MOST_BYTES, MOST_VALUES = 2**20, 100_000  # of a recipe; values that an anchor repeats count each time
+MOST_BYTES, MOST_VALUES = (
+    2**20,
+    100_000,
+)  # of a recipe; values that an anchor repeats count each time
 
 
 def load(path: Path, schema: type[T], overrides: Sequence[str]) -> T:
@@ -85,10 +97,14 @@ def read_text(path: Path, most_bytes: float = math.inf) -> str:
     try:
         require_regular(path)
         if (size := path.stat().st_size) > most_bytes:
-            raise UserError(f"{path}: has {size:,} bytes, and {most_bytes:,} are read at most; is it another file?")
+            raise UserError(
+                f"{path}: has {size:,} bytes, and {most_bytes:,} are read at most; is it another file?"
+            )
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from error
+        raise UserError(
+            f"{path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}"
+        ) from error
 
 
 def parse_json(text: str, read: Callable[[str], Any] = json.loads) -> Any:
@@ -108,12 +124,20 @@ def _parse_yaml(text: str, place: str) -> tuple[Any, Any]:
         while waiting:  # if an anchor contains itself, only MOST_VALUES ends this
             value = waiting.pop().value
             if isinstance(value, str) and LONE_SURROGATE.search(value):
-                raise UserError(f"{place}: {value!a} holds half of a surrogate pair; write the character itself")
+                raise UserError(
+                    f"{place}: {value!a} holds half of a surrogate pair; write the character itself"
+                )
             inner = [] if isinstance(value, str) else value
-            inner = [*itertools.chain.from_iterable(inner)] if inner and isinstance(inner[0], tuple) else inner
+            inner = (
+                [*itertools.chain.from_iterable(inner)]
+                if inner and isinstance(inner[0], tuple)
+                else inner
+            )
             count += len(inner)
             if count > MOST_VALUES:
-                raise UserError(f"{place}: more than {MOST_VALUES:,} values, with what anchors repeat; write fewer")
+                raise UserError(
+                    f"{place}: more than {MOST_VALUES:,} values, with what anchors repeat; write fewer"
+                )
             waiting += inner
         return None if node is None else loader.construct_document(node), node
     except RecursionError as error:
@@ -129,7 +153,9 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """The file's mapping, and 'file:line' of each dotted key."""
     values, node = _parse_yaml(read_text(path, MOST_BYTES), str(path))
     if not isinstance(values, dict) or not isinstance(node, yaml.MappingNode):
-        raise UserError(f"{path}: a recipe is a mapping of sections; this is {type(values).__name__}")
+        raise UserError(
+            f"{path}: a recipe is a mapping of sections; this is {type(values).__name__}"
+        )
     lines: dict[str, str] = {}
 
     def mark_lines(node: yaml.MappingNode, prefix: str) -> None:
@@ -145,7 +171,9 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     return values, lines
 
 
-ALIASES = read_yaml(Path(__file__).parent / "schema/aliases.yaml")[0]  # what other programs call our keys
+ALIASES = read_yaml(Path(__file__).parent / "schema/aliases.yaml")[
+    0
+]  # what other programs call our keys
 
 
 def override(words: Sequence[str], values: dict[str, Any], lines: dict[str, str]) -> None:
@@ -158,10 +186,14 @@ def override(words: Sequence[str], values: dict[str, Any], lines: dict[str, str]
             key: Any = part
             if isinstance(section, list):
                 if not part.isdecimal() or int(part) >= len(section):
-                    raise UserError(f"--{name}: {part} is no position in a list of {len(section)} (the first is 0)")
+                    raise UserError(
+                        f"--{name}: {part} is no position in a list of {len(section)} (the first is 0)"
+                    )
                 key = int(part)
             elif not isinstance(section, dict) or part.isdecimal():
-                raise UserError(f"--{name}: {parts[depth - 1]} is no {'list' if part.isdecimal() else 'section'}")
+                raise UserError(
+                    f"--{name}: {parts[depth - 1]} is no {'list' if part.isdecimal() else 'section'}"
+                )
             lines[".".join(parts[: depth + 1])] = f"--{name}"
             if depth == len(parts) - 1:
                 section[key] = value
@@ -172,7 +204,11 @@ def override(words: Sequence[str], values: dict[str, Any], lines: dict[str, str]
 
 
 def validate(
-    values: dict[str, Any], schema: type[T], source: str, lines: dict[str, str], overrides: Sequence[str] = ()
+    values: dict[str, Any],
+    schema: type[T],
+    source: str,
+    lines: dict[str, str],
+    overrides: Sequence[str] = (),
 ) -> T:
     """A schema instance; UserError: one line per problem."""
     override(overrides, values, lines)
@@ -181,9 +217,15 @@ def validate(
     except ValidationError as error:
         problems = error.errors()
         # pydantic also calls lists of wrong items too short
-        inside = {problem["loc"][:end] for problem in problems for end in range(len(problem["loc"]))}
-        problems = [each for each in problems if each["type"] != "too_short" or each["loc"] not in inside]
-        raise UserError("\n".join(_sentence(each, values, schema, source, lines) for each in problems)) from error
+        inside = {
+            problem["loc"][:end] for problem in problems for end in range(len(problem["loc"]))
+        }
+        problems = [
+            each for each in problems if each["type"] != "too_short" or each["loc"] not in inside
+        ]
+        raise UserError(
+            "\n".join(_sentence(each, values, schema, source, lines) for each in problems)
+        ) from error
 
 
 def as_dict(section: Any) -> dict[str, Any]:
@@ -200,15 +242,26 @@ def _sentence(problem: Any, values: Any, schema: type, source: str, lines: dict[
     kind, parts = problem["type"], list[str]()
     for number, part in enumerate(problem["loc"], start=1):
         # skip parts that are no keys: union tags
-        known_parts = range(len(values)) if isinstance(values, list) else values if isinstance(values, dict) else ()
+        known_parts = (
+            range(len(values))
+            if isinstance(values, list)
+            else values
+            if isinstance(values, dict)
+            else ()
+        )
         is_there = part in known_parts
         if is_there or (kind.startswith("missing") and number == len(problem["loc"])):
             parts.append(str(part))
             values = values[part] if is_there else None
     name = ".".join(parts)
-    known = next((key for key in reversed([*itertools.accumulate(parts, "{}.{}".format)]) if key in lines), None)
+    known = next(
+        (key for key in reversed([*itertools.accumulate(parts, "{}.{}".format)]) if key in lines),
+        None,
+    )
     where = lines[known] if known else source
-    prefix = where if f"{where}.".startswith(f"--{name}.") else f"{where}: {name}".removesuffix(": ")
+    prefix = (
+        where if f"{where}.".startswith(f"--{name}.") else f"{where}: {name}".removesuffix(": ")
+    )
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
         return f"{prefix}: unknown key; {suggestion(parts, schema, problem['loc'])}"
     if kind == "union_tag_not_found":
@@ -216,7 +269,9 @@ def _sentence(problem: Any, values: Any, schema: type, source: str, lines: dict[
         kinds = [kind for _, place, kind in sections(schema) if place == _place(parts) and kind]
         return f"{prefix}: needs a key {key!r}: {', '.join(dict.fromkeys(kinds)).replace(f'{key}: ', '')}"
     if kind == "union_tag_invalid":
-        key, tag, choices = (problem["ctx"][of].replace("'", "") for of in ("discriminator", "tag", "expected_tags"))
+        key, tag, choices = (
+            problem["ctx"][of].replace("'", "") for of in ("discriminator", "tag", "expected_tags")
+        )
         close = difflib.get_close_matches(tag, choices.split(", "), n=1, cutoff=0.5)
         advice = f"did you mean {close[0]!r}?" if close else f"known here: {choices}"
         return f"{prefix}: unknown {key} {tag!r}; {advice}"
@@ -225,11 +280,15 @@ def _sentence(problem: Any, values: Any, schema: type, source: str, lines: dict[
         return f"{prefix}: unknown {problem['input']!r}; did you mean {close[0]!r}?"
     if kind.startswith("missing"):
         return f"{prefix}: required, and not set"
-    plain = dict.fromkeys(("dataclass_type", "model_attributes_type"), "Has keys of its own, indented below it")
+    plain = dict.fromkeys(
+        ("dataclass_type", "model_attributes_type"), "Has keys of its own, indented below it"
+    )
     plain["tuple_type"] = "Input should be a list"
     message = plain.get(kind, problem["msg"].removeprefix("Value error, "))
     is_told = isinstance(problem["input"], dict | list) or kind == "value_error"
-    return f"{prefix}: {message[0].lower()}{message[1:]}" + ("" if is_told else f", not {problem['input']!r}")
+    return f"{prefix}: {message[0].lower()}{message[1:]}" + (
+        "" if is_told else f", not {problem['input']!r}"
+    )
 
 
 def _place(parts: list[str]) -> str:
@@ -240,29 +299,63 @@ def _place(parts: list[str]) -> str:
 def suggestion(parts: list[str], schema: Any, loc: Any = ()) -> str:
     """Advice for an unknown key: our key for another trainer's name, or a similar key here or in another section."""
     *section, leaf = parts
-    known = [(place, field.name) for cls, place, _ in sections(schema) for field in dataclasses.fields(cls)]
+    known = [
+        (place, field.name)
+        for cls, place, _ in sections(schema)
+        for field in dataclasses.fields(cls)
+    ]
     beside = dict.fromkeys(key for place, key in known if place == _place(section))
     if leaf in beside:  # a key of another kind
         return f"it belongs to another kind of {section[-1]} than {loc[-2]}, leave it out"
-    meant = {key: f"{place}.{key}".lstrip(".") for place, key in reversed(known) if "*" not in place}
+    meant = {
+        key: f"{place}.{key}".lstrip(".") for place, key in reversed(known) if "*" not in place
+    }
     meant |= {key: ".".join([*section, key]) for key in beside}
-    alias = next((key for key, others in ALIASES.items() if leaf.lower().replace("-", "_") in others.split()), "")
-    close = [alias] if alias.rpartition(".")[2] in meant else difflib.get_close_matches(leaf, beside, n=1)
+    alias = next(
+        (
+            key
+            for key, others in ALIASES.items()
+            if leaf.lower().replace("-", "_") in others.split()
+        ),
+        "",
+    )
+    close = (
+        [alias]
+        if alias.rpartition(".")[2] in meant
+        else difflib.get_close_matches(leaf, beside, n=1)
+    )
     close = close or difflib.get_close_matches(leaf, meant, n=1, cutoff=0.8)
-    return f"did you mean {meant.get(close[0], close[0])!r}?" if close else f"known here: {', '.join(beside)}"
+    return (
+        f"did you mean {meant.get(close[0], close[0])!r}?"
+        if close
+        else f"known here: {', '.join(beside)}"
+    )
 
 
 def sections(hint: Any, place: str = "", kind: str = "") -> Iterator[tuple[Any, str, str]]:
     """(class, place, kind that selects it) for each class with keys at and below a place, base classes first."""
     if isinstance(hint, type) and issubclass(hint, Section):
-        bases = [base for base in reversed(hint.__mro__) if issubclass(base, Section) and base is not Section]
+        bases = [
+            base
+            for base in reversed(hint.__mro__)
+            if issubclass(base, Section) and base is not Section
+        ]
         yield from ((base, place, kind) for base in bases if vars(base).get("__annotations__"))
         for field in dataclasses.fields(hint):
             yield from sections(field.type, f"{place}.{field.name}".lstrip("."))
     elif typing.get_origin(hint) is not typing.Literal:
         members = typing.get_args(hint)
-        tags = [tag for member in members for tag in TAGS if tag in getattr(member, "__dataclass_fields__", ())]
+        tags = [
+            tag
+            for member in members
+            for tag in TAGS
+            if tag in getattr(member, "__dataclass_fields__", ())
+        ]
         for member in members:
             inner = f"{place}.*" if typing.get_origin(hint) is tuple else place
-            choices = typing.get_args(member.__dataclass_fields__[tags[0]].type) if len(tags) > 1 else ()
-            yield from sections(member, inner, f"{tags[0]}: {' | '.join(choices)}" if choices else "")
+            choices = (
+                typing.get_args(member.__dataclass_fields__[tags[0]].type) if len(tags) > 1 else ()
+            )
+            yield from sections(
+                member, inner, f"{tags[0]}: {' | '.join(choices)}" if choices else ""
+            )

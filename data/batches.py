@@ -63,24 +63,34 @@ class Batch:
         if slots > 0:
             given, asked = self.turns[:, 1 : 1 + slots], self.turns[:, 2 + step :]
             mask[:, :slots] = (given == asked) & (given != 0)
-            for first in accumulate(self.documents or ()):  # this slot's t_{p+1} begins the next one
+            for first in accumulate(
+                self.documents or ()
+            ):  # this slot's t_{p+1} begins the next one
                 mask[:, first - 1] = False
         return mask
 
     def pinned(self) -> "Batch":
         """The batch in pinned memory, which a GPU copies from while it computes."""
-        pinned: dict[str, Any] = {k: v.pin_memory() for k, v in vars(self).items() if isinstance(v, Tensor)}
+        pinned: dict[str, Any] = {
+            k: v.pin_memory() for k, v in vars(self).items() if isinstance(v, Tensor)
+        }
         return replace(self, **pinned)
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on a device, with decoded states; turns and lengths stay on the host, where they are read."""
-        values = {name: value for name, value in vars(self).items() if name not in ("turns", "lengths")}
-        moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)}
+        values = {
+            name: value for name, value in vars(self).items() if name not in ("turns", "lengths")
+        }
+        moved: dict[str, Any] = {
+            k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)
+        }
         if self.dtype is not None and self.features is not None:
             scales = moved.pop("scales", None)  # [B, T, 1 + L]
             for name, columns in (("features", slice(0, 1)), ("taps", slice(1, None))):
                 if name in moved:
-                    moved[name] = decode(moved[name], None if scales is None else scales[..., columns], self.dtype)
+                    moved[name] = decode(
+                        moved[name], None if scales is None else scales[..., columns], self.dtype
+                    )
             moved |= {"scales": None, "dtype": None}
         return replace(self, **moved)
 
@@ -90,18 +100,33 @@ def collate(rows: Sequence[TokenisedRow], numbers: Sequence[int], packed: bool =
     if not rows:
         empty = torch.zeros(1, 2, dtype=torch.long)  # [1, 2]
         return Batch(empty, empty.clone(), torch.zeros(1, dtype=torch.long), (-1,))
-    columns = {name: [torch.as_tensor(getattr(row, name)).long() for row in rows] for name in ("input_ids", "turns")}
+    columns = {
+        name: [torch.as_tensor(getattr(row, name)).long() for row in rows]
+        for name in ("input_ids", "turns")
+    }
     lengths = [len(ids) for ids in columns["input_ids"]]
     for field, name in (("features", "last_hidden"), ("taps", "taps"), ("scales", "scales")):
         if getattr(rows[0], name, None) is not None:
             columns[field] = [getattr(row, name) for row in rows]
     if packed:  # no two conversations may share a turn number
         used = [0, *accumulate(int(turns.max()) for turns in columns["turns"])]
-        columns["turns"] = [torch.where(turns > 0, turns + used[at], 0) for at, turns in enumerate(columns["turns"])]
-    join = (lambda parts: torch.cat(parts)[None]) if packed else partial(pad_sequence, batch_first=True)  # [B, T, ...]
+        columns["turns"] = [
+            torch.where(turns > 0, turns + used[at], 0) for at, turns in enumerate(columns["turns"])
+        ]
+    join = (
+        (lambda parts: torch.cat(parts)[None])
+        if packed
+        else partial(pad_sequence, batch_first=True)
+    )  # [B, T, ...]
     joined: dict[str, Any] = {name: join(parts) for name, parts in columns.items()}
     documents, dtype = tuple(lengths) if packed else None, getattr(rows[0], "dtype", None)
-    return Batch(**joined, lengths=torch.tensor(lengths), rows=tuple(numbers), documents=documents, dtype=dtype)
+    return Batch(
+        **joined,
+        lengths=torch.tensor(lengths),
+        rows=tuple(numbers),
+        documents=documents,
+        dtype=dtype,
+    )
 
 
 def keyed_generator(*key: int) -> torch.Generator:
@@ -143,7 +168,10 @@ class Order:
         """One process's rows of a step: `accumulation` lists, maybe empty, each of rows of similar length."""
         rows = self.rows(step)
         width = self.rows_per_step // self.accumulation
-        return [rows[at * width : (at + 1) * width][rank :: self.world_size] for at in range(self.accumulation)]
+        return [
+            rows[at * width : (at + 1) * width][rank :: self.world_size]
+            for at in range(self.accumulation)
+        ]
 
     def rows(self, step: int) -> list[int]:
         """All rows of a step (counted from 0 over all epochs), longest first."""
@@ -151,19 +179,30 @@ class Order:
 
     def _shuffled(self, epoch: int) -> list[list[int]]:
         """The rows of each step of an epoch."""
-        generator, shuffled, steps = keyed_generator(self.seed, epoch), list[int](), self.steps_per_epoch
+        generator, shuffled, steps = (
+            keyed_generator(self.seed, epoch),
+            list[int](),
+            self.steps_per_epoch,
+        )
         if self.pools is None:
             shuffled = permuted(range(len(self.lengths)), generator)
         else:
             order, at_once = permuted(self.pools.shards, generator), self.pools.at_once
             for first in range(0, len(order), at_once):
-                shuffled += permuted([row for shard in order[first : first + at_once] for row in shard], generator)
+                shuffled += permuted(
+                    [row for shard in order[first : first + at_once] for row in shard], generator
+                )
         cuts = [len(shuffled) * step // steps for step in range(steps + 1)]
         rows_of_steps: list[list[int]] = []
         for first in range(0, steps, WINDOW_STEPS):
             last = min(first + WINDOW_STEPS, steps)
-            window = sorted(shuffled[cuts[first] : cuts[last]], key=lambda row: (-self.lengths[row], row))
-            parts = [window[cuts[at] - cuts[first] : cuts[at + 1] - cuts[first]] for at in range(first, last)]
+            window = sorted(
+                shuffled[cuts[first] : cuts[last]], key=lambda row: (-self.lengths[row], row)
+            )
+            parts = [
+                window[cuts[at] - cuts[first] : cuts[at + 1] - cuts[first]]
+                for at in range(first, last)
+            ]
             # With pools the steps of a window stay together.
             rows_of_steps += parts if self.pools is None else permuted(parts, generator)
         return permuted(rows_of_steps, generator) if self.pools is None else rows_of_steps
@@ -171,7 +210,9 @@ class Order:
 
 def prefetched(make: Callable[[int], T], numbers: Iterable[int]) -> Iterator[T]:
     """Yields make(number) for each number; two threads work ahead."""
-    torch.set_num_threads(torch.get_num_threads())  # rebuilds torch's pool after a fork; two threads cannot at once
+    torch.set_num_threads(
+        torch.get_num_threads()
+    )  # rebuilds torch's pool after a fork; two threads cannot at once
     with ThreadPoolExecutor(max_workers=2, thread_name_prefix="batches") as pool:
         rest, pending = iter(numbers), deque[Future[T]]()
         while True:
@@ -184,7 +225,9 @@ def prefetched(make: Callable[[int], T], numbers: Iterable[int]) -> Iterator[T]:
 def grouped(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
     """Groups of positions, longest first; rows x longest is at most batch_tokens (except for single rows)."""
     groups: list[list[int]] = []
-    for position in sorted(range(len(lengths)), key=lambda position: (-lengths[position], position)):
+    for position in sorted(
+        range(len(lengths)), key=lambda position: (-lengths[position], position)
+    ):
         if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= batch_tokens:
             groups[-1].append(position)
         else:
@@ -201,7 +244,9 @@ def forward(
     if is_long.any() and not is_long.all():  # LongRoPE: a long row changes the factors of all rows
         whole: dict[str, Any] = {"taps": None}
         for rows in (is_long, ~is_long):
-            part, _ = forward(target, input_ids[rows, : int(lengths[rows].max())], lengths[rows], after_blocks)
+            part, _ = forward(
+                target, input_ids[rows, : int(lengths[rows].max())], lengths[rows], after_blocks
+            )
             for name, states in vars(part).items():
                 if states is not None:
                     if whole.get(name) is None:
@@ -217,18 +262,29 @@ def check_padding(target: Target) -> None:
     for length, seconds in lengths_to_check(target).items():
         if length > SHORT and seconds > 1:
             continue
-        ids = torch.arange(2 * length).view(2, length).mul(7).remainder(target.vocab.embedding.shape[0])
+        ids = (
+            torch.arange(2 * length)
+            .view(2, length)
+            .mul(7)
+            .remainder(target.vocab.embedding.shape[0])
+        )
         lengths = torch.tensor([length, max(1, length // 3)])
         together = forward(target, ids, lengths, ())[0].last_hidden
         for row, beside, count in zip(ids, together, lengths.tolist(), strict=True):
             alone = target.features(row[None, :count].to(target.device)).last_hidden[0]
             error = target.difference(target.logits(beside[:count]), target.logits(alone))
             if error is not None:
-                what = f"a row's logits change by {error:.2g} beside a longer row of {length} tokens"
-                raise UserError(f"{target.recipe.path}: {family(target.model)}: {what}; no head can be trained for it")
+                what = (
+                    f"a row's logits change by {error:.2g} beside a longer row of {length} tokens"
+                )
+                raise UserError(
+                    f"{target.recipe.path}: {family(target.model)}: {what}; no head can be trained for it"
+                )
 
 
-def with_states(target: Target, after_blocks: tuple[int, ...], dtype: torch.dtype, batch: Batch) -> Batch:
+def with_states(
+    target: Target, after_blocks: tuple[int, ...], dtype: torch.dtype, batch: Batch
+) -> Batch:
     if batch.features is not None:  # zeros, in a process without rows
         return batch
     ids, sizes = batch.input_ids, batch.documents

@@ -26,10 +26,23 @@ from torch import Tensor
 from aerie.configs.errors import UserError
 from aerie.data.chat import Row
 from aerie.data.stage import ALL, COMMAND, INDEX, Share
-from aerie.model.storage import Damaged, Foreign, Manifest, Whole, differences, digest, file_digest, write_atomically
+from aerie.model.storage import (
+    Damaged,
+    Foreign,
+    Manifest,
+    Whole,
+    differences,
+    digest,
+    file_digest,
+    write_atomically,
+)
 
 Form = Literal["bf16", "fp8", "int8"]
-VALUES: dict[Form, torch.dtype] = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+VALUES: dict[Form, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
 LARGEST: dict[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 TOKENS, STATES = ("input_ids", "turns"), ("last_hidden", "taps", "scales")  # tensors of a shard
 TOKEN_SUMS, STATE_SUMS = "token_checksums", "state_checksums"  # 8 hex digits per row
@@ -59,7 +72,10 @@ def encode(states: Tensor, num_states: int, storage: Storage) -> tuple[Tensor, T
     if storage.values not in LARGEST:
         return states.to(storage.values), None
     split = states.float().unflatten(-1, (num_states, -1))  # [..., S, D]
-    largest, smallest = LARGEST[storage.values], torch.finfo(torch.float32).tiny  # a state of zeros needs a scale, too
+    largest, smallest = (
+        LARGEST[storage.values],
+        torch.finfo(torch.float32).tiny,
+    )  # a state of zeros needs a scale, too
     scales = (split.abs().amax(-1) / largest).clamp_min(smallest)  # [..., S]
     split = split / scales[..., None]
     if storage.values == torch.int8:
@@ -121,7 +137,9 @@ class Shard:
         return sum(self.lengths)
 
     def is_whole(self, content: bool = False) -> bool:
-        return isinstance(Manifest.check(self.path.parent, self.inputs, content, self.record.name), Whole)
+        return isinstance(
+            Manifest.check(self.path.parent, self.inputs, content, self.record.name), Whole
+        )
 
     def save(self, tensors: dict[str, Tensor]) -> None:
         facts: dict[str, Any] = {"lengths": self.lengths}
@@ -145,7 +163,9 @@ class CachePlan:
 
     @property
     def token_bytes(self) -> int:
-        state = self.hidden_size * self.storage.values.itemsize + 4 * (self.storage.values in LARGEST)
+        state = self.hidden_size * self.storage.values.itemsize + 4 * (
+            self.storage.values in LARGEST
+        )
         return 8 + (1 + len(self.after_blocks)) * state
 
     def bytes_of(self, shard: Shard) -> int:
@@ -157,7 +177,9 @@ class CachePlan:
     def foreign(self) -> list[Path]:
         inputs, found = {shard.record: shard.inputs for shard in self.shards}, []
         for path in sorted(self.directory.glob("shard-*.json")):
-            checked = Manifest.check(self.directory, inputs.get(path, {}), content=False, name=path.name)
+            checked = Manifest.check(
+                self.directory, inputs.get(path, {}), content=False, name=path.name
+            )
             found += [path] if isinstance(checked, Foreign) else []
         return found
 
@@ -168,18 +190,28 @@ class CachePlan:
 
     def write_index(self, fingerprint: dict[str, Any]) -> Manifest:
         dtype = str(self.storage.dtype).removeprefix("torch.")
-        shape = {"after_blocks": list(self.after_blocks), "dtype": dtype, "storage": self.storage.form}
+        shape = {
+            "after_blocks": list(self.after_blocks),
+            "dtype": dtype,
+            "storage": self.storage.form,
+        }
         rows_made_from = digest([shard.inputs["rows"] for shard in self.shards])
         records = [Manifest.read(self.directory, shard.record.name) for shard in self.shards]
         files = {name: entry for record in records for name, entry in record.files.items()}
-        files |= {shard.record.name: (shard.record.stat().st_size, file_digest(shard.record)) for shard in self.shards}
+        files |= {
+            shard.record.name: (shard.record.stat().st_size, file_digest(shard.record))
+            for shard in self.shards
+        }
         lengths = [length for record in records for length in record.facts["lengths"]]
         facts = {
             **shape,
             "splits": {"train": [0, self.num_train], "held_out": [self.num_train, len(lengths)]},
             "shards": [[shard.path.name, len(shard.rows)] for shard in self.shards],
             "lengths": lengths,
-            **{name: "".join(record.facts[name] for record in records) for name in (TOKEN_SUMS, STATE_SUMS)},
+            **{
+                name: "".join(record.facts[name] for record in records)
+                for name in (TOKEN_SUMS, STATE_SUMS)
+            },
         }
         index = Manifest(files, {**fingerprint, **shape, "rows": rows_made_from}, facts)
         index.write(self.directory, INDEX)
@@ -206,18 +238,27 @@ class FeatureCache(Sequence[CachedRow]):
         self._starts = [0, *accumulate(self.facts["lengths"])]  # each row's first token
         self._first_rows = [0, *accumulate(count for _, count in self.facts["shards"])]
         # an open shard, and the (row, kind of checksum) pairs found sound
-        self._open = lru_cache(OPEN_SHARDS)(lambda path: (safe_open(path, framework="pt"), set[tuple[int, str]]()))
+        self._open = lru_cache(OPEN_SHARDS)(
+            lambda path: (safe_open(path, framework="pt"), set[tuple[int, str]]())
+        )
 
     @classmethod
     def open(cls, directory: Path, expected: dict[str, Any] | None = None) -> "FeatureCache":
         """The cache; UserError if it is not whole or not made from what is expected."""
         checked = Manifest.check(directory, content=False, name=INDEX)
         if isinstance(checked, Damaged):
-            why, verb = f"{checked.path.name}: {checked.why}", "complete" if directory.is_dir() else "build"
-            raise UserError(f"{directory}: no whole feature cache ({why}); {verb} it with: {COMMAND}")
+            why, verb = (
+                f"{checked.path.name}: {checked.why}",
+                "complete" if directory.is_dir() else "build",
+            )
+            raise UserError(
+                f"{directory}: no whole feature cache ({why}); {verb} it with: {COMMAND}"
+            )
         fingerprint = {key: checked.manifest.inputs.get(key) for key in expected or {}}
         if changed := differences(fingerprint, expected or {}):
-            raise UserError(f"{directory}: built with {changed}; rebuild with: {COMMAND} --overwrite")
+            raise UserError(
+                f"{directory}: built with {changed}; rebuild with: {COMMAND} --overwrite"
+            )
         return cls(directory, checked.manifest, range(len(checked.manifest.facts["lengths"])))
 
     def split(self, name: Literal["train", "held_out"]) -> "FeatureCache":
@@ -246,7 +287,9 @@ class FeatureCache(Sequence[CachedRow]):
         row = self._read(number, TOKENS, TOKEN_SUMS) | self._read(number, STATES, STATE_SUMS)
         taps, scales = row.get("taps"), row.get("scales")
         dtype = None if self.facts["storage"] is None else getattr(torch, self.facts["dtype"])
-        return CachedRow(row["input_ids"].long(), row["turns"], row["last_hidden"], taps, scales, dtype)
+        return CachedRow(
+            row["input_ids"].long(), row["turns"], row["last_hidden"], taps, scales, dtype
+        )
 
     def _read(self, number: int, names: Sequence[str], sums: str) -> dict[str, Tensor]:
         shard = bisect_right(self._first_rows, number) - 1
@@ -258,7 +301,10 @@ class FeatureCache(Sequence[CachedRow]):
             stored = set(file.keys())
             tensors = {name: file.get_slice(name)[span].clone() for name in names if name in stored}
             is_sound = (number, sums) in sound
-            if is_sound or checksum([*tensors.values()]) == self.facts[sums][8 * number : 8 * number + 8]:
+            if (
+                is_sound
+                or checksum([*tensors.values()]) == self.facts[sums][8 * number : 8 * number + 8]
+            ):
                 sound.add((number, sums))
                 return tensors
             why = "does not match its checksum"

@@ -24,7 +24,10 @@ from aerie.model.storage import SHIPPED_TEMPLATE, first_line
 # A row's text, its answers as ascending (start, end) in characters (end exclusive), and its source.
 Rendered = tuple[str, list[tuple[int, int]], str]
 # gpt-oss's harmony format: a channel's name is ordinary text between two special tokens
-FINAL = re.compile(r"<\|channel\|>final.*?<\|message\|>(.*?)(?:<\|(?:end|return|call|start|channel)\|>|$)", re.DOTALL)
+FINAL = re.compile(
+    r"<\|channel\|>final.*?<\|message\|>(.*?)(?:<\|(?:end|return|call|start|channel)\|>|$)",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -55,16 +58,27 @@ def apply_template(tokenizer: Any, messages: Sequence[Message], **settings: Any)
         fix = f"name one with target.chat_template, such as {SHIPPED_TEMPLATE} for Vicuna"
         raise UserError(f"{name}: the tokenizer has no chat template; {fix}")
     try:
-        return tokenizer.apply_chat_template(list(messages), **{"tokenize": False, "return_dict": False, **settings})
+        return tokenizer.apply_chat_template(
+            list(messages), **{"tokenize": False, "return_dict": False, **settings}
+        )
     except TemplateSyntaxError as error:
         raise UserError(f"{name}: chat template: line {error.lineno}: {error.message}") from error
-    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        LookupError,
+        RecursionError,
+    ) as error:
         raise UnusableRow(f"the chat template refuses it: {first_line(error)[:120]}", "") from error
 
 
 def answer_text(tokenizer: Any, ids: Sequence[int]) -> str:
     """The text for a reader: without special tokens; if the answer has channels, only its `final` messages."""
-    if "<|channel|>" in tokenizer.get_added_vocab() and "<|channel|>" in (text := tokenizer.decode(ids)):
+    if "<|channel|>" in tokenizer.get_added_vocab() and "<|channel|>" in (
+        text := tokenizer.decode(ids)
+    ):
         return "".join(FINAL.findall(text))
     return str(tokenizer.decode(ids, skip_special_tokens=True))
 
@@ -78,7 +92,10 @@ class Chat:
             fault = "a slow tokenizer has no character offsets; use one with tokenizer.json"
             raise UserError(f"{tokenizer.name_or_path}: {fault}")
         added = tokenizer.added_tokens_decoder.items()
-        self.special_ids = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
+        self.special_ids = {
+            *tokenizer.all_special_ids,
+            *(number for number, token in added if token.special),
+        }
         # Without the post-processor, which adds special tokens and trims blanks off the offsets.
         self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.backend.post_processor = None
@@ -91,16 +108,27 @@ class Chat:
         if supervise_all:
             whole = self._text(conversation, len(messages), False)
             return [(whole, [(0, len(whole))], source)]
-        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        spans, texts = list[tuple[int, int]](), [self._text(conversation, index + 1, False) for index in answers]
+        answers = [
+            index for index, message in enumerate(messages) if message["role"] == "assistant"
+        ]
+        spans, texts = (
+            list[tuple[int, int]](),
+            [self._text(conversation, index + 1, False) for index in answers],
+        )
         for index, text in zip(answers, texts, strict=True):
             prompt = self._text(conversation, index, True)
             # The prompt may open '<think>' for an answer without thinking, which then begins where the two differ.
             start = shared_start(prompt, text)
             if start < len(prompt):
                 if start <= len(self._text(conversation, index, False)):
-                    raise UnusableRow("the template rewrites what stands before an answer", f"message {index + 1}")
-                self.tally.add("left out", "the generation prompt's last part is not in the answer's render", source)
+                    raise UnusableRow(
+                        "the template rewrites what stands before an answer", f"message {index + 1}"
+                    )
+                self.tally.add(
+                    "left out",
+                    "the generation prompt's last part is not in the answer's render",
+                    source,
+                )
             spans.append((start, len(text)))
         if all(texts[-1].startswith(text) for text in texts):
             return [(texts[-1], spans, source)]
@@ -125,8 +153,19 @@ class Chat:
                     self.tally.add("left out", "a token straddles prompt and answer", source)
                 last = next((at for at in range(first, stop) if ids[at] in self.end_ids), None)
                 if last is None:  # base models: up to the answer's last special token
-                    self.tally.add("left out", "the answer's end is none of the target's end-of-turn tokens", source)
-                    last = next((at for at in range(stop - 1, first - 1, -1) if ids[at] in self.special_ids), stop - 1)
+                    self.tally.add(
+                        "left out",
+                        "the answer's end is none of the target's end-of-turn tokens",
+                        source,
+                    )
+                    last = next(
+                        (
+                            at
+                            for at in range(stop - 1, first - 1, -1)
+                            if ids[at] in self.special_ids
+                        ),
+                        stop - 1,
+                    )
                 turns[first : last + 1] = array("i", [number]) * (last + 1 - first)
             rows.append(Row(ids, turns, source))
         return rows

@@ -27,7 +27,12 @@ UNKNOWN_KEYS = "keys of no known shape"
 SHAPES = read_yaml(Path(__file__).with_name("shapes.yaml"))[0]
 ROLES = {name: role for role, names in SHAPES["roles"].items() for name in names.split()}
 LISTS = ("conversations", "messages", "conversation")
-THOUGHTS = ("reasoning_content", "reasoning", "thinking", "tool_calls")  # a turn with one of them needs no text
+THOUGHTS = (
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+    "tool_calls",
+)  # a turn with one of them needs no text
 
 
 class RawRow(NamedTuple):
@@ -76,13 +81,24 @@ class Tally:
 
     @property
     def kept(self) -> int:
-        return self.rows - sum(count for (kind, _), count in self.counts.items() if kind == "skipped")
+        return self.rows - sum(
+            count for (kind, _), count in self.counts.items() if kind == "skipped"
+        )
 
     def table(self) -> str:
-        lines = [f"conversations: {self.rows:,} read, {self.kept:,} kept, {self.rows - self.kept:,} skipped"]
+        lines = [
+            f"conversations: {self.rows:,} read, {self.kept:,} kept, {self.rows - self.kept:,} skipped"
+        ]
         for kind in ("skipped", "mended", "left out"):
-            rows = [(reason, count) for (other, reason), count in self.counts.most_common() if other == kind]
-            lines += [f"  {kind:<8} {count:>9,}  {reason} ({self.examples[kind, reason]})" for reason, count in rows]
+            rows = [
+                (reason, count)
+                for (other, reason), count in self.counts.most_common()
+                if other == kind
+            ]
+            lines += [
+                f"  {kind:<8} {count:>9,}  {reason} ({self.examples[kind, reason]})"
+                for reason, count in rows
+            ]
         return "\n".join(lines)
 
     def line(self) -> str:
@@ -112,14 +128,20 @@ def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
         except (OSError, ValueError, RuntimeError) as error:
             fix = "write owner/name:subset:split; for a gated one: hf auth login"
             raise UserError(f"{name}: no such data set: {first_line(error)} ({fix})") from error
-        yield from (RawRow(f"{name}: row {number:,}", number, value) for number, value in enumerate(rows, start=1))
+        yield from (
+            RawRow(f"{name}: row {number:,}", number, value)
+            for number, value in enumerate(rows, start=1)
+        )
         return
     files = row_files(path) if path.is_dir() else [path]
     if not files or files[0].suffix not in ROW_SUFFIXES:
         raise UserError(f"{path}: cannot be read; expected {', '.join(ROW_SUFFIXES)} files")
     for file in files:
         try:
-            yield from (RawRow(f"{file}: row {number:,}", number, value) for number, value in _numbered(file))
+            yield from (
+                RawRow(f"{file}: row {number:,}", number, value)
+                for number, value in _numbered(file)
+            )
         except (OSError, ValueError, csv.Error) as error:  # no permission, no UTF-8, no Parquet
             raise UserError(f"{file}: cannot be read ({first_line(error)})") from error
 
@@ -129,10 +151,16 @@ def read_prompts(path: Path | None, text: str | None, raw: bool = False) -> list
     prompts = []
     for row in read_rows(str(path)) if path else [RawRow("--prompt", 1, text)]:
         values = row.value if isinstance(row.value, dict) else {"prompt": row.value}
-        turns = next((values[name] for name in ("turns", "question", "prompt") if name in values), None)
+        turns = next(
+            (values[name] for name in ("turns", "question", "prompt") if name in values), None
+        )
         turns = turns if isinstance(turns, list | None) else [turns]
         try:
-            messages = to_messages(values) if turns is None else [{"role": "user", "content": turn} for turn in turns]
+            messages = (
+                to_messages(values)
+                if turns is None
+                else [{"role": "user", "content": turn} for turn in turns]
+            )
         except UnusableRow as error:
             raise UserError(f"{row.place}: {error}; or prompt, question or turns") from error
         while messages and messages[-1]["role"] == "assistant":
@@ -175,7 +203,10 @@ def _numbered(path: Path) -> Iterator[tuple[int, Any]]:
         except UnicodeDecodeError:
             raise
         except ValueError as error:
-            at, why = number, first_line(error).partition(";")[0]  # of a value that is too deep or too long
+            at, why = (
+                number,
+                first_line(error).partition(";")[0],
+            )  # of a value that is too deep or too long
             if isinstance(error, json.JSONDecodeError):
                 at, why = number + error.lineno - 1, f"{error.msg} at column {error.colno}"
             raise UserError(f"{path}:{at}: not JSON ({why}); mend or delete the line") from error
@@ -216,10 +247,18 @@ def _read(row: RawRow, config: DataConfig, tally: Tally) -> Conversation:
     ids, mask, tools = value.get("input_ids"), value.get("loss_mask"), value.get("tools")
     if ids is not None and mask is not None:
         are_lists = isinstance(ids, list) and isinstance(mask, list) and len(ids) == len(mask)
-        if not (are_lists and all(isinstance(number, int) for number in ids) and all(bit in (0, 1) for bit in mask)):
-            raise UnusableRow("token ids and their mask do not fit", "expected integers, and as many 0 and 1")
+        if not (
+            are_lists
+            and all(isinstance(number, int) for number in ids)
+            and all(bit in (0, 1) for bit in mask)
+        ):
+            raise UnusableRow(
+                "token ids and their mask do not fit", "expected integers, and as many 0 and 1"
+            )
         return Conversation(row.place, (), None, (ids, mask), _is_held_out([ids, mask], config))
-    fields = tuple(name for name in (config.prompt_field, config.completion_field) if name is not None)
+    fields = tuple(
+        name for name in (config.prompt_field, config.completion_field) if name is not None
+    )
     messages, reasons = mend(to_messages(value, fields))
     tools = _unpacked(tools)
     if tools and not isinstance(tools, list):
@@ -234,13 +273,22 @@ def _read(row: RawRow, config: DataConfig, tally: Tally) -> Conversation:
 
 def _is_held_out(content: Any, config: DataConfig) -> bool:
     # By the content, so duplicates stay together.
-    return int.from_bytes(sha256(digest(content).encode()).digest()[:8], "big") < config.held_out * 2**64
+    return (
+        int.from_bytes(sha256(digest(content).encode()).digest()[:8], "big")
+        < config.held_out * 2**64
+    )
 
 
 def to_messages(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> list[Message]:
     """The row's messages, not mended yet; fields: the recipe's prompt and completion columns."""
-    pairs = [pair for pair in (fields, *SHAPES["pairs"]) if pair and all(row.get(name) is not None for name in pair)]
-    turns = next((turns for name in LISTS if isinstance(turns := _unpacked(row.get(name)), list)), None)
+    pairs = [
+        pair
+        for pair in (fields, *SHAPES["pairs"])
+        if pair and all(row.get(name) is not None for name in pair)
+    ]
+    turns = next(
+        (turns for name in LISTS if isinstance(turns := _unpacked(row.get(name)), list)), None
+    )
     if pairs and (turns is None or pairs[0] == fields):
         prompt, completion = (row[name] for name in pairs[0])
         context = row.get("input")
@@ -265,7 +313,9 @@ def _unpacked(value: Any) -> Any:
     """The list in a column, also if it is JSON or Python text (as pandas writes into a CSV cell)."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         for read in (parse_json, ast.literal_eval):
-            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: nested too deeply
+            with suppress(
+                ValueError, SyntaxError, RecursionError, MemoryError
+            ):  # the last two: nested too deeply
                 return read(value.strip())
     return value
 
@@ -275,15 +325,24 @@ def _message(turn: Any, number: int) -> Message:
     speaker = turn.get("from") or turn.get("role")
     role = ROLES.get(str(speaker).strip().lower())
     if role is None:
-        raise UnusableRow("unknown role", f"turn {number} is from {speaker!r:.60}; expected human, gpt, system or tool")
+        raise UnusableRow(
+            "unknown role",
+            f"turn {number} is from {speaker!r:.60}; expected human, gpt, system or tool",
+        )
     content = turn.get("value") if turn.get("value") is not None else turn.get("content")
     if isinstance(content, list):  # parts: {type: text, text}
-        texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        texts: list[Any] = [
+            part.get("text") if isinstance(part, Mapping) else part for part in content
+        ]
         content = "".join(texts) if all(isinstance(text, str) for text in texts) else content
     if content is not None and not isinstance(content, str):
-        raise UnusableRow("turn is not text", f"turn {number} holds {type(content).__name__}; images are not read")
+        raise UnusableRow(
+            "turn is not text", f"turn {number} holds {type(content).__name__}; images are not read"
+        )
     message: Message = {"role": role, "content": content or ""}
-    message |= {key: turn[key] for key in (*THOUGHTS, "tool_call_id", "name") if turn.get(key) is not None}
+    message |= {
+        key: turn[key] for key in (*THOUGHTS, "tool_call_id", "name") if turn.get(key) is not None
+    }
     if isinstance(message.get("tool_calls"), list):
         message["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
     return message
@@ -302,14 +361,20 @@ def mend(messages: list[Message]) -> tuple[list[Message], set[str]]:
     changes, kept, joined = set[str](), list[Message](), list[Message]()
     for message in messages:
         role = message["role"]
-        if message["content"].strip() or role == "tool" or any(message.get(key) for key in THOUGHTS):
+        if (
+            message["content"].strip()
+            or role == "tool"
+            or any(message.get(key) for key in THOUGHTS)
+        ):
             kept.append(message)  # a tool may well return nothing
         elif role == "system":
             changes.add("empty system turn dropped")
         else:  # what follows an empty turn has lost its context
             changes.add("cut before an empty turn")
             break
-    first_user = next((index for index, message in enumerate(kept) if message["role"] == "user"), len(kept))
+    first_user = next(
+        (index for index, message in enumerate(kept) if message["role"] == "user"), len(kept)
+    )
     leading = [message for message in kept[:first_user] if message["role"] == "system"]
     if len(leading) < first_user:
         changes.add("began with the assistant; that turn dropped")

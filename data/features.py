@@ -18,12 +18,31 @@ from aerie.configs.errors import UserError, rank, warn
 from aerie.configs.schema.data import DataConfig, FeaturesConfig
 from aerie.configs.schema.recipe import Recipe
 from aerie.data.batches import check_padding, collate, forward, grouped
-from aerie.data.cache import STATES, TOKENS, CachePlan, Shard, Storage, decode, encode, pack, rows_digest
+from aerie.data.cache import (
+    STATES,
+    TOKENS,
+    CachePlan,
+    Shard,
+    Storage,
+    decode,
+    encode,
+    pack,
+    rows_digest,
+)
 from aerie.data.chat import Row
 from aerie.data.stage import ALL, COMMAND, INDEX, Share, bar, size, state_inputs
 from aerie.data.tokens import TokenisedData, statistics, text_fingerprint, tokenised
 from aerie.model.heads.eagle import check_size
-from aerie.model.storage import FILE, Lock, Manifest, Stage, digest, explained, remove_temporaries, remove_tree
+from aerie.model.storage import (
+    FILE,
+    Lock,
+    Manifest,
+    Stage,
+    digest,
+    explained,
+    remove_temporaries,
+    remove_tree,
+)
 from aerie.model.target import Target, context_of, load_config, only_trains, taps_of
 
 WRITING = ".writing"  # the directory of locks
@@ -31,10 +50,19 @@ SAMPLE_TOKENS = 256  # on which the storage's error is measured
 
 
 def plan_cache(
-    directory: Path, data: TokenisedData, config: FeaturesConfig, target_path: str, hf_config: Any, origin: Any
+    directory: Path,
+    data: TokenisedData,
+    config: FeaturesConfig,
+    target_path: str,
+    hf_config: Any,
+    origin: Any,
 ) -> CachePlan:
     """The plan for these rows; origin: what decides the states of given token ids (stage.state_inputs)."""
-    text, after_blocks, rows = hf_config.get_text_config(), config.after_blocks or (), [*data.train, *data.held_out]
+    text, after_blocks, rows = (
+        hf_config.get_text_config(),
+        config.after_blocks or (),
+        [*data.train, *data.held_out],
+    )
     check_rows(rows, text, target_path)
     name = config.dtype or origin["target"]["dtype"]
     dtype = getattr(hf_config, "dtype", None) or getattr(text, "dtype", None) or torch.float32
@@ -44,14 +72,24 @@ def plan_cache(
         inputs = {"rows": rows_digest(rows[span]), "origin": digest(origin)}
         shards.append(Shard(directory / f"shard-{number:05d}.safetensors", rows[span], inputs))
     storage = Storage(dtype, config.storage)
-    return CachePlan(directory, shards, len(data.train), text.hidden_size, after_blocks, storage, config.batch_tokens)
+    return CachePlan(
+        directory,
+        shards,
+        len(data.train),
+        text.hidden_size,
+        after_blocks,
+        storage,
+        config.batch_tokens,
+    )
 
 
 def within_context(data: DataConfig, text_config: Any) -> DataConfig:
     """data, with max_length lowered to the target's context."""
     context = context_of(text_config) or data.max_length
     if context < data.max_length:
-        warn(f"data.max_length: {data.max_length:,} is beyond the target's context; conversations end at {context:,}")
+        warn(
+            f"data.max_length: {data.max_length:,} is beyond the target's context; conversations end at {context:,}"
+        )
     return replace(data, max_length=min(data.max_length, context))
 
 
@@ -59,24 +97,42 @@ def check_rows(rows: Sequence[Row], text_config: Any, target_path: str) -> None:
     size = text_config.vocab_size
     for row in rows:
         if max(row.input_ids) >= size:
-            raise UserError(f"{row.source}: token id {max(row.input_ids):,} is outside {target_path}'s {size:,} rows")
+            raise UserError(
+                f"{row.source}: token id {max(row.input_ids):,} is outside {target_path}'s {size:,} rows"
+            )
 
 
 def storage_error(states: Tensor, storage: Storage, target: Target) -> str:
     """A line to print: the error of storing the target's states [T, S * D]."""
     width = target.hidden_size
-    restored = decode(*encode(states, states.shape[-1] // width, storage), storage.dtype).to(states.dtype)
+    restored = decode(*encode(states, states.shape[-1] // width, storage), storage.dtype).to(
+        states.dtype
+    )
     # Relative to each dimension's root mean square, so that a few huge ones hide no others.
     squares = states.double().square().sum(0).clamp_min(1e-300)  # [S * D]
-    errors = ((restored.double() - states.double()).square().sum(0) / squares).sqrt().unflatten(0, (-1, width))
-    p, q = (torch.softmax(target.logits(some[:, :width]).float(), -1) for some in (states, restored))  # [T, V]
-    distance, each = (p - q).abs().sum(-1).mean() / 2, ", ".join(f"{error:.2%}" for error in errors.mean(-1).tolist())
+    errors = (
+        ((restored.double() - states.double()).square().sum(0) / squares)
+        .sqrt()
+        .unflatten(0, (-1, width))
+    )
+    p, q = (
+        torch.softmax(target.logits(some[:, :width]).float(), -1) for some in (states, restored)
+    )  # [T, V]
+    distance, each = (
+        (p - q).abs().sum(-1).mean() / 2,
+        ", ".join(f"{error:.2%}" for error in errors.mean(-1).tolist()),
+    )
     cost = f"relative error of a dimension of the last state and the taps: {each}"
     return f"{storage}: {cost}; the target's law moves by {distance:.2%} ({len(p):,} tokens)"
 
 
 def extract(
-    target: Target, plan: CachePlan, state: Any, fingerprint: Any, share: Share = ALL, overwrite: bool = False
+    target: Target,
+    plan: CachePlan,
+    state: Any,
+    fingerprint: Any,
+    share: Share = ALL,
+    overwrite: bool = False,
 ) -> tuple[Manifest | None, "Writer"]:
     """The index (None if this process wrote none) and the writer; state: accelerate's PartialState."""
     number, world = state.process_index, state.num_processes
@@ -84,14 +140,18 @@ def extract(
     with explained(plan.directory), ExitStack() as stack:
         lock = stack.enter_context(_announced(plan, overwrite)) if number == 0 else None
         state.wait_for_everyone()
-        with bar(sum(shard.num_tokens for shard in part), "tok", f"features (process 1 of {world})") as progress:
+        with bar(
+            sum(shard.num_tokens for shard in part), "tok", f"features (process 1 of {world})"
+        ) as progress:
             writer = Writer(target, plan)
             writer.run(part, progress)
         state.wait_for_everyone()
         if lock is None:
             return None, writer
         if lost := plan.missing(share):
-            raise UserError(f"{lost[0].path}: not whole after the extraction; run the same command again")
+            raise UserError(
+                f"{lost[0].path}: not whole after the extraction; run the same command again"
+            )
         if plan.missing():
             return None, writer
         index = plan.write_index({**fingerprint, "target": target.fingerprint()})
@@ -110,14 +170,23 @@ def _announced(plan: CachePlan, overwrite: bool) -> Iterator[Lock]:
                 with Lock(path) as other:
                     if path != lock.path and not other.acquire(wait=False):
                         fix = "wait for its end, or choose another --run"
-                        raise UserError(f"{plan.directory}: another process writes another cache there; {fix}")
+                        raise UserError(
+                            f"{plan.directory}: another process writes another cache there; {fix}"
+                        )
             is_alone = lock.acquire(wait=False)
             if is_alone:  # otherwise another job is writing this cache: remove nothing
                 plan.require_own_directory(overwrite)
                 # .tmp is safetensors' own.
-                kept = {shard.path.stem for shard in plan.shards} - {path.stem for path in plan.foreign()}
+                kept = {shard.path.stem for shard in plan.shards} - {
+                    path.stem for path in plan.foreign()
+                }
                 stale = [path for path in plan.directory.glob("shard-*") if path.stem not in kept]
-                for path in (*stale, *plan.directory.glob(".tmp*"), plan.directory / INDEX, plan.directory / FILE):
+                for path in (
+                    *stale,
+                    *plan.directory.glob(".tmp*"),
+                    plan.directory / INDEX,
+                    plan.directory / FILE,
+                ):
                     path.unlink(missing_ok=True)
                 if is_alone is True:  # known: the file system has locks
                     remove_temporaries(plan.directory)
@@ -134,14 +203,18 @@ class Writer:
         """Makes the shards that are not whole; at the end waits for those that another job is making."""
         pending: Future[None] | None = None
         left = [shard for shard in part if not shard.is_whole(content=True)]
-        progress.update(sum(shard.num_tokens for shard in part) - sum(shard.num_tokens for shard in left))
+        progress.update(
+            sum(shard.num_tokens for shard in part) - sum(shard.num_tokens for shard in left)
+        )
         started = time.perf_counter()
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer") as pool:
             for wait in (False, True):
                 waiting, left = left, []
                 for shard in waiting:
                     with ExitStack() as stack:
-                        lock = stack.enter_context(Lock(self.plan.directory / WRITING / shard.path.stem))
+                        lock = stack.enter_context(
+                            Lock(self.plan.directory / WRITING / shard.path.stem)
+                        )
                         if not lock.acquire(wait=wait):
                             left.append(shard)
                         elif shard.is_whole(content=True):  # another job has made it meanwhile
@@ -166,17 +239,28 @@ class Writer:
         self.forward_seconds += time.perf_counter() - started
         self.num_tokens += batch.num_tokens
         mask = mask.to(device)
-        return torch.cat([part[mask] for part in (output.last_hidden, output.taps) if part is not None], dim=-1)
+        return torch.cat(
+            [part[mask] for part in (output.last_hidden, output.taps) if part is not None], dim=-1
+        )
 
     def _tensors(self, shard: Shard, progress: Any) -> dict[str, Tensor]:
-        rows, storage, lengths, width = shard.rows, self.plan.storage, shard.lengths, self.target.hidden_size
+        rows, storage, lengths, width = (
+            shard.rows,
+            self.plan.storage,
+            shard.lengths,
+            self.target.hidden_size,
+        )
         starts = [0, *accumulate(lengths)]
         tensors: dict[str, Tensor] = {}
         for name in TOKENS:
-            tensors[name] = torch.tensor([number for row in rows for number in getattr(row, name)], dtype=torch.int32)
+            tensors[name] = torch.tensor(
+                [number for row in rows for number in getattr(row, name)], dtype=torch.int32
+            )
         for positions in grouped(lengths, self.plan.batch_tokens):
             states = self.forward([rows[position] for position in positions])
-            places = torch.cat([torch.arange(starts[at], starts[at + 1]) for at in positions])  # [N], in the shard
+            places = torch.cat(
+                [torch.arange(starts[at], starts[at + 1]) for at in positions]
+            )  # [N], in the shard
             # On the target's device, so that fewer bytes are copied.
             values, scales = encode(states, 1 + len(self.plan.after_blocks), storage)
             # Checks decoded values: a finite scale may still be too large for float16.
@@ -184,7 +268,9 @@ class Writer:
             if broken.any():
                 row = rows[bisect_right(starts, int(places[broken][0])) - 1]
                 fix = "try another features.dtype or target.dtype"
-                raise UserError(f"{row.source}: the target's states are not finite in {storage}; {fix}")
+                raise UserError(
+                    f"{row.source}: the target's states are not finite in {storage}; {fix}"
+                )
             taps = values[:, width:] if self.plan.after_blocks else None
             for name, part in zip(STATES, (values[:, :width], taps, scales), strict=True):
                 if part is not None:
@@ -201,7 +287,9 @@ def _save(shard: Shard, tensors: dict[str, Tensor], lock: Lock) -> None:
         lock.path.unlink(missing_ok=True)
 
 
-def prepare(recipe: Recipe, stage: Stage, share: Share, overwrite: bool) -> tuple[CachePlan, Any, Any]:
+def prepare(
+    recipe: Recipe, stage: Stage, share: Share, overwrite: bool
+) -> tuple[CachePlan, Any, Any]:
     """(plan, tokenizer, facts), after all checks that need no weights."""
     hf_config = load_config(recipe.target)
     text, path = hf_config.get_text_config(), recipe.target.path
@@ -211,7 +299,9 @@ def prepare(recipe: Recipe, stage: Stage, share: Share, overwrite: bool) -> tupl
     check_size(getattr(recipe.head, "draft_vocab_size", None), text.vocab_size)
     data, tokenizer, tally = tokenised(recipe.target, within_context(recipe.data, text))
     origin = {**state_inputs(stage.inputs), "after_blocks": list(taps)}
-    plan = plan_cache(stage.output, data, replace(recipe.features, after_blocks=taps), path, hf_config, origin)
+    plan = plan_cache(
+        stage.output, data, replace(recipe.features, after_blocks=taps), path, hf_config, origin
+    )
     facts = {"train": statistics(data.train), "held_out": statistics(data.held_out)}
     todo, output = plan.missing(share), stage.output.absolute()
     free = shutil.disk_usage(next(path for path in (output, *output.parents) if path.exists())).free
@@ -236,7 +326,9 @@ def write(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, state: An
     plan, tokenizer, facts = prepare(recipe, stage, share, overwrite)
     target = Target.load(recipe.target, state.device)
     check_padding(target)
-    index, writer = extract(target, plan, state, text_fingerprint(tokenizer, recipe.data), share, overwrite)
+    index, writer = extract(
+        target, plan, state, text_fingerprint(tokenizer, recipe.data), share, overwrite
+    )
     speed = ""
     if writer.num_tokens:
         added = writer.seconds / writer.forward_seconds - 1
@@ -244,15 +336,25 @@ def write(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, state: An
     if index is not None:
         tokens = sum(shard.num_tokens for shard in plan.shards)
         num_bytes = sum(num_bytes for num_bytes, _ in index.files.values())
-        facts |= {"rows": sum(len(shard.rows) for shard in plan.shards), "tokens": tokens, "bytes": num_bytes}
+        facts |= {
+            "rows": sum(len(shard.rows) for shard in plan.shards),
+            "tokens": tokens,
+            "bytes": num_bytes,
+        }
         seconds = stage.finish(**facts, batch_tokens=plan.batch_tokens)["seconds"]
-        print(f"features: {tokens:,} tokens, {size(num_bytes)} in {seconds:,.1f} s{speed}: {stage.output}", flush=True)
+        print(
+            f"features: {tokens:,} tokens, {size(num_bytes)} in {seconds:,.1f} s{speed}: {stage.output}",
+            flush=True,
+        )
         if plan.storage.form is not None:
             states = writer.forward(next(_batches(plan, plan.shards)))
             some = states[:: -(-len(states) // SAMPLE_TOKENS)]
             print(f"features: {storage_error(some, plan.storage, target)}", flush=True)
     elif state.is_main_process:
-        print(f"features: share {share} is written{speed}; shards left: {len(plan.missing()):,}", flush=True)
+        print(
+            f"features: share {share} is written{speed}; shards left: {len(plan.missing()):,}",
+            flush=True,
+        )
     state.destroy_process_group()
     return "done" if share.count == 1 or index is not None else "share-done"
 
@@ -273,9 +375,14 @@ def time_forwards(recipe: Recipe, plan: CachePlan, share: Share, device: str) ->
         writer.forward(rows)
     if not writer.num_tokens:
         raise UserError(f"{plan.directory}: too few rows to time")
-    tokens, speed = sum(shard.num_tokens for shard in part), writer.num_tokens / writer.forward_seconds
+    tokens, speed = (
+        sum(shard.num_tokens for shard in part),
+        writer.num_tokens / writer.forward_seconds,
+    )
     hours = f"{tokens / speed / 3600:,.2f} h; each of n jobs (--shard i/n) takes 1/n of it"
-    print(f"features: {tokens:,} tokens at {speed:,.0f} tok/s (measured now) take {hours}", flush=True)
+    print(
+        f"features: {tokens:,} tokens at {speed:,.0f} tok/s (measured now) take {hours}", flush=True
+    )
 
 
 def check(directory: Path) -> int:

@@ -26,7 +26,14 @@ from aerie.model.target import context_of, default_taps, load_config, weights_si
 SAMPLE, MOST = 1000, 4096  # rows to measure; the longest max_length (SpecForge)
 GPU_SPEED, CORE_SPEED = 400e12, 15e9  # operations a second (assumed; docs/scale.md)
 SERVERS = {"eagle1": "safeailab", "eagle3": "speculators"}  # the layout for vLLM
-COMMON = ("target", "model", "merged", "final", "hf", "output")  # folder names that say nothing: take the parent's
+COMMON = (
+    "target",
+    "model",
+    "merged",
+    "final",
+    "hf",
+    "output",
+)  # folder names that say nothing: take the parent's
 OURS = "no server loads it; aerie decodes with it"
 
 
@@ -46,14 +53,18 @@ def recipe_text(asked: dict[str, Any]) -> str:
     longest, context = lengths[int(0.99 * len(lengths))], context_of(text) or MOST
     max_length = asked["data"].get("max_length") or min(MOST, context, 64 * ceil(longest / 64))
     mean = sum(min(length, max_length) for length in lengths) / len(lengths)
-    counted = f"{rows:,} rows, about {rows * mean:,.0f} tokens; 99 % of the rows have at most {longest:,}"
+    counted = (
+        f"{rows:,} rows, about {rows * mean:,.0f} tokens; 99 % of the rows have at most {longest:,}"
+    )
 
     kind, why = asked["head"].get("kind"), "as asked"
     if kind is None:
         kind = "eagle3" if blocks >= 7 else "eagle1"
         why = "eagle3 reads states of three blocks, and needs seven or more"
     parent, name = Path(target.path).absolute().parts[-2:]
-    name = parent if name in COMMON else f"{parent}-{name}" if name.startswith("checkpoint-") else name
+    name = (
+        parent if name in COMMON else f"{parent}-{name}" if name.startswith("checkpoint-") else name
+    )
     run = asked.get("run") or f"runs/{name.lower()}-{kind}"
     validate({**asked, "run": run, "head": {"kind": kind} | asked["head"]}, Recipe, "--out", {})
     # AdamW's published rates are for a width of 4,096; a narrower head takes larger steps. Muon's suit every width.
@@ -64,26 +75,45 @@ def recipe_text(asked: dict[str, Any]) -> str:
     head: dict[str, Any] = {"kind": kind}
     rate = 5e-5 * 4096 / width
     if kind == "eagle3":  # SpecForge's
-        taps, rate = default_taps(blocks) or tuple(range(max(blocks - 3, 0), blocks)), 1e-4 * 4096 / width
-        train = {"epochs": 10, "batch_size": max(1, min(16, int(MOST / mean))), "packing": True, "unroll_steps": 3}
+        taps, rate = (
+            default_taps(blocks) or tuple(range(max(blocks - 3, 0), blocks)),
+            1e-4 * 4096 / width,
+        )
+        train = {
+            "epochs": 10,
+            "batch_size": max(1, min(16, int(MOST / mean))),
+            "packing": True,
+            "unroll_steps": 3,
+        }
         if "init_from" not in asked["head"]:  # for a new head, what docs/studies.md found
             taps = (*taps[:2], blocks - 1)
-            head |= {"fc_norm": True, "norm_output": True, "lm_head": "frozen", "fc_init": "highest_tap"}
+            head |= {
+                "fc_norm": True,
+                "norm_output": True,
+                "lm_head": "frozen",
+                "fc_init": "highest_tap",
+            }
             head |= {"norm_init": "target"} if hasattr(text, "rms_norm_eps") else {}
             if asked.get("train", {}).get("optimizer", {}).get("kind", "muon") == "muon":
                 rate, muon = 6e-3, {"kind": "muon", "matrix_rate": 0.03}
                 train |= {"optimizer": muon, "scale_rates": {"steps": 600}}
         trained += width * (5 * width + min(DEFAULT_SIZE, vocab_size))
     train |= asked.get("train", {})
-    epoch_steps = ceil(trained_rows / (train["batch_size"] * train.get("accumulation", 1) * max(gpus, 1)))
+    epoch_steps = ceil(
+        trained_rows / (train["batch_size"] * train.get("accumulation", 1) * max(gpus, 1))
+    )
     steps = min(train["epochs"] * epoch_steps, train.get("max_steps") or inf)
     train |= {"learning_rate": float(f"{rate:.1e}"), "warmup_steps": min(2000, steps // 20) or 2000}
 
-    free = shutil.disk_usage(next(place for place in Path(run).absolute().parents if place.exists())).free
+    free = shutil.disk_usage(
+        next(place for place in Path(run).absolute().parents if place.exists())
+    ).free
     features: dict[str, Any] = {"mode": "online"}
     place = "takes no disk: the target runs in the training step"
     for form in ("int8", None):  # the second is better, where it fits
-        needed = rows * mean * CachePlan(Path(), [], 0, width, taps, Storage(dtype, form), 0).token_bytes
+        needed = (
+            rows * mean * CachePlan(Path(), [], 0, width, taps, Storage(dtype, form), 0).token_bytes
+        )
         if 0 < needed < free / 2 and asked.get("features", {}).get("mode") != "online":
             features = {"mode": "cached"} | ({"storage": form} if form else {})
             place = f"about {size(needed)} of the {size(free)} that are free"
@@ -93,37 +123,66 @@ def recipe_text(asked: dict[str, Any]) -> str:
     work = 6 * (3 * trained if taps else trained + vocab_size * width) + 2 * params * is_online
     speed = gpus * GPU_SPEED or cores * CORE_SPEED
     needed = 16 * trained + 8 * vocab_size * width + params * dtype.itemsize * is_online
-    seconds = [2 * params * rows * mean / speed, steps / max(epoch_steps, 1) * work * trained_rows * mean / speed]
-    if gpus and seconds[1]:  # evaluate and save every ten minutes, at least four times, at round steps
+    seconds = [
+        2 * params * rows * mean / speed,
+        steps / max(epoch_steps, 1) * work * trained_rows * mean / speed,
+    ]
+    if (
+        gpus and seconds[1]
+    ):  # evaluate and save every ten minutes, at least four times, at round steps
         every = int(float(f"{max(steps * min(600 / seconds[1], 0.25), 1):.1g}"))
         train = {"eval_every": every, "save_every": every} | train
-    took = [f"{each / 3600:,.1f} h" if each > 3600 else f"{ceil(each / 60)} min" if rows else "? h" for each in seconds]
+    took = [
+        f"{each / 3600:,.1f} h" if each > 3600 else f"{ceil(each / 60)} min" if rows else "? h"
+        for each in seconds
+    ]
     spread = {"device_map": "auto"} if gpus > 1 and params * dtype.itemsize > 0.8 * memory else {}
     few = {"prompts": {"num_prompts": 20, "max_new_tokens": 128}}
     model = f"{blocks} blocks of width {width:,}, about {params:,} parameters"
     served = f"vLLM (aerie convert --to {SERVERS.get(kind)}) and SGLang (--to sglang) load it"
     sections: dict[str, tuple[dict[str, Any], str]] = {
         "target": ({"dtype": str(dtype)[6:]} | spread, model),
-        "data": ({"max_length": max_length, "held_out": data.held_out}, counted if rows else "on the Hub: not counted"),
+        "data": (
+            {"max_length": max_length, "held_out": data.held_out},
+            counted if rows else "on the Hub: not counted",
+        ),
         "features": (features, f"{place}; one pass of the target: {took[0]}"),
         "head": (head, f"{why}; {served if kind in SERVERS else OURS}"),
-        "train": (train, f"{steps:,} steps, {took[1]}; {size(needed)} plus the batch, of {size(memory)}"),
+        "train": (
+            train,
+            f"{steps:,} steps, {took[1]}; {size(needed)} plus the batch, of {size(memory)}",
+        ),
     }
     if not gpus:
-        sections["calibrate"] = few, "fewer and shorter answers than on a GPU, to questions of held-out rows"
+        sections["calibrate"] = (
+            few,
+            "fewer and shorter answers than on a GPU, to questions of held-out rows",
+        )
         sections["bench"] = few, "the same for other held-out rows"
     if not gpus and kind in SERVERS:
-        sections["tree"] = {"levels": 6, "k": 2, "nodes": 12}, "a CPU pays for every node; aerie tune finds the best"
-    values = {name: asked.get(name, {}) | value | asked.get(name, {}) for name, (value, _) in sections.items()}
+        sections["tree"] = (
+            {"levels": 6, "k": 2, "nodes": 12},
+            "a CPU pays for every node; aerie tune finds the best",
+        )
+    values = {
+        name: asked.get(name, {}) | value | asked.get(name, {})
+        for name, (value, _) in sections.items()
+    }
     validate(values := {**asked, **values, "run": run}, Recipe, "--out", {})
-    lines = [f"# By aerie init, for {cores} cores, {gpus} GPUs. Hours, sizes and memory are estimates (docs/scale.md)."]
+    lines = [
+        f"# By aerie init, for {cores} cores, {gpus} GPUs. Hours, sizes and memory are estimates (docs/scale.md)."
+    ]
     for name in sorted(values, key=["run", *sections, *values].index):
-        flow = yaml.safe_dump(values[name], default_flow_style=True, sort_keys=False, width=inf).partition("\n")[0]
+        flow = yaml.safe_dump(
+            values[name], default_flow_style=True, sort_keys=False, width=inf
+        ).partition("\n")[0]
         lines += [*([f"# {sections[name][1]}"] if name in sections else []), f"{name}: {flow}"]
     return "\n".join(lines) + "\n"
 
 
-def _measured(target: TargetConfig, data: DataConfig, is_free: bool) -> tuple[DataConfig, int, int, list[int]]:
+def _measured(
+    target: TargetConfig, data: DataConfig, is_free: bool
+) -> tuple[DataConfig, int, int, list[int]]:
     """data (is_free: with held_out), numbers of all and of training rows (0: on the Hub), a sample's lengths."""
     if not all(is_here(name) for name in data.conversations):
         return data, 0, 0, [MOST]
@@ -133,7 +192,14 @@ def _measured(target: TargetConfig, data: DataConfig, is_free: bool) -> tuple[Da
     sample, _, tally = tokenised(target, replace(data, max_length=2**20, limit=SAMPLE))
     print(tally.table(), file=sys.stderr)
     if len(sample.held_out) < 2:
-        warn(f"--data: {read} rows leave too few to measure with; name questions in bench.prompts.path")
+        warn(
+            f"--data: {read} rows leave too few to measure with; name questions in bench.prompts.path"
+        )
     first, trained = [*sample.train, *sample.held_out], round(read * len(sample.train) / tally.rows)
     trained = min(trained, data.limit or trained)
-    return data, round(trained * len(first) / len(sample.train)), trained, sorted(len(row.input_ids) for row in first)
+    return (
+        data,
+        round(trained * len(first) / len(sample.train)),
+        trained,
+        sorted(len(row.input_ids) for row in first),
+    )

@@ -4,7 +4,9 @@ import sys
 from pathlib import Path
 
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")  # the checkout's packages, as aerie.*
+    sys.path[0] = str(
+        Path(__file__).resolve().parents[1] / "src"
+    )  # the checkout's packages, as aerie.*
 
 import argparse
 import json
@@ -22,18 +24,30 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe, add_arguments, load, pairs_of
 from aerie.data.stage import INDEX, Share, feature_stage, is_here, target_inputs
 from aerie.model.hub import quieten, require_target
-from aerie.model.storage import Manifest, Stage, Whole, directory_atomically, status_file, write_status, write_text
+from aerie.model.storage import (
+    Manifest,
+    Stage,
+    Whole,
+    directory_atomically,
+    status_file,
+    write_status,
+    write_text,
+)
 
 BARRIER = timedelta(hours=12)  # a process waits so long for the others' slowest shard
 
 
 @exit_codes()
 def main() -> int:
-    parser = Arguments("aerie", description="Conversations and the feature cache.", allow_abbrev=False)
+    parser = Arguments(
+        "aerie", description="Conversations and the feature cache.", allow_abbrev=False
+    )
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(command: Any, summary: str) -> argparse.ArgumentParser:
-        options = commands.add_parser(command.__name__, help=summary, description=summary, allow_abbrev=False)
+        options = commands.add_parser(
+            command.__name__, help=summary, description=summary, allow_abbrev=False
+        )
         add_arguments(options)
         options.set_defaults(run_command=command, is_whole=False, estimate=False)
         return options
@@ -41,23 +55,39 @@ def main() -> int:
     add(synthetic, "write the embedded corpus and train its tokenizer")
     asking = add(distill, "have the target answer prompts")
     asking.add_argument("--merge", action="store_true", help="only merge the jobs' answers")
-    asking.add_argument("--retry-failed", action="store_true", help="ask this share's failed and skipped rows again")
+    asking.add_argument(
+        "--retry-failed", action="store_true", help="ask this share's failed and skipped rows again"
+    )
     options = add(show, "print conversations with the loss mask")
     options.add_argument("--limit", type=int, default=3, help="rows (3)")
     options.add_argument("--plain", action="store_true", help="brackets instead of colour")
     options = add(features, "run the target over the conversations and cache its states")
-    options.add_argument("--verify", action="store_true", help="read a whole cache too, and mend it")
-    options.add_argument("--estimate", action="store_true", help="--plan, and the hours, from timed forwards")
+    options.add_argument(
+        "--verify", action="store_true", help="read a whole cache too, and mend it"
+    )
+    options.add_argument(
+        "--estimate", action="store_true", help="--plan, and the hours, from timed forwards"
+    )
     for shared in (options, asking):
-        shared.add_argument("--shard", default="1/1", metavar="I/N", help="make the I-th of N shares")
-        shared.add_argument("--is-whole", action="store_true", help="exit code 1 if something is left to do")
+        shared.add_argument(
+            "--shard", default="1/1", metavar="I/N", help="make the I-th of N shares"
+        )
+        shared.add_argument(
+            "--is-whole", action="store_true", help="exit code 1 if something is left to do"
+        )
     add(check, "read the whole feature cache; exit code 1 if a byte is wrong")
     summary = "write a recipe that suits target, data and machine; --section.key VALUE goes into it (see aerie keys)"
     options = commands.add_parser("init", help=summary, description=summary, allow_abbrev=False)
     options.add_argument("--target", required=True, help="directory or Hub id")
-    options.add_argument("--data", required=True, nargs="+", help="files or directories of conversations, or Hub ids")
-    options.add_argument("--out", required=True, type=user_path, metavar="RECIPE.yaml", help="what to write")
-    options.add_argument("--kind", choices=("eagle1", "eagle3", "medusa", "hydra"), help="default: by the target")
+    options.add_argument(
+        "--data", required=True, nargs="+", help="files or directories of conversations, or Hub ids"
+    )
+    options.add_argument(
+        "--out", required=True, type=user_path, metavar="RECIPE.yaml", help="what to write"
+    )
+    options.add_argument(
+        "--kind", choices=("eagle1", "eagle3", "medusa", "hydra"), help="default: by the target"
+    )
     options.add_argument("--run", help="the run's directory (default: runs/TARGET-KIND)")
     arguments, unknown = parser.parse_known_args()
     stop_on_signals()
@@ -75,7 +105,11 @@ def main() -> int:
 def init(arguments: argparse.Namespace, unknown: list[str]) -> int:
     if arguments.out.exists():
         raise UserError(f"--out {arguments.out}: is there already; name another file")
-    asked = {"target": {"path": arguments.target}, "data": {"conversations": arguments.data}, "run": arguments.run}
+    asked = {
+        "target": {"path": arguments.target},
+        "data": {"conversations": arguments.data},
+        "run": arguments.run,
+    }
     asked["head"] = {"kind": arguments.kind} if arguments.kind else {}
     override(pairs_of(unknown), asked, {})
     require_target(validate(asked["target"], TargetConfig, "--target", {}).path)
@@ -92,16 +126,22 @@ def init(arguments: argparse.Namespace, unknown: list[str]) -> int:
 def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
     config, paths = recipe.synthetic, recipe.paths
     if config is None:
-        raise UserError(f"{arguments.config}: no section 'synthetic'; see configs/embedded.yaml for one")
+        raise UserError(
+            f"{arguments.config}: no section 'synthetic'; see configs/embedded.yaml for one"
+        )
     stages = {"corpus": paths.conversations, "tokenizer": paths.root / "tokenizer"}
-    corpus, tokenizer = (Stage(name, path, {"synthetic": as_dict(config)}) for name, path in stages.items())
+    corpus, tokenizer = (
+        Stage(name, path, {"synthetic": as_dict(config)}) for name, path in stages.items()
+    )
     if corpus.is_whole() and tokenizer.is_whole():
         return _reuse(arguments, corpus, paths.status)
     for stage in (corpus, tokenizer):
         stage.require_own_directory(arguments.overwrite)
         is_used = stage.output.is_dir() and any(stage.output.iterdir())
         if is_used and not arguments.overwrite and not stage.is_whole():
-            raise UserError(f"{stage.output}: holds other files; choose another --run or --overwrite")
+            raise UserError(
+                f"{stage.output}: holds other files; choose another --run or --overwrite"
+            )
     if arguments.plan:
         print(f"synthetic: {config.num_conversations:,} conversations to {corpus.output}")
         return 0
@@ -110,7 +150,10 @@ def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
         quieten()
         from aerie.data.synthetic import train_tokenizer, write_corpus
 
-        with directory_atomically(corpus.output) as conversations, directory_atomically(tokenizer.output) as directory:
+        with (
+            directory_atomically(corpus.output) as conversations,
+            directory_atomically(tokenizer.output) as directory,
+        ):
             counts = write_corpus(config, conversations)
             lines = (conversations / "train.jsonl").read_text(encoding="utf-8").splitlines()
             texts = (turn["value"] for line in lines for turn in json.loads(line)["conversations"])
@@ -118,7 +161,10 @@ def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
             trained.save_pretrained(directory)
             replace(tokenizer, output=directory).finish(vocab_size=len(trained))
             replace(corpus, output=conversations).finish(rows=counts)
-        print(f"synthetic: {counts} rows in {corpus.output}; {len(trained):,} tokens in {tokenizer.output}", flush=True)
+        print(
+            f"synthetic: {counts} rows in {corpus.output}; {len(trained):,} tokens in {tokenizer.output}",
+            flush=True,
+        )
     return 0
 
 
@@ -135,8 +181,14 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
     quieten()
     status = _status(recipe, "distill", share)
     # Excludes the whole sets that the recipe measures with.
-    excluded = tuple(TaskConfig(task.name, task.path, task.revision) for task in recipe.distill.exclude)
-    measured = [section.prompts for section in (recipe.bench, recipe.calibrate, recipe.tune) if section is not None]
+    excluded = tuple(
+        TaskConfig(task.name, task.path, task.revision) for task in recipe.distill.exclude
+    )
+    measured = [
+        section.prompts
+        for section in (recipe.bench, recipe.calibrate, recipe.tune)
+        if section is not None
+    ]
     measured += [] if recipe.tune is None or recipe.tune.measure is None else [recipe.tune.measure]
     measured += [PromptsConfig(tasks=excluded)] if excluded else []
     target, questions = target_inputs(recipe.target), list[str]()
@@ -168,10 +220,17 @@ def _local_target(recipe: Recipe, sampling: SamplingConfig, thinking: Any) -> An
 
     target, head = Target.load(recipe.target, _device(recipe)), recipe.paths.head(recipe)
     drafts = (head / "config.json").is_file()
-    decoder = SpeculativeDecoder.from_pretrained(target, str(head) if drafts else None, tree=recipe.tree)
-    print(f"distill: {recipe.target.path} answers {f'with {head}' if drafts else 'alone'}", flush=True)
+    decoder = SpeculativeDecoder.from_pretrained(
+        target, str(head) if drafts else None, tree=recipe.tree
+    )
+    print(
+        f"distill: {recipe.target.path} answers {f'with {head}' if drafts else 'alone'}", flush=True
+    )
 
-    settings: dict[str, Any] = {"do_sample": sampling.temperature > 0, "temperature": sampling.temperature}
+    settings: dict[str, Any] = {
+        "do_sample": sampling.temperature > 0,
+        "temperature": sampling.temperature,
+    }
     settings |= {"top_p": sampling.top_p, "top_k": max(sampling.top_k or 0, 0)}
     settings |= {"max_new_tokens": sampling.max_tokens, "eos_token_id": sorted(thinking.end_ids)}
 
@@ -191,7 +250,9 @@ def show(arguments: argparse.Namespace, recipe: Recipe) -> int:
     quieten()
     from aerie.data import tokens
 
-    limit = arguments.limit if recipe.data.limit is None else min(arguments.limit, recipe.data.limit)
+    limit = (
+        arguments.limit if recipe.data.limit is None else min(arguments.limit, recipe.data.limit)
+    )
     data, tokenizer, tally = tokens.tokenised(recipe.target, replace(recipe.data, limit=limit))
     rows = [*data.train, *data.held_out][: arguments.limit]
     print(f"{tokens.show(rows, tokenizer, not arguments.plain)}\n\n{tally.table()}")
@@ -250,13 +311,21 @@ def _processes(recipe: Recipe) -> Any:
 
     _device(recipe)
     launched = "LOCAL_RANK" in os.environ
-    state = PartialState(cpu=not torch.cuda.is_available(), timeout=BARRIER) if launched else PartialState()
+    state = (
+        PartialState(cpu=not torch.cuda.is_available(), timeout=BARRIER)
+        if launched
+        else PartialState()
+    )
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     if asked != state.num_processes:
         fix = "on a CPU use configs/accelerate/zero1.yaml or torchrun"
-        raise UserError(f"WORLD_SIZE: {asked} processes were asked for and {state.num_processes} answer; {fix}")
+        raise UserError(
+            f"WORLD_SIZE: {asked} processes were asked for and {state.num_processes} answer; {fix}"
+        )
     if recipe.target.device_map is not None and state.num_processes > 1:
-        raise UserError(f"target.device_map: {recipe.target.device_map} takes all GPUs; start one process")
+        raise UserError(
+            f"target.device_map: {recipe.target.device_map} takes all GPUs; start one process"
+        )
     return state
 
 

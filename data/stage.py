@@ -28,7 +28,9 @@ OTHER_FILES += "chat_template* vocab* merges.txt *.model *.py".split()
 ROW_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 LINE_SECONDS = 10.0  # between two progress lines of a log file
-LINE = "{desc}: {percentage:3.0f}% of {total_fmt}{unit}, {rate_noinv_fmt}, {remaining} left{postfix}"
+LINE = (
+    "{desc}: {percentage:3.0f}% of {total_fmt}{unit}, {rate_noinv_fmt}, {remaining} left{postfix}"
+)
 OPEN_LINE = "{desc}: {n_fmt}{unit}, {rate_noinv_fmt}"
 
 
@@ -43,14 +45,22 @@ def sampled_if_large(path: Path) -> str:
 
 def target_inputs(config: TargetConfig) -> dict[str, Any]:
     """What identifies a target: digests of a local one's files; a Hub id needs none."""
-    inputs: dict[str, Any] = {"path": config.path, "revision": config.revision, "dtype": config.dtype}
+    inputs: dict[str, Any] = {
+        "path": config.path,
+        "revision": config.revision,
+        "dtype": config.dtype,
+    }
     directory = Path(config.path)
     require_target(config.path)
     if directory.is_dir():
         # both digests: so all feature caches have recorded it
-        weights = dict.fromkeys(("*.safetensors", "*.bin"), lambda one: sampled_digest(one) + weights_digest(one)[:16])
+        weights = dict.fromkeys(
+            ("*.safetensors", "*.bin"), lambda one: sampled_digest(one) + weights_digest(one)[:16]
+        )
         patterns = dict.fromkeys(OTHER_FILES, sampled_if_large) | weights
-        found = [(path, read) for pattern, read in patterns.items() for path in directory.glob(pattern)]
+        found = [
+            (path, read) for pattern, read in patterns.items() for path in directory.glob(pattern)
+        ]
         inputs["files"] = {path.name: read(path) for path, read in found if path.is_file()}
     if config.chat_template is not None:
         inputs["chat_template"] = file_digest(template_path(config.chat_template))
@@ -62,17 +72,25 @@ def is_here(name: str) -> bool:
     path = Path(name).expanduser()
     is_file = name[0] == "." or path.suffix in (*ROW_SUFFIXES, ".txt", ".gz")
     if not path.exists() and (is_file or not HUB_NAME.fullmatch(name)):
-        raise UserError(f"{name}: no such file or directory; a data set of the Hub is OWNER/NAME or OWNER/NAME:SPLIT")
+        raise UserError(
+            f"{name}: no such file or directory; a data set of the Hub is OWNER/NAME or OWNER/NAME:SPLIT"
+        )
     require_regular(path)
     return path.exists()
 
 
 def row_files(directory: Path) -> list[Path]:
-    files = [path for path in sorted(directory.rglob("*")) if path.suffix in ROW_SUFFIXES and path.is_file()]
+    files = [
+        path
+        for path in sorted(directory.rglob("*"))
+        if path.suffix in ROW_SUFFIXES and path.is_file()
+    ]
     return [path for path in files if path.name != FILE and not path.name.startswith(".")]
 
 
-def conversation_inputs(names: Iterable[str], read: Callable[[Path], str] = sampled_if_large) -> dict[str, str]:
+def conversation_inputs(
+    names: Iterable[str], read: Callable[[Path], str] = sampled_if_large
+) -> dict[str, str]:
     digests = {}
     for name in names:
         if Path(name).is_file():
@@ -90,7 +108,10 @@ def feature_stage(recipe: Recipe) -> Stage:
     features = {key: value for key, value in as_dict(recipe.features).items() if key not in readers}
     if features["after_blocks"] is None and not recipe.head.reads_taps:
         features["after_blocks"] = []
-    data = {"data": as_dict(recipe.data), "conversations": conversation_inputs(recipe.data.conversations)}
+    data = {
+        "data": as_dict(recipe.data),
+        "conversations": conversation_inputs(recipe.data.conversations),
+    }
     inputs = {"target": target_inputs(recipe.target), **data, "features": features}
     return Stage("features", recipe.paths.features, inputs, is_indexed=True)
 
@@ -101,15 +122,26 @@ def state_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     if "files" in target:
         del target["path"]
         decisive = re.compile(r"config\.json|.*\.(safetensors|bin|py)")
-        target["files"] = {name: value for name, value in target["files"].items() if decisive.fullmatch(name)}
-    return {"target": target, **{key: inputs["features"][key] for key in ("after_blocks", "dtype", "storage")}}
+        target["files"] = {
+            name: value for name, value in target["files"].items() if decisive.fullmatch(name)
+        }
+    return {
+        "target": target,
+        **{key: inputs["features"][key] for key in ("after_blocks", "dtype", "storage")},
+    }
 
 
-def changed_since(made_of: dict[str, Any], target: dict[str, Any], conversations: dict[str, str]) -> str | None:
+def changed_since(
+    made_of: dict[str, Any], target: dict[str, Any], conversations: dict[str, str]
+) -> str | None:
     """A file that changed since a cache was made from these inputs, or None."""
     # Files on another machine count as unchanged; opening the cache refuses another target.
     before = made_of["target"]
-    then = {**before.get("files", {}), **made_of["conversations"], "target.chat_template": before.get("chat_template")}
+    then = {
+        **before.get("files", {}),
+        **made_of["conversations"],
+        "target.chat_template": before.get("chat_template"),
+    }
     now = {**conversations, "target.chat_template": target.get("chat_template")}
     if "files" in before and before["path"] == target["path"]:
         now |= target.get("files", {})
@@ -167,5 +199,9 @@ def bar(total: int | None, unit: str, description: str, done: int = 0) -> "tqdm[
     if not sys.stderr.isatty():
         form = OPEN_LINE if total is None else LINE
         options = {"file": _Lines(), "bar_format": form, "mininterval": LINE_SECONDS, "delay": 1e-9}
-    options |= {"unit": f" {unit}", "unit_scale": total is None or total >= 1000, "leave": total is not None}
+    options |= {
+        "unit": f" {unit}",
+        "unit_scale": total is None or total >= 1000,
+        "leave": total is not None,
+    }
     return tqdm(desc=description, total=total, initial=done, disable=rank() != 0, **options)

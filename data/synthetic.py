@@ -43,13 +43,25 @@ def result_of(code: str, name: str, argument: str) -> str:
 
 
 # Plain text, no HTML.
-ENVIRONMENT = Environment(variable_start_string="{", variable_end_string="}", undefined=StrictUndefined)  # noqa: S701
+ENVIRONMENT = Environment(  # noqa: S701
+    variable_start_string="{", variable_end_string="}", undefined=StrictUndefined
+)
 ENVIRONMENT.filters |= {
     "in_words": lambda number: dict(enumerate(FRAME["numbers"])).get(number, str(number)),
-    "listing": lambda parts: " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts),
-    "clock": lambda minutes: f"{minutes // 60}:{minutes % 60:02d}",  # 545 minutes after midnight: 9:05
+    "listing": lambda parts: " and ".join(
+        [", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts
+    ),
+    "clock": lambda minutes: (
+        f"{minutes // 60}:{minutes % 60:02d}"
+    ),  # 545 minutes after midnight: 9:05
 }
-FUNCTIONS = {"accumulate": accumulate, "range": range, "repr": repr, "result_of": result_of, "zip": zip}
+FUNCTIONS = {
+    "accumulate": accumulate,
+    "range": range,
+    "repr": repr,
+    "result_of": result_of,
+    "zip": zip,
+}
 template_of = cache(ENVIRONMENT.from_string)
 
 
@@ -107,31 +119,48 @@ def opening_key(question: str) -> str:
 def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
     """Writes the files, returns their numbers of rows; no measuring question opens a conversation."""
     taken: set[str] = set()  # opening questions that must not occur again
-    files: dict[str, list[dict[str, Any]]] = {"train.jsonl": [], "prompts.jsonl": [], "calibration.jsonl": []}
+    files: dict[str, list[dict[str, Any]]] = {
+        "train.jsonl": [],
+        "prompts.jsonl": [],
+        "calibration.jsonl": [],
+    }
 
     def fresh(generator: Random, category: str) -> list[Turn]:
         for _ in range(ATTEMPTS):
             turns = draw_task(category, generator)
             if opening_key(turns[0].question) not in taken:
                 return turns
-        raise UserError(f"synthetic: num_prompts: no new {category} question in {ATTEMPTS} draws; ask for fewer")
+        raise UserError(
+            f"synthetic: num_prompts: no new {category} question in {ATTEMPTS} draws; ask for fewer"
+        )
 
     def merged(generator: Random, category: str, turns: list[Turn]) -> list[Turn]:
         if generator.random() >= FRAME["merged_share"].get(category, 0.0):
             return turns
         first, second, *rest = turns
         gap = "\n\n" if "\n" in first.question else " "
-        return [Turn(f"{first.question}{gap}{second.question}", f"{first.answer}\n\n{second.answer}"), *rest]
+        return [
+            Turn(f"{first.question}{gap}{second.question}", f"{first.answer}\n\n{second.answer}"),
+            *rest,
+        ]
 
     for name in ("prompts", "calibration"):
         for index in range(config.num_prompts):
-            generator, category = Random(f"{config.seed}/{name}/{index}"), FAMILIES[index % len(FAMILIES)]
+            generator, category = (
+                Random(f"{config.seed}/{name}/{index}"),
+                FAMILIES[index % len(FAMILIES)],
+            )
             turns = fresh(generator, category)
             taken.add(opening_key(turns[0].question))
             turns = merged(generator, category, turns)[: generator.choice((1, 1, 2))]
             taken.add(opening_key(turns[0].question))
             questions, answers = zip(*turns, strict=True)
-            row = {"question_id": index, "category": category, "turns": questions, "reference": answers}
+            row = {
+                "question_id": index,
+                "category": category,
+                "turns": questions,
+                "reference": answers,
+            }
             files[f"{name}.jsonl"].append(row)
     for index in range(config.num_conversations):
         generator = Random(f"{config.seed}/train/{index}")
@@ -145,15 +174,26 @@ def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
             prompt, opening = generator.choice(FRAME["system_prompts"])
             messages.append({"from": "system", "value": prompt})
         for question, answer in turns[:num_turns]:
-            messages += [{"from": "human", "value": question}, {"from": "gpt", "value": opening + answer}]
+            messages += [
+                {"from": "human", "value": question},
+                {"from": "gpt", "value": opening + answer},
+            ]
             opening = ""
         files["train.jsonl"].append({"id": f"synthetic-{index}", "conversations": messages})
     for name, rows in files.items():
-        write_text(directory / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        write_text(
+            directory / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        )
     return {name: len(rows) for name, rows in files.items()}
 
 
-USER, ASSISTANT, SYSTEM, END, PAD = SPECIAL_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>")
+USER, ASSISTANT, SYSTEM, END, PAD = SPECIAL_TOKENS = (
+    "<|user|>",
+    "<|assistant|>",
+    "<|system|>",
+    "<|end|>",
+    "<|pad|>",
+)
 # A word or a digit with the space before it, signs, white space; single digits make sums learnable.
 PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -166,11 +206,20 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        special_tokens=[
+            AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS
+        ],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    named = {"eos_token": END, "pad_token": PAD, "additional_special_tokens": [USER, ASSISTANT, SYSTEM]}
-    settings = {"clean_up_tokenization_spaces": False, "chat_template": "".join(FRAME["chat_template"])}
+    named = {
+        "eos_token": END,
+        "pad_token": PAD,
+        "additional_special_tokens": [USER, ASSISTANT, SYSTEM],
+    }
+    settings = {
+        "clean_up_tokenization_spaces": False,
+        "chat_template": "".join(FRAME["chat_template"]),
+    }
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named, **settings)

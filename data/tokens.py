@@ -26,10 +26,23 @@ from aerie.configs.read import as_dict
 from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data.chat import Chat, Rendered, Row, shared_start
-from aerie.data.conversations import Conversation, Tally, UnusableRow, hub_commit, load_conversations
+from aerie.data.conversations import (
+    Conversation,
+    Tally,
+    UnusableRow,
+    hub_commit,
+    load_conversations,
+)
 from aerie.data.stage import bar, conversation_inputs, is_here
 from aerie.model.heads.eagle import DEFAULT_SIZE, DraftVocabulary
-from aerie.model.storage import Manifest, Whole, digest, directory_atomically, file_digest, user_cache
+from aerie.model.storage import (
+    Manifest,
+    Whole,
+    digest,
+    directory_atomically,
+    file_digest,
+    user_cache,
+)
 from aerie.model.target import load_tokenizer, target_end_ids
 
 BATCH = 256  # conversations of one tokenizer call
@@ -55,17 +68,31 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
     commits = {name: hub_commit(name, None) for name in config.conversations if not is_here(name)}
     inputs = {  # all that decides the rows
         **text_fingerprint(tokenizer, config),
-        "special_tokens": [tokenizer.special_tokens_map, tokenizer.all_special_ids, sorted(end_ids)],
+        "special_tokens": [
+            tokenizer.special_tokens_map,
+            tokenizer.all_special_ids,
+            sorted(end_ids),
+        ],
         "today": date.today().isoformat() if "strftime_now" in str(tokenizer.chat_template) else "",
         "conversations": conversation_inputs(config.conversations, file_digest) | commits,
-        "code": [version("transformers"), version("tokenizers"), *(file_digest(here / name) for name in files)],
+        "code": [
+            version("transformers"),
+            version("tokenizers"),
+            *(file_digest(here / name) for name in files),
+        ],
     }
-    directory, names, started = user_cache() / digest(inputs), ("input_ids", "turns"), time.monotonic()
+    directory, names, started = (
+        user_cache() / digest(inputs),
+        ("input_ids", "turns"),
+        time.monotonic(),
+    )
     if isinstance(found := Manifest.check(directory, inputs), Whole):
         if rank() == 0:
             print(f"tokenised rows are read from {directory}", file=sys.stderr, flush=True)
         table, facts = parquet.read_table(directory / ROWS), found.manifest.facts
-        ints = ([array("i", row.values.to_numpy().tobytes()) for row in table[name]] for name in names)
+        ints = (
+            [array("i", row.values.to_numpy().tobytes()) for row in table[name]] for name in names
+        )
         rows = [Row(*row) for row in zip(*ints, table["source"].to_pylist(), strict=True)]
         tally.rows += facts["rows"]
         for kind, reason, count, example in facts["counts"]:
@@ -73,12 +100,23 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
             tally.examples.setdefault((kind, reason), example)
         return TokenisedData(rows[: facts["num_train"]], rows[facts["num_train"] :])
     data = _made(config, tokenizer, end_ids, tally)
-    if rank() == 0 and None not in inputs["conversations"].values() and time.monotonic() - started > SLOW_SECONDS:
+    if (
+        rank() == 0
+        and None not in inputs["conversations"].values()
+        and time.monotonic() - started > SLOW_SECONDS
+    ):
         rows = [*data.train, *data.held_out]
-        columns = {name: [np.asarray(getattr(row, name), dtype=np.int32) for row in rows] for name in names}
+        columns = {
+            name: [np.asarray(getattr(row, name), dtype=np.int32) for row in rows] for name in names
+        }
         counts = [[*key, count, tally.examples[key]] for key, count in tally.counts.items()]
-        with suppress(OSError, UserError), directory_atomically(directory) as temporary:  # no room, no permission
-            parquet.write_table(arrow.table({**columns, "source": [row.source for row in rows]}), temporary / ROWS)
+        with (
+            suppress(OSError, UserError),
+            directory_atomically(directory) as temporary,
+        ):  # no room, no permission
+            parquet.write_table(
+                arrow.table({**columns, "source": [row.source for row in rows]}), temporary / ROWS
+            )
             facts = {"num_train": len(data.train), "rows": tally.rows, "counts": counts}
             Manifest.of(temporary, inputs, facts).write(temporary)
     return data
@@ -89,7 +127,9 @@ def _made(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally) -
     num_ids, max_length = max(tokenizer.get_vocab().values()) + 1, config.max_length
     num_tokens = num_supervised = 0  # rows without a supervised slot count too
     with bar(None, "conversations", "tokenise") as progress:
-        for conversation, rows in _in_processes(load_conversations(config, tally), chat, config, num_ids):
+        for conversation, rows in _in_processes(
+            load_conversations(config, tally), chat, config, num_ids
+        ):
             reasons, kept = list[str](), list[Row]()
             for row in rows:
                 if len(row.input_ids) > max_length:
@@ -114,7 +154,9 @@ def _made(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally) -
         raise UserError(f"{names}: no conversation to train on; {held_out}; {tally.line()}")
     if num_supervised / num_tokens < config.min_supervised_share:
         fix = "see them with the show command, or lower data.min_supervised_share"
-        raise UserError(f"{names}: only {num_supervised / num_tokens:.2%} of the tokens are supervised; {fix}")
+        raise UserError(
+            f"{names}: only {num_supervised / num_tokens:.2%} of the tokens are supervised; {fix}"
+        )
     return data
 
 
@@ -129,7 +171,9 @@ def _in_processes(
         if workers > 1 and time.monotonic() - started > SLOW_SECONDS:
             break
     _forked[:] = [chat, config, num_ids]  # forks inherit it: pickling a tokenizer takes long
-    with ProcessPoolExecutor(workers, get_context("fork")) if workers > 1 else nullcontext() as pool:
+    with (
+        ProcessPoolExecutor(workers, get_context("fork")) if workers > 1 else nullcontext() as pool
+    ):
         pending = deque[tuple[list[Conversation], Future[tuple[list[list[Row]], Tally]]]]()
         while pool is not None:
             for batch in islice(batches, 2 * workers - len(pending)):
@@ -156,7 +200,9 @@ def _forked_rows(batch: list[Conversation]) -> tuple[list[list[Row]], Tally]:
     return [*_rows(batch, chat, config, num_ids)], chat.tally
 
 
-def _rows(batch: list[Conversation], chat: Chat, config: DataConfig, num_ids: int) -> Iterator[list[Row]]:
+def _rows(
+    batch: list[Conversation], chat: Chat, config: DataConfig, num_ids: int
+) -> Iterator[list[Row]]:
     is_all = config.supervise == "all"
     renders: list[list[Rendered]] = []
     for conversation in batch:
@@ -172,23 +218,33 @@ def _rows(batch: list[Conversation], chat: Chat, config: DataConfig, num_ids: in
             ids, mask = conversation.tokens
             if max(ids, default=0) >= num_ids or min(ids, default=0) < 0:
                 fix = f"outside the {num_ids:,} of the target's tokenizer; use that one"
-                raise UserError(f"{conversation.place}: token ids {min(ids):,} to {max(ids):,} are {fix}")
+                raise UserError(
+                    f"{conversation.place}: token ids {min(ids):,} to {max(ids):,} are {fix}"
+                )
             runs = list(accumulate(int(bit and not before) for before, bit in pairwise([0, *mask])))
             turns = array("i", [run * bit for run, bit in zip(runs, mask, strict=True)])
             rows = [Row(array("i", ids), turns, conversation.place)]
         if is_all:  # every token but the first, as one turn
-            rows = [replace(row, turns=array("i", [0] + [1] * (len(row.turns) - 1))) for row in rows]
+            rows = [
+                replace(row, turns=array("i", [0] + [1] * (len(row.turns) - 1))) for row in rows
+            ]
         yield rows
 
 
 def text_fingerprint(tokenizer: Any, data: DataConfig) -> dict[str, Any]:
-    backend, template = digest(tokenizer.backend_tokenizer.to_str()), digest(tokenizer.chat_template)
+    backend, template = (
+        digest(tokenizer.backend_tokenizer.to_str()),
+        digest(tokenizer.chat_template),
+    )
     return {"tokenizer": backend, "template": template, "data": as_dict(data)}
 
 
 def statistics(rows: Sequence[Row]) -> str:
     lengths = [len(row.input_ids) for row in rows]
-    num_supervised, num_slots = sum(row.num_supervised for row in rows), sum(row.num_slots for row in rows)
+    num_supervised, num_slots = (
+        sum(row.num_supervised for row in rows),
+        sum(row.num_slots for row in rows),
+    )
     num_turns = sum(len(set(row.turns) - {0}) for row in rows)
     num_tokens, longest = sum(lengths), max(lengths, default=0)
     learnt = f"{num_supervised:,} supervised ({num_supervised / max(num_tokens, 1):.1%}) | {num_slots:,} slots"
@@ -199,7 +255,11 @@ def show(rows: Sequence[Row], tokenizer: Any, color: bool = True) -> str:
     """For each row a line, then its text with learnt turns in green (or in [turn:...])."""
     shown = []
     for row in rows:
-        parts, before, position = [f"{row.source}{statistics([row]).removeprefix('1 rows')}\n"], "", 0
+        parts, before, position = (
+            [f"{row.source}{statistics([row]).removeprefix('1 rows')}\n"],
+            "",
+            0,
+        )
         for turn, run in groupby(row.turns):
             position += len(list(run))
             # A run alone may lose a blank or half a character.
@@ -241,7 +301,11 @@ def mask_token(tokenizer: Any, end_ids: Collection[int], embedding: Any) -> int:
     UserError if there is none. A row of zeros is not taken: its queries are zero, so a block's masks would be alike.
     """
     known = {*tokenizer.get_vocab().values()}
-    unnamed = (number for number in range(len(embedding)) if number not in known and embedding[number].any())
+    unnamed = (
+        number
+        for number in range(len(embedding))
+        if number not in known and embedding[number].any()
+    )
     for number in (tokenizer.mask_token_id, next(unnamed, None), tokenizer.pad_token_id):
         if number is not None and number < len(embedding) and number not in end_ids:
             return int(number)
@@ -253,4 +317,6 @@ def forced_ids(tokenizer: Any, end_ids: Collection[int], vocab_size: int) -> fro
     """Ids in every draft vocabulary: special tokens and the target's end-of-turn tokens."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     # The LM head has no row for special tokens that were added later.
-    return frozenset(number for number in {*special, *tokenizer.all_special_ids, *end_ids} if number < vocab_size)
+    return frozenset(
+        number for number in {*special, *tokenizer.all_special_ids, *end_ids} if number < vocab_size
+    )

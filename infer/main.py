@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")  # the checkout's packages, as aerie.*
+    sys.path[0] = str(
+        Path(__file__).resolve().parents[1] / "src"
+    )  # the checkout's packages, as aerie.*
 
 from aerie.configs.errors import Arguments, UserError, exit_codes, stop_on_signals, warn
 from aerie.configs.read import as_dict, user_path, validate
@@ -18,7 +20,13 @@ from aerie.configs.read import load as load_row
 from aerie.configs.schema import decode
 from aerie.configs.schema.decode import METHODS, USUAL, Method, MethodConfig
 from aerie.configs.schema.heads import TargetConfig
-from aerie.configs.schema.measure import BenchConfig, CalibrateConfig, HeldOutPrompts, SamplingConfig, TuneConfig
+from aerie.configs.schema.measure import (
+    BenchConfig,
+    CalibrateConfig,
+    HeldOutPrompts,
+    SamplingConfig,
+    TuneConfig,
+)
 from aerie.configs.schema.recipe import Recipe, RunPaths, add_arguments, load, pairs_of
 from aerie.data.conversations import Message, read_prompts
 from aerie.data.stage import target_inputs
@@ -37,20 +45,40 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
     from aerie.infer.measure.record import graphs_in
     from aerie.infer.measure.suite import suite_of
 
-    rows = section.rows or (MethodConfig("vanilla"), MethodConfig(USUAL[recipe.head.kind], recipe.tree))
+    rows = section.rows or (
+        MethodConfig("vanilla"),
+        MethodConfig(USUAL[recipe.head.kind], recipe.tree),
+    )
     rows = (*rows, *(load_row(path, MethodConfig, []) for path in arguments.row))
-    fitting = (_head(arguments, recipe, row, f"bench.rows.{number}").tree for number, row in enumerate(rows))
-    section = replace(section, rows=tuple(replace(row, tree=tree) for row, tree in zip(rows, fitting, strict=True)))
+    fitting = (
+        _head(arguments, recipe, row, f"bench.rows.{number}").tree
+        for number, row in enumerate(rows)
+    )
+    section = replace(
+        section,
+        rows=tuple(replace(row, tree=tree) for row, tree in zip(rows, fitting, strict=True)),
+    )
     suite = suite_of(section)
-    heads = [_head(arguments, recipe, row, place).head for row, place in zip(suite.rows, suite.places, strict=True)]
-    inputs: dict[str, Any] = {"threads": recipe.threads} | decode.digests(row.tree for row in suite.rows)
+    heads = [
+        _head(arguments, recipe, row, place).head
+        for row, place in zip(suite.rows, suite.places, strict=True)
+    ]
+    inputs: dict[str, Any] = {"threads": recipe.threads} | decode.digests(
+        row.tree for row in suite.rows
+    )
     digests = {
         head: storage.file_digest(path)
         for row, head in zip(suite.rows, heads, strict=True)
         if head and row.tree and row.tree.calibrated and not arguments.plan
-        if (path := head_directory(head) / storage.CALIBRATOR).is_file()  # else the decoder reports it
+        if (
+            path := head_directory(head) / storage.CALIBRATOR
+        ).is_file()  # else the decoder reports it
     }
-    inputs |= {k: v for k, v in (("calibrators", digests), ("cycle", recipe.target.cycle)) if v not in ({}, "auto")}
+    inputs |= {
+        k: v
+        for k, v in (("calibrators", digests), ("cycle", recipe.target.cycle))
+        if v not in ({}, "auto")
+    }
     graphs = graphs_in(paths.bench) if arguments.plan else ""
     plan = f"{len(suite.rows)} rows x {len(section.sampling)} samplings -> {paths.bench}{graphs}"
     work = partial(measured, section, heads, paths.bench, recipe.seed)
@@ -62,7 +90,9 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
     recipe, section, paths = _recipe(arguments, unknown)
     asked = MethodConfig(section.method or USUAL[recipe.head.kind], section.tree)
     if not METHODS[asked.method].heads:
-        raise UserError(f"calibrate.method: {asked.method} has no head whose confidence could be measured")
+        raise UserError(
+            f"calibrate.method: {asked.method} has no head whose confidence could be measured"
+        )
     from aerie.infer.decode.methods import check_kind, kind_at
     from aerie.infer.measure.calibrate import calibrated
 
@@ -71,7 +101,9 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
     asked = _head(arguments, recipe, asked, "calibrate")
     plan = f"{asked.method}, {as_dict(asked.tree)}, {asked.head} -> {paths.calibration}"
     work = partial(calibrated, asked, section, paths.calibration, recipe.seed)
-    return _stage(arguments, recipe, [asked.head], decode.digests([asked.tree]), section, plan, work)
+    return _stage(
+        arguments, recipe, [asked.head], decode.digests([asked.tree]), section, plan, work
+    )
 
 
 def tune(arguments: Namespace, unknown: list[str]) -> int:
@@ -80,14 +112,20 @@ def tune(arguments: Namespace, unknown: list[str]) -> int:
     from aerie.infer.decode.methods import heads_by_kind
     from aerie.infer.measure.tune import TUNED, check_apart, tuned
 
-    heads = heads_by_kind([arguments.head], None) if arguments.head else heads_by_kind([], paths.heads)
+    heads = (
+        heads_by_kind([arguments.head], None) if arguments.head else heads_by_kind([], paths.heads)
+    )
     heads = {kind: head for kind, head in heads.items() if kind in TUNABLE}
     if not heads:
-        raise UserError(f"{arguments.head or paths.heads}: no head of kind {', '.join(TUNABLE)}; give --head")
+        raise UserError(
+            f"{arguments.head or paths.heads}: no head of kind {', '.join(TUNABLE)}; give --head"
+        )
     check_apart(section)
     plan = f"{', '.join(heads)} -> {paths.tune / TUNED}"
     work = partial(tuned, heads, section, paths.tune, recipe.seed)
-    inputs = {"threads": recipe.threads} | ({} if recipe.target.cycle == "auto" else {"cycle": recipe.target.cycle})
+    inputs = {"threads": recipe.threads} | (
+        {} if recipe.target.cycle == "auto" else {"cycle": recipe.target.cycle}
+    )
     return _stage(arguments, recipe, list(heads.values()), inputs, section, plan, work)
 
 
@@ -115,7 +153,8 @@ def _stage(
     inputs = {
         "target": target_inputs(recipe.target),
         "head": list(measured.values()),
-        command: as_dict(section) | ({"generation": given} if (given := recipe.target.generation) else {}),
+        command: as_dict(section)
+        | ({"generation": given} if (given := recipe.target.generation) else {}),
         **inputs,
         "prompts": prompt_inputs(section.prompts),
         "seed": recipe.seed,
@@ -150,28 +189,48 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
     again, target = f"--config {arguments.config}", Path(recipe.target.path)
     facts_of = run_facts(paths, again, recipe.target)
     measured, own = facts_of[paths.bench], paths.head(recipe)
-    head = arguments.head or min(map(Path, measured.get("heads", ())), key=own.__ne__, default=own)  # bench --head's
-    made = {path: storage.sound_record(path) for path in (target, paths.features, head, *sorted(paths.heads.glob("*")))}
+    head = arguments.head or min(
+        map(Path, measured.get("heads", ())), key=own.__ne__, default=own
+    )  # bench --head's
+    made = {
+        path: storage.sound_record(path)
+        for path in (target, paths.features, head, *sorted(paths.heads.glob("*")))
+    }
     made |= facts_of
     commands = []  # that made the run
     for words in filter(None, (facts.get("argv") for facts in made.values())):
-        launch = ["accelerate", "launch"] if words[0] in ("data/main.py", "train/main.py") else ["python"]
+        launch = (
+            ["accelerate", "launch"]
+            if words[0] in ("data/main.py", "train/main.py")
+            else ["python"]
+        )
         commands.append(shlex.join([*(launch if words[0].endswith(".py") else []), *words]))
     trainings = dict[str, dict[str, Any]]()
     for path in (path for path, record in made.items() if record.get("stage") == "train"):
         names = ("steps", "total_steps", "tokens", "train_seconds", "ended")
         name = "target" if path == target else f"{path.name} head"
-        trainings[name] = {"parameters": parameters(path), **{name: made[path].get(name) for name in names}}
+        trainings[name] = {
+            "parameters": parameters(path),
+            **{name: made[path].get(name) for name in names},
+        }
     facts = {
         "run": str(recipe.run),
         "commit": measured.get("commit"),
-        "target": {"name": recipe.target.path, "dtype": recipe.target.dtype, "parameters": parameters(target)},
+        "target": {
+            "name": recipe.target.path,
+            "dtype": recipe.target.dtype,
+            "parameters": parameters(target),
+        },
         "head": {"kind": recipe.head.kind, "name": str(head), "parameters": parameters(head)},
         "hardware": measured.get("hardware", {}),
         "commands": [*commands, f"aerie report {again}"],
         "trainings": trainings,
     }
-    print(console_table(write_report(paths.bench, paths.calibration, paths.report, facts, recipe.seed)))
+    print(
+        console_table(
+            write_report(paths.bench, paths.calibration, paths.report, facts, recipe.seed)
+        )
+    )
     for name, words in stopped(trainings).items():
         print(f"{name}: training {words}")
     print(f"\nreport: {paths.report / 'index.html'}")
@@ -188,7 +247,10 @@ def results(arguments: Namespace, unknown: list[str]) -> int:
             measured_facts(bench, f"--run {bench.parent}")
     shown = [result_of(run, RunPaths(run).report) for run in arguments.runs]
     names, text = [name for name, _ in shown], "".join(text for _, text in shown)
-    print(f"# Results\n\nWritten by `aerie results {shlex.join(names)}` from the runs' reports. ", end="")
+    print(
+        f"# Results\n\nWritten by `aerie results {shlex.join(names)}` from the runs' reports. ",
+        end="",
+    )
     print(f"What the columns mean: [metrics.md](metrics.md).\n{text}", end="")
     return 0
 
@@ -202,9 +264,13 @@ def claims(arguments: Namespace, unknown: list[str]) -> int:
     run_facts(paths, f"--run {paths.root}")
     tuned = storage.read_json(path) if (path := paths.tune / "tune.json").is_file() else None
     calibrations = [*map(register.Calibration.read, calibrations_of(paths.root))]
-    lines = register.judge(register.Measured(read_records(paths.bench / RECORDS), tuned, calibrations))
+    lines = register.judge(
+        register.Measured(read_records(paths.bench / RECORDS), tuned, calibrations)
+    )
     print(f"{register.markdown(lines)}\n{register.tenth(lines)}")
-    print(f"\nPictures beside the published points: {paths.report / 'index.html'}#claims (aerie report)")
+    print(
+        f"\nPictures beside the published points: {paths.report / 'index.html'}#claims (aerie report)"
+    )
     return 0
 
 
@@ -235,13 +301,17 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
     from aerie.infer.measure.lossless import demonstrate
 
     if recipe is None:
-        return demonstrate(arguments, _target(arguments, "float32"), heads_by_kind(arguments.head, None))
+        return demonstrate(
+            arguments, _target(arguments, "float32"), heads_by_kind(arguments.head, None)
+        )
     target = recipe.target if arguments.dtype else replace(recipe.target, dtype="float32")
     section, rows = recipe.bench or recipe.calibrate, recipe.bench.rows if recipe.bench else ()
     heads = heads_by_kind(arguments.head, recipe.paths.heads)
     if not arguments.head:
         heads |= {kind_at(row.head): row.head for row in rows if row.head is not None}
-    prompts = section.prompts if section and (section.prompts.path or section.prompts.tasks) else None
+    prompts = (
+        section.prompts if section and (section.prompts.path or section.prompts.tasks) else None
+    )
     return demonstrate(arguments, target, heads, prompts, rows, recipe.threads)
 
 
@@ -250,8 +320,12 @@ def generate(arguments: Namespace, unknown: list[str]) -> int:
     pairs_of(unknown)  # reports a mistyped option before a missing one
     path, text = arguments.prompts, arguments.prompt
     if (path is None) == (text is None):
-        raise UserError("generate needs either --prompt TEXT (--prompt - reads stdin) or --prompts FILE.jsonl")
-    prompts = read_prompts(path, sys.stdin.read().removesuffix("\n") if text == "-" else text, arguments.raw)
+        raise UserError(
+            "generate needs either --prompt TEXT (--prompt - reads stdin) or --prompts FILE.jsonl"
+        )
+    prompts = read_prompts(
+        path, sys.stdin.read().removesuffix("\n") if text == "-" else text, arguments.raw
+    )
     return _decode(arguments, unknown, prompts)
 
 
@@ -270,9 +344,17 @@ def _check_sampling(arguments: Namespace) -> None:
         raise UserError("--top-k and --top-p: greedy decoding draws nothing; add --temperature 1")
 
 
-def _decode(arguments: Namespace, unknown: list[str], prompts: list[list[Message]] | None = None) -> int:
+def _decode(
+    arguments: Namespace, unknown: list[str], prompts: list[list[Message]] | None = None
+) -> int:
     """Answers the prompts (None: chats), as the command line or its recipe says."""
-    command, given, row, recipe, pairs = arguments.command, arguments.head, arguments.row, None, pairs_of(unknown)
+    command, given, row, recipe, pairs = (
+        arguments.command,
+        arguments.head,
+        arguments.row,
+        None,
+        pairs_of(unknown),
+    )
     if arguments.config is None:
         if arguments.target is None:
             raise UserError(f"{command} needs --config RECIPE, or --target with --head or --method")
@@ -280,7 +362,11 @@ def _decode(arguments: Namespace, unknown: list[str], prompts: list[list[Message
         usual, target = "vanilla", _target(arguments, pairs=of_target)
         of_method = [pair for pair in pairs if not pair.startswith("target.")]
     else:
-        of_method = [pair for pair in pairs if pair.startswith(("tree.", "typical.", "lookup.", "lookahead."))]
+        of_method = [
+            pair
+            for pair in pairs
+            if pair.startswith(("tree.", "typical.", "lookup.", "lookahead."))
+        ]
         others = [f"--{pair}" for pair in pairs if pair not in of_method]
         recipe = load(arguments, others)
         usual, target = USUAL[recipe.head.kind], recipe.target
@@ -296,8 +382,12 @@ def _decode(arguments: Namespace, unknown: list[str], prompts: list[list[Message
     if recipe is None and given is not None:
         usual = USUAL[kind_at(given)]
     if row is None:
-        asked = validate({"method": arguments.method or usual}, MethodConfig, "command line", {}, of_method)
-        if recipe is not None and asked.method == usual:  # the recipe's tree is for its head's usual method only
+        asked = validate(
+            {"method": arguments.method or usual}, MethodConfig, "command line", {}, of_method
+        )
+        if (
+            recipe is not None and asked.method == usual
+        ):  # the recipe's tree is for its head's usual method only
             words_of_tree = [f"--{word}" for word in of_method if word.startswith("tree.")]
             asked = replace(asked, tree=load(arguments, [*others, *words_of_tree]).tree)
     elif arguments.method is None:
@@ -305,7 +395,9 @@ def _decode(arguments: Namespace, unknown: list[str], prompts: list[list[Message
     else:
         raise UserError("--row names a method; leave --method out")
     if given is not None:
-        check_kind(asked.method, kind_at(given) if METHODS[asked.method].heads else "draft", "--head")
+        check_kind(
+            asked.method, kind_at(given) if METHODS[asked.method].heads else "draft", "--head"
+        )
         asked = replace(asked, head=str(given))
     if recipe is not None:
         asked = _head(arguments, recipe, asked, command)
@@ -315,23 +407,33 @@ def _decode(arguments: Namespace, unknown: list[str], prompts: list[list[Message
         asked = check_levels(asked, asked.head, command)
     _check(target, [asked.head])
     if arguments.plan:
-        law = "" if asked.typical is None else "; typical acceptance, NOT lossless where tokens are sampled"
+        law = (
+            ""
+            if asked.typical is None
+            else "; typical acceptance, NOT lossless where tokens are sampled"
+        )
         tree = as_dict(asked.tree) if asked.tree else "no tree"
         graphs = graphs_in(recipe.paths.bench, asked.method) if recipe else ""
-        print(f"{command}: {target.path}, {asked.method} with {asked.head or 'no head'}, {tree}{law}{graphs}")
+        print(
+            f"{command}: {target.path}, {asked.method} with {asked.head or 'no head'}, {tree}{law}{graphs}"
+        )
         return 0
     tokenizer = load_tokenizer(target)
     if not (tokenizer.chat_template or getattr(arguments, "raw", False)):
         fix = "give --target.chat_template FILE.jinja, or generate --raw"
         raise UserError(f"{target.path}: the tokenizer has no chat template; {fix}")
-    decoder = make_decoder(Drafters(load_quietly(target, recipe.threads if recipe else None)), asked, asked.head)
+    decoder = make_decoder(
+        Drafters(load_quietly(target, recipe.threads if recipe else None)), asked, asked.head
+    )
     decoder.tokenizer = tokenizer
     work = answers.chat if prompts is None else partial(answers.generate, prompts)
     work(decoder, arguments)
     return 0
 
 
-def _target(arguments: Namespace, dtype: str | None = None, pairs: Sequence[str] = ()) -> TargetConfig:
+def _target(
+    arguments: Namespace, dtype: str | None = None, pairs: Sequence[str] = ()
+) -> TargetConfig:
     words = {"dtype": arguments.dtype or dtype, "device_map": arguments.device_map}
     pairs = [*pairs, *(f"{key}={word}" for key, word in words.items() if word)]
     return validate({"path": arguments.target}, TargetConfig, "--target", {}, pairs)
@@ -341,12 +443,22 @@ def _recipe(arguments: Namespace, unknown: list[str]) -> tuple[Recipe, Any, RunP
     recipe = load(arguments, unknown)
     name = arguments.command
     if any(word.startswith("--tree.") for word in unknown) and name in ("bench", "calibrate"):
-        warn(f"--tree: {name} does not read it; set {'bench.rows' if name == 'bench' else 'calibrate.tree'}")
-    section = getattr(recipe, name) or {"bench": BenchConfig, "calibrate": CalibrateConfig, "tune": TuneConfig}[name]()
-    for key, part in (("prompts", int(name != "bench")), ("measure", 0)):  # no prompt is both fitted and measured on
+        warn(
+            f"--tree: {name} does not read it; set {'bench.rows' if name == 'bench' else 'calibrate.tree'}"
+        )
+    section = (
+        getattr(recipe, name)
+        or {"bench": BenchConfig, "calibrate": CalibrateConfig, "tune": TuneConfig}[name]()
+    )
+    for key, part in (
+        ("prompts", int(name != "bench")),
+        ("measure", 0),
+    ):  # no prompt is both fitted and measured on
         prompts = getattr(section, key, None)
         if prompts is not None and prompts.path is None and not prompts.tasks:
-            section = replace(section, **{key: HeldOutPrompts(**vars(prompts), data=recipe.data, part=part)})
+            section = replace(
+                section, **{key: HeldOutPrompts(**vars(prompts), data=recipe.data, part=part)}
+            )
     return recipe, section, recipe.paths
 
 
@@ -373,7 +485,9 @@ def _check(target: TargetConfig, heads: Sequence[str | None]) -> None:
         storage.template_path(target.chat_template)
     for head in filter(None, heads):
         if not is_on_hub(head) and storage.find_weights(Path(head)) is None:
-            raise UserError(f"{head}: holds no weights; train the head with: aerie train --config RECIPE")
+            raise UserError(
+                f"{head}: holds no weights; train the head with: aerie train --config RECIPE"
+            )
 
 
 def _given_head(text: str) -> Path:
@@ -382,7 +496,12 @@ def _given_head(text: str) -> Path:
 
 HEAD: dict[str, Any] = {"type": _given_head, "help": "a head directory (default: the run's own)"}
 FILE: dict[str, Any] = {"type": user_path, "metavar": "FILE.yaml"}
-ROWS: dict[str, Any] = {"type": int, "nargs": "+", "required": True, "help": "rows of bench.rows, from 0; pooled"}
+ROWS: dict[str, Any] = {
+    "type": int,
+    "nargs": "+",
+    "required": True,
+    "help": "rows of bench.rows, from 0; pooled",
+}
 COMMANDS = (generate, chat, calibrate, bench, tune, report, results, claims, compare, verify)
 DECODING: dict[str, dict[str, Any]] = {
     "--method": {"help": f"default: the usual one of the head; {', '.join(get_args(Method))}"},
@@ -393,23 +512,41 @@ DECODING: dict[str, dict[str, Any]] = {
     "--top-p": {"type": float},
     "--seed": {"type": int, "default": 0},
     "--show-tree": {"action": "store_true", "help": "print the first draft tree of each answer"},
-    "--profile": {"action": "store_true", "help": "print what a cycle costs: phases, kernels, bytes"},
+    "--profile": {
+        "action": "store_true",
+        "help": "print what a cycle costs: phases, kernels, bytes",
+    },
 }
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "generate": {
         "--prompt": {"help": "a text; - reads it from stdin"},
-        "--prompts": {"metavar": "FILE.jsonl", "help": "rows with prompt, question, turns or messages"},
+        "--prompts": {
+            "metavar": "FILE.jsonl",
+            "help": "rows with prompt, question, turns or messages",
+        },
         "--raw": {"action": "store_true", "help": "the prompt as it is, without the chat template"},
-        "--json": {"action": "store_true", "help": "print one line of JSON per answer, and no stream"},
+        "--json": {
+            "action": "store_true",
+            "help": "print one line of JSON per answer, and no stream",
+        },
         **DECODING,
     },
     "chat": DECODING,
     "bench": {"--row": {"action": "append", "default": [], **FILE, "help": "one more row"}},
     "results": {"runs": {"type": user_path, "nargs": "+", "metavar": "RUN"}},
     "claims": {"claims_of": {"type": user_path, "metavar": "RUN"}},
-    "compare": {"--of": ROWS, "--against": ROWS, "--temperature": {"type": float, "help": "of the answers compared"}},
+    "compare": {
+        "--of": ROWS,
+        "--against": ROWS,
+        "--temperature": {"type": float, "help": "of the answers compared"},
+    },
     "verify": {
-        "--head": {**HEAD, "action": "append", "default": [], "help": "a head directory; one of each kind"},
+        "--head": {
+            **HEAD,
+            "action": "append",
+            "default": [],
+            "help": "a head directory; one of each kind",
+        },
         "--methods": {"default": ",".join(METHODS), "help": "eagle2,sps,...; default: all"},
         "--prompts": {"type": int, "default": 20, "help": "greedy prompts (default 20)"},
         "--draws": {"type": int, "default": 2000, "help": "for each p-value (default 2000)"},
@@ -436,9 +573,13 @@ def main() -> int:
         raise UserError(f"{unknown[0]}: not an option of {arguments.command}")
     place = getattr(arguments, "run", None)
     if place and arguments.config is None:
-        arguments.config = stored if (stored := user_path(place) / "recipe.yaml").is_file() else None
+        arguments.config = (
+            stored if (stored := user_path(place) / "recipe.yaml").is_file() else None
+        )
         if arguments.config is None and arguments.target is None:
-            raise UserError(f"{stored}: no such file; give --run a directory that has one, or --config RECIPE")
+            raise UserError(
+                f"{stored}: no such file; give --run a directory that has one, or --config RECIPE"
+            )
     return int(arguments.run_command(arguments, unknown))
 
 

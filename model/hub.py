@@ -18,8 +18,14 @@ HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<rev
 RECORDS = ("recipe.yaml", "provenance.json", "calibration.json", CALIBRATOR)
 OURS = "aerie"  # the folder of a head as it was trained, if a repository's root is in a server's layout
 SHA256 = re.compile("[0-9a-f]{64}")
-KEPT_BYTES, TOLD_BYTES = 2**26, 10**10  # from these sizes on a digest is kept, and hashing is announced
-SAFE, PICKLED = ("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.bin.index.json", "*_lm_head.pt")
+KEPT_BYTES, TOLD_BYTES = (
+    2**26,
+    10**10,
+)  # from these sizes on a digest is kept, and hashing is announced
+SAFE, PICKLED = (
+    ("*.safetensors", "*.safetensors.index.json"),
+    ("*.bin", "*.bin.index.json", "*_lm_head.pt"),
+)
 
 
 def head_directory(path: Path | str) -> Path:
@@ -30,17 +36,32 @@ def head_directory(path: Path | str) -> Path:
             if (head / CONFIG).is_file():
                 return head
         if heads := sorted(place.glob(f"heads/*/{CONFIG}")):
-            raise UserError(f"{path}: a run and no head; name {' or '.join(str(head.parent) for head in heads)}")
-        close = difflib.get_close_matches(place.name, [other.parent.name for other in place.parent.glob(f"*/{CONFIG}")])
-        fix = f"did you mean {place.parent / close[0]}?" if close else "train the head: aerie train --config RECIPE"
+            raise UserError(
+                f"{path}: a run and no head; name {' or '.join(str(head.parent) for head in heads)}"
+            )
+        close = difflib.get_close_matches(
+            place.name, [other.parent.name for other in place.parent.glob(f"*/{CONFIG}")]
+        )
+        fix = (
+            f"did you mean {place.parent / close[0]}?"
+            if close
+            else "train the head: aerie train --config RECIPE"
+        )
         raise UserError(f"{path}: holds no head (no {CONFIG}); {fix}")
     from huggingface_hub import snapshot_download
 
     repo, revision = found["repo"], found["revision"]
     root = (CONFIG, *RECORDS, "README.md")
     with readable_errors(str(path)):  # a pickle only where there is nothing better
-        for folder, patterns in ((OURS, (f"{OURS}/*",)), ("", (*root, *SAFE)), ("", (*root, *PICKLED))):
-            place = Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns))) / folder
+        for folder, patterns in (
+            (OURS, (f"{OURS}/*",)),
+            ("", (*root, *SAFE)),
+            ("", (*root, *PICKLED)),
+        ):
+            place = (
+                Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
+                / folder
+            )
             if find_weights(place) is not None:
                 break
     if not (place / CONFIG).is_file():
@@ -52,15 +73,21 @@ def require_target(path: str) -> None:
     """UserError for a local path that is no directory of a whole model."""
     place = Path(path)
     if place.suffix == ".gguf" or (any(place.glob("*.gguf")) and find_weights(place) is None):
-        raise UserError(f"{path}: GGUF is not read; name the safetensors model that it was made from")
+        raise UserError(
+            f"{path}: GGUF is not read; name the safetensors model that it was made from"
+        )
     if (place / "adapter_config.json").is_file() and find_weights(place) is None:
         code = f"M.from_pretrained('{path}').merge_and_unload().save_pretrained('MERGED')"
         line = f'python -c "from peft import AutoPeftModelForCausalLM as M; {code}"'
-        raise UserError(f"{path}: a LoRA adapter; merge it into its model, and add the model's tokenizer files: {line}")
+        raise UserError(
+            f"{path}: a LoRA adapter; merge it into its model, and add the model's tokenizer files: {line}"
+        )
     for index in place.glob("*.index.json"):
         if index.name in ORDER:
             weight_map(index)  # transformers follows it wherever it points
-    if not place.is_dir() and (place.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1):
+    if not place.is_dir() and (
+        place.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1
+    ):
         raise UserError(f"{path}: no such target directory; name a local one or a Hub id")
 
 
@@ -85,10 +112,14 @@ def weights_digest(path: Path) -> str:
     times = [status.st_mtime_ns, status.st_ctime_ns]
     kept = storage.user_cache() / "digests" / storage.digest([str(place), status.st_size, *times])
     with suppress(OSError, ValueError):
-        if status.st_size >= KEPT_BYTES and SHA256.fullmatch(text := kept.read_text(encoding="utf-8")):
+        if status.st_size >= KEPT_BYTES and SHA256.fullmatch(
+            text := kept.read_text(encoding="utf-8")
+        ):
             return text
     if status.st_size >= TOLD_BYTES:
-        print(f"{path}: is hashed once ({status.st_size / 1e9:.1f} GB)", file=sys.stderr, flush=True)
+        print(
+            f"{path}: is hashed once ({status.st_size / 1e9:.1f} GB)", file=sys.stderr, flush=True
+        )
     with place.open("rb") as handle:
         text = hashlib.file_digest(handle, "sha256").hexdigest()
     if status.st_size >= KEPT_BYTES:
@@ -116,8 +147,14 @@ def require_whole_weights(head: Path) -> None:
     """UserError if weights differ from those in a trained head's manifest."""
     for name, (_, checksum) in storage.sound_record(head).get("files", {}).items():
         path = head / name
-        if name.endswith((".safetensors", ".bin", ".pt")) and path.is_file() and weights_digest(path)[:16] != checksum:
-            raise UserError(f"{path}: is damaged; train the head anew with --overwrite, or fetch it again")
+        if (
+            name.endswith((".safetensors", ".bin", ".pt"))
+            and path.is_file()
+            and weights_digest(path)[:16] != checksum
+        ):
+            raise UserError(
+                f"{path}: is damaged; train the head anew with --overwrite, or fetch it again"
+            )
 
 
 def is_on_hub(path: Path | str) -> bool:
@@ -132,7 +169,10 @@ def readable_errors(repo: str) -> Iterator[None]:
         yield
     except (errors.HTTPError, errors.HFValidationError, OSError, RuntimeError) as error:
         what, token = first_line(error.__cause__ or error), get_token()
-        text = hub_answer(error) or f"the Hub is out of reach, refused or broke off: {what}; run the same command again"
+        text = (
+            hub_answer(error)
+            or f"the Hub is out of reach, refused or broke off: {what}; run the same command again"
+        )
         raise UserError(f"{repo}: {text.replace(token, '***') if token else text}") from error
 
 
@@ -149,7 +189,10 @@ def hub_answer(error: BaseException) -> str | None:
     offline = "not in the local cache, and HF_HUB_OFFLINE forbids to ask the Hub; unset it, or fetch it: hf download"
     is_away = isinstance(cause, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled)
     meanings = (
-        (isinstance(cause, errors.GatedRepoError), "gated on the Hub; ask for access on its page: hf auth login"),
+        (
+            isinstance(cause, errors.GatedRepoError),
+            "gated on the Hub; ask for access on its page: hf auth login",
+        ),
         (isinstance(cause, errors.RepositoryNotFoundError), nowhere),
         (isinstance(cause, errors.RevisionNotFoundError), "the repository has no such revision"),
         (status == 401, "the Hub does not accept this login; run: hf auth login"),

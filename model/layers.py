@@ -25,13 +25,21 @@ class Rotary:
     """RoPE's cosines and sines, tabulated on demand."""
 
     def __init__(self, config: Any) -> None:
-        parameters = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
+        parameters = {
+            "rope_type": "default",
+            **(config.rope_scaling or {}),
+            "rope_theta": config.rope_theta,
+        }
         if (kind := parameters["rope_type"]) not in FIXED_ROPE_TYPES:
-            raise UserError(f"rope_scaling: {kind!r} changes with the length; set head.rope_theta for a plain RoPE")
+            raise UserError(
+                f"rope_scaling: {kind!r} changes with the length; set head.rope_theta for a plain RoPE"
+            )
         self.max_positions, dim = config.max_position_embeddings, config.head_dim
         sizes = {"hidden_size": dim, "head_dim": dim, "max_position_embeddings": self.max_positions}
         with torch.device("cpu"):
-            rotary = LlamaRotaryEmbedding(LlamaConfig(**sizes, num_attention_heads=1, rope_parameters=parameters))
+            rotary = LlamaRotaryEmbedding(
+                LlamaConfig(**sizes, num_attention_heads=1, rope_parameters=parameters)
+            )
         self._frequencies = rotary.inv_freq.float()  # [head_dim / 2]
         self._scale = float(rotary.attention_scaling)
         self._table = (torch.empty(0), torch.empty(0))  # cos and sin [rows, head_dim]
@@ -50,7 +58,9 @@ class Rotary:
         if len(known) >= length and known.device == like.device and known.dtype == like.dtype:
             return self._table
         rows = max(256, 2 ** math.ceil(math.log2(max(length, 1))))
-        angles = torch.outer(torch.arange(rows, dtype=torch.float32), self._frequencies)  # [rows, head_dim / 2]
+        angles = torch.outer(
+            torch.arange(rows, dtype=torch.float32), self._frequencies
+        )  # [rows, head_dim / 2]
         angles = torch.cat([angles, angles], dim=-1)  # [rows, head_dim]
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         self._table = (cos.to(like.device, like.dtype), sin.to(like.device, like.dtype))
@@ -111,7 +121,9 @@ class KeyValueCache(Cache):
         for group in alike.values():
             first = next(iter(group.values()))
             # zeros: hidden values are multiplied by 0, and 0 * nan is nan
-            store = first.new_zeros(len(group), *first.shape[:2], len(kept.numbers), first.shape[-1])
+            store = first.new_zeros(
+                len(group), *first.shape[:2], len(kept.numbers), first.shape[-1]
+            )
             self._rows |= zip(group, store, strict=True)
             self._groups.append(store)
         self.write(rows)
@@ -125,7 +137,10 @@ class KeyValueCache(Cache):
     def empty(cls, num_layers: int, config: Any, kept: Kept, like: Tensor) -> "KeyValueCache":
         """A head's empty cache, of like's dtype and device."""
         nothing = like.new_empty(1, config.num_key_value_heads, 0, config.head_dim)
-        return cls({(layer, name): nothing for layer in range(num_layers) for name in ("keys", "values")}, kept)
+        return cls(
+            {(layer, name): nothing for layer in range(num_layers) for name in ("keys", "values")},
+            kept,
+        )
 
     def begin(self, count: int) -> Tensor:
         """The places [count] of the next forward's rows."""
@@ -133,7 +148,9 @@ class KeyValueCache(Cache):
         self.places = self.kept.behind[self.pending : self.pending + count]
         return self.places
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> Any:
         """Writes the rows at `places`, and returns all rows up to them."""
         keys, values = self._rows[layer_idx, "keys"], self._rows[layer_idx, "values"]
         places = self.places.to(keys.device)
@@ -146,7 +163,9 @@ class KeyValueCache(Cache):
         places, self.pending = self.kept.behind[: nodes.shape[0]], 0
         nodes = self.kept.behind.index_select(0, nodes)
         for store in self._groups:
-            store.index_copy_(3, places.to(store.device), store.index_select(3, nodes.to(store.device)))
+            store.index_copy_(
+                3, places.to(store.device), store.index_select(3, nodes.to(store.device))
+            )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.kept.columns.shape[0] + self.pending
@@ -185,15 +204,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, memory: Memory)
         memory.keys.append(k.to(v.dtype))  # under autocast RoPE's tables make k float32
         memory.values.append(v)
         pairs = enumerate(zip(memory.keys, memory.values, strict=True))
-        columns = [(x[:, :, :n] if step else x).squeeze(0).transpose(0, 1) for step, pair in pairs for x in pair]
-        out = _MergedAttention.apply(q.squeeze(0).transpose(0, 1).to(v.dtype), places, memory.documents, *columns)
+        columns = [
+            (x[:, :, :n] if step else x).squeeze(0).transpose(0, 1)
+            for step, pair in pairs
+            for x in pair
+        ]
+        out = _MergedAttention.apply(
+            q.squeeze(0).transpose(0, 1).to(v.dtype), places, memory.documents, *columns
+        )
         return out.flatten(1)[None]
     is_causal = mask is None and memory is None  # a lone new slot needs no mask
     if memory is not None:
         cache, layer = memory
         k, v = cache.update(k, v, layer)
     is_grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=is_grouped)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=is_grouped
+    )
     return out.transpose(1, 2).flatten(2)
 
 
@@ -216,7 +243,11 @@ class Attention(nn.Module):
 
         asked: the slots that have queries (None: all).
         """
-        asking, rope_q = (x, rope) if asked is None else (x[:, asked], (rope[0][:, :, asked], rope[1][:, :, asked]))
+        asking, rope_q = (
+            (x, rope)
+            if asked is None
+            else (x[:, asked], (rope[0][:, :, asked], rope[1][:, :, asked]))
+        )
         projected = self.q_proj(asking), self.k_proj(x), self.v_proj(x)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in projected)
         if self.has_norms:
@@ -229,7 +260,10 @@ class DecoderLayer(nn.Module):
     layer), or the "pair" [normed embedding; normed feature] (EAGLE-3's first layer)."""
 
     def __init__(
-        self, config: Any, reads: Literal["normed", "raw", "pair"] = "normed", norm_before_residual: bool = False
+        self,
+        config: Any,
+        reads: Literal["normed", "raw", "pair"] = "normed",
+        norm_before_residual: bool = False,
     ) -> None:
         super().__init__()
         self.reads, self.norm_before_residual = reads, norm_before_residual
@@ -251,20 +285,32 @@ class DecoderLayer(nn.Module):
         if self.reads == "normed":
             return self.input_layernorm(x), x
         assert embedded is not None
-        pair = torch.cat([self.input_layernorm(embedded), self.hidden_norm(x)], dim=-1)  # [B, T, 2D]
+        pair = torch.cat(
+            [self.input_layernorm(embedded), self.hidden_norm(x)], dim=-1
+        )  # [B, T, 2D]
         return pair, self.hidden_norm(x) if self.norm_before_residual else x
 
-    def before(self, x: Tensor, embedded: Tensor | None, rope: Rope, asked: Tensor | None) -> list[Tensor]:
+    def before(
+        self, x: Tensor, embedded: Tensor | None, rope: Rope, asked: Tensor | None
+    ) -> list[Tensor]:
         """The residual, and the queries, keys and values."""
         given, residual = self.read(x, embedded)
-        return [residual if asked is None else residual[:, asked], *self.self_attn.project(given, rope, asked)]
+        return [
+            residual if asked is None else residual[:, asked],
+            *self.self_attn.project(given, rope, asked),
+        ]
 
     def after(self, residual: Tensor, attended: Tensor) -> Tensor:
         x = residual + self.self_attn.o_proj(attended)
         return x + self.mlp(self.post_attention_layernorm(x))
 
     def forward(
-        self, x: Tensor, embedded: Tensor | None, rope: Rope, mask: Tensor | None = None, memory: Memory = None
+        self,
+        x: Tensor,
+        embedded: Tensor | None,
+        rope: Rope,
+        mask: Tensor | None = None,
+        memory: Memory = None,
     ) -> Tensor:
         """Outputs [B, T, D] of x [B, T, D]; only a pair reads embedded [B, T, D]; mask and memory as in attend."""
         asked = memory.asked if isinstance(memory, UnrollMemory) else None
@@ -281,22 +327,33 @@ class DraftLayer:
     """A decoder layer for drafting, with merged projections."""
 
     def __init__(self, layer: DecoderLayer) -> None:
-        self.read, attention, mlp, norm = layer.read, layer.self_attn, layer.mlp, layer.post_attention_layernorm
+        self.read, attention, mlp, norm = (
+            layer.read,
+            layer.self_attn,
+            layer.mlp,
+            layer.post_attention_layernorm,
+        )
         self.head_dim, self.norm = attention.head_dim, (norm.weight.shape, norm.weight, norm.eps)
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         self.parts = [len(each.weight) // self.head_dim for each in projections[:2]]  # H and KV
         self.qkv = _stacked([each.weight for each in projections])  # [(H + 2 KV) * hd, inputs]
-        self.bias = None if attention.q_proj.bias is None else _stacked([each.bias for each in projections])
+        self.bias = (
+            None if attention.q_proj.bias is None else _stacked([each.bias for each in projections])
+        )
         self.qk_norms = (attention.q_norm, attention.k_norm) if attention.has_norms else None
         self.out = attention.o_proj.weight
         self.gate_up = _stacked([mlp.gate_proj.weight, mlp.up_proj.weight])  # [2 I, D]
         self.down = mlp.down_proj.weight
 
-    def __call__(self, x: Tensor, embedded: Tensor, rope: Rope, mask: Tensor, memory: Memory) -> Tensor:
+    def __call__(
+        self, x: Tensor, embedded: Tensor, rope: Rope, mask: Tensor, memory: Memory
+    ) -> Tensor:
         """Outputs [n, D] of x [n, D]; the additive mask [1, 1, n, S] is over the cache's rows and the n slots."""
         given, residual = self.read(x, embedded)
         heads, kv = self.parts
-        qkv = F.linear(given, self.qkv, self.bias).view(1, len(x), -1, self.head_dim).transpose(1, 2)
+        qkv = (
+            F.linear(given, self.qkv, self.bias).view(1, len(x), -1, self.head_dim).transpose(1, 2)
+        )
         qk, v = qkv.split([heads + kv, kv], dim=1)  # [1, H + KV, n, hd] and [1, KV, n, hd]
         if self.qk_norms is not None:
             q, k = qk.split(self.parts, dim=1)
@@ -310,7 +367,9 @@ class DraftLayer:
 @torch.no_grad()
 def _stacked(parameters: list[Tensor]) -> Tensor:  # parameters become its views
     stacked = torch.cat([parameter.detach() for parameter in parameters])
-    for parameter, part in zip(parameters, stacked.split([len(p) for p in parameters]), strict=True):
+    for parameter, part in zip(
+        parameters, stacked.split([len(p) for p in parameters]), strict=True
+    ):
         parameter.data = part
     return stacked
 
@@ -322,13 +381,22 @@ class _MergedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, places: Tensor, documents: tuple[int, ...], *pairs: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, places: Tensor, documents: tuple[int, ...], *pairs: Tensor
+    ) -> Tensor:
         by_group, ctx.scale, ctx.documents = (pairs[0].shape[1], -1), q.shape[2] ** -0.5, documents
-        whole = _causal(_placed(q, places, len(pairs[0])), pairs[0], pairs[1], documents)  # [N, H, hd], [N, H]
+        whole = _causal(
+            _placed(q, places, len(pairs[0])), pairs[0], pairs[1], documents
+        )  # [N, H, hd], [N, H]
         shared, normaliser = (x[places] for x in whole)
         grouped = q.unflatten(1, by_group)  # [n, KV, g, hd]
-        own = [(grouped * key[:, :, None]).sum(-1, dtype=torch.float32) * ctx.scale for key in pairs[2::2]]
-        scores = torch.stack([normaliser.unflatten(1, by_group), *own])  # [1 + k, n, KV, g], natural logarithms
+        own = [
+            (grouped * key[:, :, None]).sum(-1, dtype=torch.float32) * ctx.scale
+            for key in pairs[2::2]
+        ]
+        scores = torch.stack(
+            [normaliser.unflatten(1, by_group), *own]
+        )  # [1 + k, n, KV, g], natural logarithms
         total = scores.logsumexp(0)  # [n, KV, g]
         weights = (scores - total).exp()[..., None]  # [1 + k, n, KV, g, 1]
         out = shared.unflatten(1, by_group) * weights[0]
@@ -355,7 +423,9 @@ class _MergedAttention(torch.autograd.Function):
         return for_q.flatten(1, 2).to(q.dtype), None, None, *found
 
 
-def _placed(x: Tensor, places: Tensor, length: int) -> Tensor:  # [n, ...] -> [length, ...], zero elsewhere
+def _placed(
+    x: Tensor, places: Tensor, length: int
+) -> Tensor:  # [n, ...] -> [length, ...], zero elsewhere
     return x.new_zeros(length, *x.shape[1:]).index_copy_(0, places, x)
 
 
@@ -370,20 +440,28 @@ def _kernel(x: Tensor) -> Literal["cpu", "flash", "efficient"]:
 def _causal(q: Tensor, k: Tensor, v: Tensor, documents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Causal attention [N, H, hd] of q [N, H, hd], k and v [N, KV, hd] inside each document; its log-sum-exp [N, H]."""
     if _kernel(q) == "flash" and documents:
-        out, logs, *_ = aten._flash_attention_forward(q, k, v, *_borders(documents, q), 0.0, True, False)
+        out, logs, *_ = aten._flash_attention_forward(
+            q, k, v, *_borders(documents, q), 0.0, True, False
+        )
         return out, logs.T
     out, normaliser = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
     for rows, given in _by_document(documents, k.shape[1], q, k, v):
         if _kernel(q) == "cpu":
-            part, logs = aten._scaled_dot_product_flash_attention_for_cpu(*given, 0.0, True)  # [KV, g, n, hd]
+            part, logs = aten._scaled_dot_product_flash_attention_for_cpu(
+                *given, 0.0, True
+            )  # [KV, g, n, hd]
         else:
-            part, logs, *_ = aten._scaled_dot_product_efficient_attention(*given, None, True, 0.0, True)
+            part, logs, *_ = aten._scaled_dot_product_efficient_attention(
+                *given, None, True, 0.0, True
+            )
         out[rows] = part.permute(2, 0, 1, 3).flatten(1, 2)
         normaliser[rows] = logs.flatten(0, 1).T[: part.shape[2]]  # CUDA pads it
     return out, normaliser
 
 
-def _causal_backward(of_q: list[Tensor], k: Tensor, v: Tensor, documents: tuple[int, ...]) -> list[Tensor]:
+def _causal_backward(
+    of_q: list[Tensor], k: Tensor, v: Tensor, documents: tuple[int, ...]
+) -> list[Tensor]:
     """Gradients of q, k and v; of_q: out's gradient, q, out, the log-sum-exp (the last two: of all steps)."""
     g, q, out, normaliser = of_q
     if _kernel(q) == "flash" and documents:
@@ -394,13 +472,30 @@ def _causal_backward(of_q: list[Tensor], k: Tensor, v: Tensor, documents: tuple[
     for rows, given in _by_document(documents, k.shape[1], g, q, k, v, out, normaliser[..., None]):
         logs, count = given.pop()[..., 0].contiguous(), given[0].shape[2]  # [KV, g, n]
         if _kernel(q) == "cpu":
-            parts = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, logs, 0.0, True)
+            parts = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *given, logs, 0.0, True
+            )
         else:
             logs = F.pad(logs, (0, -count % 32), value=math.inf)  # as the forward pass pads it
             *most, part = (x.transpose(1, 2) for x in given)  # [KV, n, g, hd]
             seed = torch.empty((), dtype=torch.long, device=q.device)
-            sizes = None, part.contiguous(), None, None, count, count, logs, 0.0, seed, seed, 1, False
-            parts = [x.transpose(1, 2) for x in aten._efficient_attention_backward(*most, *sizes)[:3]]
+            sizes = (
+                None,
+                part.contiguous(),
+                None,
+                None,
+                count,
+                count,
+                logs,
+                0.0,
+                seed,
+                seed,
+                1,
+                False,
+            )
+            parts = [
+                x.transpose(1, 2) for x in aten._efficient_attention_backward(*most, *sizes)[:3]
+            ]
         for gradient, part in zip(gradients, parts, strict=True):
             part = part if gradient is gradients[0] else part.sum(1, keepdim=True)  # [KV, 1, n, hd]
             gradient[rows] = part.permute(2, 0, 1, 3).flatten(1, 2)
@@ -408,11 +503,15 @@ def _causal_backward(of_q: list[Tensor], k: Tensor, v: Tensor, documents: tuple[
 
 
 def _borders(documents: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    borders = torch.tensor([0, *accumulate(documents)], dtype=torch.int32).to(like.device, non_blocking=True)
+    borders = torch.tensor([0, *accumulate(documents)], dtype=torch.int32).to(
+        like.device, non_blocking=True
+    )
     return borders, borders, max(documents), max(documents)
 
 
-def _by_document(documents: tuple[int, ...], kv: int, *parts: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+def _by_document(
+    documents: tuple[int, ...], kv: int, *parts: Tensor
+) -> Iterator[tuple[slice, list[Tensor]]]:
     """Each document's rows, and these rows of the parts [N, H or KV, w], as [KV, g, n, w]."""
     groups = parts[0].shape[1] // kv
     for first, stop in pairwise([0, *accumulate(documents)]):

@@ -4,7 +4,9 @@ import sys
 from pathlib import Path
 
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")  # the checkout's packages, as aerie.*
+    sys.path[0] = str(
+        Path(__file__).resolve().parents[1] / "src"
+    )  # the checkout's packages, as aerie.*
 
 import argparse
 import json
@@ -17,35 +19,56 @@ from aerie.model.storage import CONFIG, read_json
 
 
 def parser() -> argparse.ArgumentParser:
-    top = Arguments("aerie", description="Inspect, convert and push draft heads.", allow_abbrev=False)
+    top = Arguments(
+        "aerie", description="Inspect, convert and push draft heads.", allow_abbrev=False
+    )
     commands = top.add_subparsers(dest="command", required=True)
 
     def add(name: str, summary: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        command.add_argument("head", type=expanduser, help="a directory, or user/name[@revision] on the Hub")
-        command.add_argument("--target", type=expanduser, required=name == "convert", help="a directory or a Hub id")
-        command.add_argument("--after-blocks", type=taps, help="taps of a head that names none, as 2,16,29")
+        command.add_argument(
+            "head", type=expanduser, help="a directory, or user/name[@revision] on the Hub"
+        )
+        command.add_argument(
+            "--target", type=expanduser, required=name == "convert", help="a directory or a Hub id"
+        )
+        command.add_argument(
+            "--after-blocks", type=taps, help="taps of a head that names none, as 2,16,29"
+        )
         return command
 
     inspect = add("inspect", "what a head's files hold, and whether it fits")
     inspect.add_argument("--json", action="store_true", help="for tools")
     convert = add("convert", "write a head for vLLM, SGLang or SafeAILab's code")
-    names, named = ("safeailab", "sglang", "speculators"), lambda to: to.replace("vllm", "speculators")
-    convert.add_argument("--to", required=True, choices=names, type=named, help="the layout (vllm: speculators)")
+    names, named = (
+        ("safeailab", "sglang", "speculators"),
+        lambda to: to.replace("vllm", "speculators"),
+    )
+    convert.add_argument(
+        "--to", required=True, choices=names, type=named, help="the layout (vllm: speculators)"
+    )
     convert.add_argument("--out", required=True, type=user_path, help="the directory to write")
     convert.add_argument("--target-name", help="what servers load, if not --target")
-    convert.add_argument("--any-target", action="store_true", help="allow a target with other weights")
+    convert.add_argument(
+        "--any-target", action="store_true", help="allow a target with other weights"
+    )
     convert.add_argument("--overwrite", action="store_true", help="replace what is in --out")
     push = add("push", "ship a head to the Hub, with a card from its run's reports")
     push.add_argument("--repo", required=True, help="user/name")
-    push.add_argument("--run", type=user_path, help="the run with its reports (default: the head's own)")
+    push.add_argument(
+        "--run", type=user_path, help="the run with its reports (default: the head's own)"
+    )
     push.add_argument("--target-name", help="the target's Hub id, in place of a local path")
     push.add_argument("--license", help="as the Hub spells it (apache-2.0)")
     push.add_argument("--private", action="store_true", help="refused if the repository is public")
     push.add_argument("--revision", help="the branch (default: main)")
     push.add_argument("--dry-run", action="store_true", help="print what would go, and stop")
-    push.add_argument("--without-results", action="store_true", help="push although nothing was measured")
-    push.add_argument("--uncommitted", action="store_true", help="push although the tree was not committed")
+    push.add_argument(
+        "--without-results", action="store_true", help="push although nothing was measured"
+    )
+    push.add_argument(
+        "--uncommitted", action="store_true", help="push although the tree was not committed"
+    )
     return top
 
 
@@ -59,7 +82,9 @@ def main() -> int:
     warnings.filterwarnings("ignore")  # of libraries
     quieten()
     if arguments.target is not None:
-        arguments.target = TargetFacts.load(arguments.target, getattr(arguments, "target_name", None))
+        arguments.target = TargetFacts.load(
+            arguments.target, getattr(arguments, "target_name", None)
+        )
     return {"inspect": inspect, "convert": convert, "push": push}[arguments.command](arguments)
 
 
@@ -85,13 +110,23 @@ def convert(arguments: argparse.Namespace) -> int:
     from aerie.model.formats.content import table
 
     out, to = arguments.out, arguments.to
-    if there := list(out.iterdir()) if out.is_dir() else []:  # only an earlier export is ever removed
+    if (
+        there := list(out.iterdir()) if out.is_dir() else []
+    ):  # only an earlier export is ever removed
         values = read_json(out / CONFIG) if out / CONFIG in there else {}
-        is_export = "exported_from" in table(values, "aerie") and all(path.is_file() for path in there)
+        is_export = "exported_from" in table(values, "aerie") and all(
+            path.is_file() for path in there
+        )
         if not (arguments.overwrite and is_export):
-            fix = "replace it with --overwrite" if is_export else "it is no earlier export; name a new directory"
+            fix = (
+                "replace it with --overwrite"
+                if is_export
+                else "it is no earlier export; name a new directory"
+            )
             raise UserError(f"--out {out}: not empty; {fix}")
-    layout, notes = export(arguments.head, to, out, arguments.target, arguments.after_blocks, arguments.any_target)
+    layout, notes = export(
+        arguments.head, to, out, arguments.target, arguments.after_blocks, arguments.any_target
+    )
     print("".join(f"note: {note}\n" for note in notes), end="")
     print(f"convert: {layout} -> {to}: {out}, read back and equal bit for bit")
     return 0
@@ -111,11 +146,15 @@ def push(arguments: argparse.Namespace) -> int:
     where = repo if revision is None else f"{repo}@{revision}"
     with TemporaryDirectory() as place:
         server = Path(place) / "server", arguments.target
-        files, notes = pack(head, repo, arguments.run, arguments.target_name, arguments.license, allowed, server)
+        files, notes = pack(
+            head, repo, arguments.run, arguments.target_name, arguments.license, allowed, server
+        )
         print("".join(f"note: {note}\n" for note in notes), end="")
         if not arguments.dry_run:
             address, removed = upload(repo, files, revision, arguments.private)
-            print(f"push: {len(files)} files to {where}, removed {', '.join(removed) or 'nothing'}: {address}")
+            print(
+                f"push: {len(files)} files to {where}, removed {', '.join(removed) or 'nothing'}: {address}"
+            )
             return 0
         try:
             does = f"remove {', '.join(removals(repo, files, revision)) or 'nothing'}"
@@ -123,7 +162,9 @@ def push(arguments: argparse.Namespace) -> int:
             does = f"fail now ({error})"
         print(f"push: would {does}, and ship to {where}:")
         for name, file in sorted(files.items()):
-            print(f"  {len(file) if isinstance(file, bytes) else file.stat().st_size:>16,} bytes  {name}")
+            print(
+                f"  {len(file) if isinstance(file, bytes) else file.stat().st_size:>16,} bytes  {name}"
+            )
         print(f"\nREADME.md:\n{bytes(files['README.md']).decode()}")
     return 0
 

@@ -34,7 +34,9 @@ def small_model(config: Any, **changes: Any) -> Any:
     """Raises whatever transformers raises if the sizes do not fit each other."""
     usual = type(config)().to_dict()
     given = {name: value for name, value in config.to_dict().items() if usual.get(name) != value}
-    small = type(config)(**(given | _sizes(config) | TABLE["own"].get(config.model_type, {}) | changes))
+    small = type(config)(
+        **(given | _sizes(config) | TABLE["own"].get(config.model_type, {}) | changes)
+    )
     small.is_decoder = True
     with torch.device("meta"):
         size = AutoModelForCausalLM.from_config(small).num_parameters()
@@ -54,8 +56,16 @@ def _sizes(config: Any) -> dict[str, Any]:
     if hasattr(config, "kv_lora_rank"):  # MLA
         values |= {"num_key_value_heads": 4, "head_dim": 4}
     rope = _given(config, "rope_parameters") or {}
-    if "long_factor" in rope:  # LongRoPE: a factor per rotated pair, and a switch length that texts reach
-        pairs = int((4 if hasattr(config, "kv_lora_rank") else 8) * rope.get("partial_rotary_factor", 1.0)) // 2
+    if (
+        "long_factor" in rope
+    ):  # LongRoPE: a factor per rotated pair, and a switch length that texts reach
+        pairs = (
+            int(
+                (4 if hasattr(config, "kv_lora_rank") else 8)
+                * rope.get("partial_rotary_factor", 1.0)
+            )
+            // 2
+        )
         factors = {name: rope[name][:pairs] for name in ("short_factor", "long_factor")}
         values |= {"rope_parameters": rope | factors | {"original_max_position_embeddings": 28}}
         values["original_max_position_embeddings"] = 28
@@ -72,13 +82,20 @@ def _given(config: Any, name: str) -> Any:
     """The value of a key; None if it follows from others."""
     way = getattr_static(config, getattr(config, "attribute_map", {}).get(name, name), None)
     with suppress(Exception):  # values by layer are no attributes
-        return None if isinstance(way, property) and way.fset is None else getattr(config, name, None)
+        return (
+            None if isinstance(way, property) and way.fset is None else getattr(config, name, None)
+        )
 
 
 def lengths_to_check(target: Target) -> dict[int, float]:
     """{length: seconds} of a short text and one near each limit of the configuration; about what a check takes."""
-    room, cost = (context_of(target.config) or 2**31) - 8, 10 * target.model.num_parameters()  # operations a token
-    beside = {limit - 2 for limit in _windows(target.config.to_dict())} | {(target.rope_switch or 2**31) + 8}
+    room, cost = (
+        (context_of(target.config) or 2**31) - 8,
+        10 * target.model.num_parameters(),
+    )  # operations a token
+    beside = {limit - 2 for limit in _windows(target.config.to_dict())} | {
+        (target.rope_switch or 2**31) + 8
+    }
     lengths = sorted(length for length in {min(SHORT, room), *beside} if 0 < length <= room)
     return {length: cost * length / SPEED.get(target.device.type, 1e15) for length in lengths}
 

@@ -25,10 +25,26 @@ from aerie.configs.read import parse_json, read_text
 
 ROOT = Path(__file__).resolve().parent.parent  # the checkout
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
+REFUSED = (
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.ENAMETOOLONG,
+)
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of file systems
-WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # directories of some network file systems
-TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "iostream error")  # torch.save's full disk
+WITHOUT_SYNC = (
+    errno.EINVAL,
+    errno.ENOTSUP,
+    errno.EBADF,
+)  # directories of some network file systems
+TORCH_WRITER = (
+    "PytorchStreamWriter",
+    "inline_container",
+    "iostream error",
+)  # torch.save's full disk
 OF_DIGESTS = re.compile(r": [0-9a-f]{16,} there|, [0-9a-f]{16,} asked")
 TEMPORARY = re.compile(r"\..+[.-][0-9a-f]{8}\.tmp")
 
@@ -45,16 +61,24 @@ def explained(path: Path) -> Iterator[None]:
             number = errno.ENOSPC
         if number not in (*FULL, *REFUSED):
             raise
-        fix = "free some space" if number in FULL else "choose another --run or --out, or change its permissions"
+        fix = (
+            "free some space"
+            if number in FULL
+            else "choose another --run or --out, or change its permissions"
+        )
         raise NotWritable(f"{path}: cannot be written ({os.strerror(number)}); {fix}") from error
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     with explained(path):
-        if path.exists() and (not path.is_file() or path.absolute().parts[1] in ("dev", "proc")):  # would be replaced
+        if path.exists() and (
+            not path.is_file() or path.absolute().parts[1] in ("dev", "proc")
+        ):  # would be replaced
             raise NotWritable(f"{path}: is no regular file; name a file, or a new one")
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # remove_temporaries knows the form
+        temporary = path.with_name(
+            f".{path.name}.{secrets.token_hex(4)}.tmp"
+        )  # remove_temporaries knows the form
         try:
             write(temporary)
             umask = os.umask(0)
@@ -180,7 +204,9 @@ def working_alone(directory: Path, doing: str) -> Lock:
     held = lock.acquire(wait=False)
     if not held:
         lock.file.close()
-        raise UserError(f"{directory}: another process is {doing} there; wait, or choose another --run")
+        raise UserError(
+            f"{directory}: another process is {doing} there; wait, or choose another --run"
+        )
     if held == "unknown":
         warn(f"{directory}: this file system knows no locks: start no second {doing} there")
     return lock
@@ -188,7 +214,15 @@ def working_alone(directory: Path, doing: str) -> Lock:
 
 FILE, CALIBRATOR, CHOICES = "provenance.json", "calibrator.json", "choices.yaml"
 LATER = (FILE, CALIBRATOR, CHOICES)  # written after an output is finished: no part of it
-PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "safetensors", "tokenizers")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "deepspeed",
+    "datasets",
+    "safetensors",
+    "tokenizers",
+)
 
 
 def digest(value: Any) -> str:
@@ -236,20 +270,33 @@ class Foreign:
 class Manifest:
     """What a directory holds and was made from; written last, as a mark that it is complete."""
 
-    files: dict[str, tuple[int, str]] = field(default_factory=dict)  # size and digest by relative name
+    files: dict[str, tuple[int, str]] = field(
+        default_factory=dict
+    )  # size and digest by relative name
     inputs: dict[str, Any] = field(default_factory=dict)  # all that decides the files' content
     facts: dict[str, Any] = field(default_factory=dict)  # what else a reader may want
 
     @classmethod
     def of(
-        cls, directory: Path, inputs: dict[str, Any] | None = None, facts: dict[str, Any] | None = None
+        cls,
+        directory: Path,
+        inputs: dict[str, Any] | None = None,
+        facts: dict[str, Any] | None = None,
     ) -> "Manifest":
         paths = sorted(path for path in directory.rglob("*") if path.is_file())
-        files = {path.relative_to(directory).as_posix(): (path.stat().st_size, file_digest(path)) for path in paths}
+        files = {
+            path.relative_to(directory).as_posix(): (path.stat().st_size, file_digest(path))
+            for path in paths
+        }
         return cls(files, inputs or {}, facts or {})
 
     def as_json(self) -> dict[str, Any]:
-        table = {"inputs_digest": digest(self.inputs), "inputs": self.inputs, "files": self.files, **self.facts}
+        table = {
+            "inputs_digest": digest(self.inputs),
+            "inputs": self.inputs,
+            "files": self.files,
+            **self.facts,
+        }
         return {**table, "seal": digest(table)}
 
     def write(self, directory: Path, name: str = FILE) -> None:
@@ -266,7 +313,11 @@ class Manifest:
 
     @classmethod
     def check(
-        cls, directory: Path, inputs: dict[str, Any] | None = None, content: bool = True, name: str = FILE
+        cls,
+        directory: Path,
+        inputs: dict[str, Any] | None = None,
+        content: bool = True,
+        name: str = FILE,
     ) -> Whole | Damaged | Foreign:
         """Whether the listed files are there, made from inputs (None: any)."""
         try:
@@ -308,7 +359,9 @@ class Stage:
         match Manifest.check(self.output, self.inputs):
             case Foreign(manifest, changed):
                 what = f"holds another {manifest.facts.get('stage', 'output')} ({changed})"
-                fix = "choose another --run" + ("" if changed.startswith("target.path:") else ", or add --overwrite")
+                fix = "choose another --run" + (
+                    "" if changed.startswith("target.path:") else ", or add --overwrite"
+                )
                 raise UserError(f"{self.output}: {what}; {fix}")
             case Damaged() as damaged:
                 raise UserError(f"{damaged}; write it anew with --overwrite")
@@ -317,7 +370,11 @@ class Stage:
         """Writes provenance.json, and returns it."""
         took = {"stage": self.name, "seconds": round(time.time() - self.started, 1)}
         written = {} if self.is_indexed else Manifest.of(self.output).files
-        files = {name: entry for name, entry in written.items() if Path(name).name not in LATER and name[0] != "."}
+        files = {
+            name: entry
+            for name, entry in written.items()
+            if Path(name).name not in LATER and name[0] != "."
+        }
         manifest = Manifest(files, self.inputs, {**took, **facts, **environment()})
         manifest.write(self.output)
         return manifest.as_json()
@@ -336,28 +393,46 @@ def differences(there: dict[str, Any], asked: dict[str, Any]) -> str:
     def compare(old: Any, new: Any, key: str) -> list[str]:
         if isinstance(old, dict) and isinstance(new, dict):
             prefix = f"{key}." if key else ""
-            return [row for k in sorted({*old, *new}) for row in compare(old.get(k), new.get(k), f"{prefix}{k}")]
-        if isinstance(old, list) and isinstance(new, list) and any(isinstance(item, dict) for item in [*old, *new]):
+            return [
+                row
+                for k in sorted({*old, *new})
+                for row in compare(old.get(k), new.get(k), f"{prefix}{k}")
+            ]
+        if (
+            isinstance(old, list)
+            and isinstance(new, list)
+            and any(isinstance(item, dict) for item in [*old, *new])
+        ):
             return compare(dict(enumerate(old)), dict(enumerate(new)), key)
         key += " (null: those of head.kind)" if key.endswith("after_blocks") else ""
         shown = [text if len(text) <= 40 else f"{text[:37]}..." for text in (str(old), str(new))]
         return [] if digest(old) == digest(new) else [f"{key}: {shown[0]} there, {shown[1]} asked"]
 
-    rows = sorted(compare(there, asked, ""), key=lambda row: (row[:12] != "target.path:", bool(OF_DIGESTS.search(row))))
+    rows = sorted(
+        compare(there, asked, ""),
+        key=lambda row: (row[:12] != "target.path:", bool(OF_DIGESTS.search(row))),
+    )
     return "; ".join(rows[:3])
 
 
 def environment() -> dict[str, Any]:
     script, *words = sys.argv or [""]
     path = Path(script).resolve()
-    inside = path.suffix == ".py" and path.is_relative_to(ROOT)  # argv holds no path of this machine
+    inside = path.suffix == ".py" and path.is_relative_to(
+        ROOT
+    )  # argv holds no path of this machine
     name = path.relative_to(ROOT).as_posix() if inside else path.name
     argv = ["aerie" if path.name == "__main__.py" else name, *words]
     versions = {"python": sys.version.split()[0]}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
-    return {"commit": _git("rev-parse", "--short=12", "HEAD"), "dirty": is_dirty(), "argv": argv, "versions": versions}
+    return {
+        "commit": _git("rev-parse", "--short=12", "HEAD"),
+        "dirty": is_dirty(),
+        "argv": argv,
+        "versions": versions,
+    }
 
 
 def is_dirty() -> bool | None:
@@ -370,7 +445,9 @@ def _git(*arguments: str) -> str | None:
     command, quiet = ["git", *arguments], subprocess.DEVNULL
     with suppress(OSError, subprocess.SubprocessError):
         if (ROOT / ".git").exists():  # an installed package may lie in the user's own repository
-            return subprocess.check_output(command, cwd=ROOT, stderr=quiet, text=True, timeout=10).strip()
+            return subprocess.check_output(
+                command, cwd=ROOT, stderr=quiet, text=True, timeout=10
+            ).strip()
     return None
 
 
@@ -386,13 +463,20 @@ def status_file(path: Path, stage: str) -> Iterator[dict[str, Any]]:
     write_status(path, stage, "running")
     ended: dict[str, Any] = {"state": "done", "code": 0}
     try:
-        with Lock(path.with_name(f".{path.name}.lock")) as lock:  # tells a running stage from a killed one
+        with Lock(
+            path.with_name(f".{path.name}.lock")
+        ) as lock:  # tells a running stage from a killed one
             lock.acquire(wait=False)
             yield ended
     except BaseException as error:
-        ends: dict[type, tuple[str, int]] = {Requeued: ("requeue", REQUEUE), KeyboardInterrupt: ("interrupted", 130)}
+        ends: dict[type, tuple[str, int]] = {
+            Requeued: ("requeue", REQUEUE),
+            KeyboardInterrupt: ("interrupted", 130),
+        }
         ends |= dict.fromkeys((UserError, OSError, SafetensorError), ("failed", 2))
-        state, code = next((end for kind, end in ends.items() if isinstance(error, kind)), ("failed", 1))
+        state, code = next(
+            (end for kind, end in ends.items() if isinstance(error, kind)), ("failed", 1)
+        )
         try:
             write_status(path, stage, state, code)
         except NotWritable:  # the disk may be full: overwrite the old file in place
@@ -405,7 +489,13 @@ def status_file(path: Path, stage: str) -> Iterator[dict[str, Any]]:
 
 CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
 MULTI_TOKEN = ("medusa_lm_head.pt", "hydra_lm_head.pt")  # the published names
-ORDER = (WEIGHTS, f"{WEIGHTS}.index.json", PICKLE, f"{PICKLE}.index.json", *MULTI_TOKEN)  # the first one is read
+ORDER = (
+    WEIGHTS,
+    f"{WEIGHTS}.index.json",
+    PICKLE,
+    f"{PICKLE}.index.json",
+    *MULTI_TOKEN,
+)  # the first one is read
 SHIPPED_TEMPLATE = "configs/templates/vicuna.jinja"
 
 
@@ -429,7 +519,11 @@ def weight_map(index: Path) -> dict[str, str]:
 def digests(directory: Path) -> dict[str, str]:
     """Digests of the files that define a head, by name."""
     names = (CONFIG, "*.safetensors", "*.bin", *MULTI_TOKEN)
-    return {path.name: file_digest(path) for pattern in names for path in sorted(directory.glob(pattern))}
+    return {
+        path.name: file_digest(path)
+        for pattern in names
+        for path in sorted(directory.glob(pattern))
+    }
 
 
 def template_path(path: str) -> Path:
@@ -437,4 +531,6 @@ def template_path(path: str) -> Path:
     for place in (Path(path).expanduser(), ROOT / path):
         if place.is_file():
             return place
-    raise UserError(f"target.chat_template: {path}: no such file; {SHIPPED_TEMPLATE} ships for Vicuna")
+    raise UserError(
+        f"target.chat_template: {path}: no such file; {SHIPPED_TEMPLATE} ships for Vicuna"
+    )

@@ -13,7 +13,13 @@ import torch
 from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import cached_file
 
@@ -21,10 +27,24 @@ from aerie.configs.errors import UserError, rank, warn
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
 from aerie.model.hub import hub_answer, quieten, require_target, weights_digests
-from aerie.model.storage import ORDER, WEIGHTS, digest, first_line, read_json, template_path, weight_map
+from aerie.model.storage import (
+    ORDER,
+    WEIGHTS,
+    digest,
+    first_line,
+    read_json,
+    template_path,
+    weight_map,
+)
 
-LARGE = 10**8  # bytes: loading a larger target is announced; parameters: a larger one is checked once (decode/check.py)
-TOLERANCE = {torch.float64: 3e-3, torch.float32: 3e-3, torch.float16: 0.1}  # of `difference`; narrower dtypes: 0.25
+LARGE = (
+    10**8
+)  # bytes: loading a larger target is announced; parameters: a larger one is checked once (decode/check.py)
+TOLERANCE = {
+    torch.float64: 3e-3,
+    torch.float32: 3e-3,
+    torch.float16: 0.1,
+}  # of `difference`; narrower dtypes: 0.25
 
 
 @dataclass(frozen=True)
@@ -36,7 +56,9 @@ class VocabWeights:
     bias: Tensor | None  # [V]
     scale: float  # a factor (Cohere's logit_scale, 1 / Granite's logits_scaling)
     softcap: float | None  # cap * tanh(logits / cap) (Gemma)
-    final_norm: Tensor | None = None  # [D], of the RMS norm that makes last_hidden; only where it was asked for
+    final_norm: Tensor | None = (
+        None  # [D], of the RMS norm that makes last_hidden; only where it was asked for
+    )
 
     def logits(self, last_hidden: Tensor, rows: Tensor | slice | None = None) -> Tensor:
         weight, bias = self.lm_head, self.bias
@@ -47,7 +69,9 @@ class VocabWeights:
 
     def to(self, device: torch.device | str) -> "VocabWeights":
         bias = None if self.bias is None else self.bias.to(device)
-        return replace(self, embedding=self.embedding.to(device), lm_head=self.lm_head.to(device), bias=bias)
+        return replace(
+            self, embedding=self.embedding.to(device), lm_head=self.lm_head.to(device), bias=bias
+        )
 
 
 @dataclass(frozen=True)
@@ -61,7 +85,11 @@ class Target:
 
     def __init__(self, model: PreTrainedModel, config: TargetConfig) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.recipe, self.config, self.decoder = config, model.config.get_text_config(), _decoder(model)
+        self.recipe, self.config, self.decoder = (
+            config,
+            model.config.get_text_config(),
+            _decoder(model),
+        )
         self.decodes = set[str]()  # the forms of drafts that infer.decode.check found lossless
         self.rope_switch = rope_switch(self.config)
         first, last = _embedding_and_head(model, config.path)
@@ -71,7 +99,9 @@ class Target:
         self.dtype, self.hidden_size = self.vocab.lm_head.dtype, int(self.vocab.embedding.shape[1])
         self.num_blocks = int(self.config.num_hidden_layers)
         self.generation_config = cast(GenerationConfig, model.generation_config)
-        ids = torch.arange(1, 5, device=self.device).remainder(self.vocab.embedding.shape[0])[None]  # [1, 4]
+        ids = torch.arange(1, 5, device=self.device).remainder(self.vocab.embedding.shape[0])[
+            None
+        ]  # [1, 4]
         try:
             with torch.inference_mode():
                 theirs = model(input_ids=ids, use_cache=False).logits.float()
@@ -79,18 +109,27 @@ class Target:
         except torch.OutOfMemoryError:
             raise
         except Exception as stumbled:  # a model that is no plain causal LM may raise anything
-            raise UserError(f"{config.path}: {family(model)} gives no logits: {first_line(stumbled)}") from stumbled
+            raise UserError(
+                f"{config.path}: {family(model)} gives no logits: {first_line(stumbled)}"
+            ) from stumbled
         error = (theirs - ours).abs().max().item()
-        if not error <= 1e-3 * max(1.0, theirs.abs().max().item()):  # also where they are not finite
+        if not error <= 1e-3 * max(
+            1.0, theirs.abs().max().item()
+        ):  # also where they are not finite
             what = f"differ from the LM head's by {error:.2g} (nan: broken weights, or target.dtype is too narrow)"
-            raise UserError(f"{config.path}: {family(model)}: its logits {what}; drafting would not be lossless")
+            raise UserError(
+                f"{config.path}: {family(model)}: its logits {what}; drafting would not be lossless"
+            )
 
     @classmethod
     def load(cls, config: TargetConfig, device: torch.device | str | None = None) -> "Target":
         arguments = {"dtype": config.dtype, **_source(config)}
         if config.device_map is not None:
             arguments["device_map"] = config.device_map
-        if getattr(load_config(config).get_text_config(), "attn_logit_softcapping", None) is not None:
+        if (
+            getattr(load_config(config).get_text_config(), "attn_logit_softcapping", None)
+            is not None
+        ):
             arguments["attn_implementation"] = "eager"  # sdpa has no softcap
         if (size := weights_size(config)) >= LARGE and rank() == 0:
             print(f"loading {config.path} ({size / 1e9:.1f} GB)", file=sys.stderr, flush=True)
@@ -102,13 +141,20 @@ class Target:
             require_whole(model, info, config.path)
         for name, value in config.generation.items():
             if not hasattr(model.generation_config, name):
-                raise UserError(f"target.generation: {name} is no setting of transformers' GenerationConfig")
+                raise UserError(
+                    f"target.generation: {name} is no setting of transformers' GenerationConfig"
+                )
             setattr(model.generation_config, name, value)
         with _readable(config, "run the target"):
-            target = cls(model if config.device_map is not None or device is None else model.to(device), config)
+            target = cls(
+                model if config.device_map is not None or device is None else model.to(device),
+                config,
+            )
         rows = target.vocab.embedding.shape[0]
         if outside := sorted(ends - {*range(rows)}):
-            warn(f"{config.path}: generation_config: eos_token_id {outside} is none of its {rows:,} tokens")
+            warn(
+                f"{config.path}: generation_config: eos_token_id {outside} is none of its {rows:,} tokens"
+            )
         return target
 
     @property
@@ -123,17 +169,23 @@ class Target:
     def features(self, input_ids: Tensor, after_blocks: tuple[int, ...] = ()) -> TargetOutput:
         """One forward over right-padded input_ids [B, T]; after_blocks index transformers' hidden_states."""
         # No mask: causal attention never sees what is on its right. Only the states with these numbers are kept.
-        out = self.decoder(input_ids=input_ids, use_cache=False, output_hidden_states=[*after_blocks])
+        out = self.decoder(
+            input_ids=input_ids, use_cache=False, output_hidden_states=[*after_blocks]
+        )
         # blocks may be on other devices
         taps = [out.hidden_states[k].to(self.device) for k in after_blocks]
-        return TargetOutput(out.last_hidden_state.to(self.device), torch.cat(taps, dim=-1) if taps else None)
+        return TargetOutput(
+            out.last_hidden_state.to(self.device), torch.cat(taps, dim=-1) if taps else None
+        )
 
     def difference(self, ours: Tensor, theirs: Tensor) -> float | None:
         """How far logits [..., V] are apart (relative root mean square); None if within the dtype's rounding."""
         ours, theirs = ours.float(), theirs.float().to(ours.device)
         errors = (ours - theirs).square().mean(-1).sqrt() / theirs.std(-1).clamp_min(1e-9)  # [...]
         # In a narrow dtype a router may choose differently at single tokens: the median ignores them.
-        error = float(errors.max() if self.dtype in (torch.float32, torch.float64) else errors.median())
+        error = float(
+            errors.max() if self.dtype in (torch.float32, torch.float64) else errors.median()
+        )
         return None if error <= TOLERANCE.get(self.dtype, 0.25) else error
 
     def fingerprint(self) -> str:
@@ -143,16 +195,32 @@ class Target:
 def require_whole(model: PreTrainedModel, info: Mapping[str, Any], path: str) -> None:
     """UserError for weights that are missing, misshapen or would be misread; a warning for others that are not read."""
     wrong = [f"{name} is missing" for name in sorted(info["missing_keys"])]
-    wrong += [f"{name} is {[*there]}, not {[*asked]}" for name, there, asked in sorted(info["mismatched_keys"])]
-    tied = model.get_expanded_tied_weights_keys(all_submodels=True).keys()  # transformers unties unequal ones
-    wrong += [f"{name} is not tied as tie_word_embeddings says" for name in sorted(tied - model.all_tied_weights_keys)]
+    wrong += [
+        f"{name} is {[*there]}, not {[*asked]}"
+        for name, there, asked in sorted(info["mismatched_keys"])
+    ]
+    tied = model.get_expanded_tied_weights_keys(
+        all_submodels=True
+    ).keys()  # transformers unties unequal ones
+    wrong += [
+        f"{name} is not tied as tie_word_embeddings says"
+        for name in sorted(tied - model.all_tied_weights_keys)
+    ]
     owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
-    lengths = {name: len(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    more = getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0  # layers for servers' drafts
+    lengths = {
+        name: len(module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+    }
+    more = (
+        getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0
+    )  # layers for servers' drafts
     left_out: list[str] = []
     for name in sorted(info["unexpected_keys"]):
         layer = re.match(r"(.+?)\.(\d+)\.", name)
-        is_beyond = layer is not None and int(layer[2]) >= lengths.get(layer[1], sys.maxsize - more) + more
+        is_beyond = (
+            layer is not None and int(layer[2]) >= lengths.get(layer[1], sys.maxsize - more) + more
+        )
         # an extra bias, scale or layer; the scales of a server's cache are harmless
         is_read = name.rpartition(".")[0] in owners and not name.endswith((".k_scale", ".v_scale"))
         (wrong if is_beyond or is_read else left_out).append(f"{name} has no place")
@@ -161,7 +229,9 @@ def require_whole(model: PreTrainedModel, info: Mapping[str, Any], path: str) ->
         what = f"its weights and its config.json do not fit: {', '.join(wrong[:3])}{others}"
         raise UserError(f"{path}: {what}; fetch both anew, or mend config.json")
     if left_out:
-        warn(f"{path}: {len(left_out):,} weights of its files are not read: {left_out[0]} in {type(model).__name__}")
+        warn(
+            f"{path}: {len(left_out):,} weights of its files are not read: {left_out[0]} in {type(model).__name__}"
+        )
 
 
 def family(model: Any) -> str:
@@ -201,15 +271,23 @@ def load_config(config: TargetConfig) -> Any:
     with _readable(config, "read the target's configuration"):
         hf_config = AutoConfig.from_pretrained(config.path, **_source(config))
         for part in (hf_config, hf_config.get_text_config()):
-            settings = getattr(part, "quantization_config", None)  # transformers skips an unknown one
+            settings = getattr(
+                part, "quantization_config", None
+            )  # transformers skips an unknown one
             if isinstance(settings, dict) and not AutoHfQuantizer.supports_quant_method(settings):
-                raise ValueError(f"quantization_config: quant_method {settings.get('quant_method')!r} is not known")
+                raise ValueError(
+                    f"quantization_config: quant_method {settings.get('quant_method')!r} is not known"
+                )
     if Path(config.path).is_dir():
         if not (names := weight_files(config)[0]):
-            raise UserError(f"{config.path}: holds no weights; fetch {WEIGHTS}, or its shards and their index")
+            raise UserError(
+                f"{config.path}: holds no weights; fetch {WEIGHTS}, or its shards and their index"
+            )
         for name in names:
             with _readable(config, f"read {name}"):
-                name.endswith(".bin") or safe_open(Path(config.path, name), framework="pt")  # detects a truncated file
+                name.endswith(".bin") or safe_open(
+                    Path(config.path, name), framework="pt"
+                )  # detects a truncated file
     return hf_config
 
 
@@ -219,20 +297,31 @@ def only_trains(hf_config: Any) -> str | None:
     kinds = {*(getattr(text, "layer_types", None) or [])} | {text.model_type} & {"rwkv", "xlstm"}
     other = sorted(kinds - {"full_attention", "sliding_attention"})
     what = f"{text.model_type} has {other} layers, and drafts need plain attention"
-    return f"{what}: heads can be trained and exported for it, but aerie does not decode with it" if other else None
+    return (
+        f"{what}: heads can be trained and exported for it, but aerie does not decode with it"
+        if other
+        else None
+    )
 
 
 def context_of(text_config: Any) -> int | None:
     """How many tokens the target can read; None: not known."""
     names = ("max_position_embeddings", "max_seq_len")  # the last is MPT's
-    return next((int(length) for name in names if (length := getattr(text_config, name, None) or 0) > 0), None)
+    return next(
+        (int(length) for name in names if (length := getattr(text_config, name, None) or 0) > 0),
+        None,
+    )
 
 
 def rope_switch(text_config: Any) -> int | None:
     """LongRoPE's switch: a forward that reaches this position rotates all its rows by other factors; else None."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
     parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
-    lengths = (part["original_max_position_embeddings"] for part in parts if part.get("rope_type") == "longrope")
+    lengths = (
+        part["original_max_position_embeddings"]
+        for part in parts
+        if part.get("rope_type") == "longrope"
+    )
     return next(lengths, None)
 
 
@@ -241,7 +330,9 @@ def load_tokenizer(config: TargetConfig) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(config.path, **_source(config))
     if config.chat_template is not None:
         with _readable(config, f"read target.chat_template {config.chat_template}"):
-            tokenizer.chat_template = template_path(config.chat_template).read_text(encoding="utf-8")
+            tokenizer.chat_template = template_path(config.chat_template).read_text(
+                encoding="utf-8"
+            )
     return tokenizer
 
 
@@ -250,7 +341,9 @@ def target_end_ids(config: TargetConfig, tokenizer: Any = None) -> set[int]:
     ids = {getattr(tokenizer, "eos_token_id", None)}
     with _readable(config, "read generation_config.json"):
         if _file(config, "generation_config.json") is not None:
-            stops = GenerationConfig.from_pretrained(config.path, revision=config.revision).eos_token_id
+            stops = GenerationConfig.from_pretrained(
+                config.path, revision=config.revision
+            ).eos_token_id
             ids.update(stops if isinstance(stops, list) else [stops])
         return {int(number) for number in ids if number is not None}
 
@@ -266,29 +359,42 @@ def weight_files(config: TargetConfig) -> tuple[list[str], dict[str, str]]:
 def _file(config: TargetConfig, name: str) -> Path | None:
     if os.path.lexists(here := Path(config.path, name)) and not here.is_file():
         raise UserError(f"{here}: is no regular file, or a link to none; fetch it anew")
-    place = cached_file(config.path, name, revision=config.revision, _raise_exceptions_for_missing_entries=False)
+    place = cached_file(
+        config.path, name, revision=config.revision, _raise_exceptions_for_missing_entries=False
+    )
     return None if place is None else Path(place)
 
 
 def skeleton(config: TargetConfig) -> Any:
     """The target's model without weights."""
     with _readable(config, "build the target"), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(load_config(config), trust_remote_code=config.trust_remote_code)
+        return AutoModelForCausalLM.from_config(
+            load_config(config), trust_remote_code=config.trust_remote_code
+        )
 
 
 def load_vocab(config: TargetConfig) -> tuple[Any, VocabWeights]:
     """The text config and VocabWeights, if possible read without the decoder blocks."""
     model = skeleton(config)
-    text, (first, last) = load_config(config).get_text_config(), _embedding_and_head(model, config.path)
+    text, (first, last) = (
+        load_config(config).get_text_config(),
+        _embedding_and_head(model, config.path),
+    )
     # of tied weights the first name, which is the one in the file
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     ends = {"embedding": first.weight, "lm_head": last.weight, "bias": getattr(last, "bias", None)}
     wanted = {role: names[id(weight)] for role, weight in ends.items() if weight is not None}
-    tied = {name: source for name, source in model.all_tied_weights_keys.items() if source in wanted.values()}
+    tied = {
+        name: source
+        for name, source in model.all_tied_weights_keys.items()
+        if source in wanted.values()
+    }
     stored = _stored(config, {*wanted.values(), *tied})
     sizes = {name: model.get_parameter(name).shape for name in wanted.values()}
     is_plain = all(name in stored and stored[name].shape == sizes[name] for name in sizes)
-    is_plain = is_plain and all(torch.equal(stored.get(name, stored[one]), stored[one]) for name, one in tied.items())
+    is_plain = is_plain and all(
+        torch.equal(stored.get(name, stored[one]), stored[one]) for name, one in tied.items()
+    )
     if not is_plain:  # another format, other names, or what require_whole refuses
         target = Target.load(config)
         return target.config, target.vocab
@@ -296,7 +402,9 @@ def load_vocab(config: TargetConfig) -> tuple[Any, VocabWeights]:
     dtype = dtype or getattr(text, "dtype", None) or stored[wanted["embedding"]].dtype
     tensors = {name: stored[name].to(dtype) for name in sizes}
     embedding, lm_head = (tensors[wanted[role]] for role in ("embedding", "lm_head"))
-    return text, VocabWeights(embedding, lm_head, tensors.get(wanted.get("bias", "")), *final_transform(text))
+    return text, VocabWeights(
+        embedding, lm_head, tensors.get(wanted.get("bias", "")), *final_transform(text)
+    )
 
 
 def _stored(config: TargetConfig, names: set[str]) -> dict[str, Tensor]:
@@ -318,19 +426,32 @@ def final_norm(config: TargetConfig) -> Tensor:
     model = skeleton(config)
     with _readable(config, "read the final norm"):
         width = model.get_input_embeddings().weight.shape[1]
-        parts = [part for part in _decoder(model).children() if isinstance(getattr(part, "weight", None), Tensor)]
+        parts = [
+            part
+            for part in _decoder(model).children()
+            if isinstance(getattr(part, "weight", None), Tensor)
+        ]
         norms = [part for part in parts if part.weight.shape == (width,)]  # of several, the last
         if norms and getattr(norms[-1], "bias", None) is None:
             norm, x = norms[-1], torch.linspace(0.0, 1.0, width)
-            (name,) = (name for name, parameter in model.named_parameters() if parameter is norm.weight)
+            (name,) = (
+                name for name, parameter in model.named_parameters() if parameter is norm.weight
+            )
             weight = _stored(config, {name}).get(name)
             if weight is None:  # another format, or other names
                 weight = Target.load(config).model.get_parameter(name)
             norm.load_state_dict({"weight": weight.float().cpu()}, assign=True)
-            for found in (norm.weight.detach(), norm.weight.detach() + 1.0):  # Gemma's files store it minus one
-                if torch.allclose(norm(x), nn.functional.rms_norm(x, (width,), found), rtol=1e-3, atol=1e-3):
+            for found in (
+                norm.weight.detach(),
+                norm.weight.detach() + 1.0,
+            ):  # Gemma's files store it minus one
+                if torch.allclose(
+                    norm(x), nn.functional.rms_norm(x, (width,), found), rtol=1e-3, atol=1e-3
+                ):
                     return found
-    raise UserError(f"head.norm_init: {config.path}: {family(model)} ends in no RMS norm; leave norm_init out")
+    raise UserError(
+        f"head.norm_init: {config.path}: {family(model)} ends in no RMS norm; leave norm_init out"
+    )
 
 
 def fingerprint(config: TargetConfig, text_config: Any, vocab: VocabWeights) -> str:
@@ -347,7 +468,9 @@ def fingerprint(config: TargetConfig, text_config: Any, vocab: VocabWeights) -> 
     return digest([sizes, [[round(value, 5) for value in sample] for sample in samples]])
 
 
-def other_weights(recorded: str | None, config: TargetConfig, text_config: Any, vocab: VocabWeights) -> str | None:
+def other_weights(
+    recorded: str | None, config: TargetConfig, text_config: Any, vocab: VocabWeights
+) -> str | None:
     """A sentence if a head or cache records another target than config's, else None."""
     if recorded is None or recorded == (here := fingerprint(config, text_config, vocab)):
         return None
@@ -370,9 +493,13 @@ def taps_of(recipe: Recipe, num_blocks: int) -> tuple[int, ...]:
         what = f"has {num_blocks} blocks, and the default taps (2, n//2, n-3) need at least 7"
         raise UserError(f"{path}: {what}; name its taps in features.after_blocks")
     if reads and not taps:
-        raise UserError(f"features.after_blocks: head {recipe.head.kind} needs at least one tap; leave the key out")
+        raise UserError(
+            f"features.after_blocks: head {recipe.head.kind} needs at least one tap; leave the key out"
+        )
     if max(taps, default=0) >= num_blocks:
-        raise UserError(f"features.after_blocks: {max(taps)} is no tap of {path}, which has {num_blocks} blocks")
+        raise UserError(
+            f"features.after_blocks: {max(taps)} is no tap of {path}, which has {num_blocks} blocks"
+        )
     return taps
 
 
@@ -384,9 +511,13 @@ def require_same_token_ids(
     fix = "choose a draft LM with the target's tokenizer"
     for token, number in draft.items():
         if target.get(token, number) != number or tokens.get(number, token) != token:
-            raise UserError(f"{draft_name}: tokenizer: token {token!r} has id {number}, in {name} another; {fix}")
+            raise UserError(
+                f"{draft_name}: tokenizer: token {token!r} has id {number}, in {name} another; {fix}"
+            )
     if max(tokens, default=0) >= num_rows:
-        raise UserError(f"{draft_name}: has {num_rows:,} token embeddings, and {name} has tokens beyond them; {fix}")
+        raise UserError(
+            f"{draft_name}: has {num_rows:,} token embeddings, and {name} has tokens beyond them; {fix}"
+        )
 
 
 def _decoder(model: Any) -> Any:

@@ -13,7 +13,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-VERIFY, SHAPE, STOP, SAMPLING = (f"infer/decode/{name}.py" for name in ("verify", "shape", "stop", "sampling"))
+VERIFY, SHAPE, STOP, SAMPLING = (
+    f"infer/decode/{name}.py" for name in ("verify", "shape", "stop", "sampling")
+)
 LOSSES, CHAT = "train/losses.py", "data/chat.py"
 TESTS = {
     VERIFY: ["tests/infer/test_verify.py", "tests/infer/test_cycles.py"],
@@ -79,18 +81,25 @@ def survives(number: int, place: Path) -> bool:
     file, old, new = MUTANTS[number]
     source = (ROOT / file).read_text(encoding="utf-8")
     if source.count(old) != 1:
-        raise SystemExit(f"{file}: {old!r} stands there {source.count(old)} times; write the mutant anew")
+        raise SystemExit(
+            f"{file}: {old!r} stands there {source.count(old)} times; write the mutant anew"
+        )
     copy = place / str(number)
     ignored = shutil.ignore_patterns(".git", ".venv", "runs", ".*_cache", "__pycache__")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
     (copy / file).write_text(source.replace(old, new), encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": f"{copy / 'src'}:{copy}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *TESTS[file]]
-    result = subprocess.run(command, check=False, cwd=copy, env=environment, capture_output=True, text=True)
+    result = subprocess.run(
+        command, check=False, cwd=copy, env=environment, capture_output=True, text=True
+    )
     shutil.rmtree(copy)
     if result.returncode not in (0, 1):  # 2 and more: the tests did not run
         raise SystemExit(result.stdout + result.stderr)
-    print(f"{'SURVIVES' if result.returncode == 0 else 'dies'}: {file}: {old.strip()} -> {new.strip()}", flush=True)
+    print(
+        f"{'SURVIVES' if result.returncode == 0 else 'dies'}: {file}: {old.strip()} -> {new.strip()}",
+        flush=True,
+    )
     return result.returncode == 0
 
 

@@ -63,7 +63,9 @@ def outcome(name: str) -> Outcome:
         return _outcome(model, name)
     except Exception as error:
         place = extract_tb(error.__traceback__)[-1]
-        return Outcome("WRONG", f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})")
+        return Outcome(
+            "WRONG", f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        )
 
 
 def _outcome(model: Any, name: str) -> Outcome:
@@ -71,7 +73,10 @@ def _outcome(model: Any, name: str) -> Outcome:
         target = Target(model, TargetConfig(path=name))
         check_padding(target)
         head = new_head(
-            Eagle1Section(max_position_embeddings=256, rope_theta=1e4), target.config, target.vocab, 0
+            Eagle1Section(max_position_embeddings=256, rope_theta=1e4),
+            target.config,
+            target.vocab,
+            0,
         ).eval()
     except UserError as error:
         return Outcome("refused", str(error))
@@ -87,7 +92,10 @@ def _outcome(model: Any, name: str) -> Outcome:
             refusals.append(str(error))
             continue
         theirs = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        decoders = [SpeculativeDecoder(target), steered(decoder, [(ids, theirs[0, 24:].tolist())], right=True)]
+        decoders = [
+            SpeculativeDecoder(target),
+            steered(decoder, [(ids, theirs[0, 24:].tolist())], right=True),
+        ]
         for each in decoders:
             out = each.generate(ids, eos_token_id=[], **options)
             if not torch.equal(out.sequences, theirs):
@@ -103,13 +111,18 @@ def table(names: list[str]) -> str:
         seen = outcome(name)
         why = re.split(r"; decoding would|[;:] heads can", seen.why.removeprefix(f"{name}: "))
         found[seen.word][name] = why[0]
-    text = "# Targets\n\nWritten by `python -m tests.targets` with transformers " + transformers.__version__
+    text = (
+        "# Targets\n\nWritten by `python -m tests.targets` with transformers "
+        + transformers.__version__
+    )
     text += ": every architecture of\n`AutoModelForCausalLM`, in miniature with random weights in float32.\n"
     for word, what in WORDS.items():
         if some := found[word]:
             text += f"\n## {len(some)} {what}\n\n"
             if any(some.values()):
-                text += "| | why |\n|---|---|\n" + "".join(f"| {name} | {why} |\n" for name, why in some.items())
+                text += "| | why |\n|---|---|\n" + "".join(
+                    f"| {name} | {why} |\n" for name, why in some.items()
+                )
             else:
                 text += ", ".join(some) + ".\n"
     return text

@@ -20,9 +20,25 @@ OTHERS = ("accelerate", "make", "pip", "python", "sbatch", "vllm")
 # Each command is a function that prints its words between separators, and then a number, as sbatch does.
 BASH = "exec 3>&1; record() { printf '%s\\037' \"$@\" >&3; printf '\\036' >&3; echo 1; }; set -u\n"
 BASH += "".join(f'{name}() {{ record {name} "$@"; }}; ' for name in ("aerie", *OTHERS))
-AT_ONCE = ("check", "claims", "compare", "convert", "init", "inspect", "keys", "push", "results", "status")
+AT_ONCE = (
+    "check",
+    "claims",
+    "compare",
+    "convert",
+    "init",
+    "inspect",
+    "keys",
+    "push",
+    "results",
+    "status",
+)
 # Files that a command needs, and that earlier lines make.
-FIRST = {"claims": "no bench", "compare": "records", "check": "index.json", "bench": "train the head"}
+FIRST = {
+    "claims": "no bench",
+    "compare": "records",
+    "check": "index.json",
+    "bench": "train the head",
+}
 FIRST |= {"train": "no whole feature cache|no run has made", "features": "too few rows to time"}
 FIRST |= {"run": "no run has made", "push": "no measured results"}
 
@@ -32,7 +48,9 @@ def lines() -> Iterator[tuple[str, list[str]]]:
     for page in PAGES:
         for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.S):
             text = re.sub(r"(?m)^\. .*activate$|&& \. .*$", "", block)
-            done = subprocess.run(["bash", "-c", BASH + text], capture_output=True, text=True, check=True, cwd="/")
+            done = subprocess.run(
+                ["bash", "-c", BASH + text], capture_output=True, text=True, check=True, cwd="/"
+            )
             assert not done.stderr, f"{page.name}: {done.stderr}"
             for record in done.stdout.split("\036")[:-1]:
                 yield page.name, record.lstrip("1\n").split("\037")[:-1]
@@ -54,8 +72,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_recipe(root)
     rows = tiny.write_conversations(root / "conversations.jsonl", 12)
     tiny.write_conversations(root / "chats.jsonl", 12)
-    for number, name in enumerate(("FILE", "gsm8k", "gsm8k_1200", "gsm8k_train", "questions/gsm8k")):
-        asked = [{"question": f"What are {n} and {number}?", "answer": f"It is {n}."} for n in range(12)]
+    for number, name in enumerate(
+        ("FILE", "gsm8k", "gsm8k_1200", "gsm8k_train", "questions/gsm8k")
+    ):
+        asked = [
+            {"question": f"What are {n} and {number}?", "answer": f"It is {n}."} for n in range(12)
+        ]
         tiny.write_rows(root / f"{name}.jsonl", asked)
     tiny.write_conversations(root / "runs/distilled/distilled/conversations.jsonl", 12)
     values = yaml.safe_load((root / "recipe.yaml").read_text())
@@ -66,10 +88,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "RUN/tune").mkdir(parents=True)
     heads = root / "run/heads"
     for name in ("tuned", "auto"):
-        (root / f"RUN/tune/{name}.yaml").write_text(f"method: eagle-chain\nhead: {heads / 'eagle1'}\n")
+        (root / f"RUN/tune/{name}.yaml").write_text(
+            f"method: eagle-chain\nhead: {heads / 'eagle1'}\n"
+        )
     (root / "RUN/heads").symlink_to(heads)
     tiny.recipe(root / "RUN/recipe.yaml", values)
-    names = dict.fromkeys(("TARGET", "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-8B"), root / "target")
+    names = dict.fromkeys(
+        ("TARGET", "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-8B"), root / "target"
+    )
     names |= {"HEAD": heads / "eagle1", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": heads / "eagle3"}
     names |= dict.fromkeys(("runs/my", "runs/NAME", "runs/qwen3-8b-eagle3"), root / "run")
     names |= dict.fromkeys(("RECIPE", "my.yaml", "qwen3-8b.yaml"), root / "recipe.yaml")
@@ -80,9 +106,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize(("page", "words"), LINES, ids=[f"{page}-{' '.join(words)[:60]}" for page, words in LINES])
+@pytest.mark.parametrize(
+    ("page", "words"), LINES, ids=[f"{page}-{' '.join(words)[:60]}" for page, words in LINES]
+)
 def test_a_command_line_of_the_docs_is_taken(
-    page: str, words: list[str], world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: str,
+    words: list[str],
+    world: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     if words[0] == "accelerate":
         known = launch_command_parser().parse_args(words[2:])
@@ -90,7 +122,12 @@ def test_a_command_line_of_the_docs_is_taken(
         assert (ROOT / script).is_file() and Path(known.config_file or ROOT).exists()
         words = ["aerie", *(["train"] if script.startswith("train") else []), *words]
     if words[0] == "make":
-        assert subprocess.run(["make", "-n", words[1]], cwd=ROOT, capture_output=True, check=False).returncode == 0
+        assert (
+            subprocess.run(
+                ["make", "-n", words[1]], cwd=ROOT, capture_output=True, check=False
+            ).returncode
+            == 0
+        )
     elif words[0] == "sbatch":
         assert (ROOT / next(word for word in words if word.endswith(".sbatch"))).is_file()
     if words[0] != "aerie":
@@ -100,6 +137,10 @@ def test_a_command_line_of_the_docs_is_taken(
     if command == "init":
         words = [word.replace(".yaml", "-new.yaml") for word in words]
     words += [] if command in AT_ONCE or "--plan" in words else ["--plan"]
-    code = tiny.call(import_module(f"aerie.{OWNERS[command]}.main"), *words[1 + (command == "train") :])
+    code = tiny.call(
+        import_module(f"aerie.{OWNERS[command]}.main"), *words[1 + (command == "train") :]
+    )
     said = "".join(capsys.readouterr())
-    assert code == 0 or "--is-whole" in words or re.search(FIRST.get(command, "nothing else"), said), said
+    assert (
+        code == 0 or "--is-whole" in words or re.search(FIRST.get(command, "nothing else"), said)
+    ), said

@@ -23,7 +23,10 @@ TEXT = "Please count 4 boats."
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A target and an EAGLE-1 head."""
-    root, embedding = tmp_path_factory.mktemp("examples"), tiny.llama().get_input_embeddings().weight.detach()
+    root, embedding = (
+        tmp_path_factory.mktemp("examples"),
+        tiny.llama().get_input_embeddings().weight.detach(),
+    )
     target = tiny.target(root / "target")
     save_head(tiny.head(embedding, scale=8.0), root / "head")
     return target, root / "head"
@@ -53,13 +56,26 @@ def test_the_first_python_of_the_readme_and_the_notebook_run_as_they_stand(
 def test_every_kind_of_prompt_and_of_target_gives_the_same_answer(paths: tuple[Path, Path]) -> None:
     target, head = paths
     tokenizer, messages = AutoTokenizer.from_pretrained(target), [{"role": "user", "content": TEXT}]
-    batch = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    batch = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     ids, model = batch["input_ids"], tiny.llama()
     expected = model.generate(**batch, do_sample=False, max_new_tokens=12).tolist()
-    kinds = [TEXT, messages, batch, {"input_ids": ids[0].tolist()}, ids, ids[0], ids.tolist(), ids[0].tolist()]
+    kinds = [
+        TEXT,
+        messages,
+        batch,
+        {"input_ids": ids[0].tolist()},
+        ids,
+        ids[0],
+        ids.tolist(),
+        ids[0].tolist(),
+    ]
     for decoder in (
         SpeculativeDecoder.from_pretrained(target, head, device="cpu", dtype=torch.float32),
-        SpeculativeDecoder.from_pretrained(Target.load(TargetConfig(path=str(target))), head, method="svip"),
+        SpeculativeDecoder.from_pretrained(
+            Target.load(TargetConfig(path=str(target))), head, method="svip"
+        ),
         SpeculativeDecoder.from_pretrained(model, method="pld", tokenizer=tokenizer),
     ):
         for prompt in kinds:
@@ -67,9 +83,15 @@ def test_every_kind_of_prompt_and_of_target_gives_the_same_answer(paths: tuple[P
             assert generation.sequences.tolist() == expected
         assert generation.text == tokenizer.decode(generation.new_ids, skip_special_tokens=True)
     half = SpeculativeDecoder.from_pretrained(model.to(torch.bfloat16))
-    assert half.target.dtype == torch.bfloat16 and half.generate([5, 6], max_new_tokens=2).statistics.new_tokens == 2
+    assert (
+        half.target.dtype == torch.bfloat16
+        and half.generate([5, 6], max_new_tokens=2).statistics.new_tokens == 2
+    )
     with pytest.raises(UserError, match="tokenizer="):
         half.generate(TEXT)
-    for words, said in (({"dtype": "bfloat16"}, "leave dtype out"), ({"method": "eagle2"}, "a head of kind eagle1")):
+    for words, said in (
+        ({"dtype": "bfloat16"}, "leave dtype out"),
+        ({"method": "eagle2"}, "a head of kind eagle1"),
+    ):
         with pytest.raises(UserError, match=said):
             SpeculativeDecoder.from_pretrained(model, **words)

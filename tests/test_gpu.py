@@ -16,7 +16,9 @@ def test_features_training_and_decoding_are_timed_and_their_memory_is_planned(
     tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("torch.compile", partial(torch.compile, backend="eager"))  # needs no compiler
+    monkeypatch.setattr(
+        "torch.compile", partial(torch.compile, backend="eager")
+    )  # needs no compiler
     assert call(gpu, "--device", "cpu", "--tiny", "--out", tmp_path) == 0
     rows = {row["what"]: row for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]}
     methods = ("vanilla", "eagle2", "eagle3", "block-tree")
@@ -25,7 +27,9 @@ def test_features_training_and_decoding_are_timed_and_their_memory_is_planned(
     training = ["eagle1 training", "eagle3 training", "block training", "compiled eagle3 training"]
     assert [*rows] == ["features with taps", *training, *decoding]
     assert all(row["tokens_per_s"] > 0 and row["ms"] > 0 for row in rows.values())
-    assert all({*rows[what]["cycle_ms"]} == {"draft", "verify", "commit", "other"} for what in decoding)
+    assert all(
+        {*rows[what]["cycle_ms"]} == {"draft", "verify", "commit", "other"} for what in decoding
+    )
     assert all(rows[what]["kernels"] > 0 and 0 < rows[what]["bandwidth"] < 1 for what in decoding)
     assert capsys.readouterr().out == (tmp_path / "gpu.md").read_text()
 

@@ -17,13 +17,17 @@ from tests.infer.test_main import write_recipe
 
 DEEP, HUGE = "[" * 200_000, "9" * 10_000
 PAIRS = zip("abcdefg", "bcdefgh", strict=True)
-BOMB = f"a: &a [{', '.join('1' * 9)}]\n" + "".join(f"{b}: &{b} [{', '.join(['*' + a] * 9)}]\n" for a, b in PAIRS)
+BOMB = f"a: &a [{', '.join('1' * 9)}]\n" + "".join(
+    f"{b}: &{b} [{', '.join(['*' + a] * 9)}]\n" for a, b in PAIRS
+)
 TEXTS = {  # the files in {bad}
     "deep.jsonl": f'{{"messages": {DEEP}\n',
     "nested.jsonl": '{"messages": ' + "[" * 900 + "]" * 900 + "}\n",
     "huge.jsonl": f'{{"messages": {HUGE}}}\n',
     "bomb.yaml": BOMB,
-    "merge.yaml": BOMB.replace("[1, 1, 1, 1, 1, 1, 1, 1, 1]", "{k: 1}").replace("[*", "{<<: [*").replace("]\n", "]}\n"),
+    "merge.yaml": BOMB.replace("[1, 1, 1, 1, 1, 1, 1, 1, 1]", "{k: 1}")
+    .replace("[*", "{<<: [*")
+    .replace("]\n", "]}\n"),
     "loop.yaml": "run: x\ntarget: &t {path: *t}\n",
     "deep.yaml": f"run: {DEEP}\n",
     "huge.yaml": f"seed: {HUGE}\n",
@@ -43,7 +47,9 @@ TEXTS = {  # the files in {bad}
     "odd/report/summary.json": "[]",
     "odd/report/details.json": "[]",
     "outside/config.json": "{}",
-    "outside/model.safetensors.index.json": json.dumps({"weight_map": {"a": "../../target/model.safetensors"}}),
+    "outside/model.safetensors.index.json": json.dumps(
+        {"weight_map": {"a": "../../target/model.safetensors"}}
+    ),
     "head/config.json": DEEP,
     "head/model.safetensors": "x",
     "list/config.json": "[1]",
@@ -160,7 +166,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(root / "target", root / "bad/lost")
     (root / "bad/lost/generation_config.json").unlink(missing_ok=True)
     (root / "bad/lost/generation_config.json").mkdir()
-    shutil.move(shutil.copytree(root / "run/heads/eagle1", root / "bad/bare") / "model.safetensors", root / "bad/list")
+    shutil.move(
+        shutil.copytree(root / "run/heads/eagle1", root / "bad/bare") / "model.safetensors",
+        root / "bad/list",
+    )
     for name in ("pipe.jsonl", "pipe.yaml"):
         os.mkfifo(root / "bad" / name)
     return root
@@ -172,7 +181,9 @@ def state(root: Path) -> dict[Path, Any]:
     return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
 
-@pytest.mark.parametrize(("line", "message"), [line.split(" => ") for line in MISTAKES.strip().splitlines()])
+@pytest.mark.parametrize(
+    ("line", "message"), [line.split(" => ") for line in MISTAKES.strip().splitlines()]
+)
 def test_a_mistake_is_one_line_and_nothing_is_lost(
     line: str, message: str, root: Path, monkeypatch: Any, capsys: Any
 ) -> None:

@@ -23,7 +23,11 @@ print(aerie.__file__, SpeculativeDecoder.__name__)
 def test_an_installed_wheel_works_beside_a_users_own_modules(tmp_path: Path) -> None:
     site, mine = tmp_path / "site", tmp_path / "mine"
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--target", str(site)]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(ROOT)], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, str(ROOT)],
+        check=True,
+        capture_output=True,
+    )
     (mine / "data").mkdir(parents=True)
     for name in ("model.py", "train.py", "data/__init__.py"):
         (mine / name).write_text("raise SystemExit('a module of the user was imported')\n")
@@ -31,7 +35,9 @@ def test_an_installed_wheel_works_beside_a_users_own_modules(tmp_path: Path) -> 
 
     def python(*words: str) -> str:
         command = [sys.executable, *words]
-        return subprocess.run(command, cwd=mine, env=environment, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            command, cwd=mine, env=environment, check=True, capture_output=True, text=True
+        ).stdout
 
     assert python("-c", CODE).strip() == f"{site / 'aerie/__init__.py'} SpeculativeDecoder"
     assert "  chat        talk with the target" in python("-m", "aerie", "--help")

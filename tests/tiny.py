@@ -17,7 +17,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from aerie.configs.schema.heads import KINDS
 from aerie.data.cache import CachedRow
 from aerie.model.checkpoint import new_head
-from aerie.model.heads.eagle import DraftVocabulary, Eagle1Config, Eagle1Head, Eagle3Config, Eagle3Head
+from aerie.model.heads.eagle import (
+    DraftVocabulary,
+    Eagle1Config,
+    Eagle1Head,
+    Eagle3Config,
+    Eagle3Head,
+)
 from aerie.model.target import VocabWeights
 
 torch.set_num_threads(1)  # tests run beside other work: one thread each
@@ -40,14 +46,19 @@ def _tokenizer_json(vocab_size: int) -> str:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL,
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     texts = [turn["value"] for row in conversations(64, seed=0) for turn in row["conversations"]]
     tokenizer.train_from_iterator(texts, trainer)
     return str(tokenizer.to_str())
 
 
-def tokenizer(vocab_size: int = 320, chat_template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+def tokenizer(
+    vocab_size: int = 320, chat_template: str | None = TEMPLATE
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with eos <|end|>, pad <|pad|> and, unless None is given, a chat template."""
     rules = Tokenizer.from_str(_tokenizer_json(vocab_size))
     made = PreTrainedTokenizerFast(tokenizer_object=rules, eos_token="<|end|>", pad_token="<|pad|>")
@@ -87,10 +98,22 @@ def llama(
     vocab_size: int = 320, hidden_size: int = 32, num_blocks: int = 4, seed: int = 0, **changes: Any
 ) -> LlamaForCausalLM:
     """A Llama with random weights so large (scale 0.2, not 0.02) that a few tokens are likelier than others."""
-    sizes: dict[str, Any] = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_hidden_layers": num_blocks}
-    sizes |= {"intermediate_size": 2 * hidden_size, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "num_hidden_layers": num_blocks,
+    }
+    sizes |= {
+        "intermediate_size": 2 * hidden_size,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     sizes |= {"max_position_embeddings": 256, "initializer_range": 0.2, "bos_token_id": None}
-    sizes |= {"eos_token_id": SPECIAL.index("<|end|>"), "pad_token_id": SPECIAL.index("<|pad|>"), **changes}
+    sizes |= {
+        "eos_token_id": SPECIAL.index("<|end|>"),
+        "pad_token_id": SPECIAL.index("<|pad|>"),
+        **changes,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(LlamaConfig(**sizes)).eval()
@@ -106,18 +129,38 @@ def target(directory: Path, chat_template: str | None = TEMPLATE, **sizes: Any) 
 
 def vocab(vocab_size: int = 320, hidden_size: int = 32, seed: int = 0) -> VocabWeights:
     generator = torch.Generator().manual_seed(seed)
-    embedding, lm_head = (torch.randn(vocab_size, hidden_size, generator=generator) for _ in range(2))
+    embedding, lm_head = (
+        torch.randn(vocab_size, hidden_size, generator=generator) for _ in range(2)
+    )
     return VocabWeights(embedding, lm_head, None, 1.0, None)
 
 
-def _eagle(module: Any, config: Any, embedding: Tensor, seed: int, scale: float, changes: dict[str, Any]) -> Any:
+def _eagle(
+    module: Any, config: Any, embedding: Tensor, seed: int, scale: float, changes: dict[str, Any]
+) -> Any:
     """A head (GQA 4:2) for an embedding [V, D]; scale multiplies its matrices, so that a missing term shows."""
     vocab_size, width = embedding.shape
-    sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 2 * width, "head_dim": width // 4}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": vocab_size}
-    sizes |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 256, "rope_theta": 10000.0, **changes}
+    sizes: dict[str, Any] = {
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "head_dim": width // 4,
+    }
+    sizes |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+        "vocab_size": vocab_size,
+    }
+    sizes |= {
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 256,
+        "rope_theta": 10000.0,
+        **changes,
+    }
     made = module(config(**sizes))
-    made.initialise(VocabWeights(embedding, embedding, None, 1.0, None), torch.Generator().manual_seed(seed))
+    made.initialise(
+        VocabWeights(embedding, embedding, None, 1.0, None), torch.Generator().manual_seed(seed)
+    )
     for name, parameter in made.named_parameters():
         if parameter.ndim == 2 and name != "embed_tokens.weight":
             parameter.data.mul_(scale)
@@ -133,15 +176,24 @@ def eagle3_head(
 ) -> Eagle3Head:
     """An EAGLE-3 head with taps (1, 2) over the target ids [Vd] (None: every third)."""
     vocab_size, width = embedding.shape
-    vocabulary = DraftVocabulary.of_ids(torch.arange(0, vocab_size, 3) if ids is None else ids, vocab_size)
-    more = {"draft_vocab_size": vocabulary.size, "target_hidden_size": width, "after_blocks": (1, 2), **changes}
+    vocabulary = DraftVocabulary.of_ids(
+        torch.arange(0, vocab_size, 3) if ids is None else ids, vocab_size
+    )
+    more = {
+        "draft_vocab_size": vocabulary.size,
+        "target_hidden_size": width,
+        "after_blocks": (1, 2),
+        **changes,
+    }
     made: Eagle3Head = _eagle(Eagle3Head, Eagle3Config, embedding, seed, scale, more)
     made.d2t.copy_(vocabulary.d2t)
     made.t2d.copy_(vocabulary.t2d)
     return made
 
 
-def multi_token_head(kind: str, target_vocab: VocabWeights, noise: float = 0.0, seed: int = 0, **keys: Any) -> Any:
+def multi_token_head(
+    kind: str, target_vocab: VocabWeights, noise: float = 0.0, seed: int = 0, **keys: Any
+) -> Any:
     """A Medusa, Hydra or block head for a tiny llama; noise moves every weight, so that a missing one shows."""
     section: Any = KINDS[kind](**({"mask_token_id": 4, **keys} if kind == "block" else keys))
     made = new_head(section, llama().config, target_vocab, seed, after_blocks=(1, 2))
@@ -177,14 +229,20 @@ def recipe(path: Path, values: dict[str, Any]) -> Path:
     return path
 
 
-def rows(count: int, vocab_size: int = 320, hidden_size: int = 32, seed: int = 0) -> list[CachedRow]:
+def rows(
+    count: int, vocab_size: int = 320, hidden_size: int = 32, seed: int = 0
+) -> list[CachedRow]:
     """Rows as from a feature cache, with random tokens and features and one or two assistant turns."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for number in range(count):
-        pieces = torch.randint(3, 9, (4,), generator=generator).tolist()  # user, assistant, user, assistant
+        pieces = torch.randint(
+            3, 9, (4,), generator=generator
+        ).tolist()  # user, assistant, user, assistant
         kept = pieces[: 2 + 2 * (number % 2)]
-        turns = torch.cat([torch.full((n,), (at + 1) // 2 if at % 2 else 0) for at, n in enumerate(kept)])
+        turns = torch.cat(
+            [torch.full((n,), (at + 1) // 2 if at % 2 else 0) for at, n in enumerate(kept)]
+        )
         ids = torch.randint(5, vocab_size, (len(turns),), generator=generator)
         features = torch.randn(len(turns), hidden_size, generator=generator)
         made.append(CachedRow(ids, turns.int(), features, None))

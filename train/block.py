@@ -29,8 +29,12 @@ class BlockObjective(Objective):
         super().__init__(head, target, settings)
         self.places = range(head.config.num_places)
         parts = {"law": settings.law_weight, "label": settings.label_weight}
-        self.terms = {f"{part}_at_{k + 1}": (part, k) for part in parts if parts[part] for k in self.places}
-        self.weights = {name: parts[part] * settings.place_decay**k for name, (part, k) in self.terms.items()}
+        self.terms = {
+            f"{part}_at_{k + 1}": (part, k) for part in parts if parts[part] for k in self.places
+        }
+        self.weights = {
+            name: parts[part] * settings.place_decay**k for name, (part, k) in self.terms.items()
+        }
         head.gradient_checkpointing = settings.gradient_checkpointing
 
     def blocks(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -40,7 +44,9 @@ class BlockObjective(Objective):
         """
         # A row's blocks depend on its seed alone: not on the process that draws them, nor on a restart.
         drawn, limit = [], self.settings.anchors
-        for row, slots in enumerate(batch.supervised()):  # slot p: t_{p+1} and t_{p+2} are of one turn
+        for row, slots in enumerate(
+            batch.supervised()
+        ):  # slot p: t_{p+1} and t_{p+2} are of one turn
             found = slots.nonzero()[:, 0] + 1
             count = min(len(found), limit)
             if batch.seeds is None:
@@ -62,12 +68,16 @@ class BlockObjective(Objective):
     def forward(self, batch: Batch) -> StepOutput:
         _, asked, slots = self._drafted(batch)
         states, laws, *columns = slots
-        pieces = losses.by_target_state(states, laws, columns, max(1, self.chunk // len(self.places)))
+        pieces = losses.by_target_state(
+            states, laws, columns, max(1, self.chunk // len(self.places))
+        )
         law, label, hits, alpha = losses.summed([*losses.by_piece(self._sums, pieces)])
         count, counts, totals = asked.sum(), asked.sum((0, 1)), {"law": law, "label": label}
         terms = {name: (totals[part][k], count) for name, (part, k) in self.terms.items()}
         metrics = {f"accuracy_at_{k + 1}": (hits[k], counts[k]) for k in self.places}
-        return StepOutput(terms, {**metrics, **{f"alpha_at_{k + 1}": (alpha[k], counts[k]) for k in self.places}})
+        return StepOutput(
+            terms, {**metrics, **{f"alpha_at_{k + 1}": (alpha[k], counts[k]) for k in self.places}}
+        )
 
     def _drafted(self, batch: Batch) -> tuple[list[Tensor], Tensor, tuple[Any, ...]]:
         """(each place's blocks [S_k] that supervise it; supervised places [B, A, K]; arguments of by_target_state: the
@@ -75,20 +85,30 @@ class BlockObjective(Objective):
         (anchors, asked), device = self.blocks(batch), batch.input_ids.device
         known = anchors.to(device, non_blocking=True)
         tokens = batch.input_ids.gather(1, known)
-        outputs = self.head(tokens, batch.taps, known, self.target.embedding).flatten(0, 1)  # [B * A, K, D]
+        outputs = self.head(tokens, batch.taps, known, self.target.embedding).flatten(
+            0, 1
+        )  # [B * A, K, D]
         which = [asked[..., k].flatten().nonzero()[:, 0] for k in self.places]
         flat = (torch.arange(len(anchors))[:, None] * batch.input_ids.shape[1] + anchors).flatten()
         # place k drafts t_{a+k} (k = 1, ...): the target's law of it is at a + k - 1, where the token before stands
         before = [flat[blocks] + k for k, blocks in enumerate(which)]
         # Blocks overlap: a state that several places ask for has its law computed once.
         needed, laws = torch.cat(before).unique(return_inverse=True)
-        moved = [[x.to(device, non_blocking=True) for x in some] for some in (which, before, [needed])]
+        moved = [
+            [x.to(device, non_blocking=True) for x in some] for some in (which, before, [needed])
+        ]
         ids, sizes = batch.input_ids, [len(blocks) for blocks in which]
         n = self.head.config.markov_order  # the first token also fills the places before it
-        ends = torch.cat([ids[:, :1].expand(-1, n - 1), ids], dim=1).unfold(1, n, 1).flatten(0, 1)  # [B * T, n]
+        ends = (
+            torch.cat([ids[:, :1].expand(-1, n - 1), ids], dim=1).unfold(1, n, 1).flatten(0, 1)
+        )  # [B * T, n]
         columns = [[outputs[blocks, k] for k, blocks in enumerate(moved[0])]]
         columns += [[ends[at] for at in moved[1]], [ids.flatten()[at + 1] for at in moved[1]]]
-        return which, asked, (batch.features.flatten(0, 1)[moved[2][0]], [*laws.split(sizes)], *columns)
+        return (
+            which,
+            asked,
+            (batch.features.flatten(0, 1)[moved[2][0]], [*laws.split(sizes)], *columns),
+        )
 
     def _laws(self, outputs: Tensor, before: Tensor) -> Tensor:
         """log q [S, V] of outputs [S, D]."""
@@ -98,13 +118,24 @@ class BlockObjective(Objective):
             return self.head.correct(self.target.logits(outputs), before, outputs).log_softmax(-1)
 
     def _sums(
-        self, states: Tensor, which: list[Tensor], outputs: list[Tensor], before: list[Tensor], labels: list[Tensor]
+        self,
+        states: Tensor,
+        which: list[Tensor],
+        outputs: list[Tensor],
+        before: list[Tensor],
+        labels: list[Tensor],
     ) -> Totals:
         """Sums of law loss, label loss, hits and alpha, [K] each."""
         with torch.no_grad(), torch.autocast(states.device.type, enabled=False):
             law = losses.TargetLaw.of_logits(self.target.logits(states))
-        slots, sizes = torch.cat(which).to(states.device, non_blocking=True), [len(some) for some in outputs]
-        log_q, law = self._laws(torch.cat(outputs), torch.cat(before)), replace(law, slots=slots)  # [S, V]
+        slots, sizes = (
+            torch.cat(which).to(states.device, non_blocking=True),
+            [len(some) for some in outputs],
+        )
+        log_q, law = (
+            self._laws(torch.cat(outputs), torch.cat(before)),
+            replace(law, slots=slots),
+        )  # [S, V]
         of_law = of_label = log_q.new_zeros(len(log_q))
         if self.settings.law_weight:
             of_law = losses.LOSSES[self.settings.loss](log_q, law, self.settings)

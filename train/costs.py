@@ -30,7 +30,9 @@ class Load:
         tokens, pairs, count, slots = 0, 0, 0, np.zeros(num_steps, dtype=np.int64)
         for count, (ids, turns) in enumerate(rows, start=1):  # noqa: B007
             tokens, pairs = tokens + len(ids), pairs + len(ids) ** 2
-            sizes = np.bincount(np.asarray(turns)[1:])[1:]  # of each turn, without the row's first token
+            sizes = np.bincount(np.asarray(turns)[1:])[
+                1:
+            ]  # of each turn, without the row's first token
             slots += np.clip(sizes[:, None] - 1 - np.arange(num_steps), 0, None).sum(0)
         return cls(tokens, pairs, slots.tolist(), count)
 
@@ -41,7 +43,11 @@ def operations(objective: Objective, load: Load, trunk: Any = None) -> dict[str,
     A row of a matrix product takes 2 operations per weight, and 4 more in the backward pass.
     """
     head, settings, sizes = objective.head, objective.settings, objective.head.config
-    matrices = {name: each.numel() for name, each in head.named_parameters() if each.ndim == 2 and "embed" not in name}
+    matrices = {
+        name: each.numel()
+        for name, each in head.named_parameters()
+        if each.ndim == 2 and "embed" not in name
+    }
 
     def size_of(*parts: str) -> int:
         return sum(size for name, size in matrices.items() if any(part in name for part in parts))
@@ -50,7 +56,9 @@ def operations(objective: Objective, load: Load, trunk: Any = None) -> dict[str,
     body, fc = sum(matrices.values()) - own - markov, matrices.get("fc.weight", 0)
     first, count = load.slots[0], sum(load.slots)
     shared = 0 if objective.target is None else objective.target.lm_head.numel()
-    width = (getattr(sizes, "num_attention_heads", None) or 0) * (getattr(sizes, "head_dim", None) or 0)
+    width = (getattr(sizes, "num_attention_heads", None) or 0) * (
+        getattr(sizes, "head_dim", None) or 0
+    )
     attention = 12 * load.pairs * width * getattr(sizes, "num_hidden_layers", 0)
     laws = 2 * shared * first  # the target's
     match settings.kind:
@@ -70,12 +78,20 @@ def operations(objective: Objective, load: Load, trunk: Any = None) -> dict[str,
             laws += (4 * shared + 3 * markov) * blocks * sizes.num_places
         case _:  # a draft LM
             own = head.get_output_embeddings().weight.numel()
-            work, laws = (body - own * ("lm_head.weight" in matrices)) * load.tokens, laws + 6 * own * first
+            work, laws = (
+                (body - own * ("lm_head.weight" in matrices)) * load.tokens,
+                laws + 6 * own * first,
+            )
     found = {"head": 6.0 * work + attention, "laws": float(laws)}
     if trunk is not None:
         decoder, text = trunk.get_decoder(), trunk.config.get_text_config()
-        read = sum(each.numel() for each in decoder.parameters()) - trunk.get_input_embeddings().weight.numel()
-        found["target"] = 2.0 * read * load.tokens + 4 * load.pairs * text.num_hidden_layers * text.hidden_size
+        read = (
+            sum(each.numel() for each in decoder.parameters())
+            - trunk.get_input_embeddings().weight.numel()
+        )
+        found["target"] = (
+            2.0 * read * load.tokens + 4 * load.pairs * text.num_hidden_layers * text.hidden_size
+        )
     return found
 
 
@@ -92,31 +108,58 @@ def optimizer_operations(objective: Objective) -> float:
 
 def memory(objective: Objective, tokens: int, itemsize: int, trunk: Any = None) -> dict[str, int]:
     """Peak bytes of each part on a GPU without ZeRO; tokens: of the largest batch; itemsize: of an activation."""
-    head, settings, target, sizes = objective.head, objective.settings, objective.target, objective.head.config
+    head, settings, target, sizes = (
+        objective.head,
+        objective.settings,
+        objective.target,
+        objective.head.config,
+    )
     whole = [*head.parameters(), *head.buffers()]
     trained = [(name, each) for name, each in head.named_parameters() if each.requires_grad]
     count = sum(each.numel() for _, each in trained)
-    shared = {} if target is None else {x.data_ptr(): x.nbytes for x in (target.embedding, target.lm_head)}
+    shared = (
+        {}
+        if target is None
+        else {x.data_ptr(): x.nbytes for x in (target.embedding, target.lm_head)}
+    )
     precision = 4 if target is None else target.lm_head.itemsize
     found = {"weights": 4 * count, "gradients": 4 * count, "moments": 8 * count}
     if settings.optimizer.kind == "muon":  # Muon has one moment, AdamW two
         found["moments"] -= 4 * sum(each.numel() for each in turned(head))
     found["frozen"] = sum(each.nbytes for each in whole) - 4 * count + sum(shared.values())
-    found["copy that is measured"] = sum(each.numel() * min(precision, each.itemsize) for each in whole)
+    found["copy that is measured"] = sum(
+        each.numel() * min(precision, each.itemsize) for each in whole
+    )
     if trunk is not None:
-        found["target"] = sum(each.numel() for each in trunk.parameters()) * precision - sum(shared.values())
+        found["target"] = sum(each.numel() for each in trunk.parameters()) * precision - sum(
+            shared.values()
+        )
     if settings.kind in ("eagle1", "eagle3", "block"):
-        width, inner, steps = sizes.hidden_size, sizes.intermediate_size, getattr(settings, "unroll_steps", 1)
-        heads, kv = (number * sizes.head_dim for number in (sizes.num_attention_heads, sizes.num_key_value_heads))
+        width, inner, steps = (
+            sizes.hidden_size,
+            sizes.intermediate_size,
+            getattr(settings, "unroll_steps", 1),
+        )
+        heads, kv = (
+            number * sizes.head_dim
+            for number in (sizes.num_attention_heads, sizes.num_key_value_heads)
+        )
         # What autograd keeps of a layer: its norms' and matrices' inputs, queries, keys, values, attention's output.
-        layer, ends = 6 * width + 2 * heads + 2 * kv + 4 * inner, (5 if settings.kind == "eagle1" else 7) * width
-        kept = sizes.num_hidden_layers * (width + 2 * kv if settings.gradient_checkpointing else layer)
+        layer, ends = (
+            6 * width + 2 * heads + 2 * kv + 4 * inner,
+            (5 if settings.kind == "eagle1" else 7) * width,
+        )
+        kept = sizes.num_hidden_layers * (
+            width + 2 * kv if settings.gradient_checkpointing else layer
+        )
         again = layer if settings.gradient_checkpointing else 0
         slots, chunk = tokens * steps, objective.chunk_on(is_gpu=True)
         if settings.kind == "block":  # not only its blocks' rows: fc, keys and values of the text
             slots = min(tokens, settings.batch_size * settings.anchors) * sizes.block_size
             ends += tokens * (5 * width + 2 * kv * sizes.num_hidden_layers) // slots
-            chunk = chunk * max(1, slots // tokens) // sizes.block_size  # it counts states, which slots share
+            chunk = (
+                chunk * max(1, slots // tokens) // sizes.block_size
+            )  # it counts states, which slots share
         found["activations"] = itemsize * (slots * (kept + ends) + tokens * again)
         # In float32: logits, both laws, what the loss makes of them, and gradients.
         columns = 4 * sizes.draft_vocab_size if settings.kind == "eagle3" else 6 * sizes.vocab_size

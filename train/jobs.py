@@ -29,7 +29,9 @@ from aerie.train.launch import world_size
 from aerie.train.objectives import Eagle1Objective, Eagle3Objective, MultiTokenObjective, Objective
 from aerie.train.resume import needs_target, reads_cache, state_name
 
-OBJECTIVES: dict[str, Callable[[Any, VocabWeights, Any], Objective]] = {  # of draft heads; a draft LM's is in lm.py
+OBJECTIVES: dict[
+    str, Callable[[Any, VocabWeights, Any], Objective]
+] = {  # of draft heads; a draft LM's is in lm.py
     "eagle1": Eagle1Objective,
     "eagle3": Eagle3Objective,
     "medusa": MultiTokenObjective,
@@ -65,7 +67,9 @@ class Job:
     def order(self, world: int) -> tuple[Order, int]:
         """The rows of each optimiser step, and the number of steps."""
         config, rows = self.objective.settings, self.rows
-        order = Order(rows.lengths, config.seed, config.batch_size, config.accumulation, world, rows.pools)
+        order = Order(
+            rows.lengths, config.seed, config.batch_size, config.accumulation, world, rows.pools
+        )
         steps = config.epochs * order.steps_per_epoch
         return order, steps if config.max_steps is None else min(steps, config.max_steps)
 
@@ -76,10 +80,17 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
     settings: Any = recipe.train
     # Accelerate silently leaves out trackers that are not installed.
     if missing := set(settings.trackers) - set(map(str, get_available_trackers())):
-        raise UserError(f"train.trackers: {min(missing)} is not installed; run: pip install {min(missing)}")
-    if {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
+        raise UserError(
+            f"train.trackers: {min(missing)} is not installed; run: pip install {min(missing)}"
+        )
+    if {
+        "ACCELERATE_MIXED_PRECISION",
+        "MASTER_ADDR",
+    } <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
         several = "with --config_file configs/accelerate/zero2.yaml, or with torchrun"
-        warn(f"accelerate launch: asked for several processes, started one; on a CPU launch them {several}")
+        warn(
+            f"accelerate launch: asked for several processes, started one; on a CPU launch them {several}"
+        )
     tokenizer = targets.load_tokenizer(recipe.target)
     end_ids = targets.target_end_ids(recipe.target, tokenizer)
     is_online = needs_target(recipe) and not reads_cache(recipe)
@@ -91,19 +102,27 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
     features: Any = None
     taps: tuple[int, ...] = ()
     if needs_target(recipe):
-        text_config, vocab = targets.load_vocab(recipe.target) if whole is None else (whole.config, whole.vocab)
+        text_config, vocab = (
+            targets.load_vocab(recipe.target) if whole is None else (whole.config, whole.vocab)
+        )
         taps = targets.taps_of(recipe, text_config.num_hidden_layers)
     rows = _rows(recipe, tokenizer, end_ids, text_config, vocab, taps)
     length = min(recipe.data.max_length, targets.context_of(text_config) or recipe.data.max_length)
     drafted = _num_drafted(recipe)
     if is_online and whole is not None:
         check_padding(whole)
-        features = partial(with_states, whole, taps, getattr(torch, recipe.features.dtype or "", whole.dtype))
+        features = partial(
+            with_states, whole, taps, getattr(torch, recipe.features.dtype or "", whole.dtype)
+        )
     if isinstance(section, DraftLMSection):
-        head: Any = lm.new_causal_lm(section, tokenizer, settings.seed, None if vocab is None else len(vocab.embedding))
+        head: Any = lm.new_causal_lm(
+            section, tokenizer, settings.seed, None if vocab is None else len(vocab.embedding)
+        )
         objective: Any = lm.LMObjective(head, vocab, settings)
         if settings.on_policy and not is_online:
-            raise UserError("train.on_policy: a cache has no states of tokens to be drawn; set features.mode online")
+            raise UserError(
+                "train.on_policy: a cache has no states of tokens to be drawn; set features.mode online"
+            )
         if settings.on_policy and features is not None:
             make = features
             features = lambda batch: make(lm.redrawn(batch, head, objective.num_columns, end_ids))  # noqa: E731
@@ -114,9 +133,13 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
         if isinstance(section, Eagle3Section) and section.init_from is None:
             forced = tokens.forced_ids(tokenizer, end_ids, num_tokens)
             size = section.draft_vocab_size
-            vocabulary, facts, counted = tokens.draft_vocabulary(rows.tokens(), num_tokens, size, forced)
+            vocabulary, facts, counted = tokens.draft_vocabulary(
+                rows.tokens(), num_tokens, size, forced
+            )
         if section.init_from is None:
-            section, vocab = _completed(recipe, tokenizer, end_ids, text_config, vocab, length + drafted)
+            section, vocab = _completed(
+                recipe, tokenizer, end_ids, text_config, vocab, length + drafted
+            )
         head = new_head(section, text_config, vocab, settings.seed, path, taps, vocabulary).float()
         # A warm start keeps its vocabulary, which must be able to end a turn.
         if isinstance(section, Eagle3Section) and vocabulary is None:
@@ -124,12 +147,17 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
             own.check_ends(end_ids, f"head.init_from: {section.init_from}")
             _, facts, counted = tokens.draft_vocabulary(rows.tokens(), len(own.t2d), given=own)
         objective = OBJECTIVES[section.kind](head, vocab, settings)
-        known: dict[str, Any] = {"target_path": path, "target": targets.fingerprint(recipe.target, text_config, vocab)}
+        known: dict[str, Any] = {
+            "target_path": path,
+            "target": targets.fingerprint(recipe.target, text_config, vocab),
+        }
         known |= {"draft_vocabulary": facts} if facts else {}
         save = partial(save_head, **known)
     positions = getattr(objective.config, "max_position_embeddings", None) or length + drafted
     if positions < length + drafted:
-        needed = f"data.max_length {length:,} + {drafted} drafted levels; set it to {length + drafted:,}"
+        needed = (
+            f"data.max_length {length:,} + {drafted} drafted levels; set it to {length + drafted:,}"
+        )
         raise UserError(f"head.max_position_embeddings: {positions:,} is less than {needed}")
     if rank() == 0 and not isinstance(section, DraftLMSection):
         for sentence in position_warnings(head.config, text_config, section.init_from or "head"):
@@ -137,47 +165,88 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
         print(counted and f"{counted}\n", end="", flush=True)
     state, metrics = paths.state(state_name(recipe)), paths.root / "metrics.jsonl"
     trunk = targets.skeleton(recipe.target) if is_plan and (is_online or measures) else None
-    return Job(state_name(recipe), objective, rows, output, state, metrics, save, features, whole, trunk, overwrite)
+    return Job(
+        state_name(recipe),
+        objective,
+        rows,
+        output,
+        state,
+        metrics,
+        save,
+        features,
+        whole,
+        trunk,
+        overwrite,
+    )
 
 
 def _completed(
-    recipe: Recipe, tokenizer: Any, end_ids: set[int], text: Any, vocab: VocabWeights, positions: int
+    recipe: Recipe,
+    tokenizer: Any,
+    end_ids: set[int],
+    text: Any,
+    vocab: VocabWeights,
+    positions: int,
 ) -> tuple[Any, VocabWeights]:
     """A new head's section with what its target decides, and the weights from which it starts."""
     section: Any = recipe.head
     if getattr(section, "norm_init", None) == "target":
         vocab = replace(vocab, final_norm=targets.final_norm(recipe.target))
     if getattr(section, "mask_token_id", 0) is None:
-        section = replace(section, mask_token_id=tokens.mask_token(tokenizer, end_ids, vocab.embedding))
+        section = replace(
+            section, mask_token_id=tokens.mask_token(tokenizer, end_ids, vocab.embedding)
+        )
     if section.max_position_embeddings is None:
-        section = replace(section, max_position_embeddings=max(targets.context_of(text) or 0, positions))
+        section = replace(
+            section, max_position_embeddings=max(targets.context_of(text) or 0, positions)
+        )
     return section, vocab
 
 
 def _whole_target(recipe: Recipe, is_plan: bool) -> targets.Target | None:
     if recipe.target.device_map is not None and world_size() > 1:
-        raise UserError(f"target.device_map: {world_size()} processes cannot share a spread target; start one")
+        raise UserError(
+            f"target.device_map: {world_size()} processes cannot share a spread target; start one"
+        )
     device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     return None if is_plan else targets.Target.load(recipe.target, device)
 
 
 def _num_drafted(recipe: Recipe) -> int:
     """Positions that a head needs after the last token; 0 for Medusa and Hydra heads and draft LMs."""
-    if isinstance(recipe.head, MedusaSection | HydraSection | DraftLMSection) or recipe.tree is None:
+    if (
+        isinstance(recipe.head, MedusaSection | HydraSection | DraftLMSection)
+        or recipe.tree is None
+    ):
         return 0
     rows = getattr(recipe.train, "unroll_steps", getattr(recipe.head, "block_size", 0))
     return max(recipe.tree.levels, recipe.train.eval_depths, rows)
 
 
-def _rows(recipe: Recipe, tokenizer: Any, end_ids: set[int], text: Any, vocab: Any, taps: tuple[int, ...]) -> Rows:
+def _rows(
+    recipe: Recipe, tokenizer: Any, end_ids: set[int], text: Any, vocab: Any, taps: tuple[int, ...]
+) -> Rows:
     if reads_cache(recipe):
-        asked = {"data": as_dict(recipe.data), "after_blocks": list(taps), "storage": recipe.features.storage}
+        asked = {
+            "data": as_dict(recipe.data),
+            "after_blocks": list(taps),
+            "storage": recipe.features.storage,
+        }
         cache = FeatureCache.open(recipe.paths.features, asked)
         if other := targets.other_weights(cache.fingerprint["target"], recipe.target, text, vocab):
-            raise UserError(f"{recipe.paths.features}: {other}; rebuild with: {COMMAND} --overwrite")
+            raise UserError(
+                f"{recipe.paths.features}: {other}; rebuild with: {COMMAND} --overwrite"
+            )
         train, at_once = cache.split("train"), recipe.features.shuffle_shards
         pools = None if at_once is None else ShardPools(train.shards, at_once)
-        return Rows(train, cache.split("held_out"), train.lengths, train.tokens, cache.fingerprint["rows"], pools)
+        return Rows(
+            train,
+            cache.split("held_out"),
+            train.lengths,
+            train.tokens,
+            cache.fingerprint["rows"],
+            pools,
+        )
     config = within_context(recipe.data, text)
     data = tokens.tokenize(config, tokenizer, end_ids, Tally())
     if text is not None:
@@ -193,7 +262,10 @@ def plan(recipe: Recipe, job: Job) -> str:
     config, rows, world = job.objective.settings, job.rows, world_size()
     order, steps = job.order(world)
     load = costs.Load.of_rows(rows.tokens(), getattr(config, "unroll_steps", 1))
-    runs, largest = None if reads_cache(recipe) else job.trunk, config.batch_size * max(rows.lengths)
+    runs, largest = (
+        None if reads_cache(recipe) else job.trunk,
+        config.batch_size * max(rows.lengths),
+    )
     work = costs.operations(job.objective, load, runs)
     if muon := costs.optimizer_operations(job.objective):  # every process turns the same matrices
         work["Muon"] = muon * order.steps_per_epoch * world
@@ -203,7 +275,11 @@ def plan(recipe: Recipe, job: Job) -> str:
     unit, name = (2**30, "GiB") if peak > 2**30 else (2**20, "MiB")
     spread = f", beside {apart / unit:,.1f} {name} of the target over all GPUs" if apart else ""
     fits = " and ".join(gpu for gpu, size in costs.GPUS.items() if peak < 0.95 * size)
-    cap = "" if config.max_seconds is None else f", and at most {config.max_seconds:,g} s (train.max_seconds)"
+    cap = (
+        ""
+        if config.max_seconds is None
+        else f", and at most {config.max_seconds:,g} s (train.max_seconds)"
+    )
     if scaled := config.scale_rates:
         cap += f"; rates x {(scaled.steps / steps) ** scaled.power:.3g} (train.scale_rates)"
     return (

@@ -54,11 +54,17 @@ def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if is_cpu_process else [],
     )
     if has_gpu and accelerator.mixed_precision == "no":
-        warn("accelerate launch: trains in float32; add --mixed_precision bf16, unless that is what you want")
-    together = 1 if accelerator.distributed_type == DistributedType.NO else accelerator.num_processes
+        warn(
+            "accelerate launch: trains in float32; add --mixed_precision bf16, unless that is what you want"
+        )
+    together = (
+        1 if accelerator.distributed_type == DistributedType.NO else accelerator.num_processes
+    )
     if together != world_size():
         fix = "launch with --config_file configs/accelerate/zero2.yaml, or with torchrun"
-        raise UserError(f"WORLD_SIZE: the launcher asked for {world_size()} processes and {together} trains; {fix}")
+        raise UserError(
+            f"WORLD_SIZE: the launcher asked for {world_size()} processes and {together} trains; {fix}"
+        )
     plugin = accelerator.state.deepspeed_plugin
     if isinstance(config.optimizer, MuonSection):
         zero = plugin.deepspeed_config["zero_optimization"] if plugin else {}
@@ -72,7 +78,9 @@ def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
         # With both, two processes waited for each other forever.
         if getattr(config, "compile", False) and plugin.zero_stage == 3:
             fix = "use configs/accelerate/zero2.yaml, or leave it out"
-            raise UserError(f"train.compile: ZeRO-3 gathers weights inside of what would be compiled; {fix}")
+            raise UserError(
+                f"train.compile: ZeRO-3 gathers weights inside of what would be compiled; {fix}"
+            )
         plugin.deepspeed_config |= {
             "gradient_clipping": config.clip_norm,  # accelerator.clip_grad_norm_ clips nothing under DeepSpeed
             "gradient_accumulation_steps": config.accumulation,
@@ -88,18 +96,27 @@ def check_compiler() -> None:
         torch.compile(torch.sin)(torch.ones(2, device=device))
     except RuntimeError as error:
         reason = str(getattr(error, "inner_exception", error)).strip().split("\n", 1)[0]
-        raise UserError(f"train.compile: {reason}; install a C++ compiler (g++), or leave train.compile out") from error
+        raise UserError(
+            f"train.compile: {reason}; install a C++ compiler (g++), or leave train.compile out"
+        ) from error
 
 
 def engine_and_machine(accelerator: Accelerator) -> tuple[str, str]:
     """('ZeRO-2 bf16', 'cpu with 2 threads, torch 2.13.0')."""
-    plugin, precision, device = accelerator.state.deepspeed_plugin, accelerator.mixed_precision, accelerator.device
+    plugin, precision, device = (
+        accelerator.state.deepspeed_plugin,
+        accelerator.mixed_precision,
+        accelerator.device,
+    )
     engine = "plain" if plugin is None else f"ZeRO-{plugin.zero_stage}"
     threads = torch.get_num_threads()
     machine = f"{device.type} with {threads} {'thread' if threads == 1 else 'threads'}"
     if device.type == "cuda":
         machine = torch.cuda.get_device_name(device)
-    return f"{engine} {'float32' if precision == 'no' else precision}", f"{machine}, torch {torch.__version__}"
+    return (
+        f"{engine} {'float32' if precision == 'no' else precision}",
+        f"{machine}, torch {torch.__version__}",
+    )
 
 
 def load_state(accelerator: Accelerator, folder: Path) -> None:
@@ -112,7 +129,10 @@ def load_state(accelerator: Accelerator, folder: Path) -> None:
 
         classes = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
     try:
-        with patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"), torch.serialization.safe_globals(classes):
+        with (
+            patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"),
+            torch.serialization.safe_globals(classes),
+        ):
             accelerator.load_state(str(folder))
     except UnpicklingError as error:
         what = "holds more than tensors and plain values, which is never loaded"
@@ -143,15 +163,28 @@ def zero_muon(matrices: dict[str, Any], adamw: torch.optim.AdamW) -> torch.optim
     for parameter in matrices["params"]:
         parameter.use_muon = True
     # As torch.optim.Muon: five rounds, the rate times sqrt(max(1, rows / columns)).
-    groups = [{**matrices, "ns_method": "standard"}, *({**group, "use_muon": False} for group in adamw.param_groups)]
+    groups = [
+        {**matrices, "ns_method": "standard"},
+        *({**group, "use_muon": False} for group in adamw.param_groups),
+    ]
     return cast(torch.optim.Optimizer, MuonWithAuxAdam(groups, torch.optim.AdamW))
 
 
 def turned(module: nn.Module) -> list[nn.Parameter]:
     """The matrices that Muon trains: all but embeddings and LM heads, which have a row per token."""
-    tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding | LMHead)}
-    named = [(name, each) for name, each in module.named_parameters() if each.requires_grad and id(each) not in tables]
-    return [each for name, each in named if each.ndim == 2 and "embed" not in name and "lm_head" not in name]
+    tables = {
+        id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding | LMHead)
+    }
+    named = [
+        (name, each)
+        for name, each in module.named_parameters()
+        if each.requires_grad and id(each) not in tables
+    ]
+    return [
+        each
+        for name, each in named
+        if each.ndim == 2 and "embed" not in name and "lm_head" not in name
+    ]
 
 
 def clip_before_muon(zero: Any, clip_norm: float) -> None:
@@ -171,11 +204,16 @@ def clip_before_muon(zero: Any, clip_norm: float) -> None:
     @torch.compiler.set_stance("force_eager")  # DeepSpeed would compile Muon at its first use
     def step() -> None:
         if is_stage_3:
-            gradients, norm = zero.averaged_gradients, combine_grad_norm_groups(zero._get_norm_groups())
+            gradients, norm = (
+                zero.averaged_gradients,
+                combine_grad_norm_groups(zero._get_norm_groups()),
+            )
         else:
             # Partitioned without Muon for the norm, then with it.
             gradients = dict(zero.all_grad_tensors)
-            matrices = [p for group in zero.bit16_groups for p in group if getattr(p, "use_muon", False)]
+            matrices = [
+                p for group in zero.bit16_groups for p in group if getattr(p, "use_muon", False)
+            ]
             for parameter in matrices:
                 parameter.use_muon = False
             zero.finalize_gradient_accumulation_boundary()
@@ -223,5 +261,7 @@ def full_weights(accelerator: Accelerator, prepared: nn.Module) -> dict[str, Ten
         # DeepSpeed keeps float32 masters beside bf16 parameters, but none of frozen ones.
         master = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
         with GatheredParameters([parameter], enabled=master is None):  # matters only under ZeRO-3
-            weights[name] = (parameter.detach() if master is None else master.detach().float()).cpu().clone()
+            weights[name] = (
+                (parameter.detach() if master is None else master.detach().float()).cpu().clone()
+            )
     return weights

@@ -29,7 +29,9 @@ class LMObjective(Objective):
     def __init__(self, head: Any, target: VocabWeights | None, settings: DraftLMTrain) -> None:
         super().__init__(head, target, settings)
         self.num_rows = int(self.config.vocab_size)
-        self.num_columns = self.num_rows if target is None else min(len(target.lm_head), self.num_rows)
+        self.num_columns = (
+            self.num_rows if target is None else min(len(target.lm_head), self.num_rows)
+        )
         self.weights = {"cross_entropy": settings.token_weight}
         if target is not None:
             self.weights["distill"] = settings.distill_weight
@@ -38,13 +40,19 @@ class LMObjective(Objective):
 
     def prepare(self, batch: Batch, epoch: int) -> Batch:
         batch = super().prepare(batch, epoch)
-        return marked(batch, self.settings, epoch) if self.settings.on_policy and batch.num_tokens else batch
+        return (
+            marked(batch, self.settings, epoch)
+            if self.settings.on_policy and batch.num_tokens
+            else batch
+        )
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         return dict.fromkeys(self.weights, (batch.turns[:, 1:] != 0).sum())
 
     def forward(self, batch: Batch) -> StepOutput:
-        slots = batch.turns[:, 1:] != 0  # [B, T-1]: tokens with a turn, the row's first token excepted
+        slots = (
+            batch.turns[:, 1:] != 0
+        )  # [B, T-1]: tokens with a turn, the row's first token excepted
         tokens = batch.input_ids[:, 1:][slots]  # [S]
         known = tokens < self.num_columns  # [S]
         if batch.redrawn is not None:
@@ -58,7 +66,9 @@ class LMObjective(Objective):
         named = {name: (value, count) for name, value in zip(names, found, strict=False)}
         return StepOutput({name: named.pop(name) for name in self.weights}, named)
 
-    def _sums(self, states: Tensor, tokens: Tensor, known: Tensor, goals: Tensor | None = None) -> Totals:
+    def _sums(
+        self, states: Tensor, tokens: Tensor, known: Tensor, goals: Tensor | None = None
+    ) -> Totals:
         """Sums over S slots: the LM's states [S, D], tokens, whether to learn them, the target's states [S, Dt]."""
         log_q = self.logits(states).float().log_softmax(-1)  # [S, num_columns]
         drafted = log_q.detach().argmax(-1)
@@ -70,19 +80,29 @@ class LMObjective(Objective):
         law, choice = losses.drafted_law(goals, self.target, torch.arange(self.num_columns))
         law_loss = losses.LOSSES[self.settings.distill](log_q, law, self.settings).sum()
         with torch.no_grad():
-            return token_loss, law_loss, correct, losses.acceptance(log_q, law.whole).sum(), (drafted == choice).sum()
+            return (
+                token_loss,
+                law_loss,
+                correct,
+                losses.acceptance(log_q, law.whole).sum(),
+                (drafted == choice).sum(),
+            )
 
     def states(self, input_ids: Tensor) -> Tensor:
         """States [B, T-1, D] that predict the tokens after the first."""
         # An id from the target's padding is read as the LM's last token. Rows are padded on the right, where causal
         # attention never looks, so there is no mask.
         given = input_ids[:, :-1].clamp(max=self.num_rows - 1)
-        return cast(Tensor, self.head.get_decoder()(input_ids=given, use_cache=False).last_hidden_state)
+        return cast(
+            Tensor, self.head.get_decoder()(input_ids=given, use_cache=False).last_hidden_state
+        )
 
     def logits(self, states: Tensor) -> Tensor:
         """[S, num_columns], with the LM's own scale and softcap."""
         logits = self.head.get_output_embeddings()(states)
-        return targets.transformed(logits, *targets.final_transform(self.config))[:, : self.num_columns]
+        return targets.transformed(logits, *targets.final_transform(self.config))[
+            :, : self.num_columns
+        ]
 
     def measure(self, batch: Batch) -> SumsAndCounts:
         return self(batch).sums() if self.target is None else super().measure(batch)
@@ -90,7 +110,10 @@ class LMObjective(Objective):
     def drafted(self, batch: Batch) -> Iterator[Tensor]:
         # On the conversation's own tokens, a deeper draft is the first draft some tokens later: one forward has all.
         own = partial(likeliest, self.logits, chunk=self.chunk)
-        tokens, depths = chosen_after(batch, self.states(batch.input_ids), own), range(self.settings.eval_depths)
+        tokens, depths = (
+            chosen_after(batch, self.states(batch.input_ids), own),
+            range(self.settings.eval_depths),
+        )
         return (shifted(tokens, 1 + k)[:, :-1][batch.supervised(k)[:, :-1]] for k in depths)
 
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
@@ -99,7 +122,9 @@ class LMObjective(Objective):
         return {"loss": means["cross_entropy"], "accuracy": means["token_accuracy"]}
 
 
-def new_causal_lm(config: DraftLMSection, tokenizer: Any, seed: int, vocab_size: int | None = None) -> Any:
+def new_causal_lm(
+    config: DraftLMSection, tokenizer: Any, seed: int, vocab_size: int | None = None
+) -> Any:
     """A Llama with tied embeddings of vocab_size rows (None: the tokenizer's size), or the LM of config.init_from."""
     if config.init_from is not None:
         source = TargetConfig(config.init_from, dtype="float32")
@@ -107,25 +132,40 @@ def new_causal_lm(config: DraftLMSection, tokenizer: Any, seed: int, vocab_size:
             lm: Any = Target.load(source).model  # refused and frozen as in drafting
             if why := targets.only_trains(lm.config):
                 raise UserError(f"{config.init_from}: {why}")
-            own, rows = load_tokenizer(source).get_vocab(), lm.get_input_embeddings().weight.shape[0]
-            targets.require_same_token_ids(own, tokenizer.get_vocab(), rows, config.init_from, "the target")
+            own, rows = (
+                load_tokenizer(source).get_vocab(),
+                lm.get_input_embeddings().weight.shape[0],
+            )
+            targets.require_same_token_ids(
+                own, tokenizer.get_vocab(), rows, config.init_from, "the target"
+            )
         except UserError as error:
             raise UserError(f"head.init_from: {error}") from error
         return lm.requires_grad_(True).train()
-    sizes = {name: value for name, value in as_dict(config).items() if name not in ("kind", "init_from")}
+    sizes = {
+        name: value for name, value in as_dict(config).items() if name not in ("kind", "init_from")
+    }
     sizes["rope_theta"] = config.rope_theta or 10000.0
-    fixed = {"vocab_size": vocab_size or len(tokenizer), "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+    fixed = {
+        "vocab_size": vocab_size or len(tokenizer),
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         lm = LlamaForCausalLM(LlamaConfig(**sizes, **fixed, **_special_tokens(tokenizer)))
     for name, parameter in lm.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            parameter.data.mul_((2 * config.num_hidden_layers) ** -0.5)  # the residual stream keeps its scale (GPT-2)
+            parameter.data.mul_(
+                (2 * config.num_hidden_layers) ** -0.5
+            )  # the residual stream keeps its scale (GPT-2)
     return lm
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, Any]:
-    return {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id", "bos_token_id")}
+    return {
+        name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id", "bos_token_id")
+    }
 
 
 def save_causal_lm(tokenizer: Any, lm: Any, directory: Path, **_: Any) -> None:
@@ -136,7 +176,11 @@ def save_causal_lm(tokenizer: Any, lm: Any, directory: Path, **_: Any) -> None:
 
 def marked(batch: Batch, settings: DraftLMTrain, epoch: int) -> Batch:
     """The batch with `redrawn` and `seeds`, and no turns after redrawn tokens; depends on (seed, epoch, row) alone."""
-    redrawn, turns, seeds = torch.zeros_like(batch.turns, dtype=torch.bool), batch.turns.clone(), []  # [B, T] each
+    redrawn, turns, seeds = (
+        torch.zeros_like(batch.turns, dtype=torch.bool),
+        batch.turns.clone(),
+        [],
+    )  # [B, T] each
     for place, row in enumerate(batch.rows):
         generator = keyed_generator(KEY, settings.seed, epoch, row)
         chosen = float(torch.rand((), generator=generator)) < settings.on_policy
@@ -156,10 +200,16 @@ def marked(batch: Batch, settings: DraftLMTrain, epoch: int) -> Batch:
 def redrawn(batch: Batch, lm: Any, num_columns: int, end_ids: Collection[int]) -> Batch:
     """The batch with its marked tokens drawn from the LM at temperature 1: num_columns common tokens but end_ids."""
     if any(hasattr(parameter, "ds_id") for parameter in lm.parameters()):
-        raise UserError("train.on_policy: ZeRO-3 keeps no whole draft LM; use configs/accelerate/zero2.yaml")
+        raise UserError(
+            "train.on_policy: ZeRO-3 keeps no whole draft LM; use configs/accelerate/zero2.yaml"
+        )
     if batch.redrawn is None or batch.seeds is None or not bool(batch.redrawn.any()):
         return batch
-    ids, was_training, rows = batch.input_ids.clone(), lm.training, int(lm.config.get_text_config().vocab_size)
+    ids, was_training, rows = (
+        batch.input_ids.clone(),
+        lm.training,
+        int(lm.config.get_text_config().vocab_size),
+    )
     barred = sorted(token for token in end_ids if token < num_columns)
     lm.eval()  # gradient checkpointing would switch the cache off
     for tokens, wanted, seed in zip(ids, batch.redrawn, batch.seeds, strict=True):
@@ -170,7 +220,10 @@ def redrawn(batch: Batch, lm: Any, num_columns: int, end_ids: Collection[int]) -
             out = lm(input_ids=ahead, past_key_values=cache, use_cache=True, logits_to_keep=1)
             logits = out.logits[0, -1, :num_columns].float()  # [V]
             logits[barred] = float("-inf")
-            ahead, cache = torch.multinomial(logits.softmax(-1), 1, generator=generator)[None], out.past_key_values
+            ahead, cache = (
+                torch.multinomial(logits.softmax(-1), 1, generator=generator)[None],
+                out.past_key_values,
+            )
             tokens[place] = ahead[0, 0]
     lm.train(was_training)
     return replace(batch, input_ids=ids)

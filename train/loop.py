@@ -39,7 +39,11 @@ def build_optimizers(
     """[AdamW], or [Muon, AdamW] if the recipe names Muon; join makes one of both."""
     muon = config.optimizer if isinstance(config.optimizer, MuonSection) else None
     matrices = launch.turned(module) if muon else []
-    others = [p for p in module.parameters() if p.requires_grad and not any(p is each for each in matrices)]
+    others = [
+        p
+        for p in module.parameters()
+        if p.requires_grad and not any(p is each for each in matrices)
+    ]
     tables, vectors = [p for p in others if p.ndim >= 2], [p for p in others if p.ndim < 2]
     parts = (tables, config.weight_decay), (vectors, 0.0)
     groups = [{"params": part, "weight_decay": decay} for part, decay in parts if part]
@@ -72,7 +76,9 @@ def learning_rate(step: int, total_steps: int, config: TrainConfig, is_muon: boo
 
 def means(sums: SumsAndCounts, device: torch.device) -> dict[str, float]:
     """sum / count of every name over all processes, which must have the same names."""
-    pairs = [torch.stack([part.double().to(device) for part in sums[name]]) for name in sorted(sums)]
+    pairs = [
+        torch.stack([part.double().to(device) for part in sums[name]]) for name in sorted(sums)
+    ]
     totals = launch.all_reduce(torch.stack(pairs)).tolist()  # [names, 2]
     found = dict(zip(sorted(sums), totals, strict=True))
     return {name: found[name][0] / found[name][1] if found[name][1] else 0.0 for name in sums}
@@ -127,11 +133,17 @@ class MetricsFile:
 
 
 class Loop:
-    def __init__(self, job: Job, accelerator: Accelerator, made_of: dict[str, Any], measure: Measure | None) -> None:
+    def __init__(
+        self, job: Job, accelerator: Accelerator, made_of: dict[str, Any], measure: Measure | None
+    ) -> None:
         """made_of: all that decides the weights; measure: gives a head's tau."""
         self.job, self.accelerator, self.measure = job, accelerator, measure
         self.config: TrainConfig = job.objective.settings
-        self.device, self.rank, self.world = accelerator.device, accelerator.process_index, accelerator.num_processes
+        self.device, self.rank, self.world = (
+            accelerator.device,
+            accelerator.process_index,
+            accelerator.num_processes,
+        )
         config, rows, objective = self.config, job.rows, job.objective
         self.order, self.total = job.order(self.world)
         # The twin is a copy, never sharded: we measure and save it.
@@ -148,23 +160,38 @@ class Loop:
         if is_zero and isinstance(config.optimizer, MuonSection):
             launch.clip_before_muon(self.module.optimizer, config.clip_norm)
         self.module.train()
-        self.sums, self.held_out = SumsAndCounts(), dict[str, float]()  # sums and clock: since the last log line
+        self.sums, self.held_out = (
+            SumsAndCounts(),
+            dict[str, float](),
+        )  # sums and clock: since the last log line
         self.clock: Any = Counter()
         made_of = {**made_of, "rows": rows.digest}
-        self.progress = self._going_on(resume.Progress(made_of, self.world, *launch.engine_and_machine(accelerator)))
-        self.file = MetricsFile(job.metrics, job.kind, self.progress.step) if self.rank == 0 else None
+        self.progress = self._going_on(
+            resume.Progress(made_of, self.world, *launch.engine_and_machine(accelerator))
+        )
+        self.file = (
+            MetricsFile(job.metrics, job.kind, self.progress.step) if self.rank == 0 else None
+        )
         # A run that goes on keeps its id; of steps after the save tensorboard drops the old, wandb the new values.
         if accelerator.log_with:
             name, number = f"{job.metrics.parent.resolve().name}-{job.kind}", self.progress.run_id
             options: dict[str, Any] = {"tensorboard": {"purge_step": self.progress.step + 1}}
             options["wandb"] = {"id": f"{job.kind}-{number}", "name": name, "resume": "allow"}
-            options["trackio"] = {"name": f"{name}-{number}", "resume": "allow"}  # its id is the name
+            options["trackio"] = {
+                "name": f"{name}-{number}",
+                "resume": "allow",
+            }  # its id is the name
             from pandas import json_normalize
 
             flat = json_normalize(self.progress.made_of).to_dict("records")[0]
-            flat = {key: value if isinstance(value, int | float | str) else str(value) for key, value in flat.items()}
+            flat = {
+                key: value if isinstance(value, int | float | str) else str(value)
+                for key, value in flat.items()
+            }
             accelerator.init_trackers("aerie", None if self.progress.step else flat, options)
-        self.say: Callable[[str], None] = lambda text: None  # prints a line above the bar, on the first process
+        self.say: Callable[[str], None] = lambda text: (
+            None
+        )  # prints a line above the bar, on the first process
         self._grad_norm: Any = 0.0
         self._is_timed, self._said_at = False, -math.inf
         self._since = time.monotonic() - self.progress.seconds
@@ -174,7 +201,11 @@ class Loop:
         """Loads the save to go on from, and makes its best weights the output again."""
         answer: list[Any] = [None]
         try:
-            answer = [resume.find(self.job.state, fresh, self.job.overwrite)] if self.rank == 0 else answer
+            answer = (
+                [resume.find(self.job.state, fresh, self.job.overwrite)]
+                if self.rank == 0
+                else answer
+            )
         except UserError as error:
             answer = [error]
         broadcast_object_list(answer)
@@ -193,13 +224,20 @@ class Loop:
                 # Later weights are measured again, so the output goes back too.
                 if progress.best_step:
                     resume.publish(folder / "best", self.job.output)
-                print(f"going on from step {progress.step:,} of {self.total:,} ({folder})", flush=True)
+                print(
+                    f"going on from step {progress.step:,} of {self.total:,} ({folder})", flush=True
+                )
         self.accelerator.wait_for_everyone()
         return cast(resume.Progress, progress)
 
     def run(self, stop: resume.StopRequest) -> str:
         """Trains; returns how it ended: finished, budget, interrupted or requeue."""
-        config, accelerator, start, ending = self.config, self.accelerator, self.progress.step, "finished"
+        config, accelerator, start, ending = (
+            self.config,
+            self.accelerator,
+            self.progress.step,
+            "finished",
+        )
         steps = range(start, self.total)
         stop.is_stepping = True
         with bar(self.total, "step", f"train {self.job.kind}", done=start) as progress_bar:
@@ -214,7 +252,10 @@ class Loop:
                     break
                 self._set_rates(step)
                 # Accelerate and DeepSpeed divide by the accumulation and average over processes: undone here.
-                scales = {name: self.world * config.accumulation / max(count, 1.0) for name, count in counts.items()}
+                scales = {
+                    name: self.world * config.accumulation / max(count, 1.0)
+                    for name, count in counts.items()
+                }
                 for batch in parts:
                     with accelerator.accumulate(self.module):
                         output = self.module(self._load(batch))
@@ -222,13 +263,17 @@ class Loop:
                         add_sums(self.sums, output.sums())
                         # Under DeepSpeed this only reads the norm: the engine itself clips.
                         if accelerator.sync_gradients:
-                            self._grad_norm = accelerator.clip_grad_norm_(self.module.parameters(), config.clip_norm)
+                            self._grad_norm = accelerator.clip_grad_norm_(
+                                self.module.parameters(), config.clip_norm
+                            )
                         for optimizer in self.optimizers:
                             optimizer.step()
                             optimizer.zero_grad()
                 done, seconds = self.progress.tokens + int(tokens), time.monotonic() - self._since
                 self.progress = replace(self.progress, step=step + 1, tokens=done, seconds=seconds)
-                self.clock.update(steps=1, tokens=tokens, waited=waited, seconds=time.monotonic() - before)
+                self.clock.update(
+                    steps=1, tokens=tokens, waited=waited, seconds=time.monotonic() - before
+                )
                 progress_bar.update(1)
                 if asked or step + 1 == self.total:
                     ending = asked if step + 1 < self.total else ending
@@ -245,7 +290,9 @@ class Loop:
                 # No log line: its sums are saved, and it comes at the same step as in an unbroken run.
                 if step != self._saved_at:
                     self._save_state()
-                self.say(f"stopped by a signal after step {step:,}; run the same command again to continue")
+                self.say(
+                    f"stopped by a signal after step {step:,}; run the same command again to continue"
+                )
             else:
                 self._log()
                 self._evaluate()
@@ -261,9 +308,16 @@ class Loop:
         packed = bool(getattr(self.config, "packing", False))
         try:
             numbers = self.order.parts(step, self.rank)
-            parts = [collate([self.job.rows.train[row] for row in rows], rows, packed) for rows in numbers]
-            parts = [self.job.objective.prepare(batch, self.order.epoch_of(step)) for batch in parts]
-            return [batch.pinned() for batch in parts] if self.device.type == "cuda" else parts, None
+            parts = [
+                collate([self.job.rows.train[row] for row in rows], rows, packed)
+                for rows in numbers
+            ]
+            parts = [
+                self.job.objective.prepare(batch, self.order.epoch_of(step)) for batch in parts
+            ]
+            return [
+                batch.pinned() for batch in parts
+            ] if self.device.type == "cuda" else parts, None
         except UserError as error:
             return [collate([], ())], error
 
@@ -287,34 +341,50 @@ class Loop:
             *(sum(int(count[name]) for count in counts) for name in counts[0]),
         ]
         device = self.device if self.world > 1 else "cpu"
-        num_errors, tokens, *rest = launch.all_reduce(torch.tensor(own, dtype=torch.float64, device=device)).tolist()
+        num_errors, tokens, *rest = launch.all_reduce(
+            torch.tensor(own, dtype=torch.float64, device=device)
+        ).tolist()
         launch.raise_together(error, num_errors, self.device)
-        endings = [name for name, value in zip(("requeue", "interrupted", "budget"), rest[:3], strict=True) if value]
+        endings = [
+            name
+            for name, value in zip(("requeue", "interrupted", "budget"), rest[:3], strict=True)
+            if value
+        ]
         return dict(zip(counts[0], rest[3:], strict=True)), tokens, endings[0] if endings else ""
 
     def _set_rates(self, step: int) -> None:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, self.total, self.config, group.get("use_muon", False))
+                group["lr"] = learning_rate(
+                    step, self.total, self.config, group.get("use_muon", False)
+                )
 
     def _log(self, goes_on: bool = False) -> None:
         if not self.clock["steps"]:
             return
         found, step, clock = means(self.sums, self.device), self.progress.step, self.clock
         self.sums, self.clock = {}, Counter()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+            1 if sys.platform == "darwin" else 1024
+        )
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device)
         seconds = max(clock["seconds"], 1e-9)
         is_muon = isinstance(self.config.optimizer, MuonSection)
         record = {
             "epoch": self.order.epoch_of(step - 1),
-            "loss": sum(weight * found[name] for name, weight in self.job.objective.weights.items()),
+            "loss": sum(
+                weight * found[name] for name, weight in self.job.objective.weights.items()
+            ),
             **found,
             # Before clipping; None under DeepSpeed without ZeRO.
             "grad_norm": None if self._grad_norm is None else float(self._grad_norm),
             "learning_rate": learning_rate(step - 1, self.total, self.config),
-            **({"matrix_rate": learning_rate(step - 1, self.total, self.config, is_muon=True)} if is_muon else {}),
+            **(
+                {"matrix_rate": learning_rate(step - 1, self.total, self.config, is_muon=True)}
+                if is_muon
+                else {}
+            ),
             "data_wait_share": clock["waited"] / seconds,
             "tokens_per_s": clock["tokens"] / seconds,
             "step_ms": 1000.0 * seconds / clock["steps"],
@@ -323,7 +393,10 @@ class Loop:
         self._record(record, "train")
         if goes_on and not self._is_timed:  # once a sitting
             self._is_timed, rest, budget = True, self.total - step, self.config.max_seconds
-            left, needed = (budget or math.inf) - self.progress.seconds, rest * seconds / clock["steps"]
+            left, needed = (
+                (budget or math.inf) - self.progress.seconds,
+                rest * seconds / clock["steps"],
+            )
             ends = f"; train.max_seconds {budget} will end them near step {step + rest * left / needed:,.0f}"
             took = f"{needed:,.0f} s" if needed < 120 else f"{needed / 60:,.0f} min"
             self.say(f"about {took} for the other {rest:,} steps{ends if left < needed else ''}")
@@ -336,16 +409,25 @@ class Loop:
             self.say(" | ".join([f"step {step:,}/{self.total:,}", *shown(numbers)]))
             self._said_at = time.monotonic()
         if self.file is not None:
-            self.file.write({"kind": self.job.kind, "step": step, "total_steps": self.total, **values})
+            self.file.write(
+                {"kind": self.job.kind, "step": step, "total_steps": self.total, **values}
+            )
             for tracker in self.accelerator.trackers:
                 if tracker.name != "trackio" or step > self.file.reached:
                     with explained(Path(self.accelerator.project_dir)):
-                        tracker.log({f"{section}/{name}": value for name, value in numbers.items()}, step=step)
+                        tracker.log(
+                            {f"{section}/{name}": value for name, value in numbers.items()},
+                            step=step,
+                        )
         for name, value in numbers.items():
             if not math.isfinite(value) and name != "grad_norm":
                 kept = f"step {best:,} is kept" if best else "nothing was kept"
                 place = f"train: {name} is {value} at step {step:,}: the training diverged ({kept})"
-                of_muon = ", train.optimizer.matrix_rate" if isinstance(self.config.optimizer, MuonSection) else ""
+                of_muon = (
+                    ", train.optimizer.matrix_rate"
+                    if isinstance(self.config.optimizer, MuonSection)
+                    else ""
+                )
                 raise UserError(f"{place}; lower train.learning_rate{of_muon} or train.clip_norm")
 
     def _evaluate(self) -> None:
@@ -358,9 +440,15 @@ class Loop:
         step, best, score = self.progress.step, self.progress.best_score, None
         if rows:
             self.held_out = self._measured(rows)
-            score = self.held_out.get("tau", self.held_out.get("predicted_tau", -self.held_out["loss"]))
-            self._record({f"held_out_{name}": value for name, value in self.held_out.items()}, "held_out")
-        if score is None or best is None or score > best:  # without a score the latest weights are the best
+            score = self.held_out.get(
+                "tau", self.held_out.get("predicted_tau", -self.held_out["loss"])
+            )
+            self._record(
+                {f"held_out_{name}": value for name, value in self.held_out.items()}, "held_out"
+            )
+        if (
+            score is None or best is None or score > best
+        ):  # without a score the latest weights are the best
             self.progress = replace(self.progress, best_score=score, best_step=step)
             if self.rank == 0:
                 fresh = self.job.state / ".best.tmp"
@@ -374,7 +462,9 @@ class Loop:
 
     def _measured(self, rows: Sequence[TokenisedRow]) -> dict[str, float]:
         sums, error, size = SumsAndCounts(), None, self.config.batch_size
-        own = range(self.rank, len(rows), self.world) if len(rows) >= self.world else range(len(rows))
+        own = (
+            range(self.rank, len(rows), self.world) if len(rows) >= self.world else range(len(rows))
+        )
         try:
             for numbers in (own[first : first + size] for first in range(0, len(own), size)):
                 batch = self._load(collate([rows[number] for number in numbers], numbers))
@@ -396,5 +486,11 @@ class Loop:
                 resume.publish(self.job.output, folder / "best")
 
         self.progress = replace(self.progress, seconds=time.monotonic() - self._since)
-        resume.save(self.job.state, self.progress, fill, self.accelerator.wait_for_everyone, self.config.keep_last)
+        resume.save(
+            self.job.state,
+            self.progress,
+            fill,
+            self.accelerator.wait_for_everyone,
+            self.config.keep_last,
+        )
         self._saved_at = self.progress.step

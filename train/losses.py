@@ -79,7 +79,9 @@ def lk_hybrid(log_q: Tensor, law: TargetLaw, config: TrainConfig) -> Tensor:
     return mix * kl(log_q, law.inside) + (1.0 - mix) * (1.0 - alpha)
 
 
-LOSSES: dict[LossName, Callable[[Tensor, TargetLaw, TrainConfig], Tensor]] = {  # losses [S] between log q and the law
+LOSSES: dict[
+    LossName, Callable[[Tensor, TargetLaw, TrainConfig], Tensor]
+] = {  # losses [S] between log q and the law
     # -sum_v p(v) log q(v) (EAGLE, arXiv 2401.15077, section 4.1, L_cls)
     "soft_cross_entropy": lambda log_q, law, _: -(law.inside.exp() * log_q).sum(-1),
     "kl": lambda log_q, law, _: kl(log_q, law.inside),
@@ -110,7 +112,9 @@ class LogNormaliser(torch.autograd.Function):
 
 
 @torch.no_grad()
-def drafted_law(states: Tensor, target: VocabWeights, ids: Tensor, chunk: int = 16384) -> tuple[TargetLaw, Tensor]:
+def drafted_law(
+    states: Tensor, target: VocabWeights, ids: Tensor, chunk: int = 16384
+) -> tuple[TargetLaw, Tensor]:
     """The law of states [S, D] at ascending ids [Vd] (on the host) and the likeliest tokens [S], in column chunks."""
     drafted = states.new_empty(states.shape[0], len(ids), dtype=torch.float32)  # [S, Vd]
     normaliser = states.new_full(states.shape[:1], float("-inf"), dtype=torch.float32)  # [S]
@@ -124,7 +128,9 @@ def drafted_law(states: Tensor, target: VocabWeights, ids: Tensor, chunk: int = 
             logits = target.logits(states, slice(first, first + chunk)).float()  # [S, chunk]
             normaliser = torch.logaddexp(normaliser, logits.logsumexp(-1))
             highest, place = logits.max(-1)
-            choice = torch.where(highest > best, place + first, choice)  # the first of equals, as argmax
+            choice = torch.where(
+                highest > best, place + first, choice
+            )  # the first of equals, as argmax
             best = torch.maximum(highest, best)
             inside = slice(borders[number], borders[number + 1])
             columns = (ids[inside] - first).to(states.device, non_blocking=True)
@@ -133,7 +139,9 @@ def drafted_law(states: Tensor, target: VocabWeights, ids: Tensor, chunk: int = 
 
 
 def by_piece(
-    totals: Callable[..., Totals], pieces: Pieces, once: Callable[..., tuple[Any, ...]] = lambda *piece: piece
+    totals: Callable[..., Totals],
+    pieces: Pieces,
+    once: Callable[..., tuple[Any, ...]] = lambda *piece: piece,
 ) -> Iterator[Totals]:
     """totals(*once(*piece)) of each piece. The backward pass starts with the last and recomputes all other totals."""
     # No check: a frozen LM head that ZeRO-3 has released looks empty until the backward pass gathers it.
@@ -162,7 +170,9 @@ def in_chunks(columns: Sequence[Tensor], chunk: int) -> Pieces:
     return pieces + [tuple(column[:0] for column in columns)] * missing
 
 
-def by_target_state(states: Tensor, which: list[Tensor], columns: list[list[Tensor]], at_once: int) -> Pieces:
+def by_target_state(
+    states: Tensor, which: list[Tensor], columns: list[list[Tensor]], at_once: int
+) -> Pieces:
     """Pieces of at most `at_once` target states [S0, D], with each head's slots: `which` (host) and columns [S_k]."""
     groups = _calls(-(-states.shape[0] // at_once), states.device)
     if groups <= 1:
@@ -173,9 +183,14 @@ def by_target_state(states: Tensor, which: list[Tensor], columns: list[list[Tens
     sizes = [(place // at_once).bincount(minlength=groups).tolist() for place in which]
     cut = list[list[Sequence[Tensor]]]()
     for table in ([place % at_once for place in which], *columns):
-        sorted_ = [x[order.to(x.device, non_blocking=True)] for x, order in zip(table, orders, strict=True)]
+        sorted_ = [
+            x[order.to(x.device, non_blocking=True)] for x, order in zip(table, orders, strict=True)
+        ]
         cut.append([x.split(size) for x, size in zip(sorted_, sizes, strict=True)])
-    return [(goal, *([column[at] for column in table] for table in cut)) for at, goal in enumerate(goals)]
+    return [
+        (goal, *([column[at] for column in table] for table in cut))
+        for at, goal in enumerate(goals)
+    ]
 
 
 def likeliest(logits: Callable[[Tensor], Tensor], states: Tensor, chunk: int) -> Tensor:

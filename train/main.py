@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")  # the checkout's packages, as aerie.*
+    sys.path[0] = str(
+        Path(__file__).resolve().parents[1] / "src"
+    )  # the checkout's packages, as aerie.*
 
 import copy
 import os
@@ -29,9 +31,13 @@ if TYPE_CHECKING:
 
 @exit_codes()
 def main() -> int:
-    parser = Arguments("aerie train", description="Train a head, or a small LM.", allow_abbrev=False)
+    parser = Arguments(
+        "aerie train", description="Train a head, or a small LM.", allow_abbrev=False
+    )
     add_arguments(parser)
-    parser.add_argument("--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1")
+    parser.add_argument(
+        "--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1"
+    )
     arguments, unknown = parser.parse_known_args()
     recipe = load(arguments, unknown)
     paths = recipe.paths
@@ -57,7 +63,9 @@ def main() -> int:
         from aerie.train import jobs, launch
 
         launch.be_quiet()
-        plan = jobs.plan(recipe, jobs.build(recipe, stage.output, arguments.overwrite, is_plan=True))
+        plan = jobs.plan(
+            recipe, jobs.build(recipe, stage.output, arguments.overwrite, is_plan=True)
+        )
         if "LOCAL_RANK" in os.environ:  # a launcher's processes have to connect once
             launch.build_accelerator(recipe.train, recipe.paths.root).end_training()
         if rank() == 0:
@@ -69,7 +77,9 @@ def main() -> int:
     return code
 
 
-def _train(recipe: Recipe, stage: Stage, overwrite: bool, stop: resume.StopRequest) -> tuple[str, int]:
+def _train(
+    recipe: Recipe, stage: Stage, overwrite: bool, stop: resume.StopRequest
+) -> tuple[str, int]:
     """Trains; returns (state, exit code)."""
     import torch
 
@@ -96,9 +106,18 @@ def _train(recipe: Recipe, stage: Stage, overwrite: bool, stop: resume.StopReque
         if is_first and ending not in resume.CODES:
             progress = loop.progress
             write_text(stage.output / "recipe.yaml", dump(recipe))
-            facts = {"steps": progress.step, "total_steps": loop.total, "best_step": progress.best_step}
+            facts = {
+                "steps": progress.step,
+                "total_steps": loop.total,
+                "best_step": progress.best_step,
+            }
             facts |= {"tokens": progress.tokens, "processes": loop.world}
-            stage.finish(**facts, train_seconds=round(progress.seconds, 1), ended=ending, held_out=loop.held_out)
+            stage.finish(
+                **facts,
+                train_seconds=round(progress.seconds, 1),
+                ended=ending,
+                held_out=loop.held_out,
+            )
             # Only now: a kill before this goes on from the last save.
             resume.forget_saves(stage.output, job.state)
             done = f"{progress.step:,} steps in {progress.seconds:,.0f} s, best at step {progress.best_step:,}"
@@ -131,21 +150,34 @@ def measured_tau(recipe: Recipe, job: "Job") -> "Measure":
     positions = job.objective.config.max_position_embeddings
     room = min(context_of(target.config) or positions, positions)
     room -= settings.measure_new_tokens
-    starts = ((row, next(place for place, turn in enumerate(list(row.turns)) if turn)) for row in job.rows.held_out)
-    openings = ([int(token) for token in row.input_ids[:first]] for row, first in starts if 0 < first <= room)
+    starts = (
+        (row, next(place for place, turn in enumerate(list(row.turns)) if turn))
+        for row in job.rows.held_out
+    )
+    openings = (
+        [int(token) for token in row.input_ids[:first]]
+        for row, first in starts
+        if 0 < first <= room
+    )
     prompts = list(islice(openings, settings.measure_prompts))
     if not prompts:
         shortage = f"no held-out conversation opens with at most {room:,} tokens"
-        raise UserError(f"train.measure_prompts: {shortage}; raise data.held_out or lower train.measure_new_tokens")
+        raise UserError(
+            f"train.measure_prompts: {shortage}; raise data.held_out or lower train.measure_new_tokens"
+        )
 
     def measure(head: Any) -> dict[str, float]:
         # On the target's device: of several, that of its LM head.
         beside = copy.deepcopy(head).to(target.device)
-        decoder = SpeculativeDecoder(target, drafting(DRAFTERS[recipe.head.kind](beside, target), tree))
+        decoder = SpeculativeDecoder(
+            target, drafting(DRAFTERS[recipe.head.kind](beside, target), tree)
+        )
         totals = torch.zeros(2, dtype=torch.float64)  # new tokens after the first, cycles
         for ids in prompts[rank() :: world_size()]:
             prompt = torch.tensor([ids], device=target.device)
-            cycles = decoder.generate(prompt, max_new_tokens=settings.measure_new_tokens, do_sample=False).statistics
+            cycles = decoder.generate(
+                prompt, max_new_tokens=settings.measure_new_tokens, do_sample=False
+            ).statistics
             totals += torch.tensor([sum(cycles.cycle_tokens), len(cycles.cycle_tokens)])
         tokens, count = all_reduce(totals.to(next(head.parameters()).device)).tolist()
         return {"tau": tokens / count if count else 1.0}

@@ -31,11 +31,17 @@ class StepOutput:
     metrics: SumsAndCounts
 
     def total(self, weights: dict[str, float], scales: dict[str, float] | None = None) -> Tensor:
-        parts = [weights[name] * value * (scales[name] if scales else 1.0) for name, (value, _) in self.terms.items()]
+        parts = [
+            weights[name] * value * (scales[name] if scales else 1.0)
+            for name, (value, _) in self.terms.items()
+        ]
         return sum(parts[1:], parts[0])
 
     def sums(self) -> SumsAndCounts:
-        return {name: (value.detach(), count) for name, (value, count) in {**self.terms, **self.metrics}.items()}
+        return {
+            name: (value.detach(), count)
+            for name, (value, count) in {**self.terms, **self.metrics}.items()
+        }
 
 
 class Objective(nn.Module):
@@ -72,11 +78,20 @@ class Objective(nn.Module):
         """Adds what training needs to a batch, in the prefetching thread."""
         # A process without rows must call the module, too; padding adds nothing to the sums.
         if batch.features is None and batch.num_tokens == 0 and self.target is not None:
-            embedding, num_taps = self.target.embedding, len(getattr(self.head.config, "after_blocks", ()))
-            features = torch.zeros(*batch.input_ids.shape, embedding.shape[1], dtype=embedding.dtype)  # [1, 2, D]
-            batch = replace(batch, features=features, taps=features.repeat(1, 1, num_taps) if num_taps else None)
+            embedding, num_taps = (
+                self.target.embedding,
+                len(getattr(self.head.config, "after_blocks", ())),
+            )
+            features = torch.zeros(
+                *batch.input_ids.shape, embedding.shape[1], dtype=embedding.dtype
+            )  # [1, 2, D]
+            batch = replace(
+                batch, features=features, taps=features.repeat(1, 1, num_taps) if num_taps else None
+            )
         if self.is_random:
-            seeds = (keyed_generator(self.settings.seed, epoch, row).initial_seed() for row in batch.rows)
+            seeds = (
+                keyed_generator(self.settings.seed, epoch, row).initial_seed() for row in batch.rows
+            )
             batch = replace(batch, seeds=tuple(seeds))
         return batch
 
@@ -100,7 +115,11 @@ class Objective(nn.Module):
     def measure(self, batch: Batch) -> SumsAndCounts:
         """The sums of forward, and of its greedy chains predicted tau - 1 (per start sum_k prod_{j<=k} hit_j) and
         accuracies."""
-        goals, hits, counts = chosen_after(batch, batch.features, self.choose), list[Tensor](), list[Tensor]()
+        goals, hits, counts = (
+            chosen_after(batch, batch.features, self.choose),
+            list[Tensor](),
+            list[Tensor](),
+        )
         for k, tokens in enumerate(self.drafted(batch)):
             alive = batch.supervised(k)[:, :-1]  # [B, T-1]
             hit = torch.zeros(alive.shape, device=goals.device)
@@ -127,7 +146,11 @@ def target_states(batch: Batch, num_steps: int) -> tuple[Tensor, Tensor, list[Te
     """(slots of each step [K, B, T-1], target states [S0, D] of the first step, each slot's index into them [S_k])."""
     slots = torch.stack([batch.supervised(k)[:, :-1] for k in range(num_steps)])  # [K, B, T-1]
     number = slots[0].flatten().cumsum(0).view_as(slots[0]) - 1  # [B, T-1], into the states
-    return slots, batch.features[:, 1:][slots[0]], [shifted(number, k)[asked] for k, asked in enumerate(slots)]
+    return (
+        slots,
+        batch.features[:, 1:][slots[0]],
+        [shifted(number, k)[asked] for k, asked in enumerate(slots)],
+    )
 
 
 def chosen_after(batch: Batch, states: Tensor, choose: Choose) -> Tensor:
@@ -144,7 +167,9 @@ class Slots:
 
     supervised: Tensor  # [S]: those with most steps first, so that step k takes the first S_k
     sizes: list[int]  # S_k
-    which: list[Tensor]  # [S_k] each, on the host: slot p + k's place in `supervised`; its target state has the law
+    which: list[
+        Tensor
+    ]  # [S_k] each, on the host: slot p + k's place in `supervised`; its target state has the law
     sequence: Tensor  # [N]: each document's slots up to its last supervised one: the first step needs their keys
     places: Tensor  # [S]: of `supervised` in `sequence`
     documents: tuple[int, ...]  # lengths in `sequence`
@@ -152,7 +177,9 @@ class Slots:
     @classmethod
     def of_batch(cls, batch: Batch, num_steps: int) -> "Slots":
         # A turn has no gaps: a slot that is supervised in step k is so in all steps before.
-        steps = torch.stack([batch.supervised(k).flatten() for k in range(num_steps)]).sum(0)  # [B*T]
+        steps = torch.stack([batch.supervised(k).flatten() for k in range(num_steps)]).sum(
+            0
+        )  # [B*T]
         sizes = [int((steps > k).sum()) for k in range(num_steps)]
         supervised = steps.argsort(descending=True, stable=True)[: sizes[0]]
         number, spans = torch.zeros_like(steps), batch.documents or batch.turns.shape[1]
@@ -162,7 +189,10 @@ class Slots:
         parts = torch.arange(len(steps)).split(spans)
         sequence = torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
         number[sequence] = torch.arange(len(sequence))
-        indices = (x.to(batch.input_ids.device, non_blocking=True) for x in (supervised, sequence, number[supervised]))
+        indices = (
+            x.to(batch.input_ids.device, non_blocking=True)
+            for x in (supervised, sequence, number[supervised])
+        )
         supervised, sequence, places = indices
         return cls(supervised, sizes, which, sequence, places, tuple(filter(None, lengths)))
 
@@ -171,27 +201,42 @@ class Slots:
         return x[self.supervised[: len(x)].argsort()]
 
 
-def unrolled(head: Any, batch: Batch, slots: Slots, x: Tensor, recomputes: bool = False) -> Iterator[Tensor]:
+def unrolled(
+    head: Any, batch: Batch, slots: Slots, x: Tensor, recomputes: bool = False
+) -> Iterator[Tensor]:
     """Yields a head's outputs [S_k, D] step by step, from features x [N, D]; recomputes: checkpoints each step."""
     ids, limit = batch.input_ids.flatten(), head.config.max_position_embeddings
     positions = batch.positions.flatten().to(ids.device, non_blocking=True)
     # A slot attends to the first step up to itself, and to itself in later steps.
-    memories = [UnrollMemory(slots.documents, slots.places, layer is head.blocks[-1]) for layer in head.blocks]
+    memories = [
+        UnrollMemory(slots.documents, slots.places, layer is head.blocks[-1])
+        for layer in head.blocks
+    ]
     x, run = x[None], partial(_checkpointed, head) if recomputes else head
     for step, size in enumerate(slots.sizes):
         taken = slots.supervised[:size] if step else slots.sequence
         # Outputs beyond the head's positions are not used; clamping makes the look-up valid.
         at = (positions[taken] + step).clamp(max=limit - 1)
-        x = run(ids[taken + 1 + step][None], x.squeeze(0)[:size][None] if step else x, at[None], memories)  # t_{p+1+k}
+        x = run(
+            ids[taken + 1 + step][None],
+            x.squeeze(0)[:size][None] if step else x,
+            at[None],
+            memories,
+        )  # t_{p+1+k}
         yield x.squeeze(0)
 
 
-def _checkpointed(head: Any, tokens: Tensor, x: Tensor, positions: Tensor, memories: list[UnrollMemory]) -> Tensor:
+def _checkpointed(
+    head: Any, tokens: Tensor, x: Tensor, positions: Tensor, memories: list[UnrollMemory]
+) -> Tensor:
     # Copies of the lists: by the backward pass the memories have grown.
     before = [(list(memory.keys), list(memory.values)) for memory in memories]
 
     def step(x: Tensor) -> Totals:
-        seen = [replace(memory, keys=[*k], values=[*v]) for memory, (k, v) in zip(memories, before, strict=True)]
+        seen = [
+            replace(memory, keys=[*k], values=[*v])
+            for memory, (k, v) in zip(memories, before, strict=True)
+        ]
         out = head(tokens, x, positions, seen)
         return out, *(tensor for memory in seen for tensor in (memory.keys[-1], memory.values[-1]))
 
@@ -207,7 +252,10 @@ class Eagle1Objective(Objective):
 
     def __init__(self, head: Eagle1Head, target: VocabWeights, settings: Eagle1Train) -> None:
         super().__init__(head, target, settings)
-        self.weights = {"feature": settings.feature_weight, "classification": settings.classification_weight}
+        self.weights = {
+            "feature": settings.feature_weight,
+            "classification": settings.classification_weight,
+        }
         self.is_random = settings.feature_noise > 0
         head.gradient_checkpointing = settings.gradient_checkpointing
 
@@ -216,7 +264,9 @@ class Eagle1Objective(Objective):
         half = self.settings.feature_noise
         noise = torch.zeros(*batch.input_ids.shape, like.shape[-1], device=like.device)
         for row, length, seed in zip(noise, batch.lengths.tolist(), batch.seeds or (), strict=True):
-            row[:length].uniform_(-half, half, generator=torch.Generator(like.device).manual_seed(seed))
+            row[:length].uniform_(
+                -half, half, generator=torch.Generator(like.device).manual_seed(seed)
+            )
         return noise
 
     def forward(self, batch: Batch) -> StepOutput:
@@ -242,11 +292,17 @@ class Eagle1Objective(Objective):
         log_q = self.target.logits(predicted).float().log_softmax(-1)  # [S, V]
         loss = losses.LOSSES[self.settings.loss](log_q, law, self.settings).sum()
         with torch.no_grad():
-            return loss, losses.acceptance(log_q, law.whole).sum(), (log_q.argmax(-1) == law.whole.argmax(-1)).sum()
+            return (
+                loss,
+                losses.acceptance(log_q, law.whole).sum(),
+                (log_q.argmax(-1) == law.whole.argmax(-1)).sum(),
+            )
 
     def drafted(self, batch: Batch) -> Iterator[Tensor]:
         slots = Slots.of_batch(batch, self.settings.eval_depths)
-        given = batch.features.flatten(0, 1)[slots.sequence].to(next(self.head.parameters()).dtype)  # [N, D]
+        given = batch.features.flatten(0, 1)[slots.sequence].to(
+            next(self.head.parameters()).dtype
+        )  # [N, D]
         return (self.choose(slots.in_order(x)) for x in unrolled(self.head, batch, slots, given))
 
 
@@ -255,24 +311,32 @@ class Eagle3Objective(Objective):
 
     def __init__(self, head: Eagle3Head, target: VocabWeights, settings: Eagle3Train) -> None:
         super().__init__(head, target, settings)
-        self.weights = {f"loss_at_{k + 1}": settings.unroll_decay**k for k in range(settings.unroll_steps)}
+        self.weights = {
+            f"loss_at_{k + 1}": settings.unroll_decay**k for k in range(settings.unroll_steps)
+        }
         self.ids = head.vocabulary.ids.cpu()  # [Vd]
 
     def forward(self, batch: Batch) -> StepOutput:
         num_steps, chunk = self.settings.unroll_steps, self.chunk
         slots = Slots.of_batch(batch, num_steps)
         fused = self.head.fuse(batch.taps.flatten(0, 1)[slots.sequence])  # [N, D]
-        outputs = [*unrolled(self.head, batch, slots, fused, self.settings.gradient_checkpointing)]  # [S_k, D] each
+        outputs = [
+            *unrolled(self.head, batch, slots, fused, self.settings.gradient_checkpointing)
+        ]  # [S_k, D] each
         states = batch.features.flatten(0, 1)[slots.supervised + 1]  # [S, D]
         at_once = max(1, chunk // num_steps)
-        at_once = max(1, -(-len(states) // max(1, -(-len(states) // at_once))))  # pieces of equal size
+        at_once = max(
+            1, -(-len(states) // max(1, -(-len(states) // at_once)))
+        )  # pieces of equal size
         pieces = losses.by_target_state(states, slots.which, [outputs], at_once)
         once = {"once": self._with_law} if self.settings.loss == "soft_cross_entropy" else {}
         loss, hits, alpha, inside = losses.summed([*losses.by_piece(self._sums, pieces, **once)])
         counts = torch.tensor(slots.sizes).unbind()
         terms = {f"loss_at_{k + 1}": (loss[k], counts[0]) for k in range(num_steps)}
         accuracies = {f"accuracy_at_{k + 1}": (hits[k], counts[k]) for k in range(num_steps)}
-        return StepOutput(terms, {**accuracies, "alpha": (alpha, counts[0]), "in_vocabulary": (inside, counts[0])})
+        return StepOutput(
+            terms, {**accuracies, "alpha": (alpha, counts[0]), "in_vocabulary": (inside, counts[0])}
+        )
 
     def _with_law(self, states: Tensor, *rest: Any) -> tuple[Any, ...]:
         """What soft cross-entropy needs of states [S, D]: p^T W [S, D], with their law and likeliest tokens [S]."""
@@ -280,7 +344,12 @@ class Eagle3Objective(Objective):
         return self.head.lm_head(law.log_p.exp(), is_law=True), *rest, [law], choices
 
     def _sums(
-        self, rows: Tensor, which: list[Tensor], outputs: list[Tensor], laws: Any = None, choices: Any = None
+        self,
+        rows: Tensor,
+        which: list[Tensor],
+        outputs: list[Tensor],
+        laws: Any = None,
+        choices: Any = None,
     ) -> Totals:
         """Sums of loss [K], hits [K], and the first step's alpha and choices inside the draft vocabulary.
 
@@ -289,13 +358,21 @@ class Eagle3Objective(Objective):
         law: Any = None
         if laws is None:
             law, choices = losses.drafted_law(rows, self.target, self.ids)
-        slots, vocabulary = torch.cat(which).to(choices.device, non_blocking=True), self.head.vocabulary
-        sizes, out = [len(output) for output in outputs], self.head.normed(torch.cat(outputs))  # [S, D]
+        slots, vocabulary = (
+            torch.cat(which).to(choices.device, non_blocking=True),
+            self.head.vocabulary,
+        )
+        sizes, out = (
+            [len(output) for output in outputs],
+            self.head.normed(torch.cat(outputs)),
+        )  # [S, D]
         choice = choices[slots]  # [S]
         inside = vocabulary.t2d[choice]
         if laws is None:
             log_q = self.head.lm_head(out).float().log_softmax(-1)  # [S, Vd]
-            loss = losses.LOSSES[self.settings.loss](log_q, replace(law, slots=slots), self.settings)
+            loss = losses.LOSSES[self.settings.loss](
+                log_q, replace(law, slots=slots), self.settings
+            )
         else:
             # H(p, q) = log sum_v exp(w_v h) - (p^T W) h: no law is copied for a step.
             normaliser, log_q = losses.LogNormaliser.apply(self.head.lm_head(out).float())
@@ -308,16 +385,26 @@ class Eagle3Objective(Objective):
             law = law or laws.pop()  # not needed any more
             hits = (vocabulary.target_ids(log_q.argmax(-1)) == choice).split(sizes)
             alpha = losses.acceptance(log_q[: sizes[0]], law.whole).sum()
-            return total, torch.stack([part.sum() for part in hits]), alpha, inside[: sizes[0]].sum()
+            return (
+                total,
+                torch.stack([part.sum() for part in hits]),
+                alpha,
+                inside[: sizes[0]].sum(),
+            )
 
     def drafted(self, batch: Batch) -> Iterator[Tensor]:
         head, slots = self.head, Slots.of_batch(batch, self.settings.eval_depths)
         steps = unrolled(head, batch, slots, head.fuse(batch.taps.flatten(0, 1)[slots.sequence]))
         # A target token outside the draft vocabulary is always a miss.
-        return (head.vocabulary.target_ids(likeliest(head.logits, slots.in_order(x), self.chunk)) for x in steps)
+        return (
+            head.vocabulary.target_ids(likeliest(head.logits, slots.in_order(x), self.chunk))
+            for x in steps
+        )
 
 
-def keyed_dropout(rate: float, seeds: tuple[int, ...], counts: list[int], branch: int, x: Tensor, place: int) -> Tensor:
+def keyed_dropout(
+    rate: float, seeds: tuple[int, ...], counts: list[int], branch: int, x: Tensor, place: int
+) -> Tensor:
     """Dropout on x [S, W] with `counts` slots per row; masks depend on the row's seed, branch and place alone."""
     kept = x.new_empty(x.shape)  # [S, W]
     for part, seed in zip(kept.split(counts), seeds, strict=True):
@@ -329,12 +416,22 @@ def keyed_dropout(rate: float, seeds: tuple[int, ...], counts: list[int], branch
 class MultiTokenObjective(Objective):
     """Medusa and Hydra: head k's label and law loss times head_decay ** k (k = 1, 2, ...), divided by its own slots."""
 
-    def __init__(self, head: MedusaHead | HydraHead, target: VocabWeights, settings: MultiTokenTrain) -> None:
+    def __init__(
+        self, head: MedusaHead | HydraHead, target: VocabWeights, settings: MultiTokenTrain
+    ) -> None:
         super().__init__(head, target, settings)
         self.num_heads: int = head.config.num_heads
         parts = {"label": settings.label_weight, "law": settings.law_weight}
-        self.terms = {f"{part}_at_{k + 1}": (part, k) for part in parts if parts[part] for k in range(self.num_heads)}
-        self.weights = {name: parts[part] * settings.head_decay ** (k + 1) for name, (part, k) in self.terms.items()}
+        self.terms = {
+            f"{part}_at_{k + 1}": (part, k)
+            for part in parts
+            if parts[part]
+            for k in range(self.num_heads)
+        }
+        self.weights = {
+            name: parts[part] * settings.head_decay ** (k + 1)
+            for name, (part, k) in self.terms.items()
+        }
         self.is_random = settings.dropout > 0
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
@@ -343,13 +440,21 @@ class MultiTokenObjective(Objective):
     def forward(self, batch: Batch) -> StepOutput:
         slots, states, which = target_states(batch, self.num_heads)
         recomputes = self.settings.gradient_checkpointing
-        run = partial(checkpoint, self._outputs, use_reentrant=False) if recomputes else self._outputs
+        run = (
+            partial(checkpoint, self._outputs, use_reentrant=False) if recomputes else self._outputs
+        )
         outputs = run(batch, slots)
-        tokens = [shifted(batch.input_ids, 2 + k)[:, : slots.shape[-1]][asked] for k, asked in enumerate(slots)]
+        tokens = [
+            shifted(batch.input_ids, 2 + k)[:, : slots.shape[-1]][asked]
+            for k, asked in enumerate(slots)
+        ]
         at_once = max(1, self.chunk // self.num_heads)
         pieces = losses.by_target_state(states, which, [outputs, tokens], at_once)
         label, law, hits, alpha = losses.summed([*losses.by_piece(self._sums, pieces)])
-        counts, totals = [batch.supervised(k).sum() for k in range(self.num_heads)], {"label": label, "law": law}
+        counts, totals = (
+            [batch.supervised(k).sum() for k in range(self.num_heads)],
+            {"label": label, "law": law},
+        )
         accuracies = {f"accuracy_at_{k + 1}": (hits[k], count) for k, count in enumerate(counts)}
         terms = {name: (totals[part][k], counts[k]) for name, (part, k) in self.terms.items()}
         return StepOutput(terms, {**accuracies, "alpha": (alpha, counts[0])})
@@ -361,36 +466,53 @@ class MultiTokenObjective(Objective):
             features = self.head.prefix(features, torch.arange(width, device=features.device))
         for k, asked in enumerate(slots):
             if self.settings.dropout and batch.seeds is not None:
-                drop = partial(keyed_dropout, self.settings.dropout, batch.seeds, asked.sum(1).tolist(), k)
+                drop = partial(
+                    keyed_dropout, self.settings.dropout, batch.seeds, asked.sum(1).tolist(), k
+                )
             if isinstance(self.head, HydraHead):
                 # Head k is given the embeddings of the tokens t_{p+1} to t_{p+k+1}.
-                tokens = [shifted(batch.input_ids, 1 + back)[:, :width][asked] for back in range(k + 1)]
-                embeddings = torch.cat([F.embedding(ids, self.target.embedding) for ids in tokens], dim=-1)
+                tokens = [
+                    shifted(batch.input_ids, 1 + back)[:, :width][asked] for back in range(k + 1)
+                ]
+                embeddings = torch.cat(
+                    [F.embedding(ids, self.target.embedding) for ids in tokens], dim=-1
+                )
                 outputs.append(self.head.state(k, features[asked], embeddings, drop))
             else:
                 outputs.append(self.head.state(k, features[asked], drop))
         return outputs
 
-    def _sums(self, states: Tensor, which: list[Tensor], outputs: list[Tensor], tokens: list[Tensor]) -> Totals:
+    def _sums(
+        self, states: Tensor, which: list[Tensor], outputs: list[Tensor], tokens: list[Tensor]
+    ) -> Totals:
         """Sums of label loss, law loss and hits [H]; the first head's alpha."""
         with torch.no_grad():
             target = losses.TargetLaw.of_logits(self.target.logits(states))
             choice = target.inside.argmax(-1)
-        laws = [self.head.laws(k, x, self.target).float().log_softmax(-1) for k, x in enumerate(outputs)]  # [S_k, V]
+        laws = [
+            self.head.laws(k, x, self.target).float().log_softmax(-1) for k, x in enumerate(outputs)
+        ]  # [S_k, V]
         label = law = laws[0].new_zeros(len(laws))
         if self.settings.label_weight:
-            label = torch.stack([F.nll_loss(q, t, reduction="sum") for q, t in zip(laws, tokens, strict=True)])
+            label = torch.stack(
+                [F.nll_loss(q, t, reduction="sum") for q, t in zip(laws, tokens, strict=True)]
+            )
         if self.settings.law_weight:
             loss, sums = losses.LOSSES[self.settings.loss], []
             for q, slots in zip(laws, which, strict=True):
                 sums.append(loss(q, replace(target, slots=slots), self.settings).sum())
             law = torch.stack(sums)
         with torch.no_grad():
-            hits = torch.stack([(q.argmax(-1) == choice[at]).sum() for q, at in zip(laws, which, strict=True)])
+            hits = torch.stack(
+                [(q.argmax(-1) == choice[at]).sum() for q, at in zip(laws, which, strict=True)]
+            )
             alpha = losses.acceptance(laws[0], replace(target, slots=which[0]).whole).sum()
         return label, law, hits, alpha
 
     def drafted(self, batch: Batch) -> Iterator[Tensor]:
         depths = min(self.settings.eval_depths, self.num_heads)
         outputs = enumerate(self._outputs(batch, target_states(batch, depths)[0]))
-        return (likeliest(partial(self.head.laws, k, vocab=self.target), x, self.chunk) for k, x in outputs)
+        return (
+            likeliest(partial(self.head.laws, k, vocab=self.target), x, self.chunk)
+            for k, x in outputs
+        )

@@ -21,7 +21,9 @@ from aerie.model.hub import head_directory
 from aerie.model.storage import FILE, Manifest, Stage, Whole, digest, sound_record
 
 RECORD = "progress.json"  # a save's manifest
-BEGUN = ".training"  # marks an output while its training is under way; its text: where the saves are
+BEGUN = (
+    ".training"  # marks an output while its training is under way; its text: where the saves are
+)
 LOGGING_ONLY = {"log_every", "save_every", "keep_last", "trackers"}  # of the section train
 # May change between sittings: they change weights only by rounding, or only the run's end.
 FREE = LOGGING_ONLY | {"max_seconds", "loss_chunk_slots", "gradient_checkpointing", "compile"}
@@ -43,16 +45,31 @@ def reads_cache(recipe: Recipe) -> bool:
 
 def stage_inputs(recipe: Recipe) -> dict[str, Any]:
     """Everything that the trained weights depend on, JSON-ready; a feature cache stands for its data."""
-    section = {name: value for name, value in as_dict(recipe.train).items() if name not in LOGGING_ONLY}
-    inputs: dict[str, Any] = {"target": target_inputs(recipe.target), "head": as_dict(recipe.head), "train": section}
+    section = {
+        name: value for name, value in as_dict(recipe.train).items() if name not in LOGGING_ONLY
+    }
+    inputs: dict[str, Any] = {
+        "target": target_inputs(recipe.target),
+        "head": as_dict(recipe.head),
+        "train": section,
+    }
     features = as_dict(recipe.features)
     if reads_cache(recipe):
         inputs["features"] = cache_record(recipe).get("inputs_digest")
-        inputs |= {name: features[name] for name in ("after_blocks", "shuffle_shards") if features[name] is not None}
+        inputs |= {
+            name: features[name]
+            for name in ("after_blocks", "shuffle_shards")
+            if features[name] is not None
+        }
     else:
-        inputs |= {"data": as_dict(recipe.data), "conversations": conversation_inputs(recipe.data.conversations)}
+        inputs |= {
+            "data": as_dict(recipe.data),
+            "conversations": conversation_inputs(recipe.data.conversations),
+        }
         if needs_target(recipe):
-            inputs["features"] = {name: features[name] for name in ("mode", "after_blocks", "dtype")}
+            inputs["features"] = {
+                name: features[name] for name in ("mode", "after_blocks", "dtype")
+            }
     if recipe.head.init_from is not None:
         inputs["init_from"] = storage.digests(head_directory(recipe.head.init_from))
     # The measured tau, which chooses the weights, depends on this tree.
@@ -75,10 +92,14 @@ def is_whole(recipe: Recipe, stage: Stage) -> bool:
     if made_of := cache_record(recipe).get("inputs"):
         if digest(made_of["data"]) != digest(as_dict(recipe.data)):
             return False  # of other data: opening the cache says so
-        here = [name for name in recipe.data.conversations if Path(name).exists()]  # the rest: on another machine
+        here = [
+            name for name in recipe.data.conversations if Path(name).exists()
+        ]  # the rest: on another machine
         if changed := changed_since(made_of, stage.inputs["target"], conversation_inputs(here)):
             features = recipe.paths.features
-            raise UserError(f"{features}: made before {changed} changed; rebuild with: {COMMAND} --overwrite")
+            raise UserError(
+                f"{features}: made before {changed} changed; rebuild with: {COMMAND} --overwrite"
+            )
     return stage.is_whole()
 
 
@@ -101,7 +122,9 @@ def folders(directory: Path) -> list[Path]:
     return sorted(directory.glob("step-" + 8 * "[0-9]"), reverse=True)
 
 
-def find(directory: Path, fresh: Progress, overwrite: bool) -> tuple[Progress, Path | None, list[str]]:
+def find(
+    directory: Path, fresh: Progress, overwrite: bool
+) -> tuple[Progress, Path | None, list[str]]:
     """(progress, save, warnings) of the newest whole save; without one the fresh progress and None."""
     broken: list[str] = []
     for folder in folders(directory):
@@ -115,7 +138,9 @@ def find(directory: Path, fresh: Progress, overwrite: bool) -> tuple[Progress, P
         return fresh, None, [f"{text}; starting anew" for text in broken]
     saved, refusal = Progress(**checked.manifest.facts), ""
     if changed := storage.differences(decisive(saved.made_of), decisive(fresh.made_of)):
-        refusal = f"step {saved.step:,} of another recipe or other data ({changed}); choose another --run"
+        refusal = (
+            f"step {saved.step:,} of another recipe or other data ({changed}); choose another --run"
+        )
     elif saved.world_size != fresh.world_size:
         count = saved.world_size
         refusal = f"saved by {count} processes, now there are {fresh.world_size}; go on with --num_processes {count}"
@@ -127,16 +152,27 @@ def find(directory: Path, fresh: Progress, overwrite: bool) -> tuple[Progress, P
         raise UserError(f"{folder}: {refusal}, or start anew with --overwrite")
     warnings = [f"{text}; going on from {folder.name}, the newest whole save" for text in broken]
     if saved.machine != fresh.machine:
-        warnings.append(f"{folder}: saved with {saved.machine}, this is {fresh.machine}: not bit for bit as there")
+        warnings.append(
+            f"{folder}: saved with {saved.machine}, this is {fresh.machine}: not bit for bit as there"
+        )
     return replace(saved, made_of=fresh.made_of, machine=fresh.machine), folder, warnings
 
 
 def decisive(made_of: dict[str, Any]) -> dict[str, Any]:
-    return {**made_of, "train": {name: value for name, value in made_of.get("train", {}).items() if name not in FREE}}
+    return {
+        **made_of,
+        "train": {
+            name: value for name, value in made_of.get("train", {}).items() if name not in FREE
+        },
+    }
 
 
 def save(
-    state: Path, progress: Progress, fill: Callable[[Path], None], wait: Callable[[], None], keep_last: int
+    state: Path,
+    progress: Progress,
+    fill: Callable[[Path], None],
+    wait: Callable[[], None],
+    keep_last: int,
 ) -> None:
     """Writes a save with fill(folder), which all ranks call, then removes old ones; wait is a barrier."""
     folder = state / f"step-{progress.step:08d}"
@@ -175,12 +211,18 @@ def require_own_output(stage: Stage, state: Path) -> None:
         return
     # A kill leaves files without a record, but with this run's marker.
     begun = output / BEGUN
-    if not begun.is_file() or begun.read_text(encoding="utf-8").strip() != os.path.relpath(state, output):
-        raise UserError(f"{output}: holds files that no run has made; name another output, or --overwrite them")
+    if not begun.is_file() or begun.read_text(encoding="utf-8").strip() != os.path.relpath(
+        state, output
+    ):
+        raise UserError(
+            f"{output}: holds files that no run has made; name another output, or --overwrite them"
+        )
 
 
 def begin_output(output: Path, state: Path) -> None:
-    storage.write_text(output / BEGUN, f"{os.path.relpath(state, output)}\n")  # relative: a run can be moved
+    storage.write_text(
+        output / BEGUN, f"{os.path.relpath(state, output)}\n"
+    )  # relative: a run can be moved
     (output / FILE).unlink(missing_ok=True)
     storage.remove_temporaries(output)
 

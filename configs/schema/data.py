@@ -3,7 +3,14 @@
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from aerie.configs.read import Many, Place, Section, Some
 from aerie.configs.schema.heads import Float, Seed, Share
@@ -25,7 +32,9 @@ class DataConfig(Section):
     completion_field: str | None = None  # goes with prompt_field
     system_prompt: str | None = None  # for conversations without one
     max_length: Annotated[int, Field(ge=8)] = 2048  # tokens; longer conversations are cut
-    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05  # share that training never sees, chosen by hash
+    held_out: Annotated[float, Field(ge=0, lt=1)] = (
+        0.05  # share that training never sees, chosen by hash
+    )
     limit: PositiveInt | None = None  # only the first conversations, after the hash split
     supervise: Literal["assistant", "all"] = "assistant"  # all: every token but the first
     min_supervised_share: Share = 0.01  # of the tokens; an error if less
@@ -44,14 +53,20 @@ class FeaturesConfig(Section):
     dtype: Float | None = None  # of what training reads; null: the target's
     # on disk; null: dtype. fp8 (E4M3) and int8 take a byte per value, and a float32 scale per token and state
     storage: Literal["bf16", "fp8", "int8"] | None = None
-    shuffle_shards: PositiveInt | None = None  # training draws rows from so many shards at a time; null: all
+    shuffle_shards: PositiveInt | None = (
+        None  # training draws rows from so many shards at a time; null: all
+    )
 
     def __post_init__(self) -> None:
         blocks = list(self.after_blocks or ())
         if blocks != (meant := sorted(set(blocks))):
-            raise ValueError(f"after_blocks must ascend without repeats, not {blocks}; did you mean {meant}?")
+            raise ValueError(
+                f"after_blocks must ascend without repeats, not {blocks}; did you mean {meant}?"
+            )
         if self.mode == "online" and (self.storage or self.shuffle_shards):
-            raise ValueError("storage and shuffle_shards are of a cache: leave them out with mode: online")
+            raise ValueError(
+                "storage and shuffle_shards are of a cache: leave them out with mode: online"
+            )
 
 
 class SourceConfig(Section):
@@ -64,18 +79,26 @@ class SourceConfig(Section):
     num_rows: PositiveInt | None = None  # drawn with distill.seed; null: all, in their order
     samples: PositiveInt = 1  # answers to each row, with seeds of their own
     field: str | None = None  # prompts: the column of the question; null: the usual names are tried
-    ask: Literal["solution", "problem"] = "solution"  # personas: solve the row's problem, or first invent one
+    ask: Literal["solution", "problem"] = (
+        "solution"  # personas: solve the row's problem, or first invent one
+    )
     system_prompt: str | None = None  # for rows without one
 
     def __post_init__(self) -> None:
-        if (self.field is not None and self.kind != "prompts") or (self.ask == "problem" and self.kind != "personas"):
-            raise ValueError(f"field belongs to prompts and ask to personas, not to {self.kind}; leave it out")
+        if (self.field is not None and self.kind != "prompts") or (
+            self.ask == "problem" and self.kind != "personas"
+        ):
+            raise ValueError(
+                f"field belongs to prompts and ask to personas, not to {self.kind}; leave it out"
+            )
 
 
 class SamplingConfig(Section):
     temperature: NonNegativeFloat = 1.0  # 1: the target's own law; 0: greedy
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # 1: off
-    top_k: Annotated[int, Field(ge=-1)] | None = None  # null: the server's default; 0 is off (vLLM: -1, too)
+    top_k: Annotated[int, Field(ge=-1)] | None = (
+        None  # null: the server's default; 0 is off (vLLM: -1, too)
+    )
     max_tokens: PositiveInt = 2048  # of one answer
 
 
@@ -90,11 +113,15 @@ class ServerConfig(Section):
     retries: NonNegativeInt = 5  # of one request, by openai's client
     patience_s: PositiveFloat = 900.0  # without any answer for so long, the run stops
     token_ids: bool = False  # ask for the ids (vLLM: return_token_ids), which are then trained on
-    extra_body: dict[str, Any] = field(default_factory=dict)  # sent with every request (min_p, chat_template_kwargs)
+    extra_body: dict[str, Any] = field(
+        default_factory=dict
+    )  # sent with every request (min_p, chat_template_kwargs)
 
     def __post_init__(self) -> None:
         if not isinstance(self.extra_body.get("chat_template_kwargs") or {}, dict):
-            raise ValueError("extra_body.chat_template_kwargs is an object, such as {enable_thinking: false}")
+            raise ValueError(
+                "extra_body.chat_template_kwargs is an object, such as {enable_thinking: false}"
+            )
 
 
 Action = Literal["keep", "drop"]
@@ -134,6 +161,8 @@ class DistillConfig(Section):
     max_turns: PositiveInt | None = None  # most questions of a conversation
     # questions that no prompt may overlap, beside the recipe's own
     exclude: Many[Annotated[QuestionsConfig, by_name]] = ()
-    ngram: Annotated[int, Field(ge=3)] = 13  # words in a row that no prompt may share with an evaluation question
+    ngram: Annotated[int, Field(ge=3)] = (
+        13  # words in a row that no prompt may share with an evaluation question
+    )
     gate: GateConfig = GateConfig()  # which answers are kept
     seed: Seed = 0  # of the prompts' order and of each answer's draws

@@ -7,7 +7,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import Many, Place, Section, Some, adapter, load
@@ -27,7 +34,9 @@ class HeuristicConfig(Section):
     start: PositiveInt = 5  # the first length (SVIP's code)
     more: PositiveInt = 2  # added if all was accepted
     fewer: PositiveInt = 1  # else subtracted, down to one token
-    across_prompts: bool = False  # true: keep the length (transformers' "heuristic"); false: "heuristic_transient"
+    across_prompts: bool = (
+        False  # true: keep the length (transformers' "heuristic"); false: "heuristic_transient"
+    )
 
 
 class EntropyConfig(Section):
@@ -56,18 +65,26 @@ class VoteConfig(Section):
 
     rule: Literal["vote"] = "vote"
     # that vote (table 4 tests each alone)
-    signals: Many[Literal["probability", "momentum", "expectation"]] = ("probability", "momentum", "expectation")
+    signals: Many[Literal["probability", "momentum", "expectation"]] = (
+        "probability",
+        "momentum",
+        "expectation",
+    )
     votes: PositiveInt | None = None  # to stop; null: two, or one if there is one signal
     probability_threshold: Share = 0.15  # votes when the summed survival is below it (section 4.1)
     momentum_threshold: Share = 0.6  # a ratio below it is a decline (section 4.1)
     momentum_from: PositiveInt = 1  # the first depth with a ratio; the root's S is 1
     declines: PositiveInt = 2  # that make momentum vote ("two times")
     consecutive: bool = False  # whether they must come at levels in a row
-    expectation: Literal["tail_sum", "leaf_sum"] = "tail_sum"  # E_d of equations 22 and 23, or of 26
+    expectation: Literal["tail_sum", "leaf_sum"] = (
+        "tail_sum"  # E_d of equations 22 and 23, or of 26
+    )
     # added to E_d: 1 for the target's own token, and 2 because the extended code counts depths from 0 at the second
     # level (table 4 needs that much); 0: equations 22 and 26 as printed, at most the depth
     bonus: NonNegativeFloat = 3.0
-    over: Literal["frontier", "selected"] = "frontier"  # E_d sums over each level's frontier, or the reranked tree
+    over: Literal["frontier", "selected"] = (
+        "frontier"  # E_d sums over each level's frontier, or the reranked tree
+    )
 
     def __post_init__(self) -> None:
         if not 1 <= self.needed <= len(set(self.signals)) == len(self.signals):
@@ -105,8 +122,12 @@ class ExactConfig(Section):
     rule: Literal["exact"] = "exact"
 
 
-LengthRule = ConstantConfig | HeuristicConfig | EntropyConfig | ConfidenceConfig  # for chains and trees
-TreeRule = VoteConfig | ProbabilitySumConfig | MarginalGainConfig | ExactConfig  # trees: by the frontier's survival
+LengthRule = (
+    ConstantConfig | HeuristicConfig | EntropyConfig | ConfidenceConfig
+)  # for chains and trees
+TreeRule = (
+    VoteConfig | ProbabilitySumConfig | MarginalGainConfig | ExactConfig
+)  # trees: by the frontier's survival
 StopConfig = Annotated[LengthRule | TreeRule, Discriminator("rule")]
 Choice = tuple[int, ...]  # a node of a static tree: the ranks of the children on its path
 Fit = Literal["temperature", "isotonic"]
@@ -147,7 +168,9 @@ class StaticConfig(Section, kw_only=True):
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, EntropyConfig) and self.stop.over == "per_node":
-            raise ValueError("stop.over: per_node needs a tree that chooses its nodes (shape dynamic or chain)")
+            raise ValueError(
+                "stop.over: per_node needs a tree that chooses its nodes (shape dynamic or chain)"
+            )
         try:
             assert self.paths
         except UserError as error:  # the recipe's reader adds file and line
@@ -170,10 +193,14 @@ class StaticConfig(Section, kw_only=True):
             choices, source = load(path, _File, []).choices, f"{path}: choices"
         nodes = {(), *choices}
         if not choices or len(nodes) != len(choices) + 1 or min(map(min, choices)) < 0:
-            raise UserError(f"{source}: list at least one path, each once and none empty, of ranks that count from 0")
+            raise UserError(
+                f"{source}: list at least one path, each once and none empty, of ranks that count from 0"
+            )
         for *above, rank in choices:
             if tuple(above) not in nodes:
-                raise UserError(f"{source}: {[*above, rank]} is listed without its parent {above}; add the parent")
+                raise UserError(
+                    f"{source}: {[*above, rank]} is listed without its parent {above}; add the parent"
+                )
             # the child of rank r is the token drawn r-th, so no earlier draw may be left out
             if sampled and rank and (*above, rank - 1) not in nodes:
                 fault = f"{[*above, rank]} is listed without {[*above, rank - 1]}, which would bias the output"
@@ -200,7 +227,9 @@ class DynamicConfig(Section, kw_only=True):
     levels: PositiveInt = 6  # greatest depth; the root has depth 0 (EAGLE-2, appendix A: 6)
     k: PositiveInt = 10  # children per node, frontier width
     nodes: Annotated[int, Field(ge=2)] = 60  # verified nodes, the root included
-    children: Literal["best", "sampled"] = "best"  # q's most probable (R2), or drawn if the target samples (R3)
+    children: Literal["best", "sampled"] = (
+        "best"  # q's most probable (R2), or drawn if the target samples (R3)
+    )
     # confidence: EAGLE-2's ablation (table 3)
     rank: Literal["survival", "confidence"] = "survival"
     rerank: bool = True  # false (table 3): verify every level's k best, k * levels + 1 nodes
@@ -211,10 +240,14 @@ class DynamicConfig(Section, kw_only=True):
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, ProbabilitySumConfig) and self.stop.checks[0] >= self.levels:
-            raise ValueError(f"stop.checks {list(self.stop.checks)} are never reached in {self.levels} levels")
+            raise ValueError(
+                f"stop.checks {list(self.stop.checks)} are never reached in {self.levels} levels"
+            )
         if self.children == "sampled" and self.rank != "survival":
             # tokens drawn later could have a node expanded that pushes an earlier draw out of the tree
-            raise ValueError("children: sampled with rank: confidence would bias the output; use rank: survival")
+            raise ValueError(
+                "children: sampled with rank: confidence would bias the output; use rank: survival"
+            )
         if isinstance(self.stop, ExactConfig) and not (self.rank == "survival" and self.rerank):
             raise ValueError("stop.rule: exact needs rank: survival and rerank: true")
         if not self.rerank:
@@ -234,8 +267,12 @@ class BudgetConfig(Section):
 
     def __post_init__(self) -> None:
         levels = self.tree.levels if self.tree else 0
-        if len(self.survival) != levels or list(self.survival) != sorted(self.survival, reverse=True):
-            raise ValueError("survival needs one share for each level of its tree, none above the one before")
+        if len(self.survival) != levels or list(self.survival) != sorted(
+            self.survival, reverse=True
+        ):
+            raise ValueError(
+                "survival needs one share for each level of its tree, none above the one before"
+            )
 
 
 class AutoConfig(Section, kw_only=True):
@@ -243,7 +280,9 @@ class AutoConfig(Section, kw_only=True):
 
     shape: Literal["auto"] = "auto"
     choices: Some[BudgetConfig]  # `aerie tune` writes them to auto.yaml
-    memory: Annotated[float, Field(ge=1)] = 256.0  # cycles without a draft until a text's difficulty is forgotten
+    memory: Annotated[float, Field(ge=1)] = (
+        256.0  # cycles without a draft until a text's difficulty is forgotten
+    )
     unsure: PositiveFloat = 1.0  # variance of a text's difficulty before it begins
     drift: NonNegativeFloat = 0.02  # added to it in each cycle; `aerie tune` fits both
     calibrated: Fit | None = None  # correct confidences by this fit of `aerie calibrate`
@@ -251,7 +290,9 @@ class AutoConfig(Section, kw_only=True):
 
     def __post_init__(self) -> None:
         if not self.trees or any(tree.calibrated for tree in self.trees):
-            raise ValueError("one of choices at least needs a tree, and calibrated stands beside choices")
+            raise ValueError(
+                "one of choices at least needs a tree, and calibrated stands beside choices"
+            )
 
     @cached_property
     def trees(self) -> list[Any]:
@@ -270,13 +311,20 @@ class AutoConfig(Section, kw_only=True):
         return max(tree.nodes for tree in self.trees)
 
 
-TreeConfig = Annotated[ChainConfig | StaticConfig | DynamicConfig | AutoConfig, Discriminator("shape")]
+TreeConfig = Annotated[
+    ChainConfig | StaticConfig | DynamicConfig | AutoConfig, Discriminator("shape")
+]
 
 
 def digests(trees: Iterable[Any]) -> dict[str, dict[str, str]]:
     """{"choices": {file: digest}} of the files that trees name."""
-    files = {str(tree.file): tree.file for tree in trees if isinstance(tree, StaticConfig) and tree.file}
-    found = {name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for name, file in sorted(files.items())}
+    files = {
+        str(tree.file): tree.file for tree in trees if isinstance(tree, StaticConfig) and tree.file
+    }
+    found = {
+        name: hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        for name, file in sorted(files.items())
+    }
     return {"choices": found} if found else {}
 
 
@@ -329,7 +377,9 @@ class LookaheadConfig(Section):
 
     @property
     def text(self) -> str:
-        more = ", pool from the text" * self.pool_from_text + (f", seed {self.seed}" if self.seed else "")
+        more = ", pool from the text" * self.pool_from_text + (
+            f", seed {self.seed}" if self.seed else ""
+        )
         return f"N {self.ngram}, W {self.window}, G {self.guesses}{more}"
 
 
@@ -375,7 +425,9 @@ METHODS: dict[str, Published] = {
 for _kind, _section in KINDS.items():
     for _method in _section.methods:
         METHODS[_method].heads += (_kind,)
-USUAL = {kind: section.methods[0] for kind, section in KINDS.items()}  # kind of head -> its usual method
+USUAL = {
+    kind: section.methods[0] for kind, section in KINDS.items()
+}  # kind of head -> its usual method
 if TYPE_CHECKING:
     Method = str
 else:
@@ -386,7 +438,10 @@ def completed(method: Any, changes: Any) -> Any:
     """A method's published tree with a recipe's changes; another shape has its own defaults."""
     if not isinstance(changes or {}, dict) or method not in METHODS:
         return changes
-    changes, own = {key: value for key, value in (changes or {}).items() if value is not None}, METHODS[method].tree
+    changes, own = (
+        {key: value for key, value in (changes or {}).items() if value is not None},
+        METHODS[method].tree,
+    )
     if own is None:
         if changes:
             raise ValueError(f"tree: {method} grows no tree; leave it out")
@@ -395,11 +450,19 @@ def completed(method: Any, changes: Any) -> Any:
     usual = rule if shape == own["shape"] else "constant"
     asked = stop.get("rule", usual) if isinstance(stop, dict) else getattr(stop, "rule", usual)
     # if no method has this shape and rule, the one with this shape and the constant rule counts
-    forms = {name: (row.tree["shape"], row.tree["stop"]["rule"]) for name, row in METHODS.items() if row.tree}
+    forms = {
+        name: (row.tree["shape"], row.tree["stop"]["rule"])
+        for name, row in METHODS.items()
+        if row.tree
+    }
     kin = [name for name in forms if {*METHODS[name].heads} & {*METHODS[method].heads}]
-    names = [n for n in kin if forms[n] == (shape, asked)] or [n for n in kin if forms[n] == (shape, "constant")]
+    names = [n for n in kin if forms[n] == (shape, asked)] or [
+        n for n in kin if forms[n] == (shape, "constant")
+    ]
     if names and method not in names and any(asked in form for form in forms.values()):
-        raise ValueError(f"tree: {shape} with rule {asked} is method {' or '.join(names)}, not {method}")
+        raise ValueError(
+            f"tree: {shape} with rule {asked} is method {' or '.join(names)}, not {method}"
+        )
     if shape != own["shape"]:
         return changes
     if isinstance(stop, dict) and asked == rule:
@@ -419,7 +482,9 @@ class MethodConfig(Section):
     method: Method  # its tree and options are the published ones unless set below
     tree: TreeConfig | None = None  # changes to the method's tree
     head: Place | None = None  # a directory or Hub id; null: the run's own
-    typical: TypicalConfig | None = None  # NOT lossless: Medusa's acceptance when tokens are sampled
+    typical: TypicalConfig | None = (
+        None  # NOT lossless: Medusa's acceptance when tokens are sampled
+    )
     lookup: PromptLookupConfig | None = None  # for method pld
     lookahead: LookaheadConfig | None = None  # for method lookahead
 
@@ -428,7 +493,10 @@ class MethodConfig(Section):
     def _complete(cls, values: Any) -> Any:
         if isinstance(values, dict) and isinstance(values.get("tree"), dict):
             known = values.get("method") in METHODS  # an unknown method is one mistake, not two
-            return {**values, "tree": completed(values["method"], values["tree"]) if known else None}
+            return {
+                **values,
+                "tree": completed(values["method"], values["tree"]) if known else None,
+            }
         return values
 
     def __post_init__(self) -> None:

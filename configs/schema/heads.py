@@ -3,17 +3,35 @@
 from dataclasses import field
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BeforeValidator, Discriminator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from aerie.configs.read import Many, Place, Section
 
-SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
-spelt_out = BeforeValidator(lambda name: SHORT.get(str(name).removeprefix("torch."), str(name).removeprefix("torch.")))
+SHORT = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+}
+spelt_out = BeforeValidator(
+    lambda name: SHORT.get(str(name).removeprefix("torch."), str(name).removeprefix("torch."))
+)
 Float = Annotated[Literal["float32", "bfloat16", "float16"], spelt_out]
 DType = Annotated[Literal["auto", "float32", "bfloat16", "float16"], spelt_out]
 Share = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
-Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow", "aim", "comet_ml", "clearml", "dvclive", "swanlab"]
+Tracker = Literal[
+    "tensorboard", "wandb", "trackio", "mlflow", "aim", "comet_ml", "clearml", "dvclive", "swanlab"
+]
 DEFAULT_KIND = "eagle1"
 EAGLE = ("eagle", "eagle-chain", "deagle", "svip", "ddd", "opt-tree")
 
@@ -38,7 +56,9 @@ class _AnyHead(Section, kw_only=True):
     methods: ClassVar[tuple[str, ...]]  # that decode with it, the usual one first
     reads_taps: ClassVar[bool] = False  # learns from the target's taps, not from last_hidden
     init_from: Place | None = None  # warm start: a directory or Hub id, in any published layout
-    max_position_embeddings: PositiveInt | None = None  # null: the target's, or data.max_length and a draft, if more
+    max_position_embeddings: PositiveInt | None = (
+        None  # null: the target's, or data.max_length and a draft, if more
+    )
 
     @staticmethod
     def levels_of(values: dict[str, Any]) -> int | None:
@@ -51,8 +71,12 @@ class _LayerSizes(Section, kw_only=True):
 
     intermediate_size: PositiveInt | None = None  # width of the MLP
     num_attention_heads: PositiveInt | None = None  # query heads
-    num_key_value_heads: PositiveInt | None = None  # fewer than the query heads: grouped-query attention
-    head_dim: Annotated[int, Field(gt=0, multiple_of=2)] | None = None  # even: RoPE turns pairs of entries
+    num_key_value_heads: PositiveInt | None = (
+        None  # fewer than the query heads: grouped-query attention
+    )
+    head_dim: Annotated[int, Field(gt=0, multiple_of=2)] | None = (
+        None  # even: RoPE turns pairs of entries
+    )
     rope_theta: PositiveFloat | None = None  # null: the target's base and scaling
 
 
@@ -68,11 +92,17 @@ class Eagle1Section(_LayerSizes, _AnyHead, kw_only=True):
 class _TapHead(_LayerSizes, _AnyHead, kw_only=True):
     reads_taps = True
     norm_init: Literal["ones", "target"] = "ones"  # target: the final norm starts as the target's
-    fc_init: Literal["random", "highest_tap"] = "random"  # highest_tap: fc starts by passing on the last tap only
+    fc_init: Literal["random", "highest_tap"] = (
+        "random"  # highest_tap: fc starts by passing on the last tap only
+    )
 
     def __post_init__(self) -> None:
         starts = {"lm_head_init": "random", "norm_init": "ones", "fc_init": "random"}
-        begun = [f"{name} {value}" for name, value in starts.items() if getattr(self, name, value) != value]
+        begun = [
+            f"{name} {value}"
+            for name, value in starts.items()
+            if getattr(self, name, value) != value
+        ]
         if self.init_from is not None and begun:
             raise ValueError(f"init_from is a head that has begun already; set {', '.join(begun)}")
 
@@ -82,19 +112,33 @@ class Eagle3Section(_TapHead, kw_only=True):
     kind: Literal["eagle3"] = "eagle3"
     num_hidden_layers: PositiveInt = 1  # decoder layers; the paper's head has one
     hidden_size: PositiveInt | None = None  # null: the target's
-    draft_vocab_size: PositiveInt | None = None  # null: 32,000, or the target's where that is smaller
-    qk_norm: bool | None = False  # RMSNorm on queries and keys (SGLang does not load it); null: as the target
-    fc_norm: bool | None = None  # EAGLE-3.1: a norm per fused feature before fc; null: off, or as init_from has it
+    draft_vocab_size: PositiveInt | None = (
+        None  # null: 32,000, or the target's where that is smaller
+    )
+    qk_norm: bool | None = (
+        False  # RMSNorm on queries and keys (SGLang does not load it); null: as the target
+    )
+    fc_norm: bool | None = (
+        None  # EAGLE-3.1: a norm per fused feature before fc; null: off, or as init_from has it
+    )
     norm_output: bool | None = None  # EAGLE-3.1: feed back the normed output
-    norm_before_residual: bool | None = None  # the first layer's residual is the normed feature; only vLLM loads it
-    norm_before_fc: bool | None = None  # one norm over all fused features before fc; only vLLM loads it
-    lm_head: Literal["trained", "frozen"] = "trained"  # frozen: keeps the target's rows, or init_from's
+    norm_before_residual: bool | None = (
+        None  # the first layer's residual is the normed feature; only vLLM loads it
+    )
+    norm_before_fc: bool | None = (
+        None  # one norm over all fused features before fc; only vLLM loads it
+    )
+    lm_head: Literal["trained", "frozen"] = (
+        "trained"  # frozen: keeps the target's rows, or init_from's
+    )
     lm_head_init: Literal["random", "target"] = "random"  # target: the target's rows
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.fc_norm and self.norm_before_fc:
-            raise ValueError("fc_norm and norm_before_fc norm the same features, and no server does both; choose one")
+            raise ValueError(
+                "fc_norm and norm_before_fc norm the same features, and no server does both; choose one"
+            )
         if self.init_from is None:
             for name in ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc"):
                 object.__setattr__(self, name, bool(getattr(self, name)))
@@ -124,9 +168,13 @@ class HydraSection(_LayerSizes, _MultiToken, kw_only=True):
     initializer_range: PositiveFloat = 0.02  # deviation of the prefix layer's new matrices
 
     def __post_init__(self) -> None:
-        sizes = [name for name in _LayerSizes.__dataclass_fields__ if getattr(self, name) is not None]
+        sizes = [
+            name for name in _LayerSizes.__dataclass_fields__ if getattr(self, name) is not None
+        ]
         if sizes and not self.prefix_layer:
-            raise ValueError(f"{sizes[0]} belongs to the prefix layer; set prefix_layer: true, or leave it out")
+            raise ValueError(
+                f"{sizes[0]} belongs to the prefix layer; set prefix_layer: true, or leave it out"
+            )
 
 
 class DraftLMSection(_LayerSizes, _AnyHead, kw_only=True):
@@ -139,10 +187,17 @@ class DraftLMSection(_LayerSizes, _AnyHead, kw_only=True):
     initializer_range: PositiveFloat = 0.02  # standard deviation of new matrices
 
     def __post_init__(self) -> None:
-        needed = ("hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
+        needed = (
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "max_position_embeddings",
+        )
         missing = [name for name in needed if getattr(self, name) is None]
         if missing and self.init_from is None:
-            raise ValueError(f"a draft_lm trained from scratch needs {', '.join(missing)} (or init_from)")
+            raise ValueError(
+                f"a draft_lm trained from scratch needs {', '.join(missing)} (or init_from)"
+            )
 
 
 class BlockSection(_TapHead, kw_only=True):
@@ -151,29 +206,57 @@ class BlockSection(_TapHead, kw_only=True):
     methods = ("block-tree", "block-chain")
     kind: Literal["block"] = "block"
     num_hidden_layers: PositiveInt = 1  # decoder layers; published heads for 8B have 5
-    block_size: Annotated[int, Field(ge=2)] = 8  # rows of its forward: the last known token, then masks (z-lab: 16)
-    in_block: Literal["bidirectional", "causal"] = "bidirectional"  # what a row sees of its block (JetSpec: causal)
-    anchor_feature: bool = False  # true: adds the fused taps of the token before the block to each row
-    sample_from_anchor: bool = False  # true: the known token's row drafts too, so block_size tokens (DSpark)
-    mask_token_id: NonNegativeInt | None = None  # null: a row of the target's embedding that no text uses
-    markov_rank: NonNegativeInt = 64  # of the correction of logits by previous tokens; 0: none (DSpark, 8B: 256)
-    markov_order: PositiveInt = 1  # how many previous tokens it sees; no server loads more than DSpark's one
+    block_size: Annotated[int, Field(ge=2)] = (
+        8  # rows of its forward: the last known token, then masks (z-lab: 16)
+    )
+    in_block: Literal["bidirectional", "causal"] = (
+        "bidirectional"  # what a row sees of its block (JetSpec: causal)
+    )
+    anchor_feature: bool = (
+        False  # true: adds the fused taps of the token before the block to each row
+    )
+    sample_from_anchor: bool = (
+        False  # true: the known token's row drafts too, so block_size tokens (DSpark)
+    )
+    mask_token_id: NonNegativeInt | None = (
+        None  # null: a row of the target's embedding that no text uses
+    )
+    markov_rank: NonNegativeInt = (
+        64  # of the correction of logits by previous tokens; 0: none (DSpark, 8B: 256)
+    )
+    markov_order: PositiveInt = (
+        1  # how many previous tokens it sees; no server loads more than DSpark's one
+    )
     markov_head: Literal["vanilla", "gated"] = "vanilla"  # gated: by the row's state too
 
     @staticmethod
     def levels_of(values: dict[str, Any]) -> int | None:
         size = values.get("block_size")  # config.json is not checked yet
-        return size - 1 + bool(values.get("sample_from_anchor")) if isinstance(size, int) and size > 1 else None
+        return (
+            size - 1 + bool(values.get("sample_from_anchor"))
+            if isinstance(size, int) and size > 1
+            else None
+        )
 
 
 HeadConfig = Annotated[
     Eagle1Section | Eagle3Section | MedusaSection | HydraSection | DraftLMSection | BlockSection,
     Discriminator("kind"),
-    BeforeValidator(lambda values: {"kind": DEFAULT_KIND, **values} if isinstance(values, dict) else values),
+    BeforeValidator(
+        lambda values: {"kind": DEFAULT_KIND, **values} if isinstance(values, dict) else values
+    ),
 ]
-KINDS: dict[str, type[_AnyHead]] = {section.kind: section for section in get_args(get_args(HeadConfig)[0])}
+KINDS: dict[str, type[_AnyHead]] = {
+    section.kind: section for section in get_args(get_args(HeadConfig)[0])
+}
 LossName = Literal[
-    "soft_cross_entropy", "kl", "reverse_kl", "jsd", "total_variation", "negative_log_alpha", "lk_hybrid"
+    "soft_cross_entropy",
+    "kl",
+    "reverse_kl",
+    "jsd",
+    "total_variation",
+    "negative_log_alpha",
+    "lk_hybrid",
 ]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Decay = Annotated[float, Field(gt=0, le=1)]
@@ -189,42 +272,66 @@ class MuonSection(Section, kw_only=True):
     """Matrices of layers and fc by Muon with Nesterov momentum (arXiv 2502.16982), all else by AdamW."""
 
     kind: Literal["muon"] = "muon"
-    matrix_rate: PositiveFloat = 0.02  # Muon's learning rate, with the same schedule as AdamW's train.learning_rate
+    matrix_rate: PositiveFloat = (
+        0.02  # Muon's learning rate, with the same schedule as AdamW's train.learning_rate
+    )
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95  # weight of earlier gradients
-    weight_decay: NonNegativeFloat = 0.1  # of these matrices (the paper's); train.weight_decay is AdamW's
+    weight_decay: NonNegativeFloat = (
+        0.1  # of these matrices (the paper's); train.weight_decay is AdamW's
+    )
 
 
 class RateScaling(Section, kw_only=True):
     """rate = given rate * (steps / steps of this run) ** power."""
 
     steps: PositiveInt  # number of optimiser steps that the given rates suit
-    power: Annotated[float, Field(gt=0, le=1)] = 0.25  # how fast the rates fall with the number of steps
+    power: Annotated[float, Field(gt=0, le=1)] = (
+        0.25  # how fast the rates fall with the number of steps
+    )
 
 
 class TrainConfig(Section, kw_only=True):
     """The defaults are those of EAGLE's code unless noted."""
 
     kind: str  # of the head
-    epochs: PositiveInt = 20  # passes over the training conversations; EAGLE's README advises 20 to 40
+    epochs: PositiveInt = (
+        20  # passes over the training conversations; EAGLE's README advises 20 to 40
+    )
     max_steps: PositiveInt | None = None  # optimiser steps; null: epochs decide
-    max_seconds: NonNegativeFloat | None = None  # this stage's budget: stops at the next step and saves
+    max_seconds: NonNegativeFloat | None = (
+        None  # this stage's budget: stops at the next step and saves
+    )
     batch_size: PositiveInt = 4  # conversations per process and forward
     accumulation: PositiveInt = 1  # batches of one optimiser step
-    learning_rate: PositiveFloat = 3e-5  # at the end of the warm-up (EAGLE's DeepSpeed script: 5e-5)
+    learning_rate: PositiveFloat = (
+        3e-5  # at the end of the warm-up (EAGLE's DeepSpeed script: 5e-5)
+    )
     warmup_steps: NonNegativeInt = 2000  # optimiser steps in which the rate rises from zero
-    schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up; to final_rate, or constant
+    schedule: Literal["linear", "cosine", "constant"] = (
+        "linear"  # after the warm-up; to final_rate, or constant
+    )
     final_rate: Share = 0.0  # share of the learning rate at which linear and cosine end
     scale_rates: RateScaling | None = None  # to the number of steps; null: rates as given
-    optimizer: Annotated[AdamWSection | MuonSection, Discriminator("kind")] = AdamWSection()  # AdamW, or Muon and AdamW
+    optimizer: Annotated[AdamWSection | MuonSection, Discriminator("kind")] = (
+        AdamWSection()
+    )  # AdamW, or Muon and AdamW
     betas: tuple[Beta, Beta] = (0.9, 0.95)  # AdamW's decay rates of the two moments
     weight_decay: NonNegativeFloat = 0.01  # AdamW's (EAGLE's DeepSpeed script: 0)
     clip_norm: PositiveFloat = 0.5  # of the gradient (EAGLE's accelerate script clips values)
     lk_eta: NonNegativeFloat = 3.0  # lk_hybrid: lambda = exp(-eta alpha) (arXiv 2602.23881)
-    jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5  # jsd: the target's weight in the mixture (arXiv 2310.08461)
-    loss_chunk_slots: PositiveInt | None = None  # slots whose laws are held at once; null: what fits 1 GiB (GPU: 4 GiB)
-    gradient_checkpointing: bool = False  # recompute the layers in the backward pass: less memory, more time
+    jsd_beta: Annotated[float, Field(gt=0, lt=1)] = (
+        0.5  # jsd: the target's weight in the mixture (arXiv 2310.08461)
+    )
+    loss_chunk_slots: PositiveInt | None = (
+        None  # slots whose laws are held at once; null: what fits 1 GiB (GPU: 4 GiB)
+    )
+    gradient_checkpointing: bool = (
+        False  # recompute the layers in the backward pass: less memory, more time
+    )
     seed: Seed = 0  # of new weights, the order of the rows and the noise
-    log_every: PositiveInt = 10  # steps between lines of metrics.jsonl; the terminal shows at most one in 5 s
+    log_every: PositiveInt = (
+        10  # steps between lines of metrics.jsonl; the terminal shows at most one in 5 s
+    )
     eval_every: NonNegativeInt = 500  # steps between evaluations; 0: only at the end
     eval_conversations: NonNegativeInt = 64  # held-out rows of an evaluation
     eval_depths: PositiveInt = 5  # drafted tokens per start slot for the predicted tau
@@ -242,7 +349,9 @@ class DraftHeadTrain(TrainConfig, kw_only=True):
     """For all heads that read the target's features."""
 
     loss: LossName = "soft_cross_entropy"  # between the target's and the draft's law
-    measure_prompts: NonNegativeInt = 0  # held-out prompts decoded at each evaluation: their tau picks the best weights
+    measure_prompts: NonNegativeInt = (
+        0  # held-out prompts decoded at each evaluation: their tau picks the best weights
+    )
     measure_new_tokens: PositiveInt = 64  # of each such prompt
 
 
@@ -256,7 +365,9 @@ class Eagle1Train(EagleTrain, kw_only=True):
     kind: Literal["eagle1"] = "eagle1"
     feature_weight: NonNegativeFloat = 1.0  # of the Smooth-L1 between drafted and true feature
     classification_weight: NonNegativeFloat = 0.1  # of the loss between the laws
-    feature_noise: NonNegativeFloat = 0.1  # half-width of the uniform noise on input features; 0 switches it off
+    feature_noise: NonNegativeFloat = (
+        0.1  # half-width of the uniform noise on input features; 0 switches it off
+    )
 
 
 class Eagle3Train(EagleTrain, kw_only=True):
@@ -274,7 +385,9 @@ class MultiTokenTrain(DraftHeadTrain, kw_only=True):
 
     kind: Literal["medusa", "hydra"]
     label_weight: NonNegativeFloat = 1.0  # of the cross-entropy to the conversation's own tokens
-    law_weight: NonNegativeFloat = 0.0  # of the loss to the target's law (Hydra++: 1, with label_weight 0)
+    law_weight: NonNegativeFloat = (
+        0.0  # of the loss to the target's law (Hydra++: 1, with label_weight 0)
+    )
     head_decay: Decay = 0.8  # head k = 1, 2, ... weighs head_decay ** k (Medusa, eq. 1; Hydra: 1)
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of each block's inputs (Hydra++: 0.2)
 
@@ -284,8 +397,12 @@ class BlockTrain(DraftHeadTrain, kw_only=True):
 
     kind: Literal["block"] = "block"
     anchors: PositiveInt = 512  # blocks per conversation, at places drawn anew in each step
-    place_decay: Decay = 0.7788  # place k = 1, 2, ... weighs place_decay ** (k - 1); DFlash: exp(-1 / 4)
-    label_weight: NonNegativeFloat = 0.0  # of the cross-entropy to the conversation's own tokens (DFlash's loss)
+    place_decay: Decay = (
+        0.7788  # place k = 1, 2, ... weighs place_decay ** (k - 1); DFlash: exp(-1 / 4)
+    )
+    label_weight: NonNegativeFloat = (
+        0.0  # of the cross-entropy to the conversation's own tokens (DFlash's loss)
+    )
     law_weight: NonNegativeFloat = 1.0  # of the loss to the target's law
 
 
@@ -293,15 +410,26 @@ class DraftLMTrain(TrainConfig, kw_only=True):
     """A small LM, trained on tokens alone, or with `distill` on a target's laws too."""
 
     kind: Literal["draft_lm"] = "draft_lm"
-    distill: LossName | None = None  # this loss to the target's laws, beside cross-entropy on the tokens
+    distill: LossName | None = (
+        None  # this loss to the target's laws, beside cross-entropy on the tokens
+    )
     distill_weight: PositiveFloat = 1.0  # of that loss
     token_weight: NonNegativeFloat = 1.0  # of the cross-entropy, where `distill` is set
     on_policy: Share = 0.0  # share of rows in which the LM writes some tokens itself
     on_policy_tokens: PositiveInt = 128  # from a random place of an answer on
 
     def __post_init__(self) -> None:
-        if self.distill is None and (self.distill_weight, self.token_weight, self.on_policy) != (1.0, 1.0, 0.0):
-            raise ValueError("distill_weight, token_weight and on_policy do nothing without distill; set it")
+        if self.distill is None and (self.distill_weight, self.token_weight, self.on_policy) != (
+            1.0,
+            1.0,
+            0.0,
+        ):
+            raise ValueError(
+                "distill_weight, token_weight and on_policy do nothing without distill; set it"
+            )
 
 
-Train = Annotated[Eagle1Train | Eagle3Train | MultiTokenTrain | BlockTrain | DraftLMTrain, Field(discriminator="kind")]
+Train = Annotated[
+    Eagle1Train | Eagle3Train | MultiTokenTrain | BlockTrain | DraftLMTrain,
+    Field(discriminator="kind"),
+]

@@ -20,19 +20,25 @@ class TaskConfig(QuestionsConfig):
 class PromptsConfig(Section):
     """Measuring prompts: a file, tasks, or by default questions of held-out conversations (data.held_out)."""
 
-    path: Place | None = None  # a .jsonl file of questions {question_id, category, turns}, or a text with one a line
+    path: Place | None = (
+        None  # a .jsonl file of questions {question_id, category, turns}, or a text with one a line
+    )
     num_prompts: PositiveInt | None = 80  # of the file, or of each task; null: all
     max_new_tokens: PositiveInt = 512  # of each turn
     task: str | None = None  # one name for all of `path`; null: the file's categories
     tasks: Many[Annotated[TaskConfig, by_name]] = ()  # in place of path
-    turns: PositiveInt | None = None  # most turns of a question; null: all, but of held-out conversations the first
+    turns: PositiveInt | None = (
+        None  # most turns of a question; null: all, but of held-out conversations the first
+    )
     system_prompt: str | None = None  # before each conversation
 
     def __post_init__(self) -> None:
         if self.path is not None and self.tasks:
             raise ValueError("prompts come from a file (path) or from tasks; set one of them")
         if self.tasks and self.task is not None:
-            raise ValueError("task names the questions of path, and tasks have names of their own; leave it out")
+            raise ValueError(
+                "task names the questions of path, and tasks have names of their own; leave it out"
+            )
         names = [task.name for task in self.tasks]
         if len(set(names)) < len(names):
             raise ValueError(f"tasks: {max(names, key=names.count)} stands there twice")
@@ -70,7 +76,9 @@ class BenchConfig(Section):
     """Runs every row on every prompt, interleaved, in one process."""
 
     prompts: PromptsConfig = PromptsConfig()  # what is asked
-    rows: Many[MethodConfig] = ()  # methods, vanilla among them; empty: vanilla, and the head's usual one with `tree`
+    rows: Many[
+        MethodConfig
+    ] = ()  # methods, vanilla among them; empty: vanilla, and the head's usual one with `tree`
     sampling: Many[SamplingConfig] = (SamplingConfig(),)  # every row is measured with each of these
     warmup_prompts: NonNegativeInt = 2  # decoded before the clock starts (Spec-Bench: 3)
     reference: bool = True  # also time transformers' generate and the bare forwards
@@ -85,7 +93,9 @@ class BenchConfig(Section):
         if self.rows and not any(row.method == "vanilla" for row in self.rows):
             raise ValueError("rows must contain the vanilla row: speedup is measured against it")
         if not self.sampling or len(set(self.sampling)) < len(self.sampling):
-            raise ValueError("sampling is a list of different settings, such as [{temperature: 0.0}]")
+            raise ValueError(
+                "sampling is a list of different settings, such as [{temperature: 0.0}]"
+            )
         names = [sweep.name for sweep in self.sweeps]
         if len(set(names)) < len(names) or CONTEXT in names:
             raise ValueError(f"sweeps need names that differ, and {CONTEXT} is that of contexts")
@@ -101,13 +111,19 @@ class CalibrateConfig(Section):
     tree: OneTree | None = None  # changes to the method's tree
     bins: PositiveInt = 20  # of the reliability diagram
     temperature: NonNegativeFloat = 0.0  # of the decoding
-    oracle_levels: PositiveInt | None = None  # also draft this deep in each cycle: the oracle draft length (SVIP: 40)
+    oracle_levels: PositiveInt | None = (
+        None  # also draft this deep in each cycle: the oracle draft length (SVIP: 40)
+    )
     ranks: PositiveInt = 10  # how many of a law's best tokens a rebuilt static tree tries
-    nodes: Annotated[int, Field(ge=2)] | None = None  # of the rebuilt tree, with the root; null: as many as before
+    nodes: Annotated[int, Field(ge=2)] | None = (
+        None  # of the rebuilt tree, with the root; null: as many as before
+    )
 
     def __post_init__(self) -> None:
         if self.tree is not None and self.tree.calibrated is not None:
-            raise ValueError("calibrate measures the head's own confidence; leave tree.calibrated out")
+            raise ValueError(
+                "calibrate measures the head's own confidence; leave tree.calibrated out"
+            )
 
 
 class TuneConfig(Section):
@@ -124,4 +140,6 @@ class TuneConfig(Section):
         if self.grid and self.measure is None:
             raise ValueError("grid: true times twelve trees on the prompts of `measure`; set them")
         if self.prompts.max_new_tokens < 4:
-            raise ValueError("prompts.max_new_tokens: an answer needs some cycles to be timed; give at least 4")
+            raise ValueError(
+                "prompts.max_new_tokens: an answer needs some cycles to be timed; give at least 4"
+            )

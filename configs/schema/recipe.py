@@ -11,25 +11,47 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import Place, Section, as_dict, override, read_yaml, user_path, validate
 from aerie.configs.schema.data import DataConfig, DistillConfig, FeaturesConfig, SyntheticConfig
 from aerie.configs.schema.decode import METHODS, USUAL, TreeConfig, completed
-from aerie.configs.schema.heads import DEFAULT_KIND, Eagle1Section, Eagle1Train, HeadConfig, Seed, TargetConfig, Train
+from aerie.configs.schema.heads import (
+    DEFAULT_KIND,
+    Eagle1Section,
+    Eagle1Train,
+    HeadConfig,
+    Seed,
+    TargetConfig,
+    Train,
+)
 from aerie.configs.schema.measure import BenchConfig, CalibrateConfig, TuneConfig
 
 FLAGS = ["--config", "--target", "--dtype", "--device-map", "--plan", "--overwrite", "--is-whole"]
-FLAGS += ["--prompt", "--prompts", "--method", "--max-new-tokens", "--temperature", "--top-k", "--top-p"]
+FLAGS += [
+    "--prompt",
+    "--prompts",
+    "--method",
+    "--max-new-tokens",
+    "--temperature",
+    "--top-k",
+    "--top-p",
+]
 
 
 class Recipe(Section):
     run: Place  # the run's directory
     target: TargetConfig  # the model that is sped up
     data: DataConfig  # what is trained on, and what is held out
-    head: HeadConfig = Eagle1Section()  # the draft head; its `kind` (eagle1) decides which other keys there are
+    head: HeadConfig = (
+        Eagle1Section()
+    )  # the draft head; its `kind` (eagle1) decides which other keys there are
     features: FeaturesConfig = FeaturesConfig()  # the target's states that heads learn from
     train: Train = Eagle1Train()  # how the head is trained; the keys depend on head.kind
     tree: TreeConfig | None = None  # changes to the tree of the head's usual method
-    calibrate: CalibrateConfig | None = None  # how far the head's confidence can be trusted; null: all defaults
+    calibrate: CalibrateConfig | None = (
+        None  # how far the head's confidence can be trusted; null: all defaults
+    )
     bench: BenchConfig | None = None  # tau and speedup of methods; null: all defaults
     tune: TuneConfig | None = None  # search for the fastest tree; if set, `aerie run` tunes too
-    synthetic: SyntheticConfig | None = None  # a made-up corpus (`aerie synthetic`), as in configs/embedded.yaml
+    synthetic: SyntheticConfig | None = (
+        None  # a made-up corpus (`aerie synthetic`), as in configs/embedded.yaml
+    )
     distill: DistillConfig | None = None  # answers that the target writes itself (`aerie distill`)
     output: Place | None = None  # the trained head; null: RUN/heads/KIND
     threads: PositiveInt | None = None  # torch threads per process; null: torch's choice
@@ -38,7 +60,9 @@ class Recipe(Section):
     def __post_init__(self) -> None:
         most = self.head.levels_of(vars(self.head))
         if most and self.tree is not None and self.tree.shape != "static":
-            object.__setattr__(self, "tree", fitted(self.tree, USUAL[self.head.kind], most, "tree", "the head"))
+            object.__setattr__(
+                self, "tree", fitted(self.tree, USUAL[self.head.kind], most, "tree", "the head")
+            )
 
     @property
     def paths(self) -> "RunPaths":
@@ -60,7 +84,9 @@ class Recipe(Section):
 
 def _kind_and_method(values: dict[str, Any]) -> tuple[str, str | None]:
     """The head's kind, and the method that calibrate measures."""
-    head, calibrate = (values[name] if isinstance(values.get(name), dict) else {} for name in ("head", "calibrate"))
+    head, calibrate = (
+        values[name] if isinstance(values.get(name), dict) else {} for name in ("head", "calibrate")
+    )
     kind = str(head.get("kind", DEFAULT_KIND))
     return kind, calibrate.get("method") or USUAL.get(kind)
 
@@ -72,7 +98,9 @@ def fitted(tree: Any, method: str, most: int, place: str, head: str) -> Any:
     if method and tree.levels == (METHODS[method].tree or {}).get("levels"):
         return validate(as_dict(tree) | {"levels": most}, type(tree), place, {})
     fix = "give tree.choices of at most" if tree.shape == "static" else "set tree.levels to"
-    raise UserError(f"{place}: is {tree.levels} levels deep, and {head} drafts at most {most}; {fix} {most}")
+    raise UserError(
+        f"{place}: is {tree.levels} levels deep, and {head} drafts at most {most}; {fix} {most}"
+    )
 
 
 class RunPaths:
@@ -80,7 +108,11 @@ class RunPaths:
         self.root, self.status = root, root / "status.json"
         self.conversations, self.distilled = root / "conversations", root / "distilled"
         self.features, self.heads, self.report = root / "features", root / "heads", root / "report"
-        self.calibration, self.bench, self.tune = root / "calibration", root / "bench", root / "tune"
+        self.calibration, self.bench, self.tune = (
+            root / "calibration",
+            root / "bench",
+            root / "tune",
+        )
 
     def state(self, kind: str) -> Path:
         return self.root / "state" / kind
@@ -99,19 +131,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="overrides target.dtype")
     parser.add_argument("--device-map", help="overrides target.device_map")
     parser.add_argument("--plan", action="store_true", help="print what would run, and stop")
-    parser.add_argument("--overwrite", action="store_true", help="replace what another recipe left in the output")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace what another recipe left in the output"
+    )
 
 
 def load(arguments: argparse.Namespace, unknown: list[str]) -> Recipe:
     """The recipe with the command line's overrides; another head kind or method there drops its tree."""
-    keys = {"run": "run", "target": "target.path", "dtype": "target.dtype", "device_map": "target.device_map"}
+    keys = {
+        "run": "run",
+        "target": "target.path",
+        "dtype": "target.dtype",
+        "device_map": "target.device_map",
+    }
     flags = {key: getattr(arguments, flag, None) for flag, key in keys.items()}
-    overrides = [*pairs_of(unknown), *(f"{key}={value}" for key, value in flags.items() if value is not None)]
+    overrides = [
+        *pairs_of(unknown),
+        *(f"{key}={value}" for key, value in flags.items() if value is not None),
+    ]
     if arguments.config is None:
         raise UserError("no recipe; name one with --config RECIPE.yaml")
     values, lines = read_yaml(arguments.config)
     kind, method = _kind_and_method(values)
-    override([pair for pair in overrides if pair.startswith(("head.kind=", "calibrate.method="))], values, lines)
+    override(
+        [pair for pair in overrides if pair.startswith(("head.kind=", "calibrate.method="))],
+        values,
+        lines,
+    )
     other_kind, other_method = _kind_and_method(values)
     if other_kind != kind:
         values["tree"] = None
@@ -132,7 +178,11 @@ def pairs_of(words: list[str]) -> list[str]:
             raise UserError(f"{word}: not an option; {fix}")
         if close := difflib.get_close_matches(word.partition("=")[0], FLAGS, n=1, cutoff=0.85):
             is_elsewhere = close[0] == word.partition("=")[0]
-            fix = "this command has no such option" if is_elsewhere else f"unknown option; did you mean {close[0]}?"
+            fix = (
+                "this command has no such option"
+                if is_elsewhere
+                else f"unknown option; did you mean {close[0]}?"
+            )
             raise UserError(f"{word}: {fix}")
         pair = word[2:] if "=" in word else f"{word[2:]}={next(rest, '')}"
         pair = f"target.{pair}" if pair.startswith("generation.") else pair

@@ -18,7 +18,9 @@ from aerie.data.conversations import UNKNOWN_KEYS, RawRow, UnusableRow, read_row
 from aerie.model.storage import digest
 
 TEXTS = read_yaml(Path(__file__).with_name("prompts.yaml"))[0]
-MARKER = re.compile(r"^[\s*#_]*(?:math(?:ematics)?\s+)?problem[\s*_]*:[\s*_]*", re.IGNORECASE | re.MULTILINE)
+MARKER = re.compile(
+    r"^[\s*#_]*(?:math(?:ematics)?\s+)?problem[\s*_]*:[\s*_]*", re.IGNORECASE | re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,9 @@ def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[Prompt
     overlap, seen, prompts = Overlap(questions, config.ngram), set[str](), list[Prompt]()
     whole = partial(LONE_SURROGATE.sub, "\N{REPLACEMENT CHARACTER}")
     for number, source in enumerate(config.sources):
-        rows: Iterable[tuple[int, RawRow]] = enumerate(read_rows(source.path, source.revision), start=1)
+        rows: Iterable[tuple[int, RawRow]] = enumerate(
+            read_rows(source.path, source.revision), start=1
+        )
         if source.num_rows is not None:  # those with the smallest hashes of seed and row number
             order = f"{config.seed}/{number}"
             key_of = lambda item, order=order: sha256(f"{order}/{item[0]}".encode()).digest()  # noqa: E731
@@ -48,15 +52,24 @@ def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[Prompt
                 asked = tuple(map(whole, turns[: config.max_turns]))
                 system, invent = whole(system or source.system_prompt or ""), whole(invent)
                 key = asked_key(system, (*asked, invent))
-                skip = "the same prompt as an earlier row" if key in seen else overlap.reason(invent, system, *asked)
-                prompt = Prompt(prompt.id, prompt.place, asked, system or None, invent or None, skip)
+                skip = (
+                    "the same prompt as an earlier row"
+                    if key in seen
+                    else overlap.reason(invent, system, *asked)
+                )
+                prompt = Prompt(
+                    prompt.id, prompt.place, asked, system or None, invent or None, skip
+                )
                 seen.add(key)
             except UnusableRow as error:
                 if error.reason == UNKNOWN_KEYS and row.number == 1:
                     raise UserError(f"{row.place} {error.sentence}") from error
                 prompt = replace(prompt, skip=error.reason)
             copies = 1 if prompt.skip else source.samples
-            prompts += [replace(prompt, id=f"{prompt.id}:{copy}") if copy else prompt for copy in range(copies)]
+            prompts += [
+                replace(prompt, id=f"{prompt.id}:{copy}") if copy else prompt
+                for copy in range(copies)
+            ]
     if all(prompt.skip for prompt in prompts):
         why = f"; the first: {prompts[0].place}: {prompts[0].skip}" if prompts else ""
         raise UserError(f"distill.sources: no row can be asked ({len(prompts):,} read{why})")
@@ -82,7 +95,9 @@ def _questions(row: Any, source: SourceConfig) -> tuple[str | None, list[str], s
         names = TEXTS["persona_fields"][source.ask]
         text = next((str(row[name]).strip() for name in names if row.get(name)), "")
         if not text:
-            raise UnusableRow(f"row has no {'persona' if source.ask == 'problem' else 'problem'}", "")
+            raise UnusableRow(
+                f"row has no {'persona' if source.ask == 'problem' else 'problem'}", ""
+            )
         if source.ask == "problem":
             return None, [], TEXTS["invent"].format(persona=text)
         return None, [TEXTS["solve"].format(problem=problem_in(text))], ""
@@ -92,13 +107,22 @@ def _questions(row: Any, source: SourceConfig) -> tuple[str | None, list[str], s
             fix = f"the prompt must be in {' or '.join(names)}"
             raise UnusableRow(UNKNOWN_KEYS, f"has keys {', '.join(map(str, row))}; {fix}")
         value = next((row[name] for name in names if row.get(name)), "")
-        system, turns = row.get("system"), list(value) if isinstance(value, list | tuple) else [value]
-        if not isinstance(system, str | None) or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        system, turns = (
+            row.get("system"),
+            list(value) if isinstance(value, list | tuple) else [value],
+        )
+        if not isinstance(system, str | None) or not all(
+            isinstance(turn, str) and turn.strip() for turn in turns
+        ):
             raise UnusableRow("an empty question, or no text", "")
         return system, turns, ""
     said: dict[str, list[str]] = {"system": [], "user": [], "assistant": [], "tool": []}
-    for role, group in groupby(to_messages(row), lambda message: str(message["role"])):  # two turns in a row are one
-        said[role].append("\n\n".join(message["content"] for message in group if message["content"].strip()))
+    for role, group in groupby(
+        to_messages(row), lambda message: str(message["role"])
+    ):  # two turns in a row are one
+        said[role].append(
+            "\n\n".join(message["content"] for message in group if message["content"].strip())
+        )
     if row.get("tools") or said["tool"]:
         raise UnusableRow("the conversation calls tools", "")
     turns = [text for text in said["user"] if text]

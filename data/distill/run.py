@@ -23,18 +23,33 @@ from aerie.configs.schema.data import DistillConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data.conversations import Message, UnusableRow
 from aerie.data.distill.answer import Answer, Ask, Outcome, ServedTarget, Thinking, Unanswered
-from aerie.data.distill.prompts import TEXTS, Overlap, Prompt, asked_key, make_prompts, plan_line, problem_in, words
+from aerie.data.distill.prompts import (
+    TEXTS,
+    Overlap,
+    Prompt,
+    asked_key,
+    make_prompts,
+    plan_line,
+    problem_in,
+    words,
+)
 from aerie.data.stage import Share, bar, conversation_inputs
 from aerie.model import storage
 from aerie.model.storage import Lock, Manifest, Stage
 from aerie.model.target import load_tokenizer, target_end_ids
 
-LINE = re.compile(rb'\{"id": "([\w:.-]+)", "status": "(done|skipped|failed)", .*\}\n')  # of a row in a journal
+LINE = re.compile(
+    rb'\{"id": "([\w:.-]+)", "status": "(done|skipped|failed)", .*\}\n'
+)  # of a row in a journal
 OUTCOME, PROMPTS = TypeAdapter(Outcome), TypeAdapter(list[Prompt])
 Target = AbstractAsyncContextManager[Ask]
 PAGE = Path(__file__).with_name("summary.html.jinja")
 
-LOOP_TIMES, LOOP_WORDS, LOOP_CHARACTERS = 5, 40, 240  # a loop at a text's end: fewest rounds, least length
+LOOP_TIMES, LOOP_WORDS, LOOP_CHARACTERS = (
+    5,
+    40,
+    240,
+)  # a loop at a text's end: fewest rounds, least length
 LONGEST_PERIOD = 200  # words or characters in a round
 RUN, LEAST_RUNS, REPEATED_SHARE = 10, 40, 0.6  # words per run; fewest runs; share of repeated runs
 LEAST_LETTERS, FOREIGN_SHARE = 20, 0.3  # fewest letters; share in scripts that the question lacks
@@ -49,7 +64,11 @@ def flaws(outcome: Outcome) -> list[str]:
     """A done row's flaws, except "repeated", which needs the other rows."""
     answers = outcome.answers
     pairs = zip(outcome.turns, answers, strict=True)
-    parts = [(question, part) for question, answer in pairs for part in (answer.reasoning or "", answer.content)]
+    parts = [
+        (question, part)
+        for question, answer in pairs
+        for part in (answer.reasoning or "", answer.content)
+    ]
     rules = {
         "cut": any(answer.is_cut for answer in answers),
         "empty": not all(answer.content.strip() for answer in answers),
@@ -65,7 +84,9 @@ def _is_loop(text: str) -> bool:
     for units, least in ((split, LOOP_WORDS), ("".join(text.split()), LOOP_CHARACTERS)):
         for period in range(1, min(LONGEST_PERIOD, len(units) // LOOP_TIMES) + 1):
             span = max(LOOP_TIMES, -(-least // period)) * period
-            if span <= len(units) and all(units[-at] == units[-at - period] for at in range(1, span - period + 1)):
+            if span <= len(units) and all(
+                units[-at] == units[-at - period] for at in range(1, span - period + 1)
+            ):
                 return True
     runs = [tuple(split[start : start + RUN]) for start in range(len(split) - RUN + 1)]
     return len(runs) >= LEAST_RUNS and 1.0 - len(set(runs)) / len(runs) >= REPEATED_SHARE
@@ -74,7 +95,9 @@ def _is_loop(text: str) -> bool:
 def _is_foreign(question: str, answer: str) -> bool:
     asked, answered = set(_scripts(question)), _scripts(answer)
     foreign = sum(script not in asked for script in answered)
-    return bool(asked) and len(answered) >= LEAST_LETTERS and foreign / len(answered) >= FOREIGN_SHARE
+    return (
+        bool(asked) and len(answered) >= LEAST_LETTERS and foreign / len(answered) >= FOREIGN_SHARE
+    )
 
 
 def _scripts(text: str) -> list[str]:
@@ -104,11 +127,19 @@ class Job:
     questions: Sequence[str] = ()  # of the evaluation
 
     @classmethod
-    def of(cls, directory: Path, config: DistillConfig, target: dict[str, Any], questions: Sequence[str]) -> "Job":
+    def of(
+        cls,
+        directory: Path,
+        config: DistillConfig,
+        target: dict[str, Any],
+        questions: Sequence[str],
+    ) -> "Job":
         """target: from data.stage.target_inputs. URLs and concurrency are no inputs: they change no answer."""
         section = as_dict(config)
         server = section["server"] or {"model": None, "extra_body": {}, "token_ids": False}
-        inputs = {name: section[name] for name in ("sources", "ngram", "max_turns", "seed", "sampling")}
+        inputs = {
+            name: section[name] for name in ("sources", "ngram", "max_turns", "seed", "sampling")
+        }
         inputs["files"] = conversation_inputs([source.path for source in config.sources])
         inputs["held_out"] = storage.digest(sorted(set(questions)))
         inputs["server"] = {name: server[name] for name in ("model", "extra_body", "token_ids")}
@@ -131,37 +162,55 @@ class Job:
             if isinstance(found, storage.Foreign):
                 if not overwrite:
                     fault = f"{self.directory}: holds prompts and answers of another recipe ({found.differences})"
-                    raise UserError(f"{fault}; choose another --run, or replace them with --overwrite")
+                    raise UserError(
+                        f"{fault}; choose another --run, or replace them with --overwrite"
+                    )
                 storage.remove_tree(self.directory / "journal")
             if not isinstance(found, storage.Whole):
-                prompts = PROMPTS.dump_python(make_prompts(self.config, self.questions), exclude_defaults=True)
+                prompts = PROMPTS.dump_python(
+                    make_prompts(self.config, self.questions), exclude_defaults=True
+                )
                 storage.write_text(path, "".join(json.dumps(row) + "\n" for row in prompts))
                 Manifest(inputs=self.inputs).write(self.directory, record)
             lock.path.unlink(missing_ok=True)
-        return PROMPTS.validate_python([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
+        return PROMPTS.validate_python(
+            [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        )
 
-    def ask(self, prompts: list[Prompt], share: Share, retry: bool, target: Target, thinking: Thinking) -> None:
+    def ask(
+        self, prompts: list[Prompt], share: Share, retry: bool, target: Target, thinking: Thinking
+    ) -> None:
         """Asks a share's rows that have not ended; retry: also those that ended without answers."""
         path = self.directory / f"journal/shard-{share.index:05d}-of-{share.count:05d}.jsonl"
         server = self.config.server
         with Lock(path) as lock:
             if not lock.acquire(wait=False):
                 raise UserError(f"{path}: another process writes it; wait for it")
-            ended = {row for row, (is_done, *_) in ended_rows(self.directory).items() if is_done or not retry}
+            ended = {
+                row
+                for row, (is_done, *_) in ended_rows(self.directory).items()
+                if is_done or not retry
+            }
             rows = share.part(prompts)
             waiting = [prompt for prompt in rows if prompt.id not in ended]
             if not waiting:
                 return
-            (self.directory / storage.FILE).unlink(missing_ok=True)  # whole again after the next merge
+            (self.directory / storage.FILE).unlink(
+                missing_ok=True
+            )  # whole again after the next merge
             done, queue = len(rows) - len(waiting), iter(waiting)
             with path.open("r+b") as file:
-                file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))  # without a torn last line
+                file.truncate(
+                    sum(len(line) for line in file if line.endswith(b"\n"))
+                )  # without a torn last line
             with bar(len(rows), "row", "distill", done=done) as progress:
 
                 async def work(ask: Ask) -> None:
                     for prompt in queue:
                         outcome = await self.interview(prompt, ask, thinking)
-                        line = json.dumps(OUTCOME.dump_python(outcome, exclude_defaults=True), ensure_ascii=False)
+                        line = json.dumps(
+                            OUTCOME.dump_python(outcome, exclude_defaults=True), ensure_ascii=False
+                        )
                         with storage.explained(path), path.open("ab") as file:
                             file.write(f"{line}\n".encode("utf-8", "replace"))
                         progress.update(1)
@@ -176,7 +225,12 @@ class Job:
     async def interview(self, prompt: Prompt, ask: Ask, thinking: Thinking) -> Outcome:
 
         async def draw(messages: Sequence[Message], turn: str) -> Answer:
-            seed = int.from_bytes(sha256(f"{self.config.seed}/{prompt.id}/{turn}".encode()).digest()[:4], "big") >> 1
+            seed = (
+                int.from_bytes(
+                    sha256(f"{self.config.seed}/{prompt.id}/{turn}".encode()).digest()[:4], "big"
+                )
+                >> 1
+            )
             try:
                 thinking.prompt(messages)
             except UnusableRow as error:
@@ -188,13 +242,19 @@ class Job:
 
         if prompt.skip is not None:
             return Outcome(prompt.id, "skipped", prompt.place, prompt.skip)
-        messages: list[Message] = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        messages: list[Message] = (
+            [{"role": "system", "content": prompt.system}] if prompt.system else []
+        )
         answers, invented, turns = list[Answer](), None, prompt.turns
         try:
             if prompt.invent is not None:
                 invented = await draw([{"role": "user", "content": prompt.invent}], "invent")
                 problem = problem_in(invented.content)
-                flaw = "is cut or empty" if invented.is_cut or not problem else self.overlap.reason(problem)
+                flaw = (
+                    "is cut or empty"
+                    if invented.is_cut or not problem
+                    else self.overlap.reason(problem)
+                )
                 if flaw:
                     raise Unanswered("skipped", f"the invented problem {flaw}")
                 turns = (TEXTS["solve"].format(problem=problem),)
@@ -209,16 +269,23 @@ class Job:
             if error.status == "failed" or not answers:
                 return Outcome(prompt.id, error.status, prompt.place, error.why)
         asked = turns[: len(answers)]
-        return Outcome(prompt.id, "done", prompt.place, None, prompt.system, asked, tuple(answers), invented)
+        return Outcome(
+            prompt.id, "done", prompt.place, None, prompt.system, asked, tuple(answers), invented
+        )
 
     def merge(self, prompts: Sequence[Prompt], thinking: Thinking) -> dict[str, Any]:
         """Writes conversations, outcomes and summary; the bytes do not depend on the number of jobs."""
         rows = ended_rows(self.directory)
         missing = [prompt.id for prompt in prompts if prompt.id not in rows]
         if missing:
-            fault = f"{len(missing):,} of {len(prompts):,} rows have not ended (first: {missing[0]})"
+            fault = (
+                f"{len(missing):,} of {len(prompts):,} rows have not ended (first: {missing[0]})"
+            )
             raise UserError(f"{self.directory}: {fault}; run the same jobs again")
-        ends, made = list[dict[str, Any]](), list[bool]()  # per input row; per training row: is it of tokens?
+        ends, made = (
+            list[dict[str, Any]](),
+            list[bool](),
+        )  # per input row; per training row: is it of tokens?
         why, found, invented = Counter[str](), Counter[str](), set[str]()
 
         def write(conversations: Path) -> None:
@@ -228,7 +295,9 @@ class Job:
                     with path.open("rb") as journal:
                         journal.seek(offset)
                         outcome = OUTCOME.validate_json(journal.readline())
-                    ends.append({"id": outcome.id, "status": outcome.status, "place": outcome.place})
+                    ends.append(
+                        {"id": outcome.id, "status": outcome.status, "place": outcome.place}
+                    )
                     if outcome.status != "done":
                         ends[-1]["why"] = outcome.why
                         why[f"{outcome.status}: {outcome.why}"] += 1
@@ -241,18 +310,28 @@ class Job:
                     found.update(names)
                     kept = all(getattr(self.config.gate, name) == "keep" for name in names)
                     tokens = sum(len(thinking.answer_ids(answer)) for answer in outcome.answers)
-                    ends[-1] |= {"kept": kept, "flaws": names, "answers": len(outcome.answers), "tokens": tokens}
+                    ends[-1] |= {
+                        "kept": kept,
+                        "flaws": names,
+                        "answers": len(outcome.answers),
+                        "tokens": tokens,
+                    }
                     for row in thinking.training_rows(outcome) if kept else []:
                         made.append("input_ids" in row)
                         file.write(json.dumps(row, ensure_ascii=False) + "\n")
             if not made:
-                reasons = "; ".join(f"{count:,} {reason}" for reason, count in (found + why).most_common())
+                reasons = "; ".join(
+                    f"{count:,} {reason}" for reason, count in (found + why).most_common()
+                )
                 raise UserError(f"{self.directory}: no row is left to train on: {reasons}")
 
         storage.write_atomically(self.directory / "conversations.jsonl", write)
         lines = "".join(json.dumps(end, ensure_ascii=False) + "\n" for end in ends)
         storage.write_text(self.directory / "outcomes.jsonl", lines)
-        kept, status = [end for end in ends if end.get("kept")], Counter(end["status"] for end in ends)
+        kept, status = (
+            [end for end in ends if end.get("kept")],
+            Counter(end["status"] for end in ends),
+        )
         summary = {
             "rows": len(ends),
             "kept": len(kept),
@@ -273,7 +352,9 @@ class Job:
         return summary
 
 
-def distilled(job: Job, options: Namespace, target: TargetConfig, make_local: Callable[[Thinking], Ask]) -> None:
+def distilled(
+    job: Job, options: Namespace, target: TargetConfig, make_local: Callable[[Thinking], Ask]
+) -> None:
     """Runs `aerie distill`; make_local loads the target if the recipe has no server."""
     share, server = Share.of(options.shard), job.config.server
     if options.merge and (options.retry_failed or share.count > 1):
@@ -285,12 +366,27 @@ def distilled(job: Job, options: Namespace, target: TargetConfig, make_local: Ca
     prompts = job.prompts(options.overwrite)
     print(f"distill: {plan_line(prompts)}", flush=True)
     if not options.merge:
-        served = ServedTarget(server, server.model or target.path, job.config.sampling) if server else None
-        job.ask(prompts, share, options.retry_failed, served or nullcontext(make_local(thinking)), thinking)
+        served = (
+            ServedTarget(server, server.model or target.path, job.config.sampling)
+            if server
+            else None
+        )
+        job.ask(
+            prompts,
+            share,
+            options.retry_failed,
+            served or nullcontext(make_local(thinking)),
+            thinking,
+        )
         if share.count > 1:
-            print(f"distill {share}: its rows have ended; after the last share, run distill --merge", flush=True)
+            print(
+                f"distill {share}: its rows have ended; after the last share, run distill --merge",
+                flush=True,
+            )
             return
     summary = job.merge(prompts, thinking)
     status, page = summary["status"], job.directory / "summary.html"
     ends = f"{summary['dropped']:,} dropped by the gate, {status['skipped']:,} skipped, {status['failed']:,} failed"
-    print(f"distill: {summary['kept']:,} of {len(prompts):,} rows kept ({ends}): {page}", flush=True)
+    print(
+        f"distill: {summary['kept']:,} of {len(prompts):,} rows kept ({ends}): {page}", flush=True
+    )

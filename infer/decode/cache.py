@@ -31,14 +31,19 @@ class CachedLM:
         self._window = int(getattr(config, "sliding_window", None) or 0)
         slides = self._window and getattr(config, "use_sliding_window", True)
         # without a list of kinds all layers slide, or none
-        kinds = getattr(config, "layer_types", None) or ["sliding_attention" if slides else "full_attention"]
+        kinds = getattr(config, "layer_types", None) or [
+            "sliding_attention" if slides else "full_attention"
+        ]
         self._layer_kinds = sorted(set(kinds))
 
     def prefill(self, input_ids: Tensor, kept: Kept) -> TargetStep:
         """Reads a prompt [T]: logits [1, V] of its last token, features of all; the caller advances `kept`."""
         cache, taps = DynamicCache(), [*self.after_blocks]
         out = self.target.decoder(
-            input_ids=input_ids[None], past_key_values=cache, use_cache=True, output_hidden_states=taps
+            input_ids=input_ids[None],
+            past_key_values=cache,
+            use_cache=True,
+            output_hidden_states=taps,
         )
         # the prompt goes through transformers' own cache and causal mask; its rows are then copied once
         rows = {  # a layer that shares an earlier layer's rows has none; MLA's values are narrower than its keys
@@ -92,8 +97,12 @@ class CachedLM:
         device = self.target.device  # the LM head's
         last_hidden = features = out.last_hidden_state[0].to(device)  # [N, D]
         if self.after_blocks:
-            features = torch.cat([out.hidden_states[k][0].to(device) for k in self.after_blocks], dim=-1)
-        return TargetStep(self.target.logits(last_hidden[-1:] if last_only else last_hidden), features)
+            features = torch.cat(
+                [out.hidden_states[k][0].to(device) for k in self.after_blocks], dim=-1
+            )
+        return TargetStep(
+            self.target.logits(last_hidden[-1:] if last_only else last_hidden), features
+        )
 
     def _mask(self, positions: Tensor, mask: Tensor) -> Tensor | dict[str, Tensor]:
         # additive [1, 1, n, W], or one per kind of layer: the kept rows, and behind them m + n rows at these positions
@@ -103,7 +112,10 @@ class CachedLM:
         masks = {"full_attention": full[None, None]}
         # the cache is full-length, so the mask alone makes the sliding window, by positions
         if "sliding_attention" in self._layer_kinds:
-            far = positions[-count:, None] - kept.numbers[:width].index_copy(0, places, positions) >= self._window
+            far = (
+                positions[-count:, None] - kept.numbers[:width].index_copy(0, places, positions)
+                >= self._window
+            )
             masks["sliding_attention"] = torch.where(far, self._masked, full)[None, None]
         kinds = self._layer_kinds
         return {kind: masks[kind] for kind in kinds} if len(kinds) > 1 else masks[kinds[0]]

@@ -33,12 +33,24 @@ def checked_lm(target: Target, after_blocks: tuple[int, ...] = (), form: Form = 
             raise UserError(f"{target.recipe.path}: {why}")
         done = None
         if target.model.num_parameters() >= LARGE:
-            code = [file_digest(Path(__file__).with_name(name)) for name in ("cache.py", "check.py")]
-            libraries = [version("torch"), version("transformers"), target.config._attn_implementation]
+            code = [
+                file_digest(Path(__file__).with_name(name)) for name in ("cache.py", "check.py")
+            ]
+            libraries = [
+                version("torch"),
+                version("transformers"),
+                target.config._attn_implementation,
+            ]
             where = [str(target.dtype), target.device.type, target.config.to_diff_dict()]
-            done = user_cache() / f"{digest([form, target.fingerprint(), *where, *libraries, *code])}.json"
+            done = (
+                user_cache()
+                / f"{digest([form, target.fingerprint(), *where, *libraries, *code])}.json"
+            )
         if done is None or not done.is_file():
-            is_all = target.dtype == torch.float32 and max(lengths_to_check(target).values(), default=0) <= 1
+            is_all = (
+                target.dtype == torch.float32
+                and max(lengths_to_check(target).values(), default=0) <= 1
+            )
             stand_in = None if is_all else _stand_in(target)
             if fault := _fault(target, form) or (stand_in and _fault(stand_in, form)):
                 fix = "heads can be trained and exported for it"
@@ -59,8 +71,12 @@ def _stand_in(target: Target) -> Target | None:
             return small
         if target.dtype != torch.float32 and target.model.num_parameters() <= COPIED:
             return Target(deepcopy(target.model).float(), target.recipe)
-    what = "no small model of its kind can be built, to try its drafts in float32 and after long texts"
-    warn(f"{target.recipe.path}: {family(target.model)}: {what}; compare its answers with vanilla's: aerie verify")
+    what = (
+        "no small model of its kind can be built, to try its drafts in float32 and after long texts"
+    )
+    warn(
+        f"{target.recipe.path}: {family(target.model)}: {what}; compare its answers with vanilla's: aerie verify"
+    )
     return None
 
 
@@ -87,7 +103,9 @@ def _fault(target: Target, form: Form) -> str | None:
 
 def _difference(target: Target, length: int, parents: Tensor, paths: Tensor) -> float | None:
     lm, rows, count = CachedLM(target), target.vocab.embedding.shape[0], len(parents)
-    ids = torch.randint(rows, (length + count,), generator=torch.Generator().manual_seed(0)).to(target.device)
+    ids = torch.randint(rows, (length + count,), generator=torch.Generator().manual_seed(0)).to(
+        target.device
+    )
     known, tokens = ids[:length], ids[length:]
     parents, paths = parents.to(target.device), paths.to(target.device)
     levels, zeros = paths.shape[1] - 1, torch.zeros(count, device=target.device)

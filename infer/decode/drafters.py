@@ -40,7 +40,9 @@ class EagleDrafter(Drafter):
             self.forwards += ((self, "_fuse"),)
             self.ids = head.vocabulary.ids
         weight = head.fc.weight
-        self._cache = KeyValueCache({}, Kept(0, weight.device, weight.dtype))  # of the text that `reset` began
+        self._cache = KeyValueCache(
+            {}, Kept(0, weight.device, weight.dtype)
+        )  # of the text that `reset` began
         # the head's states [n, D]: of the last committed slot, and of the rows of the last call
         self._last = self._hidden = torch.empty(0)
 
@@ -50,7 +52,9 @@ class EagleDrafter(Drafter):
             return
         like, config = self.head.fc.weight, self.head.config
         self._cache = KeyValueCache.empty(config.num_hidden_layers, config, kept, like)
-        self._table = torch.stack(self.head.rotary.table(len(kept.numbers), like))  # [2, positions, hd]
+        self._table = torch.stack(
+            self.head.rotary.table(len(kept.numbers), like)
+        )  # [2, positions, hd]
 
     def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
         if self.after_blocks:
@@ -73,7 +77,10 @@ class EagleDrafter(Drafter):
         places = self._cache.begin(tokens.shape[0])
         # a drafted slot sees all committed slots, the drafted slots that its parent saw, and itself
         self._mask = rows_of(self._mask, 2, parents).scatter(3, places.view(1, 1, -1, 1), 0.0)
-        features, mask = rows_of(self._hidden, 0, parents), self._mask.narrow(3, 0, self._cache.width)
+        features, mask = (
+            rows_of(self._hidden, 0, parents),
+            self._mask.narrow(3, 0, self._cache.width),
+        )
         rope = self._ropes.narrow(1, self._level, 1)
         self._hidden = self._draft(tokens, features, rope, mask, self._cache)
         self._cache.pending += tokens.shape[0]
@@ -108,7 +115,11 @@ class MedusaDrafter(Drafter):
     forwards_per_tree = 1
 
     def __init__(self, head: Any, target: Target | None = None) -> None:
-        self.head, self.max_levels, self.forwards = head, head.config.num_heads, ((head, "forward"),)
+        self.head, self.max_levels, self.forwards = (
+            head,
+            head.config.num_heads,
+            ((head, "forward"),),
+        )
         self._feature = self._log_q = torch.empty(0)  # [1, D]; [num_heads, 1, V]
 
     def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
@@ -144,7 +155,9 @@ class HydraDrafter(Drafter):
     def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
         if self._cache is not None:
             places = self._cache.begin(tokens.shape[0])
-            features = self.head.prefix(features[None], places, causal(features, self._cache), self._cache)[0]
+            features = self.head.prefix(
+                features[None], places, causal(features, self._cache), self._cache
+            )[0]
         self._state = held(self._state, features, last)
         self._root = held(self._root, F.embedding(tokens, self._embedding), last)
 
@@ -170,16 +183,35 @@ class BlockDrafter(Drafter):
 
     def __init__(self, head: BlockHead, target: Target) -> None:
         self.head, self._draft, self._target_logits = head, BlockDraft(head), target.logits
-        config, self._fuse, self._embedding = head.config, head.fuse, target.vocab.embedding.to(target.device)
-        self.after_blocks, self.max_levels, self.draft_rows = config.after_blocks, config.num_places, config.block_size
+        config, self._fuse, self._embedding = (
+            head.config,
+            head.fuse,
+            target.vocab.embedding.to(target.device),
+        )
+        self.after_blocks, self.max_levels, self.draft_rows = (
+            config.after_blocks,
+            config.num_places,
+            config.block_size,
+        )
         self.max_positions = config.max_position_embeddings
-        self.forwards = ((self, "_draft"), (self, "_target_logits"), (self, "_fuse"), (head, "correct"))
-        self._cache = KeyValueCache({}, Kept(0, target.device, target.dtype))  # of the text that `reset` began
-        self._text = torch.zeros(config.markov_order, dtype=torch.long, device=target.device)  # its last tokens
+        self.forwards = (
+            (self, "_draft"),
+            (self, "_target_logits"),
+            (self, "_fuse"),
+            (head, "correct"),
+        )
+        self._cache = KeyValueCache(
+            {}, Kept(0, target.device, target.dtype)
+        )  # of the text that `reset` began
+        self._text = torch.zeros(
+            config.markov_order, dtype=torch.long, device=target.device
+        )  # its last tokens
         self._paths = torch.empty(0)  # [rows of the last call, n]: the last n tokens of each path
         self._back = torch.arange(1, config.markov_order + 1, device=target.device)
         self._before = torch.empty(0)  # the fused taps [1, D] before the root
-        self._states = self._logits = torch.empty(0)  # [levels, D] and [levels, V] of the tree that `start` began
+        self._states = self._logits = torch.empty(
+            0
+        )  # [levels, D] and [levels, V] of the tree that `start` began
         self._zero, self._hides = head.fc.weight.new_tensor([0.0, float("-inf")])
 
     def reset(self, prompt: Tensor, kept: Kept, slots: int) -> None:
@@ -187,8 +219,12 @@ class BlockDrafter(Drafter):
         if self._cache.kept is kept:
             return
         like = self.head.fc.weight
-        self._cache = KeyValueCache.empty(self.head.config.num_hidden_layers, self.head.config, kept, like)
-        self._table = torch.stack(self.head.rotary.table(len(kept.numbers), like))  # [2, positions, hd]
+        self._cache = KeyValueCache.empty(
+            self.head.config.num_hidden_layers, self.head.config, kept, like
+        )
+        self._table = torch.stack(
+            self.head.rotary.table(len(kept.numbers), like)
+        )  # [2, positions, hd]
 
     def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
         # For accepted tokens a layer keeps keys and values of their true taps; the block's rows are overwritten here.
@@ -196,7 +232,9 @@ class BlockDrafter(Drafter):
         fused = self._fuse(features)
         self._draft.read(fused, self._table.index_select(1, places), self._cache)
         self._before, line = held(self._before, fused, last), torch.cat([self._text, tokens])
-        self._text.copy_(line[-len(self._text) :] if last is None else line.index_select(0, last + self._back))
+        self._text.copy_(
+            line[-len(self._text) :] if last is None else line.index_select(0, last + self._back)
+        )
 
     def start(self) -> Tensor:
         config, places = self.head.config, self._cache.begin(self.draft_rows)
@@ -206,19 +244,29 @@ class BlockDrafter(Drafter):
         mask = torch.where(columns <= furthest, self._zero, self._hides)[None, None]
         rows = self.head.rows(self._text[-1:], self._embedding, self._before)[0]
         # the block's keys and values stand behind the kept rows, where the next commit writes
-        self._states = self._draft(rows, self._table.index_select(1, places), mask, self._cache)[-self.max_levels :]
-        self._logits, self._level, self._paths = self._target_logits(self._states), 0, self._text[None]
+        self._states = self._draft(rows, self._table.index_select(1, places), mask, self._cache)[
+            -self.max_levels :
+        ]
+        self._logits, self._level, self._paths = (
+            self._target_logits(self._states),
+            0,
+            self._text[None],
+        )
         return self._log_q()
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         self._level += 1
-        self._paths = torch.cat([self._paths.index_select(0, parents), tokens[:, None]], dim=1)[:, 1:]
+        self._paths = torch.cat([self._paths.index_select(0, parents), tokens[:, None]], dim=1)[
+            :, 1:
+        ]
         return self._log_q()
 
     def _log_q(self) -> Tensor:
         states = self._states[self._level].expand(len(self._paths), -1)
         log_q = self.head.correct(self._logits[self._level], self._paths, states).log_softmax(-1)
-        return log_q.expand(len(states), -1)  # without a correction all nodes of a level share one law
+        return log_q.expand(
+            len(states), -1
+        )  # without a correction all nodes of a level share one law
 
 
 class DraftLMDrafter(Drafter):
@@ -231,24 +279,36 @@ class DraftLMDrafter(Drafter):
         self.forwards = ((draft.decoder, "forward"), (draft, "logits"))
         self.max_positions = context_of(draft.config) or 2**31
         # laws are over the tokens that both vocabularies have: one of them may be padded
-        self._num_columns = min(int(draft.vocab.lm_head.shape[0]), int(target.vocab.lm_head.shape[0]))
+        self._num_columns = min(
+            int(draft.vocab.lm_head.shape[0]), int(target.vocab.lm_head.shape[0])
+        )
         self._unread = torch.empty(0, dtype=torch.long)  # committed tokens
         self._num_repeated = 0  # tokens of the prompt that the next commit begins with
         self._root_law: Tensor | None = None  # [1, num_columns]
-        self._steps: list[tuple[Tensor, Tensor]] = []  # tokens and parents of each level that was read in this cycle
-        self._depth = self._seen = self._unread  # of the rows drafted so far [m]; which the last call's see [n, m]
+        self._steps: list[
+            tuple[Tensor, Tensor]
+        ] = []  # tokens and parents of each level that was read in this cycle
+        self._depth = self._seen = (
+            self._unread
+        )  # of the rows drafted so far [m]; which the last call's see [n, m]
 
     def reset(self, prompt: Tensor, kept: Kept, slots: int) -> None:
-        self._lm.prefill(self._readable(prompt), own := Kept(len(kept.numbers), prompt.device, self.draft.dtype))
+        self._lm.prefill(
+            self._readable(prompt), own := Kept(len(kept.numbers), prompt.device, self.draft.dtype)
+        )
         own.advance(len(prompt))
         self._num_repeated = prompt.shape[0] - 1
         self._unread, self._root_law, self._steps = prompt[:0], None, []
 
-    def commit(self, tokens: Tensor, features: Tensor | None = None, last: Tensor | None = None) -> None:
+    def commit(
+        self, tokens: Tensor, features: Tensor | None = None, last: Tensor | None = None
+    ) -> None:
         tokens, self._num_repeated = tokens[self._num_repeated :], 0
         # the rows, counted behind the kept ones, of the longest beginning that drafting has read; one synchronisation
         parts = [tokens[:-1], *(column for step in self._steps for column in step)]
-        path, *columns = (part.tolist() for part in torch.cat(parts).cpu().split([len(part) for part in parts]))
+        path, *columns = (
+            part.tolist() for part in torch.cat(parts).cpu().split([len(part) for part in parts])
+        )
         rows: list[int] = []
         first, parent = 0, 0  # the number of a level's first row; the path's row in the level above
         for token, level, parents in zip(path, columns[::2], columns[1::2], strict=False):
@@ -269,7 +329,9 @@ class DraftLMDrafter(Drafter):
         if self._root_law is None:
             line = torch.arange(self._unread.shape[0], device=self._unread.device)
             below = line[:, None] >= line[None]  # [n, n]
-            self._root_law = self._log_q(self._lm.append(self._readable(self._unread), line, below)[-1:])
+            self._root_law = self._log_q(
+                self._lm.append(self._readable(self._unread), line, below)[-1:]
+            )
             self._keep(line)
             self._unread = self._unread[:0]
         return self._root_law
@@ -309,8 +371,13 @@ def load_draft_lm(target: Target, path: str) -> Target:
     source = TargetConfig(path, dtype=cast(DType, str(target.dtype).removeprefix("torch.")))
     draft, tokenizer = Target.load(source, target.device), load_tokenizer(source)
     require_whole_weights(head_directory(path))
-    rows, vocabulary = int(draft.vocab.embedding.shape[0]), load_tokenizer(target.recipe).get_vocab()
-    require_same_token_ids(tokenizer.get_vocab(), vocabulary, rows, f"draft LM: {path}", target.recipe.path)
+    rows, vocabulary = (
+        int(draft.vocab.embedding.shape[0]),
+        load_tokenizer(target.recipe).get_vocab(),
+    )
+    require_same_token_ids(
+        tokenizer.get_vocab(), vocabulary, rows, f"draft LM: {path}", target.recipe.path
+    )
     return draft
 
 
@@ -341,24 +408,49 @@ class Trie:
             return root_only(root), places
         # of each node: token, parent, depth, and whether it is a passenger
         columns = [(nodes[n][0], places[nodes[n][2]], nodes[n][1], n not in guesses) for n in order]
-        tokens, parents, depth, rides = torch.tensor(columns, device=root.device).unbind(1)  # [N] each
+        tokens, parents, depth, rides = torch.tensor(columns, device=root.device).unbind(
+            1
+        )  # [N] each
         rides[0] = 0
         # confidence: the share of the parent's guesses that pass through the node; survival: that of all guesses
-        counts = [(guesses[n], guesses[nodes[n][2]], guesses[()]) if n in guesses else (1, 1, 1) for n in order]
-        shares = [(math.log(through / parent), math.log(through / all_)) for through, parent, all_ in counts]
+        counts = [
+            (guesses[n], guesses[nodes[n][2]], guesses[()]) if n in guesses else (1, 1, 1)
+            for n in order
+        ]
+        shares = [
+            (math.log(through / parent), math.log(through / all_))
+            for through, parent, all_ in counts
+        ]
         confidence, survival = torch.tensor(shares, device=root.device).unbind(1)
-        tokens, mask = torch.cat([root, tokens[1:].to(root.dtype)]), ancestors(parents, nodes[order[-1]][1])
-        levels, passengers = max(map(len, guesses), default=0), rides.bool() if len(self._nodes) > 1 else None
-        return Tree(tokens, parents, depth, mask, confidence, survival, levels, 0, passengers=passengers), places
+        tokens, mask = (
+            torch.cat([root, tokens[1:].to(root.dtype)]),
+            ancestors(parents, nodes[order[-1]][1]),
+        )
+        levels, passengers = (
+            max(map(len, guesses), default=0),
+            rides.bool() if len(self._nodes) > 1 else None,
+        )
+        return Tree(
+            tokens, parents, depth, mask, confidence, survival, levels, 0, passengers=passengers
+        ), places
 
 
-def continuation(text: NDArray[np.int64], config: PromptLookupConfig, end_ids: Collection[int] = ()) -> list[int]:
+def continuation(
+    text: NDArray[np.int64], config: PromptLookupConfig, end_ids: Collection[int] = ()
+) -> list[int]:
     """What followed the longest final n-gram of the text where it stood before (PromptLookupCandidateGenerator)."""
     for size in range(min(config.ngram, len(text) - 1), config.min_ngram - 1, -1):
-        starts = np.flatnonzero((sliding_window_view(text[:-1], size) == text[-size:]).all(axis=1)) + size
+        starts = (
+            np.flatnonzero((sliding_window_view(text[:-1], size) == text[-size:]).all(axis=1))
+            + size
+        )
         if len(starts):
             start = starts[0] if config.match == "first" else starts[-1]
-            return [*itertools.takewhile(lambda t: t not in end_ids, text[start : start + config.length].tolist())]
+            return [
+                *itertools.takewhile(
+                    lambda t: t not in end_ids, text[start : start + config.length].tolist()
+                )
+            ]
     return []
 
 
@@ -375,7 +467,9 @@ class PromptLookup(Proposer):
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
         trie = Trie()
-        trie.guess(continuation(self._text[: self._length], self.config, self._end_ids)[:max_levels])
+        trie.guess(
+            continuation(self._text[: self._length], self.config, self._end_ids)[:max_levels]
+        )
         return trie.tree(root)[0]
 
     def learn(self, new: list[int], cycle: Cycle | None) -> None:
@@ -398,11 +492,15 @@ class Lookahead(Proposer):
     def reset(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> None:
         config, self._text = self.config, prompt.tolist()
         generator = torch.Generator().manual_seed(config.seed)
-        chosen = torch.randint(len(self._text), (config.window + config.ngram - 2,), generator=generator)
+        chosen = torch.randint(
+            len(self._text), (config.window + config.ngram - 2,), generator=generator
+        )
         self.window: list[list[int]] = [[self._text[place] for place in chosen.tolist()]]
         # the last different continuations of each token, oldest first
         self.pool: dict[int, dict[Path, None]] = {}
-        self._newest: list[int] = []  # nodes of the last tree that the window's next tokens are read from
+        self._newest: list[
+            int
+        ] = []  # nodes of the last tree that the window's next tokens are read from
         self._read(len(self._text))
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
@@ -414,7 +512,9 @@ class Lookahead(Proposer):
             for guessed in first[1:]:
                 newest.append(trie.ride(guessed, newest[-1]))
             for row in self.window[1:]:
-                newest = [trie.ride(guessed, node) for guessed, node in zip(row, newest, strict=True)]
+                newest = [
+                    trie.ride(guessed, node) for guessed, node in zip(row, newest, strict=True)
+                ]
         if len(self.window) == self.config.ngram - 1:
             for guess in self.pool.get(token, ()):
                 trie.guess(guess[:max_levels])

@@ -85,7 +85,9 @@ class Generation:
 class SpeculativeDecoder:
     """Decodes what the target alone would write, with a proposer's drafts (None: vanilla)."""
 
-    def __init__(self, target: Target, proposer: Proposer | None = None, typical: TypicalConfig | None = None) -> None:
+    def __init__(
+        self, target: Target, proposer: Proposer | None = None, typical: TypicalConfig | None = None
+    ) -> None:
         """typical: Medusa's acceptance where tokens are sampled, which is NOT lossless."""
         if typical is not None and proposer is None:  # its bonus token is the argmax
             raise UserError("typical acceptance needs drafted tokens; give the decoder a head")
@@ -95,8 +97,13 @@ class SpeculativeDecoder:
         self.cycle = cycle_of(target)
         # a captured commit is not compiled: it cannot be run twice
         names = ("draft", "extend") if self.is_captured else ("draft", "extend", "commit")
-        self.compiled = {name: Compiled(getattr(self, name)) for name in names if self.cycle == "compiled"}
-        self.graph_bytes, self.generator = 0, torch.Generator(target.device)  # of the captured graphs
+        self.compiled = {
+            name: Compiled(getattr(self, name)) for name in names if self.cycle == "compiled"
+        }
+        self.graph_bytes, self.generator = (
+            0,
+            torch.Generator(target.device),
+        )  # of the captured graphs
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -124,13 +131,22 @@ class SpeculativeDecoder:
         device (by default the GPU, if there is one) and keys (TargetConfig's: dtype, ...) are for loading the target.
         """
         if not isinstance(target, Target | PreTrainedModel):
-            values = {"path": str(target), **keys, "dtype": str(keys.get("dtype", "auto")).removeprefix("torch.")}
+            values = {
+                "path": str(target),
+                **keys,
+                "dtype": str(keys.get("dtype", "auto")).removeprefix("torch."),
+            }
             config = validate(values, TargetConfig, "from_pretrained", {})
             target = Target.load(config, device or ("cuda" if torch.cuda.is_available() else "cpu"))
         elif keys or device:
-            raise UserError(f"from_pretrained: the target is loaded already; leave {', '.join(keys) or 'device'} out")
+            raise UserError(
+                f"from_pretrained: the target is loaded already; leave {', '.join(keys) or 'device'} out"
+            )
         if isinstance(target, PreTrainedModel):
-            target = Target(target, TargetConfig(path=target.name_or_path or f"a loaded {type(target).__name__}"))
+            target = Target(
+                target,
+                TargetConfig(path=target.name_or_path or f"a loaded {type(target).__name__}"),
+            )
         kind = kind_at(str(head)) if head else "none"
         named = {"method": method or USUAL.get(kind, "vanilla"), "tree": tree if head else None}
         asked = validate(named, MethodConfig, "from_pretrained", {})
@@ -144,14 +160,22 @@ class SpeculativeDecoder:
     def encode(self, prompt: Any) -> Tensor:
         """Token ids [1, T] of any prompt that `generate` takes."""
         if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}] if self.tokenizer.chat_template else self.tokenizer(prompt)
+            prompt = (
+                [{"role": "user", "content": prompt}]
+                if self.tokenizer.chat_template
+                else self.tokenizer(prompt)
+            )
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
-            prompt = apply_template(self.tokenizer, prompt, tokenize=True, add_generation_prompt=True)
+            prompt = apply_template(
+                self.tokenizer, prompt, tokenize=True, add_generation_prompt=True
+            )
         try:
             ids = torch.as_tensor(prompt["input_ids"] if isinstance(prompt, Mapping) else prompt)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             known = "a text, messages, one prompt's token ids or what a tokenizer returns"
-            raise UserError(f"generate() takes {known}, not this {type(prompt).__name__}") from error
+            raise UserError(
+                f"generate() takes {known}, not this {type(prompt).__name__}"
+            ) from error
         return ids[None] if ids.ndim == 1 else ids
 
     @torch.inference_mode()
@@ -174,16 +198,28 @@ class SpeculativeDecoder:
         UserError: padding, several prompts, ids outside the vocabulary, no room in the context, unknown settings.
         """
         if foreign := sorted(settings.keys() - set(HONOURED)):
-            raise UserError(f"generate() does not know {', '.join(foreign)}; use {', '.join(HONOURED)}")
+            raise UserError(
+                f"generate() does not know {', '.join(foreign)}; use {', '.join(HONOURED)}"
+            )
         decoding = resolve(self.target.generation_config, **settings)
-        if isinstance(input_ids, Mapping) and attention_mask is None and "attention_mask" in input_ids:
+        if (
+            isinstance(input_ids, Mapping)
+            and attention_mask is None
+            and "attention_mask" in input_ids
+        ):
             attention_mask = torch.as_tensor(input_ids["attention_mask"])
         input_ids = self.encode(input_ids)
         self._check(input_ids, attention_mask, decoding.max_new_tokens)
-        prompt, proposer, limit = input_ids[0].to(self.target.device), self.proposer, decoding.max_new_tokens
+        prompt, proposer, limit = (
+            input_ids[0].to(self.target.device),
+            self.proposer,
+            decoding.max_new_tokens,
+        )
         if generator is None:
             # seeded by torch.manual_seed
-            generator = torch.Generator(self.target.device).manual_seed(int(torch.randint(2**62, (1,))))
+            generator = torch.Generator(self.target.device).manual_seed(
+                int(torch.randint(2**62, (1,)))
+            )
         own = self.generator if self.is_captured and decoding.do_sample else generator
         own.set_state(generator.get_state())
         # a graph that draws or judges is captured for these
@@ -195,7 +231,9 @@ class SpeculativeDecoder:
             streamer.put(input_ids.cpu())
         clock = self.clock = Clock(statistics.ms, timed and prompt.is_cuda)
         kept, rows = self.lm.cache.kept, len(prompt) + limit
-        rows = (bucket(rows) if self.is_captured else rows) + max(proposer.max_nodes, proposer.draft_slots)
+        rows = (bucket(rows) if self.is_captured else rows) + max(
+            proposer.max_nodes, proposer.draft_slots
+        )
         if len(kept.numbers) < rows:
             kept = Kept(rows, prompt.device, self.target.dtype)
         kept.restart()
@@ -215,7 +253,9 @@ class SpeculativeDecoder:
             if remaining == 0 or end is not None:
                 break
             if kept.length == self.target.rope_switch:  # LongRoPE: all rows must be rotated anew
-                self.lm.prefill(torch.cat([prompt, torch.tensor(answer, device=prompt.device)]), kept)
+                self.lm.prefill(
+                    torch.cat([prompt, torch.tensor(answer, device=prompt.device)]), kept
+                )
             # (1) draft; the bonus token takes one place of what is left
             left = max(remaining - 1, least)
             levels = min(left, self.lm.max_levels, proposer.levels if proposer.is_fixed else left)
@@ -232,7 +272,9 @@ class SpeculativeDecoder:
             end = first_end(answer, new)
             new = new[:end]
             rule = rule_of(tree.proposal, sampler, self.typical)
-            cycle = Cycle(tree, step, verdict, sampler, rule, position, len(new), draft_ms, verify_ms)
+            cycle = Cycle(
+                tree, step, verdict, sampler, rule, position, len(new), draft_ms, verify_ms
+            )
             commit_ms = clock.lap("commit")
             if on_cycle is not None:
                 on_cycle(cycle)
@@ -241,7 +283,9 @@ class SpeculativeDecoder:
             # (3) commit; the bonus token, the next root, has no row
             count = len(verdict.path)
             sampler.follow(verdict.new[:count])
-            last = kept.numbers[count - 1 : count]  # for a captured commit, whose path has a fixed length
+            last = kept.numbers[
+                count - 1 : count
+            ]  # for a captured commit, whose path has a fixed length
             if isinstance(run, Graphs):
                 run.commit(verdict.nodes, verdict.new, step.features, last)
             else:
@@ -273,20 +317,33 @@ class SpeculativeDecoder:
         self.proposer.reset(prompt, kept, sampler)
         # LongRoPE's factors depend on the length: one forward reads all
         for part in prompt.split(CHUNK if self.target.rope_switch is None else len(prompt)):
-            step, stop = self.lm.read(part) if kept.length else self.lm.prefill(part, kept), kept.length + len(part)
+            step, stop = (
+                self.lm.read(part) if kept.length else self.lm.prefill(part, kept),
+                kept.length + len(part),
+            )
             is_last = stop == len(prompt)
-            following = sampler.choose(sampler.with_text(step.logits)) if is_last else prompt[stop : stop + 1]  # [1]
+            following = (
+                sampler.choose(sampler.with_text(step.logits))
+                if is_last
+                else prompt[stop : stop + 1]
+            )  # [1]
             self.proposer.commit(torch.cat([part[1:], following]), step.features)
             kept.advance(len(part))
         sampler.follow(following)
         return following
 
-    def _first_end(self, decoding: Decoding, prompt: Tensor) -> Callable[[list[int], list[int]], int | None]:
+    def _first_end(
+        self, decoding: Decoding, prompt: Tensor
+    ) -> Callable[[list[int], list[int]], int | None]:
         """A function of the answer so far and its next tokens: how many of these to keep; None: all, and it goes on.
 
         Like transformers, it keeps the token in which a stop string ends, and finds one that began in the prompt.
         """
-        stops = StopStringCriteria(self.tokenizer, [*decoding.stop_strings]) if decoding.stop_strings else None
+        stops = (
+            StopStringCriteria(self.tokenizer, [*decoding.stop_strings])
+            if decoding.stop_strings
+            else None
+        )
         before = [] if stops is None else prompt[-stops.maximum_token_len :].tolist()
 
         def first_end(answer: list[int], new: list[int]) -> int | None:
@@ -304,7 +361,9 @@ class SpeculativeDecoder:
     @property
     def is_captured(self) -> bool:
         """Whether its cycles are CUDA graphs (of compiled or plain functions)."""
-        return self.cycle == "captured" or (self.cycle == "compiled" and self.target.device.type == "cuda")
+        return self.cycle == "captured" or (
+            self.cycle == "compiled" and self.target.device.type == "cuda"
+        )
 
     def _run(self, kept: Kept, levels: int) -> Any:
         """An object with draft, extend, judge and commit, as target.cycle says; eager for trees that must be short."""
@@ -317,10 +376,14 @@ class SpeculativeDecoder:
         # other trees have too many sizes
         if not (self.is_captured and (proposer.is_fixed or proposer.grows_fixed or is_chain)):
             torch._dynamo.maybe_mark_dynamic(kept.columns, 0)
-            chosen = {name: getattr(self, name) for name in ("draft", "extend", "judge", "commit")} | self.compiled
+            chosen = {
+                name: getattr(self, name) for name in ("draft", "extend", "judge", "commit")
+            } | self.compiled
             if not proposer.is_fixed:
                 chosen["commit"] = self.commit
-            if not proposer.is_fixed or proposer.draws:  # a generator cannot be handed to torch.compile
+            if (
+                not proposer.is_fixed or proposer.draws
+            ):  # a generator cannot be handed to torch.compile
                 chosen["draft"] = self.draft
             return SimpleNamespace(**chosen)
         kept.columns = kept.numbers[: (width := bucket(kept.length))]
@@ -339,7 +402,9 @@ class SpeculativeDecoder:
     def judge(self, tree: Tree, logits: Tensor, sampler: Sampler) -> Tensor:
         return judge(tree, logits, sampler, self.typical)
 
-    def commit(self, nodes: Tensor, new: Tensor, features: Tensor, last: Tensor | None = None) -> None:
+    def commit(
+        self, nodes: Tensor, new: Tensor, features: Tensor, last: Tensor | None = None
+    ) -> None:
         if self.form == "tree":  # a chain's rows are in place already
             self.lm.cache.gather(nodes)
         self.proposer.commit(new, features.index_select(0, nodes), last)
@@ -356,9 +421,13 @@ class SpeculativeDecoder:
             fix = "the prompt is empty" if 0 in shape else "give one prompt at a time, [1, T]"
             raise UserError(f"input_ids {list(shape)}: {fix}")
         if attention_mask is not None and not bool(attention_mask.all()):
-            raise UserError("attention_mask hides tokens of the prompt; pass the prompt without padding")
+            raise UserError(
+                "attention_mask hides tokens of the prompt; pass the prompt without padding"
+            )
         if int(input_ids.max()) >= rows:
-            raise UserError(f"token id {int(input_ids.max())} is outside the target's vocabulary of {rows}")
+            raise UserError(
+                f"token id {int(input_ids.max())} is outside the target's vocabulary of {rows}"
+            )
         for name, limit in self.limits.items():
             if shape[1] + new > limit:
                 asked = f"prompt of {shape[1]} tokens + max_new_tokens {new}"

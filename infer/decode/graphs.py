@@ -23,7 +23,11 @@ def cycle_of(target: Target) -> str:
         return target.recipe.cycle
     # LongRoPE reads positions on the host; a graph runs on one device
     spread = len({*getattr(target.model, "hf_device_map", {}).values()}) > 1
-    return "captured" if target.device.type == "cuda" and target.rope_switch is None and not spread else "eager"
+    return (
+        "captured"
+        if target.device.type == "cuda" and target.rope_switch is None and not spread
+        else "eager"
+    )
 
 
 class Compiled:
@@ -40,8 +44,13 @@ class Compiled:
                 torch._dynamo.maybe_mark_dynamic(argument, 0)
         try:
             return self._run(*arguments)
-        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
-            warn(f"target.cycle compiled: {self._function.__name__} runs as it is: {first_line(error)}")
+        except (
+            torch._dynamo.exc.TorchDynamoException,
+            torch._dynamo.exc.FailOnRecompileLimitHit,
+        ) as error:
+            warn(
+                f"target.cycle compiled: {self._function.__name__} runs as it is: {first_line(error)}"
+            )
             self._run = self._function
             return self._run(*arguments)
 
@@ -73,7 +82,9 @@ class Graphs:
         """pool: the memory of other graphs, of which one must still live: a pool is freed with its last graph."""
         self._decoder: Any = weakref.proxy(decoder)  # a proxy: its caches hold this
         self._device = decoder.target.device
-        self.pool = pool or (torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None)
+        self.pool = pool or (
+            torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        )
         self._graphs: dict[Any, tuple[Callable[[], None], list[Any], Any]] = {}
         self._levels: list[tuple[Any, ...]] = []
         self._checked: dict[Any, int] = {}
@@ -87,7 +98,9 @@ class Graphs:
         try:
             recorded = record(function, self._device, self.pool, decoder.generator)
         finally:
-            decoder.graph_bytes += torch.cuda.memory_reserved(self._device) - before if on_gpu else 0
+            decoder.graph_bytes += (
+                torch.cuda.memory_reserved(self._device) - before if on_gpu else 0
+            )
         return recorded
 
     def _eagerly(self, name: str, why: str) -> None:
@@ -135,7 +148,9 @@ class Graphs:
             return step
         self._checked[len(tokens)] = tried + 1
         plain: TargetStep = self._decoder.clock.exclude(self._decoder.extend, tokens, depth, mask)
-        apart = self._decoder.clock.exclude(self._decoder.target.difference, step.logits, plain.logits)
+        apart = self._decoder.clock.exclude(
+            self._decoder.target.difference, step.logits, plain.logits
+        )
         if apart is not None:
             self._eagerly("extend", f"its logits differ by {apart:.2g}")
             return plain
@@ -144,18 +159,27 @@ class Graphs:
     def judge(self, tree: Tree, logits: Tensor, sampler: Sampler) -> Tensor:
         """The same as the decoder's, on what graphs wrote."""
         decoder = self._decoder
-        if not (decoder.proposer.is_fixed or decoder.proposer.grows_fixed) or sampler.decoding.of_text:
+        if (
+            not (decoder.proposer.is_fixed or decoder.proposer.grows_fixed)
+            or sampler.decoding.of_text
+        ):
             return cast(Tensor, decoder.judge(tree, logits, sampler))
         key = decoder.laws, tree.tokens, logits
         return cast(Tensor, self._run("judge", key, partial(decoder.judge, tree, logits, sampler)))
 
-    def commit(self, nodes: Tensor, new: Tensor, features: Tensor, last: Tensor | None = None) -> None:
+    def commit(
+        self, nodes: Tensor, new: Tensor, features: Tensor, last: Tensor | None = None
+    ) -> None:
         self._run("commit", None, self._decoder.commit, nodes, new, features, last)
 
     def _function(self, name: str) -> Any:
         own = getattr(self._decoder, name)
         # a generator cannot be handed to torch.compile
-        return own if name == "draft" and self._decoder.proposer.draws else self._decoder.compiled.get(name, own)
+        return (
+            own
+            if name == "draft" and self._decoder.proposer.draws
+            else self._decoder.compiled.get(name, own)
+        )
 
     def _tried(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Calls once to set libraries and tables up; takes its draws back."""
@@ -166,7 +190,11 @@ class Graphs:
     def _run(self, name: str, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
         if self._decoder.cycle == "eager":
             return function(*arguments)
-        sizes = (name, key, *(len(given) if isinstance(given, Tensor) else given for given in arguments))
+        sizes = (
+            name,
+            key,
+            *(len(given) if isinstance(given, Tensor) else given for given in arguments),
+        )
         if sizes not in self._graphs:
             clock = self._decoder.clock
             if name != "commit":  # which cannot be done twice

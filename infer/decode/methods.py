@@ -23,7 +23,16 @@ from aerie.configs.schema.heads import KINDS, Share
 from aerie.configs.schema.recipe import fitted
 from aerie.infer.decode.drafters import DRAFTERS, Lookahead, PromptLookup, load_draft_lm
 from aerie.infer.decode.sampling import Sampler, token_ids
-from aerie.infer.decode.shape import Calibrate, Cycle, Drafter, Drafting, Proposer, Shape, make_shape, unchanged
+from aerie.infer.decode.shape import (
+    Calibrate,
+    Cycle,
+    Drafter,
+    Drafting,
+    Proposer,
+    Shape,
+    make_shape,
+    unchanged,
+)
 from aerie.infer.decode.tree import Tree, root_only
 from aerie.model.checkpoint import check_sizes, head_facts, load_head, position_warnings
 from aerie.model.formats.layouts import recognise, tensor_names
@@ -34,7 +43,10 @@ from aerie.model.layers import Kept
 from aerie.model.storage import CALIBRATOR, CONFIG, digests, read_json
 from aerie.model.target import Target, context_of, default_taps, other_weights
 
-FURTHEST, FINENESS = 8.0, 1 / 64  # the largest difficulty, and the step of the table that chooses a tree by it
+FURTHEST, FINENESS = (
+    8.0,
+    1 / 64,
+)  # the largest difficulty, and the step of the table that chooses a tree by it
 SUREST = 0.98  # the highest chance that a level's draft is given
 MOST_WAITING = 64  # tokens whose features are kept for the head
 FLOOR = 1e-4  # no token is impossible because a few held-out prompts never had it
@@ -51,7 +63,10 @@ def kind_at(head: Path | str) -> str:
         return recognise(table, tensor_names(path.parent), path)[1]
     except UserError:
         # no head, but a causal LM that transformers loads: a draft LM
-        causal = any(str(n).endswith(("ForCausalLM", "LMHeadModel")) for n in table.get("architectures") or [])
+        causal = any(
+            str(n).endswith(("ForCausalLM", "LMHeadModel"))
+            for n in table.get("architectures") or []
+        )
         if "aerie_kind" not in table and "draft_vocab_size" not in table and causal:
             return "draft_lm"
         raise
@@ -62,14 +77,20 @@ def check_kind(method: str, kind: str, place: str) -> None:
         raise UserError(f"{place}: {method} needs no head; leave it out")
     if kind not in heads:
         fix = f"give another head, or method {USUAL.get(kind, 'vanilla')}"
-        raise UserError(f"{place}: {method} drafts with a head of kind {' or '.join(heads)}, not {kind}; {fix}")
+        raise UserError(
+            f"{place}: {method} drafts with a head of kind {' or '.join(heads)}, not {kind}; {fix}"
+        )
 
 
-def find_head(asked: MethodConfig, heads: Path, preferred: str, given: Path | None, place: str) -> str | None:
+def find_head(
+    asked: MethodConfig, heads: Path, preferred: str, given: Path | None, place: str
+) -> str | None:
     """The method's own head, else `given` where its kind fits, else a run's; None: it needs no head."""
     kinds = sorted(METHODS[asked.method].heads, key=lambda kind: kind != preferred)
     if asked.head is not None:
-        check_kind(asked.method, kind_at(asked.head) if kinds else "draft", f"{place}: {asked.head}")
+        check_kind(
+            asked.method, kind_at(asked.head) if kinds else "draft", f"{place}: {asked.head}"
+        )
     if asked.head is not None or not kinds:
         return asked.head
     if given is not None and kind_at(given) in kinds:
@@ -80,14 +101,19 @@ def find_head(asked: MethodConfig, heads: Path, preferred: str, given: Path | No
     if given is not None:
         check_kind(asked.method, kind_at(given), f"{place}: {given}")
     needed = f"a head of kind {' or '.join(kinds)}"
-    raise UserError(f"{place}: {asked.method} drafts with {needed}, and {heads / kinds[0]} holds none; give --head")
+    raise UserError(
+        f"{place}: {asked.method} drafts with {needed}, and {heads / kinds[0]} holds none; give --head"
+    )
 
 
 def check_levels(asked: MethodConfig, head: str | None, place: str) -> MethodConfig:
     """asked, with its tree `fitted` to its head."""
     if asked.tree is None or head is None:
         return asked
-    most = KINDS[kind_at(head)].levels_of(read_json(head_directory(head) / CONFIG)) or asked.tree.levels
+    most = (
+        KINDS[kind_at(head)].levels_of(read_json(head_directory(head) / CONFIG))
+        or asked.tree.levels
+    )
     return replace(asked, tree=fitted(asked.tree, asked.method, most, f"{place}: tree", head))
 
 
@@ -97,10 +123,14 @@ def heads_by_kind(given: Sequence[Path], heads: Path | None) -> dict[str, str]:
     for head in given:
         kind = kind_at(head)
         if kind in named:
-            raise UserError(f"--head {head}: is of kind {kind}, as {named[kind]} is; give one head per kind")
+            raise UserError(
+                f"--head {head}: is of kind {kind}, as {named[kind]} is; give one head per kind"
+            )
         named[kind] = str(head)
     kinds = dict.fromkeys(kind for method in METHODS.values() for kind in method.heads)
-    return {kind: str(heads / kind) for kind in kinds if heads and (heads / kind / CONFIG).is_file()} | named
+    return {
+        kind: str(heads / kind) for kind in kinds if heads and (heads / kind / CONFIG).is_file()
+    } | named
 
 
 class Drafters:
@@ -129,13 +159,17 @@ class Difficulty:
 
     def learn(self, logits: Sequence[float], accepted: int) -> float:
         """Updates b; returns the log likelihood of how much of a draft was accepted. logits [levels] are for b = 0."""
-        chances = [1.0 / (1.0 + exp(self.b - logit)) for logit in logits[: accepted + 1]]  # of the levels tried
+        chances = [
+            1.0 / (1.0 + exp(self.b - logit)) for logit in logits[: accepted + 1]
+        ]  # of the levels tried
         refused = accepted < len(logits)
         # slope of the log likelihood: the refusals minus their expectation; its curvature: the sum of c (1 - c)
         self.variance /= 1.0 + self.variance * sum(c * (1.0 - c) for c in chances)
         b = self.b + self.variance * (refused - sum(1.0 - c for c in chances))
         self.b = min(max(b, -FURTHEST), FURTHEST)
-        return sum(map(log, chances[:accepted])) + (log(1.0 - chances[accepted]) if refused else 0.0)
+        return sum(map(log, chances[:accepted])) + (
+            log(1.0 - chances[accepted]) if refused else 0.0
+        )
 
 
 def likeliest(
@@ -170,15 +204,24 @@ class Auto(Drafting):
         grown = [shape for shape in self.shapes if shape is not None]
         super().__init__(drafter, grown[0])
         # room for any of the trees
-        self.max_nodes, self.draft_slots = (max(map(attrgetter(of), grown)) for of in ("max_nodes", "draft_slots"))
+        self.max_nodes, self.draft_slots = (
+            max(map(attrgetter(of), grown)) for of in ("max_nodes", "draft_slots")
+        )
         self.is_chain, self.levels = all(shape.is_chain for shape in grown), 0
         self._unsure, self._drift = config.unsure, config.drift
-        self._keep, self._ms = 1.0 - 1.0 / config.memory, np.array([choice.ms for choice in config.choices])
-        self._logits = np.full((len(trees), config.levels), -np.inf)  # of a text of difficulty 0, by choice and level
+        self._keep, self._ms = (
+            1.0 - 1.0 / config.memory,
+            np.array([choice.ms for choice in config.choices]),
+        )
+        self._logits = np.full(
+            (len(trees), config.levels), -np.inf
+        )  # of a text of difficulty 0, by choice and level
         self._steps = [step_logits(choice.survival).tolist() for choice in config.choices]
         for row, steps in zip(self._logits, self._steps, strict=True):
             row[: len(steps)] = steps
-        expected = expected_tokens(self._logits - np.arange(-FURTHEST, FURTHEST + FINENESS, FINENESS)[:, None, None])
+        expected = expected_tokens(
+            self._logits - np.arange(-FURTHEST, FURTHEST + FINENESS, FINENESS)[:, None, None]
+        )
         self._best = (expected / self._ms).argmax(-1).tolist()  # by difficulty
 
     def reset(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> None:
@@ -188,15 +231,21 @@ class Auto(Drafting):
         super().reset(prompt, kept, sampler)
         self.is_fixed = self.grows_fixed = self.commits_fixed = False
         self._kept = kept
-        self._waiting: list[tuple[Tensor, Tensor]] = []  # of cycles without a draft: the head reads them later
+        self._waiting: list[
+            tuple[Tensor, Tensor]
+        ] = []  # of cycles without a draft: the head reads them later
         self._text = Difficulty(self._unsure, self._drift)
-        self._plain = self._choose(self._logits.shape[1]) is None  # then the head does not read the prompt either
+        self._plain = (
+            self._choose(self._logits.shape[1]) is None
+        )  # then the head does not read the prompt either
 
     def _choose(self, max_levels: int) -> Shape | None:
         if max_levels >= self._logits.shape[1]:
             self._chosen = self._best[round((self._text.b + FURTHEST) / FINENESS)]
         else:  # levels beyond what is left of the answer are worth nothing
-            self._chosen = int((expected_tokens(self._logits[:, :max_levels] - self._text.b) / self._ms).argmax())
+            self._chosen = int(
+                (expected_tokens(self._logits[:, :max_levels] - self._text.b) / self._ms).argmax()
+            )
         return self.shapes[self._chosen]
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
@@ -243,7 +292,9 @@ def expected_tokens(logits: NDArray[np.float64]) -> NDArray[np.float64]:
     return 1.0 + expit(logits).cumprod(-1).sum(-1)
 
 
-def drafting(drafter: Drafter, tree: TreeConfig, calibrate: Calibrate = unchanged, method: str = "") -> Drafting:
+def drafting(
+    drafter: Drafter, tree: TreeConfig, calibrate: Calibrate = unchanged, method: str = ""
+) -> Drafting:
     tree = fitted(tree, method, drafter.max_levels, "tree", "the head")
     if isinstance(tree, AutoConfig):
         return Auto(drafter, tree, calibrate)
@@ -267,17 +318,23 @@ def make_proposer(drafters: Drafters, asked: MethodConfig, head: str | None) -> 
 def load_head_for(target: Target, head: str) -> Head:
     """The head in the target's dtype, on the device of its LM head; UserError where it does not fit the target."""
     # a published EAGLE-3 head may name no taps
-    module = load_head(head, dtype=target.dtype, vocab=target.vocab, after_blocks=default_taps(target.num_blocks))
+    module = load_head(
+        head, dtype=target.dtype, vocab=target.vocab, after_blocks=default_taps(target.num_blocks)
+    )
     check_sizes(module.config, target.vocab, head, target.recipe.path, target.config)
     for sentence in position_warnings(module.config, target.config, head):
         warn(sentence)
     taps = getattr(module.config, "after_blocks", ())
     if max(taps, default=0) >= target.num_blocks:
         where = f"{target.recipe.path} has {target.num_blocks} blocks"
-        raise UserError(f"{head}: reads the target's states after blocks {taps}, and {where}; give its target")
+        raise UserError(
+            f"{head}: reads the target's states after blocks {taps}, and {where}; give its target"
+        )
     if isinstance(module, Eagle3Head):
         module.vocabulary.check_ends(sorted(token_ids(target.generation_config.eos_token_id)), head)
-    if other := other_weights(head_facts(head).get("target"), target.recipe, target.config, target.vocab):
+    if other := other_weights(
+        head_facts(head).get("target"), target.recipe, target.config, target.vocab
+    ):
         warn(f"{head}: {other}; few drafts will fit: give its target")
     return module.to(target.device).eval().requires_grad_(False)
 
@@ -294,14 +351,18 @@ class Calibrator(Section):
 
     def __post_init__(self) -> None:
         knots = (self.confidence, self.acceptance)
-        if len(knots[0]) != len(knots[1]) or any(list(values) != sorted(values) for values in knots):
+        if len(knots[0]) != len(knots[1]) or any(
+            list(values) != sorted(values) for values in knots
+        ):
             raise ValueError("confidence and acceptance must have one length and ascend")
 
     def map(self, kind: Fit) -> Calibrate:
         knots = torch.tensor([self.confidence, self.acceptance])  # [2, K]
         if kind == "temperature":
             # logit(c) is +inf at c = 1
-            return lambda log_q: F.logsigmoid((log_q - torch.log1p(-log_q.exp().clamp(max=1.0))) / self.temperature)
+            return lambda log_q: F.logsigmoid(
+                (log_q - torch.log1p(-log_q.exp().clamp(max=1.0))) / self.temperature
+            )
 
         def isotonic(log_q: Tensor) -> Tensor:
             nonlocal knots

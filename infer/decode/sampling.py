@@ -17,7 +17,9 @@ from aerie.configs.read import read_yaml
 from aerie.infer.decode.tree import Tree
 from aerie.model.storage import first_line
 
-SETTINGS = read_yaml(Path(__file__).with_name("settings.yaml"))[0]  # applied, of_text, without_effect, neutral
+SETTINGS = read_yaml(Path(__file__).with_name("settings.yaml"))[
+    0
+]  # applied, of_text, without_effect, neutral
 HONOURED = (*SETTINGS["applied"], *SETTINGS["of_text"])
 ENDS: dict[str, Any] = {"eos_token_id": (), "stop_strings": ()}
 TRIALS = 64  # draws, of which `distinct_draws` takes the first k different ones
@@ -35,7 +37,9 @@ class Decoding:
     min_p: float
     max_new_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
-    of_text: dict[str, Any] = field(default_factory=dict)  # settings that make p depend on the text, by name
+    of_text: dict[str, Any] = field(
+        default_factory=dict
+    )  # settings that make p depend on the text, by name
     stop_strings: tuple[str, ...] = ()
 
 
@@ -45,11 +49,17 @@ def resolve(config: GenerationConfig, **asked: Any) -> Decoding:
     for name, value in vars(config).items():
         if not (name in known or name[0] == "_" or _is_off(name, value)):
             fix = f"switch it off with --generation.{name} null"
-            raise UserError(f"generation_config sets {name}={value}, which aerie does not apply; {fix}")
+            raise UserError(
+                f"generation_config sets {name}={value}, which aerie does not apply; {fix}"
+            )
     defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 512}
     # what was asked, else the model's own setting, else the default
     values: dict[str, Any] = {
-        name: next(value for value in (asked.get(name), getattr(config, name, None), default) if value is not None)
+        name: next(
+            value
+            for value in (asked.get(name), getattr(config, name, None), default)
+            if value is not None
+        )
         for name, default in (defaults | dict.fromkeys(SETTINGS["of_text"], False) | ENDS).items()
     }
     numbers = [values[name] for name in defaults]
@@ -58,7 +68,11 @@ def resolve(config: GenerationConfig, **asked: Any) -> Decoding:
             raise UserError(f"{name} must be a number, not {value!r}")
     temperature, top_p, top_k, min_p, max_new_tokens = numbers
     given = asked.get("do_sample")
-    do_sample = (bool(config.do_sample) or asked.get("temperature") is not None) if given is None else bool(given)
+    do_sample = (
+        (bool(config.do_sample) or asked.get("temperature") is not None)
+        if given is None
+        else bool(given)
+    )
     do_sample = do_sample and temperature > 0.0
     is_warm = temperature == 0 or COLDEST <= temperature < inf
     for name, value, is_right, range_ in (
@@ -73,7 +87,9 @@ def resolve(config: GenerationConfig, **asked: Any) -> Decoding:
     if not do_sample:
         temperature, top_k, top_p, min_p = 0.0, 0, 1.0, 0.0
     settings = (float(temperature), int(top_k), float(top_p), float(min_p), int(max_new_tokens))
-    of_text = {name: value for name in SETTINGS["of_text"] if not _is_off(name, value := values[name])}
+    of_text = {
+        name: value for name in SETTINGS["of_text"] if not _is_off(name, value := values[name])
+    }
     stops = values["stop_strings"]
     stops = (stops,) if isinstance(stops, str) else tuple(stops)
     return Decoding(do_sample, *settings, token_ids(values["eos_token_id"]), of_text, stops)
@@ -84,10 +100,16 @@ def _is_off(name: str, value: Any) -> bool:
 
 
 def token_ids(value: Any) -> frozenset[int]:
-    return frozenset() if value is None else frozenset([value] if isinstance(value, int) else map(int, value))
+    return (
+        frozenset()
+        if value is None
+        else frozenset([value] if isinstance(value, int) else map(int, value))
+    )
 
 
-PAD = 2**31 - 1  # fills the front of shorter texts; no token has this id, so it is in no n-gram and no repetition
+PAD = (
+    2**31 - 1
+)  # fills the front of shorter texts; no token has this id, so it is in no n-gram and no repetition
 
 
 class Shortest(logits_process.MinLengthLogitsProcessor):
@@ -101,18 +123,28 @@ class Shortest(logits_process.MinLengthLogitsProcessor):
 class Sampler:
     """Draws tokens from the target's laws; prompt [T]: needed if these depend on the text."""
 
-    def __init__(self, decoding: Decoding, generator: torch.Generator, prompt: Tensor | None = None) -> None:
+    def __init__(
+        self, decoding: Decoding, generator: torch.Generator, prompt: Tensor | None = None
+    ) -> None:
         self.decoding, self.generator = decoding, generator
-        self.text = None if prompt is None else prompt.long()  # prompt and answer, where laws depend on them
+        self.text = (
+            None if prompt is None else prompt.long()
+        )  # prompt and answer, where laws depend on them
         self._start, self._of_text = 0 if prompt is None else len(prompt), list[Any]()
         # in transformers' order
         steps: tuple[tuple[bool, Any, float], ...] = (
-            (decoding.temperature != 1.0, logits_process.TemperatureLogitsWarper, decoding.temperature),
+            (
+                decoding.temperature != 1.0,
+                logits_process.TemperatureLogitsWarper,
+                decoding.temperature,
+            ),
             (decoding.top_k > 0, logits_process.TopKLogitsWarper, decoding.top_k),
             (decoding.top_p < 1.0, logits_process.TopPLogitsWarper, decoding.top_p),
             (decoding.min_p > 0.0, logits_process.MinPLogitsWarper, decoding.min_p),
         )
-        self._processors = [make(value) for is_on, make, value in steps if is_on and decoding.do_sample]
+        self._processors = [
+            make(value) for is_on, make, value in steps if is_on and decoding.do_sample
+        ]
 
     def law(self, logits: Tensor) -> Tensor:
         """p [N, V] in float32 after the processors, of logits [N, V]."""
@@ -145,7 +177,9 @@ class Sampler:
         count, levels = len(tree), tree.levels if tree.passengers is None else len(tree) - 1
         length = len(self.text) + levels
         places = torch.where(tree.mask, tree.depth, levels + 1)  # [N, N]; the root's is 0
-        paths = tree.tokens.new_full((count, levels + 2), PAD).scatter_(1, places, tree.tokens.expand(count, -1))
+        paths = tree.tokens.new_full((count, levels + 2), PAD).scatter_(
+            1, places, tree.tokens.expand(count, -1)
+        )
         texts = torch.cat([self.text.expand(count, -1), paths[:, 1:-1]], dim=1)  # [N, T + levels]
         columns = torch.arange(length, device=texts.device) - (levels - tree.depth)[:, None]
         return self.after(texts.gather(1, columns % length), logits)
@@ -170,17 +204,25 @@ class Sampler:
             "sequence_bias": logits_process.SequenceBiasLogitsProcessor,
             "repetition_penalty": logits_process.RepetitionPenaltyLogitsProcessor,
             "no_repeat_ngram_size": logits_process.NoRepeatNGramLogitsProcessor,
-            "bad_words_ids": lambda words: logits_process.NoBadWordsLogitsProcessor(words, ends or None),
+            "bad_words_ids": lambda words: logits_process.NoBadWordsLogitsProcessor(
+                words, ends or None
+            ),
             "min_length": lambda least: Shortest(least, ends, device),
             "min_new_tokens": lambda least: Shortest(start + least, ends, device),
-            "suppress_tokens": lambda ids: logits_process.SuppressTokensLogitsProcessor(ids, device),
-            "begin_suppress_tokens": lambda ids: logits_process.SuppressTokensAtBeginLogitsProcessor(
-                ids, start, device
+            "suppress_tokens": lambda ids: logits_process.SuppressTokensLogitsProcessor(
+                ids, device
+            ),
+            "begin_suppress_tokens": lambda ids: (
+                logits_process.SuppressTokensAtBeginLogitsProcessor(ids, start, device)
             ),
         }
         given = self.decoding.of_text
         # without an end token there is nothing that a minimal length could forbid
-        return [make[name](given[name]) for name in make if name in given and (ends or name[:4] != "min_")]
+        return [
+            make[name](given[name])
+            for name in make
+            if name in given and (ends or name[:4] != "min_")
+        ]
 
     def choose(self, logits: Tensor) -> Tensor:
         return draw(self.law(logits), self.generator) if self.decoding.do_sample else argmax(logits)
@@ -189,7 +231,9 @@ class Sampler:
 def argmax(logits: Tensor) -> Tensor:
     """The first largest entry's place [N] in each row."""
     # on a CPU numpy is faster
-    is_plain = logits.device.type == "cpu" and logits.dtype == torch.float32 and not logits.requires_grad
+    is_plain = (
+        logits.device.type == "cpu" and logits.dtype == torch.float32 and not logits.requires_grad
+    )
     if is_plain and not torch.compiler.is_compiling():
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)
@@ -219,15 +263,21 @@ def distinct_draws(law: Tensor, k: int, generator: torch.Generator) -> tuple[Ten
     """
     cumulative = law.cumsum(-1)
     count = max(TRIALS, k)
-    uniform = torch.rand(len(law), count, generator=generator, device=law.device) * cumulative[:, -1:]
+    uniform = (
+        torch.rand(len(law), count, generator=generator, device=law.device) * cumulative[:, -1:]
+    )
     trials = torch.searchsorted(cumulative, uniform, right=True)  # [r, count]
     alike, order = trials.sort(stable=True)
     is_new = F.pad(alike[:, 1:] != alike[:, :-1], (1, 0), value=True)
-    first = torch.where(is_new, order, count).topk(k, largest=False).values  # [r, k] the trials that drew them
+    first = (
+        torch.where(is_new, order, count).topk(k, largest=False).values
+    )  # [r, k] the trials that drew them
     return trials.gather(1, first.clamp(max=count - 1)), first == count
 
 
-def draw_children(log_q: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def draw_children(
+    log_q: Tensor, k: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
     """k draws without replacement from each law q [r, Vd], in order: log chances and columns [r, k], and q.
 
     The j-th chance estimates how often the j-th draw is the accepted one. It falls with j and depends on q alone, not

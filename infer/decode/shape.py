@@ -32,10 +32,16 @@ class Drafter:
     max_levels: int = 2**31  # the deepest tree that it has modules for
     after_blocks: tuple[int, ...] = ()  # the taps that `commit` is given; none: last_hidden
     draft_rows: int = 0  # rows that `start` writes behind the kept ones
-    forwards_per_tree: int | None = None  # 1 where one forward yields all levels' laws; None: one per level
-    ids: Tensor | None = None  # [Vd] the target's ids of the columns of log q; None: they are the target's own
+    forwards_per_tree: int | None = (
+        None  # 1 where one forward yields all levels' laws; None: one per level
+    )
+    ids: Tensor | None = (
+        None  # [Vd] the target's ids of the columns of log q; None: they are the target's own
+    )
     is_fixed: bool = True  # reads nothing from the device
-    forwards: tuple[tuple[Any, str], ...] = ()  # (owner, attribute) of every function that runs a model, to be timed
+    forwards: tuple[
+        tuple[Any, str], ...
+    ] = ()  # (owner, attribute) of every function that runs a model, to be timed
 
     def reset(self, prompt: Tensor, kept: Kept, slots: int) -> None:
         """Begins a prompt [T], of which no row is kept yet; slots: the most nodes of a tree that `step` is given."""
@@ -65,17 +71,34 @@ class Shape:
     is_chain = draws = False
     stop_read: StopRead = "each"
 
-    def __init__(self, stop: Stop, levels: int, max_nodes: int, draft_slots: int, calibrate: Calibrate) -> None:
+    def __init__(
+        self, stop: Stop, levels: int, max_nodes: int, draft_slots: int, calibrate: Calibrate
+    ) -> None:
         self.stop, self.calibrate = stop, calibrate
         self.levels, self.max_nodes, self.draft_slots = levels, max_nodes, draft_slots
 
-    def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler, keep: bool = False) -> Tree:
+    def grow(
+        self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler, keep: bool = False
+    ) -> Tree:
         """The tree under root [1], at most max_levels deep; keep: with its `pool`."""
         raise NotImplementedError
 
-    def _pool(self, levels: list[Level], drafter: Drafter, ended: bool, kept: Tensor, reranked: bool = True) -> Pool:
+    def _pool(
+        self,
+        levels: list[Level],
+        drafter: Drafter,
+        ended: bool,
+        kept: Tensor,
+        reranked: bool = True,
+    ) -> Pool:
         columns = torch.arange(levels[0].log_q.shape[-1], device=kept.device)
-        return Pool(levels, kept, drafter.target_ids(columns), reranked, self.stop.config.rule if ended else None)
+        return Pool(
+            levels,
+            kept,
+            drafter.target_ids(columns),
+            reranked,
+            self.stop.config.rule if ended else None,
+        )
 
 
 def make_shape(config: OneTree, calibrate: Calibrate = unchanged) -> Shape:
@@ -84,7 +107,9 @@ def make_shape(config: OneTree, calibrate: Calibrate = unchanged) -> Shape:
     if isinstance(config, DynamicConfig):
         return DynamicTree(stop, config, calibrate)
     line = tuple((0,) * depth for depth in range(1, config.levels + 1))
-    return StaticTree(stop, config.paths if isinstance(config, StaticConfig) else line, config.children, calibrate)
+    return StaticTree(
+        stop, config.paths if isinstance(config, StaticConfig) else line, config.children, calibrate
+    )
 
 
 class StaticTree(Shape):
@@ -93,24 +118,36 @@ class StaticTree(Shape):
     The stop rule is asked when a level's tokens are already in the tree: no drawn token is ever dropped.
     """
 
-    def __init__(self, stop: Stop, choices: tuple[Choice, ...], children: Children, calibrate: Calibrate) -> None:
+    def __init__(
+        self, stop: Stop, choices: tuple[Choice, ...], children: Children, calibrate: Calibrate
+    ) -> None:
         inner, levels = {choice[:-1] for choice in choices}, max(map(len, choices))
         super().__init__(stop, levels, len(choices) + 1, len(inner) - 1, calibrate)
         self.choices, self.children, self.is_chain = choices, children, levels == len(choices)
         self.draws = children != "best"
 
-    def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler, keep: bool = False) -> Tree:
+    def grow(
+        self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler, keep: bool = False
+    ) -> Tree:
         self.stop.begin()
         log_q = drafter.start()  # [rows, Vd], one row per node that is expanded
         form, nodes = _form(self.choices, log_q.shape[-1], root.device)
-        levels, ended, watched = min(len(form), max_levels), False, keep or type(self.stop) is not Stop
+        levels, ended, watched = (
+            min(len(form), max_levels),
+            False,
+            keep or type(self.stop) is not Stop,
+        )
         sampled = self.draws and sampler.decoding.do_sample
         certain = above = zeros(1, root.device)  # log survival of the expanded nodes
         laws: list[Tensor] = []
         grown: list[Level] = []
-        for depth, (expanded, rows, places, inner, parents, width) in enumerate(form[:levels], start=1):
+        for depth, (expanded, rows, places, inner, parents, width) in enumerate(
+            form[:levels], start=1
+        ):
             law = sampler.law(log_q) if sampled else log_q
-            if sampled and self.children == "sampled":  # smaller q have no exact ratio in float32; q may be any law
+            if (
+                sampled and self.children == "sampled"
+            ):  # smaller q have no exact ratio in float32; q may be any law
                 law = F.threshold(law, 1e-30, 0.0)
             if width == 1:
                 columns = (draw(law, sampler.generator) if sampled else argmax(law))[:, None]
@@ -128,14 +165,23 @@ class StaticTree(Shape):
             if watched and len(inner) > 1:
                 best_first, order = above.sort(descending=True, stable=True)
                 frontier = inner.index_select(0, order)
-            grown.append(Level(depth, log_q, expanded, rows, tokens, confidence, survival, frontier, best_first))
+            grown.append(
+                Level(
+                    depth, log_q, expanded, rows, tokens, confidence, survival, frontier, best_first
+                )
+            )
             laws.append(law)
             ended = depth < levels and self.stop.ends(grown[-1])
             if depth == levels or ended:
                 break
             log_q = drafter.step(picked(tokens, inner), parents)
         token = torch.cat([root, *(level.tokens for level in grown)])  # [N]
-        scores = [certain, *(level.confidence for level in grown), certain, *(level.survival for level in grown)]
+        scores = [
+            certain,
+            *(level.confidence for level in grown),
+            certain,
+            *(level.survival for level in grown),
+        ]
         confidence, survival = torch.cat(scores).view(2, -1)
         count, depth, proposal = len(token), len(grown), None
         parents, depths, mask, law_of, above_of = (part[:count] for part in nodes)
@@ -147,15 +193,23 @@ class StaticTree(Shape):
             if not self.is_chain:
                 kept = (survival > float("-inf")).nonzero()[:, 0]
             q, law_of = torch.cat(laws), picked(law_of, kept)
-            law_of = law_of if depth == len(form) else law_of.clamp(max=len(q) - 1)  # a leaf's law is not read
+            law_of = (
+                law_of if depth == len(form) else law_of.clamp(max=len(q) - 1)
+            )  # a leaf's law is not read
             known = above_of if len(kept) == count else None
             proposal = Proposal(rule, q.index_select(0, law_of), drafter.ids, known)
             if len(kept) < count:
-                node = torch.zeros_like(parents).scatter_(0, kept, torch.arange(len(kept), device=root.device))
+                node = torch.zeros_like(parents).scatter_(
+                    0, kept, torch.arange(len(kept), device=root.device)
+                )
                 parents, mask = node[parents[kept]], mask[kept][:, kept]
-                token, depths, confidence, survival = (part[kept] for part in (token, depths, confidence, survival))
+                token, depths, confidence, survival = (
+                    part[kept] for part in (token, depths, confidence, survival)
+                )
         pool = self._pool(grown, drafter, ended, kept, reranked=False) if keep else None
-        return Tree(token, parents, depths, mask, confidence, survival, depth, depth, proposal, pool=pool)
+        return Tree(
+            token, parents, depths, mask, confidence, survival, depth, depth, proposal, pool=pool
+        )
 
 
 def picked(x: Tensor, places: Tensor) -> Tensor:
@@ -164,7 +218,9 @@ def picked(x: Tensor, places: Tensor) -> Tensor:
 
 
 @cache
-def _form(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) -> tuple[list[Any], list[Any]]:
+def _form(
+    choices: tuple[Choice, ...], vocab_size: int, device: torch.device
+) -> tuple[list[Any], list[Any]]:
     """By level: expanded [rows], rows [n], places [n], inner [m], parents [m], width. For all N nodes: parents, depth,
     mask, laws; and the parents on the host.
 
@@ -188,7 +244,13 @@ def _form(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) ->
     above_of = tuple(nodes.index(node[:-1]) for node in nodes)
     parents = tensor(above_of)
     law_of = tensor([expanded.index(node) if node in with_children else 0 for node in nodes])
-    return levels, [parents, tensor([*map(len, nodes)]), ancestors(parents, len(levels)), law_of, above_of]
+    return levels, [
+        parents,
+        tensor([*map(len, nodes)]),
+        ancestors(parents, len(levels)),
+        law_of,
+        above_of,
+    ]
 
 
 class DynamicTree(Shape):
@@ -202,12 +264,19 @@ class DynamicTree(Shape):
         super().__init__(stop, config.levels, config.nodes, config.levels * config.k, calibrate)
         self.k, self.nodes = config.k, config.nodes
         self.by_survival, self.rerank = config.rank == "survival", config.rerank
-        self.draws, self.stop_read = config.children == "sampled", config.stop_read if stop.reads_only else "each"
+        self.draws, self.stop_read = (
+            config.children == "sampled",
+            config.stop_read if stop.reads_only else "each",
+        )
 
-    def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler, keep: bool = False) -> Tree:
+    def grow(
+        self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler, keep: bool = False
+    ) -> Tree:
         sampled = self.draws and sampler.decoding.do_sample
         reads: StopRead = "each" if keep or sampled else self.stop_read
-        return last_of(self.grow_levels(drafter, root, max_levels, reads, keep, sampler if sampled else None))
+        return last_of(
+            self.grow_levels(drafter, root, max_levels, reads, keep, sampler if sampled else None)
+        )
 
     def grow_levels(
         self,
@@ -232,13 +301,23 @@ class DynamicTree(Shape):
         # the nodes expanded: their places in their level, and the number of that level's first candidate
         best, first, ended = _rows(1, 1, root.device), 0, cast(Any, False)
         # only the best nodes - 1 candidates of a level can be in the tree: OPT-Tree
-        wide = self.by_survival and self.rerank and self.calibrate is unchanged and k >= self.nodes - 1
+        wide = (
+            self.by_survival and self.rerank and self.calibrate is unchanged and k >= self.nodes - 1
+        )
         wide = wide and not keep and sampler is None
-        candidates, grown, laws = [(root, certain, certain, certain, best, best)], cast(list[Level], []), []
+        candidates, grown, laws = (
+            [(root, certain, certain, certain, best, best)],
+            cast(list[Level], []),
+            [],
+        )
         for depth in range(1, levels + 1):
             if wide:  # one search of all laws is much faster than one of each
                 survival, cell = (above + log_q).flatten().topk(k)
-                chances, columns, rows = log_q.take(cell), cell % log_q.shape[1], cell // log_q.shape[1]
+                chances, columns, rows = (
+                    log_q.take(cell),
+                    cell % log_q.shape[1],
+                    cell // log_q.shape[1],
+                )
             else:
                 if sampler is not None:
                     log_law = sampler.log_law(log_q, are_logarithms=True)
@@ -252,10 +331,14 @@ class DynamicTree(Shape):
             # ranked by confidence, a node counts no more than the least sure node on its path
             score = survival if self.by_survival else torch.minimum(lowest, chances).flatten()
             expanded, is_last = best, depth == levels
-            if not (is_last and self.rerank and not keep):  # else nothing is left to be ranked level by level
+            if not (
+                is_last and self.rerank and not keep
+            ):  # else nothing is left to be ranked level by level
                 # the k best of the level are expanded next
                 if sampler is not None:  # ties go to the first, as in the final ranking
-                    best_first, best = (part[:k] for part in survival.sort(descending=True, stable=True))
+                    best_first, best = (
+                        part[:k] for part in survival.sort(descending=True, stable=True)
+                    )
                 else:
                     best_first, best = (survival if self.by_survival else confidence).topk(k)
                 if not self.by_survival:
@@ -265,9 +348,15 @@ class DynamicTree(Shape):
             candidates.append((token, confidence, survival, score, parents, best))
             if keep or (watched and not is_last):
                 above_of = expanded + first
-                grown.append(Level(depth, log_q, above_of, rows, token, confidence, survival, best, best_first))
+                grown.append(
+                    Level(
+                        depth, log_q, above_of, rows, token, confidence, survival, best, best_first
+                    )
+                )
             if watched and not is_last:
-                seen = grown[-1] if sampler is None or self.stop.keeps_tree else best_alone(grown[-1])
+                seen = (
+                    grown[-1] if sampler is None or self.stop.keeps_tree else best_alone(grown[-1])
+                )
                 ends = self.stop.ends(seen)
                 ended = ended | ends if reads == "never" else ends
                 if ended is False and (growing := self.stop.expands(seen)) is not None:
@@ -275,7 +364,9 @@ class DynamicTree(Shape):
                     ended = best.shape[0] == 0
             pool = partial(self._pool, [*grown], drafter, ended and not is_last) if keep else None
             draws = None if sampler is None else (drafter.ids, [*laws])
-            finish = partial(self._tree, [*candidates], 1 if wide else k, reads == "never", pool, draws)
+            finish = partial(
+                self._tree, [*candidates], 1 if wide else k, reads == "never", pool, draws
+            )
             yield reads != "never" and not is_last and ended, finish
             if is_last:
                 return
@@ -295,12 +386,16 @@ class DynamicTree(Shape):
     ) -> Tree:
         """The tree of the root and each level's candidates, k per parent; masked: some survivals are -inf;
         draws: the target's ids of the laws' columns, and by level the laws that children were drawn from."""
-        tokens, confidences, survivals, scores, (_, *above), frontiers = zip(*candidates, strict=True)
+        tokens, confidences, survivals, scores, (_, *above), frontiers = zip(
+            *candidates, strict=True
+        )
         both, depth = torch.cat([*confidences, *survivals]).view(2, -1), len(above)
         expanded = _numbers(tokens[:-1], above)
         # reranking (section 4.2): the best are connected, as the stable sort gives ties to the shallower node
         score = both[1] if self.by_survival else torch.cat(scores)
-        ranked = score.sort(descending=True, stable=True).indices[: self.nodes] if self.rerank else None
+        ranked = (
+            score.sort(descending=True, stable=True).indices[: self.nodes] if self.rerank else None
+        )
         kept = (_numbers(tokens, frontiers) if ranked is None else ranked).sort().values  # [N]
         of, depth_of = _layout(tuple(map(len, above)), k, kept.device).index_select(1, kept)
         parents = torch.searchsorted(kept, expanded.index_select(0, of))  # [N]; the root is its own
@@ -311,11 +406,27 @@ class DynamicTree(Shape):
             passengers = survival == float("-inf")
             parents = parents.masked_fill(passengers, 0)
         if draws is not None:
-            law_of = kept.new_zeros(len(score)).scatter_(0, expanded, torch.arange(len(expanded), device=kept.device))
-            q = torch.cat(draws[1]).index_select(0, law_of.index_select(0, kept))  # a leaf's law is not read
+            law_of = kept.new_zeros(len(score)).scatter_(
+                0, expanded, torch.arange(len(expanded), device=kept.device)
+            )
+            q = torch.cat(draws[1]).index_select(
+                0, law_of.index_select(0, kept)
+            )  # a leaf's law is not read
             proposal = Proposal("R3", q, draws[0], ranks=(kept - 1) % k, width=k)
         mask, made = ancestors(parents, depth), pool and pool(kept)
-        return Tree(token, parents, depth_of, mask, confidence, survival, depth, depth, proposal, passengers, made)
+        return Tree(
+            token,
+            parents,
+            depth_of,
+            mask,
+            confidence,
+            survival,
+            depth,
+            depth,
+            proposal,
+            passengers,
+            made,
+        )
 
 
 def best_alone(level: Level) -> Level:
@@ -328,7 +439,9 @@ def best_alone(level: Level) -> Level:
     of_row, of_first = ("log_q", "parents"), ("tokens", "confidence", "survival")
     parts = {name: getattr(level, name).index_select(0, row) for name in of_row}
     parts |= {name: getattr(level, name).index_select(0, first) for name in of_first}
-    return replace(level, **parts, rows=zero, frontier=zero, frontier_survival=level.frontier_survival[:1])
+    return replace(
+        level, **parts, rows=zero, frontier=zero, frontier_survival=level.frontier_survival[:1]
+    )
 
 
 @cache
@@ -338,7 +451,9 @@ def _rows(count: int, k: int, device: torch.device) -> Tensor:
 
 def _numbers(levels: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
     """Places within levels, as numbers through all candidates."""
-    return torch.cat([*places]) + _firsts(tuple(map(len, levels)), tuple(map(len, places)), places[0].device)
+    return torch.cat([*places]) + _firsts(
+        tuple(map(len, levels)), tuple(map(len, places)), places[0].device
+    )
 
 
 @cache
@@ -376,7 +491,9 @@ class Proposer:
     is_chain: bool = True  # no node ever has siblings
     is_fixed: bool = True  # `propose` and `commit` read nothing from the device
     draws: bool = False  # `propose` draws, from laws that look at no text
-    grows_fixed: bool = False  # `propose` reads only the stop rule's answers, between a dynamic tree's levels
+    grows_fixed: bool = (
+        False  # `propose` reads only the stop rule's answers, between a dynamic tree's levels
+    )
     commits_fixed: bool = False  # `commit` reads nothing from the device
     levels: int = 0  # of every tree, except short ones at an answer's end; 0: they differ
 
@@ -399,7 +516,10 @@ class Drafting(Proposer):
 
     def __init__(self, drafter: Drafter, shape: Shape) -> None:
         self.drafter, self.shape = drafter, shape
-        self.max_nodes, self.draft_slots = shape.max_nodes, max(shape.draft_slots, drafter.draft_rows)
+        self.max_nodes, self.draft_slots = (
+            shape.max_nodes,
+            max(shape.draft_slots, drafter.draft_rows),
+        )
         self.max_positions = drafter.max_positions
         self.after_blocks, self.is_chain = drafter.after_blocks, shape.is_chain
         self.levels = shape.levels
@@ -420,7 +540,9 @@ class Drafting(Proposer):
         self.commits_fixed = self.drafter.is_fixed
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
-        return self.counted(self.shape.grow(self.drafter, root, max_levels, self._sampler, self.keep))
+        return self.counted(
+            self.shape.grow(self.drafter, root, max_levels, self._sampler, self.keep)
+        )
 
     def propose_levels(self, root: Tensor, max_levels: int) -> Iterator[Growing]:
         """Grows a tree of `grows_fixed` level by level; does not read the stop rule's answers."""

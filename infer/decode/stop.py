@@ -13,7 +13,9 @@ from aerie.infer.decode.tree import Level, Tree
 
 Read = Callable[[Tensor], Sequence[Any]]  # [n] -> n numbers
 StopRead = Literal["each", "late", "never"]  # as DynamicConfig has it
-Growing = tuple[Any, Callable[[], Tree]]  # a level: whether the tree ends there (a bool or a tensor []), and that tree
+Growing = tuple[
+    Any, Callable[[], Tree]
+]  # a level: whether the tree ends there (a bool or a tensor []), and that tree
 
 
 def on_device(numbers: Tensor) -> tuple[Tensor, ...]:
@@ -25,8 +27,12 @@ class Stop:
     """The constant rule: every tree ends at its last level. nodes: the tree's, with the root."""
 
     # A rule sees only the draft and past cycles, and drops no drawn token: anything else would bias the output.
-    reads_only = True  # `ends` needs on the host only what it reads of this tree; `expands` returns None
-    keeps_tree = False  # stopping leaves the tree as it would be without, so the rule may see what was drawn
+    reads_only = (
+        True  # `ends` needs on the host only what it reads of this tree; `expands` returns None
+    )
+    keeps_tree = (
+        False  # stopping leaves the tree as it would be without, so the rule may see what was drawn
+    )
 
     def __init__(self, config: Any = None, levels: int = 2**31, nodes: int = 2**31) -> None:
         self.config: Any = config or schema.ConstantConfig()
@@ -89,7 +95,11 @@ class Entropy(Stop):
             [nats] = self.read(entropy(law.exp()))
             return nats > self.config.max_entropy
         entropies = entropy(level.log_q.exp())[level.rows[level.frontier]]  # [f]
-        mean = entropies.min() if over == "minimum" else (entropies * level.frontier_survival.softmax(-1)).sum()
+        mean = (
+            entropies.min()
+            if over == "minimum"
+            else (entropies * level.frontier_survival.softmax(-1)).sum()
+        )
         [nats] = self.read(mean[None])
         return nats > self.config.max_entropy
 
@@ -113,7 +123,9 @@ class Heuristic(Stop):
         return level.depth >= self.gamma
 
     def learn(self, accepted: int, levels: int) -> None:
-        grown = self.gamma + self.config.more if accepted == levels else self.gamma - self.config.fewer
+        grown = (
+            self.gamma + self.config.more if accepted == levels else self.gamma - self.config.fewer
+        )
         self.gamma = min(max(1, grown), self.levels)
 
 
@@ -168,15 +180,22 @@ class Vote(Stop):
 
     def ends(self, level: Level) -> Any:
         # rounding must not pass 1 and the depth
-        config, mass = self.config, level.frontier_survival.exp().sum(0, keepdim=True).clamp_(max=1.0)
+        config, mass = (
+            self.config,
+            level.frontier_survival.exp().sum(0, keepdim=True).clamp_(max=1.0),
+        )
         if config.over == "selected":  # one synchronisation for both
-            new, tail = self.read(torch.cat([mass, self.expected_length(level).clamp_(max=level.depth)]))
+            new, tail = self.read(
+                torch.cat([mass, self.expected_length(level).clamp_(max=level.depth)])
+            )
         else:
             [new] = self.read(mass)
             tail = self._tail = self._tail + new
         if level.depth >= config.momentum_from:
             declined = new < config.momentum_threshold * self._mass
-            self._declines = declined * (self._declines + 1) if config.consecutive else self._declines + declined
+            self._declines = (
+                declined * (self._declines + 1) if config.consecutive else self._declines + declined
+            )
         self._mass = new
         expected = config.bonus + (new if config.expectation == "leaf_sum" else tail)
         votes = {

@@ -19,7 +19,9 @@ class Proposal:
     # R1: a chain, each token from q. R3: siblings without replacement, in node order. R4: with replacement
     rule: Rule
     laws: Tensor  # q [N, Vd] that each node's children were drawn from, processors applied; rows of leaves are not read
-    ids: Tensor | None = None  # [Vd] the target's ids of the laws' columns; None: they are the target's own
+    ids: Tensor | None = (
+        None  # [Vd] the target's ids of the laws' columns; None: they are the target's own
+    )
     parents: tuple[int, ...] | None = None  # the tree's, where the host knows them
     # of a dynamic tree: which of its parent's draws each node is [N], and the most that a node has
     ranks: Tensor | None = None
@@ -39,7 +41,9 @@ class Level:
 
     depth: int  # 1 for the root's children
     log_q: Tensor  # [r, Vd] the laws that the candidates come from, before any processor
-    parents: Tensor  # [r] the expanded nodes, numbered through all candidates of the tree; the root is 0
+    parents: (
+        Tensor  # [r] the expanded nodes, numbered through all candidates of the tree; the root is 0
+    )
     rows: Tensor  # [n] which expanded node each candidate stands below
     tokens: Tensor  # [n] target ids
     confidence: Tensor  # [n] log q, calibrated where the tree is
@@ -55,14 +59,24 @@ class Pool:
     levels: list[Level]
     kept: Tensor  # [N] each node's number among the candidates, ascending; the root is 0
     ids: Tensor  # [Vd] the target's ids of the laws' columns
-    reranked: bool  # the tree's nodes were chosen by score: a frontier's node may be missing from it
+    reranked: (
+        bool  # the tree's nodes were chosen by score: a frontier's node may be missing from it
+    )
     stopped_by: str | None  # the stop rule; None: the last level was reached
 
     def log_laws(self) -> dict[int, Tensor]:
         """log q [Vd] of the children of each node that was expanded and is in the tree."""
         node_of = {candidate: node for node, candidate in enumerate(self.kept.tolist())}
-        laws = [pair for level in self.levels for pair in zip(level.parents.tolist(), level.log_q, strict=True)]
-        return {node_of[candidate]: law for candidate, law in sorted(laws, key=lambda p: p[0]) if candidate in node_of}
+        laws = [
+            pair
+            for level in self.levels
+            for pair in zip(level.parents.tolist(), level.log_q, strict=True)
+        ]
+        return {
+            node_of[candidate]: law
+            for candidate, law in sorted(laws, key=lambda p: p[0])
+            if candidate in node_of
+        }
 
     def frontiers(self) -> list[tuple[list[Path], Tensor]]:
         """By level: the frontier's paths and log survivals [f], for DEAGLE's S_d; in a static tree of all its nodes."""
@@ -70,9 +84,18 @@ class Pool:
         frontiers = []
         for level in self.levels:
             above, first = level.parents[level.rows].tolist(), len(paths)
-            paths += [(*paths[parent], token) for parent, token in zip(above, level.tokens.tolist(), strict=True)]
-            places = level.frontier if self.reranked else torch.arange(len(above), device=level.tokens.device)
-            frontiers.append(([paths[first + place] for place in places.tolist()], level.survival[places]))
+            paths += [
+                (*paths[parent], token)
+                for parent, token in zip(above, level.tokens.tolist(), strict=True)
+            ]
+            places = (
+                level.frontier
+                if self.reranked
+                else torch.arange(len(above), device=level.tokens.device)
+            )
+            frontiers.append(
+                ([paths[first + place] for place in places.tolist()], level.survival[places])
+            )
         return frontiers
 
 
@@ -90,7 +113,9 @@ class Tree:
     levels: int  # drafted depth, which a pruned tree need not reach
     draft_forwards: int
     proposal: Proposal | None = None  # None: children were picked deterministically (R0, R2)
-    passengers: Tensor | None = None  # [N] boolean: never accepted (lookahead's window); siblings may then repeat
+    passengers: Tensor | None = (
+        None  # [N] boolean: never accepted (lookahead's window); siblings may then repeat
+    )
     pool: Pool | None = None
 
     def __len__(self) -> int:

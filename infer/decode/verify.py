@@ -30,7 +30,9 @@ class Verdict:
         return len(self.tokens)
 
 
-def judge(tree: Tree, logits: Tensor, sampler: Sampler, typical: TypicalConfig | None = None) -> Tensor:
+def judge(
+    tree: Tree, logits: Tensor, sampler: Sampler, typical: TypicalConfig | None = None
+) -> Tensor:
     """The input [3 or 4, L] of `read`. A column is a node, those of the accepted path first. Its rows: the number of
     refused nodes on the way to it, the node, the token written after it, and the tree's passengers, if it has any.
 
@@ -43,7 +45,9 @@ def judge(tree: Tree, logits: Tensor, sampler: Sampler, typical: TypicalConfig |
     return reject(tree, sampler.law(logits), sampler.generator)
 
 
-def rule_of(proposal: Proposal | None, sampler: Sampler, typical: TypicalConfig | None = None) -> str:
+def rule_of(
+    proposal: Proposal | None, sampler: Sampler, typical: TypicalConfig | None = None
+) -> str:
     if not sampler.decoding.do_sample:
         return "R0"
     if typical is not None:
@@ -87,7 +91,9 @@ def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Tensor:
     is_taken, rank = (uniform < chances).byte().max(-1)
     # a node is refused unless its parent takes its rank; the root, never refused, stands for "no child taken"
     node = families.children.gather(1, rank[:, None])[:, 0] * is_taken
-    blocks, order = _path_first(tree, torch.ones_like(tree.tokens, dtype=torch.bool).scatter_(0, node, 0))
+    blocks, order = _path_first(
+        tree, torch.ones_like(tree.tokens, dtype=torch.bool).scatter_(0, node, 0)
+    )
     at = (blocks[1:] == 0).sum(0, keepdim=True)  # the place of the path's last node
     last = order.index_select(0, at)
     is_inner, row = (families.inner == last).byte().max(0, keepdim=True)
@@ -102,13 +108,17 @@ def acceptance(tree: Tree, p: Tensor) -> Tensor:
     refused = (1.0 - chances).cumprod(-1)
     reached = chances * F.pad(refused[:, :-1], (1, 0), value=1.0)
     # a missing child adds a chance of 0 to the first child
-    return torch.zeros_like(tree.confidence).index_add_(0, families.children.flatten(), reached.flatten())
+    return torch.zeros_like(tree.confidence).index_add_(
+        0, families.children.flatten(), reached.flatten()
+    )
 
 
 def _chances(tree: Tree, p: Tensor) -> tuple[Tensor, Families, Tensor, Tensor]:
     """q [N, V], the families, and what `sibling_chances` returns for them."""
     proposal = tree.proposal
-    assert proposal is not None and tree.passengers is None, "only drawn children are verified by rejection"
+    assert proposal is not None and tree.passengers is None, (
+        "only drawn children are verified by rejection"
+    )
     if proposal.ranks is not None:
         families = _dynamic_families(tree, proposal.ranks, proposal.width)
     elif proposal.parents is not None:
@@ -122,7 +132,9 @@ def _chances(tree: Tree, p: Tensor) -> tuple[Tensor, Families, Tensor, Tensor]:
 def _dynamic_families(tree: Tree, ranks: Tensor, width: int) -> Families:
     """The families of a tree that only the device knows."""
     count, parents = len(tree), tree.parents[1:]
-    node = torch.arange(1, count, device=ranks.device) * (tree.survival[1:] > float("-inf"))  # 0: no token was left
+    node = torch.arange(1, count, device=ranks.device) * (
+        tree.survival[1:] > float("-inf")
+    )  # 0: no token was left
     table = node.new_zeros(count, width)  # by parent and rank
     table.view(-1).scatter_(0, parents * width + ranks[1:], node)
     inner = (table > 0).sum(-1).argsort(descending=True, stable=True)[: count - 1]
@@ -139,14 +151,20 @@ def _families(parents: tuple[int, ...], device: torch.device) -> Families:
         below.setdefault(parent, []).append(node)
     inner = sorted(below, key=lambda parent: -len(below[parent]))
     sizes = [len(below[parent]) for parent in inner]
-    table = [below[parent] + below[parent][:1] * (sizes[0] - len(below[parent])) for parent in inner]
+    table = [
+        below[parent] + below[parent][:1] * (sizes[0] - len(below[parent])) for parent in inner
+    ]
     most = tuple(sum(size > rank for size in sizes) for rank in range(sizes[0]))
     is_there = [[rank < size for rank in range(sizes[0])] for size in sizes]
-    nodes, children, there = (torch.tensor(each, device=device) for each in (inner, table, is_there))
+    nodes, children, there = (
+        torch.tensor(each, device=device) for each in (inner, table, is_there)
+    )
     return Families(nodes, children, there, most)
 
 
-def sibling_chances(p: Tensor, q: Tensor, tokens: Tensor, families: Families, replaced: bool) -> tuple[Tensor, Tensor]:
+def sibling_chances(
+    p: Tensor, q: Tensor, tokens: Tensor, families: Families, replaced: bool
+) -> tuple[Tensor, Tensor]:
     """The chance [M, K] that each child is accepted once those before it were refused, and `left_of`'s end [M, 1].
 
     p and q [N, V] are the laws after each node, tokens [M, K] the children's; replaced: R4.
@@ -162,7 +180,9 @@ def sibling_chances(p: Tensor, q: Tensor, tokens: Tensor, families: Families, re
     one = torch.ones_like(p_x[:, 0])
     if len(families.most) == 1:
         return (p_x / q_x.clamp(min=least)).clamp_(max=1.0) * is_there, one[:, None] * is_there
-    sums = [(torch.zeros_like(one), one, one)]  # s, t and c by rank, for the families that may have that child
+    sums = [
+        (torch.zeros_like(one), one, one)
+    ]  # s, t and c by rank, for the families that may have that child
     for rank, count in enumerate(families.most[1:]):
         s, t, c = (part[:count] for part in sums[-1])
         s = s.addcdiv(t, c)
@@ -204,7 +224,9 @@ def accept_typical(tree: Tree, p: Tensor, config: TypicalConfig) -> Tensor:
     score = tree.mask.to(log_p.dtype) @ log_p  # [N] log p of the path
     last = torch.where(depth == depth.max(), score, float("-inf")).argmax(0, keepdim=True)
     blocks, order = _path_first(tree, ~tree.mask.index_select(0, last)[0])
-    return _ending_with(tree, blocks, order, tree.depth.index_select(0, last), p.index_select(0, last).argmax(-1))
+    return _ending_with(
+        tree, blocks, order, tree.depth.index_select(0, last), p.index_select(0, last).argmax(-1)
+    )
 
 
 def _path_first(tree: Tree, refused: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,7 +43,16 @@ from aerie.infer.measure.tasks import Prompt, encode_turn, load_prompts, pinned,
 from aerie.model import storage
 from aerie.model.hub import quieten
 from aerie.model.layers import Kept
-from aerie.model.storage import Foreign, Manifest, Stage, Whole, first_line, remove_temporaries, write_json, write_text
+from aerie.model.storage import (
+    Foreign,
+    Manifest,
+    Stage,
+    Whole,
+    first_line,
+    remove_temporaries,
+    write_json,
+    write_text,
+)
 from aerie.model.target import Target, context_of
 
 CYCLES, JOB = "cycles.jsonl", "job.json"
@@ -78,7 +87,9 @@ def begin_bench(stage: Stage, overwrite: bool) -> None:
     if is_ended or not isinstance(checked, Whole):
         if records.is_file() and not overwrite:
             changed = checked.differences if isinstance(checked, Foreign) else str(checked)
-            raise UserError(f"{records}: answers another recipe ({changed}); choose another --run, or add --overwrite")
+            raise UserError(
+                f"{records}: answers another recipe ({changed}); choose another --run, or add --overwrite"
+            )
         for left in (storage.FILE, results.RECORDS, CYCLES, results.OVERHEAD, results.SUITE):
             (stage.output / left).unlink(missing_ok=True)
     remove_temporaries(stage.output)
@@ -96,12 +107,18 @@ def load_quietly(config: Any, threads: int | None) -> Target:
 
 def describe(target: Target) -> dict[str, Any]:
     """Device, threads, dtype and cycle, as summary.json has them."""
-    cpus = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
+    cpus = (
+        Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
+    )
     model = re.search(r"^model name\s*: (.*)$", cpus, re.MULTILINE)
     device = model[1] if model else platform.processor() or platform.machine()
     if target.device.type == "cuda":
         device = torch.cuda.get_device_name(target.device)
-    facts = {"device": device, "threads": torch.get_num_threads(), "dtype": str(target.dtype).removeprefix("torch.")}
+    facts = {
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+    }
     return facts | {"cycle": cycle_of(target)}
 
 
@@ -135,13 +152,20 @@ def make_decoders(
 
 
 def measured(
-    section: BenchConfig, heads: Sequence[str | None], output: Path, seed: int, target: Target, tokenizer: Any
+    section: BenchConfig,
+    heads: Sequence[str | None],
+    output: Path,
+    seed: int,
+    target: Target,
+    tokenizer: Any,
 ) -> dict[str, Any]:
     """Runs the bench; returns its facts."""
     asked, kinds = pinned(section.prompts), [head and kind_at(head) for head in heads]
     prompts, longest = load_prompts(asked), context_of(target.config)
     suite = suite_of(section, prompts)
-    bench = Bench(target, tokenizer, make_decoders(target, suite.rows, heads), kinds, section, suite, output)
+    bench = Bench(
+        target, tokenizer, make_decoders(target, suite.rows, heads), kinds, section, suite, output
+    )
     what = results.Asked(suite.main, suite.points, section.by_task, section.contexts, longest)
     write_json(output / results.SUITE, as_dict(what))
     records = run(bench, prompts, seed)
@@ -162,15 +186,30 @@ def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
     tasks = list(dict.fromkeys(prompt.task for prompt in prompts))
     for number, sweep in enumerate(bench.config.sweeps):
         if foreign := [task for task in sweep.tasks if task not in tasks]:
-            raise UserError(f"bench.sweeps.{number}: no prompt is of task {foreign[0]!r}; tasks are {', '.join(tasks)}")
+            raise UserError(
+                f"bench.sweeps.{number}: no prompt is of task {foreign[0]!r}; tasks are {', '.join(tasks)}"
+            )
     bench.directory.mkdir(parents=True, exist_ok=True)
     turns: list[tuple[Prompt, list[Origin]]] = []
-    for (sampling, asked), prompt in itertools.product(bench.suite.rows_for(prompts).items(), prompts):
+    for (sampling, asked), prompt in itertools.product(
+        bench.suite.rows_for(prompts).items(), prompts
+    ):
         if rows := asked.get((prompt.task, prompt.prompt_id)):
             for turn in range(len(prompt.turns)):
                 place = (prompt.task, prompt.prompt_id, turn)
-                turns.append((prompt, [Origin(row, *sampling, bench.suite.rows[row].method, *place) for row in rows]))
-    cycles_path, few = bench.directory / CYCLES, min(WARM_UP_TOKENS, bench.config.prompts.max_new_tokens)
+                turns.append(
+                    (
+                        prompt,
+                        [
+                            Origin(row, *sampling, bench.suite.rows[row].method, *place)
+                            for row in rows
+                        ],
+                    )
+                )
+    cycles_path, few = (
+        bench.directory / CYCLES,
+        min(WARM_UP_TOKENS, bench.config.prompts.max_new_tokens),
+    )
     records_path = bench.directory / results.RECORDS
     done = {record.key: record for record in _known(records_path, prompts)}
     keep_answers(cycles_path, done)
@@ -191,7 +230,9 @@ def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
                     done[origin.key] = record
                 progress.update()
     greedy = [r for r in done.values() if r.status == "ok" and r.temperature == 0]
-    plain = {(r.sampling, r.prompt_key): r.output_ids for r in greedy if r.row == bench.suite.vanilla}
+    plain = {
+        (r.sampling, r.prompt_key): r.output_ids for r in greedy if r.row == bench.suite.vanilla
+    }
     for r in greedy:
         if (theirs := plain.get((r.sampling, r.prompt_key))) is not None:
             same = replace(r, identical=r.output_ids == theirs, margin=None)
@@ -204,7 +245,9 @@ def _known(path: Path, prompts: Sequence[Prompt]) -> list[Record]:
     if not path.is_file():
         return []
     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-    texts = {(p.task, p.prompt_id, turn): text for p in prompts for turn, text in enumerate(p.turns)}
+    texts = {
+        (p.task, p.prompt_id, turn): text for p in prompts for turn, text in enumerate(p.turns)
+    }
     records = results.read_records(path)
     for record in records:
         if record.prompt_text != texts.get(record.prompt_key):
@@ -222,12 +265,21 @@ def _answer(
 ) -> tuple[Record, list[str]]:
     """The record of an answer, or of its failure, and the lines of its cycles."""
     config, decoder = bench.suite.rows[origin.row], bench.decoders[origin.row]
-    facts = {**asdict(origin), "head": bench.kinds[origin.row], "head_path": config.head, "tree": tree_shape(config)}
+    facts = {
+        **asdict(origin),
+        "head": bench.kinds[origin.row],
+        "head_path": config.head,
+        "tree": tree_shape(config),
+    }
     facts["prompt_text"] = prompt.turns[origin.turn]
-    earlier = [done[replace(origin, row=bench.suite.vanilla, turn=turn).key] for turn in range(origin.turn)]
+    earlier = [
+        done[replace(origin, row=bench.suite.vanilla, turn=turn).key] for turn in range(origin.turn)
+    ]
     for record in earlier:
         if record.status != "ok":
-            message = f"turn {record.turn + 1} has no answer of vanilla to go on from: {record.message}"
+            message = (
+                f"turn {record.turn + 1} has no answer of vanilla to go on from: {record.message}"
+            )
             return Record(**facts, verify="none", status="error", message=message), []
     ids = encode_turn(prompt, [record.text for record in earlier], bench.tokenizer, bench.target)
     facts |= {"prompt_tokens": ids.shape[1], "prompt_ids": tuple(ids[0].tolist())}
@@ -236,7 +288,12 @@ def _answer(
         torch.cuda.reset_peak_memory_stats(device)
     recorder = Recorder()
     # what draws a token is the suite's own; penalties and stop strings are the target's generation_config's
-    settings = {**bench.settings(ids), "do_sample": origin.temperature > 0, "min_p": 0.0, "timed": True}
+    settings = {
+        **bench.settings(ids),
+        "do_sample": origin.temperature > 0,
+        "min_p": 0.0,
+        "timed": True,
+    }
     settings |= {name: getattr(origin, name) for name in ("temperature", "top_k", "top_p")}
     if bench.config.cycles:
         if isinstance(decoder.proposer, Drafting):
@@ -258,7 +315,10 @@ def _answer(
         "target_forwards": counted.target_forwards,
         "output_ids": answer,
         "text": texts[-1],
-        "cycle_texts": [texts[0], *(later[len(before) :] for before, later in itertools.pairwise(texts))],
+        "cycle_texts": [
+            texts[0],
+            *(later[len(before) :] for before, later in itertools.pairwise(texts)),
+        ],
         "cycle_ms": [round(ms, 4) for ms in counted.cycle_ms],
         "peak_memory_gib": peak,
         "graph_bytes": decoder.graph_bytes,
@@ -266,19 +326,25 @@ def _answer(
     return validate(facts, Record, "bench", {}), lines_of(origin, recorder.records)
 
 
-def difference(target: Target, ids: Tensor, number: int, ours: Sequence[int], theirs: Sequence[int]) -> Difference:
+def difference(
+    target: Target, ids: Tensor, number: int, ours: Sequence[int], theirs: Sequence[int]
+) -> Difference:
     """The first difference between two unlike answers to ids [1, T]."""
     pairs = enumerate(itertools.zip_longest(ours, theirs, fillvalue=-1))
     place, (one, other) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
     if min(one, other) < 0:
         return Difference(number, place, one, other, float("inf"), 0.0)
-    text = torch.cat([ids, torch.tensor([[*ours[:place]]], dtype=ids.dtype, device=ids.device)], dim=1)
+    text = torch.cat(
+        [ids, torch.tensor([[*ours[:place]]], dtype=ids.dtype, device=ids.device)], dim=1
+    )
     sampler = Sampler(resolve(target.generation_config), torch.Generator(), ids[0])
     with torch.inference_mode():
         raw = target.model(text).logits[:, -1].float()
         logits = sampler.after(text, raw)[0]
     rounding = ROUNDING * torch.finfo(target.dtype).eps * float(raw.abs().max())
-    return Difference(number, place, one, other, float((logits[one] - logits[other]).abs()), rounding)
+    return Difference(
+        number, place, one, other, float((logits[one] - logits[other]).abs()), rounding
+    )
 
 
 def with_margin(bench: Bench, record: Record, theirs: Sequence[int]) -> Record:
@@ -287,10 +353,14 @@ def with_margin(bench: Bench, record: Record, theirs: Sequence[int]) -> Record:
         return record
     ids = torch.tensor([record.prompt_ids], device=bench.target.device)
     margin = difference(bench.target, ids, 0, record.output_ids, theirs).margin
-    return replace(record, margin=max(margin, record.margin or 0.0))  # if one ends earlier: infinite, null in JSON
+    return replace(
+        record, margin=max(margin, record.margin or 0.0)
+    )  # if one ends earlier: infinite, null in JSON
 
 
-def clocked(device: torch.device, work: Callable[..., Any], *arguments: Any, **settings: Any) -> tuple[float, Any]:
+def clocked(
+    device: torch.device, work: Callable[..., Any], *arguments: Any, **settings: Any
+) -> tuple[float, Any]:
     """(milliseconds, what the call returns)"""
     clock = Clock({}, device.type == "cuda")
     result = work(*arguments, **settings)
@@ -310,7 +380,9 @@ def measure_reference(bench: Bench, records: list[Record]) -> list[Record]:
     per_token: list[list[float]] = []  # milliseconds of each way, by prompt
 
     def forwards_alone(ids: Tensor, answer: Tensor) -> None:
-        vanilla.lm.prefill(ids[0], kept := Kept(ids.shape[1] + len(answer) + 1, ids.device, vanilla.target.dtype))
+        vanilla.lm.prefill(
+            ids[0], kept := Kept(ids.shape[1] + len(answer) + 1, ids.device, vanilla.target.dtype)
+        )
         kept.advance(ids.shape[1])
         for position in range(len(answer) - 1):
             root = root_only(answer[position : position + 1])
@@ -321,19 +393,29 @@ def measure_reference(bench: Bench, records: list[Record]) -> list[Record]:
         for number, record in enumerate(greedy):
             ids = torch.tensor([record.prompt_ids], device=target.device)
             settings = bench.settings(ids)
-            static = {"attention_mask": torch.ones_like(ids), "cache_implementation": "static", **settings}
+            static = {
+                "attention_mask": torch.ones_like(ids),
+                "cache_implementation": "static",
+                **settings,
+            }
             static["tokenizer"] = bench.tokenizer  # for stop strings
-            ms, out = clocked(target.device, target.model.generate, ids, **static, disable_compile=True)
+            ms, out = clocked(
+                target.device, target.model.generate, ids, **static, disable_compile=True
+            )
             answer = out[0, ids.shape[1] :]
             answers[record.prompt_key] = tuple(answer.tolist())
             if number < REFERENCE_PROMPTS:
                 bare_ms, _ = clocked(target.device, forwards_alone, ids, answer)
-                for _ in range(2 if compiles else 1):  # the first time of a length may capture or compile
+                for _ in range(
+                    2 if compiles else 1
+                ):  # the first time of a length may capture or compile
                     plain_ms, _ = clocked(target.device, vanilla.generate, ids, **settings)
                 times = [ms, bare_ms, plain_ms]
                 try:
                     for _ in range(2 if compiles else 0):
-                        compiled_ms, _ = clocked(target.device, target.model.generate, ids, **static, **compiled)
+                        compiled_ms, _ = clocked(
+                            target.device, target.model.generate, ids, **static, **compiled
+                        )
                         times = [ms, bare_ms, plain_ms, compiled_ms]
                 except RuntimeError as error:  # no compiler
                     warn(f"transformers' generate does not compile: {first_line(error)}")
@@ -346,9 +428,14 @@ def measure_reference(bench: Bench, records: list[Record]) -> list[Record]:
     identical = sum(same[r.key] for r in greedy)
     reference = Reference(plain_ms, bare_ms, len(greedy), identical, static_ms, *compiled_too)
     write_json(bench.directory / results.REFERENCE, asdict(reference))
-    print(f"ms per token: vanilla {plain_ms:.2f}, bare forwards {bare_ms:.2f}, transformers' generate {static_ms:.2f}")
+    print(
+        f"ms per token: vanilla {plain_ms:.2f}, bare forwards {bare_ms:.2f}, transformers' generate {static_ms:.2f}"
+    )
     compared = [replace(r, identical_to_generate=same.get(r.key)) for r in records]
-    return [r if same.get(r.key, True) else with_margin(bench, r, answers[r.prompt_key]) for r in compared]
+    return [
+        r if same.get(r.key, True) else with_margin(bench, r, answers[r.prompt_key])
+        for r in compared
+    ]
 
 
 class Stopwatch(BaseStreamer):
@@ -370,7 +457,10 @@ class Stopwatch(BaseStreamer):
     def on(self, decoder: SpeculativeDecoder) -> ExitStack:
         """Times the target and the drafter's models, LM heads included."""
         target, stack = decoder.target, ExitStack()
-        places: list[tuple[str, Any, str]] = [("target", target.decoder, "forward"), ("target", target, "logits")]
+        places: list[tuple[str, Any, str]] = [
+            ("target", target.decoder, "forward"),
+            ("target", target, "logits"),
+        ]
         if isinstance(decoder.proposer, Drafting):
             places += [("draft", owner, name) for owner, name in decoder.proposer.drafter.forwards]
 
@@ -381,7 +471,9 @@ class Stopwatch(BaseStreamer):
             return output
 
         for part, owner, name in places:
-            stack.enter_context(patch.object(owner, name, partial(timed, part, getattr(owner, name))))
+            stack.enter_context(
+                patch.object(owner, name, partial(timed, part, getattr(owner, name)))
+            )
         return stack
 
 
@@ -398,7 +490,9 @@ def measure_overhead(bench: Bench, prompts: Sequence[Prompt]) -> None:
                 decoder, watch = bench.decoders[row], Stopwatch()
                 try:
                     with patch.object(decoder, "cycle", "eager"):  # forwards are timed one by one
-                        counted = decoder.generate(ids, timed=True, **bench.settings(ids)).statistics
+                        counted = decoder.generate(
+                            ids, timed=True, **bench.settings(ids)
+                        ).statistics
                         with watch.on(decoder):
                             decoder.generate(ids, streamer=watch, **bench.settings(ids))
                 except (UserError, RuntimeError) as error:
@@ -406,7 +500,10 @@ def measure_overhead(bench: Bench, prompts: Sequence[Prompt]) -> None:
                     del turns[row]
                     continue
                 if cycles := counted.target_forwards:  # an answer of one token has none
-                    decoding, forwards = counted.ms["wall"] - counted.ms["prefill"], sum(watch.ms.values())
+                    decoding, forwards = (
+                        counted.ms["wall"] - counted.ms["prefill"],
+                        sum(watch.ms.values()),
+                    )
                     ms = {"cycle": decoding} | {phase: counted.ms[phase] for phase in PHASES}
                     ms |= {f"bare_{part}": watch.ms[part] for part in ("target", "draft")}
                     of_cycle = {name: taken / cycles for name, taken in ms.items()}
@@ -418,5 +515,7 @@ def measure_overhead(bench: Bench, prompts: Sequence[Prompt]) -> None:
             medians = {name: statistics.median(turn[name] for turn in times) for name in times[0]}
             one = Overhead(row, bench.config.rows[row].method, len(used), REPETITIONS, **medians)
             measured.append(one)
-            print(f"row {row}, {one.method}: {one.cycle:.2f} ms a cycle, overhead {100 * one.overhead:.1f} %")
+            print(
+                f"row {row}, {one.method}: {one.cycle:.2f} ms a cycle, overhead {100 * one.overhead:.1f} %"
+            )
     write_json(path, [asdict(one) for one in measured])

@@ -28,16 +28,36 @@ from aerie.infer.decode.shape import Drafting
 from aerie.infer.measure.cycles import COLUMNS, Oracle, Recorder, States, Tables, tables_of
 from aerie.infer.measure.record import FloatArray
 from aerie.infer.measure.tasks import encode_turn, load_prompts
-from aerie.model.storage import CALIBRATOR, CHOICES, digests, write_atomically, write_json, write_text
+from aerie.model.storage import (
+    CALIBRATOR,
+    CHOICES,
+    digests,
+    write_atomically,
+    write_json,
+    write_text,
+)
 from aerie.model.target import Target
 
 SCHEMA, EDGE = 2, 1e-7  # of analysis.json; least distance to 0 and 1, which float32 may round to
 KINDS: tuple[Fit, ...] = ("temperature", "isotonic")
 SPLIT = 0  # seed of the halves of the prompts
-REACH = 2  # a node has all its children in the probe where the ranks on its path sum to at most this
+REACH = (
+    2  # a node has all its children in the probe where the ranks on its path sum to at most this
+)
 PAPER_C = 0.18  # of SVIP's figure 4
 POINTS = 80  # of the curves of figure 4
-CONTEXTS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 6144, 8192)  # tokens before a draft: edges of the buckets
+CONTEXTS = (
+    32,
+    64,
+    128,
+    256,
+    512,
+    1024,
+    2048,
+    4096,
+    6144,
+    8192,
+)  # tokens before a draft: edges of the buckets
 
 
 @dataclass(frozen=True)
@@ -68,14 +88,25 @@ def record(
     longest = min(decoder.limits.values())
     with bar(len(questions), "prompts", "calibrate") as progress:
         for number, (ids, _) in enumerate(questions):
-            settings["max_new_tokens"] = min(section.prompts.max_new_tokens, max(1, longest - ids.shape[1]))
-            recorder, generator = Recorder(states), torch.Generator(ids.device).manual_seed(seed * 1_000_003 + number)
-            text = decoder.generate(ids, on_cycle=recorder, generator=generator, **settings).sequences[0]
+            settings["max_new_tokens"] = min(
+                section.prompts.max_new_tokens, max(1, longest - ids.shape[1])
+            )
+            recorder, generator = (
+                Recorder(states),
+                torch.Generator(ids.device).manual_seed(seed * 1_000_003 + number),
+            )
+            text = decoder.generate(
+                ids, on_cycle=recorder, generator=generator, **settings
+            ).sequences[0]
             tables.append(tables_of(number, recorder.records, text.tolist()))
             progress.update()
-    whole = {name: pd.concat([part[name] for part in tables], ignore_index=True) for name in COLUMNS}
+    whole = {
+        name: pd.concat([part[name] for part in tables], ignore_index=True) for name in COLUMNS
+    }
     if oracle is not None:
-        whole["cycles"][["oracle", "cap"]] = np.array(oracle.lengths, dtype=np.float64).reshape(-1, 2)
+        whole["cycles"][["oracle", "cap"]] = np.array(oracle.lengths, dtype=np.float64).reshape(
+            -1, 2
+        )
     return Recording(whole, tuple(task for _, task in questions), section.temperature)
 
 
@@ -102,7 +133,10 @@ def write_calibration(
     for place in places:
         write_json(place / CALIBRATOR, asdict(calibrator))
     found = {fit: scores["held_out"][fit]["ece"] for fit in ("before", *KINDS)}
-    eces, best = ", ".join(f"{ece:.4f} {fit}" for fit, ece in found.items()), min(found, key=found.__getitem__)
+    eces, best = (
+        ", ".join(f"{ece:.4f} {fit}" for fit, ece in found.items()),
+        min(found, key=found.__getitem__),
+    )
     advice = "use none of them" if best == "before" else f"use it with --tree.calibrated {best}"
     on = f"{scores['held_out_prompts']} prompts that the calibrator was not fitted on"
     return [line, f"calibrate: ECE on {on}: {eces}; {advice}"]
@@ -126,11 +160,23 @@ def reliability(nodes: pd.DataFrame, bins: int = 20) -> dict[str, Any]:
     # the tolerance keeps float32 values such as 0.15 (stored as 0.15000001 or 0.1499999) on the side of their edge
     index = np.clip(np.floor(confidence * bins + 1e-6).astype(np.int64), 0, bins - 1)
     counts = np.bincount(index, minlength=bins)
-    sums = np.stack([np.bincount(index, weights=values, minlength=bins) for values in (confidence, acceptance)])
+    sums = np.stack(
+        [np.bincount(index, weights=values, minlength=bins) for values in (confidence, acceptance)]
+    )
     table = []
-    for place, (count, (of_confidence, of_acceptance)) in enumerate(zip(counts.tolist(), sums.T.tolist(), strict=True)):
-        bounds = {"low": round(place / bins, 9), "high": round((place + 1) / bins, 9), "count": count}
-        means = {"confidence": of_confidence / count, "acceptance": of_acceptance / count} if count else {}
+    for place, (count, (of_confidence, of_acceptance)) in enumerate(
+        zip(counts.tolist(), sums.T.tolist(), strict=True)
+    ):
+        bounds = {
+            "low": round(place / bins, 9),
+            "high": round((place + 1) / bins, 9),
+            "count": count,
+        }
+        means = (
+            {"confidence": of_confidence / count, "acceptance": of_acceptance / count}
+            if count
+            else {}
+        )
         table.append({**bounds, "confidence": None, "acceptance": None, **means})
     ece = float(abs(sums[0] - sums[1]).sum() / len(nodes)) if len(nodes) else None
     brier = mean(confidence**2 - 2.0 * confidence * acceptance + acceptance)
@@ -139,11 +185,15 @@ def reliability(nodes: pd.DataFrame, bins: int = 20) -> dict[str, Any]:
 
 def held_out(prompts: pd.Series) -> NDArray[np.bool_]:
     """Which rows [n] are of held-out prompts: half of them, chosen by hash."""
-    chosen = [n for n in prompts.unique() if hashlib.sha256(f"{SPLIT}:{n}".encode()).digest()[0] % 2 == 1]
+    chosen = [
+        n for n in prompts.unique() if hashlib.sha256(f"{SPLIT}:{n}".encode()).digest()[0] % 2 == 1
+    ]
     return np.asarray(prompts.isin(chosen), dtype=bool)
 
 
-def summarise(nodes: pd.DataFrame, cycles: pd.DataFrame, temperature: float, bins: int = 20) -> dict[str, Any]:
+def summarise(
+    nodes: pd.DataFrame, cycles: pd.DataFrame, temperature: float, bins: int = 20
+) -> dict[str, Any]:
     """calibration.json. At depth d `survived` is P(accepted >= d), `conditional` the same given accepted >= d - 1."""
     deepest = int(max([0, *nodes.depth, *cycles.accepted]))
     reached = [int((cycles.accepted >= depth).sum()) for depth in range(deepest + 1)]
@@ -160,33 +210,55 @@ def summarise(nodes: pd.DataFrame, cycles: pd.DataFrame, temperature: float, bin
 
 def analyse(recording: Recording, bins: int = 20) -> dict[str, Any]:
     """analysis.json without `calibrator`; None: not recorded."""
-    cycles, nodes, laws, frontier = (recording.tables[name] for name in ("cycles", "nodes", "laws", "frontier"))
-    tasks, task_of = list(dict.fromkeys(recording.tasks)), dict(enumerate(recording.tasks))  # prompt -> task
+    cycles, nodes, laws, frontier = (
+        recording.tables[name] for name in ("cycles", "nodes", "laws", "frontier")
+    )
+    tasks, task_of = (
+        list(dict.fromkeys(recording.tasks)),
+        dict(enumerate(recording.tasks)),
+    )  # prompt -> task
     parts: dict[str, Any] = {"branches": None, "levels": None, "laws": None, "oracle": None}
     if len(frontier):
-        branches = pd.DataFrame({"confidence": frontier.survival, "acceptance": frontier.accepted.astype(float)})
+        branches = pd.DataFrame(
+            {"confidence": frontier.survival, "acceptance": frontier.accepted.astype(float)}
+        )
         parts["branches"] = reliability(branches, bins)
         parts["levels"] = {"by_depth": level_table(frontier, cycles)}
     if len(laws):
         entropies = []
         for task in ["all", *(tasks if len(tasks) > 1 else ())]:
             part = laws if task == "all" else laws[laws.prompt.map(task_of) == task]
-            means = {"accepted": mean(part.entropy[part.accepted]), "rejected": mean(part.entropy[~part.accepted])}
+            means = {
+                "accepted": mean(part.entropy[part.accepted]),
+                "rejected": mean(part.entropy[~part.accepted]),
+            }
             entropies.append({"task": task, "laws": len(part), **means})
-        parts["laws"] = {"bounds": acceptance_bounds(laws, PAPER_C), "entropy": entropies, **rejections(laws)}
+        parts["laws"] = {
+            "bounds": acceptance_bounds(laws, PAPER_C),
+            "entropy": entropies,
+            **rejections(laws),
+        }
     if "oracle" in cycles:
         parts["oracle"] = oracle_summary(cycles)
 
     def curve(part: pd.DataFrame) -> dict[str, Any]:  # EAGLE-2, figure 6
-        return {"confidence": mean(part.confidence), "acceptance": mean(part.acceptance), **reliability(part, bins)}
+        return {
+            "confidence": mean(part.confidence),
+            "acceptance": mean(part.acceptance),
+            **reliability(part, bins),
+        }
 
     return {
         "schema": SCHEMA,
         "temperature": recording.temperature,
         "prompts": len(recording.tasks),
         "cycles": len(cycles),
-        "by_depth": [{"depth": int(depth), **curve(part)} for depth, part in nodes.groupby("depth")],
-        "by_task": [{"task": task, **curve(nodes[nodes.prompt.map(task_of) == task])} for task in tasks],
+        "by_depth": [
+            {"depth": int(depth), **curve(part)} for depth, part in nodes.groupby("depth")
+        ],
+        "by_task": [
+            {"task": task, **curve(nodes[nodes.prompt.map(task_of) == task])} for task in tasks
+        ],
         **parts,
     }
 
@@ -196,9 +268,16 @@ def level_table(frontier: pd.DataFrame, cycles: pd.DataFrame) -> list[dict[str, 
 
     `held`: the target wrote a branch of the frontier; `reached`: d tokens of the verified tree were accepted.
     """
-    levels = frontier.groupby(["prompt", "cycle", "depth"]).agg(mass=("survival", "sum"), held=("accepted", "any"))
-    levels = levels.reset_index().merge(cycles[["prompt", "cycle", "accepted"]], on=["prompt", "cycle"])
-    levels["mass"], levels["reached"] = levels.mass.clip(upper=1.0), levels.pop("accepted") >= levels.depth
+    levels = frontier.groupby(["prompt", "cycle", "depth"]).agg(
+        mass=("survival", "sum"), held=("accepted", "any")
+    )
+    levels = levels.reset_index().merge(
+        cycles[["prompt", "cycle", "accepted"]], on=["prompt", "cycle"]
+    )
+    levels["mass"], levels["reached"] = (
+        levels.mass.clip(upper=1.0),
+        levels.pop("accepted") >= levels.depth,
+    )
     means: dict[str, Any] = {name: (name, "mean") for name in ("mass", "held", "reached")}
     table = levels.groupby("depth").agg(cycles=("mass", "size"), **means).reset_index()
     table["expected"] = table.mass.cumsum()
@@ -213,9 +292,15 @@ def acceptance_bounds(laws: pd.DataFrame, c: float) -> dict[str, Any]:
         "approximation": 1.0 - np.sqrt(c * laws.entropy.to_numpy()),
         "bretagnolle_huber": 1.0 - np.sqrt(-np.expm1(-kl)),
     }
-    parts, curves = np.array_split(np.argsort(beta, kind="stable"), min(POINTS, len(beta))), {"acceptance": beta}
+    parts, curves = (
+        np.array_split(np.argsort(beta, kind="stable"), min(POINTS, len(beta))),
+        {"acceptance": beta},
+    )
     curves |= {name: values.clip(min=-1.0) for name, values in bounds.items()}
-    return {"c": c, "curve": {name: [mean(values[part]) for part in parts] for name, values in curves.items()}}
+    return {
+        "c": c,
+        "curve": {name: [mean(values[part]) for part in parts] for name, values in curves.items()},
+    }
 
 
 def rejections(laws: pd.DataFrame, most: int = 4) -> dict[str, Any]:
@@ -223,7 +308,9 @@ def rejections(laws: pd.DataFrame, most: int = 4) -> dict[str, Any]:
     kl, rejected = laws.set_index(["prompt", "cycle", "depth"]).kl_qp, laws[~laws.followed]
     before = []
     for offset in range(-most, 1):
-        values = kl.reindex(pd.MultiIndex.from_arrays([rejected.prompt, rejected.cycle, rejected.depth + offset]))
+        values = kl.reindex(
+            pd.MultiIndex.from_arrays([rejected.prompt, rejected.cycle, rejected.depth + offset])
+        )
         before.append({"offset": offset, "kl": mean(values[np.isfinite(values)])})
     ranked = np.stack(laws.ranked.to_list())
     means: dict[str, Any] = {"ranks": [2**power for power in range(ranked.shape[1])]}
@@ -245,9 +332,18 @@ def oracle_summary(cycles: pd.DataFrame) -> dict[str, Any] | None:
     buckets = drafted.groupby(pd.cut(drafted.position, [0, *CONTEXTS, np.inf]), observed=True)
     rows = []
     for bucket, here in [(None, drafted), *buckets]:
-        row: dict[str, Any] = {"above": int(bucket.left), "up_to": edges.get(bucket.right)} if bucket else {}
-        row |= {"cycles": len(here), "oracle": mean(here.oracle), "variance": float(here.oracle.var(ddof=0))}
-        rows.append(row | {"delta": mean(here.levels - here.oracle), "censored": mean(here.oracle >= here.cap)})
+        row: dict[str, Any] = (
+            {"above": int(bucket.left), "up_to": edges.get(bucket.right)} if bucket else {}
+        )
+        row |= {
+            "cycles": len(here),
+            "oracle": mean(here.oracle),
+            "variance": float(here.oracle.var(ddof=0)),
+        }
+        rows.append(
+            row
+            | {"delta": mean(here.levels - here.oracle), "censored": mean(here.oracle >= here.cap)}
+        )
     return {"all": rows[0], "by_context": rows[1:]}
 
 
@@ -257,11 +353,15 @@ def fit(confidence: FloatArray, acceptance: FloatArray) -> Calibrator:
 
     def loss(log_temperature: float) -> float:
         scaled = odds / np.exp(log_temperature)
-        return float(-(acceptance * log_expit(scaled) + (1.0 - acceptance) * log_expit(-scaled)).mean())
+        return float(
+            -(acceptance * log_expit(scaled) + (1.0 - acceptance) * log_expit(-scaled)).mean()
+        )
 
     temperature = float(np.exp(minimize_scalar(loss, bounds=(-4.0, 4.0), method="bounded").x))
     knots = IsotonicRegression(y_min=0.0, y_max=1.0).fit(confidence, acceptance)
-    return Calibrator(temperature, tuple(knots.X_thresholds_.tolist()), tuple(knots.y_thresholds_.tolist()))
+    return Calibrator(
+        temperature, tuple(knots.X_thresholds_.tolist()), tuple(knots.y_thresholds_.tolist())
+    )
 
 
 def fit_and_score(recording: Recording, bins: int) -> tuple[Calibrator, dict[str, Any]] | None:
@@ -284,17 +384,35 @@ def fit_and_score(recording: Recording, bins: int) -> tuple[Calibrator, dict[str
         table = reliability(other.assign(confidence=confidence), bins)
         plain[name] = {"ece": table["ece"], "brier": table["brier"], "log_loss": loss}
         scores[name] = {**plain[name], "bins": table["bins"]}
-    facts = {"temperature": calibrator.temperature, "fit_nodes": len(mine), "fit_prompts": mine.prompt.nunique()}
-    facts |= {"held_out_nodes": len(other), "held_out_prompts": other.prompt.nunique(), "held_out": scores}
+    facts = {
+        "temperature": calibrator.temperature,
+        "fit_nodes": len(mine),
+        "fit_prompts": mine.prompt.nunique(),
+    }
+    facts |= {
+        "held_out_nodes": len(other),
+        "held_out_prompts": other.prompt.nunique(),
+        "held_out": scores,
+    }
     return replace(calibrator, decoded_at=recording.temperature, scores=plain), facts
 
 
 def calibrated(
-    asked: MethodConfig, section: CalibrateConfig, output: Path, seed: int, target: Target, tokenizer: Any
+    asked: MethodConfig,
+    section: CalibrateConfig,
+    output: Path,
+    seed: int,
+    target: Target,
+    tokenizer: Any,
 ) -> dict[str, Any]:
     """Writes the calibration, returns its facts; for a static tree also choices.yaml, from a wider tree's answers."""
-    questions = [(encode_turn(prompt, (), tokenizer, target), prompt.task) for prompt in load_prompts(section.prompts)]
-    recording = record(make_decoder(Drafters(target), asked, asked.head), asked.tree, questions, section, seed)
+    questions = [
+        (encode_turn(prompt, (), tokenizer, target), prompt.task)
+        for prompt in load_prompts(section.prompts)
+    ]
+    recording = record(
+        make_decoder(Drafters(target), asked, asked.head), asked.tree, questions, section, seed
+    )
     print("\n".join(write_calibration(output, recording, section.bins, asked.head, asked.method)))
     tree, ranks = asked.tree, section.ranks
     facts = {name: len(recording.tables[name]) for name in ("nodes", "cycles")}
@@ -313,7 +431,9 @@ def calibrated(
     text = "".join(f"  - {list(choice)}\n" for choice in choices)
     for place in places_of(output, asked.head):
         write_text(place / CHOICES, f"{about}\nchoices:\n{text}")
-    print(f"{asked.method}: a tree of {len(choices)} drafted nodes; use it with --tree.choices {place / CHOICES}")
+    print(
+        f"{asked.method}: a tree of {len(choices)} drafted nodes; use it with --tree.choices {place / CHOICES}"
+    )
     return facts
 
 
@@ -322,10 +442,15 @@ def rank_accuracy(tables: Tables, levels: int, ranks: int) -> list[list[float]]:
     nodes = tables["nodes"]
     rank = nodes.place.str.rsplit(".", n=1).str[-1].astype(int)
     shares = nodes.groupby([nodes.depth, rank]).acceptance.mean().to_dict()
-    return [[float(shares.get((depth, place), 0.0)) for place in range(ranks)] for depth in range(1, levels + 1)]
+    return [
+        [float(shares.get((depth, place), 0.0)) for place in range(ranks)]
+        for depth in range(1, levels + 1)
+    ]
 
 
-def rebuilt(tree: StaticConfig, accuracy: Sequence[Sequence[float]], nodes: int | None) -> tuple[Choice, ...]:
+def rebuilt(
+    tree: StaticConfig, accuracy: Sequence[Sequence[float]], nodes: int | None
+) -> tuple[Choice, ...]:
     """The tree of so many nodes (root included; None: the tree's) with the longest expected path (Medusa, 2.3.3).
 
     A tree of drawn siblings may not skip a rank, so no rank counts as better than those before it.

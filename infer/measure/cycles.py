@@ -48,7 +48,9 @@ def acceptance(cycle: Cycle) -> Tensor:
         outcome[cycle.verdict.path] = 1.0
         return outcome
     p = cycle.sampler.law(cycle.step.logits)  # [N, V]
-    chances = p[tree.parents, tree.tokens] if tree.proposal is None else acceptance_of_drawn(tree, p)
+    chances = (
+        p[tree.parents, tree.tokens] if tree.proposal is None else acceptance_of_drawn(tree, p)
+    )
     return chances.double()
 
 
@@ -57,7 +59,10 @@ class States:
 
     def __init__(self, decoder: SpeculativeDecoder) -> None:
         drafter, target = cast(Drafting, decoder.proposer).drafter, decoder.target
-        self.true, self.drafted = torch.empty(0), list[Tensor]()  # [N, D] of the tree's nodes; [rows, D] by level
+        self.true, self.drafted = (
+            torch.empty(0),
+            list[Tensor](),
+        )  # [N, D] of the tree's nodes; [rows, D] by level
         drafter_logits, target_logits = vars(drafter)["_logits"], target.logits
 
         def of_draft(hidden: Tensor) -> Tensor:
@@ -69,14 +74,20 @@ class States:
             return target_logits(last_hidden, *rows)
 
         vars(drafter)["_logits"], vars(target)["logits"] = of_draft, of_target
-        lm_head = target.vocab.lm_head.float()  # [V, D]; its spectral norm without its singular vectors
-        self.norm = float(torch.linalg.eigvalsh(lm_head.T @ lm_head)[-1].sqrt()) * target.vocab.scale
+        lm_head = (
+            target.vocab.lm_head.float()
+        )  # [V, D]; its spectral norm without its singular vectors
+        self.norm = (
+            float(torch.linalg.eigvalsh(lm_head.T @ lm_head)[-1].sqrt()) * target.vocab.scale
+        )
 
     def errors(self, tree: Tree, nodes: Sequence[int]) -> Record:
         """Columns of `law` at these nodes: ||f - drafted f||, ||f||, and half of (||W|| ||f - drafted f||)^2."""
         pool = cast(Pool, tree.pool)
         numbers = torch.cat([level.parents for level in pool.levels])  # of the expanded candidates
-        drafted = torch.cat(self.drafted[-len(pool.levels) :])  # an oracle's longer tree stands before
+        drafted = torch.cat(
+            self.drafted[-len(pool.levels) :]
+        )  # an oracle's longer tree stands before
         rows = [int((numbers == pool.kept[node]).nonzero()[0]) for node in nodes]
         self.drafted.clear()
         error = (self.true[nodes] - drafted[rows]).double().norm(dim=-1)
@@ -103,14 +114,26 @@ class Recorder:
         if pool is not None:
             frontiers = pool.frontiers()[: tree.levels]
             masses = [float(survival.exp().sum()) for _, survival in frontiers]
-            answered = cycle.position - (self.records[0]["pos_start"] if self.records else cycle.position) + 1
-            room = cycle.sampler.decoding.max_new_tokens - answered - 1  # the bonus token takes one place
+            answered = (
+                cycle.position
+                - (self.records[0]["pos_start"] if self.records else cycle.position)
+                + 1
+            )
+            room = (
+                cycle.sampler.decoding.max_new_tokens - answered - 1
+            )  # the bonus token takes one place
             if tree.num_drafted:
                 reason = pool.stopped_by or ("budget" if tree.levels >= room else "levels")
         else:
             survival = tree.survival.exp() * (1 if tree.passengers is None else ~tree.passengers)
-            masses = [float(survival[tree.depth == depth].sum()) for depth in range(1, tree.levels + 1)]
-        branches = [pair for names, survival in frontiers for pair in zip(names, survival.exp().tolist(), strict=True)]
+            masses = [
+                float(survival[tree.depth == depth].sum()) for depth in range(1, tree.levels + 1)
+            ]
+        branches = [
+            pair
+            for names, survival in frontiers
+            for pair in zip(names, survival.exp().tolist(), strict=True)
+        ]
         record = {
             "cycle": len(self.records),
             "pos_start": cycle.position,  # of the root, in prompt and answer
@@ -144,11 +167,18 @@ def _node_columns(cycle: Cycle) -> Record:
     if tree.passengers is not None:
         drafted &= ~tree.passengers
     laws = {} if tree.pool is None else tree.pool.log_laws()
-    entropies = dict(zip(laws, entropy(torch.stack(list(laws.values())).exp()).tolist(), strict=True)) if laws else {}
+    entropies = (
+        dict(zip(laws, entropy(torch.stack(list(laws.values())).exp()).tolist(), strict=True))
+        if laws
+        else {}
+    )
     parents = tree.parents.tolist()
 
     def column(values: Tensor, known: Tensor) -> list[float | None]:
-        return [value if is_known else None for value, is_known in zip(values.tolist(), known.tolist(), strict=True)]
+        return [
+            value if is_known else None
+            for value, is_known in zip(values.tolist(), known.tolist(), strict=True)
+        ]
 
     return {
         "token": tree.tokens.tolist(),
@@ -206,16 +236,24 @@ def _law_columns(cycle: Cycle, states: States | None) -> Record | None:
         **{name: values.tolist() for name, values in columns.items()},
         "accepted": [child in path for child in first],
         "followed": [any(child in path for child in children[node]) for node in nodes],
-        "largest_gap": [float(gaps[row, tree.tokens[children[node]]].max()) for row, node in enumerate(nodes)],
+        "largest_gap": [
+            float(gaps[row, tree.tokens[children[node]]].max()) for row, node in enumerate(nodes)
+        ],
         **({} if states is None else states.errors(tree, nodes)),
     }
 
 
 def lines_of(origin: Origin, records: Sequence[Record]) -> list[str]:
     """The lines of cycles.jsonl, without frontiers; numbers have 7 digits, and are null where they are not finite."""
-    shown = [{name: value for name, value in record.items() if name != "frontier"} for record in records]
+    shown = [
+        {name: value for name, value in record.items() if name != "frontier"} for record in records
+    ]
     text = json.dumps([{**asdict(origin), **record} for record in shown])
-    lines = json.loads(text, parse_float=lambda digits: float(f"{float(digits):.7g}"), parse_constant=lambda _: None)
+    lines = json.loads(
+        text,
+        parse_float=lambda digits: float(f"{float(digits):.7g}"),
+        parse_constant=lambda _: None,
+    )
     return [json.dumps(line) + "\n" for line in lines]
 
 
@@ -242,7 +280,9 @@ def keep_answers(path: Path, answers: Collection[Key]) -> None:
         if path.is_file():
             write_atomically(path, write)
     except (ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{path}: a line is damaged ({first_line(error)}); add --overwrite") from error
+        raise UserError(
+            f"{path}: a line is damaged ({first_line(error)}); add --overwrite"
+        ) from error
 
 
 def places(parents: Sequence[int]) -> list[str]:
@@ -255,7 +295,11 @@ def places(parents: Sequence[int]) -> list[str]:
 
 
 Tables = dict[str, pd.DataFrame]
-FEATURES = ("feature_error", "feature_norm", "kl_bound")  # nan, except for EAGLE heads in `aerie calibrate`
+FEATURES = (
+    "feature_error",
+    "feature_norm",
+    "kl_bound",
+)  # nan, except for EAGLE heads in `aerie calibrate`
 LAWS = ("node", "depth", "token", "q", "p", "acceptance", "top_q", "agrees", "tvd", "kl_pq", "kl_qp", "entropy",
         "ranked", "accepted", "followed", "largest_gap", *FEATURES)  # fmt: skip
 COLUMNS = {  # of the tables, after `prompt` and `cycle`, which identify a row
@@ -276,21 +320,39 @@ def tables_of(prompt: int, records: Sequence[Record], text: list[int]) -> Tables
     for number, record in enumerate(records):
         position, node, law = record["pos_start"], record["node"], record["law"]
         answered = position - records[0]["pos_start"] + 1
-        nodes = zip(node["depth"], places(node["parent"]), node["q"], node["survival"], node["acceptance"], strict=True)
+        nodes = zip(
+            node["depth"],
+            places(node["parent"]),
+            node["q"],
+            node["survival"],
+            node["acceptance"],
+            strict=True,
+        )
         written = tuple(text[position + 1 :])
-        branches = [(branch, survival) for branch, survival in record["frontier"] if len(branch) <= len(written)]
+        branches = [
+            (branch, survival)
+            for branch, survival in record["frontier"]
+            if len(branch) <= len(written)
+        ]
         if record["verify"] not in ("R0", "R2"):
             on_path = zip(node["token"], node["accepted"], strict=True)
             written = tuple(token for token, is_accepted in on_path if is_accepted)[1:]
         parts: dict[str, list[tuple[Any, ...]]] = {
             "cycles": [(position, answered, record["depth"], record["accepted"], record["verify"])],
             "nodes": [row for row in nodes if row[-1] is not None],
-            "laws": list(zip(*(law.get(n) or [nan] * len(law["node"]) for n in LAWS), strict=True)) if law else [],
-            "frontier": [(len(branch), survival, branch == written[: len(branch)]) for branch, survival in branches],
+            "laws": list(zip(*(law.get(n) or [nan] * len(law["node"]) for n in LAWS), strict=True))
+            if law
+            else [],
+            "frontier": [
+                (len(branch), survival, branch == written[: len(branch)])
+                for branch, survival in branches
+            ],
         }
         for name, part in parts.items():
             rows[name] += [(prompt, number, *row) for row in part]
-    return {name: pd.DataFrame(rows[name], columns=["prompt", "cycle", *COLUMNS[name]]) for name in rows}
+    return {
+        name: pd.DataFrame(rows[name], columns=["prompt", "cycle", *COLUMNS[name]]) for name in rows
+    }
 
 
 class Oracle(Drafting):
@@ -299,7 +361,9 @@ class Oracle(Drafting):
     The generator is set back, so that decoding does not change, and a sampled chain is a prefix of the longer one.
     """
 
-    def __init__(self, decoder: SpeculativeDecoder, tree: OneTree, levels: int, seed: int = 0) -> None:
+    def __init__(
+        self, decoder: SpeculativeDecoder, tree: OneTree, levels: int, seed: int = 0
+    ) -> None:
         own = decoder.proposer
         assert isinstance(own, Drafting)
         super().__init__(own.drafter, own.shape)
@@ -310,8 +374,13 @@ class Oracle(Drafting):
         self.max_nodes = max(own.max_nodes, self.longer.max_nodes)
         self.draft_slots = max(own.draft_slots, self.longer.draft_slots)
         self.levels = max(own.levels, self.longer.levels)
-        self.lm, self.generator = decoder.lm, torch.Generator(decoder.target.device).manual_seed(seed)
-        self.lengths: list[tuple[int | None, int | None]] = []  # oracle length and cap of each cycle
+        self.lm, self.generator = (
+            decoder.lm,
+            torch.Generator(decoder.target.device).manual_seed(seed),
+        )
+        self.lengths: list[
+            tuple[int | None, int | None]
+        ] = []  # oracle length and cap of each cycle
         decoder.proposer = self
 
     def reset(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> None:
@@ -332,7 +401,9 @@ class Oracle(Drafting):
         super().learn(new, cycle)
         if cycle is not None:
             is_judged = cycle.tree.levels > 0 and cycle.rule in ("R0", "R1", "R2")
-            length = oracle_length(cycle, self.tree, self.logits, self.generator) if is_judged else None
+            length = (
+                oracle_length(cycle, self.tree, self.logits, self.generator) if is_judged else None
+            )
             self.lengths.append((length, self.tree.levels if is_judged else None))
 
 
@@ -350,7 +421,10 @@ def oracle_length(cycle: Cycle, tree: Tree, logits: Tensor, generator: torch.Gen
         p = cycle.sampler.law(logits)  # [N, V]
         q = tree.proposal.over(p.shape[-1])  # [N, V]
         for node in range(start, len(tree)):
-            drafted, uniform = tree.tokens[node], torch.rand((), generator=generator, device=p.device)
+            drafted, uniform = (
+                tree.tokens[node],
+                torch.rand((), generator=generator, device=p.device),
+            )
             if not bool(uniform * q[node - 1, drafted] < p[node - 1, drafted]):
                 return node - 1
         return len(tree) - 1
@@ -364,7 +438,9 @@ def oracle_length(cycle: Cycle, tree: Tree, logits: Tensor, generator: torch.Gen
         elif cycle.rule == "R0":
             token = int(cycle.sampler.choose(logits[node : node + 1]))
         else:
-            token = int(cycle.sampler.law(logits[node : node + 1]).multinomial(1, generator=generator))
+            token = int(
+                cycle.sampler.law(logits[node : node + 1]).multinomial(1, generator=generator)
+            )
         if (node, token) not in children:
             return max(accepted, depth)
         node, depth = children[node, token], depth + 1

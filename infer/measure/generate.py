@@ -33,7 +33,10 @@ class ColouredStreamer(BaseStreamer):
     """Prints the answer; on a terminal, drafted tokens that the target accepted are green."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self._colours = tokenizer, ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("", "")
+        self.tokenizer, self._colours = (
+            tokenizer,
+            ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("", ""),
+        )
         self.accepted = 0  # drafted tokens among those of the next put
         self._ids: list[int] | None = None  # of the answer; None: the prompt is still to come
         self.text = ""  # printed so far
@@ -43,7 +46,10 @@ class ColouredStreamer(BaseStreamer):
             self._ids = []
             return
         ids = value.tolist()
-        for part, (colour, end) in ((ids[: self.accepted], self._colours), (ids[self.accepted :], ("", ""))):
+        for part, (colour, end) in (
+            (ids[: self.accepted], self._colours),
+            (ids[self.accepted :], ("", "")),
+        ):
             self._ids += part
             text = answer_text(self.tokenizer, self._ids)
             if part and not text.endswith("\ufffd"):  # half a character: wait for the rest
@@ -55,10 +61,15 @@ class ColouredStreamer(BaseStreamer):
         print(flush=True)
 
 
-def generate(prompts: list[list[Message]], decoder: SpeculativeDecoder, arguments: Namespace) -> None:
+def generate(
+    prompts: list[list[Message]], decoder: SpeculativeDecoder, arguments: Namespace
+) -> None:
     """Answers every turn of the user that has no answer yet; each prompt begins with the seed."""
     for messages in prompts:
-        generator, history = torch.Generator(decoder.target.device).manual_seed(arguments.seed), list[Message]()
+        generator, history = (
+            torch.Generator(decoder.target.device).manual_seed(arguments.seed),
+            list[Message](),
+        )
         for message, following in zip(messages, [*messages[1:], {"role": "user"}], strict=True):
             history.append(message)
             if message["role"] not in ("user", "tool") or following["role"] != "user":
@@ -71,7 +82,12 @@ def generate(prompts: list[list[Message]], decoder: SpeculativeDecoder, argument
             history.append({"role": "assistant", "content": generation.text})
             if arguments.json:
                 counted, ids = generation.statistics, generation.new_ids
-                row = {"prompt": message["content"], "text": generation.text, "new_ids": ids, "tau": counted.tau}
+                row = {
+                    "prompt": message["content"],
+                    "text": generation.text,
+                    "new_ids": ids,
+                    "tau": counted.tau,
+                }
                 row |= {"tokens_per_s": counted.tokens_per_s, "statistics": asdict(counted)}
                 print(json.dumps(row, default=sorted), flush=True)
 
@@ -80,8 +96,13 @@ def chat(decoder: SpeculativeDecoder, arguments: Namespace) -> None:
     """Answers each line typed or piped in, with the conversation so far."""
     bound, limit = min(decoder.limits.items(), key=lambda item: item[1])
     full = f"{bound} of {limit:,} tokens is full; /reset begins a new conversation"
-    most = resolve(decoder.target.generation_config, max_new_tokens=arguments.max_new_tokens).max_new_tokens
-    generator, history = torch.Generator(decoder.target.device).manual_seed(arguments.seed), list[Message]()
+    most = resolve(
+        decoder.target.generation_config, max_new_tokens=arguments.max_new_tokens
+    ).max_new_tokens
+    generator, history = (
+        torch.Generator(decoder.target.device).manual_seed(arguments.seed),
+        list[Message](),
+    )
     is_terminal, typed = sys.stdin.isatty(), lambda: ""
     if is_terminal:
         with suppress(ImportError):  # some Pythons are built without it
@@ -128,30 +149,45 @@ class Work(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.kernels += not func.is_view
         if any(word in func._schema.name for word in ("mm", "linear", "attention")):
-            self.bytes += sum(part.nbytes for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor))
+            self.bytes += sum(
+                part.nbytes for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)
+            )
         return func(*args, **(kwargs or {}))
 
 
-def cycle_work(decoder: SpeculativeDecoder, prompt: Any, counted: Statistics, settings: dict[str, Any]) -> Any:
+def cycle_work(
+    decoder: SpeculativeDecoder, prompt: Any, counted: Statistics, settings: dict[str, Any]
+) -> Any:
     """For a median cycle of an answer: kernels, bytes read, the speed of reading as a share of a copy's, and the copy's
     bytes a second."""
     work, seen, device = Work(), list[tuple[int, int]](), decoder.target.device
     more = min(24, min(decoder.limits.values()) - counted.prompt_tokens)
     with patch.object(decoder, "cycle", "eager"), work:  # the same kernels, one by one
         watch = lambda _: seen.append((work.kernels, work.bytes))  # noqa: E731
-        decoder.generate(prompt, on_cycle=watch, **settings | {"max_new_tokens": more, "eos_token_id": []})
+        decoder.generate(
+            prompt, on_cycle=watch, **settings | {"max_new_tokens": more, "eos_token_id": []}
+        )
     steps = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(seen)]
     kernels, read = map(median, zip(*steps or [(0, 0)], strict=True))
-    blocks = torch.ones(2, 2**30 if device.type == "cuda" else 2**27, dtype=torch.uint8, device=device)
-    speed = 1000 * blocks.nbytes / min(clocked(device, blocks[0].copy_, blocks[1])[0] for _ in range(5))
+    blocks = torch.ones(
+        2, 2**30 if device.type == "cuda" else 2**27, dtype=torch.uint8, device=device
+    )
+    speed = (
+        1000 * blocks.nbytes / min(clocked(device, blocks[0].copy_, blocks[1])[0] for _ in range(5))
+    )
     seconds = (counted.ms["wall"] - counted.ms["prefill"]) / 1000 / counted.target_forwards
     return kernels, read, read / seconds / speed, speed
 
 
-def profile(decoder: SpeculativeDecoder, prompt: Any, counted: Statistics, settings: dict[str, Any]) -> str:
+def profile(
+    decoder: SpeculativeDecoder, prompt: Any, counted: Statistics, settings: dict[str, Any]
+) -> str:
     """What a cycle of an answer took, and the share of a copy's speed at which it read its weights and caches."""
     kernels, read, share, speed = cycle_work(decoder, prompt, counted, settings)
-    ms = {phase: counted.ms[phase] / counted.target_forwards for phase in ("draft", "verify", "commit", "other")}
+    ms = {
+        phase: counted.ms[phase] / counted.target_forwards
+        for phase in ("draft", "verify", "commit", "other")
+    }
     phases = ", ".join(f"{phase} {part:.2f}" for phase, part in ms.items())
     when = " before compiling" if decoder.cycle == "compiled" else ""
     return (
@@ -160,7 +196,9 @@ def profile(decoder: SpeculativeDecoder, prompt: Any, counted: Statistics, setti
     ) + (f"; graphs take {size(decoder.graph_bytes)}" if decoder.graph_bytes else "")
 
 
-def answer(decoder: SpeculativeDecoder, prompt: Any, arguments: Namespace, generator: Any, streamer: Any) -> Generation:
+def answer(
+    decoder: SpeculativeDecoder, prompt: Any, arguments: Namespace, generator: Any, streamer: Any
+) -> Generation:
     """The answer, streamed to stdout unless streamer is None; statistics to stderr."""
     trees = list[str]()
 
@@ -171,9 +209,14 @@ def answer(decoder: SpeculativeDecoder, prompt: Any, arguments: Namespace, gener
             names = [decoder.tokenizer.decode([token]) for token in cycle.tree.tokens.tolist()]
             trees.append(describe(cycle.tree, names))
 
-    settings = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
+    settings = {
+        name: getattr(arguments, name)
+        for name in ("max_new_tokens", "temperature", "top_k", "top_p")
+    }
     begun = generator.get_state()
-    made = decoder.generate(prompt, streamer=streamer, on_cycle=watch, generator=generator, timed=True, **settings)
+    made = decoder.generate(
+        prompt, streamer=streamer, on_cycle=watch, generator=generator, timed=True, **settings
+    )
     counted = made.statistics
     for tree in trees:
         print("\n" + tree, file=sys.stderr)
@@ -184,7 +227,9 @@ def answer(decoder: SpeculativeDecoder, prompt: Any, arguments: Namespace, gener
         file=sys.stderr,
     )
     if arguments.profile and counted.target_forwards:
-        generator.set_state(begun)  # the same answer once more, as the first one may have waited for a compiler
+        generator.set_state(
+            begun
+        )  # the same answer once more, as the first one may have waited for a compiler
         again = decoder.generate(prompt, generator=generator, timed=True, **settings).statistics
         print(profile(decoder, prompt, again, settings), file=sys.stderr)
     if not made.text.strip():

@@ -52,7 +52,8 @@ LONGER = {"sps-heuristic": 5}  # only its second draft depends on what was accep
 PROMPT = (1, 5, 3, 4, 1, 6, 3, 2, 7, 0, 5, 4, 2, 6, 1, 7, 3, 0, 4)
 GIVEN = read_yaml(Path(__file__).with_name("lossless.yaml"))[0]
 MINIATURES = {
-    method: validate({"method": method, **keys}, MethodConfig, method, {}) for method, keys in GIVEN["methods"].items()
+    method: validate({"method": method, **keys}, MethodConfig, method, {})
+    for method, keys in GIVEN["methods"].items()
 }
 Answer = tuple[int, ...]
 # a prompt [1, T] and the target's longest greedy answer; shorter ones are its beginnings
@@ -89,7 +90,9 @@ class Row:
 
     @property
     def name(self) -> str:
-        is_drawn = isinstance(self.asked.tree, DynamicConfig) and self.asked.tree.children == "sampled"
+        is_drawn = (
+            isinstance(self.asked.tree, DynamicConfig) and self.asked.tree.children == "sampled"
+        )
         return f"{self.asked.method} drawn" if is_drawn else self.asked.method
 
 
@@ -122,7 +125,10 @@ def demonstrate(
     """The command `verify`; 1 if a row fails. heads: directories by kind; others: rows that may not be lossless."""
     if options.prompts < 1 or options.draws < MIN_DRAWS:
         raise UserError(f"--prompts, --draws: at least 1 prompt and {MIN_DRAWS} draws are needed")
-    named = [validate({"method": name.strip()}, MethodConfig, "--methods", {}) for name in options.methods.split(",")]
+    named = [
+        validate({"method": name.strip()}, MethodConfig, "--methods", {})
+        for name in options.methods.split(",")
+    ]
     for asked in named[:]:
         if isinstance(asked.tree, DynamicConfig):
             named.append(replace(asked, tree=replace(asked.tree, children="sampled")))
@@ -140,20 +146,30 @@ def demonstrate(
     target = load_quietly(config, threads)
     texts = [f"{task} {topic}." for topic in GIVEN["topics"] for task in GIVEN["tasks"]]
     if prompts is not None:
-        texts = [prompt.turns[0] for prompt in load_prompts(replace(prompts, num_prompts=options.prompts))]
+        texts = [
+            prompt.turns[0]
+            for prompt in load_prompts(replace(prompts, num_prompts=options.prompts))
+        ]
     plain = SpeculativeDecoder(target)
     plain.tokenizer = load_tokenizer(config)
-    references = [reference(target, plain.encode(text).to(target.device)) for text in texts[: options.prompts]]
+    references = [
+        reference(target, plain.encode(text).to(target.device)) for text in texts[: options.prompts]
+    ]
     tested = [row for row in rows if row.asked.typical is None]
     drafters, level = Drafters(target), ALPHA / max(1, len(tested) * len(SETTINGS))
     with tempfile.TemporaryDirectory() as directory, bar(len(tested), "rows", "verify") as progress:
-        of_text = resolve(target.generation_config).of_text  # its lists name tokens that a miniature lacks
+        of_text = resolve(
+            target.generation_config
+        ).of_text  # its lists name tokens that a miniature lacks
         laws = {name: value for name, value in of_text.items() if isinstance(value, int | float)}
         sampled = SampledProver(Path(directory), laws)
         for row in tested:
             if row.kind is None or row.head is not None:
                 row.greedy = compare_greedy(make_decoder(drafters, row.asked, row.head), references)
-            row.laws = tuple(sampled.prove(row.asked, row.kind, each, options.draws, options.seed) for each in SETTINGS)
+            row.laws = tuple(
+                sampled.prove(row.asked, row.kind, each, options.draws, options.seed)
+                for each in SETTINGS
+            )
             progress.update()
     for row in rows:
         row.verdict = verdict_of(row, level, exact=target.dtype == torch.float32)
@@ -162,8 +178,15 @@ def demonstrate(
     holds = all(row.holds for row in rows)
     if options.json is not None:
         found: dict[str, Any] = {"schema": 1, "target": config.path, "dtype": config.dtype}
-        found |= {"draws": options.draws, "seed": options.seed, "p_values": sum(len(row.laws) for row in rows)}
-        found |= {"family_error": ALPHA, "rows": [{"method": row.asked.method, **asdict(row)} for row in rows]}
+        found |= {
+            "draws": options.draws,
+            "seed": options.seed,
+            "p_values": sum(len(row.laws) for row in rows),
+        }
+        found |= {
+            "family_error": ALPHA,
+            "rows": [{"method": row.asked.method, **asdict(row)} for row in rows],
+        }
         write_json(options.json, found | {"holds": holds})
     return 0 if holds else 1
 
@@ -171,7 +194,15 @@ def demonstrate(
 def table(rows: Sequence[Row]) -> str:
     width = max([14, *(len(row.name) for row in rows)]) + 1
     line = f"{{:{width}}}{{:10}}{{:18}}{{:10}}{{:14}}{{}}".format
-    lines = [line("method", "head", "greedy identical", *(f"p {_setting(each)}" for each in SETTINGS), "verdict")]
+    lines = [
+        line(
+            "method",
+            "head",
+            "greedy identical",
+            *(f"p {_setting(each)}" for each in SETTINGS),
+            "verdict",
+        )
+    ]
     notes = []
     for row in rows:
         p_values = [f"{law.p_value:.3g}" for law in row.laws] or ["–", "–"]
@@ -186,7 +217,11 @@ def table(rows: Sequence[Row]) -> str:
 
 def reference(target: Target, ids: Tensor) -> Reference:
     """The target's own greedy answer to ids [1, T]."""
-    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": max(LENGTHS)}
+    settings = {
+        "attention_mask": torch.ones_like(ids),
+        "do_sample": False,
+        "max_new_tokens": max(LENGTHS),
+    }
     if target.generation_config.stop_strings:
         settings["tokenizer"] = load_tokenizer(target.recipe)
     with torch.inference_mode():
@@ -197,24 +232,34 @@ def reference(target: Target, ids: Tensor) -> Reference:
 def compare_greedy(decoder: SpeculativeDecoder, references: Sequence[Reference]) -> GreedyResult:
     """Answers each prompt once, then with an end token, and with a limit, inside an accepted path."""
     edges, count = dict.fromkeys(EDGES, 0), len(references)
-    differences = [each for number in range(count) for each in _tries(decoder, references[number], number, edges)[:1]]
+    differences = [
+        each
+        for number in range(count)
+        for each in _tries(decoder, references[number], number, edges)[:1]
+    ]
     return GreedyResult(count, count - len(differences), edges, differences)
 
 
-def _tries(decoder: SpeculativeDecoder, known: Reference, number: int, edges: dict[str, int]) -> list[Difference]:
+def _tries(
+    decoder: SpeculativeDecoder, known: Reference, number: int, edges: dict[str, int]
+) -> list[Difference]:
     """The first difference of each answer to one prompt; counts the edge cases."""
     (ids, answer), ends = known, token_ids(decoder.target.generation_config.eos_token_id)
     least = decoder.target.generation_config.min_new_tokens or 0  # no end token can stand before
     differences: list[Difference] = []
 
-    def run(max_new_tokens: int, end: int | None = None) -> tuple[list[int], list[tuple[int, int, int]]]:
+    def run(
+        max_new_tokens: int, end: int | None = None
+    ) -> tuple[list[int], list[tuple[int, int, int]]]:
         """The answer; per cycle the tokens before it, draft tokens taken, and all."""
         cycles: list[tuple[int, int, int]] = []
         drafted: list[tuple[int, int]] = []  # accepted tokens and the deepest drafted node
 
         def watch(cycle: Cycle) -> None:
             tree, accepted = cycle.tree, cycle.verdict.accepted
-            depth = int((tree.depth if tree.passengers is None else tree.depth[~tree.passengers]).max())
+            depth = int(
+                (tree.depth if tree.passengers is None else tree.depth[~tree.passengers]).max()
+            )
             drafted.extend([(accepted, depth)] if depth else [])
             before = cycle.position + 1 - ids.shape[1]
             cycles.append((before, min(accepted, cycle.new_tokens), cycle.new_tokens))
@@ -234,7 +279,9 @@ def _tries(decoder: SpeculativeDecoder, known: Reference, number: int, edges: di
     text, cycles = run(LENGTHS[number % len(LENGTHS)])
     # again, with an end token that was drafted and accepted, and did not stand before
     taken = [place for before, took, _ in cycles for place in range(before, before + took)]
-    end = next((at for at in taken if text.index(text[at]) == at >= least and text[at] not in ends), None)
+    end = next(
+        (at for at in taken if text.index(text[at]) == at >= least and text[at] not in ends), None
+    )
     if end is not None:
         _, again = run(len(text), text[end])
         edges["ended"] += bool(again) and again[-1][1] == again[-1][2]
@@ -260,7 +307,10 @@ class SampledProver:
         prompt: Sequence[int] = PROMPT,
     ) -> None:
         config = write_miniature(directory, model_type=model_type)
-        self.target, self.ids = Target.load(replace(config, generation=generation or {})), torch.tensor([prompt])
+        self.target, self.ids = (
+            Target.load(replace(config, generation=generation or {})),
+            torch.tensor([prompt]),
+        )
         self._heads, self._drafters = directory / "heads", Drafters(self.target)
         self._law = cache(partial(answer_law, self.target, self.ids))
 
@@ -270,22 +320,37 @@ class SampledProver:
             small = replace(small, tree=replace(small.tree, children=asked.tree.children))
         return make_decoder(self._drafters, small, kind and str(self._heads / kind))
 
-    def prove(self, asked: MethodConfig, kind: str | None, sampling: SamplingConfig, draws: int, seed: int) -> Law:
+    def prove(
+        self, asked: MethodConfig, kind: str | None, sampling: SamplingConfig, draws: int, seed: int
+    ) -> Law:
         length = LONGER.get(asked.method, LENGTH)
         decoder, generator = self.decoder(asked, kind), torch.Generator().manual_seed(seed)
-        settings: dict[str, Any] = {**asdict(sampling), "max_new_tokens": length, "generator": generator}
+        settings: dict[str, Any] = {
+            **asdict(sampling),
+            "max_new_tokens": length,
+            "generator": generator,
+        }
         drawn = [decoder.generate(self.ids, **settings) for _ in range(draws)]
         seen = Counter(tuple(out.new_ids) for out in drawn)
         accepted = sum(sum(out.statistics.accepted) for out in drawn) / draws
-        return Law(sampling.temperature, sampling.top_p, p_value(self._law(length, sampling), seen), accepted)
+        return Law(
+            sampling.temperature,
+            sampling.top_p,
+            p_value(self._law(length, sampling), seen),
+            accepted,
+        )
 
 
-def write_miniature(directory: Path, vocabulary: int = VOCABULARY, model_type: str = "llama") -> TargetConfig:
+def write_miniature(
+    directory: Path, vocabulary: int = VOCABULARY, model_type: str = "llama"
+) -> TargetConfig:
     """Writes directory/target, a model that never ends, and directory/heads/KIND; EAGLE-3 lacks every third token."""
     generator = torch.Generator().manual_seed(SEED)
     config = AutoConfig.for_model(model_type, vocab_size=vocabulary, **GIVEN["model"])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    words = {chr(97 + token): token for token in range(vocabulary - 1)} | {"<|endoftext|>": vocabulary - 1}  # Qwen's
+    words = {chr(97 + token): token for token in range(vocabulary - 1)} | {
+        "<|endoftext|>": vocabulary - 1
+    }  # Qwen's
     letters = Tokenizer(models.WordLevel(words, unk_token="a"))
     letters.pre_tokenizer = pre_tokenizers.Whitespace()
 
@@ -299,8 +364,13 @@ def write_miniature(directory: Path, vocabulary: int = VOCABULARY, model_type: s
     save("target")
     written = TargetConfig(str(directory / "target"), dtype="float32")
     target = Target(model, written)
-    drafted = DraftVocabulary.of_ids(torch.tensor([token for token in range(vocabulary) if token % 3 != 2]), vocabulary)
-    given: dict[str, Any] = {"hydra": {"prefix_layer": True}, "block": {"mask_token_id": 0, "markov_rank": 4}}
+    drafted = DraftVocabulary.of_ids(
+        torch.tensor([token for token in range(vocabulary) if token % 3 != 2]), vocabulary
+    )
+    given: dict[str, Any] = {
+        "hydra": {"prefix_layer": True},
+        "block": {"mask_token_id": 0, "markov_rank": 4},
+    }
     for kind in KINDS:
         if kind == "draft_lm":
             for matrix in matrices:
@@ -313,23 +383,35 @@ def write_miniature(directory: Path, vocabulary: int = VOCABULARY, model_type: s
         head = new_head(section, target.config, target.vocab, SEED, **more)
         for name, parameter in head.named_parameters():
             if parameter.ndim == 2 and name != "embed_tokens.weight":
-                parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=HEAD_NOISE)
+                parameter.data.add_(
+                    torch.randn(parameter.shape, generator=generator), alpha=HEAD_NOISE
+                )
         save_head(head, directory / "heads" / kind)
     return written
 
 
-def answer_law(target: Target, ids: Tensor, length: int, sampling: SamplingConfig) -> dict[Answer, float]:
+def answer_law(
+    target: Target, ids: Tensor, length: int, sampling: SamplingConfig
+) -> dict[Answer, float]:
     """The chance of every answer of `length` tokens to ids [1, T], by plain forwards over all prefixes."""
-    sampler = Sampler(resolve(target.generation_config, **asdict(sampling)), torch.Generator(), ids[0])
+    sampler = Sampler(
+        resolve(target.generation_config, **asdict(sampling)), torch.Generator(), ids[0]
+    )
     law: dict[Answer, float] = {(): 1.0}
     for _ in range(length):
         prefixes = list(law)
-        tails = torch.tensor(prefixes, dtype=torch.long, device=ids.device).reshape(len(prefixes), -1)
+        tails = torch.tensor(prefixes, dtype=torch.long, device=ids.device).reshape(
+            len(prefixes), -1
+        )
         texts = torch.cat([ids.expand(len(prefixes), -1), tails], dim=1)
         with torch.inference_mode():
             logits = sampler.after(texts, target.model(texts).logits[:, -1])
         rows = zip(prefixes, sampler.law(logits).double().tolist(), strict=True)  # [prefixes, V]
-        chances = [((*prefix, token), law[prefix] * p) for prefix, row in rows for token, p in enumerate(row)]
+        chances = [
+            ((*prefix, token), law[prefix] * p)
+            for prefix, row in rows
+            for token, p in enumerate(row)
+        ]
         law = {answer: chance for answer, chance in chances if chance > 0}
     return law
 
@@ -344,6 +426,9 @@ def p_value(law: dict[Answer, float], seen: Counter[Answer]) -> float:
     if 0 < sum(expected for expected, _ in cells[single:]) < EXPECTED:
         single = max(single - 1, 0)
     if rest := cells[single:]:
-        cells = [*cells[:single], (sum(expected for expected, _ in rest), sum(count for _, count in rest))]
+        cells = [
+            *cells[:single],
+            (sum(expected for expected, _ in rest), sum(count for _, count in rest)),
+        ]
     statistic = sum((count - expected) ** 2 / expected for expected, count in cells)
     return float(chi2.sf(statistic, len(cells) - 1)) if len(cells) > 1 else 1.0

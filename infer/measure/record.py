@@ -18,14 +18,27 @@ from aerie.configs.schema.recipe import RunPaths
 from aerie.data.stage import size, target_inputs
 from aerie.model import storage
 from aerie.model.hub import head_directory
-from aerie.model.storage import Manifest, Whole, differences, digest, digests, find_weights, read_json
+from aerie.model.storage import (
+    Manifest,
+    Whole,
+    differences,
+    digest,
+    digests,
+    find_weights,
+    read_json,
+)
 
 T = TypeVar("T")
 FloatArray = NDArray[np.float64]
 Sampling = tuple[float, int, float]  # temperature, top_k, top_p
 PromptKey = tuple[str, str, int]  # task, prompt_id, turn
 Key = tuple[int, Sampling, PromptKey]
-RECORDS, SUITE, OVERHEAD, REFERENCE = "records.jsonl", "suite.json", "overhead.json", "reference.json"
+RECORDS, SUITE, OVERHEAD, REFERENCE = (
+    "records.jsonl",
+    "suite.json",
+    "overhead.json",
+    "reference.json",
+)
 
 
 @dataclass(frozen=True)
@@ -43,14 +56,26 @@ class TreeShape:
     @property
     def words(self) -> str:
         """'6 levels, k 8, 16 nodes', '5 levels, chain, stop entropy', '4 levels, static, 64 nodes'."""
-        words = {"chain": "chain", "static": f"static, {self.nodes} nodes", "auto": f"auto, {self.nodes} nodes at most"}
+        words = {
+            "chain": "chain",
+            "static": f"static, {self.nodes} nodes",
+            "auto": f"auto, {self.nodes} nodes at most",
+        }
         sizes = f"{self.levels} levels, {words.get(self.shape, f'k {self.k}, {self.nodes} nodes')}"
         return ", ".join(filter(None, (self.text or sizes, self.variant)))
 
     def as_dict(self) -> dict[str, Any]:
         """As summary.json has it."""
-        values = {**self.settings, "shape": self.shape, "levels": self.levels, "k": self.k, "nodes": self.nodes}
-        return values | {name: text for name, text in (("text", self.text), ("variant", self.variant)) if text}
+        values = {
+            **self.settings,
+            "shape": self.shape,
+            "levels": self.levels,
+            "k": self.k,
+            "nodes": self.nodes,
+        }
+        return values | {
+            name: text for name, text in (("text", self.text), ("variant", self.variant)) if text
+        }
 
 
 @dataclass(frozen=True)
@@ -129,7 +154,9 @@ class Record(Origin):
     ms: Milliseconds | None = None
     identical: bool | None = None  # to the vanilla row's tokens; None where sampled
     identical_to_generate: bool | None = None
-    margin: float | None = None  # gap of the first difference over what 16-bit rounding makes; at most 1: rounding
+    margin: float | None = (
+        None  # gap of the first difference over what 16-bit rounding makes; at most 1: rounding
+    )
     peak_memory_gib: float | None = None
     graph_bytes: int = 0  # of CUDA graphs captured so far for the row
     status: Literal["ok", "error"] = "ok"
@@ -200,7 +227,9 @@ class Reference:
     prompts: int
     identical_to_generate: int
     generate_static_ms_per_token: float | None = None
-    generate_compiled_ms_per_token: float | None = None  # where vanilla is compiled or captured, too
+    generate_compiled_ms_per_token: float | None = (
+        None  # where vanilla is compiled or captured, too
+    )
     generate_dynamic_ms_per_token: float | None = None
 
 
@@ -257,7 +286,9 @@ def read_records(path: Path) -> list[Record]:
         except ValidationError as error:
             first = error.errors()[0]
             problem = ": ".join(map(str, (*first["loc"], first["msg"])))
-            raise UserError(f"{path}:{number}: {problem}; delete the line to measure it again") from error
+            raise UserError(
+                f"{path}:{number}: {problem}; delete the line to measure it again"
+            ) from error
     return records
 
 
@@ -267,30 +298,50 @@ def graphs_in(bench: Path, method: str | None = None) -> str:
         records = read_records(bench / RECORDS)
     except UserError:  # none there, or a broken one, which the command that needs it reports
         return ""
-    taken = max((record.graph_bytes for record in records if method in (None, record.method)), default=0)
+    taken = max(
+        (record.graph_bytes for record in records if method in (None, record.method)), default=0
+    )
     return f"; CUDA graphs of a row took up to {size(taken)} in {bench}" if taken else ""
 
 
 def calibrations_of(run: Path) -> list[Path]:
     """The finished calibrations of a run, in RUN/calibration and RUN/*/calibration."""
-    return sorted(path.parent for place in ("", "*/") for path in run.glob(f"{place}calibration/{storage.FILE}"))
+    return sorted(
+        path.parent
+        for place in ("", "*/")
+        for path in run.glob(f"{place}calibration/{storage.FILE}")
+    )
 
 
-def run_facts(run: RunPaths, recipe_words: str, target: TargetConfig | None = None) -> dict[Path, dict[str, Any]]:
+def run_facts(
+    run: RunPaths, recipe_words: str, target: TargetConfig | None = None
+) -> dict[Path, dict[str, Any]]:
     """`measured_facts` of a run's calibrations, bench and tuning: all of one target (default: the bench's)."""
     here = storage.sound_record(run.bench).get("inputs", {}).get("target")
     if target and Path(target.path).is_dir():
         here = target_inputs(target)
     elif here and Path(here["path"]).is_dir():
         here["files"] = target_inputs(TargetConfig(here["path"]))["files"]
-    parts = [*calibrations_of(run.root), run.bench, *([run.tune] if (run.tune / storage.FILE).is_file() else ())]
+    parts = [
+        *calibrations_of(run.root),
+        run.bench,
+        *([run.tune] if (run.tune / storage.FILE).is_file() else ()),
+    ]
     return {path: measured_facts(path, recipe_words, here) for path in parts}
 
 
-def measured_facts(directory: Path, recipe_words: str, target: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def measured_facts(
+    directory: Path, recipe_words: str, target: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The facts that a stage recorded at its end; UserError if its files, heads or target (an input) changed since."""
-    made = [word for word in storage.sound_record(directory).get("argv", ())[1:] if word != "--overwrite"]
-    again = "run: aerie " + (shlex.join(made) or f"{directory.name.replace('calibration', 'calibrate')} {recipe_words}")
+    made = [
+        word
+        for word in storage.sound_record(directory).get("argv", ())[1:]
+        if word != "--overwrite"
+    ]
+    again = "run: aerie " + (
+        shlex.join(made) or f"{directory.name.replace('calibration', 'calibrate')} {recipe_words}"
+    )
     if not (directory / storage.FILE).is_file():
         raise UserError(f"{directory}: no {directory.name}, or one that was stopped; {again}")
     checked = Manifest.check(directory)
@@ -302,7 +353,9 @@ def measured_facts(directory: Path, recipe_words: str, target: Mapping[str, Any]
     for head, files in facts.get("heads", {}).items():
         is_here = Path(head).is_dir() and find_weights(head_directory(head))
         if is_here and digests(head_directory(head)) != files:
-            raise UserError(f"{directory}: measured {head} before it was trained anew; {again} --overwrite")
+            raise UserError(
+                f"{directory}: measured {head} before it was trained anew; {again} --overwrite"
+            )
     return facts
 
 
@@ -320,20 +373,34 @@ def tree_shape(row: MethodConfig) -> TreeShape | None:
     if row.options is not None:
         given = {**as_dict(row.options), **typical}
         section = METHODS[row.method].options or ""
-        return TreeShape(section, *row.options.sizes, settings=given, text=row.options.text, variant=_words(typical))
+        return TreeShape(
+            section,
+            *row.options.sizes,
+            settings=given,
+            text=row.options.text,
+            variant=_words(typical),
+        )
     tree = row.tree
     if tree is None:
         return None
     published, stop = published_tree(row.method), as_dict(tree.stop)
-    changes: dict[str, Any] = {} if tree.stop.rule == published.stop.rule else {"stop": tree.stop.rule}
-    changes |= {key: value for key, value in stop.items() if value != as_dict(type(tree.stop)())[key]}
+    changes: dict[str, Any] = (
+        {} if tree.stop.rule == published.stop.rule else {"stop": tree.stop.rule}
+    )
+    changes |= {
+        key: value for key, value in stop.items() if value != as_dict(type(tree.stop)())[key]
+    }
     usual = published if tree.shape == published.shape else type(tree)
     for key in ("rank", "rerank", "children", "choices", "calibrated", "stop_read"):
         value = getattr(tree, key, None)
         if value != getattr(usual, key, None):
             changes[key] = digest(value)[:6] if isinstance(value, tuple) else value
     sizes: dict[str, Any] = {key: getattr(tree, key) for key in ("shape", "levels", "k", "nodes")}
-    settings = {"children": "best"} | {key: value for key, value in as_dict(tree).items() if key not in sizes} | typical
+    settings = (
+        {"children": "best"}
+        | {key: value for key, value in as_dict(tree).items() if key not in sizes}
+        | typical
+    )
     return TreeShape(**sizes, settings=settings, variant=_words(changes | typical))
 
 
@@ -341,7 +408,9 @@ def _words(value: Any) -> str:
     """'stop entropy, h 0.5'."""
     match value:
         case dict():
-            return ", ".join(f"{key.replace('_', ' ')} {_words(item)}" for key, item in value.items())
+            return ", ".join(
+                f"{key.replace('_', ' ')} {_words(item)}" for key, item in value.items()
+            )
         case list():
             return "/".join(map(str, value))
         case bool():

@@ -35,12 +35,19 @@ class Recording(NamedTuple):
 
 
 def record(
-    target: Target, drafter: Drafter, prompts: Sequence[Tensor], levels: int, k: int, max_new_tokens: int
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Tensor],
+    levels: int,
+    k: int,
+    max_new_tokens: int,
 ) -> Recording:
     """The widest draft at every place of the greedy answers to prompts [1, T]."""
     proposer = drafting(drafter, DynamicConfig(levels=levels, k=k))
     assert isinstance(proposer.shape, DynamicTree)
-    proposer.shape.nodes = 1  # everything is drafted, and the root alone is verified: no place is skipped
+    proposer.shape.nodes = (
+        1  # everything is drafted, and the root alone is verified: no place is skipped
+    )
     proposer.keep = True
     decoder = SpeculativeDecoder(target, proposer)
     places, drafts = list[tuple[Any, ...]](), list[tuple[Any, ...]]()
@@ -49,7 +56,10 @@ def record(
         if cycle.tree.pool is None:
             return  # the answer's last token, or the last but one, has no draft
         drafted = cycle.tree.pool.levels
-        tokens, frontier = np.full((levels, k, k), -1, dtype=np.int64), np.zeros((levels, k), dtype=np.int64)
+        tokens, frontier = (
+            np.full((levels, k, k), -1, dtype=np.int64),
+            np.zeros((levels, k), dtype=np.int64),
+        )
         survival = np.full((levels, k, k), -np.inf, dtype=np.float32)
         for depth, level in enumerate(drafted):
             rows = level.parents.shape[0]
@@ -61,7 +71,9 @@ def record(
     with bar(len(prompts), "answers", "drafts") as progress:
         for number, ids in enumerate(prompts):
             drafts.clear()
-            answer = decoder.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, on_cycle=keep).new_ids
+            answer = decoder.generate(
+                ids, max_new_tokens=max_new_tokens, do_sample=False, on_cycle=keep
+            ).new_ids
             padded = [*answer, *([-1] * levels)]
             for place, draft in enumerate(drafts, start=1):
                 places.append((*draft, padded[place : place + levels], number, len(answer) - place))
@@ -80,25 +92,39 @@ def path_ranks(recording: Recording, levels: int, k: int) -> tuple[Integers, Int
     at = np.arange(places)
     alive = np.zeros((places, full), dtype=bool)  # rows of this level that the small tree expands
     alive[:, 0] = True
-    row = np.zeros(places, dtype=np.int64)  # the row below the text's own path; -1: the tree lacks the path
+    row = np.zeros(
+        places, dtype=np.int64
+    )  # the row below the text's own path; -1: the tree lacks the path
     pool: list[NDArray[np.float32]] = []
     as_good = np.empty((places, levels), dtype=np.int64)
-    chosen = np.full((places, levels), -1, dtype=np.int64)  # the text's candidate of each level in the whole pool
+    chosen = np.full(
+        (places, levels), -1, dtype=np.int64
+    )  # the text's candidate of each level in the whole pool
     for level in range(levels):
         allowed = alive[:, :, None] & (np.arange(full) < k)
-        survival = np.where(allowed, recording.survival[:, level], -np.inf).astype(np.float32)  # [P, K, K]
+        survival = np.where(allowed, recording.survival[:, level], -np.inf).astype(
+            np.float32
+        )  # [P, K, K]
         pool.append(survival.reshape(places, -1))
         as_good[:, level] = sum((each >= pool[-1].max(1, keepdims=True)).sum(1) for each in pool)
-        hit = (recording.tokens[at, level, row] == recording.text[:, level, None]) & allowed[at, row]  # [P, K]
+        hit = (recording.tokens[at, level, row] == recording.text[:, level, None]) & allowed[
+            at, row
+        ]  # [P, K]
         hit &= ((row >= 0) & (recording.text[:, level] >= 0))[:, None]
         flat = np.where(hit.any(1), row * full + hit.argmax(1), -1)
         chosen[:, level] = np.where(flat >= 0, level * full * full + flat, -1)
-        best = np.argsort(-pool[-1], axis=1, kind="stable")[:, :k]  # [P, k] the small tree's frontier
+        best = np.argsort(-pool[-1], axis=1, kind="stable")[
+            :, :k
+        ]  # [P, k] the small tree's frontier
         wide = recording.frontier[:, level]  # [P, K] the recording's
-        alive = (wide[:, :, None] == best[:, None]).any(-1) & np.isfinite(np.take_along_axis(pool[-1], wide, axis=1))
+        alive = (wide[:, :, None] == best[:, None]).any(-1) & np.isfinite(
+            np.take_along_axis(pool[-1], wide, axis=1)
+        )
         below = (wide == flat[:, None]) & alive & (flat >= 0)[:, None]
         row = np.where(below.any(1), below.argmax(1), -1)
-    order = np.argsort(-np.concatenate(pool, axis=1), axis=1, kind="stable")  # the earlier first where they tie
+    order = np.argsort(
+        -np.concatenate(pool, axis=1), axis=1, kind="stable"
+    )  # the earlier first where they tie
     ranks = np.take_along_axis(np.argsort(order, axis=1), chosen.clip(min=0), axis=1)
     return np.where(chosen >= 0, ranks, np.iinfo(np.int64).max), as_good
 
@@ -111,7 +137,9 @@ class Cycles:
     target_forwards: int
     draft_trees: int  # cycles that drafted (the last token of an answer may need no draft)
     draft_levels: float
-    whole_levels: float = field(default=0.0, compare=False)  # replays: mean levels of cycles with room for a whole tree
+    whole_levels: float = field(
+        default=0.0, compare=False
+    )  # replays: mean levels of cycles with room for a whole tree
     # replays only, by answer: how many drafted tokens each cycle with room for a whole tree accepted
     taken: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
 
@@ -121,11 +149,17 @@ class Cycles:
 
 
 def replayed(
-    recording: Recording, path: tuple[Integers, Integers], levels: int, nodes: int, is_exact: bool = False
+    recording: Recording,
+    path: tuple[Integers, Integers],
+    levels: int,
+    nodes: int,
+    is_exact: bool = False,
 ) -> Cycles:
     """The cycles of a tree of these levels and nodes, from the path_ranks of its k; is_exact: with the exact rule."""
     ranks, as_good = path
-    accepted = np.logical_and.accumulate(ranks < nodes - 1, axis=1).sum(1)  # [P] drafted tokens at each place
+    accepted = np.logical_and.accumulate(ranks < nodes - 1, axis=1).sum(
+        1
+    )  # [P] drafted tokens at each place
     depth = np.full(len(ranks), levels)  # [P] levels of its draft, where there is room
     if is_exact:
         depth = 1 + np.logical_and.accumulate(as_good[:, :-1] < nodes - 1, axis=1).sum(1)
@@ -166,7 +200,10 @@ def survival(drafts: Iterable[tuple[int, Sequence[int]]], levels: int) -> tuple[
 
 def counted(answers: Sequence[Statistics] | Sequence[Record]) -> tuple[Cycles, float]:
     """The cycles of a decoder's answers, and the mean nodes that a drafting cycle verifies."""
-    tokens, forwards = sum(one.new_tokens - 1 for one in answers), sum(one.target_forwards for one in answers)
+    tokens, forwards = (
+        sum(one.new_tokens - 1 for one in answers),
+        sum(one.target_forwards for one in answers),
+    )
     # records made before levels were counted have none
     levels = sum(max(one.draft_levels, one.draft_forwards) for one in answers)
     nodes = sum(one.draft_nodes for one in answers)

@@ -45,7 +45,11 @@ class Group:
     @property
     def pairs(self) -> list[tuple[Record, Record]]:
         """(this row's answer, vanilla's) where both are ok."""
-        return [(one, self.baseline[one.prompt_key]) for one in self.good if one.prompt_key in self.baseline]
+        return [
+            (one, self.baseline[one.prompt_key])
+            for one in self.good
+            if one.prompt_key in self.baseline
+        ]
 
     def by_task(self) -> list["Group"]:
         tasks = grouped(self.records, lambda record: record.task)
@@ -56,7 +60,9 @@ def group(records: Iterable[Record]) -> list[Group]:
     """One group per (sampling, row), rows in the recipe's order; the first vanilla row is the baseline."""
     groups = []
     for members in grouped(records, lambda record: record.sampling).values():
-        rows = [answers for _, answers in sorted(grouped(members, lambda record: record.row).items())]
+        rows = [
+            answers for _, answers in sorted(grouped(members, lambda record: record.row).items())
+        ]
         vanilla = next((answers for answers in rows if answers[0].method == VANILLA), [])
         baseline = {record.prompt_key: record for record in vanilla if record.status == "ok"}
         groups += [Group(tuple(answers), baseline) for answers in rows]
@@ -69,8 +75,16 @@ def summary_row(members: Group, seed: int = 0) -> SummaryRow:
     if members.failed:
         first = members.failed[0]
         count = f"{len(members.failed)} of {len(records)} prompts failed"
-        return replace(named, status="error", message=f"{count}; first {first.prompt_id!r}: {first.message}")
-    names = ("new_tokens", "target_forwards", "draft_forwards", "draft_forwards_wasted", "draft_nodes")
+        return replace(
+            named, status="error", message=f"{count}; first {first.prompt_id!r}: {first.message}"
+        )
+    names = (
+        "new_tokens",
+        "target_forwards",
+        "draft_forwards",
+        "draft_forwards_wasted",
+        "draft_nodes",
+    )
     sums = {name: sum(getattr(record, name) for record in records) for name in names}
     times = milliseconds(records)
     decode_seconds = (times.wall - times.prefill) / 1000.0
@@ -81,14 +95,22 @@ def summary_row(members: Group, seed: int = 0) -> SummaryRow:
         named,
         **sums,
         tau=tau(records),
-        tau_macro=float(np.mean(tokens[forwards > 0] / forwards[forwards > 0])) if forwards.any() else None,
-        accepted_histogram=np.bincount(accepted, minlength=(named.tree.levels if named.tree else 0) + 1).tolist(),
-        tokens_per_s=(sums["new_tokens"] - len(records)) / decode_seconds if decode_seconds > 0 else None,
+        tau_macro=float(np.mean(tokens[forwards > 0] / forwards[forwards > 0]))
+        if forwards.any()
+        else None,
+        accepted_histogram=np.bincount(
+            accepted, minlength=(named.tree.levels if named.tree else 0) + 1
+        ).tolist(),
+        tokens_per_s=(sums["new_tokens"] - len(records)) / decode_seconds
+        if decode_seconds > 0
+        else None,
         **speedups(members.pairs, seed),
         accept_rate=int(accepted.sum()) / sums["draft_nodes"] if sums["draft_nodes"] else None,
         identical=sum(compared) if compared else None,
         mismatch=len(compared) - sum(compared) if compared else None,
-        peak_memory_gib=max((r.peak_memory_gib for r in records if r.peak_memory_gib is not None), default=None),
+        peak_memory_gib=max(
+            (r.peak_memory_gib for r in records if r.peak_memory_gib is not None), default=None
+        ),
         ms=times,
     )
 
@@ -98,7 +120,11 @@ def identity(members: Group) -> SummaryRow:
     first = members.first
     tasks = {record.task for record in members.records}
     # `verify` is a rule that is not lossless if any answer has one, else that of an answer with drafts
-    telling = min(members.good, key=lambda one: ("not lossless" not in one.verify, not one.draft_nodes), default=first)
+    telling = min(
+        members.good,
+        key=lambda one: ("not lossless" not in one.verify, not one.draft_nodes),
+        default=first,
+    )
     names = ("method", "head", "head_path", "tree", "temperature", "top_k", "top_p")
     return SummaryRow(
         task=first.task if len(tasks) == 1 else ALL_TASKS,
@@ -116,17 +142,28 @@ def told_apart(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
         if row.tree is not None and len(alike) > 1:
             by_kind = len({kind for kind, _ in alike}) == len(alike)
             words = f"{row.head} head" if by_kind else f"head {row.head_path or 'of the run'}"
-            row = replace(row, tree=replace(row.tree, variant=", ".join(filter(None, (row.tree.variant, words)))))
+            row = replace(
+                row,
+                tree=replace(row.tree, variant=", ".join(filter(None, (row.tree.variant, words)))),
+            )
         named.append(row)
     return named
 
 
-def sweep_rows(groups: Sequence[Group], own: Sequence[Group], asked: Asked, seed: int) -> list[SummaryRow]:
+def sweep_rows(
+    groups: Sequence[Group], own: Sequence[Group], asked: Asked, seed: int
+) -> list[SummaryRow]:
     """`sweeps` of summary.json; own: the groups of the bench's own rows, for points by context length."""
     rows = []
     for point in asked.points:
-        for members in (one for one in groups if (one.first.row, one.first.sampling) == (point.row, point.sampling)):
-            if asked_for := tuple(record for record in members.records if record.prompt in point.prompts):
+        for members in (
+            one
+            for one in groups
+            if (one.first.row, one.first.sampling) == (point.row, point.sampling)
+        ):
+            if asked_for := tuple(
+                record for record in members.records if record.prompt in point.prompts
+            ):
                 measured = summary_row(replace(members, records=asked_for), seed)
                 rows.append(replace(measured, sweep=point.sweep, key=point.key, value=point.value))
     for members in own:
@@ -137,7 +174,11 @@ def sweep_rows(groups: Sequence[Group], own: Sequence[Group], asked: Asked, seed
 def tau(records: Records) -> float | None:
     """New tokens after the prefill's per target forward, bonus included, pooled over prompts."""
     forwards = sum(record.target_forwards for record in records)
-    return (sum(record.new_tokens for record in records) - len(records)) / forwards if forwards else None
+    return (
+        (sum(record.new_tokens for record in records) - len(records)) / forwards
+        if forwards
+        else None
+    )
 
 
 def tau_interval(records: Records, seed: int = 0) -> list[float] | None:
@@ -150,10 +191,15 @@ def speedups(pairs: Sequence[tuple[Record, Record]], seed: int = 0) -> dict[str,
     """The speedup fields of a row from (row's answer, vanilla's); the interval is a bootstrap paired by prompt."""
     used = [(mine, base) for mine, base in pairs if mine.new_tokens > 1 and base.new_tokens > 1]
     if not used:
-        return dict.fromkeys(("speedup", "speedup_ci95", "speedup_mean_per_prompt", "speedup_with_prefill"))
+        return dict.fromkeys(
+            ("speedup", "speedup_ci95", "speedup_mean_per_prompt", "speedup_with_prefill")
+        )
     tokens, _, ms = per_prompt([mine for mine, _ in used]).T
     base_tokens, _, base_ms = per_prompt([base for _, base in used]).T
-    mine, base = (sum(one.new_tokens for one in side) / milliseconds(side).wall for side in zip(*pairs, strict=True))
+    mine, base = (
+        sum(one.new_tokens for one in side) / milliseconds(side).wall
+        for side in zip(*pairs, strict=True)
+    )
     return {
         "speedup": float(tokens.sum() * base_ms.sum() / (base_tokens.sum() * ms.sum())),
         "speedup_ci95": interval([tokens, base_ms], [base_tokens, ms], seed),
@@ -164,12 +210,17 @@ def speedups(pairs: Sequence[tuple[Record, Record]], seed: int = 0) -> dict[str,
 
 def milliseconds(records: Records) -> Milliseconds:
     times = [record.ms for record in records if record.ms is not None]
-    return Milliseconds(*(sum(getattr(ms, part.name) for ms in times) for part in fields(Milliseconds)))
+    return Milliseconds(
+        *(sum(getattr(ms, part.name) for ms in times) for part in fields(Milliseconds))
+    )
 
 
 def per_prompt(records: Records) -> FloatArray:
     """[n, 3] tokens after the prefill's, target forwards and decode milliseconds; a prompt's turns are added up."""
-    places = {prompt: place for place, prompt in enumerate(dict.fromkeys(record.prompt for record in records))}
+    places = {
+        prompt: place
+        for place, prompt in enumerate(dict.fromkeys(record.prompt for record in records))
+    }
     table = np.zeros((len(places), 3))
     for record in records:
         ms = record.ms.wall - record.ms.prefill if record.ms else 0.0
@@ -177,18 +228,28 @@ def per_prompt(records: Records) -> FloatArray:
     return table
 
 
-def interval(above: Sequence[FloatArray], below: Sequence[FloatArray], seed: int = 0) -> list[float] | None:
+def interval(
+    above: Sequence[FloatArray], below: Sequence[FloatArray], seed: int = 0
+) -> list[float] | None:
     """95 % bootstrap interval over prompts [n] of product(sums above) / product(sums below); None for one prompt."""
     size = len(above[0])
     if size < 2:
         return None
-    drawn = np.random.default_rng(seed).multinomial(size, np.full(size, 1.0 / size), size=RESAMPLES).astype(float)
-    over, under = (np.prod([drawn @ values for values in side], axis=0) for side in (above, below))  # [RESAMPLES]
+    drawn = (
+        np.random.default_rng(seed)
+        .multinomial(size, np.full(size, 1.0 / size), size=RESAMPLES)
+        .astype(float)
+    )
+    over, under = (
+        np.prod([drawn @ values for values in side], axis=0) for side in (above, below)
+    )  # [RESAMPLES]
     low, high = np.percentile(over[under > 0] / under[under > 0], [2.5, 97.5])
     return [float(low), float(high)]
 
 
-def context_rows(members: Group, contexts: Sequence[int], limit: int | None, seed: int = 0) -> list[SummaryRow]:
+def context_rows(
+    members: Group, contexts: Sequence[int], limit: int | None, seed: int = 0
+) -> list[SummaryRow]:
     """A row's points of `sweeps` by context length, each from the prompts that it and vanilla both answer that far.
 
     `repeated`: the share of 4-grams there that the row's own answer had before, as loops are easy to draft.
@@ -196,7 +257,10 @@ def context_rows(members: Group, contexts: Sequence[int], limit: int | None, see
     if members.failed:
         return []
     # for each n-gram of an answer, by its start, whether the answer has had it before
-    repeated = {one.prompt_key: pd.Series(ngrams(one.output_ids)).duplicated().tolist() for one in members.records}
+    repeated = {
+        one.prompt_key: pd.Series(ngrams(one.output_ids)).duplicated().tolist()
+        for one in members.records
+    }
     rows = []
     for place, length in enumerate(contexts):
         for span in ("cumulative", "bucket") if limit is None or length <= limit else ():
@@ -206,11 +270,17 @@ def context_rows(members: Group, contexts: Sequence[int], limit: int | None, see
                 mine, base = reached(one, above, length), reached(other, above, length)
                 if mine is not None and base is not None:
                     pairs.append((mine, base))
-                    first = one.prompt_tokens + NGRAM  # the context length at which the answer's first n-gram ends
-                    again += repeated[one.prompt_key][max(above - first + 1, 0) : max(length - first + 1, 0)]
+                    first = (
+                        one.prompt_tokens + NGRAM
+                    )  # the context length at which the answer's first n-gram ends
+                    again += repeated[one.prompt_key][
+                        max(above - first + 1, 0) : max(length - first + 1, 0)
+                    ]
             if not pairs:
                 continue
-            tokens, ms, cycles, accepted, nodes = np.sum([mine for mine, _ in pairs], axis=0).tolist()
+            tokens, ms, cycles, accepted, nodes = np.sum(
+                [mine for mine, _ in pairs], axis=0
+            ).tolist()
             # tokens are as many in both, so that the speedup is a ratio of times
             times, base_times = np.array([(mine[1], base[1]) for mine, base in pairs]).T  # [n]
             point = replace(
@@ -233,19 +303,33 @@ def context_rows(members: Group, contexts: Sequence[int], limit: int | None, see
 
 def reached(record: Record, above: int, length: int) -> FloatArray | None:
     """[5] tokens, ms, cycles, accepted and drafted nodes between two context lengths; None: the answer is shorter."""
-    ends = record.prompt_tokens + 1 + np.cumsum((0, *record.cycle_tokens))  # [cycles + 1], the prefill's token is there
+    ends = (
+        record.prompt_tokens + 1 + np.cumsum((0, *record.cycle_tokens))
+    )  # [cycles + 1], the prefill's token is there
     start = max(above, int(ends[0]))
     if start >= length or ends[-1] < length:
         return None
-    columns = (record.cycle_ms, [1.0] * len(record.cycle_tokens), record.accepted, record.cycle_nodes)
-    spent = [np.diff(np.interp([start, length], ends, np.cumsum((0.0, *values))))[0] for values in columns]
+    columns = (
+        record.cycle_ms,
+        [1.0] * len(record.cycle_tokens),
+        record.accepted,
+        record.cycle_nodes,
+    )
+    spent = [
+        np.diff(np.interp([start, length], ends, np.cumsum((0.0, *values))))[0]
+        for values in columns
+    ]
     return np.array([length - start, *spent])
 
 
 def diversity(groups: Sequence[Group]) -> dict[str, Any] | None:
     """Distinct 4-grams of vanilla's greedy answers; None without any."""
     for members in groups:
-        if members.first.method == VANILLA and members.first.temperature == 0 and not members.failed:
+        if (
+            members.first.method == VANILLA
+            and members.first.temperature == 0
+            and not members.failed
+        ):
             every = [ngram for record in members.records for ngram in ngrams(record.output_ids)]
             counts = {"distinct_4grams": len(set(every)), "total_4grams": len(every)}
             return {"method": VANILLA, "answers": len(members.records), **counts}

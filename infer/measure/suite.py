@@ -24,7 +24,9 @@ class Suite(NamedTuple):
     main: tuple[AskedCell, ...]
     points: tuple[AskedPoint, ...]
 
-    def rows_for(self, prompts: Sequence[Prompt]) -> dict[Sampling, dict[tuple[str, str], list[int]]]:
+    def rows_for(
+        self, prompts: Sequence[Prompt]
+    ) -> dict[Sampling, dict[tuple[str, str], list[int]]]:
         """Per sampling, the rows that answer each prompt, vanilla among them."""
         asked: dict[Sampling, dict[tuple[str, str], list[int]]] = {}
         every = tuple((prompt.task, prompt.prompt_id) for prompt in prompts)
@@ -38,20 +40,33 @@ class Suite(NamedTuple):
 def suite_of(bench: BenchConfig, prompts: Sequence[Prompt] = ()) -> Suite:
     rows = list(bench.rows)
     places = [f"bench.rows.{number}" for number in range(len(rows))]
-    main = [AskedCell(row, **asdict(sampling)) for sampling in bench.sampling for row in range(len(rows))]
+    main = [
+        AskedCell(row, **asdict(sampling))
+        for sampling in bench.sampling
+        for row in range(len(rows))
+    ]
     points: list[AskedPoint] = []
     for number, sweep in enumerate(bench.sweeps):
-        meant = [(one.task, one.prompt_id) for one in prompts if not sweep.tasks or one.task in sweep.tasks]
+        meant = [
+            (one.task, one.prompt_id)
+            for one in prompts
+            if not sweep.tasks or one.task in sweep.tasks
+        ]
         by_task = grouped(meant, lambda key: key[0]).values()
         first = {key for keys in by_task for key in keys[: sweep.num_prompts]}
         asked = tuple(key for key in meant if key in first)  # in the order of the prompts
         named: dict[str, Any] = {"sweep": sweep.name, "key": sweep.vary, "prompts": asked}
         for value in sweep.values:
             place = f"bench.sweeps.{number} ({sweep.vary} {value})"
-            samplings, varied = sweep.sampling or bench.sampling, [copy.deepcopy(row) for row in sweep.rows]
+            samplings, varied = (
+                sweep.sampling or bench.sampling,
+                [copy.deepcopy(row) for row in sweep.rows],
+            )
             if sweep.vary == "temperature":  # of the sampling, not of a row
                 warmer = [{**asdict(sampling), "temperature": value} for sampling in samplings]
-                samplings = tuple(dict.fromkeys(validate(each, SamplingConfig, place, {}) for each in warmer))
+                samplings = tuple(
+                    dict.fromkeys(validate(each, SamplingConfig, place, {}) for each in warmer)
+                )
             else:
                 for row in varied:
                     *parents, leaf = sweep.vary.split(".")
@@ -67,6 +82,8 @@ def suite_of(bench: BenchConfig, prompts: Sequence[Prompt] = ()) -> Suite:
                     rows.append(method)
                     places.append(place)
             for sampling, method in product(samplings, methods):
-                points.append(AskedPoint(rows.index(method), **asdict(sampling), value=value, **named))
+                points.append(
+                    AskedPoint(rows.index(method), **asdict(sampling), value=value, **named)
+                )
     vanilla = next(number for number, row in enumerate(rows) if row.method == "vanilla")
     return Suite(tuple(rows), tuple(places), vanilla, tuple(main), tuple(points))

@@ -31,7 +31,9 @@ def _multiple_choice(row: Row) -> Row:
     """The question, and its answers in an order that it seeds."""
     answers = [str(row[name]).strip() for name in GPQA_ANSWERS]
     random.Random(str(row["Question"])).shuffle(answers)
-    listed = "\n".join(f"{letter}) {answer}" for letter, answer in zip("ABCD", answers, strict=True))
+    listed = "\n".join(
+        f"{letter}) {answer}" for letter, answer in zip("ABCD", answers, strict=True)
+    )
     return {"question": str(row["Question"]).strip(), "listed": listed}
 
 
@@ -60,16 +62,24 @@ def prompt_of(task: str, row: Any, number: int, place: str, config: PromptsConfi
             turns, column = values[name], "question_id"
         else:
             columns = COLUMNS_OF.get(task, dict)(values)
-            turns = columns[published["turns"]] if "turns" in published else published["text"].format_map(columns)
+            turns = (
+                columns[published["turns"]]
+                if "turns" in published
+                else published["text"].format_map(columns)
+            )
             column = published.get("identity", "")
         if (level := published.get("level")) and (not as_it_is or level in values):
             task = f"{task}-level{str(values[level]).split()[-1]}"  # 3 or 'Level 3'
     except KeyError as error:
         question = f"a question of {task}" if task else "a question"
-        raise UserError(f"{place}: {question} needs {error}; this row has {', '.join(values)}") from error
+        raise UserError(
+            f"{place}: {question} needs {error}; this row has {', '.join(values)}"
+        ) from error
     texts = [turns] if isinstance(turns, str) else turns
     if not isinstance(texts, list | tuple) or not texts or not all(map(is_text, texts)):
-        raise UserError(f"{place}: a question is a text or a list of texts, none empty or with half a surrogate pair")
+        raise UserError(
+            f"{place}: a question is a text or a list of texts, none empty or with half a surrogate pair"
+        )
     identity, turns = values.get(column), tuple(texts[: config.turns])
     return Prompt(str(number if identity is None else identity), task, turns, config.system_prompt)
 
@@ -84,7 +94,9 @@ def load_prompts(config: PromptsConfig) -> list[Prompt]:
         prompts = [prompt for task in config.tasks for prompt in _of_task(task, config)]
     if not prompts:
         raise UserError(f"{source}: holds no prompts")
-    (task, name), count = Counter((prompt.task, prompt.prompt_id) for prompt in prompts).most_common(1)[0]
+    (task, name), count = Counter(
+        (prompt.task, prompt.prompt_id) for prompt in prompts
+    ).most_common(1)[0]
     if count > 1:
         raise UserError(f"{source}: question_id {name} of {task!r} stands there {count} times")
     return prompts
@@ -94,7 +106,9 @@ def _held_out(config: HeldOutPrompts) -> list[Prompt]:
     """Questions that training never sees, none so long that its answer may lie beyond max_length."""
     data, found = config.data, dict[tuple[str, ...], Prompt]()
     for number, row in enumerate(load_conversations(data, Tally()), start=1):
-        asked = tuple(str(message["content"]) for message in row.messages if message["role"] == "user")
+        asked = tuple(
+            str(message["content"]) for message in row.messages if message["role"] == "user"
+        )
         turns = asked[: config.turns or 1] if row.is_held_out and all(map(is_text, asked)) else ()
         if turns and len("".join(turns)) <= data.max_length:
             system = config.system_prompt or data.system_prompt
@@ -103,7 +117,9 @@ def _held_out(config: HeldOutPrompts) -> list[Prompt]:
             break
     if len(found) <= config.part:
         fix = "raise data.held_out, or name prompts: path, or tasks such as [{name: mt_bench}]"
-        raise UserError(f"{', '.join(data.conversations)}: too few held-out conversations to measure with; {fix}")
+        raise UserError(
+            f"{', '.join(data.conversations)}: too few held-out conversations to measure with; {fix}"
+        )
     return list(found.values())[config.part :: 2]
 
 
@@ -112,17 +128,27 @@ def _of_file(path: Path, config: PromptsConfig) -> list[Prompt]:
         prompts = []
         for row in read_rows(str(path)):
             prompt = prompt_of("", row.value, row.number, f"{path}:{row.number}", config)
-            prompts.append(replace(prompt, task=config.task or str(row.value.get("category") or path.stem)))
+            prompts.append(
+                replace(prompt, task=config.task or str(row.value.get("category") or path.stem))
+            )
         chosen = {id(prompt) for prompt in _taking_turns(prompts)[: config.num_prompts]}
         return [prompt for prompt in prompts if id(prompt) in chosen]
     lines = read_text(path).split("\n")  # not at U+2028
-    numbered = [(str(number), line) for number, line in enumerate(lines, start=1) if line.strip()][: config.num_prompts]
-    return [Prompt(number, config.task or path.stem, (line,), config.system_prompt) for number, line in numbered]
+    numbered = [(str(number), line) for number, line in enumerate(lines, start=1) if line.strip()][
+        : config.num_prompts
+    ]
+    return [
+        Prompt(number, config.task or path.stem, (line,), config.system_prompt)
+        for number, line in numbered
+    ]
 
 
 def _of_task(task: TaskConfig, config: PromptsConfig) -> list[Prompt]:
     count = config.num_prompts if task.num_prompts is None else task.num_prompts
-    questions = (prompt_of(task.name, row.value, row.number, row.place, config) for row in read_rows(*source_of(task)))
+    questions = (
+        prompt_of(task.name, row.value, row.number, row.place, config)
+        for row in read_rows(*source_of(task))
+    )
     if task.seed is None and "level" not in TASKS.get(task.name, {}):
         return list(islice(questions, count))
     prompts = list(questions)
@@ -134,7 +160,9 @@ def _of_task(task: TaskConfig, config: PromptsConfig) -> list[Prompt]:
 def _taking_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
     """The first prompt of each task, the second of each, and so on."""
     tasks = grouped(prompts, lambda prompt: prompt.task)
-    return [prompt for turn in zip_longest(*tasks.values()) for prompt in turn if prompt is not None]
+    return [
+        prompt for turn in zip_longest(*tasks.values()) for prompt in turn if prompt is not None
+    ]
 
 
 def source_of(task: TaskConfig) -> tuple[str, str | None]:
@@ -142,7 +170,9 @@ def source_of(task: TaskConfig) -> tuple[str, str | None]:
     if task.path is not None:
         return task.path, task.revision
     if task.name not in TASKS:
-        raise UserError(f"task {task.name!r}: is none of {', '.join(TASKS)}; give the path of its questions")
+        raise UserError(
+            f"task {task.name!r}: is none of {', '.join(TASKS)}; give the path of its questions"
+        )
     return TASKS[task.name]["source"], task.revision or TASKS[task.name]["revision"]
 
 
@@ -163,7 +193,11 @@ def prompt_inputs(config: PromptsConfig) -> str | list[dict[str, Any]]:
     inputs = []
     for task in config.tasks:
         source, revision = source_of(task)
-        content = {"digest": file_digest(Path(source))} if Path(source).is_file() else {"revision": revision}
+        content = (
+            {"digest": file_digest(Path(source))}
+            if Path(source).is_file()
+            else {"revision": revision}
+        )
         inputs.append({"task": task.name, "source": source, **content})
     return inputs
 

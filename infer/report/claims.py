@@ -21,7 +21,9 @@ from aerie.infer.report.tables import PAPERS, TASKS, rule_of
 from aerie.model.storage import read_json
 
 REGISTER = read_yaml(Path(__file__).with_name("claims.yaml"))[0]
-CLAIMS = [{"paper": paper, **claim} for paper, claims in REGISTER["claims"].items() for claim in claims]
+CLAIMS = [
+    {"paper": paper, **claim} for paper, claims in REGISTER["claims"].items() for claim in claims
+]
 MANY = 100_000  # prompts; beyond them no number of prompts is given
 FEWEST = 6  # prompts that settle anything: five on one side are chance once in 16, more than 5 %
 BATCH = 250  # resamples that are in memory at once
@@ -41,10 +43,19 @@ class Calibration(NamedTuple):
     @classmethod
     def read(cls, directory: Path) -> "Calibration":
         tables = {path.stem: pd.read_parquet(path) for path in directory.glob("*.parquet")}
-        laws = tables["laws"].groupby(["prompt", "cycle"]).tvd.agg(judged="size", distance="sum").reset_index()
-        tables["cycles"] = tables["cycles"].merge(laws, on=["prompt", "cycle"])  # for the expected length
+        laws = (
+            tables["laws"]
+            .groupby(["prompt", "cycle"])
+            .tvd.agg(judged="size", distance="sum")
+            .reset_index()
+        )
+        tables["cycles"] = tables["cycles"].merge(
+            laws, on=["prompt", "cycle"]
+        )  # for the expected length
         about = read_json(directory / "analysis.json")
-        return cls(about.get("head") or "draft", about.get("method") or "", about["temperature"], tables)
+        return cls(
+            about.get("head") or "draft", about.get("method") or "", about["temperature"], tables
+        )
 
 
 @dataclass(frozen=True)
@@ -78,31 +89,52 @@ class Side(NamedTuple):
 
 def estimate(sides: Sequence[Side], claim: Entry, seed: int = 0) -> Estimate | None:
     """The figure of one side, or the difference or ratio of two, on the prompts of both; a bootstrap over prompts."""
-    prompts, is_ratio = sides[0].table.index.intersection(sides[-1].table.index), claim.get("as") == "ratio"
+    prompts, is_ratio = (
+        sides[0].table.index.intersection(sides[-1].table.index),
+        claim.get("as") == "ratio",
+    )
     tables = [side.table.loc[prompts].to_numpy(dtype=np.float64) for side in sides]
 
     def of(drawn: Any, axis: int = -1) -> Any:  # [..., n] numbers of prompts
         with np.errstate(all="ignore"):
-            values = [side.figure(table[drawn].sum(-2)) for side, table in zip(sides, tables, strict=True)]
-            return values[0] if len(values) < 2 else values[0] / values[1] if is_ratio else values[0] - values[1]
+            values = [
+                side.figure(table[drawn].sum(-2)) for side, table in zip(sides, tables, strict=True)
+            ]
+            return (
+                values[0]
+                if len(values) < 2
+                else values[0] / values[1]
+                if is_ratio
+                else values[0] - values[1]
+            )
 
-    numbers, known = np.arange(len(prompts)), min(int((table != 0).any(-1).sum()) for table in tables)
+    numbers, known = (
+        np.arange(len(prompts)),
+        min(int((table != 0).any(-1).sum()) for table in tables),
+    )
     value = float(of(numbers)) if known else np.nan
     if not np.isfinite(value):
         return None
     if known < 2:  # known: prompts with data
         return Estimate(value, -np.inf, np.inf, known)
-    if claim.get("statistic") == "share" and value in (0, 1):  # alike on all prompts: Clopper and Pearson's interval
+    if claim.get("statistic") == "share" and value in (
+        0,
+        1,
+    ):  # alike on all prompts: Clopper and Pearson's interval
         low, high = stats.binomtest(round(value * known), known).proportion_ci()
         return Estimate(value, low, high, known)
     settings: dict[str, Any] = {"n_resamples": RESAMPLES, "batch": BATCH, "method": "percentile"}
     with catch_warnings(action="ignore"):  # about resamples with no figure, or an infinite one
-        found = stats.bootstrap((numbers,), of, vectorized=True, rng=np.random.default_rng(seed), **settings)
+        found = stats.bootstrap(
+            (numbers,), of, vectorized=True, rng=np.random.default_rng(seed), **settings
+        )
         low, high = np.nanpercentile(found.bootstrap_distribution, [2.5, 97.5])
     return Estimate(value, float(low), float(high), known)
 
 
-def tau_difference(records: Sequence[Record], of: Sequence[int], against: Sequence[int], seed: int = 0) -> str:
+def tau_difference(
+    records: Sequence[Record], of: Sequence[int], against: Sequence[int], seed: int = 0
+) -> str:
     """The difference of tau between two sets of rows (numbers of bench.rows), each pooled, paired by prompt."""
     if len({record.sampling for record in records}) > 1:
         found = sorted({record.temperature for record in records})
@@ -111,8 +143,13 @@ def tau_difference(records: Sequence[Record], of: Sequence[int], against: Sequen
     good = [record for record in records if record.status == "ok"]
     for row in (*of, *against):
         if not prompts or {record.prompt for record in good if record.row == row} != prompts:
-            raise UserError(f"row {row} of bench.rows (from 0) lacks answers; measure every prompt in all")
-    sides = [of_row([record for record in good if record.row in rows], "tau", None) for rows in (of, against)]
+            raise UserError(
+                f"row {row} of bench.rows (from 0) lacks answers; measure every prompt in all"
+            )
+    sides = [
+        of_row([record for record in good if record.row in rows], "tau", None)
+        for rows in (of, against)
+    ]
     if (apart := estimate(sides, {}, seed)) is None:
         raise UserError("no answer has a cycle in both: all ended with their first token")
     one, two = (float(side.figure(side.table.sum().to_numpy())) for side in sides)
@@ -130,7 +167,9 @@ def variance(sums: Sums) -> FloatArray:  # 1, x, x^2
 
 def correlation(sums: Sums) -> FloatArray:  # 1, x, y, x^2, xy, y^2
     count, x, y, xx, xy, yy = np.moveaxis(sums, -1, 0)
-    return (xy / count - x * y / count**2) / np.sqrt((xx / count - (x / count) ** 2) * (yy / count - (y / count) ** 2))
+    return (xy / count - x * y / count**2) / np.sqrt(
+        (xx / count - (x / count) ** 2) * (yy / count - (y / count) ** 2)
+    )
 
 
 def fitted(sums: Sums, law: str) -> FloatArray:  # 1, x, y, x < y, x^2
@@ -138,7 +177,9 @@ def fitted(sums: Sums, law: str) -> FloatArray:  # 1, x, y, x < y, x^2
     count, x, y, below, xx = np.moveaxis(sums, -1, 0)
     mu, spread, limit = x / count, xx / count - (x / count) ** 2, y / count
     of_gamma = stats.gamma.cdf(limit, mu**2 / spread, scale=spread / mu)
-    return (stats.norm.cdf(limit, mu, np.sqrt(spread)) if law == "normal" else of_gamma) - below / count
+    return (
+        stats.norm.cdf(limit, mu, np.sqrt(spread)) if law == "normal" else of_gamma
+    ) - below / count
 
 
 def expected_length(sums: Sums) -> FloatArray:
@@ -186,10 +227,15 @@ def of_table(table: pd.DataFrame, entry: Entry) -> Side:
     figure, columns_of = STATISTICS[entry.get("statistic", "mean")]
     chosen = table.query(entry["where"]) if "where" in entry else table
     expressions = map(chosen.eval, np.atleast_1d(entry["value"]))
-    values = [np.broadcast_to(np.asarray(value, dtype=np.float64), len(chosen)) for value in expressions]
+    values = [
+        np.broadcast_to(np.asarray(value, dtype=np.float64), len(chosen)) for value in expressions
+    ]
     known, every = np.isfinite(np.stack(values)).all(0), table.prompt.unique()
     columns = [np.ones(known.sum()), *columns_of(*(value[known] for value in values))]
-    groups = [chosen.prompt[known].to_numpy(), *([chosen.eval(entry["by"])[known].to_numpy()] if "by" in entry else [])]
+    groups = [
+        chosen.prompt[known].to_numpy(),
+        *([chosen.eval(entry["by"])[known].to_numpy()] if "by" in entry else []),
+    ]
     sums = pd.DataFrame(np.stack(columns, -1)).groupby(groups).sum()
     sums = sums.unstack(fill_value=0.0) if "by" in entry else sums
     return Side(sums.reindex(every, fill_value=0.0), figure)
@@ -225,20 +271,33 @@ def modelled_ms(answers: Sequence[Record], tuning: Mapping[str, Any] | None) -> 
     from aerie.infer.measure.tune import Costs
 
     total, nodes = counted(answers)
-    return float(adapter(Costs).validate_python(costs).price(total, tree.k, nodes))  # JSON's keys are texts
+    return float(
+        adapter(Costs).validate_python(costs).price(total, tree.k, nodes)
+    )  # JSON's keys are texts
 
 
 def candidates(run: Measured, wanted: Entry, temperature: float) -> dict[str, list[list[Record]]]:
     """The rows that fit `wanted`, by head."""
     found: dict[str, list[list[Record]]] = {}
-    asked = {"calibrated": None, "is_drawn": False, "temperature": temperature, **wanted}  # the papers draw no trees
-    paths = grouped({(one.head, one.head_path) for one in run.records if one.head_path}, lambda pair: pair[0])
+    asked = {
+        "calibrated": None,
+        "is_drawn": False,
+        "temperature": temperature,
+        **wanted,
+    }  # the papers draw no trees
+    paths = grouped(
+        {(one.head, one.head_path) for one in run.records if one.head_path}, lambda pair: pair[0]
+    )
     for row in run.rows:
         first, tree = row[0], row[0].tree
         facts = {"calibrated": None, "temperature": first.temperature, "method": first.method}
         facts |= {} if tree is None else {**tree.as_dict(), "rule": rule_of(tree)}
         facts["is_drawn"] = (facts.get("shape"), facts.get("children")) == ("dynamic", "sampled")
-        if all(_fits(facts.get(key), value) for key, value in asked.items() if key not in ("pick", "head")):
+        if all(
+            _fits(facts.get(key), value)
+            for key, value in asked.items()
+            if key not in ("pick", "head")
+        ):
             name = f"{first.head} head{f' {first.head_path}' if len(paths.get(first.head, ())) > 1 else ''}"
             found.setdefault("any" if wanted.get("head") == "any" else name, []).append(row)
     return found
@@ -246,8 +305,12 @@ def candidates(run: Measured, wanted: Entry, temperature: float) -> dict[str, li
 
 def _fits(fact: Any, wanted: Any) -> bool:
     if isinstance(wanted, dict):
-        return isinstance(fact, dict) and all(_fits(fact.get(key), value) for key, value in wanted.items())
-    return fact == wanted or (isinstance(wanted, list) and (fact in wanted or fact == tuple(wanted)))
+        return isinstance(fact, dict) and all(
+            _fits(fact.get(key), value) for key, value in wanted.items()
+        )
+    return fact == wanted or (
+        isinstance(wanted, list) and (fact in wanted or fact == tuple(wanted))
+    )
 
 
 def sizes(row: Sequence[Record], names: Sequence[str] = ("levels",)) -> list[int]:
@@ -256,8 +319,15 @@ def sizes(row: Sequence[Record], names: Sequence[str] = ("levels",)) -> list[int
 
 def by_depth(rows: Sequence[list[Record]]) -> list[list[Record]]:
     """The rows whose tree differs from another's in depth alone, the deepest first."""
-    alike = grouped(rows, lambda row: row[0].tree and str(replace(row[0].tree, levels=0, variant="")))
-    several = [row for kin in alike.values() if any(sizes(row) != sizes(kin[0]) for row in kin) for row in kin]
+    alike = grouped(
+        rows, lambda row: row[0].tree and str(replace(row[0].tree, levels=0, variant=""))
+    )
+    several = [
+        row
+        for kin in alike.values()
+        if any(sizes(row) != sizes(kin[0]) for row in kin)
+        for row in kin
+    ]
     return sorted(several, key=sizes, reverse=True)
 
 
@@ -267,10 +337,18 @@ def by_rows(run: Measured, claim: Entry, temperature: float) -> dict[str, Estima
     others = candidates(run, against, temperature) if against else {}
     for head, rows in candidates(run, claim["of"], temperature).items():
         for row in (by_depth(rows) if claim["of"].get("pick") == "deepest" else rows)[:1]:
-            rivals = [other for other in others.get(head, others.get("any", [])) if other is not row]
-            measured = [of_row(o, figure, run.tuning) for o in rivals if sizes(o, same) == sizes(row, same)]
+            rivals = [
+                other for other in others.get(head, others.get("any", [])) if other is not row
+            ]
+            measured = [
+                of_row(o, figure, run.tuning) for o in rivals if sizes(o, same) == sizes(row, same)
+            ]
             sides = [of_row(row, figure, run.tuning)]
-            sides += [best_of(measured if against.get("pick") == "best" else measured[:1])] if measured else []
+            sides += (
+                [best_of(measured if against.get("pick") == "best" else measured[:1])]
+                if measured
+                else []
+            )
             if (measured or not against) and (one := estimate(sides, claim)):
                 found[head] = one
     return found
@@ -288,7 +366,11 @@ def best_of(rows: Sequence[Side]) -> Side:
 
 def tables_of(run: Measured, entry: Entry, temperature: float) -> dict[str, pd.DataFrame]:
     """By head, the table that entry names, of the first calibration that fits."""
-    meant = (one for one in run.calibrations if one.temperature == temperature and one.method in entry["method"])
+    meant = (
+        one
+        for one in run.calibrations
+        if one.temperature == temperature and one.method in entry["method"]
+    )
     by_head = grouped((one for one in meant if entry["table"] in one.tables), lambda one: one.head)
     return {head: first.tables[entry["table"]] for head, (first, *_) in by_head.items()}
 
@@ -302,7 +384,10 @@ def by_tables(run: Measured, claim: Entry, temperature: float) -> dict[str, Esti
         heads = [entry.get("head", head) for entry in entries]
         if heads[0] == head and tables.keys() >= {*heads}:
             with suppress(pd.errors.UndefinedVariableError):  # calibrated without oracle lengths
-                sides = [of_table(tables[name], entry) for name, entry in zip(heads, entries, strict=True)]
+                sides = [
+                    of_table(tables[name], entry)
+                    for name, entry in zip(heads, entries, strict=True)
+                ]
                 if measured := estimate(sides, claim):
                     found[f"{head} head"] = measured
     return found
@@ -310,7 +395,11 @@ def by_tables(run: Measured, claim: Entry, temperature: float) -> dict[str, Esti
 
 def judged(claim: Entry, one: Estimate) -> tuple[str, str, int | None]:
     """Verdict, a sentence why, and the prompts whose interval settles it; the rules are those of claims.yaml."""
-    low, high, effect = claim.get("at_least", -np.inf), claim.get("at_most", np.inf), claim.get("effect", 0.0)
+    low, high, effect = (
+        claim.get("at_least", -np.inf),
+        claim.get("at_most", np.inf),
+        claim.get("effect", 0.0),
+    )
     is_share, is_inside = claim.get("statistic") == "share", low <= one.value <= high
     if is_share and (low == 1 or high == 0):
         if not is_inside:
@@ -323,7 +412,9 @@ def judged(claim: Entry, one: Estimate) -> tuple[str, str, int | None]:
     with np.errstate(all="ignore"):
         enough = one.prompts * ((one.high - one.low) / 2 / margin) ** 2
         if is_share and one.value in (0, 1):
-            enough = np.log(0.025) / np.log1p(-margin)  # the exact interval ends at 0.025 ** (1 / prompts)
+            enough = np.log(0.025) / np.log1p(
+                -margin
+            )  # the exact interval ends at 0.025 ** (1 / prompts)
     needed = max(FEWEST, ceil(enough)) if enough < MANY else None
     sides = [(low, f"at least {low:g}"), (high, f"at most {high:g}")]
     within = " and ".join(text for limit, text in sides if np.isfinite(limit))
@@ -332,8 +423,16 @@ def judged(claim: Entry, one: Estimate) -> tuple[str, str, int | None]:
     if one.high < low or one.low > high:
         return "does not hold", f"No part of the interval is {within}.", needed
     if one.high < low + effect or one.low > high - effect:
-        return "does not hold", f"The interval ends less than {effect:g} beyond the limit, too little to count.", needed
-    settles = f"{needed:,} prompts would settle it" if needed else f"more than {MANY:,} prompts would settle it"
+        return (
+            "does not hold",
+            f"The interval ends less than {effect:g} beyond the limit, too little to count.",
+            needed,
+        )
+    settles = (
+        f"{needed:,} prompts would settle it"
+        if needed
+        else f"more than {MANY:,} prompts would settle it"
+    )
     return "open", f"Too few prompts: the interval is partly {within}; {settles}.", needed
 
 
@@ -342,7 +441,9 @@ def judge(run: Measured) -> list[dict[str, Any]]:
     lines = []
     for number, claim in enumerate(CLAIMS, start=1):
         about = {name: claim[name] for name in ("id", "paper", "place", "claim")}
-        empty = dict.fromkeys(("head", "temperature", "value", "low", "high", "prompts", "ours", "prompts_needed"))
+        empty = dict.fromkeys(
+            ("head", "temperature", "value", "low", "high", "prompts", "ours", "prompts_needed")
+        )
         for temperature in claim.get("temperatures", [0]):
             told = claim.get("published", "")
             told = told if isinstance(told, str) else published(told, temperature, claim.get("as"))
@@ -354,13 +455,26 @@ def judge(run: Measured) -> list[dict[str, Any]]:
             found = (by_tables if "table" in claim else by_rows)(run, claim, temperature)
             for head, one in found.items():
                 verdict, why, needed = judged(claim, one)
-                form = claim.get("form", "{:+.2f}" if claim.get("as", "") == "" and "against" in claim else "{:.2f}")
+                form = claim.get(
+                    "form",
+                    "{:+.2f}" if claim.get("as", "") == "" and "against" in claim else "{:.2f}",
+                )
                 between = f"{form.format(one.low)} to {form.format(one.high)}"
                 if not 0 < one.high - one.low < np.inf:  # all resamples agree
-                    between = "one prompt" if one.prompts < 2 else f"alike on all {one.prompts} prompts"
-                figures = {name: number if np.isfinite(number) else None for name, number in one._asdict().items()}
-                figures |= {"ours": f"{form.format(one.value)} [{between}] {claim.get('unit', '')}", "head": head}
-                lines.append({**line, **figures, "prompts_needed": needed, "verdict": verdict, "why": why})
+                    between = (
+                        "one prompt" if one.prompts < 2 else f"alike on all {one.prompts} prompts"
+                    )
+                figures = {
+                    name: number if np.isfinite(number) else None
+                    for name, number in one._asdict().items()
+                }
+                figures |= {
+                    "ours": f"{form.format(one.value)} [{between}] {claim.get('unit', '')}",
+                    "head": head,
+                }
+                lines.append(
+                    {**line, **figures, "prompts_needed": needed, "verdict": verdict, "why": why}
+                )
             if not found:
                 lines.append({**line, "verdict": "open", "why": f"Not measured: {claim['needs']}."})
     return lines
@@ -371,12 +485,18 @@ def published(figures: Entry, temperature: float, how: str | None = None) -> str
     about = [name for name in PAPERS[0] if name not in TASKS]
     table = pd.DataFrame(PAPERS).melt(about, var_name="task", value_name="cell")
     table["cell"] = pd.to_numeric(table.cell.str.split("/").str[int(figures["figure"] == "tau")])
-    meant = table.source.str.startswith(figures["source"]) & (table.temperature.astype(float) == temperature)
+    meant = table.source.str.startswith(figures["source"]) & (
+        table.temperature.astype(float) == temperature
+    )
     meant &= table["value"] == str(figures["value"]) if "value" in figures else True
     sides = table[meant].pivot_table("cell", ["model", "key", "value", "task"], "method", "last")
     one, other = sides.reindex(columns=[figures["of"], figures["against"]]).dropna().to_numpy().T
     values, form = (one / other, "{:.2f}") if how == "ratio" else (one - other, "{:+.2f}")
-    return f"{form.format(min(values))} to {form.format(max(values))} ({len(values)} figures)" if len(values) else ""
+    return (
+        f"{form.format(min(values))} to {form.format(max(values))} ({len(values)} figures)"
+        if len(values)
+        else ""
+    )
 
 
 def drawn(run: Measured) -> dict[str, dict[str, Any]]:
@@ -384,20 +504,37 @@ def drawn(run: Measured) -> dict[str, dict[str, Any]]:
     pictures = {}
     for name, picture in REGISTER["pictures"].items():
         rows = [candidates(run, entry["of"], 0) for entry in picture["lines"] if "of" in entry]
-        prompts = [{one.prompt for one in row} for found in rows for of_head in found.values() for row in of_head]
+        prompts = [
+            {one.prompt for one in row}
+            for found in rows
+            for of_head in found.values()
+            for row in of_head
+        ]
         shared, lines = set.intersection(*prompts) if prompts else set(), []
         for entry in picture["lines"]:
-            made = _sides_of_tables(run, entry) if "table" in entry else _sides_of_rows(run, entry, shared)
+            made = (
+                _sides_of_tables(run, entry)
+                if "table" in entry
+                else _sides_of_rows(run, entry, shared)
+            )
             for head, sides in made.items():
                 along = [(x, estimate([side], entry)) for x, side in sides]
-                points = [[x, one.value, one.low, one.high] for x, one in along if one and np.isfinite(one.low)]
-                lines += [{"label": f"{entry['label']}, {head}", "points": points}] if points else []
+                points = [
+                    [x, one.value, one.low, one.high]
+                    for x, one in along
+                    if one and np.isfinite(one.low)
+                ]
+                lines += (
+                    [{"label": f"{entry['label']}, {head}", "points": points}] if points else []
+                )
         if lines:
             pictures[name] = {"published": {}, **picture, "lines": lines}
     return pictures
 
 
-def _sides_of_rows(run: Measured, entry: Entry, prompts: set[Any]) -> dict[str, list[tuple[Any, Side]]]:
+def _sides_of_rows(
+    run: Measured, entry: Entry, prompts: set[Any]
+) -> dict[str, list[tuple[Any, Side]]]:
     """By head, (x, side) of each row, both of these prompts alone."""
     found = {}
     for head, whole in candidates(run, entry["of"], 0).items() if prompts else ():
@@ -412,7 +549,9 @@ def _sides_of_rows(run: Measured, entry: Entry, prompts: set[Any]) -> dict[str, 
 def _sides_of_tables(run: Measured, entry: Entry) -> dict[str, list[tuple[Any, Side]]]:
     found = {}
     for head, table in tables_of(run, entry, 0).items():
-        groups = [(x, part) for x, part in table.groupby(table.eval(entry["x"])) if len(part) >= LEAST]
+        groups = [
+            (x, part) for x, part in table.groupby(table.eval(entry["x"])) if len(part) >= LEAST
+        ]
         if entry["x"] == "place":  # the most visited ones, from the root down
             groups = sorted(groups, key=lambda pair: -len(pair[1]))[:PLACES]
             groups.sort(key=lambda pair: (pair[0].count("."), pair[0]))
@@ -422,10 +561,16 @@ def _sides_of_tables(run: Measured, entry: Entry) -> dict[str, list[tuple[Any, S
 
 def markdown(lines: Sequence[Mapping[str, Any]]) -> str:
     """A table, one line a claim."""
-    text = "| claim | published | here [95 %] | prompts | verdict | why |\n|---|---|---|---|---|---|\n"
+    text = (
+        "| claim | published | here [95 %] | prompts | verdict | why |\n|---|---|---|---|---|---|\n"
+    )
     for line in lines:
         ours = f"{line['ours']} ({line['head']}, T {line['temperature']:g})" if line["ours"] else ""
-        cells = [f"{line['number']}. {line['claim']} ({line['paper']}, {line['place']})", line["published"], ours]
+        cells = [
+            f"{line['number']}. {line['claim']} ({line['paper']}, {line['place']})",
+            line["published"],
+            ours,
+        ]
         cells += [str(line["prompts"] or ""), f"**{line['verdict']}**", line["why"]]
         text += f"| {' | '.join(cell.replace('|', '/') or '–' for cell in cells)} |\n"
     return text
@@ -433,7 +578,11 @@ def markdown(lines: Sequence[Mapping[str, Any]]) -> str:
 
 def tenth(lines: Sequence[Mapping[str, Any]]) -> str:
     """How many prompts an interval of +-0.1 tau needs: the most over the claims whose effect is 0.2 tau."""
-    about_tau = [one["id"] for one in CLAIMS if (one.get("figure"), one.get("effect")) == ("tau", 0.2)]
-    needed = sorted(one["prompts_needed"] for one in lines if one["id"] in about_tau and one["prompts_needed"])
+    about_tau = [
+        one["id"] for one in CLAIMS if (one.get("figure"), one.get("effect")) == ("tau", 0.2)
+    ]
+    needed = sorted(
+        one["prompts_needed"] for one in lines if one["id"] in about_tau and one["prompts_needed"]
+    )
     words = "An interval of ±0.1 tau needs {:,} prompts here by the widest of {} differences, {:,} by the median one."
     return words.format(needed[-1], len(needed), needed[len(needed) // 2]) if needed else ""

@@ -11,7 +11,10 @@ from aerie.model.formats.eagle import LAYER, SERVER, TYPE, Export, speculators_v
 from aerie.model.heads.block import BlockConfig
 
 TAPS = "aux_hidden_state_layer_ids"
-CONFIDENCE: content.Rule = (r"^confidence_head\..*$", "")  # DSpark's; ours is measured by `aerie calibrate`
+CONFIDENCE: content.Rule = (
+    r"^confidence_head\..*$",
+    "",
+)  # DSpark's; ours is measured by `aerie calibrate`
 FROM_TARGET: content.Rule = (r"^(embed_tokens|lm_head|verifier_lm_head|verifier_norm)\.weight$", "")
 
 
@@ -20,7 +23,10 @@ def read_block(files: content.HeadFiles, layout: str) -> content.HeadContent:
     extra = values if is_speculators else content.table(values, "dflash_config")
     given = content.table(values, LAYER) if is_speculators else values
     layer = Qwen3Config(**given).to_dict()  # speculators leaves out Qwen3's defaults
-    draft, kinds = values.get("draft_vocab_size", layer["vocab_size"]), {*(layer.get("layer_types") or [])}
+    draft, kinds = (
+        values.get("draft_vocab_size", layer["vocab_size"]),
+        {*(layer.get("layer_types") or [])},
+    )
     correction = values.get("markov_head_type", "vanilla")
     unknown = {
         f"a draft vocabulary of {draft:,} tokens": draft != layer["vocab_size"],
@@ -31,7 +37,11 @@ def read_block(files: content.HeadFiles, layout: str) -> content.HeadContent:
     }
     if refused := [what for what, is_there in unknown.items() if is_there]:
         raise UserError(f"{place}: a block head with {', '.join(refused)} is not supported")
-    numbers = extra.get(TAPS) if is_speculators else [number + 1 for number in extra.get("target_layer_ids") or []]
+    numbers = (
+        extra.get(TAPS)
+        if is_speculators
+        else [number + 1 for number in extra.get("target_layer_ids") or []]
+    )
     named = {**values, content.NUMBERED: numbers or None}
     taps, guesses = content.read_taps(named, files.after_blocks, place, is_speculators=True)
     options = {
@@ -43,17 +53,25 @@ def read_block(files: content.HeadFiles, layout: str) -> content.HeadContent:
         "markov_head": correction,
     }
     if any(name.startswith("confidence_head.") for name in files.tensors):
-        guesses.append("its confidence head is left out: aerie calibrate measures what confidence is worth")
+        guesses.append(
+            "its confidence head is left out: aerie calibrate measures what confidence is worth"
+        )
     tensors = content.renamed(files.tensors, (CONFIDENCE, FROM_TARGET))
     config = content.configured(BlockConfig, {**content.read_sizes(layer, place), **options}, place)
-    return content.HeadContent(config, tensors, tuple(guesses), speculative_tokens=content.proposed_tokens(values))
+    return content.HeadContent(
+        config, tensors, tuple(guesses), speculative_tokens=content.proposed_tokens(values)
+    )
 
 
 def refuse_block(layout: str, config: Any, target: content.TargetFacts | None = None) -> None:
     """As `refuse_eagle`; `sglang` is z-lab's layout."""
     lost = ["in_block causal"] if config.in_block == "causal" else []
     lost += ["anchor_feature"] if config.anchor_feature else []
-    lost += [f"markov_order {config.markov_order}"] if config.markov_rank and config.markov_order > 1 else []
+    lost += (
+        [f"markov_order {config.markov_order}"]
+        if config.markov_rank and config.markov_order > 1
+        else []
+    )
     fix = "decode it with aerie" if lost else "serve it with vLLM (--to speculators)"
     if layout == "sglang":
         lost += [name for name in ("markov_rank", "sample_from_anchor") if getattr(config, name)]
@@ -71,16 +89,26 @@ def write_block(layout: str, head: content.HeadContent, target: content.TargetFa
     sizes, notes = content.write_sizes(config, target)
     sizes |= {"model_type": "qwen3", "attention_bias": False}
     if layout == "sglang":
-        extra = {"mask_token_id": config.mask_token_id, "target_layer_ids": [k - 1 for k in config.after_blocks]}
+        extra = {
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": [k - 1 for k in config.after_blocks],
+        }
         values = {"architectures": ["DFlashDraftModel"], **sizes, "block_size": config.block_size}
-        values |= {"dflash_config": extra, "num_target_layers": target.text_config.num_hidden_layers}
+        values |= {
+            "dflash_config": extra,
+            "num_target_layers": target.text_config.num_hidden_layers,
+        }
         return {**values, "aerie": {SERVER: "SGLang"}}, head.tensors, notes
     algorithm = "dspark" if config.markov_rank else "dflash"
     if algorithm == "dflash" and config.sample_from_anchor:
-        notes.append("sample_from_anchor: speculators warns that servers may not draft so from a dflash head")
+        notes.append(
+            "sample_from_anchor: speculators warns that servers may not draft so from a dflash head"
+        )
     values = {
         "architectures": ["DSparkDraftModel" if config.markov_rank else "DFlashDraftModel"],
-        **speculators_values(algorithm, config, target, head.speculative_tokens or config.num_places, sizes),
+        **speculators_values(
+            algorithm, config, target, head.speculative_tokens or config.num_places, sizes
+        ),
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor,

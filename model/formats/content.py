@@ -16,7 +16,14 @@ from aerie.model.heads import HEADS, AnyConfig
 from aerie.model.heads.eagle import TAP_CONVENTION, Eagle1Config, Eagle3Config
 from aerie.model.layers import Rotary
 from aerie.model.storage import first_line
-from aerie.model.target import VocabWeights, default_taps, load_config, load_vocab, other_weights, target_end_ids
+from aerie.model.target import (
+    VocabWeights,
+    default_taps,
+    load_config,
+    load_vocab,
+    other_weights,
+    target_end_ids,
+)
 
 T = TypeVar("T", bound=AnyConfig)
 Rule = tuple[str, str | Callable[[re.Match[str]], str]]  # for re.sub
@@ -62,7 +69,9 @@ class TargetFacts:
         config = TargetConfig(path)
         architectures = tuple(load_config(config).architectures or ())
         text_config, vocab = load_vocab(config)
-        return cls(path, text_config, vocab, name or path, architectures, tuple(target_end_ids(config)))
+        return cls(
+            path, text_config, vocab, name or path, architectures, tuple(target_end_ids(config))
+        )
 
     def other_weights(self, recorded: str | None) -> str | None:
         return other_weights(recorded, TargetConfig(self.path), self.text_config, self.vocab)
@@ -107,16 +116,26 @@ def configured(schema: type[T], values: dict[str, Any], place: Path) -> T:
     config: Any = validate(given, schema, str(place), {})
     for name, size in vars(config).items():
         limit = math.inf if isinstance(size, float) else 2**10 if name.startswith("num_") else 2**24
-        least = -1 if name.endswith(("_id", "_rank")) else int(name == "block_size")  # the size must be above this
-        if isinstance(size, int | float) and not isinstance(size, bool) and not least < size < limit:
-            raise UserError(f"{place}: {name} is {size:,}; it must be above {least} and below {limit:,}")
+        least = (
+            -1 if name.endswith(("_id", "_rank")) else int(name == "block_size")
+        )  # the size must be above this
+        if (
+            isinstance(size, int | float)
+            and not isinstance(size, bool)
+            and not least < size < limit
+        ):
+            raise UserError(
+                f"{place}: {name} is {size:,}; it must be above {least} and below {limit:,}"
+            )
     if getattr(config, "hidden_act", "silu") != "silu":
         raise UserError(f"{place}: hidden_act is {config.hidden_act!r}; heads have 'silu'")
     try:
         if getattr(config, "rope_theta", None) is not None:
             Rotary(config)
     except (KeyError, TypeError, ValueError, UserError) as error:
-        raise UserError(f"{place}: rope_scaling {config.rope_scaling}: {first_line(error)}") from error
+        raise UserError(
+            f"{place}: rope_scaling {config.rope_scaling}: {first_line(error)}"
+        ) from error
     return config
 
 
@@ -124,7 +143,11 @@ def read_sizes(values: dict[str, Any], place: Path) -> dict[str, Any]:
     """The sizes of an EAGLE or block head; defaults are those of SafeAILab's EConfig."""
     width, heads = values.get("hidden_size"), values.get("num_attention_heads")
     theta, scaling = read_rope(values, place)
-    sizes: dict[str, Any] = {"num_hidden_layers": 1, "num_key_value_heads": heads, "rms_norm_eps": 1e-6}
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 1,
+        "num_key_value_heads": heads,
+        "rms_norm_eps": 1e-6,
+    }
     sizes["max_position_embeddings"] = values.get("max_sequence_length") or 2048
     if isinstance(width, int) and isinstance(heads, int) and heads:
         sizes["head_dim"] = width // heads
@@ -148,13 +171,20 @@ def read_rope(values: dict[str, Any], place: Path) -> tuple[float, dict[str, Any
     return next(iter(bases.values()), 10000.0), None if is_plain else scaling
 
 
-def write_sizes(config: Eagle1Config | Eagle3Config, target: TargetFacts) -> tuple[dict[str, Any], list[str]]:
+def write_sizes(
+    config: Eagle1Config | Eagle3Config, target: TargetFacts
+) -> tuple[dict[str, Any], list[str]]:
     """The keys of config.json that all layouts share, and notes."""
     notes, scaling = [], config.rope_scaling or {}
-    own, theirs = config.max_position_embeddings, int(getattr(target.text_config, "max_position_embeddings", 0) or 0)
+    own, theirs = (
+        config.max_position_embeddings,
+        int(getattr(target.text_config, "max_position_embeddings", 0) or 0),
+    )
     # The longer one, if RoPE does not depend on it: servers draft nothing, or noise, beyond it.
     if theirs > own and scaling.get("rope_type") in (None, "linear", "llama3"):
-        notes.append(f"max_position_embeddings {own:,} is written as {theirs:,}, the target's: servers stop there")
+        notes.append(
+            f"max_position_embeddings {own:,} is written as {theirs:,}, the target's: servers stop there"
+        )
         own = theirs
     return {
         "model_type": "llama",
@@ -171,33 +201,50 @@ def tap_numbers(values: dict[str, Any]) -> Any:
 
 
 def read_taps(
-    values: dict[str, Any], fallback: tuple[int, ...] | None, place: Path, is_speculators: bool = False
+    values: dict[str, Any],
+    fallback: tuple[int, ...] | None,
+    place: Path,
+    is_speculators: bool = False,
 ) -> tuple[tuple[int, ...], list[str]]:
     """after_blocks (fallback if the files name none), and what was guessed.
 
     Two numberings circulate: entries of hidden_states, and outputs of blocks (one less).
     """
-    named, numbers, convention = values.get("after_blocks"), tap_numbers(values), values.get("tap_convention")
+    named, numbers, convention = (
+        values.get("after_blocks"),
+        tap_numbers(values),
+        values.get("tap_convention"),
+    )
     for name, ids in (("after_blocks", named), (NUMBERED, numbers)):
         is_list = isinstance(ids, list) and ids and all(type(k) is int and k >= 0 for k in ids)
         if ids is not None and not (is_list and ids == sorted(set(ids))):
-            raise UserError(f"{place}: {name} is {ids!r}; block numbers must ascend without repeats")
+            raise UserError(
+                f"{place}: {name} is {ids!r}; block numbers must ascend without repeats"
+            )
     fix = f'entries of transformers\' hidden_states with "tap_convention": {TAP_CONVENTION!r}'
     if named is not None:
         if convention != TAP_CONVENTION:
-            raise UserError(f"{place}: tap_convention is {convention!r}; after_blocks must be {fix}")
+            raise UserError(
+                f"{place}: tap_convention is {convention!r}; after_blocks must be {fix}"
+            )
         return tuple(named), []
     if numbers is None:
         if fallback is None:
-            raise UserError(f'{place}: names no taps; load it with its target, or add "after_blocks", {fix}')
+            raise UserError(
+                f'{place}: names no taps; load it with its target, or add "after_blocks", {fix}'
+            )
         return fallback, [f"names no taps; {list(fallback)} are taken (entries of hidden_states)"]
     entries, outputs = tuple(numbers), tuple(k + 1 for k in numbers)
     if is_speculators:
         return entries, []
     counts_outputs = fallback is not None and values.get("architectures") == [COUNTS_OUTPUTS]
     is_output = outputs == fallback or (entries != fallback and (entries[0] == 1 or counts_outputs))
-    taps, what = (outputs, "outputs of blocks") if is_output else (entries, "entries of hidden_states")
-    return taps, [f"{NUMBERED} {numbers} are taken as {what}: the head reads hidden_states {list(taps)}"]
+    taps, what = (
+        (outputs, "outputs of blocks") if is_output else (entries, "entries of hidden_states")
+    )
+    return taps, [
+        f"{NUMBERED} {numbers} are taken as {what}: the head reads hidden_states {list(taps)}"
+    ]
 
 
 def unread(values: dict[str, Any]) -> tuple[str, ...]:
@@ -206,12 +253,16 @@ def unread(values: dict[str, Any]) -> tuple[str, ...]:
     for part in (values, table(values, "transformer_layer_config"), table(values, "eagle_config")):
         kinds, window = part.get("layer_types") or [], part.get("sliding_window")
         others = sorted({str(kind) for kind in kinds} - {"full_attention"})
-        is_windowed = window is not None and part.get("use_sliding_window", True) and (others or not kinds)
+        is_windowed = (
+            window is not None and part.get("use_sliding_window", True) and (others or not kinds)
+        )
         meanings = {
             f"layer_types names {', '.join(others)}: attention is full here": others,
             f"sliding_window is {window}: attention is full here": is_windowed,
             "parallel_drafting: it drafts token by token here": part.get("parallel_drafting"),
-            "quantization_config: the weights are read as they are": part.get("quantization_config"),
+            "quantization_config: the weights are read as they are": part.get(
+                "quantization_config"
+            ),
         }
         sentences += [sentence for sentence, applies in meanings.items() if applies]
     return tuple(dict.fromkeys(sentences))

@@ -32,7 +32,11 @@ LOST: dict[str, tuple[str, ...]] = {  # options that readers would silently drop
     "sglang": ("qkv_bias", "qk_norm", "norm_before_residual", "norm_before_fc"),
     "speculators": (),
 }
-VLLM_SINCE = {"norm_before_fc": 38111, "fc_norm": 46488, "norm_output": 46488}  # March and June 2026
+VLLM_SINCE = {
+    "norm_before_fc": 38111,
+    "fc_norm": 46488,
+    "norm_output": 46488,
+}  # March and June 2026
 CHECKED = "0.5.10 to 0.5.23"  # versions of SGLang
 Export = tuple[dict[str, Any], dict[str, torch.Tensor], list[str]]
 TAP_RULES = read_yaml(Path(__file__).with_name("sglang.yaml"))[0]
@@ -44,10 +48,17 @@ def read_eagle1(files: content.HeadFiles, layout: str) -> content.HeadContent:
     if values.get("layernorms"):
         raise UserError(f"{place}: layernorms is true: a HASS head; such heads are not supported")
     if layout == "safeailab" and "bias" not in values and "fc.bias" not in tensors:
-        raise UserError(f'{place}: has no "bias", which means true, but the weights have no fc.bias; add "bias": false')
-    if content.table(values, "aerie").get(ZERO_BIAS) and not tensors.get("fc.bias", torch.ones(1)).any():
+        raise UserError(
+            f'{place}: has no "bias", which means true, but the weights have no fc.bias; add "bias": false'
+        )
+    if (
+        content.table(values, "aerie").get(ZERO_BIAS)
+        and not tensors.get("fc.bias", torch.ones(1)).any()
+    ):
         del tensors["fc.bias"]
-    sizes = content.read_sizes({**values[LAYER], "num_hidden_layers": 1} if is_early else values, place)
+    sizes = content.read_sizes(
+        {**values[LAYER], "num_hidden_layers": 1} if is_early else values, place
+    )
     options = {
         "safeailab": {"bias": values.get("bias", True), "qkv_bias": values.get("qkv_bias")},
         "sglang": {"bias": "fc.bias" in tensors},
@@ -61,7 +72,9 @@ def read_eagle3(files: content.HeadFiles, layout: str) -> content.HeadContent:
     values, place, is_speculators = files.values, files.config_place, layout == "speculators"
     extra = content.table(values, "eagle_config")
     if extra.get("use_aux_hidden_state") is False:
-        raise UserError(f"{place}: use_aux_hidden_state is false: heads that read no taps are not supported")
+        raise UserError(
+            f"{place}: use_aux_hidden_state is false: heads that read no taps are not supported"
+        )
     rules = (DERIVED, *(TO_MIDLAYER if FIRST_LAYER in files.tensors else ()))
     tensors = content.renamed(files.tensors, rules)
     sizes = content.read_sizes(values[LAYER] if is_speculators else values, place)
@@ -72,7 +85,9 @@ def read_eagle3(files: content.HeadFiles, layout: str) -> content.HeadContent:
         if "t2d" in tensors and tensors["t2d"].ndim == 1:
             sizes["vocab_size"] = tensors["t2d"].shape[0]  # early exports wrote another number
         if "norm_before_residual" not in values:
-            guesses.append("norm_before_residual is missing; false is taken, as by speculators (vLLM: true)")
+            guesses.append(
+                "norm_before_residual is missing; false is taken, as by speculators (vLLM: true)"
+            )
     options = {
         "draft_vocab_size": values.get("draft_vocab_size") or draft,
         "target_hidden_size": values.get("target_hidden_size") or sizes.get("hidden_size"),
@@ -84,7 +99,9 @@ def read_eagle3(files: content.HeadFiles, layout: str) -> content.HeadContent:
         "norm_before_fc": {**extra, **values}.get("norm_before_fc", "input_norm.weight" in tensors),
     }
     config = content.configured(Eagle3Config, {**sizes, **options}, place)
-    return content.HeadContent(config, tensors, tuple(guesses), is_embedding_optional=True, speculative_tokens=drafts)
+    return content.HeadContent(
+        config, tensors, tuple(guesses), is_embedding_optional=True, speculative_tokens=drafts
+    )
 
 
 def write_eagle(layout: str, head: content.HeadContent, target: content.TargetFacts) -> Export:
@@ -102,12 +119,18 @@ def write_eagle(layout: str, head: content.HeadContent, target: content.TargetFa
     if isinstance(config, Eagle3Config):
         assert EMBEDDING in tensors  # not every reader takes it from the target
         if config.draft_vocab_size == config.vocab_size:  # readers expect no tables then
-            tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
-        width = None if config.target_hidden_size == config.hidden_size else config.target_hidden_size
+            tensors = {
+                name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")
+            }
+        width = (
+            None if config.target_hidden_size == config.hidden_size else config.target_hidden_size
+        )
         if layout == "speculators":
             for name, number in VLLM_SINCE.items():
                 if getattr(config, name):
-                    notes.append(f"{name} needs a vLLM with its pull request {number}; earlier ones drop it in silence")
+                    notes.append(
+                        f"{name} needs a vLLM with its pull request {number}; earlier ones drop it in silence"
+                    )
             layer = {**sizes, "model_type": "qwen3" if config.qk_norm else "llama"}
             layer |= {"attention_bias": False, "mlp_bias": False}
             drafts = head.speculative_tokens or SPECULATIVE_TOKENS
@@ -121,19 +144,35 @@ def write_eagle(layout: str, head: content.HeadContent, target: content.TargetFa
             }
             return values, content.renamed(tensors, FROM_MIDLAYER), notes
         values["draft_vocab_size"] = config.draft_vocab_size
-        values |= {} if width is None else {"target_hidden_size": width}  # null would be read as a width
-        values |= {"bias": False, "after_blocks": list(config.after_blocks), "tap_convention": TAP_CONVENTION}
+        values |= (
+            {} if width is None else {"target_hidden_size": width}
+        )  # null would be read as a width
+        values |= {
+            "bias": False,
+            "after_blocks": list(config.after_blocks),
+            "tap_convention": TAP_CONVENTION,
+        }
         if not is_safeailab:
             flags = {"fc_norm": config.fc_norm, "norm_output": config.norm_output}
             for name in (name for name, is_on in flags.items() if is_on):
-                notes.append(f"{name} (EAGLE-3.1) needs SGLang 0.5.12; earlier ones drop it in silence")
-            numbers, versions = sglang_numbers(config.after_blocks, target.default_taps, target.architectures)
-            values |= {**flags, "norm_before_residual": False, "aerie": {SERVER: f"SGLang {versions}"}}
+                notes.append(
+                    f"{name} (EAGLE-3.1) needs SGLang 0.5.12; earlier ones drop it in silence"
+                )
+            numbers, versions = sglang_numbers(
+                config.after_blocks, target.default_taps, target.architectures
+            )
+            values |= {
+                **flags,
+                "norm_before_residual": False,
+                "aerie": {SERVER: f"SGLang {versions}"},
+            }
             counted = "its default, so that config.json names none"
             if numbers is not None:
                 counted = f"written as {numbers}; for vLLM export with --to speculators"
                 values["eagle_config"] = {"use_aux_hidden_state": True, content.NUMBERED: numbers}
-            notes.append(f"made for SGLang {versions}: the taps {list(config.after_blocks)} are {counted}")
+            notes.append(
+                f"made for SGLang {versions}: the taps {list(config.after_blocks)} are {counted}"
+            )
     elif is_safeailab:
         values |= {"bias": config.bias, "qkv_bias": config.qkv_bias}
         if config.bias:
@@ -147,7 +186,9 @@ def write_eagle(layout: str, head: content.HeadContent, target: content.TargetFa
     return values, tensors, notes
 
 
-def refuse_eagle(layout: str, config: Eagle1Config | Eagle3Config, target: content.TargetFacts | None) -> None:
+def refuse_eagle(
+    layout: str, config: Eagle1Config | Eagle3Config, target: content.TargetFacts | None
+) -> None:
     """UserError for what readers would silently drop or misread; without a target, as far as the head alone tells."""
     lost = [name for name in LOST[layout] if getattr(config, name, False)]
     instead = "serve it with vLLM (--to speculators)"
@@ -155,11 +196,17 @@ def refuse_eagle(layout: str, config: Eagle1Config | Eagle3Config, target: conte
         instead = "vLLM serves it from --to safeailab"
         lost += ["an EAGLE-1 head"] if layout == "speculators" else []
     elif layout == "speculators":
-        lost += ["norm_before_fc and fc_norm together"] if config.norm_before_fc and config.fc_norm else []
+        lost += (
+            ["norm_before_fc and fc_norm together"]
+            if config.norm_before_fc and config.fc_norm
+            else []
+        )
     else:
         lost += [f"{config.num_hidden_layers} layers"] if config.num_hidden_layers > 1 else []
         if layout == "safeailab" and target and config.after_blocks != target.default_taps:
-            lost.append(f"the taps {list(config.after_blocks)}: SafeAILab's code reads {target.default_taps}")
+            lost.append(
+                f"the taps {list(config.after_blocks)}: SafeAILab's code reads {target.default_taps}"
+            )
     if lost:
         raise UserError(f"--to {layout}: cannot carry {', '.join(lost)}; {instead}")
     if layout == "sglang" and isinstance(config, Eagle3Config) and target:
@@ -210,4 +257,6 @@ def sglang_numbers(
         return less_one, CHECKED
     else:
         why = "SGLang has no number for the embedding"
-    raise UserError(f"--to sglang: cannot carry the taps {list(after_blocks)}: {why}; serve it with vLLM")
+    raise UserError(
+        f"--to sglang: cannot carry the taps {list(after_blocks)}: {why}; serve it with vLLM"
+    )

@@ -49,7 +49,9 @@ class PathCorrection(nn.Module):
         # all W1_i, the nearest token's last
         self.markov_w1 = nn.Embedding(config.markov_order * config.vocab_size, rank)
         self.markov_w2 = LMHead(rank, config.vocab_size, bias=False)
-        self.gate_proj = nn.Linear(config.hidden_size + rank, rank) if config.markov_head == "gated" else None
+        self.gate_proj = (
+            nn.Linear(config.hidden_size + rank, rank) if config.markov_head == "gated" else None
+        )
 
     def forward(self, before: Tensor, states: Tensor) -> Tensor:
         first = torch.arange(before.shape[-1], device=before.device) * self._vocab_size
@@ -81,7 +83,9 @@ class BlockHead(nn.Module):
         self.markov_head = PathCorrection(config) if config.markov_rank else None
         self.rotary = Rotary(config)
 
-    def initialise(self, vocab: VocabWeights, generator: torch.Generator, initializer_range: float = 0.02) -> None:
+    def initialise(
+        self, vocab: VocabWeights, generator: torch.Generator, initializer_range: float = 0.02
+    ) -> None:
         """Normal matrices, zero biases, a correction of zero, the identity for anchor_proj.
 
         The final norm is the target's if vocab has it."""
@@ -111,7 +115,11 @@ class BlockHead(nn.Module):
     def correct(self, logits: Tensor, before: Tensor, states: Tensor) -> Tensor:
         """Logits [..., V] of places with states [..., D], in float32, given the tokens before them [..., n]."""
         logits = logits.float()
-        return logits if self.markov_head is None else logits + self.markov_head(before, states).float()
+        return (
+            logits
+            if self.markov_head is None
+            else logits + self.markov_head(before, states).float()
+        )
 
     def forward(self, tokens: Tensor, taps: Tensor, anchors: Tensor, embedding: Tensor) -> Tensor:
         """States [B, A, K, D] for the LM head, of the K drafting rows of A blocks with tokens [B, A] at anchors
@@ -119,7 +127,10 @@ class BlockHead(nn.Module):
         size, length = self.config.block_size, taps.shape[1]
         places = anchors[..., None] + torch.arange(size, device=anchors.device)  # [B, A, block]
         cos, sin = self.rotary.table(length + size, self.fc.weight)
-        of_rows = cos[places.flatten(1)][:, None], sin[places.flatten(1)][:, None]  # [B, 1, A * block, hd]
+        of_rows = (
+            cos[places.flatten(1)][:, None],
+            sin[places.flatten(1)][:, None],
+        )  # [B, 1, A * block, hd]
         of_text = cos[:length], sin[:length]
         context = self.fuse(taps)
         before = (anchors - 1).clamp(min=0)[..., None].expand(-1, -1, context.shape[-1])
@@ -127,7 +138,9 @@ class BlockHead(nn.Module):
         attention = self._attention(anchors, length)
         for layer in self.layers:
             if self.gradient_checkpointing and self.training:
-                x = checkpoint(_layer, layer, x, context, of_rows, of_text, attention, use_reentrant=False)
+                x = checkpoint(
+                    _layer, layer, x, context, of_rows, of_text, attention, use_reentrant=False
+                )
             else:
                 x = _layer(layer, x, context, of_rows, of_text, attention)
         drafting = x.unflatten(1, (-1, size))[:, :, size - self.config.num_places :]
@@ -138,7 +151,9 @@ class BlockHead(nn.Module):
 
         Its mask is dense, [B, 1, A * block, T + A * block]; on CUDA, FlexAttention skips what it hides."""
         size, (count, number) = self.config.block_size, anchors.shape
-        own = torch.arange(-length, number * size, device=anchors.device)  # by column; the text's are negative
+        own = torch.arange(
+            -length, number * size, device=anchors.device
+        )  # by column; the text's are negative
         is_causal = self.config.in_block == "causal"
 
         def sees(text: Tensor, _: Tensor, row: Tensor, column: Tensor) -> Tensor:
@@ -149,7 +164,9 @@ class BlockHead(nn.Module):
         if _is_sparse(anchors):
             sizes = (count, None, number * size, len(own))
             return partial(_sparse, mask=create_block_mask(sees, *sizes, device=anchors.device))
-        texts, rows, columns = (torch.arange(n, device=anchors.device) for n in (count, number * size, len(own)))
+        texts, rows, columns = (
+            torch.arange(n, device=anchors.device) for n in (count, number * size, len(own))
+        )
         mask = sees(texts[:, None, None, None], rows, rows[:, None], columns)
         return partial(attend, mask=mask, memory=None)
 
@@ -164,18 +181,25 @@ def _is_sparse(x: Tensor) -> bool:
 
 def _sparse(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
     # under autocast RoPE's float32 tables make q and k float32
-    out = _flex(q.to(v.dtype), k.to(v.dtype), v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    out = _flex(
+        q.to(v.dtype), k.to(v.dtype), v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
+    )
     return out.transpose(1, 2).flatten(2)
 
 
-def _layer(layer: Any, x: Tensor, context: Tensor, rows: Rope, text: Rope, attention: Attention) -> Tensor:
+def _layer(
+    layer: Any, x: Tensor, context: Tensor, rows: Rope, text: Rope, attention: Attention
+) -> Tensor:
     own = layer.self_attn
     residual, q, k, v = layer.before(x, None, rows, None)
     keys, values = (
-        project(context).unflatten(-1, (-1, own.head_dim)).transpose(1, 2) for project in (own.k_proj, own.v_proj)
+        project(context).unflatten(-1, (-1, own.head_dim)).transpose(1, 2)
+        for project in (own.k_proj, own.v_proj)
     )
     keys = rotate(own.k_norm(keys), *text)
-    return layer.after(residual, attention(q, torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2)))
+    return layer.after(
+        residual, attention(q, torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2))
+    )
 
 
 class BlockDraft:
@@ -189,7 +213,9 @@ class BlockDraft:
         """Writes the keys and values of fused taps [n, D], with rope [2, n, hd], to the cache."""
         for number, layer in enumerate(self._layers):
             rows = F.linear(context, layer.qkv[layer.parts[0] * self._head_dim :])  # [n, 2 KV * hd]
-            k, v = rows.view(1, len(rows), -1, self._head_dim).transpose(1, 2).chunk(2, dim=1)  # [1, KV, n, hd]
+            k, v = (
+                rows.view(1, len(rows), -1, self._head_dim).transpose(1, 2).chunk(2, dim=1)
+            )  # [1, KV, n, hd]
             assert layer.qk_norms is not None
             cache.update(rotate(layer.qk_norms[1](k), rope[0], rope[1]), v, number)
 

@@ -39,18 +39,26 @@ class DraftVocabulary:
     @classmethod
     def of_tables(cls, d2t: Tensor, t2d: Tensor, place: str) -> "DraftVocabulary":
         if not d2t.ndim == t2d.ndim == 1 or (d2t.long() != d2t).any() or (t2d.bool() != t2d).any():
-            raise UserError(f"{place}: d2t must be a list of integer offsets, and t2d a list of booleans")
+            raise UserError(
+                f"{place}: d2t must be a list of integer offsets, and t2d a list of booleans"
+            )
         vocabulary, marked = cls(d2t.long(), t2d.bool()), t2d.nonzero().flatten()
         if not marked.equal(vocabulary.ids):
-            raise UserError(f"{place}: d2t and t2d name different tokens; d2t holds offsets (target id - draft id)")
+            raise UserError(
+                f"{place}: d2t and t2d name different tokens; d2t holds offsets (target id - draft id)"
+            )
         return vocabulary
 
     @classmethod
-    def most_frequent(cls, counts: Counts, size: int, forced: Collection[int] = ()) -> "DraftVocabulary":
+    def most_frequent(
+        cls, counts: Counts, size: int, forced: Collection[int] = ()
+    ) -> "DraftVocabulary":
         """The forced ids and the most frequent ones by counts [V]; of equal counts, the smaller id."""
         check_size(size, len(counts))
         if len(set(forced)) > size:
-            raise UserError(f"head.draft_vocab_size: {size:,} has no room for {len(set(forced)):,} special tokens")
+            raise UserError(
+                f"head.draft_vocab_size: {size:,} has no room for {len(set(forced)):,} special tokens"
+            )
         rank = counts.astype(np.int64, copy=True)
         rank[list(forced)] = np.iinfo(np.int64).max
         return cls.of_ids(torch.from_numpy(np.argsort(-rank, kind="stable")[:size]), len(counts))
@@ -76,12 +84,16 @@ class DraftVocabulary:
         """UserError if none of the target's end_ids is in: no draft could end a turn."""
         known = sorted(number for number in end_ids if 0 <= number < len(self.t2d))
         if known and not self.t2d[known].any():
-            raise UserError(f"{place}: none of the target's end-of-turn tokens {known} is in the draft vocabulary")
+            raise UserError(
+                f"{place}: none of the target's end-of-turn tokens {known} is in the draft vocabulary"
+            )
 
 
 def check_size(size: int | None, vocab_size: int) -> None:
     if size is not None and size > vocab_size:
-        raise UserError(f"head.draft_vocab_size: {size:,} is larger than the target's vocabulary of {vocab_size:,}")
+        raise UserError(
+            f"head.draft_vocab_size: {size:,} is larger than the target's vocabulary of {vocab_size:,}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +150,9 @@ class EagleHead(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_tokens.weight.requires_grad_(not shares_embedding)
         self.shares_embedding = shares_embedding  # with the target, frozen
-        self.saves_embedding = not shares_embedding  # also if its file holds another one than the target's
+        self.saves_embedding = (
+            not shares_embedding
+        )  # also if its file holds another one than the target's
         self.rotary = Rotary(config)
 
     def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,17 +163,25 @@ class EagleHead(nn.Module):
         """The feature to feed back, from the last layer's output [B, T, D]."""
         return x
 
-    def initialise(self, vocab: VocabWeights, generator: torch.Generator, initializer_range: float = 0.02) -> None:
+    def initialise(
+        self, vocab: VocabWeights, generator: torch.Generator, initializer_range: float = 0.02
+    ) -> None:
         """Normal matrices, zero biases; a shared embedding is the target's."""
         for name, parameter in self.named_parameters():
             if name == EMBEDDING and self.shares_embedding:
                 parameter.data.copy_(vocab.embedding)
             elif parameter.ndim == 2:
-                parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, initializer_range, generator=generator))
+                parameter.data.copy_(
+                    torch.empty(parameter.shape).normal_(
+                        0.0, initializer_range, generator=generator
+                    )
+                )
             elif name.endswith("bias"):
                 parameter.data.zero_()
 
-    def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, memories: Sequence[Memory] = ()) -> Tensor:
+    def forward(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, memories: Sequence[Memory] = ()
+    ) -> Tensor:
         """Outputs [B, T, D] of tokens [B, T] (slot p holds t_{p+1}), features [B, T, D] and positions [B, T].
 
         With memories: one step of the parallel unroll, in which each slot's chain takes its next token.
@@ -182,10 +204,14 @@ class EagleDraft:
 
     def __init__(self, head: EagleHead) -> None:
         self._embedding, self._leave = head.embed_tokens.weight, head.leave
-        self._fc = (head.fc.weight, head.fc.bias) if isinstance(head, Eagle1Head) else None  # EAGLE-3's is in `fuse`
+        self._fc = (
+            (head.fc.weight, head.fc.bias) if isinstance(head, Eagle1Head) else None
+        )  # EAGLE-3's is in `fuse`
         self._layers = [DraftLayer(layer) for layer in head.blocks]
 
-    def __call__(self, tokens: Tensor, features: Tensor, rope: Tensor, mask: Tensor, cache: KeyValueCache) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, features: Tensor, rope: Tensor, mask: Tensor, cache: KeyValueCache
+    ) -> Tensor:
         """Outputs [n, D] of tokens [n], features [n, D], rope [2, n or 1, hd]; mask [1, 1, n, S] as in DraftLayer."""
         embedded = F.embedding(tokens, self._embedding).to(features.dtype)
         x = features
@@ -237,12 +263,17 @@ class Eagle3Head(EagleHead):
         width, eps = config.hidden_size, config.rms_norm_eps
         taps_width = len(config.after_blocks) * config.target_hidden_size
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(nn.RMSNorm(config.target_hidden_size, eps) for _ in config.after_blocks)
+            self.fc_norm = nn.ModuleList(
+                nn.RMSNorm(config.target_hidden_size, eps) for _ in config.after_blocks
+            )
         if config.norm_before_fc:
             self.input_norm = nn.RMSNorm(taps_width, eps)
         self.fc = nn.Linear(taps_width, width, bias=False)
         self.midlayer = DecoderLayer(config, "pair", config.norm_before_residual)
-        self.blocks = [self.midlayer, *(DecoderLayer(config) for _ in range(config.num_hidden_layers - 1))]
+        self.blocks = [
+            self.midlayer,
+            *(DecoderLayer(config) for _ in range(config.num_hidden_layers - 1)),
+        ]
         if config.num_hidden_layers > 1:
             self.layers = nn.ModuleList(self.blocks[1:])
         self.norm = nn.RMSNorm(width, eps)
@@ -259,7 +290,9 @@ class Eagle3Head(EagleHead):
         taps = taps.to(self.fc.weight.dtype)
         if self.config.fc_norm:
             pieces = taps.split(self.config.target_hidden_size, dim=-1)
-            taps = torch.cat([norm(piece) for norm, piece in zip(self.fc_norm, pieces, strict=True)], dim=-1)
+            taps = torch.cat(
+                [norm(piece) for norm, piece in zip(self.fc_norm, pieces, strict=True)], dim=-1
+            )
         if self.config.norm_before_fc:
             taps = self.input_norm(taps)
         return self.fc(taps)

@@ -11,7 +11,9 @@ from torch.nn import functional as F
 from aerie.model.layers import DecoderLayer, KeyValueCache, Rotary
 from aerie.model.target import VocabWeights, transformed
 
-Drop = Callable[[Tensor, int], Tensor]  # training's dropout: (x [S, W], index of the block) -> x [S, W]
+Drop = Callable[
+    [Tensor, int], Tensor
+]  # training's dropout: (x [S, W], index of the block) -> x [S, W]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,9 @@ class Branch(nn.Module):
 
     def __init__(self, inputs: int, width: int, num_layers: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(ResidualBlock(inputs if i == 0 else width, width) for i in range(num_layers))
+        self.blocks = nn.ModuleList(
+            ResidualBlock(inputs if i == 0 else width, width) for i in range(num_layers)
+        )
 
     def forward(self, x: Tensor, drop: Drop | None = None) -> Tensor:
         """[..., D] of inputs [..., W]; dropout acts on each block's input and on the output."""
@@ -82,7 +86,11 @@ class TokenLaws(nn.Module):
     def forward(self, index: int, state: Tensor, vocab: VocabWeights | None = None) -> Tensor:
         """Logits [..., V] of future token `index` (0: at t + 2) from states [..., D]."""
         if self.config.lm_head == "own":
-            return transformed(self.lm_heads[index](state), self.config.logit_scale, self.config.final_logit_softcap)
+            return transformed(
+                self.lm_heads[index](state),
+                self.config.logit_scale,
+                self.config.final_logit_softcap,
+            )
         vocab = vocab or self.vocab
         assert vocab is not None
         return vocab.logits(state)
@@ -92,25 +100,37 @@ class MultiTokenHead(nn.Module):
     def __init__(self, config: Any, inputs: Iterable[int]) -> None:
         super().__init__()
         self.config = config
-        self.branches = nn.ModuleList(Branch(each, config.hidden_size, config.num_layers) for each in inputs)
+        self.branches = nn.ModuleList(
+            Branch(each, config.hidden_size, config.num_layers) for each in inputs
+        )
         self.laws = TokenLaws(config)
 
-    def initialise(self, vocab: VocabWeights, generator: torch.Generator, initializer_range: float = 0.02) -> None:
+    def initialise(
+        self, vocab: VocabWeights, generator: torch.Generator, initializer_range: float = 0.02
+    ) -> None:
         """Zero blocks, uniform projections within 1 / sqrt(inputs), the target's LM head, a normal prefix layer."""
         for name, parameter in self.named_parameters():
             if name.startswith("prefix_layer.") and parameter.ndim == 2:
-                parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, initializer_range, generator=generator))
+                parameter.data.copy_(
+                    torch.empty(parameter.shape).normal_(
+                        0.0, initializer_range, generator=generator
+                    )
+                )
             elif ".linear." in name:
                 parameter.data.zero_()
         for block in self.modules():
             if isinstance(block, ResidualBlock) and block.projection is not None:
                 bound = block.linear.in_features**-0.5
                 for parameter in block.projection.parameters():
-                    parameter.data.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
+                    parameter.data.copy_(
+                        torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+                    )
         for linear in cast(Iterable[nn.Linear], self.laws.lm_heads):
             linear.weight.data.copy_(vocab.lm_head)
             if linear.bias is not None:
-                linear.bias.data.copy_(torch.zeros_like(linear.bias) if vocab.bias is None else vocab.bias)
+                linear.bias.data.copy_(
+                    torch.zeros_like(linear.bias) if vocab.bias is None else vocab.bias
+                )
 
 
 class MedusaHead(MultiTokenHead):
@@ -126,7 +146,9 @@ class MedusaHead(MultiTokenHead):
 
     def forward(self, features: Tensor) -> Tensor:
         """Logits [num_heads, ..., V] of features [..., D]; row k is for t + 2 + k."""
-        return torch.stack([self.laws(k, self.state(k, features)) for k in range(self.config.num_heads)])
+        return torch.stack(
+            [self.laws(k, self.state(k, features)) for k in range(self.config.num_heads)]
+        )
 
 
 class HydraHead(MultiTokenHead):
@@ -138,11 +160,17 @@ class HydraHead(MultiTokenHead):
         super().__init__(config, ((i + 2) * config.hidden_size for i in range(config.num_heads)))
         if config.prefix_layer:
             self.prefix_layer = DecoderLayer(config)
-            self.prefix_layer.norm = nn.RMSNorm(config.hidden_size, cast(float, config.rms_norm_eps))
+            self.prefix_layer.norm = nn.RMSNorm(
+                config.hidden_size, cast(float, config.rms_norm_eps)
+            )
             self.rotary = Rotary(config)
 
     def prefix(
-        self, states: Tensor, positions: Tensor, mask: Tensor | None = None, cache: KeyValueCache | None = None
+        self,
+        states: Tensor,
+        positions: Tensor,
+        mask: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """h_t [B, T, D] of the target's states [B, T, D] at positions [T]."""
         if not self.config.prefix_layer:
@@ -151,7 +179,9 @@ class HydraHead(MultiTokenHead):
         x = self.prefix_layer(states, None, rope, mask, None if cache is None else (cache, 0))
         return cast(nn.RMSNorm, self.prefix_layer.norm)(x)
 
-    def state(self, index: int, state: Tensor, embeddings: Tensor, drop: Drop | None = None) -> Tensor:
+    def state(
+        self, index: int, state: Tensor, embeddings: Tensor, drop: Drop | None = None
+    ) -> Tensor:
         return self.branches[index](torch.cat([state, embeddings.to(state.dtype)], dim=-1), drop)
 
     def step(self, index: int, state: Tensor, embeddings: Tensor) -> Tensor:

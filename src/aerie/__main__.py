@@ -40,7 +40,10 @@ def main() -> int:
     if command not in OWNERS:
         if not command.startswith("-"):
             close = difflib.get_close_matches(command, OWNERS, n=1)
-            print(f"error: {command}: no command{f'; did you mean {close[0]!r}?' if close else ''}", file=sys.stderr)
+            print(
+                f"error: {command}: no command{f'; did you mean {close[0]!r}?' if close else ''}",
+                file=sys.stderr,
+            )
             return 2
         print("usage: aerie COMMAND [OPTION ...]; aerie COMMAND --help shows a command's options\n")
         print("\n".join(f"  {line[8:]}" for line in COMMANDS.splitlines()))

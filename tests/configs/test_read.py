@@ -47,12 +47,28 @@ def read(path: Path, text: str, *overrides: str) -> Run:
 @pytest.mark.parametrize(
     ("text", "overrides", "expected"),
     [
-        ("name: a\noptim: {learning_rate: 3e-5, more: {x: 1e-2}}\n", (), Run("a", Optim(3e-5, more={"x": 0.01}))),
+        (
+            "name: a\noptim: {learning_rate: 3e-5, more: {x: 1e-2}}\n",
+            (),
+            Run("a", Optim(3e-5, more={"x": 0.01})),
+        ),
         ("name: a\n", ("optim.steps=7", "extra.steps=3"), Run("a", Optim(steps=7), Optim(steps=3))),
         # an override leaves other uses of the anchor alone
-        ("name: a\noptim: &o {steps: 2}\nextra: *o\n", ("extra.steps=3",), Run("a", Optim(steps=2), Optim(steps=3))),
-        ("name: a\n", ("figure.kind=square", "figure.width=2.5"), Run("a", figure=Square(width=2.5))),
-        ("name: a\nparts: [{steps: 1}, {}]\n", ("parts.1.steps=7",), Run("a", parts=(Optim(steps=1), Optim(steps=7)))),
+        (
+            "name: a\noptim: &o {steps: 2}\nextra: *o\n",
+            ("extra.steps=3",),
+            Run("a", Optim(steps=2), Optim(steps=3)),
+        ),
+        (
+            "name: a\n",
+            ("figure.kind=square", "figure.width=2.5"),
+            Run("a", figure=Square(width=2.5)),
+        ),
+        (
+            "name: a\nparts: [{steps: 1}, {}]\n",
+            ("parts.1.steps=7",),
+            Run("a", parts=(Optim(steps=1), Optim(steps=7))),
+        ),
     ],
 )
 def test_overrides_reach_their_keys_and_the_resolved_recipe_loads_back_equal(
@@ -68,9 +84,17 @@ MISTAKES = [
     ("name: b", "", "r.yaml:2: name: set twice"),
     ("optim: [", "", "r.yaml:3: not YAML"),
     ("figure: {kind: sqare}", "", "r.yaml:2: figure: unknown kind 'sqare'; did you mean 'square'?"),
-    ("parts: [{}, {stpes: 2}]", "", "r.yaml:2: parts.1.stpes: unknown key; did you mean 'parts.1.steps'?"),
+    (
+        "parts: [{}, {stpes: 2}]",
+        "",
+        "r.yaml:2: parts.1.stpes: unknown key; did you mean 'parts.1.steps'?",
+    ),
     ("", "parts.5.steps=1", "--parts.5.steps: parts is no list"),
-    ("", "learning_rate=1", "--learning_rate: unknown key; did you mean 'optim.learning_rate'?"),  # another section's
+    (
+        "",
+        "learning_rate=1",
+        "--learning_rate: unknown key; did you mean 'optim.learning_rate'?",
+    ),  # another section's
 ]
 
 
@@ -86,7 +110,9 @@ def test_a_mistake_is_named_by_line_or_flag_with_a_suggestion(
 def test_every_problem_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         read(tmp_path / "r.yaml", "optim:\n  lerning_rate: 1\n  stpes: 2\n")
-    missing, first, second = (line.removeprefix(f"{tmp_path}/r.yaml") for line in str(caught.value).splitlines())
+    missing, first, second = (
+        line.removeprefix(f"{tmp_path}/r.yaml") for line in str(caught.value).splitlines()
+    )
     assert missing == ": name: required, and not set"
     assert first == ":2: optim.lerning_rate: unknown key; did you mean 'optim.learning_rate'?"
     assert second == ":3: optim.stpes: unknown key; did you mean 'optim.steps'?"

@@ -18,7 +18,9 @@ CONFIGS = ROOT / "configs"
 TOPOLOGIES = sorted((CONFIGS / "accelerate").glob("*.yaml"))
 TREES = sorted((CONFIGS / "trees").glob("*.yaml"))
 RECIPES = sorted(
-    path for path in CONFIGS.rglob("*.yaml") if path not in [*TOPOLOGIES, *TREES, CONFIGS / "schema/aliases.yaml"]
+    path
+    for path in CONFIGS.rglob("*.yaml")
+    if path not in [*TOPOLOGIES, *TREES, CONFIGS / "schema/aliases.yaml"]
 )
 
 
@@ -29,13 +31,17 @@ def load(path: Path, *overrides: str) -> pipeline.Recipe:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_every_recipe_loads_keeps_its_run_under_runs_and_drafts_within_its_positions(path: Path) -> None:
+def test_every_recipe_loads_keeps_its_run_under_runs_and_drafts_within_its_positions(
+    path: Path,
+) -> None:
     recipe = load(path)
     template, positions = recipe.target.chat_template, recipe.head.max_position_embeddings
     assert recipe.run.startswith("runs/") and recipe.tree is not None
     assert template is None or (ROOT / template).is_file()
     is_target = recipe.output is not None  # it trains a target, which does not draft
-    assert is_target or positions is None or positions >= recipe.data.max_length + recipe.tree.levels
+    assert (
+        is_target or positions is None or positions >= recipe.data.max_length + recipe.tree.levels
+    )
 
 
 def test_another_kind_of_head_or_method_forgets_the_files_trees() -> None:
@@ -46,7 +52,11 @@ def test_another_kind_of_head_or_method_forgets_the_files_trees() -> None:
     assert own.calibrate and own.tree == load(path, "--head.kind", "eagle1").tree == chain.tree
     assert eagle3.tree == load(path, "--head.kind=eagle3", "--tree={}").tree != own.tree
     assert chain.calibrate and chain.calibrate.tree and chain.calibrate.tree.shape == "chain"
-    assert changed.tree and eagle3.tree and (changed.tree.levels, changed.tree.nodes) == (3, eagle3.tree.nodes)
+    assert (
+        changed.tree
+        and eagle3.tree
+        and (changed.tree.levels, changed.tree.nodes) == (3, eagle3.tree.nodes)
+    )
 
 
 def test_words_for_lists_short_dtypes_and_the_home_directory_are_read_as_meant(
@@ -57,18 +67,29 @@ def test_words_for_lists_short_dtypes_and_the_home_directory_are_read_as_meant(
         "run: ~/run\ntarget: {path: ~/target, dtype: bf16}\ndata: {conversations: ~/rows.jsonl}\n"
         "train: {trackers: wandb}\nbench: {rows: {method: vanilla, head: ~/head}, prompts: {tasks: gsm8k}}\n"
     )
-    recipe = load(Path("~/recipe.yaml"), "--features.after_blocks", "2", "--features.dtype", "torch.half")
+    recipe = load(
+        Path("~/recipe.yaml"), "--features.after_blocks", "2", "--features.dtype", "torch.half"
+    )
     target, features, train, bench = recipe.target, recipe.features, recipe.train, recipe.bench
     assert (recipe.run, target.path, *recipe.data.conversations) == tuple(
         f"{tmp_path}/{name}" for name in ("run", "target", "rows.jsonl")
     )
     assert (target.dtype, features.dtype, features.after_blocks) == ("bfloat16", "float16", (2,))
-    assert bench is not None and train.trackers == ("wandb",) and bench.rows[0].head == f"{tmp_path}/head"
+    assert (
+        bench is not None
+        and train.trackers == ("wandb",)
+        and bench.rows[0].head == f"{tmp_path}/head"
+    )
     assert [task.name for task in bench.prompts.tasks] == ["gsm8k"]
 
 
 def test_no_number_of_a_recipe_is_negative() -> None:
-    for field in {field for cls, _, _ in sections(pipeline.Recipe) for field in fields(cls) if field.name != "values"}:
+    for field in {
+        field
+        for cls, _, _ in sections(pipeline.Recipe)
+        for field in fields(cls)
+        if field.name != "values"
+    }:
         for value in (-2, [-2], [-2, -2]):
             with pytest.raises(ValidationError):
                 TypeAdapter(field.type).validate_python(value)
@@ -82,7 +103,10 @@ OUTSIDE += " distill.server.timeout_s=.inf run= data.conversations=['']"
 
 @pytest.mark.parametrize("word", OUTSIDE.split())
 def test_a_number_that_means_nothing_and_a_path_of_nothing_are_refused(word: str) -> None:
-    key, values = word.split("=")[0], ["--distill.server.urls", "http://a", "--distill.sources", "[{path: a}]"]
+    key, values = (
+        word.split("=")[0],
+        ["--distill.server.urls", "http://a", "--distill.sources", "[{path: a}]"],
+    )
     with pytest.raises(UserError) as caught:
         load(CONFIGS / "embedded.yaml", *values, f"--{word}")
     assert str(caught.value).startswith(f"--{key}") and "\n" not in str(caught.value)
@@ -98,12 +122,18 @@ def test_weights_of_a_loss_are_not_all_zero() -> None:
 def test_names_of_other_programs_lead_to_ours() -> None:
     for key, other in ((key, other) for key, others in ALIASES.items() for other in others.split()):
         told = suggestion([other], pipeline.Recipe)
-        assert told.startswith("did you mean '") and told.endswith((f".{key}'?", f"'{key}'?")), (other, told)
+        assert told.startswith("did you mean '") and told.endswith((f".{key}'?", f"'{key}'?")), (
+            other,
+            told,
+        )
 
 
 def test_recipes_that_share_a_cache_agree() -> None:
     for kind in ("medusa", "hydra"):  # they train on the feature cache of the EAGLE-1 recipe
-        for ours, theirs in ((f"{kind}/embedded", "embedded"), (f"{kind}/vicuna-7b", "eagle1/vicuna-7b")):
+        for ours, theirs in (
+            (f"{kind}/embedded", "embedded"),
+            (f"{kind}/vicuna-7b", "eagle1/vicuna-7b"),
+        ):
             own, shared = (load(CONFIGS / f"{name}.yaml") for name in (ours, theirs))
             assert (own.run, own.data, own.features) == (shared.run, shared.data, shared.features)
 
@@ -114,6 +144,8 @@ def test_every_topology_is_one_that_accelerate_reads(path: Path) -> None:
     deepspeed = yaml.safe_load(path.read_text(encoding="utf-8")).get("deepspeed_config", {})
     assert config.num_processes == (1 if path.stem == "cpu" else 2)
     assert config.use_cpu == (path.stem == "cpu")  # use_cpu would switch DeepSpeed off
-    assert {"gradient_clipping", "gradient_accumulation_steps"}.isdisjoint(deepspeed)  # set by the loop
+    assert {"gradient_clipping", "gradient_accumulation_steps"}.isdisjoint(
+        deepspeed
+    )  # set by the loop
     if path.stem.startswith("zero"):
         assert deepspeed["zero_stage"] == int(path.stem.removeprefix("zero"))

@@ -20,7 +20,9 @@ def rows(count: int, seed: int = 0) -> list[Row]:
     for number in range(count):
         ids = [chance.randrange(320) for _ in range(chance.randint(3, 40))]
         border = chance.randint(1, len(ids) - 2)
-        made.append(Row(ids, [0] * border + [1] * (len(ids) - border), f"rows.jsonl: row {number + 1}"))
+        made.append(
+            Row(ids, [0] * border + [1] * (len(ids) - border), f"rows.jsonl: row {number + 1}")
+        )
     return made
 
 
@@ -28,7 +30,9 @@ def plan(directory: Path, target: Target, data: TokenisedData, **features: Any) 
     """A plan for a cache with several shards."""
     config = FeaturesConfig(**{"shard_tokens": 120, "batch_tokens": 128, **features})
     origin = {"target": {"dtype": target.recipe.dtype}, "features": list(config.after_blocks or ())}
-    return plan_cache(directory, data, config, target.recipe.path, load_config(target.recipe), origin)
+    return plan_cache(
+        directory, data, config, target.recipe.path, load_config(target.recipe), origin
+    )
 
 
 def write(target: Target, plan: CachePlan, **options: Any) -> Any:
@@ -44,5 +48,9 @@ def cache(directory: Path, target: Target, data: TokenisedData, **features: Any)
 
 def contents(directory: Path) -> dict[str, bytes]:
     """Every file of a cache except the provenance, which contains times."""
-    files = [path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != "provenance.json"]
+    files = [
+        path
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name != "provenance.json"
+    ]
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}

@@ -10,8 +10,13 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-TRIMMING = "{{ bos_token }}" + CHATML.replace("m['content']", "m['content'] | trim")  # like Llama 3's
-NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system role') }}{% endif %}" + CHATML
+TRIMMING = "{{ bos_token }}" + CHATML.replace(
+    "m['content']", "m['content'] | trim"
+)  # like Llama 3's
+NO_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system role') }}{% endif %}"
+    + CHATML
+)
 # Only the answer after the last question keeps its thinking; it always begins with a think block.
 THINK_DROPPING = """
 {%- set last = namespace(user=0) -%}
@@ -36,7 +41,11 @@ def build_tokenizer(template: str | None, eos: str, trim_offsets: bool = True) -
     """The tiny tokenizer; trimmed offsets leave out blanks, as in GPT-2 and Llama 3."""
     made = tiny.tokenizer(chat_template=template)
     made.add_special_tokens(
-        {"bos_token": "<s>", "eos_token": eos, "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
+        {
+            "bos_token": "<s>",
+            "eos_token": eos,
+            "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+        }
     )
     made.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
     return made

@@ -9,4 +9,6 @@ from tests import tiny
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    return Target.load(TargetConfig(path=str(tiny.target(tmp_path_factory.mktemp("target") / "target"))))
+    return Target.load(
+        TargetConfig(path=str(tiny.target(tmp_path_factory.mktemp("target") / "target")))
+    )

@@ -15,14 +15,24 @@ from tests import tiny
 @pytest.mark.parametrize(
     ("turns", "step", "slots"),
     [
-        ([0, 0, 0, 1, 1, 1, 1, 0, 0], 0, [2, 3, 4]),  # a span [s, e] = [3, 6] supervises s - 1 to e - 2
+        (
+            [0, 0, 0, 1, 1, 1, 1, 0, 0],
+            0,
+            [2, 3, 4],
+        ),  # a span [s, e] = [3, 6] supervises s - 1 to e - 2
         ([0, 1, 1, 1, 1, 0, 2, 2, 2], 0, [0, 1, 2, 5, 6]),
-        ([0, 1, 1, 1, 1, 0, 2, 2, 2], 1, [0, 1, 5]),  # each unroll step loses the last slot of every turn
+        (
+            [0, 1, 1, 1, 1, 0, 2, 2, 2],
+            1,
+            [0, 1, 5],
+        ),  # each unroll step loses the last slot of every turn
         ([0, 1, 1, 1, 1, 0, 2, 2, 2], 2, [0]),
         ([0, 1, 1, 2, 2, 0], 0, [0, 2]),  # adjacent turns stay separate
     ],
 )
-def test_slots_are_supervised_within_one_turn(turns: list[int], step: int, slots: list[int]) -> None:
+def test_slots_are_supervised_within_one_turn(
+    turns: list[int], step: int, slots: list[int]
+) -> None:
     ids = torch.arange(len(turns))[None]
     batch = Batch(ids, torch.tensor([turns]), torch.tensor([len(turns)]), (0,))
     assert batch.supervised(step)[0].nonzero().flatten().tolist() == slots
@@ -34,7 +44,10 @@ def test_padding_supervises_nothing_and_keeps_every_row() -> None:
     assert batch.num_tokens == sum(len(row.input_ids) for row in rows) and batch.rows == (4, 5, 6)
     for at, row in enumerate(rows):
         alone, length = collate([row], [0]).supervised()[0], len(row.input_ids)
-        assert batch.supervised()[at, :length].equal(alone) and not batch.supervised()[at, length:].any()
+        assert (
+            batch.supervised()[at, :length].equal(alone)
+            and not batch.supervised()[at, length:].any()
+        )
         assert batch.features is not None and batch.features[at, :length].equal(row.last_hidden)
         assert not batch.features[at, length:].any()
     empty = collate([], [])  # for a process without rows
@@ -43,10 +56,18 @@ def test_padding_supervises_nothing_and_keeps_every_row() -> None:
 
 def test_packed_conversations_supervise_what_each_supervises_alone() -> None:
     # the third begins with a learnt token, as pretokenised rows may; in a packed row it follows another conversation
-    rows = [*tiny.rows(2), replace(tiny.rows(1)[0], turns=torch.ones_like(tiny.rows(1)[0].turns)), tiny.rows(4)[3]]
+    rows = [
+        *tiny.rows(2),
+        replace(tiny.rows(1)[0], turns=torch.ones_like(tiny.rows(1)[0].turns)),
+        tiny.rows(4)[3],
+    ]
     packed = collate(rows, range(4), packed=True)
-    assert packed.input_ids.shape == (1, packed.num_tokens) and packed.documents == tuple(map(int, packed.lengths))
-    assert packed.features is not None and packed.features[0].equal(torch.cat([row.last_hidden for row in rows]))
+    assert packed.input_ids.shape == (1, packed.num_tokens) and packed.documents == tuple(
+        map(int, packed.lengths)
+    )
+    assert packed.features is not None and packed.features[0].equal(
+        torch.cat([row.last_hidden for row in rows])
+    )
     places = [torch.arange(len(row.input_ids)) for row in rows]
     assert packed.positions[0].equal(torch.cat(places))
     for step in (0, 1, 3):
@@ -64,7 +85,9 @@ def test_batches_are_made_ahead_by_threads_and_come_in_their_order() -> None:
         return number
 
     seen = [(number, len(made)) for number in prefetched(make, range(9))]
-    assert [number for number, _ in seen] == [*range(9)] and all(count <= number + 3 for number, count in seen)
+    assert [number for number, _ in seen] == [*range(9)] and all(
+        count <= number + 3 for number, count in seen
+    )
 
 
 LENGTHS = [3 + (7 * row) % 40 for row in range(101)]
@@ -76,15 +99,25 @@ def test_shards_and_batches_take_every_row_once_within_their_tokens() -> None:
     shards, groups = [everything[rows] for rows in pack(lengths, 256)], grouped(lengths, 256)
     assert list(itertools.chain(*shards)) == sorted(itertools.chain(*groups)) == everything
     assert all(len(rows) == 1 or sum(lengths[row] for row in rows) <= 256 for rows in shards)
-    assert all(len(rows) == 1 or len(rows) * max(lengths[row] for row in rows) <= 256 for rows in groups)
+    assert all(
+        len(rows) == 1 or len(rows) * max(lengths[row] for row in rows) <= 256 for rows in groups
+    )
     assert max(len(shards), len(groups)) < 1.25 * sum(lengths) / 256
 
 
 def test_a_step_takes_the_same_rows_however_it_is_cut_and_an_epoch_takes_each_once() -> None:
     whole = Order(LENGTHS, seed=3, batch_size=1, accumulation=8)
     steps = [whole.rows(step) for step in range(whole.steps_per_epoch)]
-    assert sorted(itertools.chain(*steps)) == list(range(len(LENGTHS))) and {len(step) for step in steps} == {7, 8}
-    for batch_size, accumulation, world_size in ((2, 4, 1), (8, 1, 1), (4, 1, 2), (1, 4, 2), (2, 2, 2)):
+    assert sorted(itertools.chain(*steps)) == list(range(len(LENGTHS))) and {
+        len(step) for step in steps
+    } == {7, 8}
+    for batch_size, accumulation, world_size in (
+        (2, 4, 1),
+        (8, 1, 1),
+        (4, 1, 2),
+        (1, 4, 2),
+        (2, 2, 2),
+    ):
         cut = Order(LENGTHS, 3, batch_size, accumulation, world_size)
         for step in range(2 * whole.steps_per_epoch):
             parts = [part for rank in range(world_size) for part in cut.parts(step, rank)]
@@ -92,7 +125,9 @@ def test_a_step_takes_the_same_rows_however_it_is_cut_and_an_epoch_takes_each_on
             assert sorted(itertools.chain(*parts)) == sorted(whole.rows(step))
     later = whole.steps_per_epoch + 2
     assert whole.rows(2) != whole.rows(later) != Order(LENGTHS, 1, 8).rows(later)
-    assert sorted(Order(LENGTHS, 3, 8).rows(later)) == sorted(whole.rows(later))  # any step, without those before
+    assert sorted(Order(LENGTHS, 3, 8).rows(later)) == sorted(
+        whole.rows(later)
+    )  # any step, without those before
 
 
 def test_rows_of_pools_come_from_few_shards_at_a_time_and_every_epoch_takes_each_once() -> None:
@@ -103,6 +138,10 @@ def test_rows_of_pools_come_from_few_shards_at_a_time_and_every_epoch_takes_each
         steps = [order.rows(step) for step in range(epoch * 100, epoch * 100 + 100)]
         assert sorted(itertools.chain(*steps)) == list(range(1000))
         seen = [{row // 50 for row in rows} for rows in steps]
-        for first in range(0, 100, 16):  # 16 steps are sorted by length together, and touch at most three of ten pools
+        for first in range(
+            0, 100, 16
+        ):  # 16 steps are sorted by length together, and touch at most three of ten pools
             assert 2 <= len(set.union(*seen[first : first + 16])) <= 6
-    assert order.rows(57) == Order(lengths, 3, 5, world_size=2, pools=ShardPools(shards, 2)).rows(57)
+    assert order.rows(57) == Order(lengths, 3, 5, world_size=2, pools=ShardPools(shards, 2)).rows(
+        57
+    )

@@ -30,7 +30,9 @@ def cache(target: Target, tmp_path_factory: pytest.TempPathFactory) -> FeatureCa
 
 def test_splits_and_slices_are_views_in_order(cache: FeatureCache) -> None:
     train, held_out = cache.split("train"), cache.split("held_out")
-    assert len(cache.shards) > 2 and [row.input_ids.tolist() for row in cache] == [row.input_ids for row in ROWS]
+    assert len(cache.shards) > 2 and [row.input_ids.tolist() for row in cache] == [
+        row.input_ids for row in ROWS
+    ]
     assert [row.turns.tolist() for row in held_out] == [row.turns for row in DATA.held_out]
     assert train.lengths + held_out.lengths == cache.lengths == [len(row.input_ids) for row in ROWS]
     assert [row.turns.tolist() for row in cache[3:9:2]] == [row.turns for row in ROWS[3:9:2]]
@@ -43,11 +45,20 @@ def test_splits_and_slices_are_views_in_order(cache: FeatureCache) -> None:
 def test_a_cache_of_another_target_or_recipe_is_refused_with_both_values_and_the_command(
     cache: FeatureCache, target: Target
 ) -> None:
-    text_config, ends = load_vocab(TargetConfig(path=target.recipe.path))  # without the trunk, as in training
-    expected = {"target": fingerprint(target.recipe, text_config, ends), "after_blocks": (1, 3), "storage": None}
+    text_config, ends = load_vocab(
+        TargetConfig(path=target.recipe.path)
+    )  # without the trunk, as in training
+    expected = {
+        "target": fingerprint(target.recipe, text_config, ends),
+        "after_blocks": (1, 3),
+        "storage": None,
+    }
     assert len(FeatureCache.open(cache.directory, expected)) == 15
     for name, value in (("after_blocks", [1, 2]), ("target", "other"), ("storage", "fp8")):
-        with pytest.raises(UserError, match=rf"{name}.*: .* there, .* asked; rebuild with: .* features .*--overwrite"):
+        with pytest.raises(
+            UserError,
+            match=rf"{name}.*: .* there, .* asked; rebuild with: .* features .*--overwrite",
+        ):
             FeatureCache.open(cache.directory, {name: value})
 
 
@@ -61,19 +72,28 @@ def states(tokens: int = 200, width: int = 64, num_states: int = 3) -> torch.Ten
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_value_is_within_the_forms_own_step_and_each_token_and_state_has_its_own_scale(form: Form) -> None:
+def test_every_value_is_within_the_forms_own_step_and_each_token_and_state_has_its_own_scale(
+    form: Form,
+) -> None:
     made = states()
-    restored, louder = decode(*encode(made, 3, Storage(torch.float32, form)), torch.float32), made.clone()
+    restored, louder = (
+        decode(*encode(made, 3, Storage(torch.float32, form)), torch.float32),
+        made.clone(),
+    )
     largest = made.unflatten(1, (3, -1)).abs().amax(-1, keepdim=True).expand(-1, -1, 64).flatten(1)
     bound = {
         "bf16": made.abs() / 256,
-        "fp8": (made.abs() / 16).clamp_min(largest / 448 / 1024),  # half a step: 3 bits; subnormals are 2 ** -9 apart
+        "fp8": (made.abs() / 16).clamp_min(
+            largest / 448 / 1024
+        ),  # half a step: 3 bits; subnormals are 2 ** -9 apart
         "int8": largest / 127 / 2,
     }[form]
     assert ((restored - made).abs() <= 1.001 * bound).all()
     if form != "bf16":
         louder.unflatten(1, (3, -1))[7, 1] *= 1e6
-        changed = decode(*encode(louder, 3, Storage(torch.float32, form)), torch.float32) != restored
+        changed = (
+            decode(*encode(louder, 3, Storage(torch.float32, form)), torch.float32) != restored
+        )
         assert changed.unflatten(1, (3, -1)).any(-1).nonzero().tolist() == [[7, 1]]
 
 
@@ -83,16 +103,24 @@ def test_a_batch_holds_the_states_as_they_are_used_once_it_has_moved(
 ) -> None:
     stored = caches.cache(tmp_path, target, DATA, after_blocks=(1, 3), storage=form)
     for packed in (False, True):
-        exact, read = (collate([view[at] for at in (0, 4, 2)], (0, 4, 2), packed).to("cpu") for view in (cache, stored))
+        exact, read = (
+            collate([view[at] for at in (0, 4, 2)], (0, 4, 2), packed).to("cpu")
+            for view in (cache, stored)
+        )
         assert read.scales is None and read.dtype is None
         for whole, found, taps in ((exact.features, read.features, 1), (exact.taps, read.taps, 2)):
             assert whole is not None and found is not None and found.dtype == torch.float32
             assert found.eq(0).eq(whole.eq(0)).float().mean() > 0.9  # padding stays zero
-            assert 0 < (found - whole).norm() / whole.norm() < 0.05 and found.shape[-1] == taps * target.hidden_size
+            assert (
+                0 < (found - whole).norm() / whole.norm() < 0.05
+                and found.shape[-1] == taps * target.hidden_size
+            )
 
 
 @pytest.mark.parametrize("form", [None, "int8"])
-def test_the_planned_bytes_are_those_of_the_files(form: Form | None, target: Target, tmp_path: Path) -> None:
+def test_the_planned_bytes_are_those_of_the_files(
+    form: Form | None, target: Target, tmp_path: Path
+) -> None:
     many = TokenisedData(train=caches.rows(200), held_out=[])
     plan = caches.plan(tmp_path, target, many, after_blocks=(1, 3), storage=form, shard_tokens=3000)
     caches.write(target, plan)
@@ -100,7 +128,10 @@ def test_the_planned_bytes_are_those_of_the_files(form: Form | None, target: Tar
         content = shard.path.read_bytes()
         header = 8 + int.from_bytes(content[:8], "little")
         assert len(content) - header == shard.num_tokens * plan.token_bytes
-    planned, size = sum(map(plan.bytes_of, plan.shards)), sum(map(len, caches.contents(tmp_path).values()))
+    planned, size = (
+        sum(map(plan.bytes_of, plan.shards)),
+        sum(map(len, caches.contents(tmp_path).values())),
+    )
     assert 0 <= planned - size < 0.01 * size
 
 
@@ -129,15 +160,26 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "torn shard": (SHARD, lambda path: path.write_bytes(path.read_bytes()[:-100])),
     "flipped state": (SHARD, flip),
     "flipped token id": (SHARD, lambda path: flip(path, "input_ids")),
-    "another shard in its place": (SHARD, lambda path: shutil.copy(path.with_name("shard-00000.safetensors"), path)),
-    "changed index": ("index.json", lambda path: path.write_text(path.read_text().replace("   11\n", "   12\n"))),
+    "another shard in its place": (
+        SHARD,
+        lambda path: shutil.copy(path.with_name("shard-00000.safetensors"), path),
+    ),
+    "changed index": (
+        "index.json",
+        lambda path: path.write_text(path.read_text().replace("   11\n", "   12\n")),
+    ),
     "no record": ("shard-00001.json", Path.unlink),
 }
 
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGES.values(), ids=DAMAGES)
 def test_each_damage_is_named_never_read_and_mended_alone(
-    name: str, damage: Callable[[Path], Any], cache: FeatureCache, target: Target, tmp_path: Path, capsys: Any
+    name: str,
+    damage: Callable[[Path], Any],
+    cache: FeatureCache,
+    target: Target,
+    tmp_path: Path,
+    capsys: Any,
 ) -> None:
     directory = tmp_path / "features"
     shutil.copytree(cache.directory, directory)
@@ -153,4 +195,7 @@ def test_each_damage_is_named_never_read_and_mended_alone(
     caches.write(target, caches.plan(directory, target, DATA, after_blocks=(1, 3)))
     assert caches.contents(directory) == caches.contents(cache.directory) and check(directory) == 0
     mended = {"index.json", "shard-00001.safetensors", "shard-00001.json"}
-    assert all(path.name in mended or path.stat().st_mtime_ns == times[path.name] for path in directory.iterdir())
+    assert all(
+        path.name in mended or path.stat().st_mtime_ns == times[path.name]
+        for path in directory.iterdir()
+    )

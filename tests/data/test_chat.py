@@ -30,7 +30,11 @@ def talk(*turns: str | tuple[str, str]) -> list[dict[str, str]]:
     """Messages of user and assistant in turn; a pair is (thinking, content)."""
     made: list[dict[str, str]] = []
     for number, turn in enumerate(turns):
-        fields = {"content": turn} if isinstance(turn, str) else {"reasoning_content": turn[0], "content": turn[1]}
+        fields = (
+            {"content": turn}
+            if isinstance(turn, str)
+            else {"reasoning_content": turn[0], "content": turn[1]}
+        )
         made.append({"role": ("user", "assistant")[number % 2], **fields})
     return made
 
@@ -47,7 +51,9 @@ def learnt(tokenizer: Any, row: Row) -> list[str]:
     """The text of each turn's supervised tokens."""
     tokens = list(zip(row.input_ids, row.turns, strict=True))
     numbers = sorted(set(row.turns) - {0})
-    return [tokenizer.decode([token for token, turn in tokens if turn == number]) for number in numbers]
+    return [
+        tokenizer.decode([token for token, turn in tokens if turn == number]) for number in numbers
+    ]
 
 
 @pytest.mark.parametrize(
@@ -59,28 +65,52 @@ def learnt(tokenizer: Any, row: Row) -> list[str]:
     ],
     ids=["markers", "trimming", "vicuna"],
 )
-def test_supervised_tokens_decode_to_the_answers_and_their_end(template: str, eos: str, before: str) -> None:
+def test_supervised_tokens_decode_to_the_answers_and_their_end(
+    template: str, eos: str, before: str
+) -> None:
     tokenizer, (row,), tally = rows_of(template, eos)
     answers = [turn["content"] for turn in TURNS if turn["role"] == "assistant"]
-    assert learnt(tokenizer, row) == [before + answer + eos for answer in answers] and not tally.counts
+    assert (
+        learnt(tokenizer, row) == [before + answer + eos for answer in answers] and not tally.counts
+    )
     assert list(row.input_ids) == tokenizer.apply_chat_template(list(TURNS), return_dict=False)
     assert row.num_slots == row.num_supervised - 2  # no head drafts a turn's first token
 
 
 def test_generation_markers_give_the_same_mask() -> None:
     generator = random.Random(0)
-    words = ["hello", " there", "\n\n", " fine", "<|user|>", " naïve", " \N{OWL}", "7", " ", "the answer"]
+    words = [
+        "hello",
+        " there",
+        "\n\n",
+        " fine",
+        "<|user|>",
+        " naïve",
+        " \N{OWL}",
+        "7",
+        " ",
+        "the answer",
+    ]
     for _ in range(30):
         count = 2 * generator.randint(1, 4)
-        messages = talk(*("".join(generator.choices(words, k=generator.randint(1, 9))) + "." for _ in range(count)))
+        messages = talk(
+            *(
+                "".join(generator.choices(words, k=generator.randint(1, 9))) + "."
+                for _ in range(count)
+            )
+        )
         # With trimmed offsets transformers would lose every answer that begins with a blank.
         tokenizer, (row,), _ = rows_of(tiny.TEMPLATE, "<|end|>", messages, trim_offsets=False)
-        theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        theirs = tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True
+        )
         assert [int(turn > 0) for turn in row.turns] == theirs["assistant_masks"]
 
 
 def test_dropped_thinking_fans_out_one_row_per_answer() -> None:
-    messages = talk("hello", ("first thought", "Fine."), "how are you", ("second thought", "Very fine."))
+    messages = talk(
+        "hello", ("first thought", "Fine."), "how are you", ("second thought", "Very fine.")
+    )
     tokenizer, rows, _ = rows_of(targets.THINK_DROPPING, "<|im_end|>", messages)
     assert [learnt(tokenizer, row) for row in rows] == [
         ["<think>\nfirst thought\n</think>\n\nFine.<|im_end|>"],
@@ -100,20 +130,54 @@ STRADDLING = (
     ("template", "eos", "answer", "text", "counted"),
     [
         # text of the generation prompt is not learnt
-        (targets.THINK_OPENING, "<|im_end|>", ("a thought", "Fine."), "a thought\n</think>\n\nFine.<|im_end|>", None),
-        (targets.THINK_OPENING, "<|im_end|>", "Fine.", "Fine.<|im_end|>", "the generation prompt's last part"),
+        (
+            targets.THINK_OPENING,
+            "<|im_end|>",
+            ("a thought", "Fine."),
+            "a thought\n</think>\n\nFine.<|im_end|>",
+            None,
+        ),
+        (
+            targets.THINK_OPENING,
+            "<|im_end|>",
+            "Fine.",
+            "Fine.<|im_end|>",
+            "the generation prompt's last part",
+        ),
         # the prompt's last blank joins the answer's first word
-        (STRADDLING, "</s>", "boats are fine", " are fine</s>", "a token straddles prompt and answer"),
+        (
+            STRADDLING,
+            "</s>",
+            "boats are fine",
+            " are fine</s>",
+            "a token straddles prompt and answer",
+        ),
         (targets.CHATML, "<|im_end|>", "Fine.<|im_end|> And more.", "Fine.<|im_end|>", None),
         # base models' EOS: learn up to the answer's last special token
-        (targets.CHATML, "</s>", "Fine.", "Fine.<|im_end|>", "the answer's end is none of the target's"),
-        (targets.CHATML, "<|im_end|>", "Fine \ud83d.", "Fine \ufffd.<|im_end|>", "half of a surrogate pair replaced"),
+        (
+            targets.CHATML,
+            "</s>",
+            "Fine.",
+            "Fine.<|im_end|>",
+            "the answer's end is none of the target's",
+        ),
+        (
+            targets.CHATML,
+            "<|im_end|>",
+            "Fine \ud83d.",
+            "Fine \ufffd.<|im_end|>",
+            "half of a surrogate pair replaced",
+        ),
     ],
 )
-def test_the_borders_of_an_answer(template: str, eos: str, answer: Any, text: str, counted: str | None) -> None:
+def test_the_borders_of_an_answer(
+    template: str, eos: str, answer: Any, text: str, counted: str | None
+) -> None:
     tokenizer, (row,), tally = rows_of(template, eos, talk("how", answer))
     assert learnt(tokenizer, row) == [text]
-    assert [reason.startswith(counted or "") for _, reason in tally.counts] == ([True] if counted else [])
+    assert [reason.startswith(counted or "") for _, reason in tally.counts] == (
+        [True] if counted else []
+    )
 
 
 def test_tokenizers_and_templates_that_cannot_make_a_mask_are_refused() -> None:
@@ -121,12 +185,18 @@ def test_tokenizers_and_templates_that_cannot_make_a_mask_are_refused() -> None:
     for template, reason in (
         (targets.NO_SYSTEM, "the chat template refuses it: No system role"),
         ("{{ messages | length }}" + targets.CHATML, rewritten),
-        (targets.CHATML.replace("<|im_start|>assistant\\n", "bot: "), rewritten),  # only in the generation prompt
+        (
+            targets.CHATML.replace("<|im_start|>assistant\\n", "bot: "),
+            rewritten,
+        ),  # only in the generation prompt
     ):
         with pytest.raises(UnusableRow) as caught:
             rows_of(template, "<|im_end|>")
         assert caught.value.reason == reason
-    for broken, said in ((None, r"no chat template; name one with target\.chat_template"), ("{% for %}", "line 1:")):
+    for broken, said in (
+        (None, r"no chat template; name one with target\.chat_template"),
+        ("{% for %}", "line 1:"),
+    ):
         with pytest.raises(UserError, match=said):
             rows_of(broken, "</s>")
     with pytest.raises(UserError, match="a slow tokenizer has no character offsets"):
@@ -137,7 +207,10 @@ def test_end_of_turn_is_any_eos_of_tokenizer_or_generation_config(tmp_path: Path
     tokenizer = targets.build_tokenizer(targets.CHATML, "<|im_end|>")
     for listed, others in ((None, set[int]()), (3, {3}), ([3, 4], {3, 4})):
         GenerationConfig(eos_token_id=listed).save_pretrained(tmp_path)
-        assert target_end_ids(TargetConfig(path=str(tmp_path)), tokenizer) == {tokenizer.eos_token_id, *others}
+        assert target_end_ids(TargetConfig(path=str(tmp_path)), tokenizer) == {
+            tokenizer.eos_token_id,
+            *others,
+        }
 
 
 def test_of_an_answer_with_channels_only_the_final_message_is_shown_and_it_only_grows() -> None:

@@ -14,7 +14,10 @@ from aerie.data.conversations import Tally, load_conversations, read_rows
 from tests import tiny
 
 HELLO = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}]
-ROWS: list[dict[str, Any]] = [{"question": "one", "answer": "eins"}, {"question": "two", "answer": "zwei \N{OWL}"}]
+ROWS: list[dict[str, Any]] = [
+    {"question": "one", "answer": "eins"},
+    {"question": "two", "answer": "zwei \N{OWL}"},
+]
 
 
 def turns(text: str) -> list[dict[str, str]]:
@@ -30,9 +33,19 @@ def load(tmp_path: Path, *rows: Any, **options: Any) -> tuple[list[Any], Tally]:
 def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
     parquet.write_table(arrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
     lines = "\n".join(json.dumps(row) for row in ROWS)
-    texts = {"a.json": json.dumps(ROWS, indent=1), "lines.json": lines, "gap.jsonl": lines.replace("\n", "\n\n")}
-    texts |= {"mark.jsonl": "\N{ZERO WIDTH NO-BREAK SPACE}" + lines + "\n", "folder/provenance.json": "{}"}
-    texts |= {"folder/b.jsonl": json.dumps(ROWS[1]), "folder/a.json": json.dumps(ROWS[0], indent=1)}  # a single object
+    texts = {
+        "a.json": json.dumps(ROWS, indent=1),
+        "lines.json": lines,
+        "gap.jsonl": lines.replace("\n", "\n\n"),
+    }
+    texts |= {
+        "mark.jsonl": "\N{ZERO WIDTH NO-BREAK SPACE}" + lines + "\n",
+        "folder/provenance.json": "{}",
+    }
+    texts |= {
+        "folder/b.jsonl": json.dumps(ROWS[1]),
+        "folder/a.json": json.dumps(ROWS[0], indent=1),
+    }  # a single object
     (tmp_path / "folder").mkdir()
     for name, text in texts.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -48,7 +61,12 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
     "row",
     [
         {"conversations": turns("human=hello|gpt=fine")},
-        {"messages": [HELLO[0], {"role": "assistant", "content": [{"type": "text", "text": "fine"}]}]},
+        {
+            "messages": [
+                HELLO[0],
+                {"role": "assistant", "content": [{"type": "text", "text": "fine"}]},
+            ]
+        },
         {"prompt": HELLO[:1], "completion": HELLO[1:]},
         {"messages": json.dumps(HELLO)},
         {"messages": str(HELLO)},
@@ -66,28 +84,57 @@ def test_what_a_row_carries_besides_turns_is_kept(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     asking = {"role": "assistant", "content": None, "tool_calls": [call]}
     answer = {"role": "assistant", "content": "one", "reasoning_content": "easy"}
-    messages = [HELLO[0], asking, {"role": "tool", "content": "1"}, {"role": "tool", "content": ""}, answer]
+    messages = [
+        HELLO[0],
+        asking,
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": ""},
+        answer,
+    ]
     tools = [{"type": "function", "function": {"name": "add"}}]
     sort = {"instruction": "Sort.", "input": "3 1", "output": "1 3", "system": "be short"}
     tokens = {"input_ids": [1, 2, 3], "loss_mask": [0, True, 1]}
-    rows, tally = load(tmp_path, {"messages": messages, "tools": json.dumps(tools)}, sort, tokens, system_prompt="ours")
+    rows, tally = load(
+        tmp_path,
+        {"messages": messages, "tools": json.dumps(tools)},
+        sort,
+        tokens,
+        system_prompt="ours",
+    )
     system, hello, calling, *rest = rows[0].messages
-    assert (system, hello) == ({"role": "system", "content": "ours"}, HELLO[0]) and rest == messages[2:]
+    assert (system, hello) == (
+        {"role": "system", "content": "ours"},
+        HELLO[0],
+    ) and rest == messages[2:]
     assert calling["tool_calls"][0]["function"]["arguments"] == {"a": 1} and rows[0].tools == tools
-    assert [message["content"] for message in rows[1].messages] == ["be short", "Sort.\n\n3 1", "1 3"]
+    assert [message["content"] for message in rows[1].messages] == [
+        "be short",
+        "Sort.\n\n3 1",
+        "1 3",
+    ]
     assert rows[2].tokens == ([1, 2, 3], [0, 1, 1]) and not tally.counts
 
 
 @pytest.mark.parametrize(
     ("text", "kept", "reason"),
     [
-        ("gpt=welcome|human=hello|gpt=fine", ["hello", "fine"], "began with the assistant; that turn dropped"),
+        (
+            "gpt=welcome|human=hello|gpt=fine",
+            ["hello", "fine"],
+            "began with the assistant; that turn dropped",
+        ),
         ("human=hello|gpt=fine|human= |gpt=what", ["hello", "fine"], "cut before an empty turn"),
         ("human=hello|gpt=fine|human=more", ["hello", "fine"], "turns after the last answer cut"),
-        ("human=hello|human=there|gpt=fine", ["hello\n\nthere", "fine"], "two turns of the user in a row joined"),
+        (
+            "human=hello|human=there|gpt=fine",
+            ["hello\n\nthere", "fine"],
+            "two turns of the user in a row joined",
+        ),
     ],
 )
-def test_odd_conversations_are_mended_and_counted(tmp_path: Path, text: str, kept: list[str], reason: str) -> None:
+def test_odd_conversations_are_mended_and_counted(
+    tmp_path: Path, text: str, kept: list[str], reason: str
+) -> None:
     (conversation,), tally = load(tmp_path, {"conversations": turns(text)})
     assert [message["content"] for message in conversation.messages] == kept
     assert list(tally.counts) == [("mended", reason)]
@@ -97,14 +144,18 @@ def test_unusable_rows_are_skipped_and_counted(tmp_path: Path) -> None:
     reasons: dict[str, Any] = {
         "unknown role": {"conversations": turns("human=hello|gtp=fine")},
         "no answer to a user's turn": {"conversations": turns("human=hello|gpt=")},
-        "turn is not text": {"messages": [{"role": "user", "content": [{"type": "image"}]}, HELLO[1]]},
+        "turn is not text": {
+            "messages": [{"role": "user", "content": [{"type": "image"}]}, HELLO[1]]
+        },
         "tools are no list": {"messages": HELLO, "tools": {"name": "add"}},
         "keys of no known shape": {"stranger": 1},
         "row is no object": ["hello"],
         "token ids and their mask do not fit": {"input_ids": [1, 2], "loss_mask": [1, 2]},
     }
     kept, tally = load(tmp_path, {"messages": HELLO}, *reasons.values())
-    assert len(kept) == tally.kept == 1 and list(tally.counts) == [("skipped", reason) for reason in reasons]
+    assert len(kept) == tally.kept == 1 and list(tally.counts) == [
+        ("skipped", reason) for reason in reasons
+    ]
     for number, example in enumerate(tally.examples.values(), start=2):
         assert f"rows.jsonl: row {number}: " in example
 

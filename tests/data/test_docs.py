@@ -15,7 +15,10 @@ from aerie.infer.measure.tasks import load_prompts
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```json (\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 assert {kind for kind, _ in EXAMPLES} == {"conversation", "question", "prompt", "persona"}
-SOURCES = {"prompt": ({"kind": "prompts"},), "persona": ({"kind": "personas"}, {"kind": "personas", "ask": "problem"})}
+SOURCES = {
+    "prompt": ({"kind": "prompts"},),
+    "persona": ({"kind": "personas"}, {"kind": "personas", "ask": "problem"}),
+}
 
 
 @pytest.mark.parametrize(("kind", "text"), EXAMPLES)

@@ -47,36 +47,56 @@ def test_a_token_that_the_target_lacks_is_refused_by_place_and_text_beyond_its_c
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = TokenisedData([Row([1, 320, 2], [0, 1, 1], "a: row 7")], [])
-    config = LlamaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=4, max_position_embeddings=64)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=32, num_hidden_layers=4, max_position_embeddings=64
+    )
     asked = DataConfig(("rows.jsonl",), max_length=100)
     assert within_context(asked, config).max_length == 64 and "end at 64" in capsys.readouterr().err
     assert within_context(replace(asked, max_length=32), config).max_length == 32
     with pytest.raises(UserError, match="a: row 7: token id 320 is"):
-        plan_cache(tmp_path, data, FeaturesConfig(dtype="float32"), "owner/target", config, {"target": {}})
+        plan_cache(
+            tmp_path, data, FeaturesConfig(dtype="float32"), "owner/target", config, {"target": {}}
+        )
 
 
-def test_the_cache_holds_the_states_of_a_direct_forward_whatever_the_padding(target: Target, tmp_path: Path) -> None:
+def test_the_cache_holds_the_states_of_a_direct_forward_whatever_the_padding(
+    target: Target, tmp_path: Path
+) -> None:
     options = [{"after_blocks": (0, 3), "batch_tokens": tokens} for tokens in (1, 100, 4096)]
-    views = [caches.cache(tmp_path / str(at), target, DATA, **option) for at, option in enumerate(options)]
+    views = [
+        caches.cache(tmp_path / str(at), target, DATA, **option)
+        for at, option in enumerate(options)
+    ]
     for number, row in enumerate(ROWS):
         with torch.inference_mode():
-            output = target.model(input_ids=torch.tensor([row.input_ids]), output_hidden_states=True)
+            output = target.model(
+                input_ids=torch.tensor([row.input_ids]), output_hidden_states=True
+            )
         taps = torch.cat([output.hidden_states[k][0] for k in (0, 3)], dim=-1)
         for view in views:
-            torch.testing.assert_close(view[number].last_hidden, output.hidden_states[-1][0], atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                view[number].last_hidden, output.hidden_states[-1][0], atol=1e-5, rtol=0
+            )
             torch.testing.assert_close(view[number].taps, taps, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_states_made_in_the_step_are_the_cached_ones_to_rounding(target: Target, tmp_path: Path, packed: bool) -> None:
+def test_states_made_in_the_step_are_the_cached_ones_to_rounding(
+    target: Target, tmp_path: Path, packed: bool
+) -> None:
     cache = caches.cache(tmp_path, target, TokenisedData(DATA.train[:6], []), after_blocks=(1, 2))
     cached = collate([cache[number] for number in range(6)], range(6), packed)
     online = with_states(target, (1, 2), target.dtype, collate(DATA.train[:6], range(6), packed))
     assert online.documents == cached.documents and online.input_ids.equal(cached.input_ids)
     for found, expected in ((online.features, cached.features), (online.taps, cached.taps)):
         assert found is not None and expected is not None and found.dtype == expected.dtype
-        assert found.shape == expected.shape and (found - expected).abs().max() <= 1e-5 * expected.abs().max()
-        torch.nn.Parameter(torch.ones(())).mul(found).sum().backward()  # autograd refuses inference tensors
+        assert (
+            found.shape == expected.shape
+            and (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+        )
+        torch.nn.Parameter(torch.ones(())).mul(
+            found
+        ).sum().backward()  # autograd refuses inference tensors
 
 
 def test_states_that_cannot_be_stored_are_refused_with_the_row_and_no_shard_is_written(
@@ -85,15 +105,22 @@ def test_states_that_cannot_be_stored_are_refused_with_the_row_and_no_shard_is_w
     forwards, poison = Target.features, Row([319] * 9, [0] + [1] * 8, "a: row 7")
 
     def broken(self: Target, ids: Tensor, *rest: Any) -> Any:
-        output, is_bad = forwards(self, ids, *rest), (ids == 319) | (ids == 0)  # padding, which does not count
-        return replace(output, last_hidden=output.last_hidden.masked_fill(is_bad[..., None], 80_000.0))
+        output, is_bad = (
+            forwards(self, ids, *rest),
+            (ids == 319) | (ids == 0),
+        )  # padding, which does not count
+        return replace(
+            output, last_hidden=output.last_hidden.masked_fill(is_bad[..., None], 80_000.0)
+        )
 
     monkeypatch.setattr(Target, "features", broken)
     rows = [row for row in DATA.train if not {0, 319} & {*row.input_ids}]
     # float16 ends at 65,504, though a scale can be larger
     keys: dict[str, Any] = {"shard_tokens": 9999, "dtype": "float16", "storage": "fp8"}
     plan = caches.plan(tmp_path, target, TokenisedData([*rows, poison], rows), **keys)
-    with pytest.raises(UserError, match=rf"a: row 7: the target's states are not finite in {plan.storage}"):
+    with pytest.raises(
+        UserError, match=rf"a: row 7: the target's states are not finite in {plan.storage}"
+    ):
         caches.write(target, plan)
     assert list(plan.directory.glob("shard*")) == []
 
@@ -109,7 +136,9 @@ def test_the_cache_does_not_depend_on_how_it_was_shared_out_or_continued(
         assert index is None or share == shares[-1]
         index = caches.write(target, plan, share=Share.of(share))
         for path in plan.directory.glob("shard*"):
-            assert times.setdefault(path.name, path.stat().st_mtime_ns) == path.stat().st_mtime_ns  # never made twice
+            assert (
+                times.setdefault(path.name, path.stat().st_mtime_ns) == path.stat().st_mtime_ns
+            )  # never made twice
     assert index is not None and caches.contents(plan.directory) == whole
 
 
@@ -136,25 +165,37 @@ def test_two_writers_of_one_cache_make_each_shard_once(
     assert caches.contents(plan.directory) == whole and len(begun) == sum(map(len, groups))
 
 
-def test_another_recipes_writer_waits_its_turn_and_replaces_only_what_it_may(target: Target, plan: CachePlan) -> None:
+def test_another_recipes_writer_waits_its_turn_and_replaces_only_what_it_may(
+    target: Target, plan: CachePlan
+) -> None:
     caches.write(target, plan, share=Share(1, 2))
     fewer = caches.plan(plan.directory, target, TokenisedData(DATA.train[:3], []))
     (at_work,) = (plan.directory / WRITING).glob("cache-*")
     with Lock(at_work) as lock:
         lock.acquire(shared=True)
         before = caches.contents(plan.directory)
-        with pytest.raises(UserError, match="another process writes another cache there; wait for its end"):
+        with pytest.raises(
+            UserError, match="another process writes another cache there; wait for its end"
+        ):
             caches.write(target, fewer, overwrite=True)
         assert caches.contents(plan.directory).items() >= before.items()
         caches.write(target, plan, share=Share(2, 2))  # the same recipe may write too
-    with pytest.raises(UserError, match=r"made from other rows or by another target; .*--overwrite"):
+    with pytest.raises(
+        UserError, match=r"made from other rows or by another target; .*--overwrite"
+    ):
         caches.write(target, fewer)
     caches.write(target, fewer, overwrite=True)
     # neither a surplus shard nor a lock is left
-    assert sorted(caches.contents(plan.directory)) == ["index.json", "shard-00000.json", "shard-00000.safetensors"]
+    assert sorted(caches.contents(plan.directory)) == [
+        "index.json",
+        "shard-00000.json",
+        "shard-00000.safetensors",
+    ]
 
 
-def test_a_full_or_read_only_disk_loses_nothing(small_disk: Path, target: Target, whole: dict[str, bytes]) -> None:
+def test_a_full_or_read_only_disk_loses_nothing(
+    small_disk: Path, target: Target, whole: dict[str, bytes]
+) -> None:
     tight, filler = caches.plan(small_disk / "features", target, DATA), small_disk / "filler"
     estimates = [tight.bytes_of(shard) for shard in tight.shards]
     filler.write_bytes(b"0" * (shutil.disk_usage(small_disk).free - sum(estimates[:2]) - 30_000))
@@ -166,5 +207,7 @@ def test_a_full_or_read_only_disk_loses_nothing(small_disk: Path, target: Target
     caches.write(target, tight)
     assert caches.contents(tight.directory) == whole
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(NotWritable, match=r"cannot be written .Read-only file system.; choose another --run"):
+    with pytest.raises(
+        NotWritable, match=r"cannot be written .Read-only file system.; choose another --run"
+    ):
         caches.write(target, tight)

@@ -20,8 +20,16 @@ from tests.train.test_processes import forked
 
 def write_recipe(root: Path, directory: Path) -> Path:
     """A recipe for the target and conversations in root; its run is directory/run."""
-    sections = {"run": str(directory / "run"), "features": {"shard_tokens": 300, "batch_tokens": 256}}
-    return recipe_for(directory / "recipe.yaml", root, {"max_steps": 2, "batch_size": 32, "eval_every": 0}, **sections)
+    sections = {
+        "run": str(directory / "run"),
+        "features": {"shard_tokens": 300, "batch_tokens": 256},
+    }
+    return recipe_for(
+        directory / "recipe.yaml",
+        root,
+        {"max_steps": 2, "batch_size": 32, "eval_every": 0},
+        **sections,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +56,11 @@ def features(recipe: Path) -> Path:
 
 def refusal(capsys: pytest.CaptureFixture[str]) -> str:
     """The only line on standard error."""
-    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(("features: ", "check: "))]
+    lines = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if not line.startswith(("features: ", "check: "))
+    ]
     assert len(lines) == 1 and lines[0].startswith("error: "), lines
     return lines[0]
 
@@ -60,44 +72,74 @@ def test_features_are_planned_without_weights_written_once_and_then_reused(
     shutil.rmtree(features)
     assert call(main, *words, "--estimate", "--features.storage", "int8") == 0
     out = capsys.readouterr().out
-    assert " tokens x 44 bytes (int8 for float32)" in out and re.search(r"tok/s \(measured now.* take \d.* h;", out)
+    assert " tokens x 44 bytes (int8 for float32)" in out and re.search(
+        r"tok/s \(measured now.* take \d.* h;", out
+    )
     bare = shutil.copytree(made / "target", tmp_path / "target")
     weights = bare / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-10_000] + b"\xff" * 10_000)  # only their header is read
+    weights.write_bytes(
+        weights.read_bytes()[:-10_000] + b"\xff" * 10_000
+    )  # only their header is read
     assert call(main, *words, "--plan", "--target", bare, "--features.after_blocks", "[1]") == 0
     assert " tokens x 264 bytes (float32)" in capsys.readouterr().out and not features.exists()
     assert call(main, *words, "--is-whole") == 1 and call(main, *words) == 0
     assert "24 read, 24 kept" in capsys.readouterr().out
     assert contents(features) == whole and len(FeatureCache.open(features)) == 24
-    assert call(main, *words) == 0 and capsys.readouterr().out == f"features: whole, reused ({features})\n"
+    assert (
+        call(main, *words) == 0
+        and capsys.readouterr().out == f"features: whole, reused ({features})\n"
+    )
 
 
-def test_another_recipes_cache_is_replaced_only_with_overwrite(recipe: Path, features: Path, capsys: Any) -> None:
-    before, changed = contents(features), ("features", "--config", recipe, "--features.storage", "fp8")
+def test_another_recipes_cache_is_replaced_only_with_overwrite(
+    recipe: Path, features: Path, capsys: Any
+) -> None:
+    before, changed = (
+        contents(features),
+        ("features", "--config", recipe, "--features.storage", "fp8"),
+    )
     assert call(main, *changed) == 2 and contents(features) == before
     assert re.search(r"features\.storage: None there, fp8 asked.*--overwrite", refusal(capsys))
     assert call(main, *changed, "--overwrite") == 0
-    assert re.search(r"fp8 for float32: relative error of a dimension .*: \d", capsys.readouterr().out)
+    assert re.search(
+        r"fp8 for float32: relative error of a dimension .*: \d", capsys.readouterr().out
+    )
     assert FeatureCache.open(features, {"storage": "fp8"})[0].scales is not None
 
 
-def test_a_share_is_no_cache_and_is_continued_by_any_other(recipe: Path, features: Path, capsys: Any) -> None:
+def test_a_share_is_no_cache_and_is_continued_by_any_other(
+    recipe: Path, features: Path, capsys: Any
+) -> None:
     whole, words = contents(features), ("features", "--config", recipe)
     shutil.rmtree(features)
-    assert call(main, *words, "--shard", "2/3") == 0 and "share 2/3 is written" in capsys.readouterr().out
+    assert (
+        call(main, *words, "--shard", "2/3") == 0
+        and "share 2/3 is written" in capsys.readouterr().out
+    )
     assert call(main, *words, "--is-whole") == 1 and call(train, "--config", recipe) == 2
     assert call(main, *words) == 0 and contents(features) == whole
 
 
-def test_damage_is_named_by_check_and_training_and_mended_by_verify(recipe: Path, features: Path, capsys: Any) -> None:
-    whole, shard, words = contents(features), features / "shard-00001.safetensors", ("features", "--config", recipe)
+def test_damage_is_named_by_check_and_training_and_mended_by_verify(
+    recipe: Path, features: Path, capsys: Any
+) -> None:
+    whole, shard, words = (
+        contents(features),
+        features / "shard-00001.safetensors",
+        ("features", "--config", recipe),
+    )
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
-    assert call(main, "check", "--config", recipe) == 1 and f"{shard}: is damaged" in capsys.readouterr().out
+    assert (
+        call(main, "check", "--config", recipe) == 1
+        and f"{shard}: is damaged" in capsys.readouterr().out
+    )
     assert call(train, "--config", recipe) == 2 and f"{shard}: row " in capsys.readouterr().err
     assert call(main, *words, "--verify") == 0 and contents(features) == whole
 
 
-def test_the_corpus_and_its_tokenizer_are_written_whole_reused_and_shown(tmp_path: Path, capsys: Any) -> None:
+def test_the_corpus_and_its_tokenizer_are_written_whole_reused_and_shown(
+    tmp_path: Path, capsys: Any
+) -> None:
     run = tmp_path / "run"
     values: dict[str, Any] = {"run": str(run), "target": {"path": str(run / "tokenizer")}}
     values["synthetic"] = {"num_conversations": 30, "num_prompts": 8, "vocab_size": 400}
@@ -106,18 +148,26 @@ def test_the_corpus_and_its_tokenizer_are_written_whole_reused_and_shown(tmp_pat
     assert call(main, "synthetic", *words, "--plan") == 0 and not run.exists()
     assert call(main, "synthetic", *words) == 0
     before = contents(run)
-    assert call(main, "synthetic", *words) == 0 and "synthetic: whole, reused" in capsys.readouterr().out
+    assert (
+        call(main, "synthetic", *words) == 0
+        and "synthetic: whole, reused" in capsys.readouterr().out
+    )
     turns = tiny.read_rows(run / "conversations/train.jsonl")[0]["conversations"]
     answer = next(turn["value"] for turn in turns if turn["from"] == "gpt")
     for option, shown in ((), f"\x1b[32m{answer}"), (("--plain",), f"[1:{answer}<|end|>]"):
-        assert call(main, "show", *words, "--limit", "1", *option) == 0 and shown in capsys.readouterr().out
+        assert (
+            call(main, "show", *words, "--limit", "1", *option) == 0
+            and shown in capsys.readouterr().out
+        )
     assert call(main, "synthetic", *words, "--synthetic.seed", "1") == 2
     assert "synthetic.seed: 0 there, 1 asked" in refusal(capsys)
     assert {**contents(run), "status.json": b""} == {**before, "status.json": b""}
 
 
 @pytest.mark.slow
-def test_two_processes_write_the_same_bytes_as_one(recipe: Path, features: Path, tmp_path: Path) -> None:
+def test_two_processes_write_the_same_bytes_as_one(
+    recipe: Path, features: Path, tmp_path: Path
+) -> None:
     words, log = ("features", "--config", recipe, "--run", tmp_path / "two"), tmp_path / "log"
     assert [*map(ended, forked("zero1", log, *words, command=main))] == [0, 0], log.read_text()
     assert "process 1 of 2" in log.read_text()

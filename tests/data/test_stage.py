@@ -17,13 +17,19 @@ def test_weights_taps_and_dtypes_decide_the_states_and_texts_only_the_rows(tmp_p
     def inputs(**features: Any) -> dict[str, Any]:
         data = DataConfig(conversations=(str(tmp_path / "rows"),))
         own = FeaturesConfig(**{"after_blocks": (), **features})
-        return feature_stage(Recipe("run", TargetConfig(path=str(target)), data, features=own)).inputs
+        return feature_stage(
+            Recipe("run", TargetConfig(path=str(target)), data, features=own)
+        ).inputs
 
     before = inputs()
     assert inputs(batch_tokens=64, shuffle_shards=2) == before
     for change in ({"after_blocks": (1,)}, {"storage": "int8"}):
         assert state_inputs(inputs(**change)) != state_inputs(before)
-    for path in (target / "chat_template.jinja", tmp_path / "rows/one.jsonl", tmp_path / "rows/two.jsonl"):
+    for path in (
+        target / "chat_template.jinja",
+        tmp_path / "rows/one.jsonl",
+        tmp_path / "rows/two.jsonl",
+    ):
         earlier = inputs()
         path.write_text((path.read_text() if path.exists() else "") + " ")
         assert inputs() != earlier and state_inputs(inputs()) == state_inputs(before)
@@ -32,5 +38,10 @@ def test_weights_taps_and_dtypes_decide_the_states_and_texts_only_the_rows(tmp_p
 
 
 def test_shares_and_their_processes_take_every_item_once() -> None:
-    taken = [number for job in (1, 2, 3) for rank in range(job) for number in Share(job, 3).part(range(20))[rank::job]]
+    taken = [
+        number
+        for job in (1, 2, 3)
+        for rank in range(job)
+        for number in Share(job, 3).part(range(20))[rank::job]
+    ]
     assert sorted(taken) == list(range(20))

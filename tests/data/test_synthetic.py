@@ -19,7 +19,9 @@ EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
-def test_a_seed_gives_the_bytes_that_it_always_gave_and_no_question_is_in_two_files(tmp_path: Path) -> None:
+def test_a_seed_gives_the_bytes_that_it_always_gave_and_no_question_is_in_two_files(
+    tmp_path: Path,
+) -> None:
     corpus, other = tmp_path / "corpus", tmp_path / "other"
     write_corpus(SyntheticConfig(400, 28), corpus)
     write_corpus(SyntheticConfig(400, 28, seed=1), other)
@@ -27,8 +29,15 @@ def test_a_seed_gives_the_bytes_that_it_always_gave_and_no_question_is_in_two_fi
         assert hashlib.sha256((corpus / name).read_bytes()).hexdigest()[:16] == digest
         assert (other / name).read_bytes() != (corpus / name).read_bytes()
     spoken = [row["conversations"] for row in read_rows(corpus / "train.jsonl")]
-    opened = {opening_key(next(turn["value"] for turn in turns if turn["from"] == "human")) for turns in spoken}
-    measuring = [row["turns"][0] for name in ("prompts", "calibration") for row in read_rows(corpus / f"{name}.jsonl")]
+    opened = {
+        opening_key(next(turn["value"] for turn in turns if turn["from"] == "human"))
+        for turns in spoken
+    }
+    measuring = [
+        row["turns"][0]
+        for name in ("prompts", "calibration")
+        for row in read_rows(corpus / f"{name}.jsonl")
+    ]
     keys = set(map(opening_key, measuring))
     assert len(keys) == len(measuring) and opened.isdisjoint(keys)
 
@@ -42,19 +51,40 @@ def test_every_family_asks_much_leaves_no_slot_open_and_calculates_correctly() -
             assert not re.search(r"\{\w*\}|  [a-z]|\(\)", text.partition("```")[0]), text
             equations += EQUATION.findall(text)
     assert len(equations) > 1000
-    assert all(OPERATIONS[sign](int(left), int(right)) == int(result) for left, sign, right, result in equations)
+    assert all(
+        OPERATIONS[sign](int(left), int(right)) == int(result)
+        for left, sign, right, result in equations
+    )
 
 
-def test_the_tokenizer_keeps_any_text_and_its_template_masks_exactly_what_the_assistant_writes() -> None:
+def test_the_tokenizer_keeps_any_text_and_its_template_masks_exactly_what_the_assistant_writes() -> (
+    None
+):
     draws = (draw_task(name, Random(f"{name}/{index}")) for name in FAMILIES for index in range(40))
     texts = [text for turns in draws for turn in turns for text in turn]
     tokenizer = train_tokenizer(texts, 700)
-    assert len(tokenizer) == 700 and len(tokenizer("12345")["input_ids"]) == 5  # a token for each digit
-    odd = ("for i in x:\n\n        y += 1\n", "  two  spaces ", "Grüße, 3.5 °C, 日本 🦅", "a\tb\r\n")
+    assert (
+        len(tokenizer) == 700 and len(tokenizer("12345")["input_ids"]) == 5
+    )  # a token for each digit
+    odd = (
+        "for i in x:\n\n        y += 1\n",
+        "  two  spaces ",
+        "Grüße, 3.5 °C, 日本 🦅",
+        "a\tb\r\n",
+    )
     for text in (*odd, *texts[:50]):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    turns = (("system", "Be brief."), ("user", "4 * 12?"), ("assistant", "48.\n\n  More?"), ("assistant", "Bye!"))
+    turns = (
+        ("system", "Be brief."),
+        ("user", "4 * 12?"),
+        ("assistant", "48.\n\n  More?"),
+        ("assistant", "Bye!"),
+    )
     chat = [{"role": role, "content": text} for role, text in turns]
-    encoded = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
-    written = [t for t, own in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if own]
+    encoded = tokenizer.apply_chat_template(
+        chat, return_dict=True, return_assistant_tokens_mask=True
+    )
+    written = [
+        t for t, own in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if own
+    ]
     assert tokenizer.decode(written) == "48.\n\n  More?<|end|>Bye!<|end|>"

@@ -25,16 +25,27 @@ def tokenised(
 
 
 def questions(count: int) -> list[dict[str, str]]:
-    return [{"question": f"hello {number}?", "answer": f"the answer is {number} fine"} for number in range(count)]
+    return [
+        {"question": f"hello {number}?", "answer": f"the answer is {number} fine"}
+        for number in range(count)
+    ]
 
 
 def talk(count: int, *roles: str) -> dict[str, Any]:
-    return {"messages": [{"role": role, "content": "hello there fine"} for _ in range(count) for role in roles]}
+    return {
+        "messages": [
+            {"role": role, "content": "hello there fine"} for _ in range(count) for role in roles
+        ]
+    }
 
 
-def test_each_side_keeps_the_order_of_the_file_and_the_limit_counts_rows_for_training(tmp_path: Path) -> None:
+def test_each_side_keeps_the_order_of_the_file_and_the_limit_counts_rows_for_training(
+    tmp_path: Path,
+) -> None:
     data, _ = tokenised(tmp_path, questions(300), held_out=0.2)
-    numbers = [[int(row.source.rsplit(" ", 1)[1]) for row in side] for side in (data.train, data.held_out)]
+    numbers = [
+        [int(row.source.rsplit(" ", 1)[1]) for row in side] for side in (data.train, data.held_out)
+    ]
     assert numbers == [sorted(side) for side in numbers] and len(numbers[1]) > 30
     assert sorted(numbers[0] + numbers[1]) == list(range(1, 301))
     some, _ = tokenised(tmp_path, questions(300), held_out=0.2, limit=50)
@@ -45,10 +56,17 @@ def test_many_processes_make_the_rows_and_counts_of_one_and_their_errors_are_tol
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(tokens, "BATCH", 4)
-    rows = [*questions(30), {"question": "?", "answer": ""}, talk(2, "user", "assistant"), *questions(3)]
+    rows = [
+        *questions(30),
+        {"question": "?", "answer": ""},
+        talk(2, "user", "assistant"),
+        *questions(3),
+    ]
     alone = tokenised(tmp_path, rows, held_out=0.3, max_length=60)
     made = list[int]()
-    monkeypatch.setattr(tokens, "_rows", lambda *given, make=tokens._rows: made.append(0) or make(*given))
+    monkeypatch.setattr(
+        tokens, "_rows", lambda *given, make=tokens._rows: made.append(0) or make(*given)
+    )
     monkeypatch.setattr(tokens, "num_cores", lambda: 3)
     monkeypatch.setattr(tokens, "SLOW_SECONDS", 0.0)
     assert tokenised(tmp_path, rows, held_out=0.3, max_length=60) == alone and alone[0].held_out
@@ -57,7 +75,9 @@ def test_many_processes_make_the_rows_and_counts_of_one_and_their_errors_are_tol
         tokenised(tmp_path, [*questions(9), {"input_ids": [7, 99999], "loss_mask": [0, 1]}])
 
 
-def test_rows_that_took_long_are_kept_and_made_anew_after_any_change(tmp_path: Path, monkeypatch: Any) -> None:
+def test_rows_that_took_long_are_kept_and_made_anew_after_any_change(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     cache, made, make = tmp_path / "cache", list[str](), tokens._made
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setattr(tokens, "_made", lambda *arguments: made.append("made") or make(*arguments))
@@ -72,21 +92,33 @@ def test_rows_that_took_long_are_kept_and_made_anew_after_any_change(tmp_path: P
     monkeypatch.setattr(tokens, "SLOW_SECONDS", 0.0)
     assert times(held_out=0.3) == times() == 1 and times() == 0
     template = targets.CHATML.replace("<|im_start|>", "<|im_start|> ", 1)
-    for change in ({"rows": questions(9)}, {"template": template}, {"max_length": 999}, {"system_prompt": "Be short."}):
+    for change in (
+        {"rows": questions(9)},
+        {"template": template},
+        {"max_length": 999},
+        {"system_prompt": "Be short."},
+    ):
         assert times(**change) == 1, change
     for damaged in cache.glob("aerie/*/rows.parquet"):
         tiny.flip(damaged)
     assert times() == 1 and times() == 0
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "rows.jsonl"))  # a file: no folder can be made in it
+    monkeypatch.setenv(
+        "XDG_CACHE_HOME", str(tmp_path / "rows.jsonl")
+    )  # a file: no folder can be made in it
     assert times() == 2
 
 
-def test_cutting_keeps_the_turns_of_what_remains_and_skips_what_cannot_be_learnt(tmp_path: Path) -> None:
+def test_cutting_keeps_the_turns_of_what_remains_and_skips_what_cannot_be_learnt(
+    tmp_path: Path,
+) -> None:
     rows = [talk(6, "user", "assistant")]
     (whole,) = tokenised(tmp_path, rows)[0].train
     data, tally = tokenised(tmp_path, rows, max_length=100)
     (cut,) = data.train
-    assert len(whole.input_ids) > 100 and (cut.input_ids, cut.turns) == (whole.input_ids[:100], whole.turns[:100])
+    assert len(whole.input_ids) > 100 and (cut.input_ids, cut.turns) == (
+        whole.input_ids[:100],
+        whole.turns[:100],
+    )
     assert tally.counts["left out", "tokens behind max_length cut"] == 1
     masks = [[0, 0, 1, 1], [0, 1, 0, 1], [0] * 18 + [1] * 2]
     rows = [{"input_ids": [5] * len(mask), "loss_mask": mask} for mask in masks]
@@ -102,9 +134,15 @@ def test_token_rows_need_no_template_and_each_run_of_ones_is_a_turn(tmp_path: Pa
     masks = ([0, 1, 1, 0, 1], [1, 1, 1])
     rows = [{"input_ids": [5, 6, 7, 8, 9][: len(mask)], "loss_mask": mask} for mask in masks]
     data, _ = tokenised(tmp_path, rows, template=None)
-    assert (list(data.train[0].input_ids), list(data.train[0].turns)) == ([5, 6, 7, 8, 9], [0, 1, 1, 0, 2])
+    assert (list(data.train[0].input_ids), list(data.train[0].turns)) == (
+        [5, 6, 7, 8, 9],
+        [0, 1, 1, 0, 2],
+    )
     # (6, 7) of each row is a slot: a slot needs a token before it
-    assert statistics(data.train) == "2 rows | 8 tokens | 6 supervised (75.0%) | 2 slots | 3 turns | longest 5"
+    assert (
+        statistics(data.train)
+        == "2 rows | 8 tokens | 6 supervised (75.0%) | 2 slots | 3 turns | longest 5"
+    )
 
 
 def test_a_conversation_counts_once_though_it_fans_out(tmp_path: Path) -> None:
@@ -113,18 +151,31 @@ def test_a_conversation_counts_once_though_it_fans_out(tmp_path: Path) -> None:
 
 
 def test_supervising_all_learns_every_token_but_the_first(tmp_path: Path) -> None:
-    row, tokenizer = talk(2, "user", "assistant"), targets.build_tokenizer(targets.THINK_DROPPING, "<|im_end|>")
+    row, tokenizer = (
+        talk(2, "user", "assistant"),
+        targets.build_tokenizer(targets.THINK_DROPPING, "<|im_end|>"),
+    )
     (whole,) = tokenised(tmp_path, [row], targets.THINK_DROPPING, supervise="all")[0].train
     assert list(whole.turns) == [0] + [1] * (len(whole.input_ids) - 1)
-    assert list(whole.input_ids) == tokenizer.apply_chat_template(row["messages"], return_dict=False)
+    assert list(whole.input_ids) == tokenizer.apply_chat_template(
+        row["messages"], return_dict=False
+    )
 
 
 def test_what_cannot_be_trained_on_is_refused_with_the_reasons(tmp_path: Path) -> None:
     refusals: list[tuple[list[Any], dict[str, Any], str]] = [
         (questions(20), {"min_supervised_share": 0.95}, r"only \d+\.\d+% of .*show command"),
-        ([{"input_ids": [65, 66], "loss_mask": [0, 0]}], {}, r"no conversation to train on; .*two tokens"),
+        (
+            [{"input_ids": [65, 66], "loss_mask": [0, 0]}],
+            {},
+            r"no conversation to train on; .*two tokens",
+        ),
         (questions(3), {"held_out": 0.999999}, "3 rows are held out"),
-        ([{"input_ids": [5, 99_999], "loss_mask": [0, 1]}], {}, r"row 1: token ids 5 to 99,999 are outside the \d+"),
+        (
+            [{"input_ids": [5, 99_999], "loss_mask": [0, 1]}],
+            {},
+            r"row 1: token ids 5 to 99,999 are outside the \d+",
+        ),
     ]
     for rows, options, said in refusals:
         with pytest.raises(UserError, match=said):
@@ -153,5 +204,7 @@ def test_a_mask_token_is_one_that_no_text_has() -> None:
     pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
     assert tokens.mask_token(tokenizer, {end}, embedding) == 321
     assert tokens.mask_token(tokenizer, {end}, embedding[:320]) == pad
-    with pytest.raises(UserError, match=r"head\.mask_token_id: each of the 320 rows .*; name a token that no"):
+    with pytest.raises(
+        UserError, match=r"head\.mask_token_id: each of the 320 rows .*; name a token that no"
+    ):
         tokens.mask_token(tokenizer, {end, pad}, embedding[:320])

@@ -32,7 +32,9 @@ def make_head(target: Target, kind: str = "eagle1", **changes: Any) -> Any:
     return make(target.vocab.embedding.float(), **{"scale": 8.0, **changes}).eval()
 
 
-def decoder_of(target: Target, tree: TreeConfig | None, kind: str = "eagle1", **changes: Any) -> SpeculativeDecoder:
+def decoder_of(
+    target: Target, tree: TreeConfig | None, kind: str = "eagle1", **changes: Any
+) -> SpeculativeDecoder:
     """A decoder with a random head, or with the target as its own draft LM; no tree: vanilla."""
     if tree is None:
         return SpeculativeDecoder(target)
@@ -47,5 +49,7 @@ def prompts(count: int, vocab: int = 320) -> list[Tensor]:
 
 def greedy(target: Target, ids: Tensor, new: int) -> list[list[int]]:
     """The texts that transformers' generate writes."""
-    out = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
+    out = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new
+    )
     return list(out.tolist())

@@ -13,7 +13,10 @@ Path = tuple[int, ...]
 
 
 def sampler(temperature: float, top_p: float, seed: int = 11) -> Sampler:
-    return Sampler(Decoding(temperature > 0, temperature, 0, top_p, 0.0, 8), torch.Generator().manual_seed(seed))
+    return Sampler(
+        Decoding(temperature > 0, temperature, 0, top_p, 0.0, 8),
+        torch.Generator().manual_seed(seed),
+    )
 
 
 GREEDY = sampler(0.0, 1.0)
@@ -39,7 +42,9 @@ class TableDrafter(Drafter):
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         self.calls += 1
-        self.rows = [(*self.rows[p], t) for t, p in zip(tokens.tolist(), parents.tolist(), strict=True)]
+        self.rows = [
+            (*self.rows[p], t) for t, p in zip(tokens.tolist(), parents.tolist(), strict=True)
+        ]
         return torch.stack([self.law(path) for path in self.rows])
 
 
@@ -50,7 +55,9 @@ def tree_of(tokens: list[int], parents: list[int]) -> Tree:
         depth.append(depth[parent] + 1)
     levels = max(depth)
     mask = ancestors(above, max(levels, 1))
-    return Tree(torch.tensor(tokens), above, torch.tensor(depth), mask, zeros, zeros, levels, levels)
+    return Tree(
+        torch.tensor(tokens), above, torch.tensor(depth), mask, zeros, zeros, levels, levels
+    )
 
 
 def node_paths(tree: Tree) -> list[Path]:

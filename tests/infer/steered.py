@@ -22,7 +22,9 @@ class Steered:
     def __init__(self, drafter: Any, known: Sequence[Reference], right: bool) -> None:
         self._drafter, self._right = drafter, right
         vocabulary = getattr(getattr(drafter, "head", None), "vocabulary", None)
-        self._ids = None if vocabulary is None else vocabulary.t2d.nonzero()[:, 0]  # not read from d2t
+        self._ids = (
+            None if vocabulary is None else vocabulary.t2d.nonzero()[:, 0]
+        )  # not read from d2t
         self._answers = {tuple(ids[0].tolist()): answer for ids, answer in known}
         self._answer: list[int] = []
         self._place = self._level = 0
@@ -35,7 +37,9 @@ class Steered:
         self._drafter.reset(prompt, *rest)
 
     def commit(self, tokens: Tensor, features: Tensor, last: Any = None) -> None:
-        self._place += len(tokens) if self._place else 1  # first come the prompt's tokens and one new one
+        self._place += (
+            len(tokens) if self._place else 1
+        )  # first come the prompt's tokens and one new one
         self._drafter.commit(tokens, features, last)
 
     def start(self) -> Tensor:
@@ -55,7 +59,9 @@ class Steered:
         return (log_q + told).log_softmax(-1)
 
 
-def steered(decoder: SpeculativeDecoder, known: Sequence[Reference], right: bool) -> SpeculativeDecoder:
+def steered(
+    decoder: SpeculativeDecoder, known: Sequence[Reference], right: bool
+) -> SpeculativeDecoder:
     """The decoder, whose drafter now always guesses these answers right, or always wrong."""
     assert isinstance(decoder.proposer, Drafting)
     decoder.proposer.drafter = Steered(decoder.proposer.drafter, known, right)

@@ -17,9 +17,24 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.measure import BenchConfig, PromptsConfig, SamplingConfig, SweepConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.measure import bench as module
-from aerie.infer.measure.bench import Bench, Stopwatch, make_decoders, measure_overhead, measure_reference, run
+from aerie.infer.measure.bench import (
+    Bench,
+    Stopwatch,
+    make_decoders,
+    measure_overhead,
+    measure_reference,
+    run,
+)
 from aerie.infer.measure.lossless import PROMPT, SampledProver
-from aerie.infer.measure.record import OVERHEAD, RECORDS, Overhead, Record, line_of, read_as, read_records
+from aerie.infer.measure.record import (
+    OVERHEAD,
+    RECORDS,
+    Overhead,
+    Record,
+    line_of,
+    read_as,
+    read_records,
+)
 from aerie.infer.measure.statistics import group, summary_row
 from aerie.infer.measure.suite import suite_of
 from aerie.infer.measure.tasks import Prompt
@@ -28,15 +43,25 @@ from aerie.model.target import Target, load_tokenizer
 from tests import tiny
 
 TREE = {"levels": 3, "k": 2, "nodes": 6}
-TREES: dict[Method, dict[str, int]] = {"vanilla": {}, "eagle2": TREE, "pld": {}, "eagle-chain": {"levels": 3}}
-ROWS = (*(MethodConfig.of(method, **tree) for method, tree in TREES.items()), MethodConfig("lookahead"))
+TREES: dict[Method, dict[str, int]] = {
+    "vanilla": {},
+    "eagle2": TREE,
+    "pld": {},
+    "eagle-chain": {"levels": 3},
+}
+ROWS = (
+    *(MethodConfig.of(method, **tree) for method, tree in TREES.items()),
+    MethodConfig("lookahead"),
+)
 PROMPTS = [
     Prompt("a", "count", ("Please count 4 boats.", "Now sort 5 owls.", "And 6 lamps.")),
     Prompt("b", "count", ("Please paint 9 stones.",)),
     Prompt("a", "draw", ("Please draw 3 letters.", "Again.")),
 ]
 COLD, WARM = SamplingConfig(), SamplingConfig(1.0)
-CONFIG = BenchConfig(PromptsConfig("p.jsonl", max_new_tokens=6), ROWS, (COLD, WARM), warmup_prompts=1, cycles=True)
+CONFIG = BenchConfig(
+    PromptsConfig("p.jsonl", max_new_tokens=6), ROWS, (COLD, WARM), warmup_prompts=1, cycles=True
+)
 GREEDY = replace(CONFIG, sampling=(COLD,))
 Measured = tuple[Path, list[Record]]
 Place = tuple[Target, Any, str]
@@ -46,8 +71,12 @@ Place = tuple[Target, Any, str]
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """A tiny target of 112 positions, its tokenizer and a head for it."""
     root = tmp_path_factory.mktemp("bench")
-    recipe = TargetConfig(str(tiny.target(root / "target", eos_token_id=None, max_position_embeddings=112)))
-    save_head(tiny.head(tiny.llama().get_input_embeddings().weight.detach(), scale=8.0), root / "head")
+    recipe = TargetConfig(
+        str(tiny.target(root / "target", eos_token_id=None, max_position_embeddings=112))
+    )
+    save_head(
+        tiny.head(tiny.llama().get_input_embeddings().weight.detach(), scale=8.0), root / "head"
+    )
     return Target.load(recipe), load_tokenizer(recipe), str(root / "head")
 
 
@@ -56,7 +85,9 @@ def bench(place: Place, directory: Path, config: BenchConfig = CONFIG) -> Bench:
     suite = suite_of(config, PROMPTS)
     heads = [head if METHODS[row.method].heads else None for row in suite.rows]
     kinds = [head and "eagle1" for head in heads]
-    return Bench(target, tokenizer, make_decoders(target, suite.rows, heads), kinds, config, suite, directory)
+    return Bench(
+        target, tokenizer, make_decoders(target, suite.rows, heads), kinds, config, suite, directory
+    )
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +102,22 @@ def answers(records: Sequence[Record]) -> dict[object, tuple[int, ...]]:
     return {r.key: r.output_ids for r in records}
 
 
-def test_every_row_answers_every_turn_once_in_turns_and_says_what_it_cost(measured: Measured) -> None:
+def test_every_row_answers_every_turn_once_in_turns_and_says_what_it_cost(
+    measured: Measured,
+) -> None:
     directory, records = measured
     written = read_records(directory / "records.jsonl")
     assert len(records) == len(ROWS) * 2 * (3 + 1 + 2) == len(answers(records))
     assert answers(written) == answers(records)
-    assert [record.row for record in written[:: len(ROWS)]] == [n % len(ROWS) for n in range(len(records) // len(ROWS))]
+    assert [record.row for record in written[:: len(ROWS)]] == [
+        n % len(ROWS) for n in range(len(records) // len(ROWS))
+    ]
     for r in records:
-        assert (r.status, r.new_tokens, r.identical) == ("ok", 6, True if r.temperature == 0 else None)
+        assert (r.status, r.new_tokens, r.identical) == (
+            "ok",
+            6,
+            True if r.temperature == 0 else None,
+        )
         assert r.graph_bytes == (2**20 if r.row == 1 else 0)
         assert r.ms is not None and len(r.cycle_ms) == r.target_forwards
         decode = r.ms.wall - r.ms.prefill
@@ -86,16 +125,24 @@ def test_every_row_answers_every_turn_once_in_turns_and_says_what_it_cost(measur
         assert sum(r.cycle_nodes) == r.draft_nodes and r.draft_forwards_wasted <= r.draft_forwards
 
 
-def test_a_later_turn_follows_vanillas_answers_in_every_row(place: Place, measured: Measured) -> None:
+def test_a_later_turn_follows_vanillas_answers_in_every_row(
+    place: Place, measured: Measured
+) -> None:
     found = {(r.row, r.temperature, r.prompt_key): r for r in measured[1]}
     for temperature in (0.0, 1.0):
         first, second = (found[0, temperature, ("count", "a", turn)].text for turn in (0, 1))
         said = [PROMPTS[0].turns[0], first, PROMPTS[0].turns[1], second, PROMPTS[0].turns[2]]
-        turns = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(said)]
-        ids = place[1].apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
+        turns = [
+            {"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(said)
+        ]
+        ids = place[1].apply_chat_template(
+            turns, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
         for row in range(len(ROWS)):
             assert found[row, temperature, ("count", "a", 2)].prompt_ids == tuple(ids)
-    assert len({found[row, 1.0, ("count", "a", 0)].text for row in range(len(ROWS))}) > 1  # each row draws its own
+    assert (
+        len({found[row, 1.0, ("count", "a", 0)].text for row in range(len(ROWS))}) > 1
+    )  # each row draws its own
 
 
 def cycles_of(directory: Path) -> list[dict[str, Any]]:
@@ -107,46 +154,77 @@ def test_rows_and_texts_follow_from_the_cycles(measured: Measured) -> None:
     every = cycles_of(directory)
     for members in group(records):
         row, first = summary_row(members), members.first
-        mine = [line for line in every if (line["row"], line["temperature"]) == (first.row, first.temperature)]
+        mine = [
+            line
+            for line in every
+            if (line["row"], line["temperature"]) == (first.row, first.temperature)
+        ]
         assert row.accepted_histogram is not None
         kept = [min(line["accepted"], line["new_tokens"]) for line in mine]
-        assert np.bincount(kept, minlength=len(row.accepted_histogram)).tolist() == row.accepted_histogram
+        assert (
+            np.bincount(kept, minlength=len(row.accepted_histogram)).tolist()
+            == row.accepted_histogram
+        )
         assert sum(line["new_tokens"] for line in mine) / len(mine) == pytest.approx(row.tau)
         assert sum(line["drafted"] for line in mine) == row.draft_nodes
         reasons = {"levels", "budget", None} if METHODS[first.method].heads else {"guess", None}
         assert {line["stop_reason"] for line in mine} <= reasons
     names = ("row", "temperature", "task", "prompt_id", "turn")
     for record in records:
-        mine = [line for line in every if all(line[name] == getattr(record, name) for name in names)]
+        mine = [
+            line for line in every if all(line[name] == getattr(record, name) for name in names)
+        ]
         text = [*record.prompt_ids, *record.output_ids]
         assert [line["cycle"] for line in mine] == list(range(record.target_forwards))
         assert mine[0]["pos_start"] == record.prompt_tokens
         for line in mine:
             node, end = line["node"], 1 + line["new_tokens"]
-            on_path = [token for token, kept in zip(node["token"], node["accepted"], strict=True) if kept]
-            assert text[line["pos_start"] : line["pos_start"] + end] == [*on_path, line["bonus_id"]][:end]
+            on_path = [
+                token for token, kept in zip(node["token"], node["accepted"], strict=True) if kept
+            ]
+            assert (
+                text[line["pos_start"] : line["pos_start"] + end]
+                == [*on_path, line["bonus_id"]][:end]
+            )
 
 
-def test_a_killed_bench_measures_only_what_is_missing(place: Place, tmp_path: Path, measured: Measured) -> None:
-    lines, cycles = ((measured[0] / name).read_text().splitlines(keepends=True) for name in (RECORDS, module.CYCLES))
+def test_a_killed_bench_measures_only_what_is_missing(
+    place: Place, tmp_path: Path, measured: Measured
+) -> None:
+    lines, cycles = (
+        (measured[0] / name).read_text().splitlines(keepends=True)
+        for name in (RECORDS, module.CYCLES)
+    )
     records = tmp_path / RECORDS
     records.write_text("".join(lines[:7]) + lines[7][:50])
-    whole = 1 + sum(json.loads(line)["target_forwards"] for line in lines[:7])  # and one cycle of the unrecorded answer
+    whole = 1 + sum(
+        json.loads(line)["target_forwards"] for line in lines[:7]
+    )  # and one cycle of the unrecorded answer
     (tmp_path / module.CYCLES).write_text("".join(cycles[:whole]) + cycles[whole][:50])
     assert answers(run(bench(place, tmp_path), PROMPTS, seed=3)) == answers(measured[1])
     again = records.read_text().splitlines(keepends=True)
     assert again[:7] == lines[:7] and again[7:] != lines[7:]  # other times
-    untimed = [[{**line, "t_draft": 0, "t_verify": 0} for line in cycles_of(path)] for path in (tmp_path, measured[0])]
+    untimed = [
+        [{**line, "t_draft": 0, "t_verify": 0} for line in cycles_of(path)]
+        for path in (tmp_path, measured[0])
+    ]
     assert untimed[0] == untimed[1]
-    other = [replace(PROMPTS[0], turns=("Please count 4 boats.", "Now sort 5 owls.", "Stop.")), *PROMPTS[1:]]
-    with pytest.raises(UserError, match="prompt 'a' of 'count' has changed; delete the file to measure anew"):
+    other = [
+        replace(PROMPTS[0], turns=("Please count 4 boats.", "Now sort 5 owls.", "Stop.")),
+        *PROMPTS[1:],
+    ]
+    with pytest.raises(
+        UserError, match="prompt 'a' of 'count' has changed; delete the file to measure anew"
+    ):
         run(bench(place, tmp_path), other, seed=3)
     # answers that two benches measured at once, or that failed, are measured again
     failed = line_of(replace(read_records(records)[3], status="error", message="no memory"))
     records.write_text("".join([*again[:3], failed, *again[4:], again[9]]))
     (tmp_path / module.CYCLES).write_text("".join(cycles + cycles[whole:]))
     assert answers(run(bench(place, tmp_path), PROMPTS, seed=3)) == answers(measured[1])
-    assert len(read_records(records)) == len(again) and {r.status for r in read_records(records)} == {"ok"}
+    assert len(read_records(records)) == len(again) and {
+        r.status for r in read_records(records)
+    } == {"ok"}
     (tmp_path / module.CYCLES).write_text("".join(cycles[:3]) + "{}\n")
     with pytest.raises(UserError, match=r"cycles.jsonl: a line is damaged .*; add --overwrite"):
         run(bench(place, tmp_path), PROMPTS, seed=3)
@@ -156,7 +234,13 @@ def test_sampling_is_the_suites_own_and_not_the_generation_configs(
     place: Place, tmp_path: Path, measured: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = bench(place, tmp_path / "same")
-    for name, value in {"do_sample": True, "top_k": 1, "top_p": 0.1, "min_p": 0.9, "temperature": 0.2}.items():
+    for name, value in {
+        "do_sample": True,
+        "top_k": 1,
+        "top_p": 0.1,
+        "min_p": 0.9,
+        "temperature": 0.2,
+    }.items():
         monkeypatch.setattr(made.target.generation_config, name, value)
     assert answers(run(made, PROMPTS, seed=3)) == answers(measured[1])
 
@@ -179,27 +263,42 @@ def test_a_failed_row_has_a_message_and_no_time_and_the_others_go_on(
 
 
 def test_long_answers_end_at_the_context_alike_in_all_rows(place: Place, tmp_path: Path) -> None:
-    made = bench(place, tmp_path, replace(GREEDY, prompts=PromptsConfig("p.jsonl", max_new_tokens=500)))
+    made = bench(
+        place, tmp_path, replace(GREEDY, prompts=PromptsConfig("p.jsonl", max_new_tokens=500))
+    )
     records = run(made, PROMPTS[1:2], seed=3)
-    assert {r.prompt_tokens + r.new_tokens for r in records} == {112} and all(r.identical for r in records)
+    assert {r.prompt_tokens + r.new_tokens for r in records} == {112} and all(
+        r.identical for r in records
+    )
     assert all(r.identical_to_generate for r in measure_reference(made, records))
 
 
 def test_a_sweep_is_measured_on_its_prompts_beside_the_rows_and_vanilla_or_refused(
     place: Place, tmp_path: Path
 ) -> None:
-    sweep = SweepConfig("depth", "tree.levels", (1, 3), ({"method": "eagle2", "tree": TREE},), num_prompts=1)
-    warm = SweepConfig("warmth", "temperature", (0.7,), ({"method": "pld"},), (COLD,), tasks=("draw",))
+    sweep = SweepConfig(
+        "depth", "tree.levels", (1, 3), ({"method": "eagle2", "tree": TREE},), num_prompts=1
+    )
+    warm = SweepConfig(
+        "warmth", "temperature", (0.7,), ({"method": "pld"},), (COLD,), tasks=("draw",)
+    )
     config = replace(GREEDY, sweeps=(sweep, warm))
     records = run(bench(place, tmp_path, config), PROMPTS, seed=3)
     found = {(r.row, r.temperature, r.task, r.prompt_id) for r in records if r.turn == 0}
     main = {(row, 0.0, p.task, p.prompt_id) for row in range(5) for p in PROMPTS}
     # level 3 is the bench's own row; level 1 gets each task's first prompt; 0.7 gets that of `draw`, as vanilla does
-    extra = {(5, 0.0, "count", "a"), (5, 0.0, "draw", "a"), (0, 0.7, "draw", "a"), (2, 0.7, "draw", "a")}
+    extra = {
+        (5, 0.0, "count", "a"),
+        (5, 0.0, "draw", "a"),
+        (0, 0.7, "draw", "a"),
+        (2, 0.7, "draw", "a"),
+    }
     assert found == main | extra
     written = suite_of(config, PROMPTS)
     assert len(written.main) == 5
-    points = [(point.row, point.temperature, point.value, point.prompts) for point in written.points]
+    points = [
+        (point.row, point.temperature, point.value, point.prompts) for point in written.points
+    ]
     first = (("count", "a"), ("draw", "a"))
     assert points == [(5, 0.0, 1, first), (1, 0.0, 3, first), (2, 0.7, 0.7, first[1:])]
     for wrong, message in (
@@ -217,14 +316,18 @@ SETTINGS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
 
 
 @pytest.mark.parametrize("method", HEADS)
-def test_every_forward_is_timed_and_the_decoder_is_unchanged(sampled: SampledProver, method: Method) -> None:
+def test_every_forward_is_timed_and_the_decoder_is_unchanged(
+    sampled: SampledProver, method: Method
+) -> None:
     decoder, watch = sampled.decoder(MethodConfig(method), HEADS[method]), Stopwatch()
     plain = decoder.generate(IDS, **SETTINGS)
     with watch.on(decoder):
         out = decoder.generate(IDS, streamer=watch, **SETTINGS)
     calls, has_head = Counter(watch.calls), HEADS[method] is not None
     assert calls["target"] == 2 * out.statistics.target_forwards  # trunk and LM head
-    assert (calls["draft"] >= out.statistics.draft_forwards > 2) == (watch.ms["draft"] > 0) == has_head
+    assert (
+        (calls["draft"] >= out.statistics.draft_forwards > 2) == (watch.ms["draft"] > 0) == has_head
+    )
     assert out.new_ids == plain.new_ids == decoder.generate(IDS, **SETTINGS).new_ids
     assert watch.calls == calls
 
@@ -235,10 +338,14 @@ def test_the_overhead_is_the_ratio_of_the_times_and_is_measured_once(
     for name, value in {"NUM_PROMPTS": 1, "REPETITIONS": 1, "encode_turn": lambda *_: IDS}.items():
         monkeypatch.setattr(module, name, value)
     methods: tuple[Method, ...] = ("vanilla", "lookahead", "eagle2")
-    config = BenchConfig(PromptsConfig("q.jsonl", max_new_tokens=10), tuple(map(MethodConfig, methods)))
+    config = BenchConfig(
+        PromptsConfig("q.jsonl", max_new_tokens=10), tuple(map(MethodConfig, methods))
+    )
     used = [sampled.decoder(row, HEADS[row.method]) for row in config.rows]
     monkeypatch.setattr(used[1], "generate", broken)
-    bench = Bench(sampled.target, None, used, [None, None, "eagle1"], config, suite_of(config), tmp_path)
+    bench = Bench(
+        sampled.target, None, used, [None, None, "eagle1"], config, suite_of(config), tmp_path
+    )
     measure_overhead(bench, PROMPTS)
     measured = read_as(tmp_path / OVERHEAD, list[Overhead])
     assert [(row.row, row.method) for row in measured] == [(0, "vanilla"), (2, "eagle2")]

@@ -34,9 +34,17 @@ RULES: dict[str, StopConfig] = {
     "exact": ExactConfig(),
 }
 SHAPES: dict[str, tuple[Method, str, dict[str, Any]]] = {  # method, kind of head, tree
-    "draft LM, dynamic": ("sps", "draft_lm", {"shape": "dynamic", "levels": 4, "k": 3, "nodes": 10}),
+    "draft LM, dynamic": (
+        "sps",
+        "draft_lm",
+        {"shape": "dynamic", "levels": 4, "k": 3, "nodes": 10},
+    ),
     "draft LM, static": ("sps", "draft_lm", {"shape": "static", "choices": "eagle1"}),
-    "draft LM, static, replaced": ("sps", "draft_lm", {"shape": "static", "choices": "eagle1", "children": "replaced"}),
+    "draft LM, static, replaced": (
+        "sps",
+        "draft_lm",
+        {"shape": "static", "choices": "eagle1", "children": "replaced"},
+    ),
     "EAGLE-3, static": ("eagle", "eagle3", {}),
     "EAGLE-3, chain": ("eagle-chain", "eagle3", {}),
     "Medusa": ("medusa", "medusa", {}),
@@ -47,7 +55,11 @@ SHAPES: dict[str, tuple[Method, str, dict[str, Any]]] = {  # method, kind of hea
         "draft_lm",
         {"shape": "dynamic", "levels": 4, "k": 2, "nodes": 5, "children": "sampled"},
     ),
-    "Medusa, drawn": ("medusa", "medusa", {"shape": "dynamic", "levels": 4, "k": 3, "nodes": 9, "children": "sampled"}),
+    "Medusa, drawn": (
+        "medusa",
+        "medusa",
+        {"shape": "dynamic", "levels": 4, "k": 3, "nodes": 9, "children": "sampled"},
+    ),
     "Hydra, chain": ("hydra", "hydra", {"shape": "chain", "levels": 4}),
     "block": ("block-tree", "block", {"levels": 4, "k": 3, "nodes": 10}),
     "block, chain": ("block-chain", "block", {"levels": 4}),
@@ -79,18 +91,28 @@ def test_greedy_answers_are_generates_own_and_the_rule_ends_some_trees(
     trees: list[Tree] = []
     for ids in prompts:
         settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16}
-        written = decoder.generate(ids, on_cycle=lambda cycle: trees.append(cycle.tree), **settings).sequences
+        written = decoder.generate(
+            ids, on_cycle=lambda cycle: trees.append(cycle.tree), **settings
+        ).sequences
         assert written.tolist() == greedy(sampled.target, ids, 16)
     deepest = decoder.proposer.shape.levels  # type: ignore[union-attr]
     levels = [tree.levels for tree in trees]
-    assert sum(0 < level < deepest for level in levels) > 2 if rule != "constant" else max(levels) == deepest
+    assert (
+        sum(0 < level < deepest for level in levels) > 2
+        if rule != "constant"
+        else max(levels) == deepest
+    )
     for tree in trees:  # if one forward gives all laws, a rule saves only nodes to verify
-        assert tree.draft_forwards == (min(tree.levels, 1) if shape.startswith(("Medusa", "block")) else tree.levels)
+        assert tree.draft_forwards == (
+            min(tree.levels, 1) if shape.startswith(("Medusa", "block")) else tree.levels
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "rule"), SAMPLED.items())
-def test_sampled_answers_have_the_targets_law(shape: str, rule: str, sampled: SampledProver) -> None:
+def test_sampled_answers_have_the_targets_law(
+    shape: str, rule: str, sampled: SampledProver
+) -> None:
     found = sampled.prove(asked(shape, rule), SHAPES[shape][1], SamplingConfig(1.0), 1500, seed=0)
     assert found.accepted_per_answer > 0.1
     assert found.p_value > ALPHA / len(SAMPLED)

@@ -30,7 +30,12 @@ def recorded(
 ) -> tuple[list[Cycle], list[dict[str, Any]], list[int]]:
     """The cycles of one answer, their records, and the text."""
     decoder, prompt = decoder_of(make_target(), tree, kind), torch.tensor([[7, 9, 11, 23, 5]])
-    settings = {"temperature": temperature, "do_sample": temperature > 0, "top_k": 0, "max_new_tokens": 12}
+    settings = {
+        "temperature": temperature,
+        "do_sample": temperature > 0,
+        "top_k": 0,
+        "max_new_tokens": 12,
+    }
     plain = decoder.generate(prompt, generator=torch.Generator().manual_seed(3), **settings).new_ids
     decoder.proposer.keep = True  # type: ignore[union-attr]
     recorder, cycles = Recorder(), list[Cycle]()
@@ -39,14 +44,21 @@ def recorded(
         recorder(cycle)
         cycles.append(cycle)
 
-    done = decoder.generate(prompt, generator=torch.Generator().manual_seed(3), on_cycle=watch, **settings)
+    done = decoder.generate(
+        prompt, generator=torch.Generator().manual_seed(3), on_cycle=watch, **settings
+    )
     assert done.new_ids == plain  # recording changes no token
     return cycles, recorder.records, done.sequences[0].tolist()
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_nodes_acceptance_is_its_share_among_many_verdicts_over_the_very_same_draft(rule: str) -> None:
-    target, draws = make_target(vocab_size=12, hidden_size=16, num_blocks=2, pad_token_id=None), 1200
+def test_a_nodes_acceptance_is_its_share_among_many_verdicts_over_the_very_same_draft(
+    rule: str,
+) -> None:
+    target, draws = (
+        make_target(vocab_size=12, hidden_size=16, num_blocks=2, pad_token_id=None),
+        1200,
+    )
     cycles: list[Cycle] = []
     decoder_of(target, RULES[rule], scale=3.0).generate(
         torch.tensor([[1, 5, 3]]), temperature=1.3, top_k=0, top_p=0.95, max_new_tokens=40,
@@ -55,14 +67,22 @@ def test_a_nodes_acceptance_is_its_share_among_many_verdicts_over_the_very_same_
     # the cycle with the least certain verdict on a child of the root
     cycle = max(
         (cycle for cycle in cycles if cycle.tree.levels > 1),
-        key=lambda cycle: float((acceptance(cycle) * (1 - acceptance(cycle)))[cycle.tree.depth == 1].max()),
+        key=lambda cycle: float(
+            (acceptance(cycle) * (1 - acceptance(cycle)))[cycle.tree.depth == 1].max()
+        ),
     )
     assert cycle.rule == rule
-    tree, law, generator = cycle.tree, cycle.sampler.law(cycle.step.logits), torch.Generator().manual_seed(9)
+    tree, law, generator = (
+        cycle.tree,
+        cycle.sampler.law(cycle.step.logits),
+        torch.Generator().manual_seed(9),
+    )
     reached, taken, parents = np.zeros(len(tree)), np.zeros(len(tree)), tree.parents.numpy()
     for _ in range(draws):
         chosen = law.multinomial(1, generator=generator)[:, 0]
-        verdict = read(walk(tree, chosen) if rule == "R2" else reject(tree, law, generator), len(tree))
+        verdict = read(
+            walk(tree, chosen) if rule == "R2" else reject(tree, law, generator), len(tree)
+        )
         on_path = np.isin(np.arange(len(tree)), verdict.path)
         reached += on_path[parents]
         taken += on_path
@@ -76,7 +96,13 @@ def test_only_children_of_accepted_nodes_are_asked_and_no_passenger() -> None:
     tree = recorded(replace(STATIC, choices=((0,), (1,), (0, 0), (1, 0))))[0][0].tree
     assert asked(tree, [0, 2]).tolist() == [False, True, True, False, True]
     riding = torch.tensor([False, True, False, False, False])
-    assert asked(replace(tree, passengers=riding), [0, 2]).tolist() == [False, False, True, False, True]
+    assert asked(replace(tree, passengers=riding), [0, 2]).tolist() == [
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
     assert places([0, 0, 0, 2, 2, 1]) == ["", "0", "1", "1.0", "1.1", "0.0"]
 
 
@@ -101,13 +127,17 @@ def test_nodes_and_laws_are_those_that_were_drafted_and_verified(
         for place in range(1, len(drafted)):
             parent, token = node["parent"][place], node["token"][place]
             assert node["q"][place] == pytest.approx(float(q_of[parent, token]), rel=1e-4)
-            assert node["entropy"][place] == pytest.approx(float(entropy(raw[parent].exp())), rel=1e-5)
+            assert node["entropy"][place] == pytest.approx(
+                float(entropy(raw[parent].exp())), rel=1e-5
+            )
             assert node["p"][place] == pytest.approx(float(p[parent, token]), abs=1e-6)
         for number, at in enumerate(law["node"] if law else ()):
             children = [child for child in range(1, len(drafted)) if node["parent"][child] == at]
             q = q_of[at]
             assert at in cycle.verdict.path and law["token"][number] == node["token"][children[0]]
-            assert law["tvd"][number] == pytest.approx(0.5 * float((p[at] - q).abs().sum()), abs=1e-5)
+            assert law["tvd"][number] == pytest.approx(
+                0.5 * float((p[at] - q).abs().sum()), abs=1e-5
+            )
             kl = torch.special.xlogy(q, q / p[at]).nansum()
             assert law["kl_qp"][number] == pytest.approx(float(kl), abs=1e-4)
             assert law["agrees"][number] == (int(q.argmax()) == int(p[at].argmax()))
@@ -117,24 +147,34 @@ def test_nodes_and_laws_are_those_that_were_drafted_and_verified(
             num_laws += 1
     tables = tables_of(0, records, text)
     assert len(tables["laws"]) == num_laws > 0 and len(tables["cycles"]) == len(cycles)
-    nodes = [(cycle, n) for cycle in cycles for n in asked(cycle.tree, cycle.verdict.path).nonzero()]
-    assert tables["nodes"].acceptance.tolist() == pytest.approx([float(acceptance(cycle)[n]) for cycle, n in nodes])
+    nodes = [
+        (cycle, n) for cycle in cycles for n in asked(cycle.tree, cycle.verdict.path).nonzero()
+    ]
+    assert tables["nodes"].acceptance.tolist() == pytest.approx(
+        [float(acceptance(cycle)[n]) for cycle, n in nodes]
+    )
 
 
 def test_frontiers_hold_what_reranking_dropped_and_levels_beyond_the_text_are_left_out() -> None:
     _, records, text = recorded(replace(WIDE, k=4, nodes=8, levels=3))
     frontier = tables_of(0, records, text)["frontier"]
-    assert (frontier.groupby(["cycle", "depth"]).size() == 4).all()  # although a tree keeps only 7 nodes
+    assert (
+        frontier.groupby(["cycle", "depth"]).size() == 4
+    ).all()  # although a tree keeps only 7 nodes
     for record in records:
         masses = record["level"]["survival"]
-        assert len(masses) == record["depth"] and record["level"]["expected"] == pytest.approx(np.cumsum(masses))
+        assert len(masses) == record["depth"] and record["level"]["expected"] == pytest.approx(
+            np.cumsum(masses)
+        )
         first = [survival for branch, survival in record["frontier"] if len(branch) == 1]
         assert not masses or sum(first) == pytest.approx(masses[0], rel=1e-5)
     assert 0 < len(tables_of(0, records, text[:-4])["frontier"]) < len(frontier)
     for temperature in (0.0, 1.0):  # chain nodes are in the text exactly when accepted
         _, records, text = recorded(CHAIN, temperature)
         tables = tables_of(0, records, text)
-        depth_of = tables["frontier"].merge(tables["cycles"], on=["prompt", "cycle"], suffixes=("", "_length"))
+        depth_of = tables["frontier"].merge(
+            tables["cycles"], on=["prompt", "cycle"], suffixes=("", "_length")
+        )
         assert (depth_of.accepted == (depth_of.depth <= depth_of.accepted_length)).all()
 
 

@@ -69,7 +69,10 @@ def test_the_laws_of_a_tree_are_plain_ones_also_after_a_part_of_a_path_was_accep
         assert_law(drafter.start()[0], draft, text)
         for parents, tokens in levels:
             laws = drafter.step(torch.tensor(tokens) + first, torch.tensor(parents))
-            paths = [[*paths[parent], token + first] for parent, token in zip(parents, tokens, strict=True)]
+            paths = [
+                [*paths[parent], token + first]
+                for parent, token in zip(parents, tokens, strict=True)
+            ]
             for law, below in zip(laws, paths, strict=True):
                 assert_law(law, draft, text + below)
         kept = [tokens[row] + first for row, (_, tokens) in zip(path, levels, strict=False)]
@@ -106,11 +109,15 @@ def test_the_logits_of_padded_vocabularies_are_cut_before_the_softmax(vocab_size
     law = drafter.start()[0]
     assert law.shape == (min(320, vocab_size),)
     assert_law(law, draft, text)
-    drafter.commit(torch.tensor([vocab_size - 1]))  # an id from the target's padding, if its vocabulary is larger
+    drafter.commit(
+        torch.tensor([vocab_size - 1])
+    )  # an id from the target's padding, if its vocabulary is larger
     assert drafter.start().isfinite().all()
 
 
-def test_an_lm_with_the_targets_tokenizer_is_loaded_in_its_dtype_and_any_other_refused(tmp_path: Path) -> None:
+def test_an_lm_with_the_targets_tokenizer_is_loaded_in_its_dtype_and_any_other_refused(
+    tmp_path: Path,
+) -> None:
     target = Target.load(TargetConfig(str(tiny.target(tmp_path / "target")), dtype="bfloat16"))
     padded = tiny.target(tmp_path / "padded", num_blocks=2)
     tiny.llama(vocab_size=336, num_blocks=2).save_pretrained(padded)
@@ -120,7 +127,9 @@ def test_an_lm_with_the_targets_tokenizer_is_loaded_in_its_dtype_and_any_other_r
     assert drafter.start().shape == (1, 320)
     small = tiny.target(tmp_path / "small", num_blocks=2)
     tiny.llama(vocab_size=300, num_blocks=2).save_pretrained(small)
-    with pytest.raises(UserError, match=r"has 300 token embeddings, and .*target has tokens beyond them"):
+    with pytest.raises(
+        UserError, match=r"has 300 token embeddings, and .*target has tokens beyond them"
+    ):
         load_draft_lm(target, str(small))
     text = (padded / "tokenizer.json").read_text(encoding="utf-8")
     (padded / "tokenizer.json").write_text(text.replace("<|system|>", "<|tool|>"), encoding="utf-8")

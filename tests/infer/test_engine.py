@@ -48,7 +48,9 @@ from tests.targets import small
         ("hydra", DynamicConfig(levels=3, k=1, nodes=4)),
     ],
 )
-@pytest.mark.parametrize(("new", "end"), [(1, None), (2, None), (3, None), (40, None), (20, 1), (20, 3)])
+@pytest.mark.parametrize(
+    ("new", "end"), [(1, None), (2, None), (3, None), (40, None), (20, 1), (20, 3)]
+)
 def test_a_perfect_draft_is_accepted_whole_up_to_the_end_and_costs_what_its_head_costs(
     kind: str, tree: TreeConfig, new: int, end: int | None
 ) -> None:
@@ -56,35 +58,57 @@ def test_a_perfect_draft_is_accepted_whole_up_to_the_end_and_costs_what_its_head
     target, ids, trees = make_target(), prompts(4)[-1], []
     answer = greedy(target, ids, 41)[0][ids.shape[1] :]
     options = {"ids": torch.tensor(sorted({*answer, 0, 100, 200, 319}))} if kind == "eagle3" else {}
-    settings = {"do_sample": False, "max_new_tokens": new, **({} if end is None else {"eos_token_id": answer[end]})}
+    settings = {
+        "do_sample": False,
+        "max_new_tokens": new,
+        **({} if end is None else {"eos_token_id": answer[end]}),
+    }
     perfect = steered(decoder_of(target, tree, kind, **options), [(ids, answer)], right=True)
     generation = perfect.generate(ids, **settings, on_cycle=lambda cycle: trees.append(cycle.tree))
-    written, statistics = new if end is None else answer.index(answer[end]) + 1, generation.statistics
+    written, statistics = (
+        new if end is None else answer.index(answer[end]) + 1,
+        generation.statistics,
+    )
     assert generation.new_ids == answer[:written] and statistics.new_tokens == written
     assert all(tokens == tree.levels + 1 for tokens in statistics.cycle_tokens[:-1])
     for grown in trees:
         assert grown.draft_forwards == (min(grown.levels, 1) if kind == "medusa" else grown.levels)
-    assert end is not None or sum(grown.levels + 1 for grown in trees) == new - 1  # nothing is drafted beyond the limit
+    assert (
+        end is not None or sum(grown.levels + 1 for grown in trees) == new - 1
+    )  # nothing is drafted beyond the limit
     assert statistics.draft_forwards == sum(grown.draft_forwards for grown in trees)
     assert statistics.draft_forwards_wasted == 0
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_the_heuristics_length_follows_what_was_accepted_and_begins_anew_with_a_prompt(right: bool) -> None:
+def test_the_heuristics_length_follows_what_was_accepted_and_begins_anew_with_a_prompt(
+    right: bool,
+) -> None:
     target, ids, lengths = make_target(), prompts(4)[-1], []
     answer = greedy(target, ids, 31)[0][ids.shape[1] :]
     tree = ChainConfig(levels=20, stop=HeuristicConfig(start=4))
     made = steered(decoder_of(target, tree), [(ids, answer)], right)
     for _ in range(2):
-        made.generate(ids, do_sample=False, max_new_tokens=30, on_cycle=lambda cycle: lengths.append(cycle.tree.levels))
-    assert lengths == 2 * ([4, 6, 8, 7] if right else [4, 3, 2, *[1] * 25, 0])  # two more, or one fewer
+        made.generate(
+            ids,
+            do_sample=False,
+            max_new_tokens=30,
+            on_cycle=lambda cycle: lengths.append(cycle.tree.levels),
+        )
+    assert lengths == 2 * (
+        [4, 6, 8, 7] if right else [4, 3, 2, *[1] * 25, 0]
+    )  # two more, or one fewer
 
 
 @pytest.mark.parametrize("drafted", [True, False])
-def test_a_stop_string_ends_an_answer_at_the_token_that_completes_it_as_in_transformers(drafted: bool) -> None:
+def test_a_stop_string_ends_an_answer_at_the_token_that_completes_it_as_in_transformers(
+    drafted: bool,
+) -> None:
     """Stops inside an accepted path, with characters after it, begun in the prompt, and never found."""
     target, ids, words, lengths = make_target(), prompts(6)[-1], tiny.tokenizer(), []
-    text = greedy(target, ids, 30)[0]  # new tokens from the third on: e, ?, ?, er, er, er, er, er, er, Q, nt, ?, " ow"
+    text = greedy(target, ids, 30)[
+        0
+    ]  # new tokens from the third on: e, ?, ?, er, er, er, er, er, er, Q, nt, ?, " ow"
     ids, answer = torch.tensor([text[: ids.shape[1] + 6]]), text[ids.shape[1] + 6 :]
     for stop in ("rer", "ere", "rQn", ["nowhere", " o", "w "], "nowhere"):
         made = SpeculativeDecoder(target)
@@ -92,20 +116,29 @@ def test_a_stop_string_ends_an_answer_at_the_token_that_completes_it_as_in_trans
             made = steered(decoder_of(target, TREES["small"]), [(ids, answer)], right=True)
         made.tokenizer = words
         settings = {"do_sample": False, "max_new_tokens": 24, "stop_strings": stop}
-        theirs = target.model.generate(ids, attention_mask=torch.ones_like(ids), tokenizer=words, **settings)
+        theirs = target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), tokenizer=words, **settings
+        )
         assert made.generate(ids, **settings).sequences.tolist() == theirs.tolist()
         lengths.append(theirs.shape[1] - ids.shape[1])
     assert lengths == [1, 1, 7, 9, 24]
 
 
 @pytest.mark.parametrize("stop", [ExactConfig(), EntropyConfig(h=0.8)])
-def test_auto_learns_of_all_levels_that_an_exact_draft_had_room_for(stop: Any, monkeypatch: Any) -> None:
+def test_auto_learns_of_all_levels_that_an_exact_draft_had_room_for(
+    stop: Any, monkeypatch: Any
+) -> None:
     target, learnt, seen = make_target(), list[int](), list[int]()
     tree = DynamicConfig(levels=6, k=2, nodes=6, stop=stop)
     config = AutoConfig(choices=(BudgetConfig(1.0, tree, (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)),))
     made = decoder_of(target, config)
     monkeypatch.setattr(Difficulty, "learn", lambda _, logits, accepted: learnt.append(len(logits)))
-    made.generate(prompts(4)[-1], do_sample=False, max_new_tokens=30, on_cycle=lambda one: seen.append(one.tree.levels))
+    made.generate(
+        prompts(4)[-1],
+        do_sample=False,
+        max_new_tokens=30,
+        on_cycle=lambda one: seen.append(one.tree.levels),
+    )
     drafted = [levels for levels in seen if levels]
     assert min(drafted[:9]) < 6
     assert learnt[:9] == ([6] * 9 if isinstance(stop, ExactConfig) else drafted[:9])
@@ -113,7 +146,13 @@ def test_auto_learns_of_all_levels_that_an_exact_draft_had_room_for(stop: Any, m
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3", "hydra", "draft_lm"])
 def test_the_head_reads_what_was_written_without_drafts_as_soon_as_one_is_grown(kind: str) -> None:
-    target, ids, tree, seen, first = make_target(), prompts(4)[-1], TREES["small"], list[Cycle](), list[Cycle]()
+    target, ids, tree, seen, first = (
+        make_target(),
+        prompts(4)[-1],
+        TREES["small"],
+        list[Cycle](),
+        list[Cycle](),
+    )
     text = greedy(target, ids, 40)[0]
     options: dict[str, Any] = {"prefix_layer": True} if kind == "hydra" else {}
     config = AutoConfig(choices=(BudgetConfig(1.0), BudgetConfig(2.0, tree, (0.5, 0.4, 0.3))))
@@ -132,7 +171,9 @@ def test_the_head_reads_what_was_written_without_drafts_as_soon_as_one_is_grown(
             begun = torch.tensor([text[: cycle.position]])
             plain.generate(begun, do_sample=False, max_new_tokens=8, on_cycle=first.append)
             assert torch.equal(cycle.tree.tokens, first[0].tree.tokens)
-            torch.testing.assert_close(cycle.tree.survival, first[0].tree.survival, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                cycle.tree.survival, first[0].tree.survival, rtol=1e-4, atol=1e-4
+            )
             first.clear()
 
 
@@ -143,7 +184,12 @@ def test_a_budget_follows_what_is_accepted_down_to_no_draft(right: bool) -> None
     trees = ((1.3, ChainConfig(levels=1), (0.7,)), (2.2, TREES["small"], (0.8, 0.6, 0.4)))
     tree = AutoConfig(choices=(BudgetConfig(1.0), *(BudgetConfig(*each) for each in trees)))
     made = steered(decoder_of(target, tree), [(ids, answer)], right)
-    made.generate(ids, do_sample=False, max_new_tokens=60, on_cycle=lambda cycle: levels.append(cycle.tree.levels))
+    made.generate(
+        ids,
+        do_sample=False,
+        max_new_tokens=60,
+        on_cycle=lambda cycle: levels.append(cycle.tree.levels),
+    )
     if right:
         assert levels[1:-1] == [3] * (len(levels) - 2)
     else:  # now and then it tries a short draft
@@ -152,7 +198,9 @@ def test_a_budget_follows_what_is_accepted_down_to_no_draft(right: bool) -> None
 
 def test_a_streamer_gets_the_prompt_and_then_every_cycles_tokens_and_phases_add_up() -> None:
     target, ids, pieces = make_target(), prompts(3)[-1], list[Any]()
-    streamer = SimpleNamespace(put=lambda value: pieces.append(value.flatten().tolist()), end=lambda: pieces.append(0))
+    streamer = SimpleNamespace(
+        put=lambda value: pieces.append(value.flatten().tolist()), end=lambda: pieces.append(0)
+    )
     generation = decoder_of(target, TREES["small"]).generate(
         ids, do_sample=False, max_new_tokens=12, streamer=streamer, timed=True
     )
@@ -163,7 +211,9 @@ def test_a_streamer_gets_the_prompt_and_then_every_cycles_tokens_and_phases_add_
     ms = generation.statistics.ms
     assert sum(v for k, v in ms.items() if k != "wall") == pytest.approx(ms["wall"], rel=1e-6)
     assert min(ms["prefill"], ms["draft"], ms["verify"], ms["commit"]) > 0
-    assert sum(generation.statistics.cycle_ms) == pytest.approx(ms["draft"] + ms["verify"] + ms["commit"], rel=1e-6)
+    assert sum(generation.statistics.cycle_ms) == pytest.approx(
+        ms["draft"] + ms["verify"] + ms["commit"], rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,7 +243,10 @@ class Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::").rstrip("_")
-        free = name in "detach empty empty_like flatten item lift_fresh resolve_conj resolve_neg to view".split()
+        free = (
+            name
+            in "detach empty empty_like flatten item lift_fresh resolve_conj resolve_neg to view".split()
+        )
         self.reads += name in ("item", "_local_scalar_dense", "nonzero")
         self.kernels += not (self.inside or free or func.is_view)
         return func(*args, **(kwargs or {}))
@@ -205,30 +258,65 @@ class Counting(TorchDispatchMode):
         return result
 
 
-CYCLES = {("eagle3", 0): 102, ("eagle3", 1): 108, ("eagle1", 0): 32, ("eagle1", 1): 104}  # kernels, at most
+CYCLES = {
+    ("eagle3", 0): 102,
+    ("eagle3", 1): 108,
+    ("eagle1", 0): 32,
+    ("eagle1", 1): 104,
+}  # kernels, at most
 
 
 @pytest.mark.parametrize(("kind", "temperature"), CYCLES)
-def test_a_cycle_of_a_fixed_tree_reads_the_device_once(kind: str, temperature: int, monkeypatch: Any) -> None:
-    target, counting, seen, tolist = make_target(), Counting(), list[tuple[int, int]](), Tensor.tolist
+def test_a_cycle_of_a_fixed_tree_reads_the_device_once(
+    kind: str, temperature: int, monkeypatch: Any
+) -> None:
+    target, counting, seen, tolist = (
+        make_target(),
+        Counting(),
+        list[tuple[int, int]](),
+        Tensor.tolist,
+    )
     made = decoder_of(target, DynamicConfig(levels=8) if kind == "eagle3" else TREES["chain"], kind)
-    for owner, name in ((target.decoder, "forward"), (target, "logits"), *made.proposer.drafter.forwards):  # type: ignore
+    for owner, name in (
+        (target.decoder, "forward"),
+        (target, "logits"),
+        *made.proposer.drafter.forwards,
+    ):  # type: ignore
         monkeypatch.setattr(owner, name, partial(counting.around, 0, getattr(owner, name)))
     monkeypatch.setattr(Tensor, "tolist", lambda tensor: counting.around(1, tolist, tensor))
-    settings = {"do_sample": temperature > 0, "temperature": temperature, "max_new_tokens": 64, "eos_token_id": []}
+    settings = {
+        "do_sample": temperature > 0,
+        "temperature": temperature,
+        "max_new_tokens": 64,
+        "eos_token_id": [],
+    }
     settings["generator"] = torch.Generator().manual_seed(0)
     with counting:
-        made.generate(prompts(1)[0], on_cycle=lambda _: seen.append((counting.reads, counting.kernels)), **settings)
-    cycles = {(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(seen[2:-8])}
+        made.generate(
+            prompts(1)[0],
+            on_cycle=lambda _: seen.append((counting.reads, counting.kernels)),
+            **settings,
+        )
+    cycles = {
+        (after[0] - before[0], after[1] - before[1]) for before, after in pairwise(seen[2:-8])
+    }
     assert {reads for reads, _ in cycles} == {1} and max(cycles)[1] <= CYCLES[kind, temperature]
 
 
-@pytest.mark.parametrize(("kind", "family"), [("eagle1", "mistral"), ("eagle3", "llama"), ("hydra", "llama")])
+@pytest.mark.parametrize(
+    ("kind", "family"), [("eagle1", "mistral"), ("eagle3", "llama"), ("hydra", "llama")]
+)
 def test_a_prompt_read_in_parts_and_cycles_that_look_at_more_columns_than_are_kept_give_the_same(
     kind: str, family: str, monkeypatch: Any
 ) -> None:
-    target, ids, advance = Target(small(family), TargetConfig(family)), prompts(8)[-1] % 60 + 3, Kept.advance
-    made = decoder_of(target, TREES["small"], kind, **({"prefix_layer": True} if kind == "hydra" else {}))
+    target, ids, advance = (
+        Target(small(family), TargetConfig(family)),
+        prompts(8)[-1] % 60 + 3,
+        Kept.advance,
+    )
+    made = decoder_of(
+        target, TREES["small"], kind, **({"prefix_layer": True} if kind == "hydra" else {})
+    )
     expected = trees_of(made, ids)
 
     def widened(kept: Kept, count: int) -> None:
@@ -270,17 +358,24 @@ def trees_of(made: SpeculativeDecoder, ids: Tensor) -> list[Any]:
 )
 def test_all_of_a_cycle_compiles(kind: str, tree: TreeConfig, capfd: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    target, ids = Target(make_target().model, TargetConfig("tiny", cycle="compiled")), prompts(2)[-1]
+    target, ids = (
+        Target(make_target().model, TargetConfig("tiny", cycle="compiled")),
+        prompts(2)[-1],
+    )
     for _ in range(2):  # each decoder has its own recompile limit
         with torch._dynamo.config.patch(recompile_limit=1):
-            answer = decoder_of(target, tree, kind).generate(ids, do_sample=False, max_new_tokens=16)
+            answer = decoder_of(target, tree, kind).generate(
+                ids, do_sample=False, max_new_tokens=16
+            )
         assert answer.new_ids == greedy(target, ids, 16)[0][ids.shape[1] :]
     assert "runs as it is" not in capfd.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tree", [None, TREES["small"]])
-def test_compiled_functions_write_the_same_and_one_form_serves_all_lengths(tree: TreeConfig | None) -> None:
+def test_compiled_functions_write_the_same_and_one_form_serves_all_lengths(
+    tree: TreeConfig | None,
+) -> None:
     found, plain = list[Any](), make_target()
     for target in (plain, compiled := Target(plain.model, TargetConfig("tiny", cycle="compiled"))):
         made = decoder_of(target, tree, "eagle3")
@@ -291,12 +386,22 @@ def test_compiled_functions_write_the_same_and_one_form_serves_all_lengths(tree:
     assert found[:4] == found[4:]
 
 
-def test_what_cannot_be_compiled_runs_as_it_is_and_a_line_says_so(capfd: Any, monkeypatch: Any) -> None:
-    target, ids = Target(make_target().model, TargetConfig("tiny", cycle="compiled")), prompts(2)[-1]
+def test_what_cannot_be_compiled_runs_as_it_is_and_a_line_says_so(
+    capfd: Any, monkeypatch: Any
+) -> None:
+    target, ids = (
+        Target(make_target().model, TargetConfig("tiny", cycle="compiled")),
+        prompts(2)[-1],
+    )
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     made = decoder_of(target, TREES["small"])
-    monkeypatch.setattr(made.lm, "extend", lambda *tree, extend=made.lm.extend: (print(end=""), extend(*tree))[1])
-    assert made.generate(ids, do_sample=False, max_new_tokens=12).new_ids == greedy(target, ids, 12)[0][ids.shape[1] :]
+    monkeypatch.setattr(
+        made.lm, "extend", lambda *tree, extend=made.lm.extend: (print(end=""), extend(*tree))[1]
+    )
+    assert (
+        made.generate(ids, do_sample=False, max_new_tokens=12).new_ids
+        == greedy(target, ids, 12)[0][ids.shape[1] :]
+    )
     assert "warning: target.cycle compiled: extend runs as it is:" in capfd.readouterr().err
 
 
@@ -320,16 +425,28 @@ class Tape(TorchDispatchMode):
         for func, args, kwargs, result in [] if self.is_done else self.calls:
             again = func(*args, **kwargs)
             for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
-                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():  # else a view, or written in place
+                if (
+                    isinstance(old, Tensor) and old.data_ptr() != new.data_ptr()
+                ):  # else a view, or written in place
                     old.copy_(new)
         self.is_done = False
 
 
-ADAPTIVE = DynamicConfig(levels=3, k=3, nodes=8, stop=VoteConfig(signals=("probability",), probability_threshold=0.03))
-CAPTURED = [("", None), ("eagle1", ChainConfig(levels=3)), ("eagle3", TREES["small"]), ("hydra", TREES["small"])]
+ADAPTIVE = DynamicConfig(
+    levels=3, k=3, nodes=8, stop=VoteConfig(signals=("probability",), probability_threshold=0.03)
+)
+CAPTURED = [
+    ("", None),
+    ("eagle1", ChainConfig(levels=3)),
+    ("eagle3", TREES["small"]),
+    ("hydra", TREES["small"]),
+]
 CAPTURED += [("eagle1", replace(ADAPTIVE, stop_read=read)) for read in ("each", "late", "never")]
 CAPTURED += [("eagle1", ChainConfig(levels=3, stop=EntropyConfig(c=0.01)))]
-CAPTURED += [("medusa", TREES["small"]), ("eagle1", DynamicConfig(levels=3, k=3, nodes=8, children="sampled"))]
+CAPTURED += [
+    ("medusa", TREES["small"]),
+    ("eagle1", DynamicConfig(levels=3, k=3, nodes=8, children="sampled")),
+]
 
 
 def eager_and_captured(kind: str, tree: TreeConfig | None, device: str = "cpu") -> list[Any]:
@@ -339,20 +456,28 @@ def eager_and_captured(kind: str, tree: TreeConfig | None, device: str = "cpu") 
         changes = {"prefix_layer": True} if kind == "hydra" else {}
         made = [decoder_of(target, tree, kind, **changes)]
         made[0].typical = TypicalConfig() if kind == "medusa" else None
-        if isinstance(made[0].proposer, Drafting):  # another proposer with the same head and other trees
-            twin = Drafting(made[0].proposer.drafter, make_shape(DynamicConfig(levels=2, k=6, nodes=12)))
+        if isinstance(
+            made[0].proposer, Drafting
+        ):  # another proposer with the same head and other trees
+            twin = Drafting(
+                made[0].proposer.drafter, make_shape(DynamicConfig(levels=2, k=6, nodes=12))
+            )
             made.append(SpeculativeDecoder(target, twin))
         found.append([trees_of(one, ids) for ids in prompts(4) for one in made])
     return found
 
 
 @pytest.mark.parametrize(("kind", "tree"), CAPTURED)
-def test_what_is_captured_at_one_place_of_a_text_serves_all_others(kind: str, tree: Any, monkeypatch: Any) -> None:
+def test_what_is_captured_at_one_place_of_a_text_serves_all_others(
+    kind: str, tree: Any, monkeypatch: Any
+) -> None:
     """Random trees with rejected branches, prompts of different lengths, and buckets of few columns."""
     tapes = list[Tape]()
     for module in (sampling, shape):  # numpy's argmax is not a torch kernel
         monkeypatch.setattr(module, "argmax", lambda logits: logits.argmax(-1))
-    monkeypatch.setattr(graphs, "record", lambda f, *_: (tapes.append(t := Tape(f)), (t.replay, t.output))[1])
+    monkeypatch.setattr(
+        graphs, "record", lambda f, *_: (tapes.append(t := Tape(f)), (t.replay, t.output))[1]
+    )
     monkeypatch.setattr(engine, "bucket", lambda length: -(-length // 16) * 16)
     eager, captured = eager_and_captured(kind, tree)
     assert eager == captured and len(tapes) >= 6
@@ -369,7 +494,9 @@ def test_cuda_graphs_write_what_eager_cycles_write(kind: str, tree: Any, capfd: 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing waits")
 @pytest.mark.parametrize(("kind", "tree"), [*CAPTURED[:4], CAPTURED[-1]])
-def test_nothing_of_a_cycle_but_the_reading_of_its_verdict_waits_for_a_gpu(kind: str, tree: Any) -> None:
+def test_nothing_of_a_cycle_but_the_reading_of_its_verdict_waits_for_a_gpu(
+    kind: str, tree: Any
+) -> None:
     target = Target(make_target().model.to("cuda"), TargetConfig("tiny", cycle="eager"))
     made = decoder_of(target, tree, kind)
 
@@ -389,4 +516,7 @@ def test_nothing_of_a_cycle_but_the_reading_of_its_verdict_waits_for_a_gpu(kind:
 def test_what_cannot_be_captured_is_decoded_eagerly_and_a_line_says_so(capfd: Any) -> None:
     eager, captured = eager_and_captured(*CAPTURED[1])
     said = capfd.readouterr().err
-    assert eager == captured and said.count("warning: ") == said.count("captured: draft cannot be captured:") == 2
+    assert (
+        eager == captured
+        and said.count("warning: ") == said.count("captured: draft cannot be captured:") == 2
+    )

@@ -37,7 +37,10 @@ LOADED = [  # kind, options
     ("hydra", {}),
     ("hydra", {"prefix_layer": True}),
     ("block", {"num_hidden_layers": 2, "anchor_feature": True, "markov_order": 3}),
-    ("block", {"in_block": "causal", "sample_from_anchor": True, "markov_head": "gated", "block_size": 6}),
+    (
+        "block",
+        {"in_block": "causal", "sample_from_anchor": True, "markov_head": "gated", "block_size": 6},
+    ),
     ("block", {"markov_rank": 0}),
 ]
 
@@ -54,9 +57,14 @@ def ready(drafter: Any, target: Target, text: Tensor) -> Any:
 
 @pytest.mark.parametrize(("kind", "options"), LOADED)
 @torch.inference_mode()
-def test_laws_below_nodes_are_those_of_plain_forwards_along_each_path(kind: str, options: dict[str, Any]) -> None:
+def test_laws_below_nodes_are_those_of_plain_forwards_along_each_path(
+    kind: str, options: dict[str, Any]
+) -> None:
     target = make_target()
-    head, text = make_head(target, kind, **options), torch.cat([prompts(3)[-1][0], torch.tensor([9])])
+    head, text = (
+        make_head(target, kind, **options),
+        torch.cat([prompts(3)[-1][0], torch.tensor([9])]),
+    )
     drafter = ready(DRAFTERS[kind](head, target), target, text)
     drafter.start()
     drafter.step(torch.tensor([11, 12, 13]), torch.tensor([0, 0, 0]))
@@ -70,7 +78,9 @@ def test_laws_below_nodes_are_those_of_plain_forwards_along_each_path(kind: str,
 
 @pytest.mark.parametrize(("kind", "options"), LOADED)
 @pytest.mark.parametrize("tree", [TREES["wide"], StaticConfig(choices="medusa63", children="best")])
-def test_every_verified_node_was_drafted_and_is_counted(kind: str, options: dict[str, Any], tree: TreeConfig) -> None:
+def test_every_verified_node_was_drafted_and_is_counted(
+    kind: str, options: dict[str, Any], tree: TreeConfig
+) -> None:
     """Each node has a token from the drafter's law at its parent, and the target reads it once."""
     target, ids, read = make_target(), prompts(3)[-1], []
     if isinstance(tree, DynamicConfig) and kind not in ("eagle1", "eagle3"):
@@ -85,7 +95,11 @@ def test_every_verified_node_was_drafted_and_is_counted(kind: str, options: dict
         laws = {} if grown.pool is None else grown.pool.log_laws()
         for node in range(1, len(grown)):
             law = laws[int(grown.parents[node])]
-            column = proposer.drafter.target_ids(torch.arange(len(law))).tolist().index(int(grown.tokens[node]))
+            column = (
+                proposer.drafter.target_ids(torch.arange(len(law)))
+                .tolist()
+                .index(int(grown.tokens[node]))
+            )
             assert float(grown.confidence[node]) == pytest.approx(float(law[column]), abs=1e-5)
 
     hook = target.decoder.register_forward_pre_hook(
@@ -100,14 +114,19 @@ def test_every_verified_node_was_drafted_and_is_counted(kind: str, options: dict
 
 
 @pytest.mark.parametrize(("kind", "options"), LOADED)
-def test_the_drafter_sees_true_features_of_accepted_tokens_only(kind: str, options: dict[str, Any]) -> None:
+def test_the_drafter_sees_true_features_of_accepted_tokens_only(
+    kind: str, options: dict[str, Any]
+) -> None:
     """After any number of cycles its law equals that of a drafter that got the whole text at once."""
     target, ids, paths = make_target(), prompts(3)[-1], []
     more = options | ({"ids": torch.arange(320)} if kind == "eagle3" else {})
     decoder, text = decoder_of(target, TREES["small"], kind, **more), greedy(target, ids, 24)[0]
     drafter = decoder.proposer.drafter  # type: ignore[union-attr]
     found = steered(decoder, [(ids, text[ids.shape[1] :])], right=True).generate(
-        ids, do_sample=False, max_new_tokens=24, on_cycle=lambda cycle: paths.append(cycle.verdict.path)
+        ids,
+        do_sample=False,
+        max_new_tokens=24,
+        on_cycle=lambda cycle: paths.append(cycle.verdict.path),
     )
     assert found.sequences[0].tolist() == text
     assert any(path[-1] > len(path) for path in paths)  # the accepted rows are not the first ones
@@ -123,7 +142,10 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         load_head_for(target, str(tmp_path / "deep"))
     target.generation_config.eos_token_id = [7, 8]
     save_head(make_head(target, "eagle3", ids=torch.tensor([1, 2, 9])), tmp_path / "endless")
-    with pytest.raises(UserError, match=r"none of the target's end-of-turn tokens \[7, 8\] is in the draft vocabulary"):
+    with pytest.raises(
+        UserError,
+        match=r"none of the target's end-of-turn tokens \[7, 8\] is in the draft vocabulary",
+    ):
         load_head_for(target, str(tmp_path / "endless"))
     for kind in ("medusa", "hydra"):
         drafter = DRAFTERS[kind](make_head(target, kind, num_heads=4), target)
@@ -133,8 +155,12 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     short = str(tmp_path / "short")
     for method in ("block-tree", "block-chain"):  # their default depth is 7
         cut = check_levels(MethodConfig(method), short, "here").tree
-        assert cut == published_tree(method, levels=4) and make_decoder(Drafters(target), MethodConfig(method), short)
-        with pytest.raises(UserError, match=r"here: tree: is 5 levels deep, and .*/short drafts at most 4"):
+        assert cut == published_tree(method, levels=4) and make_decoder(
+            Drafters(target), MethodConfig(method), short
+        )
+        with pytest.raises(
+            UserError, match=r"here: tree: is 5 levels deep, and .*/short drafts at most 4"
+        ):
             check_levels(MethodConfig.of(method, levels=5), short, "here")
 
 
@@ -144,7 +170,9 @@ def load(path: Path, dtype: Any = "float32") -> Target:
 
 def saved(target: Target, directory: Path, **changes: Any) -> str:
     """Saves a head with this target's fingerprint; returns the directory."""
-    save_head(tiny.head(target.vocab.embedding.float(), **changes), directory, target=target.fingerprint())
+    save_head(
+        tiny.head(target.vocab.embedding.float(), **changes), directory, target=target.fingerprint()
+    )
     return str(directory)
 
 
@@ -154,7 +182,11 @@ def test_a_head_of_another_target_or_with_other_positions_is_noticed(
     def warnings(target: Target, head: str) -> list[str]:
         """The warnings about a head, without the loader's progress bars."""
         load_head_for(target, head)
-        return [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"warning: {head}: ")]
+        return [
+            line
+            for line in capsys.readouterr().err.splitlines()
+            if line.startswith(f"warning: {head}: ")
+        ]
 
     own, other = load(tiny.target(tmp_path / "own")), load(tiny.target(tmp_path / "other", seed=1))
     head = saved(own, tmp_path / "head")
@@ -164,8 +196,13 @@ def test_a_head_of_another_target_or_with_other_positions_is_noticed(
     assert own.fingerprint() in line
     save_head(tiny.head(own.vocab.embedding.float()), tmp_path / "nameless")  # it names no target
     assert warnings(other, str(tmp_path / "nameless")) == []
-    rope, longest = warnings(own, saved(own, tmp_path / "moved", rope_theta=5e5, max_position_embeddings=64))
-    assert "rope_theta is 500,000" in rope and "max_position_embeddings is 64, its target's 256" in longest
+    rope, longest = warnings(
+        own, saved(own, tmp_path / "moved", rope_theta=5e5, max_position_embeddings=64)
+    )
+    assert (
+        "rope_theta is 500,000" in rope
+        and "max_position_embeddings is 64, its target's 256" in longest
+    )
     # the same weights in the precision that the head was trained with, or in another, are the same target
     half = tiny.target(tmp_path / "half")
     tiny.llama().to(torch.bfloat16).save_pretrained(half)

@@ -30,7 +30,16 @@ from aerie.infer.decode.methods import Drafters
 from aerie.infer.decode.sampling import Sampler
 from aerie.infer.decode.tree import Tree
 from aerie.infer.measure import lossless
-from aerie.infer.measure.lossless import ALPHA, EDGES, SETTINGS, Difference, GreedyResult, Law, Reference, SampledProver
+from aerie.infer.measure.lossless import (
+    ALPHA,
+    EDGES,
+    SETTINGS,
+    Difference,
+    GreedyResult,
+    Law,
+    Reference,
+    SampledProver,
+)
 from aerie.model.storage import read_json
 from aerie.model.target import Target
 from tests.infer.steered import steered
@@ -39,9 +48,23 @@ ROWS = [(method, (published.heads or (None,))[0]) for method, published in METHO
 LEVEL = ALPHA / (len(ROWS) * len(SETTINGS))
 NUM_PROMPTS, MOST_PROMPTS = 6, 120  # answered by each row; at most, to meet every edge case
 # settings of Qwen2.5's instruction models, without their end ids; then every setting that looks at the text
-QWEN = {"repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "do_sample": True}
-OF_TEXT: dict[str, Any] = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 3, "min_new_tokens": 5}
-OF_TEXT |= {"suppress_tokens": [7], "bad_words_ids": [[5], [8, 9]], "sequence_bias": [[[11], 2.0], [[11, 12], 4.0]]}
+QWEN = {
+    "repetition_penalty": 1.05,
+    "temperature": 0.7,
+    "top_p": 0.8,
+    "top_k": 20,
+    "do_sample": True,
+}
+OF_TEXT: dict[str, Any] = {
+    "repetition_penalty": 1.5,
+    "no_repeat_ngram_size": 3,
+    "min_new_tokens": 5,
+}
+OF_TEXT |= {
+    "suppress_tokens": [7],
+    "bad_words_ids": [[5], [8, 9]],
+    "sequence_bias": [[[11], 2.0], [[11, 12], 4.0]],
+}
 ENDS = {"eos_token_id": [94, 95], "pad_token_id": 94}
 LAW = {(0,): 0.5, (1,): 0.3, (2,): 0.19, (3,): 0.008, (4,): 0.002}
 
@@ -49,7 +72,9 @@ LAW = {(0,): 0.5, (1,): 0.3, (2,): 0.19, (3,): 0.008, (4,): 0.002}
 class Prompts:
     """A miniature, and random prompts of 2 to 7 tokens with transformers' answers."""
 
-    def __init__(self, directory: Path, vocabulary: int, generation: Any = None, model_type: str = "llama") -> None:
+    def __init__(
+        self, directory: Path, vocabulary: int, generation: Any = None, model_type: str = "llama"
+    ) -> None:
         written = lossless.write_miniature(directory, vocabulary=vocabulary, model_type=model_type)
         self.heads, self.config = directory / "heads", replace(written, generation=generation or {})
         self.target, self._vocabulary = Target.load(self.config), vocabulary
@@ -58,7 +83,12 @@ class Prompts:
 
     def first(self, count: int) -> list[Reference]:
         while len(self._known) < count:
-            ids = torch.randint(0, self._vocabulary, (1, 2 + len(self._known) % NUM_PROMPTS), generator=self._generator)
+            ids = torch.randint(
+                0,
+                self._vocabulary,
+                (1, 2 + len(self._known) % NUM_PROMPTS),
+                generator=self._generator,
+            )
             self._known.append(lossless.reference(self.target, ids))
         return self._known[:count]
 
@@ -74,7 +104,11 @@ class Prompts:
         known = self.first(count)[-NUM_PROMPTS:]
         few, met = known[: NUM_PROMPTS // 2], set[str]()
         trials = [(self.decoder(method, kind), known)]
-        trials += [(steered(self.decoder(method, kind), few, right), few) for right in (True, False) if kind]
+        trials += [
+            (steered(self.decoder(method, kind), few, right), few)
+            for right in (True, False)
+            if kind
+        ]
         for result in (lossless.compare_greedy(*trial) for trial in trials):
             assert result.identical == result.prompts and not result.differences
             met |= {edge for edge, times in result.edges.items() if times}
@@ -83,7 +117,9 @@ class Prompts:
 
 @pytest.fixture(scope="module")
 def wordy(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
-    return Prompts(tmp_path_factory.mktemp("wordy"), 96)  # more tokens than the widest tree's children
+    return Prompts(
+        tmp_path_factory.mktemp("wordy"), 96
+    )  # more tokens than the widest tree's children
 
 
 @pytest.fixture(scope="module")
@@ -130,12 +166,19 @@ def of_text(tmp_path_factory: pytest.TempPathFactory) -> SampledProver:
 def test_sampled_answers_have_the_targets_law_also_where_it_looks_at_the_text(
     sampled: SampledProver, of_text: SampledProver, method: Method, kind: str | None
 ) -> None:
-    setting, at_text = SETTINGS[ROWS.index((method, kind)) % len(SETTINGS)], SamplingConfig(0.7, top_k=20, top_p=0.8)
+    setting, at_text = (
+        SETTINGS[ROWS.index((method, kind)) % len(SETTINGS)],
+        SamplingConfig(0.7, top_k=20, top_p=0.8),
+    )
     for prover, sampling, draws in ((sampled, setting, 500), (of_text, at_text, 300)):
         law = prover.prove(MethodConfig(method), kind, sampling, draws, seed=0)
         assert law.p_value > LEVEL
         # in a short text without repeats there is nothing to look up
-        assert law.accepted_per_answer > 0.05 or method == "vanilla" or (prover is of_text and kind is None)
+        assert (
+            law.accepted_per_answer > 0.05
+            or method == "vanilla"
+            or (prover is of_text and kind is None)
+        )
 
 
 def test_a_law_that_is_lost_on_the_way_down_a_tree_is_found(
@@ -145,20 +188,33 @@ def test_a_law_that_is_lost_on_the_way_down_a_tree_is_found(
         return self.after(self.text.expand(len(logits), -1), logits)
 
     monkeypatch.setattr(Sampler, "with_text", roots_for_all)
-    assert of_text.prove(MethodConfig("eagle"), "eagle1", SamplingConfig(1.0), 300, seed=0).p_value < 1e-6
+    assert (
+        of_text.prove(MethodConfig("eagle"), "eagle1", SamplingConfig(1.0), 300, seed=0).p_value
+        < 1e-6
+    )
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_budget_that_follows_past_cycles_moves_no_law(sampled: SampledProver, setting: SamplingConfig) -> None:
+def test_a_budget_that_follows_past_cycles_moves_no_law(
+    sampled: SampledProver, setting: SamplingConfig
+) -> None:
     """An answer uses each of its trees, drawn ones too, and cycles without a draft."""
     chain = BudgetConfig(1.2, ChainConfig(levels=1), (0.5,))
     trees = (chain, BudgetConfig(1.6, DynamicConfig(levels=2, k=2, nodes=5), (0.8, 0.6)))
     asked = MethodConfig("eagle-chain", AutoConfig(choices=(BudgetConfig(1.0), *trees), memory=1.0))
-    decoder, law = sampled.decoder(asked, "eagle1"), lossless.answer_law(sampled.target, sampled.ids, 5, setting)
+    decoder, law = (
+        sampled.decoder(asked, "eagle1"),
+        lossless.answer_law(sampled.target, sampled.ids, 5, setting),
+    )
     generator, seen, levels = torch.Generator().manual_seed(1), Counter[Any](), Counter[int]()
     for _ in range(500):
         watch = lambda cycle: levels.update([cycle.tree.levels])  # noqa: E731
-        options: dict[str, Any] = {**vars(setting), "max_new_tokens": 5, "generator": generator, "on_cycle": watch}
+        options: dict[str, Any] = {
+            **vars(setting),
+            "max_new_tokens": 5,
+            "generator": generator,
+            "on_cycle": watch,
+        }
         seen[tuple(decoder.generate(sampled.ids, **options).new_ids)] += 1
     assert lossless.p_value(law, seen) > ALPHA and min(levels[depth] for depth in range(3)) > 60
 
@@ -171,13 +227,22 @@ def second_best(tree: Tree, logits: Tensor, sampler: Sampler, typical: Any) -> T
     return judged
 
 
-def test_a_wrong_token_is_found_with_the_gap_of_its_logit(terse: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_token_is_found_with_the_gap_of_its_logit(
+    terse: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine, "judge", second_best)
     result = lossless.compare_greedy(terse.decoder("vanilla", None), terse.first(1))
     (ids, answer), first = terse.first(1)[0], result.differences[0]
-    best = terse.target.model(torch.cat([ids, torch.tensor([answer[:1]])], dim=1)).logits[0, -1].topk(2)
+    best = (
+        terse.target.model(torch.cat([ids, torch.tensor([answer[:1]])], dim=1))
+        .logits[0, -1]
+        .topk(2)
+    )
     assert first.position == 1 and best.indices.tolist() == [first.theirs, first.ours]
-    assert first.gap == pytest.approx(float(best.values[0] - best.values[1]), rel=1e-4) and first.rounding < 1e-4
+    assert (
+        first.gap == pytest.approx(float(best.values[0] - best.values[1]), rel=1e-4)
+        and first.rounding < 1e-4
+    )
 
 
 def test_a_difference_within_rounding_fails_only_where_answers_must_be_exact() -> None:
@@ -187,7 +252,9 @@ def test_a_difference_within_rounding_fails_only_where_answers_must_be_exact() -
         (0.2, False, "FAILED: greedy"),
     ):
         greedy = GreedyResult(2, 1, {}, [Difference(0, 3, 1, 2, gap, rounding=0.1)])
-        row = lossless.Row(MethodConfig("pld"), None, greedy=greedy, laws=(Law(0.6, 0.8, 0.5, 0.3),))
+        row = lossless.Row(
+            MethodConfig("pld"), None, greedy=greedy, laws=(Law(0.6, 0.8, 0.5, 0.3),)
+        )
         assert lossless.verdict_of(row, 1e-3, exact) == verdict
     row.greedy, row.laws = None, (Law(0.6, 0.8, float("nan"), 0.3),)
     assert lossless.verdict_of(row, 1e-3, exact=True) == "FAILED: law at T=0.6/p=0.8"
@@ -200,31 +267,49 @@ def test_the_law_of_an_answer_is_the_product_of_its_tokens_laws(sampled: Sampled
     with torch.inference_mode():
         text = torch.cat([sampled.ids, torch.tensor([answer])], dim=1)
         laws = (sampled.target.model(text).logits[0, -4:-1] / 0.7).softmax(-1)
-    assert law[answer] == pytest.approx(math.prod(float(laws[n, token]) for n, token in enumerate(answer)), rel=1e-4)
+    assert law[answer] == pytest.approx(
+        math.prod(float(laws[n, token]) for n, token in enumerate(answer)), rel=1e-4
+    )
 
 
 def test_p_is_that_of_pearsons_test_with_rare_answers_pooled() -> None:
     seen = np.random.default_rng(0).multinomial(1000, list(LAW.values()))
     wanted = np.array([chance * 1000 for chance in LAW.values()])
-    ours = lossless.p_value(LAW, Counter({answer: int(count) for answer, count in zip(LAW, seen, strict=True)}))
-    cells = [[*side[:3], side[3:].sum()] for side in (seen, wanted)]  # all but the last expect 5 or more
+    ours = lossless.p_value(
+        LAW, Counter({answer: int(count) for answer, count in zip(LAW, seen, strict=True)})
+    )
+    cells = [
+        [*side[:3], side[3:].sum()] for side in (seen, wanted)
+    ]  # all but the last expect 5 or more
     assert ours == pytest.approx(float(chisquare(*cells).pvalue), rel=1e-9)
-    assert lossless.p_value(LAW, Counter({(0,): 500, (1,): 300, (2,): 190, (9,): 1})) == 0.0  # (9,) has probability 0
+    assert (
+        lossless.p_value(LAW, Counter({(0,): 500, (1,): 300, (2,): 190, (9,): 1})) == 0.0
+    )  # (9,) has probability 0
     assert lossless.p_value({(0,): 1.0}, Counter({(0,): 10})) == 1.0
 
 
 def test_verify_prints_a_table_and_its_code_is_1_where_a_method_is_not_lossless(
-    wordy: Prompts, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    wordy: Prompts,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     written = tmp_path / "proof.json"
-    options = Namespace(methods="vanilla,eagle2", prompts=2, draws=200, seed=0, json=written, plan=False)
+    options = Namespace(
+        methods="vanilla,eagle2", prompts=2, draws=200, seed=0, json=written, plan=False
+    )
     heads = {"eagle1": str(wordy.heads / "eagle1")}
     typical = MethodConfig("medusa", typical=TypicalConfig())
     assert lossless.demonstrate(options, wordy.config, heads, others=(typical,)) == 0
     _, *rows = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in rows] == ["vanilla", "eagle2", "eagle2", "medusa"]
-    assert all("2/2" in row and row.endswith("lossless") for row in rows[:3]) and "not tested" in rows[3]
-    longer = [lossless.Row(MethodConfig(name), "block") for name in ("block-tree", "sps-confidence")]
+    assert (
+        all("2/2" in row and row.endswith("lossless") for row in rows[:3])
+        and "not tested" in rows[3]
+    )
+    longer = [
+        lossless.Row(MethodConfig(name), "block") for name in ("block-tree", "sps-confidence")
+    ]
     longer.append(replace(longer[0], asked=MethodConfig.of("block-tree", children="sampled")))
     assert len({line.index(" block ") for line in lossless.table(longer).splitlines()[1:]}) == 1
     assert rows[2].startswith("eagle2 drawn")

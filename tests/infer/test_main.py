@@ -24,9 +24,16 @@ from tests.infer.made_up import drafted, record
 
 TREE = {"levels": 3, "k": 3, "nodes": 8}
 BOATS, OWLS = "Please count 4 boats.", "Please sort 9 owls."
-CONVERSATION = [("user", BOATS), ("assistant", "Four."), ("user", OWLS), ("assistant", "to be written anew")]
+CONVERSATION = [
+    ("user", BOATS),
+    ("assistant", "Four."),
+    ("user", OWLS),
+    ("assistant", "to be written anew"),
+]
 ROWS_OF_PROMPTS: list[Any] = [{"question": BOATS}, {"prompt": OWLS}, {"turns": [BOATS, OWLS]}]
-ROWS_OF_PROMPTS.append({"messages": [{"role": role, "content": text} for role, text in CONVERSATION]})
+ROWS_OF_PROMPTS.append(
+    {"messages": [{"role": role, "content": text} for role, text in CONVERSATION]}
+)
 Command = Callable[..., tuple[int, str, str]]
 
 
@@ -45,11 +52,26 @@ def write_recipe(root: Path) -> None:
     (root / "q.txt").write_text("Please count 2 boats.\nPlease count 3 boats.\n")
     tiny.write_rows(root / "rows.jsonl", ROWS_OF_PROMPTS)
     prompts = {"path": str(root / "q.txt"), "num_prompts": 2, "max_new_tokens": 8}
-    rows = [{"method": "vanilla"}, {"method": "eagle2", "tree": TREE}, {"method": "eagle-chain", "tree": {"levels": 3}}]
-    measured = {"warmup_prompts": 1, "sampling": [{"temperature": 0.0}, {"temperature": 1.0}], "rows": rows}
-    values: dict[str, Any] = {"run": str(root / "run"), "threads": 1, "target": {"path": str(target)}}
+    rows = [
+        {"method": "vanilla"},
+        {"method": "eagle2", "tree": TREE},
+        {"method": "eagle-chain", "tree": {"levels": 3}},
+    ]
+    measured = {
+        "warmup_prompts": 1,
+        "sampling": [{"temperature": 0.0}, {"temperature": 1.0}],
+        "rows": rows,
+    }
+    values: dict[str, Any] = {
+        "run": str(root / "run"),
+        "threads": 1,
+        "target": {"path": str(target)},
+    }
     values |= {"data": {"conversations": ["none.jsonl"]}, "head": {"kind": "eagle1"}, "tree": TREE}
-    values |= {"calibrate": {"prompts": prompts, "tree": TREE}, "bench": {"prompts": prompts, **measured}}
+    values |= {
+        "calibrate": {"prompts": prompts, "tree": TREE},
+        "bench": {"prompts": prompts, **measured},
+    }
     tiny.recipe(root / "recipe.yaml", values)
 
 
@@ -124,7 +146,9 @@ def test_a_plan_refuses_what_cannot_work_in_one_line_and_its_remedy_works(
         assert (code, err) == (0, "")
 
 
-def test_a_plan_says_which_tree_and_head_a_method_has(plan: Command, shared: Path, tmp_path: Path) -> None:
+def test_a_plan_says_which_tree_and_head_a_method_has(
+    plan: Command, shared: Path, tmp_path: Path
+) -> None:
     heads, row = shared / "run" / "heads", tmp_path / "row.yaml"
     row.write_text(f"method: deagle\nhead: {heads / 'eagle3'}\n")
     alone = ("--target", "{root}/target", "--head", "{root}/run/heads/eagle3")
@@ -133,23 +157,41 @@ def test_a_plan_says_which_tree_and_head_a_method_has(plan: Command, shared: Pat
         ("--method", "pld", "--lookup.length", "4"): "pld with no head, no tree",
         ("--method", "deagle", "--tree.levels", "4"): "'levels': 4, 'k': 10, 'nodes': 60",
         ("--head.kind", "eagle3"): f"eagle3 with {heads / 'eagle3'}",
-        ("--method", "medusa", "--tree.choices", "{root}/shallow.yaml", "--typical.epsilon", "0.1"): "NOT lossless",
+        (
+            "--method",
+            "medusa",
+            "--tree.choices",
+            "{root}/shallow.yaml",
+            "--typical.epsilon",
+            "0.1",
+        ): "NOT lossless",
         ("--row", str(row)): f"deagle with {heads / 'eagle3'},",
-        ("--row", str(row), "--head", "{root}/run/heads/eagle1"): f"deagle with {heads / 'eagle1'},",
+        (
+            "--row",
+            str(row),
+            "--head",
+            "{root}/run/heads/eagle1",
+        ): f"deagle with {heads / 'eagle1'},",
         alone: "eagle3 with",  # the head's directory names the method
     }.items():
         assert told in plan("generate", *words, config="--target" not in words)[1], words
     assert f", {heads / 'eagle1'} -> " in plan("calibrate")[1]
     assert "needs --config" in plan("generate", config=False)[2]
     assert "warning: --tree: bench does not read it" in plan("bench", "--tree.levels", "4")[2]
-    assert sorted(path.name for path in (shared / "run").iterdir()) == ["heads"]  # a plan writes nothing
+    assert sorted(path.name for path in (shared / "run").iterdir()) == [
+        "heads"
+    ]  # a plan writes nothing
 
 
 def test_a_plan_says_what_memory_graphs_took_in_the_bench(plan: Command, shared: Path) -> None:
     assert "graphs" not in plan("bench")[1]  # not measured yet
     bench = shared / "run" / "bench"
     bench.mkdir()
-    answers = record(graph_bytes=156 * 2**20), drafted((2, 1), graph_bytes=588 * 2**20), drafted((2, 1))
+    answers = (
+        record(graph_bytes=156 * 2**20),
+        drafted((2, 1), graph_bytes=588 * 2**20),
+        drafted((2, 1)),
+    )
     (bench / RECORDS).write_text("".join(map(line_of, answers)))
     assert f"CUDA graphs of a row took up to 588.0 MiB in {bench}" in plan("bench")[1]
     assert "588.0 MiB" in plan("generate", "--method", "eagle2")[1]
@@ -169,7 +211,11 @@ def test_generate_streams_the_same_text_with_every_method(command: Command) -> N
     for method in ("vanilla", "eagle2", "eagle3", "eagle-chain", "pld"):
         words = ("--show-tree", "--profile") if method == "eagle2" else ()
         code, out, err = command("generate", "--max-new-tokens", "12", "--method", method, *words)
-        assert code == 0 and "tau" in err and (method != "eagle2" or ("  survival " in err and "a cycle:" in err))
+        assert (
+            code == 0
+            and "tau" in err
+            and (method != "eagle2" or ("  survival " in err and "a cycle:" in err))
+        )
         texts.add(out)
     assert len(texts) == 1
 
@@ -180,26 +226,42 @@ def written(*turns: str) -> list[str]:
     history: list[dict[str, str]] = []
     for turn in turns:
         history.append({"role": "user", "content": turn})
-        ids = tokenizer.apply_chat_template(history, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        ids = tokenizer.apply_chat_template(
+            history, add_generation_prompt=True, return_tensors="pt"
+        )["input_ids"]
         out = model.generate(ids, do_sample=False, max_new_tokens=12)[0, ids.shape[1] :]
         text = tokenizer.decode(out, skip_special_tokens=True).rstrip("\ufffd")
         history.append({"role": "assistant", "content": text})
     return [message["content"] for message in history[1::2]]
 
 
-def test_generate_answers_rows_of_every_shape_as_lines_of_json(command: Command, shared: Path) -> None:
+def test_generate_answers_rows_of_every_shape_as_lines_of_json(
+    command: Command, shared: Path
+) -> None:
     words = ("--prompts", "{root}/rows.jsonl", "--json", "--max-new-tokens", "12")
     code, out, err = command("generate", *words)
     rows = [json.loads(line) for line in out.splitlines()]
-    assert code == 0 and err.count("tau") == 5 and [row["prompt"] for row in rows] == [BOATS, OWLS, BOATS, OWLS, OWLS]
-    plain = [json.loads(line) for line in command("generate", *words, "--method", "vanilla")[1].splitlines()]
+    assert (
+        code == 0
+        and err.count("tau") == 5
+        and [row["prompt"] for row in rows] == [BOATS, OWLS, BOATS, OWLS, OWLS]
+    )
+    plain = [
+        json.loads(line)
+        for line in command("generate", *words, "--method", "vanilla")[1].splitlines()
+    ]
     assert [row["new_ids"] for row in rows] == [row["new_ids"] for row in plain]
     assert [row["text"].rstrip("\ufffd") for row in rows[2:4]] == written(BOATS, OWLS)
     assert rows[0]["new_ids"] == rows[2]["new_ids"] and rows[3]["new_ids"] != rows[4]["new_ids"]
-    assert {row["tau"] for row in plain} == {1.0} and rows[0]["statistics"]["decoding"]["eos_token_ids"] == [3]
+    assert {row["tau"] for row in plain} == {1.0} and rows[0]["statistics"]["decoding"][
+        "eos_token_ids"
+    ] == [3]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.stdin", io.StringIO(BOATS + "\n"))
-        assert json.loads(command("generate", "--prompt", "-", *words[2:])[1])["new_ids"] == rows[0]["new_ids"]
+        assert (
+            json.loads(command("generate", "--prompt", "-", *words[2:])[1])["new_ids"]
+            == rows[0]["new_ids"]
+        )
 
 
 def test_a_chat_answers_as_generate_does_on_the_whole_conversation(
@@ -208,11 +270,16 @@ def test_a_chat_answers_as_generate_does_on_the_whole_conversation(
     lines = [BOATS, OWLS, "", "/reset", "boats " * 300, OWLS, "/exit", BOATS]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     code, out, err = command("chat", "--max-new-tokens", "12")
-    assert code == 0 and out.splitlines() == "\n".join([*written(BOATS, OWLS), *written(OWLS)]).splitlines()
+    assert (
+        code == 0
+        and out.splitlines() == "\n".join([*written(BOATS, OWLS), *written(OWLS)]).splitlines()
+    )
     assert err.count("tau") == 3 and err.count("context of 256 tokens is full; /reset") == 1
 
 
-def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put = ColouredStreamer.put
 
     def interrupted(streamer: ColouredStreamer, value: torch.Tensor) -> None:
@@ -225,11 +292,22 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(command: Command, monkeypat
     assert code == 0 and "stopped" in err and err.count("tau") == 1
 
 
-def test_a_target_without_a_chat_template_is_told_what_to_give(command: Command, tmp_path: Path) -> None:
-    plain = ("--target", str(tiny.target(tmp_path / "plain", chat_template=None)), "--max-new-tokens", "2")
+def test_a_target_without_a_chat_template_is_told_what_to_give(
+    command: Command, tmp_path: Path
+) -> None:
+    plain = (
+        "--target",
+        str(tiny.target(tmp_path / "plain", chat_template=None)),
+        "--max-new-tokens",
+        "2",
+    )
     for name in ("generate", "chat"):
         code, _, err = command(name, *plain, config=False)
-        assert code == 2 and err.count("\n") == 1 and "give --target.chat_template FILE.jinja, or generate --raw" in err
+        assert (
+            code == 2
+            and err.count("\n") == 1
+            and "give --target.chat_template FILE.jinja, or generate --raw" in err
+        )
     (tmp_path / "own.jinja").write_text(tiny.TEMPLATE)
     for fix in (("--raw",), ("--target.chat_template", str(tmp_path / "own.jinja"))):
         assert command("generate", *plain, *fix, config=False)[0] == 0
@@ -246,14 +324,20 @@ def test_bench_calibrate_compare_report_and_push_follow_each_other(
     assert code == 0 and "bench: 12 answers" in out and "ms per token" in out, err
     first = tiny.read_rows(records)
     assert json.loads((records.parent / "suite.json").read_text())["max_context"] > 0
-    assert all(row["identical"] and row["identical_to_generate"] for row in first if row["temperature"] == 0)
+    assert all(
+        row["identical"] and row["identical_to_generate"]
+        for row in first
+        if row["temperature"] == 0
+    )
     (records.parent / "provenance.json").unlink()  # as a kill leaves it
     assert "no bench, or one that was stopped" in command("report")[2]
     assert command("bench")[0] == 0 and "whole, reused" in command("bench")[1]
     assert "--overwrite" in command("bench", "--bench.prompts.max_new_tokens", "6")[2]
     assert tiny.read_rows(records) == first
     code, out, _ = command("compare", "--of", "1", "--against", "0", "--temperature", "0")
-    assert code == 0 and out.startswith("row 1 (eagle2, 3 levels, k 3, 8 nodes) against row 0 (vanilla):\ntau ")
+    assert code == 0 and out.startswith(
+        "row 1 (eagle2, 3 levels, k 3, 8 nodes) against row 0 (vanilla):\ntau "
+    )
     assert command("calibrate")[0] == 0
     code, out, _ = command("report")
     assert code == 0 and "eagle2" in out and "index.html" in out
@@ -263,10 +347,22 @@ def test_bench_calibrate_compare_report_and_push_follow_each_other(
     assert "Not measured: " not in out and "Not measured, in part or at all: 1, 2, " in out
     assert code == 0 and "commit" in out and out.count("| eagle2 |") == 2
     assert "has no report; run aerie report" in command("results", str(shared), config=False)[2]
-    row = next(row for row in summary["rows"] if row["method"] == "eagle2" and row["temperature"] == 0)
+    row = next(
+        row for row in summary["rows"] if row["method"] == "eagle2" and row["temperature"] == 0
+    )
     figures = f"| {row['task']} | 0 | {row['prompts']} | {row['tau']:.2f} |"
     assert (
-        tiny.call(model_main, "convert", head, "--to", "safeailab", "--target", shared / "target", "--out", exported)
+        tiny.call(
+            model_main,
+            "convert",
+            head,
+            "--to",
+            "safeailab",
+            "--target",
+            shared / "target",
+            "--out",
+            exported,
+        )
         == 0
     )
     for pushed in ((head,), (exported, "--run", shared / "run")):
@@ -277,7 +373,10 @@ def test_bench_calibrate_compare_report_and_push_follow_each_other(
         assert {"calibration.json", "summary.json"} <= set(said.split())
         assert str(shared) not in said.split("README.md:")[1]
     whole = records.read_text()
-    changed = {"bytes instead of": whole[: whole.rindex("\n{") + 1], "is damaged": whole.replace("7", "8", 1)}
+    changed = {
+        "bytes instead of": whole[: whole.rindex("\n{") + 1],
+        "is damaged": whole.replace("7", "8", 1),
+    }
     for said, text in changed.items():
         records.write_text(text)
         assert said in command("bench")[2] and said in command("report")[2]
@@ -286,7 +385,10 @@ def test_bench_calibrate_compare_report_and_push_follow_each_other(
         assert said in command("results", str(shared / "run"), config=False)[2]
     with working_alone(records.parent, "measuring"):
         code, _, err = command("bench", "--overwrite")
-        assert code == 2 and "bench: another process is measuring there; wait, or choose another --run" in err
+        assert (
+            code == 2
+            and "bench: another process is measuring there; wait, or choose another --run" in err
+        )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SpeculativeDecoder, "generate", failing)
         code, _, err = command("bench", "--overwrite")
@@ -316,8 +418,16 @@ def failing(*_: Any, **__: Any) -> Any:
 def test_a_recipe_of_a_run_a_target_data_and_a_head_is_measured_on_its_held_out_questions(
     shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = {"conversations": str(tiny.write_conversations(tmp_path / "rows.jsonl", 24)), "held_out": 0.4}
-    values = {"run": str(tmp_path), "target": {"path": str(shared / "target")}, "data": data, "threads": 1}
+    data = {
+        "conversations": str(tiny.write_conversations(tmp_path / "rows.jsonl", 24)),
+        "held_out": 0.4,
+    }
+    values = {
+        "run": str(tmp_path),
+        "target": {"path": str(shared / "target")},
+        "data": data,
+        "threads": 1,
+    }
     config = tiny.recipe(tmp_path / "recipe.yaml", {**values, "head": {"kind": "eagle1"}})
     shutil.copytree(shared / "run" / "heads", tmp_path / "heads")
     for command in ("calibrate", "tune"):
@@ -329,7 +439,9 @@ def test_a_recipe_of_a_run_a_target_data_and_a_head_is_measured_on_its_held_out_
     assert tiny.call(infer_main, "report", "--config", config) == 0  # on the head that was measured
     summary = json.loads((tmp_path / "report" / "summary.json").read_text())
     rows = [(row["method"], row["task"]) for row in summary["rows"]]
-    assert rows == [("vanilla", "held_out"), ("eagle2", "held_out")] and summary["head"]["name"] == str(head)
+    assert rows == [("vanilla", "held_out"), ("eagle2", "held_out")] and summary["head"][
+        "name"
+    ] == str(head)
     other = tiny.target(tmp_path / "other", seed=5)
     assert tiny.call(infer_main, "report", "--config", config, "--target", other) == 2
     assert "measured another target (target.path:" in capsys.readouterr().err

@@ -39,7 +39,9 @@ def test_every_method_has_a_tree_that_can_be_grown_or_none() -> None:
         assert (tree is None) == (published.tree is None) == (not published.heads)
         if tree is not None:
             assert make_shape(tree).max_nodes == tree.nodes >= 2
-            assert validate(as_dict(MethodConfig(name)), MethodConfig, "again", {}) == MethodConfig(name)
+            assert validate(as_dict(MethodConfig(name)), MethodConfig, "again", {}) == MethodConfig(
+                name
+            )
     assert {*USUAL} == {*DRAFTERS} == {*HEADS, "draft_lm"} == {*OBJECTIVES, "draft_lm"}
 
 
@@ -64,7 +66,10 @@ def test_the_published_trees() -> None:
         ("method=eagle-chain tree.stop.rule=entropy", ChainConfig(levels=5, stop=EntropyConfig())),
         ("method=eagle2 tree.levels=null", DynamicConfig(levels=6)),
         ("method=eagle-chain tree.shape=chain tree.levels=4", ChainConfig(levels=4)),
-        ("method=sps tree.shape=dynamic tree.k=4", DynamicConfig(k=4)),  # another shape drops the method's settings
+        (
+            "method=sps tree.shape=dynamic tree.k=4",
+            DynamicConfig(k=4),
+        ),  # another shape drops the method's settings
         (
             "method=medusa tree.shape=static tree.children=sampled",
             StaticConfig(choices="medusa63", children="sampled"),
@@ -80,7 +85,10 @@ def test_a_recipe_changes_what_it_names_and_nothing_else(words: str, tree: Any) 
 
 
 def test_opt_trees_frontier_is_as_wide_as_its_budget() -> None:
-    narrow, wide = overridden("method=opt-tree", "tree.nodes=20").tree, MethodConfig("opt-tree").tree
+    narrow, wide = (
+        overridden("method=opt-tree", "tree.nodes=20").tree,
+        MethodConfig("opt-tree").tree,
+    )
     assert isinstance(narrow, DynamicConfig) and (narrow.nodes, narrow.k) == (20, 19)
     assert isinstance(wide, DynamicConfig) and (wide.nodes, wide.k) == (60, 59)
 
@@ -89,15 +97,27 @@ def test_opt_trees_frontier_is_as_wide_as_its_budget() -> None:
     ("words", "message"),
     [
         ("method=eagel2", "--method: unknown 'eagel2'; did you mean 'eagle2'?"),
-        ("method=eagle tree.levels=5", "--tree.levels: unknown key; it belongs to another kind of tree than static"),
+        (
+            "method=eagle tree.levels=5",
+            "--tree.levels: unknown key; it belongs to another kind of tree than static",
+        ),
         ("method=sps tree.shape=static", "tree.choices: required"),
         ("method=eagle2 tree.shape=square", "unknown shape 'square'"),
         ("method=eagle2 tree.shape=chain", "is method eagle-chain, not eagle2"),
         ("method=deagle tree.stop.rule=constant", "is method eagle2 or eagle3"),
-        ("method=eagle-chain tree.children=replaced", "--tree.children: input should be 'best' or 'sampled'"),
-        ("method=eagle2 tree.children=sampled tree.rank=confidence", "would bias the output; use rank: survival"),
+        (
+            "method=eagle-chain tree.children=replaced",
+            "--tree.children: input should be 'best' or 'sampled'",
+        ),
+        (
+            "method=eagle2 tree.children=sampled tree.rank=confidence",
+            "would bias the output; use rank: survival",
+        ),
         ("method=ddd tree.levels=5", r"checks \[5, 7, 9\] are never reached in 5 levels"),
-        ("method=eagle tree.stop.rule=entropy tree.stop.over=per_node", "per_node needs a tree that chooses its nodes"),
+        (
+            "method=eagle tree.stop.rule=entropy tree.stop.over=per_node",
+            "per_node needs a tree that chooses its nodes",
+        ),
         ("method=pld tree.levels=3", "tree: pld grows no tree"),
         ("method=eagle2 lookup.length=3", "lookup: eagle2 does not read it"),
         ("method=vanilla typical.delta=0.1", "vanilla drafts none"),
@@ -126,7 +146,10 @@ def test_a_file_and_a_list_say_the_same(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump({"choices": [[0, 0], [1], [0]]}), encoding="utf-8")
     listed = StaticConfig(choices=((1,), (0,), (0, 0)))
     assert StaticConfig(choices=str(path)).paths == listed.paths == ((0,), (1,), (0, 0))
-    assert StaticConfig(choices=((0,), (2,)), children="best").paths == ((0,), (2,))  # the best may skip a rank
+    assert StaticConfig(choices=((0,), (2,)), children="best").paths == (
+        (0,),
+        (2,),
+    )  # the best may skip a rank
     path.write_text("choices: [[0], [zero]]\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"mine.yaml:1.*integer.*'zero'"):
         StaticConfig(choices=str(path))
@@ -146,11 +169,15 @@ def test_heads_are_found_by_their_kind(tmp_path: Path) -> None:
         return find_head(MethodConfig(method), heads, preferred, given, "x")
 
     assert find("vanilla") is None
-    assert find("deagle") == str(heads / "eagle1") and find("deagle", "eagle3") == str(heads / "eagle3")
+    assert find("deagle") == str(heads / "eagle1") and find("deagle", "eagle3") == str(
+        heads / "eagle3"
+    )
     assert find("eagle3", given=heads / "eagle1") == str(heads / "eagle3")
     named = MethodConfig("sps", head=str(tmp_path / "lm"))
     assert find_head(named, heads, "eagle1", None, "x") == str(tmp_path / "lm")
-    with pytest.raises(UserError, match=r"x: sps drafts with a head of kind draft_lm, and .*draft_lm holds none"):
+    with pytest.raises(
+        UserError, match=r"x: sps drafts with a head of kind draft_lm, and .*draft_lm holds none"
+    ):
         find("sps")
     with pytest.raises(UserError, match="sps drafts with a head of kind draft_lm, not eagle1"):
         find("sps", given=heads / "eagle1")

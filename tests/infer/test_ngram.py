@@ -15,7 +15,11 @@ from aerie.model.target import Target
 from tests.infer.draws import greedy, make_target
 from tests.infer.laws import check_connected, node_paths
 
-FEW: dict[str, Any] = {"vocab_size": 24, "hidden_size": 16, "num_blocks": 2}  # few tokens, so that texts repeat
+FEW: dict[str, Any] = {
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "num_blocks": 2,
+}  # few tokens, so that texts repeat
 SETTINGS = {
     "published": LookaheadConfig(),
     "small": LookaheadConfig(ngram=3, window=3, guesses=2),
@@ -31,7 +35,11 @@ def test_guesses_share_their_beginning_and_their_confidence_is_their_share() -> 
     tree, _ = trie.tree(torch.tensor([9]))
     check_connected(tree)
     assert tree.tokens.tolist() == [9, 1, 5, 2, 2, 3, 4, 3]
-    assert tree.depth.tolist() == [0, 1, 1, 2, 2, 3, 3, 3] and tree.levels == 3 and tree.passengers is None
+    assert (
+        tree.depth.tolist() == [0, 1, 1, 2, 2, 3, 3, 3]
+        and tree.levels == 3
+        and tree.passengers is None
+    )
     shares = torch.tensor([1, 3 / 4, 1 / 4, 1, 1, 2 / 3, 1 / 3, 1])  # of the parent's guesses
     torch.testing.assert_close(tree.confidence, shares.log())
     torch.testing.assert_close(tree.survival, tree.mask.float() @ tree.confidence)
@@ -40,7 +48,11 @@ def test_guesses_share_their_beginning_and_their_confidence_is_their_share() -> 
 def test_matches_are_those_of_transformers_on_random_texts() -> None:
     chance, ends, lengths = np.random.default_rng(0), frozenset({0, 1}), set()
     for _ in range(400):
-        alphabet, size, length = chance.integers(2, 12), int(chance.integers(1, 5)), int(chance.integers(1, 7))
+        alphabet, size, length = (
+            chance.integers(2, 12),
+            int(chance.integers(1, 5)),
+            int(chance.integers(1, 7)),
+        )
         text = chance.integers(0, alphabet, chance.integers(1, 40))
         theirs = PromptLookupCandidateGenerator(
             eos_token_id=torch.tensor(sorted(ends)),
@@ -64,8 +76,13 @@ class Naive:
 
     def __init__(self, target: Target, text: list[int], config: LookaheadConfig) -> None:
         self.target, self.text, self.config = target, text, config
-        width, generator = config.window + config.ngram - 2, torch.Generator().manual_seed(config.seed)
-        self.grid = [[text[int(place)] for place in torch.randint(len(text), (width,), generator=generator)]]
+        width, generator = (
+            config.window + config.ngram - 2,
+            torch.Generator().manual_seed(config.seed),
+        )
+        self.grid = [
+            [text[int(place)] for place in torch.randint(len(text), (width,), generator=generator)]
+        ]
         self.pool: dict[int, list[tuple[int, ...]]] = {}
         self.remember_text(len(text))
         self.text.append(self.next_token(text))
@@ -96,7 +113,9 @@ class Naive:
         """Takes one step; returns the number of tokens written."""
         text, rows = self.text, self.config.ngram - 1
         self.grid[0][0] = text[-1]
-        diagonals = [text[:-1] + self.grid[0][:i] + self.column(i) for i in range(len(self.grid[0]))]
+        diagonals = [
+            text[:-1] + self.grid[0][:i] + self.column(i) for i in range(len(self.grid[0]))
+        ]
         found = [self.next_token(diagonal) for diagonal in diagonals]
         full = len(self.grid) == rows
         guesses = self.pool.get(text[-1], []) if full else []
@@ -127,18 +146,29 @@ def test_window_and_pool_are_those_of_the_naive_algorithm(name: str) -> None:
 
     def watch(cycle: Cycle) -> None:
         nonlocal drafted, left
-        seen.append(([[*row] for row in lookahead.window], {token: [*kept] for token, kept in lookahead.pool.items()}))
+        seen.append(
+            (
+                [[*row] for row in lookahead.window],
+                {token: [*kept] for token, kept in lookahead.pool.items()},
+            )
+        )
         tree = cycle.tree
         check_connected(tree)
-        riding = torch.zeros(len(tree), dtype=torch.bool) if tree.passengers is None else tree.passengers
-        guessed = [path for path, rides in zip(node_paths(tree), riding.tolist(), strict=True) if not rides]
+        riding = (
+            torch.zeros(len(tree), dtype=torch.bool) if tree.passengers is None else tree.passengers
+        )
+        guessed = [
+            path for path, rides in zip(node_paths(tree), riding.tolist(), strict=True) if not rides
+        ]
         assert len(set(guessed)) == len(guessed)
         assert int(tree.depth[~riding].max()) == tree.levels <= max(left - 1, 0)
         assert not riding[cycle.verdict.path].any()
         sizes.append(len(tree))
         drafted, left = drafted + len(guessed) - 1, left - cycle.new_tokens
 
-    ours = SpeculativeDecoder(target, lookahead).generate(ids, do_sample=False, max_new_tokens=24, on_cycle=watch)
+    ours = SpeculativeDecoder(target, lookahead).generate(
+        ids, do_sample=False, max_new_tokens=24, on_cycle=watch
+    )
     assert 0 < sum(ours.statistics.accepted) <= ours.statistics.draft_nodes == drafted
     assert config.window * (config.ngram - 1) < max(sizes) <= lookahead.max_nodes
     for number, (rows, pool) in enumerate(seen[:-1]):  # the limit may cut the last cycle
@@ -160,4 +190,6 @@ def test_the_window_never_passes_the_targets_context() -> None:
     )
     assert all(position + depth < context for position, depth in deepest)
     assert ours.sequences.tolist() == greedy(target, ids, 16)
-    assert deepest[0][1] == LookaheadConfig().window + LookaheadConfig().ngram - 3  # at first there were passengers
+    assert (
+        deepest[0][1] == LookaheadConfig().window + LookaheadConfig().ngram - 3
+    )  # at first there were passengers

@@ -8,10 +8,23 @@ import pytest
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema import decode
-from aerie.configs.schema.decode import METHODS, EntropyConfig, MethodConfig, TypicalConfig, VoteConfig
+from aerie.configs.schema.decode import (
+    METHODS,
+    EntropyConfig,
+    MethodConfig,
+    TypicalConfig,
+    VoteConfig,
+)
 from aerie.infer.measure.record import Record, line_of, read_records, tree_shape
 from aerie.infer.measure.statistics import group, identity, summary_row, told_apart
-from aerie.infer.report.tables import console_table, csv_table, label, markdown_table, names, tree_text
+from aerie.infer.report.tables import (
+    console_table,
+    csv_table,
+    label,
+    markdown_table,
+    names,
+    tree_text,
+)
 from tests.infer.made_up import FAILED, drafted, record
 
 
@@ -27,17 +40,33 @@ def test_records_survive_the_file_and_a_cut_last_line_is_left_out(tmp_path: Path
 
 LookupConfig = decode.PromptLookupConfig
 STOPS = [EntropyConfig(), EntropyConfig(c=1.0), EntropyConfig(h=0.5), VoteConfig()]
-VOTES: list[dict[str, Any]] = [{}, {"bonus": 0.5}, {"signals": ("momentum",)}, {"consecutive": True}]
+VOTES: list[dict[str, Any]] = [
+    {},
+    {"bonus": 0.5},
+    {"signals": ("momentum",)},
+    {"consecutive": True},
+]
 ALIKE: dict[str, list[dict[str, Any]]] = {  # changes of a method's tree that keep its size
     "eagle-chain": [{}, {"children": "best"}, *({"stop": stop} for stop in STOPS)],
     "eagle2": [{}, {"rank": "confidence"}, {"rerank": False}],
     "eagle": [{}, {"children": "best"}, {"children": "replaced"}, {"calibrated": "isotonic"}],
     "deagle": [{"stop": VoteConfig(**changes)} for changes in VOTES],
 }
-ROWS = [[MethodConfig.of(method, **changes) for changes in every] for method, every in ALIKE.items()] + [
-    [MethodConfig("medusa", typical=typical) for typical in (None, TypicalConfig(), TypicalConfig(delta=0.2))],
-    [MethodConfig("pld", lookup=lookup) for lookup in (None, LookupConfig(match="last"), LookupConfig(3))],
-    [MethodConfig("lookahead", lookahead=each) for each in (None, decode.LookaheadConfig(pool_from_text=True))],
+ROWS = [
+    [MethodConfig.of(method, **changes) for changes in every] for method, every in ALIKE.items()
+] + [
+    [
+        MethodConfig("medusa", typical=typical)
+        for typical in (None, TypicalConfig(), TypicalConfig(delta=0.2))
+    ],
+    [
+        MethodConfig("pld", lookup=lookup)
+        for lookup in (None, LookupConfig(match="last"), LookupConfig(3))
+    ],
+    [
+        MethodConfig("lookahead", lookahead=each)
+        for each in (None, decode.LookaheadConfig(pool_from_text=True))
+    ],
 ]
 
 
@@ -46,7 +75,11 @@ def measured(rows: list[MethodConfig]) -> list[Record]:
     records = [record()]
     for number, asked in enumerate(rows, start=1):
         kinds = METHODS[asked.method].heads
-        named = {"method": asked.method, "head": kinds[0] if kinds else None, "head_path": asked.head}
+        named = {
+            "method": asked.method,
+            "head": kinds[0] if kinds else None,
+            "head_path": asked.head,
+        }
         records.append(drafted((3, 1), row=number, tree=tree_shape(asked), **named))
     return records
 
@@ -57,14 +90,24 @@ def test_rows_that_differ_in_any_setting_have_different_labels(rows: list[Method
     assert len({label(each, summary) for each in summary}) == len(summary)
     for text in (console_table(summary), markdown_table(summary), csv_table(summary)):
         assert len(set(text.splitlines()[-len(rows) :])) == len(rows)
-    apart = {names(measured(rows), [number]).partition(" (")[2] for number in range(1, len(rows) + 1)}
+    apart = {
+        names(measured(rows), [number]).partition(" (")[2] for number in range(1, len(rows) + 1)
+    }
     assert len(apart) == len(rows)
 
 
 def test_the_summary_holds_every_setting_of_a_row_and_what_is_as_published_is_not_said() -> None:
-    asked = replace(MethodConfig.of("eagle", children="best", stop=EntropyConfig(c=1.0)), typical=TypicalConfig())
+    asked = replace(
+        MethodConfig.of("eagle", children="best", stop=EntropyConfig(c=1.0)),
+        typical=TypicalConfig(),
+    )
     tree = identity(group(measured([asked]))[1]).as_dict()["tree"]
-    assert (tree["choices"], tree["children"], tree["stop"]["c"], tree["stop"]["h"]) == ("eagle1", "best", 1.0, 0.3)
+    assert (tree["choices"], tree["children"], tree["stop"]["c"], tree["stop"]["h"]) == (
+        "eagle1",
+        "best",
+        1.0,
+        0.3,
+    )
     assert tree["typical"] == {"epsilon": 0.09, "delta": 0.3}
     for method in METHODS:
         shape = tree_shape(MethodConfig(method))
@@ -72,8 +115,14 @@ def test_the_summary_holds_every_setting_of_a_row_and_what_is_as_published_is_no
 
 
 def test_heads_are_named_where_they_alone_differ() -> None:
-    rows = [MethodConfig("eagle2", head=head) for head in (None, "runs/a/heads/eagle1", "runs/b/heads/eagle1")]
-    texts = [tree_text(each) for each in told_apart([identity(each) for each in group(measured(rows))])[1:]]
+    rows = [
+        MethodConfig("eagle2", head=head)
+        for head in (None, "runs/a/heads/eagle1", "runs/b/heads/eagle1")
+    ]
+    texts = [
+        tree_text(each)
+        for each in told_apart([identity(each) for each in group(measured(rows))])[1:]
+    ]
     wanted = ["of the run", "runs/a/heads/eagle1", "runs/b/heads/eagle1"]
     assert texts == [f"6 levels, k 10, 60 nodes, head {head}" for head in wanted]
 

@@ -21,13 +21,20 @@ def test_what_is_not_asked_comes_from_the_generation_config() -> None:
         do_sample=True, temperature=0.7, top_k=20, top_p=0.9, max_new_tokens=33, eos_token_id=[3, 4]
     )
     decoding = resolve(config)
-    assert (decoding.do_sample, decoding.temperature, decoding.top_k, decoding.top_p) == (True, 0.7, 20, 0.9)
+    assert (decoding.do_sample, decoding.temperature, decoding.top_k, decoding.top_p) == (
+        True,
+        0.7,
+        20,
+        0.9,
+    )
     assert decoding.max_new_tokens == 33 and decoding.eos_token_ids == {3, 4}
     asked = resolve(config, top_k=0, temperature=1.0, eos_token_id=7)
     assert (asked.temperature, asked.top_k, asked.top_p, asked.eos_token_ids) == (1.0, 0, 0.9, {7})
 
 
-@pytest.mark.parametrize("asked", [{"temperature": 0.0}, {"temperature": 0.0, "do_sample": True}, {"do_sample": False}])
+@pytest.mark.parametrize(
+    "asked", [{"temperature": 0.0}, {"temperature": 0.0, "do_sample": True}, {"do_sample": False}]
+)
 def test_temperature_zero_is_argmax(asked: dict[str, Any]) -> None:
     decoding = resolve(GenerationConfig(do_sample=True, temperature=0.7), **asked)
     assert not decoding.do_sample and decoding.temperature == 0.0
@@ -63,15 +70,25 @@ OF_TEXT: list[dict[str, Any]] = [
     {"no_repeat_ngram_size": 2},
     {"no_repeat_ngram_size": 9},
     {"bad_words_ids": [[3], [4, 5], [1, 2, 0]]},
-    {"sequence_bias": [[[3], 2.0], [[4, 5], -3.0]], "repetition_penalty": 0.8},  # their order matters
+    {
+        "sequence_bias": [[[3], 2.0], [[4, 5], -3.0]],
+        "repetition_penalty": 0.8,
+    },  # their order matters
     {"min_length": 8, "eos_token_id": [1, 2]},
-    {"min_new_tokens": 2, "suppress_tokens": [0, 4], "begin_suppress_tokens": [3], "eos_token_id": 2},
+    {
+        "min_new_tokens": 2,
+        "suppress_tokens": [0, 4],
+        "begin_suppress_tokens": [3],
+        "eos_token_id": 2,
+    },
 ]
 
 
 @pytest.mark.parametrize("settings", OF_TEXT)
 @pytest.mark.parametrize("length", [2, 7])
-def test_each_nodes_law_looks_at_the_text_and_the_nodes_own_path(settings: dict[str, Any], length: int) -> None:
+def test_each_nodes_law_looks_at_the_text_and_the_nodes_own_path(
+    settings: dict[str, Any], length: int
+) -> None:
     """The same as transformers' own processors, given only that text."""
     model, dice = tiny.llama(vocab_size=6), torch.Generator().manual_seed(length)
     config = GenerationConfig(**{"do_sample": False, "eos_token_id": None, **settings})
@@ -84,7 +101,10 @@ def test_each_nodes_law_looks_at_the_text_and_the_nodes_own_path(settings: dict[
     ours.follow(answer[1:])
     tree = tree_of([4, 5, 3, 1, 5, 3, 2, 4, 0], [0, 0, 0, 1, 1, 2, 3, 5, 6])
     logits = torch.randn(9, 6, generator=dice)
-    texts = [torch.cat([prompt, answer, torch.tensor(path, dtype=torch.long)])[None] for path in node_paths(tree)]
+    texts = [
+        torch.cat([prompt, answer, torch.tensor(path, dtype=torch.long)])[None]
+        for path in node_paths(tree)
+    ]
     wanted = [theirs(text, row[None]) for text, row in zip(texts, logits, strict=True)]
     torch.testing.assert_close(ours.with_text(logits, tree), torch.cat(wanted), rtol=0, atol=0)
     first, alone = Sampler(resolve(config), dice, prompt), logits[:1]
@@ -92,7 +112,11 @@ def test_each_nodes_law_looks_at_the_text_and_the_nodes_own_path(settings: dict[
 
 
 def test_what_transformers_itself_refuses_is_a_sentence() -> None:
-    for setting in ({"repetition_penalty": -1.0}, {"suppress_tokens": 5}, {"sequence_bias": [[[99], 1.0]]}):
+    for setting in (
+        {"repetition_penalty": -1.0},
+        {"suppress_tokens": 5},
+        {"sequence_bias": [[[99], 1.0]]},
+    ):
         config = GenerationConfig()
         vars(config).update(setting)
         sampler = Sampler(resolve(config), torch.Generator(), torch.tensor([1]))
@@ -100,15 +124,31 @@ def test_what_transformers_itself_refuses_is_a_sentence() -> None:
             sampler.with_text(torch.zeros(1, 6))
 
 
-NOT_APPLIED = [{"num_beams": 2}, {"typical_p": 0.9}, {"top_h": 0.5}, {"new_law": 1}, {"dola_layers": "high"}]
+NOT_APPLIED = [
+    {"num_beams": 2},
+    {"typical_p": 0.9},
+    {"top_h": 0.5},
+    {"new_law": 1},
+    {"dola_layers": "high"},
+]
 NOT_APPLIED += [{"forced_eos_token_id": 0}, {"token_healing": True}]
 SAMPLED = {"do_sample": True}
-OUT_OF_RANGE = [{"temperature": 1e-40, **SAMPLED}, {"min_p": 1.5, **SAMPLED}, {"top_k": -1, **SAMPLED}]
-OUT_OF_RANGE += [{"temperature": float("nan"), **SAMPLED}, {"top_p": "0.9", **SAMPLED}, {"max_new_tokens": 0}]
+OUT_OF_RANGE = [
+    {"temperature": 1e-40, **SAMPLED},
+    {"min_p": 1.5, **SAMPLED},
+    {"top_k": -1, **SAMPLED},
+]
+OUT_OF_RANGE += [
+    {"temperature": float("nan"), **SAMPLED},
+    {"top_p": "0.9", **SAMPLED},
+    {"max_new_tokens": 0},
+]
 
 
 @pytest.mark.parametrize("settings", NOT_APPLIED + OUT_OF_RANGE)
-def test_settings_that_are_not_applied_or_out_of_range_are_refused_by_name(settings: dict[str, Any]) -> None:
+def test_settings_that_are_not_applied_or_out_of_range_are_refused_by_name(
+    settings: dict[str, Any],
+) -> None:
     config = GenerationConfig()
     vars(config).update(settings)  # a file's values; transformers does not check all
     with pytest.raises(UserError, match=rf"^(generation_config sets )?{next(iter(settings))}"):
@@ -116,15 +156,25 @@ def test_settings_that_are_not_applied_or_out_of_range_are_refused_by_name(setti
 
 
 def test_settings_without_effect_and_neutral_ones_are_taken() -> None:
-    settings: dict[str, Any] = {"num_beams": 1, "no_repeat_ngram_size": 0, "repetition_penalty": 1.0, "max_length": 20}
-    assert resolve(GenerationConfig(use_cache=False, suppress_tokens=[], **settings)) == resolve(GenerationConfig())
+    settings: dict[str, Any] = {
+        "num_beams": 1,
+        "no_repeat_ngram_size": 0,
+        "repetition_penalty": 1.0,
+        "max_length": 20,
+    }
+    assert resolve(GenerationConfig(use_cache=False, suppress_tokens=[], **settings)) == resolve(
+        GenerationConfig()
+    )
 
 
 def test_draws_have_their_rows_law_and_none_is_impossible() -> None:
     laws = torch.tensor([[0.0, 5.0, 0.0, 3.0, 2.0, 0.0], [0.0, 0.0, 0.0, 0.0, 1e-30, 0.0]])
     tokens = draw(laws.repeat(20_000, 1), torch.Generator().manual_seed(5)).view(-1, 2)
     counts = tokens[:, 0].bincount(minlength=6)
-    assert counts[[0, 2, 5]].sum() == 0 and chisquare(counts[[1, 3, 4]], 20_000 * laws[0, [1, 3, 4]] / 10).pvalue > 1e-3
+    assert (
+        counts[[0, 2, 5]].sum() == 0
+        and chisquare(counts[[1, 3, 4]], 20_000 * laws[0, [1, 3, 4]] / 10).pvalue > 1e-3
+    )
     assert bool((tokens[:, 1] == 4).all())
 
 

@@ -19,7 +19,12 @@ def two_prompts() -> list[Record]:
         record(prompt_id="a"),
         record(8, prompt_id="b", ms=milliseconds(prefill=10.0, wall=90.0)),
         drafted((3, 1), prompt_id="a", ms=milliseconds(prefill=10.0, wall=20.0, draft=4.0)),
-        drafted((4, 1, 2, 1), prompt_id="b", ms=milliseconds(prefill=20.0, wall=60.0, draft=8.0), peak_memory_gib=1.5),
+        drafted(
+            (4, 1, 2, 1),
+            prompt_id="b",
+            ms=milliseconds(prefill=20.0, wall=60.0, draft=8.0),
+            peak_memory_gib=1.5,
+        ),
     ]
 
 
@@ -27,19 +32,28 @@ def rows_of(records: list[Record]) -> list[dict[str, Any]]:
     return [summary_row(members).as_dict() for members in group(records)]
 
 
-def test_a_rows_figures_count_the_bonus_but_not_the_prefills_token_and_speedup_is_of_decode_seconds() -> None:
+def test_a_rows_figures_count_the_bonus_but_not_the_prefills_token_and_speedup_is_of_decode_seconds() -> (
+    None
+):
     records = two_prompts()
     vanilla, eagle = rows_of([*records[:3], replace(records[3], identical=False)])
     assert (vanilla["tau"], vanilla["speedup"], vanilla["speedup_ci95"]) == (1.0, 1.0, [1.0, 1.0])
     assert eagle["tau"] == (5 + 9 - 2) / 6 and eagle["tau_macro"] == (4 / 2 + 8 / 4) / 2
     # 12 decoded tokens each; vanilla 120 ms, eagle2 10 + 40 ms
-    assert eagle["speedup"] == pytest.approx(120 / 50) and eagle["tokens_per_s"] == pytest.approx(12 / 0.050)
+    assert eagle["speedup"] == pytest.approx(120 / 50) and eagle["tokens_per_s"] == pytest.approx(
+        12 / 0.050
+    )
     assert eagle["speedup_mean_per_prompt"] == pytest.approx((40 / 10 + 80 / 40) / 2)
-    assert eagle["speedup_with_prefill"] == pytest.approx(140 / 80)  # all 14 new tokens; walls of 140 and 80 ms
+    assert eagle["speedup_with_prefill"] == pytest.approx(
+        140 / 80
+    )  # all 14 new tokens; walls of 140 and 80 ms
     assert (eagle["prompts"], eagle["peak_memory_gib"], eagle["draft_nodes"]) == (2, 1.5, 90)
     assert eagle["accept_rate"] == (2 + 0 + 3 + 0 + 1 + 0) / 90
     assert (eagle["identical"], eagle["mismatch"], eagle["ms"]["draft"]) == (1, 1, 12.0)
-    assert (vanilla["accepted_histogram"], eagle["accepted_histogram"]) == ([12], [3, 1, 1, 1, 0, 0, 0])
+    assert (vanilla["accepted_histogram"], eagle["accepted_histogram"]) == (
+        [12],
+        [3, 1, 1, 1, 0, 0, 0],
+    )
     (pooled,) = rows_of([drafted((5,), prompt_id="a"), drafted((1, 1, 1), prompt_id="b")])
     assert (pooled["tau"], pooled["tau_macro"]) == (8 / 4, (5 + 1) / 2)
 
@@ -47,7 +61,11 @@ def test_a_rows_figures_count_the_bonus_but_not_the_prefills_token_and_speedup_i
 def test_speedup_uses_only_prompts_that_are_ok_in_both_and_a_failed_row_has_no_figure() -> None:
     records = two_prompts()
     vanilla, eagle = rows_of([records[0], record(prompt_id="b", **FAILED), *records[2:]])
-    assert vanilla["status"] == "error" and eagle["speedup"] == pytest.approx(40 / 10) and eagle["speedup_ci95"] is None
+    assert (
+        vanilla["status"] == "error"
+        and eagle["speedup"] == pytest.approx(40 / 10)
+        and eagle["speedup_ci95"] is None
+    )
     _, eagle = rows_of([*records[:3], replace(records[3], **FAILED)])
     assert eagle["message"] == "1 of 2 prompts failed; first 'b': no memory"
     assert not {"tokens_per_s", "speedup", "speedup_ci95", "ms", "tau"} & eagle.keys()
@@ -72,9 +90,16 @@ def test_intervals_are_paired_seeded_and_as_wide_as_the_spread_between_prompts()
 
 
 def test_the_turns_of_a_prompt_are_one_prompt_and_are_compared_turn_by_turn() -> None:
-    turns = [replace(each, prompt_id="a", turn=number % 2) for number, each in enumerate(two_prompts())]
+    turns = [
+        replace(each, prompt_id="a", turn=number % 2) for number, each in enumerate(two_prompts())
+    ]
     _, eagle = rows_of(turns)
-    assert (eagle["prompts"], eagle["identical"], eagle["new_tokens"], eagle["speedup_ci95"]) == (1, 2, 14, None)
+    assert (eagle["prompts"], eagle["identical"], eagle["new_tokens"], eagle["speedup_ci95"]) == (
+        1,
+        2,
+        14,
+        None,
+    )
     assert eagle["speedup"] == eagle["speedup_mean_per_prompt"] == pytest.approx(120 / 50)
     assert eagle["tau"] == eagle["tau_macro"] == 12 / 6 and tau_interval(turns[2:]) is None
 
@@ -84,15 +109,28 @@ def answer(number: int, prompt: str, tokens: int, cycles: int) -> Record:
 
 
 def test_compared_rows_are_pooled_and_paired_by_prompt() -> None:
-    records = [answer(1, "a", 4, 3), answer(1, "b", 2, 1), answer(2, "a", 2, 2), answer(2, "b", 2, 2)]
+    records = [
+        answer(1, "a", 4, 3),
+        answer(1, "b", 2, 1),
+        answer(2, "a", 2, 2),
+        answer(2, "b", 2, 2),
+    ]
     assert tau_difference(records, [1], [2]).startswith("tau 3.500 against 2.000: +1.500 [")
     assert tau_difference(records, [1, 2], [2]).startswith("tau 2.750 against")
-    mixed = [answer(number, str(n), tokens, 5) for n in range(8) for number, tokens in ((1, 2 + n % 4), (2, 3))]
-    low, high = (float(bound) for bound in re.findall(r"[+-]\d\.\d+", tau_difference(mixed, [1], [2]))[1:])
+    mixed = [
+        answer(number, str(n), tokens, 5)
+        for n in range(8)
+        for number, tokens in ((1, 2 + n % 4), (2, 3))
+    ]
+    low, high = (
+        float(bound) for bound in re.findall(r"[+-]\d\.\d+", tau_difference(mixed, [1], [2]))[1:]
+    )
     assert low < 0.5 < high and f"[{-high:+.3f}, {-low:+.3f}]" in tau_difference(mixed, [2], [1])
     with pytest.raises(UserError, match="lacks answers"):
         tau_difference([*records[:2], answer(2, "c", 2, 1)], [1], [2])
-    assert "+2.000 [-inf, +inf] (95 %, paired bootstrap over 1 prompts)" in tau_difference(records[::2], [1], [2])
+    assert "+2.000 [-inf, +inf] (95 %, paired bootstrap over 1 prompts)" in tau_difference(
+        records[::2], [1], [2]
+    )
     with pytest.raises(UserError, match="all ended with their first token"):
         tau_difference([answer(row, "a", 0, 0) for row in (1, 2)], [1], [2])
 
@@ -113,18 +151,34 @@ def fast(cycles: int = 10, **changes: Any) -> Record:
 def test_the_way_to_a_context_length_and_the_way_from_the_one_before() -> None:
     loop = (*range(21), *range(20))  # 4-grams that end at tokens 25 to 41 are repeats
     _, members = group([slow(), fast(output_ids=loop)])
-    measured = {(one.value, one.span): one for one in context_rows(members, (103, 111, 131, 141), None)}
+    measured = {
+        (one.value, one.span): one for one in context_rows(members, (103, 111, 131, 141), None)
+    }
     # the prefill's token is at 101; ten tokens, to 111, take vanilla 100 ms, and eagle2 2.5 cycles of 16 ms
     assert measured[111, "cumulative"].speedup == pytest.approx(100 / 40)
-    assert measured[131, "bucket"].speedup == pytest.approx(200 / (40 + 20))  # ten more at 4 ms a token, ten at 2
+    assert measured[131, "bucket"].speedup == pytest.approx(
+        200 / (40 + 20)
+    )  # ten more at 4 ms a token, ten at 2
     assert measured[131, "cumulative"].speedup == pytest.approx(300 / 100)
     last = measured[141, "bucket"]
-    assert (last.tau, last.new_tokens, last.accept_rate) == (pytest.approx(4.0), 10, pytest.approx(3 / 6))
+    assert (last.tau, last.new_tokens, last.accept_rate) == (
+        pytest.approx(4.0),
+        10,
+        pytest.approx(3 / 6),
+    )
     repeated = {key: one.repeated for key, one in measured.items()}
-    assert repeated[103, "cumulative"] is None and repeated[111, "cumulative"] == 0.0  # no 4-gram ends at 103 yet
-    assert repeated[141, "cumulative"] == pytest.approx(17 / 38) and repeated[131, "bucket"] == pytest.approx(7 / 20)
+    assert (
+        repeated[103, "cumulative"] is None and repeated[111, "cumulative"] == 0.0
+    )  # no 4-gram ends at 103 yet
+    assert repeated[141, "cumulative"] == pytest.approx(17 / 38) and repeated[
+        131, "bucket"
+    ] == pytest.approx(7 / 20)
     # left out: lengths that no pair reaches, or that are beyond the target's context
     _, members = group([slow(), slow("1"), fast(), fast(2, prompt_id="1")])
-    reached = [(one.value, one.prompts) for one in context_rows(members, (105, 120, 200), 150) if one.span == "bucket"]
+    reached = [
+        (one.value, one.prompts)
+        for one in context_rows(members, (105, 120, 200), 150)
+        if one.span == "bucket"
+    ]
     assert reached == [(105, 2), (120, 1)]
     assert context_rows(members, (100, 142), None) == []  # before the answers begin, after they end

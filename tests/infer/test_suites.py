@@ -47,26 +47,47 @@ class Miniatures:
         tokenizer = tiny.tokenizer(chat_template=None if "vicuna" in name else tiny.TEMPLATE)
         if "Llama-3" in name:  # its own special tokens; two of them end an answer
             words = ["<|begin_of_text|>", "<|eot_id|>"]
-            tokenizer.add_special_tokens({"additional_special_tokens": words, "bos_token": words[0]})
+            tokenizer.add_special_tokens(
+                {"additional_special_tokens": words, "bos_token": words[0]}
+            )
             tokenizer.chat_template = "{{ bos_token }}" + tiny.TEMPLATE
         if "vicuna" in name:
             tokenizer.add_special_tokens({"bos_token": "<s>"})
-        if name.split("/")[-1].startswith("Q"):  # Qwen2.5, QwQ: padded vocabularies of two sizes, repetition penalty
+        if name.split("/")[-1].startswith(
+            "Q"
+        ):  # Qwen2.5, QwQ: padded vocabularies of two sizes, repetition penalty
             rows = 151_936 if any(size in name for size in ("0.5B", "1.5B", "3B")) else 152_064
             model: Any = small_model(AutoConfig.for_model("qwen2"), vocab_size=rows, hidden_size=16)
-            settings = {"repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "do_sample": True}
-            ends = {"eos_token_id": [tokenizer.eos_token_id, 151_643], "pad_token_id": tokenizer.pad_token_id}
+            settings = {
+                "repetition_penalty": 1.05,
+                "temperature": 0.7,
+                "top_p": 0.8,
+                "top_k": 20,
+                "do_sample": True,
+            }
+            ends = {
+                "eos_token_id": [tokenizer.eos_token_id, 151_643],
+                "pad_token_id": tokenizer.pad_token_id,
+            }
             model.generation_config = GenerationConfig(**settings, **ends)
         else:
-            grouped = {"num_attention_heads": 8, "num_key_value_heads": 1} if "70b" in name.lower() else {}
-            model = tiny.llama(vocab_size=len(tokenizer) + 8, **grouped)  # rows beyond the tokenizer's
+            grouped = (
+                {"num_attention_heads": 8, "num_key_value_heads": 1}
+                if "70b" in name.lower()
+                else {}
+            )
+            model = tiny.llama(
+                vocab_size=len(tokenizer) + 8, **grouped
+            )  # rows beyond the tokenizer's
             if "Llama-3" in name:
                 model.generation_config.eos_token_id = [tokenizer.eos_token_id, len(tokenizer) - 1]
         model.save_pretrained(place)
         tokenizer.save_pretrained(place)
 
     def _head(self, kind: str, target: str, place: Path) -> None:
-        save_head(make_head(Target.load(TargetConfig(self.of(target), dtype="float32")), kind), place)
+        save_head(
+            make_head(Target.load(TargetConfig(self.of(target), dtype="float32")), kind), place
+        )
         calibrator = Calibrator(1.0, (0.0, 1.0), (0.0, 1.0), head=digests(place))
         write_json(place / "calibrator.json", as_dict(calibrator))
 
@@ -80,7 +101,11 @@ def small(path: Path, made: Miniatures, target: str | None) -> Path:
     values["run"] = str(root / f"run-{path.stem}-{Path(named).name}")
     section = values.get("bench") or values["calibrate"]
     prompts = section["prompts"]
-    question = {"question_id": 1, "turns": ["Please count 4 boats.", "Please sort 9 owls."], "level": 3}
+    question = {
+        "question_id": 1,
+        "turns": ["Please count 4 boats.", "Please sort 9 owls."],
+        "level": 3,
+    }
     questions = str(tiny.write_rows(root / "questions.jsonl", [question | {"category": "count"}]))
     prompts |= {"max_new_tokens": 5, "num_prompts": 1}
     if "tasks" in prompts:
@@ -111,26 +136,38 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Miniatures:
     return Miniatures(tmp_path_factory.mktemp("suites"))
 
 
-CASES = [pytest.param(path, None, id=path.stem, marks=[pytest.mark.slow] * (path.stem in LONG)) for path in SUITES]
+CASES = [
+    pytest.param(path, None, id=path.stem, marks=[pytest.mark.slow] * (path.stem in LONG))
+    for path in SUITES
+]
 T2 = next(path for path in SUITES if path.stem == "eagle2-t2")
 CASES += [pytest.param(T2, "meta-llama/Llama-2-70b-chat-hf", id="eagle2-t2-llama2-70b")]
 
 
 @pytest.mark.parametrize(("path", "target"), CASES)
-def test_a_suite_runs_to_its_end(path: Path, target: str | None, made: Miniatures, capsys: Any) -> None:
+def test_a_suite_runs_to_its_end(
+    path: Path, target: str | None, made: Miniatures, capsys: Any
+) -> None:
     recipe = small(path, made, target)
     values = yaml.safe_load(recipe.read_text())
     run = Path(values["run"])
     if "bench" not in values:
-        assert tiny.call(infer, "calibrate", "--config", recipe, "--head", values["head"]["init_from"]) == 0
+        assert (
+            tiny.call(infer, "calibrate", "--config", recipe, "--head", values["head"]["init_from"])
+            == 0
+        )
         assert read_json(run / "calibration" / "analysis.json")["oracle"]["all"]["cycles"] > 0
         return
     assert tiny.call(infer, "bench", "--config", recipe) == 0, capsys.readouterr().err
     records = read_records(run / "bench" / "records.jsonl")
-    assert {record.status for record in records} == {"ok"}, [record.message for record in records][:1]
+    assert {record.status for record in records} == {"ok"}, [record.message for record in records][
+        :1
+    ]
     assert {record.row for record in records} >= set(range(len(values["bench"]["rows"])))
     for record in records:
-        assert record.identical is not False or (record.margin is not None and record.margin <= 1.0), (
+        assert record.identical is not False or (
+            record.margin is not None and record.margin <= 1.0
+        ), (
             record.method,
             record.margin,
         )

@@ -25,38 +25,56 @@ from tests.infer.test_main import Command, command, shared
 __all__ = ["command", "shared"]
 
 LEVELS, K, NEW = 5, 6, 20
-COSTS = tune.Costs(draft={1: (1.0, 0.5), 3: (2.0, 1.0)}, verify={1: 10.0, 11: 20.0}, rest=1.0, plain=10.5)
+COSTS = tune.Costs(
+    draft={1: (1.0, 0.5), 3: (2.0, 1.0)}, verify={1: 10.0, 11: 20.0}, rest=1.0, plain=10.5
+)
 
 
 @pytest.fixture(scope="module")
 def miniature(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Target, list[Tensor]]:
     directory, generator = tmp_path_factory.mktemp("miniature"), torch.Generator().manual_seed(2)
-    prompts = [torch.randint(0, VOCABULARY, (1, 3 + number), generator=generator) for number in range(2)]
+    prompts = [
+        torch.randint(0, VOCABULARY, (1, 3 + number), generator=generator) for number in range(2)
+    ]
     return directory / "heads", Target.load(write_miniature(directory), "cpu"), prompts
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3", "draft_lm", "block"])
-def test_a_replay_counts_what_the_decoder_does(miniature: tuple[Path, Target, list[Tensor]], kind: str) -> None:
+def test_a_replay_counts_what_the_decoder_does(
+    miniature: tuple[Path, Target, list[Tensor]], kind: str
+) -> None:
     heads, target, prompts = miniature
     drafter = Drafters(target).of(str(heads / kind))
     recording = replay.record(target, drafter, prompts, LEVELS, K, NEW)
 
-    sizes, levels_of = ((1, K, 4), (5, K, 20), (4, K, 60), (4, 1, 5), (5, 3, 10)), {"constant": 0.0, "exact": 0.0}
+    sizes, levels_of = (
+        ((1, K, 4), (5, K, 20), (4, K, 60), (4, 1, 5), (5, 3, 10)),
+        {"constant": 0.0, "exact": 0.0},
+    )
     for (levels, k, nodes), stop in product(sizes, (ConstantConfig(), ExactConfig())):
         tree = tune.tree_with(levels, k, nodes, stop)
         path = replay.path_ranks(recording, tree.levels, tree.k)
         ours = replay.replayed(recording, path, tree.levels, tree.nodes, tree.stop.rule == "exact")
         decoder = SpeculativeDecoder(target, drafting(drafter, tree))
-        answers = [decoder.generate(ids, max_new_tokens=NEW, do_sample=False).statistics for ids in prompts]
+        answers = [
+            decoder.generate(ids, max_new_tokens=NEW, do_sample=False).statistics for ids in prompts
+        ]
         real, _ = replay.counted(answers)
         levels_of[stop.rule] += real.draft_levels
-        assert ours.whole_levels == levels or (stop.rule == "exact" and 1 <= ours.whole_levels < levels)
+        assert ours.whole_levels == levels or (
+            stop.rule == "exact" and 1 <= ours.whole_levels < levels
+        )
         if k in (1, K):  # a chain, or as wide as the recording: exactly
             shares = replay.survival([(levels, each) for each in ours.taken], levels)
             assert [*map(list, ours.taken)] == [tune.whole_drafts(one, levels) for one in answers]
-            assert ours == real and abs(1 + sum(shares) - real.tau) < 0.5  # an answer's limit cuts its last trees
+            assert (
+                ours == real and abs(1 + sum(shares) - real.tau) < 0.5
+            )  # an answer's limit cuts its last trees
         else:  # narrower: within a cycle per answer, never too good
-            assert ours.tokens == real.tokens and 0 <= ours.target_forwards - real.target_forwards <= len(prompts)
+            assert (
+                ours.tokens == real.tokens
+                and 0 <= ours.target_forwards - real.target_forwards <= len(prompts)
+            )
     assert kind == "draft_lm" or levels_of["exact"] < levels_of["constant"]
 
 
@@ -67,7 +85,9 @@ def test_predictions_are_prices_of_cycles_and_dear_nodes_make_small_trees(miniat
     heads, target, prompts = miniature
     made = object.__new__(tune.HeadTuning)
     made.kind, made.costs, made.taken = "eagle1", COSTS, {}
-    made.recording = replay.record(target, Drafters(target).of(str(heads / "eagle1")), prompts, 2, 2, NEW)
+    made.recording = replay.record(
+        target, Drafters(target).of(str(heads / "eagle1")), prompts, 2, 2, NEW
+    )
     sizes = []
     for ms in (10.0, 900.0):
         made.costs = replace(COSTS, draft={1: (0.0, 0.0)}, verify={1: 10.0, 60: ms})
@@ -82,13 +102,20 @@ def test_every_rule_and_every_row_of_the_grid_is_a_method_of_its_kind(kind: str)
     chain, tree = tune.tree_with(4, 1, 5), tune.tree_with(4, 2, 9)
     choice = MethodConfig(tune.method_of(kind, chain), chain)
     rows = tune.measured_rows(kind, choice, grid=True)
-    assert max(row.tree.levels for row in tune.measured_rows(kind, choice, True, 5)[3:] if row.tree) == 5
+    assert (
+        max(row.tree.levels for row in tune.measured_rows(kind, choice, True, 5)[3:] if row.tree)
+        == 5
+    )
     for fixed in [chain] if kind == "draft_lm" else [chain, tree]:
-        rows += [MethodConfig(tune.method_of(kind, one), one) for one in tune.rules_for(kind, fixed, 8)]
+        rows += [
+            MethodConfig(tune.method_of(kind, one), one) for one in tune.rules_for(kind, fixed, 8)
+        ]
     drawn = tune.sampled_trees(8, 1 if kind == "draft_lm" else 9, ExactConfig())
     rows += [MethodConfig(tune.method_of(kind, one), one) for one in drawn]
     for row in rows:
-        assert row.method == "vanilla" or (kind in METHODS[row.method].heads and row.tree is not None)
+        assert row.method == "vanilla" or (
+            kind in METHODS[row.method].heads and row.tree is not None
+        )
 
 
 def test_where_tokens_are_sampled_auto_weighs_the_finalists_by_all_prompts(
@@ -108,18 +135,28 @@ def test_where_tokens_are_sampled_auto_weighs_the_finalists_by_all_prompts(
 
 def test_chains_know_of_each_level_what_all_of_them_saw() -> None:
     shares = replay.survival([(1, [1, 0, 1]), (3, [0, 3, 1]), (3, [])], 3)
-    assert shares == pytest.approx([4.5 / 7, 4.5 / 7 * 1.5 / 3, 4.5 / 7 * 1.5 / 3 * 1.5 / 2], abs=1e-6)
+    assert shares == pytest.approx(
+        [4.5 / 7, 4.5 / 7 * 1.5 / 3, 4.5 / 7 * 1.5 / 3 * 1.5 / 2], abs=1e-6
+    )
 
 
 def test_a_texts_difficulty_is_taken_to_differ_as_much_as_it_did() -> None:
     """Between texts, and in the course of one text."""
-    dice, tried, found = np.random.default_rng(0), [*product(tune.SEARCH["unsure"], tune.SEARCH["drifts"])], []
+    dice, tried, found = (
+        np.random.default_rng(0),
+        [*product(tune.SEARCH["unsure"], tune.SEARCH["drifts"])],
+        [],
+    )
     for spread, walk in ((0.0, 0.0), (1.2, 0.0), (0.0, 0.3)):
         b = dice.normal(0, spread, (60, 1)) + dice.normal(0, walk, (60, 40)).cumsum(1)
         steps = dice.random((2, 60, 40)) < expit(logit([0.6, 0.5])[:, None, None] - b)
-        found.append(likeliest(step_logits([0.6, 0.3]).tolist(), steps.cumprod(0).sum(0).tolist(), tried))
+        found.append(
+            likeliest(step_logits([0.6, 0.3]).tolist(), steps.cumprod(0).sum(0).tolist(), tried)
+        )
     (unsure, drift), (spread_out, still), (_, moving) = found
-    assert unsure == 0.2 and max(drift, still) <= 0.003 and 1.0 <= spread_out <= 2.0 and moving == 0.02
+    assert (
+        unsure == 0.2 and max(drift, still) <= 0.003 and 1.0 <= spread_out <= 2.0 and moving == 0.02
+    )
 
 
 def test_a_texts_difficulty_stays_within_reach() -> None:
@@ -129,12 +166,20 @@ def test_a_texts_difficulty_stays_within_reach() -> None:
         assert -50 < text.learn([3.9] * 5, accepted) < 0 and abs(text.b) <= 8
 
 
-def test_only_whole_trees_tell_how_deep_one_is_accepted(miniature: tuple[Path, Target, list[Tensor]]) -> None:
+def test_only_whole_trees_tell_how_deep_one_is_accepted(
+    miniature: tuple[Path, Target, list[Tensor]],
+) -> None:
     heads, target, prompts = miniature
-    made = SpeculativeDecoder(target, drafting(Drafters(target).of(str(heads / "eagle1")), tune.tree_with(5, 2, 9)))
+    made = SpeculativeDecoder(
+        target, drafting(Drafters(target).of(str(heads / "eagle1")), tune.tree_with(5, 2, 9))
+    )
     answer = made.generate(prompts[0], max_new_tokens=12, do_sample=False).statistics
-    written = np.cumsum([1, *answer.cycle_tokens[:-1]])  # before each cycle, which ends with the target's own token
-    whole = [count for count, known in zip(answer.accepted, written, strict=True) if known + 5 + 1 <= 12]
+    written = np.cumsum(
+        [1, *answer.cycle_tokens[:-1]]
+    )  # before each cycle, which ends with the target's own token
+    whole = [
+        count for count, known in zip(answer.accepted, written, strict=True) if known + 5 + 1 <= 12
+    ]
     assert tune.whole_drafts(answer, 5) == whole and 0 < len(whole) < len(answer.accepted)
 
 
@@ -148,13 +193,20 @@ def test_the_choice_is_written_measured_and_taken_by_generate_and_bench(
         (shared / f"{name}.txt").write_text("".join(f"Count {n} boats.\n" for n in numbers))
         places[name] = {"path": str(shared / f"{name}.txt"), "max_new_tokens": 8}
     section = json.dumps({**places, "levels": 2, "k": 2, "temperature": temperature})
-    code, out, err = command("tune", "--head", "{root}/run/heads/eagle1", "--tune", section, "--overwrite")
+    code, out, err = command(
+        "tune", "--head", "{root}/run/heads/eagle1", "--tune", section, "--overwrite"
+    )
     assert code == 0 and "measured: tau" in out, err
     folder = shared / "run/tune"
     chosen = yaml.safe_load((folder / "tuned.yaml").read_text())
-    measured, found = (json.loads((folder / name).read_text()) for name in ("measured.json", "tune.json"))
+    measured, found = (
+        json.loads((folder / name).read_text()) for name in ("measured.json", "tune.json")
+    )
     assert found["chosen"] == "eagle1" and found["heads"][0]["choice"]["method"] == chosen["method"]
-    assert measured["rows"][1]["method"]["method"] == chosen["method"] and measured["predicted_over_measured"] > 0
+    assert (
+        measured["rows"][1]["method"]["method"] == chosen["method"]
+        and measured["predicted_over_measured"] > 0
+    )
     row = ("--row", str(folder / "tuned.yaml"))
     for name in ("tuned.yaml", "auto.yaml"):
         assert command("generate", "--row", str(folder / name), "--max-new-tokens", "8")[0] == 0

@@ -56,16 +56,30 @@ def test_the_walk_is_that_of_a_naive_descent(riding: bool) -> None:
     for seed in range(300):
         dice = torch.Generator().manual_seed(seed)
         count = int(torch.randint(1, 24, (1,), generator=dice))
-        parents = [0, *(int(torch.randint(0, node, (1,), generator=dice)) for node in range(1, count))]
-        rank = [sum(parents[other] == parents[node] for other in range(1, node)) for node in range(count)]
+        parents = [
+            0,
+            *(int(torch.randint(0, node, (1,), generator=dice)) for node in range(1, count)),
+        ]
+        rank = [
+            sum(parents[other] == parents[node] for other in range(1, node))
+            for node in range(count)
+        ]
         rides = [riding and node > 0 and node % 3 == 0 for node in range(count)]
-        tokens = [max(0, each - 1) if ride else each for each, ride in zip(rank, rides, strict=True)]
+        tokens = [
+            max(0, each - 1) if ride else each for each, ride in zip(rank, rides, strict=True)
+        ]
         choice = torch.randint(0, 3, (count,), generator=dice)
-        grown = replace(tree_of(tokens, parents), passengers=torch.tensor(rides) if riding else None)
+        grown = replace(
+            tree_of(tokens, parents), passengers=torch.tensor(rides) if riding else None
+        )
         path, known = [0], True
         while known:
             wanted = int(choice[path[-1]])
-            below = [n for n in range(1, count) if parents[n] == path[-1] and tokens[n] == wanted and not rides[n]]
+            below = [
+                n
+                for n in range(1, count)
+                if parents[n] == path[-1] and tokens[n] == wanted and not rides[n]
+            ]
             known = bool(below)
             path += below[:1]
         assert read(walk(grown, choice), len(grown)) == Verdict(
@@ -83,7 +97,9 @@ def all_of_them(rows: int, count: int) -> Families:
 @pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_siblings_have_the_targets_law_exactly(count: int, replaced: bool, temperature: float, top_p: float) -> None:
+def test_siblings_have_the_targets_law_exactly(
+    count: int, replaced: bool, temperature: float, top_p: float
+) -> None:
     """Enumerates every draw of siblings, which one is accepted, and the bonus token. One child: R1."""
     # target and draft differ by about as much as they agree
     logits, change = 0.8 * torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(5))
@@ -101,7 +117,10 @@ def test_siblings_have_the_targets_law_exactly(count: int, replaced: bool, tempe
             chances.append(chance)
     tokens, families = torch.tensor(rows), all_of_them(len(rows), count)
     p, q = p0.expand(len(rows), -1), q0.expand(len(rows), -1)
-    alive, written = torch.tensor(chances, dtype=torch.double), torch.zeros(VOCAB, dtype=torch.double)
+    alive, written = (
+        torch.tensor(chances, dtype=torch.double),
+        torch.zeros(VOCAB, dtype=torch.double),
+    )
     shares, end = sibling_chances(p, q, tokens, families, replaced)
     for rank, share in enumerate(shares.unbind(1)):
         written.index_add_(0, tokens[:, rank], alive * share)
@@ -150,7 +169,9 @@ def textbook(grown: Tree, p: Tensor, uniform: dict[int, list[float]]) -> tuple[l
             return path, left
 
 
-@pytest.mark.parametrize(("rule", "on_host"), [("R1", True), ("R3", True), ("R4", True), ("R3", False)])
+@pytest.mark.parametrize(
+    ("rule", "on_host"), [("R1", True), ("R3", True), ("R4", True), ("R3", False)]
+)
 def test_a_tree_is_decided_as_the_textbook_decides_it(
     rule: str, on_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +200,9 @@ def test_a_tree_is_decided_as_the_textbook_decides_it(
             inner = sorted(range(len(above)), key=lambda node: -families[node])[:-1]
             width = min(3, len(above) - 1)
         table = torch.rand(len(inner), width, generator=torch.Generator().manual_seed(seed))
-        path, law = textbook(grown, logits.softmax(-1), dict(zip(inner, table.tolist(), strict=True)))
+        path, law = textbook(
+            grown, logits.softmax(-1), dict(zip(inner, table.tolist(), strict=True))
+        )
         verdict = read(judge(grown, logits, sampler(1.0, 1.0, seed)), len(grown))
         assert verdict.path == path
         assert verdict.tokens == grown.tokens[path[1:]].tolist()
@@ -200,7 +223,11 @@ class Small(TableDrafter):
         self.narrow = narrow
 
     def law(self, path: Text, of_target: bool = False) -> Tensor:
-        seed = sum(31**at * (token + 2) for at, token in enumerate(path)) + 7919 * (1 + self.seed) + of_target
+        seed = (
+            sum(31**at * (token + 2) for at, token in enumerate(path))
+            + 7919 * (1 + self.seed)
+            + of_target
+        )
         logits = 1.5 * torch.randn(3, generator=torch.Generator().manual_seed(seed))
         if self.narrow and path and not of_target:
             logits[path[-1]] = float("-inf")
@@ -218,16 +245,25 @@ def test_100_000_drawn_trees_write_the_law_of_the_target(narrow: bool) -> None:
     drafter.law = functools.cache(drafter.law)  # type: ignore
     for _ in range(100_000):
         grown = shape.grow(drafter, torch.zeros(1, dtype=torch.long), 3, chosen)
-        verdict = read(judge(grown, torch.stack([laws(path) for path in node_paths(grown)]), chosen), len(grown))
+        verdict = read(
+            judge(grown, torch.stack([laws(path) for path in node_paths(grown)]), chosen),
+            len(grown),
+        )
         text = (*verdict.tokens, verdict.bonus)[:2]
-        seen[text if len(text) == 2 else (*text, int(draw(laws(text).exp()[None], chosen.generator)))] += 1
+        seen[
+            text if len(text) == 2 else (*text, int(draw(laws(text).exp()[None], chosen.generator)))
+        ] += 1
     pairs = list(itertools.product(range(3), repeat=2))
-    exact = torch.tensor([float((laws(())[a] + laws((a,))[b]).double().exp()) for a, b in pairs], dtype=torch.float64)
+    exact = torch.tensor(
+        [float((laws(())[a] + laws((a,))[b]).double().exp()) for a, b in pairs], dtype=torch.float64
+    )
     counts = [seen[pair] for pair in pairs]
     assert chisquare(counts, (100_000 * exact / exact.sum()).numpy()).pvalue > 1e-3
 
 
-def every_tree(config: DynamicConfig, chosen: Sampler, drafter: Small) -> Iterator[tuple[float, Tree]]:
+def every_tree(
+    config: DynamicConfig, chosen: Sampler, drafter: Small
+) -> Iterator[tuple[float, Tree]]:
     """Yields every outcome of the draws below all nodes, with its probability."""
     waiting: list[tuple[tuple[Any, ...], float]] = [((), 1.0)]
     while waiting:
@@ -235,16 +271,27 @@ def every_tree(config: DynamicConfig, chosen: Sampler, drafter: Small) -> Iterat
         orders = iter(script)
 
         def scripted(
-            laws: Tensor, k: int, _: Any, known: Any = orders, script: Any = script, at: float = chance
+            laws: Tensor,
+            k: int,
+            _: Any,
+            known: Any = orders,
+            script: Any = script,
+            at: float = chance,
         ) -> Any:
             if (order := next(known, None)) is not None:
-                return torch.tensor(order)[:, :k], torch.arange(k) >= (laws > 0).sum(-1, keepdim=True)
+                return torch.tensor(order)[:, :k], torch.arange(k) >= (laws > 0).sum(
+                    -1, keepdim=True
+                )
             for order in itertools.product(itertools.permutations(range(3)), repeat=len(laws)):
                 share = 1.0
                 for row, tokens in zip(laws.double().tolist(), order, strict=True):
                     for place, token in enumerate(tokens):
                         left = sum(row[other] for other in tokens[place:])
-                        share *= row[token] / left if left > 0 else list(tokens[place:]) == sorted(tokens[place:])
+                        share *= (
+                            row[token] / left
+                            if left > 0
+                            else list(tokens[place:]) == sorted(tokens[place:])
+                        )
                 if share > 0:
                     waiting.append(((*script, order), at * share))
             raise LookupError
@@ -260,7 +307,9 @@ def law_of(drafter: Small, chosen: Sampler, path: Text = ()) -> Counter[Text]:
     return written(None, drafter, chosen, 0, path)
 
 
-def written(tree: Tree | None, drafter: Small, chosen: Sampler, node: int = 0, path: Text = ()) -> Counter[Text]:
+def written(
+    tree: Tree | None, drafter: Small, chosen: Sampler, node: int = 0, path: Text = ()
+) -> Counter[Text]:
     """The law of the first three tokens by textbook recursive rejection; tree None: the target's own."""
     if len(path) == 3:
         return Counter({path: 1})
@@ -285,7 +334,11 @@ def written(tree: Tree | None, drafter: Small, chosen: Sampler, node: int = 0, p
 
 
 def misfit(
-    config: DynamicConfig, narrow: bool = False, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0
+    config: DynamicConfig,
+    narrow: bool = False,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    seed: int = 0,
 ) -> float:
     """Pearson's statistic if 100,000 texts had exactly the law that is written; should be 0 up to rounding."""
     chosen, drafter, law = sampler(temperature, top_p), Small(seed, narrow), Counter[Text]()
@@ -302,7 +355,9 @@ SIZES = [{"nodes": 3}, {"nodes": 4}, {"nodes": 6, "k": 3}, {"rerank": False}]
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
-def test_drawn_dynamic_trees_write_the_targets_law_exactly(sizes: Any, temperature: float, top_p: float) -> None:
+def test_drawn_dynamic_trees_write_the_targets_law_exactly(
+    sizes: Any, temperature: float, top_p: float
+) -> None:
     """Enumerates all draws of children; there are fewer if the processors leave fewer tokens."""
     assert misfit(drawn(levels=2, **sizes), False, temperature, top_p) < 1e-3
 
@@ -324,7 +379,9 @@ RULES = [
 def test_every_stop_rule_leaves_the_law_of_drawn_trees(rule: Any) -> None:
     config = drawn(levels=3, nodes=3 if isinstance(rule, ExactConfig) else 4, stop=rule)
     assert misfit(config, narrow=True, seed=1) < 1e-3
-    levels = {tree.levels for _, tree in every_tree(config, sampler(1.0, 1.0), Small(1, narrow=True))}
+    levels = {
+        tree.levels for _, tree in every_tree(config, sampler(1.0, 1.0), Small(1, narrow=True))
+    }
     if isinstance(rule, ExactConfig):
         assert levels == {2}
     assert len(levels) == 2 or isinstance(rule, EntropyConfig | ConfidenceConfig | ExactConfig)
@@ -353,7 +410,10 @@ def test_draws_of_hardly_any_chance_leave_the_targets_law() -> None:
     """If all but the first token have probability 1e-38, refusing the first draw must not bend what follows."""
     drafter, law = TableDrafter(0), torch.tensor([8.73, 0.0, 0.05, -0.05]).log_softmax(-1)
     drafter.law = lambda _: law  # type: ignore[method-assign]
-    cool, shape = sampler(0.1, 1.0, 5), make_shape(StaticConfig(choices=((0,), (1,)), children="sampled"))
+    cool, shape = (
+        sampler(0.1, 1.0, 5),
+        make_shape(StaticConfig(choices=((0,), (1,)), children="sampled")),
+    )
     logits, first = torch.tensor([0.1, 0.0, 0.1, 0.05]), torch.zeros(4)
     for _ in range(2000):
         grown = shape.grow(drafter, torch.tensor([3]), 1, cool)
@@ -379,8 +439,14 @@ def test_a_sure_target_asks_for_epsilon_and_an_unsure_one_for_less() -> None:
 def test_the_longest_typical_path_wins_and_then_the_most_probable() -> None:
     grown = tree_of([0, 1, 2, 1, 2, 3], [0, 0, 0, 1, 2, 2])
     root, never, often = [0.1, 0.5, 0.4, 0.0], [0.9, 0.0, 0.1, 0.0], [0.0, 0.0, 0.45, 0.55]
-    verdict = read(accept_typical(grown, torch.tensor([root, never, often, root, never, often]), PUBLISHED), 6)
-    assert (verdict.path, verdict.tokens, verdict.bonus) == ([0, 2, 5], [2, 3], 3)  # longer beats likelier
+    verdict = read(
+        accept_typical(grown, torch.tensor([root, never, often, root, never, often]), PUBLISHED), 6
+    )
+    assert (verdict.path, verdict.tokens, verdict.bonus) == (
+        [0, 2, 5],
+        [2, 3],
+        3,
+    )  # longer beats likelier
     both = tree_of([0, 1, 2], [0, 0, 0])
     alone = read(accept_typical(both, torch.tensor([root, never, often]), PUBLISHED), 3)
     assert alone.tokens == [1] and alone.bonus == 0
@@ -391,5 +457,8 @@ def test_it_is_named_not_lossless_and_its_output_has_another_law() -> None:
     assert rule_of(None, hot, PUBLISHED) == NOT_LOSSLESS and "not lossless" in NOT_LOSSLESS
     assert rule_of(None, cold, PUBLISHED) == "R0"
     law = torch.tensor([0.5, 0.3, 0.2]).expand(2, -1)
-    first = {read(judge(tree_of([0, 1], [0, 0]), law.log(), hot, PUBLISHED), 2).tokens[0] for _ in range(50)}
+    first = {
+        read(judge(tree_of([0, 1], [0, 0]), law.log(), hot, PUBLISHED), 2).tokens[0]
+        for _ in range(50)
+    }
     assert first == {1}  # token 1 has probability 0.3, and always comes out

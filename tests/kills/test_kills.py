@@ -19,15 +19,47 @@ from tests import tiny
 from tests.train.test_main import write_recipe
 
 PROMPTS, STEPS = 7, 72
-CLOCKS = {"ms", "cycle_ms", "peak_memory_gib", "t_draft", "t_verify", "data_wait_share", "tokens_per_s", "step_ms"}
-RECORDS = ("provenance.json", "recipe.yaml", "reference.json")  # not compared: they name the run, or contain times
+CLOCKS = {
+    "ms",
+    "cycle_ms",
+    "peak_memory_gib",
+    "t_draft",
+    "t_verify",
+    "data_wait_share",
+    "tokens_per_s",
+    "step_ms",
+}
+RECORDS = (
+    "provenance.json",
+    "recipe.yaml",
+    "reference.json",
+)  # not compared: they name the run, or contain times
 SOAK = {"features": 17, "train": 17, "bench": 16}
 SCRIPTS = {"features": "data", "train": "train", "bench": "infer"}
-OUTPUTS = {"features": ("features",), "train": ("heads/eagle1", "metrics.jsonl"), "bench": ("bench",)}
-BEFORE = {"features": (), "train": ("features",), "bench": ("heads",)}  # stages that a run needs before it
-CHANGES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "shutil.rmtree")
+OUTPUTS = {
+    "features": ("features",),
+    "train": ("heads/eagle1", "metrics.jsonl"),
+    "bench": ("bench",),
+}
+BEFORE = {
+    "features": (),
+    "train": ("features",),
+    "bench": ("heads",),
+}  # stages that a run needs before it
+CHANGES = (
+    "open",
+    "os.rename",
+    "os.remove",
+    "os.mkdir",
+    "os.rmdir",
+    "os.truncate",
+    "os.link",
+    "shutil.rmtree",
+)
 WARM = get_context("forkserver")  # each start is a fork of a process that has imported torch
-WARM.set_forkserver_preload(["aerie.train.loop", "aerie.data.features", "aerie.infer.measure.bench", "deepspeed"])
+WARM.set_forkserver_preload(
+    ["aerie.train.loop", "aerie.data.features", "aerie.infer.measure.bench", "deepspeed"]
+)
 
 
 def become(words: list[str], below: str, fatal: int | None) -> None:
@@ -85,10 +117,18 @@ class World:
         """The files that differ from the undisturbed run's; if the last start failed, the end of its log."""
         if code != 0:
             return [log_of(run).read_text(errors="replace")[-2000:]]
-        wrong = [str(path) for path in (run / "state").glob("*/step-*")] if self.stage == "train" else []
+        wrong = (
+            [str(path) for path in (run / "state").glob("*/step-*")]
+            if self.stage == "train"
+            else []
+        )
         for output in OUTPUTS[self.stage]:
-            old, new = (content_of(place / output, place) for place in (self.root / "undisturbed", run))
-            wrong += [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+            old, new = (
+                content_of(place / output, place) for place in (self.root / "undisturbed", run)
+            )
+            wrong += [
+                name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)
+            ]
         return wrong
 
 
@@ -102,7 +142,9 @@ def content_of(output: Path, run: Path) -> dict[str, Any]:
     for path in [output] if output.is_file() else sorted(output.rglob("*")):
         if path.suffix == ".jsonl":
             lines = tiny.read_rows(path)
-            made[str(path.relative_to(run))] = [{k: v for k, v in line.items() if k not in CLOCKS} for line in lines]
+            made[str(path.relative_to(run))] = [
+                {k: v for k, v in line.items() if k not in CLOCKS} for line in lines
+            ]
         elif path.is_file() and path.name not in RECORDS:
             made[str(path.relative_to(run))] = path.read_bytes()
     return made
@@ -112,18 +154,47 @@ def prepare(root: Path) -> None:
     """Writes a target, rows and a recipe."""
     tiny.target(root / "target")
     tiny.write_conversations(root / "train.jsonl", 1400)
-    rows = [{"question_id": n, "category": "count", "turns": [f"Please count {n + 2} boats."]} for n in range(PROMPTS)]
+    rows = [
+        {"question_id": n, "category": "count", "turns": [f"Please count {n + 2} boats."]}
+        for n in range(PROMPTS)
+    ]
     tiny.write_rows(root / "questions.jsonl", rows)
     tree = {"levels": 3, "k": 3, "nodes": 8}
-    train: dict[str, Any] = {"max_steps": STEPS, "batch_size": 4, "accumulation": 2, "learning_rate": 1e-3}
-    train |= {"warmup_steps": 8, "log_every": 1, "save_every": 6, "eval_every": 18, "eval_conversations": 24}
+    train: dict[str, Any] = {
+        "max_steps": STEPS,
+        "batch_size": 4,
+        "accumulation": 2,
+        "learning_rate": 1e-3,
+    }
+    train |= {
+        "warmup_steps": 8,
+        "log_every": 1,
+        "save_every": 6,
+        "eval_every": 18,
+        "eval_conversations": 24,
+    }
     prompts = {"path": str(root / "questions.jsonl"), "num_prompts": PROMPTS, "max_new_tokens": 20}
-    measured = [{"method": "vanilla"}, {"method": "eagle2", "tree": tree}, {"method": "eagle-chain"}]
+    measured = [
+        {"method": "vanilla"},
+        {"method": "eagle2", "tree": tree},
+        {"method": "eagle-chain"},
+    ]
     sampling = [{"temperature": 0.0}, {"temperature": 1.0}]
-    bench = {"prompts": prompts, "warmup_prompts": 1, "cycles": True, "sampling": sampling, "rows": measured}
+    bench = {
+        "prompts": prompts,
+        "warmup_prompts": 1,
+        "cycles": True,
+        "sampling": sampling,
+        "rows": measured,
+    }
     sections = {"run": str(root / "undisturbed"), "tree": tree, "bench": bench}
     sections["features"] = {"batch_tokens": 1024, "shard_tokens": 1024}
-    write_recipe(root / "recipe.yaml", root, train | {"measure_prompts": 4, "measure_new_tokens": 16}, **sections)
+    write_recipe(
+        root / "recipe.yaml",
+        root,
+        train | {"measure_prompts": 4, "measure_new_tokens": 16},
+        **sections,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +213,9 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOAK)
-def test_a_stage_that_is_killed_goes_on_to_the_same_bytes(name: str, worlds: dict[str, World], tmp_path: Path) -> None:
+def test_a_stage_that_is_killed_goes_on_to_the_same_bytes(
+    name: str, worlds: dict[str, World], tmp_path: Path
+) -> None:
     world, chance = worlds[name], random.Random(name)
     run = world.fresh(tmp_path / "run")
     assert world.start(run, fatal=chance.randrange(2, world.changes // 2)) == -9
@@ -155,7 +228,9 @@ def test_a_stage_that_is_killed_goes_on_to_the_same_bytes(name: str, worlds: dic
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("name", SOAK)
-def test_kills_at_random_moments_leave_no_trace(name: str, worlds: dict[str, World], tmp_path: Path) -> None:
+def test_kills_at_random_moments_leave_no_trace(
+    name: str, worlds: dict[str, World], tmp_path: Path
+) -> None:
     world, chance, kills, runs = worlds[name], random.Random(f"soak {name}"), 0, 0
     whole = f"{OUTPUTS[name][0]}/provenance.json"  # marks the end of the stage
     while kills < SOAK[name]:

@@ -23,13 +23,17 @@ class Refused(Exception):
 class Hub:
     """Methods answer requests with JSON values, or with a file's content and headers."""
 
-    repositories: dict[str, dict[str, Files]] = field(default_factory=dict)  # name -> branch -> files
+    repositories: dict[str, dict[str, Files]] = field(
+        default_factory=dict
+    )  # name -> branch -> files
     private: set[str] = field(default_factory=set)
     gated: set[str] = field(default_factory=set)
     blobs: dict[str, bytes] = field(default_factory=dict)  # SHA-256 -> uploaded large file
     requests: list[str] = field(default_factory=list)
     tokens: set[str] = field(default_factory=set)  # received Authorization headers
-    failures: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # (method, pattern) -> next statuses
+    failures: dict[tuple[str, str], list[int]] = field(
+        default_factory=dict
+    )  # (method, pattern) -> next statuses
     address: str = ""
 
     def count(self, pattern: str) -> int:
@@ -51,7 +55,9 @@ class Hub:
         if name in self.repositories:
             raise Refused(409, url=f"{self.address}/{name}")
         self.repositories[name] = {"main": {}}
-        self.private |= {name} if asked.get("private") or asked.get("visibility") == "private" else set()
+        self.private |= (
+            {name} if asked.get("private") or asked.get("visibility") == "private" else set()
+        )
         return {"url": f"{self.address}/{name}", "name": name}
 
     def branch(self, body: bytes, repo: str, name: str) -> Any:
@@ -65,13 +71,18 @@ class Hub:
         modes = ["lfs" if path.endswith((".safetensors", ".bin")) else "regular" for path in paths]
         answer = {"shouldIgnore": False, "oid": None}
         return {
-            "files": [{"path": path, "uploadMode": mode, **answer} for path, mode in zip(paths, modes, strict=True)]
+            "files": [
+                {"path": path, "uploadMode": mode, **answer}
+                for path, mode in zip(paths, modes, strict=True)
+            ]
         }
 
     def batch(self, body: bytes, repo: str) -> Any:
         objects = json.loads(body)["objects"]
         for wanted in (found for found in objects if found["oid"] not in self.blobs):
-            wanted["actions"] = {"upload": {"href": f"{self.address}/upload/{wanted['oid']}", "header": {}}}
+            wanted["actions"] = {
+                "upload": {"href": f"{self.address}/upload/{wanted['oid']}", "header": {}}
+            }
         return {"transfer": "basic", "objects": objects}
 
     def put(self, body: bytes, oid: str) -> Any:
@@ -90,16 +101,28 @@ class Hub:
                 del files[value["path"]]
         self.repositories[repo][revision] = files
         name = commit_of(files)
-        return {"commitOid": name, "commitUrl": f"{self.address}/{repo}/commit/{name}", "success": True}
+        return {
+            "commitOid": name,
+            "commitUrl": f"{self.address}/{repo}/commit/{name}",
+            "success": True,
+        }
 
     def information(self, body: bytes, repo: str, revision: str | None) -> Any:
         files = self.files(repo, revision or "main")
-        about = {"id": repo, "modelId": repo, "sha": commit_of(files), "private": repo in self.private}
+        about = {
+            "id": repo,
+            "modelId": repo,
+            "sha": commit_of(files),
+            "private": repo in self.private,
+        }
         return {**about, "siblings": [{"rfilename": name} for name in files]}
 
     def tree(self, body: bytes, repo: str, revision: str) -> Any:
         files = sorted(self.files(repo, revision).items())
-        return [{"type": "file", "path": n, "size": len(c), "oid": hashlib.sha256(c).hexdigest()} for n, c in files]
+        return [
+            {"type": "file", "path": n, "size": len(c), "oid": hashlib.sha256(c).hexdigest()}
+            for n, c in files
+        ]
 
     def resolve(self, body: bytes, repo: str, revision: str, name: str) -> Any:
         files = self.files(repo, revision)
@@ -147,7 +170,11 @@ class _Handler(BaseHTTPRequestHandler):
         """Prints nothing."""
 
     def do_GET(self) -> None:
-        hub, request, token = self.hub, f"{self.command} {self.path.split('?')[0]}", self.headers.get("Authorization")
+        hub, request, token = (
+            self.hub,
+            f"{self.command} {self.path.split('?')[0]}",
+            self.headers.get("Authorization"),
+        )
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         hub.requests.append(request)
         hub.tokens |= {token} if token else set()
@@ -156,7 +183,9 @@ class _Handler(BaseHTTPRequestHandler):
             for (method, pattern), statuses in hub.failures.items():
                 if method == self.command and re.search(pattern, self.path) and statuses:
                     raise Refused(statuses.pop(0))
-            act, found = next((act, found) for route, act in ROUTES if (found := re.fullmatch(route, request)))
+            act, found = next(
+                (act, found) for route, act in ROUTES if (found := re.fullmatch(route, request))
+            )
             value = act(hub, body, *found.groups())
             value, headers = value if isinstance(value, tuple) else (value, {})
         except Refused as refused:

@@ -33,10 +33,14 @@ def expected_output(made: Eagle3Head, tokens: Tensor, taps: Tensor) -> tuple[Ten
     normed_h = normed(h, layer.hidden_norm.weight)
     x = torch.cat([normed(e, layer.input_layernorm.weight), normed_h], dim=-1)
     h = normed_h if made.config.norm_before_residual else h
-    q, k, v = layer.self_attn.project(x[None], made.rotary.at(torch.arange(len(tokens)), len(tokens), x))
+    q, k, v = layer.self_attn.project(
+        x[None], made.rotary.at(torch.arange(len(tokens)), len(tokens), x)
+    )
     h = h + layer.self_attn.o_proj(attend(q, k, v, None, None))[0]  # as in Llama: see test_layers
     x = normed(h, layer.post_attention_layernorm.weight)
-    gate, up, down = (getattr(layer.mlp, name).weight for name in ("gate_proj", "up_proj", "down_proj"))
+    gate, up, down = (
+        getattr(layer.mlp, name).weight for name in ("gate_proj", "up_proj", "down_proj")
+    )
     h = h + (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
     return h, normed(h, made.norm.weight) @ made.lm_head.weight.T
 
@@ -62,7 +66,9 @@ def test_the_forward_is_the_definition(norm_before_residual: bool) -> None:
 
 
 @torch.no_grad()
-def test_norm_output_feeds_back_the_normed_state_and_fc_norm_norms_each_fused_feature_alone() -> None:
+def test_norm_output_feeds_back_the_normed_state_and_fc_norm_norms_each_fused_feature_alone() -> (
+    None
+):
     plain, normed, made = eagle3(), eagle3(norm_output=True), eagle3(fc_norm=True)
     normed.load_state_dict(plain.state_dict())
     tokens, taps, positions = slots()
@@ -71,9 +77,13 @@ def test_norm_output_feeds_back_the_normed_state_and_fc_norm_norms_each_fused_fe
     torch.testing.assert_close(normed.logits(after), plain.logits(before))
     assert not torch.allclose(after, before, atol=1e-2)
     weights = [made.state_dict()[f"fc_norm.{i}.weight"] for i in range(3)]
-    pieces = [F.rms_norm(taps[..., 32 * i : 32 * i + 32], (32,), weights[i], 1e-6) for i in range(3)]
+    pieces = [
+        F.rms_norm(taps[..., 32 * i : 32 * i + 32], (32,), weights[i], 1e-6) for i in range(3)
+    ]
     torch.testing.assert_close(made.fuse(taps), torch.cat(pieces, dim=-1) @ made.fc.weight.T)
-    assert {f"fc_norm.{i}.weight" for i in range(3)} == made.state_dict().keys() - plain.state_dict().keys()
+    assert {
+        f"fc_norm.{i}.weight" for i in range(3)
+    } == made.state_dict().keys() - plain.state_dict().keys()
 
 
 @torch.no_grad()
@@ -84,7 +94,10 @@ def test_a_head_begun_at_the_target_gives_the_targets_logits_of_its_highest_tap_
     model = tiny.llama()
     model.model.norm.weight.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(1))
     model.save_pretrained(tmp_path)
-    config, vocabulary = TargetConfig(str(tmp_path)), DraftVocabulary.of_ids(torch.arange(5, 320, 2), 320)
+    config, vocabulary = (
+        TargetConfig(str(tmp_path)),
+        DraftVocabulary.of_ids(torch.arange(5, 320, 2), 320),
+    )
     vocab, outputs = replace(load_vocab(config)[1], final_norm=final_norm(config)), []
     section = Eagle3Section(lm_head_init="target", norm_init="target", fc_init="highest_tap")
     made, other = (
@@ -92,7 +105,11 @@ def test_a_head_begun_at_the_target_gives_the_targets_logits_of_its_highest_tap_
         for one in (section, Eagle3Section())
     )
     assert isinstance(made, Eagle3Head)
-    moved = {name for name, value in made.state_dict().items() if not value.equal(other.state_dict()[name])}
+    moved = {
+        name
+        for name, value in made.state_dict().items()
+        if not value.equal(other.state_dict()[name])
+    }
     assert moved == {"lm_head.weight", "norm.weight", "fc.weight"}
     tokens, taps, positions = slots()
     model.model.norm.register_forward_hook(lambda _, given, __: outputs.append(given[0]))
@@ -100,7 +117,9 @@ def test_a_head_begun_at_the_target_gives_the_targets_logits_of_its_highest_tap_
     x = made.fuse(torch.cat([taps[..., :64], outputs[0]], dim=-1))
     torch.testing.assert_close(x, outputs[0])
     new = made.logits(made(tokens, x, positions))
-    assert 1e-4 < (new - logits).norm() / logits.norm() < 0.2 and new.argmax(-1).equal(logits.argmax(-1))
+    assert 1e-4 < (new - logits).norm() / logits.norm() < 0.2 and new.argmax(-1).equal(
+        logits.argmax(-1)
+    )
     made.midlayer.self_attn.o_proj.weight.zero_()
     made.midlayer.mlp.down_proj.weight.zero_()
     torch.testing.assert_close(made.logits(made(tokens, x, positions)), logits, **NEAR)
@@ -113,7 +132,9 @@ def test_a_head_begun_at_the_target_gives_the_targets_logits_of_its_highest_tap_
     block = new_head(begun, model.config, vocab, 1, after_blocks=(0, 1, 3))
     assert isinstance(block, BlockHead)
     torch.testing.assert_close(block.fuse(taps), F.rms_norm(taps[..., -32:], [32], eps=1e-6))
-    with pytest.raises(UserError, match="HEAD: mask_token_id: 320 is beyond TARGET's last token, 319"):
+    with pytest.raises(
+        UserError, match="HEAD: mask_token_id: 320 is beyond TARGET's last token, 319"
+    ):
         check_sizes(replace(block.config, mask_token_id=320), vocab, "HEAD", "TARGET")
     with pytest.raises(UserError, match="HEAD: block_size: 257 is beyond TARGET's context, 256"):
         check_sizes(replace(block.config, block_size=257), vocab, "HEAD", "TARGET", model.config)
@@ -149,7 +170,9 @@ def _features(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("keys", [{"num_layers": 3}, {"lm_head": "target"}], ids=str)
-def test_a_new_medusa_head_has_the_targets_own_law_for_every_token(keys: dict[str, Any], tmp_path: Path) -> None:
+def test_a_new_medusa_head_has_the_targets_own_law_for_every_token(
+    keys: dict[str, Any], tmp_path: Path
+) -> None:
     features, own = _features(2, 5), CAPPED.logits(_features(2, 5))
     new, moved = (tiny.multi_token_head("medusa", CAPPED, noise, **keys) for noise in (0.0, 0.01))
     save_head(new, tmp_path)
@@ -165,7 +188,9 @@ def _by_hand(weights: dict[str, Tensor], head: Any, index: int, x: Tensor) -> Te
         prefix = f"branches.{index}.blocks.{layer}"
         kept = x
         if f"{prefix}.projection.weight" in weights:
-            kept = x @ weights[f"{prefix}.projection.weight"].T + weights[f"{prefix}.projection.bias"]
+            kept = (
+                x @ weights[f"{prefix}.projection.weight"].T + weights[f"{prefix}.projection.bias"]
+            )
         added = x @ weights[f"{prefix}.linear.weight"].T + weights[f"{prefix}.linear.bias"]
         x = kept + added * torch.sigmoid(added)
     weight, bias = CAPPED.lm_head, CAPPED.bias
@@ -178,7 +203,9 @@ def _by_hand(weights: dict[str, Tensor], head: Any, index: int, x: Tensor) -> Te
 def test_every_law_is_what_its_weights_say(kind: str, keys: dict[str, Any]) -> None:
     head = tiny.multi_token_head(kind, CAPPED, noise=0.2, **keys)
     head.laws.vocab, weights, features = CAPPED, dict(head.state_dict()), _features(5)
-    embeddings = torch.randn(5, head.config.num_heads * 32, generator=torch.Generator().manual_seed(4))
+    embeddings = torch.randn(
+        5, head.config.num_heads * 32, generator=torch.Generator().manual_seed(4)
+    )
     for index in range(head.config.num_heads):
         known = embeddings[:, : (index + 1) * 32]
         given = features if kind == "medusa" else torch.cat([features, known], dim=-1)

@@ -17,9 +17,17 @@ from aerie.configs.errors import UserError
 from aerie.model import layers
 from aerie.model.layers import DecoderLayer, DraftLayer, Kept, KeyValueCache, Rotary, UnrollMemory
 
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: its kernels wait")]
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: its kernels wait"),
+]
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "max_position_embeddings": 128}
+SIZES |= {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128,
+}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
 
@@ -31,10 +39,15 @@ def sized(scaling: dict[str, Any] | None = None, **changes: Any) -> Any:
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 4.0}, LLAMA3], ids=str)
-def test_the_layer_is_llamas_and_with_query_and_key_norms_qwen3s(family: str, scaling: dict[str, Any] | None) -> None:
+def test_the_layer_is_llamas_and_with_query_and_key_norms_qwen3s(
+    family: str, scaling: dict[str, Any] | None
+) -> None:
     torch.manual_seed(0)
     rope = {"rope_type": "default", **(scaling or {}), "rope_theta": 5e5}
-    kinds: Any = {"llama": (LlamaConfig, LlamaDecoderLayer), "qwen3": (Qwen3Config, Qwen3DecoderLayer)}[family]
+    kinds: Any = {
+        "llama": (LlamaConfig, LlamaDecoderLayer),
+        "qwen3": (Qwen3Config, Qwen3DecoderLayer),
+    }[family]
     config = kinds[0](**SIZES, rope_parameters=rope)
     config._attn_implementation = "sdpa"
     theirs = kinds[1](config, 0).eval()
@@ -46,13 +59,20 @@ def test_the_layer_is_llamas_and_with_query_and_key_norms_qwen3s(family: str, sc
     cos_and_sin = LlamaRotaryEmbedding(LlamaConfig(**SIZES, rope_parameters=rope))(x, positions)
     mask = torch.ones(11, 11, dtype=torch.bool).tril()[None, None]
     expected = theirs(x, attention_mask=mask, position_embeddings=cos_and_sin)
-    table, cache = Rotary(sized(scaling)), KeyValueCache.empty(1, sized(), Kept(16, x.device, x.dtype), x)
+    table, cache = (
+        Rotary(sized(scaling)),
+        KeyValueCache.empty(1, sized(), Kept(16, x.device, x.dtype), x),
+    )
     cache.begin(11)
-    torch.testing.assert_close(ours(x, None, table.at(positions, 14, x)), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        ours(x, None, table.at(positions, 14, x)), expected, rtol=1e-5, atol=1e-5
+    )
     added = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
     found = DraftLayer(ours)(x[0], x[0], table.at(positions, 14, x), added, (cache, 0))
     torch.testing.assert_close(found[None], expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours(x, None, table.at(positions, 14, x)), expected, rtol=1e-5, atol=1e-5)  # views now
+    torch.testing.assert_close(
+        ours(x, None, table.at(positions, 14, x)), expected, rtol=1e-5, atol=1e-5
+    )  # views now
 
 
 def test_the_mask_of_a_text_hides_what_it_does_not_keep() -> None:
@@ -64,7 +84,9 @@ def test_the_mask_of_a_text_hides_what_it_does_not_keep() -> None:
     assert (kept.mask == torch.finfo(torch.bfloat16).min).all()
 
 
-def test_a_position_beyond_the_heads_length_and_a_rope_that_changes_with_the_length_are_refused() -> None:
+def test_a_position_beyond_the_heads_length_and_a_rope_that_changes_with_the_length_are_refused() -> (
+    None
+):
     rotary = Rotary(sized(max_position_embeddings=32))
     with pytest.raises(UserError, match="max_position_embeddings 32"):
         rotary.at(torch.arange(33), 33, torch.zeros(1))
@@ -76,21 +98,36 @@ STEPS = 3  # of the unroll
 DOCUMENTS = (5, 1, 20, 7)
 
 
-def _made(heads: int, kv: int = 2, dim: int = 8) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
+def _made(
+    heads: int, kv: int = 2, dim: int = 8
+) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
     """Step 2's queries, keys and values of all steps (33, 20 and 12 slots), and the places of slots that go on."""
     generator = torch.Generator().manual_seed(heads)
     pairs = [(1, kv, length, dim) for length in (33, 20, 12)]
-    made = [2.0 * torch.randn(size, generator=generator) for size in ((1, heads, 12, dim), *pairs, *pairs)]
+    made = [
+        2.0 * torch.randn(size, generator=generator)
+        for size in ((1, heads, 12, dim), *pairs, *pairs)
+    ]
     q, *rest = [x.requires_grad_() for x in made]
     return q, rest[:STEPS], rest[STEPS:], torch.randperm(33, generator=generator)[:20]
 
 
-def _by_one_mask(q: Tensor, keys: list[Tensor], values: list[Tensor], places: Tensor, documents: Any) -> Tensor:
+def _by_one_mask(
+    q: Tensor, keys: list[Tensor], values: list[Tensor], places: Tensor, documents: Any
+) -> Tensor:
     """All scores under one boolean mask [block-causal | identity | identity]."""
-    owner, (n, length) = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents)), (q.shape[2], 33)
+    owner, (n, length) = (
+        torch.arange(len(documents)).repeat_interleave(torch.tensor(documents)),
+        (q.shape[2], 33),
+    )
     causal = torch.ones(length, length, dtype=torch.bool).tril() & (owner[:, None] == owner)
-    mask = torch.cat([causal[places[:n]], *(torch.eye(n, key.shape[2]).bool() for key in keys[1:])], dim=1)
-    k, v = (torch.cat(list(part), dim=2).repeat_interleave(q.shape[1] // 2, dim=1) for part in (keys, values))
+    mask = torch.cat(
+        [causal[places[:n]], *(torch.eye(n, key.shape[2]).bool() for key in keys[1:])], dim=1
+    )
+    k, v = (
+        torch.cat(list(part), dim=2).repeat_interleave(q.shape[1] // 2, dim=1)
+        for part in (keys, values)
+    )
     return (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~mask, -torch.inf).softmax(-1) @ v
 
 
@@ -99,7 +136,9 @@ def _value_and_gradients(out: Tensor, *of: Tensor) -> list[Tensor]:
     return [out, *torch.autograd.grad((out * weights).sum(), of)]
 
 
-def _last_step(q: Tensor, keys: list[Tensor], values: list[Tensor], places: Tensor, documents: Any) -> Tensor:
+def _last_step(
+    q: Tensor, keys: list[Tensor], values: list[Tensor], places: Tensor, documents: Any
+) -> Tensor:
     memory = UnrollMemory(documents, places, True, keys[:-1], values[:-1])
     out = layers.attend(q, keys[-1], values[-1], None, memory)
     return out.unflatten(2, (q.shape[1], -1)).transpose(1, 2)
@@ -107,7 +146,9 @@ def _last_step(q: Tensor, keys: list[Tensor], values: list[Tensor], places: Tens
 
 def _explicit(q: Tensor, k: Tensor) -> Tensor:
     """Causal scores [..., n, n]."""
-    return (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(torch.ones(q.shape[-2], k.shape[-2]).triu(1).bool(), -1e30)
+    return (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(
+        torch.ones(q.shape[-2], k.shape[-2]).triu(1).bool(), -1e30
+    )
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,7 +156,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
-def _backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor) -> list[Tensor]:
+def _backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor
+) -> list[Tensor]:
     p = (_explicit(q, k) - logs[..., None]).exp()
     score = p * (g @ v.mT - (g * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
     return [score @ k, score.mT @ q, p.mT @ g]
@@ -129,7 +172,9 @@ def _apart(borders: Tensor, *parts: Tensor) -> Any:
         yield [x.repeat_interleave(heads // len(x), dim=0) for x in cut]
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, _: Tensor, longest: int, *rest: Any) -> Any:
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, _: Tensor, longest: int, *rest: Any
+) -> Any:
     assert longest == borders.diff().max() and rest == (longest, 0.0, True, False)
     out, logs = zip(*(_forward(*cut) for cut in _apart(borders, q, k, v)), strict=True)
     return torch.cat(out, 1).transpose(0, 1).contiguous(), torch.cat(logs, 1), *[torch.empty(0)] * 3
@@ -146,18 +191,31 @@ def _flash_backward(*given: Any) -> Any:
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor, bias: None, *rest: Any) -> Any:
     out, logs = _forward(q, k, v)
-    return out, F.pad(logs, (0, -logs.shape[-1] % 32), value=math.inf), torch.empty(()), torch.empty(())
+    return (
+        out,
+        F.pad(logs, (0, -logs.shape[-1] % 32), value=math.inf),
+        torch.empty(()),
+        torch.empty(()),
+    )
 
 
 def _efficient_backward(*given: Any) -> Any:
     g, q, k, v, _, out, _, _, count, _, logs = given[:11]
-    assert out.is_contiguous() and logs.is_contiguous() and logs.shape[-1] % 32 == 0 and given[-2:] == (1, False)
+    assert (
+        out.is_contiguous()
+        and logs.is_contiguous()
+        and logs.shape[-1] % 32 == 0
+        and given[-2:] == (1, False)
+    )
     cuts = (x.transpose(1, 2) for x in (g, q, k, v, out))
     return *(x.transpose(1, 2) for x in _backward(*cuts, logs[..., :count])), torch.empty(0)
 
 
 CUDA = {"_flash_attention_forward": _flash, "_flash_attention_backward": _flash_backward}
-CUDA |= {"_scaled_dot_product_efficient_attention": _efficient, "_efficient_attention_backward": _efficient_backward}
+CUDA |= {
+    "_scaled_dot_product_efficient_attention": _efficient,
+    "_efficient_attention_backward": _efficient_backward,
+}
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "flash", "efficient"])
@@ -189,10 +247,16 @@ def test_the_unrolls_attention_is_one_masked_softmax_in_value_and_gradient(
         pytest.param("cuda", torch.float32, 1e-2, marks=GPU),
     ],
 )
-def test_the_unrolls_attention_on_every_device(device: str, dtype: torch.dtype, error: float) -> None:
+def test_the_unrolls_attention_on_every_device(
+    device: str, dtype: torch.dtype, error: float
+) -> None:
     q, keys, values, places = _made(4)
-    expected = _value_and_gradients(_by_one_mask(q, keys, values, places, DOCUMENTS), q, *keys, *values)
+    expected = _value_and_gradients(
+        _by_one_mask(q, keys, values, places, DOCUMENTS), q, *keys, *values
+    )
     moved = [x.detach().to(device, dtype).requires_grad_() for x in (q, *keys, *values)]
-    out = _last_step(moved[0], moved[1 : 1 + STEPS], moved[1 + STEPS :], places.to(device), DOCUMENTS)
+    out = _last_step(
+        moved[0], moved[1 : 1 + STEPS], moved[1 + STEPS :], places.to(device), DOCUMENTS
+    )
     for x, y in zip(_value_and_gradients(out, *moved), expected, strict=True):
         assert x.dtype == dtype and (x.cpu().float() - y).abs().max() < error * y.abs().max()

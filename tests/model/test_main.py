@@ -23,14 +23,26 @@ def target(tmp_path_factory: Any) -> Path:
     return tiny.target(tmp_path_factory.mktemp("target"), num_blocks=8)
 
 
-def test_a_published_head_is_inspected_and_converted_to_every_layout(tmp_path: Path, target: Path, capsys: Any) -> None:
+def test_a_published_head_is_inspected_and_converted_to_every_layout(
+    tmp_path: Path, target: Path, capsys: Any
+) -> None:
     head = published.safeailab_eagle3(tmp_path / "head")
     assert call(commands, "inspect", head, "--json") == 0
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["layout"], shown["taps"], shown["left_out"]) == ("safeailab", None, ["embed_tokens.weight"])
-    assert shown["vocabulary"] == {"draft": 107, "target": 320, "coverage": None} and shown["problems"] == []
+    assert (shown["layout"], shown["taps"], shown["left_out"]) == (
+        "safeailab",
+        None,
+        ["embed_tokens.weight"],
+    )
+    assert (
+        shown["vocabulary"] == {"draft": 107, "target": 320, "coverage": None}
+        and shown["problems"] == []
+    )
     for to in ("safeailab", "sglang", "speculators"):
-        assert call(commands, "convert", head, "--to", to, "--target", target, "--out", tmp_path / to) == 0
+        assert (
+            call(commands, "convert", head, "--to", to, "--target", target, "--out", tmp_path / to)
+            == 0
+        )
         out = capsys.readouterr().out
         assert "note: names no taps; [2, 4, 5] are taken" in out and "equal bit for bit" in out
     save_head(tiny.head(tiny.vocab(vocab_size=400).embedding), tmp_path / "other")
@@ -40,13 +52,20 @@ def test_a_published_head_is_inspected_and_converted_to_every_layout(tmp_path: P
 def test_an_export_replaces_an_earlier_one_alone_and_only_where_that_is_asked(
     tmp_path: Path, target: Path, capsys: Any
 ) -> None:
-    head, out, new = published.safeailab_eagle3(tmp_path / "head"), tmp_path / "out", tmp_path / "new"
+    head, out, new = (
+        published.safeailab_eagle3(tmp_path / "head"),
+        tmp_path / "out",
+        tmp_path / "new",
+    )
     convert = ("convert", head, "--to", "sglang", "--target", target, "--overwrite", "--out")
     out.mkdir()
     (out / "precious").write_text("do not touch")
     assert call(commands, *convert, out) == 2 and (out / "precious").exists()
     assert "it is no earlier export; name a new directory" in capsys.readouterr().err
-    assert call(commands, *convert, new) == 0 and call(commands, *convert[:-2], *convert[-1:], new) == 2
+    assert (
+        call(commands, *convert, new) == 0
+        and call(commands, *convert[:-2], *convert[-1:], new) == 2
+    )
     assert call(commands, *convert, new) == 0 and (new / "config.json").exists()
 
 
@@ -56,9 +75,32 @@ def test_a_push_is_shown_broken_off_repeated_and_fetched_and_the_token_is_nowher
     head, said = tmp_path / "head", ""
     save_head(published.eagle3(), head, target_path=str(target))
     (head / "conversations.jsonl").write_text("private\n")
-    push = ("push", head, "--repo", "me/head", "--without-results", "--uncommitted", "--private", "--revision", "v2")
-    convert = ("convert", "me/head@v2", "--to", "speculators", "--target", target, "--out", tmp_path / "out")
-    hub.failures |= {("POST", "/repos/create"): [401], ("PUT", "/upload/"): [403], ("POST", "/commit/"): [500]}
+    push = (
+        "push",
+        head,
+        "--repo",
+        "me/head",
+        "--without-results",
+        "--uncommitted",
+        "--private",
+        "--revision",
+        "v2",
+    )
+    convert = (
+        "convert",
+        "me/head@v2",
+        "--to",
+        "speculators",
+        "--target",
+        target,
+        "--out",
+        tmp_path / "out",
+    )
+    hub.failures |= {
+        ("POST", "/repos/create"): [401],
+        ("PUT", "/upload/"): [403],
+        ("POST", "/commit/"): [500],
+    }
     for command, code, expected in (
         ((*push, "--dry-run"), 0, "push: would remove nothing, and ship to me/head@v2:"),
         (push, 2, "error: me/head: the Hub does not accept this login; run: hf auth login"),
@@ -70,16 +112,38 @@ def test_a_push_is_shown_broken_off_repeated_and_fetched_and_the_token_is_nowher
     ):
         assert call(commands, *command) == code
         out = "".join(capfd.readouterr())
-        assert expected in out and ("conversations.jsonl stays here" in out) == (command[0] == "push")
+        assert expected in out and ("conversations.jsonl stays here" in out) == (
+            command[0] == "push"
+        )
         assert ("--dry-run" in command) <= (hub.count("POST|PUT") == 0)
-        assert code == 0 or not any(hub.repositories.get("me/head", {}).values())  # nothing half uploaded
+        assert code == 0 or not any(
+            hub.repositories.get("me/head", {}).values()
+        )  # nothing half uploaded
         said += out
-    files = {"README.md", "config.json", "model.safetensors", "aerie/config.json", "aerie/model.safetensors"}
+    files = {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "aerie/config.json",
+        "aerie/model.safetensors",
+    }
     assert hub.repositories["me/head"]["v2"].keys() == files
-    words = ("generate", "--target", target, "--head", "me/head@v2", "--prompt", "Hi", "--max-new-tokens", "4")
+    words = (
+        "generate",
+        "--target",
+        target,
+        "--head",
+        "me/head@v2",
+        "--prompt",
+        "Hi",
+        "--max-new-tokens",
+        "4",
+    )
     assert call(inference, *words) == 0
     assert hub.private == {"me/head"} and hub.tokens == {f"Bearer {TOKEN}"}
     assert hub.count("PUT /upload/") == 3  # two, and a failed one; arrived files are not sent again
-    contents = [content for files in hub.repositories["me/head"].values() for content in files.values()]
+    contents = [
+        content for files in hub.repositories["me/head"].values() for content in files.values()
+    ]
     contents += [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert not any(TOKEN.encode() in content for content in [*contents, said.encode()])

@@ -33,21 +33,44 @@ TOKEN = "hf_madeUpForTheTests0123456789abcdefg"
 CARD = b"---\ntags:\n- draft-head\n- aerie\n---\n"
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 ROW = {
-    **{"method": "eagle3", "head": "eagle3", "task": "gsm8k", "temperature": 0.0, "prompts": 40, "status": "ok"},
+    **{
+        "method": "eagle3",
+        "head": "eagle3",
+        "task": "gsm8k",
+        "temperature": 0.0,
+        "prompts": 40,
+        "status": "ok",
+    },
     **{"tree": {"levels": 8, "k": 10, "nodes": 60}, "tau": 4.0812, "tokens_per_s": 181.4},
     **{"speedup": 2.314, "speedup_ci95": [2.2, 2.43], "identical": 40},
 }
 UNMEASURED = {"allowed": ["without_results"]}
-FAILED = {"method": "eagle3", "head": "eagle3", "status": "error", "message": "out of memory", "tau": 99.0}
+FAILED = {
+    "method": "eagle3",
+    "head": "eagle3",
+    "status": "error",
+    "message": "out of memory",
+    "tau": 99.0,
+}
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: Any) -> Iterator[Hub]:
     """A Hub to which huggingface_hub in this process connects, with its own login and cache."""
     with served() as running:
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", running.address)
-        changes = {"ENDPOINT": running.address, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_OFFLINE": False}
-        for name, value in {**changes, "HF_HUB_DISABLE_XET": True, "HF_HUB_CACHE": str(tmp_path / "cache")}.items():
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(
+            "https://huggingface.co", running.address
+        )
+        changes = {
+            "ENDPOINT": running.address,
+            "HUGGINGFACE_CO_URL_TEMPLATE": template,
+            "HF_HUB_OFFLINE": False,
+        }
+        for name, value in {
+            **changes,
+            "HF_HUB_DISABLE_XET": True,
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+        }.items():
             monkeypatch.setattr(constants, name, value)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         huggingface_hub.close_session()
@@ -84,32 +107,75 @@ def head(tmp_path: Path) -> Path:
     run, target = home / "secret-project" / "runs" / "mine", str(home / "models" / "tiny-llama")
     place = run / "heads" / "eagle3"
     save_head(published.eagle3(), place, target_path=target, draft_vocabulary={"coverage": 0.9})
-    conversations = ["HuggingFaceH4/ultrachat_200k", str(home / "chats" / "train.jsonl"), "~/chats/more.jsonl"]
-    recipe: Any = {"run": str(run), "target": {"path": target}, "data": {"conversations": conversations}}
-    server = {"urls": ["http://bob:hunter2@host:8000/v1?key=hunter2"], "extra_body": {"pin": 4321, "key": "hunter2"}}
+    conversations = [
+        "HuggingFaceH4/ultrachat_200k",
+        str(home / "chats" / "train.jsonl"),
+        "~/chats/more.jsonl",
+    ]
+    recipe: Any = {
+        "run": str(run),
+        "target": {"path": target},
+        "data": {"conversations": conversations},
+    }
+    server = {
+        "urls": ["http://bob:hunter2@host:8000/v1?key=hunter2"],
+        "extra_body": {"pin": 4321, "key": "hunter2"},
+    }
     recipe["distill"] = {"server": server}
     (place / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "head": {"init_from": str(home)}}))
-    argv = ["main.py", "--config", str(home / "c.yaml"), f"--run={run}", f"--data.conversations=[{conversations[1]}]"]
-    argv += ["--distill.server.extra_body", "{headers: {x: hunter2}}", "--distill.server.urls=[http://hunter2@host]"]
-    facts = {"commit": "0123456789ab", "dirty": False, "argv": argv, "inputs": {"files": {conversations[1]: "01"}}}
-    write_json(place / "provenance.json", {**facts, "tokens": 1627195, "versions": {"torch": "2.13.0"}})
+    argv = [
+        "main.py",
+        "--config",
+        str(home / "c.yaml"),
+        f"--run={run}",
+        f"--data.conversations=[{conversations[1]}]",
+    ]
+    argv += [
+        "--distill.server.extra_body",
+        "{headers: {x: hunter2}}",
+        "--distill.server.urls=[http://hunter2@host]",
+    ]
+    facts = {
+        "commit": "0123456789ab",
+        "dirty": False,
+        "argv": argv,
+        "inputs": {"files": {conversations[1]: "01"}},
+    }
+    write_json(
+        place / "provenance.json", {**facts, "tokens": 1627195, "versions": {"torch": "2.13.0"}}
+    )
     (place / "conversations.jsonl").write_text('{"text": "a private conversation"}\n')
-    summary = {"commit": "0123456789ab", "hardware": {"device": "a CPU", "threads": 2}, "run": str(run)}
+    summary = {
+        "commit": "0123456789ab",
+        "hardware": {"device": "a CPU", "threads": 2},
+        "run": str(run),
+    }
     summary |= {"head": {"name": str(place)}, "target": {"name": target}, "rows": [ROW, FAILED]}
     write_json(run / "report" / "summary.json", summary)
     for stage in ("bench", "calibration"):
         write_json(run / stage / "provenance.json", {"inputs": {"head": [digests(place)]}})
-    write_json(run / "calibration/calibration.json", {"temperature": 0.0, "ece": 0.0575, "brier": 0.0629})
+    write_json(
+        run / "calibration/calibration.json", {"temperature": 0.0, "ece": 0.0575, "brier": 0.0629}
+    )
     return place
 
 
-def test_the_card_has_target_data_figures_hardware_and_three_ways_to_use_the_head(head: Path) -> None:
+def test_the_card_has_target_data_figures_hardware_and_three_ways_to_use_the_head(
+    head: Path,
+) -> None:
     body = packed(head, licence="apache-2.0", target_name=LLAMA)["README.md"]
     front = next(yaml.safe_load_all(body))
-    assert front["license"] == "apache-2.0" and front["base_model"] == LLAMA and "aerie" in front["tags"]
+    assert (
+        front["license"] == "apache-2.0"
+        and front["base_model"] == LLAMA
+        and "aerie" in front["tags"]
+    )
     assert front["datasets"] == ["HuggingFaceH4/ultrachat_200k"]
     metrics = front["model-index"][0]["results"][0]["metrics"]
-    assert {metric["type"]: metric["value"] for metric in metrics} == {"tau": 4.0812, "speedup": 2.314}
+    assert {metric["type"]: metric["value"] for metric in metrics} == {
+        "tau": 4.0812,
+        "speedup": 2.314,
+    }
     for said in (
         "4.08 | 2.31 (2.20-2.43) | 181 | 40/40 |",
         "Hardware: device a CPU, threads 2. Commit 0123456789ab.",
@@ -134,20 +200,46 @@ def test_no_conversation_no_local_path_and_nobodys_name_leaves_the_machine(
         export(head, layout, place, replace(target_facts(), name=target))
     for name in (None, "someone/tiny-llama"):
         texts = packed(place, run=run, target_name=name)
-        assert set(texts.pop("names").split()) == {"model.safetensors", *texts} - {"notes"} and len(texts) == 7
+        assert (
+            set(texts.pop("names").split()) == {"model.safetensors", *texts} - {"notes"}
+            and len(texts) == 7
+        )
         assert ("conversations.jsonl stays here" in texts.pop("notes")) == (layout == "aerie")
         for file, text in texts.items():
-            for private in (str(tmp_path), "alice", "secret-project", "/home", "~/", "private conversation", "hunter2"):
+            for private in (
+                str(tmp_path),
+                "alice",
+                "secret-project",
+                "/home",
+                "~/",
+                "private conversation",
+                "hunter2",
+            ):
                 assert private not in text, (file, private)
         assert ("base_model: someone/tiny-llama" in texts["README.md"]) == (name is not None)
         assert json.loads(texts["config.json"])["aerie"]["target_path"] == (name or "tiny-llama")
-        served = "vllm serve me/head\n" if name else """vllm serve TARGET --speculative-config '{"model": "me/head","""
+        served = (
+            "vllm serve me/head\n"
+            if name
+            else """vllm serve TARGET --speculative-config '{"model": "me/head","""
+        )
         assert layout == "aerie" or served in texts["README.md"]
-        assert ("--target TARGET" in texts["README.md"]) == ("place of `TARGET`" in texts["README.md"]) == (not name)
+        assert (
+            ("--target TARGET" in texts["README.md"])
+            == ("place of `TARGET`" in texts["README.md"])
+            == (not name)
+        )
         recipe = yaml.safe_load(texts["recipe.yaml"])
-        server = {"urls": ["http://***@host:8000/v1?key=***"], "extra_body": {"pin": "***", "key": "***"}}
+        server = {
+            "urls": ["http://***@host:8000/v1?key=***"],
+            "extra_body": {"pin": "***", "key": "***"},
+        }
         assert recipe["run"] == "mine" and recipe["distill"]["server"] == server
-        assert recipe["data"]["conversations"] == ["HuggingFaceH4/ultrachat_200k", "train.jsonl", "more.jsonl"]
+        assert recipe["data"]["conversations"] == [
+            "HuggingFaceH4/ultrachat_200k",
+            "train.jsonl",
+            "more.jsonl",
+        ]
     assert target in (place / "config.json").read_text()  # the local file keeps it
 
 
@@ -161,12 +253,21 @@ def test_a_path_of_the_machine_gives_way_to_its_last_part() -> None:
         *((text, text) for text in ("https://huggingface.co/a/b", LLAMA, "4.2 tok/s", "configs/x")),
     ):
         assert public({text: [{"key": text}], 1: 2.5}, {}) == {shown: [{"key": shown}], 1: 2.5}
-    assert public(["--target=models/tiny", "models/tiny2"], {"models/tiny": "x/y"}) == ["--target=x/y", "models/tiny2"]
+    assert public(["--target=models/tiny", "models/tiny2"], {"models/tiny": "x/y"}) == [
+        "--target=x/y",
+        "models/tiny2",
+    ]
 
 
-def test_a_calibrator_goes_along_and_fits_the_head_as_it_is_fetched(one: Path, tmp_path: Path) -> None:
-    save_head(tiny.head(tiny.vocab().embedding), one, target_path=str(tmp_path))  # the shipped config.json differs
-    write_json(one / "calibrator.json", asdict(Calibrator(1.5, (0.1, 0.9), (0.2, 0.8), head=digests(one))))
+def test_a_calibrator_goes_along_and_fits_the_head_as_it_is_fetched(
+    one: Path, tmp_path: Path
+) -> None:
+    save_head(
+        tiny.head(tiny.vocab().embedding), one, target_path=str(tmp_path)
+    )  # the shipped config.json differs
+    write_json(
+        one / "calibrator.json", asdict(Calibrator(1.5, (0.1, 0.9), (0.2, 0.8), head=digests(one)))
+    )
     out = tmp_path / "out"
     out.mkdir()
     for name, file in pack(inspect_head(one), "me/head", **UNMEASURED)[0].items():
@@ -178,8 +279,14 @@ def test_a_calibrator_goes_along_and_fits_the_head_as_it_is_fetched(one: Path, t
 
 def test_what_would_mislead_is_refused(head: Path, tmp_path: Path, monkeypatch: Any) -> None:
     numbered = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 4, 6]}}
-    write_json(head / "provenance.json", {**json.loads((head / "provenance.json").read_text()), "dirty": True})
-    assert "Commit 0123456789ab, with uncommitted changes" in packed(head, allowed=["uncommitted"])["README.md"]
+    write_json(
+        head / "provenance.json",
+        {**json.loads((head / "provenance.json").read_text()), "dirty": True},
+    )
+    assert (
+        "Commit 0123456789ab, with uncommitted changes"
+        in packed(head, allowed=["uncommitted"])["README.md"]
+    )
     for place, message in (
         (published.specforge(tmp_path / "taps", numbered), "give it with --target"),
         (head, "the tree that trained it differs from the card's commit"),
@@ -192,7 +299,10 @@ def test_what_would_mislead_is_refused(head: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_a_pickled_head_is_fetched_where_there_is_nothing_better(hub: Hub, tmp_path: Path) -> None:
-    pickle, safe = (safeailab_eagle3(tmp_path / str(is_pickle), pickled=is_pickle) for is_pickle in (True, False))
+    pickle, safe = (
+        safeailab_eagle3(tmp_path / str(is_pickle), pickled=is_pickle)
+        for is_pickle in (True, False)
+    )
     upload("me/pickle", files_of(pickle))
     assert load_head("me/pickle", vocab=tiny.vocab(), after_blocks=TAPS).kind == "eagle3"
     upload("me/both", {**files_of(pickle), **files_of(safe)})
@@ -205,9 +315,21 @@ def test_a_pickled_head_is_fetched_where_there_is_nothing_better(hub: Hub, tmp_p
     ("make", "layout", "command"),
     [
         (published.eagle3, "speculators", "vllm serve me/head\n"),
-        (lambda: tiny.head(tiny.vocab().embedding), "safeailab", """'{"model": "me/head", "method": "eagle","""),
-        (lambda: tiny.multi_token_head("block", tiny.vocab()), "speculators", "vllm serve me/head\n"),
-        (lambda: tiny.head(tiny.vocab().embedding, bias=True), "sglang", "--speculative-draft-model-path me/head "),
+        (
+            lambda: tiny.head(tiny.vocab().embedding),
+            "safeailab",
+            """'{"model": "me/head", "method": "eagle",""",
+        ),
+        (
+            lambda: tiny.multi_token_head("block", tiny.vocab()),
+            "speculators",
+            "vllm serve me/head\n",
+        ),
+        (
+            lambda: tiny.head(tiny.vocab().embedding, bias=True),
+            "sglang",
+            "--speculative-draft-model-path me/head ",
+        ),
     ],
 )
 def test_a_pushed_repository_is_a_servers_at_its_root_and_ours_by_its_name(
@@ -215,11 +337,19 @@ def test_a_pushed_repository_is_a_servers_at_its_root_and_ours_by_its_name(
 ) -> None:
     head, place = make(), tmp_path / "head"
     save_head(head, place, target_path="someone/tiny")
-    write_json(place / "calibrator.json", asdict(Calibrator(1.5, (0.1, 0.9), (0.2, 0.8), head=digests(place))))
-    (place / "recipe.yaml").write_text("data: {conversations: ['a/chats:all:train', 'a/chats', 'no.jsonl']}\n")
+    write_json(
+        place / "calibrator.json",
+        asdict(Calibrator(1.5, (0.1, 0.9), (0.2, 0.8), head=digests(place))),
+    )
+    (place / "recipe.yaml").write_text(
+        "data: {conversations: ['a/chats:all:train', 'a/chats', 'no.jsonl']}\n"
+    )
     server = (tmp_path / "server", target_facts())
     upload("me/head", pack(inspect_head(place), "me/head", server=server, **UNMEASURED)[0])
-    assert head_directory("me/head").name == "aerie" and load_calibrator(head_directory("me/head")).temperature == 1.5
+    assert (
+        head_directory("me/head").name == "aerie"
+        and load_calibrator(head_directory("me/head")).temperature == 1.5
+    )
     same(load_head("me/head", vocab=tiny.vocab()), head)
     root = tmp_path / "root"
     (root / "aerie").mkdir(parents=True)
@@ -227,7 +357,11 @@ def test_a_pushed_repository_is_a_servers_at_its_root_and_ours_by_its_name(
         (root / name).write_bytes(content)
     assert load_calibrator(head_directory(root)).temperature == 1.5  # from the downloaded copy
     shutil.rmtree(root / "aerie")
-    assert {path.name for path in root.iterdir()} == {"config.json", "model.safetensors", "README.md"}
+    assert {path.name for path in root.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "README.md",
+    }
     assert read_content(root)[0] == layout
     same(load_head(root), head)
     if layout == "speculators":
@@ -240,29 +374,42 @@ def test_a_pushed_repository_is_a_servers_at_its_root_and_ours_by_its_name(
     assert "No licence was given" in card.text and "Nothing was measured" in card.text
     assert card.data.base_model == "someone/tiny" and card.data.datasets == ["a/chats"]
     assert set(SERVERS[layout]) < set(card.data.tags)
-    _, removed = upload("me/head", files_of(place))  # folders of an earlier push would be read first
+    _, removed = upload(
+        "me/head", files_of(place)
+    )  # folders of an earlier push would be read first
     assert {"aerie/config.json", "aerie/model.safetensors", "aerie/recipe.yaml"} < set(removed)
     same(load_head("me/head", vocab=tiny.vocab()), head)
 
 
 def test_a_head_that_no_server_loads_goes_alone_and_each_layout_says_why(tmp_path: Path) -> None:
     place, server = tmp_path / "head", (tmp_path / "server", None)
-    save_head(tiny.multi_token_head("block", tiny.vocab(), in_block="causal"), place, target_path="someone/tiny")
+    save_head(
+        tiny.multi_token_head("block", tiny.vocab(), in_block="causal"),
+        place,
+        target_path="someone/tiny",
+    )
     shown = packed(place, server=server, **UNMEASURED)
     for said in (
         "--to speculators: cannot carry in_block causal; ",
         "--to sglang: cannot carry in_block causal, ",
     ):
         assert f"not shipped in a server's layout: {said}" in shown["notes"]
-    assert "# not possible: --to speculators: cannot carry" in shown["README.md"] and "aerie/" not in shown["names"]
+    assert (
+        "# not possible: --to speculators: cannot carry" in shown["README.md"]
+        and "aerie/" not in shown["names"]
+    )
 
 
-def test_a_second_push_removes_what_the_first_left_and_nothing_of_anybody_elses(hub: Hub, one: Path) -> None:
+def test_a_second_push_removes_what_the_first_left_and_nothing_of_anybody_elses(
+    hub: Hub, one: Path
+) -> None:
     head: Any = load_head(one)
     (one / "model.safetensors").unlink()
     shards = published.sharded(one, head.state_dict())
     sharded = pack(inspect_head(one), "me/head", target_name="a/b", **UNMEASURED)[0]
-    hub.repositories["me/head"] = {"main": {".gitattributes": b"*.bin lfs", "README.md": b"", "figure.png": b"theirs"}}
+    hub.repositories["me/head"] = {
+        "main": {".gitattributes": b"*.bin lfs", "README.md": b"", "figure.png": b"theirs"}
+    }
     upload("me/head", {**sharded, "calibration.json": b"{}"})
     same(load_head("me/head"), head)  # both shards were fetched
     for left in one.glob("model*"):
@@ -287,12 +434,18 @@ def test_a_strangers_weights_are_never_written_over(hub: Hub, one: Path) -> None
         assert hub.repositories["me/model"]["main"] == files and hub.count("POST|PUT") == 0
 
 
-def test_a_target_on_the_hub_has_a_size_and_what_keeps_it_away_is_one_sentence(hub: Hub, monkeypatch: Any) -> None:
+def test_a_target_on_the_hub_has_a_size_and_what_keeps_it_away_is_one_sentence(
+    hub: Hub, monkeypatch: Any
+) -> None:
     index = json.dumps({"metadata": {"total_size": 16_400_000_000}}).encode()
-    hub.repositories["me/two"] = {"main": {"model.safetensors.index.json": index, "adapter_config.json": b"{}"}}
+    hub.repositories["me/two"] = {
+        "main": {"model.safetensors.index.json": index, "adapter_config.json": b"{}"}
+    }
     hub.repositories["me/one"] = {"main": {"model.safetensors": b"123456789"}}
     hub.gated.add("me/gated")
-    sizes = [weights_size(TargetConfig(name)) for name in ("me/two", "me/one", "me/none", "me/gated")]
+    sizes = [
+        weights_size(TargetConfig(name)) for name in ("me/two", "me/one", "me/none", "me/gated")
+    ]
     assert sizes == [16_400_000_000, 9, 0, 0]
     for name, is_offline, message in (
         ("me/none", False, "no such local directory, and no such repository on the Hub"),
@@ -309,12 +462,20 @@ def test_names_that_are_nowhere_are_one_sentence(hub: Hub, one: Path, monkeypatc
     hub.repositories["me/words"] = {"main": {"README.md": b"words"}}
     for name, message in (
         ("me/words", "the repository has no config.json"),
-        ("runs/x/heads/eagle1", r"holds no head \(no config.json\); train the head"),  # too many parts for a repository
+        (
+            "runs/x/heads/eagle1",
+            r"holds no head \(no config.json\); train the head",
+        ),  # too many parts for a repository
     ):
         with pytest.raises(UserError, match=f"{name}: {message}"):
             load_head(name)
     asked = len(hub.requests)
     monkeypatch.chdir(one.parents[1])
-    assert load_head("me/one").kind == "eagle1" and len(hub.requests) == asked  # a local directory wins
-    with pytest.raises(UserError, match=r"me/head: .* bad credentials '\*\*\*'"), readable_errors("me/head"):
+    assert (
+        load_head("me/one").kind == "eagle1" and len(hub.requests) == asked
+    )  # a local directory wins
+    with (
+        pytest.raises(UserError, match=r"me/head: .* bad credentials '\*\*\*'"),
+        readable_errors("me/head"),
+    ):
         raise RuntimeError(f"bad credentials '{TOKEN}'\nand more")

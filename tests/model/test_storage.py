@@ -28,11 +28,17 @@ from aerie.model.storage import (
     write_text,
 )
 
-ENDS = [(UserError("a mistake"), "failed", 2), (signal.SIGTERM, "interrupted", 130), (signal.SIGUSR1, "requeue", 75)]
+ENDS = [
+    (UserError("a mistake"), "failed", 2),
+    (signal.SIGTERM, "interrupted", 130),
+    (signal.SIGUSR1, "requeue", 75),
+]
 
 
 @pytest.mark.parametrize(("event", "state", "code"), ENDS)
-def test_a_commands_end_is_its_exit_code_and_its_status(event: Any, state: str, code: int, tmp_path: Path) -> None:
+def test_a_commands_end_is_its_exit_code_and_its_status(
+    event: Any, state: str, code: int, tmp_path: Path
+) -> None:
     @exit_codes()
     @status_file(tmp_path / "status.json", "features")
     def run() -> None:
@@ -42,7 +48,9 @@ def test_a_commands_end_is_its_exit_code_and_its_status(event: Any, state: str, 
             raise event
         finally:
             if event == signal.SIGUSR1:
-                signal.raise_signal(signal.SIGUSR1)  # batch scripts send it again; the clean-up goes on
+                signal.raise_signal(
+                    signal.SIGUSR1
+                )  # batch scripts send it again; the clean-up goes on
             (tmp_path / "cleaned").touch()
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
@@ -54,7 +62,11 @@ def test_a_commands_end_is_its_exit_code_and_its_status(event: Any, state: str, 
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert json.loads((tmp_path / "status.json").read_text()) == {"stage": "features", "state": state, "code": code}
+    assert json.loads((tmp_path / "status.json").read_text()) == {
+        "stage": "features",
+        "state": state,
+        "code": code,
+    }
     assert (tmp_path / "cleaned").exists()
 
 
@@ -71,14 +83,20 @@ def written(directory: Path, seed: int = 1) -> Path:
     with directory_atomically(directory) as temporary:
         (temporary / "ranks").mkdir()
         (temporary / "ranks/0").write_text(f"rank 0 with seed {seed}")
-        Manifest.of(temporary, {"seed": seed, "data": {"rows": (1, 2)}}, {"stage": "heads"}).write(temporary)
+        Manifest.of(temporary, {"seed": seed, "data": {"rows": (1, 2)}}, {"stage": "heads"}).write(
+            temporary
+        )
     return directory
 
 
 def test_a_manifest_tells_whole_foreign_and_every_changed_byte(tmp_path: Path) -> None:
     folder, mine = written(tmp_path / "made"), {"seed": 1, "data": {"rows": [1, 2]}}
     found, other = Manifest.check(folder, mine), Manifest.check(folder, {**mine, "seed": 2})
-    assert isinstance(found, Whole) and found.manifest.facts == {"stage": "heads"} and len(found.manifest.files) == 1
+    assert (
+        isinstance(found, Whole)
+        and found.manifest.facts == {"stage": "heads"}
+        and len(found.manifest.files) == 1
+    )
     assert isinstance(other, Foreign) and other.differences == "seed: 1 there, 2 asked"
     files = [{"a.json": digest(number), "seed": number} for number in (1, 2)]
     assert differences(*files).startswith("seed: 1 there, 2 asked; a.json: ")
@@ -91,7 +109,9 @@ def test_a_manifest_tells_whole_foreign_and_every_changed_byte(tmp_path: Path) -
             damage = Manifest.check(folder, mine)
             assert isinstance(damage, Damaged) and damage.path == path, place
         path.write_bytes(content[:-3])
-        assert isinstance(Manifest.check(folder, content=path.name == FILE), Damaged)  # sizes are always compared
+        assert isinstance(
+            Manifest.check(folder, content=path.name == FILE), Damaged
+        )  # sizes are always compared
         path.unlink()
         assert isinstance(Manifest.check(folder, mine), Damaged)
         path.write_bytes(content)
@@ -99,11 +119,21 @@ def test_a_manifest_tells_whole_foreign_and_every_changed_byte(tmp_path: Path) -
 
 
 def test_a_stage_reuses_its_own_output_and_refuses_anothers(tmp_path: Path) -> None:
-    stage, other = Stage("features", tmp_path, {"rows": "these"}), Stage("features", tmp_path, {"rows": "those"})
+    stage, other = (
+        Stage("features", tmp_path, {"rows": "these"}),
+        Stage("features", tmp_path, {"rows": "those"}),
+    )
     record = stage.finish(rows=7)
-    assert stage.is_whole() and not other.is_whole() and record["rows"] == 7 and record["versions"]["python"]
+    assert (
+        stage.is_whole()
+        and not other.is_whole()
+        and record["rows"] == 7
+        and record["versions"]["python"]
+    )
     other.require_own_directory(overwrite=True)
-    with pytest.raises(UserError, match=r"holds another features .rows: these there, those asked.; choose another"):
+    with pytest.raises(
+        UserError, match=r"holds another features .rows: these there, those asked.; choose another"
+    ):
         other.require_own_directory(overwrite=False)
     (tmp_path / "rows").write_text("[]")
     stage.finish()
@@ -115,13 +145,17 @@ def test_a_stage_reuses_its_own_output_and_refuses_anothers(tmp_path: Path) -> N
             stage.require_own_directory(overwrite=stage.is_whole())
 
 
-def test_a_directory_or_file_is_as_it_was_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_directory_or_file_is_as_it_was_until_the_new_one_is_whole(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setenv("RANK", "1")  # where there is no barrier, a process is alone
     folder = written(tmp_path / "made")
     with pytest.raises(ZeroDivisionError), directory_atomically(folder) as temporary:
         (temporary / "half").write_text("half")
         raise ZeroDivisionError
-    assert isinstance(Manifest.check(folder), Whole) and [path.name for path in tmp_path.iterdir()] == ["made"]
+    assert isinstance(Manifest.check(folder), Whole) and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["made"]
     written(folder, seed=2)
     assert (folder / "ranks/0").read_text() == "rank 0 with seed 2"
     (folder / ".0.0123abcd.tmp").write_text("left by a killed process")
@@ -144,7 +178,9 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
         with pytest.raises(NotWritable, match=said):
             write_text(path, "{}")
     assert (tmp_path / "pipe").is_fifo()
-    with pytest.raises(NotWritable, match=r"cannot be written .Not a directory.*choose another --run"):
+    with pytest.raises(
+        NotWritable, match=r"cannot be written .Not a directory.*choose another --run"
+    ):
         working_alone(tmp_path / "pipe/run", "measuring")
 
 
@@ -159,14 +195,20 @@ def test_a_full_disk_is_one_line_and_the_status_says_failed(small_disk: Path) ->
 def test_a_lock_is_one_writers_until_it_is_released_or_shared(tmp_path: Path) -> None:
     path = tmp_path / "folder/lock"
     with Lock(path) as first, Lock(path) as second, Lock(path) as third:
-        assert first.acquire() and not second.acquire(wait=False) and not second.acquire(shared=True, wait=False)
+        assert (
+            first.acquire()
+            and not second.acquire(wait=False)
+            and not second.acquire(shared=True, wait=False)
+        )
         first.path.unlink()  # a waiting process locks the file that others see
         first.file.close()
         assert second.acquire(shared=True)
         assert third.acquire(shared=True, wait=False) and not third.acquire(wait=False)
 
 
-def test_a_launcher_is_told_the_mistake_and_the_first_process_alone_says_it(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_launcher_is_told_the_mistake_and_the_first_process_alone_says_it(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     slept: list[float] = []
     monkeypatch.setattr("aerie.configs.errors.time.sleep", slept.append)
     monkeypatch.setattr("aerie.configs.errors.signal.signal", lambda *_: None)
@@ -175,4 +217,7 @@ def test_a_launcher_is_told_the_mistake_and_the_first_process_alone_says_it(tmp_
         monkeypatch.setenv("LOCAL_RANK", local)
         with pytest.raises(SystemExit), exit_codes():
             raise UserError("a mistake")
-    assert json.loads((tmp_path / "reply.json").read_text())["message"] == "error: a mistake" and len(slept) == 1
+    assert (
+        json.loads((tmp_path / "reply.json").read_text())["message"] == "error: a mistake"
+        and len(slept) == 1
+    )

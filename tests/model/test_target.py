@@ -45,7 +45,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def family(name: str) -> Target:
-    return Target(small_model(AutoConfig.for_model(name, **FAMILIES[name])), TargetConfig(path=name))
+    return Target(
+        small_model(AutoConfig.for_model(name, **FAMILIES[name])), TargetConfig(path=name)
+    )
 
 
 def prompt(length: int, seed: int = 0) -> torch.Tensor:
@@ -61,9 +63,13 @@ def test_features_and_logits_are_the_models_own_and_a_tree_forward_is_plain_forw
     with torch.inference_mode():
         own, rows = target.model(ids[None], output_hidden_states=True), torch.tensor([5, 11, 96])
     output = target.features(ids[None], after_blocks=(0, 2))
-    torch.testing.assert_close(output.taps, torch.cat([own.hidden_states[0], own.hidden_states[2]], dim=-1))
+    torch.testing.assert_close(
+        output.taps, torch.cat([own.hidden_states[0], own.hidden_states[2]], dim=-1)
+    )
     torch.testing.assert_close(target.logits(output.last_hidden), own.logits, **near)
-    torch.testing.assert_close(target.logits(output.last_hidden, rows), own.logits[..., rows], **near)
+    torch.testing.assert_close(
+        target.logits(output.last_hidden, rows), own.logits[..., rows], **near
+    )
     lm, tree = CachedLM(target), tree_of(prompt(7, seed=1).tolist(), [0, 0, 0, 1, 1, 2, 5])
 
     def check(known: torch.Tensor, nodes: range) -> None:
@@ -84,26 +90,39 @@ def test_features_and_logits_are_the_models_own_and_a_tree_forward_is_plain_forw
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_ends_alone_are_those_of_the_whole_target(tmp_path: Path, tied: bool) -> None:
-    config = TargetConfig(path=str(tiny.target(tmp_path / "t", tie_word_embeddings=tied)), dtype="float32")
+    config = TargetConfig(
+        path=str(tiny.target(tmp_path / "t", tie_word_embeddings=tied)), dtype="float32"
+    )
     whole, (text, vocab) = Target.load(config), load_vocab(config)
-    assert torch.equal(vocab.embedding, whole.vocab.embedding) and torch.equal(vocab.lm_head, whole.vocab.lm_head)
+    assert torch.equal(vocab.embedding, whole.vocab.embedding) and torch.equal(
+        vocab.lm_head, whole.vocab.lm_head
+    )
     recorded = whole.fingerprint()
     assert other_weights(recorded, config, text, vocab) is None
-    change(tmp_path / "t", {WEIGHTS: {"model.layers.1.mlp.up_proj.weight": torch.ones(64, 32)}})  # only this
+    change(
+        tmp_path / "t", {WEIGHTS: {"model.layers.1.mlp.up_proj.weight": torch.ones(64, 32)}}
+    )  # only this
     assert "with other weight files" in str(other_weights(recorded, config, text, vocab))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "lfm2", "gpt2", "cohere", "olmo"])
 @torch.no_grad()
-def test_the_final_norm_alone_makes_last_hidden_or_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    model, config, inputs = small_model(AutoConfig.for_model(name)), TargetConfig(str(tmp_path)), list[torch.Tensor]()
+def test_the_final_norm_alone_makes_last_hidden_or_is_refused_by_name(
+    tmp_path: Path, name: str
+) -> None:
+    model, config, inputs = (
+        small_model(AutoConfig.for_model(name)),
+        TargetConfig(str(tmp_path)),
+        list[torch.Tensor](),
+    )
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.add_(torch.rand(parameter.shape, generator=torch.Generator().manual_seed(1)))
     model.save_pretrained(tmp_path)
     if name in ("gpt2", "cohere", "olmo"):  # norms that subtract a mean
         with pytest.raises(
-            UserError, match=rf"ForCausalLM|LMHeadModel \({name}\) ends in no RMS norm; leave norm_init"
+            UserError,
+            match=rf"ForCausalLM|LMHeadModel \({name}\) ends in no RMS norm; leave norm_init",
         ):
             final_norm(config)
         return
@@ -111,13 +130,17 @@ def test_the_final_norm_alone_makes_last_hidden_or_is_refused_by_name(tmp_path: 
     for part in target.decoder.children():
         part.register_forward_hook(lambda _, given, __: inputs.extend(given[:1]))
     last_hidden, weight = target.features(prompt(9)[None]).last_hidden, final_norm(config)
-    torch.testing.assert_close(torch.nn.functional.rms_norm(inputs[-1], weight.shape, weight, 1e-6), last_hidden)
+    torch.testing.assert_close(
+        torch.nn.functional.rms_norm(inputs[-1], weight.shape, weight, 1e-6), last_hidden
+    )
     torch.save(load_file(tmp_path / WEIGHTS), tmp_path / "pytorch_model.bin")
     (tmp_path / WEIGHTS).unlink()
     assert weight.equal(final_norm(config))
 
 
-def test_a_file_of_weights_is_hashed_once_and_a_blob_of_the_hubs_cache_never(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_file_of_weights_is_hashed_once_and_a_blob_of_the_hubs_cache_never(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("aerie.model.hub.KEPT_BYTES", 0)
     path, blob = tmp_path / WEIGHTS, tmp_path / "blobs" / ("0" * 64)
@@ -140,7 +163,11 @@ def change(target: Path, files: dict[str, Any]) -> None:
         path = target / name
         match value:
             case dict() if path.suffix == ".safetensors":
-                tensors = {key: tensor for key, tensor in (load_file(path) | value).items() if tensor is not None}
+                tensors = {
+                    key: tensor
+                    for key, tensor in (load_file(path) | value).items()
+                    if tensor is not None
+                }
                 save_file(tensors, path, {"format": "pt"})
             case dict():
                 write_json(path, (json.loads(path.read_text()) if path.exists() else {}) | value)
@@ -156,16 +183,52 @@ INDEX, SETTINGS, DEEP = f"{WEIGHTS}.index.json", "generation_config.json", '{"a"
 NO_FIT, ONE = "its weights and its config.json do not fit", Path("1.safetensors")
 SHARDED = {"metadata": {}, "weight_map": {"model.norm.weight": "1.safetensors"}}
 BROKEN: list[tuple[int, str, dict[str, Any]]] = [  # how many of the three notice it
-    (1, f"{NO_FIT}: .*2.mlp.down_proj.weight is missing", {WEIGHTS: {"model.layers.2.mlp.down_proj.weight": None}}),
-    (2, f"{NO_FIT}: lm_head.weight is not tied as tie_word_embeddings says", {CONFIG: {"tie_word_embeddings": True}}),
+    (
+        1,
+        f"{NO_FIT}: .*2.mlp.down_proj.weight is missing",
+        {WEIGHTS: {"model.layers.2.mlp.down_proj.weight": None}},
+    ),
+    (
+        2,
+        f"{NO_FIT}: lm_head.weight is not tied as tie_word_embeddings says",
+        {CONFIG: {"tie_word_embeddings": True}},
+    ),
     (2, f"{NO_FIT}: lm_head.weight is .320, 32., not .400, 32.", {CONFIG: {"vocab_size": 400}}),
-    (1, f"{NO_FIT}: .*q_proj.bias has no place", {WEIGHTS: {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}}),
-    (1, "its logits differ .*broken weights", {WEIGHTS: {"model.norm.weight": torch.full((32,), torch.nan)}}),
-    (1, f"{NO_FIT}: model.layers.4.* is missing.* and 15 more; fetch", {CONFIG: {"num_hidden_layers": 6}}),
-    (2, f"{NO_FIT}: lm_head", {WEIGHTS: ONE, "1.safetensors": {"lm_head.weight": None}, INDEX: SHARDED}),
-    (3, "read 2.safetensors: No such file", {WEIGHTS: ONE, INDEX: {"weight_map": {"a": "2.safetensors"}}}),
-    (3, "names .*, which is no file beside it", {WEIGHTS: ONE, INDEX: {"weight_map": {"a": f"../{ONE}"}}}),
-    (3, "quant_method 'mystery' is not known", {CONFIG: {"quantization_config": {"quant_method": "mystery"}}}),
+    (
+        1,
+        f"{NO_FIT}: .*q_proj.bias has no place",
+        {WEIGHTS: {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}},
+    ),
+    (
+        1,
+        "its logits differ .*broken weights",
+        {WEIGHTS: {"model.norm.weight": torch.full((32,), torch.nan)}},
+    ),
+    (
+        1,
+        f"{NO_FIT}: model.layers.4.* is missing.* and 15 more; fetch",
+        {CONFIG: {"num_hidden_layers": 6}},
+    ),
+    (
+        2,
+        f"{NO_FIT}: lm_head",
+        {WEIGHTS: ONE, "1.safetensors": {"lm_head.weight": None}, INDEX: SHARDED},
+    ),
+    (
+        3,
+        "read 2.safetensors: No such file",
+        {WEIGHTS: ONE, INDEX: {"weight_map": {"a": "2.safetensors"}}},
+    ),
+    (
+        3,
+        "names .*, which is no file beside it",
+        {WEIGHTS: ONE, INDEX: {"weight_map": {"a": f"../{ONE}"}}},
+    ),
+    (
+        3,
+        "quant_method 'mystery' is not known",
+        {CONFIG: {"quantization_config": {"quant_method": "mystery"}}},
+    ),
     (3, "hidden_size", {CONFIG: {"hidden_size": "wide"}}),
     (3, "RecursionError", {CONFIG: DEEP}),
     (1, "cannot read generation_config.json: RecursionError", {SETTINGS: DEEP}),
@@ -177,7 +240,9 @@ BROKEN: list[tuple[int, str, dict[str, Any]]] = [  # how many of the three notic
 
 
 @pytest.mark.parametrize(("count", "said", "files"), BROKEN)
-def test_what_a_targets_files_lack_is_one_line(count: int, said: str, files: Any, tmp_path: Path) -> None:
+def test_what_a_targets_files_lack_is_one_line(
+    count: int, said: str, files: Any, tmp_path: Path
+) -> None:
     """If names and headers of the files show it, the error comes before the weights are read."""
     config = TargetConfig(str(tiny.target(tmp_path / "t")))
     change(tmp_path / "t", files)
@@ -199,10 +264,14 @@ def test_what_the_generation_config_sets_is_followed_unless_the_recipe_sets_anot
         target = Target.load(TargetConfig(str(path), generation=generation))
         assert "[99999] is none of its 320 tokens" in capsys.readouterr().err
         answers.append(target.model.generate(ids, max_new_tokens=12, do_sample=False))
-        ours = SpeculativeDecoder(target).generate(ids, max_new_tokens=12, do_sample=False).sequences
+        ours = (
+            SpeculativeDecoder(target).generate(ids, max_new_tokens=12, do_sample=False).sequences
+        )
         assert torch.equal(ours, answers[-1])
     assert not torch.equal(*answers)
-    with pytest.raises(UserError, match=r"num_beams=2, which aerie does not apply; .*--generation.num_beams null"):
+    with pytest.raises(
+        UserError, match=r"num_beams=2, which aerie does not apply; .*--generation.num_beams null"
+    ):
         SpeculativeDecoder(Target.load(TargetConfig(str(path)))).generate(ids, max_new_tokens=12)
 
 
@@ -230,7 +299,9 @@ def test_what_is_no_whole_model_is_told_what_to_do(tmp_path: Path) -> None:
 def test_layers_with_a_state_are_told_by_their_configuration(tmp_path: Path, kind: str) -> None:
     write_json(tmp_path / "config.json", {"model_type": kind})
     (tmp_path / "pytorch_model.bin").touch()
-    assert "aerie does not decode with it" in str(only_trains(load_config(TargetConfig(str(tmp_path)))))
+    assert "aerie does not decode with it" in str(
+        only_trains(load_config(TargetConfig(str(tmp_path))))
+    )
 
 
 def test_a_target_may_have_more_tokens_than_a_draft_but_no_other_ids() -> None:
@@ -243,10 +314,18 @@ def test_a_target_may_have_more_tokens_than_a_draft_but_no_other_ids() -> None:
 def test_vicunas_tokenizer_of_a_sentencepiece_file_alone_is_read(tmp_path: Path) -> None:
     texts = [turn["value"] for row in tiny.conversations(64) for turn in row["conversations"]]
     words = {"vocab_size": 320, "model_type": "bpe", "byte_fallback": True, "minloglevel": 2}
-    SentencePieceTrainer.train(sentence_iterator=iter(texts), model_prefix=str(tmp_path / "tokenizer"), **words)
-    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer", "legacy": False})
-    made = load_tokenizer(TargetConfig(str(tmp_path), chat_template="configs/templates/vicuna.jinja"))
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_prefix=str(tmp_path / "tokenizer"), **words
+    )
+    write_json(
+        tmp_path / "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer", "legacy": False}
+    )
+    made = load_tokenizer(
+        TargetConfig(str(tmp_path), chat_template="configs/templates/vicuna.jinja")
+    )
     own = SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     for text in texts[:9]:
         given = made(text, add_special_tokens=False, return_offsets_mapping=True)
-        assert given["input_ids"] == own.encode(text) and given["offset_mapping"][-1][1] == len(text)
+        assert given["input_ids"] == own.encode(text) and given["offset_mapping"][-1][1] == len(
+            text
+        )

@@ -60,11 +60,23 @@ class Cluster:
 
     def submit(self, script: str, *words: object, options: str = "") -> str:
         out = f"--output={self.root}/logs/%x-%j.log"
-        command = ["sbatch", "--parsable", "--cpus-per-task=1", out, *options.split(), f"slurm/{script}.sbatch"]
+        command = [
+            "sbatch",
+            "--parsable",
+            "--cpus-per-task=1",
+            out,
+            *options.split(),
+            f"slurm/{script}.sbatch",
+        ]
         return self.run(*command, *map(str, words)).strip()
 
     def run(self, *command: str) -> str:
-        options: dict[str, Any] = {"cwd": ROOT, "env": self.environment, "timeout": 60, "text": True}
+        options: dict[str, Any] = {
+            "cwd": ROOT,
+            "env": self.environment,
+            "timeout": 60,
+            "text": True,
+        }
         done = subprocess.run(command, capture_output=True, check=False, **options)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -80,12 +92,20 @@ class Cluster:
     def wait(self, numbers: Iterable[str], seconds: float = 600.0) -> None:
         """Waits until the jobs are out of the queue."""
         queue = partial(self.run, "squeue", "--noheader", "--format=%F")
-        _until(lambda: not set(numbers) & set(queue().split()), lambda: "".join(map(self.log, numbers)), seconds)
+        _until(
+            lambda: not set(numbers) & set(queue().split()),
+            lambda: "".join(map(self.log, numbers)),
+            seconds,
+        )
 
     def until(self, is_so: Callable[[], bool], number: str) -> None:
         """Waits until is_so(); fails if the job ends first."""
         ended = ("failed", "done")
-        _until(lambda: is_so() or self.job(number).get("state") in ended, lambda: self.log(number), 600.0)
+        _until(
+            lambda: is_so() or self.job(number).get("state") in ended,
+            lambda: self.log(number),
+            600.0,
+        )
         assert is_so(), self.log(number)
 
 
@@ -94,8 +114,14 @@ def started() -> Iterator[Cluster]:
     """Starts a cluster with two idle nodes; stops it and its jobs at the end."""
     root = Path(tempfile.mkdtemp(prefix="aerie-slurm-"))
     root.chmod(0o755)  # munged runs as another user
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "AERIE"))}
-    places = {"SLURM_CONF": str(root / "slurm.conf"), "AERIE_LOGS": str(root / "logs"), "AERIE_VENV": sys.prefix}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "AERIE"))
+    }
+    places = {
+        "SLURM_CONF": str(root / "slurm.conf"),
+        "AERIE_LOGS": str(root / "logs"),
+        "AERIE_VENV": sys.prefix,
+    }
     environment = {**kept, **places, "PATH": PATH, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, root, ignore_errors=True)
@@ -103,13 +129,19 @@ def started() -> Iterator[Cluster]:
             (root / name).mkdir()
         host = socket.gethostname().split(".")[0]
         with ExitStack() as opened:
-            sockets = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+            sockets = [
+                opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)
+            ]
             ports = [each.getsockname()[1] for each in sockets]
         (root / "slurm.conf").write_text(CONFIGURATION.format(host=host, root=root, ports=ports))
         shutil.chown(root / "munge", "munge", "munge")
         as_munge = ["setpriv", "--reuid=munge", "--regid=munge", "--clear-groups"]
         keys = {name: f"{root}/munge/{name}" for name in ("key", "socket", "pid", "log", "seed")}
-        subprocess.run([*as_munge, "mungekey", "--create", f"--keyfile={keys['key']}"], env=environment, check=True)
+        subprocess.run(
+            [*as_munge, "mungekey", "--create", f"--keyfile={keys['key']}"],
+            env=environment,
+            check=True,
+        )
         files = [f"--{name}-file={keys[name]}" for name in ("key", "pid", "log", "seed")]
         commands = [
             [*as_munge, "munged", "--foreground", f"--socket={keys['socket']}", *files],
@@ -118,15 +150,26 @@ def started() -> Iterator[Cluster]:
         ]
         for number, command in enumerate(commands):
             log = stack.enter_context((root / f"daemon-{number}.log").open("w"))
-            options: Any = {"env": environment, "stdout": log, "stderr": log, "start_new_session": True}
-            stack.callback(stack.enter_context(subprocess.Popen(command, **options)).terminate)  # and then waits
+            options: Any = {
+                "env": environment,
+                "stdout": log,
+                "stderr": log,
+                "start_new_session": True,
+            }
+            stack.callback(
+                stack.enter_context(subprocess.Popen(command, **options)).terminate
+            )  # and then waits
             if number == 0:
                 _until(Path(keys["socket"]).exists, lambda: "munged's socket")
         cluster = Cluster(root, environment)
-        stack.callback(lambda: cluster.wait(cluster.run("squeue", "--noheader", "--format=%F").split(), 60.0))
+        stack.callback(
+            lambda: cluster.wait(cluster.run("squeue", "--noheader", "--format=%F").split(), 60.0)
+        )
         stack.callback(cluster.run, "scancel", "--user=root")
         idle = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
-        nodes = partial(subprocess.run, idle, env=environment, capture_output=True, text=True, check=False)
+        nodes = partial(
+            subprocess.run, idle, env=environment, capture_output=True, text=True, check=False
+        )
         _until(lambda: nodes().stdout.strip() == "2", lambda: "two idle nodes")
         yield cluster
 

@@ -18,7 +18,11 @@ from tests.train.test_processes import together
 
 pytestmark = pytest.mark.slow
 STEPS = 200
-SIGNAL = ("scancel", "--batch", "--signal=USR1")  # like --signal=B:USR1@300: only the batch script gets it
+SIGNAL = (
+    "scancel",
+    "--batch",
+    "--signal=USR1",
+)  # like --signal=B:USR1@300: only the batch script gets it
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,12 @@ def morning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Morning]:
         root, jobs = tmp_path_factory.mktemp("slurm"), {}
         recipe = recipe_for(root)
         jobs["features"] = cluster.submit("features", recipe, options="--array=1-2")
-        jobs["train"] = cluster.submit("train", recipe, options=f"--nodes=2 --dependency=afterok:{jobs['features']}")
-        jobs["bench"] = cluster.submit("bench", recipe, options=f"--dependency=afterok:{jobs['train']}")
+        jobs["train"] = cluster.submit(
+            "train", recipe, options=f"--nodes=2 --dependency=afterok:{jobs['features']}"
+        )
+        jobs["bench"] = cluster.submit(
+            "bench", recipe, options=f"--dependency=afterok:{jobs['train']}"
+        )
         jobs["distill"] = cluster.submit("distill", recipe, "--run", root / "distilled")
         jobs["mistake"] = cluster.submit("train", recipe, "--train.bath_size", 3)
         jobs["part"] = cluster.submit("features", recipe, options="--array=2-3")
@@ -71,12 +79,20 @@ def recipe_for(root: Path) -> Path:
     train |= {"eval_every": 0, "log_every": 5, "save_every": 10 * STEPS}
     distill: dict[str, Any] = {"sources": [{"path": rows, "num_rows": 8}], "max_turns": 1}
     distill["gate"] = dict.fromkeys(("cut", "empty", "loop", "language", "repeated"), "keep")
-    prompts = {"path": str(root / "questions.jsonl"), "num_prompts": 1, "max_new_tokens": 8, "turns": 1}
+    prompts = {
+        "path": str(root / "questions.jsonl"),
+        "num_prompts": 1,
+        "max_new_tokens": 8,
+        "turns": 1,
+    }
     sections: dict[str, Any] = {
         "features": {"shard_tokens": 512, "batch_tokens": 512},
         "tree": tree,
         "distill": {**distill, "sampling": {"temperature": 0.0, "max_tokens": 8}},
-        "bench": {"prompts": prompts, "rows": [{"method": "vanilla"}, {"method": "eagle2", "tree": tree}]},
+        "bench": {
+            "prompts": prompts,
+            "rows": [{"method": "vanilla"}, {"method": "eagle2", "tree": tree}],
+        },
     }
     return write_recipe(root / "recipe.yaml", root, train, **sections)
 
@@ -89,7 +105,10 @@ def test_an_arrays_shares_are_the_cache_that_one_process_makes(morning: Morning)
     shared, alone = (contents(morning.root / run / "features") for run in ("run", "alone"))
     assert shared == alone and sum(name.startswith("shard") for name in alone) >= 4
     for share in (1, 2):
-        assert state(morning.root / f"run/status-features-{share}-of-2.json") in ("done", "share-done")
+        assert state(morning.root / f"run/status-features-{share}-of-2.json") in (
+            "done",
+            "share-done",
+        )
 
 
 def test_a_training_signalled_on_two_nodes_ends_as_an_undisturbed_one(morning: Morning) -> None:
@@ -102,15 +121,24 @@ def test_a_training_signalled_on_two_nodes_ends_as_an_undisturbed_one(morning: M
     assert one.read_bytes() == other.read_bytes()
 
 
-def test_a_process_signalled_while_it_loads_is_requeued_and_the_bench_waits_for_the_training(morning: Morning) -> None:
+def test_a_process_signalled_while_it_loads_is_requeued_and_the_bench_waits_for_the_training(
+    morning: Morning,
+) -> None:
     assert morning.ended("distill")[:3] == ("done", 0, 2), morning.ended("distill")
-    assert len((morning.root / "distilled/distilled/conversations.jsonl").read_text().splitlines()) == 8
+    assert (
+        len((morning.root / "distilled/distilled/conversations.jsonl").read_text().splitlines())
+        == 8
+    )
     assert morning.ended("bench")[0] == "done", morning.ended("bench")
     rows = json.loads((morning.root / "run/report/summary.json").read_text())["rows"]
     assert [row["status"] for row in rows] == ["ok", "ok"]
 
 
-@pytest.mark.parametrize(("name", "said"), [("mistake", "'train.batch_size'?"), ("part", "(AERIE_SHARDS=n)")])
-def test_a_mistake_or_a_part_of_an_array_ends_a_job_in_one_line(morning: Morning, name: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"), [("mistake", "'train.batch_size'?"), ("part", "(AERIE_SHARDS=n)")]
+)
+def test_a_mistake_or_a_part_of_an_array_ends_a_job_in_one_line(
+    morning: Morning, name: str, said: str
+) -> None:
     *ended, log = morning.ended(name)
     assert ended == ["failed", 2, 1] and len(log.splitlines()) == 1 and said in log

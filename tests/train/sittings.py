@@ -48,13 +48,19 @@ def config(**changes: Any) -> Eagle1Train:
 
 
 def job(
-    directory: Path, settings: Eagle1Train, stop: tuple[int, int] | None = None, vocab: Any = VOCAB, held_out: int = 4
+    directory: Path,
+    settings: Eagle1Train,
+    stop: tuple[int, int] | None = None,
+    vocab: Any = VOCAB,
+    held_out: int = 4,
 ) -> Job:
     """A job on 20 rows that writes below directory; stop: (training batch, signal or 0)."""
     rows = tiny.rows(20)
     objective = Interrupted(tiny.head(VOCAB.embedding, scale=5.0), vocab, settings)
     objective.left, objective.number = stop or (0, 0)
-    made = Rows(rows, tiny.rows(held_out, seed=1), [len(row.input_ids) for row in rows], [], {"rows": "r"})
+    made = Rows(
+        rows, tiny.rows(held_out, seed=1), [len(row.input_ids) for row in rows], [], {"rows": "r"}
+    )
     places = directory / "head", directory / "state", directory / "metrics.jsonl"
     return Job("eagle1", objective, made, *places, save_head)
 
@@ -63,9 +69,13 @@ def sitting(made: Job, measure: Any = None) -> tuple[str, Loop]:
     """Runs the job with a fresh accelerator, as a new process would; returns (state at its end, loop)."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    torch.manual_seed(int(torch.randint(1 << 30, ()).item()))  # nothing may depend on the global generator
+    torch.manual_seed(
+        int(torch.randint(1 << 30, ()).item())
+    )  # nothing may depend on the global generator
     accelerator = build_accelerator(made.objective.settings, made.state)
-    loop = Loop(made, accelerator, {"head": "recipe", "train": as_dict(made.objective.settings)}, measure)
+    loop = Loop(
+        made, accelerator, {"head": "recipe", "train": as_dict(made.objective.settings)}, measure
+    )
     with StopRequest() as stop:
         state = loop.run(stop)
     accelerator.end_training()
@@ -78,7 +88,10 @@ def lines(directory: Path) -> list[dict[str, Any]]:
 
 def timeless(directory: Path) -> list[dict[str, Any]]:
     """The records without values that depend on the clock or the machine."""
-    return [{key: value for key, value in line.items() if key not in CLOCKS} for line in lines(directory)]
+    return [
+        {key: value for key, value in line.items() if key not in CLOCKS}
+        for line in lines(directory)
+    ]
 
 
 def weights(loop: Loop) -> dict[str, torch.Tensor]:

@@ -39,7 +39,10 @@ ATTENTION = {
 def test_operations_and_peak_memory_are_what_torch_counts(kind: str, inner: int) -> None:
     generator, rows = torch.Generator().manual_seed(0), []
     for _ in range(COUNT):
-        ids, turns = torch.randint(5, 320, (LENGTH,), generator=generator), torch.ones(LENGTH, dtype=torch.int32)
+        ids, turns = (
+            torch.randint(5, 320, (LENGTH,), generator=generator),
+            torch.ones(LENGTH, dtype=torch.int32),
+        )
         rows.append(CachedRow(ids, turns, torch.randn(LENGTH, 64), torch.randn(LENGTH, 128)))
     objective: Any
     if kind == "eagle1":
@@ -48,11 +51,19 @@ def test_operations_and_peak_memory_are_what_torch_counts(kind: str, inner: int)
     else:
         head = tiny.eagle3_head(VOCAB.embedding, intermediate_size=inner)
         objective = Eagle3Objective(head, VOCAB, Eagle3Train(unroll_steps=3)).train()
-    batch, load = collate(rows, range(COUNT)), Load.of_rows([(row.input_ids, row.turns) for row in rows], 3)
-    assert load.slots == [int(batch.supervised(k).sum()) for k in range(3)] and load.tokens == batch.num_tokens
+    batch, load = (
+        collate(rows, range(COUNT)),
+        Load.of_rows([(row.input_ids, row.turns) for row in rows], 3),
+    )
+    assert (
+        load.slots == [int(batch.supervised(k).sum()) for k in range(3)]
+        and load.tokens == batch.num_tokens
+    )
     with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counted:
         objective(batch).total(objective.weights).backward()
-    assert sum(operations(objective, load).values()) == pytest.approx(counted.get_total_flops(), rel=0.1)
+    assert sum(operations(objective, load).values()) == pytest.approx(
+        counted.get_total_flops(), rel=0.1
+    )
     with Peak() as peak:  # gradients are allocated already
         objective(batch).total(objective.weights).backward()
     parts = memory(objective, batch.num_tokens, 4)

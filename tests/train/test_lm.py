@@ -31,7 +31,9 @@ def test_the_loss_is_transformers_own_on_the_learnt_tokens() -> None:
     labels = batch.input_ids.masked_fill(batch.turns == 0, -100)
     total, count = LMObjective(lm, None, DraftLMTrain())(batch).terms["cross_entropy"]
     assert count == (labels[:, 1:] >= 0).sum()
-    assert (total / count).item() == pytest.approx(lm(input_ids=batch.input_ids, labels=labels).loss.item(), rel=1e-5)
+    assert (total / count).item() == pytest.approx(
+        lm(input_ids=batch.input_ids, labels=labels).loss.item(), rel=1e-5
+    )
 
 
 def test_a_new_lm_is_saved_as_an_ordinary_directory_and_goes_on_from_one(tmp_path: Path) -> None:
@@ -46,31 +48,51 @@ def test_a_new_lm_is_saved_as_an_ordinary_directory_and_goes_on_from_one(tmp_pat
     assert loaded.generation_config.eos_token_id == tokenizer.eos_token_id
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == tokenizer.chat_template
     warm = new_causal_lm(DraftLMSection(init_from=str(tmp_path)), tokenizer, 0)
-    assert warm.get_input_embeddings().weight.equal(weight) and all(p.requires_grad for p in warm.parameters())
+    assert warm.get_input_embeddings().weight.equal(weight) and all(
+        p.requires_grad for p in warm.parameters()
+    )
 
 
 @pytest.mark.parametrize(("drafts", "targets"), [(320, 340), (340, 320)])
-def test_terms_of_a_draft_lm_are_those_of_plain_forwards_at_the_targets_tokens(drafts: int, targets: int) -> None:
+def test_terms_of_a_draft_lm_are_those_of_plain_forwards_at_the_targets_tokens(
+    drafts: int, targets: int
+) -> None:
     """340 is a padded vocabulary (Qwen2.5 has two): the LM's softmax is over the common 320, the target's over all."""
-    source, expected, count = target(targets), torch.zeros(5), 0  # cross-entropy, KL, correct, alpha, agreement
+    source, expected, count = (
+        target(targets),
+        torch.zeros(5),
+        0,
+    )  # cross-entropy, KL, correct, alpha, agreement
     states = [source.features(row.input_ids[None]).last_hidden[0] for row in tiny.rows(4)]
-    rows = [replace(row, last_hidden=state.clone()) for row, state in zip(tiny.rows(4), states, strict=True)]
+    rows = [
+        replace(row, last_hidden=state.clone())
+        for row, state in zip(tiny.rows(4), states, strict=True)
+    ]
     objective = LMObjective(draft(vocab_size=drafts), source.vocab, DraftLMTrain(distill="kl"))
     for row in rows:
         with torch.no_grad():
             log_q = objective.head(row.input_ids[None]).logits[0, :, :320].log_softmax(-1)
             p = source.model(row.input_ids[None]).logits[0].softmax(-1)
         for position in (row.turns[1:] != 0).nonzero()[:, 0].tolist():
-            token, q, drafted = row.input_ids[position + 1], log_q[position], int(log_q[position].argmax())
+            token, q, drafted = (
+                row.input_ids[position + 1],
+                log_q[position],
+                int(log_q[position].argmax()),
+            )
             inside = p[position, :320] / p[position, :320].sum()
-            law_loss, alpha = (inside * (inside.log() - q)).sum(), torch.minimum(q.exp(), p[position, :320]).sum()
+            law_loss, alpha = (
+                (inside * (inside.log() - q)).sum(),
+                torch.minimum(q.exp(), p[position, :320]).sum(),
+            )
             agrees = drafted == int(p[position].argmax())
             expected += torch.tensor([-q[token], law_loss, drafted == token, alpha, agrees])
             count += 1
     output = objective(collate(rows, range(4)))
     found = [value.detach().float() for value, _ in {**output.terms, **output.metrics}.values()]
     torch.testing.assert_close(torch.stack(found), expected, rtol=1e-4, atol=1e-4)
-    assert count == objective.counts(collate(rows, range(4)))["distill"] == output.terms["distill"][1]
+    assert (
+        count == objective.counts(collate(rows, range(4)))["distill"] == output.terms["distill"][1]
+    )
     # A padding id, for which the LM has no column, is read as its last token, and not learnt.
     odd = collate([replace(rows[0], input_ids=torch.full_like(rows[0].input_ids, 339))], [0])
     assert objective(odd).terms["cross_entropy"][0].item() == 0.0
@@ -93,15 +115,24 @@ def test_a_window_of_an_answer_is_redrawn_and_nothing_behind_it_is_learnt() -> N
         lengths.add(len(places))
         assert places == list(range(places[0], places[-1] + 1)) and places[0] > 0
         assert len(set(old[places].tolist())) == 1 and int(old[places[0]]) > 0
-        assert turns[: places[-1] + 1].equal(old[: places[-1] + 1]) and not turns[places[-1] + 1 :].any()
+        assert (
+            turns[: places[-1] + 1].equal(old[: places[-1] + 1])
+            and not turns[places[-1] + 1 :].any()
+        )
     assert lengths == {1, 2, 3}
     epochs: Any = [marked(plain(200), replace(OWN, on_policy=0.5), epoch) for epoch in (0, 0, 1)]
     first, again, later = epochs
-    assert first.redrawn.equal(again.redrawn) and first.seeds == again.seeds and not first.redrawn.equal(later.redrawn)
+    assert (
+        first.redrawn.equal(again.redrawn)
+        and first.seeds == again.seeds
+        and not first.redrawn.equal(later.redrawn)
+    )
     assert 70 < int(first.redrawn.any(1).sum()) < 130
 
 
-def test_tokens_are_drawn_from_the_lms_law_after_its_own_and_learnt_from_the_targets_laws_alone() -> None:
+def test_tokens_are_drawn_from_the_lms_law_after_its_own_and_learnt_from_the_targets_laws_alone() -> (
+    None
+):
     source, lm = target(), draft().train()
     lm.gradient_checkpointing_enable()
     marks = marked(plain(), OWN, 0)
@@ -113,17 +144,24 @@ def test_tokens_are_drawn_from_the_lms_law_after_its_own_and_learnt_from_the_tar
     for row, ids in enumerate(batch.input_ids):
         generator = torch.Generator().manual_seed(batch.seeds[row])
         with torch.no_grad():
-            logits, p = lm(ids[None]).logits[0].float(), source.model(ids[None]).logits[0].softmax(-1)
+            logits, p = (
+                lm(ids[None]).logits[0].float(),
+                source.model(ids[None]).logits[0].softmax(-1),
+            )
         for place in batch.redrawn[row].nonzero()[:, 0].tolist():
             own = logits[place - 1].clone()
             own[END] = float("-inf")
-            assert int(ids[place]) == int(torch.multinomial(own.softmax(-1), 1, generator=generator))
+            assert int(ids[place]) == int(
+                torch.multinomial(own.softmax(-1), 1, generator=generator)
+            )
         for place in (batch.turns[row, 1:] != 0).nonzero()[:, 0].tolist():
             log_q = logits[place].log_softmax(-1)
             law += (p[place] * (p[place].log() - log_q)).sum()
             cross_entropy -= 0.0 if batch.redrawn[row, place + 1] else log_q[ids[place + 1]]
     terms = LMObjective(lm, source.vocab, OWN)(batch).terms
-    torch.testing.assert_close(terms["cross_entropy"][0].detach(), cross_entropy, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(
+        terms["cross_entropy"][0].detach(), cross_entropy, rtol=1e-4, atol=1e-3
+    )
     torch.testing.assert_close(terms["distill"][0].detach(), law, rtol=1e-4, atol=1e-3)
     likely = set(batch.input_ids[batch.redrawn].tolist())
     assert not likely & set(drawn(marks, lm, source, likely).input_ids[batch.redrawn].tolist())

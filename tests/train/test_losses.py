@@ -26,7 +26,11 @@ def test_each_loss_is_that_of_its_paper_and_takes_its_form_of_a_cut_law(cut: boo
     logits = torch.tensor([[0.5, 0.3, 0.2]]).log() + 7.0  # logits are known up to a constant
     p, q, whole = [0.5, 0.3, 0.2], [0.6, 0.1, 0.3], TargetLaw.of_logits(logits)
     if cut:
-        p, q, whole = [0.625, 0.375], [0.8, 0.2], TargetLaw.of_logits(logits[:, :2], logits.logsumexp(-1))
+        p, q, whole = (
+            [0.625, 0.375],
+            [0.8, 0.2],
+            TargetLaw.of_logits(logits[:, :2], logits.logsumexp(-1)),
+        )
     alpha = 0.5 + (0.2 if cut else 0.1 + 0.2)
     mixture = [0.4 * x + 0.6 * y for x, y in zip(p, q, strict=True)]
     mix = math.exp(-2.0 * alpha)
@@ -46,13 +50,19 @@ def test_each_loss_is_that_of_its_paper_and_takes_its_form_of_a_cut_law(cut: boo
         found = LOSSES[name](log_q, law, Eagle3Train(jsd_beta=0.4, lk_eta=2.0))  # type: ignore[index]
         assert found.tolist() == pytest.approx([value, value], rel=1e-5), name
     # beta 1: 0.5 * 0.5^2 = 0.125 and 3 - 0.5 = 2.5; the mean over two entries
-    assert losses.smooth_l1(torch.tensor([[0.5, 3.0]]), torch.zeros(1, 2)).item() == pytest.approx((0.125 + 2.5) / 2)
+    assert losses.smooth_l1(torch.tensor([[0.5, 3.0]]), torch.zeros(1, 2)).item() == pytest.approx(
+        (0.125 + 2.5) / 2
+    )
 
 
 def test_lk_hybrid_mixes_by_a_constant_of_each_slot() -> None:
     p = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.1, 0.8]])
-    logits, plain = (torch.tensor([[0.3, 0.1, 2.0], [0.2, 0.0, 1.0]], requires_grad=True) for _ in range(2))
-    LOSSES["lk_hybrid"](logits.log_softmax(-1), TargetLaw.of_logits(p.log()), Eagle3Train(lk_eta=3.0)).sum().backward()
+    logits, plain = (
+        torch.tensor([[0.3, 0.1, 2.0], [0.2, 0.0, 1.0]], requires_grad=True) for _ in range(2)
+    )
+    LOSSES["lk_hybrid"](
+        logits.log_softmax(-1), TargetLaw.of_logits(p.log()), Eagle3Train(lk_eta=3.0)
+    ).sum().backward()
     q = plain.softmax(-1)
     alpha = torch.minimum(p, q).sum(-1)
     mix = torch.exp(-3.0 * alpha).detach()
@@ -60,9 +70,13 @@ def test_lk_hybrid_mixes_by_a_constant_of_each_slot() -> None:
     torch.testing.assert_close(logits.grad, plain.grad)
 
 
-@pytest.mark.parametrize(("name", "value"), [("negative_log_alpha", 200.0 - math.log(2)), ("jsd", math.log(2))])
+@pytest.mark.parametrize(
+    ("name", "value"), [("negative_log_alpha", 200.0 - math.log(2)), ("jsd", math.log(2))]
+)
 def test_laws_without_common_mass_still_pull(name: LossName, value: float) -> None:
-    logits = torch.tensor([[200.0, 0.0] if name == "negative_log_alpha" else [8.0, 0.0]], requires_grad=True)
+    logits = torch.tensor(
+        [[200.0, 0.0] if name == "negative_log_alpha" else [8.0, 0.0]], requires_grad=True
+    )
     target = TargetLaw.of_logits(torch.tensor([[0.0, 200.0]]))
     loss = LOSSES[name](logits.log_softmax(-1), target, Eagle3Train())
     loss.sum().backward()
@@ -71,14 +85,23 @@ def test_laws_without_common_mass_still_pull(name: LossName, value: float) -> No
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])
-@pytest.mark.parametrize("ids", [torch.arange(0, 320, 3), torch.tensor([0, 1, 318, 319]), torch.arange(0)])
+@pytest.mark.parametrize(
+    "ids", [torch.arange(0, 320, 3), torch.tensor([0, 1, 318, 319]), torch.arange(0)]
+)
 def test_streaming_the_vocabulary_is_its_softmax_and_argmax(ids: Tensor, chunk: int) -> None:
-    states, bias = torch.randn(9, 32, generator=torch.Generator().manual_seed(0)), torch.arange(320) / 100
+    states, bias = (
+        torch.randn(9, 32, generator=torch.Generator().manual_seed(0)),
+        torch.arange(320) / 100,
+    )
     target = replace(VOCAB, scale=0.7, softcap=20.0, bias=bias)
     logits = target.logits(states)
     law, choice = drafted_law(states, target, ids, chunk)
     torch.testing.assert_close(law.whole, logits.log_softmax(-1)[:, ids], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(law.inside, logits[:, ids].log_softmax(-1), rtol=1e-5, atol=1e-5)
-    assert choice.equal(logits.argmax(-1)) and drafted_law(states[:0], target, ids)[0].whole.shape == (0, len(ids))
+    assert choice.equal(logits.argmax(-1)) and drafted_law(states[:0], target, ids)[
+        0
+    ].whole.shape == (0, len(ids))
     equal = replace(VOCAB, lm_head=torch.zeros(320, 32))
-    assert drafted_law(states, equal, ids, chunk)[1].tolist() == [0] * 9  # the first of equals, as argmax
+    assert (
+        drafted_law(states, equal, ids, chunk)[1].tolist() == [0] * 9
+    )  # the first of equals, as argmax

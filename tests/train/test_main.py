@@ -33,7 +33,12 @@ from tests.tiny import call
 from tests.train.sittings import killed_at, lines
 
 TAPS = (2, 3, 4)  # the default for seven blocks
-LM = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "max_position_embeddings": 256}
+LM = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
 
 
 def write_recipe(path: Path, root: Path, train: dict[str, Any], **sections: Any) -> Path:
@@ -42,7 +47,14 @@ def write_recipe(path: Path, root: Path, train: dict[str, Any], **sections: Any)
         "threads": 1,
         "target": {"path": str(root / "target"), "dtype": "float32"},
         "data": {"conversations": [str(root / "train.jsonl")], "max_length": 128, "held_out": 0.3},
-        "train": {"max_steps": 6, "batch_size": 8, "warmup_steps": 1, "log_every": 3, "eval_every": 3, **train},
+        "train": {
+            "max_steps": 6,
+            "batch_size": 8,
+            "warmup_steps": 1,
+            "log_every": 3,
+            "eval_every": 3,
+            **train,
+        },
         **sections,
     }
     return tiny.recipe(path, values)
@@ -55,10 +67,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.target(root / "target", num_blocks=7)
     tiny.write_conversations(root / "train.jsonl", 60)
     # No token_weight: the random target's laws do not fit the conversations.
-    laws = {"distill": "kl", "token_weight": 0.0, "max_steps": 12, "learning_rate": 1e-2, "eval_every": 6}
+    laws = {
+        "distill": "kl",
+        "token_weight": 0.0,
+        "max_steps": 12,
+        "learning_rate": 1e-2,
+        "eval_every": 6,
+    }
     write_recipe(root / "draft_lm.yaml", root, laws, head={"kind": "draft_lm", **LM})
     heads: list[dict[str, Any]] = [{"kind": "eagle1"}, {"kind": "eagle3", "draft_vocab_size": 160}]
-    for head, run, train in zip(heads, ("run", "deep"), ({}, {"unroll_steps": 3, "learning_rate": 1e-3}), strict=True):
+    for head, run, train in zip(
+        heads, ("run", "deep"), ({}, {"unroll_steps": 3, "learning_rate": 1e-3}), strict=True
+    ):
         sections = {"run": str(root / run), "head": head, "tree": {"levels": 4}}
         recipe = write_recipe(root / f"{head['kind']}.yaml", root, train, **sections)
         assert call(data_main, "features", "--config", recipe) == 0
@@ -70,7 +90,9 @@ def run(made: Path, tmp_path: Path) -> partial[int]:
     """A short EAGLE-1 training in a run of its own, with the feature cache."""
     shutil.copytree(made / "run/features", tmp_path / "run/features")
     short = ("--train.max_steps", 3, "--train.eval_every", 0, "--train.save_every", 1)
-    return partial(call, train_main, "--config", made / "eagle1.yaml", "--run", tmp_path / "run", *short)
+    return partial(
+        call, train_main, "--config", made / "eagle1.yaml", "--run", tmp_path / "run", *short
+    )
 
 
 def measured(run: Path) -> list[dict[str, Any]]:
@@ -86,26 +108,82 @@ MISTAKES = [
     ("eagle1", "--train.unroll_steps 3", "train.unroll_steps: unknown key"),
     ("eagle1", "--run nowhere", "nowhere/features: no whole feature cache"),
     ("eagle1", "--data.max_length 64", "data.max_length: 128 there, 64 asked; rebuild with:"),
-    ("eagle1", "--head.max_position_embeddings 100", "max_position_embeddings: 100 is less than data.max_length"),
+    (
+        "eagle1",
+        "--head.max_position_embeddings 100",
+        "max_position_embeddings: 100 is less than data.max_length",
+    ),
     ("eagle1", "--head.init_from /no/head", "/no/head: holds no head"),
-    ("eagle1", "--train.trackers [tensorbord]", "train.trackers.0: unknown 'tensorbord'; did you mean 'tensorboard'?"),
-    ("eagle1", "--train.trackers [tensorboard,dvclive]", "dvclive is not installed; run: pip install dvclive"),
+    (
+        "eagle1",
+        "--train.trackers [tensorbord]",
+        "train.trackers.0: unknown 'tensorbord'; did you mean 'tensorboard'?",
+    ),
+    (
+        "eagle1",
+        "--train.trackers [tensorboard,dvclive]",
+        "dvclive is not installed; run: pip install dvclive",
+    ),
     ("draft_lm", "--head.init_from OTHER", "choose a draft LM with the target's tokenizer"),
     ("draft_lm", "--train.on_policy 0.5", "train.on_policy: a cache has no states of tokens"),
     ("eagle3", "--head.draft_vocab_size 400", "400 is larger than the target's vocabulary of 320"),
-    ("eagle3", "--head.draft_vocab_size null --head.init_from ENDLESS", "none of the target's end-of-turn tokens"),
-    ("eagle3", "--head.norm_init target --head.init_from ENDLESS", "begun already; set norm_init ones"),
-    ("eagle3", "--train.optimizer muon", "train.optimizer: has keys of its own, indented below it, not 'muon'"),
-    ("eagle3", "--train.scale_rates.steps 9 --train.scale_rates.power 2", "power: input should be less than or equal"),
+    (
+        "eagle3",
+        "--head.draft_vocab_size null --head.init_from ENDLESS",
+        "none of the target's end-of-turn tokens",
+    ),
+    (
+        "eagle3",
+        "--head.norm_init target --head.init_from ENDLESS",
+        "begun already; set norm_init ones",
+    ),
+    (
+        "eagle3",
+        "--train.optimizer muon",
+        "train.optimizer: has keys of its own, indented below it, not 'muon'",
+    ),
+    (
+        "eagle3",
+        "--train.scale_rates.steps 9 --train.scale_rates.power 2",
+        "power: input should be less than or equal",
+    ),
     ("eagle3", "--head.fc_norm true --head.norm_before_fc true", "no server does both; choose one"),
-    ("eagle3", "--head.hidden_size 16 --head.lm_head frozen", "head.lm_head: TARGET is 32 wide, the head 16; leave"),
-    ("eagle1", f"{BLOCK} --head.block_size 300", "head.block_size: 300 is beyond TARGET's context, 256"),
-    ("eagle1", f"{BLOCK} --head.block_size 6 --tree.levels 6", "tree: is 6 levels deep, and the head drafts at most 5"),
-    ("eagle1", f"{BLOCK} --head.mask_token_id 320", "head.mask_token_id: 320 is beyond TARGET's last token, 319"),
-    ("eagle1", f"{BLOCK} --features.after_blocks [2,9]", "features.after_blocks: 9 is no tap of TARGET"),
+    (
+        "eagle3",
+        "--head.hidden_size 16 --head.lm_head frozen",
+        "head.lm_head: TARGET is 32 wide, the head 16; leave",
+    ),
+    (
+        "eagle1",
+        f"{BLOCK} --head.block_size 300",
+        "head.block_size: 300 is beyond TARGET's context, 256",
+    ),
+    (
+        "eagle1",
+        f"{BLOCK} --head.block_size 6 --tree.levels 6",
+        "tree: is 6 levels deep, and the head drafts at most 5",
+    ),
+    (
+        "eagle1",
+        f"{BLOCK} --head.mask_token_id 320",
+        "head.mask_token_id: 320 is beyond TARGET's last token, 319",
+    ),
+    (
+        "eagle1",
+        f"{BLOCK} --features.after_blocks [2,9]",
+        "features.after_blocks: 9 is no tap of TARGET",
+    ),
     ("eagle1", f"{BLOCK} --features.after_blocks []", "head block needs at least one tap"),
-    ("eagle1", f"{BLOCK} --features.after_blocks [1,2] --head.init_from FIVE", "head.block_size: the recipe asks 8, "),
-    ("eagle3", "--head.hidden_size 16 --head.fc_init highest_tap", "head.fc_init: TARGET is 32 wide, the head 16"),
+    (
+        "eagle1",
+        f"{BLOCK} --features.after_blocks [1,2] --head.init_from FIVE",
+        "head.block_size: the recipe asks 8, ",
+    ),
+    (
+        "eagle3",
+        "--head.hidden_size 16 --head.fc_init highest_tap",
+        "head.fc_init: TARGET is 32 wide, the head 16",
+    ),
 ]
 
 
@@ -115,17 +193,25 @@ def test_mistakes_get_one_line_and_code_2(
 ) -> None:
     other = tiny.target(tmp_path / "OTHER") / "tokenizer.json"
     other.write_text(other.read_text().replace("<|system|>", "<|tool|>"))
-    save_head(tiny.eagle3_head(vocab_of(made).embedding, torch.arange(9, 99), after_blocks=TAPS), tmp_path / "ENDLESS")
+    save_head(
+        tiny.eagle3_head(vocab_of(made).embedding, torch.arange(9, 99), after_blocks=TAPS),
+        tmp_path / "ENDLESS",
+    )
     save_head(tiny.multi_token_head("block", vocab_of(made), block_size=5), tmp_path / "FIVE")
     words = re.sub("OTHER|ENDLESS|FIVE", lambda name: str(tmp_path / name[0]), words)
     config = ("--config", made / f"{recipe}.yaml", "--output", tmp_path / "new")
     assert call(train_main, *config, "--plan", *words.split()) == 2
     error = capsys.readouterr().err
-    assert said.replace("TARGET", str(made / "target")) in error and len(error.strip().splitlines()) == 1
+    assert (
+        said.replace("TARGET", str(made / "target")) in error
+        and len(error.strip().splitlines()) == 1
+    )
     assert not (tmp_path / "new").exists() and not Path("nowhere").exists()
 
 
-def test_a_run_is_planned_trained_once_and_reused(made: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_a_run_is_planned_trained_once_and_reused(
+    made: Path, capsys: Any, monkeypatch: Any
+) -> None:
     recipe, head, status = made / "eagle1.yaml", made / "run/heads/eagle1", made / "run/status.json"
     train, before = partial(call, train_main, "--config", recipe), sorted(made.rglob("*"))
     assert train("--plan") == 0 and sorted(made.rglob("*")) == before and train("--is-whole") == 1
@@ -138,42 +224,64 @@ def test_a_run_is_planned_trained_once_and_reused(made: Path, capsys: Any, monke
     with monkeypatch.context() as patched:  # a scheduler stops it during start-up
         patched.setattr(jobs, "build", lambda *_: signal.raise_signal(signal.SIGTERM))
         assert train() == 75 and json.loads(status.read_text())["state"] == "requeue"
-    assert train() == 0 and json.loads(status.read_text()) == {"stage": "train", "state": "done", "code": 0}
+    assert train() == 0 and json.loads(status.read_text()) == {
+        "stage": "train",
+        "state": "done",
+        "code": 0,
+    }
     assert [path.name for path in (made / "run/state/eagle1").iterdir()] == [".lock"]
     capsys.readouterr()
     assert train() == 0 and "train eagle1: whole, reused" in capsys.readouterr().out
-    assert call(train_main, "--config", head / "recipe.yaml", "--train.keep_last", 1, "--is-whole") == 0
+    assert (
+        call(train_main, "--config", head / "recipe.yaml", "--train.keep_last", 1, "--is-whole")
+        == 0
+    )
     written = (head / "model.safetensors").read_bytes()
-    assert train("--train.seed", 5) == 2 and "train.seed: 0 there, 5 asked" in capsys.readouterr().err
+    assert (
+        train("--train.seed", 5) == 2 and "train.seed: 0 there, 5 asked" in capsys.readouterr().err
+    )
     assert (head / "model.safetensors").read_bytes() == written
     (head / "model.safetensors").write_bytes(written[:1000])
     assert train() == 2 and "model.safetensors: 1,000 bytes instead of" in capsys.readouterr().err
-    assert train("--train.seed", 5, "--overwrite") == 0 and (head / "model.safetensors").read_bytes() != written
+    assert (
+        train("--train.seed", 5, "--overwrite") == 0
+        and (head / "model.safetensors").read_bytes() != written
+    )
     code = "import sys; from aerie.train import main; main.main(); sys.exit('torch' in sys.modules)"
     asked = [sys.executable, "-c", code, "--config", str(recipe), "--is-whole"]
     assert subprocess.run(asked, cwd=ROOT, timeout=60, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3", "medusa", "hydra", "block", "draft_lm"])
-def test_all_kinds_train_with_eight_frames_to_a_loss(made: Path, tmp_path: Path, monkeypatch: Any, kind: str) -> None:
+def test_all_kinds_train_with_eight_frames_to_a_loss(
+    made: Path, tmp_path: Path, monkeypatch: Any, kind: str
+) -> None:
     depths, every, head = [], list(losses.LOSSES.values()), tmp_path / "head"
 
     def counted(loss: Any, *arguments: Any) -> Any:
         if torch.is_grad_enabled():  # not an evaluation
             stack = traceback.walk_stack(sys._getframe())
-            ours = [frame for frame, _ in stack if Path(frame.f_code.co_filename).resolve() in SOURCES]
+            ours = [
+                frame for frame, _ in stack if Path(frame.f_code.co_filename).resolve() in SOURCES
+            ]
             depths.append(len(ours) + 2)  # counts <module>, lambdas and the formula too
         return loss(*arguments)
 
     for name in ("kl", "smooth_l1", "acceptance"):  # most losses call one of these
         monkeypatch.setattr(losses, name, partial(counted, getattr(losses, name)))
-    monkeypatch.setitem(losses.LOSSES, "kl", lambda *arguments: sum(loss(*arguments) for loss in every))
+    monkeypatch.setitem(
+        losses.LOSSES, "kl", lambda *arguments: sum(loss(*arguments) for loss in every)
+    )
     words = ["--train.max_steps", 1, "--output", head]
     if kind != "draft_lm":
         words += ["--head.kind", kind, "--train.loss", "kl", "--train.measure_prompts", 2]
-    words += ["--tree.levels", "null", "--train.law_weight", 1] if kind in ("medusa", "hydra") else []
+    words += (
+        ["--tree.levels", "null", "--train.law_weight", 1] if kind in ("medusa", "hydra") else []
+    )
     online = ["--features.mode", "online", "--features.after_blocks", "[1,2]"]
-    words += [*online, "--head.block_size", 4] if kind == "block" else []  # its default depth is cut
+    words += (
+        [*online, "--head.block_size", 4] if kind == "block" else []
+    )  # its default depth is cut
     recipe = made / f"{kind if kind in ('eagle3', 'draft_lm') else 'eagle1'}.yaml"
     assert call(train_main, "--config", recipe, *words) == 0 and max(depths) == 8
     if kind != "draft_lm":
@@ -185,16 +293,25 @@ def test_a_small_lm_learns_tokens_or_laws(made: Path, tmp_path: Path) -> None:
     alone = ("--train.distill", "null", "--train.token_weight", 1, "--data.supervise", "all")
     assert train("--run", tmp_path / "lm", *alone) == 0 and train() == 0
     for run, loss in ((tmp_path / "lm", "held_out_loss"), (made / "run", "held_out_distill")):
-        found = [line[loss] for line in measured(run) if loss in line and line["kind"].startswith("draft_lm")]
+        found = [
+            line[loss]
+            for line in measured(run)
+            if loss in line and line["kind"].startswith("draft_lm")
+        ]
         assert found[-1] < found[0]
 
 
-def test_eagle3_is_trained_from_the_cache_and_alike_online_and_packed(made: Path, tmp_path: Path, capsys: Any) -> None:
+def test_eagle3_is_trained_from_the_cache_and_alike_online_and_packed(
+    made: Path, tmp_path: Path, capsys: Any
+) -> None:
     measuring = ("--train.measure_prompts", 3, "--train.measure_new_tokens", 12)
     train = partial(call, train_main, "--config", made / "eagle3.yaml", *measuring)
     assert train() == 0 and "draft vocabulary: 160 of 320 tokens cover" in capsys.readouterr().out
     target = Target.load(TargetConfig(str(made / "target"), dtype="float32"))
-    facts, head = head_facts(made / "deep/heads/eagle3"), load_head(made / "deep/heads/eagle3", vocab=target.vocab)
+    facts, head = (
+        head_facts(made / "deep/heads/eagle3"),
+        load_head(made / "deep/heads/eagle3", vocab=target.vocab),
+    )
     taus = {line["step"]: line["held_out_tau"] for line in measured(made / "deep")}
     assert set(taus) == {3, 6} and facts["tau"] == max(taus.values()) == taus[facts["step"]]
     tree: Any = load(made / "eagle3.yaml").tree
@@ -202,19 +319,34 @@ def test_eagle3_is_trained_from_the_cache_and_alike_online_and_packed(made: Path
     decoder = SpeculativeDecoder(target, drafting(DRAFTERS["eagle3"](head, target), tree))
     for row in FeatureCache.open(made / "deep/features").split("held_out")[:3]:
         prompt = row.input_ids[None, : int(row.turns.nonzero()[0])]
-        cycles += decoder.generate(prompt, max_new_tokens=12, do_sample=False).statistics.cycle_tokens
+        cycles += decoder.generate(
+            prompt, max_new_tokens=12, do_sample=False
+        ).statistics.cycle_tokens
     assert facts["tau"] == pytest.approx(sum(cycles) / len(cycles))
-    assert train("--output", tmp_path / "packed", "--features.mode", "online", "--train.packing", "true") == 0
+    assert (
+        train(
+            "--output", tmp_path / "packed", "--features.mode", "online", "--train.packing", "true"
+        )
+        == 0
+    )
     packed = load_head(tmp_path / "packed", vocab=target.vocab).fc.weight
     assert (packed - head.fc.weight).abs().max() < 1e-3 * packed.abs().max()
 
 
 @pytest.mark.parametrize("changed", ["train.jsonl", "target/tokenizer.json"])
-def test_a_cache_does_not_outlive_its_data_or_tokenizer(made: Path, tmp_path: Path, capsys: Any, changed: str) -> None:
+def test_a_cache_does_not_outlive_its_data_or_tokenizer(
+    made: Path, tmp_path: Path, capsys: Any, changed: str
+) -> None:
     file, before = made / changed, (made / changed).read_text()
-    train = partial(call, train_main, "--config", made / "eagle3.yaml", "--output", tmp_path / "head")
+    train = partial(
+        call, train_main, "--config", made / "eagle3.yaml", "--output", tmp_path / "head"
+    )
     assert train("--plan") == 0
-    file.write_text(before.replace("boats", "ships") if changed == "train.jsonl" else before.replace("{", "{ ", 1))
+    file.write_text(
+        before.replace("boats", "ships")
+        if changed == "train.jsonl"
+        else before.replace("{", "{ ", 1)
+    )
     try:
         assert train("--plan") == 2
         assert f"{file.name} changed; rebuild with: aerie features" in capsys.readouterr().err
@@ -224,14 +356,30 @@ def test_a_cache_does_not_outlive_its_data_or_tokenizer(made: Path, tmp_path: Pa
 
 
 def test_a_warm_start_keeps_its_vocabulary_and_a_frozen_lm_head(made: Path, tmp_path: Path) -> None:
-    save_head(tiny.eagle3_head(vocab_of(made).embedding, torch.arange(100), after_blocks=TAPS), tmp_path / "warm")
-    warm = ("--head.init_from", tmp_path / "warm", "--head.draft_vocab_size", "null", "--train.max_steps", 1)
+    save_head(
+        tiny.eagle3_head(vocab_of(made).embedding, torch.arange(100), after_blocks=TAPS),
+        tmp_path / "warm",
+    )
+    warm = (
+        "--head.init_from",
+        tmp_path / "warm",
+        "--head.draft_vocab_size",
+        "null",
+        "--train.max_steps",
+        1,
+    )
     warm += ("--head.lm_head", "frozen")
-    assert call(train_main, "--config", made / "eagle3.yaml", "--output", tmp_path / "new", *warm) == 0
+    assert (
+        call(train_main, "--config", made / "eagle3.yaml", "--output", tmp_path / "new", *warm) == 0
+    )
     stored = head_facts(tmp_path / "new")["draft_vocabulary"]
     assert stored["size"] == 100 and 0.0 < stored["coverage"] < 1.0
     before, after = (load_file(tmp_path / name / WEIGHTS) for name in ("warm", "new"))
-    assert {name for name, value in before.items() if value.equal(after[name])} == {"lm_head.weight", "d2t", "t2d"}
+    assert {name for name, value in before.items() if value.equal(after[name])} == {
+        "lm_head.weight",
+        "d2t",
+        "t2d",
+    }
 
 
 def test_foreign_files_stay_and_a_moved_run_goes_on(run: Any, tmp_path: Path, capsys: Any) -> None:
@@ -247,10 +395,18 @@ def test_foreign_files_stay_and_a_moved_run_goes_on(run: Any, tmp_path: Path, ca
     choosing += ("--run", tmp_path / "moved")
     assert run(*choosing, "--plan") == 0
     # The measured tau, which picks the weights, depends on the tree; a cache of rounded states has the same rows.
-    for key, value, said in (("tree.levels", 3, "4 there, 3 asked"), ("features.storage", "bf16", "[0-9a-f]+ there")):
+    for key, value, said in (
+        ("tree.levels", 3, "4 there, 3 asked"),
+        ("features.storage", "bf16", "[0-9a-f]+ there"),
+    ):
         other = (*choosing, f"--{key}", value)
-        assert call(data_main, "features", *run.args[1:], *other, "--overwrite") == 0 and run(*other) == 2
-        refusal = rf"step 2 of another recipe or other data \({key.removesuffix('.storage')}: {said}"
+        assert (
+            call(data_main, "features", *run.args[1:], *other, "--overwrite") == 0
+            and run(*other) == 2
+        )
+        refusal = (
+            rf"step 2 of another recipe or other data \({key.removesuffix('.storage')}: {said}"
+        )
         assert re.search(refusal, capsys.readouterr().err)
 
 
@@ -260,14 +416,26 @@ def test_a_kill_at_the_very_end_costs_no_training(run: Any, tmp_path: Path, caps
     written = weights.read_bytes()
     assert killed_at(resume, "forget_saves", 1, run)
     assert run() == 0 and "train eagle1: whole, reused" in capsys.readouterr().out
-    assert weights.read_bytes() == written and not list((tmp_path / "run/state/eagle1").glob("step-*"))
+    assert weights.read_bytes() == written and not list(
+        (tmp_path / "run/state/eagle1").glob("step-*")
+    )
 
 
-def test_a_run_that_its_budget_ended_goes_on_with_another(run: Any, tmp_path: Path, capsys: Any) -> None:
+def test_a_run_that_its_budget_ended_goes_on_with_another(
+    run: Any, tmp_path: Path, capsys: Any
+) -> None:
     assert run("--train.max_seconds", 0) == 0
     said = "stopped by the time budget (train.max_seconds 0) at step 1 of 3: "
-    assert said in capsys.readouterr().out and run("--train.max_seconds", 60, "--train.seed", 5) == 2
-    assert "holds another train (train.max_seconds: 0.0 there, 60.0 asked; train.seed" in capsys.readouterr().err
-    assert run("--train.max_seconds", 60) == 0 and "going on from step 1 of 3" in capsys.readouterr().out
+    assert (
+        said in capsys.readouterr().out and run("--train.max_seconds", 60, "--train.seed", 5) == 2
+    )
+    assert (
+        "holds another train (train.max_seconds: 0.0 there, 60.0 asked; train.seed"
+        in capsys.readouterr().err
+    )
+    assert (
+        run("--train.max_seconds", 60) == 0
+        and "going on from step 1 of 3" in capsys.readouterr().out
+    )
     record = json.loads((tmp_path / "run/heads/eagle1/provenance.json").read_text())
     assert (record["ended"], record["steps"]) == ("finished", 3)

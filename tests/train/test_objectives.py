@@ -37,7 +37,13 @@ from aerie.model.target import VocabWeights
 from aerie.train.block import BlockObjective
 from aerie.train.lm import LMObjective
 from aerie.train.loop import means
-from aerie.train.objectives import Eagle1Objective, Eagle3Objective, MultiTokenObjective, Objective, keyed_dropout
+from aerie.train.objectives import (
+    Eagle1Objective,
+    Eagle3Objective,
+    MultiTokenObjective,
+    Objective,
+    keyed_dropout,
+)
 from tests import tiny
 from tests.model.drafted import drafted, log_laws
 
@@ -60,7 +66,12 @@ SETTINGS: dict[str, TrainConfig] = {
 KEYS: dict[str, dict[str, Any]] = {
     "eagle3-deep": {"num_hidden_layers": 2, "qk_norm": True, "norm_output": True},
     "hydra++": {"prefix_layer": True, "num_layers": 2},
-    "block": {"block_size": STEPS, "sample_from_anchor": True, "anchor_feature": True, "markov_rank": 3},
+    "block": {
+        "block_size": STEPS,
+        "sample_from_anchor": True,
+        "anchor_feature": True,
+        "markov_rank": 3,
+    },
     "block-deep": {
         "block_size": STEPS + 1,
         "in_block": "causal",
@@ -81,20 +92,27 @@ def objective(kind: str, keys: dict[str, Any] | None = None, **changes: Any) -> 
     if kind == "eagle1":
         made = Eagle1Objective(tiny.head(VOCAB.embedding, scale=5.0), VOCAB, settings)
     elif kind.startswith("eagle3"):
-        made = Eagle3Objective(tiny.eagle3_head(VOCAB.embedding, scale=8.0, **keys), VOCAB, settings)
+        made = Eagle3Objective(
+            tiny.eagle3_head(VOCAB.embedding, scale=8.0, **keys), VOCAB, settings
+        )
     elif kind in MULTI_TOKEN:
         head = tiny.multi_token_head(settings.kind, VOCAB, 0.05, num_heads=NUM_HEADS, **keys)
         made = MultiTokenObjective(head, VOCAB, settings)
     elif kind.startswith("block"):
         made = BlockObjective(tiny.multi_token_head("block", VOCAB, 0.05, **keys), VOCAB, settings)
     else:
-        made = LMObjective(tiny.llama(num_blocks=1, seed=7), None if kind == "lm" else VOCAB, settings)
+        made = LMObjective(
+            tiny.llama(num_blocks=1, seed=7), None if kind == "lm" else VOCAB, settings
+        )
     return made.train()
 
 
 def rows_with_taps(count: int) -> list[CachedRow]:
     generator = torch.Generator().manual_seed(100)
-    return [replace(row, taps=torch.randn(len(row.input_ids), 64, generator=generator)) for row in tiny.rows(count)]
+    return [
+        replace(row, taps=torch.randn(len(row.input_ids), 64, generator=generator))
+        for row in tiny.rows(count)
+    ]
 
 
 def prepared(made: Objective, rows: list[CachedRow], numbers: Any, packed: bool = False) -> Batch:
@@ -139,7 +157,11 @@ def laws_of(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
 def test_terms_are_those_of_drafting_step_by_step_from_every_supervised_slot(
     kind: str, keys: Any, changes: Any
 ) -> None:
-    made, rows, is_eagle3 = objective(kind, keys, **changes), rows_with_taps(4), kind.startswith("eagle3")
+    made, rows, is_eagle3 = (
+        objective(kind, keys, **changes),
+        rows_with_taps(4),
+        kind.startswith("eagle3"),
+    )
     names = [*made.weights, *(["in_vocabulary"] if is_eagle3 else [])]
     head, sums, slots = made.head, dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
     most = 1 if kind == "eagle1" else STEPS if is_eagle3 or kind.startswith("block") else NUM_HEADS
@@ -150,15 +172,21 @@ def test_terms_are_those_of_drafting_step_by_step_from_every_supervised_slot(
             logits = state @ VOCAB.lm_head.T
             law = logits.softmax(-1)
             if kind == "eagle1":
-                made_by_head = drafted(head, row.last_hidden[: slot + 1], row.input_ids[1 : slot + 2])[0]
+                made_by_head = drafted(
+                    head, row.last_hidden[: slot + 1], row.input_ids[1 : slot + 2]
+                )[0]
                 found["feature"] = F.smooth_l1_loss(made_by_head, state)
             elif is_eagle3:
                 inside = head.vocabulary.t2d[logits.argmax()].float()
-                law = logits[head.vocabulary.ids].softmax(-1) * (inside if made.settings.mask_outside_vocabulary else 1)
+                law = logits[head.vocabulary.ids].softmax(-1) * (
+                    inside if made.settings.mask_outside_vocabulary else 1
+                )
                 found["in_vocabulary"] = inside if k == 1 else 0 * inside
             else:
                 found[f"label_at_{k}"] = -log_q[row.input_ids[slot + 1 + k]]
-            found |= dict.fromkeys(("classification", f"loss_at_{k}", f"law_at_{k}"), -(law * log_q).sum())
+            found |= dict.fromkeys(
+                ("classification", f"loss_at_{k}", f"law_at_{k}"), -(law * log_q).sum()
+            )
             for name in found.keys() & sums.keys():
                 sums[name] += found[name].item()
                 slots[name] += 1
@@ -166,11 +194,17 @@ def test_terms_are_those_of_drafting_step_by_step_from_every_supervised_slot(
         slots = dict.fromkeys(slots, slots["loss_at_1"])
         assert 0 < sums["in_vocabulary"] < slots["in_vocabulary"]
     if kind.startswith("block"):  # all places share a divisor
-        slots = dict.fromkeys(slots, sum(count for name, count in slots.items() if name.startswith("law")))
+        slots = dict.fromkeys(
+            slots, sum(count for name, count in slots.items() if name.startswith("law"))
+        )
     output, counts = made(collate(rows, range(4))), made.counts(collate(rows, range(4)))
     outputs = {name: output.metrics.get(name) or output.terms[name] for name in names}
-    assert {name: value.item() for name, (value, _) in outputs.items()} == pytest.approx(sums, rel=2e-5)
-    assert {name: int(count) for name, (_, count) in outputs.items()} == slots and min(slots.values()) > 0
+    assert {name: value.item() for name, (value, _) in outputs.items()} == pytest.approx(
+        sums, rel=2e-5
+    )
+    assert {name: int(count) for name, (_, count) in outputs.items()} == slots and min(
+        slots.values()
+    ) > 0
     assert all(int(count) == slots[name] for name, count in counts.items())
 
 
@@ -180,30 +214,41 @@ def unrolled_whole(made: Any, row: CachedRow) -> dict[str, Tensor]:
     head, width, losses = made.head, len(row.input_ids), {}
     memories = [UnrollMemory((width,), torch.arange(width)) for _ in head.blocks]
     logits = row.last_hidden @ VOCAB.lm_head.T
-    law = logits[:, head.vocabulary.ids].softmax(-1) * head.vocabulary.t2d[logits.argmax(-1)][:, None]
+    law = (
+        logits[:, head.vocabulary.ids].softmax(-1) * head.vocabulary.t2d[logits.argmax(-1)][:, None]
+    )
     x, ids = head.fuse(row.taps)[None], torch.cat([row.input_ids, torch.zeros(STEPS).long()])
     for k in range(STEPS):
         x = head(ids[None, 1 + k : 1 + k + width], x, torch.arange(k, k + width)[None], memories)
         slots = collate([row], [0]).supervised(k)[0].nonzero()[:, 0]
-        losses[f"loss_at_{k + 1}"] = -(law[slots + 1 + k] * head.logits(x[0, slots]).log_softmax(-1)).sum()
+        losses[f"loss_at_{k + 1}"] = -(
+            law[slots + 1 + k] * head.logits(x[0, slots]).log_softmax(-1)
+        ).sum()
     return losses
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle3-deep"])
 @pytest.mark.parametrize("chunk", [11, 4096])
-def test_what_is_left_out_of_the_unroll_moves_neither_loss_nor_gradient(kind: str, chunk: int) -> None:
+def test_what_is_left_out_of_the_unroll_moves_neither_loss_nor_gradient(
+    kind: str, chunk: int
+) -> None:
     made, rows = objective(kind, loss_chunk_slots=chunk), rows_with_taps(4)
     parameters = [p for p in made.parameters() if p.requires_grad]
     sums = [unrolled_whole(made, row) for row in rows]
     expected = sum(weight * part[name] for part in sums for name, weight in made.weights.items())
     found = made(collate(rows, range(4))).total(made.weights)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    gradients = [torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)]) for loss in (found, expected)]
+    gradients = [
+        torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+        for loss in (found, expected)
+    ]
     assert (gradients[0] - gradients[1]).norm() <= 1e-6 * gradients[1].norm()
 
 
 @pytest.mark.parametrize("kind", ["block", "block-deep"])
-def test_flex_attention_has_the_dense_masks_loss_and_gradients(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_attention_has_the_dense_masks_loss_and_gradients(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(block, "_flex", flex_attention.flex_attention)
     # torch refuses gradients on CPUs, although it has a slow form of them
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
@@ -221,16 +266,24 @@ class NoWaiting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        devices = {x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim}
+        devices = {
+            x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim
+        }
         is_upload = func is torch.ops.aten._to_copy.default and kwargs.get("non_blocking", False)
-        assert is_upload or len(devices | {kwargs.get("device") or next(iter(devices), None)}) <= 1, func
+        assert (
+            is_upload or len(devices | {kwargs.get("device") or next(iter(devices), None)}) <= 1
+        ), func
         return func(*args, **kwargs)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "block"])
 @pytest.mark.parametrize("chunk", [11, 4096])
-def test_a_step_never_waits_for_the_device(kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # meta tensors have no autocast
+def test_a_step_never_waits_for_the_device(
+    kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        torch, "autocast", lambda *_, **__: nullcontext()
+    )  # meta tensors have no autocast
     made = objective(kind, loss_chunk_slots=chunk, gradient_checkpointing=chunk < 99)
     batch = prepared(made, rows_with_taps(4), range(4)).to("meta")  # no values to wait for
     made.target, made = VOCAB.to("meta"), made.to("meta")
@@ -245,24 +298,38 @@ class Peak(TorchDispatchMode):
 
     def __init__(self, known: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self.known, self.made, self.most = {x.untyped_storage()._cdata for x in known}, dict[int, Any](), 0
+        self.known, self.made, self.most = (
+            {x.untyped_storage()._cdata for x in known},
+            dict[int, Any](),
+            0,
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         storages = [x.untyped_storage() for x in tree_leaves(made) if isinstance(x, Tensor)]
-        self.made |= {x._cdata: (StorageWeakRef(x), x.nbytes()) for x in storages if x._cdata not in self.known}
+        self.made |= {
+            x._cdata: (StorageWeakRef(x), x.nbytes())
+            for x in storages
+            if x._cdata not in self.known
+        }
         self.made = {place: pair for place, pair in self.made.items() if not pair[0].expired()}
         self.most = max(self.most, sum(size for _, size in self.made.values()))
         return made
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
-def test_a_chunk_of_laws_takes_at_most_1_gib_at_128k_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_of_laws_takes_at_most_1_gib_at_128k_tokens(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """D 4096, V 128,256, Vd 32,000: forward and backward pass of one chunk, counted on meta tensors."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     sizes = {"hidden_size": 4096, "vocab_size": 128_256, "intermediate_size": 1}
     head = tiny.head(VOCAB.embedding) if kind == "eagle1" else tiny.eagle3_head(VOCAB.embedding)
-    more = sizes if kind == "eagle1" else {**sizes, "draft_vocab_size": 32_000, "target_hidden_size": 4096}
+    more = (
+        sizes
+        if kind == "eagle1"
+        else {**sizes, "draft_vocab_size": 32_000, "target_hidden_size": 4096}
+    )
     with torch.device("meta"):
         table = torch.empty(128_256, 4096, dtype=torch.bfloat16)
         head = type(head)(replace(head.config, **more)).requires_grad_(False)
@@ -270,20 +337,26 @@ def test_a_chunk_of_laws_takes_at_most_1_gib_at_128k_tokens(kind: str, monkeypat
     if kind == "eagle3":
         head.d2t, head.t2d = torch.zeros(32_000).long(), torch.arange(128_256) < 32_000
     vocab, settings = VocabWeights(table, table, None, 1.0, None), SETTINGS[kind]
-    made: Any = (Eagle1Objective if kind == "eagle1" else Eagle3Objective)(head, vocab, settings).to("meta")
+    made: Any = (Eagle1Objective if kind == "eagle1" else Eagle3Objective)(
+        head, vocab, settings
+    ).to("meta")
     with Peak([*head.parameters(), *head.buffers(), table, states]) as peak:
         if kind == "eagle1":
             made._sums(outputs[: made.chunk].float(), states[: made.chunk])[0].backward()
         else:
             per_step = made.chunk // STEPS
-            law = made._with_law(states[:per_step], [torch.arange(per_step)] * STEPS, [outputs[:per_step]] * STEPS)
+            law = made._with_law(
+                states[:per_step], [torch.arange(per_step)] * STEPS, [outputs[:per_step]] * STEPS
+            )
             made._sums(*law)[0].sum().backward()
     assert 2**28 < peak.most <= 2**30
 
 
 INDUCTOR = [
     *(pytest.mark.slow, pytest.mark.soak),  # a minute or two each
-    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: inductor's graphs are not checked"),
+    pytest.mark.skipif(
+        shutil.which("g++") is None, reason="no g++: inductor's graphs are not checked"
+    ),
 ]
 
 
@@ -302,7 +375,11 @@ def test_compiled_layers_have_the_same_loss_and_gradients_by_few_graphs_for_all_
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     torch._dynamo.reset()
     counters.clear()
-    plain, compiled, rows = objective(kind, **changes), objective(kind, **changes), rows_with_taps(12)
+    plain, compiled, rows = (
+        objective(kind, **changes),
+        objective(kind, **changes),
+        rows_with_taps(12),
+    )
     for layer in compiled.head.blocks:
         layer.compile_parts()
     assert [*compiled.state_dict()] == [*plain.state_dict()]
@@ -316,38 +393,56 @@ def test_compiled_layers_have_the_same_loss_and_gradients_by_few_graphs_for_all_
             found.append([loss.item(), torch.cat(gradients).norm().item()])
         assert found[1] == pytest.approx(found[0], rel=1e-5)
     # Before and after attention: graphs for one row and for several, or for the first step and the others.
-    assert counters["stats"]["unique_graphs"] <= 5 * len(compiled.head.blocks) and not counters["graph_break"]
+    assert (
+        counters["stats"]["unique_graphs"] <= 5 * len(compiled.head.blocks)
+        and not counters["graph_break"]
+    )
 
 
 def test_head_ks_and_step_ks_weights_decay_with_k() -> None:
-    weights = {f"{name}_at_{k}": w * 0.8**k for name, w in (("label", 0.7), ("law", 0.3)) for k in range(1, 4)}
+    weights = {
+        f"{name}_at_{k}": w * 0.8**k
+        for name, w in (("label", 0.7), ("law", 0.3))
+        for k in range(1, 4)
+    }
     assert objective("medusa").weights == pytest.approx(weights)
     laws = {f"loss_at_{k + 1}": 0.8**k for k in range(STEPS)}
     assert objective("eagle3").weights == laws
 
 
-def test_nothing_as_large_as_half_of_all_pairs_of_slots_or_of_the_full_vocabularys_logits_is_ever_made() -> None:
+def test_nothing_as_large_as_half_of_all_pairs_of_slots_or_of_the_full_vocabularys_logits_is_ever_made() -> (
+    None
+):
     length, generator = 300, torch.Generator().manual_seed(0)
     states, taps = (torch.randn(length, size, generator=generator) for size in (32, 64))
     row = CachedRow(torch.arange(5, 5 + length), torch.ones(length).int(), states, taps)
     made = objective("eagle3", {"max_position_embeddings": 512}, loss_chunk_slots=120)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         made(collate([row], [0])).total(made.weights).backward()
-    largest = max(event.self_cpu_memory_usage for event in profiler.events()) // 4  # in float32 numbers
+    largest = (
+        max(event.self_cpu_memory_usage for event in profiler.events()) // 4
+    )  # in float32 numbers
     assert length * 64 <= largest < length**2 / 2 < length * len(VOCAB.lm_head) / 2
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_the_gradient_of_each_weight_is_the_slope_of_each_loss_through_every_fed_back_output(kind: str) -> None:
+def test_the_gradient_of_each_weight_is_the_slope_of_each_loss_through_every_fed_back_output(
+    kind: str,
+) -> None:
     totals, before = [], VOCAB.lm_head.clone()
     for name in get_args(LossName) if kind != "lm" else [None]:
         made, losses = objective(kind, **{"distill" if "lm" in kind else "loss": name}), []
         batch = prepared(made, rows_with_taps(2), [0, 1])
         made(batch).total(made.weights).backward()
-        slopes: dict[str, Any] = {name: p.grad for name, p in made.named_parameters() if p.requires_grad}
+        slopes: dict[str, Any] = {
+            name: p.grad for name, p in made.named_parameters() if p.requires_grad
+        }
         with torch.no_grad():
             for step in (0.003, -0.003):
-                moved = {name: made.get_parameter(name) + step * slope / slope.norm() for name, slope in slopes.items()}
+                moved = {
+                    name: made.get_parameter(name) + step * slope / slope.norm()
+                    for name, slope in slopes.items()
+                }
                 losses.append(functional_call(made, moved, (batch,)).total(made.weights).item())
         expected = sum(slope.norm().item() for slope in slopes.values())
         if name != "lk_hybrid":  # its mixture counts as constant
@@ -360,8 +455,12 @@ def filled(batch: Batch) -> Batch:
     """The batch with values in its padding, which must not matter."""
     assert batch.features is not None and batch.taps is not None
     padding = torch.arange(batch.input_ids.shape[1]) >= batch.lengths[:, None]  # [B, T]
-    features, taps = (states.masked_fill(padding[..., None], 1e3) for states in (batch.features, batch.taps))
-    return replace(batch, features=features, taps=taps, input_ids=batch.input_ids.masked_fill(padding, 7))
+    features, taps = (
+        states.masked_fill(padding[..., None], 1e3) for states in (batch.features, batch.taps)
+    )
+    return replace(
+        batch, features=features, taps=taps, input_ids=batch.input_ids.masked_fill(padding, 7)
+    )
 
 
 def loss_and_gradient(made: Objective, batches: list[Batch]) -> tuple[Tensor, Tensor]:
@@ -376,22 +475,34 @@ def loss_and_gradient(made: Objective, batches: list[Batch]) -> tuple[Tensor, Te
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_padding_company_packing_chunks_and_recomputation_move_neither_loss_nor_gradient(kind: str) -> None:
+def test_padding_company_packing_chunks_and_recomputation_move_neither_loss_nor_gradient(
+    kind: str,
+) -> None:
     rows, whole, packed = rows_with_taps(6), [range(6)], kind.startswith("eagle3")
     singles, mixed = [[0], [1], [2], [3], [4], [5]], [[5, 0], [4, 2, 1], [3]]
-    cases: list[tuple[dict[str, Any], Any, bool]] = [({}, whole, False), ({}, singles, False), ({}, mixed, packed)]
+    cases: list[tuple[dict[str, Any], Any, bool]] = [
+        ({}, whole, False),
+        ({}, singles, False),
+        ({}, mixed, packed),
+    ]
     cases += [({"loss_chunk_slots": 7}, mixed, False), ({"loss_chunk_slots": 1}, whole, packed)]
     cases.append(({"gradient_checkpointing": True}, whole, packed))
     found = []
     for changes, groups, is_packed in cases:
         made = objective(kind, **changes)
         batches = [prepared(made, rows, group, is_packed) for group in groups]
-        found.append(loss_and_gradient(made, batches if groups is whole or is_packed else [*map(filled, batches)]))
+        found.append(
+            loss_and_gradient(
+                made, batches if groups is whole or is_packed else [*map(filled, batches)]
+            )
+        )
     for loss, gradient in found[1:]:
         assert loss.item() == pytest.approx(found[0][0].item(), rel=5e-6)
         assert (gradient - found[0][1]).norm() <= 5e-6 * found[0][1].norm()
     made = objective(kind)
-    nothing = loss_and_gradient(made, [prepared(made, [], [])])[1]  # a process without rows has all gradients too
+    nothing = loss_and_gradient(made, [prepared(made, [], [])])[
+        1
+    ]  # a process without rows has all gradients too
     assert len(nothing) == len(found[0][1]) and not nothing.any()
 
 
@@ -404,7 +515,9 @@ def test_bf16_autocast_trains_and_stays_close(kind: str) -> None:
         found = made(batch).total(made.weights)
     found.backward()
     assert found.dtype == torch.float32 and found.item() == pytest.approx(exact, rel=0.05)
-    measured = made.bfloat16().eval()(batch).total(made.weights)  # as in evaluation with a target in bf16
+    measured = (
+        made.bfloat16().eval()(batch).total(made.weights)
+    )  # as in evaluation with a target in bf16
     assert measured.item() == pytest.approx(exact, rel=0.05)
 
 
@@ -427,7 +540,9 @@ def test_predicted_tau_is_one_plus_the_mean_run_of_hits_of_drafting(kind: str) -
         for row in rows_with_taps(5):
             states = row.last_hidden.clone()
             for slot, _ in starts(row):
-                if slot % 3:  # for two of three states, the target's likeliest token is the head's draft
+                if (
+                    slot % 3
+                ):  # for two of three states, the target's likeliest token is the head's draft
                     (token,) = choices(replace(row, last_hidden=states), slot, 1)
                     states[slot + 1] = 5.0 * VOCAB.lm_head[token] / VOCAB.lm_head[token].norm()
             rows.append(replace(row, last_hidden=states))
@@ -440,7 +555,9 @@ def test_predicted_tau_is_one_plus_the_mean_run_of_hits_of_drafting(kind: str) -
     assert found["predicted_tau"] == pytest.approx(1 + sum(runs) / len(runs), abs=1e-6)
     for depth in range(most):
         at_depth = [hits[depth] for hits in chains if depth < len(hits)]
-        assert found[f"accuracy_at_{depth + 1}"] == pytest.approx(sum(at_depth) / len(at_depth), abs=1e-6)
+        assert found[f"accuracy_at_{depth + 1}"] == pytest.approx(
+            sum(at_depth) / len(at_depth), abs=1e-6
+        )
 
 
 def test_noise_is_uniform_and_belongs_to_seed_epoch_and_row() -> None:
@@ -452,8 +569,14 @@ def test_noise_is_uniform_and_belongs_to_seed_epoch_and_row() -> None:
         return made.noise(batch, batch.features)
 
     first, length = noise(), len(rows[0].input_ids)
-    assert first.equal(noise()) and not first.equal(noise(seed=1)) and not first.equal(noise(epoch=1))
-    assert not first[0, :4].equal(first[1, :4]) and not first[0, length:].any() and 0.099 < first.abs().max() <= 0.1
+    assert (
+        first.equal(noise()) and not first.equal(noise(seed=1)) and not first.equal(noise(epoch=1))
+    )
+    assert (
+        not first[0, :4].equal(first[1, :4])
+        and not first[0, length:].any()
+        and 0.099 < first.abs().max() <= 0.1
+    )
     assert first[0, :length].std().item() == pytest.approx(0.1 / 3**0.5, rel=0.05)
 
 
@@ -462,7 +585,11 @@ def test_dropout_belongs_to_seed_epoch_row_and_place_alone_and_not_to_held_out_r
     counts = [len(starts(row)) for row in rows]
 
     def masks(seed: int = 0, epoch: int = 0, branch: int = 0, place: int = 0) -> Tensor:
-        seeds: Any = objective("medusa", dropout=0.4, seed=seed).prepare(collate(rows, range(2)), epoch).seeds
+        seeds: Any = (
+            objective("medusa", dropout=0.4, seed=seed)
+            .prepare(collate(rows, range(2)), epoch)
+            .seeds
+        )
         return keyed_dropout(0.4, seeds, counts, branch, torch.ones(sum(counts), 500), place)
 
     first = masks()
@@ -472,8 +599,12 @@ def test_dropout_belongs_to_seed_epoch_row_and_place_alone_and_not_to_held_out_r
     assert first.unique().tolist() == pytest.approx([0.0, 1 / 0.6])
     assert (first == 0).float().mean().item() == pytest.approx(0.4, abs=0.02)
     plain, dropped = (objective("medusa", dropout=rate) for rate in (0.0, 0.4))
-    losses = [made(prepared(made, rows, [0, 1])).total(made.weights).item() for made in (plain, dropped)]
-    assert losses[0] != pytest.approx(losses[1], rel=1e-3) and held_out(plain, rows) == held_out(dropped, rows)
+    losses = [
+        made(prepared(made, rows, [0, 1])).total(made.weights).item() for made in (plain, dropped)
+    ]
+    assert losses[0] != pytest.approx(losses[1], rel=1e-3) and held_out(plain, rows) == held_out(
+        dropped, rows
+    )
 
 
 def test_blocks_are_drawn_without_repeats_by_seed_epoch_and_row_among_supervised_places() -> None:

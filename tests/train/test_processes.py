@@ -32,13 +32,22 @@ BIN = Path(sys.executable).parent
 STEPS = 24
 # Small chunks: processes need different numbers of them, but must call the LM heads equally often.
 SMALL = {"loss_chunk_slots": 48, "max_steps": 6}
-LM = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "max_position_embeddings": 256}
+LM = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
 MUON = {"save_every": 2, "optimizer": {"kind": "muon", "matrix_rate": 5e-3}}
 # name -> (launcher, head, train)
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "eagle1": ("zero3", {"kind": "eagle1"}, {"eval_every": 5, **MUON}),
     "eagle1-ddp": ("torchrun", {"kind": "eagle1"}, {"eval_every": 5, **MUON}),
-    "hydra": ("zero2", {"kind": "hydra", "prefix_layer": True}, {"dropout": 0.2, "law_weight": 0.5, **SMALL, **MUON}),
+    "hydra": (
+        "zero2",
+        {"kind": "hydra", "prefix_layer": True},
+        {"dropout": 0.2, "law_weight": 0.5, **SMALL, **MUON},
+    ),
     "block": (
         "zero3",
         {"kind": "block", "markov_rank": 8, "norm_init": "target"},
@@ -47,11 +56,23 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "eagle3": (
         "zero3",
         {"kind": "eagle3", "draft_vocab_size": 256},
-        {"unroll_steps": 3, "gradient_checkpointing": True, "measure_prompts": 2, "measure_new_tokens": 8, **SMALL},
+        {
+            "unroll_steps": 3,
+            "gradient_checkpointing": True,
+            "measure_prompts": 2,
+            "measure_new_tokens": 8,
+            **SMALL,
+        },
     ),
     "eagle3-frozen": (
         "zero3",
-        {"kind": "eagle3", "draft_vocab_size": 256, "lm_head": "frozen", "norm_init": "target", "norm_output": True},
+        {
+            "kind": "eagle3",
+            "draft_vocab_size": 256,
+            "lm_head": "frozen",
+            "norm_init": "target",
+            "norm_output": True,
+        },
         {"unroll_steps": 3, **SMALL, **MUON},
     ),
     "eagle3-compiled": (
@@ -59,7 +80,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"kind": "eagle3", "draft_vocab_size": 256},
         {"unroll_steps": 3, "compile": True, **SMALL},
     ),
-    "draft_lm": ("zero1", {"kind": "draft_lm", **LM}, {"distill": "jsd", "on_policy": 0.5, **SMALL, **MUON}),
+    "draft_lm": (
+        "zero1",
+        {"kind": "draft_lm", **LM},
+        {"distill": "jsd", "on_policy": 0.5, **SMALL, **MUON},
+    ),
 }
 
 pytestmark = pytest.mark.slow
@@ -76,24 +101,40 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe_for(root: Path, name: str, mode: str = "online") -> Path:
     _, head, train = CASES[name]
-    fixed = {"max_steps": STEPS, "epochs": STEPS, "batch_size": 1, "learning_rate": 2e-3, "log_every": 1}
+    fixed = {
+        "max_steps": STEPS,
+        "epochs": STEPS,
+        "batch_size": 1,
+        "learning_rate": 2e-3,
+        "log_every": 1,
+    }
     # 7 rows to train on, 2 held out: at an epoch's end one of two processes has no row.
     data = {"conversations": [str(root / "train.jsonl")], "max_length": 128, "held_out": 0.25}
     sections = {"run": str(root / name), "data": data, "features": {"mode": mode}, "head": head}
-    return write_recipe(root / f"{name}.yaml", root, {"eval_every": 0, **fixed, **train}, **sections)
+    return write_recipe(
+        root / f"{name}.yaml", root, {"eval_every": 0, **fixed, **train}, **sections
+    )
 
 
 def forked(launcher: str, log: Path, *words: object, command: Any = train_main) -> list[int]:
     """Two processes that run the command in the environment that a launcher sets."""
     environment: dict[str, str] = {}
     if launcher != "torchrun":
-        config = ["--config_file", str(ROOT / f"configs/accelerate/{launcher}.yaml"), "train/main.py"]
+        config = [
+            "--config_file",
+            str(ROOT / f"configs/accelerate/{launcher}.yaml"),
+            "train/main.py",
+        ]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("torch.distributed.run.run", lambda _: environment.update(os.environ))
             launch.launch_command(launch.launch_command_parser().parse_args(config))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+        environment |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free.getsockname()[1]),
+            "WORLD_SIZE": "2",
+        }
 
     def one(rank: str) -> int:
         os.environ.update(environment | {"RANK": rank, "LOCAL_RANK": rank, "DS_ACCELERATOR": "cpu"})
@@ -123,13 +164,20 @@ def test_two_processes_have_the_losses_of_one(root: Path, name: str) -> None:
     recipe, two = recipe_for(root, name), root / f"{name}-two"
     assert call(train_main, "--config", recipe, "--train.accumulation", 2) == 0
     if name == "eagle1":  # the launcher itself
-        start = [str(BIN / "accelerate"), "launch", "--config_file", f"configs/accelerate/{launcher}.yaml"]
+        start = [
+            str(BIN / "accelerate"),
+            "launch",
+            "--config_file",
+            f"configs/accelerate/{launcher}.yaml",
+        ]
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PATH": f"{BIN}:{os.environ['PATH']}"}
         words = ["train/main.py", "--config", str(recipe), "--run", str(two)]
         subprocess.run([*start, *words], cwd=ROOT, env=environment, check=True, timeout=600)
     else:
         together(launcher, two, "--config", recipe)
-    pairs = [[record for record in lines(place) if "loss" in record] for place in (root / name, two)]
+    pairs = [
+        [record for record in lines(place) if "loss" in record] for place in (root / name, two)
+    ]
     assert len(pairs[0]) == train.get("max_steps", STEPS)
     for first, second in zip(*pairs, strict=True):
         # Muon's rounds are in bf16; over the steps the rounding adds up to 1e-4.
@@ -137,10 +185,15 @@ def test_two_processes_have_the_losses_of_one(root: Path, name: str) -> None:
         assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-3)
         assert second["learning_rate"] == first["learning_rate"]
     output = two / "heads" / head["kind"]
-    assert json.loads((output / "provenance.json").read_text())["processes"] == 2  # as WORLD_SIZE said
+    assert (
+        json.loads((output / "provenance.json").read_text())["processes"] == 2
+    )  # as WORLD_SIZE said
     for key, value in head_of(root / name, head["kind"]).items():
         assert (head_of(two, head["kind"])[key].float() - value.float()).abs().max() < 1e-3
-    assert "measure_prompts" not in train or json.loads((output / "config.json").read_text())["aerie"]["tau"] >= 1
+    assert (
+        "measure_prompts" not in train
+        or json.loads((output / "config.json").read_text())["aerie"]["tau"] >= 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,7 +219,10 @@ def test_two_stopped_processes_go_on_bit_for_bit_and_not_as_one(
     assert [*map(ended, children)] == [code, code]
     assert json.loads((cut / "status.json").read_text())["state"] == state
     assert call(train_main, *words, "--run", cut) == 2
-    assert "saved by 2 processes, now there are 1; go on with --num_processes 2" in capsys.readouterr().err
+    assert (
+        "saved by 2 processes, now there are 1; go on with --num_processes 2"
+        in capsys.readouterr().err
+    )
     assert "going on from step" in together(launcher, cut, *words)
     assert timeless(cut) == timeless(root / f"{name}-two")
     two = head_of(root / f"{name}-two", head["kind"])
@@ -176,30 +232,56 @@ def test_two_stopped_processes_go_on_bit_for_bit_and_not_as_one(
 def test_the_recipes_clipping_reaches_deepspeed(root: Path) -> None:
     recipe = recipe_for(root, "eagle1")
     # A constant factor does not change Adam's steps, unless gradients get far below its eps of 1e-8.
-    words = ("--train.clip_norm", "1e-9", "--train.optimizer", "{kind: adamw}", "--train.max_steps", 8)
+    words = (
+        "--train.clip_norm",
+        "1e-9",
+        "--train.optimizer",
+        "{kind: adamw}",
+        "--train.max_steps",
+        8,
+    )
     together("zero1", root / "clipped", "--config", recipe, *words)
-    begun = jobs.build(load(recipe), root / "none", overwrite=False, is_plan=True).objective.head.fc.weight
-    moved = [(head_of(root / name)["fc.weight"] - begun).abs().max() for name in ("clipped", "eagle1-two")]
+    begun = jobs.build(
+        load(recipe), root / "none", overwrite=False, is_plan=True
+    ).objective.head.fc.weight
+    moved = [
+        (head_of(root / name)["fc.weight"] - begun).abs().max()
+        for name in ("clipped", "eagle1-two")
+    ]
     assert moved[0] < 0.2 * moved[1]
 
 
 @pytest.mark.parametrize(
     ("name", "key", "value", "said"),
     [
-        ("draft_lm", "on_policy", 0.1, "ZeRO-3 keeps no whole draft LM; use configs/accelerate/zero2.yaml"),
-        ("eagle1", "compile", True, "ZeRO-3 gathers weights inside of what would be compiled; use configs/"),
+        (
+            "draft_lm",
+            "on_policy",
+            0.1,
+            "ZeRO-3 keeps no whole draft LM; use configs/accelerate/zero2.yaml",
+        ),
+        (
+            "eagle1",
+            "compile",
+            True,
+            "ZeRO-3 gathers weights inside of what would be compiled; use configs/",
+        ),
     ],
 )
 def test_zero3_refuses_a_training_on_the_lms_own_tokens_and_a_compiled_one(
     root: Path, name: str, key: str, value: Any, said: str
 ) -> None:
     log, words = root / f"{key}.log", ("--config", recipe_for(root, name), "--run", root / key)
-    assert [*map(ended, forked("zero3", log, *words, f"--train.{key}", value))] == [2, 2], log.read_text()
+    assert [*map(ended, forked("zero3", log, *words, f"--train.{key}", value))] == [2, 2], (
+        log.read_text()
+    )
     assert f"train.{key}: {said}" in log.read_text()
 
 
 @pytest.mark.parametrize("split", ["train", "held_out"])
-def test_a_row_that_one_process_cannot_read_ends_both_with_the_same_code(root: Path, split: Any) -> None:
+def test_a_row_that_one_process_cannot_read_ends_both_with_the_same_code(
+    root: Path, split: Any
+) -> None:
     recipe, run = recipe_for(root, "eagle1", "cached"), root / f"broken-{split}"
     assert call(data_main, "features", "--config", recipe, "--run", run) == 0
     cache = FeatureCache.open(run / "features")
@@ -213,6 +295,14 @@ def test_a_row_that_one_process_cannot_read_ends_both_with_the_same_code(root: P
     path.unlink()  # the tensors are views of the old file
     save_file(tensors, path)
     log = root / f"{split}.log"
-    assert [*map(ended, forked("torchrun", log, "--config", recipe, "--run", run))] == [2, 2], log.read_text()
-    assert "error: train: another process failed" in log.read_text() and "checksum" in log.read_text()
-    assert json.loads((run / "status.json").read_text()) == {"stage": "train", "state": "failed", "code": 2}
+    assert [*map(ended, forked("torchrun", log, "--config", recipe, "--run", run))] == [2, 2], (
+        log.read_text()
+    )
+    assert (
+        "error: train: another process failed" in log.read_text() and "checksum" in log.read_text()
+    )
+    assert json.loads((run / "status.json").read_text()) == {
+        "stage": "train",
+        "state": "failed",
+        "code": 2,
+    }

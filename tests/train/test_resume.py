@@ -23,10 +23,25 @@ from aerie.train import launch, resume
 from aerie.train.loop import Loop
 from aerie.train.resume import Progress, folders
 from tests.tiny import flip
-from tests.train.sittings import config, ended, fork, job, killed_at, lines, sitting, timeless, weights
+from tests.train.sittings import (
+    config,
+    ended,
+    fork,
+    job,
+    killed_at,
+    lines,
+    sitting,
+    timeless,
+    weights,
+)
 
 # A log line covers several steps, most saves fall between two log lines, and the best evaluation changes.
-BUSY: dict[str, Any] = {"log_every": 4, "save_every": 3, "eval_every": 5, "optimizer": MuonSection()}
+BUSY: dict[str, Any] = {
+    "log_every": 4,
+    "save_every": 3,
+    "eval_every": 5,
+    "optimizer": MuonSection(),
+}
 SHORT: dict[str, Any] = {"epochs": 2, "save_every": 3, "eval_every": 2, "keep_last": 1}
 FRESH = Progress({}, 1)
 Run = tuple[Path, tuple[str, Loop]]
@@ -44,7 +59,10 @@ def same(one: Run, other: Run) -> None:
     assert replace(first.progress, **moved) == replace(second.progress, **moved)
     assert first.held_out == second.held_out
     assert timeless(place) == timeless(elsewhere)
-    heads = [{path.name: path.read_bytes() for path in (run / "head").iterdir()} for run in (place, elsewhere)]
+    heads = [
+        {path.name: path.read_bytes() for path in (run / "head").iterdir()}
+        for run in (place, elsewhere)
+    ]
     assert heads[0] == heads[1]
 
 
@@ -76,26 +94,40 @@ def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(
     same(undisturbed(**settings), (tmp_path, sitting(job(tmp_path, config(**settings)))))
 
 
-def test_a_run_killed_again_and_again_is_the_undisturbed_one(tmp_path: Path, undisturbed: Any, capsys: Any) -> None:
+def test_a_run_killed_again_and_again_is_the_undisturbed_one(
+    tmp_path: Path, undisturbed: Any, capsys: Any
+) -> None:
     for batch in (2, 5, 4, 1, 7):
         dies = job(tmp_path, config(**BUSY), (batch, signal.SIGKILL))
         assert ended(fork(lambda dies=dies: sitting(dies))) == -signal.SIGKILL
-    assert [folder.name for folder in folders(tmp_path / "state")] == ["step-00000012", "step-00000009"]
+    assert [folder.name for folder in folders(tmp_path / "state")] == [
+        "step-00000012",
+        "step-00000009",
+    ]
     flip(tmp_path / "state/step-00000012/optimizer.bin", 900)
     shutil.rmtree(tmp_path / "head")  # the save has the best weights as well
     same(undisturbed(**BUSY), (tmp_path, sitting(job(tmp_path, config(**BUSY)))))
-    rates = [(line["matrix_rate"], line["learning_rate"]) for line in lines(tmp_path) if "loss" in line]
+    rates = [
+        (line["matrix_rate"], line["learning_rate"]) for line in lines(tmp_path) if "loss" in line
+    ]
     assert [muon for muon, _ in rates] == pytest.approx([2 * adamw for _, adamw in rates])
     printed = capsys.readouterr()
     assert "step-00000012/optimizer.bin: is damaged" in printed.err
     assert "going on from step 9 of 15" in printed.out
 
 
-POINTS: dict[str, tuple[Any, str, int, str]] = {  # module, function, which call among those for a path with this ending
+POINTS: dict[
+    str, tuple[Any, str, int, str]
+] = {  # module, function, which call among those for a path with this ending
     "before its record": (resume.Manifest, "write", 1, "step-00000006.tmp"),
     "before the directory knows it": (storage, "sync", 2, "/state"),
     "while older ones go": (shutil, "rmtree", 3, "step-00000003.old"),
-    "while the best weights become the output": (storage, "write_atomically", 2, "head/config.json"),
+    "while the best weights become the output": (
+        storage,
+        "write_atomically",
+        2,
+        "head/config.json",
+    ),
 }
 
 
@@ -105,7 +137,9 @@ def growing(head: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_kill_at_any_point_of_a_save_costs_only_time(tmp_path: Path, undisturbed: Any, point: str) -> None:
+def test_a_kill_at_any_point_of_a_save_costs_only_time(
+    tmp_path: Path, undisturbed: Any, point: str
+) -> None:
     def train() -> tuple[str, Loop]:
         return sitting(job(tmp_path, config(**SHORT)), measure=growing)
 
@@ -124,33 +158,57 @@ def test_a_tracker_goes_on_and_has_no_step_twice(tmp_path: Path) -> None:
     (place,) = {path.parent for path in tmp_path.rglob("aerie/events.out.tfevents.*")}
     (settings_there,) = tmp_path.rglob("hparams.yml")
     assert "train.learning_rate: 0.01" in settings_there.read_text()
-    curve = [(event.step, event.value) for event in EventAccumulator(str(place)).Reload().Scalars("train/loss")]
-    assert curve == [(line["step"], pytest.approx(line["loss"])) for line in lines(tmp_path) if "loss" in line]
+    curve = [
+        (event.step, event.value)
+        for event in EventAccumulator(str(place)).Reload().Scalars("train/loss")
+    ]
+    assert curve == [
+        (line["step"], pytest.approx(line["loss"])) for line in lines(tmp_path) if "loss" in line
+    ]
 
 
-def test_another_recipe_or_engine_is_refused_and_other_saves_are_not(tmp_path: Path, undisturbed: Any) -> None:
-    fresh = Progress({"rows": "r", "train": {"log_every": 1, "seed": 0}}, 2, "ZeRO-2 bf16", "NVIDIA A")
+def test_another_recipe_or_engine_is_refused_and_other_saves_are_not(
+    tmp_path: Path, undisturbed: Any
+) -> None:
+    fresh = Progress(
+        {"rows": "r", "train": {"log_every": 1, "seed": 0}}, 2, "ZeRO-2 bf16", "NVIDIA A"
+    )
     resume.save(tmp_path, replace(fresh, step=7), lambda folder: None, lambda: None, 2)
     others = {
-        r"\(rows: r there, s asked; train.seed: 0 there": replace(fresh, made_of={"rows": "s", "train": {"seed": 1}}),
-        "saved under ZeRO-2 bf16, now it is plain bf16; go on as there, or": replace(fresh, engine="plain bf16"),
+        r"\(rows: r there, s asked; train.seed: 0 there": replace(
+            fresh, made_of={"rows": "s", "train": {"seed": 1}}
+        ),
+        "saved under ZeRO-2 bf16, now it is plain bf16; go on as there, or": replace(
+            fresh, engine="plain bf16"
+        ),
     }
     for said, other in others.items():
         with pytest.raises(UserError, match=said):
             resume.find(tmp_path, other, overwrite=False)
         assert resume.find(tmp_path, other, overwrite=True) == (other, None, [])
-    progress, _, warnings = resume.find(tmp_path, replace(fresh, machine="NVIDIA B"), overwrite=False)
+    progress, _, warnings = resume.find(
+        tmp_path, replace(fresh, machine="NVIDIA B"), overwrite=False
+    )
     assert progress.step == 7 and "saved with NVIDIA A, this is NVIDIA B" in warnings[0]
     cut(tmp_path / "run", config(save_every=4))
-    continued = sitting(job(tmp_path / "run", config(save_every=2, keep_last=3, loss_chunk_slots=512)))
+    continued = sitting(
+        job(tmp_path / "run", config(save_every=2, keep_last=3, loss_chunk_slots=512))
+    )
     same(undisturbed(save_every=4), (tmp_path / "run", continued))
-    assert len(folders(tmp_path / "run/state")) == 3 and all(hasattr(config(), name) for name in resume.FREE)
+    assert len(folders(tmp_path / "run/state")) == 3 and all(
+        hasattr(config(), name) for name in resume.FREE
+    )
 
 
 def test_a_save_that_holds_more_than_tensors_is_never_loaded(tmp_path: Path) -> None:
     torch.save({"weights": torch.zeros(2), "more": tmp_path}, tmp_path / "state.pt")
-    accelerator: Any = Mock(load_state=lambda folder: torch.load(Path(folder, "state.pt"), weights_only=False))
-    with pytest.raises(UserError, match="holds more than tensors and plain values, which is never loaded; remove it"):
+    accelerator: Any = Mock(
+        load_state=lambda folder: torch.load(Path(folder, "state.pt"), weights_only=False)
+    )
+    with pytest.raises(
+        UserError,
+        match="holds more than tensors and plain values, which is never loaded; remove it",
+    ):
         launch.load_state(accelerator, tmp_path)
 
 
@@ -162,7 +220,9 @@ def test_broken_saves_alone_are_refused_and_later_ones_than_a_new_one_go(tmp_pat
 
     flip(save(3), 200)
     flip(save(6), 200)
-    with pytest.raises(UserError, match=r"6/weights.bin: is damaged; no other save is whole: start anew with --ov"):
+    with pytest.raises(
+        UserError, match=r"6/weights.bin: is damaged; no other save is whole: start anew with --ov"
+    ):
         resume.find(tmp_path, FRESH, overwrite=False)
     assert resume.find(tmp_path, FRESH, overwrite=True)[:2] == (FRESH, None)
     save(5)  # as by a run that went on from step 3 with another save_every
@@ -176,11 +236,17 @@ def test_a_full_or_read_only_disk_is_one_line(small_disk: Path) -> None:
     free = shutil.disk_usage(small_disk).free
     for room in (size // 10, size - 5000):  # the weights, or only the last files, do not fit
         (small_disk / "filler").write_bytes(b"0" * (free - room))
-        with pytest.raises(NotWritable, match=r"step-00000004: cannot be written .*free some space"):
+        with pytest.raises(
+            NotWritable, match=r"step-00000004: cannot be written .*free some space"
+        ):
             sitting(job(run, settings))
         assert [path.name for path in (run / "state").glob("*step*")] == ["step-00000002"]
         (small_disk / "filler").unlink()
     for mode in ("ro", "rw"):
         subprocess.run(["mount", "-o", f"remount,{mode}", str(small_disk)], check=True)
-        with pytest.raises(NotWritable, match=r"cannot be written .Read-only") if mode == "ro" else nullcontext():
+        with (
+            pytest.raises(NotWritable, match=r"cannot be written .Read-only")
+            if mode == "ro"
+            else nullcontext()
+        ):
             assert sitting(job(run, settings))[0] == "finished"

@@ -31,7 +31,12 @@ async def echo(messages: Sequence[Message], seed: int) -> Answer:
 def local_recipe(place: Path, target: Path, section: dict[str, Any]) -> Path:
     """A recipe that trains on the answers of its section `distill`."""
     data = {"conversations": [str(place / "run/distilled/conversations.jsonl")], "held_out": 0.0}
-    values = {"run": str(place / "run"), "threads": 1, "target": {"path": str(target)}, "data": data}
+    values = {
+        "run": str(place / "run"),
+        "threads": 1,
+        "target": {"path": str(target)},
+        "data": data,
+    }
     return tiny.recipe(place / "recipe.yaml", {**values, "distill": section})
 
 

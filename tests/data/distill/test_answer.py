@@ -20,7 +20,9 @@ from aerie.data.distill.answer import TOO_LONG, Answer, ServedTarget, Unanswered
 from tests import tiny
 from tests.data.distill.answering import KEEP, distill, local_recipe, outcomes
 
-base_client = pytest.importorskip("openai._base_client", reason="needs the extra 'distill' (pip install -e .[distill])")
+base_client = pytest.importorskip(
+    "openai._base_client", reason="needs the extra 'distill' (pip install -e .[distill])"
+)
 
 KEY = "sk-madeUpForTheTests0123"
 
@@ -38,10 +40,18 @@ class Scripted(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(
-        self, fault: Callable[[str, int], str] = lambda question, tries: "", port: int = 0, **extra: Any
+        self,
+        fault: Callable[[str, int], str] = lambda question, tries: "",
+        port: int = 0,
+        **extra: Any,
     ) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
-        self.fault, self.extra, self.asked, self.bodies = fault, extra, list[str](), list[dict[str, Any]]()
+        self.fault, self.extra, self.asked, self.bodies = (
+            fault,
+            extra,
+            list[str](),
+            list[dict[str, Any]](),
+        )
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
     def __enter__(self) -> "Scripted":
@@ -69,14 +79,24 @@ class _Handler(BaseHTTPRequestHandler):
         status = {"long": 400, "moved": 307}.get(fault, int(fault) if fault.isdecimal() else 200)
         message = {"role": "assistant", "content": f"re: {question}"}
         choice = {"index": 0, "finish_reason": "stop", "message": message, **self.server.extra}
-        made: dict[str, Any] = {"choices": [choice], "prompt_token_ids": [1, 2], "usage": {"completion_tokens": 3}}
+        made: dict[str, Any] = {
+            "choices": [choice],
+            "prompt_token_ids": [1, 2],
+            "usage": {"completion_tokens": 3},
+        }
         if fault.startswith("{"):
             made["choices"][0] |= json.loads(fault)
         if status != 200:
             made = {
-                "error": {"message": "maximum context length is 9" if fault == "long" else f"planted {fault} for {KEY}"}
+                "error": {
+                    "message": "maximum context length is 9"
+                    if fault == "long"
+                    else f"planted {fault} for {KEY}"
+                }
             }
-        text = b"<html>a proxy's own page</html>" if fault == "garbled" else json.dumps(made).encode()
+        text = (
+            b"<html>a proxy's own page</html>" if fault == "garbled" else json.dumps(made).encode()
+        )
         with suppress(OSError):  # the client may have gone
             if fault != "cut":
                 self.send_response(status)
@@ -92,7 +112,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Prints nothing."""
 
 
-def ask(urls: list[str], *questions: str, sampling: dict[str, Any] | None = None, **settings: Any) -> list[Any]:
+def ask(
+    urls: list[str], *questions: str, sampling: dict[str, Any] | None = None, **settings: Any
+) -> list[Any]:
     """The answers (as text if nothing else came with them) or failures; all requests are under way at once."""
 
     async def run() -> list[Any]:
@@ -103,13 +125,19 @@ def ask(urls: list[str], *questions: str, sampling: dict[str, Any] | None = None
             return await asyncio.gather(*requests, return_exceptions=True)
 
     ends = asyncio.run(run())
-    return [end.content if end == Answer(getattr(end, "content", ""), "stop") else end for end in ends]
+    return [
+        end.content if end == Answer(getattr(end, "content", ""), "stop") else end for end in ends
+    ]
 
 
 # An unreadable answer is requested twice; an overloaded server (429, 503) is asked until it answers.
-@pytest.mark.parametrize(("fault", "few"), [("500", 3), ("garbled", 1), ("slow", 3), ("429", 12), ("cut", 3)])
+@pytest.mark.parametrize(
+    ("fault", "few"), [("500", 3), ("garbled", 1), ("slow", 3), ("429", 12), ("cut", 3)]
+)
 def test_a_request_that_meets_a_fault_is_made_again_and_answered(fault: str, few: int) -> None:
-    with Scripted(lambda question, tries: fault if question == "a" and tries < few else "") as server:
+    with Scripted(
+        lambda question, tries: fault if question == "a" and tries < few else ""
+    ) as server:
         assert ask([server.url], "a", timeout_s=0.5 if fault == "slow" else 5.0) == ["re: a"]
         assert server.asked.count("a") == few + 1
 
@@ -119,11 +147,17 @@ def test_a_row_that_the_server_alone_cannot_answer_has_failed_or_is_skipped(faul
     with Scripted(lambda question, _: fault if question == "poison" else "") as server:
         error, good = ask([server.url], "poison", "b")
     assert isinstance(error, Unanswered) and good == "re: b"
-    assert (error.status, error.why) == ("skipped", TOO_LONG) if fault == "long" else error.status == "failed"
+    assert (
+        (error.status, error.why) == ("skipped", TOO_LONG)
+        if fault == "long"
+        else error.status == "failed"
+    )
 
 
 @pytest.mark.parametrize("fault", ["503", "cut"])
-def test_no_row_fails_when_the_server_goes_down_and_the_run_stops_when_patience_is_over(fault: str) -> None:
+def test_no_row_fails_when_the_server_goes_down_and_the_run_stops_when_patience_is_over(
+    fault: str,
+) -> None:
     asked = set[str]()
 
     def meet(question: str, _: int) -> str:
@@ -140,14 +174,19 @@ def test_requests_are_spread_and_a_server_that_is_gone_is_left_to_the_others() -
     first, second = (Scripted(lambda question, _: "slow" if question != "Hi" else "") for _ in "ab")
     with first, second:
         assert ask([first.url, second.url], *"abcdefgh") == [f"re: {text}" for text in "abcdefgh"]
-        assert sorted([*first.asked, *second.asked]) == ["Hi", *"abcdefgh"] and 4 <= len(first.asked) <= 5
+        assert (
+            sorted([*first.asked, *second.asked]) == ["Hi", *"abcdefgh"]
+            and 4 <= len(first.asked) <= 5
+        )
     with Scripted() as server:
         assert ask([first.url, server.url], *"abcd") == [f"re: {text}" for text in "abcd"]
     with pytest.raises(UserError, match=r"no server has answered for 0\.3 s"):
         ask([first.url], "a", patience_s=0.3)
 
 
-def test_a_distillation_outlasts_its_server_and_goes_on_with_one_that_listens_there_again(tmp_path: Path) -> None:
+def test_a_distillation_outlasts_its_server_and_goes_on_with_one_that_listens_there_again(
+    tmp_path: Path,
+) -> None:
     questions, back = [f"Please count {n} boats." for n in range(6)], list[Scripted]()
     is_gone, said = threading.Event(), io.StringIO()
 
@@ -163,51 +202,107 @@ def test_a_distillation_outlasts_its_server_and_goes_on_with_one_that_listens_th
         is_gone.wait()
         return "cut"
 
-    rows = tiny.write_rows(tmp_path / "questions.jsonl", [{"prompt": question} for question in questions])
+    rows = tiny.write_rows(
+        tmp_path / "questions.jsonl", [{"prompt": question} for question in questions]
+    )
     section: dict[str, Any] = {"sources": [{"path": str(rows), "kind": "prompts"}], "gate": KEEP}
     with ExitStack() as stack, Scripted(leave) as server, redirect_stderr(said):
-        section["server"] = {"urls": [server.url], "concurrency": 3, "timeout_s": 60.0, "patience_s": 120.0}
+        section["server"] = {
+            "urls": [server.url],
+            "concurrency": 3,
+            "timeout_s": 60.0,
+            "patience_s": 120.0,
+        }
         assert distill(local_recipe(tmp_path, tiny.target(tmp_path / "target"), section)) == 0
-    assert [row.answers[0].content for row in outcomes(tmp_path / "run")] == [f"re: {text}" for text in questions]
+    assert [row.answers[0].content for row in outcomes(tmp_path / "run")] == [
+        f"re: {text}" for text in questions
+    ]
     assert {*back[0].asked} >= {*questions[1:]}
 
 
 @pytest.mark.parametrize("fault", ["401", "long"])
 def test_a_wrong_key_address_or_length_stops_the_run_with_the_fix(fault: str) -> None:
-    with Scripted(lambda *_: fault) as server, pytest.raises(UserError, match=r"check distill\.(server|sampling)"):
+    with (
+        Scripted(lambda *_: fault) as server,
+        pytest.raises(UserError, match=r"check distill\.(server|sampling)"),
+    ):
         ask([server.url], "a")
     assert server.asked == ["Hi"]
 
 
-def test_a_server_that_sends_elsewhere_is_refused_and_no_key_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_sends_elsewhere_is_refused_and_no_key_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    with Scripted(lambda *_: "moved") as server, pytest.raises(UserError, match="redirects to http://bob:") as caught:
+    with (
+        Scripted(lambda *_: "moved") as server,
+        pytest.raises(UserError, match="redirects to http://bob:") as caught,
+    ):
         ask([server.url], "a")
-    assert server.asked == ["Hi"] and masked(str(caught.value)).count("http://***@127.0.0.1:9/v1; if you trust") == 1
+    assert (
+        server.asked == ["Hi"]
+        and masked(str(caught.value)).count("http://***@127.0.0.1:9/v1; if you trust") == 1
+    )
     with Scripted(lambda question, _: "400" if question == "a" else "") as server:
         (error,) = ask([server.url], "a")
     assert "***" in error.why and masked(f"http://h/v1?key={KEY}: no") == "http://h/v1?key=***: no"
     assert masked("http://me:pa/ss@h:1/v1 and http://h:1/a") == "http://***@h:1/v1 and http://h:1/a"
-    for said in ('"x-api-key": "S3"', "access_token=S3", "{'token': 'S3'}", "Authorization: Basic S3", "api_key=S3&a"):
+    for said in (
+        '"x-api-key": "S3"',
+        "access_token=S3",
+        "{'token': 'S3'}",
+        "Authorization: Basic S3",
+        "api_key=S3&a",
+    ):
         assert "S3" not in masked(said) and masked(said).count("***") == 1
 
 
 def test_a_server_that_drips_is_cut_off_and_one_odd_reply_costs_its_row_alone() -> None:
     odd = [{"message": {"content": content}} for content in (5, [1, 2], {"a": 1})]
-    odd += [{"message": None}, {"message": 5}, {"token_ids": 7}, {"token_ids": ["x"]}, {"token_ids": [[1]]}]
-    with Scripted(lambda question, _: question if question[0] == "{" else "drip" if question == "a" else "") as server:
+    odd += [
+        {"message": None},
+        {"message": 5},
+        {"token_ids": 7},
+        {"token_ids": ["x"]},
+        {"token_ids": [[1]]},
+    ]
+    with Scripted(
+        lambda question, _: question if question[0] == "{" else "drip" if question == "a" else ""
+    ) as server:
         start = time.monotonic()
-        dripped, *ends, good = ask([server.url], "a", *map(json.dumps, odd), "b", retries=0, timeout_s=0.4)
+        dripped, *ends, good = ask(
+            [server.url], "a", *map(json.dumps, odd), "b", retries=0, timeout_s=0.4
+        )
     assert dripped.status == "failed" and good == "re: b" and time.monotonic() - start < 5
     assert [(end.status, "no text" in end.why) for end in ends] == [("skipped", True)] * len(odd)
 
 
 def test_a_request_says_how_to_sample_and_an_answer_brings_thinking_and_ids() -> None:
-    message = {"role": "assistant", "content": "four", "reasoning": "2 + 2", "reasoning_content": ""}
+    message = {
+        "role": "assistant",
+        "content": "four",
+        "reasoning": "2 + 2",
+        "reasoning_content": "",
+    }
     with Scripted(message=message, token_ids=[7, 3]) as server:
         greedy = ask([server.url], "a", sampling={"temperature": 0.0})
-        ask([server.url], "a", sampling={"top_p": 0.9, "top_k": 4}, token_ids=True, extra_body={"min_p": 0.1})
+        ask(
+            [server.url],
+            "a",
+            sampling={"top_p": 0.9, "top_k": 4},
+            token_ids=True,
+            extra_body={"min_p": 0.1},
+        )
     assert greedy == [Answer("four", "stop", "2 + 2", (7, 3), (1, 2))]
-    drawn = {"top_p": 0.9, "top_k": 4, "min_p": 0.1, "return_token_ids": True, "temperature": 1.0, "seed": 11}
+    drawn = {
+        "top_p": 0.9,
+        "top_k": 4,
+        "min_p": 0.1,
+        "return_token_ids": True,
+        "temperature": 1.0,
+        "seed": 11,
+    }
     _, first, _, second = server.bodies
-    assert first["temperature"] == 0.0 and first["max_tokens"] == 9 and second.items() >= drawn.items()
+    assert (
+        first["temperature"] == 0.0 and first["max_tokens"] == 9 and second.items() >= drawn.items()
+    )

@@ -15,7 +15,9 @@ SHARED = tuple(f"{LONG} question {n} about {n * n}" for n in range(20))
 NEAR = "overlaps an evaluation question"
 
 
-def made(path: Path, rows: list[Any], questions: tuple[str, ...] = (), seed: int = 0, **keys: Any) -> list[Prompt]:
+def made(
+    path: Path, rows: list[Any], questions: tuple[str, ...] = (), seed: int = 0, **keys: Any
+) -> list[Prompt]:
     source = SourceConfig(str(write_rows(path / "rows.jsonl", rows)), **keys)
     return make_prompts(DistillConfig(sources=(source,), ngram=8, seed=seed), questions)
 
@@ -29,12 +31,21 @@ def said(*turns: tuple[str, str | None]) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-def test_human_turns_are_asked_and_rows_that_cannot_be_are_skipped_with_their_reason(tmp_path: Path) -> None:
-    row = said(("system", "Be brief."), ("human", "First?"), ("gpt", "An old answer."), ("human", "Second?"))
+def test_human_turns_are_asked_and_rows_that_cannot_be_are_skipped_with_their_reason(
+    tmp_path: Path,
+) -> None:
+    row = said(
+        ("system", "Be brief."),
+        ("human", "First?"),
+        ("gpt", "An old answer."),
+        ("human", "Second?"),
+    )
     joined, place = said(("user", "a"), ("user", "b \ud83d")), f"{tmp_path}/rows.jsonl: row"
     assert made(tmp_path, [row, joined]) == [
         Prompt("0:1", f"{place} 1", ("First?", "Second?"), system="Be brief."),
-        Prompt("0:2", f"{place} 2", ("a\n\nb \ufffd",)),  # no tokenizer takes half of a surrogate pair
+        Prompt(
+            "0:2", f"{place} 2", ("a\n\nb \ufffd",)
+        ),  # no tokenizer takes half of a surrogate pair
     ]
     rows = {
         None: said(("user", "Why?")),
@@ -46,7 +57,13 @@ def test_human_turns_are_asked_and_rows_that_cannot_be_are_skipped_with_their_re
     prompts = made(tmp_path, list(rows.values()))
     assert [prompt.skip for prompt in prompts] == list(rows)
     assert plan_line(prompts).startswith("5 rows, 1 to ask; 1 skipped: ")
-    empty = [{"prompt": None}, {"turns": []}, {"prompt": 5}, {"turns": ["a", None]}, {"prompt": "Why?", "system": 5}]
+    empty = [
+        {"prompt": None},
+        {"turns": []},
+        {"prompt": 5},
+        {"turns": ["a", None]},
+        {"prompt": "Why?", "system": 5},
+    ]
     usable = ["Why?", {"turns": None, "question": "a?"}]
     assert skips(tmp_path, usable + empty) == [None] * 2 + ["an empty question, or no text"] * 5
 
@@ -77,13 +94,28 @@ def test_the_seed_draws_the_rows_and_samples_have_ids_of_their_own(tmp_path: Pat
     rows = [{"prompt": f"Question {n}?"} for n in range(50)]
     keys: dict[str, Any] = {"kind": "prompts", "num_rows": 10, "samples": 2}
     first, again, other = (made(tmp_path, rows, seed=seed, **keys) for seed in (0, 0, 1))
-    assert first == again and {prompt.turns for prompt in first} != {prompt.turns for prompt in other}
-    assert len(first) == len({prompt.id for prompt in first}) == 20 == 2 * len({prompt.turns for prompt in first})
+    assert first == again and {prompt.turns for prompt in first} != {
+        prompt.turns for prompt in other
+    }
+    assert (
+        len(first)
+        == len({prompt.id for prompt in first})
+        == 20
+        == 2 * len({prompt.turns for prompt in first})
+    )
 
 
 def test_personas_are_asked_for_a_problem_or_for_the_solution_of_theirs(tmp_path: Path) -> None:
-    row = {"input persona": f"One who says {LONG}", "synthesized text": "**Math problem:** 3 hives hold 9 frames each."}
+    row = {
+        "input persona": f"One who says {LONG}",
+        "synthesized text": "**Math problem:** 3 hives hold 9 frames each.",
+    }
     solved, unsolved = made(tmp_path, [row, {"input persona": "A baker"}], kind="personas")
-    assert solved.turns[0].startswith("3 hives hold 9 frames each.\n\n") and unsolved.skip == "row has no problem"
-    near, invented = made(tmp_path, [row, {"persona": "A baker"}], (LONG,), kind="personas", ask="problem")
+    assert (
+        solved.turns[0].startswith("3 hives hold 9 frames each.\n\n")
+        and unsolved.skip == "row has no problem"
+    )
+    near, invented = made(
+        tmp_path, [row, {"persona": "A baker"}], (LONG,), kind="personas", ask="problem"
+    )
     assert "A baker" in (invented.invent or "") and invented.turns == () and near.skip == NEAR

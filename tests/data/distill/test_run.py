@@ -26,12 +26,18 @@ from tests.data.distill import answering
 from tests.data.distill.answering import KEEP, distill, echo, outcomes, thinking
 from tests.tiny import read_rows, write_rows
 
-ROWS = [Prompt(f"0:{n}", f"rows: row {n}", tuple(f"Question {n}, {t}?" for t in range(2))) for n in range(12)]
+ROWS = [
+    Prompt(f"0:{n}", f"rows: row {n}", tuple(f"Question {n}, {t}?" for t in range(2)))
+    for n in range(12)
+]
 JOURNAL = "journal/shard-00001-of-00001.jsonl"
 
 
 def job(directory: Path, *questions: str, **keys: Any) -> Job:
-    server, sources = ServerConfig(("http://unused/v1",), concurrency=4), (SourceConfig("unused.jsonl"),)
+    server, sources = (
+        ServerConfig(("http://unused/v1",), concurrency=4),
+        (SourceConfig("unused.jsonl"),),
+    )
     config = DistillConfig(sources=sources, server=server, ngram=8, **keys)
     return Job(directory, config, {"target": {"path": "a <target>"}}, questions)
 
@@ -55,7 +61,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return merged(directory)
 
 
-def test_a_run_killed_at_random_moments_in_any_shares_ends_as_an_undisturbed_one(tmp_path: Path, whole: bytes) -> None:
+def test_a_run_killed_at_random_moments_in_any_shares_ends_as_an_undisturbed_one(
+    tmp_path: Path, whole: bytes
+) -> None:
     class Killed(BaseException):
         pass
 
@@ -76,7 +84,9 @@ def test_a_run_killed_at_random_moments_in_any_shares_ends_as_an_undisturbed_one
             sit(tmp_path, dying, share)
         with pytest.raises(UserError, match=r"of 12 rows have not ended \(first: 0:"):
             merged(tmp_path)
-        torn = b'{"id": "0:11", "status": "done", "place": "rows: row 11", "tu'[: chance.randint(0, 60)]
+        torn = b'{"id": "0:11", "status": "done", "place": "rows: row 11", "tu'[
+            : chance.randint(0, 60)
+        ]
         path.write_bytes(path.read_bytes() + torn)
     sit(tmp_path, echo, Share(3, 3))
     path.write_text("{damaged}\n" + path.read_text()[40:])
@@ -84,10 +94,15 @@ def test_a_run_killed_at_random_moments_in_any_shares_ends_as_an_undisturbed_one
     assert merged(tmp_path) == whole
 
 
-def test_a_full_disk_stops_a_run_that_goes_on_when_there_is_room(small_disk: Path, whole: bytes) -> None:
+def test_a_full_disk_stops_a_run_that_goes_on_when_there_is_room(
+    small_disk: Path, whole: bytes
+) -> None:
     (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 8192))
     with pytest.raises(NotWritable, match=r"jsonl: cannot be written .No space left"):
-        sit(small_disk, lambda messages, seed: echo([{**messages[0], "content": "word " * 2000}], seed))
+        sit(
+            small_disk,
+            lambda messages, seed: echo([{**messages[0], "content": "word " * 2000}], seed),
+        )
     (small_disk / "filler").unlink()
     (small_disk / JOURNAL).write_bytes((small_disk / JOURNAL).read_bytes().rpartition(b"\n")[2])
     sit(small_disk, echo)
@@ -106,14 +121,19 @@ def test_failed_and_skipped_rows_are_asked_again_when_that_is_wished_by_one_writ
 
     sit(tmp_path, failing)
     sit(tmp_path, echo)
-    assert [merged(tmp_path).count(b'"status": "%s"' % status) for status in (b"failed", b"skipped")] == [2, 2]
+    assert [
+        merged(tmp_path).count(b'"status": "%s"' % status) for status in (b"failed", b"skipped")
+    ] == [2, 2]
     for share in (Share(1, 2), Share(2, 2)):  # each asks the rows of its share
         sit(tmp_path, echo, share, retry=True)
     assert merged(tmp_path) == whole
 
 
 def end_of(
-    prompt: Prompt, answer: Callable[[list[str]], Answer], *questions: str, template: str = tiny.TEMPLATE
+    prompt: Prompt,
+    answer: Callable[[list[str]], Answer],
+    *questions: str,
+    template: str = tiny.TEMPLATE,
 ) -> Outcome:
     """How a row ends; `answer` gets the contents of the request's messages."""
 
@@ -136,7 +156,10 @@ def test_later_questions_follow_the_new_answers_until_one_is_cut_or_the_context_
     cut, short = end_of(two, lambda _: Answer("half", "length")), end_of(two, full)
     assert (cut.turns, short.turns, short.status) == (("a",), ("a",), "done")
     refused = end_of(two, lambda _: Answer("c", "stop"), template=NO_SYSTEM)
-    assert (refused.status, refused.why) == ("skipped", "the chat template refuses it: No system role")
+    assert (refused.status, refused.why) == (
+        "skipped",
+        "the chat template refuses it: No system role",
+    )
 
 
 def test_an_invented_problem_is_solved_in_a_conversation_of_its_own() -> None:
@@ -146,9 +169,18 @@ def test_an_invented_problem_is_solved_in_a_conversation_of_its_own() -> None:
         return Answer("Problem: 2 + 2?" if texts == ["Invent."] else f"4 {len(texts)}", "stop")
 
     ended = end_of(prompt, answer)
-    assert ended.turns[0].startswith("2 + 2?\n\n") and ended.answers[0].content == "4 1" and ended.invented
-    assert end_of(prompt, answer, "2 2").why == "the invented problem overlaps an evaluation question"
-    assert end_of(prompt, lambda _: Answer("Problem: 2 +", "length")).why == "the invented problem is cut or empty"
+    assert (
+        ended.turns[0].startswith("2 + 2?\n\n")
+        and ended.answers[0].content == "4 1"
+        and ended.invented
+    )
+    assert (
+        end_of(prompt, answer, "2 2").why == "the invented problem overlaps an evaluation question"
+    )
+    assert (
+        end_of(prompt, lambda _: Answer("Problem: 2 +", "length")).why
+        == "the invented problem is cut or empty"
+    )
 
 
 PROSE = (
@@ -159,13 +191,21 @@ CHINESE = "灯塔看守人每晚数经过的船只并把数字写进一本书里
 SOUND = Answer(PROSE, "stop")
 FLAWS: dict[str, list[str]] = {
     "": [
-        *("Four.", PROSE + " ha" * 4, PROSE + " again" * 39, f"{PROSE} {'!' * 20}"),  # repeating forty words is a loop
+        *(
+            "Four.",
+            PROSE + " ha" * 4,
+            PROSE + " again" * 39,
+            f"{PROSE} {'!' * 20}",
+        ),  # repeating forty words is a loop
         *(f"{PROSE} In Chinese: 灯塔。", "Ω and Σ are Greek letters, like α and β."),
         *("I can help with that.", PROSE + " I cannot help with that."),
     ],
     "empty": [" \n"],
     "loop": [PROSE + " again" * 40, (PROSE + " ") * 5, f"{PROSE} {'?!' * 500}"],
-    "language": [CHINESE, "Смотритель маяка каждую ночь считает корабли и записывает их число в книгу."],
+    "language": [
+        CHINESE,
+        "Смотритель маяка каждую ночь считает корабли и записывает их число в книгу.",
+    ],
     "refusal": ["I am sorry, I cannot share this.", "As an AI language model, I wait."],
 }
 
@@ -184,37 +224,62 @@ def test_flaws_are_found_where_they_are_in_thinking_and_every_turn() -> None:
     assert flaws(row(Answer(CHINESE, "stop"), question="他数什么？")) == []
 
 
-def test_flaws_are_counted_the_recipe_says_what_is_dropped_and_the_page_says_it_all(tmp_path: Path) -> None:
+def test_flaws_are_counted_the_recipe_says_what_is_dropped_and_the_page_says_it_all(
+    tmp_path: Path,
+) -> None:
     good, problem = row(SOUND), Answer("Problem: 2 + 2?", "stop")
     made = [
         *(good, row(Answer("", "length")), row(Answer("I cannot help with that.", "stop"))),
-        *(replace(good, invented=problem, turns=(turn,)) for turn in ("2 + 2?", "2  + 2?", "2 - 2?")),
+        *(
+            replace(good, invented=problem, turns=(turn,))
+            for turn in ("2 + 2?", "2  + 2?", "2 - 2?")
+        ),
         *(Outcome("", "skipped", "x", "an empty question"), Outcome("", "failed", "x", "HTTP 500")),
     ]
     rows = [replace(outcome, id=f"0:{place}") for place, outcome in enumerate(made)]
-    write_rows(tmp_path / JOURNAL, [answering.OUTCOME.dump_python(end, exclude_defaults=True) for end in rows])
+    write_rows(
+        tmp_path / JOURNAL,
+        [answering.OUTCOME.dump_python(end, exclude_defaults=True) for end in rows],
+    )
 
     def kept(**gate: Any) -> tuple[dict[str, Any], str]:
         asked = [Prompt(end.id, end.place) for end in rows]
         summary = job(tmp_path, gate=GateConfig(**gate)).merge(asked, thinking())
-        return summary, "".join(row["id"][-1] for row in read_rows(tmp_path / "conversations.jsonl"))
+        return summary, "".join(
+            row["id"][-1] for row in read_rows(tmp_path / "conversations.jsonl")
+        )
 
     assert kept(cut="keep", empty="keep", refusal="drop", repeated="keep")[1] == "01345"
     summary, ids = kept()
     assert ids == "0235" and len(read_rows(tmp_path / "outcomes.jsonl")) == 8
     assert summary["flaws"] == {"cut": 1, "empty": 1, "refusal": 1, "repeated": 1}
-    assert [summary[name] for name in ("rows", "kept", "dropped", "training_rows", "answers")] == [8, 4, 2, 4, 4]
+    assert [summary[name] for name in ("rows", "kept", "dropped", "training_rows", "answers")] == [
+        8,
+        4,
+        2,
+        4,
+        4,
+    ]
     assert summary["why"] == {"skipped: an empty question": 1, "failed: HTTP 500": 1}
     page = (tmp_path / "summary.html").read_text()
-    assert all(text in page for text in ("4 of 8 input rows are kept", "failed: HTTP 500", "a &lt;target&gt;"))
+    assert all(
+        text in page
+        for text in ("4 of 8 input rows are kept", "failed: HTTP 500", "a &lt;target&gt;")
+    )
 
 
 @pytest.fixture
 def recipe(tmp_path: Path, target: Target) -> Path:
     """A recipe whose target answers six questions in process."""
-    rows = write_rows(tmp_path / "questions.jsonl", [{"prompt": f"Please count {n} boats."} for n in range(6)])
+    rows = write_rows(
+        tmp_path / "questions.jsonl", [{"prompt": f"Please count {n} boats."} for n in range(6)]
+    )
     sampling = {"temperature": 0.0, "max_tokens": 12}
-    section = {"sources": [{"path": str(rows), "kind": "prompts"}], "sampling": sampling, "gate": KEEP}
+    section = {
+        "sources": [{"path": str(rows), "kind": "prompts"}],
+        "sampling": sampling,
+        "gate": KEEP,
+    }
     return answering.local_recipe(tmp_path, Path(target.recipe.path), section)
 
 
@@ -222,7 +287,11 @@ def test_a_distillation_is_made_reused_judged_anew_and_replaced_when_that_is_ask
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run/distilled"
-    assert distill(recipe, "--is-whole") == 1 and distill(recipe) == 0 and distill(recipe, "--is-whole") == 0
+    assert (
+        distill(recipe, "--is-whole") == 1
+        and distill(recipe) == 0
+        and distill(recipe, "--is-whole") == 0
+    )
     assert "6 of 6 rows kept" in capsys.readouterr().out
     answers = (run / JOURNAL).read_bytes()
     assert distill(recipe) == 0 and capsys.readouterr().out == f"distill: whole, reused ({run})\n"
@@ -231,14 +300,21 @@ def test_a_distillation_is_made_reused_judged_anew_and_replaced_when_that_is_ask
     assert "no row is left to train on: 6 cut" in capsys.readouterr().err
     assert (run / JOURNAL).read_bytes() == answers  # nothing was asked again
     shorter = ("--distill.sampling.max_tokens", "5")
-    assert distill(recipe, *shorter) == 2 and "max_tokens: 12 there, 5 asked" in capsys.readouterr().err
+    assert (
+        distill(recipe, *shorter) == 2
+        and "max_tokens: 12 there, 5 asked" in capsys.readouterr().err
+    )
     assert distill(recipe, *shorter, "--overwrite") == 0
     assert max(len(row.answers[0].token_ids or ()) for row in outcomes(tmp_path / "run")) == 5
 
 
-def test_the_recipes_own_measuring_prompts_and_those_to_exclude_are_never_asked(recipe: Path, tmp_path: Path) -> None:
+def test_the_recipes_own_measuring_prompts_and_those_to_exclude_are_never_asked(
+    recipe: Path, tmp_path: Path
+) -> None:
     def measured(number: int) -> dict[str, Any]:
-        rows = [{"question_id": number, "category": "a", "turns": [f"Please count {number} boats."]}]
+        rows = [
+            {"question_id": number, "category": "a", "turns": [f"Please count {number} boats."]}
+        ]
         return {"path": str(write_rows(tmp_path / f"{number}.jsonl", rows)), "num_prompts": 1}
 
     values = yaml.safe_load(recipe.read_text())

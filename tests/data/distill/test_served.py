@@ -20,10 +20,14 @@ from tests.data.distill.answering import KEEP, distill, local_recipe, outcomes
 from tests.tiny import read_rows, write_rows
 from tests.train.sittings import ended, fork
 
-MISSING = [name for name in ("openai", "fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
+MISSING = [
+    name for name in ("openai", "fastapi", "uvicorn") if importlib.util.find_spec(name) is None
+]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (pip install -e .[distill,dev])"),
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"needs {', '.join(MISSING)} (pip install -e .[distill,dev])"
+    ),
 ]
 ROWS, TOKENS = 24, 16
 JOURNAL = "run/distilled/journal/shard-00001-of-00001.jsonl"
@@ -33,9 +37,22 @@ JOURNAL = "run/distilled/journal/shard-00001-of-00001.jsonl"
 def served(target: Path, home: Path, port: int) -> Iterator[None]:
     """Runs `transformers serve` with a target during the block, and kills it silently at the end."""
     (home / "hub").mkdir(parents=True, exist_ok=True)
-    words = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(target), "--device", "cpu"]
+    words = [
+        sys.executable,
+        "-m",
+        "transformers.cli.transformers",
+        "serve",
+        str(target),
+        "--device",
+        "cpu",
+    ]
     words += ["--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
-    settings = {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HOME": str(home)}
+    settings = {
+        "HF_HUB_OFFLINE": "1",
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "HF_HOME": str(home),
+    }
     with (home / "log").open("ab") as log:
         process = subprocess.Popen(words, env={**os.environ, **settings}, stdout=log, stderr=log)
     try:
@@ -60,10 +77,14 @@ def recipe(place: Path, target: Path, url: str | None) -> Path:
     """A recipe of two-turn conversations; url None: in process."""
     questions = [{"turns": [f"Please count {n} boats.", f"And {n} owls?"]} for n in range(ROWS)]
     section: dict[str, Any] = {
-        "sources": [{"path": str(write_rows(place / "questions.jsonl", questions)), "kind": "prompts"}],
+        "sources": [
+            {"path": str(write_rows(place / "questions.jsonl", questions)), "kind": "prompts"}
+        ],
         "sampling": {"temperature": 0.0, "max_tokens": TOKENS},
         "gate": KEEP,
-        "server": {"urls": [url], "concurrency": 2, "timeout_s": 30.0, "retries": 0} if url else None,
+        "server": {"urls": [url], "concurrency": 2, "timeout_s": 30.0, "retries": 0}
+        if url
+        else None,
     }
     return local_recipe(place, target, section)
 
@@ -71,20 +92,28 @@ def recipe(place: Path, target: Path, url: str | None) -> Path:
 def texts(place: Path) -> list[tuple[str, tuple[str, ...]]]:
     """(id, answers) of every row, in order; checks that the journal has no other line."""
     assert len(read_rows(place / JOURNAL)) == ROWS
-    return [(row.id, tuple(answer.content for answer in row.answers)) for row in outcomes(place / "run")]
+    return [
+        (row.id, tuple(answer.content for answer in row.answers)) for row in outcomes(place / "run")
+    ]
 
 
-def test_the_answers_are_the_targets_own_and_no_row_is_lost_or_doubled_by_a_killed_job(tmp_path: Path) -> None:
+def test_the_answers_are_the_targets_own_and_no_row_is_lost_or_doubled_by_a_killed_job(
+    tmp_path: Path,
+) -> None:
     target, own, home = tiny.target(tmp_path / "target"), tmp_path / "own", tmp_path / "home"
     own.mkdir()
     assert distill(recipe(own, target, None)) == 0  # in process
     model, tokenizer = tiny.llama(), tiny.tokenizer()
     for number, row in enumerate(read_rows(own / "run/distilled/conversations.jsonl")[:4]):
         messages = [{"role": "user", "content": f"Please count {number} boats."}]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt"
+        )["input_ids"]
         written = model.generate(ids, max_new_tokens=TOKENS, do_sample=False)[0].tolist()
         assert row["input_ids"][: len(written)] == written
-        assert row["loss_mask"][: len(written)] == [0] * ids.shape[1] + [1] * (len(written) - ids.shape[1])
+        assert row["loss_mask"][: len(written)] == [0] * ids.shape[1] + [1] * (
+            len(written) - ids.shape[1]
+        )
     assert any(len(answers) == 2 for _, answers in texts(own))
 
     with socket.socket() as found:
@@ -95,5 +124,7 @@ def test_the_answers_are_the_targets_own_and_no_row_is_lost_or_doubled_by_a_kill
         job = fork(lambda: distill(path))
         wait_until(lambda: (tmp_path / JOURNAL).read_bytes().count(b"\n") >= ROWS // 3)
         os.kill(job, signal.SIGKILL)
-        assert ended(job) == -signal.SIGKILL and (tmp_path / JOURNAL).read_bytes().count(b"\n") < ROWS
+        assert (
+            ended(job) == -signal.SIGKILL and (tmp_path / JOURNAL).read_bytes().count(b"\n") < ROWS
+        )
         assert distill(path) == 0 and texts(tmp_path) == texts(own)

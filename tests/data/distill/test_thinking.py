@@ -25,14 +25,19 @@ def of(template: str) -> Thinking:
 
 
 def rows_of(reader: Thinking, *answers: Answer) -> list[dict[str, Any]]:
-    return reader.training_rows(Outcome("0:1", "done", "x", None, None, ("a?", "b?")[: len(answers)], answers))
+    return reader.training_rows(
+        Outcome("0:1", "done", "x", None, None, ("a?", "b?")[: len(answers)], answers)
+    )
 
 
 def learnt(rows: list[dict[str, Any]], reader: Thinking, path: Path) -> list[str]:
     """The text of each row that training supervises."""
     config = DataConfig((str(write_rows(path / "rows.jsonl", rows)),), held_out=0.0)
     read = tokenize(config, reader.tokenizer, reader.end_ids, Tally()).train
-    return [reader.tokenizer.decode([t for t, n in zip(row.input_ids, row.turns, strict=True) if n]) for row in read]
+    return [
+        reader.tokenizer.decode([t for t, n in zip(row.input_ids, row.turns, strict=True) if n])
+        for row in read
+    ]
 
 
 @pytest.mark.parametrize(
@@ -46,17 +51,27 @@ def learnt(rows: list[dict[str, Any]], reader: Thinking, path: Path) -> list[str
         (THINK_LESS, "<think>2 + 2</think>four", False),
     ],
 )
-def test_what_is_learnt_is_what_the_target_wrote(template: str, text: str, is_text: bool, tmp_path: Path) -> None:
+def test_what_is_learnt_is_what_the_target_wrote(
+    template: str, text: str, is_text: bool, tmp_path: Path
+) -> None:
     reader = of(template)
     read = reader.read(Answer(text, "stop"))
-    assert ((read.reasoning or "").strip(), read.content.strip(), reader.written(read)) == ("2 + 2", "four", text)
+    assert ((read.reasoning or "").strip(), read.content.strip(), reader.written(read)) == (
+        "2 + 2",
+        "four",
+        text,
+    )
     rows = rows_of(reader, read)
     assert ("messages" in rows[0]) == is_text
     assert learnt(rows, reader, tmp_path)[0].endswith(f"{text}<|im_end|>")
     # thinking that a server returns separately goes where the template looks for it
     told_apart = reader.message(reader.read(Answer("four", "stop", reasoning="2 + 2")))
     has_field = template in (THINK_OPENING, THINK_DROPPING)
-    fields = {"content": "four", "reasoning_content": "2 + 2"} if has_field else {"content": THOUGHT_FOUR}
+    fields = (
+        {"content": "four", "reasoning_content": "2 + 2"}
+        if has_field
+        else {"content": THOUGHT_FOUR}
+    )
     assert told_apart == {"role": "assistant", **fields}
 
 
@@ -79,20 +94,31 @@ def test_ids_that_came_with_the_answers_are_what_is_trained_on() -> None:
         given = Answer("one", "stop", token_ids=tuple(ids), prompt_token_ids=tuple(first))
         [row] = rows_of(reader, given, follow_up)
         assert row["input_ids"] == [*second, 9, end]
-        supervised = [token for token, is_learnt in zip(row["input_ids"], row["loss_mask"], strict=True) if is_learnt]
+        supervised = [
+            token
+            for token, is_learnt in zip(row["input_ids"], row["loss_mask"], strict=True)
+            if is_learnt
+        ]
         assert supervised == [*odd, end, 9, end]
     moved = Answer("two", "stop", token_ids=(9, end), prompt_token_ids=(1, 2, 3))
-    assert [row["input_ids"] for row in rows_of(reader, given, moved)] == [[*first, *odd, end], [1, 2, 3, 9, end]]
+    assert [row["input_ids"] for row in rows_of(reader, given, moved)] == [
+        [*first, *odd, end],
+        [1, 2, 3, 9, end],
+    ]
 
 
-def test_rows_stay_text_where_the_template_gives_the_answers_back_and_are_tokens_elsewhere(tmp_path: Path) -> None:
+def test_rows_stay_text_where_the_template_gives_the_answers_back_and_are_tokens_elsewhere(
+    tmp_path: Path,
+) -> None:
     reader, trimming = thinking(), of(TRIMMING)
     rows = rows_of(reader, Answer("one.", "stop"), Answer("½ “two”", "stop"))
     assert [message["role"] for message in rows[0]["messages"]] == ["user", "assistant"] * 2
     assert learnt(rows, reader, tmp_path) == ["one.<|end|>½ “two”<|end|>"]
     cut = rows_of(reader, Answer("one.", "stop"), Answer("and tw", "length"))
     assert learnt(cut, reader, tmp_path) == ["one.<|end|>and tw"]
-    assert learnt(rows_of(trimming, Answer(" four\n", "stop")), trimming, tmp_path) == [" four\n<|im_end|>"]
+    assert learnt(rows_of(trimming, Answer(" four\n", "stop")), trimming, tmp_path) == [
+        " four\n<|im_end|>"
+    ]
 
 
 def test_ids_and_special_tokens_that_are_not_what_the_target_wrote_are_named() -> None:
@@ -101,16 +127,29 @@ def test_ids_and_special_tokens_that_are_not_what_the_target_wrote_are_named() -
     asked = [{"role": "user", "content": "How many boats?"}]
     read = (1, *reader.ids("How many boats?"), 2)
     right = Answer("four boats", "stop", None, (*said, end), read)
-    cut = replace(right, content="four  boats\ufffd", finish="length", token_ids=tuple(said))  # servers change blanks
-    thought = thoughts.read(Answer("four", "stop", "2 + 2", tuple(thoughts.ids("2 + 2\n</think>\n\nfour")), read))
-    assert [reader.problem(answer, asked) for answer in (right, cut)] == [thoughts.problem(thought, asked), None]
+    cut = replace(
+        right, content="four  boats\ufffd", finish="length", token_ids=tuple(said)
+    )  # servers change blanks
+    thought = thoughts.read(
+        Answer("four", "stop", "2 + 2", tuple(thoughts.ids("2 + 2\n</think>\n\nfour")), read)
+    )
+    assert [reader.problem(answer, asked) for answer in (right, cut)] == [
+        thoughts.problem(thought, asked),
+        None,
+    ]
     assert reader.problem(right, asked) is None
     for changes, problem in (
         ({"content": "five boats"}, "its token ids do not spell its text"),
         ({"token_ids": (*said, 320)}, "token ids outside the 320 of the target's tokenizer"),
         ({"prompt_token_ids": (1, -1)}, "token ids outside"),
-        ({"prompt_token_ids": (1, *reader.ids("How many owls?"))}, "its prompt token ids do not spell the prompt"),
+        (
+            {"prompt_token_ids": (1, *reader.ids("How many owls?"))},
+            "its prompt token ids do not spell the prompt",
+        ),
         ({"content": "\ud800"}, "the answer holds half of a surrogate pair"),
-        ({"token_ids": None, "content": "I write <|user|> now"}, "the answer spells a special token"),
+        (
+            {"token_ids": None, "content": "I write <|user|> now"},
+            "the answer spells a special token",
+        ),
     ):
         assert str(reader.problem(replace(right, **changes), asked)).startswith(problem), changes

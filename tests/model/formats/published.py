@@ -16,9 +16,16 @@ from tests import tiny
 WIDTH, MLP, VOCABULARY, DRAFT = 32, 64, 320, 107
 PICKLE = "pytorch_model.bin"
 TAPS = (2, 4, 5)  # the default for 8 blocks
-PROJECTIONS = {"mlp.gate_proj": (MLP, WIDTH), "mlp.up_proj": (MLP, WIDTH), "mlp.down_proj": (WIDTH, MLP)}
+PROJECTIONS = {
+    "mlp.gate_proj": (MLP, WIDTH),
+    "mlp.up_proj": (MLP, WIDTH),
+    "mlp.down_proj": (WIDTH, MLP),
+}
 LAYER = {
-    **{f"self_attn.{name}_proj": (rows, 2 * WIDTH) for name, rows in (("q", WIDTH), ("k", 16), ("v", 16))},
+    **{
+        f"self_attn.{name}_proj": (rows, 2 * WIDTH)
+        for name, rows in (("q", WIDTH), ("k", 16), ("v", 16))
+    },
     **{"self_attn.o_proj": (WIDTH, WIDTH), **PROJECTIONS},
     **dict.fromkeys(("hidden_norm", "input_layernorm", "post_attention_layernorm"), (WIDTH,)),
 }
@@ -28,43 +35,103 @@ EAGLE3 = {  # yuhuili/EAGLE3-LLaMA3.1-Instruct-8B: 15 keys
     **{"norm.weight": (WIDTH,), "lm_head.weight": (DRAFT, WIDTH)},
 }
 SIZES: dict[str, Any] = {
-    **{"hidden_act": "silu", "hidden_size": WIDTH, "intermediate_size": MLP, "vocab_size": VOCABULARY},
+    **{
+        "hidden_act": "silu",
+        "hidden_size": WIDTH,
+        "intermediate_size": MLP,
+        "vocab_size": VOCABULARY,
+    },
     **{"num_attention_heads": 4, "num_hidden_layers": 1},
 }
 EAGLE1_CONFIG: dict[str, Any] = {  # no bias, no rope_theta, no num_key_value_heads
-    **{**SIZES, "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "model_type": "llama"},
-    **{"max_position_embeddings": 2048, "rms_norm_eps": 1e-05, "torch_dtype": "float16", "tie_word_embeddings": False},
+    **{
+        **SIZES,
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "model_type": "llama",
+    },
+    **{
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-05,
+        "torch_dtype": "float16",
+        "tie_word_embeddings": False,
+    },
 }
 # the keys of the published file: no RoPE, taps or head_dim
-EAGLE3_CONFIG: dict[str, Any] = {**EAGLE1_CONFIG, "num_key_value_heads": 2, "draft_vocab_size": DRAFT}
+EAGLE3_CONFIG: dict[str, Any] = {
+    **EAGLE1_CONFIG,
+    "num_key_value_heads": 2,
+    "draft_vocab_size": DRAFT,
+}
 EAGLE1 = {  # yuhuili/EAGLE-Vicuna-7B-v1.3: with fc.bias and embedding, without GQA
-    **{"embed_tokens.weight": (VOCABULARY, WIDTH), "fc.weight": (WIDTH, 2 * WIDTH), "fc.bias": (WIDTH,)},
+    **{
+        "embed_tokens.weight": (VOCABULARY, WIDTH),
+        "fc.weight": (WIDTH, 2 * WIDTH),
+        "fc.bias": (WIDTH,),
+    },
     **{f"layers.0.self_attn.{name}_proj.weight": (WIDTH, WIDTH) for name in "qkvo"},
     **{f"layers.0.{name}.weight": shape for name, shape in PROJECTIONS.items()},
     "layers.0.post_attention_layernorm.weight": (WIDTH,),
 }
 SPECFORGE_CONFIG: dict[str, Any] = {  # SpecForge's export: RoPE in both spellings, no default taps
-    **{**SIZES, "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "draft_vocab_size": DRAFT},
-    **{"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6},
-    **{"rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"}, "rope_theta": 1000000.0},
+    **{
+        **SIZES,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "draft_vocab_size": DRAFT,
+    },
+    **{
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+    },
+    **{
+        "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+        "rope_theta": 1000000.0,
+    },
     **{"rope_scaling": None, "dtype": "bfloat16", "tie_word_embeddings": False},
 }
 SPECULATORS_CONFIG: dict[str, Any] = {
-    **{"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_version": "0.9.0"},
-    **{"draft_vocab_size": DRAFT, "target_hidden_size": None, "eagle_aux_hidden_state_layer_ids": None},
-    **{"norm_before_residual": True, "norm_before_fc": False, "tie_word_embeddings": False},  # as RedHatAI's heads
+    **{
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+    },
+    **{
+        "draft_vocab_size": DRAFT,
+        "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": None,
+    },
+    **{
+        "norm_before_residual": True,
+        "norm_before_fc": False,
+        "tie_word_embeddings": False,
+    },  # as RedHatAI's heads
     "speculators_config": {
         "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-        "verifier": {"name_or_path": "meta-llama/Llama-3.1-8B-Instruct", "architectures": ["LlamaForCausalLM"]},
+        "verifier": {
+            "name_or_path": "meta-llama/Llama-3.1-8B-Instruct",
+            "architectures": ["LlamaForCausalLM"],
+        },
     },
     "transformer_layer_config": {
-        **{**SIZES, "model_type": "llama", "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 2048},
+        **{
+            **SIZES,
+            "model_type": "llama",
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 2048,
+        },
         **{"rms_norm_eps": 1e-5, "attention_bias": False, "rope_theta": 5e5, "rope_scaling": None},
     },
 }
 
 
-def tensors(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
+def tensors(
+    shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float16
+) -> dict[str, Tensor]:
     """Random tensors, with norms near one, and d2t and t2d for every third token."""
     generator = torch.Generator().manual_seed(0)
     made = {}
@@ -80,7 +147,9 @@ def tensors(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float
     return made
 
 
-def write(directory: Path, config: dict[str, Any], state: dict[str, Tensor], pickled: str = "") -> Path:
+def write(
+    directory: Path, config: dict[str, Any], state: dict[str, Tensor], pickled: str = ""
+) -> Path:
     """Writes a head's directory; pickled: the name of a pickle for its tensors."""
     directory.mkdir(parents=True, exist_ok=True)
     if pickled:
@@ -100,13 +169,21 @@ def safeailab_eagle3(directory: Path, pickled: bool = True) -> Path:
 
 
 def specforge(directory: Path, changes: dict[str, Any] | None = None) -> Path:
-    return write(directory, {**SPECFORGE_CONFIG, **(changes or {})}, tensors(EAGLE3, torch.bfloat16))
+    return write(
+        directory, {**SPECFORGE_CONFIG, **(changes or {})}, tensors(EAGLE3, torch.bfloat16)
+    )
 
 
 def angelslim(directory: Path) -> Path:
     """AngelSlim's layout: a pickle, with `tie_word_embeddings` true although it has an LM head."""
-    changes = {"architectures": ["Eagle3LlamaForCausalLM"], "tie_word_embeddings": True, "rope_theta": 1000000}
-    return write(directory, {**SPECFORGE_CONFIG, **changes}, tensors(EAGLE3, torch.bfloat16), PICKLE)
+    changes = {
+        "architectures": ["Eagle3LlamaForCausalLM"],
+        "tie_word_embeddings": True,
+        "rope_theta": 1000000,
+    }
+    return write(
+        directory, {**SPECFORGE_CONFIG, **changes}, tensors(EAGLE3, torch.bfloat16), PICKLE
+    )
 
 
 def speculators(directory: Path) -> Path:
@@ -148,7 +225,9 @@ def target_facts(num_blocks: int = 8, max_positions: int = 256, **changes: Any) 
 
 def eagle3(**changes: Any) -> Eagle3Head:
     """A head of this project for `target_facts`, with norms that are not one."""
-    made = tiny.eagle3_head(tiny.vocab().embedding, **{"after_blocks": TAPS, "scale": 6.0, **changes}).eval()
+    made = tiny.eagle3_head(
+        tiny.vocab().embedding, **{"after_blocks": TAPS, "scale": 6.0, **changes}
+    ).eval()
     generator = torch.Generator().manual_seed(5)
     for parameter in made.parameters():
         if parameter.ndim == 1:
@@ -160,16 +239,24 @@ def medusa(directory: Path, layers: int = 1, **changes: Any) -> tuple[MedusaHead
     head: Any = tiny.multi_token_head("medusa", tiny.vocab(), noise=0.2, num_layers=layers)
     own = head.state_dict()
     state = {f"{i}.{layers}.weight": own[f"laws.lm_heads.{i}.weight"] for i in range(4)}
-    for i, j, part in ((i, j, part) for i in range(4) for j in range(layers) for part in ("weight", "bias")):
+    for i, j, part in (
+        (i, j, part) for i in range(4) for j in range(layers) for part in ("weight", "bias")
+    ):
         state[f"{i}.{j}.linear.{part}"] = own[f"branches.{i}.blocks.{j}.linear.{part}"]
     assert len(state) == len(own)
-    config = {"medusa_num_heads": 4, "medusa_num_layers": layers, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
+    config = {
+        "medusa_num_heads": 4,
+        "medusa_num_layers": layers,
+        "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
+    }
     return head, write(directory, {**config, **changes}, state, "medusa_lm_head.pt")
 
 
 def hydra(directory: Path, **changes: Any) -> tuple[HydraHead, Path]:
     """A Hydra++ head and its directory as zankner publishes it: dropout between blocks, an unread embedding."""
-    head: Any = tiny.multi_token_head("hydra", tiny.vocab(), noise=0.2, num_layers=2, prefix_layer=True)
+    head: Any = tiny.multi_token_head(
+        "hydra", tiny.vocab(), noise=0.2, num_layers=2, prefix_layer=True
+    )
     state = {"prefix_embeding_layer.embed_tokens.weight": torch.zeros(320, 32)}
     for name, value in head.state_dict().items():
         first, *rest = name.split(".")
@@ -182,7 +269,11 @@ def hydra(directory: Path, **changes: Any) -> tuple[HydraHead, Path]:
             layer = [] if rest[0] == "norm" else ["layers.0"]
             state[".".join(["prefix_embeding_layer", *layer, *rest])] = value
     config = {
-        **{"base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "grounded_heads": True, "hidden_state_offset": 0},
+        **{
+            "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
+            "grounded_heads": True,
+            "hidden_state_offset": 0,
+        },
         **{"hydra_head_arch": "prefix-mlp", "hydra_num_heads": 4, "hydra_num_layers": 2},
         "num_attention_heads": 4,  # our key: the published file takes the target's
     }

@@ -20,7 +20,15 @@ from aerie.model.formats.layouts import read_content, read_tensors, tensor_names
 from aerie.model.target import fingerprint
 from tests import tiny
 from tests.model.formats import published
-from tests.model.formats.published import EAGLE1, EAGLE3, TAPS, same, same_tensors, target_facts, tensors
+from tests.model.formats.published import (
+    EAGLE1,
+    EAGLE3,
+    TAPS,
+    same,
+    same_tensors,
+    target_facts,
+    tensors,
+)
 
 NUMBERED = "eagle_aux_hidden_state_layer_ids"
 SERVERS = ("safeailab", "sglang", "speculators")
@@ -30,20 +38,42 @@ FLAGS = "qk_norm norm_before_residual norm_before_fc fc_norm norm_output".split(
 
 def early_speculators(directory: Path) -> Path:
     layer = {**published.EAGLE1_CONFIG, "num_key_value_heads": 4}
-    values = {"speculators_model_type": "eagle", "transformer_layer_config": layer, "fusion_bias": True}
+    values = {
+        "speculators_model_type": "eagle",
+        "transformer_layer_config": layer,
+        "fusion_bias": True,
+    }
     state = {name: value for name, value in tensors(EAGLE1).items() if name != EMBEDDING}
-    state = {name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): state[name] for name in state}
+    state = {
+        name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): state[name]
+        for name in state
+    }
     return published.write(directory, values, state)
 
 
 @pytest.mark.parametrize(
     ("make", "layout", "kind", "facts"),
     [
-        (published.safeailab_eagle1, "safeailab", "eagle1", {"bias": True, "rope_theta": 1e4, "head_dim": 8}),
-        (published.safeailab_eagle3, "safeailab", "eagle3", {"after_blocks": TAPS, "rope_theta": 1e4}),
+        (
+            published.safeailab_eagle1,
+            "safeailab",
+            "eagle1",
+            {"bias": True, "rope_theta": 1e4, "head_dim": 8},
+        ),
+        (
+            published.safeailab_eagle3,
+            "safeailab",
+            "eagle3",
+            {"after_blocks": TAPS, "rope_theta": 1e4},
+        ),
         (published.specforge, "sglang", "eagle3", {"after_blocks": TAPS, "rope_theta": 1e6}),
         (published.angelslim, "sglang", "eagle3", {"rope_theta": 1e6}),
-        (published.speculators, "speculators", "eagle3", {"norm_before_residual": True, "rope_theta": 5e5}),
+        (
+            published.speculators,
+            "speculators",
+            "eagle3",
+            {"norm_before_residual": True, "rope_theta": 5e5},
+        ),
         (early_speculators, "speculators", "eagle1", {"bias": True}),
     ],
 )
@@ -54,9 +84,14 @@ def test_a_published_head_is_recognised_read_whole_and_written_back_bit_for_bit(
     found, files, content = read_content(place, TAPS)
     assert (found, content.kind) == (layout, kind)
     assert {name: getattr(content.config, name) for name in facts} == facts
-    state, theirs = load_head(place, vocab=tiny.vocab(), after_blocks=TAPS).state_dict(), dict(files.tensors)
+    state, theirs = (
+        load_head(place, vocab=tiny.vocab(), after_blocks=TAPS).state_dict(),
+        dict(files.tensors),
+    )
     theirs.setdefault(EMBEDDING, tiny.vocab().embedding.to(state["fc.weight"].dtype))
-    assert sum(value.numel() for value in theirs.values()) == sum(value.numel() for value in state.values())
+    assert sum(value.numel() for value in theirs.values()) == sum(
+        value.numel() for value in state.values()
+    )
     if layout != "speculators":  # its names are ours
         assert all(torch.equal(state[name], value) for name, value in theirs.items())
     if make is not early_speculators:
@@ -68,17 +103,27 @@ def test_a_published_medusa_or_hydra_head_is_the_very_head(tmp_path: Path, capsy
     for layers in (1, 2):
         medusa, place = published.medusa(tmp_path / f"medusa{layers}", layers, medusa_num_heads=2)
         same_tensors(load_head(place, vocab=tiny.vocab()).state_dict(), medusa.state_dict())
-        assert "medusa_num_heads is 2, the weights have 4" in capsys.readouterr().err  # an outdated config.json
+        assert (
+            "medusa_num_heads is 2, the weights have 4" in capsys.readouterr().err
+        )  # an outdated config.json
     hydra, place = published.hydra(tmp_path / "hydra")
     loaded: Any = load_head(place, vocab=tiny.vocab())
-    loaded.config = replace(loaded.config, max_position_embeddings=hydra.config.max_position_embeddings)
+    loaded.config = replace(
+        loaded.config, max_position_embeddings=hydra.config.max_position_embeddings
+    )
     same(loaded, hydra)
 
 
-def test_a_bias_is_there_where_config_json_is_silent_and_not_where_it_says_so(tmp_path: Path) -> None:
+def test_a_bias_is_there_where_config_json_is_silent_and_not_where_it_says_so(
+    tmp_path: Path,
+) -> None:
     config, own = published.EAGLE1_CONFIG, tensors(EAGLE1)
     biases = {f"layers.0.self_attn.{name}_proj.bias": torch.ones(32) for name in "qkv"}  # Qwen2's
-    state = {**own, **biases, "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}  # as in old pickles
+    state = {
+        **own,
+        **biases,
+        "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+    }  # as in old pickles
     head = load_head(published.write(tmp_path / "q", {**config, "qkv_bias": True}, state))
     assert all(head.state_dict()[name].eq(1).all() for name in biases)
     del own["fc.bias"]
@@ -99,7 +144,10 @@ def owner() -> Any:  # its embedding is not its target's
     [
         (lambda: published.eagle3().to(torch.bfloat16), SERVERS),
         (lambda: published.eagle3(ids=torch.arange(320)), SERVERS),
-        (lambda: published.eagle3(fc_norm=True, norm_output=True, after_blocks=(1, 3)), SERVERS[1:]),
+        (
+            lambda: published.eagle3(fc_norm=True, norm_output=True, after_blocks=(1, 3)),
+            SERVERS[1:],
+        ),
         (lambda: published.eagle3(norm_before_residual=True, norm_before_fc=True), SERVERS[2:]),
         (lambda: published.eagle3(qk_norm=True, num_hidden_layers=3), SERVERS[2:]),
         (lambda: published.eagle3(hidden_size=16), SERVERS),  # its target has 32
@@ -123,7 +171,11 @@ def test_a_head_of_this_project_comes_back_from_every_layout_bit_for_bit(
         export(tmp_path / to, layouts[0], again, target_facts())
         same(load_head(again), head)
         facts = head_facts(again)
-        assert facts["step"] == 4 and facts["exported_from"]["layout"] == to and (again / "recipe.yaml").is_file()
+        assert (
+            facts["step"] == 4
+            and facts["exported_from"]["layout"] == to
+            and (again / "recipe.yaml").is_file()
+        )
         assert not (again / "conversations.jsonl").exists()
     if head.kind == "eagle1" and not head.config.bias:  # SGLang needs a bias: we write zeros
         assert torch.equal(read_tensors(tmp_path / "sglang")[1]["fc.bias"], torch.zeros(32))
@@ -135,7 +187,11 @@ def test_every_key_on_which_vllm_and_speculators_disagree_is_written(tmp_path: P
     values = json.loads((tmp_path / "out" / "config.json").read_text())
     layer = values["transformer_layer_config"]
     assert values["norm_before_residual"] is False and values[NUMBERED] == [2, 4, 5]
-    assert values["draft_vocab_size"] == 107 and layer["vocab_size"] == 320 and layer["model_type"] == "llama"
+    assert (
+        values["draft_vocab_size"] == 107
+        and layer["vocab_size"] == 320
+        and layer["model_type"] == "llama"
+    )
     assert layer["max_position_embeddings"] == 4096  # the target's: vLLM cannot draft beyond it
     assert layer["rope_theta"] == layer["rope_parameters"]["rope_theta"] == 10000.0
     for name in FLAGS:  # keys that need a later vLLM are named
@@ -145,10 +201,18 @@ def test_every_key_on_which_vllm_and_speculators_disagree_is_written(tmp_path: P
 
 
 def test_the_two_numberings_of_taps_are_told_apart() -> None:
-    place, default, sglang = Path("config.json"), (2, 4, 5), {"architectures": ["LlamaForCausalLMEagle3"]}
+    place, default, sglang = (
+        Path("config.json"),
+        (2, 4, 5),
+        {"architectures": ["LlamaForCausalLMEagle3"]},
+    )
     for values, fallback, taps in (
         ({NUMBERED: [1, 3, 4]}, default, default),  # SpecForge counts blocks' outputs
-        ({"eagle_config": {NUMBERED: [1, 7, 9]}}, default, (2, 8, 10)),  # SGLang: a list that begins with 1
+        (
+            {"eagle_config": {NUMBERED: [1, 7, 9]}},
+            default,
+            (2, 8, 10),
+        ),  # SGLang: a list that begins with 1
         ({NUMBERED: [3, 7, 9]}, default, (3, 7, 9)),
         ({NUMBERED: [1, 4, 5]}, (1, 4, 5), (1, 4, 5)),  # they are the target's default taps
         ({NUMBERED: [3, 7, 9], **sglang}, default, (4, 8, 10)),
@@ -168,14 +232,22 @@ def test_sglangs_numbers_depend_on_the_targets_architecture() -> None:
         ("LlamaForCausalLM", (2, 16, 29), (None, CHECKED)),
         ("UnheardOfForCausalLM", (2, 10, 20), ([1, 9, 19], CHECKED)),  # every rule adds one
         ("Qwen3ForCausalLM", (8, 16, 24), ([7, 15, 23], CHECKED)),
-        ("DeepseekV3ForCausalLM", (8, 16, 24), ([8, 16, 24], "0.5.13 to 0.5.23")),  # earlier ones add one
+        (
+            "DeepseekV3ForCausalLM",
+            (8, 16, 24),
+            ([8, 16, 24], "0.5.13 to 0.5.23"),
+        ),  # earlier ones add one
     ):
         assert sglang_numbers(taps, (2, 16, 29), (architecture,)) == expected
-    with pytest.raises(UserError, match="no rule known for UnheardOfForCausalLM; serve it with vLLM"):
+    with pytest.raises(
+        UserError, match="no rule known for UnheardOfForCausalLM; serve it with vLLM"
+    ):
         sglang_numbers((8, 16, 24), (2, 16, 29), ("UnheardOfForCausalLM",))
 
 
-BLOCKS: list[tuple[str, str, str, dict[str, Any]]] = [  # --to, layout, key that names the kind, head
+BLOCKS: list[
+    tuple[str, str, str, dict[str, Any]]
+] = [  # --to, layout, key that names the kind, head
     ("speculators", "speculators", "dspark", {"markov_head": "gated", "sample_from_anchor": True}),
     ("speculators", "speculators", "dflash", {"markov_rank": 0, "num_hidden_layers": 2}),
     ("sglang", "z-lab", "DFlashDraftModel", {"markov_rank": 0}),
@@ -189,7 +261,10 @@ def test_a_block_head_goes_to_its_servers_and_back_bit_for_bit(
     head: Any = tiny.multi_token_head("block", tiny.vocab(), noise=0.2, **keys)
     save_head(head, tmp_path / "head")
     export(tmp_path / "head", to, tmp_path / "out", target_facts())
-    assert read_content(tmp_path / "out")[0] == layout and named in (tmp_path / "out/config.json").read_text()
+    assert (
+        read_content(tmp_path / "out")[0] == layout
+        and named in (tmp_path / "out/config.json").read_text()
+    )
     same(load_head(tmp_path / "out"), head)
     facts = inspect_head(tmp_path / "out", target_facts())
     assert (facts["kind"], facts["taps"], facts["problems"]) == ("block", [1, 2], [])
@@ -214,51 +289,105 @@ def test_what_a_server_would_misread_in_silence_is_refused(tmp_path: Path) -> No
         for name in names:
             refused(published.eagle3(**{name: True}), to, f"--to {to}: cannot carry .*{name}")
     refused(published.eagle3(num_hidden_layers=2), "sglang", "cannot carry 2 layers")
-    refused(published.eagle3(after_blocks=(1, 4, 5)), "safeailab", r"SafeAILab's code reads \(2, 4, 5\)")
-    refused(tiny.head(tiny.vocab().embedding), "speculators", "an EAGLE-1 head; vLLM serves it from --to safeailab")
+    refused(
+        published.eagle3(after_blocks=(1, 4, 5)), "safeailab", r"SafeAILab's code reads \(2, 4, 5\)"
+    )
+    refused(
+        tiny.head(tiny.vocab().embedding),
+        "speculators",
+        "an EAGLE-1 head; vLLM serves it from --to safeailab",
+    )
     for to in SERVERS:
         refused(tiny.multi_token_head("medusa", tiny.vocab()), to, "this is a medusa head")
         for own in ({"in_block": "causal"}, {"anchor_feature": True}, {"markov_order": 2}):
-            refused(tiny.multi_token_head("block", tiny.vocab(), **own), to, "cannot carry .*; decode it with")
+            refused(
+                tiny.multi_token_head("block", tiny.vocab(), **own),
+                to,
+                "cannot carry .*; decode it with",
+            )
             assert re.search(
                 "options .*(in_block: causal|anchor_feature)|sizes .*markov_order 2",
                 screen(inspect_head(tmp_path / "head")),
             )
-    refused(tiny.multi_token_head("block", tiny.vocab()), "sglang", "cannot carry markov_rank; serve it with vLLM")
+    refused(
+        tiny.multi_token_head("block", tiny.vocab()),
+        "sglang",
+        "cannot carry markov_rank; serve it with vLLM",
+    )
 
 
-DAMAGES: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # changes to config.json, to the tensors, message
-    ({"num_hidden_layers": 10**9}, {}, "num_hidden_layers is 1,000,000,000; it must be above 0 and below 1,024"),
+DAMAGES: list[
+    tuple[dict[str, Any], dict[str, Any], str]
+] = [  # changes to config.json, to the tensors, message
+    (
+        {"num_hidden_layers": 10**9},
+        {},
+        "num_hidden_layers is 1,000,000,000; it must be above 0 and below 1,024",
+    ),
     ({"hidden_act": "gelu"}, {}, "hidden_act is 'gelu'; heads have 'silu'"),
-    ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, {}, "keep the one of its training"),
+    (
+        {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}},
+        {},
+        "keep the one of its training",
+    ),
     ({}, {"fc.weight": None}, r"pytorch_model.bin: fc.weight: none there, \[32, 96\] expected"),
-    ({}, {"fc.weight": torch.zeros(3, 2)}, r"pytorch_model.bin: fc.weight: \[3, 2\] there, \[32, 96\] expected"),
+    (
+        {},
+        {"fc.weight": torch.zeros(3, 2)},
+        r"pytorch_model.bin: fc.weight: \[3, 2\] there, \[32, 96\] expected",
+    ),
     ({}, {"fc.weight": torch.full((32, 96), torch.nan)}, "3,072 of 3,072 values that are NaN"),
-    ({}, {"fc.weight": torch.zeros(32, 96).to(torch.int8)}, "holds torch.int8: quantised heads are not read"),
+    (
+        {},
+        {"fc.weight": torch.zeros(32, 96).to(torch.int8)},
+        "holds torch.int8: quantised heads are not read",
+    ),
     ({}, {"d2t": torch.arange(107) * 3}, "d2t holds offsets"),
-    ({"draft_vocab_size": 320}, {"lm_head.weight": torch.ones(320, 32), "d2t": None}, "one of d2t and t2d"),
+    (
+        {"draft_vocab_size": 320},
+        {"lm_head.weight": torch.ones(320, 32), "d2t": None},
+        "one of d2t and t2d",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("values", "state", "message"), DAMAGES)
-def test_a_damaged_head_is_one_sentence_and_no_model(tmp_path: Path, values: Any, state: Any, message: str) -> None:
-    state = {name: value for name, value in {**tensors(EAGLE3), **state}.items() if value is not None}
-    place = published.write(tmp_path / "head", {**published.EAGLE3_CONFIG, **values}, state, published.PICKLE)
+def test_a_damaged_head_is_one_sentence_and_no_model(
+    tmp_path: Path, values: Any, state: Any, message: str
+) -> None:
+    state = {
+        name: value for name, value in {**tensors(EAGLE3), **state}.items() if value is not None
+    }
+    place = published.write(
+        tmp_path / "head", {**published.EAGLE3_CONFIG, **values}, state, published.PICKLE
+    )
     for look in (
         lambda: load_head(place, vocab=tiny.vocab(), after_blocks=TAPS),
         lambda: export(place, "speculators", tmp_path / "out", target_facts()),
     ):
         with pytest.raises(UserError, match=message) as caught:
             look()
-        assert str(place) in str(caught.value) and "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+        assert (
+            str(place) in str(caught.value)
+            and "\n" not in str(caught.value)
+            and not (tmp_path / "out").exists()
+        )
 
 
 def test_what_is_no_head_and_hydra_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    lone = published.write(tmp_path / "lone", {"model_type": "llama"}, {"weight": torch.zeros(2, 2)})
+    lone = published.write(
+        tmp_path / "lone", {"model_type": "llama"}, {"weight": torch.zeros(2, 2)}
+    )
     for place, message in (
         (lone, "not a head in a layout that is known here"),
-        (published.hydra(tmp_path / "1", num_attention_heads=None)[1], 'add "num_attention_heads" of the target'),
-        (published.hydra(tmp_path / "3", grounded_heads=False)[1], "or a hidden_state_offset are not supported"),
+        (
+            published.hydra(tmp_path / "1", num_attention_heads=None)[1],
+            'add "num_attention_heads" of the target',
+        ),
+        (
+            published.hydra(tmp_path / "3", grounded_heads=False)[1],
+            "or a hidden_state_offset are not supported",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             load_head(place)
@@ -266,7 +395,11 @@ def test_what_is_no_head_and_hydra_heads_that_do_not_fit_are_refused(tmp_path: P
 
 def test_a_head_for_another_target_is_refused(tmp_path: Path) -> None:
     own, head, out = target_facts(), tmp_path / "head", tmp_path / "out"
-    save_head(published.eagle3(), head, target=fingerprint(TargetConfig(own.path), own.text_config, own.vocab))
+    save_head(
+        published.eagle3(),
+        head,
+        target=fingerprint(TargetConfig(own.path), own.text_config, own.vocab),
+    )
     assert inspect_head(head, own)["problems"] == []
     others: list[tuple[dict[str, int], str]] = [
         ({"hidden_size": 48}, "its hidden size is 32, that of tiny is 48"),
@@ -277,20 +410,34 @@ def test_a_head_for_another_target_is_refused(tmp_path: Path) -> None:
     for changes, message in others:
         with pytest.raises(UserError, match=message):
             export(head, "speculators", out, target_facts(**changes))
-        assert any(re.search(message, problem) for problem in inspect_head(head, target_facts(**changes))["problems"])
-    with pytest.raises(UserError, match=r"--after-blocks 2,3,6: .*json says that the head reads \[2, 4, 5\]"):
+        assert any(
+            re.search(message, problem)
+            for problem in inspect_head(head, target_facts(**changes))["problems"]
+        )
+    with pytest.raises(
+        UserError, match=r"--after-blocks 2,3,6: .*json says that the head reads \[2, 4, 5\]"
+    ):
         export(head, "speculators", out, own, after_blocks=(2, 3, 6))
     assert not out.exists()
-    assert "other weight files" in export(head, "speculators", out, target_facts(seed=5), any_target=True)[1][0]
+    assert (
+        "other weight files"
+        in export(head, "speculators", out, target_facts(seed=5), any_target=True)[1][0]
+    )
 
 
 # Tensors on disk: whole or sharded, safetensors or pickles of tensors alone; anything else is refused.
 
-STATE = {"a": torch.arange(600.0), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.tensor([True, False])}
+STATE = {
+    "a": torch.arange(600.0),
+    "b": torch.ones(3, dtype=torch.bfloat16),
+    "c": torch.tensor([True, False]),
+}
 
 
 @pytest.mark.parametrize("pickled", [False, True])
-def test_every_form_reads_back_bit_for_bit_and_a_view_without_what_it_views(tmp_path: Path, pickled: bool) -> None:
+def test_every_form_reads_back_bit_for_bit_and_a_view_without_what_it_views(
+    tmp_path: Path, pickled: bool
+) -> None:
     view = write_tensors(tmp_path, {"part": torch.zeros(100_000)[:10]}, pickled)
     assert view.stat().st_size < 10_000 and view.stat().st_mode & 0o044  # readable by others
     for write in (write_tensors, published.sharded):
@@ -311,7 +458,10 @@ class Planted:
 
 def test_a_pickle_with_code_in_it_is_refused_and_never_run(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
-    for content, said in (({"a": Planted(trace)}, "more than tensors"), ({"state": {}}, "is no table of tensors")):
+    for content, said in (
+        ({"a": Planted(trace)}, "more than tensors"),
+        ({"state": {}}, "is no table of tensors"),
+    ):
         torch.save(content, tmp_path / "pytorch_model.bin")
         with pytest.raises(UserError, match=said):
             read_tensors(tmp_path)

@@ -27,7 +27,12 @@ speculators = pytest.importorskip(
 )
 STEPS, LENGTH = 3, 24
 FLAVOURS: list[dict[str, Any]] = [
-    *({}, {"norm_before_residual": True}, {"norm_before_fc": True}, {"qk_norm": True, "num_hidden_layers": 2}),
+    *(
+        {},
+        {"norm_before_residual": True},
+        {"norm_before_fc": True},
+        {"qk_norm": True, "num_hidden_layers": 2},
+    ),
     *({"fc_norm": True, "norm_output": True}, {"ids": torch.arange(320)}),
     {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
 ]
@@ -40,7 +45,9 @@ def target(tmp_path_factory: Any) -> TargetFacts:
 
 def _drafted(head: Eagle3Head, taps: torch.Tensor, ids: torch.Tensor) -> list[torch.Tensor]:
     """Draft ids of STEPS unroll steps at every slot; later steps get the true tokens, and zeros after the end."""
-    memories = [UnrollMemory((LENGTH,), torch.arange(LENGTH)) for _ in range(head.config.num_hidden_layers)]
+    memories = [
+        UnrollMemory((LENGTH,), torch.arange(LENGTH)) for _ in range(head.config.num_hidden_layers)
+    ]
     features, tokens, drafted = head.fuse(taps), ids, []
     for step in range(STEPS):
         features = head(tokens, features, torch.arange(LENGTH)[None] + step, memories)
@@ -64,18 +71,27 @@ def test_the_exported_directory_loads_in_speculators_with_every_tensor_and_draft
     written, loaded = load_file(tmp_path / "out" / "model.safetensors"), theirs.state_dict()
     for name, value in written.items():
         assert loaded[name].dtype == value.dtype and torch.equal(loaded[name], value), name
-    assert loaded.keys() - written.keys() <= {"verifier_lm_head.weight", "verifier_norm.weight", "d2t", "t2d"}
+    assert loaded.keys() - written.keys() <= {
+        "verifier_lm_head.weight",
+        "verifier_norm.weight",
+        "d2t",
+        "t2d",
+    }
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 320, (1, LENGTH), generator=generator)
     taps = torch.randn(1, LENGTH, 3 * 32, generator=generator)
     with torch.no_grad():
         documents = torch.zeros(1, LENGTH, dtype=torch.long)
-        expected = theirs(hidden_states=taps, input_ids=ids, document_ids=documents, ttt_steps=STEPS)
+        expected = theirs(
+            hidden_states=taps, input_ids=ids, document_ids=documents, ttt_steps=STEPS
+        )
         ours = _drafted(head, taps, ids)
         for step in range(STEPS):
             assert torch.equal(ours[step], expected[step]), step
         assert len({int(token) for step in ours for token in step[0]}) > 10  # not constant
-        head.config = type(head.config)(**{**vars(head.config), "norm_output": not head.config.norm_output})
+        head.config = type(head.config)(
+            **{**vars(head.config), "norm_output": not head.config.norm_output}
+        )
         other = _drafted(head, taps, ids)  # the check notices another head
     assert any(not torch.equal(other[step], expected[step]) for step in range(STEPS))
 
@@ -94,7 +110,9 @@ def test_block_heads_have_the_laws_losses_and_gradients_of_speculators(
 ) -> None:
     eager: Any = pytest.importorskip("speculators.losses.eager")
     size, (first, last), generator = 4, (6, 19), torch.Generator().manual_seed(3)
-    head: Any = tiny.multi_token_head("block", target.vocab, noise=0.2, block_size=size, **keys).train()
+    head: Any = tiny.multi_token_head(
+        "block", target.vocab, noise=0.2, block_size=size, **keys
+    ).train()
     save_head(head, tmp_path / "head")
     export(tmp_path / "head", "speculators", tmp_path / "out", target)
     config = speculators.SpeculatorModelConfig.from_pretrained(tmp_path / "out")
@@ -107,15 +125,27 @@ def test_block_heads_have_the_laws_losses_and_gradients_of_speculators(
     # their mask is at a row's own token, ours at the token that the row drafts
     is_shifted = keys.get("sample_from_anchor", False)
     mask[:, first : last + 1 - is_shifted] = 1
-    batch = Batch(ids, turns, torch.tensor([LENGTH]), (0,), theirs.verifier_norm(raw).detach(), taps)
+    batch = Batch(
+        ids, turns, torch.tensor([LENGTH]), (0,), theirs.verifier_norm(raw).detach(), taps
+    )
     made = BlockObjective(head, target.vocab, BlockTrain(loss="kl", place_decay=math.exp(-1 / 4)))
-    given = {"hidden_states": taps, "input_ids": ids, "loss_mask": mask, "verifier_last_hidden_states": raw}
-    given |= {"document_ids": torch.zeros(1, LENGTH).long(), "max_anchors": (count := last + 1 - first)}
+    given = {
+        "hidden_states": taps,
+        "input_ids": ids,
+        "loss_mask": mask,
+        "verifier_last_hidden_states": raw,
+    }
+    given |= {
+        "document_ids": torch.zeros(1, LENGTH).long(),
+        "max_anchors": (count := last + 1 - first),
+    }
     # laws
     (anchors, _), places = made.blocks(batch), head.config.num_places
     states = head(ids.gather(1, anchors), taps, anchors, target.vocab.embedding)[0]
     before = ids[0, anchors[0, :, None] + torch.arange(places)]
-    ours = head.correct(target.vocab.logits(states), before[..., None], states).softmax(-1)  # [A, K, V]
+    ours = head.correct(target.vocab.logits(states), before[..., None], states).softmax(
+        -1
+    )  # [A, K, V]
     hidden, logits, _, _, indices = theirs._backbone_forward(**given)
     hidden, logits = hidden.view(count, size, -1), logits.view(count, size, -1)
     if keys["markov_rank"]:
@@ -137,4 +167,6 @@ def test_block_heads_have_the_laws_losses_and_gradients_of_speculators(
     gradients = dict(theirs.named_parameters())
     for name, parameter in head.named_parameters():
         other = gradients[name].grad
-        assert parameter.grad is not None and (parameter.grad - other).norm() <= 1e-5 * other.norm(), name
+        assert (
+            parameter.grad is not None and (parameter.grad - other).norm() <= 1e-5 * other.norm()
+        ), name
