@@ -35,8 +35,7 @@ class Batch:
     features: Any = None  # [B, T, D]; never None in an objective
     taps: Any = None  # [B, T, L*D]
     documents: tuple[int, ...] | None = None  # packed (B is 1): the conversations' lengths
-    seeds: tuple[int, ...] | None = None  # one per row, for noise, dropout and drawn tokens
-    redrawn: Tensor | None = None  # [B, T] bool: tokens that a draft LM draws itself
+    seeds: tuple[int, ...] | None = None  # one per row, for noise, dropout and blocks
     scales: Tensor | None = None  # [B, T, 1 + L]
     dtype: torch.dtype | None = None  # to decode the states to; None: they are not encoded
 

@@ -119,13 +119,6 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
             section, tokenizer, settings.seed, None if vocab is None else len(vocab.embedding)
         )
         objective: Any = lm.LMObjective(head, vocab, settings)
-        if settings.on_policy and not is_online:
-            raise UserError(
-                "train.on_policy: a cache has no states of tokens to be drawn; set features.mode online"
-            )
-        if settings.on_policy and features is not None:
-            make = features
-            features = lambda batch: make(lm.redrawn(batch, head, objective.num_columns, end_ids))  # noqa: E731
         save: Any = partial(lm.save_causal_lm, tokenizer)
     else:
         vocabulary, facts, counted = None, dict[str, Any](), ""

@@ -1,7 +1,6 @@
-"""Trains a small LM: by cross-entropy, or also by a target's laws (a draft LM), even on its own tokens."""
+"""Trains a small LM: by cross-entropy, or also by a target's laws (a draft LM)."""
 
-from collections.abc import Collection, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -13,14 +12,12 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
 from aerie.configs.schema.heads import DraftLMSection, DraftLMTrain, TargetConfig
-from aerie.data.batches import Batch, keyed_generator
+from aerie.data.batches import Batch
 from aerie.model import target as targets
 from aerie.model.target import Target, VocabWeights, load_tokenizer
 from aerie.train import losses
 from aerie.train.losses import SumsAndCounts, Totals, likeliest
 from aerie.train.objectives import Objective, StepOutput, chosen_after, shifted
-
-KEY = 7001  # tells the draws of on-policy rows from others of the same (seed, epoch, row)
 
 
 class LMObjective(Objective):
@@ -38,14 +35,6 @@ class LMObjective(Objective):
         if settings.gradient_checkpointing:
             head.gradient_checkpointing_enable()
 
-    def prepare(self, batch: Batch, epoch: int) -> Batch:
-        batch = super().prepare(batch, epoch)
-        return (
-            marked(batch, self.settings, epoch)
-            if self.settings.on_policy and batch.num_tokens
-            else batch
-        )
-
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         return dict.fromkeys(self.weights, (batch.turns[:, 1:] != 0).sum())
 
@@ -55,8 +44,6 @@ class LMObjective(Objective):
         )  # [B, T-1]: tokens with a turn, the row's first token excepted
         tokens = batch.input_ids[:, 1:][slots]  # [S]
         known = tokens < self.num_columns  # [S]
-        if batch.redrawn is not None:
-            known &= ~batch.redrawn[:, 1:][slots]
         columns = [self.states(batch.input_ids)[slots], tokens, known]
         if self.target is not None and batch.features is not None:
             columns.append(batch.features[:, :-1][slots])
@@ -172,58 +159,3 @@ def save_causal_lm(tokenizer: Any, lm: Any, directory: Path, **_: Any) -> None:
     lm.generation_config = GenerationConfig(**_special_tokens(tokenizer))
     lm.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-
-
-def marked(batch: Batch, settings: DraftLMTrain, epoch: int) -> Batch:
-    """The batch with `redrawn` and `seeds`, and no turns after redrawn tokens; depends on (seed, epoch, row) alone."""
-    redrawn, turns, seeds = (
-        torch.zeros_like(batch.turns, dtype=torch.bool),
-        batch.turns.clone(),
-        [],
-    )  # [B, T] each
-    for place, row in enumerate(batch.rows):
-        generator = keyed_generator(KEY, settings.seed, epoch, row)
-        chosen = float(torch.rand((), generator=generator)) < settings.on_policy
-        seeds.append(int(torch.randint(2**62, (), generator=generator)))
-        answers = turns[place, 1:].nonzero()[:, 0] + 1  # not the first token
-        if chosen and len(answers):
-            # From a random token of an answer on, at most to the end of its turn.
-            start = int(answers[int(torch.randint(len(answers), (), generator=generator))])
-            last = int((turns[place] == turns[place, start]).nonzero()[-1])
-            end = min(start + settings.on_policy_tokens, last + 1)
-            redrawn[place, start:end] = True
-            turns[place, end:] = 0
-    return replace(batch, turns=turns, redrawn=redrawn, seeds=tuple(seeds))
-
-
-@torch.no_grad()
-def redrawn(batch: Batch, lm: Any, num_columns: int, end_ids: Collection[int]) -> Batch:
-    """The batch with its marked tokens drawn from the LM at temperature 1: num_columns common tokens but end_ids."""
-    if any(hasattr(parameter, "ds_id") for parameter in lm.parameters()):
-        raise UserError(
-            "train.on_policy: ZeRO-3 keeps no whole draft LM; use configs/accelerate/zero2.yaml"
-        )
-    if batch.redrawn is None or batch.seeds is None or not bool(batch.redrawn.any()):
-        return batch
-    ids, was_training, rows = (
-        batch.input_ids.clone(),
-        lm.training,
-        int(lm.config.get_text_config().vocab_size),
-    )
-    barred = sorted(token for token in end_ids if token < num_columns)
-    lm.eval()  # gradient checkpointing would switch the cache off
-    for tokens, wanted, seed in zip(ids, batch.redrawn, batch.seeds, strict=True):
-        # A generator per row: neither neighbours nor restarts change what is drawn.
-        generator, ahead, cache = torch.Generator(ids.device).manual_seed(seed), None, None
-        for place in wanted.nonzero()[:, 0].tolist():
-            ahead = tokens[None, :place].clamp(max=rows - 1) if ahead is None else ahead
-            out = lm(input_ids=ahead, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            logits = out.logits[0, -1, :num_columns].float()  # [V]
-            logits[barred] = float("-inf")
-            ahead, cache = (
-                torch.multinomial(logits.softmax(-1), 1, generator=generator)[None],
-                out.past_key_values,
-            )
-            tokens[place] = ahead[0, 0]
-    lm.train(was_training)
-    return replace(batch, input_ids=ids)

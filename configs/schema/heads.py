@@ -415,18 +415,10 @@ class DraftLMTrain(TrainConfig, kw_only=True):
     )
     distill_weight: PositiveFloat = 1.0  # of that loss
     token_weight: NonNegativeFloat = 1.0  # of the cross-entropy, where `distill` is set
-    on_policy: Share = 0.0  # share of rows in which the LM writes some tokens itself
-    on_policy_tokens: PositiveInt = 128  # from a random place of an answer on
 
     def __post_init__(self) -> None:
-        if self.distill is None and (self.distill_weight, self.token_weight, self.on_policy) != (
-            1.0,
-            1.0,
-            0.0,
-        ):
-            raise ValueError(
-                "distill_weight, token_weight and on_policy do nothing without distill; set it"
-            )
+        if self.distill is None and (self.distill_weight, self.token_weight) != (1.0, 1.0):
+            raise ValueError("distill_weight and token_weight do nothing without distill; set it")
 
 
 Train = Annotated[

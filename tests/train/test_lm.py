@@ -1,4 +1,4 @@
-"""Laws of training a small LM: transformers' loss, the target's laws, rows that it writes, a standard directory."""
+"""Laws of training a small LM: transformers' loss, the target's laws, a standard directory."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aerie.configs.schema.heads import DraftLMSection, DraftLMTrain, TargetConfig
-from aerie.data.batches import Batch, collate, with_states
+from aerie.data.batches import collate
 from aerie.model.target import Target
-from aerie.train.lm import LMObjective, marked, new_causal_lm, redrawn, save_causal_lm
+from aerie.train.lm import LMObjective, new_causal_lm, save_causal_lm
 from tests import tiny
-
-OWN = DraftLMTrain(distill="kl", on_policy=1.0, on_policy_tokens=3)
-END = 3  # <|end|>
 
 
 def target(vocab_size: int = 320) -> Target:
@@ -96,73 +93,3 @@ def test_terms_of_a_draft_lm_are_those_of_plain_forwards_at_the_targets_tokens(
     # A padding id, for which the LM has no column, is read as its last token, and not learnt.
     odd = collate([replace(rows[0], input_ids=torch.full_like(rows[0].input_ids, 339))], [0])
     assert objective(odd).terms["cross_entropy"][0].item() == 0.0
-
-
-def plain(count: int = 6) -> Batch:
-    rows = [replace(row, last_hidden=None) for row in tiny.rows(count)]  # type: ignore[arg-type]
-    return collate(rows, range(count))
-
-
-def drawn(batch: Batch, lm: Any, source: Target, barred: Any = (END,)) -> Any:
-    return with_states(source, (), source.dtype, redrawn(batch, lm, 320, barred))
-
-
-def test_a_window_of_an_answer_is_redrawn_and_nothing_behind_it_is_learnt() -> None:
-    before, lengths = plain(40), set()
-    batch: Any = marked(before, OWN, 0)
-    for old, turns, asked in zip(before.turns, batch.turns, batch.redrawn, strict=True):
-        places = asked.nonzero()[:, 0].tolist()
-        lengths.add(len(places))
-        assert places == list(range(places[0], places[-1] + 1)) and places[0] > 0
-        assert len(set(old[places].tolist())) == 1 and int(old[places[0]]) > 0
-        assert (
-            turns[: places[-1] + 1].equal(old[: places[-1] + 1])
-            and not turns[places[-1] + 1 :].any()
-        )
-    assert lengths == {1, 2, 3}
-    epochs: Any = [marked(plain(200), replace(OWN, on_policy=0.5), epoch) for epoch in (0, 0, 1)]
-    first, again, later = epochs
-    assert (
-        first.redrawn.equal(again.redrawn)
-        and first.seeds == again.seeds
-        and not first.redrawn.equal(later.redrawn)
-    )
-    assert 70 < int(first.redrawn.any(1).sum()) < 130
-
-
-def test_tokens_are_drawn_from_the_lms_law_after_its_own_and_learnt_from_the_targets_laws_alone() -> (
-    None
-):
-    source, lm = target(), draft().train()
-    lm.gradient_checkpointing_enable()
-    marks = marked(plain(), OWN, 0)
-    batch = drawn(marks, lm, source)
-    assert lm.training
-    lm.eval()
-    assert batch.input_ids[~batch.redrawn].equal(marks.input_ids[~batch.redrawn])
-    law, cross_entropy = torch.zeros(()), torch.zeros(())
-    for row, ids in enumerate(batch.input_ids):
-        generator = torch.Generator().manual_seed(batch.seeds[row])
-        with torch.no_grad():
-            logits, p = (
-                lm(ids[None]).logits[0].float(),
-                source.model(ids[None]).logits[0].softmax(-1),
-            )
-        for place in batch.redrawn[row].nonzero()[:, 0].tolist():
-            own = logits[place - 1].clone()
-            own[END] = float("-inf")
-            assert int(ids[place]) == int(
-                torch.multinomial(own.softmax(-1), 1, generator=generator)
-            )
-        for place in (batch.turns[row, 1:] != 0).nonzero()[:, 0].tolist():
-            log_q = logits[place].log_softmax(-1)
-            law += (p[place] * (p[place].log() - log_q)).sum()
-            cross_entropy -= 0.0 if batch.redrawn[row, place + 1] else log_q[ids[place + 1]]
-    terms = LMObjective(lm, source.vocab, OWN)(batch).terms
-    torch.testing.assert_close(
-        terms["cross_entropy"][0].detach(), cross_entropy, rtol=1e-4, atol=1e-3
-    )
-    torch.testing.assert_close(terms["distill"][0].detach(), law, rtol=1e-4, atol=1e-3)
-    likely = set(batch.input_ids[batch.redrawn].tolist())
-    assert not likely & set(drawn(marks, lm, source, likely).input_ids[batch.redrawn].tolist())
-    assert drawn(plain(), lm, source).input_ids.equal(plain().input_ids)  # as in evaluation

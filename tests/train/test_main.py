@@ -125,7 +125,6 @@ MISTAKES = [
         "dvclive is not installed; run: pip install dvclive",
     ),
     ("draft_lm", "--head.init_from OTHER", "choose a draft LM with the target's tokenizer"),
-    ("draft_lm", "--train.on_policy 0.5", "train.on_policy: a cache has no states of tokens"),
     ("eagle3", "--head.draft_vocab_size 400", "400 is larger than the target's vocabulary of 320"),
     (
         "eagle3",
