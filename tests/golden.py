@@ -367,7 +367,7 @@ def decode(net: Net) -> None:
 
 
 def tune(net: Net) -> None:
-    """The tau of every replayed tree, and of timed ones except those that costs choose: the second, and auto."""
+    """The tau of every replayed tree, and of timed ones except the second, which costs choose."""
     net.remove("run/tune")
     more = {
         "tune.levels": 3,
@@ -387,7 +387,7 @@ def tune(net: Net) -> None:
         for one in (head["published"], *head["trees"]):
             net.found[f"tau/{[one['tree'][key] for key in ('levels', 'k', 'nodes')]}"] = one["tau"]
     for number, (row, one) in enumerate(zip(measured["names"], measured["rows"], strict=True)):
-        net.found |= {f"tau/{row}": one["tau"]} if number != 1 and " auto, " not in row else {}
+        net.found |= {f"tau/{row}": one["tau"]} if number != 1 else {}
 
 
 def report(net: Net) -> None:

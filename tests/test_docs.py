@@ -87,10 +87,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.recipe(root / "recipe.yaml", values)
     (root / "RUN/tune").mkdir(parents=True)
     heads = root / "run/heads"
-    for name in ("tuned", "auto"):
-        (root / f"RUN/tune/{name}.yaml").write_text(
-            f"method: eagle-chain\nhead: {heads / 'eagle1'}\n"
-        )
+    (root / "RUN/tune/tuned.yaml").write_text(f"method: eagle-chain\nhead: {heads / 'eagle1'}\n")
     (root / "RUN/heads").symlink_to(heads)
     tiny.recipe(root / "RUN/recipe.yaml", values)
     names = dict.fromkeys(

@@ -18,7 +18,7 @@ from scipy.special import log_expit, logit
 from sklearn.isotonic import IsotonicRegression
 from torch import Tensor
 
-from aerie.configs.schema.decode import Choice, Fit, MethodConfig, StaticConfig, TreeConfig
+from aerie.configs.schema.decode import Choice, Fit, MethodConfig, StaticConfig
 from aerie.configs.schema.measure import CalibrateConfig
 from aerie.data.stage import bar
 from aerie.infer.decode.drafters import EagleDrafter
@@ -71,7 +71,7 @@ class Recording:
 
 def record(
     decoder: SpeculativeDecoder,
-    tree: TreeConfig | None,
+    tree: Any,  # OneTree or None
     questions: Sequence[tuple[Tensor, str]],
     section: CalibrateConfig,
     seed: int = 0,
@@ -80,7 +80,7 @@ def record(
     proposer, oracle, tables = decoder.proposer, None, []
     assert isinstance(proposer, Drafting)  # as for every method with a head
     proposer.keep = True
-    if section.oracle_levels is not None and tree is not None and tree.shape != "auto":
+    if section.oracle_levels is not None and tree is not None:
         oracle = Oracle(decoder, tree, section.oracle_levels, seed)
     decoder.cycle = "eager"  # no speed is measured, and `States` must see every forward
     states = States(decoder) if isinstance(proposer.drafter, EagleDrafter) else None
@@ -423,7 +423,7 @@ def calibrated(
         for path in product(range(min(ranks, REACH + 1)), repeat=depth):
             if sum(path) <= REACH:
                 wide |= {(*path, rank) for rank in range(ranks)}
-    probe = replace(asked, tree=replace(tree, choices=tuple(wide)), typical=None)
+    probe = replace(asked, tree=replace(tree, choices=tuple(wide)))
     decoder = make_decoder(Drafters(target), probe, asked.head)
     recording = record(decoder, None, questions, replace(section, temperature=0.0))
     choices = rebuilt(tree, rank_accuracy(recording.tables, tree.levels, ranks), section.nodes)

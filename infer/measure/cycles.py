@@ -19,7 +19,6 @@ from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.sampling import Sampler, entropy
 from aerie.infer.decode.shape import Cycle, Drafting, make_shape
 from aerie.infer.decode.tree import Pool, Tree
-from aerie.infer.decode.verify import NOT_LOSSLESS
 from aerie.infer.decode.verify import acceptance as acceptance_of_drawn
 from aerie.infer.measure.record import Key, Origin
 from aerie.model.layers import Kept
@@ -38,12 +37,12 @@ def asked(tree: Tree, path: list[int]) -> Tensor:
 
 
 def acceptance(cycle: Cycle) -> Tensor:
-    """Per node [N], float64, given its parent's acceptance: 0 or 1 (R0, typical; of `asked` nodes only), else a chance.
+    """Per node [N], float64, given its parent's acceptance: 0 or 1 (R0; of `asked` nodes only), else a chance.
 
-    R2: p(x). R1: min(1, p / q). R3, R4: that earlier siblings are refused and it is accepted, given the drawn tokens.
+    R2: p(x). R1: min(1, p / q). R3: that earlier siblings are refused and it is accepted, given the drawn tokens.
     """
     tree = cycle.tree
-    if cycle.rule in ("R0", NOT_LOSSLESS):
+    if cycle.rule == "R0":
         outcome = torch.zeros(len(tree), dtype=torch.float64, device=tree.tokens.device)
         outcome[cycle.verdict.path] = 1.0
         return outcome
@@ -314,7 +313,7 @@ def tables_of(prompt: int, records: Sequence[Record], text: list[int]) -> Tables
     """The cycles of one answer as tables; text has the token ids of prompt and answer.
 
     A frontier's branch is accepted where the target wrote it (R0, R2: the text is the target's own draw), or where the
-    tree's path has it (children drawn: R1, R3, R4). Branches beyond the text's end are left out.
+    tree's path has it (children drawn: R1, R3). Branches beyond the text's end are left out.
     """
     rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in COLUMNS}
     for number, record in enumerate(records):

@@ -1,7 +1,7 @@
 """Records drafts once, at every place of some answers; from them, counts the cycles that any fixed tree would take."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -137,11 +137,6 @@ class Cycles:
     target_forwards: int
     draft_trees: int  # cycles that drafted (the last token of an answer may need no draft)
     draft_levels: float
-    whole_levels: float = field(
-        default=0.0, compare=False
-    )  # replays: mean levels of cycles with room for a whole tree
-    # replays only, by answer: how many drafted tokens each cycle with room for a whole tree accepted
-    taken: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
 
     @property
     def tau(self) -> float:
@@ -163,39 +158,20 @@ def replayed(
     depth = np.full(len(ranks), levels)  # [P] levels of its draft, where there is room
     if is_exact:
         depth = 1 + np.logical_and.accumulate(as_good[:, :-1] < nodes - 1, axis=1).sum(1)
-    tokens = forwards = trees = drafted = whole_levels = 0
-    taken: list[tuple[int, ...]] = []
+    tokens = forwards = trees = drafted = 0
     for number in np.unique(recording.answer):
         places = recording.answer == number
         count, room, deep = (each[places].tolist() for each in (accepted, recording.room, depth))
-        place, end, whole = 0, int(recording.left[places][0]), list[int]()
+        place, end = 0, int(recording.left[places][0])
         tokens += end
         while place < end:
             forwards += 1
             if place < len(count):
                 trees += 1
                 drafted += min(deep[place], room[place])
-                if room[place] >= levels:
-                    whole.append(count[place])
-                    whole_levels += deep[place]
                 place += count[place]
             place += 1  # the target's own token
-        taken.append(tuple(whole))
-    mean = whole_levels / max(sum(map(len, taken)), 1)
-    return Cycles(tokens, forwards, trees, drafted, mean or levels, tuple(taken))
-
-
-def survival(drafts: Iterable[tuple[int, Sequence[int]]], levels: int) -> tuple[float, ...]:
-    """For each level d, the estimated share of drafts with d or more accepted tokens: a product of shares by level.
-
-    drafts: for each text, the drafts' levels, and how many tokens each cycle accepted. No share is 0 or 1.
-    """
-    went, tried = np.full(levels, 0.5), np.ones(levels)
-    for most, taken in drafts:
-        depths, counts = np.arange(min(most, levels)), np.array(taken, dtype=int)[:, None]
-        went[: len(depths)] += (counts > depths).sum(0)
-        tried[: len(depths)] += (counts >= depths).sum(0)
-    return tuple((went / tried).cumprod().clip(min=1e-6).round(6).tolist())
+    return Cycles(tokens, forwards, trees, drafted)
 
 
 def counted(answers: Sequence[Statistics] | Sequence[Record]) -> tuple[Cycles, float]:

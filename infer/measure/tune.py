@@ -18,8 +18,6 @@ from aerie.configs.read import as_dict, read_yaml
 from aerie.configs.schema import decode as schema
 from aerie.configs.schema.decode import (
     USUAL,
-    AutoConfig,
-    BudgetConfig,
     ChainConfig,
     DynamicConfig,
     Method,
@@ -31,18 +29,11 @@ from aerie.configs.schema.measure import BenchConfig, SamplingConfig, TuneConfig
 from aerie.data.stage import bar
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
 from aerie.infer.decode.graphs import cycle_of
-from aerie.infer.decode.methods import (
-    Drafters,
-    calibrate_of,
-    drafting,
-    expected_tokens,
-    likeliest,
-    step_logits,
-)
+from aerie.infer.decode.methods import Drafters, calibrate_of, drafting
 from aerie.infer.decode.shape import Drafter
 from aerie.infer.measure.bench import PHASES, Bench, describe, make_decoders, run
 from aerie.infer.measure.record import RECORDS, tree_shape
-from aerie.infer.measure.replay import Cycles, counted, path_ranks, record, replayed, survival
+from aerie.infer.measure.replay import Cycles, counted, path_ranks, record, replayed
 from aerie.infer.measure.statistics import group, speedups, summary_row
 from aerie.infer.measure.suite import suite_of
 from aerie.infer.measure.tasks import check_sources, encode_turn, load_prompts
@@ -52,7 +43,7 @@ from aerie.model.target import Target
 
 CONSTANT = schema.ConstantConfig()
 GrownConfig = ChainConfig | DynamicConfig  # trees whose depth can be searched
-TUNED, AUTO = "tuned.yaml", "auto.yaml"
+TUNED = "tuned.yaml"
 SEARCH = read_yaml(Path(__file__).with_name("tune.yaml"))[0]
 
 
@@ -152,14 +143,6 @@ def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Tensor], n
     return Costs(draft, by_nodes, cycle_ms(drafting_answers, ["commit", "other"]), cycle_ms(plain))
 
 
-def whole_drafts(answer: Statistics, levels: int) -> list[int]:
-    """How many drafted tokens each cycle with room for a whole tree accepted: the last trees of an answer are short."""
-    left = (
-        answer.decoding.max_new_tokens - 1 - np.cumsum([1, *answer.cycle_tokens])
-    )  # beside a bonus token
-    return [count for count, room in zip(answer.accepted, left, strict=False) if room >= levels]
-
-
 @dataclass(frozen=True)
 class Prediction:
     """What a method's tree is predicted to do."""
@@ -169,7 +152,6 @@ class Prediction:
     tau: float
     ms_per_token: float
     speedup: float
-    cycle_ms: float  # of a whole tree, as priced
 
 
 def check_apart(config: TuneConfig) -> None:
@@ -270,15 +252,12 @@ class HeadTuning:
         self.fixed: Prediction | None = (
             None  # the best tree without a threshold; None: nothing was timed
         )
-        self.drift = 1.0  # timed over priced speedup of fixed trees
-        # by replayed or timed tree and answer: how many drafted tokens each cycle with room for a whole tree accepted
-        self.taken = dict[GrownConfig, Sequence[Sequence[int]]]()
         if config.temperature > 0:
             self.costs = measure_costs(target, self.drafter, prompts, self.max_new_tokens)
             few = prompts[: SEARCH["sampled_prompts"]]
             tried = [usual, *sampled_trees(config.levels, k, self.stop)]
             self.published, *trees = self.timed(tried, few, "trees")
-            self.every = self.trees = sorted(trees, key=lambda one: one.ms_per_token)
+            self.trees = sorted(trees, key=lambda one: one.ms_per_token)
             self.choice = self.trees[0]
             return
         self.announce(k)
@@ -286,8 +265,8 @@ class HeadTuning:
             target, self.drafter, prompts, config.levels, k, self.max_new_tokens
         )
         self.costs = measure_costs(target, self.drafter, prompts, self.max_new_tokens)
-        self.every = self.replay(trees_up_to(config.levels, k, self.stop))
-        self.trees = self.every[: SEARCH["shown"]]
+        every = self.replay(trees_up_to(config.levels, k, self.stop))
+        self.trees = every[: SEARCH["shown"]]
         (self.published,) = self.replay([usual])
         self.choice = self.trees[0]
 
@@ -319,10 +298,7 @@ class HeadTuning:
 
     def predicted(self, tree: GrownConfig, total: Cycles, nodes: float) -> Prediction:
         ms = self.costs.price(total, tree.k, nodes) / max(total.tokens, 1)
-        whole = self.costs.price(Cycles(0, 1, 1, total.whole_levels or tree.levels), tree.k, nodes)
-        return Prediction(
-            method_of(self.kind, tree), tree, total.tau, ms, self.costs.plain / ms, whole
-        )
+        return Prediction(method_of(self.kind, tree), tree, total.tau, ms, self.costs.plain / ms)
 
     def replay(self, trees: Iterable[GrownConfig]) -> list[Prediction]:
         """Predictions of fixed trees, the fastest first; trees of like levels and k must be neighbours."""
@@ -333,7 +309,6 @@ class HeadTuning:
                 total = replayed(
                     self.recording, path, levels, tree.nodes, tree.stop.rule == "exact"
                 )
-                self.taken[tree] = total.taken
                 predictions.append(self.predicted(tree, total, tree.nodes))
         return sorted(predictions, key=lambda one: one.ms_per_token)
 
@@ -359,11 +334,10 @@ class HeadTuning:
         )
         predictions = []
         for tree, answers in zip(trees, others, strict=True):
-            self.taken[tree] = [whole_drafts(one, tree.levels) for one in answers]
             tau, dear = counted(answers)[0].tau, cycle_ms(answers) / cycle_ms(plain)
             ms = dear * self.costs.plain
             predictions.append(
-                Prediction(method_of(self.kind, tree), tree, tau, ms / tau, tau / dear, ms)
+                Prediction(method_of(self.kind, tree), tree, tau, ms / tau, tau / dear)
             )
         return predictions
 
@@ -381,9 +355,6 @@ class HeadTuning:
             self.choice = self.fixed = min(
                 [self.published, *finalists], key=lambda one: one.ms_per_token
             )
-            # `auto` weighs these trees by what all prompts say
-            measured = {one.tree: one for one in (self.published, *finalists)}
-            self.every = [measured.get(one.tree, one) for one in self.every]
             return
         few = self.prompts[: SEARCH["screening_prompts"]]
         screened = self.decoded(rules_for(self.kind, best.tree, self.config.levels), few)
@@ -397,10 +368,9 @@ class HeadTuning:
         )
         if cycle_of(self.target) == "captured":  # here a rule's answer is a wait for the device
             trees = [one.tree for one in finalists if isinstance(one.tree, DynamicConfig)]
-            reads = [
-                replace(tree, stop_read=read) for tree in trees for read in SEARCH["stop_reads"]
-            ]
-            finalists += self.decoded(reads, self.prompts)
+            finalists += self.decoded(
+                [replace(tree, stop_read="late") for tree in trees], self.prompts
+            )
         # the costs leave out what a stop rule, a calibrator and trees that change from cycle to cycle take
         fixed = self.trees[: SEARCH["fixed"]]
         predictions, timed = [*fixed, self.published, *finalists], []
@@ -417,56 +387,11 @@ class HeadTuning:
         count = len(fixed)
         self.fixed = min(timed[:count], key=lambda one: one.ms_per_token)
         self.published, finalists = timed[count], timed[count + 1 :]
-        # how far the priced speedups of these trees are from the timed ones
-        self.drift = statistics.median(
-            after.speedup / one.speedup for one, after in zip(fixed, timed, strict=False)
-        )
         self.rules = sorted(finalists, key=lambda one: one.ms_per_token)
         has_rule = (
             self.rules and self.rules[0].ms_per_token * SEARCH["worth"] < self.fixed.ms_per_token
         )
         self.choice = self.rules[0] if has_rule else self.fixed
-
-    def auto(self) -> AutoConfig:
-        """The choices of `Auto`: no tree, and every tree that is the best one for texts of some difficulty."""
-        trees, ms = (
-            [one.tree for one in self.every],
-            np.array([one.cycle_ms for one in self.every]) / self.drift,
-        )
-        if (
-            self.config.temperature > 0
-        ):  # few answers were timed, and each further level of a chain costs the same
-            chains = [place for place, tree in enumerate(trees) if isinstance(tree, ChainConfig)]
-            levels = [trees[place].levels for place in chains]
-            line = np.polyval(np.polyfit(levels, ms[chains], min(1, len(chains) - 1)), levels)
-            ms[chains] = line.clip(min=self.costs.plain)
-        best, shares = dict[GrownConfig, BudgetConfig](), list(map(self.survival, trees))
-        logits = list(map(step_logits, shares))
-        lowest, highest = SEARCH["difficulties"]
-        for difficulty in np.linspace(lowest, highest, 25):
-            tokens = np.array([expected_tokens(each - difficulty) for each in logits])
-            place = int((tokens / ms).argmax())
-            best[trees[place]] = BudgetConfig(
-                round(float(ms[place]), 3), trees[place], shares[place]
-            )
-        assert self.fixed is not None
-        tree, tried = self.fixed.tree, [*product(SEARCH["unsure"], SEARCH["drifts"])]
-        unsure, drift = likeliest(
-            step_logits(self.survival(tree)).tolist(), self.taken[tree], tried
-        )
-        choices = (BudgetConfig(round(self.costs.plain, 3)), *best.values())
-        return AutoConfig(choices=choices, unsure=unsure, drift=drift)
-
-    def survival(self, tree: GrownConfig) -> tuple[float, ...]:
-        """BudgetConfig's survival; a chain's comes from all chains, as a token does not depend on deeper levels."""
-        alike = (
-            [one for one in self.taken if isinstance(one, ChainConfig)]
-            if tree.shape == "chain"
-            else [tree]
-        )
-        return survival(
-            [(one.levels, each) for one in alike for each in self.taken[one]], tree.levels
-        )
 
     def facts(self) -> dict[str, Any]:
         """tune.json's entry of this head."""
@@ -500,7 +425,7 @@ def tuned(
     target: Target,
     tokenizer: Any,
 ) -> dict[str, Any]:
-    """Writes auto.yaml, tune.json and, in tuned.yaml, the predicted fastest method with heads (kind -> directory)."""
+    """Writes tune.json and, in tuned.yaml, the predicted fastest method with heads (kind -> directory)."""
     prompts = [
         encode_turn(prompt, (), tokenizer, target) for prompt in load_prompts(config.prompts)
     ]
@@ -526,11 +451,8 @@ def tuned(
             "heads": [one.facts() for one in tunings],
         },
     )
-    row = {"method": USUAL[best.kind], "head": best.head, "tree": as_dict(best.auto())}
-    words = f"# at temperature {config.temperature:g} a tree, or none, for each cycle, by what was accepted of the text"
-    write_text(output / AUTO, f"{words}\n{yaml.safe_dump(row, sort_keys=False)}")
     measure(target, tokenizer, best, config, output, seed)
-    print(f"tune: {output / TUNED} and {AUTO} (generate --row FILE, bench --row FILE)")
+    print(f"tune: {output / TUNED} (generate --row FILE, bench --row FILE)")
     return {}
 
 
@@ -552,7 +474,6 @@ def measure(
     predicted = best.choice
     choice = MethodConfig(predicted.method, predicted.tree)
     methods = measured_rows(best.kind, choice, config.grid, best.drafter.max_levels)
-    methods.append(MethodConfig(USUAL[best.kind], best.auto()))
     kinds = [None, *([best.kind] * (len(methods) - 1))]
     decoders = make_decoders(target, methods, [kind and best.head for kind in kinds])
     section = BenchConfig(
@@ -587,6 +508,4 @@ def measure(
 def name_of(method: MethodConfig) -> str:
     """'eagle2, 6 levels, k 8, 16 nodes': the method and its tree, as the report's rows have them."""
     tree = tree_shape(method)
-    if tree is not None and tree.shape == "auto":
-        tree = replace(tree, variant="")  # a digest of its choices' measured times
     return method.method if tree is None else f"{method.method}, {tree.words}"

@@ -21,7 +21,7 @@ STATIC = StaticConfig(choices="eagle1")
 FORM = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1))
 RULES = {"R1": schema.ChainConfig(levels=3)} | {
     rule: StaticConfig(choices=FORM, children=children)
-    for rule, children in (("R2", "best"), ("R3", "sampled"), ("R4", "replaced"))  # type: ignore[arg-type]
+    for rule, children in (("R2", "best"), ("R3", "sampled"))  # type: ignore[arg-type]
 }
 
 
