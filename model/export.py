@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.model import checkpoint
-from aerie.model.formats.block import refuse_block, write_block
+from aerie.model.formats.block_layouts import refuse_block, write_block
 from aerie.model.formats.content import (
     COUNTS_OUTPUTS,
     HeadContent,
@@ -23,7 +23,7 @@ from aerie.model.formats.content import (
     tap_numbers,
     unread,
 )
-from aerie.model.formats.eagle import SERVER, ZERO_BIAS, refuse_eagle, write_eagle
+from aerie.model.formats.eagle_layouts import SERVER, ZERO_BIAS, refuse_eagle, write_eagle
 from aerie.model.formats.layouts import read_content, write_tensors
 from aerie.model.heads import AnyConfig
 from aerie.model.heads.eagle import EMBEDDING, Eagle3Config

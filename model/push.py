@@ -13,7 +13,7 @@ from aerie.configs.errors import UserError, masked
 from aerie.configs.read import read_yaml
 from aerie.model.export import export
 from aerie.model.formats.content import TargetFacts, table
-from aerie.model.formats.eagle import CHECKED, LOST, SPECULATIVE_TOKENS
+from aerie.model.formats.eagle_layouts import CHECKED, LOST, SPECULATIVE_TOKENS
 from aerie.model.hub import OURS, RECORDS, head_directory, is_on_hub, readable_errors
 from aerie.model.storage import (
     CALIBRATOR,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from aerie.model.layers import Kept, KeyValueCache
+from aerie.model.kv_cache import KeptRows, KeyValueCache
 from aerie.model.target import Target
 
 
@@ -23,7 +23,7 @@ class CachedLM:
     cache: KeyValueCache  # of the text that `prefill` began
 
     def __init__(self, target: Target, after_blocks: tuple[int, ...] = ()) -> None:
-        self.cache = KeyValueCache({}, Kept(0, target.device, target.dtype))
+        self.cache = KeyValueCache({}, KeptRows(0, target.device, target.dtype))
         self.target, self.after_blocks = target, after_blocks
         config, lowest = target.config, torch.finfo(target.dtype).min
         self._masked = torch.tensor(lowest, dtype=target.dtype, device=target.device)
@@ -36,7 +36,7 @@ class CachedLM:
         ]
         self._layer_kinds = sorted(set(kinds))
 
-    def prefill(self, input_ids: Tensor, kept: Kept) -> TargetStep:
+    def prefill(self, input_ids: Tensor, kept: KeptRows) -> TargetStep:
         """Reads a prompt [T]: logits [1, V] of its last token, features of all; the caller advances `kept`."""
         cache, taps = DynamicCache(), [*self.after_blocks]
         out = self.target.decoder(
@@ -59,7 +59,7 @@ class CachedLM:
 
     def read(self, tokens: Tensor) -> TargetStep:
         """As `prefill`, for the prompt's next tokens [n]."""
-        depth = self.cache.kept.numbers[: len(tokens)]
+        depth = self.cache.kept.positions[: len(tokens)]
         return self._step(self._forward(tokens, depth, depth[:, None] >= depth), last_only=True)
 
     @property
@@ -83,7 +83,7 @@ class CachedLM:
 
     def _forward(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> Any:
         self.cache.begin(tokens.shape[0])
-        positions = depth + self.cache.kept.behind[:1]
+        positions = depth + self.cache.kept.free[:1]
         return self.target.decoder(
             input_ids=tokens[None],
             attention_mask=self._mask(positions, mask),
@@ -107,13 +107,13 @@ class CachedLM:
     def _mask(self, positions: Tensor, mask: Tensor) -> Tensor | dict[str, Tensor]:
         # additive [1, 1, n, W], or one per kind of layer: the kept rows, and behind them m + n rows at these positions
         kept, (count, new), width = self.cache.kept, mask.shape, self.cache.width
-        places, own = kept.behind[:new], torch.where(mask, self._visible, self._masked)
+        places, own = kept.free[:new], torch.where(mask, self._visible, self._masked)
         full = kept.mask[:width].expand(count, -1).index_copy(1, places, own)
         masks = {"full_attention": full[None, None]}
         # the cache is full-length, so the mask alone makes the sliding window, by positions
         if "sliding_attention" in self._layer_kinds:
             far = (
-                positions[-count:, None] - kept.numbers[:width].index_copy(0, places, positions)
+                positions[-count:, None] - kept.positions[:width].index_copy(0, places, positions)
                 >= self._window
             )
             masks["sliding_attention"] = torch.where(far, self._masked, full)[None, None]

@@ -12,7 +12,7 @@ from torch import Tensor
 from aerie.configs.errors import UserError, warn
 from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.tree import Tree, ancestors
-from aerie.model.layers import Kept
+from aerie.model.kv_cache import KeptRows
 from aerie.model.miniature import SHORT, lengths_to_check, miniature
 from aerie.model.storage import digest, file_digest, first_line, user_cache, write_json
 from aerie.model.target import LARGE, Target, family, only_trains
@@ -112,7 +112,9 @@ def _difference(target: Target, length: int, parents: Tensor, paths: Tensor) -> 
     mask = ancestors(parents, levels)
     tree = Tree(tokens, parents, mask.sum(-1) - 1, mask, zeros, zeros, levels, levels)
     ours, theirs = list[Tensor](), list[Tensor]()
-    lm.prefill(known, kept := Kept(length + paths.shape[1] + count, target.device, target.dtype))
+    lm.prefill(
+        known, kept := KeptRows(length + paths.shape[1] + count, target.device, target.dtype)
+    )
     kept.advance(length)
     for _ in range(2):  # the second time after rows were gathered out of order
         step = lm.extend(tree.tokens, tree.depth, tree.mask)

@@ -19,10 +19,10 @@ from aerie.infer.decode.check import checked_lm
 from aerie.infer.decode.sampling import Sampler
 from aerie.infer.decode.shape import Cycle, Drafter, Proposer
 from aerie.infer.decode.tree import Path, Tree, ancestors, root_only
-from aerie.model.heads.block import BlockDraft, BlockHead
-from aerie.model.heads.eagle import Eagle1Head, Eagle3Head, EagleDraft
+from aerie.model.heads.block import BlockForward, BlockHead
+from aerie.model.heads.eagle import Eagle1Head, Eagle3Head, EagleForward
 from aerie.model.hub import head_directory, require_whole_weights
-from aerie.model.layers import Kept, KeyValueCache
+from aerie.model.kv_cache import KeptRows, KeyValueCache
 from aerie.model.target import Target, context_of, load_tokenizer, require_same_token_ids
 
 
@@ -30,7 +30,7 @@ class EagleDrafter(Drafter):
     """An EAGLE head. Slot p holds (feature of t_p, token t_{p+1}); its output stands for the feature of t_{p+1}."""
 
     def __init__(self, head: Eagle1Head | Eagle3Head, target: Target) -> None:
-        self.head, self._draft = head, EagleDraft(head)
+        self.head, self._draft = head, EagleForward(head)
         self._logits: Callable[[Tensor], Tensor] = target.logits
         self.max_positions = head.config.max_position_embeddings
         self.forwards = ((self, "_draft"), (self, "_log_q"))
@@ -41,19 +41,19 @@ class EagleDrafter(Drafter):
             self.ids = head.vocabulary.ids
         weight = head.fc.weight
         self._cache = KeyValueCache(
-            {}, Kept(0, weight.device, weight.dtype)
+            {}, KeptRows(0, weight.device, weight.dtype)
         )  # of the text that `reset` began
         # the head's states [n, D]: of the last committed slot, and of the rows of the last call
         self._last = self._hidden = torch.empty(0)
 
-    def reset(self, prompt: Tensor, kept: Kept, slots: int) -> None:
+    def reset(self, prompt: Tensor, kept: KeptRows, slots: int) -> None:
         self._slots = slots
         if self._cache.kept is kept:
             return
         like, config = self.head.fc.weight, self.head.config
         self._cache = KeyValueCache.empty(config.num_hidden_layers, config, kept, like)
         self._table = torch.stack(
-            self.head.rotary.table(len(kept.numbers), like)
+            self.head.rotary.table(len(kept.positions), like)
         )  # [2, positions, hd]
 
     def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
@@ -69,8 +69,8 @@ class EagleDrafter(Drafter):
         self._cache.pending = self._level = 0  # drafted slots, and levels of them
         kept, self._hidden = self._cache.kept, self._last
         # additive [1, 1, rows of the last call, W]
-        self._mask = kept.mask[None, None, None, : kept.columns.shape[0] + self._slots]
-        self._ropes = self._table.index_select(1, kept.behind[: self._slots])  # by level
+        self._mask = kept.mask[None, None, None, : kept.visible.shape[0] + self._slots]
+        self._ropes = self._table.index_select(1, kept.free[: self._slots])  # by level
         return self._log_q()
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def held(state: Tensor, rows: Tensor, last: Tensor | None) -> Tensor:
 
 def causal(features: Tensor, cache: KeyValueCache) -> Tensor:
     """The additive mask [1, 1, n, W] of new rows."""
-    seen = cache.kept.numbers[: cache.width] <= cache.places[:, None]
+    seen = cache.kept.positions[: cache.width] <= cache.positions[:, None]
     return torch.where(seen, 0.0, float("-inf")).to(features.dtype)[None, None]
 
 
@@ -148,7 +148,7 @@ class HydraDrafter(Drafter):
         self._state = self._root = torch.empty(0)  # [1, D]; the root's embedding [1, D]
         self._embeddings = torch.empty(0)  # [rows of the last call, (level + 1) * D]
 
-    def reset(self, prompt: Tensor, kept: Kept, slots: int) -> None:
+    def reset(self, prompt: Tensor, kept: KeptRows, slots: int) -> None:
         if self.head.config.prefix_layer and (self._cache is None or self._cache.kept is not kept):
             self._cache = KeyValueCache.empty(1, self.head.config, kept, self._embedding)
 
@@ -182,7 +182,7 @@ class BlockDrafter(Drafter):
     forwards_per_tree = 1
 
     def __init__(self, head: BlockHead, target: Target) -> None:
-        self.head, self._draft, self._target_logits = head, BlockDraft(head), target.logits
+        self.head, self._draft, self._target_logits = head, BlockForward(head), target.logits
         config, self._fuse, self._embedding = (
             head.config,
             head.fuse,
@@ -201,7 +201,7 @@ class BlockDrafter(Drafter):
             (head, "correct"),
         )
         self._cache = KeyValueCache(
-            {}, Kept(0, target.device, target.dtype)
+            {}, KeptRows(0, target.device, target.dtype)
         )  # of the text that `reset` began
         self._text = torch.zeros(
             config.markov_order, dtype=torch.long, device=target.device
@@ -214,7 +214,7 @@ class BlockDrafter(Drafter):
         )  # [levels, D] and [levels, V] of the tree that `start` began
         self._zero, self._hides = head.fc.weight.new_tensor([0.0, float("-inf")])
 
-    def reset(self, prompt: Tensor, kept: Kept, slots: int) -> None:
+    def reset(self, prompt: Tensor, kept: KeptRows, slots: int) -> None:
         self._text.copy_(prompt[:1])
         if self._cache.kept is kept:
             return
@@ -223,7 +223,7 @@ class BlockDrafter(Drafter):
             self.head.config.num_hidden_layers, self.head.config, kept, like
         )
         self._table = torch.stack(
-            self.head.rotary.table(len(kept.numbers), like)
+            self.head.rotary.table(len(kept.positions), like)
         )  # [2, positions, hd]
 
     def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
@@ -240,7 +240,7 @@ class BlockDrafter(Drafter):
         config, places = self.head.config, self._cache.begin(self.draft_rows)
         # a row sees the kept rows, and its block: all of it, or up to itself
         furthest = places[:, None] if config.in_block == "causal" else places[None, -1:]
-        columns = self._cache.kept.numbers[: self._cache.width]
+        columns = self._cache.kept.positions[: self._cache.width]
         mask = torch.where(columns <= furthest, self._zero, self._hides)[None, None]
         rows = self.head.rows(self._text[-1:], self._embedding, self._before)[0]
         # the block's keys and values stand behind the kept rows, where the next commit writes
@@ -292,9 +292,10 @@ class DraftLMDrafter(Drafter):
             self._unread
         )  # of the rows drafted so far [m]; which the last call's see [n, m]
 
-    def reset(self, prompt: Tensor, kept: Kept, slots: int) -> None:
+    def reset(self, prompt: Tensor, kept: KeptRows, slots: int) -> None:
         self._lm.prefill(
-            self._readable(prompt), own := Kept(len(kept.numbers), prompt.device, self.draft.dtype)
+            self._readable(prompt),
+            own := KeptRows(len(kept.positions), prompt.device, self.draft.dtype),
         )
         own.advance(len(prompt))
         self._num_repeated = prompt.shape[0] - 1
@@ -460,8 +461,8 @@ class PromptLookup(Proposer):
     def __init__(self, config: PromptLookupConfig) -> None:
         self.config, self.max_nodes = config, config.length + 1
 
-    def reset(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> None:
-        self._text, self._length = np.zeros(len(kept.numbers), dtype=np.int64), len(prompt)
+    def reset(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> None:
+        self._text, self._length = np.zeros(len(kept.positions), dtype=np.int64), len(prompt)
         self._text[: self._length] = prompt.cpu().numpy()
         self._end_ids = sampler.decoding.eos_token_ids
 
@@ -489,7 +490,7 @@ class Lookahead(Proposer):
     def __init__(self, config: LookaheadConfig, context: int | None = None) -> None:
         self.config, self._context, self.max_nodes = config, context or 2**31, config.sizes[2]
 
-    def reset(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> None:
+    def reset(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> None:
         config, self._text = self.config, prompt.tolist()
         generator = torch.Generator().manual_seed(config.seed)
         chosen = torch.randint(

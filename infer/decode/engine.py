@@ -26,7 +26,7 @@ from aerie.infer.decode.sampling import HONOURED, Decoding, Sampler, resolve
 from aerie.infer.decode.shape import Cycle, Proposer
 from aerie.infer.decode.tree import Tree, root_only
 from aerie.infer.decode.verify import judge, read, rule_of
-from aerie.model.layers import Kept
+from aerie.model.kv_cache import KeptRows
 from aerie.model.target import Target, context_of, load_tokenizer
 
 CHUNK = 2048  # tokens of a prompt that one forward reads: their mask is over all tokens before them
@@ -234,8 +234,8 @@ class SpeculativeDecoder:
         rows = (bucket(rows) if self.is_captured else rows) + max(
             proposer.max_nodes, proposer.draft_slots
         )
-        if len(kept.numbers) < rows:
-            kept = Kept(rows, prompt.device, self.target.dtype)
+        if len(kept.positions) < rows:
+            kept = KeptRows(rows, prompt.device, self.target.dtype)
         kept.restart()
         root = self._prefill(prompt, kept, sampler)  # [1]
         new = root.tolist()
@@ -283,7 +283,7 @@ class SpeculativeDecoder:
             # (3) commit; the bonus token, the next root, has no row
             count = len(verdict.path)
             sampler.follow(verdict.new[:count])
-            last = kept.numbers[
+            last = kept.positions[
                 count - 1 : count
             ]  # for a captured commit, whose path has a fixed length
             if isinstance(run, Graphs):
@@ -312,7 +312,7 @@ class SpeculativeDecoder:
         ids = torch.tensor([answer], dtype=input_ids.dtype, device=input_ids.device)
         return Generation(torch.cat([input_ids, ids], dim=1), statistics, self)
 
-    def _prefill(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> Tensor:
+    def _prefill(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> Tensor:
         """The answer's first token [1]."""
         self.proposer.reset(prompt, kept, sampler)
         # LongRoPE's factors depend on the length: one forward reads all
@@ -365,7 +365,7 @@ class SpeculativeDecoder:
             self.cycle == "compiled" and self.target.device.type == "cuda"
         )
 
-    def _run(self, kept: Kept, levels: int) -> Any:
+    def _run(self, kept: KeptRows, levels: int) -> Any:
         """An object with draft, extend, judge and commit, as target.cycle says; eager for trees that must be short."""
         if self.cycle == "eager":
             kept.captured.pop(self, None)
@@ -375,7 +375,7 @@ class SpeculativeDecoder:
         is_chain = proposer.is_chain and proposer.commits_fixed
         # other trees have too many sizes
         if not (self.is_captured and (proposer.is_fixed or proposer.grows_fixed or is_chain)):
-            torch._dynamo.maybe_mark_dynamic(kept.columns, 0)
+            torch._dynamo.maybe_mark_dynamic(kept.visible, 0)
             chosen = {
                 name: getattr(self, name) for name in ("draft", "extend", "judge", "commit")
             } | self.compiled
@@ -386,8 +386,8 @@ class SpeculativeDecoder:
             ):  # a generator cannot be handed to torch.compile
                 chosen["draft"] = self.draft
             return SimpleNamespace(**chosen)
-        kept.columns = kept.numbers[: (width := bucket(kept.length))]
-        torch._dynamo.maybe_mark_dynamic(kept.columns, 0)
+        kept.visible = kept.positions[: (width := bucket(kept.length))]
+        torch._dynamo.maybe_mark_dynamic(kept.visible, 0)
         graphs, key = kept.captured.setdefault(self, {}), (width, proposer.is_fixed)
         if key not in graphs:
             graphs[key] = Graphs(self, next((one.pool for one in graphs.values()), None))

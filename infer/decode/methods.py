@@ -39,7 +39,7 @@ from aerie.model.formats.layouts import recognise, tensor_names
 from aerie.model.heads import Head
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.hub import head_directory
-from aerie.model.layers import Kept
+from aerie.model.kv_cache import KeptRows
 from aerie.model.storage import CALIBRATOR, CONFIG, digests, read_json
 from aerie.model.target import Target, context_of, default_taps, other_weights
 
@@ -224,7 +224,7 @@ class Auto(Drafting):
         )
         self._best = (expected / self._ms).argmax(-1).tolist()  # by difficulty
 
-    def reset(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> None:
+    def reset(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> None:
         for shape in self.shapes:
             if shape is not None:
                 shape.stop.reset()

@@ -15,7 +15,7 @@ from aerie.infer.decode.sampling import Sampler, argmax, draw, draw_children, ra
 from aerie.infer.decode.stop import STOPS, Growing, Stop, StopRead, last_of, on_device
 from aerie.infer.decode.tree import Level, Pool, Proposal, Rule, Tree, ancestors, root_only, zeros
 from aerie.infer.decode.verify import Verdict
-from aerie.model.layers import Kept
+from aerie.model.kv_cache import KeptRows
 
 Children = Literal["best", "sampled", "replaced"]
 Calibrate = Callable[[Tensor], Tensor]  # log q, of any shape -> log confidence
@@ -43,7 +43,7 @@ class Drafter:
         tuple[Any, str], ...
     ] = ()  # (owner, attribute) of every function that runs a model, to be timed
 
-    def reset(self, prompt: Tensor, kept: Kept, slots: int) -> None:
+    def reset(self, prompt: Tensor, kept: KeptRows, slots: int) -> None:
         """Begins a prompt [T], of which no row is kept yet; slots: the most nodes of a tree that `step` is given."""
 
     def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
@@ -497,7 +497,7 @@ class Proposer:
     commits_fixed: bool = False  # `commit` reads nothing from the device
     levels: int = 0  # of every tree, except short ones at an answer's end; 0: they differ
 
-    def reset(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> None:
+    def reset(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> None:
         """Begins a prompt [T], of which no row is kept yet."""
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
@@ -524,7 +524,7 @@ class Drafting(Proposer):
         self.after_blocks, self.is_chain = drafter.after_blocks, shape.is_chain
         self.levels = shape.levels
 
-    def reset(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> None:
+    def reset(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> None:
         self._sampler = sampler
         self.shape.stop.reset()
         self.drafter.reset(prompt, kept, self.draft_slots)

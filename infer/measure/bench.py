@@ -42,7 +42,7 @@ from aerie.infer.measure.suite import Suite, suite_of
 from aerie.infer.measure.tasks import Prompt, encode_turn, load_prompts, pinned, prompt_inputs
 from aerie.model import storage
 from aerie.model.hub import quieten
-from aerie.model.layers import Kept
+from aerie.model.kv_cache import KeptRows
 from aerie.model.storage import (
     Foreign,
     Manifest,
@@ -381,7 +381,8 @@ def measure_reference(bench: Bench, records: list[Record]) -> list[Record]:
 
     def forwards_alone(ids: Tensor, answer: Tensor) -> None:
         vanilla.lm.prefill(
-            ids[0], kept := Kept(ids.shape[1] + len(answer) + 1, ids.device, vanilla.target.dtype)
+            ids[0],
+            kept := KeptRows(ids.shape[1] + len(answer) + 1, ids.device, vanilla.target.dtype),
         )
         kept.advance(ids.shape[1])
         for position in range(len(answer) - 1):

@@ -21,7 +21,7 @@ from aerie.infer.decode.shape import Cycle, Drafting, make_shape
 from aerie.infer.decode.tree import Pool, Tree
 from aerie.infer.decode.verify import acceptance as acceptance_of_drawn
 from aerie.infer.measure.record import Key, Origin
-from aerie.model.layers import Kept
+from aerie.model.kv_cache import KeptRows
 from aerie.model.storage import explained, first_line, write_atomically
 
 Record = dict[str, Any]
@@ -382,7 +382,7 @@ class Oracle(Drafting):
         ] = []  # oracle length and cap of each cycle
         decoder.proposer = self
 
-    def reset(self, prompt: Tensor, kept: Kept, sampler: Sampler) -> None:
+    def reset(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> None:
         super().reset(prompt, kept, sampler)
         self.is_fixed = False
 

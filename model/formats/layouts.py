@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.model import storage
-from aerie.model.formats.block import read_block
+from aerie.model.formats.block_layouts import read_block
 from aerie.model.formats.content import (
     HeadContent,
     HeadFiles,
@@ -23,7 +23,7 @@ from aerie.model.formats.content import (
     renamed,
     table,
 )
-from aerie.model.formats.eagle import FIRST_LAYER, TYPE, read_eagle1, read_eagle3
+from aerie.model.formats.eagle_layouts import FIRST_LAYER, TYPE, read_eagle1, read_eagle3
 from aerie.model.heads import HEADS
 from aerie.model.heads.eagle import Eagle3Config
 from aerie.model.heads.multi_token import HydraConfig, MedusaConfig

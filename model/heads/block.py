@@ -12,7 +12,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from aerie.model.heads.eagle import LMHead, Sizes
-from aerie.model.layers import DecoderLayer, DraftLayer, KeyValueCache, Rope, Rotary, attend, rotate
+from aerie.model.kv_cache import KeyValueCache
+from aerie.model.layers import DecoderLayer, HeadLayer, Rope, Rotary, attend, rotate
 from aerie.model.target import VocabWeights
 
 
@@ -146,7 +147,7 @@ class BlockHead(nn.Module):
         drafting = x.unflatten(1, (-1, size))[:, :, size - self.config.num_places :]
         return self.norm(drafting)
 
-    def _attention(self, anchors: Tensor, length: int) -> "Attention":
+    def _attention(self, anchors: Tensor, length: int) -> "BlockAttention":
         """The attention of A * block rows to T rows of text and to themselves.
 
         Its mask is dense, [B, 1, A * block, T + A * block]; on CUDA, FlexAttention skips what it hides."""
@@ -171,7 +172,7 @@ class BlockHead(nn.Module):
         return partial(attend, mask=mask, memory=None)
 
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # as attend
+BlockAttention = Callable[[Tensor, Tensor, Tensor], Tensor]  # as attend
 _flex = torch.compile(flex_attention)
 
 
@@ -188,39 +189,34 @@ def _sparse(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
 
 
 def _layer(
-    layer: Any, x: Tensor, context: Tensor, rows: Rope, text: Rope, attention: Attention
+    layer: Any, x: Tensor, context: Tensor, rows: Rope, text: Rope, attention: BlockAttention
 ) -> Tensor:
-    own = layer.self_attn
-    residual, q, k, v = layer.before(x, None, rows, None)
-    keys, values = (
-        project(context).unflatten(-1, (-1, own.head_dim)).transpose(1, 2)
-        for project in (own.k_proj, own.v_proj)
-    )
-    keys = rotate(own.k_norm(keys), *text)
-    return layer.after(
-        residual, attention(q, torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2))
-    )
+    """A layer's outputs [B, A * block, D]; the fused taps context [B, T, D] give keys and values, but no queries."""
+    projector = layer.self_attn
+    residual, of_rows = layer.before(x, None, rows, None)
+    keys = projector.by_head(projector.k_proj(context))
+    values = projector.by_head(projector.v_proj(context))
+    keys = rotate(projector.k_norm(keys), *text)
+    keys = torch.cat([keys, of_rows.keys], dim=2)
+    values = torch.cat([values, of_rows.values], dim=2)
+    return layer.after(residual, attention(of_rows.queries, keys, values))
 
 
-class BlockDraft:
+class BlockForward:
     """A head's forwards for decoding with a cache; make it when the head is on its device."""
 
     def __init__(self, head: BlockHead) -> None:
-        self._layers = [DraftLayer(layer) for layer in head.layers]  # type: ignore[arg-type]
-        self._norm, self._head_dim = head.norm, head.config.head_dim
+        self._layers = [HeadLayer(layer) for layer in head.layers]  # type: ignore[arg-type]
+        self._norm = head.norm
 
     def read(self, context: Tensor, rope: Tensor, cache: KeyValueCache) -> None:
         """Writes the keys and values of fused taps [n, D], with rope [2, n, hd], to the cache."""
         for number, layer in enumerate(self._layers):
-            rows = F.linear(context, layer.qkv[layer.parts[0] * self._head_dim :])  # [n, 2 KV * hd]
-            k, v = (
-                rows.view(1, len(rows), -1, self._head_dim).transpose(1, 2).chunk(2, dim=1)
-            )  # [1, KV, n, hd]
-            assert layer.qk_norms is not None
-            cache.update(rotate(layer.qk_norms[1](k), rope[0], rope[1]), v, number)
+            keys, values = layer.keys_and_values(context, (rope[0], rope[1]))
+            cache.update(keys, values, number)
 
     def __call__(self, x: Tensor, rope: Tensor, mask: Tensor, cache: KeyValueCache) -> Tensor:
-        """States [block, D] of a block's rows x [block, D]; rope [2, block, hd], mask as in DraftLayer."""
+        """States [block, D] of a block's rows x [block, D]; rope [2, block, hd], mask as in HeadLayer."""
         for number, layer in enumerate(self._layers):
             x = layer(x, x, (rope[0], rope[1]), mask, (cache, number))
         return self._norm(x)

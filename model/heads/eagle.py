@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from aerie.configs.errors import UserError
-from aerie.model.layers import DecoderLayer, DraftLayer, KeyValueCache, Memory, Rotary
+from aerie.model.kv_cache import KeyValueCache
+from aerie.model.layers import DecoderLayer, HeadLayer, Memory, Rotary
 from aerie.model.target import VocabWeights
 
 EMBEDDING = "embed_tokens.weight"
@@ -197,7 +198,7 @@ class EagleHead(nn.Module):
         return self.leave(x)
 
 
-class EagleDraft:
+class EagleForward:
     """A head's forward for decoding with a cache; make it when the head is on its device.
 
     It holds tensors: look-ups in modules are slow."""
@@ -207,12 +208,12 @@ class EagleDraft:
         self._fc = (
             (head.fc.weight, head.fc.bias) if isinstance(head, Eagle1Head) else None
         )  # EAGLE-3's is in `fuse`
-        self._layers = [DraftLayer(layer) for layer in head.blocks]
+        self._layers = [HeadLayer(layer) for layer in head.blocks]
 
     def __call__(
         self, tokens: Tensor, features: Tensor, rope: Tensor, mask: Tensor, cache: KeyValueCache
     ) -> Tensor:
-        """Outputs [n, D] of tokens [n], features [n, D], rope [2, n or 1, hd]; mask [1, 1, n, S] as in DraftLayer."""
+        """Outputs [n, D] of tokens [n], features [n, D], rope [2, n or 1, hd]; mask [1, 1, n, S] as in HeadLayer."""
         embedded = F.embedding(tokens, self._embedding).to(features.dtype)
         x = features
         if self._fc is not None:

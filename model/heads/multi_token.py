@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from aerie.model.layers import DecoderLayer, KeyValueCache, Rotary
+from aerie.model.kv_cache import KeyValueCache
+from aerie.model.layers import DecoderLayer, Rotary
 from aerie.model.target import VocabWeights, transformed
 
 Drop = Callable[

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.decode.drafters import DraftLMDrafter, load_draft_lm
-from aerie.model.layers import Kept
+from aerie.model.kv_cache import KeptRows
 from aerie.model.miniature import small_model
 from aerie.model.target import Target
 from tests import tiny
@@ -34,7 +34,7 @@ def drafter_of(draft: Target, vocab_size: int = 320) -> DraftLMDrafter:
 
 def ready(drafter: DraftLMDrafter, first: int = 50) -> list[int]:
     """(the drafter after a prompt and the answer's first token, both as one text)."""
-    drafter.reset(PROMPT, Kept(128, PROMPT.device, torch.float32), 8)
+    drafter.reset(PROMPT, KeptRows(128, PROMPT.device, torch.float32), 8)
     drafter.commit(torch.cat([PROMPT[1:], torch.tensor([first])]), torch.zeros(len(PROMPT), 32))
     return [*PROMPT.tolist(), first]
 

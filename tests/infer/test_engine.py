@@ -31,7 +31,7 @@ from aerie.infer.decode import engine, graphs, sampling, shape
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import Difficulty
 from aerie.infer.decode.shape import Cycle, Drafting, make_shape
-from aerie.model.layers import Kept
+from aerie.model.kv_cache import KeptRows
 from aerie.model.target import Target
 from tests import tiny
 from tests.infer.draws import TREES, decoder_of, greedy, make_target, prompts
@@ -312,19 +312,19 @@ def test_a_prompt_read_in_parts_and_cycles_that_look_at_more_columns_than_are_ke
     target, ids, advance = (
         Target(small(family), TargetConfig(family)),
         prompts(8)[-1] % 60 + 3,
-        Kept.advance,
+        KeptRows.advance,
     )
     made = decoder_of(
         target, TREES["small"], kind, **({"prefix_layer": True} if kind == "hydra" else {})
     )
     expected = trees_of(made, ids)
 
-    def widened(kept: Kept, count: int) -> None:
+    def widened(kept: KeptRows, count: int) -> None:
         """Rounds columns up to a multiple of 32, as forwards of fixed width see them."""
         advance(kept, count)
-        kept.columns = kept.numbers[: -(-kept.length // 32) * 32]
+        kept.visible = kept.positions[: -(-kept.length // 32) * 32]
 
-    for owner, name, value in ((engine, "CHUNK", 5), (Kept, "advance", widened)):
+    for owner, name, value in ((engine, "CHUNK", 5), (KeptRows, "advance", widened)):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
             assert trees_of(made, ids) == expected

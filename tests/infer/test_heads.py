@@ -22,7 +22,7 @@ from aerie.infer.decode.engine import make_decoder
 from aerie.infer.decode.methods import Drafters, check_levels, drafting, load_head_for
 from aerie.infer.decode.shape import Cycle
 from aerie.model.checkpoint import save_head
-from aerie.model.layers import Kept
+from aerie.model.kv_cache import KeptRows
 from aerie.model.target import Target
 from tests import tiny
 from tests.infer.draws import TREES, decoder_of, greedy, make_head, make_target, prompts
@@ -49,7 +49,7 @@ def ready(drafter: Any, target: Target, text: Tensor) -> Any:
     """The drafter after it got the text [T]: its last token is the root."""
     features = target.features(text[None, :-1], after_blocks=drafter.after_blocks)
     known = features.last_hidden if features.taps is None else features.taps
-    drafter.reset(text[:-1], kept := Kept(256, text.device, torch.float32), 5)
+    drafter.reset(text[:-1], kept := KeptRows(256, text.device, torch.float32), 5)
     drafter.commit(text[1:], known[0])
     kept.advance(len(text) - 1)
     return drafter

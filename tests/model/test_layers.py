@@ -14,8 +14,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from aerie.configs.errors import UserError
-from aerie.model import layers
-from aerie.model.layers import DecoderLayer, DraftLayer, Kept, KeyValueCache, Rotary, UnrollMemory
+from aerie.model import layers, unrolled_attention
+from aerie.model.kv_cache import KeptRows, KeyValueCache
+from aerie.model.layers import DecoderLayer, HeadLayer, Rotary
+from aerie.model.unrolled_attention import UnrollMemory
 
 GPU = [
     pytest.mark.gpu,
@@ -61,14 +63,14 @@ def test_the_layer_is_llamas_and_with_query_and_key_norms_qwen3s(
     expected = theirs(x, attention_mask=mask, position_embeddings=cos_and_sin)
     table, cache = (
         Rotary(sized(scaling)),
-        KeyValueCache.empty(1, sized(), Kept(16, x.device, x.dtype), x),
+        KeyValueCache.empty(1, sized(), KeptRows(16, x.device, x.dtype), x),
     )
     cache.begin(11)
     torch.testing.assert_close(
         ours(x, None, table.at(positions, 14, x)), expected, rtol=1e-5, atol=1e-5
     )
     added = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
-    found = DraftLayer(ours)(x[0], x[0], table.at(positions, 14, x), added, (cache, 0))
+    found = HeadLayer(ours)(x[0], x[0], table.at(positions, 14, x), added, (cache, 0))
     torch.testing.assert_close(found[None], expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(
         ours(x, None, table.at(positions, 14, x)), expected, rtol=1e-5, atol=1e-5
@@ -76,10 +78,10 @@ def test_the_layer_is_llamas_and_with_query_and_key_norms_qwen3s(
 
 
 def test_the_mask_of_a_text_hides_what_it_does_not_keep() -> None:
-    kept = Kept(16, torch.device("cpu"), torch.bfloat16)
+    kept = KeptRows(16, torch.device("cpu"), torch.bfloat16)
     for count in (7, 3, -4, 1):
         kept.advance(count)
-        assert (kept.mask == 0).equal(kept.numbers < kept.length) and kept.behind[0] == kept.length
+        assert (kept.mask == 0).equal(kept.positions < kept.length) and kept.free[0] == kept.length
     kept.restart()
     assert (kept.mask == torch.finfo(torch.bfloat16).min).all()
 
@@ -227,7 +229,7 @@ def test_the_unrolls_attention_is_one_masked_softmax_in_value_and_gradient(
     library = torch.library.Library("aten", "IMPL")  # stand-ins for CUDA's kernels
     for name, function in CUDA.items():
         library.impl(name, function, "CPU")
-    monkeypatch.setattr(layers, "_kernel", lambda x: kernel)
+    monkeypatch.setattr(unrolled_attention, "kernel_of", lambda x: kernel)
     q, keys, values, places = _made(heads)
     keys, values = keys[:steps], values[:steps]
     expected, found = (

@@ -18,7 +18,7 @@ from aerie.infer.decode.methods import Calibrator, load_calibrator
 from aerie.model import push
 from aerie.model.checkpoint import load_head, save_head
 from aerie.model.export import export, inspect_head
-from aerie.model.formats.eagle import CHECKED
+from aerie.model.formats.eagle_layouts import CHECKED
 from aerie.model.formats.layouts import read_content
 from aerie.model.hub import head_directory, readable_errors
 from aerie.model.push import SERVERS, Files, pack, public, upload

@@ -17,7 +17,7 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.model.hub import weights_digest
-from aerie.model.layers import Kept
+from aerie.model.kv_cache import KeptRows
 from aerie.model.miniature import small_model
 from aerie.model.storage import CONFIG, WEIGHTS, write_json
 from aerie.model.target import (
@@ -80,7 +80,7 @@ def test_features_and_logits_are_the_models_own_and_a_tree_forward_is_plain_forw
             torch.testing.assert_close(step.logits[node], plain, **near)
 
     with torch.inference_mode():
-        lm.prefill(ids, kept := Kept(96, ids.device, torch.float32))
+        lm.prefill(ids, kept := KeptRows(96, ids.device, torch.float32))
         kept.advance(64)
         check(ids, range(7))
         lm.cache.gather(torch.tensor([0, 2, 5]))

@@ -32,8 +32,8 @@ from aerie.configs.schema.heads import (
 from aerie.data.batches import Batch, collate
 from aerie.data.cache import CachedRow
 from aerie.model.heads import block
-from aerie.model.layers import UnrollMemory
 from aerie.model.target import VocabWeights
+from aerie.model.unrolled_attention import UnrollMemory
 from aerie.train.block import BlockObjective
 from aerie.train.lm import LMObjective
 from aerie.train.loop import means

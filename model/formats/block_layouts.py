@@ -7,7 +7,7 @@ from transformers import Qwen3Config
 
 from aerie.configs.errors import UserError
 from aerie.model.formats import content
-from aerie.model.formats.eagle import LAYER, SERVER, TYPE, Export, speculators_values
+from aerie.model.formats.eagle_layouts import LAYER, SERVER, TYPE, Export, speculators_values
 from aerie.model.heads.block import BlockConfig
 
 TAPS = "aux_hidden_state_layer_ids"
