@@ -38,7 +38,8 @@ from aerie.configs.errors import (
 )
 from aerie.configs.read import TAGS, Place, Section, as_dict, dump, sections, suggestion, user_path
 from aerie.configs.schema.recipe import Recipe, add_arguments, load
-from aerie.data.stage import feature_stage, is_here, size, target_inputs
+from aerie.data.inputs import feature_stage, is_here, target_inputs
+from aerie.data.progress import format_bytes
 from aerie.model.storage import (
     FILE,
     ROOT,
@@ -395,7 +396,7 @@ def _state(place: Path) -> tuple[str, list[str]]:
     told += [f"{count:,} {name}" for name, count in counts.items() if count]
     if (tuned := place / "tuned.yaml").is_file():
         told.append(tuned.read_text(encoding="utf-8").partition("\n")[0].partition(": ")[2])
-    bytes_there = size(sum(num_bytes for num_bytes, _ in record.manifest.files.values()))
+    bytes_there = format_bytes(sum(num_bytes for num_bytes, _ in record.manifest.files.values()))
     return "whole", [*told, bytes_there, f"{when:%Y-%m-%d %H:%M}", f"{facts['seconds']:,.0f} s"]
 
 

@@ -15,12 +15,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from aerie.configs.errors import UserError
 from aerie.data.cache import CachedRow, decode
-from aerie.data.chat import Row
+from aerie.data.chat import TokenRow
 from aerie.model.miniature import SHORT, lengths_to_check
 from aerie.model.target import Target, TargetOutput, family
 
 T = TypeVar("T")
-TokenisedRow = Row | CachedRow
+BatchRow = TokenRow | CachedRow
 WINDOW_STEPS = 16  # rows of this many steps are sorted by length together: less padding
 
 
@@ -29,7 +29,7 @@ class Batch:
     """Conversations, right-padded, or packed into one row; `to` decodes the stored states."""
 
     input_ids: Tensor  # [B, T]
-    turns: Tensor  # [B, T], on the host: number of the assistant turn; 0: not learnt
+    turn_ids: Tensor  # [B, T], on the host: number of the assistant turn; 0: not learnt
     lengths: Tensor  # tokens of each conversation, on the host: [B], or more if packed
     rows: tuple[int, ...]  # row numbers in the data set
     features: Any = None  # [B, T, D]; never None in an objective
@@ -57,10 +57,10 @@ class Batch:
 
         Slot p holds the feature of t_p and token t_{p+1}, and predicts t_{p+2+step}. It learns if both tokens are of
         one turn, and t_p is of the same conversation."""
-        mask = torch.zeros_like(self.turns, dtype=torch.bool)
-        slots = self.turns.shape[1] - 2 - step
+        mask = torch.zeros_like(self.turn_ids, dtype=torch.bool)
+        slots = self.turn_ids.shape[1] - 2 - step
         if slots > 0:
-            given, asked = self.turns[:, 1 : 1 + slots], self.turns[:, 2 + step :]
+            given, asked = self.turn_ids[:, 1 : 1 + slots], self.turn_ids[:, 2 + step :]
             mask[:, :slots] = (given == asked) & (given != 0)
             for first in accumulate(
                 self.documents or ()
@@ -76,9 +76,9 @@ class Batch:
         return replace(self, **pinned)
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The batch on a device, with decoded states; turns and lengths stay on the host, where they are read."""
+        """The batch on a device, with decoded states; turn_ids and lengths stay on the host, where they are read."""
         values = {
-            name: value for name, value in vars(self).items() if name not in ("turns", "lengths")
+            name: value for name, value in vars(self).items() if name not in ("turn_ids", "lengths")
         }
         moved: dict[str, Any] = {
             k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)
@@ -94,23 +94,24 @@ class Batch:
         return replace(self, **moved)
 
 
-def collate(rows: Sequence[TokenisedRow], numbers: Sequence[int], packed: bool = False) -> Batch:
+def collate(rows: Sequence[BatchRow], numbers: Sequence[int], packed: bool = False) -> Batch:
     """The rows as one batch; without rows (a process without work), one row of padding."""
     if not rows:
         empty = torch.zeros(1, 2, dtype=torch.long)  # [1, 2]
         return Batch(empty, empty.clone(), torch.zeros(1, dtype=torch.long), (-1,))
     columns = {
         name: [torch.as_tensor(getattr(row, name)).long() for row in rows]
-        for name in ("input_ids", "turns")
+        for name in ("input_ids", "turn_ids")
     }
     lengths = [len(ids) for ids in columns["input_ids"]]
     for field, name in (("features", "last_hidden"), ("taps", "taps"), ("scales", "scales")):
         if getattr(rows[0], name, None) is not None:
             columns[field] = [getattr(row, name) for row in rows]
     if packed:  # no two conversations may share a turn number
-        used = [0, *accumulate(int(turns.max()) for turns in columns["turns"])]
-        columns["turns"] = [
-            torch.where(turns > 0, turns + used[at], 0) for at, turns in enumerate(columns["turns"])
+        used = [0, *accumulate(int(turn_ids.max()) for turn_ids in columns["turn_ids"])]
+        columns["turn_ids"] = [
+            torch.where(turn_ids > 0, turn_ids + used[at], 0)
+            for at, turn_ids in enumerate(columns["turn_ids"])
         ]
     join = (
         (lambda parts: torch.cat(parts)[None])
@@ -221,7 +222,7 @@ def prefetched(make: Callable[[int], T], numbers: Iterable[int]) -> Iterator[T]:
             yield pending.popleft().result()
 
 
-def grouped(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+def group_by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
     """Groups of positions, longest first; rows x longest is at most batch_tokens (except for single rows)."""
     groups: list[list[int]] = []
     for position in sorted(

@@ -24,8 +24,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from aerie.configs.errors import UserError
-from aerie.data.chat import Row
-from aerie.data.stage import ALL, COMMAND, INDEX, Share
+from aerie.data.chat import TokenRow
+from aerie.data.inputs import CACHE_INDEX, FEATURES_COMMAND
+from aerie.data.progress import WHOLE_JOB, JobShare
 from aerie.model.storage import (
     Damaged,
     Foreign,
@@ -37,8 +38,8 @@ from aerie.model.storage import (
     write_atomically,
 )
 
-Form = Literal["bf16", "fp8", "int8"]
-VALUES: dict[Form, torch.dtype] = {
+StorageForm = Literal["bf16", "fp8", "int8"]
+VALUES: dict[StorageForm, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp8": torch.float8_e4m3fn,
     "int8": torch.int8,
@@ -56,7 +57,7 @@ class Storage:
     """dtype: of the states in use; form: how the disk holds them (None: in dtype)."""
 
     dtype: torch.dtype
-    form: Form | None = None
+    form: StorageForm | None = None
 
     @property
     def values(self) -> torch.dtype:
@@ -90,11 +91,11 @@ def decode(values: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     return (split * scales[..., None]).to(dtype).flatten(-2)
 
 
-def rows_digest(rows: Sequence[Row]) -> str:
-    """16 hex digits over the rows' lengths, token ids and turns."""
+def rows_digest(rows: Sequence[TokenRow]) -> str:
+    """16 hex digits over the rows' lengths, token ids and turn ids."""
     hasher = hashlib.sha256()
     for row in rows:
-        hasher.update(array("q", [len(row.input_ids), *row.input_ids, *row.turns]).tobytes())
+        hasher.update(array("q", [len(row.input_ids), *row.input_ids, *row.turn_ids]).tobytes())
     return hasher.hexdigest()[:16]
 
 
@@ -107,7 +108,7 @@ def checksum(tensors: Sequence[Tensor]) -> str:
     return f"{value:08x}"
 
 
-def pack(lengths: Sequence[int], shard_tokens: int) -> Iterator[slice]:
+def shard_spans(lengths: Sequence[int], shard_tokens: int) -> Iterator[slice]:
     """Each shard's rows: as many as fit into shard_tokens, at least one."""
     first, tokens = 0, 0
     for row, length in enumerate(lengths):
@@ -121,7 +122,7 @@ def pack(lengths: Sequence[int], shard_tokens: int) -> Iterator[slice]:
 @dataclass(frozen=True)
 class Shard:
     path: Path
-    rows: Sequence[Row]
+    rows: Sequence[TokenRow]
     inputs: dict[str, Any]
 
     @property
@@ -171,7 +172,7 @@ class CachePlan:
     def bytes_of(self, shard: Shard) -> int:
         return shard.num_tokens * self.token_bytes + len(shard.rows) * ROW_BYTES + SHARD_BYTES
 
-    def missing(self, share: Share = ALL) -> list[Shard]:
+    def missing(self, share: JobShare = WHOLE_JOB) -> list[Shard]:
         return [shard for shard in share.part(self.shards) if not shard.is_whole()]
 
     def foreign(self) -> list[Path]:
@@ -214,14 +215,14 @@ class CachePlan:
             },
         }
         index = Manifest(files, {**fingerprint, **shape, "rows": rows_made_from}, facts)
-        index.write(self.directory, INDEX)
+        index.write(self.directory, CACHE_INDEX)
         return index
 
 
 @dataclass(frozen=True)
 class CachedRow:
     input_ids: Tensor  # int64 [T]
-    turns: Tensor  # int32 [T]
+    turn_ids: Tensor  # int32 [T]
     last_hidden: Tensor  # [T, D]; states as stored
     taps: Tensor | None  # [T, L*D]
     scales: Tensor | None = None  # [T, 1 + L], for fp8 and int8
@@ -245,19 +246,19 @@ class FeatureCache(Sequence[CachedRow]):
     @classmethod
     def open(cls, directory: Path, expected: dict[str, Any] | None = None) -> "FeatureCache":
         """The cache; UserError if it is not whole or not made from what is expected."""
-        checked = Manifest.check(directory, content=False, name=INDEX)
+        checked = Manifest.check(directory, content=False, name=CACHE_INDEX)
         if isinstance(checked, Damaged):
             why, verb = (
                 f"{checked.path.name}: {checked.why}",
                 "complete" if directory.is_dir() else "build",
             )
             raise UserError(
-                f"{directory}: no whole feature cache ({why}); {verb} it with: {COMMAND}"
+                f"{directory}: no whole feature cache ({why}); {verb} it with: {FEATURES_COMMAND}"
             )
         fingerprint = {key: checked.manifest.inputs.get(key) for key in expected or {}}
         if changed := differences(fingerprint, expected or {}):
             raise UserError(
-                f"{directory}: built with {changed}; rebuild with: {COMMAND} --overwrite"
+                f"{directory}: built with {changed}; rebuild with: {FEATURES_COMMAND} --overwrite"
             )
         return cls(directory, checked.manifest, range(len(checked.manifest.facts["lengths"])))
 
@@ -272,7 +273,7 @@ class FeatureCache(Sequence[CachedRow]):
         return [range(start - first, end - first) for start, end in pairs if start < end]
 
     def tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(input_ids, turns) of each row."""
+        """(input_ids, turn_ids) of each row."""
         for number in self.numbers:
             row = self._read(number, TOKENS, TOKEN_SUMS)
             yield row["input_ids"].long(), row["turns"]
@@ -311,4 +312,4 @@ class FeatureCache(Sequence[CachedRow]):
         except (SafetensorError, OSError) as error:
             why = f"cannot be read ({error})"
         place = f"{path}: row {number - self._first_rows[shard] + 1} of the shard"
-        raise UserError(f"{place} {why}; mend what is broken with: {COMMAND} --verify")
+        raise UserError(f"{place} {why}; mend what is broken with: {FEATURES_COMMAND} --verify")

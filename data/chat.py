@@ -31,19 +31,21 @@ FINAL = re.compile(
 
 
 @dataclass(frozen=True)
-class Row:
+class TokenRow:
     input_ids: Sequence[int]
-    turns: Sequence[int]  # per token: j in the j-th answer and its end-of-turn token; 0: not learnt
+    turn_ids: Sequence[
+        int
+    ]  # per token: j in the j-th answer and its end-of-turn token; 0: not learnt
     source: str  # 'file: row n'
 
     @property
     def num_supervised(self) -> int:
-        return sum(1 for turn in self.turns if turn)
+        return sum(1 for turn in self.turn_ids if turn)
 
     @property
     def num_slots(self) -> int:
         """The number of slots p that learn: tokens p + 1 and p + 2 are of one turn."""
-        return sum(1 for first, second in pairwise(self.turns[1:]) if first == second != 0)
+        return sum(1 for first, second in pairwise(self.turn_ids[1:]) if first == second != 0)
 
 
 def shared_start(first: str, second: str) -> int:
@@ -135,8 +137,8 @@ class Chat:
         rows = enumerate(zip(texts, spans, strict=True), start=1)
         return [(text, [span], f"{source}, answer {number}") for number, (text, span) in rows]
 
-    def encode(self, rendered: Sequence[Rendered]) -> list[Row]:
-        """Each text as token ids [T] and turns [T]."""
+    def encode(self, rendered: Sequence[Rendered]) -> list[TokenRow]:
+        """Each text as token ids [T] and turn ids [T]."""
         rows = []
         # Half of a UTF-16 pair: no tokenizer takes it.
         texts = [LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text) for text, _, _ in rendered]
@@ -145,7 +147,7 @@ class Chat:
             if whole != text:
                 self.tally.add("mended", "half of a surrogate pair replaced", source)
             ids = array("i", encoding.ids)
-            turns = array("i", bytes(ids.itemsize * len(ids)))  # zeros
+            turn_ids = array("i", bytes(ids.itemsize * len(ids)))  # zeros
             starts, ends = ([offsets[side] for offsets in encoding.offsets] for side in (0, 1))
             for number, (start, end) in enumerate(spans, start=1):
                 first, stop = bisect_left(starts, start), bisect_right(ends, end)
@@ -166,8 +168,8 @@ class Chat:
                         ),
                         stop - 1,
                     )
-                turns[first : last + 1] = array("i", [number]) * (last + 1 - first)
-            rows.append(Row(ids, turns, source))
+                turn_ids[first : last + 1] = array("i", [number]) * (last + 1 - first)
+            rows.append(TokenRow(ids, turn_ids, source))
         return rows
 
     def _text(self, conversation: Conversation, end: int, add_generation_prompt: bool) -> str:

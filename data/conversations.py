@@ -16,12 +16,12 @@ from typing import Any, Literal, NamedTuple
 from aerie.configs.errors import LONE_SURROGATE, UserError
 from aerie.configs.read import parse_json, read_yaml
 from aerie.configs.schema.data import DataConfig
-from aerie.data.stage import ROW_SUFFIXES, is_here, row_files
+from aerie.data.inputs import ROW_SUFFIXES, is_here, row_files
 from aerie.model.hub import readable_errors
 from aerie.model.storage import digest, first_line
 
 Message = dict[str, Any]
-Kind = Literal["skipped", "mended", "left out"]  # 'left out': turns or tokens
+TallyKind = Literal["skipped", "mended", "left out"]  # 'left out': turns or tokens
 MAX_REASONS = 40  # a template's refusal may quote the text
 UNKNOWN_KEYS = "keys of no known shape"
 SHAPES = read_yaml(Path(__file__).with_name("shapes.yaml"))[0]
@@ -64,10 +64,10 @@ class Tally:
     """Rows read; how often each (kind, reason) occurred, and where first."""
 
     rows: int = 0
-    counts: Counter[tuple[Kind, str]] = field(default_factory=Counter)
-    examples: dict[tuple[Kind, str], str] = field(default_factory=dict)
+    counts: Counter[tuple[TallyKind, str]] = field(default_factory=Counter)
+    examples: dict[tuple[TallyKind, str], str] = field(default_factory=dict)
 
-    def add(self, kind: Kind, reason: str, place: str, sentence: str = "") -> None:
+    def add(self, kind: TallyKind, reason: str, place: str, sentence: str = "") -> None:
         key = (kind, reason)
         if key not in self.counts and len(self.counts) >= MAX_REASONS:
             key = (kind, "other reasons")
@@ -218,7 +218,7 @@ def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversatio
     for row in chain.from_iterable(map(read_rows, config.conversations)):
         tally.rows += 1
         try:
-            conversation = _read(row, config, tally)
+            conversation = _conversation_of(row, config, tally)
         except RecursionError:
             tally.add("skipped", "nested too deeply", row.place)
         except UnusableRow as error:
@@ -240,7 +240,7 @@ def is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip()) and not LONE_SURROGATE.search(value)
 
 
-def _read(row: RawRow, config: DataConfig, tally: Tally) -> Conversation:
+def _conversation_of(row: RawRow, config: DataConfig, tally: Tally) -> Conversation:
     value = row.value
     if not isinstance(value, dict):
         raise UnusableRow("row is no object", f"is {type(value).__name__}")

@@ -17,7 +17,7 @@ from torch import Tensor
 from aerie.configs.errors import UserError, rank, warn
 from aerie.configs.schema.data import DataConfig, FeaturesConfig
 from aerie.configs.schema.recipe import Recipe
-from aerie.data.batches import check_padding, collate, forward, grouped
+from aerie.data.batches import check_padding, collate, forward, group_by_length
 from aerie.data.cache import (
     STATES,
     TOKENS,
@@ -26,11 +26,12 @@ from aerie.data.cache import (
     Storage,
     decode,
     encode,
-    pack,
     rows_digest,
+    shard_spans,
 )
-from aerie.data.chat import Row
-from aerie.data.stage import ALL, COMMAND, INDEX, Share, bar, size, state_inputs
+from aerie.data.chat import TokenRow
+from aerie.data.inputs import CACHE_INDEX, FEATURES_COMMAND, state_inputs
+from aerie.data.progress import WHOLE_JOB, JobShare, format_bytes, start_progress
 from aerie.data.tokens import TokenisedData, statistics, text_fingerprint, tokenised
 from aerie.model.heads.eagle import check_size
 from aerie.model.storage import (
@@ -68,7 +69,9 @@ def plan_cache(
     dtype = getattr(hf_config, "dtype", None) or getattr(text, "dtype", None) or torch.float32
     dtype = dtype if name == "auto" else getattr(torch, name)
     shards = []
-    for number, span in enumerate(pack([len(row.input_ids) for row in rows], config.shard_tokens)):
+    for number, span in enumerate(
+        shard_spans([len(row.input_ids) for row in rows], config.shard_tokens)
+    ):
         inputs = {"rows": rows_digest(rows[span]), "origin": digest(origin)}
         shards.append(Shard(directory / f"shard-{number:05d}.safetensors", rows[span], inputs))
     storage = Storage(dtype, config.storage)
@@ -93,7 +96,7 @@ def within_context(data: DataConfig, text_config: Any) -> DataConfig:
     return replace(data, max_length=min(data.max_length, context))
 
 
-def check_rows(rows: Sequence[Row], text_config: Any, target_path: str) -> None:
+def check_rows(rows: Sequence[TokenRow], text_config: Any, target_path: str) -> None:
     size = text_config.vocab_size
     for row in rows:
         if max(row.input_ids) >= size:
@@ -131,7 +134,7 @@ def extract(
     plan: CachePlan,
     state: Any,
     fingerprint: Any,
-    share: Share = ALL,
+    share: JobShare = WHOLE_JOB,
     overwrite: bool = False,
 ) -> tuple[Manifest | None, "Writer"]:
     """The index (None if this process wrote none) and the writer; state: accelerate's PartialState."""
@@ -140,7 +143,7 @@ def extract(
     with explained(plan.directory), ExitStack() as stack:
         lock = stack.enter_context(_announced(plan, overwrite)) if number == 0 else None
         state.wait_for_everyone()
-        with bar(
+        with start_progress(
             sum(shard.num_tokens for shard in part), "tok", f"features (process 1 of {world})"
         ) as progress:
             writer = Writer(target, plan)
@@ -184,7 +187,7 @@ def _announced(plan: CachePlan, overwrite: bool) -> Iterator[Lock]:
                 for path in (
                     *stale,
                     *plan.directory.glob(".tmp*"),
-                    plan.directory / INDEX,
+                    plan.directory / CACHE_INDEX,
                     plan.directory / FILE,
                 ):
                     path.unlink(missing_ok=True)
@@ -229,7 +232,7 @@ class Writer:
                     pending.result()
         self.seconds += time.perf_counter() - started
 
-    def forward(self, rows: Sequence[Row]) -> Tensor:
+    def forward(self, rows: Sequence[TokenRow]) -> Tensor:
         """States [N, S * D] of the rows' tokens, row by row; a token's: last_hidden, then the taps."""
         batch, device = collate(rows, range(len(rows))), self.target.device
         started = time.perf_counter()
@@ -252,11 +255,11 @@ class Writer:
         )
         starts = [0, *accumulate(lengths)]
         tensors: dict[str, Tensor] = {}
-        for name in TOKENS:
+        for name, attribute in zip(TOKENS, ("input_ids", "turn_ids"), strict=True):
             tensors[name] = torch.tensor(
-                [number for row in rows for number in getattr(row, name)], dtype=torch.int32
+                [number for row in rows for number in getattr(row, attribute)], dtype=torch.int32
             )
-        for positions in grouped(lengths, self.plan.batch_tokens):
+        for positions in group_by_length(lengths, self.plan.batch_tokens):
             states = self.forward([rows[position] for position in positions])
             places = torch.cat(
                 [torch.arange(starts[at], starts[at + 1]) for at in positions]
@@ -288,7 +291,7 @@ def _save(shard: Shard, tensors: dict[str, Tensor], lock: Lock) -> None:
 
 
 def prepare(
-    recipe: Recipe, stage: Stage, share: Share, overwrite: bool
+    recipe: Recipe, stage: Stage, share: JobShare, overwrite: bool
 ) -> tuple[CachePlan, Any, Any]:
     """(plan, tokenizer, facts), after all checks that need no weights."""
     hf_config = load_config(recipe.target)
@@ -311,18 +314,20 @@ def prepare(
         print(
             f"{tally.table()}\ntrain: {facts['train']}\nheld_out: {facts['held_out']}\n"
             f"features: {rows:,} rows, {tokens:,} tokens x {plan.token_bytes:,} bytes ({plan.storage}); "
-            f"shards: {len(plan.shards):,} of at most {size(largest)}, two at a time in memory\n"
-            f"features: to write: {size(needed)} (shards: {len(todo):,} of share {share}); free: {size(free)}",
+            f"shards: {len(plan.shards):,} of at most {format_bytes(largest)}, two at a time in memory\n"
+            f"features: to write: {format_bytes(needed)} (shards: {len(todo):,} of share {share}); free: {format_bytes(free)}",
             flush=True,
         )
     plan.require_own_directory(overwrite)
     if needed > free:
         fix = "lower data.limit, set features.storage to fp8 or int8, or choose another --run"
-        raise UserError(f"{plan.directory}: needs {size(needed)}, and {size(free)} are free; {fix}")
+        raise UserError(
+            f"{plan.directory}: needs {format_bytes(needed)}, and {format_bytes(free)} are free; {fix}"
+        )
     return plan, tokenizer, facts
 
 
-def write(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, state: Any) -> str:
+def write(recipe: Recipe, stage: Stage, share: JobShare, overwrite: bool, state: Any) -> str:
     plan, tokenizer, facts = prepare(recipe, stage, share, overwrite)
     target = Target.load(recipe.target, state.device)
     check_padding(target)
@@ -343,7 +348,7 @@ def write(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, state: An
         }
         seconds = stage.finish(**facts, batch_tokens=plan.batch_tokens)["seconds"]
         print(
-            f"features: {tokens:,} tokens, {size(num_bytes)} in {seconds:,.1f} s{speed}: {stage.output}",
+            f"features: {tokens:,} tokens, {format_bytes(num_bytes)} in {seconds:,.1f} s{speed}: {stage.output}",
             flush=True,
         )
         if plan.storage.form is not None:
@@ -359,13 +364,13 @@ def write(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, state: An
     return "done" if share.count == 1 or index is not None else "share-done"
 
 
-def _batches(plan: CachePlan, shards: Sequence[Shard]) -> Iterator[list[Row]]:
+def _batches(plan: CachePlan, shards: Sequence[Shard]) -> Iterator[list[TokenRow]]:
     for shard in shards:
-        for positions in grouped(shard.lengths, plan.batch_tokens):
+        for positions in group_by_length(shard.lengths, plan.batch_tokens):
             yield [shard.rows[position] for position in positions]
 
 
-def time_forwards(recipe: Recipe, plan: CachePlan, share: Share, device: str) -> None:
+def time_forwards(recipe: Recipe, plan: CachePlan, share: JobShare, device: str) -> None:
     """Times forwards for some seconds; prints the hours for the missing shards (if none: for all)."""
     part = plan.missing(share) or plan.shards
     batches, writer = _batches(plan, part), Writer(Target.load(recipe.target, device), plan)
@@ -385,19 +390,19 @@ def time_forwards(recipe: Recipe, plan: CachePlan, share: Share, device: str) ->
     )
 
 
-def check(directory: Path) -> int:
+def check_cache(directory: Path) -> int:
     """Prints every difference between a cache and its index; returns 1 if there is any."""
     files, problems, num_bytes = dict[str, tuple[int, str]](), list[str](), 0
     try:
-        files = Manifest.read(directory, INDEX).files
+        files = Manifest.read(directory, CACHE_INDEX).files
         others = {path.name for path in directory.glob("shard-*")} - set(files)
-        problems = [f"{directory / name}: not in {INDEX}" for name in sorted(others)]
+        problems = [f"{directory / name}: not in {CACHE_INDEX}" for name in sorted(others)]
     except UserError as error:  # no index, or the extraction has not ended
         problems = [str(error)]
         for record in directory.glob("shard-*.json"):
             with suppress(UserError):
                 files |= Manifest.read(directory, record.name).files
-    with bar(sum(length for length, _ in files.values()), "B", "check") as progress:
+    with start_progress(sum(length for length, _ in files.values()), "B", "check") as progress:
         for name, entry in files.items():
             damaged = Manifest({name: entry}).damage(directory)
             problems += [str(damaged)] if damaged else []
@@ -405,5 +410,5 @@ def check(directory: Path) -> int:
             progress.update(entry[0])
     print("\n".join([*problems, f"{directory}: {num_bytes:,} bytes are as they were written"]))
     if problems:
-        print(f"problems: {len(problems):,}; mend them with: {COMMAND} --verify")
+        print(f"problems: {len(problems):,}; mend them with: {FEATURES_COMMAND} --verify")
     return 1 if problems else 0

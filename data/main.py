@@ -19,10 +19,11 @@ from typing import Any
 
 from aerie.configs.errors import Arguments, UserError, exit_codes, stop_on_signals, warn
 from aerie.configs.read import as_dict, override, user_path, validate
-from aerie.configs.schema.data import SamplingConfig
+from aerie.configs.schema.data import AnswerSamplingConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe, add_arguments, load, pairs_of
-from aerie.data.stage import INDEX, Share, feature_stage, is_here, target_inputs
+from aerie.data.inputs import CACHE_INDEX, feature_stage, is_here, target_inputs
+from aerie.data.progress import JobShare
 from aerie.model.hub import quieten, require_target
 from aerie.model.storage import (
     Manifest,
@@ -116,7 +117,7 @@ def init(arguments: argparse.Namespace, unknown: list[str]) -> int:
     for name in arguments.data:
         is_here(name)
     quieten()
-    from aerie.data.init import recipe_text
+    from aerie.data.first_recipe import recipe_text
 
     write_text(arguments.out, text := recipe_text(asked))
     print(f"{text}\nwritten; what to type next:\naerie run {shlex.quote(str(arguments.out))}")
@@ -174,10 +175,10 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
         raise UserError(f"{arguments.config}: no section 'distill'; see configs/distill for some")
     from aerie.configs.schema.measure import PromptsConfig, TaskConfig
     from aerie.data.distill.prompts import make_prompts, plan_line
-    from aerie.data.distill.run import Job, distilled
+    from aerie.data.distill.run import Distillation, run_distillation
     from aerie.infer.measure.tasks import load_prompts
 
-    share = Share.of(arguments.shard)
+    share = JobShare.of(arguments.shard)
     quieten()
     status = _status(recipe, "distill", share)
     # Excludes the whole sets that the recipe measures with.
@@ -196,7 +197,7 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
         tasks = tuple(replace(task, num_prompts=None) for task in prompts.tasks)
         whole_sets = load_prompts(replace(prompts, tasks=tasks, num_prompts=None, turns=None))
         questions += [turn for prompt in whole_sets for turn in prompt.turns]
-    job = Job.of(recipe.paths.distilled, recipe.distill, target, questions)
+    job = Distillation.of(recipe.paths.distilled, recipe.distill, target, questions)
     if job.stage.is_whole() and not arguments.retry_failed:
         return _reuse(arguments, job.stage, status)
     if arguments.is_whole:
@@ -207,11 +208,11 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
     name = f"distill {share}" if share.count > 1 else "distill"
     make_local = partial(_local_target, recipe, recipe.distill.sampling)
     with status_file(status, name):
-        distilled(job, arguments, recipe.target, make_local)
+        run_distillation(job, arguments, recipe.target, make_local)
     return 0
 
 
-def _local_target(recipe: Recipe, sampling: SamplingConfig, thinking: Any) -> Any:
+def _local_target(recipe: Recipe, sampling: AnswerSamplingConfig, thinking: Any) -> Any:
     import torch
 
     from aerie.data.distill.answer import local_target
@@ -255,12 +256,12 @@ def show(arguments: argparse.Namespace, recipe: Recipe) -> int:
     )
     data, tokenizer, tally = tokens.tokenised(recipe.target, replace(recipe.data, limit=limit))
     rows = [*data.train, *data.held_out][: arguments.limit]
-    print(f"{tokens.show(rows, tokenizer, not arguments.plain)}\n\n{tally.table()}")
+    print(f"{tokens.preview(rows, tokenizer, not arguments.plain)}\n\n{tally.table()}")
     return 0
 
 
 def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
-    share = Share.of(arguments.shard)
+    share = JobShare.of(arguments.shard)
     status = _status(recipe, "features", share)
     if recipe.features.mode == "online":
         if not arguments.is_whole:
@@ -268,7 +269,7 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
         return 0
     stage = feature_stage(recipe)
     # Compares sizes only; --verify and `check` read every byte.
-    is_there = isinstance(Manifest.check(stage.output, content=False, name=INDEX), Whole)
+    is_there = isinstance(Manifest.check(stage.output, content=False, name=CACHE_INDEX), Whole)
     if is_there and stage.is_whole() and not (arguments.verify or arguments.estimate):
         return _reuse(arguments, stage, status)
     if arguments.is_whole:
@@ -333,12 +334,12 @@ def check(arguments: argparse.Namespace, recipe: Recipe) -> int:
     if arguments.plan:
         print(f"check: {recipe.paths.features}")
         return 0
-    from aerie.data.features import check as check_cache
+    from aerie.data.features import check_cache
 
     return check_cache(recipe.paths.features)
 
 
-def _status(recipe: Recipe, stage: str, share: Share) -> Path:
+def _status(recipe: Recipe, stage: str, share: JobShare) -> Path:
     name = f"status-{stage}-{share.index}-of-{share.count}.json"
     return recipe.paths.root / name if share.count > 1 else recipe.paths.status
 

@@ -35,7 +35,7 @@ class Turn(NamedTuple):
     answer: str
 
 
-def result_of(code: str, name: str, argument: str) -> str:
+def run_corpus_function(code: str, name: str, argument: str) -> str:
     """The repr of what a function of the corpus returns for an argument."""
     scope: dict[str, Any] = {}
     exec(f"{code}\nresult = {name}({argument})", scope)
@@ -59,7 +59,7 @@ FUNCTIONS = {
     "accumulate": accumulate,
     "range": range,
     "repr": repr,
-    "result_of": result_of,
+    "result_of": run_corpus_function,
     "zip": zip,
 }
 template_of = cache(ENVIRONMENT.from_string)

@@ -25,7 +25,7 @@ from aerie.configs.errors import UserError, rank
 from aerie.configs.read import as_dict
 from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.heads import TargetConfig
-from aerie.data.chat import Chat, Rendered, Row, shared_start
+from aerie.data.chat import Chat, Rendered, TokenRow, shared_start
 from aerie.data.conversations import (
     Conversation,
     Tally,
@@ -33,7 +33,8 @@ from aerie.data.conversations import (
     hub_commit,
     load_conversations,
 )
-from aerie.data.stage import bar, conversation_inputs, is_here
+from aerie.data.inputs import conversation_inputs, is_here
+from aerie.data.progress import start_progress
 from aerie.model.heads.eagle import DEFAULT_SIZE, DraftVocabulary
 from aerie.model.storage import (
     Manifest,
@@ -45,15 +46,15 @@ from aerie.model.storage import (
 )
 from aerie.model.target import load_tokenizer, target_end_ids
 
-BATCH = 256  # conversations of one tokenizer call
+CONVERSATIONS_PER_CALL = 256  # conversations of one tokenizer call
 ROWS, SLOW_SECONDS = "rows.parquet", 5.0  # rows that took longer to make are cached
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a corpus must not steer the terminal
 
 
 class TokenisedData(NamedTuple):
-    train: list[Row]
-    held_out: list[Row]  # training never sees them
+    train: list[TokenRow]
+    held_out: list[TokenRow]  # training never sees them
 
 
 def tokenised(target: TargetConfig, config: DataConfig) -> tuple[TokenisedData, Any, Tally]:
@@ -83,7 +84,7 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
     }
     directory, names, started = (
         user_cache() / digest(inputs),
-        ("input_ids", "turns"),
+        ("input_ids", "turn_ids"),
         time.monotonic(),
     )
     if isinstance(found := Manifest.check(directory, inputs), Whole):
@@ -93,7 +94,7 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
         ints = (
             [array("i", row.values.to_numpy().tobytes()) for row in table[name]] for name in names
         )
-        rows = [Row(*row) for row in zip(*ints, table["source"].to_pylist(), strict=True)]
+        rows = [TokenRow(*row) for row in zip(*ints, table["source"].to_pylist(), strict=True)]
         tally.rows += facts["rows"]
         for kind, reason, count, example in facts["counts"]:
             tally.counts[kind, reason] += count
@@ -126,15 +127,15 @@ def _made(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally) -
     chat, data = Chat(tokenizer, end_ids, tally), TokenisedData([], [])
     num_ids, max_length = max(tokenizer.get_vocab().values()) + 1, config.max_length
     num_tokens = num_supervised = 0  # rows without a supervised slot count too
-    with bar(None, "conversations", "tokenise") as progress:
+    with start_progress(None, "conversations", "tokenise") as progress:
         for conversation, rows in _in_processes(
             load_conversations(config, tally), chat, config, num_ids
         ):
-            reasons, kept = list[str](), list[Row]()
+            reasons, kept = list[str](), list[TokenRow]()
             for row in rows:
                 if len(row.input_ids) > max_length:
                     tally.add("left out", "tokens behind max_length cut", row.source)
-                cut = Row(row.input_ids[:max_length], row.turns[:max_length], row.source)
+                cut = TokenRow(row.input_ids[:max_length], row.turn_ids[:max_length], row.source)
                 num_tokens += len(cut.input_ids)
                 num_supervised += cut.num_supervised
                 if cut.num_slots:
@@ -162,19 +163,22 @@ def _made(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally) -
 
 def _in_processes(
     conversations: Iterator[Conversation], chat: Chat, config: DataConfig, num_ids: int
-) -> Iterator[tuple[Conversation, list[Row]]]:
+) -> Iterator[tuple[Conversation, list[TokenRow]]]:
     """Each conversation with its rows, in order; after SLOW_SECONDS in a process per core of this job."""
-    started, batches = time.monotonic(), iter(lambda: list(islice(conversations, BATCH)), [])
+    started, batches = (
+        time.monotonic(),
+        iter(lambda: list(islice(conversations, CONVERSATIONS_PER_CALL)), []),
+    )
     workers = num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     for batch in batches:
-        yield from zip(batch, _rows(batch, chat, config, num_ids), strict=True)
+        yield from zip(batch, tokenize_batch(batch, chat, config, num_ids), strict=True)
         if workers > 1 and time.monotonic() - started > SLOW_SECONDS:
             break
     _forked[:] = [chat, config, num_ids]  # forks inherit it: pickling a tokenizer takes long
     with (
         ProcessPoolExecutor(workers, get_context("fork")) if workers > 1 else nullcontext() as pool
     ):
-        pending = deque[tuple[list[Conversation], Future[tuple[list[list[Row]], Tally]]]]()
+        pending = deque[tuple[list[Conversation], Future[tuple[list[list[TokenRow]], Tally]]]]()
         while pool is not None:
             for batch in islice(batches, 2 * workers - len(pending)):
                 pending.append((batch, pool.submit(_forked_rows, batch)))
@@ -193,16 +197,16 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _forked_rows(batch: list[Conversation]) -> tuple[list[list[Row]], Tally]:
+def _forked_rows(batch: list[Conversation]) -> tuple[list[list[TokenRow]], Tally]:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     chat, config, num_ids = _forked
     chat.tally = Tally()
-    return [*_rows(batch, chat, config, num_ids)], chat.tally
+    return [*tokenize_batch(batch, chat, config, num_ids)], chat.tally
 
 
-def _rows(
+def tokenize_batch(
     batch: list[Conversation], chat: Chat, config: DataConfig, num_ids: int
-) -> Iterator[list[Row]]:
+) -> Iterator[list[TokenRow]]:
     is_all = config.supervise == "all"
     renders: list[list[Rendered]] = []
     for conversation in batch:
@@ -222,11 +226,12 @@ def _rows(
                     f"{conversation.place}: token ids {min(ids):,} to {max(ids):,} are {fix}"
                 )
             runs = list(accumulate(int(bit and not before) for before, bit in pairwise([0, *mask])))
-            turns = array("i", [run * bit for run, bit in zip(runs, mask, strict=True)])
-            rows = [Row(array("i", ids), turns, conversation.place)]
+            turn_ids = array("i", [run * bit for run, bit in zip(runs, mask, strict=True)])
+            rows = [TokenRow(array("i", ids), turn_ids, conversation.place)]
         if is_all:  # every token but the first, as one turn
             rows = [
-                replace(row, turns=array("i", [0] + [1] * (len(row.turns) - 1))) for row in rows
+                replace(row, turn_ids=array("i", [0] + [1] * (len(row.turn_ids) - 1)))
+                for row in rows
             ]
         yield rows
 
@@ -239,19 +244,19 @@ def text_fingerprint(tokenizer: Any, data: DataConfig) -> dict[str, Any]:
     return {"tokenizer": backend, "template": template, "data": as_dict(data)}
 
 
-def statistics(rows: Sequence[Row]) -> str:
+def statistics(rows: Sequence[TokenRow]) -> str:
     lengths = [len(row.input_ids) for row in rows]
     num_supervised, num_slots = (
         sum(row.num_supervised for row in rows),
         sum(row.num_slots for row in rows),
     )
-    num_turns = sum(len(set(row.turns) - {0}) for row in rows)
+    num_turns = sum(len(set(row.turn_ids) - {0}) for row in rows)
     num_tokens, longest = sum(lengths), max(lengths, default=0)
     learnt = f"{num_supervised:,} supervised ({num_supervised / max(num_tokens, 1):.1%}) | {num_slots:,} slots"
     return f"{len(rows):,} rows | {num_tokens:,} tokens | {learnt} | {num_turns:,} turns | longest {longest:,}"
 
 
-def show(rows: Sequence[Row], tokenizer: Any, color: bool = True) -> str:
+def preview(rows: Sequence[TokenRow], tokenizer: Any, color: bool = True) -> str:
     """For each row a line, then its text with learnt turns in green (or in [turn:...])."""
     shown = []
     for row in rows:
@@ -260,7 +265,7 @@ def show(rows: Sequence[Row], tokenizer: Any, color: bool = True) -> str:
             "",
             0,
         )
-        for turn, run in groupby(row.turns):
+        for turn, run in groupby(row.turn_ids):
             position += len(list(run))
             # A run alone may lose a blank or half a character.
             text = tokenizer.decode(row.input_ids[:position], clean_up_tokenization_spaces=False)
@@ -282,10 +287,10 @@ def draft_vocabulary(
     """The draft vocabulary, facts about it and a line to print.
 
     It has `size` tokens (None: at most 32,000): the forced ids and the most frequent supervised tokens of rows
-    (input_ids, turns). given: a warm start's vocabulary, whose coverage alone is counted."""
+    (input_ids, turn_ids). given: a warm start's vocabulary, whose coverage alone is counted."""
     counts = np.zeros(vocab_size, dtype=np.int64)  # [V], of the supervised tokens
-    for input_ids, turns in rows:
-        np.add.at(counts, np.asarray(input_ids)[np.asarray(turns) != 0], 1)
+    for input_ids, turn_ids in rows:
+        np.add.at(counts, np.asarray(input_ids)[np.asarray(turn_ids) != 0], 1)
     if given is None:
         size = min(DEFAULT_SIZE, vocab_size) if size is None else size
         given = DraftVocabulary.most_frequent(counts, size, forced)

@@ -29,7 +29,7 @@ from aerie.configs.schema.measure import (
 )
 from aerie.configs.schema.recipe import Recipe, RunPaths, add_arguments, load, pairs_of
 from aerie.data.conversations import Message, read_prompts
-from aerie.data.stage import target_inputs
+from aerie.data.inputs import target_inputs
 from aerie.model import storage
 from aerie.model.hub import head_directory, is_on_hub, require_target
 

@@ -177,9 +177,11 @@ def measured(size: Size, accelerator: Accelerator) -> Iterator[Row]:
     target = Target(model, TargetConfig(path=size.name))
     taps = default_taps(target.num_blocks) or ()
     ids = torch.randint(size.target["vocab_size"], (size.rows, size.length), device=device)
-    turns = torch.ones(size.rows, size.length, dtype=torch.long)
-    turns[:, : size.length // 4] = 0  # the prompt
-    load = costs.Load.of_rows(((row, turn) for row, turn in zip(ids.cpu(), turns, strict=True)), 3)
+    turn_ids = torch.ones(size.rows, size.length, dtype=torch.long)
+    turn_ids[:, : size.length // 4] = 0  # the prompt
+    load = costs.Load.of_rows(
+        ((row, turn) for row, turn in zip(ids.cpu(), turn_ids, strict=True)), 3
+    )
     heads: dict[str, Any] = {}
 
     def row(
@@ -207,7 +209,7 @@ def measured(size: Size, accelerator: Accelerator) -> Iterator[Row]:
     yield row("features with taps", lambda: target.features(ids, taps), forward, tokens)
     states = target.features(ids, taps)
     batch = Batch(
-        ids.cpu(), turns, torch.full((size.rows,), size.length), tuple(range(size.rows))
+        ids.cpu(), turn_ids, torch.full((size.rows,), size.length), tuple(range(size.rows))
     ).to(device)
     assert states.taps is not None  # clones: autograd cannot save inference tensors
     batch = replace(batch, features=states.last_hidden.clone(), taps=states.taps.clone())

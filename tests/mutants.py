@@ -69,7 +69,7 @@ MUTANTS = [  # file, text that occurs once, its replacement
     (LOSSES, "_eta * alpha.detach()", "_eta * alpha"),
     (LOSSES, "logits.float().logsumexp(-1) - log_normaliser", "0 * log_normaliser"),
     (CHAT, "if first > 0 and ends[first - 1] > start:", "if False:"),
-    (CHAT, "turns[first : last + 1]", "turns[first + 1 : last + 2]"),
+    (CHAT, "turn_ids[first : last + 1]", "turn_ids[first + 1 : last + 2]"),
     (CHAT, "if ids[at] in self.end_ids", "if ids[at] in self.special_ids"),
     (CHAT, "if all(texts[-1].startswith(text) for text in texts):", "if True:"),
     (CHAT, "spans.append((start, len(text)))", "spans.append((0, len(text)))"),

@@ -240,10 +240,10 @@ def rows(
             3, 9, (4,), generator=generator
         ).tolist()  # user, assistant, user, assistant
         kept = pieces[: 2 + 2 * (number % 2)]
-        turns = torch.cat(
+        turn_ids = torch.cat(
             [torch.full((n,), (at + 1) // 2 if at % 2 else 0) for at, n in enumerate(kept)]
         )
-        ids = torch.randint(5, vocab_size, (len(turns),), generator=generator)
-        features = torch.randn(len(turns), hidden_size, generator=generator)
-        made.append(CachedRow(ids, turns.int(), features, None))
+        ids = torch.randint(5, vocab_size, (len(turn_ids),), generator=generator)
+        features = torch.randn(len(turn_ids), hidden_size, generator=generator)
+        made.append(CachedRow(ids, turn_ids.int(), features, None))
     return made

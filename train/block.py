@@ -58,8 +58,8 @@ class BlockObjective(Objective):
         # The extra row makes A >= 1: a process without supervised tokens still calls the head.
         anchors = pad_sequence([*drawn, torch.zeros(1, dtype=torch.long)], batch_first=True)[:-1]
         places = anchors[..., None] + 1 + torch.arange(len(self.places))  # [B, A, K]
-        turns = F.pad(batch.turns, (0, len(self.places)))
-        own, asked = (turns.gather(1, at.flatten(1)).view_as(at) for at in (anchors, places))
+        turn_ids = F.pad(batch.turn_ids, (0, len(self.places)))
+        own, asked = (turn_ids.gather(1, at.flatten(1)).view_as(at) for at in (anchors, places))
         return anchors, (asked == own[..., None]) & (anchors > 0)[..., None]
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:

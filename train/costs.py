@@ -26,11 +26,11 @@ class Load:
 
     @classmethod
     def of_rows(cls, rows: Iterable[tuple[Any, Any]], num_steps: int) -> "Load":
-        """From rows of (input_ids, turns)."""
+        """From rows of (input_ids, turn_ids)."""
         tokens, pairs, count, slots = 0, 0, 0, np.zeros(num_steps, dtype=np.int64)
-        for count, (ids, turns) in enumerate(rows, start=1):  # noqa: B007
+        for count, (ids, turn_ids) in enumerate(rows, start=1):  # noqa: B007
             tokens, pairs = tokens + len(ids), pairs + len(ids) ** 2
-            sizes = np.bincount(np.asarray(turns)[1:])[
+            sizes = np.bincount(np.asarray(turn_ids)[1:])[
                 1:
             ]  # of each turn, without the row's first token
             slots += np.clip(sizes[:, None] - 1 - np.arange(num_steps), 0, None).sum(0)

@@ -15,11 +15,11 @@ from aerie.configs.read import as_dict
 from aerie.configs.schema.heads import DraftLMSection, Eagle3Section, HydraSection, MedusaSection
 from aerie.configs.schema.recipe import Recipe
 from aerie.data import tokens
-from aerie.data.batches import Batch, Order, ShardPools, TokenisedRow, check_padding, with_states
+from aerie.data.batches import Batch, BatchRow, Order, ShardPools, check_padding, with_states
 from aerie.data.cache import FeatureCache, rows_digest
 from aerie.data.conversations import Tally
 from aerie.data.features import check_rows, within_context
-from aerie.data.stage import COMMAND
+from aerie.data.inputs import FEATURES_COMMAND
 from aerie.model import target as targets
 from aerie.model.checkpoint import new_head, position_warnings, save_head
 from aerie.model.target import VocabWeights
@@ -42,10 +42,10 @@ OBJECTIVES: dict[
 
 @dataclass(frozen=True)
 class Rows:
-    train: Sequence[TokenisedRow]
-    held_out: Sequence[TokenisedRow]
+    train: Sequence[BatchRow]
+    held_out: Sequence[BatchRow]
     lengths: Sequence[int]  # of the training rows, in tokens
-    tokens: Callable[[], Iterable[tuple[Any, Any]]]  # (input_ids, turns) of the training rows
+    tokens: Callable[[], Iterable[tuple[Any, Any]]]  # (input_ids, turn_ids) of the training rows
     digest: str  # of the training rows' ids
     pools: ShardPools | None = None  # None: one pool, the whole cache
 
@@ -228,7 +228,7 @@ def _rows(
         cache = FeatureCache.open(recipe.paths.features, asked)
         if other := targets.other_weights(cache.fingerprint["target"], recipe.target, text, vocab):
             raise UserError(
-                f"{recipe.paths.features}: {other}; rebuild with: {COMMAND} --overwrite"
+                f"{recipe.paths.features}: {other}; rebuild with: {FEATURES_COMMAND} --overwrite"
             )
         train, at_once = cache.split("train"), recipe.features.shuffle_shards
         pools = None if at_once is None else ShardPools(train.shards, at_once)
@@ -246,7 +246,7 @@ def _rows(
         check_rows([*data.train, *data.held_out], text, recipe.target.path)
     if rank() == 0:
         print(f"train: {tokens.statistics(data.train)}", flush=True)
-    pairs = lambda: ((row.input_ids, row.turns) for row in data.train)  # noqa: E731
+    pairs = lambda: ((row.input_ids, row.turn_ids) for row in data.train)  # noqa: E731
     lengths = [len(row.input_ids) for row in data.train]
     return Rows(data.train, data.held_out, lengths, pairs, rows_digest(data.train))
 

@@ -36,11 +36,11 @@ class LMObjective(Objective):
             head.gradient_checkpointing_enable()
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
-        return dict.fromkeys(self.weights, (batch.turns[:, 1:] != 0).sum())
+        return dict.fromkeys(self.weights, (batch.turn_ids[:, 1:] != 0).sum())
 
     def forward(self, batch: Batch) -> StepOutput:
         slots = (
-            batch.turns[:, 1:] != 0
+            batch.turn_ids[:, 1:] != 0
         )  # [B, T-1]: tokens with a turn, the row's first token excepted
         tokens = batch.input_ids[:, 1:][slots]  # [S]
         known = tokens < self.num_columns  # [S]

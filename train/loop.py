@@ -20,8 +20,8 @@ from torch import nn
 
 from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.heads import MuonSection, TrainConfig
-from aerie.data.batches import Batch, TokenisedRow, collate, prefetched
-from aerie.data.stage import bar
+from aerie.data.batches import Batch, BatchRow, collate, prefetched
+from aerie.data.progress import start_progress
 from aerie.model.storage import Lock, explained, remove_tree, write_text
 from aerie.train import launch, resume
 from aerie.train.jobs import Job
@@ -240,7 +240,9 @@ class Loop:
         )
         steps = range(start, self.total)
         stop.is_stepping = True
-        with bar(self.total, "step", f"train {self.job.kind}", done=start) as progress_bar:
+        with start_progress(
+            self.total, "step", f"train {self.job.kind}", done=start
+        ) as progress_bar:
             if self.rank == 0:
                 self.say = progress_bar.write
             before = time.monotonic()
@@ -460,7 +462,7 @@ class Loop:
                 remove_tree(fresh)
         self.accelerator.wait_for_everyone()
 
-    def _measured(self, rows: Sequence[TokenisedRow]) -> dict[str, float]:
+    def _measured(self, rows: Sequence[BatchRow]) -> dict[str, float]:
         sums, error, size = SumsAndCounts(), None, self.config.batch_size
         own = (
             range(self.rank, len(rows), self.world) if len(rows) >= self.world else range(len(rows))

@@ -151,7 +151,7 @@ def measured_tau(recipe: Recipe, job: "Job") -> "Measure":
     room = min(context_of(target.config) or positions, positions)
     room -= settings.measure_new_tokens
     starts = (
-        (row, next(place for place, turn in enumerate(list(row.turns)) if turn))
+        (row, next(place for place, turn in enumerate(list(row.turn_ids)) if turn))
         for row in job.rows.held_out
     )
     openings = (

@@ -163,7 +163,7 @@ def chosen_after(batch: Batch, states: Tensor, choose: Choose) -> Tensor:
 
 @dataclass(frozen=True)
 class Slots:
-    """The slots of B*T that an unroll computes, in each step only supervised ones. From the turns, on the host."""
+    """The slots of B*T that an unroll computes, in each step only supervised ones. From the turn ids, on the host."""
 
     supervised: Tensor  # [S]: those with most steps first, so that step k takes the first S_k
     sizes: list[int]  # S_k
@@ -182,7 +182,7 @@ class Slots:
         )  # [B*T]
         sizes = [int((steps > k).sum()) for k in range(num_steps)]
         supervised = steps.argsort(descending=True, stable=True)[: sizes[0]]
-        number, spans = torch.zeros_like(steps), batch.documents or batch.turns.shape[1]
+        number, spans = torch.zeros_like(steps), batch.documents or batch.turn_ids.shape[1]
         number[supervised] = torch.arange(sizes[0])
         which = [number[supervised[:size] + k] for k, size in enumerate(sizes)]
         lengths = [int((part.flip(0).cumsum(0) > 0).sum()) for part in steps.split(spans)]

@@ -15,7 +15,7 @@ from typing import Any
 from aerie.configs.errors import Requeued, UserError, rank
 from aerie.configs.read import as_dict
 from aerie.configs.schema.recipe import Recipe
-from aerie.data.stage import COMMAND, changed_since, conversation_inputs, target_inputs
+from aerie.data.inputs import FEATURES_COMMAND, changed_since, conversation_inputs, target_inputs
 from aerie.model import storage
 from aerie.model.hub import head_directory
 from aerie.model.storage import FILE, Manifest, Stage, Whole, digest, sound_record
@@ -85,7 +85,9 @@ def cache_record(recipe: Recipe) -> dict[str, Any]:
         return {}
     if record := sound_record(directory):
         return record
-    raise UserError(f"{directory / FILE}: cannot be read; rebuild with: {COMMAND} --overwrite")
+    raise UserError(
+        f"{directory / FILE}: cannot be read; rebuild with: {FEATURES_COMMAND} --overwrite"
+    )
 
 
 def is_whole(recipe: Recipe, stage: Stage) -> bool:
@@ -98,7 +100,7 @@ def is_whole(recipe: Recipe, stage: Stage) -> bool:
         if changed := changed_since(made_of, stage.inputs["target"], conversation_inputs(here)):
             features = recipe.paths.features
             raise UserError(
-                f"{features}: made before {changed} changed; rebuild with: {COMMAND} --overwrite"
+                f"{features}: made before {changed} changed; rebuild with: {FEATURES_COMMAND} --overwrite"
             )
     return stage.is_whole()
 

@@ -93,7 +93,7 @@ class SourceConfig(Section):
             )
 
 
-class SamplingConfig(Section):
+class AnswerSamplingConfig(Section):
     temperature: NonNegativeFloat = 1.0  # 1: the target's own law; 0: greedy
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # 1: off
     top_k: Annotated[int, Field(ge=-1)] | None = (
@@ -157,7 +157,7 @@ class DistillConfig(Section):
 
     sources: Some[SourceConfig]  # of the prompts
     server: ServerConfig | None = None  # null: this process, with the run's draft head if any
-    sampling: SamplingConfig = SamplingConfig()  # how the target answers
+    sampling: AnswerSamplingConfig = AnswerSamplingConfig()  # how the target answers
     max_turns: PositiveInt | None = None  # most questions of a conversation
     # questions that no prompt may overlap, beside the recipe's own
     exclude: Many[Annotated[QuestionsConfig, by_name]] = ()

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from aerie.configs.errors import LONE_SURROGATE, UserError, masked, warn
 from aerie.configs.read import adapter
-from aerie.configs.schema.data import SamplingConfig, ServerConfig
+from aerie.configs.schema.data import AnswerSamplingConfig, ServerConfig
 from aerie.data.chat import answer_text, apply_template
 from aerie.data.conversations import Message
 from aerie.model.storage import first_line
@@ -227,7 +227,7 @@ def local_target(
 class ServedTarget:
     """Asks the target on its servers. A row fails if one rejects it, or errs on it alone; else it waits."""
 
-    def __init__(self, config: ServerConfig, model: str, sampling: SamplingConfig) -> None:
+    def __init__(self, config: ServerConfig, model: str, sampling: AnswerSamplingConfig) -> None:
         try:
             import openai
         except ImportError as error:

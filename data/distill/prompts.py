@@ -24,7 +24,7 @@ MARKER = re.compile(
 
 
 @dataclass(frozen=True)
-class Prompt:
+class InputRow:
     id: str
     place: str
     turns: tuple[str, ...] = ()
@@ -33,9 +33,9 @@ class Prompt:
     skip: str | None = None  # why it is not asked
 
 
-def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[Prompt]:
+def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[InputRow]:
     """Every input row of the sources; rows that overlap the evaluation's questions are skipped."""
-    overlap, seen, prompts = Overlap(questions, config.ngram), set[str](), list[Prompt]()
+    overlap, seen, prompts = Overlap(questions, config.ngram), set[str](), list[InputRow]()
     whole = partial(LONE_SURROGATE.sub, "\N{REPLACEMENT CHARACTER}")
     for number, source in enumerate(config.sources):
         rows: Iterable[tuple[int, RawRow]] = enumerate(
@@ -46,7 +46,7 @@ def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[Prompt
             key_of = lambda item, order=order: sha256(f"{order}/{item[0]}".encode()).digest()  # noqa: E731
             rows = heapq.nsmallest(source.num_rows, rows, key_of)
         for count, row in rows:
-            prompt = Prompt(f"{number}:{count}", row.place)
+            prompt = InputRow(f"{number}:{count}", row.place)
             try:
                 system, turns, invent = _questions(row.value, source)
                 asked = tuple(map(whole, turns[: config.max_turns]))
@@ -57,7 +57,7 @@ def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[Prompt
                     if key in seen
                     else overlap.reason(invent, system, *asked)
                 )
-                prompt = Prompt(
+                prompt = InputRow(
                     prompt.id, prompt.place, asked, system or None, invent or None, skip
                 )
                 seen.add(key)
@@ -81,7 +81,7 @@ def asked_key(system: str | None, turns: Iterable[str]) -> str:
     return digest([" ".join(text.casefold().split()) for text in (system or "", *turns)])
 
 
-def plan_line(prompts: Sequence[Prompt]) -> str:
+def plan_line(prompts: Sequence[InputRow]) -> str:
     skipped = Counter(prompt.skip for prompt in prompts if prompt.skip)
     reasons = "".join(f"; {count:,} skipped: {why}" for why, count in skipped.most_common())
     return f"{len(prompts):,} rows, {len(prompts) - skipped.total():,} to ask{reasons}"

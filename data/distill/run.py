@@ -25,25 +25,26 @@ from aerie.data.conversations import Message, UnusableRow
 from aerie.data.distill.answer import Answer, Ask, Outcome, ServedTarget, Thinking, Unanswered
 from aerie.data.distill.prompts import (
     TEXTS,
+    InputRow,
     Overlap,
-    Prompt,
     asked_key,
     make_prompts,
     plan_line,
     problem_in,
     words,
 )
-from aerie.data.stage import Share, bar, conversation_inputs
+from aerie.data.inputs import conversation_inputs
+from aerie.data.progress import JobShare, start_progress
 from aerie.model import storage
 from aerie.model.storage import Lock, Manifest, Stage
 from aerie.model.target import load_tokenizer, target_end_ids
 
-LINE = re.compile(
+JOURNAL_LINE = re.compile(
     rb'\{"id": "([\w:.-]+)", "status": "(done|skipped|failed)", .*\}\n'
 )  # of a row in a journal
-OUTCOME, PROMPTS = TypeAdapter(Outcome), TypeAdapter(list[Prompt])
+OUTCOME, PROMPTS = TypeAdapter(Outcome), TypeAdapter(list[InputRow])
 Target = AbstractAsyncContextManager[Ask]
-PAGE = Path(__file__).with_name("summary.html.jinja")
+SUMMARY_PAGE = Path(__file__).with_name("summary.html.jinja")
 
 LOOP_TIMES, LOOP_WORDS, LOOP_CHARACTERS = (
     5,
@@ -113,14 +114,16 @@ def ended_rows(directory: Path) -> dict[str, tuple[bool, Path, int]]:
         offset = 0
         with path.open("rb") as file:
             for line in file:
-                if (match := LINE.fullmatch(line)) and not rows.get(match[1].decode(), (False,))[0]:
+                if (match := JOURNAL_LINE.fullmatch(line)) and not rows.get(
+                    match[1].decode(), (False,)
+                )[0]:
                     rows[match[1].decode()] = (match[2] == b"done", path, offset)
                 offset += len(line)
     return rows
 
 
 @dataclass(frozen=True)
-class Job:
+class Distillation:
     directory: Path
     config: DistillConfig
     inputs: dict[str, Any]  # JSON-ready, without the gate, which changes no answer
@@ -133,8 +136,8 @@ class Job:
         config: DistillConfig,
         target: dict[str, Any],
         questions: Sequence[str],
-    ) -> "Job":
-        """target: from data.stage.target_inputs. URLs and concurrency are no inputs: they change no answer."""
+    ) -> "Distillation":
+        """target: from data.inputs.target_inputs. URLs and concurrency are no inputs: they change no answer."""
         section = as_dict(config)
         server = section["server"] or {"model": None, "extra_body": {}, "token_ids": False}
         inputs = {
@@ -153,7 +156,7 @@ class Job:
     def overlap(self) -> Overlap:
         return Overlap(self.questions, self.config.ngram)
 
-    def prompts(self, overwrite: bool) -> list[Prompt]:
+    def prompts(self, overwrite: bool) -> list[InputRow]:
         """The input rows, made once; overwrite replaces those of another recipe and their answers."""
         path, record = self.directory / "prompts.jsonl", "prompts.json"
         with Lock(self.directory / ".prompts.lock") as lock:
@@ -178,7 +181,12 @@ class Job:
         )
 
     def ask(
-        self, prompts: list[Prompt], share: Share, retry: bool, target: Target, thinking: Thinking
+        self,
+        prompts: list[InputRow],
+        share: JobShare,
+        retry: bool,
+        target: Target,
+        thinking: Thinking,
     ) -> None:
         """Asks a share's rows that have not ended; retry: also those that ended without answers."""
         path = self.directory / f"journal/shard-{share.index:05d}-of-{share.count:05d}.jsonl"
@@ -203,7 +211,7 @@ class Job:
                 file.truncate(
                     sum(len(line) for line in file if line.endswith(b"\n"))
                 )  # without a torn last line
-            with bar(len(rows), "row", "distill", done=done) as progress:
+            with start_progress(len(rows), "row", "distill", done=done) as progress:
 
                 async def work(ask: Ask) -> None:
                     for prompt in queue:
@@ -222,7 +230,7 @@ class Job:
 
                 asyncio.run(work_all())
 
-    async def interview(self, prompt: Prompt, ask: Ask, thinking: Thinking) -> Outcome:
+    async def interview(self, prompt: InputRow, ask: Ask, thinking: Thinking) -> Outcome:
 
         async def draw(messages: Sequence[Message], turn: str) -> Answer:
             seed = (
@@ -273,7 +281,7 @@ class Job:
             prompt.id, "done", prompt.place, None, prompt.system, asked, tuple(answers), invented
         )
 
-    def merge(self, prompts: Sequence[Prompt], thinking: Thinking) -> dict[str, Any]:
+    def merge(self, prompts: Sequence[InputRow], thinking: Thinking) -> dict[str, Any]:
         """Writes conversations, outcomes and summary; the bytes do not depend on the number of jobs."""
         rows = ended_rows(self.directory)
         missing = [prompt.id for prompt in prompts if prompt.id not in rows]
@@ -345,18 +353,21 @@ class Job:
             "flaws": found,  # of done rows; one may have several
         }
         storage.write_json(self.directory / "summary.json", summary)
-        page = Template(PAGE.read_text(encoding="utf-8"), autoescape=True, trim_blocks=True)
+        page = Template(SUMMARY_PAGE.read_text(encoding="utf-8"), autoescape=True, trim_blocks=True)
         text = page.render(title=self.inputs["target"]["path"], config=self.config, **summary)
         storage.write_text(self.directory / "summary.html", text)
         self.stage.finish(summary=summary)
         return summary
 
 
-def distilled(
-    job: Job, options: Namespace, target: TargetConfig, make_local: Callable[[Thinking], Ask]
+def run_distillation(
+    job: Distillation,
+    options: Namespace,
+    target: TargetConfig,
+    make_local: Callable[[Thinking], Ask],
 ) -> None:
     """Runs `aerie distill`; make_local loads the target if the recipe has no server."""
-    share, server = Share.of(options.shard), job.config.server
+    share, server = JobShare.of(options.shard), job.config.server
     if options.merge and (options.retry_failed or share.count > 1):
         raise UserError("--merge asks nothing; leave --retry-failed and --shard out")
     tokenizer = load_tokenizer(target)

@@ -27,7 +27,7 @@ from aerie.configs.read import as_dict, validate
 from aerie.configs.schema.decode import MethodConfig
 from aerie.configs.schema.measure import BenchConfig
 from aerie.data.chat import answer_text
-from aerie.data.stage import bar
+from aerie.data.progress import start_progress
 from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.engine import Clock, SpeculativeDecoder, make_decoder
 from aerie.infer.decode.graphs import cycle_of
@@ -218,7 +218,7 @@ def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
         for decoder in bench.decoders:
             with suppress(UserError, RuntimeError):  # the records will say why
                 decoder.generate(ids, max_new_tokens=few, do_sample=False)
-    with bar(sum(len(origins) for _, origins in turns), "answers", "bench") as progress:
+    with start_progress(sum(len(origins) for _, origins in turns), "answers", "bench") as progress:
         for number, (prompt, origins) in enumerate(turns):
             first = number % len(origins)
             for origin in (*origins[first:], *origins[:first]):
@@ -390,7 +390,7 @@ def measure_reference(bench: Bench, records: list[Record]) -> list[Record]:
             vanilla.lm.extend(root.tokens, root.depth, root.mask)
             kept.advance(1)
 
-    with bar(len(greedy), "prompts", "reference") as progress, torch.inference_mode():
+    with start_progress(len(greedy), "prompts", "reference") as progress, torch.inference_mode():
         for number, record in enumerate(greedy):
             ids = torch.tensor([record.prompt_ids], device=target.device)
             settings = bench.settings(ids)
@@ -484,7 +484,7 @@ def measure_overhead(bench: Bench, prompts: Sequence[Prompt]) -> None:
     if path.is_file():
         return
     turns: dict[int, list[dict[str, float]]] = {row: [] for row in range(len(bench.config.rows))}
-    with bar(len(used) * REPETITIONS, "turns", "overhead") as progress:
+    with start_progress(len(used) * REPETITIONS, "turns", "overhead") as progress:
         for prompt, _ in itertools.product(used, range(REPETITIONS)):
             ids = encode_turn(prompt, (), bench.tokenizer, bench.target)
             for row in list(turns):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from aerie.configs.schema.decode import Choice, Fit, MethodConfig, StaticConfig
 from aerie.configs.schema.measure import CalibrateConfig
-from aerie.data.stage import bar
+from aerie.data.progress import start_progress
 from aerie.infer.decode.drafters import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
 from aerie.infer.decode.methods import FLOOR, Calibrator, Drafters, kind_at
@@ -86,7 +86,7 @@ def record(
     states = States(decoder) if isinstance(proposer.drafter, EagleDrafter) else None
     settings: dict[str, Any] = {"temperature": section.temperature, "top_k": 0, "top_p": 1.0}
     longest = min(decoder.limits.values())
-    with bar(len(questions), "prompts", "calibrate") as progress:
+    with start_progress(len(questions), "prompts", "calibrate") as progress:
         for number, (ids, _) in enumerate(questions):
             settings["max_new_tokens"] = min(
                 section.prompts.max_new_tokens, max(1, longest - ids.shape[1])

@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from aerie.data.chat import answer_text
 from aerie.data.conversations import Message
-from aerie.data.stage import size
+from aerie.data.progress import format_bytes
 from aerie.infer.decode.engine import Generation, SpeculativeDecoder, Statistics
 from aerie.infer.decode.sampling import resolve
 from aerie.infer.decode.shape import Cycle
@@ -191,9 +191,9 @@ def profile(
     phases = ", ".join(f"{phase} {part:.2f}" for phase, part in ms.items())
     when = " before compiling" if decoder.cycle == "compiled" else ""
     return (
-        f"a cycle: {sum(ms.values()):.2f} ms ({phases}), {kernels:,.0f} kernels{when}; {size(read)} read by products "
+        f"a cycle: {sum(ms.values()):.2f} ms ({phases}), {kernels:,.0f} kernels{when}; {format_bytes(read)} read by products "
         f"and attention, at {share:.0%} of a copy's {speed / 1e9:.1f} GB/s"
-    ) + (f"; graphs take {size(decoder.graph_bytes)}" if decoder.graph_bytes else "")
+    ) + (f"; graphs take {format_bytes(decoder.graph_bytes)}" if decoder.graph_bytes else "")
 
 
 def answer(

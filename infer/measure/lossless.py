@@ -21,7 +21,7 @@ from aerie.configs.read import read_yaml, validate
 from aerie.configs.schema.decode import METHODS, DynamicConfig, MethodConfig
 from aerie.configs.schema.heads import KINDS, TargetConfig
 from aerie.configs.schema.measure import PromptsConfig, SamplingConfig
-from aerie.data.stage import bar
+from aerie.data.progress import start_progress
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
 from aerie.infer.decode.methods import Drafters
 from aerie.infer.decode.sampling import Sampler, resolve, token_ids
@@ -157,7 +157,10 @@ def demonstrate(
     ]
     tested = [row for row in rows if row.asked.typical is None]
     drafters, level = Drafters(target), ALPHA / max(1, len(tested) * len(SETTINGS))
-    with tempfile.TemporaryDirectory() as directory, bar(len(tested), "rows", "verify") as progress:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        start_progress(len(tested), "rows", "verify") as progress,
+    ):
         of_text = resolve(
             target.generation_config
         ).of_text  # its lists name tokens that a miniature lacks

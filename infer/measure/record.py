@@ -15,7 +15,8 @@ from aerie.configs.read import adapter, as_dict, validate
 from aerie.configs.schema.decode import METHODS, MethodConfig, published_tree
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import RunPaths
-from aerie.data.stage import size, target_inputs
+from aerie.data.inputs import target_inputs
+from aerie.data.progress import format_bytes
 from aerie.model import storage
 from aerie.model.hub import head_directory
 from aerie.model.storage import (
@@ -301,7 +302,7 @@ def graphs_in(bench: Path, method: str | None = None) -> str:
     taken = max(
         (record.graph_bytes for record in records if method in (None, record.method)), default=0
     )
-    return f"; CUDA graphs of a row took up to {size(taken)} in {bench}" if taken else ""
+    return f"; CUDA graphs of a row took up to {format_bytes(taken)} in {bench}" if taken else ""
 
 
 def calibrations_of(run: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aerie.configs.schema.decode import DynamicConfig
-from aerie.data.stage import bar
+from aerie.data.progress import start_progress
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
 from aerie.infer.decode.methods import drafting
 from aerie.infer.decode.shape import Cycle, Drafter, DynamicTree
@@ -68,7 +68,7 @@ def record(
             frontier[depth] = level.frontier.cpu()
         drafts.append((tokens, survival, frontier, len(drafted)))
 
-    with bar(len(prompts), "answers", "drafts") as progress:
+    with start_progress(len(prompts), "answers", "drafts") as progress:
         for number, ids in enumerate(prompts):
             drafts.clear()
             answer = decoder.generate(

@@ -17,7 +17,7 @@ from aerie.configs.schema.measure import HeldOutPrompts, PromptsConfig, TaskConf
 from aerie.data.chat import apply_template
 from aerie.data.conversations import Tally, hub_commit, is_text, load_conversations, read_rows
 from aerie.data.distill.prompts import TEXTS
-from aerie.data.stage import ROW_SUFFIXES
+from aerie.data.inputs import ROW_SUFFIXES
 from aerie.infer.measure.statistics import grouped
 from aerie.model.storage import digest, file_digest
 from aerie.model.target import Target

@@ -26,7 +26,7 @@ from aerie.configs.schema.decode import (
 )
 from aerie.configs.schema.heads import KINDS
 from aerie.configs.schema.measure import BenchConfig, SamplingConfig, TuneConfig
-from aerie.data.stage import bar
+from aerie.data.progress import start_progress
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
 from aerie.infer.decode.graphs import cycle_of
 from aerie.infer.decode.methods import Drafters, calibrate_of, drafting
@@ -93,7 +93,7 @@ def in_turns(
     for decoder in decoders:
         decoder.generate(prompts[0], **{**settings, "max_new_tokens": 12})
     turns: list[list[Statistics]] = [[] for _ in decoders]
-    with bar(repetitions * len(prompts), "turns", name) as progress:
+    with start_progress(repetitions * len(prompts), "turns", name) as progress:
         for repetition, prompt in product(range(repetitions), prompts):
             for offset in range(len(decoders)):  # each repetition begins with another decoder
                 place = (repetition + offset) % len(decoders)

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from aerie.configs import main
 from aerie.data import main as data_main
-from aerie.data.stage import target_inputs
+from aerie.data.inputs import target_inputs
 from aerie.model.miniature import small_model
 from aerie.model.storage import Stage
 from aerie.train import main as train_main
@@ -110,7 +110,7 @@ def test_on_gpus_init_evaluates_and_saves_by_minutes(
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80e9)
     )
-    monkeypatch.setattr("aerie.data.init.GPU_SPEED", speed)
+    monkeypatch.setattr("aerie.data.first_recipe.GPU_SPEED", speed)
     assert init("--target", "target", "--out", "r.yaml", "--train.max_steps", 80) == 0
     recipe = load(Path("r.yaml"))
     assert recipe.train and (recipe.train.eval_every, recipe.train.save_every) == (every, every)

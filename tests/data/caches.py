@@ -8,20 +8,20 @@ from accelerate import PartialState
 
 from aerie.configs.schema.data import FeaturesConfig
 from aerie.data.cache import CachePlan, FeatureCache
-from aerie.data.chat import Row
+from aerie.data.chat import TokenRow
 from aerie.data.features import extract, plan_cache
 from aerie.data.tokens import TokenisedData
 from aerie.model.target import Target, load_config
 
 
-def rows(count: int, seed: int = 0) -> list[Row]:
+def rows(count: int, seed: int = 0) -> list[TokenRow]:
     """Rows of 3 to 40 random tokens with one turn each."""
     chance, made = random.Random(seed), []
     for number in range(count):
         ids = [chance.randrange(320) for _ in range(chance.randint(3, 40))]
         border = chance.randint(1, len(ids) - 2)
         made.append(
-            Row(ids, [0] * border + [1] * (len(ids) - border), f"rows.jsonl: row {number + 1}")
+            TokenRow(ids, [0] * border + [1] * (len(ids) - border), f"rows.jsonl: row {number + 1}")
         )
     return made
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aerie.data.batches import Batch, Order, ShardPools, collate, grouped, prefetched
-from aerie.data.cache import pack
+from aerie.data.batches import Batch, Order, ShardPools, collate, group_by_length, prefetched
+from aerie.data.cache import shard_spans
 from tests import tiny
 
 
 @pytest.mark.parametrize(
-    ("turns", "step", "slots"),
+    ("turn_ids", "step", "slots"),
     [
         (
             [0, 0, 0, 1, 1, 1, 1, 0, 0],
@@ -31,10 +31,10 @@ from tests import tiny
     ],
 )
 def test_slots_are_supervised_within_one_turn(
-    turns: list[int], step: int, slots: list[int]
+    turn_ids: list[int], step: int, slots: list[int]
 ) -> None:
-    ids = torch.arange(len(turns))[None]
-    batch = Batch(ids, torch.tensor([turns]), torch.tensor([len(turns)]), (0,))
+    ids = torch.arange(len(turn_ids))[None]
+    batch = Batch(ids, torch.tensor([turn_ids]), torch.tensor([len(turn_ids)]), (0,))
     assert batch.supervised(step)[0].nonzero().flatten().tolist() == slots
 
 
@@ -58,7 +58,7 @@ def test_packed_conversations_supervise_what_each_supervises_alone() -> None:
     # the third begins with a learnt token, as pretokenised rows may; in a packed row it follows another conversation
     rows = [
         *tiny.rows(2),
-        replace(tiny.rows(1)[0], turns=torch.ones_like(tiny.rows(1)[0].turns)),
+        replace(tiny.rows(1)[0], turn_ids=torch.ones_like(tiny.rows(1)[0].turn_ids)),
         tiny.rows(4)[3],
     ]
     packed = collate(rows, range(4), packed=True)
@@ -96,7 +96,10 @@ LENGTHS = [3 + (7 * row) % 40 for row in range(101)]
 def test_shards_and_batches_take_every_row_once_within_their_tokens() -> None:
     lengths = [300, *LENGTHS, 300]
     everything = list(range(len(lengths)))
-    shards, groups = [everything[rows] for rows in pack(lengths, 256)], grouped(lengths, 256)
+    shards, groups = (
+        [everything[rows] for rows in shard_spans(lengths, 256)],
+        group_by_length(lengths, 256),
+    )
     assert list(itertools.chain(*shards)) == sorted(itertools.chain(*groups)) == everything
     assert all(len(rows) == 1 or sum(lengths[row] for row in rows) <= 256 for rows in shards)
     assert all(

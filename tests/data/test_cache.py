@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data.batches import collate
-from aerie.data.cache import FeatureCache, Form, Storage, decode, encode
-from aerie.data.features import check
+from aerie.data.cache import FeatureCache, Storage, StorageForm, decode, encode
+from aerie.data.features import check_cache
 from aerie.data.tokens import TokenisedData
 from aerie.model.target import Target, fingerprint, load_vocab
 from tests.data import caches
 
-FORMS: list[Form] = ["bf16", "fp8", "int8"]
+FORMS: list[StorageForm] = ["bf16", "fp8", "int8"]
 DATA = TokenisedData(train=caches.rows(11), held_out=caches.rows(4, seed=1))
 ROWS = [*DATA.train, *DATA.held_out]
 
@@ -33,13 +33,13 @@ def test_splits_and_slices_are_views_in_order(cache: FeatureCache) -> None:
     assert len(cache.shards) > 2 and [row.input_ids.tolist() for row in cache] == [
         row.input_ids for row in ROWS
     ]
-    assert [row.turns.tolist() for row in held_out] == [row.turns for row in DATA.held_out]
+    assert [row.turn_ids.tolist() for row in held_out] == [row.turn_ids for row in DATA.held_out]
     assert train.lengths + held_out.lengths == cache.lengths == [len(row.input_ids) for row in ROWS]
-    assert [row.turns.tolist() for row in cache[3:9:2]] == [row.turns for row in ROWS[3:9:2]]
+    assert [row.turn_ids.tolist() for row in cache[3:9:2]] == [row.turn_ids for row in ROWS[3:9:2]]
     for view in (cache, train, held_out):
         assert [row for shard in view.shards for row in shard] == list(range(len(view)))
-    found = [(ids.tolist(), turns.tolist()) for ids, turns in train.tokens()]
-    assert found == [(row.input_ids, row.turns) for row in DATA.train]
+    found = [(ids.tolist(), turn_ids.tolist()) for ids, turn_ids in train.tokens()]
+    assert found == [(row.input_ids, row.turn_ids) for row in DATA.train]
 
 
 def test_a_cache_of_another_target_or_recipe_is_refused_with_both_values_and_the_command(
@@ -73,7 +73,7 @@ def states(tokens: int = 200, width: int = 64, num_states: int = 3) -> torch.Ten
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_value_is_within_the_forms_own_step_and_each_token_and_state_has_its_own_scale(
-    form: Form,
+    form: StorageForm,
 ) -> None:
     made = states()
     restored, louder = (
@@ -99,7 +99,7 @@ def test_every_value_is_within_the_forms_own_step_and_each_token_and_state_has_i
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_batch_holds_the_states_as_they_are_used_once_it_has_moved(
-    form: Form, cache: FeatureCache, target: Target, tmp_path: Path
+    form: StorageForm, cache: FeatureCache, target: Target, tmp_path: Path
 ) -> None:
     stored = caches.cache(tmp_path, target, DATA, after_blocks=(1, 3), storage=form)
     for packed in (False, True):
@@ -119,7 +119,7 @@ def test_a_batch_holds_the_states_as_they_are_used_once_it_has_moved(
 
 @pytest.mark.parametrize("form", [None, "int8"])
 def test_the_planned_bytes_are_those_of_the_files(
-    form: Form | None, target: Target, tmp_path: Path
+    form: StorageForm | None, target: Target, tmp_path: Path
 ) -> None:
     many = TokenisedData(train=caches.rows(200), held_out=[])
     plan = caches.plan(tmp_path, target, many, after_blocks=(1, 3), storage=form, shard_tokens=3000)
@@ -184,16 +184,19 @@ def test_each_damage_is_named_never_read_and_mended_alone(
     directory = tmp_path / "features"
     shutil.copytree(cache.directory, directory)
     times = {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
-    assert check(directory) == 0
+    assert check_cache(directory) == 0
     capsys.readouterr()
     damage(directory / name)
-    assert check(directory) == 1
+    assert check_cache(directory) == 1
     out = capsys.readouterr().out
     assert f"{directory / name}: " in out and "features --config RECIPE --verify" in out
     with pytest.raises(UserError, match=rf"{name}.*: aerie features"):
         list(FeatureCache.open(directory))
     caches.write(target, caches.plan(directory, target, DATA, after_blocks=(1, 3)))
-    assert caches.contents(directory) == caches.contents(cache.directory) and check(directory) == 0
+    assert (
+        caches.contents(directory) == caches.contents(cache.directory)
+        and check_cache(directory) == 0
+    )
     mended = {"index.json", "shard-00001.safetensors", "shard-00001.json"}
     assert all(
         path.name in mended or path.stat().st_mtime_ns == times[path.name]

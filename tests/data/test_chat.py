@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import TargetConfig
-from aerie.data.chat import Chat, Row, answer_text
+from aerie.data.chat import Chat, TokenRow, answer_text
 from aerie.data.conversations import Conversation, Tally, UnusableRow
 from aerie.model.storage import template_path
 from aerie.model.target import target_end_ids
@@ -41,16 +41,16 @@ def talk(*turns: str | tuple[str, str]) -> list[dict[str, str]]:
 
 def rows_of(
     template: str | None, eos: str, messages: Any = TURNS, trim_offsets: bool = True
-) -> tuple[Any, list[Row], Tally]:
+) -> tuple[Any, list[TokenRow], Tally]:
     tokenizer, tally = targets.build_tokenizer(template, eos, trim_offsets), Tally(rows=1)
     chat = Chat(tokenizer, {tokenizer.eos_token_id}, tally)
     return tokenizer, chat.encode(chat.render(Conversation("here: row 1", tuple(messages)))), tally
 
 
-def learnt(tokenizer: Any, row: Row) -> list[str]:
+def learnt(tokenizer: Any, row: TokenRow) -> list[str]:
     """The text of each turn's supervised tokens."""
-    tokens = list(zip(row.input_ids, row.turns, strict=True))
-    numbers = sorted(set(row.turns) - {0})
+    tokens = list(zip(row.input_ids, row.turn_ids, strict=True))
+    numbers = sorted(set(row.turn_ids) - {0})
     return [
         tokenizer.decode([token for token, turn in tokens if turn == number]) for number in numbers
     ]
@@ -104,7 +104,7 @@ def test_generation_markers_give_the_same_mask() -> None:
         theirs = tokenizer.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True
         )
-        assert [int(turn > 0) for turn in row.turns] == theirs["assistant_masks"]
+        assert [int(turn > 0) for turn in row.turn_ids] == theirs["assistant_masks"]
 
 
 def test_dropped_thinking_fans_out_one_row_per_answer() -> None:

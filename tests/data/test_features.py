@@ -15,11 +15,11 @@ from transformers import LlamaConfig
 
 from aerie.configs.errors import NotWritable, UserError
 from aerie.configs.schema.data import DataConfig, FeaturesConfig
-from aerie.data.batches import collate, grouped, with_states
+from aerie.data.batches import collate, group_by_length, with_states
 from aerie.data.cache import CachePlan, rows_digest
-from aerie.data.chat import Row
+from aerie.data.chat import TokenRow
 from aerie.data.features import WRITING, plan_cache, within_context
-from aerie.data.stage import Share
+from aerie.data.progress import JobShare
 from aerie.data.tokens import TokenisedData
 from aerie.model.storage import Lock, write_text
 from aerie.model.target import Target
@@ -46,7 +46,7 @@ def plan(target: Target, tmp_path: Path) -> CachePlan:
 def test_a_token_that_the_target_lacks_is_refused_by_place_and_text_beyond_its_context_is_cut(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = TokenisedData([Row([1, 320, 2], [0, 1, 1], "a: row 7")], [])
+    data = TokenisedData([TokenRow([1, 320, 2], [0, 1, 1], "a: row 7")], [])
     config = LlamaConfig(
         vocab_size=320, hidden_size=32, num_hidden_layers=4, max_position_embeddings=64
     )
@@ -102,7 +102,7 @@ def test_states_made_in_the_step_are_the_cached_ones_to_rounding(
 def test_states_that_cannot_be_stored_are_refused_with_the_row_and_no_shard_is_written(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forwards, poison = Target.features, Row([319] * 9, [0] + [1] * 8, "a: row 7")
+    forwards, poison = Target.features, TokenRow([319] * 9, [0] + [1] * 8, "a: row 7")
 
     def broken(self: Target, ids: Tensor, *rest: Any) -> Any:
         output, is_bad = (
@@ -134,7 +134,7 @@ def test_the_cache_does_not_depend_on_how_it_was_shared_out_or_continued(
     write_text(plan.directory / ".tmpleft", "as safetensors leaves it")
     for share in shares:
         assert index is None or share == shares[-1]
-        index = caches.write(target, plan, share=Share.of(share))
+        index = caches.write(target, plan, share=JobShare.of(share))
         for path in plan.directory.glob("shard*"):
             assert (
                 times.setdefault(path.name, path.stat().st_mtime_ns) == path.stat().st_mtime_ns
@@ -143,7 +143,11 @@ def test_the_cache_does_not_depend_on_how_it_was_shared_out_or_continued(
 
 
 def test_the_rows_digest_sees_ids_and_turns() -> None:
-    rows = (Row([1, 2], [0, 1], ""), Row([1, 3], [0, 1], ""), Row([1, 2], [0, 2], ""))
+    rows = (
+        TokenRow([1, 2], [0, 1], ""),
+        TokenRow([1, 3], [0, 1], ""),
+        TokenRow([1, 2], [0, 2], ""),
+    )
     assert len({rows_digest([row]) for row in rows}) == 3
 
 
@@ -161,14 +165,16 @@ def test_two_writers_of_one_cache_make_each_shard_once(
     monkeypatch.setattr(Target, "features", counting)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: caches.write(target, plan), range(2)))
-    groups = [grouped([len(row.input_ids) for row in shard.rows], 128) for shard in plan.shards]
+    groups = [
+        group_by_length([len(row.input_ids) for row in shard.rows], 128) for shard in plan.shards
+    ]
     assert caches.contents(plan.directory) == whole and len(begun) == sum(map(len, groups))
 
 
 def test_another_recipes_writer_waits_its_turn_and_replaces_only_what_it_may(
     target: Target, plan: CachePlan
 ) -> None:
-    caches.write(target, plan, share=Share(1, 2))
+    caches.write(target, plan, share=JobShare(1, 2))
     fewer = caches.plan(plan.directory, target, TokenisedData(DATA.train[:3], []))
     (at_work,) = (plan.directory / WRITING).glob("cache-*")
     with Lock(at_work) as lock:
@@ -179,7 +185,7 @@ def test_another_recipes_writer_waits_its_turn_and_replaces_only_what_it_may(
         ):
             caches.write(target, fewer, overwrite=True)
         assert caches.contents(plan.directory).items() >= before.items()
-        caches.write(target, plan, share=Share(2, 2))  # the same recipe may write too
+        caches.write(target, plan, share=JobShare(2, 2))  # the same recipe may write too
     with pytest.raises(
         UserError, match=r"made from other rows or by another target; .*--overwrite"
     ):

@@ -55,7 +55,7 @@ def test_each_side_keeps_the_order_of_the_file_and_the_limit_counts_rows_for_tra
 def test_many_processes_make_the_rows_and_counts_of_one_and_their_errors_are_told(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(tokens, "BATCH", 4)
+    monkeypatch.setattr(tokens, "CONVERSATIONS_PER_CALL", 4)
     rows = [
         *questions(30),
         {"question": "?", "answer": ""},
@@ -65,7 +65,9 @@ def test_many_processes_make_the_rows_and_counts_of_one_and_their_errors_are_tol
     alone = tokenised(tmp_path, rows, held_out=0.3, max_length=60)
     made = list[int]()
     monkeypatch.setattr(
-        tokens, "_rows", lambda *given, make=tokens._rows: made.append(0) or make(*given)
+        tokens,
+        "tokenize_batch",
+        lambda *given, make=tokens.tokenize_batch: made.append(0) or make(*given),
     )
     monkeypatch.setattr(tokens, "num_cores", lambda: 3)
     monkeypatch.setattr(tokens, "SLOW_SECONDS", 0.0)
@@ -115,15 +117,15 @@ def test_cutting_keeps_the_turns_of_what_remains_and_skips_what_cannot_be_learnt
     (whole,) = tokenised(tmp_path, rows)[0].train
     data, tally = tokenised(tmp_path, rows, max_length=100)
     (cut,) = data.train
-    assert len(whole.input_ids) > 100 and (cut.input_ids, cut.turns) == (
+    assert len(whole.input_ids) > 100 and (cut.input_ids, cut.turn_ids) == (
         whole.input_ids[:100],
-        whole.turns[:100],
+        whole.turn_ids[:100],
     )
     assert tally.counts["left out", "tokens behind max_length cut"] == 1
     masks = [[0, 0, 1, 1], [0, 1, 0, 1], [0] * 18 + [1] * 2]
     rows = [{"input_ids": [5] * len(mask), "loss_mask": mask} for mask in masks]
     data, tally = tokenised(tmp_path, rows, max_length=10)
-    assert [list(row.turns) for row in data.train] == [[0, 0, 1, 1]] and tally.kept == 1
+    assert [list(row.turn_ids) for row in data.train] == [[0, 0, 1, 1]] and tally.kept == 1
     assert [reason for kind, reason in tally.counts if kind == "skipped"] == [
         "no answer of at least two tokens",
         "the answer begins after max_length (10 tokens)",
@@ -134,7 +136,7 @@ def test_token_rows_need_no_template_and_each_run_of_ones_is_a_turn(tmp_path: Pa
     masks = ([0, 1, 1, 0, 1], [1, 1, 1])
     rows = [{"input_ids": [5, 6, 7, 8, 9][: len(mask)], "loss_mask": mask} for mask in masks]
     data, _ = tokenised(tmp_path, rows, template=None)
-    assert (list(data.train[0].input_ids), list(data.train[0].turns)) == (
+    assert (list(data.train[0].input_ids), list(data.train[0].turn_ids)) == (
         [5, 6, 7, 8, 9],
         [0, 1, 1, 0, 2],
     )
@@ -156,7 +158,7 @@ def test_supervising_all_learns_every_token_but_the_first(tmp_path: Path) -> Non
         targets.build_tokenizer(targets.THINK_DROPPING, "<|im_end|>"),
     )
     (whole,) = tokenised(tmp_path, [row], targets.THINK_DROPPING, supervise="all")[0].train
-    assert list(whole.turns) == [0] + [1] * (len(whole.input_ids) - 1)
+    assert list(whole.turn_ids) == [0] + [1] * (len(whole.input_ids) - 1)
     assert list(whole.input_ids) == tokenizer.apply_chat_template(
         row["messages"], return_dict=False
     )

@@ -39,11 +39,11 @@ ATTENTION = {
 def test_operations_and_peak_memory_are_what_torch_counts(kind: str, inner: int) -> None:
     generator, rows = torch.Generator().manual_seed(0), []
     for _ in range(COUNT):
-        ids, turns = (
+        ids, turn_ids = (
             torch.randint(5, 320, (LENGTH,), generator=generator),
             torch.ones(LENGTH, dtype=torch.int32),
         )
-        rows.append(CachedRow(ids, turns, torch.randn(LENGTH, 64), torch.randn(LENGTH, 128)))
+        rows.append(CachedRow(ids, turn_ids, torch.randn(LENGTH, 64), torch.randn(LENGTH, 128)))
     objective: Any
     if kind == "eagle1":
         head = tiny.head(VOCAB.embedding, intermediate_size=inner)
@@ -53,7 +53,7 @@ def test_operations_and_peak_memory_are_what_torch_counts(kind: str, inner: int)
         objective = Eagle3Objective(head, VOCAB, Eagle3Train(unroll_steps=3)).train()
     batch, load = (
         collate(rows, range(COUNT)),
-        Load.of_rows([(row.input_ids, row.turns) for row in rows], 3),
+        Load.of_rows([(row.input_ids, row.turn_ids) for row in rows], 3),
     )
     assert (
         load.slots == [int(batch.supervised(k).sum()) for k in range(3)]

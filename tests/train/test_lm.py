@@ -25,7 +25,7 @@ def draft(**sizes: Any) -> Any:
 
 def test_the_loss_is_transformers_own_on_the_learnt_tokens() -> None:
     lm, batch = tiny.llama(num_blocks=2), collate(tiny.rows(3), range(3))
-    labels = batch.input_ids.masked_fill(batch.turns == 0, -100)
+    labels = batch.input_ids.masked_fill(batch.turn_ids == 0, -100)
     total, count = LMObjective(lm, None, DraftLMTrain())(batch).terms["cross_entropy"]
     assert count == (labels[:, 1:] >= 0).sum()
     assert (total / count).item() == pytest.approx(
@@ -70,7 +70,7 @@ def test_terms_of_a_draft_lm_are_those_of_plain_forwards_at_the_targets_tokens(
         with torch.no_grad():
             log_q = objective.head(row.input_ids[None]).logits[0, :, :320].log_softmax(-1)
             p = source.model(row.input_ids[None]).logits[0].softmax(-1)
-        for position in (row.turns[1:] != 0).nonzero()[:, 0].tolist():
+        for position in (row.turn_ids[1:] != 0).nonzero()[:, 0].tolist():
             token, q, drafted = (
                 row.input_ids[position + 1],
                 log_q[position],

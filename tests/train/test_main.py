@@ -317,7 +317,7 @@ def test_eagle3_is_trained_from_the_cache_and_alike_online_and_packed(
     cycles: list[int] = []
     decoder = SpeculativeDecoder(target, drafting(DRAFTERS["eagle3"](head, target), tree))
     for row in FeatureCache.open(made / "deep/features").split("held_out")[:3]:
-        prompt = row.input_ids[None, : int(row.turns.nonzero()[0])]
+        prompt = row.input_ids[None, : int(row.turn_ids.nonzero()[0])]
         cycles += decoder.generate(
             prompt, max_new_tokens=12, do_sample=False
         ).statistics.cycle_tokens

@@ -120,10 +120,10 @@ def prepared(made: Objective, rows: list[CachedRow], numbers: Any, packed: bool 
 
 
 def starts(row: CachedRow) -> list[tuple[int, int]]:
-    """(slot, number of supervised steps) of every slot where a chain starts, by the turns alone."""
-    turns, found = row.turns.tolist(), []
-    for slot, turn in enumerate(turns[1:]):
-        alive = next(k for k, other in enumerate([*turns[slot + 2 :], None]) if other != turn)
+    """(slot, number of supervised steps) of every slot where a chain starts, by the turn ids alone."""
+    turn_ids, found = row.turn_ids.tolist(), []
+    for slot, turn in enumerate(turn_ids[1:]):
+        alive = next(k for k, other in enumerate([*turn_ids[slot + 2 :], None]) if other != turn)
         if turn and alive:
             found.append((slot, alive))
     return found

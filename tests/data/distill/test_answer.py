@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from aerie.configs.errors import UserError, masked
-from aerie.configs.schema.data import SamplingConfig, ServerConfig
+from aerie.configs.schema.data import AnswerSamplingConfig, ServerConfig
 from aerie.data.distill import answer
 from aerie.data.distill.answer import TOO_LONG, Answer, ServedTarget, Unanswered
 from tests import tiny
@@ -119,7 +119,7 @@ def ask(
 
     async def run() -> list[Any]:
         config = ServerConfig(tuple(urls), **{"retries": 1, "timeout_s": 5.0, **settings})
-        drawn = SamplingConfig(max_tokens=9, **sampling or {})
+        drawn = AnswerSamplingConfig(max_tokens=9, **sampling or {})
         async with asyncio.timeout(60.0), ServedTarget(config, "m", drawn) as served:
             requests = (served([{"role": "user", "content": text}], 11) for text in questions)
             return await asyncio.gather(*requests, return_exceptions=True)

@@ -7,7 +7,7 @@ import pytest
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DistillConfig, SourceConfig
-from aerie.data.distill.prompts import Prompt, make_prompts, plan_line
+from aerie.data.distill.prompts import InputRow, make_prompts, plan_line
 from tests.tiny import write_rows
 
 LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
@@ -17,7 +17,7 @@ NEAR = "overlaps an evaluation question"
 
 def made(
     path: Path, rows: list[Any], questions: tuple[str, ...] = (), seed: int = 0, **keys: Any
-) -> list[Prompt]:
+) -> list[InputRow]:
     source = SourceConfig(str(write_rows(path / "rows.jsonl", rows)), **keys)
     return make_prompts(DistillConfig(sources=(source,), ngram=8, seed=seed), questions)
 
@@ -42,8 +42,8 @@ def test_human_turns_are_asked_and_rows_that_cannot_be_are_skipped_with_their_re
     )
     joined, place = said(("user", "a"), ("user", "b \ud83d")), f"{tmp_path}/rows.jsonl: row"
     assert made(tmp_path, [row, joined]) == [
-        Prompt("0:1", f"{place} 1", ("First?", "Second?"), system="Be brief."),
-        Prompt(
+        InputRow("0:1", f"{place} 1", ("First?", "Second?"), system="Be brief."),
+        InputRow(
             "0:2", f"{place} 2", ("a\n\nb \ufffd",)
         ),  # no tokenizer takes half of a surrogate pair
     ]

@@ -16,9 +16,9 @@ from aerie.configs.errors import NotWritable, UserError
 from aerie.configs.schema.data import DistillConfig, GateConfig, ServerConfig, SourceConfig
 from aerie.data.conversations import Message
 from aerie.data.distill.answer import Answer, Ask, Outcome, Unanswered
-from aerie.data.distill.prompts import Prompt
-from aerie.data.distill.run import Job, flaws
-from aerie.data.stage import Share
+from aerie.data.distill.prompts import InputRow
+from aerie.data.distill.run import Distillation, flaws
+from aerie.data.progress import JobShare
 from aerie.model.target import Target
 from tests import tiny
 from tests.data.chat_targets import NO_SYSTEM
@@ -27,22 +27,22 @@ from tests.data.distill.answering import KEEP, distill, echo, outcomes, thinking
 from tests.tiny import read_rows, write_rows
 
 ROWS = [
-    Prompt(f"0:{n}", f"rows: row {n}", tuple(f"Question {n}, {t}?" for t in range(2)))
+    InputRow(f"0:{n}", f"rows: row {n}", tuple(f"Question {n}, {t}?" for t in range(2)))
     for n in range(12)
 ]
 JOURNAL = "journal/shard-00001-of-00001.jsonl"
 
 
-def job(directory: Path, *questions: str, **keys: Any) -> Job:
+def job(directory: Path, *questions: str, **keys: Any) -> Distillation:
     server, sources = (
         ServerConfig(("http://unused/v1",), concurrency=4),
         (SourceConfig("unused.jsonl"),),
     )
     config = DistillConfig(sources=sources, server=server, ngram=8, **keys)
-    return Job(directory, config, {"target": {"path": "a <target>"}}, questions)
+    return Distillation(directory, config, {"target": {"path": "a <target>"}}, questions)
 
 
-def sit(directory: Path, ask: Ask, share: Share = Share(), retry: bool = False) -> None:  # noqa: B008
+def sit(directory: Path, ask: Ask, share: JobShare = JobShare(), retry: bool = False) -> None:  # noqa: B008
     """One sitting: asks all rows that no journal has ended yet."""
     job(directory).ask(ROWS, share, retry, nullcontext(ask), thinking())
 
@@ -78,7 +78,7 @@ def test_a_run_killed_at_random_moments_in_any_shares_ends_as_an_undisturbed_one
         return await echo(messages, seed)
 
     path = tmp_path / JOURNAL
-    for share in (Share(), Share(2, 3), Share(), Share(1, 2)):
+    for share in (JobShare(), JobShare(2, 3), JobShare(), JobShare(1, 2)):
         alive[0] = chance.randint(2, 5)
         with pytest.raises(Killed):
             sit(tmp_path, dying, share)
@@ -88,7 +88,7 @@ def test_a_run_killed_at_random_moments_in_any_shares_ends_as_an_undisturbed_one
             : chance.randint(0, 60)
         ]
         path.write_bytes(path.read_bytes() + torn)
-    sit(tmp_path, echo, Share(3, 3))
+    sit(tmp_path, echo, JobShare(3, 3))
     path.write_text("{damaged}\n" + path.read_text()[40:])
     sit(tmp_path, echo)
     assert merged(tmp_path) == whole
@@ -124,13 +124,13 @@ def test_failed_and_skipped_rows_are_asked_again_when_that_is_wished_by_one_writ
     assert [
         merged(tmp_path).count(b'"status": "%s"' % status) for status in (b"failed", b"skipped")
     ] == [2, 2]
-    for share in (Share(1, 2), Share(2, 2)):  # each asks the rows of its share
+    for share in (JobShare(1, 2), JobShare(2, 2)):  # each asks the rows of its share
         sit(tmp_path, echo, share, retry=True)
     assert merged(tmp_path) == whole
 
 
 def end_of(
-    prompt: Prompt,
+    prompt: InputRow,
     answer: Callable[[list[str]], Answer],
     *questions: str,
     template: str = tiny.TEMPLATE,
@@ -144,7 +144,7 @@ def end_of(
 
 
 def test_later_questions_follow_the_new_answers_until_one_is_cut_or_the_context_is_full() -> None:
-    two = Prompt("0:1", "x", ("a", "b"), system="s")
+    two = InputRow("0:1", "x", ("a", "b"), system="s")
 
     def full(texts: list[str]) -> Answer:
         if len(texts) > 2:
@@ -163,7 +163,7 @@ def test_later_questions_follow_the_new_answers_until_one_is_cut_or_the_context_
 
 
 def test_an_invented_problem_is_solved_in_a_conversation_of_its_own() -> None:
-    prompt = Prompt("0:1", "x", invent="Invent.")
+    prompt = InputRow("0:1", "x", invent="Invent.")
 
     def answer(texts: list[str]) -> Answer:
         return Answer("Problem: 2 + 2?" if texts == ["Invent."] else f"4 {len(texts)}", "stop")
@@ -243,7 +243,7 @@ def test_flaws_are_counted_the_recipe_says_what_is_dropped_and_the_page_says_it_
     )
 
     def kept(**gate: Any) -> tuple[dict[str, Any], str]:
-        asked = [Prompt(end.id, end.place) for end in rows]
+        asked = [InputRow(end.id, end.place) for end in rows]
         summary = job(tmp_path, gate=GateConfig(**gate)).merge(asked, thinking())
         return summary, "".join(
             row["id"][-1] for row in read_rows(tmp_path / "conversations.jsonl")

@@ -35,7 +35,7 @@ def learnt(rows: list[dict[str, Any]], reader: Thinking, path: Path) -> list[str
     config = DataConfig((str(write_rows(path / "rows.jsonl", rows)),), held_out=0.0)
     read = tokenize(config, reader.tokenizer, reader.end_ids, Tally()).train
     return [
-        reader.tokenizer.decode([t for t, n in zip(row.input_ids, row.turns, strict=True) if n])
+        reader.tokenizer.decode([t for t, n in zip(row.input_ids, row.turn_ids, strict=True) if n])
         for row in read
     ]
 

@@ -120,13 +120,13 @@ def test_block_heads_have_the_laws_losses_and_gradients_of_speculators(
     theirs = speculators.SpeculatorModel.from_pretrained(tmp_path / "out", config=config).train()
     ids = torch.randint(5, 320, (1, LENGTH), generator=generator)
     taps, raw = (torch.randn(1, LENGTH, width, generator=generator) for width in (64, 32))
-    turns, mask = torch.zeros(1, LENGTH).long(), torch.zeros(1, LENGTH).long()
-    turns[:, first : last + 1] = 1
+    turn_ids, mask = torch.zeros(1, LENGTH).long(), torch.zeros(1, LENGTH).long()
+    turn_ids[:, first : last + 1] = 1
     # their mask is at a row's own token, ours at the token that the row drafts
     is_shifted = keys.get("sample_from_anchor", False)
     mask[:, first : last + 1 - is_shifted] = 1
     batch = Batch(
-        ids, turns, torch.tensor([LENGTH]), (0,), theirs.verifier_norm(raw).detach(), taps
+        ids, turn_ids, torch.tensor([LENGTH]), (0,), theirs.verifier_norm(raw).detach(), taps
     )
     made = BlockObjective(head, target.vocab, BlockTrain(loss="kl", place_decay=math.exp(-1 / 4)))
     given = {

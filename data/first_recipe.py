@@ -18,14 +18,15 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
 from aerie.data.cache import CachePlan, Storage
 from aerie.data.conversations import read_rows
-from aerie.data.stage import is_here, size
+from aerie.data.inputs import is_here
+from aerie.data.progress import format_bytes
 from aerie.data.tokens import tokenised
 from aerie.model.heads.eagle import DEFAULT_SIZE
 from aerie.model.target import context_of, default_taps, load_config, weights_size
 
 SAMPLE, MOST = 1000, 4096  # rows to measure; the longest max_length (SpecForge)
 GPU_SPEED, CORE_SPEED = 400e12, 15e9  # operations a second (assumed; docs/scale.md)
-SERVERS = {"eagle1": "safeailab", "eagle3": "speculators"}  # the layout for vLLM
+LAYOUT_FOR_VLLM = {"eagle1": "safeailab", "eagle3": "speculators"}  # the layout for vLLM
 COMMON = (
     "target",
     "model",
@@ -34,7 +35,7 @@ COMMON = (
     "hf",
     "output",
 )  # folder names that say nothing: take the parent's
-OURS = "no server loads it; aerie decodes with it"
+ONLY_AERIE = "no server loads it; aerie decodes with it"
 
 
 def recipe_text(asked: dict[str, Any]) -> str:
@@ -71,7 +72,7 @@ def recipe_text(asked: dict[str, Any]) -> str:
     taps: tuple[int, ...] = ()
     train: dict[str, Any] = {"epochs": 20, "batch_size": 4}  # EAGLE's, with 5e-5
     layer = width * (5 * width + 3 * (getattr(text, "intermediate_size", None) or 4 * width))
-    trained = layer if kind in SERVERS else 4 * width * (width + vocab_size)
+    trained = layer if kind in LAYOUT_FOR_VLLM else 4 * width * (width + vocab_size)
     head: dict[str, Any] = {"kind": kind}
     rate = 5e-5 * 4096 / width
     if kind == "eagle3":  # SpecForge's
@@ -116,7 +117,7 @@ def recipe_text(asked: dict[str, Any]) -> str:
         )
         if 0 < needed < free / 2 and asked.get("features", {}).get("mode") != "online":
             features = {"mode": "cached"} | ({"storage": form} if form else {})
-            place = f"about {size(needed)} of the {size(free)} that are free"
+            place = f"about {format_bytes(needed)} of the {format_bytes(free)} that are free"
     features |= {"after_blocks": list(taps)} if taps else {}
     is_online = features["mode"] == "online"
     # Operations a token: EAGLE-3 unrolls its head three times, others call the target's LM head.
@@ -139,7 +140,9 @@ def recipe_text(asked: dict[str, Any]) -> str:
     spread = {"device_map": "auto"} if gpus > 1 and params * dtype.itemsize > 0.8 * memory else {}
     few = {"prompts": {"num_prompts": 20, "max_new_tokens": 128}}
     model = f"{blocks} blocks of width {width:,}, about {params:,} parameters"
-    served = f"vLLM (aerie convert --to {SERVERS.get(kind)}) and SGLang (--to sglang) load it"
+    served = (
+        f"vLLM (aerie convert --to {LAYOUT_FOR_VLLM.get(kind)}) and SGLang (--to sglang) load it"
+    )
     sections: dict[str, tuple[dict[str, Any], str]] = {
         "target": ({"dtype": str(dtype)[6:]} | spread, model),
         "data": (
@@ -147,10 +150,10 @@ def recipe_text(asked: dict[str, Any]) -> str:
             counted if rows else "on the Hub: not counted",
         ),
         "features": (features, f"{place}; one pass of the target: {took[0]}"),
-        "head": (head, f"{why}; {served if kind in SERVERS else OURS}"),
+        "head": (head, f"{why}; {served if kind in LAYOUT_FOR_VLLM else ONLY_AERIE}"),
         "train": (
             train,
-            f"{steps:,} steps, {took[1]}; {size(needed)} plus the batch, of {size(memory)}",
+            f"{steps:,} steps, {took[1]}; {format_bytes(needed)} plus the batch, of {format_bytes(memory)}",
         ),
     }
     if not gpus:
@@ -159,7 +162,7 @@ def recipe_text(asked: dict[str, Any]) -> str:
             "fewer and shorter answers than on a GPU, to questions of held-out rows",
         )
         sections["bench"] = few, "the same for other held-out rows"
-    if not gpus and kind in SERVERS:
+    if not gpus and kind in LAYOUT_FOR_VLLM:
         sections["tree"] = (
             {"levels": 6, "k": 2, "nodes": 12},
             "a CPU pays for every node; aerie tune finds the best",

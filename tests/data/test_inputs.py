@@ -6,7 +6,8 @@ from typing import Any
 from aerie.configs.schema.data import DataConfig, FeaturesConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
-from aerie.data.stage import Share, feature_stage, state_inputs
+from aerie.data.inputs import feature_stage, state_inputs
+from aerie.data.progress import JobShare
 from tests import tiny
 
 
@@ -42,6 +43,6 @@ def test_shares_and_their_processes_take_every_item_once() -> None:
         number
         for job in (1, 2, 3)
         for rank in range(job)
-        for number in Share(job, 3).part(range(20))[rank::job]
+        for number in JobShare(job, 3).part(range(20))[rank::job]
     ]
     assert sorted(taken) == list(range(20))

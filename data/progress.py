@@ -1,0 +1,83 @@
+"""How far a stage is, for people: bytes, progress bars, and the share that one of several jobs makes."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+from aerie.configs.errors import UserError, rank
+
+ShareItem = TypeVar("ShareItem")
+LINE_SECONDS = 10.0  # between two progress lines of a log file
+LOG_LINE = (
+    "{desc}: {percentage:3.0f}% of {total_fmt}{unit}, {rate_noinv_fmt}, {remaining} left{postfix}"
+)
+LOG_LINE_WITHOUT_TOTAL = "{desc}: {n_fmt}{unit}, {rate_noinv_fmt}"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """In KiB, MiB or GiB, with one decimal."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes / 2**10:,.1f} KiB"
+
+
+@dataclass(frozen=True)
+class JobShare:
+    """Every count-th item, from the index-th on (counted from 1)."""
+
+    index: int = 1
+    count: int = 1
+
+    @classmethod
+    def of(cls, text: str) -> "JobShare":
+        index, _, count = text.partition("/")
+        if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+            raise UserError(f"--shard: {text} is no share; write i/n with i from 1 to n")
+        return cls(int(index), int(count))
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    def part(self, items: Sequence[ShareItem]) -> Sequence[ShareItem]:
+        return items[self.index - 1 :: self.count]
+
+
+WHOLE_JOB = JobShare()
+
+
+class _LogLines(StringIO):
+    """Writes each state of a bar as a line of its own, since a log cannot overwrite one."""
+
+    def write(self, text: str) -> int:
+        line = text.replace("\r", "").strip()
+        return sys.stderr.write(line and f"{line}\n")
+
+
+def start_progress(total: int | None, unit: str, description: str, done: int = 0) -> "tqdm[Any]":
+    """The first process's bar on standard error; in a log, lines. It is cleared if it has no total.
+
+    `done` does not count in the rate.
+    """
+    options: dict[str, Any] = {"file": sys.stderr, "dynamic_ncols": True}
+    if not sys.stderr.isatty():
+        options = {
+            "file": _LogLines(),
+            "bar_format": LOG_LINE_WITHOUT_TOTAL if total is None else LOG_LINE,
+            "mininterval": LINE_SECONDS,
+            "delay": 1e-9,  # no line before the first item
+        }
+    return tqdm(
+        desc=description,
+        total=total,
+        initial=done,
+        disable=rank() != 0,
+        unit=f" {unit}",
+        unit_scale=total is None or total >= 1000,
+        leave=total is not None,
+        **options,
+    )
