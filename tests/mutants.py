@@ -36,7 +36,7 @@ MUTANTS = [  # file, text that occurs once, its replacement
     (VERIFY, ".roll(-1)", ""),
     (VERIFY, "[:, 0] * is_taken", "[:, 0]"),
     (VERIFY, "(uniform < chances).byte().max(-1)", "(uniform < chances).byte().cumsum(-1).max(-1)"),
-    (VERIFY, "if not replaced:", "if replaced:"),
+    (VERIFY, "law.scatter_(1, tokens[:count, rank, None], 0.0)", "pass"),
     (VERIFY, "c = q.sum(-1).clamp_(min=least)", "pass"),
     (VERIFY, "s = s.addcdiv(t, c)", "s = s + t"),
     (VERIFY, "* c / (q_x * t)", "* c / (q_x * t).sqrt()"),

@@ -161,8 +161,8 @@ class StaticConfig(Section, kw_only=True):
     shape: Literal["static"] = "static"
     # paths of child ranks [[0], [1], [0, 0], ...], a YAML file with them under `choices`, or a published tree
     choices: Place | tuple[Choice, ...]
-    # best: q's most probable (R2); sampled, replaced: drawn without (R3), with (R4) replacement if the target samples
-    children: Literal["best", "sampled", "replaced"] = "sampled"
+    # sampled: drawn without replacement if the target samples (R3); best: q's most probable (R2)
+    children: Literal["best", "sampled"] = "sampled"
     stop: StopConfig = ConstantConfig()  # when to end a draft early
     calibrated: Fit | None = None  # correct confidences by this fit of `aerie calibrate`
 
@@ -234,8 +234,8 @@ class DynamicConfig(Section, kw_only=True):
     rank: Literal["survival", "confidence"] = "survival"
     rerank: bool = True  # false (table 3): verify every level's k best, k * levels + 1 nodes
     stop: StopConfig = ConstantConfig()  # when to end a draft early
-    # when to read `stop`: before each level; late, once the next level runs; never (all run). The tree is the same
-    stop_read: Literal["each", "late", "never"] = "each"
+    # when to read `stop`: before each level, or late, once the next level runs. The tree is the same
+    stop_read: Literal["each", "late"] = "each"
     calibrated: Fit | None = None  # correct confidences by this fit of `aerie calibrate`
 
     def __post_init__(self) -> None:

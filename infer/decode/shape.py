@@ -17,7 +17,7 @@ from aerie.infer.decode.tree import Level, Pool, Proposal, Rule, Tree, ancestors
 from aerie.infer.decode.verify import Verdict
 from aerie.model.kv_cache import KeptRows
 
-Children = Literal["best", "sampled", "replaced"]
+Children = Literal["best", "sampled"]
 Calibrate = Callable[[Tensor], Tensor]  # log q, of any shape -> log confidence
 
 
@@ -113,7 +113,7 @@ def make_shape(config: OneTree, calibrate: Calibrate = unchanged) -> Shape:
 
 
 class StaticTree(Shape):
-    """A tree of known form; a node has its parent's r-th best token, or r-th draw: R1, R3 (EAGLE-1), R4 (SpecInfer).
+    """A tree of known form; a node has its parent's r-th best token, or r-th draw: R1, R3 (EAGLE-1).
 
     The stop rule is asked when a level's tokens are already in the tree: no drawn token is ever dropped.
     """
@@ -145,14 +145,10 @@ class StaticTree(Shape):
             form[:levels], start=1
         ):
             law = sampler.law(log_q) if sampled else log_q
-            if (
-                sampled and self.children == "sampled"
-            ):  # smaller q have no exact ratio in float32; q may be any law
+            if sampled:  # smaller q have no exact ratio in float32; q may be any law
                 law = F.threshold(law, 1e-30, 0.0)
             if width == 1:
                 columns = (draw(law, sampler.generator) if sampled else argmax(law))[:, None]
-            elif sampled and self.children == "replaced":
-                columns = law.multinomial(width, replacement=True, generator=sampler.generator)
             else:
                 columns = (race(law, sampler.generator) if sampled else law).topk(width).indices
             chances = picked(law.gather(-1, columns).flatten(), places)  # [n] of [rows, width]
@@ -188,7 +184,7 @@ class StaticTree(Shape):
         mask = mask[:, :count]
         kept = _rows(count, 1, root.device)
         if sampled:
-            rule: Rule = "R1" if self.is_chain else "R3" if self.children == "sampled" else "R4"
+            rule: Rule = "R1" if self.is_chain else "R3"
             # where the processors leave fewer tokens than a node has children, the rest is dropped: one synchronisation
             if not self.is_chain:
                 kept = (survival > float("-inf")).nonzero()[:, 0]
@@ -289,8 +285,8 @@ class DynamicTree(Shape):
     ) -> Iterator[Growing]:
         """Yields after each level, before the next forward: whether it is the last, and a function that makes the tree.
 
-        reads: "each" yields a bool; "late" a tensor [] that is not waited for; "never" False, and the nodes below a
-        last level are passengers. sampler: draws the children; None: they are the best ones.
+        reads: "each" yields a bool; "late" a tensor [] that is not waited for. sampler: draws the children; None: they
+        are the best ones.
         """
         self.stop.begin(Tensor.tolist if reads == "each" else on_device)
         levels, watched = min(self.levels, max_levels), keep or type(self.stop) is not Stop
@@ -357,34 +353,28 @@ class DynamicTree(Shape):
                 seen = (
                     grown[-1] if sampler is None or self.stop.keeps_tree else best_alone(grown[-1])
                 )
-                ends = self.stop.ends(seen)
-                ended = ended | ends if reads == "never" else ends
+                ended = self.stop.ends(seen)
                 if ended is False and (growing := self.stop.expands(seen)) is not None:
                     best, best_first = best[growing], best_first[growing]
                     ended = best.shape[0] == 0
             pool = partial(self._pool, [*grown], drafter, ended and not is_last) if keep else None
             draws = None if sampler is None else (drafter.ids, [*laws])
-            finish = partial(
-                self._tree, [*candidates], 1 if wide else k, reads == "never", pool, draws
-            )
-            yield reads != "never" and not is_last and ended, finish
+            finish = partial(self._tree, [*candidates], 1 if wide else k, pool, draws)
+            yield not is_last and ended, finish
             if is_last:
                 return
             log_q = drafter.step(token.index_select(0, best), rows.index_select(0, best))
             above, first = best_first[:, None], first + candidates[-2][0].shape[0]
             lowest = above if self.by_survival else score.index_select(0, best)[:, None]
-            if reads == "never" and ended is not False:
-                above, lowest = (x.masked_fill(ended, float("-inf")) for x in (above, lowest))
 
     def _tree(
         self,
         candidates: list[tuple[Tensor, ...]],
         k: int,
-        masked: bool,
         pool: Callable[[Tensor], Pool] | None,
         draws: tuple[Tensor | None, list[Tensor]] | None,
     ) -> Tree:
-        """The tree of the root and each level's candidates, k per parent; masked: some survivals are -inf;
+        """The tree of the root and each level's candidates, k per parent;
         draws: the target's ids of the laws' columns, and by level the laws that children were drawn from."""
         tokens, confidences, survivals, scores, (_, *above), frontiers = zip(
             *candidates, strict=True
@@ -401,10 +391,7 @@ class DynamicTree(Shape):
         parents = torch.searchsorted(kept, expanded.index_select(0, of))  # [N]; the root is its own
         token = torch.cat(tokens).index_select(0, kept)
         confidence, survival = both.index_select(1, kept)
-        passengers = proposal = None
-        if masked:  # what stands below the level that ended the tree
-            passengers = survival == float("-inf")
-            parents = parents.masked_fill(passengers, 0)
+        proposal = None
         if draws is not None:
             law_of = kept.new_zeros(len(score)).scatter_(
                 0, expanded, torch.arange(len(expanded), device=kept.device)
@@ -424,8 +411,7 @@ class DynamicTree(Shape):
             depth,
             depth,
             proposal,
-            passengers,
-            made,
+            pool=made,
         )
 
 
@@ -535,7 +521,7 @@ class Drafting(Proposer):
             self.is_fixed = fixed and type(stop) is Stop and (is_dynamic or shape.is_chain)
             self.is_fixed, self.grows_fixed = self.is_fixed and not sampler.decoding.of_text, False
         else:
-            self.is_fixed = fixed and (type(stop) is Stop or shape.stop_read == "never")
+            self.is_fixed = fixed and type(stop) is Stop
             self.grows_fixed = fixed and is_dynamic
         self.commits_fixed = self.drafter.is_fixed
 

@@ -12,7 +12,7 @@ from aerie.infer.decode.sampling import entropy
 from aerie.infer.decode.tree import Level, Tree
 
 Read = Callable[[Tensor], Sequence[Any]]  # [n] -> n numbers
-StopRead = Literal["each", "late", "never"]  # as DynamicConfig has it
+StopRead = Literal["each", "late"]  # as DynamicConfig has it
 Growing = tuple[
     Any, Callable[[], Tree]
 ]  # a level: whether the tree ends there (a bool or a tensor []), and that tree

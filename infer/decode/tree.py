@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Rule = Literal["R1", "R3", "R4"]
+Rule = Literal["R1", "R3"]
 Path = tuple[int, ...]  # the target's ids below the root
 
 
@@ -16,7 +16,7 @@ Path = tuple[int, ...]  # the target's ids below the root
 class Proposal:
     """The laws q that a tree's children were drawn from."""
 
-    # R1: a chain, each token from q. R3: siblings without replacement, in node order. R4: with replacement
+    # R1: a chain, each token from q. R3: siblings without replacement, in node order
     rule: Rule
     laws: Tensor  # q [N, Vd] that each node's children were drawn from, processors applied; rows of leaves are not read
     ids: Tensor | None = (

@@ -85,7 +85,7 @@ class Families:
 
 
 def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Tensor:
-    """R1, R3 and R4, speculative sampling: `judge` by p [N, V], for children drawn from q."""
+    """R1 and R3, speculative sampling: `judge` by p [N, V], for children drawn from q."""
     q, families, chances, end = _chances(tree, p)
     uniform = torch.rand(chances.shape, generator=generator, device=p.device)
     is_taken, rank = (uniform < chances).byte().max(-1)
@@ -126,7 +126,7 @@ def _chances(tree: Tree, p: Tensor) -> tuple[Tensor, Families, Tensor, Tensor]:
     else:  # a tree with missing tokens: too many forms to cache
         families = _families.__wrapped__(tuple(tree.parents.tolist()), p.device)
     q, tokens = proposal.over(p.shape[-1]), tree.tokens.take(families.children)
-    return q, families, *sibling_chances(p, q, tokens, families, proposal.rule == "R4")
+    return q, families, *sibling_chances(p, q, tokens, families)
 
 
 def _dynamic_families(tree: Tree, ranks: Tensor, width: int) -> Families:
@@ -163,17 +163,17 @@ def _families(parents: tuple[int, ...], device: torch.device) -> Families:
 
 
 def sibling_chances(
-    p: Tensor, q: Tensor, tokens: Tensor, families: Families, replaced: bool
+    p: Tensor, q: Tensor, tokens: Tensor, families: Families
 ) -> tuple[Tensor, Tensor]:
     """The chance [M, K] that each child is accepted once those before it were refused, and `left_of`'s end [M, 1].
 
-    p and q [N, V] are the laws after each node, tokens [M, K] the children's; replaced: R4.
+    p and q [N, V] are the laws after each node, tokens [M, K] the children's.
     """
     # x_i is accepted with p_i(x_i) / q_i(x_i), at most 1: Leviathan et al. (arXiv 2211.17192, algorithm 1) for R1,
-    # SpecInfer (arXiv 2305.09781) for R4, EAGLE-1's released code for R3. A refused x_i leaves
-    # p_i+1 = norm(max(0, p_i - q_i)), which is 0 at x_i, and without replacement q_i+1 = norm(q_i without x_i). So
+    # EAGLE-1's released code for R3. A refused x_i leaves p_i+1 = norm(max(0, p_i - q_i)), which is 0 at x_i, and
+    # q_i+1 = norm(q_i without x_i), as the draws are without replacement. So
     #   q_i(x) = q(x) / c_i and p_i(x) = max(0, p(x) - s_i q(x)) / t_i, with s_0 = 0 and s_i+1 = s_i + t_i / c_i,
-    # for all x but those refused; c_i and t_i make both sum to 1 (c_0 = t_0 = 1; with replacement, every c_i = 1).
+    # for all x but those refused; c_i and t_i make both sum to 1 (c_0 = t_0 = 1).
     # They take two sums over the vocabulary per rank.
     is_there, places = families.is_there, families.inner[:, None] * p.shape[1] + tokens
     p_x, q_x, least = p.take(places), q.take(places), torch.finfo(p.dtype).tiny  # [M, K]
@@ -189,10 +189,9 @@ def sibling_chances(
         if rank == 0:
             p, q = (law.index_select(0, families.inner[:count]) for law in (p, q))
         p, q = p[:count], q[:count]
-        if not replaced:
-            for law in (p, q):
-                law.scatter_(1, tokens[:count, rank, None], 0.0)
-            c = q.sum(-1).clamp_(min=least)
+        for law in (p, q):
+            law.scatter_(1, tokens[:count, rank, None], 0.0)
+        c = q.sum(-1).clamp_(min=least)
         sums.append((s, torch.addcmul(p, s[:, None], q, value=-1).clamp_(min=0.0).sum(-1), c))
     parts = pad_sequence([part for each in sums for part in each], padding_value=1.0)
     s, t, c = parts.view(-1, len(sums), 3).unbind(-1)  # [M, K]

@@ -40,11 +40,6 @@ SHAPES: dict[str, tuple[Method, str, dict[str, Any]]] = {  # method, kind of hea
         {"shape": "dynamic", "levels": 4, "k": 3, "nodes": 10},
     ),
     "draft LM, static": ("sps", "draft_lm", {"shape": "static", "choices": "eagle1"}),
-    "draft LM, static, replaced": (
-        "sps",
-        "draft_lm",
-        {"shape": "static", "choices": "eagle1", "children": "replaced"},
-    ),
     "EAGLE-3, static": ("eagle", "eagle3", {}),
     "EAGLE-3, chain": ("eagle-chain", "eagle3", {}),
     "Medusa": ("medusa", "medusa", {}),
@@ -65,7 +60,7 @@ SHAPES: dict[str, tuple[Method, str, dict[str, Any]]] = {  # method, kind of hea
     "block, chain": ("block-chain", "block", {"levels": 4}),
     "block, static": ("block-tree", "block", {"shape": "static", "choices": "eagle1"}),
 }
-DRAWN = "entropy vote heuristic confidence marginal_gain probability_sum heuristic vote".split()
+DRAWN = "entropy vote confidence marginal_gain probability_sum heuristic vote".split()
 DRAWN += "exact marginal_gain entropy".split()
 DRAWN += "marginal_gain confidence entropy".split()
 SAMPLED = dict(zip(SHAPES, DRAWN, strict=True))  # the rule with which each shape is sampled

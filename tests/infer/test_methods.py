@@ -106,7 +106,7 @@ def test_opt_trees_frontier_is_as_wide_as_its_budget() -> None:
         ("method=eagle2 tree.shape=chain", "is method eagle-chain, not eagle2"),
         ("method=deagle tree.stop.rule=constant", "is method eagle2 or eagle3"),
         (
-            "method=eagle-chain tree.children=replaced",
+            "method=eagle-chain tree.children=worst",
             "--tree.children: input should be 'best' or 'sampled'",
         ),
         (

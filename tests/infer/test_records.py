@@ -49,7 +49,7 @@ VOTES: list[dict[str, Any]] = [
 ALIKE: dict[str, list[dict[str, Any]]] = {  # changes of a method's tree that keep its size
     "eagle-chain": [{}, {"children": "best"}, *({"stop": stop} for stop in STOPS)],
     "eagle2": [{}, {"rank": "confidence"}, {"rerank": False}],
-    "eagle": [{}, {"children": "best"}, {"children": "replaced"}, {"calibrated": "isotonic"}],
+    "eagle": [{}, {"children": "best"}, {"calibrated": "isotonic"}],
     "deagle": [{"stop": VoteConfig(**changes)} for changes in VOTES],
 }
 ROWS = [

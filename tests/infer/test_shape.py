@@ -168,9 +168,7 @@ def grow(
 
 
 @pytest.mark.parametrize("choices", [LINE, EAGLE1, MEDUSA, ((0,), (3,), (3, 2), (3, 0), (3, 2, 1))])
-@pytest.mark.parametrize(
-    ("temperature", "children"), [(0.0, "sampled"), (0.0, "replaced"), (1.0, "best")]
-)
+@pytest.mark.parametrize(("temperature", "children"), [(0.0, "sampled"), (1.0, "best")])
 def test_best_children_are_those_of_the_ranks(
     choices: tuple[Choice, ...], temperature: float, children: Children
 ) -> None:
@@ -192,15 +190,14 @@ def test_best_children_are_those_of_the_ranks(
 
 
 @pytest.mark.parametrize(
-    ("choices", "children", "rule"),
-    [(LINE, "sampled", "R1"), (EAGLE1, "sampled", "R3"), (EAGLE1, "replaced", "R4")],
+    ("choices", "rule"),
+    [(LINE, "R1"), (EAGLE1, "R3")],
 )
 @pytest.mark.parametrize(
     ("temperature", "top_p", "mapped"), [(1.0, 1.0, False), (1.0, 1.0, True), (0.6, 0.8, False)]
 )
 def test_drawn_children_keep_the_form_and_record_their_laws(
     choices: tuple[Choice, ...],
-    children: Children,
     rule: str,
     temperature: float,
     top_p: float,
@@ -213,7 +210,7 @@ def test_drawn_children_keep_the_form_and_record_their_laws(
             TableDrafter(seed, sharpness=1.0, mapped=mapped),
             sampler(temperature, top_p, seed),
         )
-        tree = grow(drafter, chosen, choices, children)
+        tree = grow(drafter, chosen, choices)
         check_connected(tree)
         assert (
             tree.proposal is not None
@@ -234,11 +231,11 @@ def test_drawn_children_keep_the_form_and_record_their_laws(
             )[0]
             torch.testing.assert_close(laws[parent], law)
             tokens = tree.tokens[family]
-            assert children == "replaced" or len(set(tokens.tolist())) == len(tokens)
+            assert len(set(tokens.tolist())) == len(tokens)
             torch.testing.assert_close(tree.confidence[family], law[tokens].log())
         assert bool(tree.survival.isfinite().all())
         wanted, survivors = sum(len(choice) == 1 for choice in choices), int((laws[0] > 0).sum())
-        assert len(family_of[0]) == (wanted if children == "replaced" else min(wanted, survivors))
+        assert len(family_of[0]) == min(wanted, survivors)
         form = [
             len(list(group))
             for _, group in itertools.groupby(sorted(choice[:-1] for choice in choices))

@@ -95,23 +95,21 @@ def all_of_them(rows: int, count: int) -> Families:
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
-@pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_siblings_have_the_targets_law_exactly(
-    count: int, replaced: bool, temperature: float, top_p: float
+    count: int, temperature: float, top_p: float
 ) -> None:
     """Enumerates every draw of siblings, which one is accepted, and the bonus token. One child: R1."""
     # target and draft differ by about as much as they agree
     logits, change = 0.8 * torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(5))
     p0, q0 = sampler(temperature, top_p).law(torch.stack([logits, logits + change])).double()
-    count = count if replaced else min(count, int((q0 > 0).sum()))  # fewer tokens, fewer siblings
+    count = min(count, int((q0 > 0).sum()))  # fewer tokens, fewer siblings
     rows, chances = [], []
     for tokens in itertools.product(range(VOCAB), repeat=count):
         chance, left = 1.0, q0.clone()
         for token in tokens:
             chance *= float(left[token] / left.sum()) if left.sum() > 0 else 0.0
-            if not replaced:
-                left[token] = 0.0
+            left[token] = 0.0
         if chance > 0:
             rows.append(tokens)
             chances.append(chance)
@@ -121,7 +119,7 @@ def test_siblings_have_the_targets_law_exactly(
         torch.tensor(chances, dtype=torch.double),
         torch.zeros(VOCAB, dtype=torch.double),
     )
-    shares, end = sibling_chances(p, q, tokens, families, replaced)
+    shares, end = sibling_chances(p, q, tokens, families)
     for rank, share in enumerate(shares.unbind(1)):
         written.index_add_(0, tokens[:, rank], alive * share)
         alive = alive * (1 - share)
@@ -139,7 +137,7 @@ def random_tree(dice: torch.Generator, rule: Any) -> tuple[Tree, Tensor]:
         q.append((1.5 * torch.randn(VOCAB, generator=dice)).softmax(-1))
         most = 1 if rule == "R1" else int(torch.randint(0 if node else 1, 4, (1,), generator=dice))
         if depth[node] < 3 and most:
-            tokens += q[-1].multinomial(most, replacement=rule == "R4", generator=dice).tolist()
+            tokens += q[-1].multinomial(most, generator=dice).tolist()
             parents += [node] * most
             depth += [depth[node] + 1] * most
     laws = torch.cat([torch.stack(q), torch.zeros(len(parents) - len(q), VOCAB)])
@@ -162,16 +160,13 @@ def textbook(grown: Tree, p: Tensor, uniform: dict[int, list[float]]) -> tuple[l
                 break
             left = (left - q).clamp(min=0)
             left = left / left.sum()
-            if grown.proposal.rule == "R3":
-                q[token] = 0.0
-                q = q / q.sum()
+            q[token] = 0.0
+            q = q / q.sum()
         else:
             return path, left
 
 
-@pytest.mark.parametrize(
-    ("rule", "on_host"), [("R1", True), ("R3", True), ("R4", True), ("R3", False)]
-)
+@pytest.mark.parametrize(("rule", "on_host"), [("R1", True), ("R3", True), ("R3", False)])
 def test_a_tree_is_decided_as_the_textbook_decides_it(
     rule: str, on_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,7 +385,7 @@ def test_every_stop_rule_leaves_the_law_of_drawn_trees(rule: Any) -> None:
 def test_equal_laws_refuse_nothing() -> None:
     law = torch.randn(2000, VOCAB, generator=torch.Generator().manual_seed(0)).softmax(-1)
     tokens = draw(law, torch.Generator().manual_seed(1))
-    chances, end = sibling_chances(law, law, tokens[:, None], all_of_them(2000, 1), replaced=False)
+    chances, end = sibling_chances(law, law, tokens[:, None], all_of_them(2000, 1))
     left = left_of(law, law, end)
     assert bool((chances == 1).all() and left.isfinite().all() and (left.sum(-1) > 0).all())
 
