@@ -19,9 +19,10 @@ LADDER = {
     "train": {"configs", "model", "data", "train"},
     "infer": {"configs", "model", "data", "infer"},
 }
-SOURCES = sorted(path for package in LADDER for path in (ROOT / package).rglob("*.py"))
+ROOF = sorted((ROOT / "src/aerie").glob("*.py"))  # the command; its modules import from everywhere
+SOURCES = ROOF + sorted(path for package in LADDER for path in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-MAX_SINGLE_IMPORTERS = 12
+MAX_SINGLE_IMPORTERS = 14
 distributions = functools.cache(packages_distributions)  # by top-level module
 
 
@@ -43,9 +44,9 @@ def imported(source: str) -> Iterator[str]:
 
 
 def off_the_ladder(file: str, source: str) -> list[str]:
-    """The imports that a file may not make. Only main.py composes across the ladder; configs never imports torch."""
+    """The imports that a file may not make. configs never imports torch, and nothing imports the roof."""
     found = [name.split(".") for name in imported(source)]
-    if file.endswith("/main.py"):
+    if file.endswith("/main.py") or file.startswith("src/"):
         return [".".join(name) for name in found if name[0] == "tests"]
     package = file.split("/")[0]
     heavy = {"torch", "transformers"} if package == "configs" else set()
@@ -84,7 +85,9 @@ def normal(name: str) -> str:
 
 
 def dotted(path: Path) -> str:
-    return "aerie." + relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return "aerie." + relative(path).removeprefix("src/aerie/").removesuffix(".py").removesuffix(
+        "/__init__"
+    ).replace("/", ".")
 
 
 def relative(path: Path) -> str:
@@ -107,7 +110,7 @@ def test_modules_are_shared_and_import_in_no_circle() -> None:
     single = [
         name
         for name, path in modules.items()
-        if path.stem not in ("main", "__init__") and importers[name] == 1
+        if path.stem not in ("main", "__init__", "__main__") and importers[name] == 1
     ]
     assert len(single) <= MAX_SINGLE_IMPORTERS, sorted(single)
     TopologicalSorter(graph).prepare()  # CycleError names the modules of a circle

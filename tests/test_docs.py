@@ -10,7 +10,7 @@ import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
 
-from aerie.__main__ import OWNERS
+from aerie.__main__ import ALONE, COMMANDS
 from aerie.model.storage import ROOT
 from tests import tiny
 from tests.infer.test_main import write_recipe
@@ -135,7 +135,7 @@ def test_a_command_line_of_the_docs_is_taken(
         words = [word.replace(".yaml", "-new.yaml") for word in words]
     words += [] if command in AT_ONCE or "--plan" in words else ["--plan"]
     code = tiny.call(
-        import_module(f"aerie.{OWNERS[command]}.main"), *words[1 + (command == "train") :]
+        import_module(f"aerie.{COMMANDS[command].module}"), *words[1 + (command in ALONE) :]
     )
     said = "".join(capsys.readouterr())
     assert (

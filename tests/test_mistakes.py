@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from aerie.__main__ import OWNERS
+from aerie.__main__ import ALONE, COMMANDS
 from tests import tiny
 from tests.infer.test_main import write_recipe
 
@@ -192,10 +192,10 @@ def test_a_mistake_is_one_line_and_nothing_is_lost(
     before, words = state(root), shlex.split(line)
     while "=" in words[0]:
         monkeypatch.setenv(*words.pop(0).split("="))
-    main = import_module(f"aerie.{OWNERS[words[0]]}.main")
+    main = import_module(f"aerie.{COMMANDS[words[0]].module}")
     monkeypatch.setattr(main, "stop_on_signals", lambda: None, raising=False)
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    code, err = tiny.call(main, *words[words[0] == "train" :]), capsys.readouterr().err
+    code, err = tiny.call(main, *words[words[0] in ALONE :]), capsys.readouterr().err
     assert (code, err.count("\n"), err[:7]) == (2, 1, "error: "), err
     assert message in err, err
     assert {path: there for path, there in state(root).items() if path in before} == before

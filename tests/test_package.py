@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CODE = """
 import sys
-import aerie, aerie.data.main, aerie.train.main, aerie.model.main, aerie.infer.main
+import aerie, aerie.run, aerie.status, aerie.configs.keys
+import aerie.data.main, aerie.train.main, aerie.model.main, aerie.infer.main
 assert "torch" not in sys.modules
 from aerie.infer import SpeculativeDecoder
 from aerie.model.storage import template_path

@@ -13,11 +13,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from aerie.configs import main
+from aerie import run as run_command
+from aerie import status as status_command
 from aerie.data import main as data_main
 from aerie.data.inputs import target_inputs
 from aerie.model.miniature import small_model
-from aerie.model.storage import Stage
+from aerie.model.storage import ROOT, Stage
 from aerie.train import main as train_main
 from tests import tiny
 from tests.configs.test_recipes import load
@@ -124,7 +125,7 @@ def test_init_neither_asks_for_a_data_set_of_the_hub_nor_counts_it(folder: Path)
 def test_a_plan_refuses_what_another_target_or_head_left_and_names_runs_apart(
     folder: Path, capsys: Any
 ) -> None:
-    plan = partial(tiny.call, main, "run", "r.yaml", "--plan")
+    plan = partial(tiny.call, run_command, "r.yaml", "--plan")
     asked = ("--train.epochs", 3, "--train.accumulation", 2, "--data.held_out", 0.3)
     assert init("--target", "target", "--out", "r.yaml", *asked) == 0
     steps = re.search(r"# ([\d,]+) steps", capsys.readouterr().out)
@@ -155,7 +156,7 @@ def test_a_plan_refuses_what_another_target_or_head_left_and_names_runs_apart(
     ).finish()
     assert plan() == 2 and "holds the calibrate of another head" in capsys.readouterr().err
     for place in ("runs", f"{recipe.run}/features"):
-        assert tiny.call(main, "status", place) == 0
+        assert tiny.call(status_command, place) == 0
         out = capsys.readouterr().out
         assert out.startswith(f"{recipe.run}: features done\n") and ("absent" in out) == (
             place != "runs"
@@ -168,7 +169,7 @@ def test_a_run_goes_to_its_report_and_status_says_what_is_left(folder: Path, cap
     for stage in ("bench", "calibrate"):
         asked += f" --{stage}.prompts.path questions.jsonl --{stage}.prompts.max_new_tokens 8"
     assert init("--target", "target", "--out", "r.yaml", "--run", "run", *asked.split()) == 0
-    run, status = partial(tiny.call, main, "run", "r.yaml"), partial(tiny.call, main, "status")
+    run, status = partial(tiny.call, run_command, "r.yaml"), partial(tiny.call, status_command)
     assert (
         status("run") == 2
         and run("--train.learning_rat", 1) == 2
@@ -216,6 +217,6 @@ def test_a_run_goes_to_its_report_and_status_says_what_is_left(folder: Path, cap
 def test_a_mistake_under_the_launcher_is_its_last_line_and_its_code(
     folder: Path, capfd: Any
 ) -> None:
-    command = [str(main.ROOT / "train/main.py"), "--config", "nowhere.yaml"]
-    assert ended(fork(lambda: main._launched(command, 2, "no"))) == 2
+    command = [str(ROOT / "train/main.py"), "--config", "nowhere.yaml"]
+    assert ended(fork(lambda: run_command.launch(command, 2, "no"))) == 2
     assert capfd.readouterr().err.splitlines()[-1].startswith("error: nowhere.yaml: No such file")

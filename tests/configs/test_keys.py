@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from aerie.configs import main
+from aerie.configs import keys
 from tests.tiny import call
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
@@ -13,12 +13,12 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
 def test_the_page_of_recipes_is_fresh_and_every_key_has_a_meaning(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert call(main, "keys", "--markdown") == 0
+    assert call(keys, "--markdown") == 0
     fresh = PAGE.read_text(encoding="utf-8") == capsys.readouterr().out
     assert fresh, "renew it: aerie keys --markdown > docs/recipes.md"
     assert [
         key
-        for _, _, rows in main.documented()
+        for _, _, rows in keys.documented_keys()
         for key, words in rows.items()
         if words.startswith("(")
     ] == []
@@ -36,7 +36,7 @@ def test_keys_tells_a_section_a_key_and_their_kinds(capsys: pytest.CaptureFixtur
         "bench.rows.0.tree.nodes": ["bench.rows.*.tree (shape: dynamic)\n"],
     }
     for section, texts in expected.items():
-        assert call(main, "keys", *filter(None, [section])) == 0
+        assert call(keys, *filter(None, [section])) == 0
         out = capsys.readouterr().out
         assert all(text in out for text in texts), (section, out)
     for wrong, meant in {
@@ -44,6 +44,4 @@ def test_keys_tells_a_section_a_key_and_their_kinds(capsys: pytest.CaptureFixtur
         "tree.depth": "tree.levels",
         "lr": "train.learning_rate",
     }.items():
-        assert (
-            call(main, "keys", wrong) == 2 and f"did you mean '{meant}'?" in capsys.readouterr().err
-        )
+        assert call(keys, wrong) == 2 and f"did you mean '{meant}'?" in capsys.readouterr().err

@@ -1,0 +1,195 @@
+"""`aerie keys`: the keys of a recipe with their meaning, type and default, from its schema."""
+
+import dataclasses
+import inspect
+import re
+import shutil
+import textwrap
+import types
+import typing
+from itertools import chain
+from math import inf
+from typing import Any, NamedTuple
+
+import yaml
+
+from aerie.configs.errors import Arguments, UserError, exit_codes
+from aerie.configs.read import TAGS, Place, Section, as_dict, sections, suggestion
+from aerie.configs.schema.recipe import Recipe
+
+COMMENTED_KEY = re.compile(r"((?:^ +#.*\n)*)^    (\w+): .*?(  # .*)?$", re.MULTILINE)
+TYPE_NAMES = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "true | false",
+    dict: "mapping",
+    type(None): "null",
+}
+BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+PAGE_HEADER = """# Recipes: every key
+
+A recipe is a YAML file with the sections below; only `run`, `target.path` and `data.conversations` are required.
+Any key can also be set on the command line: `--train.learning_rate 1e-4`, `--bench.rows.1.tree.nodes 30` (`*` below
+stands for a position in a list, from 0). A single value counts as a list of one, and `~` is the home directory in
+every path. `aerie keys SECTION` prints a section.
+
+This page is made from the schema by `aerie keys --markdown > docs/recipes.md`.
+"""
+
+
+class KeyBlock(NamedTuple):
+    """The keys of one class of the schema."""
+
+    heading: str  # where the section stands, and for which kind: `train` (kind: eagle3)
+    text: str  # what the section is
+    keys: dict[str, str]  # the meaning of each key, with (type; default)
+
+
+@exit_codes()
+def main() -> int:
+    parser = Arguments("aerie keys", description="The keys of a recipe: meaning, type, default.")
+    parser.add_argument(
+        "section",
+        nargs="?",
+        default="",
+        help="such as train, bench.prompts or tree.stop; default: the sections",
+    )
+    parser.add_argument(
+        "--markdown", action="store_true", help="print Markdown (default: every section)"
+    )
+    arguments = parser.parse_args()
+    section = re.sub(r"\.\d+(?=\.|$)", ".*", arguments.section)
+    blocks = documented_keys(section)
+    if not blocks:
+        advice = suggestion(section.split("."), Recipe)
+        raise UserError(f"{section}: no section or key of a recipe; {advice}")
+    if arguments.markdown:
+        _print_markdown(blocks, "" if section else PAGE_HEADER)
+        return 0
+    for block in blocks if section else blocks[:1]:
+        _print_block(block)
+    if not section:
+        print(
+            "aerie keys SECTION prints the keys of one; a command line can set each of them: "
+            "--section.key VALUE"
+        )
+    return 0
+
+
+def _print_markdown(blocks: list[KeyBlock], header: str) -> None:
+    pages = [header] if header else []
+    for heading, text, keys in blocks:
+        listed = "".join(f"- `{key}`: {words}\n" for key, words in keys.items())
+        pages.append(f"## {heading}\n\n{text}\n\n{listed}" if text else f"## {heading}\n\n{listed}")
+    print("\n".join(pages), end="")
+
+
+def _print_block(block: KeyBlock) -> None:
+    """Prints a block for a terminal, as wide as that but at most 120 columns."""
+    width = min(120, shutil.get_terminal_size((120, 24)).columns)
+    heading = block.heading.replace("`", "")
+    print(heading, *textwrap.wrap(block.text, width - 2), sep="\n  ", end="\n\n")
+    indent = " " * (max(map(len, block.keys), default=0) + 4)
+    for key, words in block.keys.items():
+        first_indent = f"  {key}".ljust(len(indent))
+        wrapper = textwrap.TextWrapper(
+            width, first_indent, subsequent_indent=indent, break_on_hyphens=False
+        )
+        print(wrapper.fill(words))
+    print()
+
+
+def documented_keys(section: str = "") -> list[KeyBlock]:
+    """A block for each class of the schema at and below a section; or one with a single key."""
+    uses: dict[Any, dict[str, list[str]]] = {}  # class -> path of a section -> its kinds there
+    for schema, path, kind in sections(Recipe):
+        uses.setdefault(schema, {}).setdefault(path, []).append(kind)
+    parent, _, key = section.rpartition(".")
+    blocks = []
+    for schema, kinds_at in uses.items():
+        paths = [path for path in kinds_at if not section or f"{path}.".startswith(f"{section}.")]
+        # Reading a class's source is slow.
+        keys = _documented_fields(schema) if paths or parent in kinds_at else {}
+        if any(map(any, kinds_at.values())):  # the heading tells the kind
+            keys = {name: words for name, words in keys.items() if name not in TAGS}
+        if not paths and key in keys:
+            paths = [parent]
+            keys = {key: keys[key]}
+        if paths:
+            blocks.append(KeyBlock(_heading(paths, kinds_at), _class_text(schema), keys))
+    return blocks
+
+
+def _heading(paths: list[str], kinds_at: dict[str, list[str]]) -> str:
+    """Such as '`train` (kind: eagle1 | eagle3)'; 'A recipe' for the top."""
+    kinds = dict.fromkeys(chain.from_iterable(kinds_at[path] for path in paths))
+    kinds.pop("", None)
+    names = ", ".join(f"`{path}`" for path in paths if path)
+    if not kinds:
+        return names or "A recipe"
+    # 'kind: a | kind: b' becomes 'kind: a | b'.
+    choices = re.sub(r"[|] [a-z]+: ", "| ", " | ".join(kinds))
+    return f"{names} ({choices})"
+
+
+def _class_text(schema: Any) -> str:
+    """The class's docstring, but not the one that `dataclass` makes."""
+    return "" if schema.__doc__.startswith(f"{schema.__name__}(") else schema.__doc__
+
+
+def _documented_fields(schema: Any) -> dict[str, str]:
+    """The meaning of each key of a class, with its type and default."""
+    fields = {field.name: field for field in dataclasses.fields(schema)}
+    texts = {}
+    for above, name, beside in COMMENTED_KEY.findall(inspect.getsource(schema)):
+        if name in fields:
+            comments = re.findall("# (.*)", above + beside)
+            description = fields[name].metadata.get("description")
+            comments = [description] if description else comments
+            texts[name] = " ".join([*comments, f"({_type_and_default(fields[name])})"])
+    return texts
+
+
+def _type_and_default(field: dataclasses.Field[Any]) -> str:
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    type_text = _type_text(field.type)
+    if default is dataclasses.MISSING:
+        return f"{type_text}; required"
+    if isinstance(default, Section):
+        return type_text
+    flow = yaml.safe_dump(as_dict(default), default_flow_style=True, width=inf)
+    return f"{type_text}; default {flow}".removesuffix("...\n").strip()
+
+
+def _type_text(hint: Any) -> str:
+    """Such as 'integer >= 1', 'chain | static', 'list of text | null'."""
+    if hint == Place:
+        return "path"
+    if isinstance(hint, type) and issubclass(hint, Section):
+        return "section"
+    arguments = typing.get_args(hint)
+    match typing.get_origin(hint):
+        case typing.Annotated:
+            return " ".join([_type_text(arguments[0]), ", ".join(_bounds(arguments[1:]))]).strip()
+        case typing.Union | types.UnionType:
+            return " | ".join(dict.fromkeys(map(_type_text, arguments)))
+        case typing.Literal:
+            return " | ".join(map(str, arguments))
+        case origin if origin is tuple:
+            return f"list of {_type_text(arguments[0])}"
+        case origin:
+            return TYPE_NAMES.get(origin or hint, "anything")
+
+
+def _bounds(annotations: tuple[Any, ...]) -> list[str]:
+    """Such as ['>= 0', '< 1'] of the limits in a type's annotations."""
+    limits: dict[str, Any] = {}
+    for annotation in annotations:
+        for rule in getattr(annotation, "metadata", [annotation]):
+            limits |= {
+                sign: getattr(rule, name) for name, sign in BOUNDS.items() if hasattr(rule, name)
+            }
+    return [f"{sign} {limit:,.12g}" for sign, limit in limits.items()]

@@ -1,0 +1,273 @@
+"""`aerie run`: every stage of a recipe that is not done yet, each in a process of its own."""
+
+import argparse
+import logging
+import multiprocessing
+import os
+import shlex
+import signal
+import sys
+import threading
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from aerie.__main__ import COMMANDS
+from aerie.configs.errors import (
+    REQUEUE,
+    Arguments,
+    Requeued,
+    UserError,
+    exit_codes,
+    stop_on_signals,
+)
+from aerie.configs.read import dump, user_path
+from aerie.configs.schema.recipe import Recipe, add_arguments, load
+from aerie.data.inputs import feature_stage, is_here, target_inputs
+from aerie.model.storage import ROOT, Stage, digest, sound_record, write_text
+from aerie.train import resume
+
+STAGES = {  # of a run, in order, with the folder of the run's directory that holds its output
+    "synthetic": "conversations",
+    "distill": "distilled",
+    "features": "features",
+    "train": "heads",  # a folder for each kind of head
+    "calibrate": "calibration",
+    "bench": "bench",
+    "tune": "tune",
+    "report": "report",
+}
+FORK = multiprocessing.get_context("fork")
+
+
+@exit_codes()
+def main() -> int:
+    """Runs the stages one after another; returns the first exit code that is not 0."""
+    arguments, overrides = _parser().parse_known_args()
+    stop_on_signals()
+    arguments.config = arguments.recipe or arguments.config
+    recipe = load(arguments, overrides)
+    stages = stages_of(recipe)
+    _require_usable_recipe(recipe, stages, arguments.overwrite)
+    words = _stage_arguments(arguments, overrides)
+    if arguments.plan:
+        print("\n".join(f"aerie {stage} {shlex.join(words)}" for stage in stages))
+        return 0
+    write_text(recipe.paths.root / "recipe.yaml", dump(recipe))
+    # Imports torch too. The stages, which are forks, start sooner; the import touches no GPU.
+    import_module("transformers.models.auto")
+    for number, stage in enumerate(stages, start=1):
+        print(f"run: {stage} ({number} of {len(stages)})", file=sys.stderr, flush=True)
+        code = _run_in_child(stage, words, arguments.processes, recipe)
+        if code:
+            return code
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary = COMMANDS["run"].summary
+    parser = Arguments("aerie run", description=summary, allow_abbrev=False)
+    add_arguments(parser)
+    parser.add_argument(
+        "recipe", type=user_path, nargs="?", metavar="RECIPE.yaml", help="in place of --config"
+    )
+    parser.add_argument(
+        "--processes", type=int, help="processes of features and train (default: one per GPU)"
+    )
+    return parser
+
+
+def stages_of(recipe: Recipe) -> list[str]:
+    """The names of the stages that a recipe asks for, in order."""
+    # A model trained as a target is measured only if its recipe says so.
+    is_measured = recipe.output is None or recipe.bench
+    wanted = {
+        "synthetic": recipe.synthetic,
+        "distill": recipe.distill,
+        "features": resume.reads_cache(recipe),
+        "train": True,
+        "calibrate": is_measured or recipe.calibrate,
+        "bench": is_measured,
+        "tune": recipe.tune,
+        "report": is_measured,
+    }
+    return [stage for stage in STAGES if wanted[stage]]
+
+
+def _stage_arguments(arguments: argparse.Namespace, overrides: list[str]) -> list[str]:
+    """The command line of every stage, after the stage's name."""
+    words = ["--config", str(arguments.config), *overrides]
+    if arguments.overwrite:
+        words.append("--overwrite")
+    flags = {
+        "run": arguments.run,
+        "target": arguments.target,
+        "dtype": arguments.dtype,
+        "device-map": arguments.device_map,
+    }
+    return words + [f"--{name}={value}" for name, value in flags.items() if value is not None]
+
+
+# ---------------------------------------------------------------------------------------------
+# Checks before anything starts: a mistake shall not show after hours of work.
+
+
+def _require_usable_recipe(recipe: Recipe, stages: list[str], overwrite: bool) -> None:
+    """UserError if an input or a package is missing, or an output belongs to another recipe."""
+    made_here = _require_inputs(recipe)
+    _require_packages(recipe, stages)
+    if not overwrite and all(Path(name).exists() for name in made_here):
+        _require_own_outputs(recipe, stages)
+    if resume.needs_target(recipe) and recipe.target.path not in made_here:
+        targets = import_module("aerie.model.target")
+        # A run ends with measurements, so a target that can only train heads will not do.
+        if why := targets.only_trains(targets.load_config(recipe.target)):
+            raise UserError(f"{recipe.target.path}: {why}; run aerie features and aerie train")
+
+
+def _require_inputs(recipe: Recipe) -> list[str]:
+    """The inputs that the run's own stages make; UserError if any other input is missing."""
+    names = [recipe.target.path, *recipe.data.conversations]
+    for section in (recipe.calibrate, recipe.bench, recipe.tune):
+        if section and section.prompts.path:
+            names.append(section.prompts.path)
+    root = recipe.paths.root.absolute()
+    made_here = []
+    for name in names:
+        if Path(name).absolute().is_relative_to(root):
+            made_here.append(name)
+        elif name == recipe.target.path:
+            target_inputs(recipe.target)
+        else:
+            is_here(name)
+    return made_here
+
+
+def _require_packages(recipe: Recipe, stages: list[str]) -> None:
+    if "report" in stages and find_spec("matplotlib") is None:
+        raise UserError("report: matplotlib is not installed; pip install aerie[report]")
+    for name in recipe.train.trackers:
+        if find_spec(name) is None and find_spec(f"{name}X") is None:  # tensorboardX serves too
+            raise UserError(f"train.trackers: {name} is not installed; run: pip install {name}")
+
+
+def _require_own_outputs(recipe: Recipe, stages: list[str]) -> None:
+    """UserError if an output belongs to another recipe, another target or another head."""
+    features = feature_stage(recipe)
+    train = Stage("train", recipe.paths.head(recipe), resume.stage_inputs(recipe))
+    if resume.reads_cache(recipe):
+        features.require_own_directory(overwrite=False)
+        train.inputs["features"] = train.inputs["features"] or digest(features.inputs)
+    resume.require_own_output(train, recipe.paths.state(resume.state_name(recipe)))
+    for stage in stages:
+        if stage not in ("distill", "calibrate", "bench", "tune"):
+            continue
+        folder = recipe.paths.root / STAGES[stage]
+        made_of = sound_record(folder).get("inputs")
+        if not made_of:
+            continue
+        made_now = made_of | {"target": train.inputs["target"]}
+        Stage(stage, folder, made_now).require_own_directory(overwrite=False)
+        if made_of.get("head") and not train.is_whole():
+            raise UserError(
+                f"{folder}: holds the {stage} of another head than {train.output}, which is still "
+                "to be trained; choose another --run, or add --overwrite"
+            )
+
+
+# ---------------------------------------------------------------------------------------------
+# A stage runs in a child process, and features and train in one process per GPU.
+
+
+def _run_in_child(stage: str, words: list[str], processes: int | None, recipe: Recipe) -> int:
+    """A stage's exit code. Ctrl-C and SIGUSR1 are passed on to it, and raised when it has ended."""
+    stop = None
+    # A fork: its end frees the stage's memory.
+    child: Any = FORK.Process(target=_run_stage, args=(stage, words, processes, recipe))
+    child.start()
+    while child.exitcode is None:
+        try:
+            child.join()
+        except KeyboardInterrupt as interrupt:
+            stop = interrupt
+            is_requeued = isinstance(interrupt, Requeued)
+            os.kill(child.pid, signal.SIGUSR1 if is_requeued else signal.SIGINT)
+    if child.exitcode < 0:
+        # The line is below a progress bar, which has no end of line.
+        print(
+            f"\nerror: {stage}: killed by signal {-child.exitcode}, often for lack of memory; "
+            "run the same command again",
+            file=sys.stderr,
+        )
+        return 128 - int(child.exitcode)
+    if child.exitcode == 0 and stop is not None:
+        raise stop
+    return int(child.exitcode)
+
+
+@exit_codes()
+def _run_stage(stage: str, words: list[str], processes: int | None, recipe: Recipe) -> None:
+    """Runs a stage's main in this process, or in several (None: one per GPU), and exits."""
+    os.setpgid(0, 0)  # the terminal sends Ctrl-C to `aerie run` alone, which passes it on once
+    # SIGINT is ignored in a shell's background processes.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=_stop_with_parent, daemon=True).start()
+    package = COMMANDS[stage].module.partition(".")[0]
+    command = [str(ROOT / package / "main.py"), *words]
+    if stage != "train":  # train/main.py has one command
+        command.insert(1, stage)
+    if stage in ("features", "train"):
+        processes = _number_of_processes(stage, processes, recipe)
+        sys.argv = [*command, "--is-whole"]
+        if processes != 1 and COMMANDS[stage].run() == 1:
+            import torch
+
+            gpus = torch.cuda.device_count()
+            processes = processes or gpus
+            if processes > 1:
+                sys.exit(launch(command, processes, "bf16" if gpus else "no"))
+    sys.argv = command
+    sys.exit(COMMANDS[stage].run())
+
+
+def _stop_with_parent() -> None:
+    """Interrupts this process when `aerie run` ends, also by a kill that nobody can catch."""
+    multiprocessing.parent_process().join()  # type: ignore[union-attr]
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _number_of_processes(stage: str, processes: int | None, recipe: Recipe) -> int | None:
+    """One, if the stage spreads its target over all GPUs; otherwise what was asked for."""
+    loads_target = (
+        stage == "features"
+        or not resume.reads_cache(recipe)
+        or getattr(recipe.train, "measure_prompts", None)
+    )
+    return 1 if recipe.target.device_map is not None and loads_target else processes
+
+
+def launch(command: list[str], processes: int, precision: str) -> int:
+    """Runs a script in several processes; the exit code of the first that failed, or 0."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    def order_of_failure(failure: ProcessFailure) -> tuple[bool, int]:
+        # After the first failure the launcher ends the other processes by SIGTERM.
+        was_ended = failure.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM)
+        return was_ended, failure.timestamp
+
+    logging.disable()  # of the launcher: each process prints its own error
+    os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    os.environ["PET_SHUTDOWN_TIMEOUT"] = "120"
+    options = ["--config_file", str(ROOT / "configs/accelerate/zero2.yaml")]
+    options += ["--num_processes", str(processes), "--mixed_precision", precision]
+    try:
+        launch_command(launch_command_parser().parse_args([*options, *command]))
+    except ChildFailedError as error:
+        code = min(error.failures.values(), key=order_of_failure).exitcode
+        return code if code > 0 else 128 - code
+    except SignalException as error:
+        return REQUEUE if error.sigval == signal.SIGUSR1 else 128 + int(error.sigval)
+    return 0
