@@ -45,9 +45,9 @@ from aerie.model.checkpoint import new_head
 from aerie.model.heads.eagle import DraftVocabulary
 from aerie.model.storage import first_line
 from aerie.model.target import Target, default_taps
-from aerie.train import costs, launch
+from aerie.train import costs, processes
 from aerie.train.jobs import OBJECTIVES
-from aerie.train.loop import build_optimizers
+from aerie.train.optimizers import build_optimizers
 
 Row = dict[str, Any]
 
@@ -129,7 +129,7 @@ def main() -> int:
         tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
         code = subprocess.run(tests, check=False).returncode
     rows, text, code = list[Row](), "", code if code != 5 else 0
-    accelerator = launch.build_accelerator(Eagle1Train(), asked.out)
+    accelerator = processes.build_accelerator(Eagle1Train(), asked.out)
     name = (
         torch.cuda.get_device_name()
         if asked.device == "cuda"
@@ -227,7 +227,7 @@ def measured(size: Size, accelerator: Accelerator) -> Iterator[Row]:
         BlockTrain(anchors=size.length // 8, batch_size=size.rows),
     )
     with suppress(UserError):  # no such row without a C++ compiler
-        launch.check_compiler()
+        processes.check_compiler()
         sections["compiled eagle3"] = (recipe, replace(settings, compile=True))
     for name, (section, settings) in sections.items():
         kind = section.kind

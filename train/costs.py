@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from aerie.train.launch import turned
 from aerie.train.objectives import Objective
+from aerie.train.optimizers import muon_matrices
 
 # Dense bf16 operations per second of an H100 and an H200 (SXM; NVIDIA's data sheets), and the share that good training
 # reaches (model FLOPs utilisation: recomputation takes time, but does not count as work).
@@ -102,7 +102,7 @@ def optimizer_operations(objective: Objective) -> float:
     """
     if objective.settings.optimizer.kind != "muon":
         return 0.0
-    sides = [sorted(matrix.shape) for matrix in turned(objective.head)]
+    sides = [sorted(matrix.shape) for matrix in muon_matrices(objective.head)]
     return float(sum(5 * (4 * n * n * m + 2 * n**3) for n, m in sides))
 
 
@@ -125,7 +125,7 @@ def memory(objective: Objective, tokens: int, itemsize: int, trunk: Any = None) 
     precision = 4 if target is None else target.lm_head.itemsize
     found = {"weights": 4 * count, "gradients": 4 * count, "moments": 8 * count}
     if settings.optimizer.kind == "muon":  # Muon has one moment, AdamW two
-        found["moments"] -= 4 * sum(each.numel() for each in turned(head))
+        found["moments"] -= 4 * sum(each.numel() for each in muon_matrices(head))
     found["frozen"] = sum(each.nbytes for each in whole) - 4 * count + sum(shared.values())
     found["copy that is measured"] = sum(
         each.numel() * min(precision, each.itemsize) for each in whole

@@ -24,9 +24,9 @@ from aerie.model import target as targets
 from aerie.model.checkpoint import new_head, position_warnings, save_head
 from aerie.model.target import VocabWeights
 from aerie.train import costs, lm
-from aerie.train.block import BlockObjective
-from aerie.train.launch import world_size
+from aerie.train.block_objective import BlockObjective
 from aerie.train.objectives import Eagle1Objective, Eagle3Objective, MultiTokenObjective, Objective
+from aerie.train.processes import world_size
 from aerie.train.resume import needs_target, reads_cache, state_name
 
 OBJECTIVES: dict[
@@ -106,7 +106,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
             targets.load_vocab(recipe.target) if whole is None else (whole.config, whole.vocab)
         )
         taps = targets.taps_of(recipe, text_config.num_hidden_layers)
-    rows = _rows(recipe, tokenizer, end_ids, text_config, vocab, taps)
+    rows = _build_rows(recipe, tokenizer, end_ids, text_config, vocab, taps)
     length = min(recipe.data.max_length, targets.context_of(text_config) or recipe.data.max_length)
     drafted = _num_drafted(recipe)
     if is_online and whole is not None:
@@ -130,7 +130,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
                 rows.tokens(), num_tokens, size, forced
             )
         if section.init_from is None:
-            section, vocab = _completed(
+            section, vocab = _complete_section(
                 recipe, tokenizer, end_ids, text_config, vocab, length + drafted
             )
         head = new_head(section, text_config, vocab, settings.seed, path, taps, vocabulary).float()
@@ -173,7 +173,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
     )
 
 
-def _completed(
+def _complete_section(
     recipe: Recipe,
     tokenizer: Any,
     end_ids: set[int],
@@ -216,7 +216,7 @@ def _num_drafted(recipe: Recipe) -> int:
     return max(recipe.tree.levels, recipe.train.eval_depths, rows)
 
 
-def _rows(
+def _build_rows(
     recipe: Recipe, tokenizer: Any, end_ids: set[int], text: Any, vocab: Any, taps: tuple[int, ...]
 ) -> Rows:
     if reads_cache(recipe):

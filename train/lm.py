@@ -16,7 +16,7 @@ from aerie.data.batches import Batch
 from aerie.model import target as targets
 from aerie.model.target import Target, VocabWeights, load_tokenizer
 from aerie.train import losses
-from aerie.train.losses import SumsAndCounts, Totals, likeliest
+from aerie.train.losses import SumsAndCounts, Totals, argmax_in_chunks
 from aerie.train.objectives import Objective, StepOutput, chosen_after, shifted
 
 
@@ -71,7 +71,7 @@ class LMObjective(Objective):
                 token_loss,
                 law_loss,
                 correct,
-                losses.acceptance(log_q, law.whole).sum(),
+                losses.acceptance_rate(log_q, law.whole).sum(),
                 (drafted == choice).sum(),
             )
 
@@ -96,7 +96,7 @@ class LMObjective(Objective):
 
     def drafted(self, batch: Batch) -> Iterator[Tensor]:
         # On the conversation's own tokens, a deeper draft is the first draft some tokens later: one forward has all.
-        own = partial(likeliest, self.logits, chunk=self.chunk)
+        own = partial(argmax_in_chunks, self.logits, chunk=self.chunk)
         tokens, depths = (
             chosen_after(batch, self.states(batch.input_ids), own),
             range(self.settings.eval_depths),

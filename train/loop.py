@@ -16,62 +16,22 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from torch import nn
 
 from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.heads import MuonSection, TrainConfig
 from aerie.data.batches import Batch, BatchRow, collate, prefetched
 from aerie.data.progress import start_progress
 from aerie.model.storage import Lock, explained, remove_tree, write_text
-from aerie.train import launch, resume
+from aerie.train import processes, resume
+from aerie.train.deepspeed_internals import clip_before_muon, zero_muon
 from aerie.train.jobs import Job
 from aerie.train.losses import SumsAndCounts
 from aerie.train.objectives import Objective
+from aerie.train.optimizers import build_optimizers, learning_rate
 
 Measure = Callable[[Any], dict[str, float]]
 SAY_SECONDS = 5.0  # between two lines of the terminal
 METER = "meter-{}.pt"  # each process's sums since the last log line
-
-
-def build_optimizers(
-    module: nn.Module, config: TrainConfig, join: Callable[..., torch.optim.Optimizer] | None = None
-) -> list[torch.optim.Optimizer]:
-    """[AdamW], or [Muon, AdamW] if the recipe names Muon; join makes one of both."""
-    muon = config.optimizer if isinstance(config.optimizer, MuonSection) else None
-    matrices = launch.turned(module) if muon else []
-    others = [
-        p
-        for p in module.parameters()
-        if p.requires_grad and not any(p is each for each in matrices)
-    ]
-    tables, vectors = [p for p in others if p.ndim >= 2], [p for p in others if p.ndim < 2]
-    parts = (tables, config.weight_decay), (vectors, 0.0)
-    groups = [{"params": part, "weight_decay": decay} for part, decay in parts if part]
-    is_fused = torch.cuda.is_available() or None  # one kernel of torch's own: nothing is compiled
-    adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=is_fused)
-    if muon is None:
-        return [adamw]
-    group: dict[str, Any] = {"params": matrices, "use_muon": True, "lr": muon.matrix_rate}
-    group |= {"momentum": muon.momentum, "weight_decay": muon.weight_decay}
-    return [launch.Muon([group]), adamw] if join is None else [join(group, adamw)]
-
-
-def learning_rate(step: int, total_steps: int, config: TrainConfig, is_muon: bool = False) -> float:
-    """AdamW's or Muon's rate in optimiser step 0, 1, ..."""
-    top = config.learning_rate
-    if is_muon and isinstance(config.optimizer, MuonSection):
-        top = config.optimizer.matrix_rate
-    if config.scale_rates is not None:
-        top *= (config.scale_rates.steps / total_steps) ** config.scale_rates.power
-    # No scheduler object, which accelerate would advance once per process.
-    warmup = min(config.warmup_steps, total_steps)
-    if step < warmup:
-        return top * (step + 1) / (warmup + 1)
-    if config.schedule == "constant":
-        return top
-    done = (step - warmup) / max(total_steps - warmup, 1)
-    left = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return top * (config.final_rate + (1.0 - config.final_rate) * left)
 
 
 def means(sums: SumsAndCounts, device: torch.device) -> dict[str, float]:
@@ -79,7 +39,7 @@ def means(sums: SumsAndCounts, device: torch.device) -> dict[str, float]:
     pairs = [
         torch.stack([part.double().to(device) for part in sums[name]]) for name in sorted(sums)
     ]
-    totals = launch.all_reduce(torch.stack(pairs)).tolist()  # [names, 2]
+    totals = processes.all_reduce(torch.stack(pairs)).tolist()  # [names, 2]
     found = dict(zip(sorted(sums), totals, strict=True))
     return {name: found[name][0] / found[name][1] if found[name][1] else 0.0 for name in sums}
 
@@ -155,10 +115,10 @@ class Loop:
                 layer.compile_parts()
         # From here on parameters may be sharded: the loop calls self.module, never the objective itself.
         is_zero = accelerator.state.deepspeed_plugin is not None
-        optimizers = build_optimizers(objective, config, launch.zero_muon if is_zero else None)
+        optimizers = build_optimizers(objective, config, zero_muon if is_zero else None)
         self.module, *self.optimizers = accelerator.prepare(objective, *optimizers)
         if is_zero and isinstance(config.optimizer, MuonSection):
-            launch.clip_before_muon(self.module.optimizer, config.clip_norm)
+            clip_before_muon(self.module.optimizer, config.clip_norm)
         self.module.train()
         self.sums, self.held_out = (
             SumsAndCounts(),
@@ -167,7 +127,7 @@ class Loop:
         self.clock: Any = Counter()
         made_of = {**made_of, "rows": rows.digest}
         self.progress = self._going_on(
-            resume.Progress(made_of, self.world, *launch.engine_and_machine(accelerator))
+            resume.Progress(made_of, self.world, *processes.engine_and_machine(accelerator))
         )
         self.file = (
             MetricsFile(job.metrics, job.kind, self.progress.step) if self.rank == 0 else None
@@ -213,7 +173,7 @@ class Loop:
             raise answer[0]
         progress, folder, warnings = answer[0]
         if folder is not None:
-            launch.load_state(self.accelerator, folder)
+            processes.load_state(self.accelerator, folder)
             self.sums = torch.load(folder / METER.format(self.rank), self.device, weights_only=True)
         if self.rank == 0:
             for text in warnings:
@@ -343,10 +303,10 @@ class Loop:
             *(sum(int(count[name]) for count in counts) for name in counts[0]),
         ]
         device = self.device if self.world > 1 else "cpu"
-        num_errors, tokens, *rest = launch.all_reduce(
+        num_errors, tokens, *rest = processes.all_reduce(
             torch.tensor(own, dtype=torch.float64, device=device)
         ).tolist()
-        launch.raise_together(error, num_errors, self.device)
+        processes.raise_together(error, num_errors, self.device)
         endings = [
             name
             for name, value in zip(("requeue", "interrupted", "budget"), rest[:3], strict=True)
@@ -434,7 +394,7 @@ class Loop:
 
     def _evaluate(self) -> None:
         """Measures the weights; the best so far become the output."""
-        weights = launch.full_weights(self.accelerator, self.module)
+        weights = processes.full_weights(self.accelerator, self.module)
         with torch.no_grad():
             for name, parameter in self.twin.named_parameters():
                 parameter.copy_(weights[name])
@@ -474,8 +434,8 @@ class Loop:
                     add_sums(sums, self.twin.measure(batch))
         except UserError as raised:
             error = raised
-        failed = launch.all_reduce(torch.tensor(float(error is not None), device=self.device))
-        launch.raise_together(error, float(failed), self.device)
+        failed = processes.all_reduce(torch.tensor(float(error is not None), device=self.device))
+        processes.raise_together(error, float(failed), self.device)
         measured = self.twin.summarise(means(sums, self.device))
         return measured if self.measure is None else measured | self.measure(self.twin.head)
 

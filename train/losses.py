@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from aerie.configs.schema.heads import LossName, TrainConfig
 from aerie.model.target import VocabWeights
-from aerie.train.launch import world_size
+from aerie.train.processes import world_size
 
 SumsAndCounts = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count) of a mean
 Totals = tuple[Tensor, ...]
@@ -66,7 +66,7 @@ def jensen_shannon(log_q: Tensor, law: TargetLaw, config: TrainConfig) -> Tensor
     return beta * kl(log_m, log_p) + (1.0 - beta) * kl(log_m, log_q)
 
 
-def acceptance(log_q: Tensor, log_p: Tensor) -> Tensor:
+def acceptance_rate(log_q: Tensor, log_p: Tensor) -> Tensor:
     """[S]: alpha = sum_v min(p(v), q(v)) (arXiv 2211.17192, theorem 3.5)."""
     return torch.minimum(log_q, log_p).exp().sum(-1)
 
@@ -74,7 +74,7 @@ def acceptance(log_q: Tensor, log_p: Tensor) -> Tensor:
 def lk_hybrid(log_q: Tensor, law: TargetLaw, config: TrainConfig) -> Tensor:
     """[S]: lambda KL(p || q) + (1 - lambda) TV(p, q), lambda = exp(-eta alpha) (LK losses, arXiv 2602.23881)."""
     # The mix has no gradient. KL is within the draft vocabulary, alpha and TV are not.
-    alpha = acceptance(log_q, law.whole)
+    alpha = acceptance_rate(log_q, law.whole)
     mix = torch.exp(-config.lk_eta * alpha.detach())
     return mix * kl(log_q, law.inside) + (1.0 - mix) * (1.0 - alpha)
 
@@ -88,7 +88,7 @@ LOSSES: dict[
     "reverse_kl": lambda log_q, law, _: kl(law.inside, log_q),
     "jsd": jensen_shannon,
     # TV = 1 - alpha (arXiv 2211.17192, lemma 3.3): mass outside the draft vocabulary counts as distance.
-    "total_variation": lambda log_q, law, _: 1.0 - acceptance(log_q, law.whole),
+    "total_variation": lambda log_q, law, _: 1.0 - acceptance_rate(log_q, law.whole),
     # LK losses' likelihood form (arXiv 2602.23881): has a gradient even if alpha is 0 in float32.
     "negative_log_alpha": lambda log_q, law, _: -torch.minimum(log_q, law.whole).logsumexp(-1),
     "lk_hybrid": lk_hybrid,
@@ -193,6 +193,6 @@ def by_target_state(
     ]
 
 
-def likeliest(logits: Callable[[Tensor], Tensor], states: Tensor, chunk: int) -> Tensor:
+def argmax_in_chunks(logits: Callable[[Tensor], Tensor], states: Tensor, chunk: int) -> Tensor:
     """argmax [S] of logits(states [S, D]), `chunk` slots at a time."""
     return torch.cat([logits(some).argmax(-1) for some in states.split(chunk)])

@@ -60,14 +60,14 @@ def main() -> int:
     if not arguments.overwrite:
         resume.require_own_output(stage, state)
     if arguments.plan:
-        from aerie.train import jobs, launch
+        from aerie.train import jobs, processes
 
-        launch.be_quiet()
+        processes.be_quiet()
         plan = jobs.plan(
             recipe, jobs.build(recipe, stage.output, arguments.overwrite, is_plan=True)
         )
         if "LOCAL_RANK" in os.environ:  # a launcher's processes have to connect once
-            launch.build_accelerator(recipe.train, recipe.paths.root).end_training()
+            processes.build_accelerator(recipe.train, recipe.paths.root).end_training()
         if rank() == 0:
             print(plan, flush=True)
         return 0
@@ -83,18 +83,20 @@ def _train(
     """Trains; returns (state, exit code)."""
     import torch
 
-    from aerie.train import jobs, launch
+    from aerie.train import jobs, processes
     from aerie.train.loop import Loop
 
-    launch.be_quiet()
+    processes.be_quiet()
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
     if getattr(recipe.train, "compile", False):
-        launch.check_compiler()
+        processes.check_compiler()
     # Before the Accelerator: under ZeRO-3, whatever is loaded later is sharded.
     job = jobs.build(recipe, stage.output, overwrite)
     measure = measured_tau(recipe, job) if getattr(recipe.train, "measure_prompts", 0) else None
-    accelerator = launch.build_accelerator(recipe.train, recipe.paths.root / "trackers" / job.kind)
+    accelerator = processes.build_accelerator(
+        recipe.train, recipe.paths.root / "trackers" / job.kind
+    )
     is_first = accelerator.is_main_process
     with working_alone(job.state, "training") if is_first else nullcontext():
         if job.objective.target is not None:
@@ -141,7 +143,7 @@ def measured_tau(recipe: Recipe, job: "Job") -> "Measure":
     from aerie.infer.decode.engine import SpeculativeDecoder
     from aerie.infer.decode.methods import drafting
     from aerie.model.target import context_of
-    from aerie.train.launch import all_reduce, world_size
+    from aerie.train.processes import all_reduce, world_size
 
     settings: Any = recipe.train
     target, tree = job.target, recipe.tree

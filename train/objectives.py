@@ -20,7 +20,7 @@ from aerie.model.heads.multi_token import HydraHead, MedusaHead
 from aerie.model.target import VocabWeights
 from aerie.model.unrolled_attention import UnrollMemory
 from aerie.train import losses
-from aerie.train.losses import SumsAndCounts, Totals, likeliest
+from aerie.train.losses import SumsAndCounts, Totals, argmax_in_chunks
 
 Choose = Callable[[Tensor], Tensor]  # states [S, D] -> token ids [S]
 
@@ -106,7 +106,7 @@ class Objective(nn.Module):
     def choose(self, states: Tensor) -> Tensor:
         """The target's likeliest tokens [S] after states [S, D]."""
         chunk = max(1, self.chunk // getattr(self.settings, "unroll_steps", 1))
-        return likeliest(self.target.logits, states, chunk)
+        return argmax_in_chunks(self.target.logits, states, chunk)
 
     def drafted(self, batch: Batch) -> Iterator[Tensor]:
         """For depth 0, 1, ...: tokens [S_k] of greedy chains, from every slot whose turn is long enough."""
@@ -294,7 +294,7 @@ class Eagle1Objective(Objective):
         with torch.no_grad():
             return (
                 loss,
-                losses.acceptance(log_q, law.whole).sum(),
+                losses.acceptance_rate(log_q, law.whole).sum(),
                 (log_q.argmax(-1) == law.whole.argmax(-1)).sum(),
             )
 
@@ -384,7 +384,7 @@ class Eagle3Objective(Objective):
         with torch.no_grad():
             law = law or laws.pop()  # not needed any more
             hits = (vocabulary.target_ids(log_q.argmax(-1)) == choice).split(sizes)
-            alpha = losses.acceptance(log_q[: sizes[0]], law.whole).sum()
+            alpha = losses.acceptance_rate(log_q[: sizes[0]], law.whole).sum()
             return (
                 total,
                 torch.stack([part.sum() for part in hits]),
@@ -397,7 +397,7 @@ class Eagle3Objective(Objective):
         steps = unrolled(head, batch, slots, head.fuse(batch.taps.flatten(0, 1)[slots.sequence]))
         # A target token outside the draft vocabulary is always a miss.
         return (
-            head.vocabulary.target_ids(likeliest(head.logits, slots.in_order(x), self.chunk))
+            head.vocabulary.target_ids(argmax_in_chunks(head.logits, slots.in_order(x), self.chunk))
             for x in steps
         )
 
@@ -506,13 +506,13 @@ class MultiTokenObjective(Objective):
             hits = torch.stack(
                 [(q.argmax(-1) == choice[at]).sum() for q, at in zip(laws, which, strict=True)]
             )
-            alpha = losses.acceptance(laws[0], replace(target, slots=which[0]).whole).sum()
+            alpha = losses.acceptance_rate(laws[0], replace(target, slots=which[0]).whole).sum()
         return label, law, hits, alpha
 
     def drafted(self, batch: Batch) -> Iterator[Tensor]:
         depths = min(self.settings.eval_depths, self.num_heads)
         outputs = enumerate(self._outputs(batch, target_states(batch, depths)[0]))
         return (
-            likeliest(partial(self.head.laws, k, vocab=self.target), x, self.chunk)
+            argmax_in_chunks(partial(self.head.laws, k, vocab=self.target), x, self.chunk)
             for k, x in outputs
         )

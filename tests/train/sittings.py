@@ -18,9 +18,9 @@ from aerie.configs.schema.heads import Eagle1Train
 from aerie.data.batches import Batch
 from aerie.model.checkpoint import save_head
 from aerie.train.jobs import Job, Rows
-from aerie.train.launch import build_accelerator
 from aerie.train.loop import Loop
 from aerie.train.objectives import Eagle1Objective
+from aerie.train.processes import build_accelerator
 from aerie.train.resume import StopRequest
 from tests import tiny
 

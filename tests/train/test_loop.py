@@ -18,9 +18,11 @@ from aerie.configs.schema.heads import AdamWSection, Eagle1Train, MuonSection, R
 from aerie.data.batches import collate
 from aerie.model.checkpoint import load_head
 from aerie.model.miniature import small_model
-from aerie.train import launch, resume
-from aerie.train.loop import MetricsFile, build_optimizers, learning_rate
+from aerie.model.storage import ROOT
+from aerie.train import deepspeed_internals, processes, resume
+from aerie.train.loop import MetricsFile
 from aerie.train.objectives import Eagle1Objective
+from aerie.train.optimizers import build_optimizers, learning_rate, muon_matrices
 from tests import tiny
 from tests.train.sittings import VOCAB, config, job, lines, sitting, weights
 
@@ -110,7 +112,7 @@ def test_a_training_that_would_compile_says_first_that_there_is_no_compiler() ->
             UserError, match=r"train.compile: .*; install a C\+\+ compiler \(g\+\+\), or leave"
         ),
     ):
-        launch.check_compiler()
+        processes.check_compiler()
 
 
 def test_a_training_that_diverges_keeps_nothing(tmp_path: Path, monkeypatch: Any) -> None:
@@ -164,7 +166,7 @@ def five_rounds(gradient: torch.Tensor) -> torch.Tensor:
     return x.T if is_tall else x
 
 
-@pytest.mark.parametrize("join", [None, launch.zero_muon])
+@pytest.mark.parametrize("join", [None, deepspeed_internals.zero_muon])
 def test_muon_moves_every_direction_of_a_matrix_by_its_rate_and_adamw_the_rest_as_alone(
     join: Any,
 ) -> None:
@@ -193,7 +195,7 @@ def test_muon_moves_every_direction_of_a_matrix_by_its_rate_and_adamw_the_rest_a
             turn, five_rounds(gradients[name]).float(), rtol=0, atol=1e-3
         )  # bf16 is 1e-2 away
     gpt2 = small_model(AutoConfig.for_model("gpt2")).transformer  # tables by other names
-    assert not {id(gpt2.wte.weight), id(gpt2.wpe.weight)} & {id(p) for p in launch.turned(gpt2)}
+    assert not {id(gpt2.wte.weight), id(gpt2.wpe.weight)} & {id(p) for p in muon_matrices(gpt2)}
 
 
 @pytest.mark.parametrize(
@@ -212,10 +214,10 @@ def test_muon_refuses_what_it_cannot_train_in(
         mixed_precision=precision, state=SimpleNamespace(deepspeed_plugin=plugin), num_processes=1
     )
     monkeypatch.setattr(
-        launch, "Accelerator", lambda **_: SimpleNamespace(**vars(made), distributed_type="any")
+        processes, "Accelerator", lambda **_: SimpleNamespace(**vars(made), distributed_type="any")
     )
     with pytest.raises(UserError, match=r"train.optimizer: muon trains in float32 or bf16"):
-        launch.build_accelerator(config(optimizer=MuonSection()), tmp_path)
+        processes.build_accelerator(config(optimizer=MuonSection()), tmp_path)
 
 
 def test_a_run_that_goes_on_forgets_its_own_later_lines_and_keeps_what_another_training_writes(
@@ -253,3 +255,12 @@ def test_a_signal_ends_at_once_between_steps_alone(
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(number) == before
+
+
+def test_private_parts_of_deepspeed_are_those_of_the_pinned_version(monkeypatch: Any) -> None:
+    known = deepspeed_internals.KNOWN_VERSION
+    assert f"deepspeed=={known}\n" in (ROOT / "constraints.txt").read_text()
+    deepspeed_internals.require_known_version()
+    monkeypatch.setattr("deepspeed.__version__", "0.20.0")
+    with pytest.raises(UserError, match=rf"0.20.0: .*pip install deepspeed=={known}, or launch"):
+        deepspeed_internals.clip_before_muon(None, 1.0)

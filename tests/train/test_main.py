@@ -266,7 +266,7 @@ def test_all_kinds_train_with_eight_frames_to_a_loss(
             depths.append(len(ours) + 2)  # counts <module>, lambdas and the formula too
         return loss(*arguments)
 
-    for name in ("kl", "smooth_l1", "acceptance"):  # most losses call one of these
+    for name in ("kl", "smooth_l1", "acceptance_rate"):  # most losses call one of these
         monkeypatch.setattr(losses, name, partial(counted, getattr(losses, name)))
     monkeypatch.setitem(
         losses.LOSSES, "kl", lambda *arguments: sum(loss(*arguments) for loss in every)

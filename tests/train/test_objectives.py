@@ -34,7 +34,7 @@ from aerie.data.cache import CachedRow
 from aerie.model.heads import block
 from aerie.model.target import VocabWeights
 from aerie.model.unrolled_attention import UnrollMemory
-from aerie.train.block import BlockObjective
+from aerie.train.block_objective import BlockObjective
 from aerie.train.lm import LMObjective
 from aerie.train.loop import means
 from aerie.train.objectives import (

@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from aerie.configs.errors import NotWritable, UserError
 from aerie.configs.schema.heads import Eagle1Train, MuonSection
 from aerie.model import storage
-from aerie.train import launch, resume
+from aerie.train import processes, resume
 from aerie.train.loop import Loop
 from aerie.train.resume import Progress, folders
 from tests.tiny import flip
@@ -209,7 +209,7 @@ def test_a_save_that_holds_more_than_tensors_is_never_loaded(tmp_path: Path) -> 
         UserError,
         match="holds more than tensors and plain values, which is never loaded; remove it",
     ):
-        launch.load_state(accelerator, tmp_path)
+        processes.load_state(accelerator, tmp_path)
 
 
 def test_broken_saves_alone_are_refused_and_later_ones_than_a_new_one_go(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from aerie.model.export import export
 from aerie.model.formats.content import TargetFacts
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.unrolled_attention import UnrollMemory
-from aerie.train.block import BlockObjective
+from aerie.train.block_objective import BlockObjective
 from tests import tiny
 from tests.model.formats import published
 

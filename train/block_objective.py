@@ -143,7 +143,7 @@ class BlockObjective(Objective):
             of_label = F.nll_loss(log_q, torch.cat(labels), reduction="none")
         with torch.no_grad():
             hits = log_q.argmax(-1) == law.log_p.argmax(-1)[slots]
-            alpha = losses.acceptance(log_q, law.whole)
+            alpha = losses.acceptance_rate(log_q, law.whole)
         columns = (x.split(sizes) for x in (of_law, of_label, hits, alpha))
         return tuple(torch.stack([part.sum() for part in column]) for column in columns)
 

@@ -1,0 +1,97 @@
+"""All that reaches into DeepSpeed's private parts, as they are in one version of it."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from aerie.configs.errors import UserError
+
+KNOWN_VERSION = "0.19.8"
+
+
+def require_known_version() -> None:
+    import deepspeed
+
+    if deepspeed.__version__ != KNOWN_VERSION:
+        what = f"deepspeed {deepspeed.__version__}: aerie changes private parts of {KNOWN_VERSION}"
+        raise UserError(f"{what}; pip install deepspeed=={KNOWN_VERSION}, or launch with torchrun")
+
+
+def skip_shared_memory_op() -> None:
+    """Spares processes on CPUs the build (70 s) of an operation that gloo does as well."""
+    import deepspeed.ops
+
+    require_known_version()
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def zero_muon(matrices: dict[str, Any], adamw: torch.optim.AdamW) -> torch.optim.Optimizer:
+    """One optimiser, as ZeRO requires: DeepSpeed's Muon for the group of matrices, AdamW for its
+    own groups."""
+    from deepspeed.runtime.zero.muon import original_muon
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    require_known_version()
+    if matrices["params"][0].device.type == "cpu":
+        # Its rounds are in float32 on CPUs, as those of aerie.train.optimizers.Muon.
+        original_muon.ns_compute_dtype = lambda method: torch.float32
+    for parameter in matrices["params"]:
+        parameter.use_muon = True
+    # As torch.optim.Muon: five rounds, and the rate times sqrt(max(1, rows / columns)).
+    groups = [{**matrices, "ns_method": "standard"}]
+    groups += [{**group, "use_muon": False} for group in adamw.param_groups]
+    return cast(torch.optim.Optimizer, MuonWithAuxAdam(groups, torch.optim.AdamW))
+
+
+def clip_before_muon(zero: Any, clip_norm: float) -> None:
+    """Makes ZeRO's optimiser clip the gradients; DeepSpeed would clip the updates that Muon
+    computes from them. Their norm is far above clip_norm, so every step would be cut."""
+    require_known_version()
+    is_stage_3 = hasattr(zero, "fp16_groups")
+    take_step = zero.step
+    end_backward = zero.independent_gradient_partition_epilogue
+
+    @torch.compiler.set_stance("force_eager")  # DeepSpeed would compile Muon at its first use
+    def step() -> None:
+        gradients, norm = _stage_3_gradients(zero) if is_stage_3 else _unpartitioned_gradients(zero)
+        factor = ((norm + 1e-6) / clip_norm).clamp(min=1.0)
+        for group in gradients.values():
+            for gradient in group:
+                gradient.div_(factor)
+        if not is_stage_3:
+            zero.finalize_gradient_accumulation_boundary()  # runs Muon
+        take_step()
+        zero._global_grad_norm = norm  # what accelerator.clip_grad_norm_ reads
+
+    def keep_gradients() -> None:
+        zero.set_gradient_accumulation_boundary(False)  # else ZeRO 1 and 2 run Muon here
+        end_backward()
+
+    zero.step = step
+    zero.clip_grad = 0.0
+    if not is_stage_3:
+        zero.independent_gradient_partition_epilogue = keep_gradients
+
+
+def _stage_3_gradients(zero: Any) -> tuple[dict[Any, list[Tensor]], Tensor]:
+    """ZeRO-3's gradients by group, and their norm over all processes."""
+    from deepspeed.runtime.utils import combine_grad_norm_groups
+
+    return zero.averaged_gradients, combine_grad_norm_groups(zero._get_norm_groups())
+
+
+def _unpartitioned_gradients(zero: Any) -> tuple[dict[Any, list[Tensor]], Tensor]:
+    """The same of ZeRO 1 and 2: partitions them without Muon for the norm, and takes this back."""
+    gradients = dict(zero.all_grad_tensors)
+    matrices: list[Any] = []
+    for group in zero.bit16_groups:
+        matrices += [parameter for parameter in group if getattr(parameter, "use_muon", False)]
+    for parameter in matrices:
+        parameter.use_muon = False
+    zero.finalize_gradient_accumulation_boundary()
+    norm = zero.scaled_global_norm()
+    for parameter in matrices:
+        parameter.use_muon = True
+    zero.all_grad_tensors.update(gradients)
+    return gradients, norm

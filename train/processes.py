@@ -1,0 +1,186 @@
+"""The processes of a run: their Accelerator, sums over all of them, and weights that they share."""
+
+import logging
+import os
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from aerie.configs.errors import UserError, warn
+from aerie.configs.schema.heads import MuonSection, TrainConfig
+from aerie.model.hub import quieten
+from aerie.train.deepspeed_internals import skip_shared_memory_op
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_device() -> str:
+    """The GPU that a launcher gave this process, or 'cpu'."""
+    is_gpu = torch.cuda.is_available()
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if is_gpu else "cpu"
+
+
+def be_quiet() -> None:
+    for name in ("accelerate", "torch.distributed", "DeepSpeed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"(deepspeed|accelerate|torch)\b")
+    quieten()
+
+
+def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
+    has_gpu = torch.cuda.is_available()
+    is_cpu_process = "LOCAL_RANK" in os.environ and not has_gpu
+    uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    if is_cpu_process and uses_deepspeed:
+        skip_shared_memory_op()
+    if has_gpu:
+        torch.set_float32_matmul_precision("high")  # TF32 for products not in bf16
+    accelerator = Accelerator(
+        mixed_precision=os.environ.get("ACCELERATE_MIXED_PRECISION", "bf16" if has_gpu else "no"),
+        # Otherwise torchrun's processes on CPUs connect, but do not average their gradients.
+        cpu=is_cpu_process and not uses_deepspeed,
+        gradient_accumulation_steps=config.accumulation,
+        log_with=list(config.trackers) or None,
+        project_dir=str(directory),
+        # Without gloo, DeepSpeed on CPUs sees only one process; on a GPU, gloo would replace NCCL.
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if is_cpu_process else [],
+    )
+    if has_gpu and accelerator.mixed_precision == "no":
+        fix = "add --mixed_precision bf16, unless that is what you want"
+        warn(f"accelerate launch: trains in float32; {fix}")
+    _require_all_processes(accelerator)
+    if isinstance(config.optimizer, MuonSection):
+        _prepare_for_muon(accelerator)
+    _configure_deepspeed(accelerator, config)
+    return accelerator
+
+
+def _require_all_processes(accelerator: Accelerator) -> None:
+    is_alone = accelerator.distributed_type == DistributedType.NO
+    count = 1 if is_alone else accelerator.num_processes
+    if count != world_size():
+        what = f"the launcher asked for {world_size()} processes and {count} trains"
+        fix = "launch with --config_file configs/accelerate/zero2.yaml, or with torchrun"
+        raise UserError(f"WORLD_SIZE: {what}; {fix}")
+
+
+def _prepare_for_muon(accelerator: Accelerator) -> None:
+    plugin = accelerator.state.deepspeed_plugin
+    zero = plugin.deepspeed_config["zero_optimization"] if plugin else {}
+    is_offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    # In float16 the scale of gradients changes, and Muon's momentum would mix scales.
+    if accelerator.mixed_precision == "fp16" or is_offloaded or zero.get("stage") == 0:
+        what = "muon trains in float32 or bf16 and, under DeepSpeed, with ZeRO 1 to 3 without"
+        fix = "use configs/accelerate/zero2.yaml, or adamw"
+        raise UserError(f"train.optimizer: {what} offload; {fix}")
+    zero["reduce_scatter"] = zero.get("stage") != 3  # in stage 3 DeepSpeed's Muon refuses it
+
+
+def _configure_deepspeed(accelerator: Accelerator, config: TrainConfig) -> None:
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is None:
+        return
+    # With both, two processes waited for each other forever.
+    if getattr(config, "compile", False) and plugin.zero_stage == 3:
+        what = "ZeRO-3 gathers weights inside of what would be compiled"
+        fix = "use configs/accelerate/zero2.yaml, or leave it out"
+        raise UserError(f"train.compile: {what}; {fix}")
+    plugin.deepspeed_config |= {
+        # accelerator.clip_grad_norm_ clips nothing under DeepSpeed.
+        "gradient_clipping": config.clip_norm,
+        "gradient_accumulation_steps": config.accumulation,
+        "train_micro_batch_size_per_gpu": config.batch_size,
+    }
+
+
+def check_compiler() -> None:
+    """UserError, before the first step, if torch.compile does not work, as without a C++ compiler."""
+    try:
+        torch.compile(torch.sin)(torch.ones(2, device=local_device()))
+    except RuntimeError as error:
+        reason = str(getattr(error, "inner_exception", error)).strip().split("\n", 1)[0]
+        fix = "install a C++ compiler (g++), or leave train.compile out"
+        raise UserError(f"train.compile: {reason}; {fix}") from error
+
+
+def engine_and_machine(accelerator: Accelerator) -> tuple[str, str]:
+    """('ZeRO-2 bf16', 'cpu with 2 threads, torch 2.13.0')."""
+    plugin = accelerator.state.deepspeed_plugin
+    engine = "plain" if plugin is None else f"ZeRO-{plugin.zero_stage}"
+    is_float32 = accelerator.mixed_precision == "no"
+    precision = "float32" if is_float32 else accelerator.mixed_precision
+    device = accelerator.device
+    if device.type == "cuda":
+        machine = torch.cuda.get_device_name(device)
+    else:
+        threads = torch.get_num_threads()
+        machine = f"{device.type} with {threads} {'thread' if threads == 1 else 'threads'}"
+    return f"{engine} {precision}", f"{machine}, torch {torch.__version__}"
+
+
+def load_state(accelerator: Accelerator, folder: Path) -> None:
+    """Loads a save, but only tensors, plain values and the classes below; DeepSpeed would load any
+    pickle."""
+    classes: list[Any] = []
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+
+        classes = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+    try:
+        with (
+            patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"),
+            torch.serialization.safe_globals(classes),
+        ):
+            accelerator.load_state(str(folder))
+    except UnpicklingError as error:
+        what = "holds more than tensors and plain values, which is never loaded"
+        raise UserError(f"{folder}: {what}; remove it, or start anew with --overwrite") from error
+
+
+def all_reduce(values: Tensor) -> Tensor:
+    """The sums of values over all processes."""
+    if world_size() > 1:
+        torch.distributed.all_reduce(values)
+    return values
+
+
+def raise_together(error: UserError | None, num_errors: float, device: torch.device) -> None:
+    """If all_reduce has counted errors, every process raises: its own error, or one that says that
+    another process failed."""
+    if num_errors:
+        # The first to leave closes the connections, so all must get here first.
+        with suppress(RuntimeError):
+            all_reduce(torch.zeros(1, device=device))
+        raise error or UserError("train: another process failed; the line that it printed says why")
+
+
+def full_weights(accelerator: Accelerator, prepared: nn.Module) -> dict[str, Tensor]:
+    """Every parameter, complete, on every process's CPU; all must call it, as ZeRO gathers them one
+    by one."""
+    parameters = dict(accelerator.unwrap_model(prepared).named_parameters())
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}
+    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    weights = {}
+    for name, parameter in parameters.items():
+        # DeepSpeed keeps float32 masters beside bf16 parameters, but none of frozen ones.
+        master = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+        with GatheredParameters([parameter], enabled=master is None):  # matters only under ZeRO-3
+            weight = parameter.detach() if master is None else master.detach().float()
+            weights[name] = weight.cpu().clone()
+    return weights
