@@ -82,7 +82,6 @@ class BenchConfig(Section):
     sampling: Many[SamplingConfig] = (SamplingConfig(),)  # every row is measured with each of these
     warmup_prompts: NonNegativeInt = 2  # decoded before the clock starts (Spec-Bench: 3)
     reference: bool = True  # also time transformers' generate and the bare forwards
-    overhead: bool = False  # also time each row's forwards alone, on a few prompts (overhead.json)
     cycles: bool = False  # also record every cycle with its nodes and levels (cycles.jsonl)
     by_task: bool = False  # summary.json has a row for each task; false: the tasks pooled
     sweeps: Many[SweepConfig] = ()  # series of rows in which one setting varies

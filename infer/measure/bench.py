@@ -6,23 +6,19 @@ import os
 import platform
 import re
 import resource
-import statistics
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import CompileConfig
-from transformers.generation.streamers import BaseStreamer
 
-from aerie.configs.errors import UserError, warn
+from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict, validate
 from aerie.configs.schema.decode import MethodConfig
 from aerie.configs.schema.measure import BenchConfig
@@ -37,7 +33,16 @@ from aerie.infer.decode.shape import Drafting
 from aerie.infer.decode.tree import root_only
 from aerie.infer.measure import record as results
 from aerie.infer.measure.cycles import Recorder, append_lines, keep_answers, lines_of
-from aerie.infer.measure.record import Key, Origin, Overhead, Record, Reference, line_of, tree_shape
+from aerie.infer.measure.record import (
+    REFERENCE,
+    Key,
+    Origin,
+    PromptKey,
+    Record,
+    Reference,
+    line_of,
+    tree_shape,
+)
 from aerie.infer.measure.suite import Suite, suite_of
 from aerie.infer.measure.tasks import Prompt, encode_turn, load_prompts, pinned, prompt_inputs
 from aerie.model import storage
@@ -57,9 +62,8 @@ from aerie.model.target import Target, context_of
 
 CYCLES, JOB = "cycles.jsonl", "job.json"
 WARM_UP_TOKENS = 24
-REFERENCE_PROMPTS = 12  # that are timed in every way
-NUM_PROMPTS, REPETITIONS = 4, 6  # of the overhead
-PHASES = ("draft", "verify", "commit", "other")
+REFERENCE_PROMPTS = 12  # that are timed
+CYCLE_PHASES = ("draft", "verify", "commit", "other")  # of a cycle; they sum to its time
 ROUNDING = 4.0  # in units of eps times the largest logit
 
 
@@ -90,7 +94,7 @@ def begin_bench(stage: Stage, overwrite: bool) -> None:
             raise UserError(
                 f"{records}: answers another recipe ({changed}); choose another --run, or add --overwrite"
             )
-        for left in (storage.FILE, results.RECORDS, CYCLES, results.OVERHEAD, results.SUITE):
+        for left in (storage.FILE, results.RECORDS, CYCLES, results.SUITE):
             (stage.output / left).unlink(missing_ok=True)
     remove_temporaries(stage.output)
     Manifest(inputs=stage.inputs).write(stage.output, JOB)
@@ -172,9 +176,7 @@ def measured(
     if records and all(record.status == "error" for record in records):
         raise UserError(f"{output}: all {len(records)} answers failed: {records[0].message}")
     if section.reference:
-        records = measure_reference(bench, records)
-    if section.overhead:
-        measure_overhead(bench, prompts)
+        records = run_reference(bench, records)
     write_text(output / results.RECORDS, "".join(map(line_of, records)))
     failed = [record.message for record in records if record.status == "error"]
     print(f"bench: {len(records)} answers -> {output}; {len(failed)} failed", *failed[:1])
@@ -367,156 +369,101 @@ def clocked(
     return clock.lap(None), result
 
 
-def measure_reference(bench: Bench, records: list[Record]) -> list[Record]:
-    """Times greedy prompts by transformers, bare forwards and vanilla; writes reference.json's medians."""
-    target, vanilla = bench.target, SpeculativeDecoder(bench.target)
-    # transformers compiles too if vanilla does: with a static cache, on a GPU by itself and on a CPU if told
-    compiles = vanilla.cycle != "eager"
-    compiled = {"compile_config": CompileConfig()}
-    compiled["compile_config"]._compile_all_devices = True
-    good = [r for r in records if r.temperature == 0.0 and r.status == "ok"]
-    greedy = [r for r in good if r.row == bench.suite.vanilla]
-    answers: dict[results.PromptKey, tuple[int, ...]] = {}
-    per_token: list[list[float]] = []  # milliseconds of each way, by prompt
+class ReferenceTimes(NamedTuple):
+    """Milliseconds per token of one greedy answer, prefill included."""
 
-    def forwards_alone(ids: Tensor, answer: Tensor) -> None:
-        vanilla.lm.prefill(
-            ids[0],
-            kept := KeptRows(ids.shape[1] + len(answer) + 1, ids.device, vanilla.target.dtype),
-        )
-        kept.advance(ids.shape[1])
-        for position in range(len(answer) - 1):
-            root = root_only(answer[position : position + 1])
-            vanilla.lm.extend(root.tokens, root.depth, root.mask)
-            kept.advance(1)
+    generate: float  # transformers' generate with a static cache, not compiled
+    bare_forward: float  # the target's forwards alone, over the same tokens
+    vanilla: float  # this engine without drafts
 
-    with start_progress(len(greedy), "prompts", "reference") as progress, torch.inference_mode():
-        for number, record in enumerate(greedy):
-            ids = torch.tensor([record.prompt_ids], device=target.device)
-            settings = bench.settings(ids)
-            static = {
-                "attention_mask": torch.ones_like(ids),
-                "cache_implementation": "static",
-                **settings,
-            }
-            static["tokenizer"] = bench.tokenizer  # for stop strings
-            ms, out = clocked(
-                target.device, target.model.generate, ids, **static, disable_compile=True
-            )
-            answer = out[0, ids.shape[1] :]
+
+def run_reference(bench: Bench, records: list[Record]) -> list[Record]:
+    """Answers vanilla's greedy prompts with transformers' generate, and writes reference.json.
+
+    Returns the records, the greedy ones with `identical_to_generate`.
+    """
+    vanilla = SpeculativeDecoder(bench.target)
+    greedy = [record for record in records if record.temperature == 0.0 and record.status == "ok"]
+    baseline = [record for record in greedy if record.row == bench.suite.vanilla]
+    answers: dict[PromptKey, tuple[int, ...]] = {}
+    times: list[ReferenceTimes] = []
+    with start_progress(len(baseline), "prompts", "reference") as progress, torch.inference_mode():
+        for number, record in enumerate(baseline):
+            ids = torch.tensor([record.prompt_ids], device=bench.target.device)  # [1, T]
+            generate_ms, answer = time_generate(bench, ids)
             answers[record.prompt_key] = tuple(answer.tolist())
             if number < REFERENCE_PROMPTS:
-                bare_ms, _ = clocked(target.device, forwards_alone, ids, answer)
-                for _ in range(
-                    2 if compiles else 1
-                ):  # the first time of a length may capture or compile
-                    plain_ms, _ = clocked(target.device, vanilla.generate, ids, **settings)
-                times = [ms, bare_ms, plain_ms]
-                try:
-                    for _ in range(2 if compiles else 0):
-                        compiled_ms, _ = clocked(
-                            target.device, target.model.generate, ids, **static, **compiled
-                        )
-                        times = [ms, bare_ms, plain_ms, compiled_ms]
-                except RuntimeError as error:  # no compiler
-                    warn(f"transformers' generate does not compile: {first_line(error)}")
-                    compiles = False
-                per_token.append([taken / len(answer) for taken in times])
+                bare_ms, _ = clocked(bench.target.device, forward_alone, vanilla, ids, answer)
+                vanilla_ms = time_vanilla(bench, vanilla, ids)
+                sums = (generate_ms, bare_ms, vanilla_ms)
+                times.append(ReferenceTimes(*(ms / len(answer) for ms in sums)))
             progress.update()
-    medians = [*map(statistics.median, zip(*per_token, strict=False))] or [0.0] * 3
-    static_ms, bare_ms, plain_ms, *compiled_too = medians
-    same = {r.key: r.output_ids == answers[r.prompt_key] for r in good if r.prompt_key in answers}
-    identical = sum(same[r.key] for r in greedy)
-    reference = Reference(plain_ms, bare_ms, len(greedy), identical, static_ms, *compiled_too)
-    write_json(bench.directory / results.REFERENCE, asdict(reference))
-    print(
-        f"ms per token: vanilla {plain_ms:.2f}, bare forwards {bare_ms:.2f}, transformers' generate {static_ms:.2f}"
+    identical = {
+        record.key: record.output_ids == answers[record.prompt_key]
+        for record in greedy
+        if record.prompt_key in answers
+    }
+    same_as_vanilla = sum(identical[record.key] for record in baseline)
+    write_reference(bench.directory, times, len(baseline), same_as_vanilla)
+    compared = []
+    for record in records:
+        record = replace(record, identical_to_generate=identical.get(record.key))
+        if record.identical_to_generate is False:
+            record = with_margin(bench, record, answers[record.prompt_key])
+        compared.append(record)
+    return compared
+
+
+def time_generate(bench: Bench, ids: Tensor) -> tuple[float, Tensor]:
+    """(milliseconds, new tokens) of transformers' greedy answer to ids [1, T]."""
+    ms, sequences = clocked(
+        bench.target.device,
+        bench.target.model.generate,
+        ids,
+        attention_mask=torch.ones_like(ids),
+        cache_implementation="static",
+        disable_compile=True,
+        tokenizer=bench.tokenizer,  # for stop strings
+        **bench.settings(ids),
     )
-    compared = [replace(r, identical_to_generate=same.get(r.key)) for r in records]
-    return [
-        r if same.get(r.key, True) else with_margin(bench, r, answers[r.prompt_key])
-        for r in compared
-    ]
+    return ms, sequences[0, ids.shape[1] :]
 
 
-class Stopwatch(BaseStreamer):
-    """Milliseconds and calls of model forwards in an answer's cycles: a streamer inside `with watch.on(decoder)`."""
-
-    def __init__(self) -> None:
-        self.ms, self.calls = defaultdict[str, float](float), Counter[str]()
-        self._puts = 0
-
-    def put(self, value: Tensor) -> None:
-        self._puts += 1
-        if self._puts == 2:  # the first token: the prefill is over
-            self.ms.clear()
-            self.calls.clear()
-
-    def end(self) -> None:
-        return
-
-    def on(self, decoder: SpeculativeDecoder) -> ExitStack:
-        """Times the target and the drafter's models, LM heads included."""
-        target, stack = decoder.target, ExitStack()
-        places: list[tuple[str, Any, str]] = [
-            ("target", target.decoder, "forward"),
-            ("target", target, "logits"),
-        ]
-        if isinstance(decoder.proposer, Drafting):
-            places += [("draft", owner, name) for owner, name in decoder.proposer.drafter.forwards]
-
-        def timed(part: str, *call: Any, **settings: Any) -> Any:
-            ms, output = clocked(target.device, *call, **settings)
-            self.ms[part] += ms
-            self.calls[part] += 1
-            return output
-
-        for part, owner, name in places:
-            stack.enter_context(
-                patch.object(owner, name, partial(timed, part, getattr(owner, name)))
-            )
-        return stack
+def time_vanilla(bench: Bench, vanilla: SpeculativeDecoder, ids: Tensor) -> float:
+    """Milliseconds of this engine's greedy answer to ids [1, T] without drafts."""
+    if vanilla.cycle != "eager":  # the first answer of a length may capture or compile
+        vanilla.generate(ids, **bench.settings(ids))
+    return clocked(bench.target.device, vanilla.generate, ids, **bench.settings(ids))[0]
 
 
-def measure_overhead(bench: Bench, prompts: Sequence[Prompt]) -> None:
-    """Decodes the first prompts, then again with forwards timed; writes overhead.json, unless it is there."""
-    path, used = bench.directory / results.OVERHEAD, prompts[:NUM_PROMPTS]
-    if path.is_file():
-        return
-    turns: dict[int, list[dict[str, float]]] = {row: [] for row in range(len(bench.config.rows))}
-    with start_progress(len(used) * REPETITIONS, "turns", "overhead") as progress:
-        for prompt, _ in itertools.product(used, range(REPETITIONS)):
-            ids = encode_turn(prompt, (), bench.tokenizer, bench.target)
-            for row in list(turns):
-                decoder, watch = bench.decoders[row], Stopwatch()
-                try:
-                    with patch.object(decoder, "cycle", "eager"):  # forwards are timed one by one
-                        counted = decoder.generate(
-                            ids, timed=True, **bench.settings(ids)
-                        ).statistics
-                        with watch.on(decoder):
-                            decoder.generate(ids, streamer=watch, **bench.settings(ids))
-                except (UserError, RuntimeError) as error:
-                    warn(f"bench.rows.{row}: its overhead is not measured: {first_line(error)}")
-                    del turns[row]
-                    continue
-                if cycles := counted.target_forwards:  # an answer of one token has none
-                    decoding, forwards = (
-                        counted.ms["wall"] - counted.ms["prefill"],
-                        sum(watch.ms.values()),
-                    )
-                    ms = {"cycle": decoding} | {phase: counted.ms[phase] for phase in PHASES}
-                    ms |= {f"bare_{part}": watch.ms[part] for part in ("target", "draft")}
-                    of_cycle = {name: taken / cycles for name, taken in ms.items()}
-                    turns[row].append({"overhead": (decoding - forwards) / forwards} | of_cycle)
-            progress.update()
-    measured = []
-    for row, times in turns.items():
-        if times:
-            medians = {name: statistics.median(turn[name] for turn in times) for name in times[0]}
-            one = Overhead(row, bench.config.rows[row].method, len(used), REPETITIONS, **medians)
-            measured.append(one)
-            print(
-                f"row {row}, {one.method}: {one.cycle:.2f} ms a cycle, overhead {100 * one.overhead:.1f} %"
-            )
-    write_json(path, [asdict(one) for one in measured])
+def forward_alone(vanilla: SpeculativeDecoder, ids: Tensor, answer: Tensor) -> None:
+    """The target's forwards over the prompt ids [1, T] and then over the answer, token by token."""
+    length = ids.shape[1] + len(answer) + 1
+    kept = KeptRows(length, ids.device, vanilla.target.dtype)
+    vanilla.lm.prefill(ids[0], kept)
+    kept.advance(ids.shape[1])
+    for position in range(len(answer) - 1):
+        root = root_only(answer[position : position + 1])
+        vanilla.lm.extend(root.tokens, root.depth, root.mask)
+        kept.advance(1)
+
+
+def write_reference(
+    directory: Path, times: list[ReferenceTimes], prompts: int, identical: int
+) -> None:
+    """Writes and prints the medians over prompts; zeros without any prompt."""
+    medians = ReferenceTimes(0.0, 0.0, 0.0)
+    if times:
+        medians = ReferenceTimes(*(median(column) for column in zip(*times, strict=True)))
+    reference = Reference(
+        vanilla_ms_per_token=medians.vanilla,
+        bare_forward_ms_per_token=medians.bare_forward,
+        prompts=prompts,
+        identical_to_generate=identical,
+        generate_static_ms_per_token=medians.generate,
+    )
+    write_json(directory / REFERENCE, asdict(reference))
+    print(
+        f"ms per token: vanilla {medians.vanilla:.2f}, bare forwards {medians.bare_forward:.2f}, "
+        f"transformers' generate {medians.generate:.2f}"
+    )

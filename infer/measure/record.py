@@ -34,12 +34,9 @@ FloatArray = NDArray[np.float64]
 Sampling = tuple[float, int, float]  # temperature, top_k, top_p
 PromptKey = tuple[str, str, int]  # task, prompt_id, turn
 Key = tuple[int, Sampling, PromptKey]
-RECORDS, SUITE, OVERHEAD, REFERENCE = (
-    "records.jsonl",
-    "suite.json",
-    "overhead.json",
-    "reference.json",
-)
+RECORDS = "records.jsonl"
+SUITE = "suite.json"
+REFERENCE = "reference.json"
 
 
 @dataclass(frozen=True)
@@ -227,29 +224,7 @@ class Reference:
     bare_forward_ms_per_token: float
     prompts: int
     identical_to_generate: int
-    generate_static_ms_per_token: float | None = None
-    generate_compiled_ms_per_token: float | None = (
-        None  # where vanilla is compiled or captured, too
-    )
-    generate_dynamic_ms_per_token: float | None = None
-
-
-@dataclass(frozen=True)
-class Overhead:
-    """Milliseconds per greedy cycle, medians; bare: the same forwards, LM heads included, and nothing else."""
-
-    row: int
-    method: str
-    prompts: int
-    repetitions: int
-    overhead: float  # (cycle - bare) / bare
-    cycle: float
-    draft: float
-    verify: float
-    commit: float
-    other: float
-    bare_target: float
-    bare_draft: float
+    generate_static_ms_per_token: float | None = None  # with a static cache, not compiled
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
 from aerie.infer.decode.graphs import cycle_of
 from aerie.infer.decode.methods import Drafters, calibrate_of, drafting
 from aerie.infer.decode.shape import Drafter
-from aerie.infer.measure.bench import PHASES, Bench, describe, make_decoders, run
+from aerie.infer.measure.bench import CYCLE_PHASES, Bench, describe, make_decoders, run
 from aerie.infer.measure.record import RECORDS, tree_shape
 from aerie.infer.measure.replay import Cycles, counted, path_ranks, record, replayed
 from aerie.infer.measure.statistics import group, speedups, summary_row
@@ -102,7 +102,7 @@ def in_turns(
     return turns
 
 
-def cycle_ms(answers: Sequence[Statistics], phases: Sequence[str] = PHASES) -> float:
+def cycle_ms(answers: Sequence[Statistics], phases: Sequence[str] = CYCLE_PHASES) -> float:
     """Milliseconds of these phases of a mean decoding cycle: the median over answers."""
     return statistics.median(
         sum(one.ms[name] for name in phases) / max(one.target_forwards, 1) for one in answers

@@ -437,8 +437,6 @@ def write_report(
     trainings = facts.get("trainings", {})
     curves = tables.training_curves(bench.parent / "metrics.jsonl")
     reference = _read(bench / files.REFERENCE, files.Reference)
-    overhead = _read(bench / files.OVERHEAD, list[files.Overhead]) or []
-    places = {members.first.row: at for at, members in reversed(list(enumerate(groups)))}
     extras = []
     for members in groups:
         good = [] if members.failed else members.records
@@ -466,10 +464,6 @@ def write_report(
         "diversity": statistics.diversity(groups),
         "reference": None if reference is None else asdict(reference),
         "calibration": curve,
-        "overhead": [
-            {**asdict(one), "position": places[one.row]} for one in overhead if one.row in places
-        ]
-        or None,
         "analysis": analysis,
         "tuning": tuning,
         "claims": {"lines": claims.judge(run), "pictures": claims.drawn(run)},

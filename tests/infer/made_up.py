@@ -80,7 +80,6 @@ def write_run(root: Path) -> None:
     write_text(root / "bench" / "records.jsonl", "".join(lines))
     reference = {
         "generate_static_ms_per_token": 7.9,
-        "generate_dynamic_ms_per_token": 6.4,
         "prompts": 12,
     }
     reference |= {

@@ -1,7 +1,6 @@
 """The bench: its suite of rows and sweeps, measuring through turns, kills and failures, and the references."""
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,24 +14,17 @@ from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import METHODS, Method, MethodConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.measure import BenchConfig, PromptsConfig, SamplingConfig, SweepConfig
-from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.measure import bench as module
 from aerie.infer.measure.bench import (
     Bench,
-    Stopwatch,
     make_decoders,
-    measure_overhead,
-    measure_reference,
     run,
+    run_reference,
 )
-from aerie.infer.measure.lossless import PROMPT, SampledProver
 from aerie.infer.measure.record import (
-    OVERHEAD,
     RECORDS,
-    Overhead,
     Record,
     line_of,
-    read_as,
     read_records,
 )
 from aerie.infer.measure.statistics import group, summary_row
@@ -270,7 +262,7 @@ def test_long_answers_end_at_the_context_alike_in_all_rows(place: Place, tmp_pat
     assert {r.prompt_tokens + r.new_tokens for r in records} == {112} and all(
         r.identical for r in records
     )
-    assert all(r.identical_to_generate for r in measure_reference(made, records))
+    assert all(r.identical_to_generate for r in run_reference(made, records))
 
 
 def test_a_sweep_is_measured_on_its_prompts_beside_the_rows_and_vanilla_or_refused(
@@ -307,50 +299,3 @@ def test_a_sweep_is_measured_on_its_prompts_beside_the_rows_and_vanilla_or_refus
     ):
         with pytest.raises(UserError, match=message):
             run(bench(place, tmp_path, replace(GREEDY, sweeps=(wrong,))), PROMPTS, seed=3)
-
-
-IDS = torch.tensor([PROMPT])
-HEADS: dict[Method, str | None] = {"vanilla": None, "lookahead": None, "sps": "draft_lm"}
-HEADS |= {"medusa": "medusa", "hydra": "hydra", "eagle2": "eagle1", "eagle3": "eagle3"}
-SETTINGS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
-
-
-@pytest.mark.parametrize("method", HEADS)
-def test_every_forward_is_timed_and_the_decoder_is_unchanged(
-    sampled: SampledProver, method: Method
-) -> None:
-    decoder, watch = sampled.decoder(MethodConfig(method), HEADS[method]), Stopwatch()
-    plain = decoder.generate(IDS, **SETTINGS)
-    with watch.on(decoder):
-        out = decoder.generate(IDS, streamer=watch, **SETTINGS)
-    calls, has_head = Counter(watch.calls), HEADS[method] is not None
-    assert calls["target"] == 2 * out.statistics.target_forwards  # trunk and LM head
-    assert (
-        (calls["draft"] >= out.statistics.draft_forwards > 2) == (watch.ms["draft"] > 0) == has_head
-    )
-    assert out.new_ids == plain.new_ids == decoder.generate(IDS, **SETTINGS).new_ids
-    assert watch.calls == calls
-
-
-def test_the_overhead_is_the_ratio_of_the_times_and_is_measured_once(
-    sampled: SampledProver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"NUM_PROMPTS": 1, "REPETITIONS": 1, "encode_turn": lambda *_: IDS}.items():
-        monkeypatch.setattr(module, name, value)
-    methods: tuple[Method, ...] = ("vanilla", "lookahead", "eagle2")
-    config = BenchConfig(
-        PromptsConfig("q.jsonl", max_new_tokens=10), tuple(map(MethodConfig, methods))
-    )
-    used = [sampled.decoder(row, HEADS[row.method]) for row in config.rows]
-    monkeypatch.setattr(used[1], "generate", broken)
-    bench = Bench(
-        sampled.target, None, used, [None, None, "eagle1"], config, suite_of(config), tmp_path
-    )
-    measure_overhead(bench, PROMPTS)
-    measured = read_as(tmp_path / OVERHEAD, list[Overhead])
-    assert [(row.row, row.method) for row in measured] == [(0, "vanilla"), (2, "eagle2")]
-    for row in measured:
-        assert row.overhead == pytest.approx(row.cycle / (row.bare_target + row.bare_draft) - 1.0)
-        assert sum(getattr(row, phase) for phase in module.PHASES) == pytest.approx(row.cycle)
-    monkeypatch.setattr(SpeculativeDecoder, "generate", None)
-    measure_overhead(bench, PROMPTS)
