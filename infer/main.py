@@ -312,7 +312,7 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
     prompts = (
         section.prompts if section and (section.prompts.path or section.prompts.tasks) else None
     )
-    return demonstrate(arguments, target, heads, prompts, rows, recipe.threads)
+    return demonstrate(arguments, target, heads, prompts, recipe.threads)
 
 
 def generate(arguments: Namespace, unknown: list[str]) -> int:
@@ -362,11 +362,7 @@ def _decode(
         usual, target = "vanilla", _target(arguments, pairs=of_target)
         of_method = [pair for pair in pairs if not pair.startswith("target.")]
     else:
-        of_method = [
-            pair
-            for pair in pairs
-            if pair.startswith(("tree.", "typical.", "lookup.", "lookahead."))
-        ]
+        of_method = [pair for pair in pairs if pair.startswith(("tree.", "lookup.", "lookahead."))]
         others = [f"--{pair}" for pair in pairs if pair not in of_method]
         recipe = load(arguments, others)
         usual, target = USUAL[recipe.head.kind], recipe.target
@@ -407,15 +403,10 @@ def _decode(
         asked = check_levels(asked, asked.head, command)
     _check(target, [asked.head])
     if arguments.plan:
-        law = (
-            ""
-            if asked.typical is None
-            else "; typical acceptance, NOT lossless where tokens are sampled"
-        )
         tree = as_dict(asked.tree) if asked.tree else "no tree"
         graphs = graphs_in(recipe.paths.bench, asked.method) if recipe else ""
         print(
-            f"{command}: {target.path}, {asked.method} with {asked.head or 'no head'}, {tree}{law}{graphs}"
+            f"{command}: {target.path}, {asked.method} with {asked.head or 'no head'}, {tree}{graphs}"
         )
         return 0
     tokenizer = load_tokenizer(target)

@@ -98,8 +98,6 @@ class Row:
 
 def verdict_of(row: Row, level: float, exact: bool) -> str:
     """`level`: the least p-value; exact: even a difference within rounding fails."""
-    if row.asked.typical is not None:
-        return "not lossless (typical acceptance), not tested"
     differences = row.greedy.differences if row.greedy else []
     wrong = ["greedy"] if any(exact or each.gap > each.rounding for each in differences) else []
     wrong += [f"law at {_setting(law)}" for law in row.laws if not law.p_value >= level]
@@ -119,10 +117,9 @@ def demonstrate(
     config: TargetConfig,
     heads: dict[str, str],
     prompts: PromptsConfig | None = None,
-    others: Sequence[MethodConfig] = (),
     threads: int | None = None,
 ) -> int:
-    """The command `verify`; 1 if a row fails. heads: directories by kind; others: rows that may not be lossless."""
+    """The command `verify`; 1 if a row fails. heads: directories by kind."""
     if options.prompts < 1 or options.draws < MIN_DRAWS:
         raise UserError(f"--prompts, --draws: at least 1 prompt and {MIN_DRAWS} draws are needed")
     named = [
@@ -133,7 +130,7 @@ def demonstrate(
         if isinstance(asked.tree, DynamicConfig):
             named.append(replace(asked, tree=replace(asked.tree, children="sampled")))
     rows: list[Row] = []
-    for asked in (*named, *(other for other in others if other.typical is not None)):
+    for asked in named:
         kinds = METHODS[asked.method].heads
         there = [Row(asked, kind, heads[kind]) for kind in kinds if kind in heads]
         rows += there or [Row(asked, kinds[0] if kinds else None)]
@@ -155,18 +152,17 @@ def demonstrate(
     references = [
         reference(target, plain.encode(text).to(target.device)) for text in texts[: options.prompts]
     ]
-    tested = [row for row in rows if row.asked.typical is None]
-    drafters, level = Drafters(target), ALPHA / max(1, len(tested) * len(SETTINGS))
+    drafters, level = Drafters(target), ALPHA / (len(rows) * len(SETTINGS))
     with (
         tempfile.TemporaryDirectory() as directory,
-        start_progress(len(tested), "rows", "verify") as progress,
+        start_progress(len(rows), "rows", "verify") as progress,
     ):
         of_text = resolve(
             target.generation_config
         ).of_text  # its lists name tokens that a miniature lacks
         laws = {name: value for name, value in of_text.items() if isinstance(value, int | float)}
         sampled = SampledProver(Path(directory), laws)
-        for row in tested:
+        for row in rows:
             if row.kind is None or row.head is not None:
                 row.greedy = compare_greedy(make_decoder(drafters, row.asked, row.head), references)
             row.laws = tuple(

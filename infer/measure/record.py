@@ -43,7 +43,7 @@ REFERENCE = "reference.json"
 class TreeShape:
     """The tree of a row, root counted; `settings`: what else the method was given."""
 
-    shape: str  # dynamic, chain, static, auto, lookup, lookahead
+    shape: str  # dynamic, chain, static, lookup, lookahead
     levels: int
     k: int
     nodes: int
@@ -54,12 +54,14 @@ class TreeShape:
     @property
     def words(self) -> str:
         """'6 levels, k 8, 16 nodes', '5 levels, chain, stop entropy', '4 levels, static, 64 nodes'."""
-        words = {
-            "chain": "chain",
-            "static": f"static, {self.nodes} nodes",
-            "auto": f"auto, {self.nodes} nodes at most",
-        }
-        sizes = f"{self.levels} levels, {words.get(self.shape, f'k {self.k}, {self.nodes} nodes')}"
+        match self.shape:
+            case "chain":
+                size = "chain"
+            case "static":
+                size = f"static, {self.nodes} nodes"
+            case _:
+                size = f"k {self.k}, {self.nodes} nodes"
+        sizes = f"{self.levels} levels, {size}"
         return ", ".join(filter(None, (self.text or sizes, self.variant)))
 
     def as_dict(self) -> dict[str, Any]:
@@ -130,7 +132,7 @@ class Record(Origin):
     """One answer. `new_tokens` counts the prefill's token; `cycle_tokens` does not."""
 
     tree: TreeShape | None
-    verify: str  # R0 to R4, typical (decode/verify.py) or none
+    verify: str  # R0 to R3 (decode/verify.py) or none
     head: str | None = None
     head_path: str | None = None
     prompt_tokens: int = 0
@@ -345,16 +347,12 @@ def read_as(path: Path, schema: type[T]) -> T:
 
 def tree_shape(row: MethodConfig) -> TreeShape | None:
     """A row's tree, None for vanilla; its variant names what differs from the method's own."""
-    typical = {} if row.typical is None else {"typical": as_dict(row.typical)}
     if row.options is not None:
-        given = {**as_dict(row.options), **typical}
-        section = METHODS[row.method].options or ""
         return TreeShape(
-            section,
+            METHODS[row.method].options or "",
             *row.options.sizes,
-            settings=given,
+            settings=as_dict(row.options),
             text=row.options.text,
-            variant=_words(typical),
         )
     tree = row.tree
     if tree is None:
@@ -372,12 +370,9 @@ def tree_shape(row: MethodConfig) -> TreeShape | None:
         if value != getattr(usual, key, None):
             changes[key] = digest(value)[:6] if isinstance(value, tuple) else value
     sizes: dict[str, Any] = {key: getattr(tree, key) for key in ("shape", "levels", "k", "nodes")}
-    settings = (
-        {"children": "best"}
-        | {key: value for key, value in as_dict(tree).items() if key not in sizes}
-        | typical
-    )
-    return TreeShape(**sizes, settings=settings, variant=_words(changes | typical))
+    settings = {"children": "best"}
+    settings |= {key: value for key, value in as_dict(tree).items() if key not in sizes}
+    return TreeShape(**sizes, settings=settings, variant=_words(changes))
 
 
 def _words(value: Any) -> str:

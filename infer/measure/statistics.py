@@ -119,17 +119,13 @@ def identity(members: Group) -> SummaryRow:
     """A row without figures."""
     first = members.first
     tasks = {record.task for record in members.records}
-    # `verify` is a rule that is not lossless if any answer has one, else that of an answer with drafts
-    telling = min(
-        members.good,
-        key=lambda one: ("not lossless" not in one.verify, not one.draft_nodes),
-        default=first,
-    )
+    # an answer without any draft says R2 even where the row's drafts follow R1 or R3
+    drafted = [record for record in members.good if record.draft_nodes]
     names = ("method", "head", "head_path", "tree", "temperature", "top_k", "top_p")
     return SummaryRow(
         task=first.task if len(tasks) == 1 else ALL_TASKS,
         prompts=len({record.prompt for record in members.records}),
-        verify=telling.verify,
+        verify=(drafted or members.good or [first])[0].verify,
         **{name: getattr(first, name) for name in names},
     )
 

@@ -157,14 +157,6 @@ def test_a_plan_says_which_tree_and_head_a_method_has(
         ("--method", "pld", "--lookup.length", "4"): "pld with no head, no tree",
         ("--method", "deagle", "--tree.levels", "4"): "'levels': 4, 'k': 10, 'nodes': 60",
         ("--head.kind", "eagle3"): f"eagle3 with {heads / 'eagle3'}",
-        (
-            "--method",
-            "medusa",
-            "--tree.choices",
-            "{root}/shallow.yaml",
-            "--typical.epsilon",
-            "0.1",
-        ): "NOT lossless",
         ("--row", str(row)): f"deagle with {heads / 'eagle3'},",
         (
             "--row",

@@ -1,6 +1,5 @@
 """Laws of a bench's files, and of the names by which its rows are told apart."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from aerie.configs.schema.decode import (
     METHODS,
     EntropyConfig,
     MethodConfig,
-    TypicalConfig,
     VoteConfig,
 )
 from aerie.infer.measure.record import Record, line_of, read_records, tree_shape
@@ -25,7 +23,7 @@ from aerie.infer.report.tables import (
     names,
     tree_text,
 )
-from tests.infer.made_up import FAILED, drafted, record
+from tests.infer.made_up import drafted, record
 
 
 def test_records_survive_the_file_and_a_cut_last_line_is_left_out(tmp_path: Path) -> None:
@@ -55,10 +53,6 @@ ALIKE: dict[str, list[dict[str, Any]]] = {  # changes of a method's tree that ke
 ROWS = [
     [MethodConfig.of(method, **changes) for changes in every] for method, every in ALIKE.items()
 ] + [
-    [
-        MethodConfig("medusa", typical=typical)
-        for typical in (None, TypicalConfig(), TypicalConfig(delta=0.2))
-    ],
     [
         MethodConfig("pld", lookup=lookup)
         for lookup in (None, LookupConfig(match="last"), LookupConfig(3))
@@ -97,10 +91,7 @@ def test_rows_that_differ_in_any_setting_have_different_labels(rows: list[Method
 
 
 def test_the_summary_holds_every_setting_of_a_row_and_what_is_as_published_is_not_said() -> None:
-    asked = replace(
-        MethodConfig.of("eagle", children="best", stop=EntropyConfig(c=1.0)),
-        typical=TypicalConfig(),
-    )
+    asked = MethodConfig.of("eagle", children="best", stop=EntropyConfig(c=1.0))
     tree = identity(group(measured([asked]))[1]).as_dict()["tree"]
     assert (tree["choices"], tree["children"], tree["stop"]["c"], tree["stop"]["h"]) == (
         "eagle1",
@@ -108,7 +99,6 @@ def test_the_summary_holds_every_setting_of_a_row_and_what_is_as_published_is_no
         1.0,
         0.3,
     )
-    assert tree["typical"] == {"epsilon": 0.09, "delta": 0.3}
     for method in METHODS:
         shape = tree_shape(MethodConfig(method))
         assert shape is None or shape.variant == ""
@@ -125,15 +115,3 @@ def test_heads_are_named_where_they_alone_differ() -> None:
     ]
     wanted = ["of the run", "runs/a/heads/eagle1", "runs/b/heads/eagle1"]
     assert texts == [f"6 levels, k 10, 60 nodes, head {head}" for head in wanted]
-
-
-def test_typical_acceptance_is_said_to_be_not_lossless_wherever_the_row_is_named() -> None:
-    asked = MethodConfig("medusa", typical=TypicalConfig())
-    changes = {"temperature": 0.7, "verify": "typical (not lossless)", "identical": None}
-    records = [replace(each, **changes) for each in measured([asked, MethodConfig("medusa")])]
-    records[2] = replace(records[2], verify="R2")
-    failed = replace(records[1], row=3, verify="none", **FAILED)
-    rows = told_apart([summary_row(members) for members in group([*records, failed])])
-    for text in (console_table(rows), markdown_table(rows)):
-        assert ["NOT lossless" in line for line in text.splitlines()[-3:]] == [True, False, True]
-    assert "NOT lossless" in names(records, [1]) and "NOT lossless" not in names(records, [2])
