@@ -52,9 +52,14 @@ def user_path(text: str) -> Path:
     return Path(text).expanduser()
 
 
-@typing.dataclass_transform(frozen_default=True)
+def key(description: str, **default: Any) -> Any:
+    """A key of a section: what it means, as `aerie keys` prints it, and `default` or `default_factory`."""
+    return dataclasses.field(metadata={"description": description}, **default)
+
+
+@typing.dataclass_transform(frozen_default=True, field_specifiers=(key,))
 class Section:
-    """Base class: makes a subclass a frozen dataclass that refuses unknown keys, infinities and NaN."""
+    """Makes a subclass a frozen dataclass that refuses unknown keys, infinities and NaN."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]

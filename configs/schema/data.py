@@ -1,6 +1,5 @@
 """The sections `synthetic`, `data`, `features` and `distill` of a recipe."""
 
-from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -12,32 +11,45 @@ from pydantic import (
     PositiveInt,
 )
 
-from aerie.configs.read import Many, Place, Section, Some
+from aerie.configs.read import Many, Place, Section, Some, key
 from aerie.configs.schema.heads import Float, Seed, Share
 
 
 class SyntheticConfig(Section):
-    num_conversations: PositiveInt = 12000  # to train on
-    num_prompts: PositiveInt = 120  # measuring prompts, disjoint from the conversations
-    vocab_size: Annotated[int, Field(ge=300)] = 2048  # of the byte-level BPE trained on the corpus
-    seed: Seed = 0  # of the draws
+    num_conversations: PositiveInt = key("to train on", default=12000)
+    num_prompts: PositiveInt = key(
+        "measuring prompts, disjoint from the conversations", default=120
+    )
+    vocab_size: Annotated[int, Field(ge=300)] = key(
+        "of the byte-level BPE trained on the corpus", default=2048
+    )
+    seed: Seed = key("of the draws", default=0)
 
 
 class DataConfig(Section):
     """Which conversations, and how they become tokens and a loss mask."""
 
-    # .json, .jsonl, .parquet or .csv files, directories or Hub ids
-    conversations: Some[Place]
-    prompt_field: str | None = None  # for prompt/completion rows; null: the usual names are tried
-    completion_field: str | None = None  # goes with prompt_field
-    system_prompt: str | None = None  # for conversations without one
-    max_length: Annotated[int, Field(ge=8)] = 2048  # tokens; longer conversations are cut
-    held_out: Annotated[float, Field(ge=0, lt=1)] = (
-        0.05  # share that training never sees, chosen by hash
+    conversations: Some[Place] = key(
+        ".json, .jsonl, .parquet or .csv files, directories or Hub ids"
     )
-    limit: PositiveInt | None = None  # only the first conversations, after the hash split
-    supervise: Literal["assistant", "all"] = "assistant"  # all: every token but the first
-    min_supervised_share: Share = 0.01  # of the tokens; an error if less
+    prompt_field: str | None = key(
+        "for prompt/completion rows; null: the usual names are tried", default=None
+    )
+    completion_field: str | None = key("goes with prompt_field", default=None)
+    system_prompt: str | None = key("for conversations without one", default=None)
+    max_length: Annotated[int, Field(ge=8)] = key(
+        "tokens; longer conversations are cut", default=2048
+    )
+    held_out: Annotated[float, Field(ge=0, lt=1)] = key(
+        "share that training never sees, chosen by hash", default=0.05
+    )
+    limit: PositiveInt | None = key(
+        "only the first conversations, after the hash split", default=None
+    )
+    supervise: Literal["assistant", "all"] = key(
+        "all: every token but the first", default="assistant"
+    )
+    min_supervised_share: Share = key("of the tokens; an error if less", default=0.01)
 
     def __post_init__(self) -> None:
         if (self.prompt_field is None) != (self.completion_field is None):
@@ -45,16 +57,24 @@ class DataConfig(Section):
 
 
 class FeaturesConfig(Section):
-    mode: Literal["cached", "online"] = "cached"  # online: the target runs in the training step
-    # taps, the residual stream after k blocks; null: what the head needs (EAGLE-3: 2, n//2, n-3)
-    after_blocks: Many[NonNegativeInt] | None = None
-    batch_tokens: PositiveInt = 8192  # tokens of one target forward, padding included
-    shard_tokens: PositiveInt = 262144  # tokens of one safetensors shard
-    dtype: Float | None = None  # of what training reads; null: the target's
-    # on disk; null: dtype. fp8 (E4M3) and int8 take a byte per value, and a float32 scale per token and state
-    storage: Literal["bf16", "fp8", "int8"] | None = None
-    shuffle_shards: PositiveInt | None = (
-        None  # training draws rows from so many shards at a time; null: all
+    mode: Literal["cached", "online"] = key(
+        "online: the target runs in the training step", default="cached"
+    )
+    after_blocks: Many[NonNegativeInt] | None = key(
+        "taps, the residual stream after k blocks; null: what the head needs (EAGLE-3: 2, "
+        "n//2, n-3)",
+        default=None,
+    )
+    batch_tokens: PositiveInt = key("tokens of one target forward, padding included", default=8192)
+    shard_tokens: PositiveInt = key("tokens of one safetensors shard", default=262144)
+    dtype: Float | None = key("of what training reads; null: the target's", default=None)
+    storage: Literal["bf16", "fp8", "int8"] | None = key(
+        "on disk; null: dtype. fp8 (E4M3) and int8 take a byte per value, and a float32 scale "
+        "per token and state",
+        default=None,
+    )
+    shuffle_shards: PositiveInt | None = key(
+        "training draws rows from so many shards at a time; null: all", default=None
     )
 
     def __post_init__(self) -> None:
@@ -72,17 +92,27 @@ class FeaturesConfig(Section):
 class SourceConfig(Section):
     """Where prompts come from."""
 
-    path: Place  # a file (.json, .jsonl, .parquet, .csv), a directory or a Hub data set (owner/name:subset:split)
-    # human turns, asked after the new answers; one question per row; or rows of PersonaHub, made into math problems
-    kind: Literal["conversations", "prompts", "personas"] = "conversations"
-    revision: str | None = None  # the Hub data set's commit
-    num_rows: PositiveInt | None = None  # drawn with distill.seed; null: all, in their order
-    samples: PositiveInt = 1  # answers to each row, with seeds of their own
-    field: str | None = None  # prompts: the column of the question; null: the usual names are tried
-    ask: Literal["solution", "problem"] = (
-        "solution"  # personas: solve the row's problem, or first invent one
+    path: Place = key(
+        "a file (.json, .jsonl, .parquet, .csv), a directory or a Hub data set "
+        "(owner/name:subset:split)"
     )
-    system_prompt: str | None = None  # for rows without one
+    kind: Literal["conversations", "prompts", "personas"] = key(
+        "human turns, asked after the new answers; one question per row; or rows of "
+        "PersonaHub, made into math problems",
+        default="conversations",
+    )
+    revision: str | None = key("the Hub data set's commit", default=None)
+    num_rows: PositiveInt | None = key(
+        "drawn with distill.seed; null: all, in their order", default=None
+    )
+    samples: PositiveInt = key("answers to each row, with seeds of their own", default=1)
+    field: str | None = key(
+        "prompts: the column of the question; null: the usual names are tried", default=None
+    )
+    ask: Literal["solution", "problem"] = key(
+        "personas: solve the row's problem, or first invent one", default="solution"
+    )
+    system_prompt: str | None = key("for rows without one", default=None)
 
     def __post_init__(self) -> None:
         if (self.field is not None and self.kind != "prompts") or (
@@ -94,28 +124,33 @@ class SourceConfig(Section):
 
 
 class AnswerSamplingConfig(Section):
-    temperature: NonNegativeFloat = 1.0  # 1: the target's own law; 0: greedy
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # 1: off
-    top_k: Annotated[int, Field(ge=-1)] | None = (
-        None  # null: the server's default; 0 is off (vLLM: -1, too)
+    temperature: NonNegativeFloat = key("1: the target's own law; 0: greedy", default=1.0)
+    top_p: Annotated[float, Field(gt=0, le=1)] = key("1: off", default=1.0)
+    top_k: Annotated[int, Field(ge=-1)] | None = key(
+        "null: the server's default; 0 is off (vLLM: -1, too)", default=None
     )
-    max_tokens: PositiveInt = 2048  # of one answer
+    max_tokens: PositiveInt = key("of one answer", default=2048)
 
 
 class ServerConfig(Section):
     """OpenAI-compatible servers (vLLM, SGLang, transformers serve) of the same target."""
 
-    # base URLs, such as http://host:8000/v1
-    urls: Some[Annotated[str, Field(pattern="^https?://")]]
-    model: str | None = None  # its name on the servers; null: target.path
-    concurrency: PositiveInt = 64  # requests under way at each URL
-    timeout_s: PositiveFloat = 1800.0  # of one request, once connected; thinking can take long
-    retries: NonNegativeInt = 5  # of one request, by openai's client
-    patience_s: PositiveFloat = 900.0  # without any answer for so long, the run stops
-    token_ids: bool = False  # ask for the ids (vLLM: return_token_ids), which are then trained on
-    extra_body: dict[str, Any] = field(
-        default_factory=dict
-    )  # sent with every request (min_p, chat_template_kwargs)
+    urls: Some[Annotated[str, Field(pattern="^https?://")]] = key(
+        "base URLs, such as http://host:8000/v1"
+    )
+    model: str | None = key("its name on the servers; null: target.path", default=None)
+    concurrency: PositiveInt = key("requests under way at each URL", default=64)
+    timeout_s: PositiveFloat = key(
+        "of one request, once connected; thinking can take long", default=1800.0
+    )
+    retries: NonNegativeInt = key("of one request, by openai's client", default=5)
+    patience_s: PositiveFloat = key("without any answer for so long, the run stops", default=900.0)
+    token_ids: bool = key(
+        "ask for the ids (vLLM: return_token_ids), which are then trained on", default=False
+    )
+    extra_body: dict[str, Any] = key(
+        "sent with every request (min_p, chat_template_kwargs)", default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.extra_body.get("chat_template_kwargs") or {}, dict):
@@ -130,12 +165,12 @@ Action = Literal["keep", "drop"]
 class GateConfig(Section):
     """What to do with answers that have a flaw."""
 
-    cut: Action = "drop"  # at max_tokens; if kept, it has no end-of-turn token
-    empty: Action = "drop"  # nothing after the thinking
-    loop: Action = "drop"  # the same words over and over
-    language: Action = "drop"  # in another script than its question
-    refusal: Action = "keep"  # a draft head has to follow the target
-    repeated: Action = "drop"  # an invented problem that an earlier row has too
+    cut: Action = key("at max_tokens; if kept, it has no end-of-turn token", default="drop")
+    empty: Action = key("nothing after the thinking", default="drop")
+    loop: Action = key("the same words over and over", default="drop")
+    language: Action = key("in another script than its question", default="drop")
+    refusal: Action = key("a draft head has to follow the target", default="keep")
+    repeated: Action = key("an invented problem that an earlier row has too", default="drop")
 
 
 # a published set may be given by its name alone
@@ -145,24 +180,31 @@ by_name = BeforeValidator(lambda value: {"name": value} if isinstance(value, str
 class QuestionsConfig(Section):
     """A set of questions."""
 
-    # a published one (mt_bench, humaneval, gsm8k, ...), or a name of your own for the questions at `path`
-    name: Annotated[str, Field(min_length=1)]
-    # a file, a directory or a Hub data set (owner/name:subset:split); null: the published one
-    path: Place | None = None
-    revision: str | None = None  # null: the published one's pinned commit
+    name: Annotated[str, Field(min_length=1)] = key(
+        "a published one (mt_bench, humaneval, gsm8k, ...), or a name of your own for the "
+        "questions at `path`"
+    )
+    path: Place | None = key(
+        "a file, a directory or a Hub data set (owner/name:subset:split); null: the published one",
+        default=None,
+    )
+    revision: str | None = key("null: the published one's pinned commit", default=None)
 
 
 class DistillConfig(Section):
     """Prompts that the target answers (RUN/distilled)."""
 
-    sources: Some[SourceConfig]  # of the prompts
-    server: ServerConfig | None = None  # null: this process, with the run's draft head if any
-    sampling: AnswerSamplingConfig = AnswerSamplingConfig()  # how the target answers
-    max_turns: PositiveInt | None = None  # most questions of a conversation
-    # questions that no prompt may overlap, beside the recipe's own
-    exclude: Many[Annotated[QuestionsConfig, by_name]] = ()
-    ngram: Annotated[int, Field(ge=3)] = (
-        13  # words in a row that no prompt may share with an evaluation question
+    sources: Some[SourceConfig] = key("of the prompts")
+    server: ServerConfig | None = key(
+        "null: this process, with the run's draft head if any", default=None
     )
-    gate: GateConfig = GateConfig()  # which answers are kept
-    seed: Seed = 0  # of the prompts' order and of each answer's draws
+    sampling: AnswerSamplingConfig = key("how the target answers", default=AnswerSamplingConfig())
+    max_turns: PositiveInt | None = key("most questions of a conversation", default=None)
+    exclude: Many[Annotated[QuestionsConfig, by_name]] = key(
+        "questions that no prompt may overlap, beside the recipe's own", default=()
+    )
+    ngram: Annotated[int, Field(ge=3)] = key(
+        "words in a row that no prompt may share with an evaluation question", default=13
+    )
+    gate: GateConfig = key("which answers are kept", default=GateConfig())
+    seed: Seed = key("of the prompts' order and of each answer's draws", default=0)

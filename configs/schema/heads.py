@@ -1,6 +1,5 @@
 """The sections `target`, `head` and `train` of a recipe: the last two have a class per kind of head."""
 
-from dataclasses import field
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
@@ -13,7 +12,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from aerie.configs.read import Many, Place, Section
+from aerie.configs.read import Many, Place, Section, key
 
 SHORT = {
     "bf16": "bfloat16",
@@ -39,25 +38,38 @@ EAGLE = ("eagle", "eagle-chain", "deagle", "svip", "ddd", "opt-tree")
 class TargetConfig(Section):
     """The frozen causal LM that is sped up."""
 
-    path: Place  # local directory or Hub id
-    revision: str | None = None  # a branch, tag or commit of the Hub; null: main
-    dtype: DType = "auto"  # auto: what the checkpoint was saved in
-    device_map: str | None = None  # "auto" spreads the target over the GPUs that are there
-    # how a cycle runs; captured: as CUDA graphs (seconds to record); compiled: by torch.compile (minutes, then faster);
-    # auto: captured on a GPU, else eager
-    cycle: Literal["auto", "eager", "captured", "compiled"] = "auto"
-    trust_remote_code: bool = False  # true runs the Python files that come with the checkpoint
-    chat_template: Place | None = None  # a .jinja file, for targets whose tokenizer has none
-    # replaces settings of the model's generation_config (null: unset); on the command line: --generation.KEY VALUE
-    generation: dict[str, Any] = field(default_factory=dict)
+    path: Place = key("local directory or Hub id")
+    revision: str | None = key("a branch, tag or commit of the Hub; null: main", default=None)
+    dtype: DType = key("auto: what the checkpoint was saved in", default="auto")
+    device_map: str | None = key(
+        '"auto" spreads the target over the GPUs that are there', default=None
+    )
+    cycle: Literal["auto", "eager", "captured", "compiled"] = key(
+        "how a cycle runs; captured: as CUDA graphs (seconds to record); compiled: by "
+        "torch.compile (minutes, then faster); auto: captured on a GPU, else eager",
+        default="auto",
+    )
+    trust_remote_code: bool = key(
+        "true runs the Python files that come with the checkpoint", default=False
+    )
+    chat_template: Place | None = key(
+        "a .jinja file, for targets whose tokenizer has none", default=None
+    )
+    generation: dict[str, Any] = key(
+        "replaces settings of the model's generation_config (null: unset); on the command "
+        "line: --generation.KEY VALUE",
+        default_factory=dict,
+    )
 
 
 class _AnyHead(Section, kw_only=True):
     methods: ClassVar[tuple[str, ...]]  # that decode with it, the usual one first
     reads_taps: ClassVar[bool] = False  # learns from the target's taps, not from last_hidden
-    init_from: Place | None = None  # warm start: a directory or Hub id, in any published layout
-    max_position_embeddings: PositiveInt | None = (
-        None  # null: the target's, or data.max_length and a draft, if more
+    init_from: Place | None = key(
+        "warm start: a directory or Hub id, in any published layout", default=None
+    )
+    max_position_embeddings: PositiveInt | None = key(
+        "null: the target's, or data.max_length and a draft, if more", default=None
     )
 
     @staticmethod
@@ -69,15 +81,15 @@ class _AnyHead(Section, kw_only=True):
 class _LayerSizes(Section, kw_only=True):
     """Sizes of decoder layers. null: the target's."""
 
-    intermediate_size: PositiveInt | None = None  # width of the MLP
-    num_attention_heads: PositiveInt | None = None  # query heads
-    num_key_value_heads: PositiveInt | None = (
-        None  # fewer than the query heads: grouped-query attention
+    intermediate_size: PositiveInt | None = key("width of the MLP", default=None)
+    num_attention_heads: PositiveInt | None = key("query heads", default=None)
+    num_key_value_heads: PositiveInt | None = key(
+        "fewer than the query heads: grouped-query attention", default=None
     )
-    head_dim: Annotated[int, Field(gt=0, multiple_of=2)] | None = (
-        None  # even: RoPE turns pairs of entries
+    head_dim: Annotated[int, Field(gt=0, multiple_of=2)] | None = key(
+        "even: RoPE turns pairs of entries", default=None
     )
-    rope_theta: PositiveFloat | None = None  # null: the target's base and scaling
+    rope_theta: PositiveFloat | None = key("null: the target's base and scaling", default=None)
 
 
 class Eagle1Section(_LayerSizes, _AnyHead, kw_only=True):
@@ -85,15 +97,19 @@ class Eagle1Section(_LayerSizes, _AnyHead, kw_only=True):
 
     methods = ("eagle2", *EAGLE)
     kind: Literal["eagle1"] = "eagle1"
-    num_hidden_layers: PositiveInt = 1  # decoder layers; the papers' heads have one
-    bias: bool = False  # fc.bias, as in published Vicuna and LLaMA-2 heads; no server loads it
+    num_hidden_layers: PositiveInt = key("decoder layers; the papers' heads have one", default=1)
+    bias: bool = key(
+        "fc.bias, as in published Vicuna and LLaMA-2 heads; no server loads it", default=False
+    )
 
 
 class _TapHead(_LayerSizes, _AnyHead, kw_only=True):
     reads_taps = True
-    norm_init: Literal["ones", "target"] = "ones"  # target: the final norm starts as the target's
-    fc_init: Literal["random", "highest_tap"] = (
-        "random"  # highest_tap: fc starts by passing on the last tap only
+    norm_init: Literal["ones", "target"] = key(
+        "target: the final norm starts as the target's", default="ones"
+    )
+    fc_init: Literal["random", "highest_tap"] = key(
+        "highest_tap: fc starts by passing on the last tap only", default="random"
     )
 
     def __post_init__(self) -> None:
@@ -110,28 +126,29 @@ class _TapHead(_LayerSizes, _AnyHead, kw_only=True):
 class Eagle3Section(_TapHead, kw_only=True):
     methods = ("eagle3", *EAGLE)
     kind: Literal["eagle3"] = "eagle3"
-    num_hidden_layers: PositiveInt = 1  # decoder layers; the paper's head has one
-    hidden_size: PositiveInt | None = None  # null: the target's
-    draft_vocab_size: PositiveInt | None = (
-        None  # null: 32,000, or the target's where that is smaller
+    num_hidden_layers: PositiveInt = key("decoder layers; the paper's head has one", default=1)
+    hidden_size: PositiveInt | None = key("null: the target's", default=None)
+    draft_vocab_size: PositiveInt | None = key(
+        "null: 32,000, or the target's where that is smaller", default=None
     )
-    qk_norm: bool | None = (
-        False  # RMSNorm on queries and keys (SGLang does not load it); null: as the target
+    qk_norm: bool | None = key(
+        "RMSNorm on queries and keys (SGLang does not load it); null: as the target", default=False
     )
-    fc_norm: bool | None = (
-        None  # EAGLE-3.1: a norm per fused feature before fc; null: off, or as init_from has it
+    fc_norm: bool | None = key(
+        "EAGLE-3.1: a norm per fused feature before fc; null: off, or as init_from has it",
+        default=None,
     )
-    norm_output: bool | None = None  # EAGLE-3.1: feed back the normed output
-    norm_before_residual: bool | None = (
-        None  # the first layer's residual is the normed feature; only vLLM loads it
+    norm_output: bool | None = key("EAGLE-3.1: feed back the normed output", default=None)
+    norm_before_residual: bool | None = key(
+        "the first layer's residual is the normed feature; only vLLM loads it", default=None
     )
-    norm_before_fc: bool | None = (
-        None  # one norm over all fused features before fc; only vLLM loads it
+    norm_before_fc: bool | None = key(
+        "one norm over all fused features before fc; only vLLM loads it", default=None
     )
-    lm_head: Literal["trained", "frozen"] = (
-        "trained"  # frozen: keeps the target's rows, or init_from's
+    lm_head: Literal["trained", "frozen"] = key(
+        "frozen: keeps the target's rows, or init_from's", default="trained"
     )
-    lm_head_init: Literal["random", "target"] = "random"  # target: the target's rows
+    lm_head_init: Literal["random", "target"] = key("target: the target's rows", default="random")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,9 +162,13 @@ class Eagle3Section(_TapHead, kw_only=True):
 
 
 class _MultiToken(_AnyHead, kw_only=True):
-    num_heads: PositiveInt = 4  # future tokens, each with its own head (the papers' number)
-    num_layers: PositiveInt = 1  # residual blocks of each head
-    lm_head: Literal["own", "target"] = "own"  # one per future token, or the target's frozen one
+    num_heads: PositiveInt = key(
+        "future tokens, each with its own head (the papers' number)", default=4
+    )
+    num_layers: PositiveInt = key("residual blocks of each head", default=1)
+    lm_head: Literal["own", "target"] = key(
+        "one per future token, or the target's frozen one", default="own"
+    )
 
     @staticmethod
     def levels_of(values: dict[str, Any]) -> int | None:
@@ -164,8 +185,12 @@ class HydraSection(_LayerSizes, _MultiToken, kw_only=True):
 
     methods = ("hydra",)
     kind: Literal["hydra"] = "hydra"
-    prefix_layer: bool = False  # Hydra++ (with num_layers 4): a decoder layer over last_hidden
-    initializer_range: PositiveFloat = 0.02  # deviation of the prefix layer's new matrices
+    prefix_layer: bool = key(
+        "Hydra++ (with num_layers 4): a decoder layer over last_hidden", default=False
+    )
+    initializer_range: PositiveFloat = key(
+        "deviation of the prefix layer's new matrices", default=0.02
+    )
 
     def __post_init__(self) -> None:
         sizes = [
@@ -182,9 +207,9 @@ class DraftLMSection(_LayerSizes, _AnyHead, kw_only=True):
 
     methods = ("sps", "sps-heuristic", "sps-svip", "sps-confidence")
     kind: Literal["draft_lm"] = "draft_lm"
-    num_hidden_layers: PositiveInt = 1  # decoder layers
-    hidden_size: PositiveInt | None = None  # width; needed without init_from
-    initializer_range: PositiveFloat = 0.02  # standard deviation of new matrices
+    num_hidden_layers: PositiveInt = key("decoder layers", default=1)
+    hidden_size: PositiveInt | None = key("width; needed without init_from", default=None)
+    initializer_range: PositiveFloat = key("standard deviation of new matrices", default=0.02)
 
     def __post_init__(self) -> None:
         needed = (
@@ -205,29 +230,31 @@ class BlockSection(_TapHead, kw_only=True):
 
     methods = ("block-tree", "block-chain")
     kind: Literal["block"] = "block"
-    num_hidden_layers: PositiveInt = 1  # decoder layers; published heads for 8B have 5
-    block_size: Annotated[int, Field(ge=2)] = (
-        8  # rows of its forward: the last known token, then masks (z-lab: 16)
+    num_hidden_layers: PositiveInt = key("decoder layers; published heads for 8B have 5", default=1)
+    block_size: Annotated[int, Field(ge=2)] = key(
+        "rows of its forward: the last known token, then masks (z-lab: 16)", default=8
     )
-    in_block: Literal["bidirectional", "causal"] = (
-        "bidirectional"  # what a row sees of its block (JetSpec: causal)
+    in_block: Literal["bidirectional", "causal"] = key(
+        "what a row sees of its block (JetSpec: causal)", default="bidirectional"
     )
-    anchor_feature: bool = (
-        False  # true: adds the fused taps of the token before the block to each row
+    anchor_feature: bool = key(
+        "true: adds the fused taps of the token before the block to each row", default=False
     )
-    sample_from_anchor: bool = (
-        False  # true: the known token's row drafts too, so block_size tokens (DSpark)
+    sample_from_anchor: bool = key(
+        "true: the known token's row drafts too, so block_size tokens (DSpark)", default=False
     )
-    mask_token_id: NonNegativeInt | None = (
-        None  # null: a row of the target's embedding that no text uses
+    mask_token_id: NonNegativeInt | None = key(
+        "null: a row of the target's embedding that no text uses", default=None
     )
-    markov_rank: NonNegativeInt = (
-        64  # of the correction of logits by previous tokens; 0: none (DSpark, 8B: 256)
+    markov_rank: NonNegativeInt = key(
+        "of the correction of logits by previous tokens; 0: none (DSpark, 8B: 256)", default=64
     )
-    markov_order: PositiveInt = (
-        1  # how many previous tokens it sees; no server loads more than DSpark's one
+    markov_order: PositiveInt = key(
+        "how many previous tokens it sees; no server loads more than DSpark's one", default=1
     )
-    markov_head: Literal["vanilla", "gated"] = "vanilla"  # gated: by the row's state too
+    markov_head: Literal["vanilla", "gated"] = key(
+        "gated: by the row's state too", default="vanilla"
+    )
 
     @staticmethod
     def levels_of(values: dict[str, Any]) -> int | None:
@@ -272,72 +299,86 @@ class MuonSection(Section, kw_only=True):
     """Matrices of layers and fc by Muon with Nesterov momentum (arXiv 2502.16982), all else by AdamW."""
 
     kind: Literal["muon"] = "muon"
-    matrix_rate: PositiveFloat = (
-        0.02  # Muon's learning rate, with the same schedule as AdamW's train.learning_rate
+    matrix_rate: PositiveFloat = key(
+        "Muon's learning rate, with the same schedule as AdamW's train.learning_rate", default=0.02
     )
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95  # weight of earlier gradients
-    weight_decay: NonNegativeFloat = (
-        0.1  # of these matrices (the paper's); train.weight_decay is AdamW's
+    momentum: Annotated[float, Field(ge=0, lt=1)] = key("weight of earlier gradients", default=0.95)
+    weight_decay: NonNegativeFloat = key(
+        "of these matrices (the paper's); train.weight_decay is AdamW's", default=0.1
     )
 
 
 class RateScaling(Section, kw_only=True):
     """rate = given rate * (steps / steps of this run) ** power."""
 
-    steps: PositiveInt  # number of optimiser steps that the given rates suit
-    power: Annotated[float, Field(gt=0, le=1)] = (
-        0.25  # how fast the rates fall with the number of steps
+    steps: PositiveInt = key("number of optimiser steps that the given rates suit")
+    power: Annotated[float, Field(gt=0, le=1)] = key(
+        "how fast the rates fall with the number of steps", default=0.25
     )
 
 
 class TrainConfig(Section, kw_only=True):
     """The defaults are those of EAGLE's code unless noted."""
 
-    kind: str  # of the head
-    epochs: PositiveInt = (
-        20  # passes over the training conversations; EAGLE's README advises 20 to 40
+    kind: str = key("of the head")
+    epochs: PositiveInt = key(
+        "passes over the training conversations; EAGLE's README advises 20 to 40", default=20
     )
-    max_steps: PositiveInt | None = None  # optimiser steps; null: epochs decide
-    max_seconds: NonNegativeFloat | None = (
-        None  # this stage's budget: stops at the next step and saves
+    max_steps: PositiveInt | None = key("optimiser steps; null: epochs decide", default=None)
+    max_seconds: NonNegativeFloat | None = key(
+        "this stage's budget: stops at the next step and saves", default=None
     )
-    batch_size: PositiveInt = 4  # conversations per process and forward
-    accumulation: PositiveInt = 1  # batches of one optimiser step
-    learning_rate: PositiveFloat = (
-        3e-5  # at the end of the warm-up (EAGLE's DeepSpeed script: 5e-5)
+    batch_size: PositiveInt = key("conversations per process and forward", default=4)
+    accumulation: PositiveInt = key("batches of one optimiser step", default=1)
+    learning_rate: PositiveFloat = key(
+        "at the end of the warm-up (EAGLE's DeepSpeed script: 5e-5)", default=3e-5
     )
-    warmup_steps: NonNegativeInt = 2000  # optimiser steps in which the rate rises from zero
-    schedule: Literal["linear", "cosine", "constant"] = (
-        "linear"  # after the warm-up; to final_rate, or constant
+    warmup_steps: NonNegativeInt = key(
+        "optimiser steps in which the rate rises from zero", default=2000
     )
-    final_rate: Share = 0.0  # share of the learning rate at which linear and cosine end
-    scale_rates: RateScaling | None = None  # to the number of steps; null: rates as given
-    optimizer: Annotated[AdamWSection | MuonSection, Discriminator("kind")] = (
-        AdamWSection()
-    )  # AdamW, or Muon and AdamW
-    betas: tuple[Beta, Beta] = (0.9, 0.95)  # AdamW's decay rates of the two moments
-    weight_decay: NonNegativeFloat = 0.01  # AdamW's (EAGLE's DeepSpeed script: 0)
-    clip_norm: PositiveFloat = 0.5  # of the gradient (EAGLE's accelerate script clips values)
-    lk_eta: NonNegativeFloat = 3.0  # lk_hybrid: lambda = exp(-eta alpha) (arXiv 2602.23881)
-    jsd_beta: Annotated[float, Field(gt=0, lt=1)] = (
-        0.5  # jsd: the target's weight in the mixture (arXiv 2310.08461)
+    schedule: Literal["linear", "cosine", "constant"] = key(
+        "after the warm-up; to final_rate, or constant", default="linear"
     )
-    loss_chunk_slots: PositiveInt | None = (
-        None  # slots whose laws are held at once; null: what fits 1 GiB (GPU: 4 GiB)
+    final_rate: Share = key(
+        "share of the learning rate at which linear and cosine end", default=0.0
     )
-    gradient_checkpointing: bool = (
-        False  # recompute the layers in the backward pass: less memory, more time
+    scale_rates: RateScaling | None = key(
+        "to the number of steps; null: rates as given", default=None
     )
-    seed: Seed = 0  # of new weights, the order of the rows and the noise
-    log_every: PositiveInt = (
-        10  # steps between lines of metrics.jsonl; the terminal shows at most one in 5 s
+    optimizer: Annotated[AdamWSection | MuonSection, Discriminator("kind")] = key(
+        "AdamW, or Muon and AdamW", default=AdamWSection()
     )
-    eval_every: NonNegativeInt = 500  # steps between evaluations; 0: only at the end
-    eval_conversations: NonNegativeInt = 64  # held-out rows of an evaluation
-    eval_depths: PositiveInt = 5  # drafted tokens per start slot for the predicted tau
-    save_every: PositiveInt = 500  # steps between saves, to go on from
-    keep_last: PositiveInt = 2  # saves; with 2, a broken newest one costs save_every steps
-    trackers: Many[Tracker] = ()  # tensorboard, wandb, trackio or another of accelerate's
+    betas: tuple[Beta, Beta] = key("AdamW's decay rates of the two moments", default=(0.9, 0.95))
+    weight_decay: NonNegativeFloat = key("AdamW's (EAGLE's DeepSpeed script: 0)", default=0.01)
+    clip_norm: PositiveFloat = key(
+        "of the gradient (EAGLE's accelerate script clips values)", default=0.5
+    )
+    lk_eta: NonNegativeFloat = key(
+        "lk_hybrid: lambda = exp(-eta alpha) (arXiv 2602.23881)", default=3.0
+    )
+    jsd_beta: Annotated[float, Field(gt=0, lt=1)] = key(
+        "jsd: the target's weight in the mixture (arXiv 2310.08461)", default=0.5
+    )
+    loss_chunk_slots: PositiveInt | None = key(
+        "slots whose laws are held at once; null: what fits 1 GiB (GPU: 4 GiB)", default=None
+    )
+    gradient_checkpointing: bool = key(
+        "recompute the layers in the backward pass: less memory, more time", default=False
+    )
+    seed: Seed = key("of new weights, the order of the rows and the noise", default=0)
+    log_every: PositiveInt = key(
+        "steps between lines of metrics.jsonl; the terminal shows at most one in 5 s", default=10
+    )
+    eval_every: NonNegativeInt = key("steps between evaluations; 0: only at the end", default=500)
+    eval_conversations: NonNegativeInt = key("held-out rows of an evaluation", default=64)
+    eval_depths: PositiveInt = key("drafted tokens per start slot for the predicted tau", default=5)
+    save_every: PositiveInt = key("steps between saves, to go on from", default=500)
+    keep_last: PositiveInt = key(
+        "saves; with 2, a broken newest one costs save_every steps", default=2
+    )
+    trackers: Many[Tracker] = key(
+        "tensorboard, wandb, trackio or another of accelerate's", default=()
+    )
 
     def __post_init__(self) -> None:
         weights = {name: value for name, value in vars(self).items() if name.endswith("_weight")}
@@ -348,25 +389,31 @@ class TrainConfig(Section, kw_only=True):
 class DraftHeadTrain(TrainConfig, kw_only=True):
     """For all heads that read the target's features."""
 
-    loss: LossName = "soft_cross_entropy"  # between the target's and the draft's law
-    measure_prompts: NonNegativeInt = (
-        0  # held-out prompts decoded at each evaluation: their tau picks the best weights
+    loss: LossName = key("between the target's and the draft's law", default="soft_cross_entropy")
+    measure_prompts: NonNegativeInt = key(
+        "held-out prompts decoded at each evaluation: their tau picks the best weights", default=0
     )
-    measure_new_tokens: PositiveInt = 64  # of each such prompt
+    measure_new_tokens: PositiveInt = key("of each such prompt", default=64)
 
 
 class EagleTrain(DraftHeadTrain, kw_only=True):
-    compile: bool = False  # torch.compile the layers except attention: needs a C++ compiler, and a minute at the start
+    compile: bool = key(
+        "torch.compile the layers except attention: needs a C++ compiler, and a minute at the "
+        "start",
+        default=False,
+    )
 
 
 class Eagle1Train(EagleTrain, kw_only=True):
     """EAGLE (arXiv 2401.15077), section 4.1."""
 
     kind: Literal["eagle1"] = "eagle1"
-    feature_weight: NonNegativeFloat = 1.0  # of the Smooth-L1 between drafted and true feature
-    classification_weight: NonNegativeFloat = 0.1  # of the loss between the laws
-    feature_noise: NonNegativeFloat = (
-        0.1  # half-width of the uniform noise on input features; 0 switches it off
+    feature_weight: NonNegativeFloat = key(
+        "of the Smooth-L1 between drafted and true feature", default=1.0
+    )
+    classification_weight: NonNegativeFloat = key("of the loss between the laws", default=0.1)
+    feature_noise: NonNegativeFloat = key(
+        "half-width of the uniform noise on input features; 0 switches it off", default=0.1
     )
 
 
@@ -374,47 +421,59 @@ class Eagle3Train(EagleTrain, kw_only=True):
     """The training-time test (EAGLE-3, arXiv 2503.01840)."""
 
     kind: Literal["eagle3"] = "eagle3"
-    unroll_steps: PositiveInt = 7  # length of the training-time test
-    unroll_decay: Decay = 0.8  # step k weighs unroll_decay ** k
-    mask_outside_vocabulary: bool = True  # no loss where the target's choice cannot be drafted
-    packing: bool = False  # conversations of a batch in one row, without padding
+    unroll_steps: PositiveInt = key("length of the training-time test", default=7)
+    unroll_decay: Decay = key("step k weighs unroll_decay ** k", default=0.8)
+    mask_outside_vocabulary: bool = key(
+        "no loss where the target's choice cannot be drafted", default=True
+    )
+    packing: bool = key("conversations of a batch in one row, without padding", default=False)
 
 
 class MultiTokenTrain(DraftHeadTrain, kw_only=True):
     """Medusa (arXiv 2401.10774) and Hydra (arXiv 2402.05109)."""
 
     kind: Literal["medusa", "hydra"]
-    label_weight: NonNegativeFloat = 1.0  # of the cross-entropy to the conversation's own tokens
-    law_weight: NonNegativeFloat = (
-        0.0  # of the loss to the target's law (Hydra++: 1, with label_weight 0)
+    label_weight: NonNegativeFloat = key(
+        "of the cross-entropy to the conversation's own tokens", default=1.0
     )
-    head_decay: Decay = 0.8  # head k = 1, 2, ... weighs head_decay ** k (Medusa, eq. 1; Hydra: 1)
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of each block's inputs (Hydra++: 0.2)
+    law_weight: NonNegativeFloat = key(
+        "of the loss to the target's law (Hydra++: 1, with label_weight 0)", default=0.0
+    )
+    head_decay: Decay = key(
+        "head k = 1, 2, ... weighs head_decay ** k (Medusa, eq. 1; Hydra: 1)", default=0.8
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = key(
+        "of each block's inputs (Hydra++: 0.2)", default=0.0
+    )
 
 
 class BlockTrain(DraftHeadTrain, kw_only=True):
     """DFlash (arXiv 2602.06036) as in speculators 0.9, trained on the target's law."""
 
     kind: Literal["block"] = "block"
-    anchors: PositiveInt = 512  # blocks per conversation, at places drawn anew in each step
-    place_decay: Decay = (
-        0.7788  # place k = 1, 2, ... weighs place_decay ** (k - 1); DFlash: exp(-1 / 4)
+    anchors: PositiveInt = key(
+        "blocks per conversation, at places drawn anew in each step", default=512
     )
-    label_weight: NonNegativeFloat = (
-        0.0  # of the cross-entropy to the conversation's own tokens (DFlash's loss)
+    place_decay: Decay = key(
+        "place k = 1, 2, ... weighs place_decay ** (k - 1); DFlash: exp(-1 / 4)", default=0.7788
     )
-    law_weight: NonNegativeFloat = 1.0  # of the loss to the target's law
+    label_weight: NonNegativeFloat = key(
+        "of the cross-entropy to the conversation's own tokens (DFlash's loss)", default=0.0
+    )
+    law_weight: NonNegativeFloat = key("of the loss to the target's law", default=1.0)
 
 
 class DraftLMTrain(TrainConfig, kw_only=True):
     """A small LM, trained on tokens alone, or with `distill` on a target's laws too."""
 
     kind: Literal["draft_lm"] = "draft_lm"
-    distill: LossName | None = (
-        None  # this loss to the target's laws, beside cross-entropy on the tokens
+    distill: LossName | None = key(
+        "this loss to the target's laws, beside cross-entropy on the tokens", default=None
     )
-    distill_weight: PositiveFloat = 1.0  # of that loss
-    token_weight: NonNegativeFloat = 1.0  # of the cross-entropy, where `distill` is set
+    distill_weight: PositiveFloat = key("of that loss", default=1.0)
+    token_weight: NonNegativeFloat = key(
+        "of the cross-entropy, where `distill` is set", default=1.0
+    )
 
     def __post_init__(self) -> None:
         if self.distill is None and (self.distill_weight, self.token_weight) != (1.0, 1.0):

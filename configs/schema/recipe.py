@@ -8,7 +8,16 @@ from typing import Any
 from pydantic import PositiveInt, model_validator
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import Place, Section, as_dict, override, read_yaml, user_path, validate
+from aerie.configs.read import (
+    Place,
+    Section,
+    as_dict,
+    key,
+    override,
+    read_yaml,
+    user_path,
+    validate,
+)
 from aerie.configs.schema.data import DataConfig, DistillConfig, FeaturesConfig, SyntheticConfig
 from aerie.configs.schema.decode import METHODS, USUAL, TreeConfig, completed
 from aerie.configs.schema.heads import (
@@ -35,27 +44,40 @@ FLAGS += [
 
 
 class Recipe(Section):
-    run: Place  # the run's directory
-    target: TargetConfig  # the model that is sped up
-    data: DataConfig  # what is trained on, and what is held out
-    head: HeadConfig = (
-        Eagle1Section()
-    )  # the draft head; its `kind` (eagle1) decides which other keys there are
-    features: FeaturesConfig = FeaturesConfig()  # the target's states that heads learn from
-    train: Train = Eagle1Train()  # how the head is trained; the keys depend on head.kind
-    tree: TreeConfig | None = None  # changes to the tree of the head's usual method
-    calibrate: CalibrateConfig | None = (
-        None  # how far the head's confidence can be trusted; null: all defaults
+    run: Place = key("the run's directory")
+    target: TargetConfig = key("the model that is sped up")
+    data: DataConfig = key("what is trained on, and what is held out")
+    head: HeadConfig = key(
+        "the draft head; its `kind` (eagle1) decides which other keys there are",
+        default=Eagle1Section(),
     )
-    bench: BenchConfig | None = None  # tau and speedup of methods; null: all defaults
-    tune: TuneConfig | None = None  # search for the fastest tree; if set, `aerie run` tunes too
-    synthetic: SyntheticConfig | None = (
-        None  # a made-up corpus (`aerie synthetic`), as in configs/embedded.yaml
+    features: FeaturesConfig = key(
+        "the target's states that heads learn from", default=FeaturesConfig()
     )
-    distill: DistillConfig | None = None  # answers that the target writes itself (`aerie distill`)
-    output: Place | None = None  # the trained head; null: RUN/heads/KIND
-    threads: PositiveInt | None = None  # torch threads per process; null: torch's choice
-    seed: Seed = 0  # of measurements: the draws of sampled rows, the bootstrap of intervals
+    train: Train = key(
+        "how the head is trained; the keys depend on head.kind", default=Eagle1Train()
+    )
+    tree: TreeConfig | None = key("changes to the tree of the head's usual method", default=None)
+    calibrate: CalibrateConfig | None = key(
+        "how far the head's confidence can be trusted; null: all defaults", default=None
+    )
+    bench: BenchConfig | None = key("tau and speedup of methods; null: all defaults", default=None)
+    tune: TuneConfig | None = key(
+        "search for the fastest tree; if set, `aerie run` tunes too", default=None
+    )
+    synthetic: SyntheticConfig | None = key(
+        "a made-up corpus (`aerie synthetic`), as in configs/embedded.yaml", default=None
+    )
+    distill: DistillConfig | None = key(
+        "answers that the target writes itself (`aerie distill`)", default=None
+    )
+    output: Place | None = key("the trained head; null: RUN/heads/KIND", default=None)
+    threads: PositiveInt | None = key(
+        "torch threads per process; null: torch's choice", default=None
+    )
+    seed: Seed = key(
+        "of measurements: the draws of sampled rows, the bootstrap of intervals", default=0
+    )
 
     def __post_init__(self) -> None:
         most = self.head.levels_of(vars(self.head))
