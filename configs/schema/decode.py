@@ -254,66 +254,7 @@ class DynamicConfig(Section, kw_only=True):
             object.__setattr__(self, "nodes", self.k * self.levels + 1)
 
 
-OneTree = Annotated[ChainConfig | StaticConfig | DynamicConfig, Discriminator("shape")]
-
-
-class BudgetConfig(Section):
-    """One choice of an `auto` tree, as `aerie tune` writes it."""
-
-    ms: PositiveFloat  # milliseconds of a whole cycle
-    tree: OneTree | None = None  # null: no draft
-    # by level, the share of drafts of which at least that many tokens were accepted
-    survival: Many[Annotated[float, Field(gt=0, le=1)]] = ()
-
-    def __post_init__(self) -> None:
-        levels = self.tree.levels if self.tree else 0
-        if len(self.survival) != levels or list(self.survival) != sorted(
-            self.survival, reverse=True
-        ):
-            raise ValueError(
-                "survival needs one share for each level of its tree, none above the one before"
-            )
-
-
-class AutoConfig(Section, kw_only=True):
-    """Grows in each cycle the tree, or none, that should give the most tokens per second by the text so far."""
-
-    shape: Literal["auto"] = "auto"
-    choices: Some[BudgetConfig]  # `aerie tune` writes them to auto.yaml
-    memory: Annotated[float, Field(ge=1)] = (
-        256.0  # cycles without a draft until a text's difficulty is forgotten
-    )
-    unsure: PositiveFloat = 1.0  # variance of a text's difficulty before it begins
-    drift: NonNegativeFloat = 0.02  # added to it in each cycle; `aerie tune` fits both
-    calibrated: Fit | None = None  # correct confidences by this fit of `aerie calibrate`
-    stop = ConstantConfig()  # each tree has its own
-
-    def __post_init__(self) -> None:
-        if not self.trees or any(tree.calibrated for tree in self.trees):
-            raise ValueError(
-                "one of choices at least needs a tree, and calibrated stands beside choices"
-            )
-
-    @cached_property
-    def trees(self) -> list[Any]:
-        return [choice.tree for choice in self.choices if choice.tree is not None]
-
-    @property
-    def levels(self) -> int:
-        return max(tree.levels for tree in self.trees)
-
-    @property
-    def k(self) -> int:
-        return max(tree.k for tree in self.trees)
-
-    @property
-    def nodes(self) -> int:
-        return max(tree.nodes for tree in self.trees)
-
-
-TreeConfig = Annotated[
-    ChainConfig | StaticConfig | DynamicConfig | AutoConfig, Discriminator("shape")
-]
+TreeConfig = Annotated[ChainConfig | StaticConfig | DynamicConfig, Discriminator("shape")]
 
 
 def digests(trees: Iterable[Any]) -> dict[str, dict[str, str]]:
@@ -326,13 +267,6 @@ def digests(trees: Iterable[Any]) -> dict[str, dict[str, str]]:
         for name, file in sorted(files.items())
     }
     return {"choices": found} if found else {}
-
-
-class TypicalConfig(Section):
-    """NOT lossless: x is accepted where p(x) > min(epsilon, delta exp(-H(p))) (Medusa, section 2.3.1)."""
-
-    epsilon: Annotated[Share, Field(lt=1.0)] = 0.09  # the highest threshold (the published code's)
-    delta: NonNegativeFloat = 0.3  # the square root of epsilon
 
 
 class PromptLookupConfig(Section):
@@ -482,9 +416,6 @@ class MethodConfig(Section):
     method: Method  # its tree and options are the published ones unless set below
     tree: TreeConfig | None = None  # changes to the method's tree
     head: Place | None = None  # a directory or Hub id; null: the run's own
-    typical: TypicalConfig | None = (
-        None  # NOT lossless: Medusa's acceptance when tokens are sampled
-    )
     lookup: PromptLookupConfig | None = None  # for method pld
     lookahead: LookaheadConfig | None = None  # for method lookahead
 
@@ -505,8 +436,6 @@ class MethodConfig(Section):
         for section in OPTIONS:
             if getattr(self, section) is not None and METHODS[self.method].options != section:
                 raise ValueError(f"{section}: {self.method} does not read it; leave it out")
-        if self.typical is not None and self.method == "vanilla":
-            raise ValueError("typical: vanilla drafts none; leave it out")
 
     @classmethod
     def of(cls, method: str, head: str | None = None, **changes: Any) -> "MethodConfig":

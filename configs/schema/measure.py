@@ -6,7 +6,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from aerie.configs.read import Many, Place, Section, Some
 from aerie.configs.schema.data import DataConfig, QuestionsConfig, by_name
-from aerie.configs.schema.decode import Method, MethodConfig, OneTree
+from aerie.configs.schema.decode import Method, MethodConfig, TreeConfig
 from aerie.configs.schema.heads import Seed
 
 
@@ -107,7 +107,7 @@ class CalibrateConfig(Section):
 
     prompts: PromptsConfig = PromptsConfig()  # other prompts than the bench's
     method: Method | None = None  # null: the usual one of the recipe's head
-    tree: OneTree | None = None  # changes to the method's tree
+    tree: TreeConfig | None = None  # changes to the method's tree
     bins: PositiveInt = 20  # of the reliability diagram
     temperature: NonNegativeFloat = 0.0  # of the decoding
     oracle_levels: PositiveInt | None = (

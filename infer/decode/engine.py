@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import validate
-from aerie.configs.schema.decode import METHODS, USUAL, MethodConfig, TreeConfig, TypicalConfig
+from aerie.configs.schema.decode import METHODS, USUAL, MethodConfig, TreeConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data.chat import answer_text, apply_template
 from aerie.infer.decode.cache import TargetStep
@@ -85,13 +85,8 @@ class Generation:
 class SpeculativeDecoder:
     """Decodes what the target alone would write, with a proposer's drafts (None: vanilla)."""
 
-    def __init__(
-        self, target: Target, proposer: Proposer | None = None, typical: TypicalConfig | None = None
-    ) -> None:
-        """typical: Medusa's acceptance where tokens are sampled, which is NOT lossless."""
-        if typical is not None and proposer is None:  # its bonus token is the argmax
-            raise UserError("typical acceptance needs drafted tokens; give the decoder a head")
-        self.target, self.proposer, self.typical = target, proposer or Proposer(), typical
+    def __init__(self, target: Target, proposer: Proposer | None = None) -> None:
+        self.target, self.proposer = target, proposer or Proposer()
         self.form: Form = "chain" if self.proposer.is_chain else "tree"
         self.lm = checked_lm(target, self.proposer.after_blocks, self.form)
         self.cycle = cycle_of(target)
@@ -225,7 +220,7 @@ class SpeculativeDecoder:
         # a graph that draws or judges is captured for these
         self.laws = decoding.temperature, decoding.top_k, decoding.top_p, decoding.min_p
         sampler, first_end = Sampler(decoding, own, prompt), self._first_end(decoding, prompt)
-        rule = rule_of(None, sampler, self.typical)
+        rule = rule_of(None, sampler)
         statistics = Statistics(len(prompt), decoding, verify=rule)
         if streamer is not None:
             streamer.put(input_ids.cpu())
@@ -271,7 +266,7 @@ class SpeculativeDecoder:
             new = chosen = [*verdict.tokens, verdict.bonus][:remaining]
             end = first_end(answer, new)
             new = new[:end]
-            rule = rule_of(tree.proposal, sampler, self.typical)
+            rule = rule_of(tree.proposal, sampler)
             cycle = Cycle(
                 tree, step, verdict, sampler, rule, position, len(new), draft_ms, verify_ms
             )
@@ -400,7 +395,7 @@ class SpeculativeDecoder:
         return self.lm.extend(tokens, depth, mask)
 
     def judge(self, tree: Tree, logits: Tensor, sampler: Sampler) -> Tensor:
-        return judge(tree, logits, sampler, self.typical)
+        return judge(tree, logits, sampler)
 
     def commit(
         self, nodes: Tensor, new: Tensor, features: Tensor, last: Tensor | None = None
@@ -460,4 +455,4 @@ class Clock:
 
 
 def make_decoder(drafters: Drafters, asked: MethodConfig, head: str | None) -> SpeculativeDecoder:
-    return SpeculativeDecoder(drafters.target, make_proposer(drafters, asked, head), asked.typical)
+    return SpeculativeDecoder(drafters.target, make_proposer(drafters, asked, head))

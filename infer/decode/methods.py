@@ -1,54 +1,39 @@
 """From a method's name and a head's directory to the proposer that drafts with them, and the head's calibrator."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import field, replace
-from math import exp, log
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import PositiveFloat
-from scipy.special import expit, logit
 from torch import Tensor
 from torch.nn import functional as F
 
 from aerie.configs.errors import UserError, warn
 from aerie.configs.read import Section, validate
 from aerie.configs.schema import decode as schema
-from aerie.configs.schema.decode import METHODS, USUAL, AutoConfig, Fit, MethodConfig, TreeConfig
+from aerie.configs.schema.decode import METHODS, USUAL, Fit, MethodConfig, TreeConfig
 from aerie.configs.schema.heads import KINDS, Share
 from aerie.configs.schema.recipe import fitted
 from aerie.infer.decode.drafters import DRAFTERS, Lookahead, PromptLookup, load_draft_lm
-from aerie.infer.decode.sampling import Sampler, token_ids
+from aerie.infer.decode.sampling import token_ids
 from aerie.infer.decode.shape import (
     Calibrate,
-    Cycle,
     Drafter,
     Drafting,
     Proposer,
-    Shape,
     make_shape,
     unchanged,
 )
-from aerie.infer.decode.tree import Tree, root_only
 from aerie.model.checkpoint import check_sizes, head_facts, load_head, position_warnings
 from aerie.model.formats.layouts import recognise, tensor_names
 from aerie.model.heads import Head
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.hub import head_directory
-from aerie.model.kv_cache import KeptRows
 from aerie.model.storage import CALIBRATOR, CONFIG, digests, read_json
 from aerie.model.target import Target, context_of, default_taps, other_weights
 
-FURTHEST, FINENESS = (
-    8.0,
-    1 / 64,
-)  # the largest difficulty, and the step of the table that chooses a tree by it
-SUREST = 0.98  # the highest chance that a level's draft is given
-MOST_WAITING = 64  # tokens whose features are kept for the head
 FLOOR = 1e-4  # no token is impossible because a few held-out prompts never had it
 
 
@@ -148,156 +133,10 @@ class Drafters:
         return DRAFTERS[kind](module, self.target)
 
 
-class Difficulty:
-    """A text's difficulty b: it is subtracted from the logit of the chance that a level's draft is accepted, given the
-    level above (Rasch's model). A Kalman filter's steps estimate it.
-    """
-
-    def __init__(self, unsure: float, drift: float) -> None:
-        """The variance of b before the text begins, and what each cycle adds to it."""
-        self.variance, self.drift, self.b = unsure, drift, 0.0
-
-    def learn(self, logits: Sequence[float], accepted: int) -> float:
-        """Updates b; returns the log likelihood of how much of a draft was accepted. logits [levels] are for b = 0."""
-        chances = [
-            1.0 / (1.0 + exp(self.b - logit)) for logit in logits[: accepted + 1]
-        ]  # of the levels tried
-        refused = accepted < len(logits)
-        # slope of the log likelihood: the refusals minus their expectation; its curvature: the sum of c (1 - c)
-        self.variance /= 1.0 + self.variance * sum(c * (1.0 - c) for c in chances)
-        b = self.b + self.variance * (refused - sum(1.0 - c for c in chances))
-        self.b = min(max(b, -FURTHEST), FURTHEST)
-        return sum(map(log, chances[:accepted])) + (
-            log(1.0 - chances[accepted]) if refused else 0.0
-        )
-
-
-def likeliest(
-    logits: Sequence[float], texts: Iterable[Sequence[int]], tried: Iterable[tuple[float, float]]
-) -> tuple[float, float]:
-    """The (unsure, drift) among those tried that best predict, cycle by cycle, how much of one tree is accepted.
-
-    logits [levels] are for difficulty 0; texts: for each text, how many tokens of each draft were accepted, in order.
-    """
-
-    def likelihood(one: tuple[float, float]) -> float:
-        total = 0.0
-        for taken in texts:
-            text = Difficulty(*one)
-            for count in taken:
-                text.variance += text.drift
-                total += text.learn(logits, count)
-        return total
-
-    return max(tried, key=likelihood)
-
-
-class Auto(Drafting):
-    """Grows one of several trees, or none: whichever promises the most tokens a second, judging by the text so far.
-
-    Only past cycles decide, so drawn children keep their law.
-    """
-
-    def __init__(self, drafter: Drafter, config: AutoConfig, calibrate: Calibrate) -> None:
-        trees = [choice.tree for choice in config.choices]
-        self.shapes = [None if tree is None else make_shape(tree, calibrate) for tree in trees]
-        grown = [shape for shape in self.shapes if shape is not None]
-        super().__init__(drafter, grown[0])
-        # room for any of the trees
-        self.max_nodes, self.draft_slots = (
-            max(map(attrgetter(of), grown)) for of in ("max_nodes", "draft_slots")
-        )
-        self.is_chain, self.levels = all(shape.is_chain for shape in grown), 0
-        self._unsure, self._drift = config.unsure, config.drift
-        self._keep, self._ms = (
-            1.0 - 1.0 / config.memory,
-            np.array([choice.ms for choice in config.choices]),
-        )
-        self._logits = np.full(
-            (len(trees), config.levels), -np.inf
-        )  # of a text of difficulty 0, by choice and level
-        self._steps = [step_logits(choice.survival).tolist() for choice in config.choices]
-        for row, steps in zip(self._logits, self._steps, strict=True):
-            row[: len(steps)] = steps
-        expected = expected_tokens(
-            self._logits - np.arange(-FURTHEST, FURTHEST + FINENESS, FINENESS)[:, None, None]
-        )
-        self._best = (expected / self._ms).argmax(-1).tolist()  # by difficulty
-
-    def reset(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> None:
-        for shape in self.shapes:
-            if shape is not None:
-                shape.stop.reset()
-        super().reset(prompt, kept, sampler)
-        self.is_fixed = self.grows_fixed = self.commits_fixed = False
-        self._kept = kept
-        self._waiting: list[
-            tuple[Tensor, Tensor]
-        ] = []  # of cycles without a draft: the head reads them later
-        self._text = Difficulty(self._unsure, self._drift)
-        self._plain = (
-            self._choose(self._logits.shape[1]) is None
-        )  # then the head does not read the prompt either
-
-    def _choose(self, max_levels: int) -> Shape | None:
-        if max_levels >= self._logits.shape[1]:
-            self._chosen = self._best[round((self._text.b + FURTHEST) / FINENESS)]
-        else:  # levels beyond what is left of the answer are worth nothing
-            self._chosen = int(
-                (expected_tokens(self._logits[:, :max_levels] - self._text.b) / self._ms).argmax()
-            )
-        return self.shapes[self._chosen]
-
-    def propose(self, root: Tensor, max_levels: int) -> Tree:
-        shape = self._choose(max_levels)
-        self._plain, self._room = shape is None, max_levels
-        # one forward reads the tokens that were written without the head, from the place where they begin
-        if self._waiting and (shape is not None or len(self._waiting) == MOST_WAITING):
-            tokens, features = map(torch.cat, zip(*self._waiting, strict=True))
-            self._kept.advance(-len(tokens))
-            self.drafter.commit(tokens, features)
-            self._kept.advance(len(tokens))
-            self._waiting = []
-        if shape is None:
-            return root_only(root)
-        self.shape = shape
-        return super().propose(root, max_levels)
-
-    def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
-        if self._plain:
-            self._waiting.append((tokens, features))
-        else:
-            super().commit(tokens, features, last)
-
-    def learn(self, new: list[int], cycle: Cycle | None) -> None:
-        super().learn(new, cycle)
-        if cycle is None:
-            return
-        self._text.variance += self._text.drift
-        if levels := cycle.tree.levels:
-            # levels that the exact rule did not draft count as refused: their nodes could not be in the tree
-            levels = self._room if self.shape.stop.keeps_tree else levels
-            self._text.learn(self._steps[self._chosen][:levels], cycle.verdict.accepted)
-        else:  # nothing was learnt; b shrinks, so that a small draft is tried again soon
-            self._text.b *= self._keep
-
-
-def step_logits(survival: Sequence[float]) -> NDArray[np.float64]:
-    """The logit of each level's chance, given the level above."""
-    return logit((np.array(survival) / [1.0, *survival[:-1]]).clip(1.0 - SUREST, SUREST))
-
-
-def expected_tokens(logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The expected new tokens [..] of a cycle, bonus token included, for logits [.., levels]."""
-    return 1.0 + expit(logits).cumprod(-1).sum(-1)
-
-
 def drafting(
     drafter: Drafter, tree: TreeConfig, calibrate: Calibrate = unchanged, method: str = ""
 ) -> Drafting:
     tree = fitted(tree, method, drafter.max_levels, "tree", "the head")
-    if isinstance(tree, AutoConfig):
-        return Auto(drafter, tree, calibrate)
     return Drafting(drafter, make_shape(tree, calibrate))
 
 

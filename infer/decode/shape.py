@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aerie.configs.schema.decode import Choice, DynamicConfig, OneTree, StaticConfig
+from aerie.configs.schema.decode import Choice, DynamicConfig, StaticConfig, TreeConfig
 from aerie.infer.decode.cache import TargetStep
 from aerie.infer.decode.sampling import Sampler, argmax, draw, draw_children, race
 from aerie.infer.decode.stop import STOPS, Growing, Stop, StopRead, last_of, on_device
@@ -101,7 +101,7 @@ class Shape:
         )
 
 
-def make_shape(config: OneTree, calibrate: Calibrate = unchanged) -> Shape:
+def make_shape(config: TreeConfig, calibrate: Calibrate = unchanged) -> Shape:
     """A tree's shape with its stop rule; calibrate maps log q to log confidence."""
     stop = STOPS[type(config.stop)](config.stop, config.levels, config.nodes)
     if isinstance(config, DynamicConfig):

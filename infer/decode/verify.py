@@ -1,4 +1,4 @@
-"""Accepts drafted nodes: losslessly by p and q, the target's and the draft's laws, or by typical acceptance."""
+"""Accepts drafted nodes, losslessly, by the target's law p and the draft's laws q."""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -8,11 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from aerie.configs.schema.decode import TypicalConfig
-from aerie.infer.decode.sampling import Sampler, draw, entropy
+from aerie.infer.decode.sampling import Sampler, draw
 from aerie.infer.decode.tree import Proposal, Tree
-
-NOT_LOSSLESS = "typical (not lossless)"
 
 
 @dataclass(frozen=True)
@@ -30,28 +27,20 @@ class Verdict:
         return len(self.tokens)
 
 
-def judge(
-    tree: Tree, logits: Tensor, sampler: Sampler, typical: TypicalConfig | None = None
-) -> Tensor:
+def judge(tree: Tree, logits: Tensor, sampler: Sampler) -> Tensor:
     """The input [3 or 4, L] of `read`. A column is a node, those of the accepted path first. Its rows: the number of
     refused nodes on the way to it, the node, the token written after it, and the tree's passengers, if it has any.
 
-    logits [N, V] are the target's; typical replaces the tree's rule where tokens are sampled.
+    logits [N, V] are the target's.
     """
-    if rule_of(tree.proposal, sampler, typical) in ("R0", "R2"):
+    if rule_of(tree.proposal, sampler) in ("R0", "R2"):
         return walk(tree, sampler.choose(logits))
-    if typical is not None:
-        return accept_typical(tree, sampler.law(logits), typical)
     return reject(tree, sampler.law(logits), sampler.generator)
 
 
-def rule_of(
-    proposal: Proposal | None, sampler: Sampler, typical: TypicalConfig | None = None
-) -> str:
+def rule_of(proposal: Proposal | None, sampler: Sampler) -> str:
     if not sampler.decoding.do_sample:
         return "R0"
-    if typical is not None:
-        return NOT_LOSSLESS
     return "R2" if proposal is None else proposal.rule
 
 
@@ -205,27 +194,6 @@ def left_of(p: Tensor, q: Tensor, end: Tensor) -> Tensor:
     """max(0, p - end q) [.., V], what refused children leave of p, not normalised; p where rounding leaves nothing."""
     left = torch.addcmul(p, end, q, value=-1).clamp_(min=0.0)
     return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
-
-
-def accept_typical(tree: Tree, p: Tensor, config: TypicalConfig) -> Tensor:
-    """NOT lossless: the longest path of tokens with p(x) > min(epsilon, delta exp(-H(p))) (Medusa, section 2.3.1)."""
-    # of equally long paths the most probable; the bonus token is the target's argmax
-    p_node = p[tree.parents, tree.tokens]  # [N] p of each node under its parent
-    threshold = (config.delta * (-entropy(p)).exp()).clamp_(max=config.epsilon)
-    refused = p_node <= threshold[tree.parents]
-    refused[0] = False
-    if tree.passengers is not None:
-        refused |= tree.passengers
-    accepted = ~(tree.mask & refused).any(dim=1)
-    depth = torch.where(accepted, tree.depth, -1)
-    log_p = torch.where(accepted, p_node.log(), 0.0)
-    log_p[0] = 0.0
-    score = tree.mask.to(log_p.dtype) @ log_p  # [N] log p of the path
-    last = torch.where(depth == depth.max(), score, float("-inf")).argmax(0, keepdim=True)
-    blocks, order = _path_first(tree, ~tree.mask.index_select(0, last)[0])
-    return _ending_with(
-        tree, blocks, order, tree.depth.index_select(0, last), p.index_select(0, last).argmax(-1)
-    )
 
 
 def _path_first(tree: Tree, refused: Tensor) -> tuple[Tensor, Tensor]:

@@ -71,7 +71,7 @@ class Recording:
 
 def record(
     decoder: SpeculativeDecoder,
-    tree: Any,  # OneTree or None
+    tree: Any,  # TreeConfig or None
     questions: Sequence[tuple[Tensor, str]],
     section: CalibrateConfig,
     seed: int = 0,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import ConstantConfig, OneTree, StaticConfig
+from aerie.configs.schema.decode import ConstantConfig, StaticConfig, TreeConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.sampling import Sampler, entropy
 from aerie.infer.decode.shape import Cycle, Drafting, make_shape
@@ -361,7 +361,7 @@ class Oracle(Drafting):
     """
 
     def __init__(
-        self, decoder: SpeculativeDecoder, tree: OneTree, levels: int, seed: int = 0
+        self, decoder: SpeculativeDecoder, tree: TreeConfig, levels: int, seed: int = 0
     ) -> None:
         own = decoder.proposer
         assert isinstance(own, Drafting)

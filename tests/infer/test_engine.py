@@ -15,21 +15,16 @@ from torch.utils._pytree import tree_leaves
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import (
-    AutoConfig,
-    BudgetConfig,
     ChainConfig,
     DynamicConfig,
     EntropyConfig,
-    ExactConfig,
     HeuristicConfig,
     TreeConfig,
-    TypicalConfig,
     VoteConfig,
 )
 from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.decode import engine, graphs, sampling, shape
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import Difficulty
 from aerie.infer.decode.shape import Cycle, Drafting, make_shape
 from aerie.model.kv_cache import KeptRows
 from aerie.model.target import Target
@@ -122,78 +117,6 @@ def test_a_stop_string_ends_an_answer_at_the_token_that_completes_it_as_in_trans
         assert made.generate(ids, **settings).sequences.tolist() == theirs.tolist()
         lengths.append(theirs.shape[1] - ids.shape[1])
     assert lengths == [1, 1, 7, 9, 24]
-
-
-@pytest.mark.parametrize("stop", [ExactConfig(), EntropyConfig(h=0.8)])
-def test_auto_learns_of_all_levels_that_an_exact_draft_had_room_for(
-    stop: Any, monkeypatch: Any
-) -> None:
-    target, learnt, seen = make_target(), list[int](), list[int]()
-    tree = DynamicConfig(levels=6, k=2, nodes=6, stop=stop)
-    config = AutoConfig(choices=(BudgetConfig(1.0, tree, (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)),))
-    made = decoder_of(target, config)
-    monkeypatch.setattr(Difficulty, "learn", lambda _, logits, accepted: learnt.append(len(logits)))
-    made.generate(
-        prompts(4)[-1],
-        do_sample=False,
-        max_new_tokens=30,
-        on_cycle=lambda one: seen.append(one.tree.levels),
-    )
-    drafted = [levels for levels in seen if levels]
-    assert min(drafted[:9]) < 6
-    assert learnt[:9] == ([6] * 9 if isinstance(stop, ExactConfig) else drafted[:9])
-
-
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "hydra", "draft_lm"])
-def test_the_head_reads_what_was_written_without_drafts_as_soon_as_one_is_grown(kind: str) -> None:
-    target, ids, tree, seen, first = (
-        make_target(),
-        prompts(4)[-1],
-        TREES["small"],
-        list[Cycle](),
-        list[Cycle](),
-    )
-    text = greedy(target, ids, 40)[0]
-    options: dict[str, Any] = {"prefix_layer": True} if kind == "hydra" else {}
-    config = AutoConfig(choices=(BudgetConfig(1.0), BudgetConfig(2.0, tree, (0.5, 0.4, 0.3))))
-    made, plain = (decoder_of(target, each, kind, **options) for each in (config, tree))
-    auto: Any = made.proposer
-
-    def watch(cycle: Cycle) -> None:
-        seen.append(cycle)
-        auto._best = [int(len(seen) % 5 == 4)] * len(auto._best)  # draft in every fifth cycle
-
-    answer = made.generate(ids, do_sample=False, max_new_tokens=40, on_cycle=watch)
-    assert answer.sequences.tolist() == [text]
-    for number, cycle in enumerate(seen[1:25], start=1):
-        assert (len(cycle.tree) > 1) == (number % 5 == 4)
-        if len(cycle.tree) > 1:
-            begun = torch.tensor([text[: cycle.position]])
-            plain.generate(begun, do_sample=False, max_new_tokens=8, on_cycle=first.append)
-            assert torch.equal(cycle.tree.tokens, first[0].tree.tokens)
-            torch.testing.assert_close(
-                cycle.tree.survival, first[0].tree.survival, rtol=1e-4, atol=1e-4
-            )
-            first.clear()
-
-
-@pytest.mark.parametrize("right", [True, False])
-def test_a_budget_follows_what_is_accepted_down_to_no_draft(right: bool) -> None:
-    target, ids, levels = make_target(), prompts(4)[-1], []
-    answer = greedy(target, ids, 60)[0][ids.shape[1] :]
-    trees = ((1.3, ChainConfig(levels=1), (0.7,)), (2.2, TREES["small"], (0.8, 0.6, 0.4)))
-    tree = AutoConfig(choices=(BudgetConfig(1.0), *(BudgetConfig(*each) for each in trees)))
-    made = steered(decoder_of(target, tree), [(ids, answer)], right)
-    made.generate(
-        ids,
-        do_sample=False,
-        max_new_tokens=60,
-        on_cycle=lambda cycle: levels.append(cycle.tree.levels),
-    )
-    if right:
-        assert levels[1:-1] == [3] * (len(levels) - 2)
-    else:  # now and then it tries a short draft
-        assert {*levels[8:]} == {0, 1} and levels[8:].count(1) < 0.25 * len(levels)
 
 
 def test_a_streamer_gets_the_prompt_and_then_every_cycles_tokens_and_phases_add_up() -> None:
@@ -447,7 +370,6 @@ def eager_and_captured(kind: str, tree: TreeConfig | None, device: str = "cpu") 
         target = Target(model, TargetConfig("tiny", cycle=cycle))  # type: ignore
         changes = {"prefix_layer": True} if kind == "hydra" else {}
         made = [decoder_of(target, tree, kind, **changes)]
-        made[0].typical = TypicalConfig() if kind == "medusa" else None
         if isinstance(
             made[0].proposer, Drafting
         ):  # another proposer with the same head and other trees

@@ -120,7 +120,6 @@ def test_opt_trees_frontier_is_as_wide_as_its_budget() -> None:
         ),
         ("method=pld tree.levels=3", "tree: pld grows no tree"),
         ("method=eagle2 lookup.length=3", "lookup: eagle2 does not read it"),
-        ("method=vanilla typical.delta=0.1", "vanilla drafts none"),
         ("method=deagle tree.stop.rule=entropi", "unknown rule 'entropi'; did you mean 'entropy'"),
         ("method=svip tree.stop.h=inf", "--tree.stop.h: "),
         ("method=deagle tree.stop.votes=4", "votes is at most their number"),

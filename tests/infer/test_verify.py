@@ -1,9 +1,8 @@
-"""Verification: exact laws by enumeration, the walk, typical acceptance."""
+"""Verification: exact laws by enumeration, and the walk."""
 
 import contextlib
 import functools
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,24 +22,20 @@ from aerie.configs.schema.decode import (
     MarginalGainConfig,
     ProbabilitySumConfig,
     StaticConfig,
-    TypicalConfig,
     VoteConfig,
 )
 from aerie.infer.decode import sampling
 from aerie.infer.decode import verify as rejection
-from aerie.infer.decode.sampling import Sampler, draw, entropy
+from aerie.infer.decode.sampling import Sampler, draw
 from aerie.infer.decode.shape import make_shape
 from aerie.infer.decode.tree import Proposal, Tree
 from aerie.infer.decode.verify import (
-    NOT_LOSSLESS,
     Families,
     Verdict,
-    accept_typical,
     acceptance,
     judge,
     left_of,
     read,
-    rule_of,
     sibling_chances,
     walk,
 )
@@ -415,45 +410,3 @@ def test_draws_of_hardly_any_chance_leave_the_targets_law() -> None:
         verdict = read(judge(grown, logits.expand(len(grown), -1), cool), len(grown))
         first[(*verdict.tokens, verdict.bonus)[0]] += 1
     assert chisquare(first.double(), 2000 * (10 * logits).double().softmax(-1)).pvalue > 1e-3
-
-
-PUBLISHED = TypicalConfig()
-
-
-def test_a_sure_target_asks_for_epsilon_and_an_unsure_one_for_less() -> None:
-    line = tree_of([0, 1], [0, 0])
-    for chance, accepted in ((0.08, 0), (0.1, 1)):
-        law = torch.tensor([0.0, chance, 0.62, 0.38 - chance])
-        assert 0.3 * math.exp(-float(entropy(law))) > 0.1  # epsilon decides
-        assert read(accept_typical(line, law.expand(2, -1), PUBLISHED), 2).accepted == accepted
-    flat = torch.full((2, 20), 0.05)  # delta exp(-H) = 0.3 / 20
-    assert read(accept_typical(line, flat, PUBLISHED), 2).accepted == 1
-    assert read(accept_typical(line, flat, TypicalConfig(delta=1.1)), 2).accepted == 0
-
-
-def test_the_longest_typical_path_wins_and_then_the_most_probable() -> None:
-    grown = tree_of([0, 1, 2, 1, 2, 3], [0, 0, 0, 1, 2, 2])
-    root, never, often = [0.1, 0.5, 0.4, 0.0], [0.9, 0.0, 0.1, 0.0], [0.0, 0.0, 0.45, 0.55]
-    verdict = read(
-        accept_typical(grown, torch.tensor([root, never, often, root, never, often]), PUBLISHED), 6
-    )
-    assert (verdict.path, verdict.tokens, verdict.bonus) == (
-        [0, 2, 5],
-        [2, 3],
-        3,
-    )  # longer beats likelier
-    both = tree_of([0, 1, 2], [0, 0, 0])
-    alone = read(accept_typical(both, torch.tensor([root, never, often]), PUBLISHED), 3)
-    assert alone.tokens == [1] and alone.bonus == 0
-
-
-def test_it_is_named_not_lossless_and_its_output_has_another_law() -> None:
-    hot, cold = sampler(1.0, 1.0), sampler(0.0, 1.0)
-    assert rule_of(None, hot, PUBLISHED) == NOT_LOSSLESS and "not lossless" in NOT_LOSSLESS
-    assert rule_of(None, cold, PUBLISHED) == "R0"
-    law = torch.tensor([0.5, 0.3, 0.2]).expand(2, -1)
-    first = {
-        read(judge(tree_of([0, 1], [0, 0]), law.log(), hot, PUBLISHED), 2).tokens[0]
-        for _ in range(50)
-    }
-    assert first == {1}  # token 1 has probability 0.3, and always comes out
