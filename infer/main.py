@@ -183,8 +183,10 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
         print(f"report: {paths.bench} and {paths.calibration} -> {paths.report}")
         return 0
     from aerie.infer.measure.record import run_facts
+    from aerie.infer.papers.appendix import papers_appendix
     from aerie.infer.report.page import write_report
-    from aerie.infer.report.tables import console_table, parameters, stopped
+    from aerie.infer.report.tables import console_table
+    from aerie.infer.report.training import count_parameters, stopped_by_budget
 
     again, target = f"--config {arguments.config}", Path(recipe.target.path)
     facts_of = run_facts(paths, again, recipe.target)
@@ -210,7 +212,7 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
         names = ("steps", "total_steps", "tokens", "train_seconds", "ended")
         name = "target" if path == target else f"{path.name} head"
         trainings[name] = {
-            "parameters": parameters(path),
+            "parameters": count_parameters(path),
             **{name: made[path].get(name) for name in names},
         }
     facts = {
@@ -219,19 +221,17 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
         "target": {
             "name": recipe.target.path,
             "dtype": recipe.target.dtype,
-            "parameters": parameters(target),
+            "parameters": count_parameters(target),
         },
-        "head": {"kind": recipe.head.kind, "name": str(head), "parameters": parameters(head)},
+        "head": {"kind": recipe.head.kind, "name": str(head), "parameters": count_parameters(head)},
         "hardware": measured.get("hardware", {}),
         "commands": [*commands, f"aerie report {again}"],
         "trainings": trainings,
     }
-    print(
-        console_table(
-            write_report(paths.bench, paths.calibration, paths.report, facts, recipe.seed)
-        )
-    )
-    for name, words in stopped(trainings).items():
+    papers = papers_appendix(paths.root)
+    rows = write_report(paths.bench, paths.calibration, paths.report, facts, recipe.seed, papers)
+    print(console_table(rows))
+    for name, words in stopped_by_budget(trainings).items():
         print(f"{name}: training {words}")
     print(f"\nreport: {paths.report / 'index.html'}")
     return 0
@@ -240,13 +240,19 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
 def results(arguments: Namespace, unknown: list[str]) -> int:
     """the tables of runs in Markdown, with commit and hardware, as in docs/results.md"""
     from aerie.infer.measure.record import measured_facts
-    from aerie.infer.report.tables import result_of
+    from aerie.infer.papers.claims import claims_of_report
+    from aerie.infer.report.tables import report_results
 
     for bench in (RunPaths(run).bench for run in arguments.runs):
         if (bench / storage.FILE).is_file():  # else only the report is left
             measured_facts(bench, f"--run {bench.parent}")
-    shown = [result_of(run, RunPaths(run).report) for run in arguments.runs]
-    names, text = [name for name, _ in shown], "".join(text for _, text in shown)
+    names = []
+    text = ""
+    for run in arguments.runs:
+        report = RunPaths(run).report
+        results = report_results(run, report)
+        names.append(results.run)
+        text += results.text + claims_of_report(report, results.run)
     print(
         f"# Results\n\nWritten by `aerie results {shlex.join(names)}` from the runs' reports. ",
         end="",
@@ -257,17 +263,14 @@ def results(arguments: Namespace, unknown: list[str]) -> int:
 
 def claims(arguments: Namespace, unknown: list[str]) -> int:
     """which of the papers' claims hold in a run: verdicts, with intervals, in Markdown"""
-    from aerie.infer.measure.record import RECORDS, calibrations_of, read_records, run_facts
-    from aerie.infer.report import claims as register
+    from aerie.infer.measure.record import run_facts
+    from aerie.infer.papers.claims import claims_table, judge_claims, tau_prompts
+    from aerie.infer.papers.evidence import Evidence
 
     paths = RunPaths(arguments.claims_of)
     run_facts(paths, f"--run {paths.root}")
-    tuned = storage.read_json(path) if (path := paths.tune / "tune.json").is_file() else None
-    calibrations = [*map(register.Calibration.read, calibrations_of(paths.root))]
-    lines = register.judge(
-        register.Measured(read_records(paths.bench / RECORDS), tuned, calibrations)
-    )
-    print(f"{register.markdown(lines)}\n{register.tenth(lines)}")
+    lines = judge_claims(Evidence.read(paths.root))
+    print(f"{claims_table(lines)}\n{tau_prompts(lines)}")
     print(
         f"\nPictures beside the published points: {paths.report / 'index.html'}#claims (aerie report)"
     )
@@ -277,9 +280,9 @@ def claims(arguments: Namespace, unknown: list[str]) -> int:
 def compare(arguments: Namespace, unknown: list[str]) -> int:
     """the difference in tau between rows of a bench, paired by prompt, with an interval"""
     recipe = load(arguments, unknown)
+    from aerie.infer.measure.bootstrap import tau_difference
     from aerie.infer.measure.record import RECORDS, measured_facts, read_records
-    from aerie.infer.report.claims import tau_difference
-    from aerie.infer.report.tables import names
+    from aerie.infer.report.tables import row_labels
 
     if (recipe.paths.bench / storage.FILE).is_file():  # else it is under way
         measured_facts(recipe.paths.bench, f"--config {arguments.config}")
@@ -288,7 +291,7 @@ def compare(arguments: Namespace, unknown: list[str]) -> int:
         records = [record for record in records if record.temperature == arguments.temperature]
     of, against = arguments.of, arguments.against
     difference = tau_difference(records, of, against, recipe.seed)
-    print(f"{names(records, of)} against {names(records, against)}:\n{difference}")
+    print(f"{row_labels(records, of)} against {row_labels(records, against)}:\n{difference}")
     return 0
 
 

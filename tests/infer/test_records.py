@@ -20,7 +20,7 @@ from aerie.infer.report.tables import (
     csv_table,
     label,
     markdown_table,
-    names,
+    row_labels,
     tree_text,
 )
 from tests.infer.made_up import drafted, record
@@ -85,7 +85,8 @@ def test_rows_that_differ_in_any_setting_have_different_labels(rows: list[Method
     for text in (console_table(summary), markdown_table(summary), csv_table(summary)):
         assert len(set(text.splitlines()[-len(rows) :])) == len(rows)
     apart = {
-        names(measured(rows), [number]).partition(" (")[2] for number in range(1, len(rows) + 1)
+        row_labels(measured(rows), [number]).partition(" (")[2]
+        for number in range(1, len(rows) + 1)
     }
     assert len(apart) == len(rows)
 

@@ -31,8 +31,18 @@ from aerie.configs.schema.decode import (
 from aerie.infer import main as commands
 from aerie.infer.decode.stop import Vote
 from aerie.infer.measure import record as measured
+from aerie.infer.measure.bootstrap import Estimate, Side, estimate, ratio_of_sums
 from aerie.infer.measure.record import SUITE, Asked, AskedCell, AskedPoint, Record, line_of
-from aerie.infer.report import claims, tables
+from aerie.infer.papers import claims
+from aerie.infer.papers.appendix import claim_pictures, papers_appendix
+from aerie.infer.papers.evidence import (
+    CalibrationTables,
+    Evidence,
+    highest_of,
+    modelled_ms,
+    side_of_table,
+)
+from aerie.infer.papers.published import PUBLISHED, published_range
 from aerie.infer.report.page import write_report
 from aerie.model.storage import ROOT, Manifest, read_json, write_json, write_text
 from tests.infer.draws import decoder_of, make_target
@@ -117,7 +127,7 @@ def report(run: Path, output: str = "report") -> dict[str, Any]:
         "hardware": hardware,
         "commands": ["a && b"],
     }
-    write_report(run / "bench", run / "calibration", run / output, facts, 0)
+    write_report(run / "bench", run / "calibration", run / output, facts, 0, papers_appendix(run))
     return read_json(run / output / "summary.json")
 
 
@@ -330,9 +340,8 @@ def test_damaged_or_missing_input_is_an_error_with_the_command(tmp_path: Path) -
 def test_the_page_says_lossless_only_when_every_greedy_output_is_identical(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aerie.infer.report.page.pictures", lambda *_: {})
+    monkeypatch.setattr("aerie.infer.report.page.draw_pictures", lambda *_: {})
     good = drafted((3, 1))
-    lossy = replace(good, row=2, temperature=1.0, verify="typical (not lossless)", identical=None)
     for answers, state, words in (
         ([good], "good", "1 of 1 greedy outputs are token-identical to the vanilla row, 1 of 1 to"),
         ([replace(good, identical=False)], "bad", "0 of 1 greedy outputs"),
@@ -344,7 +353,6 @@ def test_the_page_says_lossless_only_when_every_greedy_output_is_identical(
         ),
         ([replace(good, identical=False, margin=1.5)], "bad", "Not lossless"),
         ([good, replace(good, row=2, **FAILED)], "partial", "Failed, so no figure"),
-        ([good, lossy], "partial", "Lossless where measured"),
         ([replace(good, **FAILED)], "unknown", "Not checked"),
     ):
         write_text(
@@ -356,7 +364,7 @@ def test_the_page_says_lossless_only_when_every_greedy_output_is_identical(
 
 def test_the_page_has_a_line_for_every_claim_and_its_tables_hold_the_points(swept: Path) -> None:
     shown, lines = words_of(swept), read_json(swept / "report" / "details.json")["claims"]["lines"]
-    assert {line["number"] for line in lines} == set(range(1, len(claims.CLAIMS) + 1))
+    assert {line["number"] for line in lines} == set(range(1, len(claims.all_claims()) + 1))
     assert {line["verdict"] for line in lines} == {
         "holds",
         "open",
@@ -377,9 +385,9 @@ def test_the_page_has_a_line_for_every_claim_and_its_tables_hold_the_points(swep
 
 def verdicts(**parts: Any) -> dict[str, tuple[Any, str]]:
     """claim -> (measured value, verdict); here two prompts are enough for a verdict."""
-    with patch.object(claims, "FEWEST", 2):
-        lines = claims.judge(claims.Measured(**parts))
-    return {one["id"]: (one["value"], one["verdict"]) for one in lines if one["ours"]}
+    with patch.object(claims, "FEWEST_PROMPTS", 2):
+        lines = claims.judge_claims(Evidence(**parts))
+    return {line.id: (line.value, line.verdict) for line in lines if line.ours}
 
 
 def test_deagles_claims_are_of_the_vote_on_the_same_prompts() -> None:
@@ -391,7 +399,7 @@ def test_deagles_claims_are_of_the_vote_on_the_same_prompts() -> None:
     )
     # 8 tokens in 4 cycles: drafting 4 + 4, verifying 16, the rest 2; the vote drafts two levels fewer
     # 8 tokens in 2 cycles: drafting 2 + 6, verifying 8, the rest 1
-    deep, fixed = claims.modelled_ms(records[8:], TUNING), claims.modelled_ms(records[6:8], TUNING)
+    deep, fixed = modelled_ms(records[8:], TUNING), modelled_ms(records[6:8], TUNING)
     assert deep is not None and fixed is not None and "deagle-flat" not in verdicts(records=records)
     assert (deep, fixed) == (pytest.approx(24.0), pytest.approx(17.0))
     assert found["deagle-deep"] == (pytest.approx(17 / 24), "does not hold")
@@ -461,10 +469,10 @@ def test_a_vote_that_is_not_heard_changes_verdicts(monkeypatch: pytest.MonkeyPat
 
 def test_the_best_row_is_that_of_the_prompts_drawn() -> None:
     sides = [
-        claims.Side(pd.DataFrame({"forwards": 1.0, "tokens": row}), claims.mean)
+        Side(pd.DataFrame({"forwards": 1.0, "tokens": row}), ratio_of_sums)
         for row in ([2, 5], [4, 1])
     ]
-    best = claims.best_of(sides)
+    best = highest_of(sides)
     assert [best.figure(best.table.to_numpy()[chosen].sum(0)) for chosen in ([0], [1], [0, 1])] == [
         4,
         5,
@@ -532,7 +540,7 @@ def test_a_confidence_that_is_inverted_and_too_few_prompts_change_a_verdict() ->
     nodes["acceptance"] = (chance.uniform(size=4000) < confidence).astype(float)
 
     def judged(table: pd.DataFrame) -> dict[str, str]:
-        calibration = claims.Calibration("eagle1", "eagle2", 0.0, {"nodes": table})
+        calibration = CalibrationTables("eagle1", "eagle2", 0.0, {"nodes": table})
         return {
             name: verdict
             for name, (_, verdict) in verdicts(records=[], calibrations=[calibration]).items()
@@ -556,8 +564,8 @@ def test_a_confidence_that_is_inverted_and_too_few_prompts_change_a_verdict() ->
     assert (
         few["eagle2-correlation"] == "open" == judged(nodes[nodes.prompt < 1])["eagle2-calibrated"]
     )
-    (line,) = [one for one in claims.judge(claims.Measured([])) if one["id"] == "eagle2-speed"]
-    assert line["verdict"] == "out of reach"
+    (line,) = [line for line in claims.judge_claims(Evidence([])) if line.id == "eagle2-speed"]
+    assert line.verdict == "out of reach"
 
 
 def test_ablations_are_compared_though_trees_without_reranking_have_other_nodes() -> None:
@@ -584,7 +592,7 @@ def test_lengths_that_cancel_fit_the_oracle_on_average_alone() -> None:
     cycles = pd.DataFrame(
         {"prompt": np.arange(40).repeat(2), "levels": [3, 7] * 40, "oracle": 5.0, "answered": 0}
     )
-    svip = claims.Calibration("draft_lm", "sps-svip", 0.0, {"cycles": cycles})
+    svip = CalibrationTables("draft_lm", "sps-svip", 0.0, {"cycles": cycles})
     found = {
         name: one
         for name, one in verdicts(records=[], calibrations=[svip]).items()
@@ -606,11 +614,11 @@ def test_pictures_compare_rows_on_the_prompts_that_all_have() -> None:
             for p in prompts
         ]
 
-    run = claims.Measured([*chain(1, "sps", 5, "abcd"), *chain(2, "sps-svip", 3, "ab")])
+    run = Evidence([*chain(1, "sps", 5, "abcd"), *chain(2, "sps-svip", 3, "ab")])
     (constant,), (svip,) = (
-        line["points"] for line in claims.drawn(run)["claims-figure-7a"]["lines"]
+        line["points"] for line in claim_pictures(run)["claims-figure-7a"]["lines"]
     )
-    assert (constant[:2], svip[:2]) == ([5.0, 2.0], [3.0, 2.0])
+    assert (constant[:2], svip[:2]) == ((5.0, 2.0), (3.0, 2.0))
 
 
 def test_make_bench_full_judges_by_the_calibrations_and_costs_of_make_bench(tmp_path: Path) -> None:
@@ -639,18 +647,18 @@ def test_make_bench_full_judges_by_the_calibrations_and_costs_of_make_bench(tmp_
 
 
 def test_intervals_are_of_prompts_as_clusters_and_halve_with_four_times_the_prompts() -> None:
-    def side(prompts: int, alike: int) -> claims.Side:
+    def side(prompts: int, alike: int) -> Side:
         """Means over `alike` equal lines per prompt: only the first adds information."""
         values = np.random.default_rng(1).normal(size=prompts).repeat(alike)
         table = pd.DataFrame({"prompt": np.arange(prompts).repeat(alike), "x": values})
-        return claims.of_table(table, {"value": "x"})
+        return side_of_table(table, {"value": "x"})
 
-    one, same, more = (claims.estimate([side(*size)], {}) for size in ((50, 1), (50, 30), (200, 1)))
+    one, same, more = (estimate([side(*size)]) for size in ((50, 1), (50, 30), (200, 1)))
     assert one is not None and same is not None and more is not None
     assert (one.value, one.low, one.high) == pytest.approx((same.value, same.low, same.high))
     assert (more.high - more.low) / (one.high - one.low) == pytest.approx(0.5, abs=0.1)
     assert one.high - one.low == pytest.approx(2 * 1.96 / np.sqrt(50), rel=0.25)
-    paired = claims.estimate([side(50, 1), side(50, 1)], {"as": "difference"})
+    paired = estimate([side(50, 1), side(50, 1)])
     assert paired is not None and (paired.value, paired.low, paired.high) == (0.0, 0.0, 0.0)
 
 
@@ -693,15 +701,15 @@ def test_intervals_are_of_prompts_as_clusters_and_halve_with_four_times_the_prom
 def test_a_verdict_asks_for_the_whole_interval(
     claim: Any, interval: Any, verdict: str, needed: int | None
 ) -> None:
-    assert claims.judged(claim, claims.Estimate(*interval, 40))[::2] == (verdict, needed)
+    assert claims.judge_estimate(claim, Estimate(*interval, 40))[::2] == (verdict, needed)
     few = (
         verdict if needed is None and "statistic" in claim else "open"
     )  # except for a claim on every answer
-    assert claims.judged(claim, claims.Estimate(*interval, 5))[0] == few
+    assert claims.judge_estimate(claim, Estimate(*interval, 5))[0] == few
 
 
 def test_what_the_papers_published_is_complete() -> None:
-    counts = Counter(row["source"] for row in tables.PAPERS)
+    counts = Counter(row["source"] for row in PUBLISHED)
     complete = {
         "EAGLE-2 table 1": 32,
         "EAGLE-2 table 2": 8,
@@ -714,5 +722,5 @@ def test_what_the_papers_published_is_complete() -> None:
     }
     assert complete.items() <= counts.items() and counts["SVIP table 3"] == 24
     entry = {"source": "EAGLE-2 table 1", "of": "eagle2", "against": "eagle", "figure": "tau"}
-    assert claims.published(entry, 1.0) == "+0.48 to +1.51 (28 figures)"
-    assert len({claim["id"] for claim in claims.CLAIMS}) == len(claims.CLAIMS)
+    assert published_range(entry, 1.0, is_ratio=False) == "+0.48 to +1.51 (28 figures)"
+    assert len({claim["id"] for claim in claims.all_claims()}) == len(claims.all_claims())

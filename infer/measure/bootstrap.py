@@ -1,0 +1,123 @@
+"""Figures of sums over prompts, with 95 % bootstrap intervals; two sides are paired by prompt."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from warnings import catch_warnings
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from aerie.configs.errors import UserError
+from aerie.infer.measure.record import FloatArray, Record
+from aerie.infer.measure.statistics import RESAMPLES
+
+IN_MEMORY = 250  # resamples that are in memory at once
+Sums = FloatArray  # [..., m]: sums over prompts of a table's m columns
+
+
+class Side(NamedTuple):
+    """What a figure is made of, or one of two that are compared."""
+
+    table: pd.DataFrame  # a line for each prompt
+    figure: Callable[[Sums], FloatArray]  # of the sums of its columns: [..., m] -> [...]
+
+
+class Estimate(NamedTuple):
+    """A figure and the ends of its interval."""
+
+    value: float
+    low: float
+    high: float
+    prompts: int  # those with data on all sides
+
+
+def ratio_of_sums(sums: Sums) -> FloatArray:
+    """The second column over the first; the mean of x where the columns are 1 and x."""
+    return sums[..., 1] / sums[..., 0]
+
+
+def tau_columns(answer: Record) -> tuple[float, float]:
+    return answer.target_forwards, answer.new_tokens - 1
+
+
+def side_of_answers(
+    answers: Sequence[Record], columns: Callable[[Record], tuple[float | None, float]]
+) -> Side:
+    """The ratio of two sums over answers; columns: an answer's (denominator, numerator)."""
+    sums = pd.DataFrame([columns(answer) for answer in answers], dtype=np.float64)
+    prompts = pd.Series([answer.prompt for answer in answers])
+    return Side(sums.groupby(prompts).sum(min_count=1), ratio_of_sums)
+
+
+def estimate(
+    sides: Sequence[Side], *, is_ratio: bool = False, is_share: bool = False, seed: int = 0
+) -> Estimate | None:
+    """The figure of one side, or the difference (or ratio) of two on the prompts of both.
+
+    None: nothing was measured. is_share: the figure is a mean of 0 and 1.
+    """
+    prompts = sides[0].table.index.intersection(sides[-1].table.index)
+    tables = [side.table.loc[prompts].to_numpy(dtype=np.float64) for side in sides]  # [n, m] each
+
+    def figure_of(drawn: Any, axis: int = -1) -> Any:  # drawn: [..., n] numbers of prompts
+        with np.errstate(all="ignore"):
+            sums = [table[drawn].sum(-2) for table in tables]
+            values = [side.figure(total) for side, total in zip(sides, sums, strict=True)]
+            if len(values) == 1:
+                return values[0]
+            return values[0] / values[1] if is_ratio else values[0] - values[1]
+
+    numbers = np.arange(len(prompts))
+    with_data = min(int((table != 0).any(-1).sum()) for table in tables)
+    value = float(figure_of(numbers)) if with_data else np.nan
+    if not np.isfinite(value):
+        return None
+    if with_data < 2:
+        return Estimate(value, -np.inf, np.inf, with_data)
+    if is_share and value in (0, 1):
+        # A share that is the same on all prompts has no spread to resample: the exact interval of
+        # Clopper and Pearson.
+        exact = stats.binomtest(round(value * with_data), with_data).proportion_ci()
+        return Estimate(value, exact.low, exact.high, with_data)
+    with catch_warnings(action="ignore"):  # about resamples with no figure, or an infinite one
+        resampled = stats.bootstrap(
+            (numbers,),
+            figure_of,
+            n_resamples=RESAMPLES,
+            batch=IN_MEMORY,
+            method="percentile",
+            vectorized=True,
+            rng=np.random.default_rng(seed),
+        ).bootstrap_distribution
+        low, high = np.nanpercentile(resampled, [2.5, 97.5])
+    return Estimate(value, float(low), float(high), with_data)
+
+
+def tau_difference(
+    records: Sequence[Record], rows: Sequence[int], against: Sequence[int], seed: int = 0
+) -> str:
+    """How much tau differs between two sets of rows (numbers of bench.rows), each pooled."""
+    if len({record.sampling for record in records}) > 1:
+        temperatures = sorted({record.temperature for record in records})
+        raise UserError(
+            f"the bench has several samplings; choose one with --temperature: {temperatures}"
+        )
+    prompts = {record.prompt for record in records if record.row in (*rows, *against)}
+    good = [record for record in records if record.status == "ok"]
+    for row in (*rows, *against):
+        if not prompts or {record.prompt for record in good if record.row == row} != prompts:
+            raise UserError(
+                f"row {row} of bench.rows (from 0) lacks answers; measure every prompt in all"
+            )
+    sides = []
+    for numbers in (rows, against):
+        answers = [record for record in good if record.row in numbers]
+        sides.append(side_of_answers(answers, tau_columns))
+    difference = estimate(sides, seed=seed)
+    if difference is None:
+        raise UserError("no answer has a cycle in both: all ended with their first token")
+    mine, theirs = (float(side.figure(side.table.sum().to_numpy())) for side in sides)
+    interval = f"{difference.value:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}]"
+    method = f"95 %, paired bootstrap over {difference.prompts} prompts"
+    return f"tau {mine:.3f} against {theirs:.3f}: {interval} ({method})"

@@ -1,0 +1,190 @@
+"""Judges the papers' claims as claims.yaml says, each with a 95 % interval over prompts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from aerie.configs.read import read_text, read_yaml
+from aerie.infer.measure.bootstrap import Estimate
+from aerie.infer.papers.evidence import Entry, Evidence, estimates_by_rows, estimates_by_tables
+from aerie.infer.papers.published import published_range
+
+REGISTER = read_yaml(Path(__file__).with_name("claims.yaml"))[0]
+MOST_PROMPTS = 100_000  # beyond them no number of prompts is given
+FEWEST_PROMPTS = 6  # that settle anything: five on one side are chance once in 16, more than 5 %
+
+
+@dataclass(frozen=True)
+class ClaimLine:
+    """A claim for one head at one temperature, as details.json has it."""
+
+    number: int
+    id: str
+    paper: str
+    place: str  # in the paper
+    claim: str
+    published: str
+    verdict: str = "open"  # or holds, does not hold, out of reach
+    why: str = ""
+    head: str | None = None
+    temperature: float | None = None
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    prompts: int | None = None
+    ours: str | None = None  # the value and its interval in words
+    prompts_needed: int | None = None  # whose interval would settle it
+
+
+class Verdict(NamedTuple):
+    verdict: str
+    why: str
+    prompts_needed: int | None
+
+
+def all_claims() -> list[dict[str, Any]]:
+    """The claims of the register in its order, with their papers."""
+    claims = []
+    for paper, entries in REGISTER["claims"].items():
+        claims += [{"paper": paper, **entry} for entry in entries]
+    return claims
+
+
+def judge_claims(evidence: Evidence) -> list[ClaimLine]:
+    """A line for each claim, head and temperature."""
+    lines = []
+    for number, claim in enumerate(all_claims(), start=1):
+        for temperature in claim.get("temperatures", [0]):
+            published = claim.get("published", "")
+            if not isinstance(published, str):
+                published = published_range(published, temperature, claim.get("as") == "ratio")
+            line = ClaimLine(
+                number, claim["id"], claim["paper"], claim["place"], claim["claim"], published
+            )
+            if "out_of_reach" in claim:
+                lines.append(replace(line, verdict="out of reach", why=claim["out_of_reach"]))
+                continue
+            line = replace(line, temperature=temperature)
+            estimates_of = estimates_by_tables if "table" in claim else estimates_by_rows
+            estimates = estimates_of(evidence, claim, temperature)
+            for head, measured in estimates.items():
+                words = estimate_words(claim, measured)
+                figures = {**finite(measured), **judge_estimate(claim, measured)._asdict()}
+                lines.append(replace(line, head=head, ours=words, **figures))
+            if not estimates:
+                lines.append(replace(line, why=f"Not measured: {claim['needs']}."))
+    return lines
+
+
+def finite(measured: Estimate) -> dict[str, Any]:
+    """Its figures for JSON, which has no infinity."""
+    values = measured._asdict()
+    return {name: value if np.isfinite(value) else None for name, value in values.items()}
+
+
+def estimate_words(claim: Entry, measured: Estimate) -> str:
+    """'+0.48 [+0.20 to +0.70] unit'."""
+    is_difference = "against" in claim and "as" not in claim
+    form = claim.get("form", "{:+.2f}" if is_difference else "{:.2f}")
+    if measured.prompts < 2:
+        interval = "one prompt"
+    elif 0 < measured.high - measured.low < np.inf:
+        interval = f"{form.format(measured.low)} to {form.format(measured.high)}"
+    else:  # all resamples agree
+        interval = f"alike on all {measured.prompts} prompts"
+    return f"{form.format(measured.value)} [{interval}] {claim.get('unit', '')}"
+
+
+def judge_estimate(claim: Entry, measured: Estimate) -> Verdict:
+    """By the rules of claims.yaml."""
+    low = claim.get("at_least", -np.inf)
+    high = claim.get("at_most", np.inf)
+    effect = claim.get("effect", 0.0)
+    is_share = claim.get("statistic") == "share"
+    if is_share and (low == 1 or high == 0):  # a claim on every answer or law
+        if not low <= measured.value <= high:
+            return Verdict("does not hold", "One counterexample is enough.", None)
+        if measured.prompts > 1:
+            return Verdict("holds", f"No counterexample on {measured.prompts} prompts.", None)
+    if measured.prompts < FEWEST_PROMPTS:
+        why = f"Too few prompts: a verdict takes {FEWEST_PROMPTS} at least."
+        return Verdict("open", why, FEWEST_PROMPTS)
+    needed = prompts_needed(claim, measured)
+    limits = [(low, f"at least {low:g}"), (high, f"at most {high:g}")]
+    within = " and ".join(words for limit, words in limits if np.isfinite(limit))
+    is_inside = low <= measured.low and measured.high <= high
+    touches = measured.low == low or measured.high == high
+    if is_inside and not (effect and touches):
+        return Verdict("holds", f"The whole interval is {within}.", needed)
+    if measured.high < low or measured.low > high:
+        return Verdict("does not hold", f"No part of the interval is {within}.", needed)
+    if measured.high < low + effect or measured.low > high - effect:
+        why = f"The interval ends less than {effect:g} beyond the limit, too little to count."
+        return Verdict("does not hold", why, needed)
+    how_many = f"{needed:,}" if needed else f"more than {MOST_PROMPTS:,}"
+    settles = f"{how_many} prompts would settle it"
+    why = f"Too few prompts: the interval is partly {within}; {settles}."
+    return Verdict("open", why, needed)
+
+
+def prompts_needed(claim: Entry, measured: Estimate) -> int | None:
+    """So many that half the interval is half the effect, or the value's distance to the limit."""
+    limits = (claim.get("at_least", -np.inf), claim.get("at_most", np.inf))
+    distance = min(abs(measured.value - limit) for limit in limits)
+    margin = np.float64(claim.get("effect", 0.0) / 2 or distance)
+    with np.errstate(all="ignore"):
+        if claim.get("statistic") == "share" and measured.value in (0, 1):
+            needed = np.log(0.025) / np.log1p(-margin)  # the exact interval: 0.025 ** (1 / prompts)
+        else:
+            needed = measured.prompts * ((measured.high - measured.low) / 2 / margin) ** 2
+    return max(FEWEST_PROMPTS, ceil(needed)) if needed < MOST_PROMPTS else None
+
+
+def claims_table(lines: Sequence[ClaimLine]) -> str:
+    """A table in Markdown, one line a claim."""
+    text = "| claim | published | here [95 %] | prompts | verdict | why |\n"
+    text += "|---|---|---|---|---|---|\n"
+    for line in lines:
+        cells = [
+            f"{line.number}. {line.claim} ({line.paper}, {line.place})",
+            line.published,
+            f"{line.ours} ({line.head}, T {line.temperature:g})" if line.ours else "",
+            str(line.prompts or ""),
+            f"**{line.verdict}**",
+            line.why,
+        ]
+        text += f"| {' | '.join(cell.replace('|', '/') or '–' for cell in cells)} |\n"
+    return text
+
+
+def tau_prompts(lines: Sequence[ClaimLine]) -> str:
+    """How many prompts an interval of +-0.1 tau needs, by the claims whose effect is 0.2 tau."""
+    about_tau = set()
+    for claim in all_claims():
+        if (claim.get("figure"), claim.get("effect")) == ("tau", 0.2):
+            about_tau.add(claim["id"])
+    counts = [line.prompts_needed for line in lines if line.id in about_tau]
+    needed = sorted(filter(None, counts))
+    if not needed:
+        return ""
+    words = "An interval of ±0.1 tau needs {:,} prompts here by the widest of {} differences"
+    return (words + ", {:,} by the median one.").format(
+        needed[-1], len(needed), needed[len(needed) // 2]
+    )
+
+
+def claims_of_report(report: Path, run: str) -> str:
+    """The part of docs/results.md on the claims, from a run's report."""
+    lines = read_text(report / "claims.md").splitlines(keepends=True)
+    left_out = [line for line in lines if "Not measured: " in line]
+    measured = "".join(line for line in lines if line not in left_out)
+    text = f"\n### What the papers claim\n\n{measured}"
+    if left_out:
+        numbers = dict.fromkeys(line.split(".")[0].strip("| ") for line in left_out)
+        text += f"\nNot measured, in part or at all: {', '.join(numbers)}"
+        text += f" (`aerie claims {run}` says what would).\n"
+    return text
