@@ -42,7 +42,7 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
     """tau and speedup of every row of the recipe"""
     recipe, section, paths = _recipe(arguments, unknown)
     from aerie.infer.measure.bench import measured
-    from aerie.infer.measure.record import graphs_in
+    from aerie.infer.measure.bench_files import graphs_in
     from aerie.infer.measure.suite import suite_of
 
     rows = section.rows or (
@@ -182,7 +182,7 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
     if arguments.plan:
         print(f"report: {paths.bench} and {paths.calibration} -> {paths.report}")
         return 0
-    from aerie.infer.measure.record import run_facts
+    from aerie.infer.measure.stage_facts import run_facts
     from aerie.infer.papers.appendix import papers_appendix
     from aerie.infer.report.page import write_report
     from aerie.infer.report.tables import console_table
@@ -239,7 +239,7 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
 
 def results(arguments: Namespace, unknown: list[str]) -> int:
     """the tables of runs in Markdown, with commit and hardware, as in docs/results.md"""
-    from aerie.infer.measure.record import measured_facts
+    from aerie.infer.measure.stage_facts import measured_facts
     from aerie.infer.papers.claims import claims_of_report
     from aerie.infer.report.tables import report_results
 
@@ -263,7 +263,7 @@ def results(arguments: Namespace, unknown: list[str]) -> int:
 
 def claims(arguments: Namespace, unknown: list[str]) -> int:
     """which of the papers' claims hold in a run: verdicts, with intervals, in Markdown"""
-    from aerie.infer.measure.record import run_facts
+    from aerie.infer.measure.stage_facts import run_facts
     from aerie.infer.papers.claims import claims_table, judge_claims, tau_prompts
     from aerie.infer.papers.evidence import Evidence
 
@@ -280,8 +280,9 @@ def claims(arguments: Namespace, unknown: list[str]) -> int:
 def compare(arguments: Namespace, unknown: list[str]) -> int:
     """the difference in tau between rows of a bench, paired by prompt, with an interval"""
     recipe = load(arguments, unknown)
+    from aerie.infer.measure.bench_files import RECORDS, read_records
     from aerie.infer.measure.bootstrap import tau_difference
-    from aerie.infer.measure.record import RECORDS, measured_facts, read_records
+    from aerie.infer.measure.stage_facts import measured_facts
     from aerie.infer.report.tables import row_labels
 
     if (recipe.paths.bench / storage.FILE).is_file():  # else it is under way
@@ -375,7 +376,7 @@ def _decode(
     from aerie.infer.decode.methods import Drafters, check_kind, check_levels, kind_at
     from aerie.infer.measure import generate as answers
     from aerie.infer.measure.bench import load_quietly
-    from aerie.infer.measure.record import graphs_in
+    from aerie.infer.measure.bench_files import graphs_in
     from aerie.model.target import load_tokenizer
 
     if recipe is None and given is not None:

@@ -31,9 +31,8 @@ from aerie.infer.decode.methods import Drafters, kind_at
 from aerie.infer.decode.sampling import Sampler, resolve
 from aerie.infer.decode.shape import Drafting
 from aerie.infer.decode.tree import root_only
-from aerie.infer.measure import record as results
-from aerie.infer.measure.cycles import Recorder, append_lines, keep_answers, lines_of
-from aerie.infer.measure.record import (
+from aerie.infer.measure import bench_files as results
+from aerie.infer.measure.bench_files import (
     REFERENCE,
     Key,
     Origin,
@@ -41,10 +40,11 @@ from aerie.infer.measure.record import (
     Record,
     Reference,
     line_of,
-    tree_shape,
 )
+from aerie.infer.measure.cycles import Recorder, append_lines, keep_answers, lines_of
 from aerie.infer.measure.suite import Suite, suite_of
 from aerie.infer.measure.tasks import Prompt, encode_turn, load_prompts, pinned, prompt_inputs
+from aerie.infer.measure.tree_shape import tree_shape
 from aerie.model import storage
 from aerie.model.hub import quieten
 from aerie.model.kv_cache import KeptRows
@@ -170,7 +170,7 @@ def measured(
     bench = Bench(
         target, tokenizer, make_decoders(target, suite.rows, heads), kinds, section, suite, output
     )
-    what = results.Asked(suite.main, suite.points, section.by_task, section.contexts, longest)
+    what = results.SuiteFile(suite.main, suite.points, section.by_task, section.contexts, longest)
     write_json(output / results.SUITE, as_dict(what))
     records = run(bench, prompts, seed)
     if records and all(record.status == "error" for record in records):

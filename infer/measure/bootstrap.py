@@ -9,8 +9,8 @@ import pandas as pd
 from scipy import stats
 
 from aerie.configs.errors import UserError
-from aerie.infer.measure.record import FloatArray, Record
-from aerie.infer.measure.statistics import RESAMPLES
+from aerie.infer.measure.bench_files import Record
+from aerie.infer.measure.statistics import RESAMPLES, FloatArray
 
 IN_MEMORY = 250  # resamples that are in memory at once
 Sums = FloatArray  # [..., m]: sums over prompts of a table's m columns

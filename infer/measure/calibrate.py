@@ -26,7 +26,7 @@ from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
 from aerie.infer.decode.methods import FLOOR, Calibrator, Drafters, kind_at
 from aerie.infer.decode.shape import Drafting
 from aerie.infer.measure.cycles import COLUMNS, Oracle, Recorder, States, Tables, tables_of
-from aerie.infer.measure.record import FloatArray
+from aerie.infer.measure.statistics import FloatArray
 from aerie.infer.measure.tasks import encode_turn, load_prompts
 from aerie.model.storage import (
     CALIBRATOR,

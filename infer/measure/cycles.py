@@ -20,7 +20,7 @@ from aerie.infer.decode.sampling import Sampler, entropy
 from aerie.infer.decode.shape import Cycle, Drafting, make_shape
 from aerie.infer.decode.tree import Pool, Tree
 from aerie.infer.decode.verify import acceptance as acceptance_of_drawn
-from aerie.infer.measure.record import Key, Origin
+from aerie.infer.measure.bench_files import Key, Origin
 from aerie.model.kv_cache import KeptRows
 from aerie.model.storage import explained, first_line, write_atomically
 

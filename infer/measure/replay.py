@@ -13,7 +13,7 @@ from aerie.data.progress import start_progress
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
 from aerie.infer.decode.methods import drafting
 from aerie.infer.decode.shape import Cycle, Drafter, DynamicTree
-from aerie.infer.measure.record import Record
+from aerie.infer.measure.bench_files import Record
 from aerie.model.target import Target
 
 Integers = NDArray[np.int64]

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from aerie.configs.schema.measure import CONTEXT
-from aerie.infer.measure.record import Asked, FloatArray, Milliseconds, Record, SummaryRow
+from aerie.infer.measure.bench_files import Milliseconds, Record, SuiteFile, SummaryRow
 
+FloatArray = NDArray[np.float64]
 Records = Sequence[Record]
 RESAMPLES = 2000
 VANILLA, ALL_TASKS = "vanilla", "all"
@@ -147,7 +149,7 @@ def told_apart(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
 
 
 def sweep_rows(
-    groups: Sequence[Group], own: Sequence[Group], asked: Asked, seed: int
+    groups: Sequence[Group], own: Sequence[Group], asked: SuiteFile, seed: int
 ) -> list[SummaryRow]:
     """`sweeps` of summary.json; own: the groups of the bench's own rows, for points by context length."""
     rows = []

@@ -10,7 +10,7 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import validate
 from aerie.configs.schema.decode import MethodConfig
 from aerie.configs.schema.measure import BenchConfig, SamplingConfig
-from aerie.infer.measure.record import AskedCell, AskedPoint, Sampling
+from aerie.infer.measure.bench_files import Cell, Sampling, SweepPoint
 from aerie.infer.measure.statistics import grouped
 from aerie.infer.measure.tasks import Prompt
 
@@ -21,8 +21,8 @@ class Suite(NamedTuple):
     rows: tuple[MethodConfig, ...]
     places: tuple[str, ...]  # of each row in the recipe
     vanilla: int  # the row whose answers are the history of later turns
-    main: tuple[AskedCell, ...]
-    points: tuple[AskedPoint, ...]
+    main: tuple[Cell, ...]
+    points: tuple[SweepPoint, ...]
 
     def rows_for(
         self, prompts: Sequence[Prompt]
@@ -32,7 +32,7 @@ class Suite(NamedTuple):
         every = tuple((prompt.task, prompt.prompt_id) for prompt in prompts)
         for cell in (*self.main, *self.points):
             rows = asked.setdefault(cell.sampling, {})
-            for key in cell.prompts if isinstance(cell, AskedPoint) else every:
+            for key in cell.prompts if isinstance(cell, SweepPoint) else every:
                 rows[key] = sorted({*rows.get(key, ()), cell.row, self.vanilla})
         return asked
 
@@ -41,11 +41,9 @@ def suite_of(bench: BenchConfig, prompts: Sequence[Prompt] = ()) -> Suite:
     rows = list(bench.rows)
     places = [f"bench.rows.{number}" for number in range(len(rows))]
     main = [
-        AskedCell(row, **asdict(sampling))
-        for sampling in bench.sampling
-        for row in range(len(rows))
+        Cell(row, **asdict(sampling)) for sampling in bench.sampling for row in range(len(rows))
     ]
-    points: list[AskedPoint] = []
+    points: list[SweepPoint] = []
     for number, sweep in enumerate(bench.sweeps):
         meant = [
             (one.task, one.prompt_id)
@@ -83,7 +81,7 @@ def suite_of(bench: BenchConfig, prompts: Sequence[Prompt] = ()) -> Suite:
                     places.append(place)
             for sampling, method in product(samplings, methods):
                 points.append(
-                    AskedPoint(rows.index(method), **asdict(sampling), value=value, **named)
+                    SweepPoint(rows.index(method), **asdict(sampling), value=value, **named)
                 )
     vanilla = next(number for number, row in enumerate(rows) if row.method == "vanilla")
     return Suite(tuple(rows), tuple(places), vanilla, tuple(main), tuple(points))

@@ -32,11 +32,12 @@ from aerie.infer.decode.graphs import cycle_of
 from aerie.infer.decode.methods import Drafters, calibrate_of, drafting
 from aerie.infer.decode.shape import Drafter
 from aerie.infer.measure.bench import CYCLE_PHASES, Bench, describe, make_decoders, run
-from aerie.infer.measure.record import RECORDS, tree_shape
+from aerie.infer.measure.bench_files import RECORDS
 from aerie.infer.measure.replay import Cycles, counted, path_ranks, record, replayed
 from aerie.infer.measure.statistics import group, speedups, summary_row
 from aerie.infer.measure.suite import suite_of
 from aerie.infer.measure.tasks import check_sources, encode_turn, load_prompts
+from aerie.infer.measure.tree_shape import tree_shape
 from aerie.model.hub import head_directory
 from aerie.model.storage import CALIBRATOR, write_json, write_text
 from aerie.model.target import Target

@@ -12,6 +12,7 @@ import pandas as pd
 from scipy import stats
 
 from aerie.configs.read import adapter
+from aerie.infer.measure.bench_files import Record, read_records
 from aerie.infer.measure.bootstrap import (
     Estimate,
     Side,
@@ -21,15 +22,10 @@ from aerie.infer.measure.bootstrap import (
     side_of_answers,
     tau_columns,
 )
-from aerie.infer.measure.record import (
-    FloatArray,
-    Record,
-    TreeShape,
-    calibrations_of,
-    read_records,
-)
 from aerie.infer.measure.replay import counted
-from aerie.infer.measure.statistics import group, grouped
+from aerie.infer.measure.stage_facts import calibrations_of
+from aerie.infer.measure.statistics import FloatArray, group, grouped
+from aerie.infer.measure.tree_shape import TreeShape
 from aerie.infer.measure.tune import Costs
 from aerie.model.storage import read_json
 

@@ -6,7 +6,7 @@ from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 from aerie.configs.schema.measure import CONTEXT
-from aerie.infer.measure.record import SummaryRow
+from aerie.infer.measure.bench_files import SummaryRow
 from aerie.infer.measure.statistics import grouped, told_apart
 from aerie.infer.report.tables import SummaryRows, label, sampling_text, tree_text
 

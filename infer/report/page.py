@@ -12,9 +12,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from aerie.configs.errors import UserError
-from aerie.infer.measure import record as files
+from aerie.infer.measure import bench_files as files
 from aerie.infer.measure import statistics
-from aerie.infer.measure.record import Record, SummaryRow
+from aerie.infer.measure.bench_files import Record, SummaryRow
 from aerie.infer.report import tables
 from aerie.infer.report.grids import context_grids, sweep_grids, task_grid
 from aerie.infer.report.pictures import draw_pictures
@@ -120,9 +120,9 @@ def read_findings(bench: Path, calibration: Path, seed: int) -> Findings:
     records = files.read_records(bench / files.RECORDS)
     if not records:
         raise UserError(f"{bench / files.RECORDS}: holds no whole record; run: aerie bench")
-    suite = read_if_there(bench / files.SUITE, files.Asked)
+    suite = read_if_there(bench / files.SUITE, files.SuiteFile)
     if suite is None:  # then all rows are the bench's own
-        suite = files.Asked(tuple(files.AskedCell(r.row, *r.sampling) for r in records))
+        suite = files.SuiteFile(tuple(files.Cell(r.row, *r.sampling) for r in records))
     main = {(cell.row, cell.sampling) for cell in suite.main}
     all_groups = statistics.group(records)
     groups = [

@@ -10,7 +10,7 @@ import numpy as np
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
-from aerie.infer.measure.record import SummaryRow
+from aerie.infer.measure.bench_files import SummaryRow
 from aerie.infer.measure.statistics import VANILLA
 from aerie.infer.report.grids import LEVELS, Grid, is_numeric
 from aerie.infer.report.tables import SummaryRows, label

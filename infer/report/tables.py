@@ -8,7 +8,7 @@ import pandas as pd
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_text, read_yaml
-from aerie.infer.measure.record import Record, SummaryRow
+from aerie.infer.measure.bench_files import Record, SummaryRow
 from aerie.infer.measure.statistics import VANILLA, group, identity, told_apart
 from aerie.model.storage import read_json
 

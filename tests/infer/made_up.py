@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from aerie.infer.measure.record import Milliseconds, Record, TreeShape, line_of
+from aerie.infer.measure.bench_files import Milliseconds, Record, line_of
+from aerie.infer.measure.tree_shape import TreeShape
 from aerie.model.storage import write_json, write_text
 
 TREES = {

@@ -21,12 +21,7 @@ from aerie.infer.measure.bench import (
     run,
     run_reference,
 )
-from aerie.infer.measure.record import (
-    RECORDS,
-    Record,
-    line_of,
-    read_records,
-)
+from aerie.infer.measure.bench_files import RECORDS, Record, line_of, read_records
 from aerie.infer.measure.statistics import group, summary_row
 from aerie.infer.measure.suite import suite_of
 from aerie.infer.measure.tasks import Prompt

@@ -14,8 +14,8 @@ import torch
 
 from aerie.infer import main as infer_main
 from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.measure.bench_files import RECORDS, line_of
 from aerie.infer.measure.generate import ColouredStreamer
-from aerie.infer.measure.record import RECORDS, line_of
 from aerie.model import main as model_main
 from aerie.model.checkpoint import save_head
 from aerie.model.storage import WEIGHTS, Stage, working_alone

@@ -13,8 +13,9 @@ from aerie.configs.schema.decode import (
     MethodConfig,
     VoteConfig,
 )
-from aerie.infer.measure.record import Record, line_of, read_records, tree_shape
+from aerie.infer.measure.bench_files import Record, line_of, read_records
 from aerie.infer.measure.statistics import group, identity, summary_row, told_apart
+from aerie.infer.measure.tree_shape import tree_shape
 from aerie.infer.report.tables import (
     console_table,
     csv_table,

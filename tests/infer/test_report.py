@@ -30,9 +30,10 @@ from aerie.configs.schema.decode import (
 )
 from aerie.infer import main as commands
 from aerie.infer.decode.stop import Vote
-from aerie.infer.measure import record as measured
+from aerie.infer.measure.bench_files import SUITE, Cell, Record, SuiteFile, SweepPoint, line_of
 from aerie.infer.measure.bootstrap import Estimate, Side, estimate, ratio_of_sums
-from aerie.infer.measure.record import SUITE, Asked, AskedCell, AskedPoint, Record, line_of
+from aerie.infer.measure.stage_facts import calibrations_of
+from aerie.infer.measure.tree_shape import TreeShape, tree_shape
 from aerie.infer.papers import claims
 from aerie.infer.papers.appendix import claim_pictures, papers_appendix
 from aerie.infer.papers.evidence import (
@@ -77,14 +78,14 @@ ROW_KEYS = set(
 )
 
 
-def tree(method: Method, **changes: Any) -> measured.TreeShape:
+def tree(method: Method, **changes: Any) -> TreeShape:
     """A record's entry for a method's tree with these changes."""
-    shape = measured.tree_shape(MethodConfig.of(method, **changes))
+    shape = tree_shape(MethodConfig.of(method, **changes))
     assert shape is not None
     return shape
 
 
-def voting() -> tuple[list[Record], Asked]:
+def voting() -> tuple[list[Record], SuiteFile]:
     """Fixed and voting trees of 2 and 4 levels on two prompts; in the sweep, those of 2 levels are also rows."""
     spent: list[tuple[Method, int, tuple[int, ...], int, int, float]] = [  # ..., forwards, wasted forwards, decode ms
         ("eagle2", 2, (3, 1), 4, 2, 20.0), ("deagle", 2, (3, 1), 3, 1, 20.0),
@@ -96,7 +97,7 @@ def voting() -> tuple[list[Record], Asked]:
     points = []
     for row, (method, levels, tokens, forwards, wasted, ms) in enumerate(spent, start=1):
         points.append(
-            AskedPoint(row, **GREEDY, sweep="d", key="tree.levels", value=levels, prompts=PROMPTS)
+            SweepPoint(row, **GREEDY, sweep="d", key="tree.levels", value=levels, prompts=PROMPTS)
         )
         for _, name in PROMPTS:
             drafts = {
@@ -113,7 +114,7 @@ def voting() -> tuple[list[Record], Asked]:
             }
             records.append(drafted(tokens, prompt_id=name, **named, **drafts))
         records.append(drafted((9, 9), prompt_id="c", **named))  # the sweep leaves out this prompt
-    return records, Asked(tuple(AskedCell(row, **GREEDY) for row in (0, 1, 2)), tuple(points))
+    return records, SuiteFile(tuple(Cell(row, **GREEDY) for row in (0, 1, 2)), tuple(points))
 
 
 def report(run: Path, output: str = "report") -> dict[str, Any]:
@@ -244,7 +245,7 @@ def test_pictures_are_files_those_of_earlier_input_go_and_rows_may_be_by_task(
     (run / "bench" / "reference.json").unlink()
     write_json(
         run / "bench" / SUITE,
-        as_dict(Asked(tuple(AskedCell(row, **GREEDY) for row in (0, 1)), by_task=True)),
+        as_dict(SuiteFile(tuple(Cell(row, **GREEDY) for row in (0, 1)), by_task=True)),
     )
     summary = report(run)
     assert (
@@ -639,8 +640,8 @@ def test_make_bench_full_judges_by_the_calibrations_and_costs_of_make_bench(tmp_
             ["make", "-o", "bench", "bench-full"], cwd=tmp_path, check=True, capture_output=True
         )
     of_bench, full = (
-        measured.calibrations_of(seeds),
-        measured.calibrations_of(tmp_path / "runs" / "seeds-full"),
+        calibrations_of(seeds),
+        calibrations_of(tmp_path / "runs" / "seeds-full"),
     )
     assert [path.resolve() for path in full] == of_bench and len(full) == 2
     assert (tmp_path / "runs" / "seeds-full" / "tune" / "tune.json").is_file()

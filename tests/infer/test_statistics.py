@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from aerie.configs.errors import UserError
+from aerie.infer.measure.bench_files import Record
 from aerie.infer.measure.bootstrap import tau_difference
-from aerie.infer.measure.record import Record
 from aerie.infer.measure.statistics import context_rows, group, speedups, summary_row, tau_interval
 from tests.infer.made_up import FAILED, drafted, milliseconds, record
 

@@ -14,7 +14,7 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.infer import main as infer
 from aerie.infer.decode.methods import Calibrator
 from aerie.infer.measure.bench import difference
-from aerie.infer.measure.record import read_records
+from aerie.infer.measure.bench_files import read_records
 from aerie.model.checkpoint import save_head
 from aerie.model.miniature import small_model
 from aerie.model.storage import ROOT, digests, read_json, write_json

@@ -1,81 +1,26 @@
 """The files of a bench as types. records.jsonl has a Record a line and only grows."""
 
-import shlex
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import adapter, as_dict, validate
-from aerie.configs.schema.decode import METHODS, MethodConfig, published_tree
-from aerie.configs.schema.heads import TargetConfig
-from aerie.configs.schema.recipe import RunPaths
-from aerie.data.inputs import target_inputs
+from aerie.configs.read import adapter, validate
 from aerie.data.progress import format_bytes
-from aerie.model import storage
-from aerie.model.hub import head_directory
+from aerie.infer.measure.tree_shape import TreeShape
 from aerie.model.storage import (
-    Manifest,
-    Whole,
-    differences,
-    digest,
-    digests,
-    find_weights,
     read_json,
 )
 
 T = TypeVar("T")
-FloatArray = NDArray[np.float64]
 Sampling = tuple[float, int, float]  # temperature, top_k, top_p
 PromptKey = tuple[str, str, int]  # task, prompt_id, turn
 Key = tuple[int, Sampling, PromptKey]
 RECORDS = "records.jsonl"
 SUITE = "suite.json"
 REFERENCE = "reference.json"
-
-
-@dataclass(frozen=True)
-class TreeShape:
-    """The tree of a row, root counted; `settings`: what else the method was given."""
-
-    shape: str  # dynamic, chain, static, lookup, lookahead
-    levels: int
-    k: int
-    nodes: int
-    settings: dict[str, Any] = field(default_factory=dict)
-    text: str | None = None
-    variant: str = ""
-
-    @property
-    def words(self) -> str:
-        """'6 levels, k 8, 16 nodes', '5 levels, chain, stop entropy', '4 levels, static, 64 nodes'."""
-        match self.shape:
-            case "chain":
-                size = "chain"
-            case "static":
-                size = f"static, {self.nodes} nodes"
-            case _:
-                size = f"k {self.k}, {self.nodes} nodes"
-        sizes = f"{self.levels} levels, {size}"
-        return ", ".join(filter(None, (self.text or sizes, self.variant)))
-
-    def as_dict(self) -> dict[str, Any]:
-        """As summary.json has it."""
-        values = {
-            **self.settings,
-            "shape": self.shape,
-            "levels": self.levels,
-            "k": self.k,
-            "nodes": self.nodes,
-        }
-        return values | {
-            name: text for name, text in (("text", self.text), ("variant", self.variant)) if text
-        }
 
 
 @dataclass(frozen=True)
@@ -91,7 +36,7 @@ class Milliseconds:
 
 
 @dataclass(frozen=True)
-class AskedCell:
+class Cell:
     """A row of the suite at one sampling."""
 
     row: int
@@ -105,7 +50,7 @@ class AskedCell:
 
 
 @dataclass(frozen=True)
-class Origin(AskedCell):
+class Origin(Cell):
     """Which row and sampling an answer is of, and which turn of which prompt."""
 
     method: str
@@ -230,7 +175,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class AskedPoint(AskedCell):
+class SweepPoint(Cell):
     """One value of a sweep, on these prompts alone."""
 
     sweep: str
@@ -240,9 +185,9 @@ class AskedPoint(AskedCell):
 
 
 @dataclass(frozen=True)
-class Asked:
-    main: tuple[AskedCell, ...]
-    points: tuple[AskedPoint, ...] = ()
+class SuiteFile:
+    main: tuple[Cell, ...]
+    points: tuple[SweepPoint, ...] = ()
     by_task: bool = False
     contexts: tuple[int, ...] = ()
     max_context: int | None = None
@@ -282,108 +227,9 @@ def graphs_in(bench: Path, method: str | None = None) -> str:
     return f"; CUDA graphs of a row took up to {format_bytes(taken)} in {bench}" if taken else ""
 
 
-def calibrations_of(run: Path) -> list[Path]:
-    """The finished calibrations of a run, in RUN/calibration and RUN/*/calibration."""
-    return sorted(
-        path.parent
-        for place in ("", "*/")
-        for path in run.glob(f"{place}calibration/{storage.FILE}")
-    )
-
-
-def run_facts(
-    run: RunPaths, recipe_words: str, target: TargetConfig | None = None
-) -> dict[Path, dict[str, Any]]:
-    """`measured_facts` of a run's calibrations, bench and tuning: all of one target (default: the bench's)."""
-    here = storage.sound_record(run.bench).get("inputs", {}).get("target")
-    if target and Path(target.path).is_dir():
-        here = target_inputs(target)
-    elif here and Path(here["path"]).is_dir():
-        here["files"] = target_inputs(TargetConfig(here["path"]))["files"]
-    parts = [
-        *calibrations_of(run.root),
-        run.bench,
-        *([run.tune] if (run.tune / storage.FILE).is_file() else ()),
-    ]
-    return {path: measured_facts(path, recipe_words, here) for path in parts}
-
-
-def measured_facts(
-    directory: Path, recipe_words: str, target: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """The facts that a stage recorded at its end; UserError if its files, heads or target (an input) changed since."""
-    made = [
-        word
-        for word in storage.sound_record(directory).get("argv", ())[1:]
-        if word != "--overwrite"
-    ]
-    again = "run: aerie " + (
-        shlex.join(made) or f"{directory.name.replace('calibration', 'calibrate')} {recipe_words}"
-    )
-    if not (directory / storage.FILE).is_file():
-        raise UserError(f"{directory}: no {directory.name}, or one that was stopped; {again}")
-    checked = Manifest.check(directory)
-    if not isinstance(checked, Whole):
-        raise UserError(f"{checked}; {again} --overwrite")
-    facts, of_target = checked.manifest.facts, checked.manifest.inputs.get("target", target)
-    if target and (changed := differences({"target": of_target}, {"target": target})):
-        raise UserError(f"{directory}: measured another target ({changed}); {again} --overwrite")
-    for head, files in facts.get("heads", {}).items():
-        is_here = Path(head).is_dir() and find_weights(head_directory(head))
-        if is_here and digests(head_directory(head)) != files:
-            raise UserError(
-                f"{directory}: measured {head} before it was trained anew; {again} --overwrite"
-            )
-    return facts
-
-
 def read_as(path: Path, schema: type[T]) -> T:
     try:
         return validate(read_json(path), schema, str(path), {})
     except UserError as error:
         command = path.parent.name.replace("calibration", "calibrate")
         raise UserError(f"{error}; delete it and run: aerie {command} --overwrite") from error
-
-
-def tree_shape(row: MethodConfig) -> TreeShape | None:
-    """A row's tree, None for vanilla; its variant names what differs from the method's own."""
-    if row.options is not None:
-        return TreeShape(
-            METHODS[row.method].options or "",
-            *row.options.sizes,
-            settings=as_dict(row.options),
-            text=row.options.text,
-        )
-    tree = row.tree
-    if tree is None:
-        return None
-    published, stop = published_tree(row.method), as_dict(tree.stop)
-    changes: dict[str, Any] = (
-        {} if tree.stop.rule == published.stop.rule else {"stop": tree.stop.rule}
-    )
-    changes |= {
-        key: value for key, value in stop.items() if value != as_dict(type(tree.stop)())[key]
-    }
-    usual = published if tree.shape == published.shape else type(tree)
-    for key in ("rank", "rerank", "children", "choices", "calibrated", "stop_read"):
-        value = getattr(tree, key, None)
-        if value != getattr(usual, key, None):
-            changes[key] = digest(value)[:6] if isinstance(value, tuple) else value
-    sizes: dict[str, Any] = {key: getattr(tree, key) for key in ("shape", "levels", "k", "nodes")}
-    settings = {"children": "best"}
-    settings |= {key: value for key, value in as_dict(tree).items() if key not in sizes}
-    return TreeShape(**sizes, settings=settings, variant=_words(changes))
-
-
-def _words(value: Any) -> str:
-    """'stop entropy, h 0.5'."""
-    match value:
-        case dict():
-            return ", ".join(
-                f"{key.replace('_', ' ')} {_words(item)}" for key, item in value.items()
-            )
-        case list():
-            return "/".join(map(str, value))
-        case bool():
-            return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,93 @@
+"""How a row's tree is named in records, summaries and tables."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from aerie.configs.read import as_dict
+from aerie.configs.schema.decode import METHODS, MethodConfig, published_tree
+from aerie.model.storage import (
+    digest,
+)
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """The tree of a row, root counted; `settings`: what else the method was given."""
+
+    shape: str  # dynamic, chain, static, lookup, lookahead
+    levels: int
+    k: int
+    nodes: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    text: str | None = None
+    variant: str = ""
+
+    @property
+    def words(self) -> str:
+        """'6 levels, k 8, 16 nodes', '5 levels, chain, stop entropy', '4 levels, static, 64 nodes'."""
+        match self.shape:
+            case "chain":
+                size = "chain"
+            case "static":
+                size = f"static, {self.nodes} nodes"
+            case _:
+                size = f"k {self.k}, {self.nodes} nodes"
+        sizes = f"{self.levels} levels, {size}"
+        return ", ".join(filter(None, (self.text or sizes, self.variant)))
+
+    def as_dict(self) -> dict[str, Any]:
+        """As summary.json has it."""
+        values = {
+            **self.settings,
+            "shape": self.shape,
+            "levels": self.levels,
+            "k": self.k,
+            "nodes": self.nodes,
+        }
+        return values | {
+            name: text for name, text in (("text", self.text), ("variant", self.variant)) if text
+        }
+
+
+def tree_shape(row: MethodConfig) -> TreeShape | None:
+    """A row's tree, None for vanilla; its variant names what differs from the method's own."""
+    if row.options is not None:
+        return TreeShape(
+            METHODS[row.method].options or "",
+            *row.options.sizes,
+            settings=as_dict(row.options),
+            text=row.options.text,
+        )
+    tree = row.tree
+    if tree is None:
+        return None
+    published, stop = published_tree(row.method), as_dict(tree.stop)
+    changes: dict[str, Any] = (
+        {} if tree.stop.rule == published.stop.rule else {"stop": tree.stop.rule}
+    )
+    changes |= {
+        key: value for key, value in stop.items() if value != as_dict(type(tree.stop)())[key]
+    }
+    usual = published if tree.shape == published.shape else type(tree)
+    for key in ("rank", "rerank", "children", "choices", "calibrated", "stop_read"):
+        value = getattr(tree, key, None)
+        if value != getattr(usual, key, None):
+            changes[key] = digest(value)[:6] if isinstance(value, tuple) else value
+    sizes: dict[str, Any] = {key: getattr(tree, key) for key in ("shape", "levels", "k", "nodes")}
+    settings = {"children": "best"}
+    settings |= {key: value for key, value in as_dict(tree).items() if key not in sizes}
+    return TreeShape(**sizes, settings=settings, variant=_words(changes))
+
+
+def _words(value: Any) -> str:
+    """'stop entropy, h 0.5'."""
+    match value:
+        case dict():
+            return ", ".join(
+                f"{key.replace('_', ' ')} {_words(item)}" for key, item in value.items()
+            )
+        case list():
+            return "/".join(map(str, value))
+        case bool():
+            return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)
