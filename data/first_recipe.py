@@ -21,12 +21,16 @@ from aerie.data.conversations import read_rows
 from aerie.data.inputs import is_here
 from aerie.data.progress import format_bytes
 from aerie.data.tokens import tokenised
+from aerie.model.heads import HEADS
 from aerie.model.heads.eagle import DEFAULT_SIZE
 from aerie.model.target import context_of, default_taps, load_config, weights_size
 
 SAMPLE, MOST = 1000, 4096  # rows to measure; the longest max_length (SpecForge)
 GPU_SPEED, CORE_SPEED = 400e12, 15e9  # operations a second (assumed; docs/scale.md)
-LAYOUT_FOR_VLLM = {"eagle1": "safeailab", "eagle3": "speculators"}  # the layout for vLLM
+# of the kinds that init chooses from
+LAYOUT_FOR_VLLM = {
+    name: kind.servers["vLLM"] for name, kind in HEADS.items() if kind.init_blocks < inf
+}
 COMMON = (
     "target",
     "model",
@@ -60,7 +64,7 @@ def recipe_text(asked: dict[str, Any]) -> str:
 
     kind, why = asked["head"].get("kind"), "as asked"
     if kind is None:
-        kind = "eagle3" if blocks >= 7 else "eagle1"
+        kind = [name for name, record in HEADS.items() if record.init_blocks <= blocks][-1]
         why = "eagle3 reads states of three blocks, and needs seven or more"
     parent, name = Path(target.path).absolute().parts[-2:]
     name = (

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.model import checkpoint
-from aerie.model.formats.block_layouts import refuse_block, write_block
 from aerie.model.formats.content import (
     COUNTS_OUTPUTS,
     HeadContent,
@@ -23,9 +22,9 @@ from aerie.model.formats.content import (
     tap_numbers,
     unread,
 )
-from aerie.model.formats.eagle_layouts import SERVER, ZERO_BIAS, refuse_eagle, write_eagle
+from aerie.model.formats.eagle_layouts import SERVER, ZERO_BIAS
 from aerie.model.formats.layouts import read_content, write_tensors
-from aerie.model.heads import AnyConfig
+from aerie.model.heads import HEADS, AnyConfig
 from aerie.model.heads.eagle import EMBEDDING, Eagle3Config
 from aerie.model.hub import RECORDS, head_directory, is_on_hub
 from aerie.model.storage import (
@@ -38,12 +37,6 @@ from aerie.model.storage import (
     write_json,
 )
 
-WRITERS = {"block": (refuse_block, write_block)}
-EAGLES = (refuse_eagle, write_eagle)  # for other kinds
-SERVED = {
-    kind: {"vLLM": "speculators", "SGLang": "sglang"} for kind in ("eagle1", "eagle3", "block")
-}
-SERVED["eagle1"]["vLLM"] = "safeailab"
 OF_AN_EXPORT = ("exported_from", SERVER, ZERO_BIAS)  # the next export does not copy these
 BOOKKEEPING = re.compile(  # keys of config.json that are read, reported by `unread`, or not needed
     r"_name_or_path|architectures|auto_map|\w+_token_id|(torch_)?dtype|initializer_range|transformers_version|use_cache"
@@ -76,8 +69,10 @@ def export(
     other = target.other_weights(facts.get("target"))
     if other is not None and not any_target:
         raise UserError(f"{source}: {other}; give its own target, or --any-target")
-    _, write = WRITERS.get(content.kind, EAGLES)
-    values, new, added = write(to, dataclasses.replace(content, tensors=state), target)
+    formats = HEADS[content.kind].formats
+    if formats is None:
+        raise UserError(f"--to {to}: carries EAGLE heads, and this is a {content.kind} head")
+    values, new, added = formats.write(to, dataclasses.replace(content, tensors=state), target)
     facts |= {
         **values.get("aerie", {}),
         "exported_from": {"layout": layout, "files": digests(directory)},
@@ -171,8 +166,6 @@ OPEN = {
     "ambiguous": "only the target tells how its taps are numbered; give it with --target",
 }
 SCORES = ("step", "predicted_tau", "tau", "loss")
-SIZES = ["hidden_size", *checkpoint.LAYER[:4]]
-SIZES += "num_hidden_layers num_heads num_layers block_size markov_rank markov_order".split()
 
 
 def inspect_head(
@@ -205,10 +198,10 @@ def inspect_head(
             said.append(str(error))
             return None
 
-    servers, (refuse, _) = dict[str, Any](), WRITERS.get(content.kind, EAGLES)
-    for server, to in SERVED.get(content.kind, {}).items():
+    kind, servers = HEADS[content.kind], dict[str, Any]()
+    for server, to in kind.servers.items():
         refused = ["vLLM stops at fc.bias"] if to == "safeailab" and config.bias else []
-        passed(refused, refuse, to, config, target)
+        passed(refused, kind.formats.refuse, to, config, target)
         servers[server] = {"layout": to, "refused": refused}
     vocabulary = passed(problems, checkpoint.check_content, content, files.weights_place)
     if target is not None:
@@ -271,7 +264,7 @@ def inspect_head(
         else None,
         "taps_open": state,
         "sizes": {
-            name: size for name in SIZES if (size := getattr(config, name, None)) is not None
+            name: size for name in kind.sizes if (size := getattr(config, name, None)) is not None
         },
         "options": [*(name for name, value in vars(config).items() if value is True), *worded],
         "parameters": {

@@ -14,6 +14,7 @@ from aerie.configs.read import read_yaml
 from aerie.model.export import export
 from aerie.model.formats.content import TargetFacts, table
 from aerie.model.formats.eagle_layouts import CHECKED, LOST, SPECULATIVE_TOKENS
+from aerie.model.heads import HEADS
 from aerie.model.hub import OURS, RECORDS, head_directory, is_on_hub, readable_errors
 from aerie.model.storage import (
     CALIBRATOR,
@@ -239,6 +240,7 @@ def _card(
         template_path=str(Path(__file__).with_name("card.md.jinja")),
         repo=repo,
         head=head,
+        kind_name=HEADS[head["kind"]].title,
         target=target,
         is_on_hub=is_on_hub(target),
         conversations=conversations,

@@ -42,12 +42,13 @@ from aerie.infer.decode.engine import PHASES, SpeculativeDecoder
 from aerie.infer.decode.methods import drafting
 from aerie.infer.measure.generate import cycle_work
 from aerie.model.checkpoint import new_head
+from aerie.model.heads import DRAFT_MODELS
 from aerie.model.heads.eagle import DraftVocabulary
 from aerie.model.storage import first_line
 from aerie.model.target import Target, default_taps
 from aerie.train import costs, processes
-from aerie.train.jobs import OBJECTIVES
 from aerie.train.optimizers import build_optimizers
+from aerie.train.workload import Load
 
 Row = dict[str, Any]
 
@@ -179,9 +180,7 @@ def measured(size: Size, accelerator: Accelerator) -> Iterator[Row]:
     ids = torch.randint(size.target["vocab_size"], (size.rows, size.length), device=device)
     turn_ids = torch.ones(size.rows, size.length, dtype=torch.long)
     turn_ids[:, : size.length // 4] = 0  # the prompt
-    load = costs.Load.of_rows(
-        ((row, turn) for row, turn in zip(ids.cpu(), turn_ids, strict=True)), 3
-    )
+    load = Load.of_rows(((row, turn) for row, turn in zip(ids.cpu(), turn_ids, strict=True)), 3)
     heads: dict[str, Any] = {}
 
     def row(
@@ -204,7 +203,7 @@ def measured(size: Size, accelerator: Accelerator) -> Iterator[Row]:
 
     tokens = size.rows * size.length
     head = new_head(Eagle1Section(), config, target.vocab, 0)
-    objective = OBJECTIVES["eagle1"](head, target.vocab, Eagle1Train())
+    objective = DRAFT_MODELS["eagle1"].objective(head, target.vocab, Eagle1Train())
     forward = costs.operations(objective, load, model)["target"]
     yield row("features with taps", lambda: target.features(ids, taps), forward, tokens)
     states = target.features(ids, taps)
@@ -240,7 +239,7 @@ def measured(size: Size, accelerator: Accelerator) -> Iterator[Row]:
             taps,
             vocabulary if kind == "eagle3" else None,
         )
-        objective = OBJECTIVES[kind](head.float(), target.vocab, settings)
+        objective = DRAFT_MODELS[kind].objective(head.float(), target.vocab, settings)
         if getattr(settings, "compile", False):
             for layer in head.blocks:
                 layer.compile_parts()

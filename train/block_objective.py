@@ -15,6 +15,14 @@ from aerie.model.target import VocabWeights
 from aerie.train import losses
 from aerie.train.losses import SumsAndCounts, Totals
 from aerie.train.objectives import Objective, StepOutput
+from aerie.train.workload import (
+    Activations,
+    KeptNumbers,
+    Load,
+    MatrixSizes,
+    Work,
+    attention_width,
+)
 
 
 class BlockObjective(Objective):
@@ -157,3 +165,32 @@ class BlockObjective(Objective):
             drafted = torch.cat([self._laws(*piece).argmax(-1) for piece in pieces])
             hits[which[k], k] = (drafted == choices[laws[k].to(drafted.device)]).float().cpu()
         return {**self(batch).sums(), "chain": (hits.cumprod(1).sum(), asked[..., 0].sum())}
+
+    def work(self, load: Load) -> Work:
+        config = self.head.config
+        sizes = MatrixSizes.of(self.head)
+        shared = self.target.lm_head.numel()
+        blocks = min(load.slots[0], load.rows * self.settings.anchors)
+        # attention's two products are counted like weights: a row meets the keys of a row of text
+        products = 2 * config.num_hidden_layers * attention_width(config)
+        products *= load.tokens // load.rows
+        # fc, keys and values of all tokens; the rest of the blocks' rows alone
+        of_text = (sizes.fc + sizes.keys_and_values) * load.tokens
+        of_blocks = (sizes.body - sizes.fc + products) * blocks * config.block_size
+        laws = 2 * shared * load.slots[0]
+        laws += (4 * shared + 3 * sizes.path_correction) * blocks * config.num_places
+        return Work(of_text + of_blocks, 0, laws)
+
+    def activations(self, tokens: int) -> Activations:
+        config = self.head.config
+        layers = KeptNumbers.of(config, self.settings.gradient_checkpointing)
+        blocks = min(tokens, self.settings.batch_size * self.settings.anchors)
+        rows = blocks * config.block_size
+        # not only the blocks' rows: fc, keys and values of the text
+        kv_width = config.num_key_value_heads * config.head_dim
+        of_text = tokens * (5 * config.hidden_size + 2 * kv_width * config.num_hidden_layers)
+        ends = 7 * config.hidden_size + of_text // rows
+        numbers = rows * (layers.kept + ends) + tokens * layers.recomputed
+        # a chunk counts the target's states, which the slots of several blocks share
+        chunk = self.chunk_on(is_gpu=True) * max(1, rows // tokens) // config.block_size
+        return Activations(numbers, 6 * config.vocab_size * min(rows, chunk))

@@ -12,7 +12,6 @@ from accelerate.tracking import get_available_trackers
 
 from aerie.configs.errors import UserError, rank, warn
 from aerie.configs.read import as_dict
-from aerie.configs.schema.heads import DraftLMSection, Eagle3Section, HydraSection, MedusaSection
 from aerie.configs.schema.recipe import Recipe
 from aerie.data import tokens
 from aerie.data.batches import Batch, BatchRow, Order, ShardPools, check_padding, with_states
@@ -22,22 +21,13 @@ from aerie.data.features import check_rows, within_context
 from aerie.data.inputs import FEATURES_COMMAND
 from aerie.model import target as targets
 from aerie.model.checkpoint import new_head, position_warnings, save_head
+from aerie.model.heads import DRAFT_MODELS, HEADS
 from aerie.model.target import VocabWeights
 from aerie.train import costs, lm
-from aerie.train.block_objective import BlockObjective
-from aerie.train.objectives import Eagle1Objective, Eagle3Objective, MultiTokenObjective, Objective
+from aerie.train.objectives import Objective
 from aerie.train.processes import world_size
 from aerie.train.resume import needs_target, reads_cache, state_name
-
-OBJECTIVES: dict[
-    str, Callable[[Any, VocabWeights, Any], Objective]
-] = {  # of draft heads; a draft LM's is in lm.py
-    "eagle1": Eagle1Objective,
-    "eagle3": Eagle3Objective,
-    "medusa": MultiTokenObjective,
-    "hydra": MultiTokenObjective,
-    "block": BlockObjective,
-}
+from aerie.train.workload import Load
 
 
 @dataclass(frozen=True)
@@ -76,7 +66,8 @@ class Job:
 
 def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) -> Job:
     """The recipe's job. A plan loads no more of the target than its embedding and LM head."""
-    section, paths = recipe.head, recipe.paths
+    section: Any = recipe.head
+    paths = recipe.paths
     settings: Any = recipe.train
     # Accelerate silently leaves out trackers that are not installed.
     if missing := set(settings.trackers) - set(map(str, get_available_trackers())):
@@ -114,7 +105,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
         features = partial(
             with_states, whole, taps, getattr(torch, recipe.features.dtype or "", whole.dtype)
         )
-    if isinstance(section, DraftLMSection):
+    if section.kind not in HEADS:  # a draft LM
         head: Any = lm.new_causal_lm(
             section, tokenizer, settings.seed, None if vocab is None else len(vocab.embedding)
         )
@@ -122,8 +113,9 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
         save: Any = partial(lm.save_causal_lm, tokenizer)
     else:
         vocabulary, facts, counted = None, dict[str, Any](), ""
+        has_draft_vocabulary = HEADS[section.kind].has_draft_vocabulary
         num_tokens, path = len(vocab.embedding), recipe.target.path
-        if isinstance(section, Eagle3Section) and section.init_from is None:
+        if has_draft_vocabulary and section.init_from is None:
             forced = tokens.forced_ids(tokenizer, end_ids, num_tokens)
             size = section.draft_vocab_size
             vocabulary, facts, counted = tokens.draft_vocabulary(
@@ -135,11 +127,11 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
             )
         head = new_head(section, text_config, vocab, settings.seed, path, taps, vocabulary).float()
         # A warm start keeps its vocabulary, which must be able to end a turn.
-        if isinstance(section, Eagle3Section) and vocabulary is None:
+        if has_draft_vocabulary and vocabulary is None:
             own = head.vocabulary
             own.check_ends(end_ids, f"head.init_from: {section.init_from}")
             _, facts, counted = tokens.draft_vocabulary(rows.tokens(), len(own.t2d), given=own)
-        objective = OBJECTIVES[section.kind](head, vocab, settings)
+        objective = HEADS[section.kind].objective(head, vocab, settings)
         known: dict[str, Any] = {
             "target_path": path,
             "target": targets.fingerprint(recipe.target, text_config, vocab),
@@ -152,7 +144,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
             f"data.max_length {length:,} + {drafted} drafted levels; set it to {length + drafted:,}"
         )
         raise UserError(f"head.max_position_embeddings: {positions:,} is less than {needed}")
-    if rank() == 0 and not isinstance(section, DraftLMSection):
+    if rank() == 0 and section.kind in HEADS:
         for sentence in position_warnings(head.config, text_config, section.init_from or "head"):
             warn(sentence)
         print(counted and f"{counted}\n", end="", flush=True)
@@ -206,14 +198,12 @@ def _whole_target(recipe: Recipe, is_plan: bool) -> targets.Target | None:
 
 
 def _num_drafted(recipe: Recipe) -> int:
-    """Positions that a head needs after the last token; 0 for Medusa and Hydra heads and draft LMs."""
-    if (
-        isinstance(recipe.head, MedusaSection | HydraSection | DraftLMSection)
-        or recipe.tree is None
-    ):
+    """Positions that a head needs after the last token."""
+    positions_ahead = DRAFT_MODELS[recipe.head.kind].positions_ahead
+    if positions_ahead is None or recipe.tree is None:
         return 0
-    rows = getattr(recipe.train, "unroll_steps", getattr(recipe.head, "block_size", 0))
-    return max(recipe.tree.levels, recipe.train.eval_depths, rows)
+    ahead = positions_ahead(recipe.head, recipe.train)
+    return max(recipe.tree.levels, recipe.train.eval_depths, ahead)
 
 
 def _build_rows(
@@ -254,7 +244,7 @@ def _build_rows(
 def plan(recipe: Recipe, job: Job) -> str:
     config, rows, world = job.objective.settings, job.rows, world_size()
     order, steps = job.order(world)
-    load = costs.Load.of_rows(rows.tokens(), getattr(config, "unroll_steps", 1))
+    load = Load.of_rows(rows.tokens(), getattr(config, "unroll_steps", 1))
     runs, largest = (
         None if reads_cache(recipe) else job.trunk,
         config.batch_size * max(rows.lengths),

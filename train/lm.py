@@ -18,6 +18,7 @@ from aerie.model.target import Target, VocabWeights, load_tokenizer
 from aerie.train import losses
 from aerie.train.losses import SumsAndCounts, Totals, argmax_in_chunks
 from aerie.train.objectives import Objective, StepOutput, chosen_after, shifted
+from aerie.train.workload import Load, MatrixSizes, Work, attention_operations
 
 
 class LMObjective(Objective):
@@ -107,6 +108,16 @@ class LMObjective(Objective):
         if "chain" in means:
             return super().summarise(means)
         return {"loss": means["cross_entropy"], "accuracy": means["token_accuracy"]}
+
+    def work(self, load: Load) -> Work:
+        slots = load.slots[0]
+        own = self.head.get_output_embeddings().weight.numel()
+        shared = 0 if self.target is None else self.target.lm_head.numel()
+        return Work(
+            MatrixSizes.of(self.head).body * load.tokens,
+            attention_operations(self.head.config, load.pairs),
+            2 * shared * slots + 6 * own * slots,
+        )
 
 
 def new_causal_lm(

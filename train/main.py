@@ -139,9 +139,9 @@ def measured_tau(recipe: Recipe, job: "Job") -> "Measure":
     import torch
 
     from aerie.infer.decode.check import checked_lm
-    from aerie.infer.decode.drafters import DRAFTERS
     from aerie.infer.decode.engine import SpeculativeDecoder
     from aerie.infer.decode.methods import drafting
+    from aerie.model.heads import HEADS
     from aerie.model.target import context_of
     from aerie.train.processes import all_reduce, world_size
 
@@ -172,7 +172,7 @@ def measured_tau(recipe: Recipe, job: "Job") -> "Measure":
         # On the target's device: of several, that of its LM head.
         beside = copy.deepcopy(head).to(target.device)
         decoder = SpeculativeDecoder(
-            target, drafting(DRAFTERS[recipe.head.kind](beside, target), tree)
+            target, drafting(HEADS[recipe.head.kind].drafter(beside, target), tree)
         )
         totals = torch.zeros(2, dtype=torch.float64)  # new tokens after the first, cycles
         for ids in prompts[rank() :: world_size()]:

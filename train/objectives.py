@@ -21,6 +21,14 @@ from aerie.model.target import VocabWeights
 from aerie.model.unrolled_attention import UnrollMemory
 from aerie.train import losses
 from aerie.train.losses import SumsAndCounts, Totals, argmax_in_chunks
+from aerie.train.workload import (
+    Activations,
+    KeptNumbers,
+    Load,
+    MatrixSizes,
+    Work,
+    attention_operations,
+)
 
 Choose = Callable[[Tensor], Tensor]  # states [S, D] -> token ids [S]
 
@@ -73,6 +81,14 @@ class Objective(nn.Module):
         most = 2**32 if is_gpu else 2**30
         columns = getattr(self.config, "draft_vocab_size", None) or self.config.vocab_size
         return self.settings.loss_chunk_slots or max(1, most // (32 * columns))
+
+    def work(self, load: Load) -> Work:
+        """What a forward and a backward pass over these rows take."""
+        raise NotImplementedError
+
+    def activations(self, tokens: int) -> Activations | None:
+        """What one batch of this many tokens keeps on a GPU; None: not estimated."""
+        return None
 
     def prepare(self, batch: Batch, epoch: int) -> Batch:
         """Adds what training needs to a batch, in the prefetching thread."""
@@ -305,6 +321,22 @@ class Eagle1Objective(Objective):
         )  # [N, D]
         return (self.choose(slots.in_order(x)) for x in unrolled(self.head, batch, slots, given))
 
+    def work(self, load: Load) -> Work:
+        slots = load.slots[0]
+        shared = self.target.lm_head.numel()
+        products = MatrixSizes.of(self.head).body * load.tokens
+        # the target's law, and the head's with its gradient: the LM head is frozen
+        laws = 2 * shared * slots + 4 * shared * slots
+        return Work(products, attention_operations(self.head.config, load.pairs), laws)
+
+    def activations(self, tokens: int) -> Activations:
+        config = self.head.config
+        layers = KeptNumbers.of(config, self.settings.gradient_checkpointing)
+        ends = 5 * config.hidden_size  # before and behind the layers
+        numbers = tokens * (layers.kept + ends) + tokens * layers.recomputed
+        slots = min(tokens, self.chunk_on(is_gpu=True))
+        return Activations(numbers, 6 * config.vocab_size * slots)
+
 
 class Eagle3Objective(Objective):
     """The training-time test (EAGLE-3, arXiv 2503.01840); every step's loss is divided by the first step's slots."""
@@ -400,6 +432,26 @@ class Eagle3Objective(Objective):
             head.vocabulary.target_ids(argmax_in_chunks(head.logits, slots.in_order(x), self.chunk))
             for x in steps
         )
+
+    def work(self, load: Load) -> Work:
+        slots, all_slots = load.slots[0], sum(load.slots)  # of the first step, of all steps
+        sizes = MatrixSizes.of(self.head)
+        # fc, keys and values of all tokens; the rest of supervised slots alone
+        products = sizes.fc * load.tokens + sizes.keys_and_values * (load.tokens - slots)
+        products += (sizes.body - sizes.fc) * all_slots
+        attention = attention_operations(self.head.config, load.pairs) * self.settings.unroll_steps
+        of_lm_head = 6 if self.head.lm_head.weight.requires_grad else 4
+        laws = 2 * self.target.lm_head.numel() * slots + of_lm_head * sizes.lm_head * all_slots
+        return Work(products, attention, laws)
+
+    def activations(self, tokens: int) -> Activations:
+        config = self.head.config
+        layers = KeptNumbers.of(config, self.settings.gradient_checkpointing)
+        ends = 7 * config.hidden_size
+        slots = tokens * self.settings.unroll_steps
+        numbers = slots * (layers.kept + ends) + tokens * layers.recomputed
+        law_numbers = 4 * config.draft_vocab_size * min(slots, self.chunk_on(is_gpu=True))
+        return Activations(numbers, law_numbers)
 
 
 def keyed_dropout(
@@ -515,4 +567,16 @@ class MultiTokenObjective(Objective):
         return (
             argmax_in_chunks(partial(self.head.laws, k, vocab=self.target), x, self.chunk)
             for k, x in outputs
+        )
+
+    def work(self, load: Load) -> Work:
+        slots = load.slots[0]
+        shared = self.target.lm_head.numel()
+        sizes = MatrixSizes.of(self.head)
+        # LM heads of its own are trained; the target's, which all future tokens may share, is not
+        of_heads = 6 * sizes.lm_head or 4 * shared * self.num_heads
+        return Work(
+            sizes.body * slots,
+            attention_operations(self.head.config, load.pairs),
+            2 * shared * slots + of_heads * slots,
         )

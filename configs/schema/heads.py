@@ -62,7 +62,7 @@ class TargetConfig(Section):
     )
 
 
-class _AnyHead(Section, kw_only=True):
+class HeadSection(Section, kw_only=True):
     methods: ClassVar[tuple[str, ...]]  # that decode with it, the usual one first
     reads_taps: ClassVar[bool] = False  # learns from the target's taps, not from last_hidden
     init_from: Place | None = key(
@@ -92,7 +92,7 @@ class _LayerSizes(Section, kw_only=True):
     rope_theta: PositiveFloat | None = key("null: the target's base and scaling", default=None)
 
 
-class Eagle1Section(_LayerSizes, _AnyHead, kw_only=True):
+class Eagle1Section(_LayerSizes, HeadSection, kw_only=True):
     """EAGLE-1 and EAGLE-2's head, as wide as the target."""
 
     methods = ("eagle2", *EAGLE)
@@ -103,7 +103,7 @@ class Eagle1Section(_LayerSizes, _AnyHead, kw_only=True):
     )
 
 
-class _TapHead(_LayerSizes, _AnyHead, kw_only=True):
+class _TapHead(_LayerSizes, HeadSection, kw_only=True):
     reads_taps = True
     norm_init: Literal["ones", "target"] = key(
         "target: the final norm starts as the target's", default="ones"
@@ -161,7 +161,7 @@ class Eagle3Section(_TapHead, kw_only=True):
                 object.__setattr__(self, name, bool(getattr(self, name)))
 
 
-class _MultiToken(_AnyHead, kw_only=True):
+class _MultiToken(HeadSection, kw_only=True):
     num_heads: PositiveInt = key(
         "future tokens, each with its own head (the papers' number)", default=4
     )
@@ -202,7 +202,7 @@ class HydraSection(_LayerSizes, _MultiToken, kw_only=True):
             )
 
 
-class DraftLMSection(_LayerSizes, _AnyHead, kw_only=True):
+class DraftLMSection(_LayerSizes, HeadSection, kw_only=True):
     """A small language model with the target's tokenizer."""
 
     methods = ("sps", "sps-heuristic", "sps-svip", "sps-confidence")
@@ -273,7 +273,7 @@ HeadConfig = Annotated[
         lambda values: {"kind": DEFAULT_KIND, **values} if isinstance(values, dict) else values
     ),
 ]
-KINDS: dict[str, type[_AnyHead]] = {
+KINDS: dict[str, type[HeadSection]] = {
     section.kind: section for section in get_args(get_args(HeadConfig)[0])
 }
 LossName = Literal[

@@ -357,16 +357,6 @@ class DraftLMDrafter(Drafter):
         return self.draft.logits(hidden)[:, : self._num_columns].float().log_softmax(-1)
 
 
-DRAFTERS: dict[str, Callable[[Any, Target], Drafter]] = {
-    "eagle1": EagleDrafter,
-    "eagle3": EagleDrafter,
-    "medusa": MedusaDrafter,
-    "hydra": HydraDrafter,
-    "block": BlockDrafter,
-    "draft_lm": DraftLMDrafter,
-}
-
-
 def load_draft_lm(target: Target, path: str) -> Target:
     """The LM in the target's dtype; UserError where its tokenizer is not the target's."""
     source = TargetConfig(path, dtype=cast(DType, str(target.dtype).removeprefix("torch.")))

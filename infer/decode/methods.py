@@ -16,7 +16,7 @@ from aerie.configs.schema import decode as schema
 from aerie.configs.schema.decode import METHODS, USUAL, Fit, MethodConfig, TreeConfig
 from aerie.configs.schema.heads import KINDS, Share
 from aerie.configs.schema.recipe import fitted
-from aerie.infer.decode.drafters import DRAFTERS, Lookahead, PromptLookup, load_draft_lm
+from aerie.infer.decode.drafters import Lookahead, PromptLookup, load_draft_lm
 from aerie.infer.decode.sampling import token_ids
 from aerie.infer.decode.shape import (
     Calibrate,
@@ -28,7 +28,7 @@ from aerie.infer.decode.shape import (
 )
 from aerie.model.checkpoint import check_sizes, head_facts, load_head, position_warnings
 from aerie.model.formats.layouts import recognise, tensor_names
-from aerie.model.heads import Head
+from aerie.model.heads import DRAFT_MODELS, Head
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.hub import head_directory
 from aerie.model.storage import CALIBRATOR, CONFIG, digests, read_json
@@ -130,7 +130,8 @@ class Drafters:
             load = load_draft_lm if kind == "draft_lm" else load_head_for
             self._loaded[head] = kind, load(self.target, head)
         kind, module = self._loaded[head]
-        return DRAFTERS[kind](module, self.target)
+        drafter: Drafter = DRAFT_MODELS[kind].drafter(module, self.target)
+        return drafter
 
 
 def drafting(

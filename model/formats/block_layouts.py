@@ -7,7 +7,7 @@ from transformers import Qwen3Config
 
 from aerie.configs.errors import UserError
 from aerie.model.formats import content
-from aerie.model.formats.eagle_layouts import LAYER, SERVER, TYPE, Export, speculators_values
+from aerie.model.formats.eagle_layouts import LAYER, SERVER, TYPE, speculators_values
 from aerie.model.heads.block import BlockConfig
 
 TAPS = "aux_hidden_state_layer_ids"
@@ -82,7 +82,9 @@ def refuse_block(layout: str, config: Any, target: content.TargetFacts | None = 
         raise UserError(f"--to {layout}: cannot carry {', '.join(lost)}; {fix}")
 
 
-def write_block(layout: str, head: content.HeadContent, target: content.TargetFacts) -> Export:
+def write_block(
+    layout: str, head: content.HeadContent, target: content.TargetFacts
+) -> content.Export:
     """As `write_eagle`."""
     config: Any = head.config
     refuse_block(layout, config)
@@ -119,3 +121,6 @@ def write_block(layout: str, head: content.HeadContent, target: content.TargetFa
         values |= {"markov_rank": config.markov_rank, "markov_head_type": config.markov_head}
         values |= {"enable_confidence_head": False, "confidence_head_with_markov": False}
     return values, head.tensors, notes
+
+
+BLOCK = content.Formats(read_block, refuse_block, write_block)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -79,6 +79,20 @@ class TargetFacts:
     @property
     def default_taps(self) -> tuple[int, ...] | None:
         return default_taps(self.text_config.num_hidden_layers)
+
+
+Export = tuple[dict[str, Any], dict[str, Tensor], list[str]]
+
+
+class Formats(NamedTuple):
+    """How other programs lay a kind of head out."""
+
+    # (files, layout) -> the head under our names
+    read: Callable[[HeadFiles, str], HeadContent]
+    # (layout, config, target if known): UserError for what the layout's readers would drop or misread
+    refuse: Callable[[str, Any, TargetFacts | None], None]
+    # (layout, head, target) -> config.json's values, tensors and notes
+    write: Callable[[str, HeadContent, TargetFacts], Export]
 
 
 def table(values: Any, *keys: str) -> dict[str, Any]:

@@ -38,7 +38,6 @@ VLLM_SINCE = {
     "norm_output": 46488,
 }  # March and June 2026
 CHECKED = "0.5.10 to 0.5.23"  # versions of SGLang
-Export = tuple[dict[str, Any], dict[str, torch.Tensor], list[str]]
 TAP_RULES = read_yaml(Path(__file__).with_name("sglang.yaml"))[0]
 
 
@@ -104,11 +103,12 @@ def read_eagle3(files: content.HeadFiles, layout: str) -> content.HeadContent:
     )
 
 
-def write_eagle(layout: str, head: content.HeadContent, target: content.TargetFacts) -> Export:
+def write_eagle(
+    layout: str, head: content.HeadContent, target: content.TargetFacts
+) -> content.Export:
     """config.json's values, tensors and notes; UserError for what readers would silently drop or misread."""
     config, tensors, is_safeailab = head.config, dict(head.tensors), layout == "safeailab"
-    if not isinstance(config, Eagle1Config | Eagle3Config):
-        raise UserError(f"--to {layout}: carries EAGLE heads, and this is a {head.kind} head")
+    assert isinstance(config, Eagle1Config | Eagle3Config)
     refuse_eagle(layout, config, target)
     sizes, notes = content.write_sizes(config, target)
     architecture = "LlamaForCausalLM" if is_safeailab else HEADS[head.kind].architecture
@@ -260,3 +260,7 @@ def sglang_numbers(
     raise UserError(
         f"--to sglang: cannot carry the taps {list(after_blocks)}: {why}; serve it with vLLM"
     )
+
+
+EAGLE1 = content.Formats(read_eagle1, refuse_eagle, write_eagle)
+EAGLE3 = content.Formats(read_eagle3, refuse_eagle, write_eagle)

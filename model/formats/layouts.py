@@ -12,7 +12,6 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.model import storage
-from aerie.model.formats.block_layouts import read_block
 from aerie.model.formats.content import (
     HeadContent,
     HeadFiles,
@@ -23,7 +22,7 @@ from aerie.model.formats.content import (
     renamed,
     table,
 )
-from aerie.model.formats.eagle_layouts import FIRST_LAYER, TYPE, read_eagle1, read_eagle3
+from aerie.model.formats.eagle_layouts import FIRST_LAYER, TYPE
 from aerie.model.heads import HEADS
 from aerie.model.heads.eagle import Eagle3Config
 from aerie.model.heads.multi_token import HydraConfig, MedusaConfig
@@ -41,7 +40,6 @@ from aerie.model.storage import (
 KIND = "aerie_kind"
 PICKLED = (".bin", ".pt")
 SPECULATORS = {"eagle": "eagle1", "eagle3": "eagle3", "dflash": "block", "dspark": "block"}
-READERS = {"eagle1": read_eagle1, "eagle3": read_eagle3, "block": read_block}
 SGLANG = {"LlamaForCausalLMEagle": "eagle1", "LlamaForCausalLMEagle3": "eagle3"}
 SGLANG |= {"Eagle3LlamaForCausalLM": "eagle3"}  # AngelSlim and ModelOpt write vLLM's name
 WHOLE_MODEL = ("model.layers.", "transformer.h.", "model.decoder.layers.")
@@ -113,7 +111,7 @@ def read_content(
     if layout in ("medusa", "hydra"):
         content = _read_multi_token(files, kind)
     elif layout != "aerie":
-        content = READERS[kind](files, layout)
+        content = HEADS[kind].formats.read(files, layout)
     else:
         schema = HEADS[kind].config
         if "after_blocks" in values or schema is Eagle3Config:

@@ -1,8 +1,12 @@
-"""The draft heads, by kind."""
+"""The kinds of draft heads. What one kind is stands in one record of the table HEADS."""
 
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from pkgutil import resolve_name
+from typing import Any
 
+from aerie.configs.schema import heads as sections
 from aerie.model.heads.block import BlockConfig, BlockHead
 from aerie.model.heads.eagle import Eagle1Config, Eagle1Head, Eagle3Config, Eagle3Head
 from aerie.model.heads.multi_token import HydraConfig, HydraHead, MedusaConfig, MedusaHead
@@ -11,16 +15,139 @@ Head = Eagle1Head | Eagle3Head | MedusaHead | HydraHead | BlockHead
 AnyConfig = Eagle1Config | Eagle3Config | MedusaConfig | HydraConfig | BlockConfig
 
 
-class Kind(NamedTuple):
-    config: type[AnyConfig]  # of config.json's values
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """Anything that is trained to draft. Training and decoding are named by dotted names: this package imports neither."""
+
+    section: Any  # the class of its section `head` in a recipe
+    objective_name: str  # the class of its training objective: what it learns from, and the work
+    drafter_name: str  # the class that drafts with it
+    # (sections `head` and `train`) -> positions that training reaches beyond a text; None: drafts need no position
+    positions_ahead: Callable[[Any, Any], int] | None = None
+
+    @property
+    def objective(self) -> Any:
+        return resolve_name(self.objective_name)
+
+    @property
+    def drafter(self) -> Any:
+        return resolve_name(self.drafter_name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadKind(Kind):
+    """A draft head: a module that reads the target's states."""
+
+    title: str  # on a head's card
+    config: type[
+        AnyConfig
+    ]  # of config.json's values; its fields that the target has are the target's
     module: Callable[[Any], Head]  # makes a head of a config
     architecture: str  # as config.json declares it
+    sizes: tuple[str, ...]  # keys of config.json that `aerie inspect` shows
+    has_draft_vocabulary: bool = (
+        False  # it drafts some of the target's tokens, the most frequent ones
+    )
+    formats_name: str | None = (
+        None  # its `Formats`: how other programs lay it out; None: no other does
+    )
+    servers: dict[str, str] = field(default_factory=dict)  # the layout that each server loads
+    # `aerie init` takes the last kind of the table for which the target has this many blocks
+    init_blocks: float = math.inf  # never, unless asked
+
+    @property
+    def formats(self) -> Any:
+        return None if self.formats_name is None else resolve_name(self.formats_name)
 
 
-HEADS = {
-    "eagle1": Kind(Eagle1Config, Eagle1Head, "LlamaForCausalLMEagle"),
-    "eagle3": Kind(Eagle3Config, Eagle3Head, "LlamaForCausalLMEagle3"),
-    "medusa": Kind(MedusaConfig, MedusaHead, "MedusaModel"),
-    "hydra": Kind(HydraConfig, HydraHead, "HydraModel"),
-    "block": Kind(BlockConfig, BlockHead, "DSparkDraftModel"),
-}
+def of_one_forward(head: Any, train: Any) -> int:
+    return 0
+
+
+def of_unroll(head: Any, train: Any) -> int:
+    return int(train.unroll_steps)
+
+
+def of_block(head: Any, train: Any) -> int:
+    return int(head.block_size)
+
+
+LAYER_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+
+_KINDS = (
+    HeadKind(
+        section=sections.Eagle1Section,
+        title="EAGLE-1 / EAGLE-2",
+        config=Eagle1Config,
+        module=Eagle1Head,
+        architecture="LlamaForCausalLMEagle",
+        sizes=(*LAYER_SIZES, "num_hidden_layers"),
+        objective_name="aerie.train.objectives.Eagle1Objective",
+        drafter_name="aerie.infer.decode.drafters.EagleDrafter",
+        positions_ahead=of_one_forward,
+        formats_name="aerie.model.formats.eagle_layouts.EAGLE1",
+        servers={"vLLM": "safeailab", "SGLang": "sglang"},
+        init_blocks=0,
+    ),
+    HeadKind(
+        section=sections.Eagle3Section,
+        title="EAGLE-3",
+        config=Eagle3Config,
+        module=Eagle3Head,
+        architecture="LlamaForCausalLMEagle3",
+        sizes=(*LAYER_SIZES, "num_hidden_layers"),
+        has_draft_vocabulary=True,
+        objective_name="aerie.train.objectives.Eagle3Objective",
+        drafter_name="aerie.infer.decode.drafters.EagleDrafter",
+        positions_ahead=of_unroll,
+        formats_name="aerie.model.formats.eagle_layouts.EAGLE3",
+        servers={"vLLM": "speculators", "SGLang": "sglang"},
+        init_blocks=7,  # three taps
+    ),
+    HeadKind(
+        section=sections.MedusaSection,
+        title="Medusa",
+        config=MedusaConfig,
+        module=MedusaHead,
+        architecture="MedusaModel",
+        sizes=("hidden_size", "num_heads", "num_layers"),
+        objective_name="aerie.train.objectives.MultiTokenObjective",
+        drafter_name="aerie.infer.decode.drafters.MedusaDrafter",
+    ),
+    HeadKind(
+        section=sections.HydraSection,
+        title="Hydra",
+        config=HydraConfig,
+        module=HydraHead,
+        architecture="HydraModel",
+        sizes=(*LAYER_SIZES, "num_heads", "num_layers"),
+        objective_name="aerie.train.objectives.MultiTokenObjective",
+        drafter_name="aerie.infer.decode.drafters.HydraDrafter",
+    ),
+    HeadKind(
+        section=sections.BlockSection,
+        title="Block (DFlash)",
+        config=BlockConfig,
+        module=BlockHead,
+        architecture="DSparkDraftModel",
+        sizes=(*LAYER_SIZES, "num_hidden_layers", "block_size", "markov_rank", "markov_order"),
+        objective_name="aerie.train.block_objective.BlockObjective",
+        drafter_name="aerie.infer.decode.drafters.BlockDrafter",
+        positions_ahead=of_block,
+        formats_name="aerie.model.formats.block_layouts.BLOCK",
+        servers={"vLLM": "speculators", "SGLang": "sglang"},
+    ),
+)
+HEADS = {kind.section.kind: kind for kind in _KINDS}
+DRAFT_LM = Kind(
+    section=sections.DraftLMSection,
+    objective_name="aerie.train.lm.LMObjective",
+    drafter_name="aerie.infer.decode.drafters.DraftLMDrafter",
+)
+DRAFT_MODELS: dict[str, Kind] = {**HEADS, DRAFT_LM.section.kind: DRAFT_LM}

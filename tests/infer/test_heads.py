@@ -17,11 +17,11 @@ from aerie.configs.schema.decode import (
     published_tree,
 )
 from aerie.configs.schema.heads import TargetConfig
-from aerie.infer.decode.drafters import DRAFTERS
 from aerie.infer.decode.engine import make_decoder
 from aerie.infer.decode.methods import Drafters, check_levels, drafting, load_head_for
 from aerie.infer.decode.shape import Cycle
 from aerie.model.checkpoint import save_head
+from aerie.model.heads import DRAFT_MODELS
 from aerie.model.kv_cache import KeptRows
 from aerie.model.target import Target
 from tests import tiny
@@ -65,7 +65,7 @@ def test_laws_below_nodes_are_those_of_plain_forwards_along_each_path(
         make_head(target, kind, **options),
         torch.cat([prompts(3)[-1][0], torch.tensor([9])]),
     )
-    drafter = ready(DRAFTERS[kind](head, target), target, text)
+    drafter = ready(DRAFT_MODELS[kind].drafter(head, target), target, text)
     drafter.start()
     drafter.step(torch.tensor([11, 12, 13]), torch.tensor([0, 0, 0]))
     both = drafter.step(torch.tensor([21, 22]), torch.tensor([2, 0]))
@@ -131,7 +131,7 @@ def test_the_drafter_sees_true_features_of_accepted_tokens_only(
     assert found.sequences[0].tolist() == text
     assert any(path[-1] > len(path) for path in paths)  # the accepted rows are not the first ones
     with torch.inference_mode():
-        fresh = ready(DRAFTERS[kind](drafter.head, target), target, found.sequences[0])
+        fresh = ready(DRAFT_MODELS[kind].drafter(drafter.head, target), target, found.sequences[0])
         torch.testing.assert_close(drafter.start(), fresh.start(), rtol=1e-4, atol=1e-4)
 
 
@@ -148,7 +148,7 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     ):
         load_head_for(target, str(tmp_path / "endless"))
     for kind in ("medusa", "hydra"):
-        drafter = DRAFTERS[kind](make_head(target, kind, num_heads=4), target)
+        drafter = DRAFT_MODELS[kind].drafter(make_head(target, kind, num_heads=4), target)
         with pytest.raises(UserError, match=r"is 5 levels deep, and the head drafts at most 4"):
             drafting(drafter, ChainConfig(levels=5))
     save_head(make_head(target, "block", block_size=5), tmp_path / "short")

@@ -19,13 +19,13 @@ from aerie.configs.schema.decode import (
     StaticConfig,
     VoteConfig,
 )
-from aerie.infer.decode.drafters import DRAFTERS
+from aerie.configs.schema.heads import KINDS
 from aerie.infer.decode.methods import find_head, kind_at
-from aerie.infer.decode.shape import make_shape
+from aerie.infer.decode.shape import Drafter, make_shape
 from aerie.model.checkpoint import save_head
-from aerie.model.heads import HEADS
+from aerie.model.heads import DRAFT_MODELS
 from aerie.model.storage import ROOT
-from aerie.train.jobs import OBJECTIVES
+from aerie.train.objectives import Objective
 from tests import tiny
 
 
@@ -42,7 +42,9 @@ def test_every_method_has_a_tree_that_can_be_grown_or_none() -> None:
             assert validate(as_dict(MethodConfig(name)), MethodConfig, "again", {}) == MethodConfig(
                 name
             )
-    assert {*USUAL} == {*DRAFTERS} == {*HEADS, "draft_lm"} == {*OBJECTIVES, "draft_lm"}
+    assert {*USUAL} == {*DRAFT_MODELS} == {*KINDS}
+    for kind in DRAFT_MODELS.values():
+        assert issubclass(kind.objective, Objective) and issubclass(kind.drafter, Drafter)
 
 
 def test_the_published_trees() -> None:

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data import main as data_main
 from aerie.data.cache import FeatureCache
-from aerie.infer.decode.drafters import DRAFTERS
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import drafting
 from aerie.model.checkpoint import head_facts, load_head, save_head
+from aerie.model.heads import DRAFT_MODELS
 from aerie.model.storage import ROOT, WEIGHTS, Stage
 from aerie.model.target import Target, load_vocab
 from aerie.train import jobs, losses, resume
@@ -315,7 +315,9 @@ def test_eagle3_is_trained_from_the_cache_and_alike_online_and_packed(
     assert set(taus) == {3, 6} and facts["tau"] == max(taus.values()) == taus[facts["step"]]
     tree: Any = load(made / "eagle3.yaml").tree
     cycles: list[int] = []
-    decoder = SpeculativeDecoder(target, drafting(DRAFTERS["eagle3"](head, target), tree))
+    decoder = SpeculativeDecoder(
+        target, drafting(DRAFT_MODELS["eagle3"].drafter(head, target), tree)
+    )
     for row in FeatureCache.open(made / "deep/features").split("held_out")[:3]:
         prompt = row.input_ids[None, : int(row.turn_ids.nonzero()[0])]
         cycles += decoder.generate(
