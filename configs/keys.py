@@ -1,7 +1,6 @@
 """`aerie keys`: the keys of a recipe with their meaning, type and default, from its schema."""
 
 import dataclasses
-import inspect
 import re
 import shutil
 import textwrap
@@ -17,7 +16,6 @@ from aerie.configs.errors import Arguments, UserError, exit_codes
 from aerie.configs.read import TAGS, Place, Section, as_dict, sections, suggestion
 from aerie.configs.schema.recipe import Recipe
 
-COMMENTED_KEY = re.compile(r"((?:^ +#.*\n)*)^    (\w+): .*?(  # .*)?$", re.MULTILINE)
 TYPE_NAMES = {
     int: "integer",
     float: "number",
@@ -29,10 +27,11 @@ TYPE_NAMES = {
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 PAGE_HEADER = """# Recipes: every key
 
-A recipe is a YAML file with the sections below; only `run`, `target.path` and `data.conversations` are required.
-Any key can also be set on the command line: `--train.learning_rate 1e-4`, `--bench.rows.1.tree.nodes 30` (`*` below
-stands for a position in a list, from 0). A single value counts as a list of one, and `~` is the home directory in
-every path. `aerie keys SECTION` prints a section.
+A recipe is a YAML file with the sections below; only `run`, `target.path` and `data.conversations`
+are required. Any key can also be set on the command line: `--train.learning_rate 1e-4`,
+`--bench.rows.1.tree.nodes 30` (`*` below stands for a position in a list, from 0). A single value
+counts as a list of one, and `~` is the home directory in every path. `aerie keys SECTION` prints a
+section.
 
 This page is made from the schema by `aerie keys --markdown > docs/recipes.md`.
 """
@@ -109,11 +108,10 @@ def documented_keys(section: str = "") -> list[KeyBlock]:
     blocks = []
     for schema, kinds_at in uses.items():
         paths = [path for path in kinds_at if not section or f"{path}.".startswith(f"{section}.")]
-        # Reading a class's source is slow.
-        keys = _documented_fields(schema) if paths or parent in kinds_at else {}
+        keys = _meanings(schema)
         if any(map(any, kinds_at.values())):  # the heading tells the kind
             keys = {name: words for name, words in keys.items() if name not in TAGS}
-        if not paths and key in keys:
+        if not paths and parent in kinds_at and key in keys:
             paths = [parent]
             keys = {key: keys[key]}
         if paths:
@@ -138,17 +136,13 @@ def _class_text(schema: Any) -> str:
     return "" if schema.__doc__.startswith(f"{schema.__name__}(") else schema.__doc__
 
 
-def _documented_fields(schema: Any) -> dict[str, str]:
-    """The meaning of each key of a class, with its type and default."""
-    fields = {field.name: field for field in dataclasses.fields(schema)}
-    texts = {}
-    for above, name, beside in COMMENTED_KEY.findall(inspect.getsource(schema)):
-        if name in fields:
-            comments = re.findall("# (.*)", above + beside)
-            description = fields[name].metadata.get("description")
-            comments = [description] if description else comments
-            texts[name] = " ".join([*comments, f"({_type_and_default(fields[name])})"])
-    return texts
+def _meanings(schema: Any) -> dict[str, str]:
+    """The meaning of each key of a class, but of its bases', with its type and default."""
+    return {
+        field.name: f"{field.metadata.get('description', '')} ({_type_and_default(field)})".strip()
+        for field in dataclasses.fields(schema)
+        if field.name in vars(schema)["__annotations__"]
+    }
 
 
 def _type_and_default(field: dataclasses.Field[Any]) -> str:

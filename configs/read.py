@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import difflib
 import functools
-import itertools
 import json
 import math
 import os
@@ -24,36 +23,29 @@ from pydantic import (
     ValidationError,
 )
 
-from aerie.configs.errors import LONE_SURROGATE, UserError
+from aerie.configs.errors import UserError
 
 T = TypeVar("T")
+TAGS = ("kind", "shape", "rule")  # the key that tells the members of a union apart
+MOST_BYTES = 2**20  # of a recipe: a longer file is another one
 
 
-def _named(text: str) -> str:
-    if not text or "\0" in text:
-        raise ValueError("a path has at least one character, and no NUL")
-    return text
+# ---------------------------------------------------------------------------------------------
+# What a schema is made of
 
 
 def _as_list(value: Any) -> Any:
     return value if isinstance(value, list | tuple | None) else [value]
 
 
-Place = Annotated[
-    str, AfterValidator(_named), AfterValidator(os.path.expanduser)
-]  # a path, or the Hub's name for one
+# A path, or the Hub's name for one.
+Place = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 Many = Annotated[tuple[T, ...], BeforeValidator(_as_list)]  # a list; one value is a list of one
 Some = Annotated[tuple[T, ...], Field(min_length=1), BeforeValidator(_as_list)]
-TAGS = ("kind", "shape", "rule")  # the key that tells the members of a union apart
-
-
-def user_path(text: str) -> Path:
-    """A path from the command line, with ~ expanded."""
-    return Path(text).expanduser()
 
 
 def key(description: str, **default: Any) -> Any:
-    """A key of a section: what it means, as `aerie keys` prints it, and `default` or `default_factory`."""
+    """A key of a section: its meaning, for `aerie keys`, and its `default` or `default_factory`."""
     return dataclasses.field(metadata={"description": description}, **default)
 
 
@@ -68,6 +60,46 @@ class Section:
         dataclasses.dataclass(frozen=True, kw_only=kw_only)(cls)
 
 
+# Cached: making one takes as long as thousands of calls.
+adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
+
+
+def sections(hint: Any, path: str = "", kind: str = "") -> Iterator[tuple[Any, str, str]]:
+    """(class, dotted path, kind that selects it) of each class with keys, at and below a path.
+
+    Base classes come first; `*` in a path stands for a position in a list.
+    """
+    if isinstance(hint, type) and issubclass(hint, Section):
+        for base in reversed(hint.__mro__):
+            is_schema = issubclass(base, Section) and base is not Section
+            if is_schema and vars(base).get("__annotations__"):
+                yield base, path, kind
+        for field in dataclasses.fields(hint):
+            yield from sections(field.type, f"{path}.{field.name}".lstrip("."))
+    elif typing.get_origin(hint) is not typing.Literal:
+        members = typing.get_args(hint)
+        tag = _tag_of(members)
+        member_path = f"{path}.*" if typing.get_origin(hint) is tuple else path
+        for member in members:
+            member_kind = ""
+            if tag:
+                names = typing.get_args(member.__dataclass_fields__[tag].type)
+                member_kind = f"{tag}: {' | '.join(names)}"
+            yield from sections(member, member_path, member_kind)
+
+
+def _tag_of(members: tuple[Any, ...]) -> str:
+    """The key that tells the members of a union apart; '' where there is none."""
+    for tag in TAGS:
+        if sum(tag in getattr(member, "__dataclass_fields__", ()) for member in members) > 1:
+            return tag
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------
+# Reading
+
+
 class _Loader(yaml.SafeLoader):
     pass
 
@@ -77,18 +109,17 @@ _Loader.add_implicit_resolver(  # 3e-5 is a number, as in YAML 1.2
     re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
     list("-+0123456789."),
 )
-# Cached: making one takes as long as thousands of calls.
-adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
-MOST_BYTES, MOST_VALUES = (
-    2**20,
-    100_000,
-)  # of a recipe; values that an anchor repeats count each time
 
 
 def load(path: Path, schema: type[T], overrides: Sequence[str]) -> T:
-    """The recipe at path with `section.key=value` overrides."""
+    """The file at path as an instance of schema, with `section.key=value` overrides."""
     values, lines = read_yaml(path)
     return validate(values, schema, str(path), lines, overrides)
+
+
+def user_path(text: str) -> Path:
+    """A path from the command line, with ~ expanded."""
+    return Path(text).expanduser()
 
 
 def require_regular(path: Path) -> None:
@@ -101,74 +132,58 @@ def read_text(path: Path, most_bytes: float = math.inf) -> str:
     """A file's UTF-8 text; UserError if it is unreadable or too long."""
     try:
         require_regular(path)
-        if (size := path.stat().st_size) > most_bytes:
+        num_bytes = path.stat().st_size
+        if num_bytes > most_bytes:
             raise UserError(
-                f"{path}: has {size:,} bytes, and {most_bytes:,} are read at most; is it another file?"
+                f"{path}: has {num_bytes:,} bytes, and {most_bytes:,} are read at most; "
+                "is it another file?"
             )
         return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}"
-        ) from error
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: not UTF-8 text") from error
 
 
 def parse_json(text: str, read: Callable[[str], Any] = json.loads) -> Any:
-    """The JSON value of a text; ValueError if it is not JSON, or too deep or too long for Python."""
+    """The JSON value of a text; ValueError if it is not JSON, or too deep for Python."""
     try:
         return read(text)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 
 
-def _parse_yaml(text: str, place: str) -> tuple[Any, Any]:
-    """(value, YAML node) of a text."""
+def _parse_yaml(text: str, source: str) -> tuple[Any, Any]:
+    """(value, YAML node) of a text; source: what an error names."""
     try:
         loader = _Loader(text)
-        node: Any = loader.get_single_node()
-        waiting, count = [node] * (node is not None), 0
-        while waiting:  # if an anchor contains itself, only MOST_VALUES ends this
-            value = waiting.pop().value
-            if isinstance(value, str) and LONE_SURROGATE.search(value):
-                raise UserError(
-                    f"{place}: {value!a} holds half of a surrogate pair; write the character itself"
-                )
-            inner = [] if isinstance(value, str) else value
-            inner = (
-                [*itertools.chain.from_iterable(inner)]
-                if inner and isinstance(inner[0], tuple)
-                else inner
-            )
-            count += len(inner)
-            if count > MOST_VALUES:
-                raise UserError(
-                    f"{place}: more than {MOST_VALUES:,} values, with what anchors repeat; write fewer"
-                )
-            waiting += inner
+        node = loader.get_single_node()
         return None if node is None else loader.construct_document(node), node
-    except RecursionError as error:
-        raise UserError(f"{place}: nested too deeply") from error
-    except (yaml.YAMLError, ValueError) as error:  # impossible dates, too long numbers
-        mark = getattr(error, "problem_mark", None)
-        where = f"{place}:{mark.line + 1}" if mark else place
-        what = getattr(error, "problem", None) or str(error).splitlines()[0].partition(";")[0]
-        raise UserError(f"{where}: not YAML ({what}); check the indentation") from error
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        problem = error.problem
+        raise UserError(f"{source}{line}: not YAML ({problem}); check the indentation") from error
+    except (yaml.YAMLError, ValueError) as error:  # such as a date with a thirteenth month
+        problem = str(error).splitlines()[0].partition(";")[0]
+        raise UserError(f"{source}: not YAML ({problem}); check the indentation") from error
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """The file's mapping, and 'file:line' of each dotted key."""
     values, node = _parse_yaml(read_text(path, MOST_BYTES), str(path))
-    if not isinstance(values, dict) or not isinstance(node, yaml.MappingNode):
+    if not isinstance(values, dict):
         raise UserError(
             f"{path}: a recipe is a mapping of sections; this is {type(values).__name__}"
         )
     lines: dict[str, str] = {}
 
     def mark_lines(node: yaml.MappingNode, prefix: str) -> None:
-        for key, value in node.value:
-            name, where = f"{prefix}{key.value}", f"{path}:{key.start_mark.line + 1}"
+        for key_node, value in node.value:
+            name = f"{prefix}{key_node.value}"
+            line = f"{path}:{key_node.start_mark.line + 1}"
             if name in lines:
-                raise UserError(f"{where}: {name}: set twice (first at {lines[name]})")
-            lines[name] = where
+                raise UserError(f"{line}: {name}: set twice (first at {lines[name]})")
+            lines[name] = line
             if isinstance(value, yaml.MappingNode):
                 mark_lines(value, f"{name}.")
 
@@ -176,61 +191,33 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     return values, lines
 
 
-ALIASES = read_yaml(Path(__file__).parent / "schema/aliases.yaml")[
-    0
-]  # what other programs call our keys
-
-
 def override(words: Sequence[str], values: dict[str, Any], lines: dict[str, str]) -> None:
-    """Sets `a.b.c=value` in values, and `--a.b.c` in lines."""
+    """Sets `a.b.c=value` in values, and `--a.b.c` in lines for each key on its path."""
     for word in words:
         name, _, text = word.partition("=")
         value, _ = _parse_yaml(text, f"--{name}")
-        parts, section = name.split("."), typing.cast(Any, values)
+        parts = name.split(".")
+        section: Any = values
         for depth, part in enumerate(parts):
-            key: Any = part
+            lines[".".join(parts[: depth + 1])] = f"--{name}"
+            index: Any = part
             if isinstance(section, list):
                 if not part.isdecimal() or int(part) >= len(section):
                     raise UserError(
-                        f"--{name}: {part} is no position in a list of {len(section)} (the first is 0)"
+                        f"--{name}: {part} is no position in a list of {len(section)} "
+                        "(the first is 0)"
                     )
-                key = int(part)
+                index = int(part)
             elif not isinstance(section, dict) or part.isdecimal():
-                raise UserError(
-                    f"--{name}: {parts[depth - 1]} is no {'list' if part.isdecimal() else 'section'}"
-                )
-            lines[".".join(parts[: depth + 1])] = f"--{name}"
+                expected = "list" if part.isdecimal() else "section"
+                raise UserError(f"--{name}: {parts[depth - 1]} is no {expected}")
             if depth == len(parts) - 1:
-                section[key] = value
-            else:  # a copy: other uses of a YAML anchor stay
-                inner = section.get(key) if isinstance(section, dict) else section[key]
-                section[key] = {} if inner is None else copy.copy(inner)
-                section = section[key]
-
-
-def validate(
-    values: dict[str, Any],
-    schema: type[T],
-    source: str,
-    lines: dict[str, str],
-    overrides: Sequence[str] = (),
-) -> T:
-    """A schema instance; UserError: one line per problem."""
-    override(overrides, values, lines)
-    try:
-        return typing.cast(T, adapter(schema).validate_python(values))
-    except ValidationError as error:
-        problems = error.errors()
-        # pydantic also calls lists of wrong items too short
-        inside = {
-            problem["loc"][:end] for problem in problems for end in range(len(problem["loc"]))
-        }
-        problems = [
-            each for each in problems if each["type"] != "too_short" or each["loc"] not in inside
-        ]
-        raise UserError(
-            "\n".join(_sentence(each, values, schema, source, lines) for each in problems)
-        ) from error
+                section[index] = value
+                break
+            inner = section.get(index) if isinstance(section, dict) else section[index]
+            # A copy: other uses of a YAML anchor keep what they have.
+            section[index] = {} if inner is None else copy.copy(inner)
+            section = section[index]
 
 
 def as_dict(section: Any) -> dict[str, Any]:
@@ -243,124 +230,149 @@ def dump(recipe: Any) -> str:
     return yaml.safe_dump(as_dict(recipe), sort_keys=False, allow_unicode=True, width=120)
 
 
-def _sentence(problem: Any, values: Any, schema: type, source: str, lines: dict[str, str]) -> str:
-    kind, parts = problem["type"], list[str]()
-    for number, part in enumerate(problem["loc"], start=1):
-        # skip parts that are no keys: union tags
-        known_parts = (
-            range(len(values))
-            if isinstance(values, list)
-            else values
-            if isinstance(values, dict)
-            else ()
-        )
-        is_there = part in known_parts
-        if is_there or (kind.startswith("missing") and number == len(problem["loc"])):
+# ---------------------------------------------------------------------------------------------
+# Checking: every problem is a line that names the place, the value and the fix.
+
+
+def validate(
+    values: dict[str, Any],
+    schema: type[T],
+    source: str,
+    lines: dict[str, str],
+    overrides: Sequence[str] = (),
+) -> T:
+    """An instance of schema; UserError with a line for each problem.
+
+    lines: where each dotted key is written, as 'file:line' or '--key'; source: where others are.
+    """
+    override(overrides, values, lines)
+    try:
+        return typing.cast(T, adapter(schema).validate_python(values))
+    except ValidationError as error:
+        texts = []
+        for problem in _causes(error):
+            parts = _key_parts(problem, values)
+            advice = _advice(problem, parts, schema)
+            texts.append(f"{_location(parts, source, lines)}: {advice}")
+        raise UserError("\n".join(texts)) from error
+
+
+def _causes(error: ValidationError) -> list[Any]:
+    """The problems that follow from no other: a list of wrong items is also called too short."""
+    problems: list[Any] = error.errors()
+    outer = set()
+    for problem in problems:
+        outer |= {problem["loc"][:end] for end in range(len(problem["loc"]))}
+    return [p for p in problems if p["type"] != "too_short" or p["loc"] not in outer]
+
+
+def _key_parts(problem: Any, values: Any) -> list[str]:
+    """The parts of a problem's dotted name. pydantic's location also has unions' tags: no keys."""
+    loc = problem["loc"]
+    parts = []
+    for number, part in enumerate(loc, start=1):
+        is_missing = number == len(loc) and problem["type"].startswith("missing")
+        if is_missing or _has(values, part):
             parts.append(str(part))
-            values = values[part] if is_there else None
+        if _has(values, part):
+            values = values[part]
+    return parts
+
+
+def _has(values: Any, part: Any) -> bool:
+    if isinstance(values, list):
+        return part in range(len(values))
+    return isinstance(values, dict) and part in values
+
+
+def _location(parts: list[str], source: str, lines: dict[str, str]) -> str:
+    """Where the key, or the closest section around it that is written somewhere, is set."""
     name = ".".join(parts)
-    known = next(
-        (key for key in reversed([*itertools.accumulate(parts, "{}.{}".format)]) if key in lines),
-        None,
-    )
-    where = lines[known] if known else source
-    prefix = (
-        where if f"{where}.".startswith(f"--{name}.") else f"{where}: {name}".removesuffix(": ")
-    )
-    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"{prefix}: unknown key; {suggestion(parts, schema, problem['loc'])}"
-    if kind == "union_tag_not_found":
-        key = problem["ctx"]["discriminator"].strip("'")
-        kinds = [kind for _, place, kind in sections(schema) if place == _place(parts) and kind]
-        return f"{prefix}: needs a key {key!r}: {', '.join(dict.fromkeys(kinds)).replace(f'{key}: ', '')}"
-    if kind == "union_tag_invalid":
-        key, tag, choices = (
-            problem["ctx"][of].replace("'", "") for of in ("discriminator", "tag", "expected_tags")
-        )
-        close = difflib.get_close_matches(tag, choices.split(", "), n=1, cutoff=0.5)
-        advice = f"did you mean {close[0]!r}?" if close else f"known here: {choices}"
-        return f"{prefix}: unknown {key} {tag!r}; {advice}"
-    choices = re.findall("'(.+?)'", problem["ctx"]["expected"]) if kind == "literal_error" else []
-    if close := difflib.get_close_matches(str(problem["input"]), choices, n=1):
-        return f"{prefix}: unknown {problem['input']!r}; did you mean {close[0]!r}?"
-    if kind.startswith("missing"):
-        return f"{prefix}: required, and not set"
-    plain = dict.fromkeys(
-        ("dataclass_type", "model_attributes_type"), "Has keys of its own, indented below it"
-    )
-    plain["tuple_type"] = "Input should be a list"
-    message = plain.get(kind, problem["msg"].removeprefix("Value error, "))
-    is_told = isinstance(problem["input"], dict | list) or kind == "value_error"
-    return f"{prefix}: {message[0].lower()}{message[1:]}" + (
-        "" if is_told else f", not {problem['input']!r}"
-    )
+    line = source
+    for end in range(len(parts), 0, -1):
+        if ".".join(parts[:end]) in lines:
+            line = lines[".".join(parts[:end])]
+            break
+    is_clear = not name or f"{line}.".startswith(f"--{name}.")  # the flag says the name
+    return line if is_clear else f"{line}: {name}"
 
 
-def _place(parts: list[str]) -> str:
-    """With * for list positions, as in `sections`."""
+def _advice(problem: Any, parts: list[str], schema: type) -> str:
+    """What is wrong with a key's value, and the fix."""
+    value, context = problem["input"], problem.get("ctx", {})
+    match problem["type"]:
+        case "unexpected_keyword_argument" | "extra_forbidden":
+            return f"unknown key; {suggestion(parts, schema, problem['loc'])}"
+        case kind if kind.startswith("missing"):
+            return "required, and not set"
+        case "dataclass_type" | "model_attributes_type":
+            text = "has keys of its own, indented below it"
+        case "tuple_type":
+            text = "input should be a list"
+        case "union_tag_not_found":
+            tag = context["discriminator"].strip("'")
+            kinds = [
+                kind.removeprefix(f"{tag}: ")
+                for _, path, kind in sections(schema)
+                if kind and path == _pattern(parts)
+            ]
+            return f"needs a key {tag!r}: {', '.join(dict.fromkeys(kinds))}"
+        case "union_tag_invalid":
+            tag = context["discriminator"].strip("'")
+            choices = context["expected_tags"].replace("'", "")
+            similar = _similar(context["tag"], choices.split(", "), cutoff=0.5)
+            advice = f"did you mean {similar!r}?" if similar else f"known here: {choices}"
+            return f"unknown {tag} {context['tag']!r}; {advice}"
+        case kind:
+            if kind == "literal_error":
+                similar = _similar(str(value), re.findall("'(.+?)'", context["expected"]))
+                if similar:
+                    return f"unknown {value!r}; did you mean {similar!r}?"
+            message = problem["msg"].removeprefix("Value error, ")
+            text = f"{message[0].lower()}{message[1:]}"
+    is_clear = isinstance(value, dict | list) or problem["type"] == "value_error"
+    return text if is_clear else f"{text}, not {value!r}"
+
+
+def suggestion(parts: list[str], schema: Any, loc: Sequence[Any] = ()) -> str:
+    """Advice for an unknown key: our key for another program's name, or a similar key."""
+    *section, leaf = parts
+    here: list[str] = []
+    full_names: dict[str, str] = {}  # a key -> its dotted name, where it stands in no list
+    for cls, path, _ in sections(schema):
+        for field in dataclasses.fields(cls):
+            if path == _pattern(section) and field.name not in here:
+                here.append(field.name)
+            if "*" not in path:
+                full_names.setdefault(field.name, f"{path}.{field.name}".lstrip("."))
+    if leaf in here:  # a key of another kind
+        return f"it belongs to another kind of {section[-1]} than {loc[-2]}, leave it out"
+    full_names |= {name: ".".join([*section, name]) for name in here}
+    name = ALIASES.get(leaf.lower().replace("-", "_"), "")
+    if name.rpartition(".")[2] not in full_names:
+        name = _similar(leaf, here) or _similar(leaf, list(full_names), cutoff=0.8)
+    if name:
+        return f"did you mean {full_names.get(name, name)!r}?"
+    return f"known here: {', '.join(here)}"
+
+
+def _similar(word: str, choices: list[str], cutoff: float = 0.6) -> str:
+    """The choice that is most like a word; '' if none is."""
+    return next(iter(difflib.get_close_matches(word, choices, n=1, cutoff=cutoff)), "")
+
+
+def _pattern(parts: list[str]) -> str:
+    """A dotted path with * for list positions, as in `sections`."""
     return ".".join("*" if part.isdecimal() else part for part in parts)
 
 
-def suggestion(parts: list[str], schema: Any, loc: Any = ()) -> str:
-    """Advice for an unknown key: our key for another trainer's name, or a similar key here or in another section."""
-    *section, leaf = parts
-    known = [
-        (place, field.name)
-        for cls, place, _ in sections(schema)
-        for field in dataclasses.fields(cls)
-    ]
-    beside = dict.fromkeys(key for place, key in known if place == _place(section))
-    if leaf in beside:  # a key of another kind
-        return f"it belongs to another kind of {section[-1]} than {loc[-2]}, leave it out"
-    meant = {
-        key: f"{place}.{key}".lstrip(".") for place, key in reversed(known) if "*" not in place
-    }
-    meant |= {key: ".".join([*section, key]) for key in beside}
-    alias = next(
-        (
-            key
-            for key, others in ALIASES.items()
-            if leaf.lower().replace("-", "_") in others.split()
-        ),
-        "",
-    )
-    close = (
-        [alias]
-        if alias.rpartition(".")[2] in meant
-        else difflib.get_close_matches(leaf, beside, n=1)
-    )
-    close = close or difflib.get_close_matches(leaf, meant, n=1, cutoff=0.8)
-    return (
-        f"did you mean {meant.get(close[0], close[0])!r}?"
-        if close
-        else f"known here: {', '.join(beside)}"
-    )
+def _read_aliases() -> dict[str, str]:
+    """Our key for each name that another program calls it."""
+    names, _ = read_yaml(Path(__file__).parent / "schema/aliases.yaml")
+    aliases: dict[str, str] = {}
+    for name, others in names.items():
+        aliases |= dict.fromkeys(others.split(), name)
+    return aliases
 
 
-def sections(hint: Any, place: str = "", kind: str = "") -> Iterator[tuple[Any, str, str]]:
-    """(class, place, kind that selects it) for each class with keys at and below a place, base classes first."""
-    if isinstance(hint, type) and issubclass(hint, Section):
-        bases = [
-            base
-            for base in reversed(hint.__mro__)
-            if issubclass(base, Section) and base is not Section
-        ]
-        yield from ((base, place, kind) for base in bases if vars(base).get("__annotations__"))
-        for field in dataclasses.fields(hint):
-            yield from sections(field.type, f"{place}.{field.name}".lstrip("."))
-    elif typing.get_origin(hint) is not typing.Literal:
-        members = typing.get_args(hint)
-        tags = [
-            tag
-            for member in members
-            for tag in TAGS
-            if tag in getattr(member, "__dataclass_fields__", ())
-        ]
-        for member in members:
-            inner = f"{place}.*" if typing.get_origin(hint) is tuple else place
-            choices = (
-                typing.get_args(member.__dataclass_fields__[tags[0]].type) if len(tags) > 1 else ()
-            )
-            yield from sections(
-                member, inner, f"{tags[0]}: {' | '.join(choices)}" if choices else ""
-            )
+ALIASES = _read_aliases()

@@ -16,24 +16,12 @@ from tests import tiny
 from tests.infer.test_main import write_recipe
 
 DEEP, HUGE = "[" * 200_000, "9" * 10_000
-PAIRS = zip("abcdefg", "bcdefgh", strict=True)
-BOMB = f"a: &a [{', '.join('1' * 9)}]\n" + "".join(
-    f"{b}: &{b} [{', '.join(['*' + a] * 9)}]\n" for a, b in PAIRS
-)
 TEXTS = {  # the files in {bad}
     "deep.jsonl": f'{{"messages": {DEEP}\n',
     "nested.jsonl": '{"messages": ' + "[" * 900 + "]" * 900 + "}\n",
     "huge.jsonl": f'{{"messages": {HUGE}}}\n',
-    "bomb.yaml": BOMB,
-    "merge.yaml": BOMB.replace("[1, 1, 1, 1, 1, 1, 1, 1, 1]", "{k: 1}")
-    .replace("[*", "{<<: [*")
-    .replace("]\n", "]}\n"),
-    "loop.yaml": "run: x\ntarget: &t {path: *t}\n",
-    "deep.yaml": f"run: {DEEP}\n",
-    "huge.yaml": f"seed: {HUGE}\n",
     "date.yaml": "run: 2024-13-45\n",
     "keys.yaml": "[a]: 3\n",
-    "half.yaml": 'run: "\\ud800"\n',
     "code.yaml": "run: !!python/object/apply:os.system [id]\n",
     "empty.yaml": "",
     "long.yaml": "run: x\n#" + "x" * 2**20,
@@ -43,7 +31,6 @@ TEXTS = {  # the files in {bad}
     "bad.parquet": "PAR1 not",
     "half.jsonl": '{"prompt": "\\ud800 boats"}\n',
     "null/status.json": "null",
-    "deep/status.json": DEEP,
     "odd/report/summary.json": "[]",
     "odd/report/details.json": "[]",
     "outside/config.json": "{}",
@@ -68,7 +55,6 @@ run {root}/recipe.yaml --data.conversations chats => no such file or directory; 
 run {root}/recipe.yaml => none.jsonl: no such file or directory
 status {bad}/nowhere => nowhere: no run
 status {bad}/null => null/status.json: is not the status of a run
-status {bad}/deep => deep/status.json: not JSON (nested too deeply)
 init => the following arguments are required: --target, --data, --out
 init --target {root}/target --data {bad}/gone.jsonl --out {root}/new.yaml => gone.jsonl: no such file
 init --target {root}/target --data {root}/rows.jsonl --out {root}/recipe.yaml => is there already
@@ -81,8 +67,6 @@ distill {recipe} => no section 'distill'
 distill {recipe} --plan --distill.sources '[{path: {bad}/pipe.jsonl}]' => pipe.jsonl: a pipe or a device
 distill {recipe} --distill.sources '[{path: {root}/rows.jsonl}]' --merge --retry-failed => leave --retry-failed and
 distill {recipe} --distill.sources '[{path: x, ask: problem}]' => ask to personas
-features --config {bad}/loop.yaml => loop.yaml: more than 100,000 values
-features --config {bad}/deep.yaml => deep.yaml: nested too deeply
 features {data} {bad}/deep.jsonl => deep.jsonl:1: not JSON (nested too deeply)
 features {data} {bad}/huge.jsonl => huge.jsonl:1: not JSON (Exceeds the limit
 features {recipe} --overwrite --features.after_blocks [2,1] => after_blocks must ascend
@@ -98,18 +82,12 @@ show {recipe} --data.conversations {bad}/torn.jsonl => torn.jsonl:1: not JSON (E
 show {recipe} --data.conversations {bad}/bad.parquet => bad.parquet: cannot be read
 show {recipe} --data.conversations {bad}/latin.jsonl => latin.jsonl: cannot be read ('utf-8' codec
 show --config {bad}/keys.yaml => keys.yaml:1: not YAML (found unhashable key)
-train --config {bad}/bomb.yaml => bomb.yaml: more than 100,000 values
-train --config {bad}/half.yaml => half.yaml: '\ud800' holds half of a surrogate pair
 train {recipe} --lr 1 => --lr: unknown key; did you mean 'train.learning_rate'
 train {recipe} --train.max_steps 0 => --train.max_steps: input should be greater than 0
 train {recipe} --target {bad}/nowhere/x => no such target directory
-WORLD_SIZE=two train {recipe} => WORLD_SIZE: 'two' is no number
 train {recipe} --train.betas '[0.9]' => --train.betas: train.betas.1: required, and not set
-RANK=1 features {recipe} => RANK: 1 is not below WORLD_SIZE 1; a launcher sets both
-MASTER_PORT= bench {recipe} => MASTER_PORT: '' is no number
 generate {recipe} => generate needs either --prompt TEXT
 generate {recipe} --prompt - => --prompt: the prompt is empty, or no text
-generate {recipe} --prompt {byte} => '\udcff': is no UTF-8 text
 generate {recipe} --prompts {bad}/half.jsonl => half.jsonl: row 1: the prompt is empty, or no text
 generate {recipe} --prompts {bad}/pipe.jsonl => pipe.jsonl: a pipe or a device
 generate {recipe} --prompts {bad}/numbers.jsonl => turn 1 holds int
@@ -123,12 +101,10 @@ generate {recipe} --prompt x --max-new-tokens 0 => --max-new-tokens: must be at 
 generate {recipe} --prompt x --head {bad}/list => list/config.json: has no
 generate {recipe} --prompt x --target {bad}/lost => generation_config.json: is no regular file, or a link to none
 generate {recipe} --prompt x --head {bad}/nowhere => nowhere: holds no head
-generate {recipe} --prompt x --row {bad}/merge.yaml => merge.yaml: more than 100,000 values
 generate {recipe} --prompt x --temperature -1 => temperature: input should be greater than or equal to 0
 generate {recipe} --prompt x --temperature 1 --top-p 0 => top_p: input should be greater than 0
 generate --prompt x --run {bad}/nowhere => recipe.yaml: no such file
 chat --config {bad}/pipe.yaml => pipe.yaml: a pipe or a device
-calibrate --config {bad}/huge.yaml => huge.yaml: not YAML (Exceeds the limit
 calibrate {recipe} --calibrate.method pld => pld has no head
 bench {recipe} --bench.prompts.path {bad}/half.jsonl => half.jsonl:1: a question is a text
 tune --config {bad}/empty.yaml => empty.yaml: a recipe is a mapping of sections; this is NoneType
@@ -187,11 +163,9 @@ def state(root: Path) -> dict[Path, Any]:
 def test_a_mistake_is_one_line_and_nothing_is_lost(
     line: str, message: str, root: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    for name, meant in {**SHORT, "{root}": str(root), "{byte}": "\udcff"}.items():
+    for name, meant in {**SHORT, "{root}": str(root)}.items():
         line = line.replace(name, meant)
     before, words = state(root), shlex.split(line)
-    while "=" in words[0]:
-        monkeypatch.setenv(*words.pop(0).split("="))
     main = import_module(f"aerie.{COMMANDS[words[0]].module}")
     monkeypatch.setattr(main, "stop_on_signals", lambda: None, raising=False)
     monkeypatch.setattr("sys.stdin", io.StringIO())

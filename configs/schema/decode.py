@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import Many, Place, Section, Some, adapter, load
+from aerie.configs.read import Many, Place, Section, Some, adapter, key, load
 from aerie.configs.schema.heads import KINDS, Seed, Share
 
 
@@ -31,11 +31,12 @@ class HeuristicConfig(Section):
     """transformers' draft length, which follows how many tokens were accepted."""
 
     rule: Literal["heuristic"] = "heuristic"
-    start: PositiveInt = 5  # the first length (SVIP's code)
-    more: PositiveInt = 2  # added if all was accepted
-    fewer: PositiveInt = 1  # else subtracted, down to one token
-    across_prompts: bool = (
-        False  # true: keep the length (transformers' "heuristic"); false: "heuristic_transient"
+    start: PositiveInt = key("the first length (SVIP's code)", default=5)
+    more: PositiveInt = key("added if all was accepted", default=2)
+    fewer: PositiveInt = key("else subtracted, down to one token", default=1)
+    across_prompts: bool = key(
+        'true: keep the length (transformers\' "heuristic"); false: "heuristic_transient"',
+        default=False,
     )
 
 
@@ -43,10 +44,13 @@ class EntropyConfig(Section):
     """SVIP: stop when sqrt(c * H) > h, H in nats. The defaults are its code's; c: 1 is the paper's text."""
 
     rule: Literal["entropy"] = "entropy"
-    c: PositiveFloat = 0.15  # weight of q's entropy
-    h: NonNegativeFloat = 0.3  # the threshold (section 3.1)
-    # whose entropy counts on a tree: the best path's, the frontier's mean by survival or its least, or each node's own
-    over: Literal["top_path", "value_weighted", "minimum", "per_node"] = "top_path"
+    c: PositiveFloat = key("weight of q's entropy", default=0.15)
+    h: NonNegativeFloat = key("the threshold (section 3.1)", default=0.3)
+    over: Literal["top_path", "value_weighted", "minimum", "per_node"] = key(
+        "whose entropy counts on a tree: the best path's, the frontier's mean by survival or "
+        "its least, or each node's own",
+        default="top_path",
+    )
 
     @property
     def max_entropy(self) -> float:
@@ -57,33 +61,42 @@ class ConfidenceConfig(Section):
     """Stop after a token whose q is below the threshold."""
 
     rule: Literal["confidence"] = "confidence"
-    threshold: Share = 0.4  # transformers' assistant_confidence_threshold
+    threshold: Share = key("transformers' assistant_confidence_threshold", default=0.4)
 
 
 class VoteConfig(Section):
     """DEAGLE's vote. Momentum is S_d / S_{d-1} of section 3.4; equation 25's ratio, at least 1, would never vote."""
 
     rule: Literal["vote"] = "vote"
-    # that vote (table 4 tests each alone)
-    signals: Many[Literal["probability", "momentum", "expectation"]] = (
-        "probability",
-        "momentum",
-        "expectation",
+    signals: Many[Literal["probability", "momentum", "expectation"]] = key(
+        "that vote (table 4 tests each alone)",
+        default=(
+            "probability",
+            "momentum",
+            "expectation",
+        ),
     )
-    votes: PositiveInt | None = None  # to stop; null: two, or one if there is one signal
-    probability_threshold: Share = 0.15  # votes when the summed survival is below it (section 4.1)
-    momentum_threshold: Share = 0.6  # a ratio below it is a decline (section 4.1)
-    momentum_from: PositiveInt = 1  # the first depth with a ratio; the root's S is 1
-    declines: PositiveInt = 2  # that make momentum vote ("two times")
-    consecutive: bool = False  # whether they must come at levels in a row
-    expectation: Literal["tail_sum", "leaf_sum"] = (
-        "tail_sum"  # E_d of equations 22 and 23, or of 26
+    votes: PositiveInt | None = key(
+        "to stop; null: two, or one if there is one signal", default=None
     )
-    # added to E_d: 1 for the target's own token, and 2 because the extended code counts depths from 0 at the second
-    # level (table 4 needs that much); 0: equations 22 and 26 as printed, at most the depth
-    bonus: NonNegativeFloat = 3.0
-    over: Literal["frontier", "selected"] = (
-        "frontier"  # E_d sums over each level's frontier, or the reranked tree
+    probability_threshold: Share = key(
+        "votes when the summed survival is below it (section 4.1)", default=0.15
+    )
+    momentum_threshold: Share = key("a ratio below it is a decline (section 4.1)", default=0.6)
+    momentum_from: PositiveInt = key("the first depth with a ratio; the root's S is 1", default=1)
+    declines: PositiveInt = key('that make momentum vote ("two times")', default=2)
+    consecutive: bool = key("whether they must come at levels in a row", default=False)
+    expectation: Literal["tail_sum", "leaf_sum"] = key(
+        "E_d of equations 22 and 23, or of 26", default="tail_sum"
+    )
+    bonus: NonNegativeFloat = key(
+        "added to E_d: 1 for the target's own token, and 2 because the extended code counts "
+        "depths from 0 at the second level (table 4 needs that much); 0: equations 22 and 26 "
+        "as printed, at most the depth",
+        default=3.0,
+    )
+    over: Literal["frontier", "selected"] = key(
+        "E_d sums over each level's frontier, or the reranked tree", default="frontier"
     )
 
     def __post_init__(self) -> None:
@@ -101,8 +114,8 @@ class ProbabilitySumConfig(Section):
     """Dynamic Depth Decoding: stop at some depths if the frontier's summed survival is low."""
 
     rule: Literal["probability_sum"] = "probability_sum"
-    checks: Some[PositiveInt] = (5, 7, 9)  # the depths
-    threshold: Share = 0.15  # stop below it (DEAGLE's; DDD tunes it per model)
+    checks: Some[PositiveInt] = key("the depths", default=(5, 7, 9))
+    threshold: Share = key("stop below it (DEAGLE's; DDD tunes it per model)", default=0.15)
 
     def __post_init__(self) -> None:
         if list(self.checks) != sorted(set(self.checks)):
@@ -113,7 +126,9 @@ class MarginalGainConfig(Section):
     """OPT-Tree: stop when a level adds too little expected length."""
 
     rule: Literal["marginal_gain"] = "marginal_gain"
-    threshold: Annotated[Share, Field(lt=1.0)] = 0.5  # least gain, in expected tokens (its README)
+    threshold: Annotated[Share, Field(lt=1.0)] = key(
+        "least gain, in expected tokens (its README)", default=0.5
+    )
 
 
 class ExactConfig(Section):
@@ -143,11 +158,14 @@ class ChainConfig(Section, kw_only=True):
     """`levels` tokens in a row: drawn from q if the target samples (R1), or q's most probable."""
 
     shape: Literal["chain"] = "chain"
-    levels: PositiveInt = 6  # drafted tokens, at most
-    # sampled: drawn from q if the target samples; best: q's most probable
-    children: Literal["best", "sampled"] = "sampled"
-    stop: StopConfig = ConstantConfig()  # when to end a draft early
-    calibrated: Fit | None = None  # correct confidences by this fit of `aerie calibrate`
+    levels: PositiveInt = key("drafted tokens, at most", default=6)
+    children: Literal["best", "sampled"] = key(
+        "sampled: drawn from q if the target samples; best: q's most probable", default="sampled"
+    )
+    stop: StopConfig = key("when to end a draft early", default=ConstantConfig())
+    calibrated: Fit | None = key(
+        "correct confidences by this fit of `aerie calibrate`", default=None
+    )
     k = 1  # a path does not branch
 
     @property
@@ -159,12 +177,19 @@ class StaticConfig(Section, kw_only=True):
     """A tree whose form is fixed before drafting."""
 
     shape: Literal["static"] = "static"
-    # paths of child ranks [[0], [1], [0, 0], ...], a YAML file with them under `choices`, or a published tree
-    choices: Place | tuple[Choice, ...]
-    # sampled: drawn without replacement if the target samples (R3); best: q's most probable (R2)
-    children: Literal["best", "sampled"] = "sampled"
-    stop: StopConfig = ConstantConfig()  # when to end a draft early
-    calibrated: Fit | None = None  # correct confidences by this fit of `aerie calibrate`
+    choices: Place | tuple[Choice, ...] = key(
+        "paths of child ranks [[0], [1], [0, 0], ...], a YAML file with them under `choices`, "
+        "or a published tree"
+    )
+    children: Literal["best", "sampled"] = key(
+        "sampled: drawn without replacement if the target samples (R3); best: q's most "
+        "probable (R2)",
+        default="sampled",
+    )
+    stop: StopConfig = key("when to end a draft early", default=ConstantConfig())
+    calibrated: Fit | None = key(
+        "correct confidences by this fit of `aerie calibrate`", default=None
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, EntropyConfig) and self.stop.over == "per_node":
@@ -224,19 +249,29 @@ class DynamicConfig(Section, kw_only=True):
     """EAGLE-2's tree of q's most probable tokens, or one of drawn tokens, where no draw decides if it is kept."""
 
     shape: Literal["dynamic"] = "dynamic"
-    levels: PositiveInt = 6  # greatest depth; the root has depth 0 (EAGLE-2, appendix A: 6)
-    k: PositiveInt = 10  # children per node, frontier width
-    nodes: Annotated[int, Field(ge=2)] = 60  # verified nodes, the root included
-    children: Literal["best", "sampled"] = (
-        "best"  # q's most probable (R2), or drawn if the target samples (R3)
+    levels: PositiveInt = key(
+        "greatest depth; the root has depth 0 (EAGLE-2, appendix A: 6)", default=6
     )
-    # confidence: EAGLE-2's ablation (table 3)
-    rank: Literal["survival", "confidence"] = "survival"
-    rerank: bool = True  # false (table 3): verify every level's k best, k * levels + 1 nodes
-    stop: StopConfig = ConstantConfig()  # when to end a draft early
-    # when to read `stop`: before each level, or late, once the next level runs. The tree is the same
-    stop_read: Literal["each", "late"] = "each"
-    calibrated: Fit | None = None  # correct confidences by this fit of `aerie calibrate`
+    k: PositiveInt = key("children per node, frontier width", default=10)
+    nodes: Annotated[int, Field(ge=2)] = key("verified nodes, the root included", default=60)
+    children: Literal["best", "sampled"] = key(
+        "q's most probable (R2), or drawn if the target samples (R3)", default="best"
+    )
+    rank: Literal["survival", "confidence"] = key(
+        "confidence: EAGLE-2's ablation (table 3)", default="survival"
+    )
+    rerank: bool = key(
+        "false (table 3): verify every level's k best, k * levels + 1 nodes", default=True
+    )
+    stop: StopConfig = key("when to end a draft early", default=ConstantConfig())
+    stop_read: Literal["each", "late"] = key(
+        "when to read `stop`: before each level, or late, once the next level runs. The tree "
+        "is the same",
+        default="each",
+    )
+    calibrated: Fit | None = key(
+        "correct confidences by this fit of `aerie calibrate`", default=None
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, ProbabilitySumConfig) and self.stop.checks[0] >= self.levels:
@@ -272,10 +307,12 @@ def digests(trees: Iterable[Any]) -> dict[str, dict[str, str]]:
 class PromptLookupConfig(Section):
     """Prompt lookup as in transformers 5: what followed an earlier copy of the last n-gram, cut at an end token."""
 
-    ngram: PositiveInt = 2  # the longest (transformers' default; prompt-lookup-decoding: 3)
-    min_ngram: PositiveInt = 1  # the shortest
-    length: PositiveInt = 10  # drafted tokens, at most
-    match: Literal["first", "last"] = "first"  # which copy of the n-gram counts
+    ngram: PositiveInt = key(
+        "the longest (transformers' default; prompt-lookup-decoding: 3)", default=2
+    )
+    min_ngram: PositiveInt = key("the shortest", default=1)
+    length: PositiveInt = key("drafted tokens, at most", default=10)
+    match: Literal["first", "last"] = key("which copy of the n-gram counts", default="first")
 
     def __post_init__(self) -> None:
         if self.ngram < self.min_ngram:
@@ -296,11 +333,15 @@ class PromptLookupConfig(Section):
 class LookaheadConfig(Section):
     """Lookahead decoding (arXiv 2402.02057); N, W, G as published."""
 
-    ngram: Annotated[int, Field(ge=2)] = 5  # N: a guess has N - 1 tokens, the window N - 1 rows
-    window: PositiveInt = 7  # W: the window's columns
-    guesses: PositiveInt = 7  # G: n-grams kept per first token, all verified at once
-    pool_from_text: bool = False  # also pool n-grams of prompt and answer (its POOL_FROM_PROMPT)
-    seed: Seed = 0  # of the window's first tokens
+    ngram: Annotated[int, Field(ge=2)] = key(
+        "N: a guess has N - 1 tokens, the window N - 1 rows", default=5
+    )
+    window: PositiveInt = key("W: the window's columns", default=7)
+    guesses: PositiveInt = key("G: n-grams kept per first token, all verified at once", default=7)
+    pool_from_text: bool = key(
+        "also pool n-grams of prompt and answer (its POOL_FROM_PROMPT)", default=False
+    )
+    seed: Seed = key("of the window's first tokens", default=0)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -413,11 +454,11 @@ def published_tree(method: str, **changes: Any) -> Any:
 
 
 class MethodConfig(Section):
-    method: Method  # its tree and options are the published ones unless set below
-    tree: TreeConfig | None = None  # changes to the method's tree
-    head: Place | None = None  # a directory or Hub id; null: the run's own
-    lookup: PromptLookupConfig | None = None  # for method pld
-    lookahead: LookaheadConfig | None = None  # for method lookahead
+    method: Method = key("its tree and options are the published ones unless set below")
+    tree: TreeConfig | None = key("changes to the method's tree", default=None)
+    head: Place | None = key("a directory or Hub id; null: the run's own", default=None)
+    lookup: PromptLookupConfig | None = key("for method pld", default=None)
+    lookahead: LookaheadConfig | None = key("for method lookahead", default=None)
 
     @model_validator(mode="before")
     @classmethod

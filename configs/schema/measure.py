@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from aerie.configs.read import Many, Place, Section, Some
+from aerie.configs.read import Many, Place, Section, Some, key
 from aerie.configs.schema.data import DataConfig, QuestionsConfig, by_name
 from aerie.configs.schema.decode import Method, MethodConfig, TreeConfig
 from aerie.configs.schema.heads import Seed
@@ -13,24 +13,27 @@ from aerie.configs.schema.heads import Seed
 class TaskConfig(QuestionsConfig):
     """One task. A row with the key `turns` (Spec-Bench) is already a question."""
 
-    num_prompts: PositiveInt | None = None  # null: the section's
-    seed: Seed | None = None  # draws the prompts from the whole set; null: takes the first ones
+    num_prompts: PositiveInt | None = key("null: the section's", default=None)
+    seed: Seed | None = key(
+        "draws the prompts from the whole set; null: takes the first ones", default=None
+    )
 
 
 class PromptsConfig(Section):
     """Measuring prompts: a file, tasks, or by default questions of held-out conversations (data.held_out)."""
 
-    path: Place | None = (
-        None  # a .jsonl file of questions {question_id, category, turns}, or a text with one a line
+    path: Place | None = key(
+        "a .jsonl file of questions {question_id, category, turns}, or a text with one a line",
+        default=None,
     )
-    num_prompts: PositiveInt | None = 80  # of the file, or of each task; null: all
-    max_new_tokens: PositiveInt = 512  # of each turn
-    task: str | None = None  # one name for all of `path`; null: the file's categories
-    tasks: Many[Annotated[TaskConfig, by_name]] = ()  # in place of path
-    turns: PositiveInt | None = (
-        None  # most turns of a question; null: all, but of held-out conversations the first
+    num_prompts: PositiveInt | None = key("of the file, or of each task; null: all", default=80)
+    max_new_tokens: PositiveInt = key("of each turn", default=512)
+    task: str | None = key("one name for all of `path`; null: the file's categories", default=None)
+    tasks: Many[Annotated[TaskConfig, by_name]] = key("in place of path", default=())
+    turns: PositiveInt | None = key(
+        "most turns of a question; null: all, but of held-out conversations the first", default=None
     )
-    system_prompt: str | None = None  # before each conversation
+    system_prompt: str | None = key("before each conversation", default=None)
 
     def __post_init__(self) -> None:
         if self.path is not None and self.tasks:
@@ -48,13 +51,13 @@ class HeldOutPrompts(PromptsConfig, kw_only=True):
     """For a recipe that names none."""
 
     data: DataConfig
-    part: int  # 0: the first, third, ... of them; 1: the others
+    part: int = key("0: the first, third, ... of them; 1: the others")
 
 
 class SamplingConfig(Section):
-    temperature: NonNegativeFloat = 0.0  # 0: greedy
-    top_k: NonNegativeInt = 0  # 0: off
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # 1: off
+    temperature: NonNegativeFloat = key("0: greedy", default=0.0)
+    top_k: NonNegativeInt = key("0: off", default=0)
+    top_p: Annotated[float, Field(gt=0, le=1)] = key("1: off", default=1.0)
 
 
 CONTEXT = "context"  # the sweep of contexts
@@ -63,30 +66,45 @@ CONTEXT = "context"  # the sweep of contexts
 class SweepConfig(Section):
     """Rows measured once for each value of one setting (`sweeps` of summary.json)."""
 
-    name: str  # of the sweep in summary.json and the report
-    vary: str  # a key of a row (tree.levels, tree.nodes, tree.k, method, head, lookup.length, ...), or temperature
-    values: Some[Any]  # of that setting
-    rows: Some[dict[str, Any]]  # as the bench's
-    sampling: Many[SamplingConfig] = ()  # empty: the bench's
-    tasks: Many[str] = ()  # names; empty: all
-    num_prompts: PositiveInt | None = None  # the first ones of each task; null: all
+    name: str = key("of the sweep in summary.json and the report")
+    vary: str = key(
+        "a key of a row (tree.levels, tree.nodes, tree.k, method, head, lookup.length, ...), "
+        "or temperature"
+    )
+    values: Some[Any] = key("of that setting")
+    rows: Some[dict[str, Any]] = key("as the bench's")
+    sampling: Many[SamplingConfig] = key("empty: the bench's", default=())
+    tasks: Many[str] = key("names; empty: all", default=())
+    num_prompts: PositiveInt | None = key("the first ones of each task; null: all", default=None)
 
 
 class BenchConfig(Section):
     """Runs every row on every prompt, interleaved, in one process."""
 
-    prompts: PromptsConfig = PromptsConfig()  # what is asked
-    rows: Many[
-        MethodConfig
-    ] = ()  # methods, vanilla among them; empty: vanilla, and the head's usual one with `tree`
-    sampling: Many[SamplingConfig] = (SamplingConfig(),)  # every row is measured with each of these
-    warmup_prompts: NonNegativeInt = 2  # decoded before the clock starts (Spec-Bench: 3)
-    reference: bool = True  # also time transformers' generate and the bare forwards
-    cycles: bool = False  # also record every cycle with its nodes and levels (cycles.jsonl)
-    by_task: bool = False  # summary.json has a row for each task; false: the tasks pooled
-    sweeps: Many[SweepConfig] = ()  # series of rows in which one setting varies
-    # lengths, in tokens of prompt and answer, that split answers for a sweep: up to each, and between neighbours
-    contexts: Many[PositiveInt] = ()
+    prompts: PromptsConfig = key("what is asked", default=PromptsConfig())
+    rows: Many[MethodConfig] = key(
+        "methods, vanilla among them; empty: vanilla, and the head's usual one with `tree`",
+        default=(),
+    )
+    sampling: Many[SamplingConfig] = key(
+        "every row is measured with each of these", default=(SamplingConfig(),)
+    )
+    warmup_prompts: NonNegativeInt = key(
+        "decoded before the clock starts (Spec-Bench: 3)", default=2
+    )
+    reference: bool = key("also time transformers' generate and the bare forwards", default=True)
+    cycles: bool = key(
+        "also record every cycle with its nodes and levels (cycles.jsonl)", default=False
+    )
+    by_task: bool = key(
+        "summary.json has a row for each task; false: the tasks pooled", default=False
+    )
+    sweeps: Many[SweepConfig] = key("series of rows in which one setting varies", default=())
+    contexts: Many[PositiveInt] = key(
+        "lengths, in tokens of prompt and answer, that split answers for a sweep: up to each, "
+        "and between neighbours",
+        default=(),
+    )
 
     def __post_init__(self) -> None:
         if self.rows and not any(row.method == "vanilla" for row in self.rows):
@@ -105,17 +123,19 @@ class BenchConfig(Section):
 class CalibrateConfig(Section):
     """How confidence predicts acceptance on held-out prompts."""
 
-    prompts: PromptsConfig = PromptsConfig()  # other prompts than the bench's
-    method: Method | None = None  # null: the usual one of the recipe's head
-    tree: TreeConfig | None = None  # changes to the method's tree
-    bins: PositiveInt = 20  # of the reliability diagram
-    temperature: NonNegativeFloat = 0.0  # of the decoding
-    oracle_levels: PositiveInt | None = (
-        None  # also draft this deep in each cycle: the oracle draft length (SVIP: 40)
+    prompts: PromptsConfig = key("other prompts than the bench's", default=PromptsConfig())
+    method: Method | None = key("null: the usual one of the recipe's head", default=None)
+    tree: TreeConfig | None = key("changes to the method's tree", default=None)
+    bins: PositiveInt = key("of the reliability diagram", default=20)
+    temperature: NonNegativeFloat = key("of the decoding", default=0.0)
+    oracle_levels: PositiveInt | None = key(
+        "also draft this deep in each cycle: the oracle draft length (SVIP: 40)", default=None
     )
-    ranks: PositiveInt = 10  # how many of a law's best tokens a rebuilt static tree tries
-    nodes: Annotated[int, Field(ge=2)] | None = (
-        None  # of the rebuilt tree, with the root; null: as many as before
+    ranks: PositiveInt = key(
+        "how many of a law's best tokens a rebuilt static tree tries", default=10
+    )
+    nodes: Annotated[int, Field(ge=2)] | None = key(
+        "of the rebuilt tree, with the root; null: as many as before", default=None
     )
 
     def __post_init__(self) -> None:
@@ -126,14 +146,21 @@ class CalibrateConfig(Section):
 
 
 class TuneConfig(Section):
-    # to predict from; default: at most 24 held-out conversations, 128 new tokens each
-    prompts: PromptsConfig = PromptsConfig(num_prompts=24, max_new_tokens=128)
-    measure: PromptsConfig | None = None  # other prompts, to time the choice on; null: not timed
-    levels: Annotated[int, Field(ge=2)] = 10  # the deepest tree
-    k: Annotated[int, Field(ge=2)] = 10  # the widest frontier
-    grid: bool = False  # also time a grid of twelve trees
-    # of the decoding; above 0, chains and trees with best and with drawn children are decoded, but no stop rules
-    temperature: NonNegativeFloat = 0.0
+    prompts: PromptsConfig = key(
+        "to predict from; default: at most 24 held-out conversations, 128 new tokens each",
+        default=PromptsConfig(num_prompts=24, max_new_tokens=128),
+    )
+    measure: PromptsConfig | None = key(
+        "other prompts, to time the choice on; null: not timed", default=None
+    )
+    levels: Annotated[int, Field(ge=2)] = key("the deepest tree", default=10)
+    k: Annotated[int, Field(ge=2)] = key("the widest frontier", default=10)
+    grid: bool = key("also time a grid of twelve trees", default=False)
+    temperature: NonNegativeFloat = key(
+        "of the decoding; above 0, chains and trees with best and with drawn children are "
+        "decoded, but no stop rules",
+        default=0.0,
+    )
 
     def __post_init__(self) -> None:
         if self.grid and self.measure is None:

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,15 @@ from aerie.configs.schema.heads import (
 )
 from aerie.configs.schema.measure import BenchConfig, CalibrateConfig, TuneConfig
 
-FLAGS = ["--config", "--target", "--dtype", "--device-map", "--plan", "--overwrite", "--is-whole"]
-FLAGS += [
-    "--prompt",
-    "--prompts",
-    "--method",
-    "--max-new-tokens",
-    "--temperature",
-    "--top-k",
-    "--top-p",
-]
+# The options of all commands: a misspelt one is told from an override by its likeness to one.
+FLAGS = """--config --target --dtype --device-map --plan --overwrite --is-whole --prompt --prompts
+--method --max-new-tokens --temperature --top-k --top-p""".split()
+KEYS_OF_FLAGS = {
+    "run": "run",
+    "target": "target.path",
+    "dtype": "target.dtype",
+    "device_map": "target.device_map",
+}
 
 
 class Recipe(Section):
@@ -79,13 +79,6 @@ class Recipe(Section):
         "of measurements: the draws of sampled rows, the bootstrap of intervals", default=0
     )
 
-    def __post_init__(self) -> None:
-        most = self.head.levels_of(vars(self.head))
-        if most and self.tree is not None and self.tree.shape != "static":
-            object.__setattr__(
-                self, "tree", fitted(self.tree, USUAL[self.head.kind], most, "tree", "the head")
-            )
-
     @property
     def paths(self) -> "RunPaths":
         return RunPaths(Path(self.run))
@@ -93,28 +86,42 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, values: Any) -> Any:
-        """Adds trees' published settings, and the head's kind to `train`."""
+        """Adds the published settings of the trees, and the head's kind to `train`."""
         kind, method = _kind_and_method(values)
-        train, calibrate = values.get("train"), values.get("calibrate")
-        if train is None or isinstance(train, dict):  # the section `head` reports a wrong kind
-            train = {**(train or {}), "kind": kind} if kind in USUAL else {"kind": DEFAULT_KIND}
-        tree = completed(USUAL[kind], values.get("tree")) if kind in USUAL else None
-        if isinstance(calibrate, dict) and calibrate:
+        is_kind = kind in USUAL  # the section `head` reports a wrong kind
+        train = values.get("train")
+        calibrate = values.get("calibrate")
+        if train is None or isinstance(train, dict):
+            train = {**(train or {}), "kind": kind} if is_kind else {"kind": DEFAULT_KIND}
+        if calibrate and isinstance(calibrate, dict):
             calibrate = {**calibrate, "tree": completed(method, calibrate.get("tree"))}
+        tree = completed(USUAL[kind], values.get("tree")) if is_kind else None
         return {**values, "train": train, "tree": tree, "calibrate": calibrate}
+
+    @model_validator(mode="after")
+    def _fit_tree(self) -> "Recipe":
+        """Cuts the tree to the levels that the head drafts."""
+        most = self.head.levels_of(vars(self.head))
+        if not most or self.tree is None or self.tree.shape == "static":
+            return self
+        tree = fitted(self.tree, USUAL[self.head.kind], most, "tree", "the head")
+        return replace(self, tree=tree)
 
 
 def _kind_and_method(values: dict[str, Any]) -> tuple[str, str | None]:
-    """The head's kind, and the method that calibrate measures."""
-    head, calibrate = (
-        values[name] if isinstance(values.get(name), dict) else {} for name in ("head", "calibrate")
-    )
-    kind = str(head.get("kind", DEFAULT_KIND))
-    return kind, calibrate.get("method") or USUAL.get(kind)
+    """The head's kind, and the method that calibrate measures, in unchecked values."""
+    head = values.get("head")
+    calibrate = values.get("calibrate")
+    kind = head.get("kind", DEFAULT_KIND) if isinstance(head, dict) else DEFAULT_KIND
+    method = calibrate.get("method") if isinstance(calibrate, dict) else None
+    return str(kind), method or USUAL.get(str(kind))
 
 
 def fitted(tree: Any, method: str, most: int, place: str, head: str) -> Any:
-    """A TreeConfig no deeper than its head drafts: cuts the method's default depth; UserError for any other depth."""
+    """A TreeConfig no deeper than its head drafts.
+
+    Cuts the method's default depth; UserError for any other depth.
+    """
     if tree.levels <= most:
         return tree
     if method and tree.levels == (METHODS[method].tree or {}).get("levels"):
@@ -126,27 +133,35 @@ def fitted(tree: Any, method: str, most: int, place: str, head: str) -> Any:
 
 
 class RunPaths:
+    """Where a run keeps its files."""
+
     def __init__(self, root: Path) -> None:
-        self.root, self.status = root, root / "status.json"
-        self.conversations, self.distilled = root / "conversations", root / "distilled"
-        self.features, self.heads, self.report = root / "features", root / "heads", root / "report"
-        self.calibration, self.bench, self.tune = (
-            root / "calibration",
-            root / "bench",
-            root / "tune",
-        )
+        self.root = root
+        self.status = root / "status.json"
+        self.conversations = root / "conversations"
+        self.distilled = root / "distilled"
+        self.features = root / "features"
+        self.heads = root / "heads"
+        self.calibration = root / "calibration"
+        self.bench = root / "bench"
+        self.tune = root / "tune"
+        self.report = root / "report"
 
     def state(self, kind: str) -> Path:
+        """The saves of a training."""
         return self.root / "state" / kind
 
     def head(self, recipe: Recipe) -> Path:
+        """What a training writes."""
         return Path(recipe.output) if recipe.output else self.heads / recipe.head.kind
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds every command's options; any other `--section.key value` is an override."""
-    words = "`aerie keys SECTION` prints the keys of a section, what they mean and their defaults."
-    parser.epilog = f"Any key of the recipe can be set too: --section.key VALUE (--train.learning_rate 1e-4). {words}"
+    parser.epilog = (
+        "Any key of the recipe can be set too: --section.key VALUE (--train.learning_rate 1e-4). "
+        "`aerie keys SECTION` prints the keys of a section, what they mean and their defaults."
+    )
     parser.add_argument("--config", type=user_path, help="the recipe (YAML)")
     parser.add_argument("--run", help="the run's directory")
     parser.add_argument("--target", help="directory or Hub id (overrides target.path)")
@@ -159,56 +174,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(arguments: argparse.Namespace, unknown: list[str]) -> Recipe:
-    """The recipe with the command line's overrides; another head kind or method there drops its tree."""
-    keys = {
-        "run": "run",
-        "target": "target.path",
-        "dtype": "target.dtype",
-        "device_map": "target.device_map",
-    }
-    flags = {key: getattr(arguments, flag, None) for flag, key in keys.items()}
-    overrides = [
-        *pairs_of(unknown),
-        *(f"{key}={value}" for key, value in flags.items() if value is not None),
-    ]
+    """The recipe with the command line's overrides.
+
+    Another kind of head or another method there drops the file's tree.
+    """
     if arguments.config is None:
         raise UserError("no recipe; name one with --config RECIPE.yaml")
+    overrides = pairs_of(unknown)
+    for flag, name in KEYS_OF_FLAGS.items():
+        value = getattr(arguments, flag, None)
+        if value is not None:
+            overrides.append(f"{name}={value}")
     values, lines = read_yaml(arguments.config)
     kind, method = _kind_and_method(values)
-    override(
-        [pair for pair in overrides if pair.startswith(("head.kind=", "calibrate.method="))],
-        values,
-        lines,
-    )
-    other_kind, other_method = _kind_and_method(values)
-    if other_kind != kind:
+    first = [pair for pair in overrides if pair.startswith(("head.kind=", "calibrate.method="))]
+    override(first, values, lines)
+    new_kind, new_method = _kind_and_method(values)
+    if new_kind != kind:
         values["tree"] = None
-    if other_method != method and isinstance(values.get("calibrate"), dict):
+    if new_method != method and isinstance(values.get("calibrate"), dict):
         values["calibrate"] = {**values["calibrate"], "tree": None}
     return validate(values, Recipe, str(arguments.config), lines, overrides)
 
 
 def pairs_of(words: list[str]) -> list[str]:
     """['--a.b', '3', '--c=4'] -> ['a.b=3', 'c=4']."""
-    pairs, rest = list[str](), iter(words)
+    pairs: list[str] = []
+    rest = iter(words)
     for word in rest:
         if not word.startswith("--"):
-            fix = "overrides look like --train.learning_rate 1e-4"
-            if pairs:
-                key, first = pairs[-1].split("=", 1)
-                fix = f"a list is one word: --{key} '[{first.strip('[,')}, {word.strip('],')}]'"
-            raise UserError(f"{word}: not an option; {fix}")
-        if close := difflib.get_close_matches(word.partition("=")[0], FLAGS, n=1, cutoff=0.85):
-            is_elsewhere = close[0] == word.partition("=")[0]
-            fix = (
-                "this command has no such option"
-                if is_elsewhere
-                else f"unknown option; did you mean {close[0]}?"
-            )
-            raise UserError(f"{word}: {fix}")
-        pair = word[2:] if "=" in word else f"{word[2:]}={next(rest, '')}"
-        pair = f"target.{pair}" if pair.startswith("generation.") else pair
-        if pair.endswith("=") and "=" not in word:
-            raise UserError(f"{word}: needs a value")
-        pairs.append(pair)
+            raise UserError(f"{word}: not an option; {_fix_of_loose_word(word, pairs)}")
+        option, equals, value = word.partition("=")
+        close = difflib.get_close_matches(option, FLAGS, n=1, cutoff=0.85)
+        if close == [option]:
+            raise UserError(f"{word}: this command has no such option")
+        if close:
+            raise UserError(f"{word}: unknown option; did you mean {close[0]}?")
+        if not equals:
+            value = next(rest, "")
+            if not value:
+                raise UserError(f"{word}: needs a value")
+        name = option.removeprefix("--")
+        if name.startswith("generation."):
+            name = f"target.{name}"
+        pairs.append(f"{name}={value}")
     return pairs
+
+
+def _fix_of_loose_word(word: str, pairs: list[str]) -> str:
+    if not pairs:
+        return "overrides look like --train.learning_rate 1e-4"
+    name, _, first = pairs[-1].partition("=")
+    return f"a list is one word: --{name} '[{first.strip('[,')}, {word.strip('],')}]'"

@@ -1,1 +1,1 @@
-"""aerie: draft heads for any Hugging Face causal LM: train, calibrate and decode with them, losslessly."""
+"""aerie: draft heads for any Hugging Face causal LM: train, calibrate, decode losslessly, ship."""

@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def _print_run(root: Path, last_stages: list[LastStage]) -> None:
-    """Prints a line for each process that wrote a status, a line for each stage, and what is next."""
+    """Prints a line for each status file, a line for each stage, and what is next."""
     running = ""
     for last in last_stages:
         if last.state == "running":
@@ -94,7 +94,7 @@ def _line(last: LastStage) -> str:
 
 
 def _stage_states(root: Path, running: str) -> tuple[list[str], list[StageState]]:
-    """The kinds of head, the recipe's first; and the stages that it asks for or that left something."""
+    """The kinds of head, the recipe's first; and the stages that it has or that left something."""
     heads = root / STAGES["train"]
     kinds = sorted(path.name for path in heads.glob("[!.]*"))
     expected = ["features", "train", "calibrate", "bench", "report"]
