@@ -1,7 +1,8 @@
-"""The objective of block heads: blocks at random places of answers, and the target's law at each of their places."""
+"""The objective of block heads: blocks at random anchors in answers, and the target's law at each
+position of a block."""
 
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ from aerie.data.batches import Batch
 from aerie.model.heads.block import BlockHead
 from aerie.model.target import VocabWeights
 from aerie.train import losses
-from aerie.train.losses import SumsAndCounts, Totals
-from aerie.train.objectives import Objective, StepOutput
+from aerie.train.losses import Piece, SumsAndCounts
+from aerie.train.objectives import Objective, StepOutput, label_and_law_terms
 from aerie.train.workload import (
     Activations,
     KeptNumbers,
@@ -25,125 +26,134 @@ from aerie.train.workload import (
 )
 
 
-class BlockObjective(Objective):
-    """Place k's law and label loss times place_decay ** (k - 1), divided by all supervised places (arXiv 2602.06036).
+class BlockSlots(NamedTuple):
+    """Blocks and what they learn; k = 0, 1, ... counts the drafted positions of a block."""
 
-    A block at anchor a drafts t_{a+1}, t_{a+2}, ...; place k is supervised where t_a and t_{a+k} are of one turn.
+    supervised: Tensor  # [B, A, K] bool, on the host
+    blocks: list[Tensor]  # of each k, on the host [S_k]: the blocks of B * A that are supervised
+    piece: Piece  # columns: outputs [S_k, D], the tokens before [S_k, n], labels [S_k]
+
+
+class BlockSums(NamedTuple):
+    law: Tensor  # [K]
+    label: Tensor  # [K]
+    hits: Tensor  # [K]
+    alpha: Tensor  # [K]
+
+
+class BlockObjective(Objective):
+    """Position k's law and label loss times place_decay ** k (k = 0, 1, ...), divided by all
+    supervised positions (arXiv 2602.06036).
+
+    A block at anchor a drafts t_{a+1}, t_{a+2}, ...; t_{a+1+k} is supervised where it is of the same
+    turn as t_a.
     """
 
     is_random = True
 
     def __init__(self, head: BlockHead, target: VocabWeights, settings: BlockTrain) -> None:
         super().__init__(head, target, settings)
-        self.places = range(head.config.num_places)
+        self.depths = range(head.config.num_places)
         parts = {"law": settings.law_weight, "label": settings.label_weight}
-        self.terms = {
-            f"{part}_at_{k + 1}": (part, k) for part in parts if parts[part] for k in self.places
-        }
-        self.weights = {
-            name: parts[part] * settings.place_decay**k for name, (part, k) in self.terms.items()
-        }
+        self.terms = label_and_law_terms(parts, [settings.place_decay**k for k in self.depths])
+        self.weights = {name: term.weight for name, term in self.terms.items()}
         head.gradient_checkpointing = settings.gradient_checkpointing
 
-    def blocks(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Anchors [B, A], with zeros after a row's last, and supervised places [B, A, K] bool, on the host.
+    def draw_blocks(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Anchors [B, A], with zeros after a row's last, and supervised positions [B, A, K] bool, on
+        the host.
 
         Rows' seeds draw at most `train.anchors` each; without seeds (evaluation) they are evenly spread.
         """
         # A row's blocks depend on its seed alone: not on the process that draws them, nor on a restart.
-        drawn, limit = [], self.settings.anchors
-        for row, slots in enumerate(
-            batch.supervised()
-        ):  # slot p: t_{p+1} and t_{p+2} are of one turn
-            found = slots.nonzero()[:, 0] + 1
-            count = min(len(found), limit)
+        drawn = []
+        for row, slots in enumerate(batch.supervised()):
+            # Slot p: t_{p+1} and t_{p+2} are of one turn, so a block at p + 1 has something to learn.
+            possible = slots.nonzero()[:, 0] + 1
+            count = min(len(possible), self.settings.anchors)
             if batch.seeds is None:
-                chosen = torch.linspace(0, max(len(found) - 1, 0), count).round().long()
+                chosen = torch.linspace(0, max(len(possible) - 1, 0), count).round().long()
             else:
-                seeded = torch.Generator().manual_seed(batch.seeds[row])
-                chosen = torch.randperm(len(found), generator=seeded)[:count].sort().values
-            drawn.append(found[chosen])
+                generator = torch.Generator().manual_seed(batch.seeds[row])
+                order = torch.randperm(len(possible), generator=generator)
+                chosen = order[:count].sort().values
+            drawn.append(possible[chosen])
         # The extra row makes A >= 1: a process without supervised tokens still calls the head.
-        anchors = pad_sequence([*drawn, torch.zeros(1, dtype=torch.long)], batch_first=True)[:-1]
-        places = anchors[..., None] + 1 + torch.arange(len(self.places))  # [B, A, K]
-        turn_ids = F.pad(batch.turn_ids, (0, len(self.places)))
-        own, asked = (turn_ids.gather(1, at.flatten(1)).view_as(at) for at in (anchors, places))
-        return anchors, (asked == own[..., None]) & (anchors > 0)[..., None]
+        extra = torch.zeros(1, dtype=torch.long)
+        anchors = pad_sequence([*drawn, extra], batch_first=True)[:-1]  # [B, A]
+        drafted = anchors[..., None] + 1 + torch.arange(len(self.depths))  # [B, A, K] positions
+        turn_ids = F.pad(batch.turn_ids, (0, len(self.depths)))
+        of_anchor = turn_ids.gather(1, anchors)  # [B, A]
+        of_drafted = turn_ids.gather(1, drafted.flatten(1)).view_as(drafted)  # [B, A, K]
+        is_block = anchors > 0  # the others fill up a row
+        return anchors, (of_drafted == of_anchor[..., None]) & is_block[..., None]
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
-        return dict.fromkeys(self.weights, self.blocks(batch)[1].sum())
+        _, supervised = self.draw_blocks(batch)
+        return dict.fromkeys(self.weights, supervised.sum())
 
     def forward(self, batch: Batch) -> StepOutput:
-        _, asked, slots = self._drafted(batch)
-        states, laws, *columns = slots
-        pieces = losses.by_target_state(
-            states, laws, columns, max(1, self.chunk // len(self.places))
-        )
-        law, label, hits, alpha = losses.summed([*losses.by_piece(self._sums, pieces)])
-        count, counts, totals = asked.sum(), asked.sum((0, 1)), {"law": law, "label": label}
-        terms = {name: (totals[part][k], count) for name, (part, k) in self.terms.items()}
-        metrics = {f"accuracy_at_{k + 1}": (hits[k], counts[k]) for k in self.places}
-        return StepOutput(
-            terms, {**metrics, **{f"alpha_at_{k + 1}": (alpha[k], counts[k]) for k in self.places}}
-        )
+        slots = self._draft(batch)
+        pieces = losses.by_target_state(slots.piece, max(1, self.chunk // len(self.depths)))
+        sums = losses.added(losses.by_piece(self._sums, pieces))
+        count = slots.supervised.sum()
+        totals = {"law": sums.law, "label": sums.label}
+        terms = {}
+        for name, term in self.terms.items():
+            terms[name] = (totals[term.part][term.k], count)
+        counts = slots.supervised.sum((0, 1))  # [K]
+        metrics = {f"accuracy_at_{k + 1}": (sums.hits[k], counts[k]) for k in self.depths}
+        metrics |= {f"alpha_at_{k + 1}": (sums.alpha[k], counts[k]) for k in self.depths}
+        return StepOutput(terms, metrics)
 
-    def _drafted(self, batch: Batch) -> tuple[list[Tensor], Tensor, tuple[Any, ...]]:
-        """(each place's blocks [S_k] that supervise it; supervised places [B, A, K]; arguments of by_target_state: the
-        target's states, which of them each slot asks for, and per place outputs, previous tokens and own tokens)."""
-        (anchors, asked), device = self.blocks(batch), batch.input_ids.device
-        known = anchors.to(device, non_blocking=True)
-        tokens = batch.input_ids.gather(1, known)
-        outputs = self.head(tokens, batch.taps, known, self.target.embedding).flatten(
-            0, 1
-        )  # [B * A, K, D]
-        which = [asked[..., k].flatten().nonzero()[:, 0] for k in self.places]
-        flat = (torch.arange(len(anchors))[:, None] * batch.input_ids.shape[1] + anchors).flatten()
-        # place k drafts t_{a+k} (k = 1, ...): the target's law of it is at a + k - 1, where the token before stands
-        before = [flat[blocks] + k for k, blocks in enumerate(which)]
-        # Blocks overlap: a state that several places ask for has its law computed once.
-        needed, laws = torch.cat(before).unique(return_inverse=True)
-        moved = [
-            [x.to(device, non_blocking=True) for x in some] for some in (which, before, [needed])
-        ]
-        ids, sizes = batch.input_ids, [len(blocks) for blocks in which]
-        n = self.head.config.markov_order  # the first token also fills the places before it
-        ends = (
-            torch.cat([ids[:, :1].expand(-1, n - 1), ids], dim=1).unfold(1, n, 1).flatten(0, 1)
-        )  # [B * T, n]
-        columns = [[outputs[blocks, k] for k, blocks in enumerate(moved[0])]]
-        columns += [[ends[at] for at in moved[1]], [ids.flatten()[at + 1] for at in moved[1]]]
-        return (
-            which,
-            asked,
-            (batch.features.flatten(0, 1)[moved[2][0]], [*laws.split(sizes)], *columns),
-        )
+    def _draft(self, batch: Batch) -> BlockSlots:
+        """Draws blocks and runs the head over them."""
+        device = batch.input_ids.device
+        ids = batch.input_ids.flatten()  # [B * T]
+        length = batch.input_ids.shape[1]
+        anchors, supervised = self.draw_blocks(batch)
+        blocks = [supervised[..., k].flatten().nonzero()[:, 0] for k in self.depths]
+        # (1) the head
+        at = anchors.to(device, non_blocking=True)
+        tokens = batch.input_ids.gather(1, at)  # [B, A]
+        states = self.head(tokens, batch.taps, at, self.target.embedding)  # [B, A, K, D]
+        states = states.flatten(0, 1)  # [B * A, K, D]
+        # (2) the target's laws. That of t_{a+1+k} is at a + k, where the token before it stands.
+        # Blocks overlap: a law that several of them learn is computed once.
+        flat_anchors = (torch.arange(len(anchors))[:, None] * length + anchors).flatten()
+        before = [flat_anchors[numbers] + k for k, numbers in enumerate(blocks)]  # K x [S_k]
+        needed, which = torch.cat(before).unique(return_inverse=True)
+        # (3) the tokens that correct a position's law; the first token also fills what is before it
+        n = self.head.config.markov_order
+        filled = torch.cat([batch.input_ids[:, :1].expand(-1, n - 1), batch.input_ids], dim=1)
+        windows = filled.unfold(1, n, 1).flatten(0, 1)  # [B * T, n]: the last n tokens
+        outputs = []
+        previous = []
+        labels = []
+        for k, (numbers, positions) in enumerate(zip(blocks, before, strict=True)):
+            on_device = positions.to(device, non_blocking=True)
+            outputs.append(states[numbers.to(device, non_blocking=True), k])
+            previous.append(windows[on_device])
+            labels.append(ids[on_device + 1])
+        true = batch.features.flatten(0, 1)[needed.to(device, non_blocking=True)]
+        sizes = [len(numbers) for numbers in blocks]
+        piece = Piece(true, list(which.split(sizes)), [outputs, previous, labels])
+        return BlockSlots(supervised, blocks, piece)
 
     def _laws(self, outputs: Tensor, before: Tensor) -> Tensor:
-        """log q [S, V] of outputs [S, D]."""
+        """log q [S, V] of outputs [S, D], after tokens [S, n]."""
         # The target's LM head stays in its own dtype, as in decoding.
         with torch.autocast(outputs.device.type, enabled=False):
             outputs = outputs.float()
             return self.head.correct(self.target.logits(outputs), before, outputs).log_softmax(-1)
 
-    def _sums(
-        self,
-        states: Tensor,
-        which: list[Tensor],
-        outputs: list[Tensor],
-        before: list[Tensor],
-        labels: list[Tensor],
-    ) -> Totals:
-        """Sums of law loss, label loss, hits and alpha, [K] each."""
-        with torch.no_grad(), torch.autocast(states.device.type, enabled=False):
-            law = losses.TargetLaw.of_logits(self.target.logits(states))
-        slots, sizes = (
-            torch.cat(which).to(states.device, non_blocking=True),
-            [len(some) for some in outputs],
-        )
-        log_q, law = (
-            self._laws(torch.cat(outputs), torch.cat(before)),
-            replace(law, slots=slots),
-        )  # [S, V]
+    def _sums(self, piece: Piece) -> BlockSums:
+        outputs, previous, labels = piece.columns
+        with torch.no_grad(), torch.autocast(piece.states.device.type, enabled=False):
+            law = losses.TargetLaw.of_logits(self.target.logits(piece.states))
+        slots = torch.cat(piece.which).to(piece.states.device, non_blocking=True)  # [S]
+        law = replace(law, slots=slots)
+        log_q = self._laws(torch.cat(outputs), torch.cat(previous))  # [S, V]
         of_law = of_label = log_q.new_zeros(len(log_q))
         if self.settings.law_weight:
             of_law = losses.LOSSES[self.settings.loss](log_q, law, self.settings)
@@ -152,19 +162,27 @@ class BlockObjective(Objective):
         with torch.no_grad():
             hits = log_q.argmax(-1) == law.log_p.argmax(-1)[slots]
             alpha = losses.acceptance_rate(log_q, law.whole)
-        columns = (x.split(sizes) for x in (of_law, of_label, hits, alpha))
-        return tuple(torch.stack([part.sum() for part in column]) for column in columns)
+        sizes = [len(output) for output in outputs]
+        totals = []
+        for column in (of_law, of_label, hits, alpha):
+            totals.append(torch.stack([part.sum() for part in column.split(sizes)]))
+        return BlockSums(*totals)
 
     def measure(self, batch: Batch) -> SumsAndCounts:
-        """Of greedy chains from the anchors; each place is given the text's own previous tokens."""
-        which, asked, (states, laws, outputs, before, _) = self._drafted(batch)
-        choices = self.choose(states)
-        hits = torch.zeros(asked.shape[:2].numel(), self.settings.eval_depths)
-        for k in self.places[: self.settings.eval_depths]:
-            pieces = zip(outputs[k].split(self.chunk), before[k].split(self.chunk), strict=True)
-            drafted = torch.cat([self._laws(*piece).argmax(-1) for piece in pieces])
-            hits[which[k], k] = (drafted == choices[laws[k].to(drafted.device)]).float().cpu()
-        return {**self(batch).sums(), "chain": (hits.cumprod(1).sum(), asked[..., 0].sum())}
+        """Of greedy chains from the anchors; each position is given the text's own previous tokens."""
+        slots = self._draft(batch)
+        outputs, previous, _ = slots.piece.columns
+        choices = self.choose(slots.piece.states)
+        hits = torch.zeros(slots.supervised.shape[:2].numel(), self.settings.eval_depths)
+        for k in self.depths[: self.settings.eval_depths]:
+            drafted = []
+            for start in range(0, max(len(outputs[k]), 1), self.chunk):
+                part = slice(start, start + self.chunk)
+                drafted.append(self._laws(outputs[k][part], previous[k][part]).argmax(-1))
+            wanted = choices[slots.piece.which[k].to(choices.device)]
+            hits[slots.blocks[k], k] = (torch.cat(drafted) == wanted).float().cpu()
+        sums = self(batch).sums()
+        return {**sums, "chain": (hits.cumprod(1).sum(), slots.supervised[..., 0].sum())}
 
     def work(self, load: Load) -> Work:
         config = self.head.config

@@ -1,11 +1,15 @@
-"""Losses and measures of S slots, in float32 and nats: log q [S, Vd] is the draft's law, log p the target's."""
+"""Losses and measures of S slots, in float32 and nats.
+
+log q [S, Vd] is the head's distribution over the draft vocabulary, log p the target's. Both are
+called laws here.
+"""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, starmap
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed
@@ -18,13 +22,14 @@ from aerie.model.target import VocabWeights
 from aerie.train.processes import world_size
 
 SumsAndCounts = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count) of a mean
-Totals = tuple[Tensor, ...]
-Pieces = Sequence[tuple[Any, ...]]  # of each call, its arguments for some of the slots
+P = TypeVar("P")  # a piece: what is known of some of the slots
+S = TypeVar("S", bound=NamedTuple)  # of tensors
 
 
 @dataclass(frozen=True)
 class TargetLaw:
-    """The target's law over a draft vocabulary: `inside` it, for losses that compare laws; `whole`, for acceptance."""
+    """The target's law over a draft vocabulary: `inside` it, for losses that compare laws; `whole`,
+    for acceptance."""
 
     log_p: Tensor  # [S, Vd], renormalised over the draft vocabulary
     log_mass: Tensor  # [S], log of the draft vocabulary's share of the full law
@@ -32,11 +37,13 @@ class TargetLaw:
 
     @classmethod
     def of_logits(cls, logits: Tensor, log_normaliser: Tensor | None = None) -> "TargetLaw":
-        """From logits [S, Vd] and the full vocabulary's log-sum-exp [S] (None: that of the logits)."""
+        """From logits [S, Vd] and the log-sum-exp [S] of all the vocabulary (None: of the logits)."""
         log_p = logits.float().log_softmax(-1)
         if log_normaliser is None:
-            return cls(log_p, log_p.new_zeros(log_p.shape[:1]))
-        return cls(log_p, logits.float().logsumexp(-1) - log_normaliser)
+            log_mass = log_p.new_zeros(log_p.shape[:1])
+        else:
+            log_mass = logits.float().logsumexp(-1) - log_normaliser
+        return cls(log_p, log_mass)
 
     @property
     def inside(self) -> Tensor:
@@ -60,8 +67,10 @@ def kl(log_q: Tensor, log_p: Tensor) -> Tensor:
 
 
 def jensen_shannon(log_q: Tensor, law: TargetLaw, config: TrainConfig) -> Tensor:
-    """[S]: beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q (DistillSpec, arXiv 2310.08461)."""
-    log_p, beta = law.inside, config.jsd_beta
+    """[S]: beta KL(p || m) + (1 - beta) KL(q || m), with m = beta p + (1 - beta) q (DistillSpec,
+    arXiv 2310.08461)."""
+    log_p = law.inside
+    beta = config.jsd_beta
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))  # [S, Vd]
     return beta * kl(log_m, log_p) + (1.0 - beta) * kl(log_m, log_q)
 
@@ -72,22 +81,22 @@ def acceptance_rate(log_q: Tensor, log_p: Tensor) -> Tensor:
 
 
 def lk_hybrid(log_q: Tensor, law: TargetLaw, config: TrainConfig) -> Tensor:
-    """[S]: lambda KL(p || q) + (1 - lambda) TV(p, q), lambda = exp(-eta alpha) (LK losses, arXiv 2602.23881)."""
+    """[S]: lambda KL(p || q) + (1 - lambda) TV(p, q), with lambda = exp(-eta alpha) (LK losses,
+    arXiv 2602.23881)."""
     # The mix has no gradient. KL is within the draft vocabulary, alpha and TV are not.
     alpha = acceptance_rate(log_q, law.whole)
     mix = torch.exp(-config.lk_eta * alpha.detach())
     return mix * kl(log_q, law.inside) + (1.0 - mix) * (1.0 - alpha)
 
 
-LOSSES: dict[
-    LossName, Callable[[Tensor, TargetLaw, TrainConfig], Tensor]
-] = {  # losses [S] between log q and the law
+LossFunction = Callable[[Tensor, TargetLaw, TrainConfig], Tensor]
+LOSSES: dict[LossName, LossFunction] = {  # losses [S] between log q and the law
     # -sum_v p(v) log q(v) (EAGLE, arXiv 2401.15077, section 4.1, L_cls)
     "soft_cross_entropy": lambda log_q, law, _: -(law.inside.exp() * log_q).sum(-1),
     "kl": lambda log_q, law, _: kl(log_q, law.inside),
     "reverse_kl": lambda log_q, law, _: kl(law.inside, log_q),
     "jsd": jensen_shannon,
-    # TV = 1 - alpha (arXiv 2211.17192, lemma 3.3): mass outside the draft vocabulary counts as distance.
+    # TV = 1 - alpha (arXiv 2211.17192, lemma 3.3): mass outside the draft vocabulary is distance.
     "total_variation": lambda log_q, law, _: 1.0 - acceptance_rate(log_q, law.whole),
     # LK losses' likelihood form (arXiv 2602.23881): has a gradient even if alpha is 0 in float32.
     "negative_log_alpha": lambda log_q, law, _: -torch.minimum(log_q, law.whole).logsumexp(-1),
@@ -96,41 +105,45 @@ LOSSES: dict[
 
 
 class LogNormaliser(torch.autograd.Function):
-    """The log-sum-exp [S] of logits [S, V], and log q [S, V] without a gradient: half the memory of torch's own."""
+    """The log-sum-exp [S] of logits [S, V], and log q [S, V] without a gradient, in half the memory
+    of torch's own functions."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Totals:
+    def forward(ctx: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
         log_q = logits.log_softmax(-1)
         ctx.save_for_backward(log_q)
         ctx.mark_non_differentiable(log_q)
-        best = log_q.argmax(-1, keepdim=True)  # where the difference is exact
+        # log-sum-exp = logit - log q in every column; the largest one loses no digits.
+        best = log_q.argmax(-1, keepdim=True)  # [S, 1]
         return (logits.gather(-1, best) - log_q.gather(-1, best))[:, 0], log_q
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return ctx.saved_tensors[0].exp().mul_(gradients[0][:, None])
+        (log_q,) = ctx.saved_tensors
+        return log_q.exp().mul_(gradients[0][:, None])  # the softmax, in place
 
 
 @torch.no_grad()
 def drafted_law(
     states: Tensor, target: VocabWeights, ids: Tensor, chunk: int = 16384
 ) -> tuple[TargetLaw, Tensor]:
-    """The law of states [S, D] at ascending ids [Vd] (on the host) and the likeliest tokens [S], in column chunks."""
+    """The target's law of states [S, D] at ascending ids [Vd] (on the host), and its likeliest
+    tokens [S]. It reads the vocabulary `chunk` columns at a time."""
     drafted = states.new_empty(states.shape[0], len(ids), dtype=torch.float32)  # [S, Vd]
     normaliser = states.new_full(states.shape[:1], float("-inf"), dtype=torch.float32)  # [S]
-    best, choice = normaliser.clone(), torch.zeros_like(normaliser, dtype=torch.long)
+    best = normaliser.clone()  # [S], the highest logit so far
+    choice = torch.zeros_like(normaliser, dtype=torch.long)  # [S], its token
     total = target.lm_head.shape[0]
     firsts = list(range(0, total, chunk))
-    # Ids ascend, so those of a chunk stand together.
+    # The ids ascend, so those of a chunk are neighbours: ids[borders[n] : borders[n + 1]].
     borders = torch.searchsorted(ids, torch.tensor([*firsts, total])).tolist()
     with torch.autocast(states.device.type, enabled=False):
         for number, first in enumerate(firsts):
             logits = target.logits(states, slice(first, first + chunk)).float()  # [S, chunk]
             normaliser = torch.logaddexp(normaliser, logits.logsumexp(-1))
-            highest, place = logits.max(-1)
-            choice = torch.where(
-                highest > best, place + first, choice
-            )  # the first of equals, as argmax
+            highest, column = logits.max(-1)
+            # Of equal logits the first one counts, as in argmax.
+            choice = torch.where(highest > best, column + first, choice)
             best = torch.maximum(highest, best)
             inside = slice(borders[number], borders[number + 1])
             columns = (ids[inside] - first).to(states.device, non_blocking=True)
@@ -138,24 +151,41 @@ def drafted_law(
     return TargetLaw.of_logits(drafted, normaliser), choice
 
 
+# --- pieces: the laws of few slots at a time ---
+
+
+class Piece(NamedTuple):
+    """Some of the target's states, with all slots whose laws come from them. k counts unroll steps,
+    heads or positions of a block."""
+
+    states: Tensor  # [s, D]
+    which: list[Tensor]  # of each k, on the host: the state [n_k] of each slot
+    columns: list[list[Tensor]]  # more about the slots: of each column and k, [n_k, ...]
+
+
 def by_piece(
-    totals: Callable[..., Totals],
-    pieces: Pieces,
-    once: Callable[..., tuple[Any, ...]] = lambda *piece: piece,
-) -> Iterator[Totals]:
-    """totals(*once(*piece)) of each piece. The backward pass starts with the last and recomputes all other totals."""
-    # No check: a frozen LM head that ZeRO-3 has released looks empty until the backward pass gathers it.
-    again = partial(checkpoint, totals, use_reentrant=False, determinism_check="none")
-    earlier, last = (starmap(once, some) for some in (pieces[:-1], pieces[-1:]))
-    return chain(starmap(again, earlier), starmap(totals, last))
+    sums_of: Callable[[Any], S], pieces: list[P], prepare: Callable[[P], Any] = lambda piece: piece
+) -> Iterator[S]:
+    """sums_of(prepare(piece)) of each piece, computed as the iterator goes.
+
+    The backward pass starts with the last piece, which alone keeps its laws; it recomputes sums_of
+    of all others, but never `prepare`."""
+    # No check: an LM head that ZeRO-3 has released looks empty until the backward pass gathers it.
+    recomputed = partial(checkpoint, sums_of, use_reentrant=False, determinism_check="none")
+    earlier = map(recomputed, map(prepare, pieces[:-1]))
+    return chain(earlier, map(sums_of, map(prepare, pieces[-1:])))
 
 
-def summed(parts: Sequence[Totals]) -> Totals:
-    return tuple(torch.stack(column).sum(0) for column in zip(*parts, strict=True))
+def added(parts: Iterable[S]) -> S:
+    """The sums of all pieces together."""
+    sums = list(parts)
+    columns = zip(*sums, strict=True)
+    return sums[0]._make(torch.stack(column).sum(0) for column in columns)
 
 
-def _calls(count: int, device: torch.device) -> int:
-    # ZeRO-3 gathers the LM head at each call, so every process must call it equally often. Evaluation has whole copies.
+def _agreed_count(count: int, device: torch.device) -> int:
+    """The largest count of all processes: ZeRO-3 gathers the LM head at each call, so every process
+    must call it equally often. Evaluation has complete copies."""
     if world_size() == 1 or not torch.is_grad_enabled():
         return count
     most = torch.tensor(count, device=device)
@@ -163,36 +193,38 @@ def _calls(count: int, device: torch.device) -> int:
     return int(most)
 
 
-def in_chunks(columns: Sequence[Tensor], chunk: int) -> Pieces:
-    """Columns [S, ...] in pieces of at most `chunk` slots, equally many in every process."""
-    pieces = list(zip(*(column.split(chunk) for column in columns), strict=True))
-    missing = _calls(len(pieces), columns[0].device) - len(pieces)
-    return pieces + [tuple(column[:0] for column in columns)] * missing
+def in_chunks(slots: S, chunk: int) -> list[S]:
+    """Slots [S, ...] in pieces of at most `chunk`, equally many in every process."""
+    columns = [column.split(chunk) for column in slots]
+    pieces = [slots._make(parts) for parts in zip(*columns, strict=True)]
+    missing = _agreed_count(len(pieces), slots[0].device) - len(pieces)
+    empty = slots._make(column[:0] for column in slots)
+    return pieces + [empty] * missing
 
 
-def by_target_state(
-    states: Tensor, which: list[Tensor], columns: list[list[Tensor]], at_once: int
-) -> Pieces:
-    """Pieces of at most `at_once` target states [S0, D], with each head's slots: `which` (host) and columns [S_k]."""
-    groups = _calls(-(-states.shape[0] // at_once), states.device)
-    if groups <= 1:
-        return [(states, which, *columns)]
+def by_target_state(slots: Piece, at_once: int) -> list[Piece]:
+    """The slots in pieces of at most `at_once` target states, equally many in every process."""
+    device = slots.states.device
+    count = _agreed_count(-(-slots.states.shape[0] // at_once), device)
+    if count <= 1:
+        return [slots]
     # A process with fewer states than others ends in empty pieces.
-    goals = [*states.split(at_once), *[states[:0]] * groups][:groups]
-    orders = [place.argsort(stable=True) for place in which]
-    sizes = [(place // at_once).bincount(minlength=groups).tolist() for place in which]
-    cut = list[list[Sequence[Tensor]]]()
-    for table in ([place % at_once for place in which], *columns):
-        sorted_ = [
-            x[order.to(x.device, non_blocking=True)] for x, order in zip(table, orders, strict=True)
-        ]
-        cut.append([x.split(size) for x, size in zip(sorted_, sizes, strict=True)])
-    return [
-        (goal, *([column[at] for column in table] for table in cut))
-        for at, goal in enumerate(goals)
-    ]
+    parts = [*slots.states.split(at_once), *[slots.states[:0]] * count]
+    pieces = [Piece(states, [], [[] for _ in slots.columns]) for states in parts[:count]]
+    for k, which in enumerate(slots.which):
+        # Sorted by their state, the slots of a piece are neighbours.
+        order = which.argsort(stable=True)
+        sizes = (which // at_once).bincount(minlength=count).tolist()
+        within = (which % at_once)[order]  # states count from 0 in each piece
+        for piece, numbers in zip(pieces, within.split(sizes), strict=True):
+            piece.which.append(numbers)
+        order = order.to(device, non_blocking=True)
+        for number, column in enumerate(slots.columns):
+            for piece, rows in zip(pieces, column[k][order].split(sizes), strict=True):
+                piece.columns[number].append(rows)
+    return pieces
 
 
 def argmax_in_chunks(logits: Callable[[Tensor], Tensor], states: Tensor, chunk: int) -> Tensor:
     """argmax [S] of logits(states [S, D]), `chunk` slots at a time."""
-    return torch.cat([logits(some).argmax(-1) for some in states.split(chunk)])
+    return torch.cat([logits(part).argmax(-1) for part in states.split(chunk)])

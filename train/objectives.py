@@ -1,12 +1,14 @@
-"""The objectives of draft heads. They return sums and the loop divides, so how a step is cut changes no gradient.
+"""The objectives of draft heads. They return sums and the loop divides, so how a step is cut into
+batches changes no gradient.
 
-Slot p gets the feature of t_p and the token t_{p+1}; the head's output there predicts t_{p+2}.
+Slot p gets the feature of t_p and the token t_{p+1}; the head's output there predicts t_{p+2}. At
+unroll step k (0, 1, ...) the slot predicts t_{p+2+k}. `Batch.supervised` says which slots learn.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from aerie.model.heads.multi_token import HydraHead, MedusaHead
 from aerie.model.target import VocabWeights
 from aerie.model.unrolled_attention import UnrollMemory
 from aerie.train import losses
-from aerie.train.losses import SumsAndCounts, Totals, argmax_in_chunks
+from aerie.train.losses import Piece, SumsAndCounts, argmax_in_chunks
 from aerie.train.workload import (
     Activations,
     KeptNumbers,
@@ -35,25 +37,26 @@ Choose = Callable[[Tensor], Tensor]  # states [S, D] -> token ids [S]
 
 @dataclass(frozen=True)
 class StepOutput:
-    terms: SumsAndCounts
-    metrics: SumsAndCounts
+    terms: SumsAndCounts  # what is trained on
+    metrics: SumsAndCounts  # what is only logged, without a gradient
 
     def total(self, weights: dict[str, float], scales: dict[str, float] | None = None) -> Tensor:
-        parts = [
-            weights[name] * value * (scales[name] if scales else 1.0)
-            for name, (value, _) in self.terms.items()
-        ]
+        """The weighted sum of all terms; scales: a further factor of each term."""
+        parts = []
+        for name, (value, _) in self.terms.items():
+            scale = scales[name] if scales else 1.0
+            parts.append(weights[name] * value * scale)
         return sum(parts[1:], parts[0])
 
     def sums(self) -> SumsAndCounts:
-        return {
-            name: (value.detach(), count)
-            for name, (value, count) in {**self.terms, **self.metrics}.items()
-        }
+        """Terms and metrics, without gradients."""
+        both = {**self.terms, **self.metrics}
+        return {name: (value.detach(), count) for name, (value, count) in both.items()}
 
 
 class Objective(nn.Module):
-    """A module, because ZeRO-3 gathers an LM head only inside the forward of the module that it has wrapped."""
+    """A module, because ZeRO-3 gathers an LM head only inside the forward of the module that it has
+    wrapped."""
 
     head: Any
     target: Any  # VocabWeights; None: a small LM learns from tokens alone
@@ -63,7 +66,9 @@ class Objective(nn.Module):
 
     def __init__(self, head: Any, target: VocabWeights | None, settings: Any) -> None:
         super().__init__()
-        self.head, self.target, self.settings = head, target, settings
+        self.head = head
+        self.target = target
+        self.settings = settings
 
     @property
     def config(self) -> Any:
@@ -72,15 +77,21 @@ class Objective(nn.Module):
         return config.get_text_config() if hasattr(config, "get_text_config") else config
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The head's dtype, to which it is given features."""
+        return next(self.head.parameters()).dtype
+
+    @property
     def chunk(self) -> int:
         """Slots whose laws are held at once."""
         return self.chunk_on(next(self.parameters()).is_cuda)
 
     def chunk_on(self, is_gpu: bool) -> int:
-        # about 8 float32 numbers a column: logits, laws, the loss, gradients; smaller pieces slow a GPU by launches
-        most = 2**32 if is_gpu else 2**30
+        # About 8 float32 numbers a column: logits, laws, what the loss makes of them, gradients.
+        # On a GPU the pieces are larger: many small ones would be slowed down by their launches.
+        most_bytes = 2**32 if is_gpu else 2**30
         columns = getattr(self.config, "draft_vocab_size", None) or self.config.vocab_size
-        return self.settings.loss_chunk_slots or max(1, most // (32 * columns))
+        return self.settings.loss_chunk_slots or max(1, most_bytes // (32 * columns))
 
     def work(self, load: Load) -> Work:
         """What a forward and a backward pass over these rows take."""
@@ -92,24 +103,23 @@ class Objective(nn.Module):
 
     def prepare(self, batch: Batch, epoch: int) -> Batch:
         """Adds what training needs to a batch, in the prefetching thread."""
-        # A process without rows must call the module, too; padding adds nothing to the sums.
         if batch.features is None and batch.num_tokens == 0 and self.target is not None:
-            embedding, num_taps = (
-                self.target.embedding,
-                len(getattr(self.head.config, "after_blocks", ())),
-            )
-            features = torch.zeros(
-                *batch.input_ids.shape, embedding.shape[1], dtype=embedding.dtype
-            )  # [1, 2, D]
-            batch = replace(
-                batch, features=features, taps=features.repeat(1, 1, num_taps) if num_taps else None
-            )
+            batch = self._with_zero_states(batch)
         if self.is_random:
-            seeds = (
-                keyed_generator(self.settings.seed, epoch, row).initial_seed() for row in batch.rows
-            )
-            batch = replace(batch, seeds=tuple(seeds))
+            generators = [keyed_generator(self.settings.seed, epoch, row) for row in batch.rows]
+            seeds = tuple(generator.initial_seed() for generator in generators)
+            batch = replace(batch, seeds=seeds)
         return batch
+
+    def _with_zero_states(self, batch: Batch) -> Batch:
+        """For a process without rows: it must call the module, too, and padding adds nothing to the
+        sums."""
+        embedding = self.target.embedding
+        shape = (*batch.input_ids.shape, embedding.shape[1])
+        features = torch.zeros(shape, dtype=embedding.dtype)  # [1, 2, D]
+        num_taps = len(getattr(self.head.config, "after_blocks", ()))
+        taps = features.repeat(1, 1, num_taps) if num_taps else None  # [1, 2, L*D]
+        return replace(batch, features=features, taps=taps)
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         """The batch's share of each term's divisor, from the token ids alone."""
@@ -117,40 +127,46 @@ class Objective(nn.Module):
 
     def features(self, batch: Batch) -> Tensor:
         """[B, T-1, D] of all tokens but the last, in the head's dtype."""
-        return batch.features[:, :-1].to(next(self.head.parameters()).dtype)
+        return batch.features[:, :-1].to(self.dtype)
 
     def choose(self, states: Tensor) -> Tensor:
         """The target's likeliest tokens [S] after states [S, D]."""
         chunk = max(1, self.chunk // getattr(self.settings, "unroll_steps", 1))
         return argmax_in_chunks(self.target.logits, states, chunk)
 
-    def drafted(self, batch: Batch) -> Iterator[Tensor]:
-        """For depth 0, 1, ...: tokens [S_k] of greedy chains, from every slot whose turn is long enough."""
+    def draft_greedily(self, batch: Batch) -> Iterator[Tensor]:
+        """Yields for depth 0, 1, ... the tokens [S_k] of greedy chains, from every slot whose turn
+        is long enough."""
         raise NotImplementedError
 
     def measure(self, batch: Batch) -> SumsAndCounts:
-        """The sums of forward, and of its greedy chains predicted tau - 1 (per start sum_k prod_{j<=k} hit_j) and
-        accuracies."""
-        goals, hits, counts = (
-            chosen_after(batch, batch.features, self.choose),
-            list[Tensor](),
-            list[Tensor](),
-        )
-        for k, tokens in enumerate(self.drafted(batch)):
+        """The sums of `forward`, and of greedy chains: their accuracies, and as `chain` the
+        predicted tau - 1, which is sum_k prod_{j<=k} hit_j for each start."""
+        choices = chosen_after(batch, batch.features, self.choose)  # [B, T]
+        sums = self(batch).sums()
+        hits = []
+        counts = []
+        for k, tokens in enumerate(self.draft_greedily(batch)):
             alive = batch.supervised(k)[:, :-1]  # [B, T-1]
-            hit = torch.zeros(alive.shape, device=goals.device)
-            hit[alive] = (tokens == shifted(goals, 1 + k)[:, :-1][alive]).float()
+            wanted = shifted(choices, 1 + k)[:, :-1][alive]  # [S_k]
+            hit = torch.zeros(alive.shape, device=choices.device)  # [B, T-1]
+            hit[alive] = (tokens == wanted).float()
             hits.append(hit)
             counts.append(alive.sum())
-        accuracies = {f"accuracy_at_{k + 1}": (hit.sum(), counts[k]) for k, hit in enumerate(hits)}
-        chain = torch.stack(hits).cumprod(0).sum()
-        return {**self(batch).sums(), "chain": (chain, counts[0]), **accuracies}
+        # A chain ends at its first miss: the product is 1 up to there, and 0 behind.
+        sums["chain"] = (torch.stack(hits).cumprod(0).sum(), counts[0])
+        for k, hit in enumerate(hits):
+            sums[f"accuracy_at_{k + 1}"] = (hit.sum(), counts[k])
+        return sums
 
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
         """Held-out measures from the means of measure's sums."""
-        loss = sum(weight * means[name] for name, weight in self.weights.items())
+        summary = {
+            "predicted_tau": 1.0 + means["chain"],
+            "loss": sum(weight * means[name] for name, weight in self.weights.items()),
+        }
         rest = {name: value for name, value in means.items() if name != "chain"}
-        return {"predicted_tau": 1.0 + means["chain"], "loss": loss, **rest}
+        return summary | rest
 
 
 def shifted(x: Tensor, by: int) -> Tensor:
@@ -158,113 +174,153 @@ def shifted(x: Tensor, by: int) -> Tensor:
     return F.pad(x, (0, by))[:, by:] if by >= 0 else F.pad(x, (-by, 0))[:, :by]
 
 
-def target_states(batch: Batch, num_steps: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(slots of each step [K, B, T-1], target states [S0, D] of the first step, each slot's index into them [S_k])."""
-    slots = torch.stack([batch.supervised(k)[:, :-1] for k in range(num_steps)])  # [K, B, T-1]
-    number = slots[0].flatten().cumsum(0).view_as(slots[0]) - 1  # [B, T-1], into the states
-    return (
-        slots,
-        batch.features[:, 1:][slots[0]],
-        [shifted(number, k)[asked] for k, asked in enumerate(slots)],
-    )
-
-
 def chosen_after(batch: Batch, states: Tensor, choose: Choose) -> Tensor:
-    """Chosen tokens [B, T] after each position that a supervised slot asks for; states [B, T or T-1, D]; else 0."""
-    asked = shifted(batch.supervised(), -1)  # [B, T]: slot p asks for the law after t_{p+1}
+    """Chosen tokens [B, T] after each position whose law a supervised slot needs; 0 elsewhere.
+
+    states: [B, T or T-1, D]."""
+    needed = shifted(batch.supervised(), -1)  # [B, T]: slot p needs the law after t_{p+1}
     chosen = torch.zeros_like(batch.input_ids)
-    chosen[asked] = choose(states[asked[:, : states.shape[1]]])
+    chosen[needed] = choose(states[needed[:, : states.shape[1]]])
     return chosen
+
+
+# --- the unroll of EAGLE heads ---
 
 
 @dataclass(frozen=True)
 class Slots:
-    """The slots of B*T that an unroll computes, in each step only supervised ones. From the turn ids, on the host."""
+    """Which of the B * T slots an unroll computes: after its first step, supervised ones alone.
 
-    supervised: Tensor  # [S]: those with most steps first, so that step k takes the first S_k
-    sizes: list[int]  # S_k
-    which: list[
-        Tensor
-    ]  # [S_k] each, on the host: slot p + k's place in `supervised`; its target state has the law
-    sequence: Tensor  # [N]: each document's slots up to its last supervised one: the first step needs their keys
-    places: Tensor  # [S]: of `supervised` in `sequence`
+    An example with two turns of four tokens and three steps:
+
+        position                  0  1  2  3  4  5  6  7  8  9
+        turn of its token         -  1  1  1  1  -  2  2  2  2
+        steps supervised in       3  2  1  -  -  3  2  1  -  -
+
+    Slot 0 predicts t_2, t_3 and t_4 from t_1: all are of turn 1. Slot 2 predicts t_4, and in the
+    next step t_5, which is of no turn. So supervised = [0 5 1 6 2 7], most steps first, and
+    sizes = [6 4 2]: step k computes supervised[: sizes[k]].
+
+    The law that slot p learns in step k is the target's after t_{p+1+k}. It is the law that slot
+    p + k learns in step 0, so it is computed once. `which` says where slot p + k is:
+
+        which[0] = [0 1 2 3 4 5]    each slot itself
+        which[1] = [2 3 4 5]        slots 1 6 2 7, one behind slots 0 5 1 6
+        which[2] = [4 5]            slots 2 7, two behind slots 0 5
+
+    All is computed from the turn ids, on the host, so no step waits for the device.
+    """
+
+    supervised: Tensor  # [S]
+    sizes: list[int]  # S_k of each step
+    which: list[Tensor]  # [S_k] of each step, on the host: indices into `supervised`
+    sequence: Tensor  # [N]: each document's slots up to its last supervised one
+    rows: Tensor  # [S]: where each supervised slot stands in `sequence`
     documents: tuple[int, ...]  # lengths in `sequence`
 
     @classmethod
     def of_batch(cls, batch: Batch, num_steps: int) -> "Slots":
         # A turn has no gaps: a slot that is supervised in step k is so in all steps before.
-        steps = torch.stack([batch.supervised(k).flatten() for k in range(num_steps)]).sum(
-            0
-        )  # [B*T]
+        masks = [batch.supervised(k).flatten() for k in range(num_steps)]
+        steps = torch.stack(masks).sum(0)  # [B * T]: how many steps each slot is supervised in
         sizes = [int((steps > k).sum()) for k in range(num_steps)]
         supervised = steps.argsort(descending=True, stable=True)[: sizes[0]]
-        number, spans = torch.zeros_like(steps), batch.documents or batch.turn_ids.shape[1]
+        number = torch.zeros_like(steps)  # [B * T], a slot's index in `supervised`
         number[supervised] = torch.arange(sizes[0])
         which = [number[supervised[:size] + k] for k, size in enumerate(sizes)]
-        lengths = [int((part.flip(0).cumsum(0) > 0).sum()) for part in steps.split(spans)]
+        # Step 0 also computes slots that are not supervised: later slots attend to their keys.
+        spans = batch.documents or batch.turn_ids.shape[1]
         parts = torch.arange(len(steps)).split(spans)
+        # The flipped sum is positive up to a document's last supervised slot.
+        lengths = [int((part.flip(0).cumsum(0) > 0).sum()) for part in steps.split(spans)]
         sequence = torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
-        number[sequence] = torch.arange(len(sequence))
-        indices = (
-            x.to(batch.input_ids.device, non_blocking=True)
-            for x in (supervised, sequence, number[supervised])
+        number[sequence] = torch.arange(len(sequence))  # from here on the index in `sequence`
+        rows = number[supervised]
+        device = batch.input_ids.device
+        return cls(
+            supervised.to(device, non_blocking=True),
+            sizes,
+            which,
+            sequence.to(device, non_blocking=True),
+            rows.to(device, non_blocking=True),
+            tuple(length for length in lengths if length),
         )
-        supervised, sequence, places = indices
-        return cls(supervised, sizes, which, sequence, places, tuple(filter(None, lengths)))
 
     def in_order(self, x: Tensor) -> Tensor:
         """x [S_k, ...] in slot order."""
         return x[self.supervised[: len(x)].argsort()]
 
 
-def unrolled(
-    head: Any, batch: Batch, slots: Slots, x: Tensor, recomputes: bool = False
+def unroll(
+    head: Any, batch: Batch, slots: Slots, features: Tensor, recomputes: bool = False
 ) -> Iterator[Tensor]:
-    """Yields a head's outputs [S_k, D] step by step, from features x [N, D]; recomputes: checkpoints each step."""
-    ids, limit = batch.input_ids.flatten(), head.config.max_position_embeddings
-    positions = batch.positions.flatten().to(ids.device, non_blocking=True)
-    # A slot attends to the first step up to itself, and to itself in later steps.
-    memories = [
-        UnrollMemory(slots.documents, slots.places, layer is head.blocks[-1])
-        for layer in head.blocks
-    ]
-    x, run = x[None], partial(_checkpointed, head) if recomputes else head
+    """Yields the outputs [S_k, D] of each step of the training-time test (EAGLE-3, figure 6).
+
+    Step 0 reads the target's features [N, D] of slots.sequence, every later step the outputs of the
+    step before. recomputes: each step keeps its input alone for the backward pass.
+    """
+    ids = batch.input_ids.flatten()  # [B * T]
+    positions = batch.positions.flatten().to(ids.device, non_blocking=True)  # [B * T]
+    last_position = head.config.max_position_embeddings - 1
+    # A slot attends to step 0 up to itself, and of later steps to itself alone. Above the last
+    # layer nothing needs the outputs of unsupervised slots.
+    memories = []
+    for layer in head.blocks:
+        is_last = layer is head.blocks[-1]
+        memories.append(UnrollMemory(slots.documents, slots.rows, is_last))
+    x = features  # [N, D]
     for step, size in enumerate(slots.sizes):
-        taken = slots.supervised[:size] if step else slots.sequence
+        if step == 0:
+            computed = slots.sequence  # [N]
+        else:
+            computed = slots.supervised[:size]  # [S_k]
+            x = x[:size]  # [S_k, D]: the slots that drop out were the last of the step before
+        tokens = ids[computed + 1 + step]  # t_{p+1+k}
         # Outputs beyond the head's positions are not used; clamping makes the look-up valid.
-        at = (positions[taken] + step).clamp(max=limit - 1)
-        x = run(
-            ids[taken + 1 + step][None],
-            x.squeeze(0)[:size][None] if step else x,
-            at[None],
-            memories,
-        )  # t_{p+1+k}
-        yield x.squeeze(0)
+        at = (positions[computed] + step).clamp(max=last_position)
+        run = partial(_run_checkpointed, head) if recomputes else head
+        x = run(tokens[None], x[None], at[None], memories).squeeze(0)  # [S_k, D]
+        yield x
 
 
-def _checkpointed(
+def _run_checkpointed(
     head: Any, tokens: Tensor, x: Tensor, positions: Tensor, memories: list[UnrollMemory]
 ) -> Tensor:
-    # Copies of the lists: by the backward pass the memories have grown.
-    before = [(list(memory.keys), list(memory.values)) for memory in memories]
+    """head(...), which the backward pass computes again."""
+    # Copies, because by then the lists have grown by the keys and values of this and later steps.
+    before = [_copied(memory) for memory in memories]
 
-    def step(x: Tensor) -> Totals:
-        seen = [
-            replace(memory, keys=[*k], values=[*v])
-            for memory, (k, v) in zip(memories, before, strict=True)
-        ]
-        out = head(tokens, x, positions, seen)
-        return out, *(tensor for memory in seen for tensor in (memory.keys[-1], memory.values[-1]))
+    def step(x: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        # Copies again: this function runs twice, and each run appends to them.
+        grown = [_copied(memory) for memory in before]
+        out = head(tokens, x, positions, grown)
+        return out, [(memory.keys[-1], memory.values[-1]) for memory in grown]
 
-    out, *pairs = checkpoint(step, x, use_reentrant=False)
-    for memory, key, value in zip(memories, pairs[::2], pairs[1::2], strict=True):
+    out, pairs = checkpoint(step, x, use_reentrant=False)
+    for memory, (key, value) in zip(memories, pairs, strict=True):
         memory.keys.append(key)
         memory.values.append(value)
     return cast(Tensor, out)
 
 
+def _copied(memory: UnrollMemory) -> UnrollMemory:
+    return replace(memory, keys=list(memory.keys), values=list(memory.values))
+
+
+class SlotPairs(NamedTuple):
+    predicted: Tensor  # [S, D], the head's outputs
+    true: Tensor  # [S, D], the target's states that they predict
+
+
+class Eagle1Sums(NamedTuple):
+    classification: Tensor  # the loss between the laws
+    alpha: Tensor
+    agreement: Tensor  # slots whose likeliest tokens are the same
+
+
 class Eagle1Objective(Objective):
-    """Smooth-L1 on features plus a loss between the two laws, at supervised slots (EAGLE, arXiv 2401.15077, 4.1)."""
+    """Smooth-L1 on features plus a loss between the two laws, at supervised slots (EAGLE,
+    arXiv 2401.15077, section 4.1)."""
 
     def __init__(self, head: Eagle1Head, target: VocabWeights, settings: Eagle1Train) -> None:
         super().__init__(head, target, settings)
@@ -276,50 +332,50 @@ class Eagle1Objective(Objective):
         head.gradient_checkpointing = settings.gradient_checkpointing
 
     def noise(self, batch: Batch, like: Tensor) -> Tensor:
-        """Uniform noise [B, T, D] for features, drawn row by row on their device: other rows do not change it."""
+        """Uniform noise [B, T, D] for features, drawn row by row on their device: other rows do not
+        change it."""
         half = self.settings.feature_noise
         noise = torch.zeros(*batch.input_ids.shape, like.shape[-1], device=like.device)
         for row, length, seed in zip(noise, batch.lengths.tolist(), batch.seeds or (), strict=True):
-            row[:length].uniform_(
-                -half, half, generator=torch.Generator(like.device).manual_seed(seed)
-            )
+            generator = torch.Generator(like.device).manual_seed(seed)
+            row[:length].uniform_(-half, half, generator=generator)
         return noise
 
     def forward(self, batch: Batch) -> StepOutput:
-        given, slots = self.features(batch), batch.supervised()[:, :-1]  # [B, T-1, D], [B, T-1]
+        features = self.features(batch)  # [B, T-1, D]
         if batch.seeds is not None:
-            given = given + self.noise(batch, given)[:, :-1].to(given.dtype)
+            features = features + self.noise(batch, features)[:, :-1].to(features.dtype)
+        slots = batch.supervised()[:, :-1]  # [B, T-1]
         # All slots are computed: later ones attend to them.
-        positions = batch.positions[:, :-1].to(given.device)
-        predicted = self.head(batch.input_ids[:, 1:], given, positions)[slots].float()  # [S, D]
-        true = batch.features[:, 1:][slots]  # [S, D]
+        positions = batch.positions[:, :-1].to(features.device)
+        outputs = self.head(batch.input_ids[:, 1:], features, positions)  # [B, T-1, D]
+        pairs = SlotPairs(outputs[slots].float(), batch.features[:, 1:][slots])
         # The target's LM head stays in its own dtype, as in decoding.
-        with torch.autocast(predicted.device.type, enabled=False):
-            pieces = losses.in_chunks([predicted, true], self.chunk)
-            classification, alpha, agreement = losses.summed([*losses.by_piece(self._sums, pieces)])
-        feature, count = losses.smooth_l1(predicted, true).sum(), slots.sum()
-        terms = {"feature": (feature, count), "classification": (classification, count)}
-        return StepOutput(terms, {"alpha": (alpha, count), "greedy_agreement": (agreement, count)})
+        with torch.autocast(outputs.device.type, enabled=False):
+            pieces = losses.in_chunks(pairs, self.chunk)
+            sums = losses.added(losses.by_piece(self._sums, pieces))
+        feature = losses.smooth_l1(pairs.predicted, pairs.true).sum()
+        count = slots.sum()
+        return StepOutput(
+            terms={"feature": (feature, count), "classification": (sums.classification, count)},
+            metrics={"alpha": (sums.alpha, count), "greedy_agreement": (sums.agreement, count)},
+        )
 
-    def _sums(self, predicted: Tensor, true: Tensor) -> Totals:
-        """Sums of loss, alpha and greedy agreement over slots [S, D]."""
+    def _sums(self, pairs: SlotPairs) -> Eagle1Sums:
         with torch.no_grad():
-            law = losses.TargetLaw.of_logits(self.target.logits(true))
-        log_q = self.target.logits(predicted).float().log_softmax(-1)  # [S, V]
+            law = losses.TargetLaw.of_logits(self.target.logits(pairs.true))
+        log_q = self.target.logits(pairs.predicted).float().log_softmax(-1)  # [S, V]
         loss = losses.LOSSES[self.settings.loss](log_q, law, self.settings).sum()
         with torch.no_grad():
-            return (
-                loss,
-                losses.acceptance_rate(log_q, law.whole).sum(),
-                (log_q.argmax(-1) == law.whole.argmax(-1)).sum(),
-            )
+            alpha = losses.acceptance_rate(log_q, law.whole).sum()
+            agreement = (log_q.argmax(-1) == law.whole.argmax(-1)).sum()
+        return Eagle1Sums(loss, alpha, agreement)
 
-    def drafted(self, batch: Batch) -> Iterator[Tensor]:
+    def draft_greedily(self, batch: Batch) -> Iterator[Tensor]:
         slots = Slots.of_batch(batch, self.settings.eval_depths)
-        given = batch.features.flatten(0, 1)[slots.sequence].to(
-            next(self.head.parameters()).dtype
-        )  # [N, D]
-        return (self.choose(slots.in_order(x)) for x in unrolled(self.head, batch, slots, given))
+        features = batch.features.flatten(0, 1)[slots.sequence].to(self.dtype)  # [N, D]
+        for outputs in unroll(self.head, batch, slots, features):
+            yield self.choose(slots.in_order(outputs))
 
     def work(self, load: Load) -> Work:
         slots = load.slots[0]
@@ -338,8 +394,26 @@ class Eagle1Objective(Objective):
         return Activations(numbers, 6 * config.vocab_size * slots)
 
 
+class PieceWithLaw(NamedTuple):
+    """What soft cross-entropy needs of a piece."""
+
+    mean_rows: Tensor  # [s, D], p^T W: the LM head's rows W, averaged by the target's law p
+    laws: list[losses.TargetLaw]  # one; it is taken out once it is not needed any more
+    choices: Tensor  # [s], the target's likeliest tokens
+    which: list[Tensor]  # [n_k], as in Piece
+    outputs: list[Tensor]  # [n_k, D]
+
+
+class Eagle3Sums(NamedTuple):
+    loss: Tensor  # [K]
+    hits: Tensor  # [K]
+    alpha: Tensor  # of the first step
+    inside: Tensor  # of the first step: the target's choices that are draft tokens
+
+
 class Eagle3Objective(Objective):
-    """The training-time test (EAGLE-3, arXiv 2503.01840); every step's loss is divided by the first step's slots."""
+    """The training-time test (EAGLE-3, arXiv 2503.01840); every step's loss is divided by the first
+    step's slots."""
 
     def __init__(self, head: Eagle3Head, target: VocabWeights, settings: Eagle3Train) -> None:
         super().__init__(head, target, settings)
@@ -349,89 +423,94 @@ class Eagle3Objective(Objective):
         self.ids = head.vocabulary.ids.cpu()  # [Vd]
 
     def forward(self, batch: Batch) -> StepOutput:
-        num_steps, chunk = self.settings.unroll_steps, self.chunk
-        slots = Slots.of_batch(batch, num_steps)
+        slots = Slots.of_batch(batch, self.settings.unroll_steps)
         fused = self.head.fuse(batch.taps.flatten(0, 1)[slots.sequence])  # [N, D]
-        outputs = [
-            *unrolled(self.head, batch, slots, fused, self.settings.gradient_checkpointing)
-        ]  # [S_k, D] each
+        recomputes = self.settings.gradient_checkpointing
+        outputs = list(unroll(self.head, batch, slots, fused, recomputes))  # K x [S_k, D]
         states = batch.features.flatten(0, 1)[slots.supervised + 1]  # [S, D]
-        at_once = max(1, chunk // num_steps)
-        at_once = max(
-            1, -(-len(states) // max(1, -(-len(states) // at_once)))
-        )  # pieces of equal size
-        pieces = losses.by_target_state(states, slots.which, [outputs], at_once)
-        once = {"once": self._with_law} if self.settings.loss == "soft_cross_entropy" else {}
-        loss, hits, alpha, inside = losses.summed([*losses.by_piece(self._sums, pieces, **once)])
-        counts = torch.tensor(slots.sizes).unbind()
-        terms = {f"loss_at_{k + 1}": (loss[k], counts[0]) for k in range(num_steps)}
-        accuracies = {f"accuracy_at_{k + 1}": (hits[k], counts[k]) for k in range(num_steps)}
-        return StepOutput(
-            terms, {**accuracies, "alpha": (alpha, counts[0]), "in_vocabulary": (inside, counts[0])}
-        )
-
-    def _with_law(self, states: Tensor, *rest: Any) -> tuple[Any, ...]:
-        """What soft cross-entropy needs of states [S, D]: p^T W [S, D], with their law and likeliest tokens [S]."""
-        law, choices = losses.drafted_law(states, self.target, self.ids)
-        return self.head.lm_head(law.log_p.exp(), is_law=True), *rest, [law], choices
-
-    def _sums(
-        self,
-        rows: Tensor,
-        which: list[Tensor],
-        outputs: list[Tensor],
-        laws: Any = None,
-        choices: Any = None,
-    ) -> Totals:
-        """Sums of loss [K], hits [K], and the first step's alpha and choices inside the draft vocabulary.
-
-        rows: p^T W, or, without laws, the states: the backward pass then recomputes their law to save memory.
-        """
-        law: Any = None
-        if laws is None:
-            law, choices = losses.drafted_law(rows, self.target, self.ids)
-        slots, vocabulary = (
-            torch.cat(which).to(choices.device, non_blocking=True),
-            self.head.vocabulary,
-        )
-        sizes, out = (
-            [len(output) for output in outputs],
-            self.head.normed(torch.cat(outputs)),
-        )  # [S, D]
-        choice = choices[slots]  # [S]
-        inside = vocabulary.t2d[choice]
-        if laws is None:
-            log_q = self.head.lm_head(out).float().log_softmax(-1)  # [S, Vd]
-            loss = losses.LOSSES[self.settings.loss](
-                log_q, replace(law, slots=slots), self.settings
-            )
+        at_once = self._states_at_once(len(states))
+        pieces = losses.by_target_state(Piece(states, slots.which, [outputs]), at_once)
+        if self.settings.loss == "soft_cross_entropy":
+            parts = losses.by_piece(self._soft_cross_entropy_sums, pieces, self._with_law)
         else:
-            # H(p, q) = log sum_v exp(w_v h) - (p^T W) h: no law is copied for a step.
-            normaliser, log_q = losses.LogNormaliser.apply(self.head.lm_head(out).float())
-            loss = normaliser - (rows[slots].float() * out.float()).sum(-1)
+            parts = losses.by_piece(self._sums, pieces)
+        sums = losses.added(parts)
+        counts = torch.tensor(slots.sizes).unbind()
+        terms = {}
+        metrics = {}
+        for k, count in enumerate(counts):
+            terms[f"loss_at_{k + 1}"] = (sums.loss[k], counts[0])
+            metrics[f"accuracy_at_{k + 1}"] = (sums.hits[k], count)
+        metrics["alpha"] = (sums.alpha, counts[0])
+        metrics["in_vocabulary"] = (sums.inside, counts[0])
+        return StepOutput(terms, metrics)
+
+    def _states_at_once(self, total: int) -> int:
+        """Target states of a piece: its slots of all steps fill a chunk. Pieces are equally large."""
+        most = max(1, self.chunk // self.settings.unroll_steps)
+        num_pieces = max(1, -(-total // most))
+        return max(1, -(-total // num_pieces))
+
+    def _with_law(self, piece: Piece) -> PieceWithLaw:
+        law, choices = losses.drafted_law(piece.states, self.target, self.ids)
+        mean_rows = self.head.lm_head(law.log_p.exp(), is_law=True)
+        return PieceWithLaw(mean_rows, [law], choices, piece.which, piece.columns[0])
+
+    def _soft_cross_entropy_sums(self, piece: PieceWithLaw) -> Eagle3Sums:
+        """H(p, q) = log sum_v exp(w_v h) - (p^T W) h, so no law is copied for a step."""
+        slots = torch.cat(piece.which).to(piece.choices.device, non_blocking=True)  # [S]
+        out = self.head.normed(torch.cat(piece.outputs))  # [S, D]
+        choice = piece.choices[slots]  # [S]
+        normaliser, log_q = losses.LogNormaliser.apply(self.head.lm_head(out).float())
+        loss = normaliser - (piece.mean_rows[slots].float() * out.float()).sum(-1)  # [S]
+        return self._step_sums(loss, log_q, choice, piece.outputs, piece.laws)
+
+    def _sums(self, piece: Piece) -> Eagle3Sums:
+        """With any other loss. The backward pass recomputes the target's law, too, to save memory."""
+        law, choices = losses.drafted_law(piece.states, self.target, self.ids)
+        slots = torch.cat(piece.which).to(choices.device, non_blocking=True)  # [S]
+        out = self.head.normed(torch.cat(piece.columns[0]))  # [S, D]
+        choice = choices[slots]  # [S]
+        log_q = self.head.lm_head(out).float().log_softmax(-1)  # [S, Vd]
+        of_slots = replace(law, slots=slots)
+        loss = losses.LOSSES[self.settings.loss](log_q, of_slots, self.settings)  # [S]
+        return self._step_sums(loss, log_q, choice, piece.columns[0], [law])
+
+    def _step_sums(
+        self,
+        loss: Tensor,
+        log_q: Tensor,
+        choice: Tensor,
+        outputs: list[Tensor],
+        laws: list[losses.TargetLaw],
+    ) -> Eagle3Sums:
+        """The sums by step, of all steps' loss [S], log q [S, Vd] and the target's choices [S]."""
+        sizes = [len(output) for output in outputs]
+        vocabulary = self.head.vocabulary
+        inside = vocabulary.t2d[choice]  # [S]
         if self.settings.mask_outside_vocabulary:
             loss = loss * inside
         total = torch.stack([part.sum() for part in loss.split(sizes)])
-        # After the loss, so that the backward pass does not recompute it.
+        # After the loss: the backward pass recomputes no further, and the law is gone by then.
         with torch.no_grad():
-            law = law or laws.pop()  # not needed any more
             hits = (vocabulary.target_ids(log_q.argmax(-1)) == choice).split(sizes)
-            alpha = losses.acceptance_rate(log_q[: sizes[0]], law.whole).sum()
-            return (
-                total,
-                torch.stack([part.sum() for part in hits]),
-                alpha,
-                inside[: sizes[0]].sum(),
+            # The first step has each state once, in order, so the law needs no look-up.
+            alpha = losses.acceptance_rate(log_q[: sizes[0]], laws.pop().whole).sum()
+            return Eagle3Sums(
+                loss=total,
+                hits=torch.stack([part.sum() for part in hits]),
+                alpha=alpha,
+                inside=inside[: sizes[0]].sum(),
             )
 
-    def drafted(self, batch: Batch) -> Iterator[Tensor]:
-        head, slots = self.head, Slots.of_batch(batch, self.settings.eval_depths)
-        steps = unrolled(head, batch, slots, head.fuse(batch.taps.flatten(0, 1)[slots.sequence]))
-        # A target token outside the draft vocabulary is always a miss.
-        return (
-            head.vocabulary.target_ids(argmax_in_chunks(head.logits, slots.in_order(x), self.chunk))
-            for x in steps
-        )
+    def draft_greedily(self, batch: Batch) -> Iterator[Tensor]:
+        head = self.head
+        slots = Slots.of_batch(batch, self.settings.eval_depths)
+        fused = head.fuse(batch.taps.flatten(0, 1)[slots.sequence])  # [N, D]
+        for outputs in unroll(head, batch, slots, fused):
+            draft_ids = argmax_in_chunks(head.logits, slots.in_order(outputs), self.chunk)
+            # A target token outside the draft vocabulary is always a miss.
+            yield head.vocabulary.target_ids(draft_ids)
 
     def work(self, load: Load) -> Work:
         slots, all_slots = load.slots[0], sum(load.slots)  # of the first step, of all steps
@@ -454,19 +533,71 @@ class Eagle3Objective(Objective):
         return Activations(numbers, law_numbers)
 
 
-def keyed_dropout(
-    rate: float, seeds: tuple[int, ...], counts: list[int], branch: int, x: Tensor, place: int
-) -> Tensor:
-    """Dropout on x [S, W] with `counts` slots per row; masks depend on the row's seed, branch and place alone."""
-    kept = x.new_empty(x.shape)  # [S, W]
-    for part, seed in zip(kept.split(counts), seeds, strict=True):
-        keyed = keyed_generator(seed, branch, place).initial_seed()
-        part.bernoulli_(1.0 - rate, generator=torch.Generator(x.device).manual_seed(keyed))
-    return x * kept / (1.0 - rate)
+# --- heads of several tokens ---
+
+
+class Term(NamedTuple):
+    """A term of an objective of label and law losses."""
+
+    part: str  # "label": cross-entropy to the text's token; "law": the loss to the target's law
+    k: int  # of the head, or of the block's position, from 0
+    weight: float
+
+
+def label_and_law_terms(parts: dict[str, float], decays: Sequence[float]) -> dict[str, Term]:
+    """The terms of parts that have a weight; decays: a factor for each k."""
+    terms = {}
+    for part, weight in parts.items():
+        if weight:
+            for k, decay in enumerate(decays):
+                terms[f"{part}_at_{k + 1}"] = Term(part, k, weight * decay)
+    return terms
+
+
+@dataclass(frozen=True)
+class KeyedDropout:
+    """Dropout for head k. Its masks depend on the row's seed, k and the layer alone."""
+
+    rate: float
+    seeds: tuple[int, ...]  # of the batch's rows
+    counts: list[int]  # slots of each row
+    k: int
+
+    def __call__(self, x: Tensor, layer: int) -> Tensor:
+        """x [S, W], the input of a layer of the head, or after the last layer its output."""
+        kept = x.new_empty(x.shape)  # [S, W]
+        for part, seed in zip(kept.split(self.counts), self.seeds, strict=True):
+            keyed = keyed_generator(seed, self.k, layer).initial_seed()
+            generator = torch.Generator(x.device).manual_seed(keyed)
+            part.bernoulli_(1.0 - self.rate, generator=generator)
+        return x * kept / (1.0 - self.rate)
+
+
+class HeadSlots(NamedTuple):
+    supervised: Tensor  # [K, B, T-1] bool, on the host: the slots of each head
+    states: Tensor  # [S0, D], the target's, whose laws head 0 learns
+    which: list[Tensor]  # of each head [S_k]: the index into `states` of each slot's law
+
+
+def head_slots(batch: Batch, num_heads: int) -> HeadSlots:
+    masks = [batch.supervised(k)[:, :-1] for k in range(num_heads)]
+    supervised = torch.stack(masks)  # [K, B, T-1]
+    number = masks[0].flatten().cumsum(0).view_as(masks[0]) - 1  # [B, T-1], into the states
+    # Slot p of head k learns the law that slot p + k of head 0 learns.
+    which = [shifted(number, k)[mask] for k, mask in enumerate(supervised)]
+    return HeadSlots(supervised, batch.features[:, 1:][masks[0]], which)
+
+
+class MultiTokenSums(NamedTuple):
+    label: Tensor  # [H]
+    law: Tensor  # [H]
+    hits: Tensor  # [H]
+    alpha: Tensor  # of the first head
 
 
 class MultiTokenObjective(Objective):
-    """Medusa and Hydra: head k's label and law loss times head_decay ** k (k = 1, 2, ...), divided by its own slots."""
+    """Medusa and Hydra: head k's label and law loss times head_decay ** k (k = 1, 2, ...), divided
+    by its own slots."""
 
     def __init__(
         self, head: MedusaHead | HydraHead, target: VocabWeights, settings: MultiTokenTrain
@@ -474,100 +605,92 @@ class MultiTokenObjective(Objective):
         super().__init__(head, target, settings)
         self.num_heads: int = head.config.num_heads
         parts = {"label": settings.label_weight, "law": settings.law_weight}
-        self.terms = {
-            f"{part}_at_{k + 1}": (part, k)
-            for part in parts
-            if parts[part]
-            for k in range(self.num_heads)
-        }
-        self.weights = {
-            name: parts[part] * settings.head_decay ** (k + 1)
-            for name, (part, k) in self.terms.items()
-        }
+        decays = [settings.head_decay ** (k + 1) for k in range(self.num_heads)]
+        self.terms = label_and_law_terms(parts, decays)
+        self.weights = {name: term.weight for name, term in self.terms.items()}
         self.is_random = settings.dropout > 0
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
-        return {name: batch.supervised(k).sum() for name, (_, k) in self.terms.items()}
+        return {name: batch.supervised(term.k).sum() for name, term in self.terms.items()}
 
     def forward(self, batch: Batch) -> StepOutput:
-        slots, states, which = target_states(batch, self.num_heads)
-        recomputes = self.settings.gradient_checkpointing
-        run = (
-            partial(checkpoint, self._outputs, use_reentrant=False) if recomputes else self._outputs
-        )
-        outputs = run(batch, slots)
-        tokens = [
-            shifted(batch.input_ids, 2 + k)[:, : slots.shape[-1]][asked]
-            for k, asked in enumerate(slots)
-        ]
+        slots = head_slots(batch, self.num_heads)
+        if self.settings.gradient_checkpointing:
+            outputs = checkpoint(self._outputs, batch, slots.supervised, use_reentrant=False)
+        else:
+            outputs = self._outputs(batch, slots.supervised)
+        tokens = []
+        for k, mask in enumerate(slots.supervised):
+            predicted = shifted(batch.input_ids, 2 + k)[:, : mask.shape[1]]  # [B, T-1]
+            tokens.append(predicted[mask])  # [S_k]
         at_once = max(1, self.chunk // self.num_heads)
-        pieces = losses.by_target_state(states, which, [outputs, tokens], at_once)
-        label, law, hits, alpha = losses.summed([*losses.by_piece(self._sums, pieces)])
-        counts, totals = (
-            [batch.supervised(k).sum() for k in range(self.num_heads)],
-            {"label": label, "law": law},
-        )
-        accuracies = {f"accuracy_at_{k + 1}": (hits[k], count) for k, count in enumerate(counts)}
-        terms = {name: (totals[part][k], counts[k]) for name, (part, k) in self.terms.items()}
-        return StepOutput(terms, {**accuracies, "alpha": (alpha, counts[0])})
+        piece = Piece(slots.states, slots.which, [outputs, tokens])
+        pieces = losses.by_target_state(piece, at_once)
+        sums = losses.added(losses.by_piece(self._sums, pieces))
+        counts = [batch.supervised(k).sum() for k in range(self.num_heads)]
+        totals = {"label": sums.label, "law": sums.law}
+        terms = {}
+        for name, term in self.terms.items():
+            terms[name] = (totals[term.part][term.k], counts[term.k])
+        metrics = {f"accuracy_at_{k + 1}": (sums.hits[k], count) for k, count in enumerate(counts)}
+        metrics["alpha"] = (sums.alpha, counts[0])
+        return StepOutput(terms, metrics)
 
-    def _outputs(self, batch: Batch, slots: Tensor) -> list[Tensor]:
-        """Outputs [S_k, D] of each head, before its LM head."""
-        width, outputs, drop, features = slots.shape[-1], [], None, self.features(batch)
+    def _outputs(self, batch: Batch, supervised: Tensor) -> list[Tensor]:
+        """Outputs [S_k, D] of each head, before its LM head, at supervised [K, B, T-1] slots."""
+        width = supervised.shape[-1]
+        features = self.features(batch)  # [B, T-1, D]
         if isinstance(self.head, HydraHead):
             features = self.head.prefix(features, torch.arange(width, device=features.device))
-        for k, asked in enumerate(slots):
+        drop = None
+        outputs = []
+        for k, mask in enumerate(supervised):
             if self.settings.dropout and batch.seeds is not None:
-                drop = partial(
-                    keyed_dropout, self.settings.dropout, batch.seeds, asked.sum(1).tolist(), k
-                )
+                drop = KeyedDropout(self.settings.dropout, batch.seeds, mask.sum(1).tolist(), k)
             if isinstance(self.head, HydraHead):
                 # Head k is given the embeddings of the tokens t_{p+1} to t_{p+k+1}.
-                tokens = [
-                    shifted(batch.input_ids, 1 + back)[:, :width][asked] for back in range(k + 1)
-                ]
-                embeddings = torch.cat(
-                    [F.embedding(ids, self.target.embedding) for ids in tokens], dim=-1
-                )
-                outputs.append(self.head.state(k, features[asked], embeddings, drop))
+                embeddings = []
+                for ahead in range(1, k + 2):
+                    tokens = shifted(batch.input_ids, ahead)[:, :width][mask]  # [S_k]
+                    embeddings.append(F.embedding(tokens, self.target.embedding))  # [S_k, D]
+                path = torch.cat(embeddings, dim=-1)  # [S_k, (k + 1) * D]
+                outputs.append(self.head.state(k, features[mask], path, drop))
             else:
-                outputs.append(self.head.state(k, features[asked], drop))
+                outputs.append(self.head.state(k, features[mask], drop))
         return outputs
 
-    def _sums(
-        self, states: Tensor, which: list[Tensor], outputs: list[Tensor], tokens: list[Tensor]
-    ) -> Totals:
-        """Sums of label loss, law loss and hits [H]; the first head's alpha."""
+    def _sums(self, piece: Piece) -> MultiTokenSums:
+        outputs, tokens = piece.columns
         with torch.no_grad():
-            target = losses.TargetLaw.of_logits(self.target.logits(states))
-            choice = target.inside.argmax(-1)
-        laws = [
-            self.head.laws(k, x, self.target).float().log_softmax(-1) for k, x in enumerate(outputs)
-        ]  # [S_k, V]
-        label = law = laws[0].new_zeros(len(laws))
+            law = losses.TargetLaw.of_logits(self.target.logits(piece.states))
+            choice = law.inside.argmax(-1)  # [s]
+        log_qs = []  # K x [S_k, V]
+        for k, output in enumerate(outputs):
+            log_qs.append(self.head.laws(k, output, self.target).float().log_softmax(-1))
+        label = of_law = log_qs[0].new_zeros(len(log_qs))
         if self.settings.label_weight:
-            label = torch.stack(
-                [F.nll_loss(q, t, reduction="sum") for q, t in zip(laws, tokens, strict=True)]
-            )
+            sums = [F.nll_loss(*pair, reduction="sum") for pair in zip(log_qs, tokens, strict=True)]
+            label = torch.stack(sums)
         if self.settings.law_weight:
-            loss, sums = losses.LOSSES[self.settings.loss], []
-            for q, slots in zip(laws, which, strict=True):
-                sums.append(loss(q, replace(target, slots=slots), self.settings).sum())
-            law = torch.stack(sums)
+            loss = losses.LOSSES[self.settings.loss]
+            sums = []
+            for log_q, slots in zip(log_qs, piece.which, strict=True):
+                sums.append(loss(log_q, replace(law, slots=slots), self.settings).sum())
+            of_law = torch.stack(sums)
         with torch.no_grad():
-            hits = torch.stack(
-                [(q.argmax(-1) == choice[at]).sum() for q, at in zip(laws, which, strict=True)]
-            )
-            alpha = losses.acceptance_rate(laws[0], replace(target, slots=which[0]).whole).sum()
-        return label, law, hits, alpha
+            hits = []
+            for log_q, slots in zip(log_qs, piece.which, strict=True):
+                hits.append((log_q.argmax(-1) == choice[slots]).sum())
+            first = replace(law, slots=piece.which[0])
+            alpha = losses.acceptance_rate(log_qs[0], first.whole).sum()
+        return MultiTokenSums(label, of_law, torch.stack(hits), alpha)
 
-    def drafted(self, batch: Batch) -> Iterator[Tensor]:
-        depths = min(self.settings.eval_depths, self.num_heads)
-        outputs = enumerate(self._outputs(batch, target_states(batch, depths)[0]))
-        return (
-            argmax_in_chunks(partial(self.head.laws, k, vocab=self.target), x, self.chunk)
-            for k, x in outputs
-        )
+    def draft_greedily(self, batch: Batch) -> Iterator[Tensor]:
+        num_heads = min(self.settings.eval_depths, self.num_heads)
+        outputs = self._outputs(batch, head_slots(batch, num_heads).supervised)
+        for k, output in enumerate(outputs):
+            logits = partial(self.head.laws, k, vocab=self.target)
+            yield argmax_in_chunks(logits, output, self.chunk)
 
     def work(self, load: Load) -> Work:
         slots = load.slots[0]

@@ -1,4 +1,4 @@
-"""The optimisers of a training and their rates: AdamW, or Muon for matrices and AdamW for the rest."""
+"""The optimisers and their rates: AdamW, or Muon for matrices and AdamW for the rest."""
 
 import math
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def build_optimizers(
 
 
 def muon_matrices(module: nn.Module) -> list[nn.Parameter]:
-    """The matrices that Muon trains: all but embeddings and LM heads, which have a row per token."""
+    """What Muon trains: all matrices but embeddings and LM heads, which have a row per token."""
     tables = {
         id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding | LMHead)
     }

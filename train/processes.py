@@ -105,7 +105,7 @@ def _configure_deepspeed(accelerator: Accelerator, config: TrainConfig) -> None:
 
 
 def check_compiler() -> None:
-    """UserError, before the first step, if torch.compile does not work, as without a C++ compiler."""
+    """UserError, before the first step, if torch.compile fails, as without a C++ compiler."""
     try:
         torch.compile(torch.sin)(torch.ones(2, device=local_device()))
     except RuntimeError as error:

@@ -37,12 +37,14 @@ from aerie.model.unrolled_attention import UnrollMemory
 from aerie.train.block_objective import BlockObjective
 from aerie.train.lm import LMObjective
 from aerie.train.loop import means
+from aerie.train.losses import Piece
 from aerie.train.objectives import (
     Eagle1Objective,
     Eagle3Objective,
+    KeyedDropout,
     MultiTokenObjective,
     Objective,
-    keyed_dropout,
+    SlotPairs,
 )
 from tests import tiny
 from tests.model.drafted import drafted, log_laws
@@ -342,13 +344,13 @@ def test_a_chunk_of_laws_takes_at_most_1_gib_at_128k_tokens(
     ).to("meta")
     with Peak([*head.parameters(), *head.buffers(), table, states]) as peak:
         if kind == "eagle1":
-            made._sums(outputs[: made.chunk].float(), states[: made.chunk])[0].backward()
+            pairs = SlotPairs(outputs[: made.chunk].float(), states[: made.chunk])
+            made._sums(pairs).classification.backward()
         else:
             per_step = made.chunk // STEPS
-            law = made._with_law(
-                states[:per_step], [torch.arange(per_step)] * STEPS, [outputs[:per_step]] * STEPS
-            )
-            made._sums(*law)[0].sum().backward()
+            which = [torch.arange(per_step)] * STEPS
+            piece = Piece(states[:per_step], which, [[outputs[:per_step]] * STEPS])
+            made._soft_cross_entropy_sums(made._with_law(piece)).loss.sum().backward()
     assert 2**28 < peak.most <= 2**30
 
 
@@ -590,7 +592,7 @@ def test_dropout_belongs_to_seed_epoch_row_and_place_alone_and_not_to_held_out_r
             .prepare(collate(rows, range(2)), epoch)
             .seeds
         )
-        return keyed_dropout(0.4, seeds, counts, branch, torch.ones(sum(counts), 500), place)
+        return KeyedDropout(0.4, seeds, counts, branch)(torch.ones(sum(counts), 500), place)
 
     first = masks()
     one, other = first.split(counts)
@@ -613,7 +615,7 @@ def test_blocks_are_drawn_without_repeats_by_seed_epoch_and_row_among_supervised
     def drawn(anchors: int = 2, numbers: Sequence[int] = (0, 1), **key: int) -> Tensor:
         made: Any = objective("block", anchors=anchors, seed=key.get("seed", 0))
         batch = made.prepare(collate([rows[n] for n in numbers], numbers), key.get("epoch", 0))
-        return made.blocks(batch)[0]
+        return made.draw_blocks(batch)[0]
 
     every = [[slot + 1 for slot, _ in starts(row)] for row in rows]
     assert [[at for at in row if at] for row in drawn(anchors=99).tolist()] == every
