@@ -94,13 +94,15 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
             f"calibrate.method: {asked.method} has no head whose confidence could be measured"
         )
     from aerie.infer.decode.methods import check_kind, kind_at
-    from aerie.infer.measure.calibrate import calibrated
+    from aerie.infer.measure.calibrate import run_calibration
+    from aerie.infer.papers.analysis import PaperObserver
 
     if arguments.head is not None:
         check_kind(asked.method, kind_at(arguments.head), "--head")
     asked = _head(arguments, recipe, asked, "calibrate")
     plan = f"{asked.method}, {as_dict(asked.tree)}, {asked.head} -> {paths.calibration}"
-    work = partial(calibrated, asked, section, paths.calibration, recipe.seed)
+    observer = PaperObserver(section.oracle_levels)
+    work = partial(run_calibration, asked, section, paths.calibration, recipe.seed, observer)
     return _stage(
         arguments, recipe, [asked.head], decode.digests([asked.tree]), section, plan, work
     )

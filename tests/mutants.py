@@ -18,7 +18,7 @@ VERIFY, SHAPE, STOP, SAMPLING = (
 )
 LOSSES, CHAT = "train/losses.py", "data/chat.py"
 TESTS = {
-    VERIFY: ["tests/infer/test_verify.py", "tests/infer/test_cycles.py"],
+    VERIFY: ["tests/infer/test_verify.py", "tests/infer/test_recorder.py"],
     SHAPE: ["tests/infer/test_verify.py"],
     STOP: ["tests/infer/test_shape.py"],
     SAMPLING: ["tests/infer/test_verify.py"],

@@ -41,7 +41,7 @@ from aerie.infer.measure.bench_files import (
     Reference,
     line_of,
 )
-from aerie.infer.measure.cycles import Recorder, append_lines, keep_answers, lines_of
+from aerie.infer.measure.recorder import Recorder, append_lines, keep_answers, lines_of
 from aerie.infer.measure.suite import Suite, suite_of
 from aerie.infer.measure.tasks import Prompt, encode_turn, load_prompts, pinned, prompt_inputs
 from aerie.infer.measure.tree_shape import tree_shape

@@ -1,4 +1,4 @@
-"""How a head's confidence predicts acceptance. q is the draft's law, p the target's; divergences are in nats."""
+"""How a head's confidence predicts acceptance: summaries, a calibrator, and a better static tree."""
 
 import hashlib
 import heapq
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
 import pandas as pd
@@ -18,14 +18,14 @@ from scipy.special import log_expit, logit
 from sklearn.isotonic import IsotonicRegression
 from torch import Tensor
 
-from aerie.configs.schema.decode import Choice, Fit, MethodConfig, StaticConfig
+from aerie.configs.schema.decode import Choice, Fit, MethodConfig, StaticConfig, TreeConfig
 from aerie.configs.schema.measure import CalibrateConfig
 from aerie.data.progress import start_progress
-from aerie.infer.decode.drafters import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
 from aerie.infer.decode.methods import FLOOR, Calibrator, Drafters, kind_at
 from aerie.infer.decode.shape import Drafting
-from aerie.infer.measure.cycles import COLUMNS, Oracle, Recorder, States, Tables, tables_of
+from aerie.infer.decode.tree import Tree
+from aerie.infer.measure.recorder import COLUMNS, CycleRecord, Recorder, Tables, tables_of
 from aerie.infer.measure.statistics import FloatArray
 from aerie.infer.measure.tasks import encode_turn, load_prompts
 from aerie.model.storage import (
@@ -38,117 +38,157 @@ from aerie.model.storage import (
 )
 from aerie.model.target import Target
 
-SCHEMA, EDGE = 2, 1e-7  # of analysis.json; least distance to 0 and 1, which float32 may round to
-KINDS: tuple[Fit, ...] = ("temperature", "isotonic")
+ANALYSIS_SCHEMA = 2  # of analysis.json
+EDGE = 1e-7  # least distance to 0 and 1, which float32 may round to
+FITS: tuple[Fit, ...] = get_args(Fit)
 SPLIT = 0  # seed of the halves of the prompts
-REACH = (
-    2  # a node has all its children in the probe where the ranks on its path sum to at most this
-)
-PAPER_C = 0.18  # of SVIP's figure 4
-POINTS = 80  # of the curves of figure 4
-CONTEXTS = (
-    32,
-    64,
-    128,
-    256,
-    512,
-    1024,
-    2048,
-    4096,
-    6144,
-    8192,
-)  # tokens before a draft: edges of the buckets
+# a node has all its children in the probe where the ranks on its path sum to at most this
+REACH = 2
+
+
+class Question(NamedTuple):
+    ids: Tensor  # [1, T]
+    task: str
+
+
+class Observer:
+    """What else a calibration measures; this one measures nothing. The papers' room has another."""
+
+    def attach(self, decoder: SpeculativeDecoder, tree: TreeConfig, seed: int) -> None:
+        """Before the first prompt; may replace the decoder's proposer."""
+
+    def law_columns(self, tree: Tree, nodes: Sequence[int]) -> CycleRecord:
+        """More columns of a cycle's `law`, at these nodes."""
+        return {}
+
+    def complete(self, tables: Tables) -> None:
+        """After the last prompt: may add columns to the tables."""
+
+    def analyse(self, tables: Tables, tasks: Sequence[str], bins: int) -> dict[str, Any]:
+        """Further parts of analysis.json; tasks: of each prompt."""
+        return dict.fromkeys(("branches", "levels", "laws", "oracle"))
+
+
+NO_OBSERVER = Observer()
 
 
 @dataclass(frozen=True)
-class Recording:
-    """The cycles of some prompts; tasks[prompt] names the prompt's task."""
+class RecordedCycles:
+    """The cycles of some prompts."""
 
     tables: Tables
-    tasks: tuple[str, ...]
+    tasks: tuple[str, ...]  # of each prompt
     temperature: float
 
 
-def record(
+def run_calibration(
+    method: MethodConfig,
+    section: CalibrateConfig,
+    output: Path,
+    seed: int,
+    observer: Observer,
+    target: Target,
+    tokenizer: Any,
+) -> dict[str, Any]:
+    """Writes the calibration, returns its facts; for a static tree also choices.yaml."""
+    questions = []
+    for prompt in load_prompts(section.prompts):
+        questions.append(Question(encode_turn(prompt, (), tokenizer, target), prompt.task))
+    decoder = make_decoder(Drafters(target), method, method.head)
+    observer.attach(decoder, cast(TreeConfig, method.tree), seed)
+    recorded = record_cycles(decoder, questions, section, seed, observer)
+    lines = write_calibration(output, recorded, section.bins, method.head, method.method, observer)
+    print("\n".join(lines))
+    if isinstance(method.tree, StaticConfig):
+        write_choices(output, method, questions, section, target)
+    return {name: len(recorded.tables[name]) for name in ("nodes", "cycles")}
+
+
+def record_cycles(
     decoder: SpeculativeDecoder,
-    tree: Any,  # TreeConfig or None
-    questions: Sequence[tuple[Tensor, str]],
+    questions: Sequence[Question],
     section: CalibrateConfig,
     seed: int = 0,
-) -> Recording:
-    """Decodes prompts [1, T] with their tasks; with oracle_levels, `cycles` has the columns oracle and cap too."""
-    proposer, oracle, tables = decoder.proposer, None, []
-    assert isinstance(proposer, Drafting)  # as for every method with a head
+    observer: Observer = NO_OBSERVER,
+) -> RecordedCycles:
+    proposer = cast(Drafting, decoder.proposer)  # as of every method with a head
     proposer.keep = True
-    if section.oracle_levels is not None and tree is not None:
-        oracle = Oracle(decoder, tree, section.oracle_levels, seed)
-    decoder.cycle = "eager"  # no speed is measured, and `States` must see every forward
-    states = States(decoder) if isinstance(proposer.drafter, EagleDrafter) else None
+    decoder.cycle = "eager"  # no speed is measured, and an observer must see every forward
     settings: dict[str, Any] = {"temperature": section.temperature, "top_k": 0, "top_p": 1.0}
-    longest = min(decoder.limits.values())
+    context = min(decoder.limits.values())
+    answers: list[Tables] = []
     with start_progress(len(questions), "prompts", "calibrate") as progress:
-        for number, (ids, _) in enumerate(questions):
-            settings["max_new_tokens"] = min(
-                section.prompts.max_new_tokens, max(1, longest - ids.shape[1])
+        for number, question in enumerate(questions):
+            room = max(1, context - question.ids.shape[1])
+            settings["max_new_tokens"] = min(section.prompts.max_new_tokens, room)
+            generator = torch.Generator(question.ids.device).manual_seed(seed * 1_000_003 + number)
+            recorder = Recorder(observer.law_columns)
+            generation = decoder.generate(
+                question.ids, on_cycle=recorder, generator=generator, **settings
             )
-            recorder, generator = (
-                Recorder(states),
-                torch.Generator(ids.device).manual_seed(seed * 1_000_003 + number),
-            )
-            text = decoder.generate(
-                ids, on_cycle=recorder, generator=generator, **settings
-            ).sequences[0]
-            tables.append(tables_of(number, recorder.records, text.tolist()))
+            text = generation.sequences[0].tolist()
+            answers.append(tables_of(number, recorder.records, text))
             progress.update()
-    whole = {
-        name: pd.concat([part[name] for part in tables], ignore_index=True) for name in COLUMNS
-    }
-    if oracle is not None:
-        whole["cycles"][["oracle", "cap"]] = np.array(oracle.lengths, dtype=np.float64).reshape(
-            -1, 2
-        )
-    return Recording(whole, tuple(task for _, task in questions), section.temperature)
+    tables = {}
+    for name in COLUMNS:
+        tables[name] = pd.concat([answer[name] for answer in answers], ignore_index=True)
+    observer.complete(tables)
+    tasks = tuple(question.task for question in questions)
+    return RecordedCycles(tables, tasks, section.temperature)
 
 
 def write_calibration(
-    output: Path, recording: Recording, bins: int, head: str | None, method: str | None = None
+    output: Path,
+    recorded: RecordedCycles,
+    bins: int,
+    head: str | None,
+    method: str | None,
+    observer: Observer,
 ) -> list[str]:
-    """Writes all files but choices.yaml (calibrator.json beside the head too); returns lines for the user."""
-    nodes, cycles = recording.tables["nodes"], recording.tables["cycles"]
-    for table, rows in recording.tables.items():
-        write_atomically(output / f"{table}.parquet", partial(rows.to_parquet, index=False))
-    summary = summarise(nodes, cycles, recording.temperature, bins)
-    fitted = fit_and_score(recording, bins)
+    """Writes all files but choices.yaml (calibrator.json beside the head too); returns lines for
+    the user."""
+    for name, table in recorded.tables.items():
+        write_atomically(output / f"{name}.parquet", partial(table.to_parquet, index=False))
+    summary = summarise(recorded, bins)
     write_json(output / "calibration.json", summary)
-    about = {"head": head and kind_at(head), "method": method, "calibrator": fitted and fitted[1]}
-    write_json(output / "analysis.json", {**analyse(recording, bins), **about})
-    measured = f"; ECE {summary['ece']:.4f}, Brier {summary['brier']:.4f}" if len(nodes) else ""
-    line = f"calibrate: {len(nodes):,} drafted nodes of {len(cycles):,} cycles{measured}"
-    if fitted is None:
+    scored = fit_and_score(recorded, bins)
+    analysis = {
+        **analyse(recorded, bins),
+        **observer.analyse(recorded.tables, recorded.tasks, bins),
+        "head": head and kind_at(head),
+        "method": method,
+        "calibrator": scored and scored.facts,
+    }
+    write_json(output / "analysis.json", analysis)
+    line = f"calibrate: {summary['nodes']:,} drafted nodes of {summary['cycles']:,} cycles"
+    if summary["nodes"]:
+        line += f"; ECE {summary['ece']:.4f}, Brier {summary['brier']:.4f}"
+    if scored is None:
         return [line, "calibrate: no calibrator: one half of the prompts drafted nothing"]
-    calibrator, scores = fitted
-    places = places_of(output, head)
-    if len(places) > 1:
-        calibrator = replace(calibrator, head=digests(places[1]))
-    for place in places:
-        write_json(place / CALIBRATOR, asdict(calibrator))
-    found = {fit: scores["held_out"][fit]["ece"] for fit in ("before", *KINDS)}
-    eces, best = (
-        ", ".join(f"{ece:.4f} {fit}" for fit, ece in found.items()),
-        min(found, key=found.__getitem__),
-    )
-    advice = "use none of them" if best == "before" else f"use it with --tree.calibrated {best}"
-    on = f"{scores['held_out_prompts']} prompts that the calibrator was not fitted on"
-    return [line, f"calibrate: ECE on {on}: {eces}; {advice}"]
+    write_calibrator(output, scored.calibrator, head)
+    return [line, advice(scored)]
 
 
-def places_of(output: Path, head: str | None) -> list[Path]:
-    """The output directory, and the head's where it is a directory."""
-    return [output, *([Path(head)] if head is not None and Path(head).is_dir() else [])]
+def write_calibrator(output: Path, calibrator: Calibrator, head: str | None) -> None:
+    directories = output_directories(output, head)
+    if len(directories) > 1:  # a calibrator beside a head is refused for other weights
+        calibrator = replace(calibrator, head=digests(directories[1]))
+    for directory in directories:
+        write_json(directory / CALIBRATOR, asdict(calibrator))
 
 
-def mean(values: Any) -> float | None:
+def output_directories(output: Path, head: str | None) -> list[Path]:
+    """The output directory, and the head's where it is a directory (and no Hub id)."""
+    if head is None or not Path(head).is_dir():
+        return [output]
+    return [output, Path(head)]
+
+
+def mean_of(values: Any) -> float | None:
     return float(values.mean()) if len(values) else None
+
+
+# --- summaries ---
 
 
 def reliability(nodes: pd.DataFrame, bins: int = 20) -> dict[str, Any]:
@@ -156,206 +196,148 @@ def reliability(nodes: pd.DataFrame, bins: int = 20) -> dict[str, Any]:
 
     With an acceptance probability a, confidence c has the expected squared error c^2 - 2ca + a.
     """
-    confidence, acceptance = nodes.confidence.to_numpy(), nodes.acceptance.to_numpy()
-    # the tolerance keeps float32 values such as 0.15 (stored as 0.15000001 or 0.1499999) on the side of their edge
+    confidence = nodes.confidence.to_numpy()
+    acceptance = nodes.acceptance.to_numpy()
+    # the tolerance keeps float32 values such as 0.15 (0.15000001 or 0.1499999) above their edge
     index = np.clip(np.floor(confidence * bins + 1e-6).astype(np.int64), 0, bins - 1)
     counts = np.bincount(index, minlength=bins)
-    sums = np.stack(
-        [np.bincount(index, weights=values, minlength=bins) for values in (confidence, acceptance)]
-    )
+    confidences = np.bincount(index, weights=confidence, minlength=bins)  # sums by bin
+    acceptances = np.bincount(index, weights=acceptance, minlength=bins)
     table = []
-    for place, (count, (of_confidence, of_acceptance)) in enumerate(
-        zip(counts.tolist(), sums.T.tolist(), strict=True)
-    ):
-        bounds = {
-            "low": round(place / bins, 9),
-            "high": round((place + 1) / bins, 9),
+    for number, count in enumerate(counts.tolist()):
+        row = {
+            "low": round(number / bins, 9),
+            "high": round((number + 1) / bins, 9),
             "count": count,
+            "confidence": float(confidences[number] / count) if count else None,
+            "acceptance": float(acceptances[number] / count) if count else None,
         }
-        means = (
-            {"confidence": of_confidence / count, "acceptance": of_acceptance / count}
-            if count
-            else {}
-        )
-        table.append({**bounds, "confidence": None, "acceptance": None, **means})
-    ece = float(abs(sums[0] - sums[1]).sum() / len(nodes)) if len(nodes) else None
-    brier = mean(confidence**2 - 2.0 * confidence * acceptance + acceptance)
+        table.append(row)
+    ece = float(abs(confidences - acceptances).sum() / len(nodes)) if len(nodes) else None
+    brier = mean_of(confidence**2 - 2.0 * confidence * acceptance + acceptance)
     return {"nodes": len(nodes), "ece": ece, "brier": brier, "bins": table}
+
+
+def summarise(recorded: RecordedCycles, bins: int = 20) -> dict[str, Any]:
+    """calibration.json. At depth d `survived` is P(accepted >= d), `conditional` the same given
+    accepted >= d - 1."""
+    nodes = recorded.tables["nodes"]
+    cycles = recorded.tables["cycles"]
+    by_depth = []
+    reached = len(cycles)  # cycles that accepted at least depth - 1 tokens
+    for depth in range(1, int(max([0, *nodes.depth, *cycles.accepted])) + 1):
+        level = nodes[nodes.depth == depth]
+        survived = int((cycles.accepted >= depth).sum())
+        row = {
+            "depth": depth,
+            "nodes": len(level),
+            "confidence": mean_of(level.confidence),
+            "acceptance": mean_of(level.acceptance),
+            "cycles": reached,
+            "survived": survived / len(cycles) if len(cycles) else None,
+            "conditional": survived / reached if reached else None,
+        }
+        by_depth.append(row)
+        reached = survived
+    return {
+        "temperature": recorded.temperature,
+        "prompts": nodes.prompt.nunique(),
+        **reliability(nodes, bins),
+        "cycles": len(cycles),
+        "by_depth": by_depth,
+    }
+
+
+def analyse(recorded: RecordedCycles, bins: int = 20) -> dict[str, Any]:
+    """analysis.json without `calibrator` and what an observer adds: EAGLE-2's figure 6, by depth
+    and by task."""
+    nodes = recorded.tables["nodes"]
+    task_of_node = nodes.prompt.map(dict(enumerate(recorded.tasks)))
+    by_depth = []
+    for depth, level in nodes.groupby("depth"):
+        by_depth.append({"depth": int(cast(int, depth)), **_curve(level, bins)})
+    by_task = []
+    for task in dict.fromkeys(recorded.tasks):
+        by_task.append({"task": task, **_curve(nodes[task_of_node == task], bins)})
+    return {
+        "schema": ANALYSIS_SCHEMA,
+        "temperature": recorded.temperature,
+        "prompts": len(recorded.tasks),
+        "cycles": len(recorded.tables["cycles"]),
+        "by_depth": by_depth,
+        "by_task": by_task,
+    }
+
+
+def _curve(nodes: pd.DataFrame, bins: int) -> dict[str, Any]:
+    confidence = mean_of(nodes.confidence)
+    acceptance = mean_of(nodes.acceptance)
+    return {"confidence": confidence, "acceptance": acceptance, **reliability(nodes, bins)}
+
+
+# --- the calibrator ---
+
+
+class ScoredFit(NamedTuple):
+    calibrator: Calibrator
+    facts: dict[str, Any]  # analysis.json's `calibrator`
+
+
+def fit_and_score(recorded: RecordedCycles, bins: int) -> ScoredFit | None:
+    """A calibrator fitted on half of the prompts, scored on the other half; None if a half has no
+    nodes."""
+    nodes = recorded.tables["nodes"]
+    is_held_out = held_out(nodes.prompt)
+    if is_held_out.all() or not is_held_out.any():
+        return None
+    fitting = nodes[~is_held_out]
+    held = nodes[is_held_out]
+    calibrator = fit_calibrator(fitting.confidence.to_numpy(), fitting.acceptance.to_numpy())
+    confidences = {"before": held.confidence.to_numpy()}
+    with np.errstate(divide="ignore"):
+        log_q = torch.from_numpy(np.log(confidences["before"])).float()
+    for fit in FITS:  # as decoding computes them
+        confidences[fit] = calibrator.map(fit)(log_q).exp().double().numpy()
+    acceptance = held.acceptance.to_numpy()
+    scores = {}  # calibrator.json's
+    scores_with_bins = {}  # analysis.json's
+    for name, confidence in confidences.items():
+        sure = confidence.clip(FLOOR, 1.0 - FLOOR)
+        loss = mean_of(-(acceptance * np.log(sure) + (1.0 - acceptance) * np.log1p(-sure)))
+        table = reliability(held.assign(confidence=confidence), bins)
+        scores[name] = {"ece": table["ece"], "brier": table["brier"], "log_loss": loss}
+        scores_with_bins[name] = {**scores[name], "bins": table["bins"]}
+    facts = {
+        "temperature": calibrator.temperature,
+        "fit_nodes": len(fitting),
+        "fit_prompts": fitting.prompt.nunique(),
+        "held_out_nodes": len(held),
+        "held_out_prompts": held.prompt.nunique(),
+        "held_out": scores_with_bins,
+    }
+    scored = replace(calibrator, decoded_at=recorded.temperature, scores=scores)
+    return ScoredFit(scored, facts)
 
 
 def held_out(prompts: pd.Series) -> NDArray[np.bool_]:
     """Which rows [n] are of held-out prompts: half of them, chosen by hash."""
-    chosen = [
-        n for n in prompts.unique() if hashlib.sha256(f"{SPLIT}:{n}".encode()).digest()[0] % 2 == 1
-    ]
+    chosen = []
+    for number in prompts.unique():
+        digest = hashlib.sha256(f"{SPLIT}:{number}".encode()).digest()
+        if digest[0] % 2 == 1:
+            chosen.append(number)
     return np.asarray(prompts.isin(chosen), dtype=bool)
 
 
-def summarise(
-    nodes: pd.DataFrame, cycles: pd.DataFrame, temperature: float, bins: int = 20
-) -> dict[str, Any]:
-    """calibration.json. At depth d `survived` is P(accepted >= d), `conditional` the same given accepted >= d - 1."""
-    deepest = int(max([0, *nodes.depth, *cycles.accepted]))
-    reached = [int((cycles.accepted >= depth).sum()) for depth in range(deepest + 1)]
-    by_depth = []
-    for depth in range(1, deepest + 1):
-        here, before = nodes[nodes.depth == depth], reached[depth - 1]
-        row = {"depth": depth, "nodes": len(here), "confidence": mean(here.confidence)}
-        row |= {"acceptance": mean(here.acceptance), "cycles": before}
-        row |= {"survived": reached[depth] / len(cycles) if len(cycles) else None}
-        by_depth.append(row | {"conditional": reached[depth] / before if before else None})
-    whole = {"prompts": nodes.prompt.nunique(), **reliability(nodes, bins)}
-    return {"temperature": temperature, **whole, "cycles": len(cycles), "by_depth": by_depth}
-
-
-def analyse(recording: Recording, bins: int = 20) -> dict[str, Any]:
-    """analysis.json without `calibrator`; None: not recorded."""
-    cycles, nodes, laws, frontier = (
-        recording.tables[name] for name in ("cycles", "nodes", "laws", "frontier")
-    )
-    tasks, task_of = (
-        list(dict.fromkeys(recording.tasks)),
-        dict(enumerate(recording.tasks)),
-    )  # prompt -> task
-    parts: dict[str, Any] = {"branches": None, "levels": None, "laws": None, "oracle": None}
-    if len(frontier):
-        branches = pd.DataFrame(
-            {"confidence": frontier.survival, "acceptance": frontier.accepted.astype(float)}
-        )
-        parts["branches"] = reliability(branches, bins)
-        parts["levels"] = {"by_depth": level_table(frontier, cycles)}
-    if len(laws):
-        entropies = []
-        for task in ["all", *(tasks if len(tasks) > 1 else ())]:
-            part = laws if task == "all" else laws[laws.prompt.map(task_of) == task]
-            means = {
-                "accepted": mean(part.entropy[part.accepted]),
-                "rejected": mean(part.entropy[~part.accepted]),
-            }
-            entropies.append({"task": task, "laws": len(part), **means})
-        parts["laws"] = {
-            "bounds": acceptance_bounds(laws, PAPER_C),
-            "entropy": entropies,
-            **rejections(laws),
-        }
-    if "oracle" in cycles:
-        parts["oracle"] = oracle_summary(cycles)
-
-    def curve(part: pd.DataFrame) -> dict[str, Any]:  # EAGLE-2, figure 6
-        return {
-            "confidence": mean(part.confidence),
-            "acceptance": mean(part.acceptance),
-            **reliability(part, bins),
-        }
-
-    return {
-        "schema": SCHEMA,
-        "temperature": recording.temperature,
-        "prompts": len(recording.tasks),
-        "cycles": len(cycles),
-        "by_depth": [
-            {"depth": int(depth), **curve(part)} for depth, part in nodes.groupby("depth")
-        ],
-        "by_task": [
-            {"task": task, **curve(nodes[nodes.prompt.map(task_of) == task])} for task in tasks
-        ],
-        **parts,
-    }
-
-
-def level_table(frontier: pd.DataFrame, cycles: pd.DataFrame) -> list[dict[str, Any]]:
-    """S_d (`mass`) and E_d (`expected`) by depth d of the cycles that drafted it (DEAGLE, equations 22 to 24).
-
-    `held`: the target wrote a branch of the frontier; `reached`: d tokens of the verified tree were accepted.
-    """
-    levels = frontier.groupby(["prompt", "cycle", "depth"]).agg(
-        mass=("survival", "sum"), held=("accepted", "any")
-    )
-    levels = levels.reset_index().merge(
-        cycles[["prompt", "cycle", "accepted"]], on=["prompt", "cycle"]
-    )
-    levels["mass"], levels["reached"] = (
-        levels.mass.clip(upper=1.0),
-        levels.pop("accepted") >= levels.depth,
-    )
-    means: dict[str, Any] = {name: (name, "mean") for name in ("mass", "held", "reached")}
-    table = levels.groupby("depth").agg(cycles=("mass", "size"), **means).reset_index()
-    table["expected"] = table.mass.cumsum()
-    return list(table.to_dict("records"))
-
-
-def acceptance_bounds(laws: pd.DataFrame, c: float) -> dict[str, Any]:
-    """SVIP's figure 4: beta = 1 - TV and three lower bounds (cut at -1), laws in the order of beta."""
-    beta, kl = 1.0 - laws.tvd.to_numpy(), laws.kl_qp.to_numpy()
-    bounds = {
-        "oracle": 1.0 - np.sqrt(kl / 2.0),
-        "approximation": 1.0 - np.sqrt(c * laws.entropy.to_numpy()),
-        "bretagnolle_huber": 1.0 - np.sqrt(-np.expm1(-kl)),
-    }
-    parts, curves = (
-        np.array_split(np.argsort(beta, kind="stable"), min(POINTS, len(beta))),
-        {"acceptance": beta},
-    )
-    curves |= {name: values.clip(min=-1.0) for name, values in bounds.items()}
-    return {
-        "c": c,
-        "curve": {name: [mean(values[part]) for part in parts] for name, values in curves.items()},
-    }
-
-
-def rejections(laws: pd.DataFrame, most: int = 4) -> dict[str, Any]:
-    """SVIP's figure 3: (a) mean KL(q||p) before and at (offset 0) a rejected token, (b) mean log q by rank."""
-    kl, rejected = laws.set_index(["prompt", "cycle", "depth"]).kl_qp, laws[~laws.followed]
-    before = []
-    for offset in range(-most, 1):
-        values = kl.reindex(
-            pd.MultiIndex.from_arrays([rejected.prompt, rejected.cycle, rejected.depth + offset])
-        )
-        before.append({"offset": offset, "kl": mean(values[np.isfinite(values)])})
-    ranked = np.stack(laws.ranked.to_list())
-    means: dict[str, Any] = {"ranks": [2**power for power in range(ranked.shape[1])]}
-    for name, rows in (("accepted", laws.accepted), ("rejected", ~laws.accepted)):
-        columns = ranked[np.asarray(rows)].T
-        means[name] = [mean(column) if np.isfinite(column).all() else None for column in columns]
-    return {"before_rejection": before, "sorted": means}
-
-
-def oracle_summary(cycles: pd.DataFrame) -> dict[str, Any] | None:
-    """Oracle lengths of the drafting cycles, also by context (SVIP, arXiv 2411.18462, section 2.1, figures 1 and 7b).
-
-    `delta`: mean of proposed minus oracle; `censored`: the share that reached the cap.
-    """
-    drafted = cycles.dropna(subset="oracle")
-    if drafted.empty:
-        return None
-    edges = {float(edge): edge for edge in CONTEXTS}  # the last bucket has none
-    buckets = drafted.groupby(pd.cut(drafted.position, [0, *CONTEXTS, np.inf]), observed=True)
-    rows = []
-    for bucket, here in [(None, drafted), *buckets]:
-        row: dict[str, Any] = (
-            {"above": int(bucket.left), "up_to": edges.get(bucket.right)} if bucket else {}
-        )
-        row |= {
-            "cycles": len(here),
-            "oracle": mean(here.oracle),
-            "variance": float(here.oracle.var(ddof=0)),
-        }
-        rows.append(
-            row
-            | {"delta": mean(here.levels - here.oracle), "censored": mean(here.oracle >= here.cap)}
-        )
-    return {"all": rows[0], "by_context": rows[1:]}
-
-
-def fit(confidence: FloatArray, acceptance: FloatArray) -> Calibrator:
-    """The calibrator of nodes [n]: the T of sigmoid(logit(c) / T) with the least log loss, and the isotonic knots."""
+def fit_calibrator(confidence: FloatArray, acceptance: FloatArray) -> Calibrator:
+    """The calibrator of nodes [n]: the T of sigmoid(logit(c) / T) with the least log loss, and the
+    isotonic knots."""
     odds = logit(confidence.clip(EDGE, 1.0 - EDGE))
 
     def loss(log_temperature: float) -> float:
         scaled = odds / np.exp(log_temperature)
-        return float(
-            -(acceptance * log_expit(scaled) + (1.0 - acceptance) * log_expit(-scaled)).mean()
-        )
+        losses = acceptance * log_expit(scaled) + (1.0 - acceptance) * log_expit(-scaled)
+        return -float(losses.mean())
 
     temperature = float(np.exp(minimize_scalar(loss, bounds=(-4.0, 4.0), method="bounded").x))
     knots = IsotonicRegression(y_min=0.0, y_max=1.0).fit(confidence, acceptance)
@@ -364,105 +346,84 @@ def fit(confidence: FloatArray, acceptance: FloatArray) -> Calibrator:
     )
 
 
-def fit_and_score(recording: Recording, bins: int) -> tuple[Calibrator, dict[str, Any]] | None:
-    """A calibrator fitted on half of the prompts, with its scores on the other; None if a half has no nodes."""
-    nodes = recording.tables["nodes"]
-    chosen = held_out(nodes.prompt)
-    if chosen.all() or not chosen.any():
-        return None
-    mine, other = nodes[~chosen], nodes[chosen]
-    calibrator = fit(mine.confidence.to_numpy(), mine.acceptance.to_numpy())
-    acceptance, confidences = other.acceptance.to_numpy(), {"before": other.confidence.to_numpy()}
-    with np.errstate(divide="ignore"):
-        log_q = torch.from_numpy(np.log(confidences["before"])).float()
-    for kind in KINDS:  # as decoding computes them
-        confidences[kind] = calibrator.map(kind)(log_q).exp().double().numpy()
-    scores, plain = {}, {}
-    for name, confidence in confidences.items():
-        sure = confidence.clip(FLOOR, 1.0 - FLOOR)
-        loss = mean(-(acceptance * np.log(sure) + (1.0 - acceptance) * np.log1p(-sure)))
-        table = reliability(other.assign(confidence=confidence), bins)
-        plain[name] = {"ece": table["ece"], "brier": table["brier"], "log_loss": loss}
-        scores[name] = {**plain[name], "bins": table["bins"]}
-    facts = {
-        "temperature": calibrator.temperature,
-        "fit_nodes": len(mine),
-        "fit_prompts": mine.prompt.nunique(),
-    }
-    facts |= {
-        "held_out_nodes": len(other),
-        "held_out_prompts": other.prompt.nunique(),
-        "held_out": scores,
-    }
-    return replace(calibrator, decoded_at=recording.temperature, scores=plain), facts
+def advice(scored: ScoredFit) -> str:
+    eces = {name: scores["ece"] for name, scores in scored.facts["held_out"].items()}
+    best = min(eces, key=lambda name: eces[name])
+    figures = ", ".join(f"{ece:.4f} {name}" for name, ece in eces.items())
+    use = "use none of them" if best == "before" else f"use it with --tree.calibrated {best}"
+    prompts = f"{scored.facts['held_out_prompts']} prompts that the calibrator was not fitted on"
+    return f"calibrate: ECE on {prompts}: {figures}; {use}"
 
 
-def calibrated(
-    asked: MethodConfig,
-    section: CalibrateConfig,
+# --- a static tree, rebuilt ---
+
+
+def write_choices(
     output: Path,
-    seed: int,
+    method: MethodConfig,
+    questions: Sequence[Question],
+    section: CalibrateConfig,
     target: Target,
-    tokenizer: Any,
-) -> dict[str, Any]:
-    """Writes the calibration, returns its facts; for a static tree also choices.yaml, from a wider tree's answers."""
-    questions = [
-        (encode_turn(prompt, (), tokenizer, target), prompt.task)
-        for prompt in load_prompts(section.prompts)
+) -> None:
+    """choices.yaml, beside the head too: the best tree for this head, from a wider tree's greedy
+    answers."""
+    tree = cast(StaticConfig, method.tree)
+    probe = replace(method, tree=replace(tree, choices=probe_choices(tree, section.ranks)))
+    decoder = make_decoder(Drafters(target), probe, method.head)
+    recorded = record_cycles(decoder, questions, replace(section, temperature=0.0))
+    accuracy = rank_accuracy(recorded.tables["nodes"], tree.levels, section.ranks)
+    choices = rebuild_tree(tree, accuracy, section.nodes)
+    size = f"{len(choices)} drafted nodes"
+    lines = [
+        f"# {size} for {method.method}, rebuilt from how often each rank was accepted",
+        "choices:",
+        *(f"  - {list(choice)}" for choice in choices),
     ]
-    recording = record(
-        make_decoder(Drafters(target), asked, asked.head), asked.tree, questions, section, seed
-    )
-    print("\n".join(write_calibration(output, recording, section.bins, asked.head, asked.method)))
-    tree, ranks = asked.tree, section.ranks
-    facts = {name: len(recording.tables[name]) for name in ("nodes", "cycles")}
-    if not isinstance(tree, StaticConfig):
-        return facts
-    wide = {*tree.paths}
+    for directory in output_directories(output, method.head):
+        path = directory / CHOICES  # the head's, if it has a directory, comes last
+        write_text(path, "\n".join(lines) + "\n")
+    print(f"{method.method}: a tree of {size}; use it with --tree.choices {path}")
+
+
+def probe_choices(tree: StaticConfig, ranks: int) -> tuple[Choice, ...]:
+    """The tree's nodes, and so many children of every node that is likely enough."""
+    choices = {*tree.paths}
     for depth in range(tree.levels):
         for path in product(range(min(ranks, REACH + 1)), repeat=depth):
             if sum(path) <= REACH:
-                wide |= {(*path, rank) for rank in range(ranks)}
-    probe = replace(asked, tree=replace(tree, choices=tuple(wide)))
-    decoder = make_decoder(Drafters(target), probe, asked.head)
-    recording = record(decoder, None, questions, replace(section, temperature=0.0))
-    choices = rebuilt(tree, rank_accuracy(recording.tables, tree.levels, ranks), section.nodes)
-    about = f"# {len(choices)} drafted nodes for {asked.method}, rebuilt from how often each rank was accepted"
-    text = "".join(f"  - {list(choice)}\n" for choice in choices)
-    for place in places_of(output, asked.head):
-        write_text(place / CHOICES, f"{about}\nchoices:\n{text}")
-    print(
-        f"{asked.method}: a tree of {len(choices)} drafted nodes; use it with --tree.choices {place / CHOICES}"
-    )
-    return facts
+                choices |= {(*path, rank) for rank in range(ranks)}
+    return tuple(choices)
 
 
-def rank_accuracy(tables: Tables, levels: int, ranks: int) -> list[list[float]]:
-    """[levels][ranks]: mean acceptance by depth and rank among siblings; 0 where none was asked."""
-    nodes = tables["nodes"]
+def rank_accuracy(nodes: pd.DataFrame, levels: int, ranks: int) -> list[list[float]]:
+    """[levels][ranks]: mean acceptance by depth and rank among siblings; 0 where none was judged."""
     rank = nodes.place.str.rsplit(".", n=1).str[-1].astype(int)
     shares = nodes.groupby([nodes.depth, rank]).acceptance.mean().to_dict()
-    return [
-        [float(shares.get((depth, place), 0.0)) for place in range(ranks)]
-        for depth in range(1, levels + 1)
-    ]
+    accuracy = []
+    for depth in range(1, levels + 1):
+        accuracy.append([float(shares.get((depth, rank), 0.0)) for rank in range(ranks)])
+    return accuracy
 
 
-def rebuilt(
+def rebuild_tree(
     tree: StaticConfig, accuracy: Sequence[Sequence[float]], nodes: int | None
 ) -> tuple[Choice, ...]:
-    """The tree of so many nodes (root included; None: the tree's) with the longest expected path (Medusa, 2.3.3).
+    """The tree of so many nodes (root included; None: the tree's) with the longest expected path
+    (Medusa, 2.3.3).
 
     A tree of drawn siblings may not skip a rank, so no rank counts as better than those before it.
     """
     if tree.children != "best":
         accuracy = [list(accumulate(shares, min)) for shares in accuracy]
     choices: set[Choice] = set()
+    # (-the chance that all its path is accepted, node): a node comes after its parent
     heap: list[tuple[float, int, Choice]] = [(-1.0, 0, ())]
     while heap and len(choices) < (nodes or tree.nodes):
         chance, depth, choice = heapq.heappop(heap)
         choices.add(choice)
-        for rank, share in enumerate(accuracy[depth] if depth < len(accuracy) else ()):
+        if depth == len(accuracy):
+            continue
+        for rank, share in enumerate(accuracy[depth]):
             if share > 0:
                 heapq.heappush(heap, (chance * share, depth + 1, (*choice, rank)))
     return tuple(sorted(choices - {()}, key=lambda choice: (len(choice), choice)))

@@ -1,0 +1,1 @@
+"""What the papers claim and draw: the product does not import it."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aerie.configs.errors import NotWritable, UserError, exit_codes, rank, stop_on_signals, warn
-from aerie.infer.measure.cycles import append_lines
+from aerie.infer.measure.recorder import append_lines
 from aerie.model.storage import (
     FILE,
     Damaged,
