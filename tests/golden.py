@@ -96,7 +96,6 @@ ROWS: list[dict[str, Any]] = [  # every published method, then other options of 
     *({"method": name} for name in (*PUBLISHED.split(), "deagle", "svip", "ddd", "opt-tree")),
     *({"method": name, "tree": {"stop": {"h": 0.8}}} for name in ("sps-svip", "svip")),
     {"method": "sps-confidence", "tree": {"stop": {"threshold": 0.1}}},
-    {"method": "deagle", "head": "eagle3", "tree": {"stop": {"over": "selected", "declines": 1}}},
     {
         "method": "eagle-chain",
         "head": "eagle3",
@@ -105,10 +104,6 @@ ROWS: list[dict[str, Any]] = [  # every published method, then other options of 
     *({"method": "eagle", "tree": {"children": children}} for children in ("sampled", "best")),
     {"method": "sps", "tree": {"shape": "static", "choices": "eagle1"}},
     {"method": "sps", "tree": {"shape": "dynamic", "levels": 3, "k": 3, "nodes": 10}},
-    {
-        "method": "hydra",
-        "tree": {"shape": "dynamic", "levels": 4, "stop": {"rule": "entropy", "over": "per_node"}},
-    },
     {"method": "medusa", "tree": {"shape": "chain", "levels": 4}},
     {"method": "eagle2", "tree": {"calibrated": "isotonic"}},
 ]

@@ -46,11 +46,6 @@ class EntropyConfig(Section):
     rule: Literal["entropy"] = "entropy"
     c: PositiveFloat = key("weight of q's entropy", default=0.15)
     h: NonNegativeFloat = key("the threshold (section 3.1)", default=0.3)
-    over: Literal["top_path", "value_weighted", "minimum", "per_node"] = key(
-        "whose entropy counts on a tree: the best path's, the frontier's mean by survival or "
-        "its least, or each node's own",
-        default="top_path",
-    )
 
     @property
     def max_entropy(self) -> float:
@@ -70,44 +65,30 @@ class VoteConfig(Section):
     rule: Literal["vote"] = "vote"
     signals: Many[Literal["probability", "momentum", "expectation"]] = key(
         "that vote (table 4 tests each alone)",
-        default=(
-            "probability",
-            "momentum",
-            "expectation",
-        ),
-    )
-    votes: PositiveInt | None = key(
-        "to stop; null: two, or one if there is one signal", default=None
+        default=("probability", "momentum", "expectation"),
     )
     probability_threshold: Share = key(
         "votes when the summed survival is below it (section 4.1)", default=0.15
     )
     momentum_threshold: Share = key("a ratio below it is a decline (section 4.1)", default=0.6)
-    momentum_from: PositiveInt = key("the first depth with a ratio; the root's S is 1", default=1)
     declines: PositiveInt = key('that make momentum vote ("two times")', default=2)
-    consecutive: bool = key("whether they must come at levels in a row", default=False)
-    expectation: Literal["tail_sum", "leaf_sum"] = key(
-        "E_d of equations 22 and 23, or of 26", default="tail_sum"
-    )
     bonus: NonNegativeFloat = key(
         "added to E_d: 1 for the target's own token, and 2 because the extended code counts "
         "depths from 0 at the second level (table 4 needs that much); 0: equations 22 and 26 "
         "as printed, at most the depth",
         default=3.0,
     )
-    over: Literal["frontier", "selected"] = key(
-        "E_d sums over each level's frontier, or the reranked tree", default="frontier"
-    )
 
     def __post_init__(self) -> None:
-        if not 1 <= self.needed <= len(set(self.signals)) == len(self.signals):
-            raise ValueError("signals must be different signals, and votes is at most their number")
-        if self.needed <= ("expectation" in self.signals and self.bonus <= 0):
-            raise ValueError("without a bonus the expectation always votes; raise bonus or votes")
+        if not self.signals or len(set(self.signals)) < len(self.signals):
+            raise ValueError("signals must be at least one signal, each once")
+        if self.signals == ("expectation",) and self.bonus <= 0:
+            raise ValueError("without a bonus the expectation always votes; raise bonus")
 
     @property
     def needed(self) -> int:
-        return min(2, len(self.signals)) if self.votes is None else self.votes
+        """Votes that end a tree: two, or one if there is one signal."""
+        return min(2, len(self.signals))
 
 
 class ProbabilitySumConfig(Section):
@@ -192,10 +173,6 @@ class StaticConfig(Section, kw_only=True):
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, EntropyConfig) and self.stop.over == "per_node":
-            raise ValueError(
-                "stop.over: per_node needs a tree that chooses its nodes (shape dynamic or chain)"
-            )
         try:
             assert self.paths
         except UserError as error:  # the recipe's reader adds file and line

@@ -354,9 +354,6 @@ class DynamicTree(Shape):
                     grown[-1] if sampler is None or self.stop.keeps_tree else best_alone(grown[-1])
                 )
                 ended = self.stop.ends(seen)
-                if ended is False and (growing := self.stop.expands(seen)) is not None:
-                    best, best_first = best[growing], best_first[growing]
-                    ended = best.shape[0] == 0
             pool = partial(self._pool, [*grown], drafter, ended and not is_last) if keep else None
             draws = None if sampler is None else (drafter.ids, [*laws])
             finish = partial(self._tree, [*candidates], 1 if wide else k, pool, draws)

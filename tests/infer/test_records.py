@@ -43,7 +43,7 @@ VOTES: list[dict[str, Any]] = [
     {},
     {"bonus": 0.5},
     {"signals": ("momentum",)},
-    {"consecutive": True},
+    {"declines": 1},
 ]
 ALIKE: dict[str, list[dict[str, Any]]] = {  # changes of a method's tree that keep its size
     "eagle-chain": [{}, {"children": "best"}, *({"stop": stop} for stop in STOPS)],

@@ -359,8 +359,6 @@ RULES = [
     MarginalGainConfig(threshold=0.6),
     ConfidenceConfig(threshold=0.77),
     EntropyConfig(h=0.3),
-    EntropyConfig(h=0.3, over="value_weighted"),
-    EntropyConfig(h=0.3, over="per_node"),
     ExactConfig(),
 ]
 
