@@ -5,7 +5,6 @@ import dataclasses
 import difflib
 import functools
 import json
-import math
 import os
 import re
 import typing
@@ -27,7 +26,6 @@ from aerie.configs.errors import UserError
 
 T = TypeVar("T")
 TAGS = ("kind", "shape", "rule")  # the key that tells the members of a union apart
-MOST_BYTES = 2**20  # of a recipe: a longer file is another one
 
 
 # ---------------------------------------------------------------------------------------------
@@ -128,16 +126,10 @@ def require_regular(path: Path) -> None:
         raise UserError(f"{path}: a pipe or a device; name a regular file")
 
 
-def read_text(path: Path, most_bytes: float = math.inf) -> str:
-    """A file's UTF-8 text; UserError if it is unreadable or too long."""
+def read_text(path: Path) -> str:
+    """A file's UTF-8 text; UserError if it is unreadable."""
     try:
         require_regular(path)
-        num_bytes = path.stat().st_size
-        if num_bytes > most_bytes:
-            raise UserError(
-                f"{path}: has {num_bytes:,} bytes, and {most_bytes:,} are read at most; "
-                "is it another file?"
-            )
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
@@ -170,7 +162,7 @@ def _parse_yaml(text: str, source: str) -> tuple[Any, Any]:
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """The file's mapping, and 'file:line' of each dotted key."""
-    values, node = _parse_yaml(read_text(path, MOST_BYTES), str(path))
+    values, node = _parse_yaml(read_text(path), str(path))
     if not isinstance(values, dict):
         raise UserError(
             f"{path}: a recipe is a mapping of sections; this is {type(values).__name__}"

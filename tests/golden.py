@@ -1,14 +1,16 @@
-"""The golden net: two checkouts do the same jobs on one machine, and their results are compared.
+"""The golden net: two checkouts do the same jobs on one machine; their results are compared.
 
-python tests/golden.py run CHECKOUT WORKDIR [--only STEP ...]   does the jobs, writes WORKDIR/digests.json
-python tests/golden.py compare ONE.json OTHER.json              prints every difference; exit code 1 if there is one
-python tests/golden.py against COMMIT                           a commit and this checkout, run and compared
+python tests/golden.py run CHECKOUT WORKDIR [--only STEP ...]  does the jobs: WORKDIR/digests.json
+python tests/golden.py compare BEFORE.json AFTER.json   prints every difference; exit code 1 if any
+python tests/golden.py against COMMIT                   a commit and this checkout, run and compared
 
-Training's numbers may differ by 1e-6 of their size, recorded cycles by 2e-4 (the file rounds them), other fractions by
-1e-9. Left out: times and what depends on them (speeds, costs, the tree that `tune` chooses), memory, commits, hardware,
-paths. Of trees and cycles we compare only keys that every version of the files has.
+Training's numbers may differ by 1e-6 of their size, recorded cycles by 2e-4 (the file rounds them),
+other fractions by 1e-9. Left out: times and what depends on them (speeds, costs, the tree that
+`tune` chooses), memory, commits, hardware, paths. Of trees and cycles we compare only keys that
+every version of the files has.
 
-A step reads the files of earlier steps in WORKDIR; `calibrate` must follow `heads`, which removes the calibrators.
+A step reads the files of earlier steps in WORKDIR; `calibrate` must follow `heads`, which removes
+the calibrators.
 """
 
 import hashlib
@@ -53,11 +55,8 @@ COUNTS = "verify target_forwards draft_forwards draft_forwards_wasted draft_node
 COUNTS += "cycle_tokens cycle_nodes identical identical_to_generate prompt_ids".split()
 DIGESTS = re.compile(r'("(?:key|seal|config\.json|target)": )"(?:sha256:)?[0-9a-f]{16}"')
 
-PLAIN = {
-    "fc_norm": False,
-    "norm_output": False,
-    "norm_before_residual": False,
-}  # every layout can hold it
+# Every layout can hold such a head.
+PLAIN = {"fc_norm": False, "norm_output": False, "norm_before_residual": False}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # recipe, changes to its section `head`
     "target": (
         "draft_lm/embedded",
@@ -73,9 +72,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # recipe, changes to its secti
     "draft_lm": ("draft_lm/sps-embedded", {"hidden_size": 32, "num_attention_heads": 2}),
 }
 HEADS = [kind for kind in KINDS if kind != "target"]
-VARIANTS: dict[
-    str, tuple[str, dict[str, Any]]
-] = {  # heads with other options, trained on online features
+# Heads with other options, trained on online features.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle1-lk": ("eagle1", {"train.loss": "lk_hybrid"}),
     "eagle3-packed": ("eagle3", {"train.packing": True, "train.unroll_steps": 3}),
     "medusa-law": ("medusa", {"train.law_weight": 0.5, "train.dropout": 0.1, "head.num_layers": 2}),
@@ -91,9 +89,10 @@ CALIBRATIONS: dict[str, dict[str, Any]] = {  # report and a bench row read eagle
     "draft_lm": {"calibrate.temperature": 1.0},
     "medusa": {"calibrate.nodes": 20, "calibrate.ranks": 5},  # a static tree, rebuilt
 }
-PUBLISHED = "vanilla sps sps-heuristic sps-svip sps-confidence pld lookahead medusa hydra eagle eagle2 eagle3 eagle-chain"
+PUBLISHED = """vanilla sps sps-heuristic sps-svip sps-confidence pld lookahead medusa hydra
+eagle eagle2 eagle3 eagle-chain deagle svip ddd opt-tree""".split()
 ROWS: list[dict[str, Any]] = [  # every published method, then other options of rows
-    *({"method": name} for name in (*PUBLISHED.split(), "deagle", "svip", "ddd", "opt-tree")),
+    *({"method": name} for name in PUBLISHED),
     *({"method": name, "tree": {"stop": {"h": 0.8}}} for name in ("sps-svip", "svip")),
     {"method": "sps-confidence", "tree": {"stop": {"threshold": 0.1}}},
     {
@@ -107,54 +106,53 @@ ROWS: list[dict[str, Any]] = [  # every published method, then other options of 
     {"method": "medusa", "tree": {"shape": "chain", "levels": 4}},
     {"method": "eagle2", "tree": {"calibrated": "isotonic"}},
 ]
-GREEDY, SAMPLED, CUT = (
-    {"temperature": 0.0},
-    {"temperature": 1.0},
-    {"temperature": 0.7, "top_k": 40, "top_p": 0.9},
-)
+GREEDY = {"temperature": 0.0}
+SAMPLED = {"temperature": 1.0}
+CUT = {"temperature": 0.7, "top_k": 40, "top_p": 0.9}
 SWEEP = {"name": "depth", "vary": "tree.levels", "values": [2, 5], "sampling": [GREEDY]}
 
 
 class Net:
-    """One checkout at work in one directory; `found` maps names to what a step computed."""
+    """One checkout at work in one directory; `results` has what its step computed, by name."""
 
     def __init__(self, checkout: Path, work: Path) -> None:
-        self.checkout, self.work, self.main = (
-            checkout.resolve(),
-            work.resolve(),
-            work.resolve() / "run",
-        )
-        self.found: dict[str, Any] = {}
+        self.checkout = checkout.resolve()
+        self.work = work.resolve()
+        self.main = self.work / "run"
+        self.results: dict[str, Any] = {}  # of the step that is running
 
     def call(self, command: str, kind: str, run: Path, *words: str, **options: Any) -> str:
-        """Runs a command on the recipe of a kind of head; returns what it prints. options: overrides of the recipe."""
+        """Runs a command on a kind of head's recipe, with overrides; returns what it prints."""
         recipe, sizes = KINDS[kind]
-        fixed = {"config": f"configs/{recipe}.yaml", "run": run, "target": self.main / "target"}
-        fixed |= {
+        fixed = {
+            "config": f"configs/{recipe}.yaml",
+            "run": run,
+            "target": self.main / "target",
             "data.conversations": [str(self.main / "conversations/train.jsonl")],
             "data.max_length": 160,
+            "data.held_out": 0.1,
+            **{f"head.{key}": value for key, value in sizes.items()},
         }
-        fixed |= {"data.held_out": 0.1, **{f"head.{key}": value for key, value in sizes.items()}}
-        fixed |= (
-            {"features.after_blocks": [2, 3, 4], "train.batch_size": 4} if kind == "eagle3" else {}
-        )
+        if kind == "eagle3":
+            fixed |= {"features.after_blocks": [2, 3, 4], "train.batch_size": 4}
         return self.bare(command, *words, **fixed | options)
 
     def bare(self, command: str, *words: str, **options: Any) -> str:
-        """What `python SCRIPT/main.py ...` prints, without local paths; it runs in a fork with the libraries loaded."""
+        """What `python SCRIPT/main.py ...` prints, without local paths.
+
+        It runs in a fork, which has the libraries already.
+        """
         script, *first = command.split()
         call = [f"{script}/main.py", *first, *words]
         for key, value in options.items():
             call.append(f"--{key}={json.dumps(value) if isinstance(value, dict | list) else value}")
-        child = multiprocessing.get_context("fork").Process(
-            target=become, args=(self.checkout, call, self.work)
-        )
+        context = multiprocessing.get_context("fork")
+        child = context.Process(target=become, args=(self.checkout, call, self.work))
         child.start()
         child.join()
         if child.exitcode:
-            raise SystemExit(
-                f"{' '.join(call)}\n{(self.work / 'errors.txt').read_text()[-4000:]}\n{child.exitcode}"
-            )
+            errors = (self.work / "errors.txt").read_text()[-4000:]
+            raise SystemExit(f"{' '.join(call)}\n{errors}\n{child.exitcode}")
         return self.read(self.work / "output.txt")
 
     def read(self, path: Path) -> str:
@@ -173,42 +171,38 @@ class Net:
     def take_files(self, name: str, directory: Path) -> None:
         """Takes the sha256 of every file below a directory, except those on its origin."""
         for path in sorted(directory.rglob("*")):
-            if path.is_file() and not path.name.startswith(("provenance", "recipe", "status")):
-                content = (
-                    self.read(path).encode()
-                    if path.suffix in (".json", ".jsonl", ".yaml")
-                    else path.read_bytes()
-                )
-                if path.suffix in (
-                    ".bin",
-                    ".npz",
-                ):  # torch names its archive after a temporary file, zlib has versions
-                    with zipfile.ZipFile(path) as archive:
-                        content = b"".join(archive.read(member) for member in archive.namelist())
-                self.found[f"{name}/{path.relative_to(directory)}"] = hashlib.sha256(
-                    content
-                ).hexdigest()
+            if path.is_dir() or path.name.startswith(("provenance", "recipe", "status")):
+                continue
+            content = path.read_bytes()
+            if path.suffix in (".json", ".jsonl", ".yaml"):
+                content = self.read(path).encode()
+            if path.suffix in (".bin", ".npz"):
+                # torch names its archive after a temporary file, and zlib has versions.
+                with zipfile.ZipFile(path) as archive:
+                    content = b"".join(archive.read(member) for member in archive.namelist())
+            file_name = f"{name}/{path.relative_to(directory)}"
+            self.results[file_name] = hashlib.sha256(content).hexdigest()
 
     def take_table(self, name: str, path: Path) -> None:
-        """Takes a JSON file without times, one value per path of three keys; anything deeper is part of that value."""
-        self.found |= flat(timeless(json.loads(self.read(path))), name, 3)
+        """Takes a JSON file without times: a value per path of three keys, with all below it."""
+        self.results |= flat(timeless(json.loads(self.read(path))), name, 3)
 
     def train(self, name: str, kind: str, run: Path, output: Path, **more: Any) -> None:
-        """Trains; takes files, loss and gradient norm of the first five steps and the last, and held-out figures."""
+        """Trains; takes the files, and the losses of the first five steps and the last."""
         fixed = {"train.max_seconds": "null", "train.log_every": 1, "train.eval_conversations": 16}
         self.call("train", kind, run, output=output, **fixed | more)
-        records = [
-            one
-            for one in lines(run / "metrics.jsonl")
-            if one["kind"] == kind.replace("target", "draft_lm")
-        ]
-        for one in records:
-            if one["step"] in (1, 2, 3, 4, 5, records[-1]["step"]):
-                found = flat(one, f"{name}/{one['step']}", 1)
-                self.found |= {
-                    place: value for place, value in found.items() if MEASURED.search(place)
-                }
+        logged_kind = "draft_lm" if kind == "target" else kind
+        records = [r for r in lines(run / "metrics.jsonl") if r["kind"] == logged_kind]
+        for record in records:
+            if record["step"] in (1, 2, 3, 4, 5, records[-1]["step"]):
+                for key, value in flat(record, f"{name}/{record['step']}", 1).items():
+                    if MEASURED.search(key):
+                        self.results[key] = value
         self.take_files(name, output)
+
+
+# ---------------------------------------------------------------------------------------------
+# The steps
 
 
 def corpus(net: Net) -> None:
@@ -222,15 +216,19 @@ def corpus(net: Net) -> None:
     for name in ("conversations", "tokenizer"):
         net.take_files(name, net.main / name)
     words = ("--plain", "--limit", "20")
-    net.found["masks"] = net.call(
-        "data show", "eagle1", net.main, *words, target=net.main / "tokenizer"
-    ).splitlines()
+    shown = net.call("data show", "eagle1", net.main, *words, target=net.main / "tokenizer")
+    net.results["masks"] = shown.splitlines()
 
 
 def target(net: Net) -> None:
     net.remove("run/target", "lm")
-    more = {"train.max_steps": 220, "train.warmup_steps": 10, "train.learning_rate": 0.01}
-    more |= {"target": net.main / "tokenizer", "head.max_position_embeddings": 512}
+    more = {
+        "train.max_steps": 220,
+        "train.warmup_steps": 10,
+        "train.learning_rate": 0.01,
+        "target": net.main / "tokenizer",
+        "head.max_position_embeddings": 512,
+    }
     net.train("target", "target", net.work / "lm", net.main / "target", **more)
 
 
@@ -246,53 +244,32 @@ def features(net: Net) -> None:
             for tensor, states in load_file(shard).items():
                 if states.ndim == 2:
                     digest = hashlib.sha256(states.view(torch.uint8).numpy())
-                    net.found[f"{kind}/{shard.name}/{tensor}"] = digest.hexdigest()
+                    net.results[f"{kind}/{shard.name}/{tensor}"] = digest.hexdigest()
 
 
 def heads(net: Net) -> None:
-    net.remove(
-        "run/heads",
-        "run/state",
-        "taps/state",
-        "variants",
-        "run/metrics.jsonl",
-        "taps/metrics.jsonl",
-    )
+    net.remove("run/heads", "run/state", "taps/state", "variants")
+    net.remove("run/metrics.jsonl", "taps/metrics.jsonl")
+    fixed = {"features.mode": "cached", "train.max_steps": 100, "train.warmup_steps": 5}
     for kind in HEADS:
-        more = {"features.mode": "cached", "train.max_steps": 100, "train.warmup_steps": 5}
-        net.train(
-            kind,
-            kind,
-            net.work / "taps" if kind == "eagle3" else net.main,
-            net.main / "heads" / kind,
-            **more,
-        )
-    for name, (kind, more) in VARIANTS.items():
+        run = net.work / "taps" if kind == "eagle3" else net.main
+        net.train(kind, kind, run, net.main / "heads" / kind, **fixed)
+    for name, (kind, options) in VARIANTS.items():
         run = net.work / "variants" / name
-        net.train(
-            name,
-            kind,
-            run,
-            run / "head",
-            **{"features.mode": "online", "train.max_steps": 5, **more},
-        )
+        more = {"features.mode": "online", "train.max_steps": 5, **options}
+        net.train(name, kind, run, run / "head", **more)
 
 
 def exports(net: Net) -> None:
     net.remove("exports")
-    goal = net.main / "target"
     for kind in HEADS[:-1]:
         head = str(net.main / "heads" / kind)
-        net.found[f"{kind}/inspect"] = json.loads(
-            net.bare("model inspect", head, "--json", target=goal)
-        )
+        shown = net.bare("model inspect", head, "--json", target=net.main / "target")
+        net.results[f"{kind}/inspect"] = json.loads(shown)
         for layout in LAYOUTS.get(kind, ()):
             out = net.work / "exports" / f"{kind}-{layout}"
-            net.bare(
-                "model convert",
-                head,
-                **{"to": layout, "target": goal, "target-name": "some/target", "out": out},
-            )
+            options = {"to": layout, "target": net.main / "target", "out": out}
+            net.bare("model convert", head, **options, **{"target-name": "some/target"})
             net.take_files(out.name, out)
 
 
@@ -301,88 +278,80 @@ def calibrate(net: Net) -> None:
     prompts = net.prompts("calibration", 6, 24)
     for kind, more in CALIBRATIONS.items():
         run = net.main if kind == "eagle1" else net.work / "calibrate" / kind
-        net.call(
-            "infer calibrate",
-            kind,
-            run,
-            head=net.main / "heads" / kind,
-            **{"calibrate.prompts": prompts, **more},
-        )
+        options = {"head": net.main / "heads" / kind, "calibrate.prompts": prompts, **more}
+        net.call("infer calibrate", kind, run, **options)
         for name in ("calibration", "calibrator"):
             net.take_table(f"{kind}/{name}", run / "calibration" / f"{name}.json")
 
 
 def decode(net: Net) -> None:
-    """The answers, then the cycles of a smaller bench: their trees, what was accepted, and why each draft ended."""
+    """The answers; then, of a smaller bench, the trees, what was accepted, and why drafts ended."""
     net.remove("run/bench", "cycles")
-    rows = []
-    for row in ROWS:
-        first = row["method"].split("-")[0]
-        kind = row.get("head") or {"sps": "draft_lm"}.get(
-            first, first if first in KINDS else "eagle1"
-        )
-        has_none = first in ("vanilla", "pld", "lookahead")
-        rows.append(row if has_none else {**row, "head": str(net.main / "heads" / kind)})
-    sweeps = [{**SWEEP, "rows": [row for row in rows if row["method"] == "eagle3"]}]
-    asked = {
+    rows = [with_head(row, net.main / "heads") for row in ROWS]
+    eagle3_rows = [row for row in rows if row["method"] == "eagle3"]
+    options = {
         "bench.rows": rows,
         "bench.warmup_prompts": 1,
         "bench.prompts": net.prompts("prompts", 3, 28),
-    }
-    more = {
         "bench.sampling": [GREEDY, SAMPLED, CUT],
         "bench.contexts": [64, 96],
-        "bench.sweeps": sweeps,
+        "bench.sweeps": [{**SWEEP, "rows": eagle3_rows}],
     }
-    net.call("infer bench", "eagle1", net.main, **asked | more)
-    for one in lines(net.main / "bench" / "records.jsonl"):
-        if one["status"] != "ok":
-            raise SystemExit(f"{one['method']}: {one['message']}")
-        sampling = f"T {one['temperature']:g}, {one['top_k']}, {one['top_p']:g}"
-        place = f"answers/{one['row']} {one['method']}/{sampling}/{one['prompt_id']}/{one['turn']}"
-        net.found |= {
-            f"{place}/ids": one["output_ids"],
-            f"{place}/counts": {key: one[key] for key in COUNTS},
-        }
-    more = {
+    net.call("infer bench", "eagle1", net.main, **options)
+    for record in lines(net.main / "bench" / "records.jsonl"):
+        if record["status"] != "ok":
+            raise SystemExit(f"{record['method']}: {record['message']}")
+        sampling = f"T {record['temperature']:g}, {record['top_k']}, {record['top_p']:g}"
+        answer = f"{sampling}/{record['prompt_id']}/{record['turn']}"
+        name = f"answers/{record['row']} {record['method']}/{answer}"
+        net.results[f"{name}/ids"] = record["output_ids"]
+        net.results[f"{name}/counts"] = {key: record[key] for key in COUNTS}
+    options = {
+        "bench.rows": rows,
+        "bench.warmup_prompts": 1,
         "bench.prompts": net.prompts("prompts", 1, 16, turns=1),
         "bench.sampling": [GREEDY, SAMPLED],
+        "bench.cycles": "true",
     }
-    net.call(
-        "infer bench", "eagle1", net.work / "cycles", **asked | more | {"bench.cycles": "true"}
-    )
-    for one in lines(net.work / "cycles" / "bench" / "cycles.jsonl"):
-        place = f"cycles/{one['row']} {one['method']}/T {one['temperature']:g}/{one['prompt_id']}"
-        cycle = (
-            {key: one[key] for key in CYCLE}
-            | {key: one["node"][key] for key in NODE}
-            | one["level"]
-        )
-        net.found.setdefault(place, []).append({**cycle, "stop_reason": one["stop_reason"]})
+    net.call("infer bench", "eagle1", net.work / "cycles", **options)
+    for record in lines(net.work / "cycles" / "bench" / "cycles.jsonl"):
+        name = f"{record['row']} {record['method']}/T {record['temperature']:g}"
+        cycle = {key: record[key] for key in CYCLE}
+        cycle |= {key: record["node"][key] for key in NODE}
+        cycle |= {**record["level"], "stop_reason": record["stop_reason"]}
+        net.results.setdefault(f"cycles/{name}/{record['prompt_id']}", []).append(cycle)
+
+
+def with_head(row: dict[str, Any], heads: Path) -> dict[str, Any]:
+    """A row of the bench with its head's directory, if its method has a head."""
+    method = row["method"].split("-")[0]
+    if method in ("vanilla", "pld", "lookahead"):
+        return row
+    usual = "draft_lm" if method == "sps" else method if method in KINDS else "eagle1"
+    return {**row, "head": str(heads / row.get("head", usual))}
 
 
 def tune(net: Net) -> None:
     """The tau of every replayed tree, and of timed ones except the second, which costs choose."""
     net.remove("run/tune")
-    more = {
+    options = {
         "tune.levels": 3,
         "tune.k": 2,
         "tune.grid": "true",
         "tune.measure": net.prompts("prompts", 2, 16, turns=1),
-    }
-    more |= {
-        "head": net.main / "heads" / "eagle1",
         "tune.prompts": net.prompts("calibration", 3, 20, turns=1),
+        "head": net.main / "heads" / "eagle1",
     }
-    net.call("infer tune", "eagle1", net.main, **more)
-    tuned, measured = (
-        json.loads(net.read(net.main / "tune" / f"{name}.json")) for name in ("tune", "measured")
-    )
-    for head in tuned["heads"]:
-        for one in (head["published"], *head["trees"]):
-            net.found[f"tau/{[one['tree'][key] for key in ('levels', 'k', 'nodes')]}"] = one["tau"]
-    for number, (row, one) in enumerate(zip(measured["names"], measured["rows"], strict=True)):
-        net.found |= {f"tau/{row}": one["tau"]} if number != 1 else {}
+    net.call("infer tune", "eagle1", net.main, **options)
+    for head in json.loads(net.read(net.main / "tune" / "tune.json"))["heads"]:
+        for replayed in (head["published"], *head["trees"]):
+            sizes = [replayed["tree"][key] for key in ("levels", "k", "nodes")]
+            net.results[f"tau/{sizes}"] = replayed["tau"]
+    measured = json.loads(net.read(net.main / "tune" / "measured.json"))
+    timed_rows = zip(measured["names"], measured["rows"], strict=True)
+    for number, (name, row) in enumerate(timed_rows):
+        if number != 1:
+            net.results[f"tau/{name}"] = row["tau"]
 
 
 def report(net: Net) -> None:
@@ -402,101 +371,96 @@ def become(checkout: Path, call: list[str], work: Path) -> None:
     for number, name in ((1, "output.txt"), (2, "errors.txt")):
         os.dup2(os.open(work / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.chdir(checkout)
-    sys.argv, sys.path[:1] = (
-        call,
-        [str(checkout / Path(call[0]).parent), str(checkout), str(checkout / "src")],
-    )
+    sys.argv = call
+    sys.path[:1] = [str(checkout / Path(call[0]).parent), str(checkout), str(checkout / "src")]
     runpy.run_path(call[0], run_name="__main__")
 
 
-def run(checkout: Path, work: Path, only: list[str] | None = None) -> dict[str, Any]:
-    """Does the steps, and writes what they found to WORKDIR/digests.json."""
+def run(checkout: Path, work: Path, steps: list[str]) -> dict[str, Any]:
+    """Does the steps (none: all), and writes their results to WORKDIR/digests.json."""
     os.environ |= ENVIRONMENT  # before the libraries are loaded
     for library in LIBRARIES:
         importlib.import_module(library)
     work.mkdir(parents=True, exist_ok=True)
-    net, path = Net(checkout, work), work / "digests.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if only and path.is_file() else {}
-    for name in only or STEPS:
-        started, net.found = time.monotonic(), {}
+    path = work / "digests.json"
+    net = Net(checkout, work)
+    results: dict[str, Any] = json.loads(path.read_text()) if steps and path.is_file() else {}
+    for name in steps or STEPS:
+        started = time.monotonic()
+        net.results = {}
         STEPS[name](net)
-        found = {key: value for key, value in found.items() if not key.startswith(f"{name}/")}
-        found |= {f"{name}/{key}": value for key, value in net.found.items()}
-        path.write_text(json.dumps(found, indent=0), encoding="utf-8")
-        print(
-            f"{name}: {len(net.found):,} values in {time.monotonic() - started:.0f} s", flush=True
-        )
-    return found
+        results = {key: value for key, value in results.items() if not key.startswith(f"{name}/")}
+        results |= {f"{name}/{key}": value for key, value in net.results.items()}
+        path.write_text(json.dumps(results, indent=0), encoding="utf-8")
+        seconds = time.monotonic() - started
+        print(f"{name}: {len(net.results):,} values in {seconds:.0f} s", flush=True)
+    return results
+
+
+# ---------------------------------------------------------------------------------------------
+# Comparing
 
 
 def against(commit: str) -> int:
     """Compares a commit, in a worktree of its own, with this checkout."""
-    with tempfile.TemporaryDirectory() as place:
-        tree = Path(place) / "tree"
-        subprocess.run(
-            ["git", "worktree", "add", "--detach", str(tree), commit], cwd=ROOT, check=True
-        )
+    worktree = ["git", "-C", str(ROOT), "worktree"]
+    with tempfile.TemporaryDirectory() as directory:
+        tree = Path(directory) / "tree"
+        subprocess.run([*worktree, "add", "--detach", str(tree), commit], check=True)
         try:
-            return compare(run(tree, Path(place) / "before"), run(ROOT, Path(place) / "after"))
+            before = run(tree, Path(directory) / "before", [])
+            return compare(before, run(ROOT, Path(directory) / "after", []))
         finally:
-            subprocess.run(
-                ["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True
-            )
+            subprocess.run([*worktree, "remove", "--force", str(tree)], check=True)
 
 
-def compare(one: dict[str, Any], other: dict[str, Any]) -> int:
+def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
     """Prints every value that differs; returns the exit code."""
-    names = sorted(one.keys() | other.keys())
-    different = [
-        name
-        for name in names
-        if not alike(name, one.get(name, "missing"), other.get(name, "missing"))
-    ]
-    for name in different:
-        print(
-            name,
-            *(f"  {json.dumps(found.get(name, 'missing')):.300}" for found in (one, other)),
-            sep="\n",
-        )
-    print(f"{len(different):,} of {len(names):,} values differ")
-    return 1 if different or not names else 0
+    names = sorted(before.keys() | after.keys())
+    num_different = 0
+    for name in names:
+        values = before.get(name, "missing"), after.get(name, "missing")
+        if not alike(name, *values):
+            num_different += 1
+            print(name, *(f"  {json.dumps(value):.300}" for value in values), sep="\n")
+    print(f"{num_different:,} of {len(names):,} values differ")
+    return 1 if num_different or not names else 0
 
 
-def alike(name: str, one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(alike(name, one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(alike, [name] * len(one), one, other))
-    if not (isinstance(one, float) and isinstance(other, float)):
-        return bool(one == other)
-    rounded = name.startswith("decode/cycles/")
-    size, of_nothing = (2e-4, 2e-4) if rounded else (1e-6 if MEASURED.search(name) else 1e-9, 0.0)
-    return math.isclose(one, other, rel_tol=size, abs_tol=of_nothing)
+def alike(name: str, before: Any, after: Any) -> bool:
+    if isinstance(before, dict) and isinstance(after, dict):
+        same_keys = before.keys() == after.keys()
+        return same_keys and all(alike(name, before[key], after[key]) for key in before)
+    if isinstance(before, list) and isinstance(after, list):
+        return len(before) == len(after) and all(map(alike, [name] * len(before), before, after))
+    if not (isinstance(before, float) and isinstance(after, float)):
+        return bool(before == after)
+    if name.startswith("decode/cycles/"):  # the file rounds them
+        return math.isclose(before, after, rel_tol=2e-4, abs_tol=2e-4)
+    return math.isclose(before, after, rel_tol=1e-6 if MEASURED.search(name) else 1e-9)
 
 
 def timeless(value: Any) -> Any:
-    """A JSON value without keys of times, or of anything else that depends on the machine and not on the code."""
-    if isinstance(value, dict):
-        if "shape" in value and "levels" in value:  # a tree
-            value = {
-                key: item["rule"] if key == "stop" else item
-                for key, item in value.items()
-                if key in TREE
-            }
-        return {key: timeless(item) for key, item in value.items() if not TIMED.search(key)}
-    return [timeless(item) for item in value] if isinstance(value, list) else value
+    """A JSON value without keys of times, and of what else depends on the machine."""
+    if isinstance(value, list):
+        return [timeless(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "shape" in value and "levels" in value:  # a tree
+        value = {key: item for key, item in value.items() if key in TREE}
+        if "stop" in value:
+            value["stop"] = value["stop"]["rule"]
+    return {key: timeless(item) for key, item in value.items() if not TIMED.search(key)}
 
 
 def flat(value: Any, name: str, depth: int) -> dict[str, Any]:
     """The values of a JSON table, named by the keys that lead to them."""
     if depth == 0 or not isinstance(value, dict | list):
         return {name: value}
-    pairs = value.items() if isinstance(value, dict) else enumerate(value)
-    return {
-        place: item
-        for key, inner in pairs
-        for place, item in flat(inner, f"{name}/{key}", depth - 1).items()
-    }
+    values: dict[str, Any] = {}
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        values |= flat(inner, f"{name}/{key}", depth - 1)
+    return values
 
 
 def lines(path: Path) -> list[Any]:
@@ -504,17 +468,14 @@ def lines(path: Path) -> list[Any]:
 
 
 def main(words: list[str]) -> int:
-    if words[:1] == ["run"] and len(words) >= 3:
-        return (
-            0
-            if run(Path(words[1]), Path(words[2]), [name for name in words[3:] if name != "--only"])
-            else 1
-        )
-    if words[:1] == ["compare"] and len(words) == 3:
-        one, other = (json.loads(Path(name).read_text(encoding="utf-8")) for name in words[1:])
-        return compare(one, other)
-    if words[:1] == ["against"] and len(words) == 2:
-        return against(words[1])
+    match words:
+        case ["run", checkout, work, *steps]:
+            run(Path(checkout), Path(work), [step for step in steps if step != "--only"])
+            return 0
+        case ["compare", *files] if len(files) == 2:
+            return compare(*(json.loads(Path(file).read_text("utf-8")) for file in files))
+        case ["against", commit]:
+            return against(commit)
     raise SystemExit(__doc__)
 
 

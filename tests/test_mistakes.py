@@ -24,13 +24,11 @@ TEXTS = {  # the files in {bad}
     "keys.yaml": "[a]: 3\n",
     "code.yaml": "run: !!python/object/apply:os.system [id]\n",
     "empty.yaml": "",
-    "long.yaml": "run: x\n#" + "x" * 2**20,
     "numbers.jsonl": '{"messages": [{"role": "user", "content": 5}, {"role": "assistant", "content": [1, 2]}]}\n',
     "text.jsonl": '{"text": "no"}\n',
     "torn.jsonl": '{"messages": [\n',
     "bad.parquet": "PAR1 not",
     "half.jsonl": '{"prompt": "\\ud800 boats"}\n',
-    "null/status.json": "null",
     "odd/report/summary.json": "[]",
     "odd/report/details.json": "[]",
     "outside/config.json": "{}",
@@ -54,7 +52,6 @@ run {root}/recipe.yaml --data.conversations a b => a list is one word: --data.co
 run {root}/recipe.yaml --data.conversations chats => no such file or directory; a data set of the Hub is OWNER/NAME
 run {root}/recipe.yaml => none.jsonl: no such file or directory
 status {bad}/nowhere => nowhere: no run
-status {bad}/null => null/status.json: is not the status of a run
 init => the following arguments are required: --target, --data, --out
 init --target {root}/target --data {bad}/gone.jsonl --out {root}/new.yaml => gone.jsonl: no such file
 init --target {root}/target --data {root}/rows.jsonl --out {root}/recipe.yaml => is there already
@@ -127,7 +124,6 @@ convert {root}/run/heads/eagle1 --to sglang --target {root}/target --out {root}/
 push {root}/run/heads/eagle1 --repo noname => --repo noname: no repository name
 push {root}/run/heads/eagle1 --repo me/head --dry-run => no measured results
 push {root}/run/heads/eagle1 --repo me/head --without-results --uncommitted => name it with --target-name
-generate --config {bad}/long.yaml --prompt x => long.yaml: has 1,048,584 bytes, and 1,048,576 are read at most
 """
 
 

@@ -44,7 +44,15 @@ FORK = multiprocessing.get_context("fork")
 @exit_codes()
 def main() -> int:
     """Runs the stages one after another; returns the first exit code that is not 0."""
-    arguments, overrides = _parser().parse_known_args()
+    parser = Arguments("aerie run", description=COMMANDS["run"].summary, allow_abbrev=False)
+    add_arguments(parser)
+    parser.add_argument(
+        "recipe", type=user_path, nargs="?", metavar="RECIPE.yaml", help="in place of --config"
+    )
+    parser.add_argument(
+        "--processes", type=int, help="processes of features and train (default: one per GPU)"
+    )
+    arguments, overrides = parser.parse_known_args()
     stop_on_signals()
     arguments.config = arguments.recipe or arguments.config
     recipe = load(arguments, overrides)
@@ -63,19 +71,6 @@ def main() -> int:
         if code:
             return code
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    summary = COMMANDS["run"].summary
-    parser = Arguments("aerie run", description=summary, allow_abbrev=False)
-    add_arguments(parser)
-    parser.add_argument(
-        "recipe", type=user_path, nargs="?", metavar="RECIPE.yaml", help="in place of --config"
-    )
-    parser.add_argument(
-        "--processes", type=int, help="processes of features and train (default: one per GPU)"
-    )
-    return parser
 
 
 def stages_of(recipe: Recipe) -> list[str]:
