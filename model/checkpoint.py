@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from aerie.configs.errors import UserError, warn
-from aerie.configs.schema.heads import BlockSection, Eagle3Section, HeadConfig
-from aerie.model.formats.content import HeadContent, table
+from aerie.configs.schema.heads import HeadConfig
+from aerie.model.formats.content import HeadContent, nested
 from aerie.model.formats.layouts import read_content, write_tensors
 from aerie.model.heads import HEADS, AnyConfig, Head
-from aerie.model.heads.block import BlockHead
 from aerie.model.heads.eagle import (
     EMBEDDING,
     TAP_CONVENTION,
@@ -27,18 +26,12 @@ from aerie.model.layers import Rotary
 from aerie.model.storage import CONFIG, read_json, write_json
 from aerie.model.target import VocabWeights, context_of
 
-TABLES = ("d2t", "t2d")
+VOCABULARY_TABLES = ("d2t", "t2d")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-BEGINNINGS = (
-    "kind",
-    "init_from",
-    "lm_head_init",
-    "norm_init",
-    "fc_init",
-    "initializer_range",
-)  # how a head starts
+# keys of the section `head` that say how a head starts
+BEGINNINGS = ("kind", "init_from", "lm_head_init", "norm_init", "fc_init", "initializer_range")
 POSITIONS = ("rope_theta", "max_position_embeddings")  # a warm start may change EAGLE's
-LAYER = "intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps".split()
+INNER_SIZES = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner")  # Falcon, OPT, GPT-2
 
 
 def new_head(
@@ -55,42 +48,14 @@ def new_head(
     if section.init_from is not None:
         return _warm_start(section, vocab, path, after_blocks)
     size = vocab.embedding.shape[0] if vocabulary is None else vocabulary.size
-    head = HEADS[section.kind].module(config_for(section, text_config, vocab, after_blocks, size))
-    head.initialise(
-        vocab, torch.Generator().manual_seed(seed), getattr(section, "initializer_range", 0.02)
-    )
-    if isinstance(head, Eagle3Head) and isinstance(section, Eagle3Section):
-        if vocabulary is not None:
-            head.d2t.copy_(vocabulary.d2t)
-            head.t2d.copy_(vocabulary.t2d)
-        starts = {
-            "lm_head": "frozen",
-            "lm_head_init": "target",
-            "norm_init": "target",
-            "fc_init": "highest_tap",
-        }
-        asked = [name for name, value in starts.items() if getattr(section, name) == value]
-        width, own = vocab.lm_head.shape[1], head.config.hidden_size
-        if asked and width != own:
-            raise UserError(
-                f"head.{asked[0]}: {path} is {width:,} wide, the head {own:,}; leave head.hidden_size out"
-            )
-        if {"lm_head", "lm_head_init"} & {*asked}:
-            head.lm_head.weight.data.copy_(
-                vocab.lm_head[head.vocabulary.ids.to(vocab.lm_head.device)]
-            )  # [Vd, D]
-        head.lm_head.requires_grad_(section.lm_head == "trained")
-        if section.norm_init == "target":
-            assert vocab.final_norm is not None
-            head.norm.weight.data.copy_(vocab.final_norm)
-    if isinstance(section, Eagle3Section | BlockSection) and section.fc_init == "highest_tap":
-        assert isinstance(head, Eagle3Head | BlockHead)
-        scale: Any = 1.0
-        if isinstance(section, Eagle3Section) and section.fc_norm and section.norm_output:
-            # Scales normed taps to the size of the normed outputs that are fed back.
-            scale = head.norm.weight.data.square().mean().sqrt()
-        width = head.config.hidden_size
-        head.fc.weight.data.zero_()[:, -width:] = scale * torch.eye(width)
+    config = config_for(section, text_config, vocab, after_blocks, size)
+    head = HEADS[section.kind].module(config)
+    generator = torch.Generator().manual_seed(seed)
+    head.initialise(vocab, generator, getattr(section, "initializer_range", 0.02))
+    if vocabulary is not None and isinstance(head, Eagle3Head):
+        head.d2t.copy_(vocabulary.d2t)
+        head.t2d.copy_(vocabulary.t2d)
+    head.start_from_target(section, vocab, path)
     return head
 
 
@@ -103,86 +68,94 @@ def config_for(
 ) -> AnyConfig:
     """A new head's config.json: the recipe's values, else the target's."""
     vocab_size, width = vocab.embedding.shape
-    asked = {name: value for name, value in vars(section).items() if value is not None}
-    if getattr(text_config, "is_heterogeneous", False):  # Gemma 4: sizes by layer
-        text_config = text_config.per_layer_config[0]
-    theirs = {name: getattr(text_config, name, None) for name in LAYER}
-    others = (
-        "intermediate_size",
-        "ffn_hidden_size",
-        "ffn_dim",
-        "n_inner",
-    )  # Falcon's, OPT's, GPT-2's
-    inner = next((size for name in others if (size := getattr(text_config, name, None))), 4 * width)
-    theirs["intermediate_size"] = (
-        max(inner) if isinstance(inner, list) else inner
-    )  # Gemma-3n: one per layer
-    heads = asked.get("num_attention_heads", theirs["num_attention_heads"] or max(1, width // 64))
-    if "num_attention_heads" in asked:  # the target's grouping fits only its own heads
-        theirs["num_key_value_heads"] = theirs["head_dim"] = None
+    chosen = {name: value for name, value in vars(section).items() if value is not None}
+    values = _layer_sizes(chosen, text_config, width)
     theta, scaling = rope_of(text_config)
-    values = {
-        **theirs,
+    values |= {
         "hidden_size": width,
         "target_hidden_size": width,
         "vocab_size": vocab_size,
-        "num_attention_heads": heads,
-        "num_key_value_heads": theirs["num_key_value_heads"] or heads,
-        "head_dim": theirs["head_dim"] or asked.get("hidden_size", width) // heads,
-        "rms_norm_eps": float(theirs["rms_norm_eps"] or 1e-6),
         "max_position_embeddings": context_of(text_config),
         "rope_theta": theta,
-        "rope_scaling": None if "rope_theta" in asked else scaling,
+        "rope_scaling": None if "rope_theta" in chosen else scaling,
         "qk_norm": str(getattr(text_config, "model_type", "")).startswith("qwen3"),
         "logit_scale": vocab.scale,
         "final_logit_softcap": vocab.softcap,
-        "lm_head_bias": section.kind == "hydra" or vocab.bias is not None,
-        **asked,
+        "lm_head_bias": vocab.bias is not None,
+        **chosen,
         "after_blocks": taps,
         "draft_vocab_size": draft_vocab_size,
     }
-    if heads % (kv_heads := values["num_key_value_heads"]):
+    heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
+    if heads % kv_heads:
         raise UserError(
             f"head: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
         )
-    schema = HEADS[section.kind].config
-    names = {each.name for each in dataclasses.fields(schema)} & values.keys()
-    if section.kind == "hydra" and not section.prefix_layer:  # it has no decoder layer
-        names -= {*LAYER, "rope_theta", "rope_scaling"}
-    return schema(**{name: values[name] for name in names})
+    kind = HEADS[section.kind]
+    if kind.adapt is not None:
+        values = kind.adapt(section, values)
+    names = {key.name for key in dataclasses.fields(kind.config)} & values.keys()
+    return kind.config(**{name: values[name] for name in names})
+
+
+def _layer_sizes(chosen: dict[str, Any], text_config: Any, width: int) -> dict[str, Any]:
+    """A decoder layer's sizes: those of the target where the recipe has chosen none."""
+    if getattr(text_config, "is_heterogeneous", False):  # Gemma 4: sizes by layer
+        text_config = text_config.per_layer_config[0]
+
+    def of_target(name: str) -> Any:
+        return getattr(text_config, name, None)
+
+    inner_sizes = [of_target(name) for name in INNER_SIZES if of_target(name)]
+    inner = inner_sizes[0] if inner_sizes else 4 * width
+    heads = chosen.get("num_attention_heads")
+    kv_heads = head_dim = None
+    if heads is None:  # the target's grouping fits only its own heads
+        heads = of_target("num_attention_heads") or max(1, width // 64)
+        kv_heads = of_target("num_key_value_heads")
+        head_dim = of_target("head_dim")
+    return {
+        # Gemma-3n: one per layer
+        "intermediate_size": max(inner) if isinstance(inner, list) else inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads or heads,
+        "head_dim": head_dim or chosen.get("hidden_size", width) // heads,
+        "rms_norm_eps": float(of_target("rms_norm_eps") or 1e-6),
+    }
 
 
 def _warm_start(
     section: HeadConfig, vocab: VocabWeights, path: str, after_blocks: tuple[int, ...]
 ) -> Head:
-    place = str(section.init_from)
-    head = load_head(place, vocab=vocab, after_blocks=after_blocks or None)
+    source = str(section.init_from)
+    head = load_head(source, vocab=vocab, after_blocks=after_blocks or None)
     if head.kind != section.kind:
         raise UserError(
-            f"head.init_from: {place} is an {head.kind} head, the recipe asks for {section.kind}"
+            f"head.init_from: {source} is an {head.kind} head, the recipe asks for {section.kind}"
         )
-    check_sizes(head.config, vocab, place, path)
+    check_sizes(head.config, vocab, source, path)
+    is_eagle = isinstance(head, EagleHead)
     positions: dict[str, Any] = {}
-    asked: dict[str, Any] = {"features.after_blocks": after_blocks} if section.reads_taps else {}
+    required: dict[str, Any] = {}  # of the head's config, by key of the recipe
+    if section.reads_taps:
+        required["features.after_blocks"] = after_blocks
     for key in dataclasses.fields(section):
         value = getattr(section, key.name)
-        if (
-            value is None
-            or key.name in BEGINNINGS
-            or (isinstance(head, EagleHead) and value == key.default)
-        ):
+        is_default = is_eagle and value == key.default
+        if value is None or is_default or key.name in BEGINNINGS:
             continue
-        if isinstance(head, Eagle3Head) and key.name == "lm_head":  # frozen, as it was saved
+        if key.name == "lm_head" and isinstance(head, Eagle3Head):  # frozen, as it was saved
             head.lm_head.requires_grad_(False)
-            continue
-        if isinstance(head, EagleHead) and key.name in POSITIONS:
+        elif is_eagle and key.name in POSITIONS:
             positions[key.name] = value
         else:
-            asked[f"head.{key.name}"] = value
-    for name, value in asked.items():
-        if value != (there := getattr(head.config, name.split(".")[1], None)):
+            required[f"head.{key.name}"] = value
+    for name, value in required.items():
+        saved = getattr(head.config, name.split(".")[1], None)
+        if value != saved:
             raise UserError(
-                f"{name}: the recipe asks {value}, {place} has {there}; set it to that, or drop init_from"
+                f"{name}: the recipe asks {value}, {source} has {saved}; "
+                "set it to that, or drop init_from"
             )
     if isinstance(head, EagleHead):
         scaling = None if "rope_theta" in positions else head.config.rope_scaling
@@ -199,40 +172,41 @@ def rope_of(text_config: Any) -> tuple[float, dict[str, Any] | None]:
     if "full_attention" in parameters:  # Gemma-3 has one per kind of layer
         parameters = parameters["full_attention"] or {}
     theta = parameters.get("rope_theta", getattr(text_config, "rope_theta", None)) or 10000.0
-    scaling = {k: v for k, v in parameters.items() if k != "rope_theta" and v is not None}
-    return float(theta), None if scaling.get("rope_type", "default") == "default" else scaling
+    scaling = {name: value for name, value in parameters.items() if value is not None}
+    scaling.pop("rope_theta", None)
+    is_plain = scaling.get("rope_type", "default") == "default"
+    return float(theta), None if is_plain else scaling
 
 
-def position_warnings(config: Any, text_config: Any, place: str) -> list[str]:
+def position_warnings(config: Any, text_config: Any, path: str) -> list[str]:
     if getattr(config, "rope_theta", None) is None:  # a head without attention
         return []
-    warnings, (theta, scaling) = [], rope_of(text_config)
+    warnings: list[str] = []
+    theta, scaling = rope_of(text_config)
     if (config.rope_theta, config.rope_scaling) != (theta, scaling):
-        ours = f"rope_theta is {config.rope_theta:,.0f} with scaling {config.rope_scaling}"
         warnings.append(
-            f"{place}: {ours}, its target's {theta:,.0f} with {scaling}; right only if it was trained so"
+            f"{path}: rope_theta is {config.rope_theta:,.0f} with scaling {config.rope_scaling}, "
+            f"its target's {theta:,.0f} with {scaling}; right only if it was trained so"
         )
-    length, context = config.max_position_embeddings, context_of(text_config) or 0
+    length = config.max_position_embeddings
+    context = context_of(text_config) or 0
     if length < context:
         warnings.append(
-            f"{place}: max_position_embeddings is {length:,}, its target's {context:,}: answers stop there"
+            f"{path}: max_position_embeddings is {length:,}, its target's {context:,}: "
+            "answers stop there"
         )
     return warnings
 
 
 def save_head(head: Head, directory: Path, **facts: Any) -> None:
     """facts go under "aerie" in config.json."""
-    state, values = (
-        head.state_dict(),
-        {"architectures": [HEADS[head.kind].architecture], "aerie_kind": head.kind},
-    )
-    if hasattr(head.config, "after_blocks"):
-        values |= {
-            "model_type": "qwen3" if head.config.qk_norm else "llama",
-            "tap_convention": TAP_CONVENTION,
-        }
+    state = head.state_dict()
     if isinstance(head, Eagle3Head) and not head.saves_embedding:
         del state[EMBEDDING]
+    values = {"architectures": [HEADS[head.kind].architecture], "aerie_kind": head.kind}
+    if hasattr(head.config, "after_blocks"):
+        values["model_type"] = "qwen3" if head.config.qk_norm else "llama"
+        values["tap_convention"] = TAP_CONVENTION
     write_tensors(directory, state)
     write_json(directory / CONFIG, {**values, **dataclasses.asdict(head.config), "aerie": facts})
 
@@ -246,109 +220,112 @@ def load_head(
     """The head in a directory or on the Hub; vocab (embedding) and after_blocks fill in what its files leave out."""
     _, files, content = read_content(head_directory(directory), after_blocks)
     for guess in content.guesses:
-        warn(f"{files.config_place}: {guess}")
-    state = completed(content, vocab, files.weights_place)
+        warn(f"{files.config_path}: {guess}")
+    state = complete_state(content, vocab, files.weights_path)
     head = HEADS[content.kind].module(content.config)
     if isinstance(head, Eagle3Head) and head.shares_embedding and EMBEDDING in content.tensors:
         head.saves_embedding = not is_targets(state[EMBEDDING], vocab)
     head.load_state_dict(state)
     if isinstance(head, MultiTokenHead):
         head.laws.vocab = vocab
-    stored = next(
-        value.dtype
-        for name, value in state.items()
-        if value.is_floating_point() and name != EMBEDDING
-    )
-    return head.to(dtype or stored)
+    if dtype is None:  # that of its file; the embedding may be the target's
+        weights = [tensor for name, tensor in state.items() if name != EMBEDDING]
+        dtype = next(tensor.dtype for tensor in weights if tensor.is_floating_point())
+    return head.to(dtype)
 
 
 def head_facts(directory: Path | str) -> dict[str, Any]:
-    return table(read_json(head_directory(directory) / CONFIG), "aerie")
+    return nested(read_json(head_directory(directory) / CONFIG), "aerie")
 
 
 def check_sizes(
-    config: AnyConfig, vocab: VocabWeights, place: str, path: str, text_config: Any = None
+    config: AnyConfig, vocab: VocabWeights, source: str, path: str, text_config: Any = None
 ) -> None:
+    """UserError unless a head's sizes, read from source, are those of the target at path."""
     vocab_size, width = vocab.embedding.shape
     head_width = getattr(config, "target_hidden_size", config.hidden_size)
-    for name, ours, theirs in (
+    for name, size, target_size in (
         ("hidden size", head_width, width),
         ("vocabulary", config.vocab_size, vocab_size),
     ):
-        if ours != theirs:
-            what = f"its {name} is {ours}, that of {path} is {theirs}"
-            raise UserError(f"{place}: belongs to another target: {what}")
-    _check_within(vars(config), vocab, text_config, f"{place}: ", path)
+        if size != target_size:
+            raise UserError(
+                f"{source}: belongs to another target: "
+                f"its {name} is {size}, that of {path} is {target_size}"
+            )
+    _check_within(vars(config), vocab, text_config, f"{source}: ", path)
 
 
 def _check_within(
-    values: dict[str, Any], vocab: VocabWeights, text_config: Any, place: str, path: str
+    values: dict[str, Any], vocab: VocabWeights, text_config: Any, prefix: str, path: str
 ) -> None:
-    context, last = context_of(text_config) or 2**31, len(vocab.embedding) - 1
     for name, what, most in (
-        ("block_size", "context", context),
-        ("mask_token_id", "last token", last),
+        ("block_size", "context", context_of(text_config) or 2**31),
+        ("mask_token_id", "last token", len(vocab.embedding) - 1),
     ):
         if (values.get(name) or 0) > most:
-            raise UserError(f"{place}{name}: {values[name]:,} is beyond {path}'s {what}, {most:,}")
+            raise UserError(f"{prefix}{name}: {values[name]:,} is beyond {path}'s {what}, {most:,}")
 
 
 def optional_of(content: HeadContent) -> set[str]:
     """Tensors that a file may lack: the target's embedding; d2t and t2d of equal vocabularies."""
-    config, names = content.config, set[str]()
+    config = content.config
+    names: set[str] = set()
     width = getattr(config, "target_hidden_size", config.hidden_size)
     if content.is_embedding_optional and width == config.hidden_size:
         names.add(EMBEDDING)
     if isinstance(config, Eagle3Config) and config.draft_vocab_size == config.vocab_size:
-        names.update(TABLES)
+        names.update(VOCABULARY_TABLES)
     return names
 
 
-def check_content(content: HeadContent, place: Path) -> DraftVocabulary | None:
+def check_content(content: HeadContent, path: Path) -> DraftVocabulary | None:
     """The draft vocabulary, if any; UserError for missing, unexpected, misshapen or broken tensors."""
     tensors = content.tensors
     with torch.device("meta"):  # names and shapes without memory for them
         expected = HEADS[content.kind].module(content.config).state_dict()
-    for name in tensors.keys() & expected.keys() - {*TABLES}:
+    for name in tensors.keys() & expected.keys() - {*VOCABULARY_TABLES}:
         if tensors[name].dtype not in FLOATS:
             raise UserError(
-                f"{place}: {name} holds {tensors[name].dtype}: quantised heads are not read"
+                f"{path}: {name} holds {tensors[name].dtype}: quantised heads are not read"
             )
     for name in sorted((expected.keys() - optional_of(content)) | tensors.keys()):
-        there, asked = (
-            list(some[name].shape) if name in some else "none" for some in (tensors, expected)
-        )
-        if there != asked:
+        shape = list(tensors[name].shape) if name in tensors else "none"
+        expected_shape = list(expected[name].shape) if name in expected else "none"
+        if shape != expected_shape:
             raise UserError(
-                f"{place}: {name}: {there} there, {asked} expected; fetch the file anew"
+                f"{path}: {name}: {shape} there, {expected_shape} expected; fetch the file anew"
             )
     for name, tensor in tensors.items():
-        wrong = tensor.numel() - int(tensor.isfinite().sum())  # answers would not show it
-        if wrong:
-            what = f"{wrong:,} of {tensor.numel():,} values that are NaN or infinite"
+        broken = tensor.numel() - int(tensor.isfinite().sum())
+        if broken:  # answers would not show it
             raise UserError(
-                f"{place}: {name} holds {what}; take an earlier checkpoint, or fetch the file anew"
+                f"{path}: {name} holds {broken:,} of {tensor.numel():,} values that are NaN or "
+                "infinite; take an earlier checkpoint, or fetch the file anew"
             )
-    tables = [name for name in TABLES if name in tensors]
+    tables = [name for name in VOCABULARY_TABLES if name in tensors]
     if len(tables) == 1:
-        raise UserError(f"{place}: has one of d2t and t2d ({tables[0]}); fetch the file anew")
-    return DraftVocabulary.of_tables(tensors["d2t"], tensors["t2d"], str(place)) if tables else None
+        raise UserError(f"{path}: has one of d2t and t2d ({tables[0]}); fetch the file anew")
+    return DraftVocabulary.of_tables(tensors["d2t"], tensors["t2d"], str(path)) if tables else None
 
 
-def completed(content: HeadContent, vocab: VocabWeights | None, place: Path) -> dict[str, Tensor]:
-    """The head's tensors, with those that the file at place leaves out."""
-    vocabulary, state, config = check_content(content, place), dict(content.tensors), content.config
+def complete_state(
+    content: HeadContent, vocab: VocabWeights | None, path: Path
+) -> dict[str, Tensor]:
+    """The head's tensors, with those that the file at path leaves out."""
+    vocabulary = check_content(content, path)
+    config = content.config
+    state = dict(content.tensors)
     if isinstance(config, Eagle3Config):
-        vocabulary = vocabulary or DraftVocabulary.of_ids(
-            torch.arange(config.vocab_size), config.vocab_size
-        )
+        if vocabulary is None:
+            vocabulary = DraftVocabulary.of_ids(torch.arange(config.vocab_size), config.vocab_size)
         state |= {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
     if content.is_embedding_optional and EMBEDDING not in state:
         if vocab is None:
             raise UserError(
-                f"{place}: has no {EMBEDDING!r}, which is the target's; load it with its target"
+                f"{path}: has no {EMBEDDING!r}, which is the target's; load it with its target"
             )
-        check_sizes(config, vocab, str(place.parent), "the target")
+        check_sizes(config, vocab, str(path.parent), "the target")
         state[EMBEDDING] = vocab.embedding.detach().cpu()
     return state
 

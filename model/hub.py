@@ -15,8 +15,9 @@ from aerie.model import storage
 from aerie.model.storage import CALIBRATOR, CONFIG, ORDER, find_weights, first_line, weight_map
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
-RECORDS = ("recipe.yaml", "provenance.json", "calibration.json", CALIBRATOR)
-OURS = "aerie"  # the folder of a head as it was trained, if a repository's root is in a server's layout
+PROVENANCE = ("recipe.yaml", "provenance.json")
+SHIPPED_RECORDS = (*PROVENANCE, "calibration.json", CALIBRATOR)
+TRAINED_FOLDER = "aerie"  # the folder of a head as it was trained, if a repository's root is in a server's layout
 SHA256 = re.compile("[0-9a-f]{64}")
 KEPT_BYTES, TOLD_BYTES = (
     2**26,
@@ -29,10 +30,10 @@ SAFE, PICKLED = (
 
 
 def head_directory(path: Path | str) -> Path:
-    """path (or OURS in it), else the snapshot of user/name[@revision] on the Hub; UserError where there is no head."""
+    """path (or TRAINED_FOLDER in it), else the snapshot of user/name[@revision] on the Hub; UserError where there is no head."""
     found, place = HUB_ID.fullmatch(str(path)), Path(path)
     if found is None or place.exists():
-        for head in (place / OURS, place):
+        for head in (place / TRAINED_FOLDER, place):
             if (head / CONFIG).is_file():
                 return head
         if heads := sorted(place.glob(f"heads/*/{CONFIG}")):
@@ -51,10 +52,10 @@ def head_directory(path: Path | str) -> Path:
     from huggingface_hub import snapshot_download
 
     repo, revision = found["repo"], found["revision"]
-    root = (CONFIG, *RECORDS, "README.md")
+    root = (CONFIG, *SHIPPED_RECORDS, "README.md")
     with readable_errors(str(path)):  # a pickle only where there is nothing better
         for folder, patterns in (
-            (OURS, (f"{OURS}/*",)),
+            (TRAINED_FOLDER, (f"{TRAINED_FOLDER}/*",)),
             ("", (*root, *SAFE)),
             ("", (*root, *PICKLED)),
         ):

@@ -98,7 +98,7 @@ def taps(text: str) -> tuple[int, ...]:
 
 def inspect(arguments: argparse.Namespace) -> int:
     """Returns 1 if the head does not load or fit."""
-    from aerie.model.export import inspect_head, screen
+    from aerie.model.inspection import inspect_head, screen
 
     head = inspect_head(arguments.head, arguments.target, arguments.after_blocks)
     print(json.dumps(head, indent=1) if arguments.json else screen(head))
@@ -107,14 +107,14 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 def convert(arguments: argparse.Namespace) -> int:
     from aerie.model.export import export
-    from aerie.model.formats.content import table
+    from aerie.model.formats.content import nested
 
     out, to = arguments.out, arguments.to
     if (
         there := list(out.iterdir()) if out.is_dir() else []
     ):  # only an earlier export is ever removed
         values = read_json(out / CONFIG) if out / CONFIG in there else {}
-        is_export = "exported_from" in table(values, "aerie") and all(
+        is_export = "exported_from" in nested(values, "aerie") and all(
             path.is_file() for path in there
         )
         if not (arguments.overwrite and is_export):
@@ -135,7 +135,7 @@ def convert(arguments: argparse.Namespace) -> int:
 def push(arguments: argparse.Namespace) -> int:
     from tempfile import TemporaryDirectory
 
-    from aerie.model.export import inspect_head
+    from aerie.model.inspection import inspect_head
     from aerie.model.push import pack, removals, upload
 
     repo, revision = arguments.repo, arguments.revision

@@ -12,10 +12,16 @@ import yaml
 from aerie.configs.errors import UserError, masked
 from aerie.configs.read import read_yaml
 from aerie.model.export import export
-from aerie.model.formats.content import TargetFacts, table
+from aerie.model.formats.content import TargetFacts, nested
 from aerie.model.formats.eagle_layouts import CHECKED, LOST, SPECULATIVE_TOKENS
 from aerie.model.heads import HEADS
-from aerie.model.hub import OURS, RECORDS, head_directory, is_on_hub, readable_errors
+from aerie.model.hub import (
+    SHIPPED_RECORDS,
+    TRAINED_FOLDER,
+    head_directory,
+    is_on_hub,
+    readable_errors,
+)
 from aerie.model.storage import (
     CALIBRATOR,
     CONFIG,
@@ -28,9 +34,10 @@ from aerie.model.storage import (
 )
 
 Files = dict[str, Path | bytes]  # name in the repository -> local file or content
+Records = dict[str, dict[str, Any]]  # name in the repository -> what the file says
 TAG = "aerie"  # of every card
 MEASURE = "run aerie bench --overwrite and aerie report, or ship --without-results"
-FILES = (".json", ".jsonl", ".parquet")
+DATA_FILES = (".json", ".jsonl", ".parquet")  # on a card stand data sets of the Hub, no files
 
 ANY_WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx)(\.index\.json)?|config\.json"
@@ -38,32 +45,11 @@ ANY_WEIGHTS = re.compile(
 OUR_WEIGHTS = re.compile(
     r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|\w+_lm_head\.pt"
 )
-SERVERS = {
+SERVERS = {  # a layout's tags on a card
     "safeailab": ["eagle", "vllm"],
     "sglang": ["eagle", "sglang"],
     "speculators": ["speculators", "vllm"],
 }
-
-
-def for_server(
-    head: dict[str, Any], name: str, place: Path, target: TargetFacts | None
-) -> tuple[str, list[str]]:
-    """Writes a trained head to place in a server's layout; returns that layout ("": none), and notes."""
-    notes, recorded = list[str](), head["target"]["recorded"]
-    for server in (
-        head["servers"].values() if head["layout"] == "aerie" and (target or recorded) else ()
-    ):
-        try:
-            if server["refused"]:
-                raise UserError(server["refused"][0])
-            facts = replace(target or TargetFacts.load(recorded), name=name)
-            return server["layout"], export(
-                head["path"], server["layout"], place, facts, pickled=False
-            )[1]
-        except UserError as error:
-            missing = "" if target or server["refused"] else " without --target"
-            notes.append(f"not shipped in a server's layout{missing}: {error}")
-    return "", [*dict.fromkeys(notes)]
 
 
 def pack(
@@ -73,116 +59,172 @@ def pack(
     target_name: str | None = None,
     licence: str | None = None,
     allowed: Collection[str] = (),  # "without_results", "uncommitted"
-    server: tuple[Path, TargetFacts | None]
-    | None = None,  # where to write a server's layout, and --target
+    # where to write a server's layout, and --target
+    server: tuple[Path, TargetFacts | None] | None = None,
 ) -> tuple[Files, list[str]]:
-    """The files of a push, and notes; a server's layout is the root, and ours goes into the folder OURS."""
+    """The files of a push, and notes. A server's layout is the root, and ours goes into TRAINED_FOLDER."""
     directory = head_directory(head["path"])
-    if head["problems"] or head["taps_open"] == "ambiguous":
-        raise UserError([*head["problems"], f"{directory}: {', '.join(head['guesses'])}"][0])
-    records, notes = _records(
-        directory, run or directory.parent.parent, "without_results" in allowed
-    )
-    summary, provenance = records.pop("summary.json", {}), records.get("provenance.json", {})
-    rows = [
-        row
-        for row in summary.get("rows", ())
-        if row["status"] == "ok" and row["head"] in (None, head["kind"])
-    ]
-    if any(row["head"] for row in rows):
-        shown = () if "calibration.json" in records else ("calibration",)
-        records["summary.json"] = {
-            name: value for name, value in summary.items() if name not in shown
-        }
-    elif "without_results" not in allowed:
+    if head["problems"]:
+        raise UserError(head["problems"][0])
+    if head["taps_open"] == "ambiguous":
+        raise UserError(f"{directory}: {', '.join(head['guesses'])}")
+    # what was measured, and what it was made from
+    run = run or directory.parent.parent
+    records, notes = _records(directory, run, "without_results" in allowed)
+    rows = _choose_results(head["kind"], records)
+    if "summary.json" not in records and "without_results" not in allowed:
         raise UserError(
             f"{directory}: no measured results (RUN/report/summary.json); {MEASURE}, or give --run"
         )
-    dirty = (
-        "this checkout"
-        if is_dirty()
-        else "the tree that trained it"
-        if provenance.get("dirty")
-        else None
-    )
-    if dirty and "uncommitted" not in allowed:
-        raise UserError(
-            f"{directory}: {dirty} differs from the card's commit; train from a commit, or --uncommitted"
-        )
-    recorded = head["target"]["recorded"]
-    target = target_name or recorded or head["target"].get("given")
-    if target is None:
-        raise UserError(f"{directory}: its files name no target; name it with --target-name")
-    if not is_on_hub(target):
-        target = last_part(target)
-        stands = "the card names no base_model and its commands say TARGET"
-        notes.append(
-            f"its target is a local path, so {stands}; if it is on the Hub, give --target-name user/{target}"
-        )
-    spellings = (recorded, table(records.get("recipe.yaml"), "target").get("path"))
-    names = {spelling: target for spelling in spellings if spelling and not is_on_hub(spelling)}
+    if "uncommitted" not in allowed:
+        _require_commit(directory, records)
+    # records under public names
+    target, target_notes = _public_target(head, directory, target_name)
+    recipe_target = nested(records.get("recipe.yaml"), "target").get("path")
+    names: dict[str, str] = {}
+    for spelling in (head["target"]["recorded"], recipe_target):
+        if spelling and not is_on_hub(spelling):
+            names[spelling] = target
     records = {name: public(record, names) for name, record in records.items()}
-    files: Files = {name: _written(name, record) for name, record in records.items()}
-    weights = directory / head["weights"]
-    shards = set(weight_map(weights).values()) if weights.suffix == ".json" else set()
-    files |= {name: directory / name for name in (weights.name, *shards)}
-    known, fitted = digests(directory), _table(directory / CALIBRATOR)
-    if fitted.get("head") == known:  # it must match the shipped config.json
-        fitted["head"] = {**known, CONFIG: content_digest(bytes(files[CONFIG]))}
-        files[CALIBRATOR] = _written(CALIBRATOR, fitted)
+    files: Files = {name: _as_bytes(name, record) for name, record in records.items()}
+    files |= _weight_files(directory / head["weights"])
+    _add_calibrator(directory, files)
     stays = sorted(path.name for path in directory.iterdir() if path.name not in files)
-    layout, about = for_server(head, target, *server) if server else ("", [])
-    if layout and server:
-        place = server[0]
-        files = {
-            name if name == "summary.json" else f"{OURS}/{name}": file
-            for name, file in files.items()
-        }
-        files |= {
-            CONFIG: _written(CONFIG, public(_table(place / CONFIG), names)),
-            WEIGHTS: place / WEIGHTS,
-        }
-        head = {
-            **head,
-            "layout": layout,
-            "weights": f"{WEIGHTS}; as it was trained, for aerie, in the folder {OURS}/",
-        }
+    # the layout of a server
+    layout = ""
+    if server is not None:
+        layout, server_notes = _export_for_server(head, target, *server)
+        notes = [*server_notes, *notes]
+    if server is not None and layout:
+        folder = server[0]
+        results = {name: files.pop(name) for name in ("summary.json",) if name in files}
+        files = {f"{TRAINED_FOLDER}/{name}": file for name, file in files.items()}
+        files |= results
+        files[CONFIG] = _as_bytes(CONFIG, public(_read_record(folder / CONFIG), names))
+        files[WEIGHTS] = folder / WEIGHTS
+        weights = f"{WEIGHTS}; as it was trained, for aerie, in the folder {TRAINED_FOLDER}/"
+        head = {**head, "layout": layout, "weights": weights}
     files["README.md"] = _card(repo, head, target, records, rows, licence).encode()
-    return files, [*about, *notes, *(f"{name} stays here" for name in stays)]
+    return files, [*notes, *target_notes, *(f"{name} stays here" for name in stays)]
 
 
-def _records(
-    directory: Path, run: Path, without_results: bool
-) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    records, notes = (
-        {name: _table(directory / name) for name in (CONFIG, "recipe.yaml", "provenance.json")},
-        [],
-    )
+def _records(directory: Path, run: Path, without_results: bool) -> tuple[Records, list[str]]:
+    """What a push tells beside the weights: the head's own records, and what was measured with it; notes."""
+    notes: list[str] = []
+    names = (CONFIG, "recipe.yaml", "provenance.json")
+    records = {name: _read_record(directory / name) for name in names}
     # only what was measured with this head, or with its original
-    known = [digests(directory), table(records[CONFIG], "aerie", "exported_from", "files")]
-    for place, stage in (
+    heads_files = [digests(directory), nested(records[CONFIG], "aerie", "exported_from", "files")]
+    for path, stage in (
         (run / "report/summary.json", "bench"),
         (run / "calibration/calibration.json", "calibration"),
     ):
-        used = table(_table(run / stage / "provenance.json"), "inputs").get("head")
-        heads = [head for head in (used if isinstance(used, list) else [used]) if head]
-        doubt = f"{run / stage}: was measured with another head than {directory}"
-        if any(head.items() <= files.items() for head in heads for files in known):
-            records[place.name] = _table(place)
-        elif place.is_file() and stage == "bench" and not without_results:
-            raise UserError(f"{doubt}; {MEASURE}")
-        elif place.is_file():
-            notes.append(f"{place.name} is left out: {doubt}")
+        measured = nested(_read_record(run / stage / "provenance.json"), "inputs").get("head")
+        if _was_measured(measured, heads_files):
+            records[path.name] = _read_record(path)
+        elif path.is_file():
+            doubt = f"{run / stage}: was measured with another head than {directory}"
+            if stage == "bench" and not without_results:
+                raise UserError(f"{doubt}; {MEASURE}")
+            notes.append(f"{path.name} is left out: {doubt}")
     return {name: record for name, record in records.items() if record}, notes
 
 
-def _table(place: Path) -> dict[str, Any]:
-    if not place.is_file():
+def _was_measured(measured: Any, heads_files: list[dict[str, Any]]) -> bool:
+    """Whether one of the measured heads (a bench may have several) has some of these files' digests."""
+    for files in measured if isinstance(measured, list) else [measured]:
+        if files and any(files.items() <= known.items() for known in heads_files):
+            return True
+    return False
+
+
+def _choose_results(kind: str, records: Records) -> list[dict[str, Any]]:
+    """The rows of summary.json for a card; the summary stays in records only if some are of this head."""
+    summary = records.pop("summary.json", {})
+    rows = [row for row in summary.get("rows", ()) if row["status"] == "ok"]
+    rows = [row for row in rows if row["head"] in (None, kind)]
+    if any(row["head"] for row in rows):
+        if "calibration.json" not in records:  # then it was made with another head
+            summary.pop("calibration", None)
+        records["summary.json"] = summary
+    return rows
+
+
+def _require_commit(directory: Path, records: Records) -> None:
+    dirty = None
+    if is_dirty():
+        dirty = "this checkout"
+    elif records.get("provenance.json", {}).get("dirty"):
+        dirty = "the tree that trained it"
+    if dirty is not None:
+        raise UserError(
+            f"{directory}: {dirty} differs from the card's commit; "
+            "train from a commit, or --uncommitted"
+        )
+
+
+def _public_target(
+    head: dict[str, Any], directory: Path, target_name: str | None
+) -> tuple[str, list[str]]:
+    """What the card calls the target, and notes."""
+    target = target_name or head["target"]["recorded"] or head["target"].get("given")
+    if target is None:
+        raise UserError(f"{directory}: its files name no target; name it with --target-name")
+    if is_on_hub(target):
+        return target, []
+    target = last_part(target)
+    return target, [
+        "its target is a local path, so the card names no base_model and its commands say TARGET; "
+        f"if it is on the Hub, give --target-name user/{target}"
+    ]
+
+
+def _weight_files(weights: Path) -> Files:
+    files: Files = {weights.name: weights}
+    if weights.suffix == ".json":  # an index of shards
+        files |= {name: weights.with_name(name) for name in set(weight_map(weights).values())}
+    return files
+
+
+def _add_calibrator(directory: Path, files: Files) -> None:
+    """A calibrator names its head by digests: they must be those of the shipped config.json."""
+    calibrator = _read_record(directory / CALIBRATOR)
+    known = digests(directory)
+    if calibrator.get("head") == known:
+        calibrator["head"] = {**known, CONFIG: content_digest(bytes(files[CONFIG]))}
+        files[CALIBRATOR] = _as_bytes(CALIBRATOR, calibrator)
+
+
+def _export_for_server(
+    head: dict[str, Any], name: str, folder: Path, target: TargetFacts | None
+) -> tuple[str, list[str]]:
+    """Writes a trained head to folder in a server's layout; returns that layout ("": none), and notes."""
+    recorded = head["target"]["recorded"]
+    if head["layout"] != "aerie" or not (target or recorded):
+        return "", []
+    notes: dict[str, None] = {}  # each once
+    for server in head["servers"].values():
+        try:
+            if server["refused"]:
+                raise UserError(server["refused"][0])
+            facts = replace(target or TargetFacts.load(recorded), name=name)
+            _, export_notes = export(head["path"], server["layout"], folder, facts, pickled=False)
+        except UserError as error:
+            missing = "" if target or server["refused"] else " without --target"
+            notes[f"not shipped in a server's layout{missing}: {error}"] = None
+        else:
+            return server["layout"], export_notes
+    return "", list(notes)
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """{} for a file that is not there."""
+    if not path.is_file():
         return {}
-    return read_yaml(place)[0] if place.suffix == ".yaml" else table(read_json(place))
+    return read_yaml(path)[0] if path.suffix == ".yaml" else nested(read_json(path))
 
 
-def _written(name: str, record: dict[str, Any]) -> bytes:
+def _as_bytes(name: str, record: dict[str, Any]) -> bytes:
     if name.endswith(".yaml"):
         return yaml.safe_dump(record, sort_keys=False, allow_unicode=True).encode()
     return (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode()
@@ -192,49 +234,28 @@ def _card(
     repo: str,
     head: dict[str, Any],
     target: str,
-    records: dict[str, Any],
-    rows: list[Any],
+    records: Records,
+    rows: list[dict[str, Any]],
     licence: str | None,
 ) -> str:
-    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+    from huggingface_hub import ModelCard, ModelCardData
 
-    conversations = table(records.get("recipe.yaml"), "data").get("conversations") or []
-    sources = dict.fromkeys(
-        name.split(":")[0] for name in conversations
-    )  # without subset and split
-    results = [
-        EvalResult(
-            "text-generation",
-            row["task"],
-            row["task"],
-            metric,
-            round(row[metric], 4),
-            metric_name=name,
-        )
-        for row in rows
-        if row["head"]
-        for metric in ("tau", "speedup")
-        for name in [
-            f"{metric} ({row['method']}, {row['tree']['nodes']} nodes, temperature {row['temperature']:g})"
-        ]
-        if row[metric] is not None
-    ]
+    conversations = nested(records.get("recipe.yaml"), "data").get("conversations") or []
+    # names of data sets, without subset and split
+    sources = dict.fromkeys(name.split(":")[0] for name in conversations)
+    datasets = [name for name in sources if is_on_hub(name) and not name.endswith(DATA_FILES)]
+    layout_tags = SERVERS.get(head["layout"], [])
     data = ModelCardData(
         license=licence,
         base_model=target if is_on_hub(target) else None,
         library_name="aerie",
         pipeline_tag="text-generation",
-        tags=[
-            "speculative-decoding",
-            "draft-head",
-            head["kind"],
-            TAG,
-            *SERVERS.get(head["layout"], []),
-        ],
-        datasets=[name for name in sources if is_on_hub(name) and not name.endswith(FILES)] or None,
+        tags=["speculative-decoding", "draft-head", head["kind"], TAG, *layout_tags],
+        datasets=datasets or None,
         model_name=repo.split("/")[1],
-        eval_results=results or None,
+        eval_results=_eval_results(rows) or None,
     )
+    block_size = head["sizes"].get("block_size", SPECULATIVE_TOKENS + 1)
     return ModelCard.from_template(
         data,
         template_path=str(Path(__file__).with_name("card.md.jinja")),
@@ -247,46 +268,72 @@ def _card(
         records=records,
         rows=rows if "summary.json" in records else [],
         licence=licence,
-        drafts=head["sizes"].get("block_size", SPECULATIVE_TOKENS + 1)
-        - ("sample_from_anchor" not in head["options"]),
+        drafts=block_size - ("sample_from_anchor" not in head["options"]),
         sglang=head["made_for"] or f"SGLang {CHECKED}",
         sglang_lacks=[name for name in LOST["sglang"] if name in head["options"]],
     ).content
 
 
-WHOLE = re.compile(r"(--?[\w.-]+=)?((?:~|/|\.\./).*)")
-ROOTED = re.compile(r"""(?<![\w./~-])(?!//)(?:~\w*|(?:\.\./)*\.\.)?/[^\s'"\[\](){}<>,;=|]+""")
+def _eval_results(rows: list[dict[str, Any]]) -> list[Any]:
+    """The card's metadata about what was measured, as the Hub shows it."""
+    from huggingface_hub import EvalResult
+
+    results = []
+    for row in rows:
+        for metric in ("tau", "speedup"):
+            if not row["head"] or row[metric] is None:
+                continue
+            results.append(
+                EvalResult(
+                    "text-generation",
+                    row["task"],
+                    row["task"],
+                    metric,
+                    round(row[metric], 4),
+                    metric_name=f"{metric} ({row['method']}, {row['tree']['nodes']} nodes, "
+                    f"temperature {row['temperature']:g})",
+                )
+            )
+    return results
+
+
+# a text that is one local path, perhaps behind --option=
+WHOLE_PATH = re.compile(r"(--?[\w.-]+=)?((?:~|/|\.\./).*)")
+# a local path inside a text
+INNER_PATH = re.compile(r"""(?<![\w./~-])(?!//)(?:~\w*|(?:\.\./)*\.\.)?/[^\s'"\[\](){}<>,;=|]+""")
 HOME = re.compile(r"(~\w*|(/.*)?/(home|Users)/[^/]+|/root)/?")
+SECRET_OPTION = re.compile(r"(?s)(--distill[\w.]*[= ]).*")
 
 
 def public(value: Any, names: dict[str, str], is_secret: bool = False) -> Any:
     """A record without secrets; local paths, also in keys, become public names: from `names`, else the last part."""
     if isinstance(value, dict):
-        secret = {key: is_secret or key in ("extra_body", "headers") for key in value}
-        return {
-            public(key, names): public(entry, names, secret[key]) for key, entry in value.items()
-        }
-    if isinstance(value, list):  # or words: hides what follows --distill.server.extra_body
-        secrets = [
-            False,
-            *(isinstance(entry, str) and entry.startswith("--distill") for entry in value),
-        ]
-        return [
-            public(entry, names, is_secret or secret)
-            for entry, secret in zip(value, secrets, strict=False)
-        ]
-    if is_secret or not isinstance(value, str):
-        return "***" if is_secret and value is not None else value
-    text = re.sub(r"(?s)(--distill[\w.]*[= ]).*", r"\1***", masked(value)).replace("file://", "")
+        record = {}
+        for key, entry in value.items():
+            is_secret_entry = is_secret or key in ("extra_body", "headers")
+            record[public(key, names)] = public(entry, names, is_secret_entry)
+        return record
+    if isinstance(value, list):
+        entries = []
+        follows_option = False  # the word behind --distill.server.extra_body
+        for entry in value:
+            entries.append(public(entry, names, is_secret or follows_option))
+            follows_option = isinstance(entry, str) and entry.startswith("--distill")
+        return entries
+    if is_secret:
+        return None if value is None else "***"
+    if not isinstance(value, str):
+        return value
+    text = SECRET_OPTION.sub(r"\1***", masked(value)).replace("file://", "")
     for local, name in names.items():
         if "/" in local:
-            text = re.sub(
-                rf"(?<![\w./~-]){re.escape(local)}(?![\w.-])", name.replace("\\", r"\\"), text
-            )
-        text = name if text == local else text
-    if whole := WHOLE.fullmatch(text):
-        return (whole[1] or "") + last_part(whole[2])
-    return ROOTED.sub(lambda path: last_part(path[0]), text)
+            path = rf"(?<![\w./~-]){re.escape(local)}(?![\w.-])"
+            text = re.sub(path, name.replace("\\", r"\\"), text)
+        if text == local:
+            text = name
+    if match := WHOLE_PATH.fullmatch(text):
+        return (match[1] or "") + last_part(match[2])
+    return INNER_PATH.sub(lambda path: last_part(path[0]), text)
 
 
 def last_part(path: str) -> str:
@@ -295,7 +342,7 @@ def last_part(path: str) -> str:
 
 def removals(repo: str, files: Files, revision: str | None = None) -> list[str]:
     """Files of an earlier push to remove; UserError if the repository is another's."""
-    from huggingface_hub import HfApi, errors, hf_hub_download, metadata_load
+    from huggingface_hub import HfApi, errors
 
     api = HfApi()
     with readable_errors(repo):
@@ -305,25 +352,35 @@ def removals(repo: str, files: Files, revision: str | None = None) -> list[str]:
             info = api.model_info(repo)
         except errors.RepositoryNotFoundError:
             return []
-        there = [sibling.rfilename for sibling in info.siblings or ()]
-        card = (
-            hf_hub_download(repo, "README.md", revision=info.sha) if "README.md" in there else None
-        )
+    present = [sibling.rfilename for sibling in info.siblings or ()]
+    if not _has_our_card(repo, info.sha, present):
+        weights = sorted(name for name in present if ANY_WEIGHTS.fullmatch(name))
+        if weights:
+            raise UserError(
+                f"{repo}: is somebody else's: it holds {', '.join(weights[:4])}, "
+                f"but no card of {TAG}; name another repository"
+            )
+        return []
+    return sorted(name for name in present if name not in files and _is_of_a_push(name))
+
+
+def _has_our_card(repo: str, revision: str | None, present: list[str]) -> bool:
+    from huggingface_hub import hf_hub_download, metadata_load
+
+    if "README.md" not in present:
+        return False
+    with readable_errors(repo):
+        card = hf_hub_download(repo, "README.md", revision=revision)
     try:
-        is_ours = card is not None and TAG in ((metadata_load(card) or {}).get("tags") or ())
+        return TAG in ((metadata_load(card) or {}).get("tags") or ())
     except (ValueError, yaml.YAMLError):  # front matter that is no table
-        is_ours = False
-    theirs = [name for name in there if ANY_WEIGHTS.fullmatch(name)]
-    if theirs and not is_ours:
-        held = ", ".join(sorted(theirs)[:4])
-        raise UserError(
-            f"{repo}: is somebody else's: it holds {held}, but no card of {TAG}; name another repository"
-        )
-    ours = (*RECORDS, "summary.json")
-    earlier = [
-        n for n in there if OUR_WEIGHTS.fullmatch(n) or n in ours or n.startswith(f"{OURS}/")
-    ]
-    return sorted(name for name in earlier if name not in files) if is_ours else []
+        return False
+
+
+def _is_of_a_push(name: str) -> bool:
+    if OUR_WEIGHTS.fullmatch(name) or name.startswith(f"{TRAINED_FOLDER}/"):
+        return True
+    return name in (*SHIPPED_RECORDS, "summary.json")
 
 
 def upload(
@@ -332,15 +389,14 @@ def upload(
     """Ships files in one commit; returns its address, and which files it removed."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
+    removed = removals(repo, files, revision)
     # one commit (upload_folder may make several): a repository must never hold two heads
-    removed, api = removals(repo, files, revision), HfApi()
-    operations: list[Any] = [
-        CommitOperationAdd(
-            path_in_repo=path, path_or_fileobj=str(file) if isinstance(file, Path) else file
-        )
-        for path, file in sorted(files.items())
-    ]
-    operations += [CommitOperationDelete(path_in_repo=path) for path in removed]
+    operations: list[Any] = []
+    for name, file in sorted(files.items()):
+        content = str(file) if isinstance(file, Path) else file
+        operations.append(CommitOperationAdd(path_in_repo=name, path_or_fileobj=content))
+    operations += [CommitOperationDelete(path_in_repo=name) for name in removed]
+    api = HfApi()
     with readable_errors(repo):
         api.create_repo(repo, private=private or None, exist_ok=True)
         if private and not api.model_info(repo).private:

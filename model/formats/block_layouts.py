@@ -19,9 +19,9 @@ FROM_TARGET: content.Rule = (r"^(embed_tokens|lm_head|verifier_lm_head|verifier_
 
 
 def read_block(files: content.HeadFiles, layout: str) -> content.HeadContent:
-    values, place, is_speculators = files.values, files.config_place, layout == "speculators"
-    extra = values if is_speculators else content.table(values, "dflash_config")
-    given = content.table(values, LAYER) if is_speculators else values
+    values, place, is_speculators = files.values, files.config_path, layout == "speculators"
+    extra = values if is_speculators else content.nested(values, "dflash_config")
+    given = content.nested(values, LAYER) if is_speculators else values
     layer = Qwen3Config(**given).to_dict()  # speculators leaves out Qwen3's defaults
     draft, kinds = (
         values.get("draft_vocab_size", layer["vocab_size"]),

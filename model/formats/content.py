@@ -31,9 +31,9 @@ Rule = tuple[str, str | Callable[[re.Match[str]], str]]  # for re.sub
 
 @dataclass(frozen=True)
 class HeadFiles:
-    config_place: Path
+    config_path: Path
     values: dict[str, Any]
-    weights_place: Path
+    weights_path: Path
     tensors: dict[str, Tensor]
     after_blocks: tuple[int, ...] | None = None  # used if the files name no taps
 
@@ -95,7 +95,7 @@ class Formats(NamedTuple):
     write: Callable[[str, HeadContent, TargetFacts], Export]
 
 
-def table(values: Any, *keys: str) -> dict[str, Any]:
+def nested(values: Any, *keys: str) -> dict[str, Any]:
     """The table under nested keys; {} if there is none."""
     for key in keys:
         values = values.get(key) if isinstance(values, dict) else None
@@ -112,7 +112,7 @@ def renamed(tensors: dict[str, Tensor], rules: Sequence[Rule]) -> dict[str, Tens
 
 def proposed_tokens(values: dict[str, Any]) -> int | None:
     """How many tokens servers draft per cycle, if config.json (of speculators) says it."""
-    proposals = table(values, "speculators_config").get("proposal_methods")
+    proposals = nested(values, "speculators_config").get("proposal_methods")
     return proposals[0].get("speculative_tokens") if proposals else None
 
 
@@ -211,7 +211,7 @@ def write_sizes(
 
 
 def tap_numbers(values: dict[str, Any]) -> Any:
-    return values.get(NUMBERED) or table(values, "eagle_config").get(NUMBERED)
+    return values.get(NUMBERED) or nested(values, "eagle_config").get(NUMBERED)
 
 
 def read_taps(
@@ -264,7 +264,11 @@ def read_taps(
 def unread(values: dict[str, Any]) -> tuple[str, ...]:
     """A sentence for each key that matters to drafting but is ignored here."""
     sentences = []
-    for part in (values, table(values, "transformer_layer_config"), table(values, "eagle_config")):
+    for part in (
+        values,
+        nested(values, "transformer_layer_config"),
+        nested(values, "eagle_config"),
+    ):
         kinds, window = part.get("layer_types") or [], part.get("sliding_window")
         others = sorted({str(kind) for kind in kinds} - {"full_attention"})
         is_windowed = (

@@ -42,7 +42,7 @@ TAP_RULES = read_yaml(Path(__file__).with_name("sglang.yaml"))[0]
 
 
 def read_eagle1(files: content.HeadFiles, layout: str) -> content.HeadContent:
-    values, place, is_early = files.values, files.config_place, layout == "speculators"
+    values, place, is_early = files.values, files.config_path, layout == "speculators"
     tensors = content.renamed(files.tensors, (DERIVED, *(EARLY_NAMES if is_early else ())))
     if values.get("layernorms"):
         raise UserError(f"{place}: layernorms is true: a HASS head; such heads are not supported")
@@ -51,7 +51,7 @@ def read_eagle1(files: content.HeadFiles, layout: str) -> content.HeadContent:
             f'{place}: has no "bias", which means true, but the weights have no fc.bias; add "bias": false'
         )
     if (
-        content.table(values, "aerie").get(ZERO_BIAS)
+        content.nested(values, "aerie").get(ZERO_BIAS)
         and not tensors.get("fc.bias", torch.ones(1)).any()
     ):
         del tensors["fc.bias"]
@@ -68,8 +68,8 @@ def read_eagle1(files: content.HeadFiles, layout: str) -> content.HeadContent:
 
 
 def read_eagle3(files: content.HeadFiles, layout: str) -> content.HeadContent:
-    values, place, is_speculators = files.values, files.config_place, layout == "speculators"
-    extra = content.table(values, "eagle_config")
+    values, place, is_speculators = files.values, files.config_path, layout == "speculators"
+    extra = content.nested(values, "eagle_config")
     if extra.get("use_aux_hidden_state") is False:
         raise UserError(
             f"{place}: use_aux_hidden_state is false: heads that read no taps are not supported"

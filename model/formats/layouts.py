@@ -17,10 +17,10 @@ from aerie.model.formats.content import (
     HeadFiles,
     Rule,
     configured,
+    nested,
     read_rope,
     read_taps,
     renamed,
-    table,
 )
 from aerie.model.formats.eagle_layouts import FIRST_LAYER, TYPE
 from aerie.model.heads import HEADS
@@ -105,7 +105,7 @@ def read_content(
     """Layout, files and content; after_blocks: used if the files name no taps."""
     require_whole_weights(directory)
     place = directory / CONFIG
-    values, (weights, tensors) = table(read_json(place)), read_tensors(directory)
+    values, (weights, tensors) = nested(read_json(place)), read_tensors(directory)
     layout, kind = recognise(values, set(tensors), place)
     files = HeadFiles(place, values, weights, tensors, after_blocks)
     if layout in ("medusa", "hydra"):
@@ -123,7 +123,7 @@ def read_content(
 
 def _read_multi_token(files: HeadFiles, kind: str) -> HeadContent:
     # config.json often lags behind the weights
-    values, place = files.values, files.config_place
+    values, place = files.values, files.config_path
     if values.get("grounded_heads") is False or values.get("hidden_state_offset"):
         raise UserError(
             f"{place}: heads with grounded_heads false or a hidden_state_offset are not supported"
@@ -131,7 +131,7 @@ def _read_multi_token(files: HeadFiles, kind: str) -> HeadContent:
     tensors, guesses = renamed(files.tensors, MULTI_TOKEN_NAMES[kind]), []
     if "laws.lm_heads.0.weight" not in tensors:
         raise UserError(
-            f"{files.weights_place}: has no LM head of the first future token ('0.L.weight')"
+            f"{files.weights_path}: has no LM head of the first future token ('0.L.weight')"
         )
     vocab_size, width = tensors["laws.lm_heads.0.weight"].shape
     sizes: dict[str, Any] = {

@@ -9,7 +9,13 @@ from typing import Any
 from aerie.configs.schema import heads as sections
 from aerie.model.heads.block import BlockConfig, BlockHead
 from aerie.model.heads.eagle import Eagle1Config, Eagle1Head, Eagle3Config, Eagle3Head
-from aerie.model.heads.multi_token import HydraConfig, HydraHead, MedusaConfig, MedusaHead
+from aerie.model.heads.multi_token import (
+    HydraConfig,
+    HydraHead,
+    MedusaConfig,
+    MedusaHead,
+    hydra_values,
+)
 
 Head = Eagle1Head | Eagle3Head | MedusaHead | HydraHead | BlockHead
 AnyConfig = Eagle1Config | Eagle3Config | MedusaConfig | HydraConfig | BlockConfig
@@ -44,6 +50,8 @@ class HeadKind(Kind):
     ]  # of config.json's values; its fields that the target has are the target's
     module: Callable[[Any], Head]  # makes a head of a config
     architecture: str  # as config.json declares it
+    # (section, what the recipe and the target say) -> config.json's values; None: these
+    adapt: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None
     sizes: tuple[str, ...]  # keys of config.json that `aerie inspect` shows
     has_draft_vocabulary: bool = (
         False  # it drafts some of the target's tokens, the most frequent ones
@@ -126,6 +134,7 @@ _KINDS = (
         config=HydraConfig,
         module=HydraHead,
         architecture="HydraModel",
+        adapt=hydra_values,
         sizes=(*LAYER_SIZES, "num_heads", "num_layers"),
         objective_name="aerie.train.objectives.MultiTokenObjective",
         drafter_name="aerie.infer.decode.drafters.HydraDrafter",

@@ -11,14 +11,14 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from aerie.model.heads.eagle import LMHead, Sizes
+from aerie.model.heads.eagle import LayerConfig, LMHead, pass_on_highest_tap
 from aerie.model.kv_cache import KeyValueCache
 from aerie.model.layers import DecoderLayer, HeadLayer, Rope, Rotary, attend, rotate
 from aerie.model.target import VocabWeights
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockConfig(Sizes):
+class BlockConfig(LayerConfig):
     """config.json; the names are those of speculators, whose layers have Qwen3's form."""
 
     after_blocks: tuple[int, ...]
@@ -101,6 +101,10 @@ class BlockHead(nn.Module):
             self.anchor_proj.weight.data.copy_(torch.eye(self.config.hidden_size))
         if vocab.final_norm is not None:
             self.norm.weight.data.copy_(vocab.final_norm)
+
+    def start_from_target(self, section: Any, vocab: VocabWeights, path: str) -> None:
+        if section.fc_init == "highest_tap":
+            pass_on_highest_tap(self.fc)
 
     def fuse(self, taps: Tensor) -> Tensor:
         """What blocks see of the text, [..., D], from the target's taps [..., L*D], low to high."""

@@ -98,7 +98,7 @@ def check_size(size: int | None, vocab_size: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class LayerConfig:
     """config.json's sizes of decoder layers, with Llama's keys."""
 
     hidden_size: int
@@ -116,7 +116,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle1Config(Sizes):
+class Eagle1Config(LayerConfig):
     """config.json, with the published keys."""
 
     bias: bool = False  # of fc
@@ -126,7 +126,7 @@ class Eagle1Config(Sizes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config(Sizes):
+class Eagle3Config(LayerConfig):
     """config.json, with the published keys."""
 
     draft_vocab_size: int
@@ -172,13 +172,13 @@ class EagleHead(nn.Module):
             if name == EMBEDDING and self.shares_embedding:
                 parameter.data.copy_(vocab.embedding)
             elif parameter.ndim == 2:
-                parameter.data.copy_(
-                    torch.empty(parameter.shape).normal_(
-                        0.0, initializer_range, generator=generator
-                    )
-                )
+                drawn = torch.empty(parameter.shape)
+                parameter.data.copy_(drawn.normal_(0.0, initializer_range, generator=generator))
             elif name.endswith("bias"):
                 parameter.data.zero_()
+
+    def start_from_target(self, section: Any, vocab: VocabWeights, path: str) -> None:
+        """Takes the weights of the target at path with which the recipe lets the head start."""
 
     def forward(
         self, tokens: Tensor, features: Tensor, positions: Tensor, memories: Sequence[Memory] = ()
@@ -243,6 +243,11 @@ class Eagle1Head(EagleHead):
         return self.fc(torch.cat([embedded, features], dim=-1)), embedded
 
 
+def pass_on_highest_tap(fc: nn.Linear, scale: Any = 1.0) -> None:
+    """Lets fc [D, L*D] start as scale times its last tap."""
+    fc.weight.data.zero_()[:, -fc.out_features :] = scale * torch.eye(fc.out_features)
+
+
 class LMHead(nn.Linear):
     """Logits [..., Vd] of states [..., D]; with is_law, the mean rows p W [S, D] of laws p [S, Vd]. Both are calls of
     the module: only in these does ZeRO-3 have W whole."""
@@ -285,6 +290,34 @@ class Eagle3Head(EagleHead):
     @property
     def vocabulary(self) -> DraftVocabulary:
         return DraftVocabulary(self.d2t, self.t2d)
+
+    def start_from_target(self, section: Any, vocab: VocabWeights, path: str) -> None:
+        starts = {
+            "lm_head": "frozen",
+            "lm_head_init": "target",
+            "norm_init": "target",
+            "fc_init": "highest_tap",
+        }
+        taken = [name for name, value in starts.items() if getattr(section, name) == value]
+        width, target_width = self.config.hidden_size, vocab.lm_head.shape[1]
+        if taken and width != target_width:
+            raise UserError(
+                f"head.{taken[0]}: {path} is {target_width:,} wide, the head {width:,}; "
+                "leave head.hidden_size out"
+            )
+        if "lm_head" in taken or "lm_head_init" in taken:
+            rows = vocab.lm_head[self.vocabulary.ids.to(vocab.lm_head.device)]  # [Vd, D]
+            self.lm_head.weight.data.copy_(rows)
+        self.lm_head.requires_grad_("lm_head" not in taken)
+        if "norm_init" in taken:
+            assert vocab.final_norm is not None
+            self.norm.weight.data.copy_(vocab.final_norm)
+        if "fc_init" in taken:
+            scale: Any = 1.0
+            if section.fc_norm and section.norm_output:
+                # normed taps get the size of the normed outputs that are fed back
+                scale = self.norm.weight.data.square().mean().sqrt()
+            pass_on_highest_tap(self.fc, scale)
 
     def fuse(self, taps: Tensor) -> Tensor:
         """Fused features [..., D] of the target's taps [..., L*Dt], low to high."""

@@ -12,9 +12,8 @@ from aerie.model.kv_cache import KeyValueCache
 from aerie.model.layers import DecoderLayer, Rotary
 from aerie.model.target import VocabWeights, transformed
 
-Drop = Callable[
-    [Tensor, int], Tensor
-]  # training's dropout: (x [S, W], index of the block) -> x [S, W]
+# training's dropout: (x [S, W], index of the block) -> x [S, W]
+Drop = Callable[[Tensor, int], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +44,25 @@ class HydraConfig(MedusaConfig):
     rope_scaling: dict[str, Any] | None = None
 
 
+PREFIX_SIZES = {
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+}
+
+
+def hydra_values(section: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """config.json's values of a new Hydra head: its LM heads have biases, and only Hydra++ has a decoder layer."""
+    values = {**values, "lm_head_bias": True}
+    if section.prefix_layer:
+        return values
+    return {name: value for name, value in values.items() if name not in PREFIX_SIZES}
+
+
 class ResidualBlock(nn.Module):
     """x + SiLU(linear(x)) [..., D]; x [..., W] of another width is projected first."""
 
@@ -68,8 +86,8 @@ class Branch(nn.Module):
 
     def forward(self, x: Tensor, drop: Drop | None = None) -> Tensor:
         """[..., D] of inputs [..., W]; dropout acts on each block's input and on the output."""
-        for place, block in enumerate(self.blocks):
-            x = block(x if drop is None else drop(x, place))
+        for number, block in enumerate(self.blocks):
+            x = block(x if drop is None else drop(x, number))
         return x if drop is None else drop(x, len(self.blocks))
 
 
@@ -98,11 +116,14 @@ class TokenLaws(nn.Module):
 
 
 class MultiTokenHead(nn.Module):
+    """A branch and a law for each future token."""
+
     def __init__(self, config: Any, inputs: Iterable[int]) -> None:
+        """inputs: the width that each branch reads."""
         super().__init__()
         self.config = config
         self.branches = nn.ModuleList(
-            Branch(each, config.hidden_size, config.num_layers) for each in inputs
+            Branch(size, config.hidden_size, config.num_layers) for size in inputs
         )
         self.laws = TokenLaws(config)
 
@@ -112,26 +133,24 @@ class MultiTokenHead(nn.Module):
         """Zero blocks, uniform projections within 1 / sqrt(inputs), the target's LM head, a normal prefix layer."""
         for name, parameter in self.named_parameters():
             if name.startswith("prefix_layer.") and parameter.ndim == 2:
-                parameter.data.copy_(
-                    torch.empty(parameter.shape).normal_(
-                        0.0, initializer_range, generator=generator
-                    )
-                )
+                drawn = torch.empty(parameter.shape)
+                parameter.data.copy_(drawn.normal_(0.0, initializer_range, generator=generator))
             elif ".linear." in name:
                 parameter.data.zero_()
         for block in self.modules():
             if isinstance(block, ResidualBlock) and block.projection is not None:
                 bound = block.linear.in_features**-0.5
                 for parameter in block.projection.parameters():
-                    parameter.data.copy_(
-                        torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
-                    )
+                    drawn = torch.empty(parameter.shape)
+                    parameter.data.copy_(drawn.uniform_(-bound, bound, generator=generator))
         for linear in cast(Iterable[nn.Linear], self.laws.lm_heads):
             linear.weight.data.copy_(vocab.lm_head)
             if linear.bias is not None:
-                linear.bias.data.copy_(
-                    torch.zeros_like(linear.bias) if vocab.bias is None else vocab.bias
-                )
+                bias = torch.zeros_like(linear.bias) if vocab.bias is None else vocab.bias
+                linear.bias.data.copy_(bias)
+
+    def start_from_target(self, section: Any, vocab: VocabWeights, path: str) -> None:
+        """Nothing: these heads always start at the target's LM head."""
 
 
 class MedusaHead(MultiTokenHead):

@@ -17,10 +17,11 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.decode.methods import Calibrator, load_calibrator
 from aerie.model import push
 from aerie.model.checkpoint import load_head, save_head
-from aerie.model.export import export, inspect_head
+from aerie.model.export import export
 from aerie.model.formats.eagle_layouts import CHECKED
 from aerie.model.formats.layouts import read_content
 from aerie.model.hub import head_directory, readable_errors
+from aerie.model.inspection import inspect_head
 from aerie.model.push import SERVERS, Files, pack, public, upload
 from aerie.model.storage import digests, write_json
 from aerie.model.target import load_config, weights_size

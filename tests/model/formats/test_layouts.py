@@ -13,10 +13,11 @@ import torch
 from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import TargetConfig
 from aerie.model.checkpoint import head_facts, load_head, save_head
-from aerie.model.export import export, inspect_head, screen
+from aerie.model.export import export
 from aerie.model.formats.content import read_taps
 from aerie.model.formats.eagle_layouts import CHECKED, VLLM_SINCE, sglang_numbers
 from aerie.model.formats.layouts import read_content, read_tensors, tensor_names, write_tensors
+from aerie.model.inspection import inspect_head, screen
 from aerie.model.target import fingerprint
 from tests import tiny
 from tests.model.formats import published

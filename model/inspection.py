@@ -1,0 +1,228 @@
+"""Tells what a head's files hold, whether it fits its target, and which servers load it."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from aerie.configs.errors import UserError
+from aerie.model import checkpoint
+from aerie.model.export import check_taps
+from aerie.model.formats.content import (
+    COUNTS_OUTPUTS,
+    HeadContent,
+    TargetFacts,
+    nested,
+    tap_numbers,
+    unread,
+)
+from aerie.model.formats.layouts import read_content
+from aerie.model.heads import HEADS
+from aerie.model.heads.eagle import EMBEDDING
+from aerie.model.hub import head_directory
+from aerie.model.storage import CONFIG, plainly, read_json
+
+Taps = tuple[int, ...] | None
+UNSURE = {  # why the taps of an EAGLE-3 head are in doubt
+    "unnamed": "names no taps: the target's default ones will be taken",
+    "ambiguous": "only the target tells how its taps are numbered; give it with --target",
+}
+SCORES = ("step", "predicted_tau", "tau", "loss")
+LM_HEAD = re.compile(r"(laws\.lm_heads\.\d+|lm_head)\.\w+")
+
+
+def inspect_head(
+    path: Path | str, target: TargetFacts | None = None, after_blocks: Taps = None
+) -> dict[str, Any]:
+    """All about a head, JSON-ready; `problems` is empty if it loads and fits the target."""
+    directory = head_directory(path)
+    values = nested(read_json(directory / CONFIG))
+    facts = nested(values, "aerie")
+    taps, taps_open = _taps_to_read(values, target, after_blocks)
+    layout, files, content = read_content(directory, taps)
+    check_taps(content.config, directory, after_blocks)
+    config: Any = content.config
+    kind = HEADS[content.kind]
+    guesses = list(content.guesses)
+    if not kind.has_draft_vocabulary:
+        taps_open = None
+    if taps_open is not None:
+        guesses[0] = UNSURE[taps_open]  # the first one is about the taps
+    problems, remarks = _judge(content, directory, files.weights_path, facts, target)
+    recorded = nested(values, "speculators_config", "verifier").get("name_or_path")
+    of_target = {
+        "recorded": facts.get("target_path") or recorded,
+        "hidden_size": getattr(config, "target_hidden_size", config.hidden_size),
+        "vocab_size": config.vocab_size,
+    }
+    if target is not None:
+        of_target |= {"given": target.path, "fits": not problems}
+    shown_taps = getattr(config, "after_blocks", None) if taps_open is None else None
+    drafted = getattr(config, "draft_vocab_size", config.vocab_size)
+    coverage = nested(facts, "draft_vocabulary").get("coverage")
+    switches = [name for name, value in vars(config).items() if value is True]
+    return {
+        "path": str(path),
+        "layout": layout,
+        "kind": content.kind,
+        "weights": files.weights_path.name,
+        "target": of_target,
+        "taps": None if shown_taps is None else list(shown_taps),
+        "taps_open": taps_open,
+        "sizes": _without_nones({name: getattr(config, name) for name in kind.sizes}),
+        "options": [*switches, *_worded_options(config)],
+        "parameters": _count_parameters(content.tensors),
+        "vocabulary": {
+            "draft": drafted,
+            "target": config.vocab_size,
+            "coverage": 1.0 if drafted == config.vocab_size else coverage,
+        },
+        "rope": {
+            "theta": getattr(config, "rope_theta", None),
+            "scaling": getattr(config, "rope_scaling", None),
+            "max_position_embeddings": config.max_position_embeddings,
+        },
+        "embedding": _describe_embedding(content, target),
+        "left_out": sorted(checkpoint.optional_of(content) - content.tensors.keys()),
+        "training": {
+            name: facts[name] for name in SCORES if isinstance(facts.get(name), int | float)
+        },
+        "made_for": facts.get("made_for"),
+        "servers": _judge_servers(content, target),
+        "guesses": guesses,
+        "remarks": [*unread(values), *remarks],
+        "problems": problems,
+    }
+
+
+def _taps_to_read(
+    values: dict[str, Any], target: TargetFacts | None, after_blocks: Taps
+) -> tuple[Taps, str | None]:
+    """Taps for a head whose files name none, and a key of UNSURE if they are in doubt."""
+    if target is not None:
+        return after_blocks or target.default_taps, None
+    if after_blocks is not None or "after_blocks" in values:
+        return after_blocks, None
+    numbers = tap_numbers(values)
+    if not numbers:
+        return (2, 3, 4), "unnamed"  # only their number matters
+    is_ambiguous = values.get("architectures") == [COUNTS_OUTPUTS] and numbers[0] != 1
+    return None, "ambiguous" if is_ambiguous else None
+
+
+@contextmanager
+def _collected(sentences: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        sentences.append(str(error))
+
+
+def _judge(
+    content: HeadContent,
+    directory: Path,
+    weights: Path,
+    facts: dict[str, Any],
+    target: TargetFacts | None,
+) -> tuple[list[str], list[str]]:
+    """Why the head does not load or fit, and what else to know about it."""
+    config = content.config
+    problems: list[str] = []
+    vocabulary = None
+    with _collected(problems):
+        vocabulary = checkpoint.check_content(content, weights)
+    if target is None:
+        return problems, []
+    if vocabulary is not None:
+        with _collected(problems):
+            vocabulary.check_ends(target.end_ids, str(weights))
+    with _collected(problems):
+        checkpoint.check_sizes(
+            config, target.vocab, str(directory), target.path, target.text_config
+        )
+    with _collected(problems):
+        check_taps(config, directory, None, target)
+    mismatch = target.other_weights(facts.get("target"))
+    if mismatch is not None:
+        problems.append(f"{directory}: {mismatch}")
+    return problems, checkpoint.position_warnings(config, target.text_config, str(directory))
+
+
+def _judge_servers(content: HeadContent, target: TargetFacts | None) -> dict[str, Any]:
+    """By server: the layout that it loads, and why the head cannot be written in it."""
+    kind = HEADS[content.kind]
+    config: Any = content.config
+    servers = {}
+    for server, layout in kind.servers.items():
+        refused: list[str] = []
+        if layout == "safeailab" and config.bias:
+            refused.append("vLLM stops at fc.bias")
+        with _collected(refused):
+            kind.formats.refuse(layout, config, target)
+        servers[server] = {"layout": layout, "refused": refused}
+    return servers
+
+
+def _worded_options(config: Any) -> list[str]:
+    words = {name: value for name, value in vars(config).items() if isinstance(value, str)}
+    return [f"{name}: {value}" for name, value in words.items() if value != "silu"]
+
+
+def _describe_embedding(content: HeadContent, target: TargetFacts | None) -> str:
+    if EMBEDDING not in content.tensors:
+        is_optional = content.is_embedding_optional
+        return "not in the file: the target's" if is_optional else "none of its own"
+    if target is None:
+        return "in the file"
+    is_targets = checkpoint.is_targets(content.tensors[EMBEDDING], target.vocab)
+    return "in the file, " + ("the target's own" if is_targets else "NOT the target's")
+
+
+def _count_parameters(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    counts = {"own": 0, "lm_head": 0, "embedding": 0}
+    dtypes = set()
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            continue
+        part = "own"
+        if name == EMBEDDING:
+            part = "embedding"
+        elif LM_HEAD.fullmatch(name):
+            part = "lm_head"
+        counts[part] += tensor.numel()
+        dtypes.add(str(tensor.dtype).removeprefix("torch."))
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    return {**counts, "dtype": "+".join(sorted(dtypes)), "bytes": size}
+
+
+def _without_nones(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def screen(head: dict[str, Any]) -> str:
+    """inspect_head's answer for people."""
+    taps = head["taps"] or "none"
+    if head["taps"] is None and head["kind"] == "eagle3":
+        taps = "not determined without its target"
+    lines = [
+        ("head", f"{head['kind']}, {head['layout']} layout ({head['weights']}): {head['path']}"),
+        ("taps", f"hidden_states {taps}"),
+    ]
+    for name in ("target", "sizes", "parameters", "vocabulary", "rope", "training"):
+        pairs = [f"{key} {plainly(value)}" for key, value in head[name].items()]
+        lines.append((name, ", ".join(pairs) or "not recorded"))
+    lines += [
+        ("options", ", ".join(head["options"]) or "none"),
+        ("embedding", head["embedding"]),
+        ("left out", ", ".join(head["left_out"]) or "nothing"),
+        ("made for", head["made_for"] or "not recorded"),
+    ]
+    for name, server in head["servers"].items():
+        loads = f"loads it in the layout {server['layout']} (aerie convert)"
+        lines.append((name, "; ".join(server["refused"]) or loads))
+    for name, key in (("guessed", "guesses"), ("remark", "remarks"), ("PROBLEM", "problems")):
+        lines += [(name, sentence) for sentence in head[key]]
+    return "\n".join(f"{name:<11} {text}" for name, text in lines)
