@@ -63,6 +63,11 @@ class Storage:
     def values(self) -> torch.dtype:
         return self.dtype if self.form is None else VALUES[self.form]
 
+    def token_bytes(self, hidden_size: int, num_states: int) -> int:
+        """Bytes of a token in a shard: its id and turn id (int32), its states and their scales."""
+        scale_bytes = 4 if self.values in LARGEST else 0
+        return 8 + num_states * (hidden_size * self.values.itemsize + scale_bytes)
+
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return dtype if self.form is None else f"{self.form} for {dtype}"
@@ -164,10 +169,7 @@ class CachePlan:
 
     @property
     def token_bytes(self) -> int:
-        state = self.hidden_size * self.storage.values.itemsize + 4 * (
-            self.storage.values in LARGEST
-        )
-        return 8 + (1 + len(self.after_blocks)) * state
+        return self.storage.token_bytes(self.hidden_size, 1 + len(self.after_blocks))
 
     def bytes_of(self, shard: Shard) -> int:
         return shard.num_tokens * self.token_bytes + len(shard.rows) * ROW_BYTES + SHARD_BYTES

@@ -32,7 +32,7 @@ from aerie.data.cache import (
 from aerie.data.chat import TokenRow
 from aerie.data.inputs import CACHE_INDEX, FEATURES_COMMAND, state_inputs
 from aerie.data.progress import WHOLE_JOB, JobShare, format_bytes, start_progress
-from aerie.data.tokens import TokenisedData, statistics, text_fingerprint, tokenised
+from aerie.data.tokens import TokenisedData, statistics, text_fingerprint, tokenize_for_target
 from aerie.model.heads.eagle import check_size
 from aerie.model.storage import (
     FILE,
@@ -300,7 +300,7 @@ def prepare(
         warn(f"{path}: {why}")
     taps = taps_of(recipe, text.num_hidden_layers)
     check_size(getattr(recipe.head, "draft_vocab_size", None), text.vocab_size)
-    data, tokenizer, tally = tokenised(recipe.target, within_context(recipe.data, text))
+    data, tokenizer, tally = tokenize_for_target(recipe.target, within_context(recipe.data, text))
     origin = {**state_inputs(stage.inputs), "after_blocks": list(taps)}
     plan = plan_cache(
         stage.output, data, replace(recipe.features, after_blocks=taps), path, hf_config, origin

@@ -1,4 +1,7 @@
-"""`aerie init`: a recipe that suits a target, its data and this machine, with the reasons as comments."""
+"""The recipe that `aerie init` writes: it suits a target, its data and this machine, and says why.
+
+Each function settles one part: what the target is, what the data are, the kind of head, then section by section.
+"""
 
 import os
 import shutil
@@ -6,7 +9,7 @@ import sys
 from dataclasses import replace
 from math import ceil, inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -16,197 +19,359 @@ from aerie.configs.read import validate
 from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
-from aerie.data.cache import CachePlan, Storage
+from aerie.data.cache import Storage, StorageForm
 from aerie.data.conversations import read_rows
 from aerie.data.inputs import is_here
 from aerie.data.progress import format_bytes
-from aerie.data.tokens import tokenised
+from aerie.data.tokens import tokenize_for_target
 from aerie.model.heads import HEADS
 from aerie.model.heads.eagle import DEFAULT_SIZE
 from aerie.model.target import context_of, default_taps, load_config, weights_size
 
-SAMPLE, MOST = 1000, 4096  # rows to measure; the longest max_length (SpecForge)
-GPU_SPEED, CORE_SPEED = 400e12, 15e9  # operations a second (assumed; docs/scale.md)
+SAMPLE_ROWS = 1000  # whose lengths are measured
+LONGEST = 4096  # the longest max_length (SpecForge)
+GPU_SPEED = 400e12  # operations a second (assumed; docs/scale.md)
+CORE_SPEED = 15e9
 # of the kinds that init chooses from
 LAYOUT_FOR_VLLM = {
     name: kind.servers["vLLM"] for name, kind in HEADS.items() if kind.init_blocks < inf
 }
-COMMON = (
-    "target",
-    "model",
-    "merged",
-    "final",
-    "hf",
-    "output",
-)  # folder names that say nothing: take the parent's
-ONLY_AERIE = "no server loads it; aerie decodes with it"
+# Folder names that say nothing: a run is called after their parent.
+EMPTY_NAMES = ("target", "model", "merged", "final", "hf", "output")
+# AdamW's published rates are for a width of 4,096, and a narrower head takes larger steps. Muon's suit every width.
+PUBLISHED_WIDTH = 4096
+
+Requested = dict[str, Any]  # sections of the recipe, as the command line gives them
 
 
-def recipe_text(asked: dict[str, Any]) -> str:
-    """A complete recipe from the asked sections, which need target.path and data.conversations."""
-    target: TargetConfig = validate(asked["target"], TargetConfig, "--target", {})
-    hf_config = load_config(target)
-    text, gpus, cores = hf_config.get_text_config(), torch.cuda.device_count(), os.cpu_count() or 1
-    blocks, width, vocab_size = text.num_hidden_layers, text.hidden_size, text.vocab_size
+class Machine(NamedTuple):
+    gpus: int
+    cores: int
+    memory: int  # bytes: of a GPU, or of the host if there is none
+    speed: float  # operations a second, of all GPUs or cores
+
+
+class TargetFacts(NamedTuple):
+    text_config: Any
+    params: int
+    dtype: torch.dtype
+    context: int  # tokens
+
+
+class Corpus(NamedTuple):
+    num_rows: int  # 0: a data set on the Hub, which is not counted
+    num_train: int  # of these
+    held_out: float  # share
+    max_length: int  # tokens
+    longest: int  # tokens that 99 % of the rows do not exceed
+    mean_length: float  # tokens, once rows are cut
+
+    @property
+    def num_tokens(self) -> float:
+        return self.num_rows * self.mean_length
+
+
+class HeadChoice(NamedTuple):
+    section: dict[str, Any]
+    taps: tuple[int, ...]  # () for kinds that read the last state alone
+    params: int  # that are trained
+    learning_rate: float
+    train: dict[str, Any]  # the rest of the section `train`
+
+
+class Part(NamedTuple):
+    """A section and the comment above it."""
+
+    values: dict[str, Any]
+    comment: str
+
+
+def recipe_text(requested: Requested) -> str:
+    """A complete recipe; the requested sections need target.path and data.conversations."""
+    # (1) what is there
+    machine = this_machine()
+    target_config: TargetConfig = validate(requested["target"], TargetConfig, "--target", {})
+    target = target_facts(target_config, machine)
+    corpus = measure_corpus(target_config, requested["data"], target.context)
+
+    # (2) the head, and the name of the run
+    kind, reason = choose_kind(requested, target)
+    run = requested.get("run") or f"runs/{run_name(target_config.path)}-{kind}"
+    # A wrong key is refused here, before its value decides anything.
+    validate(
+        {**requested, "run": run, "head": {"kind": kind} | requested["head"]}, Recipe, "--out", {}
+    )
+    head = choose_head(kind, requested, target, corpus)
+
+    # (3) the sections
+    features = features_part(requested, run, head, target, corpus, machine)
+    parts = {
+        "target": target_part(target, machine),
+        "data": data_part(corpus),
+        "features": features,
+        "head": Part(head.section, f"{reason}; {servers_of(kind)}"),
+        "train": train_part(requested, features.values, head, target, corpus, machine),
+    }
+    if not machine.gpus:
+        parts |= small_measurements(kind)
+    values: dict[str, Any] = {**requested, "run": run}
+    for name, part in parts.items():
+        section = requested.get(name, {})
+        values[name] = section | part.values | section  # what was requested comes first, and wins
+    validate(values, Recipe, "--out", {})
+    return as_text(values, parts, machine)
+
+
+# --- what is there ------------------------------------------------------------------------------
+
+
+def this_machine() -> Machine:
+    gpus, cores = torch.cuda.device_count(), os.cpu_count() or 1
+    if gpus:
+        memory = torch.cuda.get_device_properties(0).total_memory
+        return Machine(gpus, cores, memory, gpus * GPU_SPEED)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    memory = torch.cuda.get_device_properties(0).total_memory if gpus else memory
-    params = weights_size(target) // (getattr(hf_config, "dtype", None) or torch.float32).itemsize
-    dtype = torch.bfloat16 if gpus or 4 * params > memory / 2 else torch.float32
-
-    data: DataConfig = validate(asked["data"], DataConfig, "--data", {})
-    data, rows, trained_rows, lengths = _measured(target, data, "held_out" not in asked["data"])
-    longest, context = lengths[int(0.99 * len(lengths))], context_of(text) or MOST
-    max_length = asked["data"].get("max_length") or min(MOST, context, 64 * ceil(longest / 64))
-    mean = sum(min(length, max_length) for length in lengths) / len(lengths)
-    counted = (
-        f"{rows:,} rows, about {rows * mean:,.0f} tokens; 99 % of the rows have at most {longest:,}"
-    )
-
-    kind, why = asked["head"].get("kind"), "as asked"
-    if kind is None:
-        kind = [name for name, record in HEADS.items() if record.init_blocks <= blocks][-1]
-        why = "eagle3 reads states of three blocks, and needs seven or more"
-    parent, name = Path(target.path).absolute().parts[-2:]
-    name = (
-        parent if name in COMMON else f"{parent}-{name}" if name.startswith("checkpoint-") else name
-    )
-    run = asked.get("run") or f"runs/{name.lower()}-{kind}"
-    validate({**asked, "run": run, "head": {"kind": kind} | asked["head"]}, Recipe, "--out", {})
-    # AdamW's published rates are for a width of 4,096; a narrower head takes larger steps. Muon's suit every width.
-    taps: tuple[int, ...] = ()
-    train: dict[str, Any] = {"epochs": 20, "batch_size": 4}  # EAGLE's, with 5e-5
-    layer = width * (5 * width + 3 * (getattr(text, "intermediate_size", None) or 4 * width))
-    trained = layer if kind in LAYOUT_FOR_VLLM else 4 * width * (width + vocab_size)
-    head: dict[str, Any] = {"kind": kind}
-    rate = 5e-5 * 4096 / width
-    if kind == "eagle3":  # SpecForge's
-        taps, rate = (
-            default_taps(blocks) or tuple(range(max(blocks - 3, 0), blocks)),
-            1e-4 * 4096 / width,
-        )
-        train = {
-            "epochs": 10,
-            "batch_size": max(1, min(16, int(MOST / mean))),
-            "packing": True,
-            "unroll_steps": 3,
-        }
-        if "init_from" not in asked["head"]:  # for a new head, what docs/studies.md found
-            taps = (*taps[:2], blocks - 1)
-            head |= {
-                "fc_norm": True,
-                "norm_output": True,
-                "lm_head": "frozen",
-                "fc_init": "highest_tap",
-            }
-            head |= {"norm_init": "target"} if hasattr(text, "rms_norm_eps") else {}
-            if asked.get("train", {}).get("optimizer", {}).get("kind", "muon") == "muon":
-                rate, muon = 6e-3, {"kind": "muon", "matrix_rate": 0.03}
-                train |= {"optimizer": muon, "scale_rates": {"steps": 600}}
-        trained += width * (5 * width + min(DEFAULT_SIZE, vocab_size))
-    train |= asked.get("train", {})
-    epoch_steps = ceil(
-        trained_rows / (train["batch_size"] * train.get("accumulation", 1) * max(gpus, 1))
-    )
-    steps = min(train["epochs"] * epoch_steps, train.get("max_steps") or inf)
-    train |= {"learning_rate": float(f"{rate:.1e}"), "warmup_steps": min(2000, steps // 20) or 2000}
-
-    free = shutil.disk_usage(
-        next(place for place in Path(run).absolute().parents if place.exists())
-    ).free
-    features: dict[str, Any] = {"mode": "online"}
-    place = "takes no disk: the target runs in the training step"
-    for form in ("int8", None):  # the second is better, where it fits
-        needed = (
-            rows * mean * CachePlan(Path(), [], 0, width, taps, Storage(dtype, form), 0).token_bytes
-        )
-        if 0 < needed < free / 2 and asked.get("features", {}).get("mode") != "online":
-            features = {"mode": "cached"} | ({"storage": form} if form else {})
-            place = f"about {format_bytes(needed)} of the {format_bytes(free)} that are free"
-    features |= {"after_blocks": list(taps)} if taps else {}
-    is_online = features["mode"] == "online"
-    # Operations a token: EAGLE-3 unrolls its head three times, others call the target's LM head.
-    work = 6 * (3 * trained if taps else trained + vocab_size * width) + 2 * params * is_online
-    speed = gpus * GPU_SPEED or cores * CORE_SPEED
-    needed = 16 * trained + 8 * vocab_size * width + params * dtype.itemsize * is_online
-    seconds = [
-        2 * params * rows * mean / speed,
-        steps / max(epoch_steps, 1) * work * trained_rows * mean / speed,
-    ]
-    if (
-        gpus and seconds[1]
-    ):  # evaluate and save every ten minutes, at least four times, at round steps
-        every = int(float(f"{max(steps * min(600 / seconds[1], 0.25), 1):.1g}"))
-        train = {"eval_every": every, "save_every": every} | train
-    took = [
-        f"{each / 3600:,.1f} h" if each > 3600 else f"{ceil(each / 60)} min" if rows else "? h"
-        for each in seconds
-    ]
-    spread = {"device_map": "auto"} if gpus > 1 and params * dtype.itemsize > 0.8 * memory else {}
-    few = {"prompts": {"num_prompts": 20, "max_new_tokens": 128}}
-    model = f"{blocks} blocks of width {width:,}, about {params:,} parameters"
-    served = (
-        f"vLLM (aerie convert --to {LAYOUT_FOR_VLLM.get(kind)}) and SGLang (--to sglang) load it"
-    )
-    sections: dict[str, tuple[dict[str, Any], str]] = {
-        "target": ({"dtype": str(dtype)[6:]} | spread, model),
-        "data": (
-            {"max_length": max_length, "held_out": data.held_out},
-            counted if rows else "on the Hub: not counted",
-        ),
-        "features": (features, f"{place}; one pass of the target: {took[0]}"),
-        "head": (head, f"{why}; {served if kind in LAYOUT_FOR_VLLM else ONLY_AERIE}"),
-        "train": (
-            train,
-            f"{steps:,} steps, {took[1]}; {format_bytes(needed)} plus the batch, of {format_bytes(memory)}",
-        ),
-    }
-    if not gpus:
-        sections["calibrate"] = (
-            few,
-            "fewer and shorter answers than on a GPU, to questions of held-out rows",
-        )
-        sections["bench"] = few, "the same for other held-out rows"
-    if not gpus and kind in LAYOUT_FOR_VLLM:
-        sections["tree"] = (
-            {"levels": 6, "k": 2, "nodes": 12},
-            "a CPU pays for every node; aerie tune finds the best",
-        )
-    values = {
-        name: asked.get(name, {}) | value | asked.get(name, {})
-        for name, (value, _) in sections.items()
-    }
-    validate(values := {**asked, **values, "run": run}, Recipe, "--out", {})
-    lines = [
-        f"# By aerie init, for {cores} cores, {gpus} GPUs. Hours, sizes and memory are estimates (docs/scale.md)."
-    ]
-    for name in sorted(values, key=["run", *sections, *values].index):
-        flow = yaml.safe_dump(
-            values[name], default_flow_style=True, sort_keys=False, width=inf
-        ).partition("\n")[0]
-        lines += [*([f"# {sections[name][1]}"] if name in sections else []), f"{name}: {flow}"]
-    return "\n".join(lines) + "\n"
+    return Machine(gpus, cores, memory, cores * CORE_SPEED)
 
 
-def _measured(
-    target: TargetConfig, data: DataConfig, is_free: bool
-) -> tuple[DataConfig, int, int, list[int]]:
-    """data (is_free: with held_out), numbers of all and of training rows (0: on the Hub), a sample's lengths."""
+def target_facts(config: TargetConfig, machine: Machine) -> TargetFacts:
+    hf_config = load_config(config)
+    stored = getattr(hf_config, "dtype", None) or torch.float32
+    params = weights_size(config) // stored.itemsize
+    is_large = 4 * params > machine.memory / 2  # in float32
+    dtype = torch.bfloat16 if machine.gpus or is_large else torch.float32
+    text_config = hf_config.get_text_config()
+    return TargetFacts(text_config, params, dtype, context_of(text_config) or LONGEST)
+
+
+def measure_corpus(target: TargetConfig, section: dict[str, Any], context: int) -> Corpus:
+    """What the rows are, by a sample of them that is tokenised."""
+    data: DataConfig = validate(section, DataConfig, "--data", {})
     if not all(is_here(name) for name in data.conversations):
-        return data, 0, 0, [MOST]
-    read = sum(1 for name in data.conversations for _ in read_rows(name))
-    if is_free and 0 < read < 800:
-        data = replace(data, held_out=min(0.2, round(40 / read, 2)))  # to measure with
-    sample, _, tally = tokenised(target, replace(data, max_length=2**20, limit=SAMPLE))
+        max_length = section.get("max_length") or min(LONGEST, context)
+        return Corpus(0, 0, data.held_out, max_length, LONGEST, min(LONGEST, max_length))
+    num_read = sum(sum(1 for _ in read_rows(name)) for name in data.conversations)
+    if "held_out" not in section and 0 < num_read < 800:
+        data = replace(data, held_out=min(0.2, round(40 / num_read, 2)))  # enough to measure with
+    sample, _, tally = tokenize_for_target(
+        target, replace(data, max_length=2**20, limit=SAMPLE_ROWS)
+    )
     print(tally.table(), file=sys.stderr)
     if len(sample.held_out) < 2:
         warn(
-            f"--data: {read} rows leave too few to measure with; name questions in bench.prompts.path"
+            f"--data: {num_read} rows leave too few to measure with; "
+            "name questions in bench.prompts.path"
         )
-    first, trained = [*sample.train, *sample.held_out], round(read * len(sample.train) / tally.rows)
-    trained = min(trained, data.limit or trained)
-    return (
-        data,
-        round(trained * len(first) / len(sample.train)),
-        trained,
-        sorted(len(row.input_ids) for row in first),
+    lengths = sorted(len(row.input_ids) for row in (*sample.train, *sample.held_out))
+    num_train = round(num_read * len(sample.train) / tally.rows)
+    num_train = min(num_train, data.limit or num_train)
+    longest = lengths[int(0.99 * len(lengths))]
+    max_length = section.get("max_length") or min(LONGEST, context, 64 * ceil(longest / 64))
+    return Corpus(
+        num_rows=round(num_train * len(lengths) / len(sample.train)),
+        num_train=num_train,
+        held_out=data.held_out,
+        max_length=max_length,
+        longest=longest,
+        mean_length=sum(min(length, max_length) for length in lengths) / len(lengths),
     )
+
+
+def run_name(target_path: str) -> str:
+    parent, name = Path(target_path).absolute().parts[-2:]
+    if name in EMPTY_NAMES:
+        name = parent
+    elif name.startswith("checkpoint-"):
+        name = f"{parent}-{name}"
+    return name.lower()
+
+
+# --- the head -----------------------------------------------------------------------------------
+
+
+def choose_kind(requested: Requested, target: TargetFacts) -> tuple[str, str]:
+    """A kind of head, and why."""
+    if kind := requested["head"].get("kind"):
+        return kind, "as asked"
+    blocks = target.text_config.num_hidden_layers
+    kinds = [name for name, record in HEADS.items() if record.init_blocks <= blocks]
+    return kinds[-1], "eagle3 reads states of three blocks, and needs seven or more"
+
+
+def servers_of(kind: str) -> str:
+    if kind not in LAYOUT_FOR_VLLM:
+        return "no server loads it; aerie decodes with it"
+    return f"vLLM (aerie convert --to {LAYOUT_FOR_VLLM[kind]}) and SGLang (--to sglang) load it"
+
+
+def choose_head(kind: str, requested: Requested, target: TargetFacts, corpus: Corpus) -> HeadChoice:
+    text = target.text_config
+    width = text.hidden_size
+    inner_width = getattr(text, "intermediate_size", None) or 4 * width
+    layer = width * (5 * width + 3 * inner_width)  # parameters of a decoder layer
+    section = {"kind": kind}
+    if kind == "eagle3":
+        return _choose_eagle3(section, layer, requested, text, corpus)
+    params = layer if kind in LAYOUT_FOR_VLLM else 4 * width * (width + text.vocab_size)
+    # EAGLE's epochs, batch size and learning rate.
+    rate = 5e-5 * PUBLISHED_WIDTH / width
+    return HeadChoice(section, (), params, rate, {"epochs": 20, "batch_size": 4})
+
+
+def _choose_eagle3(
+    section: dict[str, Any], layer: int, requested: Requested, text: Any, corpus: Corpus
+) -> HeadChoice:
+    # SpecForge's settings; for a new head, what docs/studies.md found.
+    blocks, width = text.num_hidden_layers, text.hidden_size
+    taps = default_taps(blocks) or tuple(range(max(blocks - 3, 0), blocks))
+    rate = 1e-4 * PUBLISHED_WIDTH / width
+    train: dict[str, Any] = {
+        "epochs": 10,
+        "batch_size": max(1, min(16, int(LONGEST / corpus.mean_length))),
+        "packing": True,
+        "unroll_steps": 3,
+    }
+    if "init_from" not in requested["head"]:  # published heads have the usual taps
+        taps = (*taps[:2], blocks - 1)
+        section |= {
+            "fc_norm": True,
+            "norm_output": True,
+            "lm_head": "frozen",
+            "fc_init": "highest_tap",
+        }
+        if hasattr(text, "rms_norm_eps"):
+            section["norm_init"] = "target"
+        if requested.get("train", {}).get("optimizer", {}).get("kind", "muon") == "muon":
+            rate = 6e-3
+            train["optimizer"] = {"kind": "muon", "matrix_rate": 0.03}
+            train["scale_rates"] = {"steps": 600}
+    params = layer + width * (5 * width + min(DEFAULT_SIZE, text.vocab_size))
+    return HeadChoice(section, taps, params, rate, train)
+
+
+# --- the sections -------------------------------------------------------------------------------
+
+
+def target_part(target: TargetFacts, machine: Machine) -> Part:
+    text = target.text_config
+    values = {"dtype": str(target.dtype).removeprefix("torch.")}
+    if machine.gpus > 1 and target.params * target.dtype.itemsize > 0.8 * machine.memory:
+        values["device_map"] = "auto"
+    return Part(
+        values,
+        f"{text.num_hidden_layers} blocks of width {text.hidden_size:,}, "
+        f"about {target.params:,} parameters",
+    )
+
+
+def data_part(corpus: Corpus) -> Part:
+    values = {"max_length": corpus.max_length, "held_out": corpus.held_out}
+    if not corpus.num_rows:
+        return Part(values, "on the Hub: not counted")
+    return Part(
+        values,
+        f"{corpus.num_rows:,} rows, about {corpus.num_tokens:,.0f} tokens; "
+        f"99 % of the rows have at most {corpus.longest:,}",
+    )
+
+
+def features_part(
+    requested: Requested,
+    run: str,
+    head: HeadChoice,
+    target: TargetFacts,
+    corpus: Corpus,
+    machine: Machine,
+) -> Part:
+    """Cached if that takes less than half of the free disk, in int8 if nothing else does."""
+    existing = next(path for path in Path(run).absolute().parents if path.exists())
+    free = shutil.disk_usage(existing).free
+    values: dict[str, Any] = {"mode": "online"}
+    comment = "takes no disk: the target runs in the training step"
+    forms: tuple[StorageForm | None, ...] = ("int8", None)  # the second is better, where it fits
+    for form in forms:
+        states = 1 + len(head.taps)
+        token_bytes = Storage(target.dtype, form).token_bytes(
+            target.text_config.hidden_size, states
+        )
+        needed = corpus.num_tokens * token_bytes
+        if 0 < needed < free / 2 and requested.get("features", {}).get("mode") != "online":
+            values = {"mode": "cached"} | ({"storage": form} if form else {})
+            comment = f"about {format_bytes(needed)} of the {format_bytes(free)} that are free"
+    if head.taps:
+        values["after_blocks"] = list(head.taps)
+    seconds = 2 * target.params * corpus.num_tokens / machine.speed
+    return Part(values, f"{comment}; one pass of the target: {_duration(seconds, corpus)}")
+
+
+def train_part(
+    requested: Requested,
+    features: dict[str, Any],
+    head: HeadChoice,
+    target: TargetFacts,
+    corpus: Corpus,
+    machine: Machine,
+) -> Part:
+    values = head.train | requested.get("train", {})
+    rows_per_step = values["batch_size"] * values.get("accumulation", 1) * max(machine.gpus, 1)
+    epoch_steps = ceil(corpus.num_train / rows_per_step)
+    steps = min(values["epochs"] * epoch_steps, values.get("max_steps") or inf)
+    values["learning_rate"] = float(f"{head.learning_rate:.1e}")
+    values["warmup_steps"] = min(2000, steps // 20) or 2000
+
+    # Operations a token: EAGLE-3 unrolls its head three times, others call the target's LM head.
+    lm_head = target.text_config.vocab_size * target.text_config.hidden_size
+    operations = 6 * (3 * head.params if head.taps else head.params + lm_head)
+    memory = 16 * head.params + 8 * lm_head
+    if features["mode"] == "online":
+        operations += 2 * target.params
+        memory += target.params * target.dtype.itemsize
+    epochs = steps / max(epoch_steps, 1)
+    seconds = epochs * operations * corpus.num_train * corpus.mean_length / machine.speed
+
+    if machine.gpus and seconds:
+        # Every ten minutes, at least four times, at round steps.
+        every = int(float(f"{max(steps * min(600 / seconds, 0.25), 1):.1g}"))
+        values = {"eval_every": every, "save_every": every} | values
+    return Part(
+        values,
+        f"{steps:,} steps, {_duration(seconds, corpus)}; "
+        f"{format_bytes(memory)} plus the batch, of {format_bytes(machine.memory)}",
+    )
+
+
+def small_measurements(kind: str) -> dict[str, Part]:
+    """Sections that keep measuring short without a GPU."""
+    prompts = {"prompts": {"num_prompts": 20, "max_new_tokens": 128}}
+    parts = {
+        "calibrate": Part(
+            prompts, "fewer and shorter answers than on a GPU, to questions of held-out rows"
+        ),
+        "bench": Part(prompts, "the same for other held-out rows"),
+    }
+    if kind in LAYOUT_FOR_VLLM:
+        parts["tree"] = Part(
+            {"levels": 6, "k": 2, "nodes": 12},
+            "a CPU pays for every node; aerie tune finds the best",
+        )
+    return parts
+
+
+def _duration(seconds: float, corpus: Corpus) -> str:
+    if seconds > 3600:
+        return f"{seconds / 3600:,.1f} h"
+    return f"{ceil(seconds / 60)} min" if corpus.num_rows else "? h"
+
+
+def as_text(values: dict[str, Any], parts: dict[str, Part], machine: Machine) -> str:
+    """YAML with a line and a comment for each section: first the run, then the parts, then the rest."""
+    lines = [
+        f"# By aerie init, for {machine.cores} cores, {machine.gpus} GPUs. "
+        "Hours, sizes and memory are estimates (docs/scale.md)."
+    ]
+    for name in dict.fromkeys(["run", *parts, *values]):
+        if name in parts:
+            lines.append(f"# {parts[name].comment}")
+        flow = yaml.safe_dump(values[name], default_flow_style=True, sort_keys=False, width=inf)
+        lines.append(f"{name}: {flow.splitlines()[0]}")  # a bare value ends with a line "..."
+    return "\n".join(lines) + "\n"

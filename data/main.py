@@ -254,7 +254,9 @@ def show(arguments: argparse.Namespace, recipe: Recipe) -> int:
     limit = (
         arguments.limit if recipe.data.limit is None else min(arguments.limit, recipe.data.limit)
     )
-    data, tokenizer, tally = tokens.tokenised(recipe.target, replace(recipe.data, limit=limit))
+    data, tokenizer, tally = tokens.tokenize_for_target(
+        recipe.target, replace(recipe.data, limit=limit)
+    )
     rows = [*data.train, *data.held_out][: arguments.limit]
     print(f"{tokens.preview(rows, tokenizer, not arguments.plain)}\n\n{tally.table()}")
     return 0

@@ -57,7 +57,9 @@ class TokenisedData(NamedTuple):
     held_out: list[TokenRow]  # training never sees them
 
 
-def tokenised(target: TargetConfig, config: DataConfig) -> tuple[TokenisedData, Any, Tally]:
+def tokenize_for_target(
+    target: TargetConfig, config: DataConfig
+) -> tuple[TokenisedData, Any, Tally]:
     tokenizer, tally = load_tokenizer(target), Tally()
     return tokenize(config, tokenizer, target_end_ids(target, tokenizer), tally), tokenizer, tally
 
