@@ -1,6 +1,6 @@
 """The feature cache: the target's states of every token, in memory-mapped files.
 
-    shard-00000.safetensors  some rows, one after the other: input_ids, turns, last_hidden, taps, scales
+    shard-00000.safetensors  some rows, one after the other (TOKENS and STATES below)
     shard-00000.json         its record, a Manifest
     index.json               all records together, a Manifest; written last
 
@@ -45,8 +45,12 @@ VALUES: dict[StorageForm, torch.dtype] = {
     "int8": torch.int8,
 }
 LARGEST: dict[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-TOKENS, STATES = ("input_ids", "turns"), ("last_hidden", "taps", "scales")  # tensors of a shard
-TOKEN_SUMS, STATE_SUMS = "token_checksums", "state_checksums"  # 8 hex digits per row
+# The tensors of a shard, in two groups: a row's tokens are also read without its states.
+TOKENS = ("input_ids", "turns")  # the second: a row's turn_ids
+STATES = ("last_hidden", "taps", "scales")
+# Checksums in its record, 8 hex digits per row and group.
+TOKEN_SUMS = "token_checksums"
+STATE_SUMS = "state_checksums"
 OPEN_SHARDS = 128  # at most mapped at once in a process
 ROW_BYTES = 56  # per row, in its shard's record and in the index
 SHARD_BYTES = 2048  # per shard, at most: its header and the rest of its record
@@ -74,22 +78,21 @@ class Storage:
 
 
 def encode(states: Tensor, num_states: int, storage: Storage) -> tuple[Tensor, Tensor | None]:
-    """States [..., S * D] -> stored values [..., S * D], and float32 scales [..., S] of fp8 and int8."""
+    """Stored values [..., S * D] of states [..., S * D], and the float32 scales [..., S] of fp8 and int8."""
     if storage.values not in LARGEST:
         return states.to(storage.values), None
+    largest = LARGEST[storage.values]
     split = states.float().unflatten(-1, (num_states, -1))  # [..., S, D]
-    largest, smallest = (
-        LARGEST[storage.values],
-        torch.finfo(torch.float32).tiny,
-    )  # a state of zeros needs a scale, too
+    smallest = torch.finfo(torch.float32).tiny  # a state of zeros needs a scale, too
     scales = (split.abs().amax(-1) / largest).clamp_min(smallest)  # [..., S]
-    split = split / scales[..., None]
+    split = split / scales[..., None]  # [..., S, D]
     if storage.values == torch.int8:
         split = split.round_()
     return split.clamp_(-largest, largest).to(storage.values).flatten(-2), scales
 
 
 def decode(values: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The states [..., S * D] of what `encode` returned."""
     if scales is None:
         return values.to(dtype)
     split = values.float().unflatten(-1, (scales.shape[-1], -1))  # [..., S, D]
@@ -143,9 +146,8 @@ class Shard:
         return sum(self.lengths)
 
     def is_whole(self, content: bool = False) -> bool:
-        return isinstance(
-            Manifest.check(self.path.parent, self.inputs, content, self.record.name), Whole
-        )
+        checked = Manifest.check(self.path.parent, self.inputs, content, self.record.name)
+        return isinstance(checked, Whole)
 
     def save(self, tensors: dict[str, Tensor]) -> None:
         facts: dict[str, Any] = {"lengths": self.lengths}
@@ -178,45 +180,51 @@ class CachePlan:
         return [shard for shard in share.part(self.shards) if not shard.is_whole()]
 
     def foreign(self) -> list[Path]:
-        inputs, found = {shard.record: shard.inputs for shard in self.shards}, []
+        """The records of shards that are none of this plan's."""
+        inputs = {shard.record: shard.inputs for shard in self.shards}
+        records = []
         for path in sorted(self.directory.glob("shard-*.json")):
             checked = Manifest.check(
                 self.directory, inputs.get(path, {}), content=False, name=path.name
             )
-            found += [path] if isinstance(checked, Foreign) else []
-        return found
+            if isinstance(checked, Foreign):
+                records.append(path)
+        return records
 
     def require_own_directory(self, overwrite: bool) -> None:
         if not overwrite and (foreign := self.foreign()):
-            fix = "choose another --run or --overwrite"
-            raise UserError(f"{foreign[0]}: made from other rows or by another target; {fix}")
+            raise UserError(
+                f"{foreign[0]}: made from other rows or by another target; "
+                "choose another --run or --overwrite"
+            )
 
     def write_index(self, fingerprint: dict[str, Any]) -> Manifest:
-        dtype = str(self.storage.dtype).removeprefix("torch.")
+        """Joins the shards' records."""
+        files = dict[str, tuple[int, str]]()
+        lengths, token_sums, state_sums = list[int](), "", ""
+        for shard in self.shards:
+            record = Manifest.read(self.directory, shard.record.name)
+            files |= record.files
+            lengths += record.facts["lengths"]
+            token_sums += record.facts[TOKEN_SUMS]
+            state_sums += record.facts[STATE_SUMS]
+        for shard in self.shards:  # after all shards, since older indexes have this order
+            files[shard.record.name] = (shard.record.stat().st_size, file_digest(shard.record))
         shape = {
             "after_blocks": list(self.after_blocks),
-            "dtype": dtype,
+            "dtype": str(self.storage.dtype).removeprefix("torch."),
             "storage": self.storage.form,
         }
-        rows_made_from = digest([shard.inputs["rows"] for shard in self.shards])
-        records = [Manifest.read(self.directory, shard.record.name) for shard in self.shards]
-        files = {name: entry for record in records for name, entry in record.files.items()}
-        files |= {
-            shard.record.name: (shard.record.stat().st_size, file_digest(shard.record))
-            for shard in self.shards
-        }
-        lengths = [length for record in records for length in record.facts["lengths"]]
         facts = {
             **shape,
             "splits": {"train": [0, self.num_train], "held_out": [self.num_train, len(lengths)]},
             "shards": [[shard.path.name, len(shard.rows)] for shard in self.shards],
             "lengths": lengths,
-            **{
-                name: "".join(record.facts[name] for record in records)
-                for name in (TOKEN_SUMS, STATE_SUMS)
-            },
+            TOKEN_SUMS: token_sums,
+            STATE_SUMS: state_sums,
         }
-        index = Manifest(files, {**fingerprint, **shape, "rows": rows_made_from}, facts)
+        rows = digest([shard.inputs["rows"] for shard in self.shards])
+        index = Manifest(files, {**fingerprint, **shape, "rows": rows}, facts)
         index.write(self.directory, CACHE_INDEX)
         return index
 
@@ -235,27 +243,25 @@ class FeatureCache(Sequence[CachedRow]):
     """Rows of a complete cache; a split or a slice is a view of the same files."""
 
     def __init__(self, directory: Path, manifest: Manifest, numbers: range) -> None:
-        self.directory, self.manifest, self.numbers = directory, manifest, numbers
-        self.fingerprint, self.facts = manifest.inputs, manifest.facts
+        self.directory = directory
+        self.manifest = manifest
+        self.numbers = numbers  # this view's rows, among all of the cache
+        self.fingerprint = manifest.inputs
+        self.facts = manifest.facts
         self.lengths = [self.facts["lengths"][number] for number in numbers]  # in tokens
         self._starts = [0, *accumulate(self.facts["lengths"])]  # each row's first token
         self._first_rows = [0, *accumulate(count for _, count in self.facts["shards"])]
-        # an open shard, and the (row, kind of checksum) pairs found sound
-        self._open = lru_cache(OPEN_SHARDS)(
-            lambda path: (safe_open(path, framework="pt"), set[tuple[int, str]]())
-        )
+        self._open = lru_cache(OPEN_SHARDS)(_OpenShard)
 
     @classmethod
     def open(cls, directory: Path, expected: dict[str, Any] | None = None) -> "FeatureCache":
         """The cache; UserError if it is not whole or not made from what is expected."""
         checked = Manifest.check(directory, content=False, name=CACHE_INDEX)
         if isinstance(checked, Damaged):
-            why, verb = (
-                f"{checked.path.name}: {checked.why}",
-                "complete" if directory.is_dir() else "build",
-            )
+            verb = "complete" if directory.is_dir() else "build"
             raise UserError(
-                f"{directory}: no whole feature cache ({why}); {verb} it with: {FEATURES_COMMAND}"
+                f"{directory}: no whole feature cache ({checked.path.name}: {checked.why}); "
+                f"{verb} it with: {FEATURES_COMMAND}"
             )
         fingerprint = {key: checked.manifest.inputs.get(key) for key in expected or {}}
         if changed := differences(fingerprint, expected or {}):
@@ -269,10 +275,14 @@ class FeatureCache(Sequence[CachedRow]):
 
     @property
     def shards(self) -> list[range]:
-        """For each file, the positions of its rows in this view (a split or the whole)."""
-        first, last = self.numbers.start, self.numbers.stop
-        pairs = [(max(start, first), min(end, last)) for start, end in pairwise(self._first_rows)]
-        return [range(start - first, end - first) for start, end in pairs if start < end]
+        """For each file, the positions of its rows in this view (a split or all rows)."""
+        ranges = []
+        for start, end in pairwise(self._first_rows):
+            first = max(start, self.numbers.start) - self.numbers.start
+            last = min(end, self.numbers.stop) - self.numbers.start
+            if first < last:
+                ranges.append(range(first, last))
+        return ranges
 
     def tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(input_ids, turn_ids) of each row."""
@@ -288,30 +298,49 @@ class FeatureCache(Sequence[CachedRow]):
             return FeatureCache(self.directory, self.manifest, self.numbers[position])
         number = self.numbers[position]
         row = self._read(number, TOKENS, TOKEN_SUMS) | self._read(number, STATES, STATE_SUMS)
-        taps, scales = row.get("taps"), row.get("scales")
-        dtype = None if self.facts["storage"] is None else getattr(torch, self.facts["dtype"])
+        is_encoded = self.facts["storage"] is not None
         return CachedRow(
-            row["input_ids"].long(), row["turns"], row["last_hidden"], taps, scales, dtype
+            input_ids=row["input_ids"].long(),
+            turn_ids=row["turns"],
+            last_hidden=row["last_hidden"],
+            taps=row.get("taps"),
+            scales=row.get("scales"),
+            dtype=getattr(torch, self.facts["dtype"]) if is_encoded else None,
         )
 
     def _read(self, number: int, names: Sequence[str], sums: str) -> dict[str, Tensor]:
+        """Tensors of a row, compared with their checksum."""
         shard = bisect_right(self._first_rows, number) - 1
-        first = self._starts[self._first_rows[shard]]
+        first_row = self._first_rows[shard]
+        first = self._starts[first_row]  # the shard's first token
         span = slice(self._starts[number] - first, self._starts[number + 1] - first)
         path = self.directory / self.facts["shards"][shard][0]
         try:
-            file, sound = self._open(path)
-            stored = set(file.keys())
-            tensors = {name: file.get_slice(name)[span].clone() for name in names if name in stored}
-            is_sound = (number, sums) in sound
-            if (
-                is_sound
-                or checksum([*tensors.values()]) == self.facts[sums][8 * number : 8 * number + 8]
-            ):
-                sound.add((number, sums))
+            file = self._open(path)
+            tensors = file.read(names, span)
+            if (number, sums) in file.sound:
                 return tensors
-            why = "does not match its checksum"
+            if checksum([*tensors.values()]) == self.facts[sums][8 * number : 8 * number + 8]:
+                file.sound.add((number, sums))
+                return tensors
+            fault = "does not match its checksum"
         except (SafetensorError, OSError) as error:
-            why = f"cannot be read ({error})"
-        place = f"{path}: row {number - self._first_rows[shard] + 1} of the shard"
-        raise UserError(f"{place} {why}; mend what is broken with: {FEATURES_COMMAND} --verify")
+            fault = f"cannot be read ({error})"
+        raise UserError(
+            f"{path}: row {number - first_row + 1} of the shard {fault}; "
+            f"mend what is broken with: {FEATURES_COMMAND} --verify"
+        )
+
+
+class _OpenShard:
+    """A file that stays open, and which of its rows are known to be sound."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = safe_open(path, framework="pt")
+        self.names = set(self.file.keys())
+        self.sound = set[tuple[int, str]]()  # rows, each with the kind of its checksum
+
+    def read(self, names: Sequence[str], span: slice) -> dict[str, Tensor]:
+        # Copies: a slice would keep the file's pages.
+        present = [name for name in names if name in self.names]
+        return {name: self.file.get_slice(name)[span].clone() for name in present}

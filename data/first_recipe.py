@@ -20,9 +20,9 @@ from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
 from aerie.data.cache import Storage, StorageForm
-from aerie.data.conversations import read_rows
 from aerie.data.inputs import is_here
 from aerie.data.progress import format_bytes
+from aerie.data.rows import read_rows
 from aerie.data.tokens import tokenize_for_target
 from aerie.model.heads import HEADS
 from aerie.model.heads.eagle import DEFAULT_SIZE

@@ -45,7 +45,12 @@ DECISIVE_FILE = re.compile(r"config\.json|.*\.(safetensors|bin|py)")  # decides 
 READERS_KEYS = ("batch_tokens", "mode", "shuffle_shards")  # of `features`: they change no state
 
 
-# --- digests of files ---------------------------------------------------------------------------
+# --- digests ------------------------------------------------------------------------------------
+
+
+def hashed_number(text: str, bits: int) -> int:
+    """A number of so many bits that looks random and depends on the text alone."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big") >> (256 - bits)
 
 
 def sampled_digest(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The recipe's conversations as tokenised rows; their preview and draft vocabulary."""
+"""The recipe's conversations as token ids with a loss mask; their preview, their draft vocabulary."""
 
 import os
 import re
@@ -8,11 +8,11 @@ from array import array
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from datetime import date
 from importlib.metadata import version
-from itertools import accumulate, groupby, islice, pairwise
+from itertools import chain, groupby, islice, pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,15 +26,10 @@ from aerie.configs.read import as_dict
 from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data.chat import Chat, Rendered, TokenRow, shared_start
-from aerie.data.conversations import (
-    Conversation,
-    Tally,
-    UnusableRow,
-    hub_commit,
-    load_conversations,
-)
+from aerie.data.conversations import Conversation, Tally, UnusableRow, load_conversations
 from aerie.data.inputs import conversation_inputs, is_here
 from aerie.data.progress import start_progress
+from aerie.data.rows import hub_commit
 from aerie.model.heads.eagle import DEFAULT_SIZE, DraftVocabulary
 from aerie.model.storage import (
     Manifest,
@@ -46,8 +41,11 @@ from aerie.model.storage import (
 )
 from aerie.model.target import load_tokenizer, target_end_ids
 
-CONVERSATIONS_PER_CALL = 256  # conversations of one tokenizer call
-ROWS, SLOW_SECONDS = "rows.parquet", 5.0  # rows that took longer to make are cached
+CONVERSATIONS_PER_CALL = 256  # of the tokenizer
+SLOW_SECONDS = 5.0  # work that takes longer goes to several processes, and its rows are kept
+ROWS_FILE = "rows.parquet"
+# The code that decides the rows: kept ones are of no use once it has changed.
+CODE = ("chat.py", "conversations.py", "rows.py", "tokens.py", "shapes.yaml")
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a corpus must not steer the terminal
 
@@ -60,223 +58,282 @@ class TokenisedData(NamedTuple):
 def tokenize_for_target(
     target: TargetConfig, config: DataConfig
 ) -> tuple[TokenisedData, Any, Tally]:
+    """The rows, the target's tokenizer and what was counted."""
     tokenizer, tally = load_tokenizer(target), Tally()
     return tokenize(config, tokenizer, target_end_ids(target, tokenizer), tally), tokenizer, tally
 
 
 def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally) -> TokenisedData:
-    """Rows cut at max_length, each with a supervised slot; slow work is kept in the user's cache folder."""
-    here, files = Path(__file__).parent, ("chat.py", "conversations.py", "tokens.py", "shapes.yaml")
-    # None for a Hub data set whose commit the Hub does not tell
-    commits = {name: hub_commit(name, None) for name in config.conversations if not is_here(name)}
-    inputs = {  # all that decides the rows
-        **text_fingerprint(tokenizer, config),
-        "special_tokens": [
-            tokenizer.special_tokens_map,
-            tokenizer.all_special_ids,
-            sorted(end_ids),
-        ],
-        "today": date.today().isoformat() if "strftime_now" in str(tokenizer.chat_template) else "",
-        "conversations": conversation_inputs(config.conversations, file_digest) | commits,
-        "code": [
-            version("transformers"),
-            version("tokenizers"),
-            *(file_digest(here / name) for name in files),
-        ],
-    }
-    directory, names, started = (
-        user_cache() / digest(inputs),
-        ("input_ids", "turn_ids"),
-        time.monotonic(),
-    )
-    if isinstance(found := Manifest.check(directory, inputs), Whole):
-        if rank() == 0:
-            print(f"tokenised rows are read from {directory}", file=sys.stderr, flush=True)
-        table, facts = parquet.read_table(directory / ROWS), found.manifest.facts
-        ints = (
-            [array("i", row.values.to_numpy().tobytes()) for row in table[name]] for name in names
-        )
-        rows = [TokenRow(*row) for row in zip(*ints, table["source"].to_pylist(), strict=True)]
-        tally.rows += facts["rows"]
-        for kind, reason, count, example in facts["counts"]:
-            tally.counts[kind, reason] += count
-            tally.examples.setdefault((kind, reason), example)
-        return TokenisedData(rows[: facts["num_train"]], rows[facts["num_train"] :])
-    data = _made(config, tokenizer, end_ids, tally)
-    if (
-        rank() == 0
-        and None not in inputs["conversations"].values()
-        and time.monotonic() - started > SLOW_SECONDS
-    ):
-        rows = [*data.train, *data.held_out]
-        columns = {
-            name: [np.asarray(getattr(row, name), dtype=np.int32) for row in rows] for name in names
-        }
-        counts = [[*key, count, tally.examples[key]] for key, count in tally.counts.items()]
-        with (
-            suppress(OSError, UserError),
-            directory_atomically(directory) as temporary,
-        ):  # no room, no permission
-            parquet.write_table(
-                arrow.table({**columns, "source": [row.source for row in rows]}), temporary / ROWS
-            )
-            facts = {"num_train": len(data.train), "rows": tally.rows, "counts": counts}
-            Manifest.of(temporary, inputs, facts).write(temporary)
+    """Rows cut at max_length, each with a supervised slot.
+
+    Slow work is kept in the user's cache folder, and read from there the next time.
+    """
+    inputs = _inputs_of(config, tokenizer, end_ids)
+    directory = user_cache() / digest(inputs)
+    checked = Manifest.check(directory, inputs)
+    if isinstance(checked, Whole):
+        return _read_kept(directory, checked.manifest.facts, tally)
+    started = time.monotonic()
+    data = _make_rows(config, tokenizer, end_ids, tally)
+    is_slow = time.monotonic() - started > SLOW_SECONDS
+    if rank() == 0 and is_slow and None not in inputs["conversations"].values():
+        with suppress(OSError, UserError):  # no room, no permission
+            _keep(directory, inputs, data, tally)
     return data
 
 
-def _made(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally) -> TokenisedData:
-    chat, data = Chat(tokenizer, end_ids, tally), TokenisedData([], [])
-    num_ids, max_length = max(tokenizer.get_vocab().values()) + 1, config.max_length
-    num_tokens = num_supervised = 0  # rows without a supervised slot count too
+# --- rows kept in the user's cache folder -------------------------------------------------------
+
+
+def _inputs_of(config: DataConfig, tokenizer: Any, end_ids: set[int]) -> dict[str, Any]:
+    """All that decides the rows. The commit of a Hub data set is None if the Hub does not tell it."""
+    commits = {name: hub_commit(name, None) for name in config.conversations if not is_here(name)}
+    special = [tokenizer.special_tokens_map, tokenizer.all_special_ids, sorted(end_ids)]
+    code = [file_digest(Path(__file__).parent / name) for name in CODE]
+    writes_date = "strftime_now" in str(tokenizer.chat_template)
+    return {
+        **text_fingerprint(tokenizer, config),
+        "special_tokens": special,
+        "today": date.today().isoformat() if writes_date else "",
+        "conversations": conversation_inputs(config.conversations, file_digest) | commits,
+        "code": [version("transformers"), version("tokenizers"), *code],
+    }
+
+
+def text_fingerprint(tokenizer: Any, data: DataConfig) -> dict[str, Any]:
+    return {
+        "tokenizer": digest(tokenizer.backend_tokenizer.to_str()),
+        "template": digest(tokenizer.chat_template),
+        "data": as_dict(data),
+    }
+
+
+def _read_kept(directory: Path, facts: dict[str, Any], tally: Tally) -> TokenisedData:
+    if rank() == 0:
+        print(f"tokenised rows are read from {directory}", file=sys.stderr, flush=True)
+    tally.rows += facts["rows"]
+    for kind, reason, count, example in facts["counts"]:
+        tally.counts[kind, reason] += count
+        tally.examples.setdefault((kind, reason), example)
+    table = parquet.read_table(directory / ROWS_FILE)
+    columns = (table[name] for name in ("input_ids", "turn_ids", "source"))
+    rows = [
+        TokenRow(_as_array(ids), _as_array(turn_ids), source.as_py())
+        for ids, turn_ids, source in zip(*columns, strict=True)
+    ]
+    return TokenisedData(rows[: facts["num_train"]], rows[facts["num_train"] :])
+
+
+def _as_array(numbers: Any) -> "array[int]":
+    return array("i", numbers.values.to_numpy().tobytes())
+
+
+def _keep(directory: Path, inputs: dict[str, Any], data: TokenisedData, tally: Tally) -> None:
+    rows = [*data.train, *data.held_out]
+    columns = {
+        "input_ids": [np.asarray(row.input_ids, dtype=np.int32) for row in rows],
+        "turn_ids": [np.asarray(row.turn_ids, dtype=np.int32) for row in rows],
+        "source": [row.source for row in rows],
+    }
+    counts = [[*key, count, tally.examples[key]] for key, count in tally.counts.items()]
+    facts = {"num_train": len(data.train), "rows": tally.rows, "counts": counts}
+    with directory_atomically(directory) as temporary:
+        parquet.write_table(arrow.table(columns), temporary / ROWS_FILE)
+        Manifest.of(temporary, inputs, facts).write(temporary)
+
+
+# --- conversations -> rows ----------------------------------------------------------------------
+
+
+def _make_rows(
+    config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
+) -> TokenisedData:
+    maker = RowMaker(Chat(tokenizer, end_ids, tally), config)
+    data = TokenisedData([], [])
+    num_tokens = num_supervised = 0
     with start_progress(None, "conversations", "tokenise") as progress:
-        for conversation, rows in _in_processes(
-            load_conversations(config, tally), chat, config, num_ids
-        ):
-            reasons, kept = list[str](), list[TokenRow]()
-            for row in rows:
-                if len(row.input_ids) > max_length:
-                    tally.add("left out", "tokens behind max_length cut", row.source)
-                cut = TokenRow(row.input_ids[:max_length], row.turn_ids[:max_length], row.source)
-                num_tokens += len(cut.input_ids)
-                num_supervised += cut.num_supervised
-                if cut.num_slots:
-                    kept.append(cut)
-                    continue
-                beyond = f"the answer begins after max_length ({max_length:,} tokens)"
-                reasons.append(beyond if row.num_slots else "no answer of at least two tokens")
-                if len(rows) > 1:
-                    tally.add("left out", reasons[-1], row.source)
-            if rows and not kept:
-                tally.add("skipped", reasons[0], conversation.place)
-            (data.held_out if conversation.is_held_out else data.train).extend(kept)
+        for conversation, rows in _in_processes(load_conversations(config, tally), maker):
+            cut = [maker.cut(row) for row in rows]
+            num_tokens += sum(len(row.input_ids) for row in cut)
+            num_supervised += sum(row.num_supervised for row in cut)
+            side = data.held_out if conversation.is_held_out else data.train
+            side += maker.learnable(conversation, rows, cut)
             progress.update()
     names = ", ".join(config.conversations)
     if not data.train:
-        held_out = f"{len(data.held_out):,} rows are held out"
-        raise UserError(f"{names}: no conversation to train on; {held_out}; {tally.line()}")
-    if num_supervised / num_tokens < config.min_supervised_share:
-        fix = "see them with the show command, or lower data.min_supervised_share"
         raise UserError(
-            f"{names}: only {num_supervised / num_tokens:.2%} of the tokens are supervised; {fix}"
+            f"{names}: no conversation to train on; "
+            f"{len(data.held_out):,} rows are held out; {tally.line()}"
+        )
+    if num_supervised / num_tokens < config.min_supervised_share:
+        raise UserError(
+            f"{names}: only {num_supervised / num_tokens:.2%} of the tokens are supervised; "
+            "see them with the show command, or lower data.min_supervised_share"
         )
     return data
 
 
+class RowMaker:
+    """Makes the rows of conversations, as one recipe's section `data` wants them."""
+
+    def __init__(self, chat: Chat, config: DataConfig) -> None:
+        self.chat = chat
+        self.supervises_all = config.supervise == "all"
+        self.max_length = config.max_length
+        self.num_ids = max(chat.tokenizer.get_vocab().values()) + 1
+
+    def rows(self, batch: Sequence[Conversation]) -> list[list[TokenRow]]:
+        """The rows of each conversation, not cut yet, from one call of the tokenizer."""
+        rendered = [self._rendered(conversation) for conversation in batch]
+        encoded = iter(self.chat.encode([*chain.from_iterable(rendered)]))
+        rows_of = []
+        for conversation, parts in zip(batch, rendered, strict=True):
+            rows = list(islice(encoded, len(parts)))
+            if conversation.tokens is not None:
+                rows = [self._pretokenised(conversation.source, *conversation.tokens)]
+            if self.supervises_all:  # every token but the first, as one turn
+                rows = [
+                    replace(row, turn_ids=array("i", [0, *[1] * (len(row.turn_ids) - 1)]))
+                    for row in rows
+                ]
+            rows_of.append(rows)
+        return rows_of
+
+    def cut(self, row: TokenRow) -> TokenRow:
+        if len(row.input_ids) <= self.max_length:
+            return row
+        self.chat.tally.add("left out", "tokens behind max_length cut", row.source)
+        end = self.max_length
+        return TokenRow(row.input_ids[:end], row.turn_ids[:end], row.source)
+
+    def learnable(
+        self, conversation: Conversation, rows: list[TokenRow], cut: list[TokenRow]
+    ) -> list[TokenRow]:
+        """The cut rows that have a supervised slot; the reasons of the others are counted."""
+        learnable, reasons = list[TokenRow](), list[str]()
+        for row, cut_row in zip(rows, cut, strict=True):
+            if cut_row.num_slots:
+                learnable.append(cut_row)
+                continue
+            reason = "no answer of at least two tokens"
+            if row.num_slots:
+                reason = f"the answer begins after max_length ({self.max_length:,} tokens)"
+            reasons.append(reason)
+            if len(rows) > 1:
+                self.chat.tally.add("left out", reason, row.source)
+        if rows and not learnable:
+            self.chat.tally.add("skipped", reasons[0], conversation.source)
+        return learnable
+
+    def _rendered(self, conversation: Conversation) -> list[Rendered]:
+        if conversation.tokens is not None:
+            return []
+        try:
+            if self.supervises_all:
+                text = self.chat.text(conversation, len(conversation.messages))
+                return [Rendered(text, [], conversation.source)]
+            return self.chat.render(conversation)
+        except UnusableRow as error:
+            self.chat.tally.add("skipped", error.reason, conversation.source, error.sentence)
+            return []
+
+    def _pretokenised(self, source: str, ids: list[int], mask: list[int]) -> TokenRow:
+        """A row of token ids; each run of ones in its mask is a turn."""
+        if ids and not 0 <= min(ids) <= max(ids) < self.num_ids:
+            raise UserError(
+                f"{source}: token ids {min(ids):,} to {max(ids):,} are outside "
+                f"the {self.num_ids:,} of the target's tokenizer; use that one"
+            )
+        turn_ids, turn = array("i"), 0
+        for before, bit in pairwise([0, *mask]):
+            turn += bit and not before
+            turn_ids.append(turn * bit)
+        return TokenRow(array("i", ids), turn_ids, source)
+
+
 def _in_processes(
-    conversations: Iterator[Conversation], chat: Chat, config: DataConfig, num_ids: int
+    conversations: Iterator[Conversation], maker: RowMaker
 ) -> Iterator[tuple[Conversation, list[TokenRow]]]:
-    """Each conversation with its rows, in order; after SLOW_SECONDS in a process per core of this job."""
-    started, batches = (
-        time.monotonic(),
-        iter(lambda: list(islice(conversations, CONVERSATIONS_PER_CALL)), []),
-    )
+    """Each conversation with its rows, in order; after SLOW_SECONDS from a process per core."""
+    started = time.monotonic()
     workers = num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    batches = iter(lambda: list(islice(conversations, CONVERSATIONS_PER_CALL)), [])
     for batch in batches:
-        yield from zip(batch, tokenize_batch(batch, chat, config, num_ids), strict=True)
+        yield from zip(batch, maker.rows(batch), strict=True)
         if workers > 1 and time.monotonic() - started > SLOW_SECONDS:
             break
-    _forked[:] = [chat, config, num_ids]  # forks inherit it: pickling a tokenizer takes long
-    with (
-        ProcessPoolExecutor(workers, get_context("fork")) if workers > 1 else nullcontext() as pool
-    ):
+    else:
+        return
+    _inherited[:] = [maker]  # forks inherit it: pickling a tokenizer takes long
+    with ProcessPoolExecutor(workers, get_context("fork")) as pool:
         pending = deque[tuple[list[Conversation], Future[tuple[list[list[TokenRow]], Tally]]]]()
-        while pool is not None:
+        while True:
+            # At most two batches a worker, so that the corpus is not read into memory.
             for batch in islice(batches, 2 * workers - len(pending)):
                 pending.append((batch, pool.submit(_forked_rows, batch)))
             if not pending:
                 return
             batch, future = pending.popleft()
             rows, tally = future.result()
-            chat.tally.merge(tally)
+            maker.chat.tally.merge(tally)
             yield from zip(batch, rows, strict=True)
 
 
-_forked: list[Any] = []
+_inherited: list[RowMaker] = []
+
+
+def _forked_rows(batch: list[Conversation]) -> tuple[list[list[TokenRow]], Tally]:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    (maker,) = _inherited
+    maker.chat.tally = Tally()
+    return maker.rows(batch), maker.chat.tally
 
 
 def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _forked_rows(batch: list[Conversation]) -> tuple[list[list[TokenRow]], Tally]:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    chat, config, num_ids = _forked
-    chat.tally = Tally()
-    return [*tokenize_batch(batch, chat, config, num_ids)], chat.tally
-
-
-def tokenize_batch(
-    batch: list[Conversation], chat: Chat, config: DataConfig, num_ids: int
-) -> Iterator[list[TokenRow]]:
-    is_all = config.supervise == "all"
-    renders: list[list[Rendered]] = []
-    for conversation in batch:
-        try:
-            renders.append(chat.render(conversation, is_all) if conversation.tokens is None else [])
-        except UnusableRow as error:
-            renders.append([])
-            chat.tally.add("skipped", error.reason, conversation.place, error.sentence)
-    encoded = iter(chat.encode([rendered for parts in renders for rendered in parts]))
-    for conversation, parts in zip(batch, renders, strict=True):
-        rows = list(islice(encoded, len(parts)))
-        if conversation.tokens is not None:  # each run of ones in the mask is a turn
-            ids, mask = conversation.tokens
-            if max(ids, default=0) >= num_ids or min(ids, default=0) < 0:
-                fix = f"outside the {num_ids:,} of the target's tokenizer; use that one"
-                raise UserError(
-                    f"{conversation.place}: token ids {min(ids):,} to {max(ids):,} are {fix}"
-                )
-            runs = list(accumulate(int(bit and not before) for before, bit in pairwise([0, *mask])))
-            turn_ids = array("i", [run * bit for run, bit in zip(runs, mask, strict=True)])
-            rows = [TokenRow(array("i", ids), turn_ids, conversation.place)]
-        if is_all:  # every token but the first, as one turn
-            rows = [
-                replace(row, turn_ids=array("i", [0] + [1] * (len(row.turn_ids) - 1)))
-                for row in rows
-            ]
-        yield rows
-
-
-def text_fingerprint(tokenizer: Any, data: DataConfig) -> dict[str, Any]:
-    backend, template = (
-        digest(tokenizer.backend_tokenizer.to_str()),
-        digest(tokenizer.chat_template),
-    )
-    return {"tokenizer": backend, "template": template, "data": as_dict(data)}
+# --- for people ---------------------------------------------------------------------------------
 
 
 def statistics(rows: Sequence[TokenRow]) -> str:
     lengths = [len(row.input_ids) for row in rows]
-    num_supervised, num_slots = (
-        sum(row.num_supervised for row in rows),
-        sum(row.num_slots for row in rows),
+    num_tokens = sum(lengths)
+    num_supervised = sum(row.num_supervised for row in rows)
+    return " | ".join(
+        (
+            f"{len(rows):,} rows",
+            f"{num_tokens:,} tokens",
+            f"{num_supervised:,} supervised ({num_supervised / max(num_tokens, 1):.1%})",
+            f"{sum(row.num_slots for row in rows):,} slots",
+            f"{sum(len(set(row.turn_ids) - {0}) for row in rows):,} turns",
+            f"longest {max(lengths, default=0):,}",
+        )
     )
-    num_turns = sum(len(set(row.turn_ids) - {0}) for row in rows)
-    num_tokens, longest = sum(lengths), max(lengths, default=0)
-    learnt = f"{num_supervised:,} supervised ({num_supervised / max(num_tokens, 1):.1%}) | {num_slots:,} slots"
-    return f"{len(rows):,} rows | {num_tokens:,} tokens | {learnt} | {num_turns:,} turns | longest {longest:,}"
 
 
 def preview(rows: Sequence[TokenRow], tokenizer: Any, color: bool = True) -> str:
     """For each row a line, then its text with learnt turns in green (or in [turn:...])."""
-    shown = []
-    for row in rows:
-        parts, before, position = (
-            [f"{row.source}{statistics([row]).removeprefix('1 rows')}\n"],
-            "",
-            0,
-        )
-        for turn, run in groupby(row.turn_ids):
-            position += len(list(run))
-            # A run alone may lose a blank or half a character.
-            text = tokenizer.decode(row.input_ids[:position], clean_up_tokenization_spaces=False)
-            new = text[shared_start(before, text) :]
-            part, before = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", new), text
-            marked = f"{GREEN}{part}{RESET}" if color else f"[{turn}:{part}]"
-            parts.append(marked if turn else part)
-        shown.append("".join(parts))
-    return "\n\n".join(shown)
+    return "\n\n".join(_preview_row(row, tokenizer, color) for row in rows)
+
+
+def _preview_row(row: TokenRow, tokenizer: Any, color: bool) -> str:
+    parts = [f"{row.source}{statistics([row]).removeprefix('1 rows')}\n"]
+    before, position = "", 0
+    for turn, run in groupby(row.turn_ids):
+        position += len(list(run))
+        # Decoded from the row's start on: a run alone may lose a blank or half a character.
+        text = tokenizer.decode(row.input_ids[:position], clean_up_tokenization_spaces=False)
+        added = text[shared_start(before, text) :]
+        part = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", added)
+        before = text
+        if turn:
+            part = f"{GREEN}{part}{RESET}" if color else f"[{turn}:{part}]"
+        parts.append(part)
+    return "".join(parts)
+
+
+# --- the draft vocabulary and the mask token ----------------------------------------------------
 
 
 def draft_vocabulary(
@@ -284,28 +341,34 @@ def draft_vocabulary(
     vocab_size: int,
     size: int | None = None,
     forced: Collection[int] = (),
-    given: DraftVocabulary | None = None,
+    warm_start: DraftVocabulary | None = None,
 ) -> tuple[DraftVocabulary, dict[str, Any], str]:
     """The draft vocabulary, facts about it and a line to print.
 
-    It has `size` tokens (None: at most 32,000): the forced ids and the most frequent supervised tokens of rows
-    (input_ids, turn_ids). given: a warm start's vocabulary, whose coverage alone is counted."""
+    It has `size` tokens (None: at most 32,000): the forced ids and the most frequent supervised
+    tokens of rows (input_ids, turn_ids). Of a warm start's vocabulary only the coverage is counted.
+    """
     counts = np.zeros(vocab_size, dtype=np.int64)  # [V], of the supervised tokens
     for input_ids, turn_ids in rows:
         np.add.at(counts, np.asarray(input_ids)[np.asarray(turn_ids) != 0], 1)
-    if given is None:
+    vocabulary = warm_start
+    if vocabulary is None:
         size = min(DEFAULT_SIZE, vocab_size) if size is None else size
-        given = DraftVocabulary.most_frequent(counts, size, forced)
-    coverage, num_tokens = given.coverage(counts), int(counts.sum())
-    facts = {"size": given.size, "coverage": round(coverage, 6), "counted_tokens": num_tokens}
-    share = f"{coverage:.2%} of {num_tokens:,} supervised tokens"
-    return given, facts, f"draft vocabulary: {given.size:,} of {vocab_size:,} tokens cover {share}"
+        vocabulary = DraftVocabulary.most_frequent(counts, size, forced)
+    coverage, num_tokens = vocabulary.coverage(counts), int(counts.sum())
+    facts = {"size": vocabulary.size, "coverage": round(coverage, 6), "counted_tokens": num_tokens}
+    line = (
+        f"draft vocabulary: {vocabulary.size:,} of {vocab_size:,} tokens "
+        f"cover {coverage:.2%} of {num_tokens:,} supervised tokens"
+    )
+    return vocabulary, facts, line
 
 
 def mask_token(tokenizer: Any, end_ids: Collection[int], embedding: Any) -> int:
-    """A token id that no text has: the tokenizer's mask, else an embedding row [V, D] without a token, else padding.
+    """A token id that no text has; UserError if there is none.
 
-    UserError if there is none. A row of zeros is not taken: its queries are zero, so a block's masks would be alike.
+    The tokenizer's mask, else a row of the embedding [V, D] without a token, else padding. A row
+    of zeros is not taken: its queries are zero, so all masks of a block would be alike.
     """
     known = {*tokenizer.get_vocab().values()}
     unnamed = (
@@ -316,8 +379,10 @@ def mask_token(tokenizer: Any, end_ids: Collection[int], embedding: Any) -> int:
     for number in (tokenizer.mask_token_id, next(unnamed, None), tokenizer.pad_token_id):
         if number is not None and number < len(embedding) and number not in end_ids:
             return int(number)
-    what = f"each of the {len(embedding):,} rows of the target's embedding may occur in a text"
-    raise UserError(f"head.mask_token_id: {what}; name a token that no conversation has")
+    raise UserError(
+        f"head.mask_token_id: each of the {len(embedding):,} rows of the target's embedding "
+        "may occur in a text; name a token that no conversation has"
+    )
 
 
 def forced_ids(tokenizer: Any, end_ids: Collection[int], vocab_size: int) -> frozenset[int]:

@@ -70,9 +70,9 @@ MUTANTS = [  # file, text that occurs once, its replacement
     (LOSSES, "logits.float().logsumexp(-1) - log_normaliser", "0 * log_normaliser"),
     (CHAT, "if first > 0 and ends[first - 1] > start:", "if False:"),
     (CHAT, "turn_ids[first : last + 1]", "turn_ids[first + 1 : last + 2]"),
-    (CHAT, "if ids[at] in self.end_ids", "if ids[at] in self.special_ids"),
+    (CHAT, "if ids[position] in self.end_ids", "if ids[position] in self.special_ids"),
     (CHAT, "if all(texts[-1].startswith(text) for text in texts):", "if True:"),
-    (CHAT, "spans.append((start, len(text)))", "spans.append((0, len(text)))"),
+    (CHAT, "(self._answer_start(conversation, index, text), len", "(0, len"),
 ]
 
 

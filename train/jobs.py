@@ -130,7 +130,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
         if has_draft_vocabulary and vocabulary is None:
             own = head.vocabulary
             own.check_ends(end_ids, f"head.init_from: {section.init_from}")
-            _, facts, counted = tokens.draft_vocabulary(rows.tokens(), len(own.t2d), given=own)
+            _, facts, counted = tokens.draft_vocabulary(rows.tokens(), len(own.t2d), warm_start=own)
         objective = HEADS[section.kind].objective(head, vocab, settings)
         known: dict[str, Any] = {
             "target_path": path,

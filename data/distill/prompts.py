@@ -14,7 +14,8 @@ from typing import Any
 from aerie.configs.errors import LONE_SURROGATE, UserError
 from aerie.configs.read import read_yaml
 from aerie.configs.schema.data import DistillConfig, SourceConfig
-from aerie.data.conversations import UNKNOWN_KEYS, RawRow, UnusableRow, read_rows, to_messages
+from aerie.data.conversations import UNKNOWN_KEYS, UnusableRow, to_messages
+from aerie.data.rows import RawRow, read_rows
 from aerie.model.storage import digest
 
 TEXTS = read_yaml(Path(__file__).with_name("prompts.yaml"))[0]
@@ -46,7 +47,7 @@ def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[InputR
             key_of = lambda item, order=order: sha256(f"{order}/{item[0]}".encode()).digest()  # noqa: E731
             rows = heapq.nsmallest(source.num_rows, rows, key_of)
         for count, row in rows:
-            prompt = InputRow(f"{number}:{count}", row.place)
+            prompt = InputRow(f"{number}:{count}", row.source)
             try:
                 system, turns, invent = _questions(row.value, source)
                 asked = tuple(map(whole, turns[: config.max_turns]))
@@ -63,7 +64,7 @@ def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[InputR
                 seen.add(key)
             except UnusableRow as error:
                 if error.reason == UNKNOWN_KEYS and row.number == 1:
-                    raise UserError(f"{row.place} {error.sentence}") from error
+                    raise UserError(f"{row.source} {error.sentence}") from error
                 prompt = replace(prompt, skip=error.reason)
             copies = 1 if prompt.skip else source.samples
             prompts += [

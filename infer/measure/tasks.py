@@ -15,9 +15,10 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import read_text, read_yaml, require_regular
 from aerie.configs.schema.measure import HeldOutPrompts, PromptsConfig, TaskConfig
 from aerie.data.chat import apply_template
-from aerie.data.conversations import Tally, hub_commit, is_text, load_conversations, read_rows
+from aerie.data.conversations import Tally, is_text, load_conversations
 from aerie.data.distill.prompts import TEXTS
 from aerie.data.inputs import ROW_SUFFIXES
+from aerie.data.rows import hub_commit, read_rows
 from aerie.infer.measure.statistics import grouped
 from aerie.model.storage import digest, file_digest
 from aerie.model.target import Target
@@ -146,7 +147,7 @@ def _of_file(path: Path, config: PromptsConfig) -> list[Prompt]:
 def _of_task(task: TaskConfig, config: PromptsConfig) -> list[Prompt]:
     count = config.num_prompts if task.num_prompts is None else task.num_prompts
     questions = (
-        prompt_of(task.name, row.value, row.number, row.place, config)
+        prompt_of(task.name, row.value, row.number, row.source, config)
         for row in read_rows(*source_of(task))
     )
     if task.seed is None and "level" not in TASKS.get(task.name, {}):

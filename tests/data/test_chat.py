@@ -161,13 +161,6 @@ STRADDLING = (
             "Fine.<|im_end|>",
             "the answer's end is none of the target's",
         ),
-        (
-            targets.CHATML,
-            "<|im_end|>",
-            "Fine \ud83d.",
-            "Fine \ufffd.<|im_end|>",
-            "half of a surrogate pair replaced",
-        ),
     ],
 )
 def test_the_borders_of_an_answer(

@@ -10,7 +10,8 @@ import pytest
 from pyarrow import parquet
 
 from aerie.configs.schema.data import DataConfig
-from aerie.data.conversations import Tally, load_conversations, read_rows
+from aerie.data.conversations import Tally, load_conversations
+from aerie.data.rows import read_rows
 from tests import tiny
 
 HELLO = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}]

@@ -65,9 +65,9 @@ def test_many_processes_make_the_rows_and_counts_of_one_and_their_errors_are_tol
     alone = tokenised(tmp_path, rows, held_out=0.3, max_length=60)
     made = list[int]()
     monkeypatch.setattr(
-        tokens,
-        "tokenize_batch",
-        lambda *given, make=tokens.tokenize_batch: made.append(0) or make(*given),
+        tokens.RowMaker,
+        "rows",
+        lambda *batch, make=tokens.RowMaker.rows: made.append(0) or make(*batch),
     )
     monkeypatch.setattr(tokens, "num_cores", lambda: 3)
     monkeypatch.setattr(tokens, "SLOW_SECONDS", 0.0)
@@ -80,9 +80,11 @@ def test_many_processes_make_the_rows_and_counts_of_one_and_their_errors_are_tol
 def test_rows_that_took_long_are_kept_and_made_anew_after_any_change(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
-    cache, made, make = tmp_path / "cache", list[str](), tokens._made
+    cache, made, make = tmp_path / "cache", list[str](), tokens._make_rows
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    monkeypatch.setattr(tokens, "_made", lambda *arguments: made.append("made") or make(*arguments))
+    monkeypatch.setattr(
+        tokens, "_make_rows", lambda *arguments: made.append("made") or make(*arguments)
+    )
 
     def times(rows: Any = None, **options: Any) -> int:
         before, rows = len(made), rows or [*questions(9), {"question": "?", "answer": ""}]
@@ -197,7 +199,7 @@ def test_supervised_tokens_are_counted_special_ones_are_drafted() -> None:
     counted, facts, _ = draft_vocabulary(ROWS, 10, 1)
     assert counted.ids.tolist() == [3]
     assert facts == {"size": 1, "coverage": 0.75, "counted_tokens": 4}
-    assert draft_vocabulary(ROWS, 10, given=counted)[1] == facts
+    assert draft_vocabulary(ROWS, 10, warm_start=counted)[1] == facts
 
 
 def test_a_mask_token_is_one_that_no_text_has() -> None:

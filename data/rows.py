@@ -1,0 +1,126 @@
+"""The rows of files, directories and Hub data sets, each with its source."""
+
+import csv
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from aerie.configs.errors import UserError
+from aerie.configs.read import parse_json
+from aerie.data.inputs import ROW_SUFFIXES, is_here, row_files
+from aerie.model.hub import readable_errors
+from aerie.model.storage import first_line
+
+
+class RawRow(NamedTuple):
+    source: str  # 'file: row n'
+    number: int  # from 1; in JSONL the line
+    value: Any
+
+
+def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
+    """The rows of a file, a directory's files, or a Hub data set 'owner/name[:[subset:]split]'.
+
+    The split is 'train' if none is named.
+    """
+    if not is_here(name):
+        rows = enumerate(_hub_rows(name, revision), start=1)
+        yield from (RawRow(f"{name}: row {number:,}", number, value) for number, value in rows)
+        return
+    path = Path(name).expanduser()
+    files = row_files(path) if path.is_dir() else [path]
+    if not files or files[0].suffix not in ROW_SUFFIXES:
+        raise UserError(f"{path}: cannot be read; expected {', '.join(ROW_SUFFIXES)} files")
+    for file in files:
+        try:
+            for number, value in READERS[file.suffix](file):
+                yield RawRow(f"{file}: row {number:,}", number, value)
+        except (OSError, ValueError, csv.Error) as error:  # no permission, no UTF-8, no Parquet
+            raise UserError(f"{file}: cannot be read ({first_line(error)})") from error
+
+
+def hub_commit(name: str, revision: str | None) -> str | None:
+    """The commit of a Hub data set's revision (None: main); None if the Hub does not answer."""
+    from huggingface_hub import HfApi
+
+    repo = name.split(":")[0]
+    with suppress(UserError), readable_errors(repo):
+        return HfApi().dataset_info(repo, revision=revision).sha
+    return None
+
+
+def _hub_rows(name: str, revision: str | None) -> Any:
+    import datasets
+
+    identifier, *parts = name.split(":")
+    subset = parts[0] if len(parts) == 2 else None
+    split = parts[-1] if parts else "train"
+    try:
+        return datasets.load_dataset(identifier, subset, split=split, revision=revision)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"{name}: no such data set: {first_line(error)} "
+            "(write owner/name:subset:split; for a gated one: hf auth login)"
+        ) from error
+
+
+# --- readers of files: each yields a row's number, from 1, and its value --------------------------
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    from pyarrow import parquet  # type: ignore[import-untyped]
+
+    number = 0
+    for batch in parquet.ParquetFile(path).iter_batches(batch_size=1024):
+        yield from enumerate(batch.to_pylist(), start=number + 1)
+        number += len(batch)
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    csv.field_size_limit(sys.maxsize)  # else 128 KiB, and a conversation may be longer
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        yield from enumerate(csv.DictReader(file), start=1)
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """An array's items, or one object; on the Hub, files of this name are often JSONL."""
+    text = path.read_text(encoding="utf-8-sig").strip()
+    if not text:
+        return
+    try:
+        value, end = json.JSONDecoder().raw_decode(text)
+    except json.JSONDecodeError as error:
+        raise _not_json(path, error.lineno, error) from error
+    if end < len(text):
+        yield from _jsonl_rows(path)
+    else:
+        yield from enumerate(value if isinstance(value, list) else [value], start=1)
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    # Arrow's reader of JSONL names no line.
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield number, parse_json(line.strip())
+            except json.JSONDecodeError as error:
+                raise _not_json(path, number, error) from error
+
+
+def _not_json(path: Path, line: int, error: json.JSONDecodeError) -> UserError:
+    return UserError(
+        f"{path}:{line}: not JSON ({error.msg} at column {error.colno}); mend or delete the line"
+    )
+
+
+READERS = {
+    ".parquet": _parquet_rows,
+    ".csv": _csv_rows,
+    ".json": _json_rows,
+    ".jsonl": _jsonl_rows,
+}
