@@ -112,7 +112,7 @@ def tune(arguments: Namespace, unknown: list[str]) -> int:
     """the fastest tree for the heads on this machine, as a YAML; its speed, predicted and measured"""
     recipe, section, paths = _recipe(arguments, unknown)
     from aerie.infer.decode.methods import heads_by_kind
-    from aerie.infer.measure.tune import TUNED, check_apart, tuned
+    from aerie.infer.measure.tune import TUNED, check_apart, run_tuning
 
     heads = (
         heads_by_kind([arguments.head], None) if arguments.head else heads_by_kind([], paths.heads)
@@ -124,7 +124,7 @@ def tune(arguments: Namespace, unknown: list[str]) -> int:
         )
     check_apart(section)
     plan = f"{', '.join(heads)} -> {paths.tune / TUNED}"
-    work = partial(tuned, heads, section, paths.tune, recipe.seed)
+    work = partial(run_tuning, heads, section, paths.tune, recipe.seed)
     inputs = {"threads": recipe.threads} | (
         {} if recipe.target.cycle == "auto" else {"cycle": recipe.target.cycle}
     )

@@ -1,4 +1,5 @@
-"""How a head's confidence predicts acceptance: summaries, a calibrator, and a better static tree."""
+"""How a head's confidence predicts acceptance: summaries, a calibrator, and a better static
+tree."""
 
 import hashlib
 import heapq
@@ -69,9 +70,6 @@ class Observer:
         return dict.fromkeys(("branches", "levels", "laws", "oracle"))
 
 
-NO_OBSERVER = Observer()
-
-
 @dataclass(frozen=True)
 class RecordedCycles:
     """The cycles of some prompts."""
@@ -91,9 +89,10 @@ def run_calibration(
     tokenizer: Any,
 ) -> dict[str, Any]:
     """Writes the calibration, returns its facts; for a static tree also choices.yaml."""
-    questions = []
-    for prompt in load_prompts(section.prompts):
-        questions.append(Question(encode_turn(prompt, (), tokenizer, target), prompt.task))
+    questions = [
+        Question(encode_turn(prompt, (), tokenizer, target), prompt.task)
+        for prompt in load_prompts(section.prompts)
+    ]
     decoder = make_decoder(Drafters(target), method, method.head)
     observer.attach(decoder, cast(TreeConfig, method.tree), seed)
     recorded = record_cycles(decoder, questions, section, seed, observer)
@@ -108,8 +107,8 @@ def record_cycles(
     decoder: SpeculativeDecoder,
     questions: Sequence[Question],
     section: CalibrateConfig,
-    seed: int = 0,
-    observer: Observer = NO_OBSERVER,
+    seed: int,
+    observer: Observer,
 ) -> RecordedCycles:
     proposer = cast(Drafting, decoder.proposer)  # as of every method with a head
     proposer.keep = True
@@ -205,14 +204,15 @@ def reliability(nodes: pd.DataFrame, bins: int = 20) -> dict[str, Any]:
     acceptances = np.bincount(index, weights=acceptance, minlength=bins)
     table = []
     for number, count in enumerate(counts.tolist()):
-        row = {
-            "low": round(number / bins, 9),
-            "high": round((number + 1) / bins, 9),
-            "count": count,
-            "confidence": float(confidences[number] / count) if count else None,
-            "acceptance": float(acceptances[number] / count) if count else None,
-        }
-        table.append(row)
+        table.append(
+            {
+                "low": round(number / bins, 9),
+                "high": round((number + 1) / bins, 9),
+                "count": count,
+                "confidence": float(confidences[number] / count) if count else None,
+                "acceptance": float(acceptances[number] / count) if count else None,
+            }
+        )
     ece = float(abs(confidences - acceptances).sum() / len(nodes)) if len(nodes) else None
     brier = mean_of(confidence**2 - 2.0 * confidence * acceptance + acceptance)
     return {"nodes": len(nodes), "ece": ece, "brier": brier, "bins": table}
@@ -228,16 +228,17 @@ def summarise(recorded: RecordedCycles, bins: int = 20) -> dict[str, Any]:
     for depth in range(1, int(max([0, *nodes.depth, *cycles.accepted])) + 1):
         level = nodes[nodes.depth == depth]
         survived = int((cycles.accepted >= depth).sum())
-        row = {
-            "depth": depth,
-            "nodes": len(level),
-            "confidence": mean_of(level.confidence),
-            "acceptance": mean_of(level.acceptance),
-            "cycles": reached,
-            "survived": survived / len(cycles) if len(cycles) else None,
-            "conditional": survived / reached if reached else None,
-        }
-        by_depth.append(row)
+        by_depth.append(
+            {
+                "depth": depth,
+                "nodes": len(level),
+                "confidence": mean_of(level.confidence),
+                "acceptance": mean_of(level.acceptance),
+                "cycles": reached,
+                "survived": survived / len(cycles) if len(cycles) else None,
+                "conditional": survived / reached if reached else None,
+            }
+        )
         reached = survived
     return {
         "temperature": recorded.temperature,
@@ -252,27 +253,27 @@ def analyse(recorded: RecordedCycles, bins: int = 20) -> dict[str, Any]:
     """analysis.json without `calibrator` and what an observer adds: EAGLE-2's figure 6, by depth
     and by task."""
     nodes = recorded.tables["nodes"]
-    task_of_node = nodes.prompt.map(dict(enumerate(recorded.tasks)))
-    by_depth = []
-    for depth, level in nodes.groupby("depth"):
-        by_depth.append({"depth": int(cast(int, depth)), **_curve(level, bins)})
-    by_task = []
-    for task in dict.fromkeys(recorded.tasks):
-        by_task.append({"task": task, **_curve(nodes[task_of_node == task], bins)})
+    task_of = nodes.prompt.map(dict(enumerate(recorded.tasks)))
+    depths = sorted(set(nodes.depth.tolist()))
+    tasks = dict.fromkeys(recorded.tasks)
     return {
         "schema": ANALYSIS_SCHEMA,
         "temperature": recorded.temperature,
         "prompts": len(recorded.tasks),
         "cycles": len(recorded.tables["cycles"]),
-        "by_depth": by_depth,
-        "by_task": by_task,
+        "by_depth": [
+            {"depth": depth, **_curve(nodes[nodes.depth == depth], bins)} for depth in depths
+        ],
+        "by_task": [{"task": task, **_curve(nodes[task_of == task], bins)} for task in tasks],
     }
 
 
 def _curve(nodes: pd.DataFrame, bins: int) -> dict[str, Any]:
-    confidence = mean_of(nodes.confidence)
-    acceptance = mean_of(nodes.acceptance)
-    return {"confidence": confidence, "acceptance": acceptance, **reliability(nodes, bins)}
+    return {
+        "confidence": mean_of(nodes.confidence),
+        "acceptance": mean_of(nodes.acceptance),
+        **reliability(nodes, bins),
+    }
 
 
 # --- the calibrator ---
@@ -321,12 +322,11 @@ def fit_and_score(recorded: RecordedCycles, bins: int) -> ScoredFit | None:
 
 def held_out(prompts: pd.Series) -> NDArray[np.bool_]:
     """Which rows [n] are of held-out prompts: half of them, chosen by hash."""
-    chosen = []
-    for number in prompts.unique():
-        digest = hashlib.sha256(f"{SPLIT}:{number}".encode()).digest()
-        if digest[0] % 2 == 1:
-            chosen.append(number)
-    return np.asarray(prompts.isin(chosen), dtype=bool)
+
+    def is_odd(prompt: int) -> bool:
+        return hashlib.sha256(f"{SPLIT}:{prompt}".encode()).digest()[0] % 2 == 1
+
+    return prompts.map(is_odd).to_numpy(dtype=bool)
 
 
 def fit_calibrator(confidence: FloatArray, acceptance: FloatArray) -> Calibrator:
@@ -370,7 +370,8 @@ def write_choices(
     tree = cast(StaticConfig, method.tree)
     probe = replace(method, tree=replace(tree, choices=probe_choices(tree, section.ranks)))
     decoder = make_decoder(Drafters(target), probe, method.head)
-    recorded = record_cycles(decoder, questions, replace(section, temperature=0.0))
+    greedy = replace(section, temperature=0.0)
+    recorded = record_cycles(decoder, questions, greedy, 0, Observer())
     accuracy = rank_accuracy(recorded.tables["nodes"], tree.levels, section.ranks)
     choices = rebuild_tree(tree, accuracy, section.nodes)
     size = f"{len(choices)} drafted nodes"
@@ -396,13 +397,12 @@ def probe_choices(tree: StaticConfig, ranks: int) -> tuple[Choice, ...]:
 
 
 def rank_accuracy(nodes: pd.DataFrame, levels: int, ranks: int) -> list[list[float]]:
-    """[levels][ranks]: mean acceptance by depth and rank among siblings; 0 where none was judged."""
+    """[levels][ranks]: mean acceptance by depth and rank among siblings; 0 where none was
+    judged."""
     rank = nodes.place.str.rsplit(".", n=1).str[-1].astype(int)
-    shares = nodes.groupby([nodes.depth, rank]).acceptance.mean().to_dict()
-    accuracy = []
-    for depth in range(1, levels + 1):
-        accuracy.append([float(shares.get((depth, rank), 0.0)) for rank in range(ranks)])
-    return accuracy
+    shares = nodes.groupby([nodes.depth, rank]).acceptance.mean().unstack()
+    shares = shares.reindex(index=range(1, levels + 1), columns=range(ranks))
+    return shares.fillna(0.0).to_numpy().tolist()
 
 
 def rebuild_tree(

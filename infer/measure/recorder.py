@@ -78,30 +78,33 @@ class Recorder:
         law = _law_columns(cycle)
         if law is not None and self.more_law_columns is not None:
             law |= self.more_law_columns(tree, law["node"])
-        record = {
-            "cycle": len(self.records),
-            "pos_start": cycle.position,  # of the root, in prompt and answer
-            "t_draft": cycle.draft_ms,
-            "t_verify": cycle.verify_ms,
-            "verify": cycle.rule,
-            "draft_forwards": tree.draft_forwards,
-            "drafted": tree.num_drafted,
-            "depth": tree.levels,
-            "nodes": len(tree),
-            "accepted": cycle.verdict.accepted,
-            "bonus_id": cycle.verdict.bonus,
-            "new_tokens": cycle.new_tokens,  # up to the end token and max_new_tokens
-            "stop_reason": self._stop_reason(cycle),
-            "node": _node_columns(cycle),
-            "level": {
-                "survival": masses,
-                "ratio": [new / old if old > 0 else None for old, new in pairwise([1.0, *masses])],
-                "expected": list(accumulate(masses)),
-            },
-            "law": law,
-            "frontier": _branches(frontiers),
-        }
-        self.records.append(record)
+        self.records.append(
+            {
+                "cycle": len(self.records),
+                "pos_start": cycle.position,  # of the root, in prompt and answer
+                "t_draft": cycle.draft_ms,
+                "t_verify": cycle.verify_ms,
+                "verify": cycle.rule,
+                "draft_forwards": tree.draft_forwards,
+                "drafted": tree.num_drafted,
+                "depth": tree.levels,
+                "nodes": len(tree),
+                "accepted": cycle.verdict.accepted,
+                "bonus_id": cycle.verdict.bonus,
+                "new_tokens": cycle.new_tokens,  # up to the end token and max_new_tokens
+                "stop_reason": self._stop_reason(cycle),
+                "node": _node_columns(cycle),
+                "level": {
+                    "survival": masses,
+                    "ratio": [
+                        new / old if old > 0 else None for old, new in pairwise([1.0, *masses])
+                    ],
+                    "expected": list(accumulate(masses)),
+                },
+                "law": law,
+                "frontier": _branches(frontiers),
+            }
+        )
 
     def _stop_reason(self, cycle: Cycle) -> str | None:
         tree = cycle.tree
@@ -119,7 +122,8 @@ class Recorder:
 
 
 def _level_masses(tree: Tree, frontiers: Sequence[tuple[list[TokenPath], Tensor]]) -> list[float]:
-    """S_d of each level: the summed survival of its frontier; without a pool, of the level's nodes."""
+    """S_d of each level: the summed survival of its frontier; without a pool, of the level's
+    nodes."""
     if tree.pool is not None:
         return [float(survival.exp().sum()) for _, survival in frontiers]
     survival = tree.survival.exp()  # [N]
@@ -195,9 +199,9 @@ def _law_columns(cycle: Cycle) -> CycleRecord | None:
     # over the target's vocabulary; a token that the draft's lacks has probability 0
     log_q_wide = torch.full_like(log_p, float("-inf")).index_copy_(1, ids, log_q)  # [M, V]
     gaps = (log_q_wide.exp() - log_p.exp()).abs()  # [M, V]
-    largest_gaps = []
-    for row, node in enumerate(nodes):
-        largest_gaps.append(float(gaps[row, tree.tokens[children[node]]].max()))
+    largest_gaps = [
+        float(gaps[row, tree.tokens[children[node]]].max()) for row, node in enumerate(nodes)
+    ]
     # --- the columns ---
     tokens = tree.tokens[first]  # [M]
     rows = torch.arange(len(nodes), device=tokens.device)
@@ -315,8 +319,10 @@ def tables_of(prompt: int, records: Sequence[CycleRecord], text: list[int]) -> T
         }
         for name, part in parts.items():
             rows[name] += [(prompt, number, *row) for row in part]
-    names = {name: ["prompt", "cycle", *columns] for name, columns in COLUMNS.items()}
-    return {name: pd.DataFrame(rows[name], columns=names[name]) for name in COLUMNS}
+    return {
+        name: pd.DataFrame(rows[name], columns=["prompt", "cycle", *columns])
+        for name, columns in COLUMNS.items()
+    }
 
 
 def _node_rows(node: CycleRecord) -> list[TableRow]:

@@ -1,14 +1,15 @@
-"""Records drafts once, at every place of some answers; from them, counts the cycles that any fixed tree would take."""
+"""Records drafts at every position of some answers, and counts any fixed tree's cycles from
+them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aerie.configs.schema.decode import DynamicConfig
+from aerie.configs.schema.decode import ChainConfig, DynamicConfig
 from aerie.data.progress import start_progress
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
 from aerie.infer.decode.methods import drafting
@@ -17,171 +18,177 @@ from aerie.infer.measure.bench_files import Record
 from aerie.model.target import Target
 
 Integers = NDArray[np.int64]
+GrownConfig = ChainConfig | DynamicConfig  # trees whose depth can be searched
+NOWHERE = np.iinfo(np.int64).max  # the rank of a token that the tree lacks
 
 
-class Recording(NamedTuple):
-    """The drafts at P places of some answers: L levels of at most K rows (expanded nodes) of K children.
+class RecordedDrafts(NamedTuple):
+    """The drafts at P positions of some answers: L levels of at most K rows of K children.
 
-    Row r of level l + 1 is below node frontier[:, l, r] (row * K + child) of level l; children by falling confidence.
+    A row is an expanded node: row r of level l + 1 is node frontier[:, l, r] (row * K + child) of
+    level l. Children stand by falling confidence.
     """
 
     tokens: Integers  # [P, L, K, K] the target's ids; -1 where there is no node
     survival: NDArray[np.float32]  # [P, L, K, K] log survival; -inf where there is no node
     frontier: Integers  # [P, L, K]
-    room: Integers  # [P] levels that were drafted: fewer than L where max_new_tokens leaves no room for more
-    text: Integers  # [P, L] what the target wrote after each place; -1 beyond the answer's end
+    room: Integers  # [P] levels that were drafted: fewer than L near max_new_tokens
+    text: Integers  # [P, L] what the target wrote next; -1 beyond the answer's end
     answer: Integers  # [P] the answer's number, ascending
-    left: Integers  # [P] tokens that the answer still had after the place's root
+    left: Integers  # [P] tokens that the answer still had after the draft's root
 
 
-def record(
+def record_drafts(
     target: Target,
     drafter: Drafter,
     prompts: Sequence[Tensor],
     levels: int,
     k: int,
     max_new_tokens: int,
-) -> Recording:
-    """The widest draft at every place of the greedy answers to prompts [1, T]."""
+) -> RecordedDrafts:
+    """The widest draft at every position of the greedy answers to prompts [1, T]."""
     proposer = drafting(drafter, DynamicConfig(levels=levels, k=k))
     assert isinstance(proposer.shape, DynamicTree)
-    proposer.shape.nodes = (
-        1  # everything is drafted, and the root alone is verified: no place is skipped
-    )
+    # all is drafted, but the root alone is verified: so each cycle moves on by one position
+    proposer.shape.nodes = 1
     proposer.keep = True
     decoder = SpeculativeDecoder(target, proposer)
-    places, drafts = list[tuple[Any, ...]](), list[tuple[Any, ...]]()
+    columns: dict[str, list[Any]] = {name: [] for name in RecordedDrafts._fields}
 
-    def keep(cycle: Cycle) -> None:
+    def keep_draft(cycle: Cycle) -> None:
         if cycle.tree.pool is None:
             return  # the answer's last token, or the last but one, has no draft
-        drafted = cycle.tree.pool.levels
-        tokens, frontier = (
-            np.full((levels, k, k), -1, dtype=np.int64),
-            np.zeros((levels, k), dtype=np.int64),
-        )
+        tokens = np.full((levels, k, k), -1, dtype=np.int64)
         survival = np.full((levels, k, k), -np.inf, dtype=np.float32)
-        for depth, level in enumerate(drafted):
+        frontier = np.zeros((levels, k), dtype=np.int64)
+        for depth, level in enumerate(cycle.tree.pool.levels):
             rows = level.parents.shape[0]
             tokens[depth, :rows] = level.tokens.view(rows, k).cpu()
             survival[depth, :rows] = level.survival.view(rows, k).cpu()
             frontier[depth] = level.frontier.cpu()
-        drafts.append((tokens, survival, frontier, len(drafted)))
+        columns["tokens"].append(tokens)
+        columns["survival"].append(survival)
+        columns["frontier"].append(frontier)
+        columns["room"].append(len(cycle.tree.pool.levels))
 
     with start_progress(len(prompts), "answers", "drafts") as progress:
         for number, ids in enumerate(prompts):
-            drafts.clear()
+            before = len(columns["room"])
             answer = decoder.generate(
-                ids, max_new_tokens=max_new_tokens, do_sample=False, on_cycle=keep
+                ids, max_new_tokens=max_new_tokens, do_sample=False, on_cycle=keep_draft
             ).new_ids
             padded = [*answer, *([-1] * levels)]
-            for place, draft in enumerate(drafts, start=1):
-                places.append((*draft, padded[place : place + levels], number, len(answer) - place))
+            drafts = len(columns["room"]) - before
+            # the first draft's root is the answer's first token
+            for written in range(1, drafts + 1):
+                columns["text"].append(padded[written : written + levels])
+                columns["answer"].append(number)
+                columns["left"].append(len(answer) - written)
             progress.update()
-    return Recording(*map(np.array, zip(*places, strict=True)))
+    return RecordedDrafts(**{name: np.array(values) for name, values in columns.items()})
 
 
-def path_ranks(recording: Recording, levels: int, k: int) -> tuple[Integers, Integers]:
-    """Two arrays [P, levels], for a tree of this depth and k: the rank of the text's token at each depth among all
-    candidates (the largest integer if the tree lacks it); and how many candidates, down to each level, are at least as
-    good as that level's best one, itself included.
+class PathRanks(NamedTuple):
+    """How the text's own path fares in the trees of one depth and k."""
 
-    Nodes that the recording did not expand have no children, so a narrower tree can only be underestimated.
+    ranks: Integers  # [P, levels] of the text's tokens among all candidates, or NOWHERE
+    # [P, levels] how many candidates, down to this level, are at least as good as its best one
+    as_good: Integers
+
+
+def path_ranks(drafts: RecordedDrafts, levels: int, k: int) -> PathRanks:
+    """Of trees that are at most as deep and wide as the recorded drafts.
+
+    Nodes that were not expanded in the recording have no children, so a narrower tree can only be
+    underestimated.
     """
-    places, _, full, _ = recording.tokens.shape
-    at = np.arange(places)
-    alive = np.zeros((places, full), dtype=bool)  # rows of this level that the small tree expands
-    alive[:, 0] = True
-    row = np.zeros(
-        places, dtype=np.int64
-    )  # the row below the text's own path; -1: the tree lacks the path
-    pool: list[NDArray[np.float32]] = []
-    as_good = np.empty((places, levels), dtype=np.int64)
-    chosen = np.full(
-        (places, levels), -1, dtype=np.int64
-    )  # the text's candidate of each level in the whole pool
+    count, _, width, _ = drafts.tokens.shape
+    positions = np.arange(count)
+    expanded = np.zeros((count, width), dtype=bool)  # [P, K] rows that the narrower tree has
+    expanded[:, 0] = True
+    row = np.zeros(count, dtype=np.int64)  # [P] below the text's path; -1: the tree lacks the path
+    survivals: list[NDArray[np.float32]] = []  # [P, K * K] of each level's candidates
+    as_good = np.empty((count, levels), dtype=np.int64)
+    # the text's candidate of each level, numbered through all levels
+    chosen = np.full((count, levels), -1, dtype=np.int64)
     for level in range(levels):
-        allowed = alive[:, :, None] & (np.arange(full) < k)
-        survival = np.where(allowed, recording.survival[:, level], -np.inf).astype(
-            np.float32
-        )  # [P, K, K]
-        pool.append(survival.reshape(places, -1))
-        as_good[:, level] = sum((each >= pool[-1].max(1, keepdims=True)).sum(1) for each in pool)
-        hit = (recording.tokens[at, level, row] == recording.text[:, level, None]) & allowed[
-            at, row
-        ]  # [P, K]
-        hit &= ((row >= 0) & (recording.text[:, level] >= 0))[:, None]
-        flat = np.where(hit.any(1), row * full + hit.argmax(1), -1)
-        chosen[:, level] = np.where(flat >= 0, level * full * full + flat, -1)
-        best = np.argsort(-pool[-1], axis=1, kind="stable")[
-            :, :k
-        ]  # [P, k] the small tree's frontier
-        wide = recording.frontier[:, level]  # [P, K] the recording's
-        alive = (wide[:, :, None] == best[:, None]).any(-1) & np.isfinite(
-            np.take_along_axis(pool[-1], wide, axis=1)
-        )
-        below = (wide == flat[:, None]) & alive & (flat >= 0)[:, None]
+        # (1) the narrower tree's candidates
+        is_candidate = expanded[:, :, None] & (np.arange(width) < k)  # [P, K, K]
+        survival = np.where(is_candidate, drafts.survival[:, level], -np.inf).astype(np.float32)
+        survival = survival.reshape(count, -1)  # [P, K * K]
+        survivals.append(survival)
+        best = survival.max(1, keepdims=True)  # [P, 1]
+        as_good[:, level] = sum((above >= best).sum(1) for above in survivals)
+        # (2) the one among them that the text took
+        text = drafts.text[:, level]
+        is_taken = drafts.tokens[positions, level, row] == text[:, None]  # [P, K]
+        is_taken &= is_candidate[positions, row] & ((row >= 0) & (text >= 0))[:, None]
+        taken = np.where(is_taken.any(1), row * width + is_taken.argmax(1), -1)  # [P]
+        chosen[:, level] = np.where(taken >= 0, level * width * width + taken, -1)
+        # (3) the recorded rows of the next level that the narrower tree expands, too
+        frontier = np.argsort(-survival, axis=1, kind="stable")[:, :k]  # [P, k]
+        recorded = drafts.frontier[:, level]  # [P, K]
+        is_real = np.isfinite(np.take_along_axis(survival, recorded, axis=1))
+        expanded = (recorded[:, :, None] == frontier[:, None]).any(-1) & is_real
+        below = (recorded == taken[:, None]) & expanded & (taken >= 0)[:, None]
         row = np.where(below.any(1), below.argmax(1), -1)
-    order = np.argsort(
-        -np.concatenate(pool, axis=1), axis=1, kind="stable"
-    )  # the earlier first where they tie
+    # the earlier candidate first where two tie, as in the tree's own reranking
+    order = np.argsort(-np.concatenate(survivals, axis=1), axis=1, kind="stable")
     ranks = np.take_along_axis(np.argsort(order, axis=1), chosen.clip(min=0), axis=1)
-    return np.where(chosen >= 0, ranks, np.iinfo(np.int64).max), as_good
+    return PathRanks(np.where(chosen >= 0, ranks, NOWHERE), as_good)
 
 
 @dataclass(frozen=True)
-class Cycles:
+class CycleCounts:
     """Counts over some answers; tokens exclude the prefill's."""
 
     tokens: int
     target_forwards: int
     draft_trees: int  # cycles that drafted (the last token of an answer may need no draft)
-    draft_levels: float
+    draft_levels: int
+    nodes: float = field(compare=False)  # that a drafting cycle verifies, on average
 
     @property
     def tau(self) -> float:
         return self.tokens / self.target_forwards if self.target_forwards else 1.0
 
 
-def replayed(
-    recording: Recording,
-    path: tuple[Integers, Integers],
-    levels: int,
-    nodes: int,
-    is_exact: bool = False,
-) -> Cycles:
-    """The cycles of a tree of these levels and nodes, from the path_ranks of its k; is_exact: with the exact rule."""
-    ranks, as_good = path
-    accepted = np.logical_and.accumulate(ranks < nodes - 1, axis=1).sum(
-        1
-    )  # [P] drafted tokens at each place
-    depth = np.full(len(ranks), levels)  # [P] levels of its draft, where there is room
-    if is_exact:
-        depth = 1 + np.logical_and.accumulate(as_good[:, :-1] < nodes - 1, axis=1).sum(1)
-    tokens = forwards = trees = drafted = 0
-    for number in np.unique(recording.answer):
-        places = recording.answer == number
-        count, room, deep = (each[places].tolist() for each in (accepted, recording.room, depth))
-        place, end = 0, int(recording.left[places][0])
+def replay_tree(drafts: RecordedDrafts, path: PathRanks, tree: GrownConfig) -> CycleCounts:
+    """The cycles of a fixed tree with the constant or the exact rule; path: of its levels and k."""
+    # the nodes beside the root are the best candidates, so a path is accepted as deep as it is in
+    accepted = np.logical_and.accumulate(path.ranks < tree.nodes - 1, axis=1).sum(1)  # [P]
+    depth = np.full(len(path.ranks), tree.levels)  # [P] levels that are drafted, if there is room
+    if tree.stop.rule == "exact":
+        # drafting ends at a level if the tree is full of nodes as good as this level's best
+        goes_on = path.as_good[:, :-1] < tree.nodes - 1
+        depth = 1 + np.logical_and.accumulate(goes_on, axis=1).sum(1)
+    depth = np.minimum(depth, drafts.room)
+    tokens = forwards = trees = levels = 0
+    for number in np.unique(drafts.answer):
+        is_here = drafts.answer == number
+        accepted_here = accepted[is_here].tolist()
+        depth_here = depth[is_here].tolist()
+        end = int(drafts.left[is_here][0])
         tokens += end
-        while place < end:
+        position = 0
+        while position < end:
             forwards += 1
-            if place < len(count):
+            if position < len(depth_here):
                 trees += 1
-                drafted += min(deep[place], room[place])
-                place += count[place]
-            place += 1  # the target's own token
-    return Cycles(tokens, forwards, trees, drafted)
+                levels += depth_here[position]
+                position += accepted_here[position]
+            position += 1  # the target's own token
+    return CycleCounts(tokens, forwards, trees, levels, tree.nodes)
 
 
-def counted(answers: Sequence[Statistics] | Sequence[Record]) -> tuple[Cycles, float]:
-    """The cycles of a decoder's answers, and the mean nodes that a drafting cycle verifies."""
-    tokens, forwards = (
-        sum(one.new_tokens - 1 for one in answers),
-        sum(one.target_forwards for one in answers),
-    )
-    # records made before levels were counted have none
-    levels = sum(max(one.draft_levels, one.draft_forwards) for one in answers)
-    nodes = sum(one.draft_nodes for one in answers)
-    trees = sum(drafted > 0 for one in answers for drafted in one.cycle_nodes)
-    return Cycles(tokens, forwards, trees, levels), 1 + nodes / max(trees, 1)
+def count_cycles(answers: Sequence[Statistics] | Sequence[Record]) -> CycleCounts:
+    """The cycles of a decoder's answers."""
+    tokens = forwards = trees = levels = nodes = 0
+    for answer in answers:
+        tokens += answer.new_tokens - 1
+        forwards += answer.target_forwards
+        # records made before levels were counted have none
+        levels += max(answer.draft_levels, answer.draft_forwards)
+        nodes += answer.draft_nodes
+        trees += sum(drafted > 0 for drafted in answer.cycle_nodes)
+    return CycleCounts(tokens, forwards, trees, levels, 1 + nodes / max(trees, 1))

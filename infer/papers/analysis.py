@@ -243,7 +243,8 @@ def level_table(frontier: pd.DataFrame, cycles: pd.DataFrame) -> list[dict[str, 
 
 
 def acceptance_bounds(laws: pd.DataFrame, c: float) -> dict[str, Any]:
-    """SVIP's figure 4: beta = 1 - TV and three lower bounds (cut at -1), laws in the order of beta."""
+    """SVIP's figure 4: beta = 1 - TV and three lower bounds (cut at -1), laws in the order of
+    beta."""
     beta = 1.0 - laws.tvd.to_numpy()
     kl = laws.kl_qp.to_numpy()
     bounds = {
@@ -261,7 +262,8 @@ def acceptance_bounds(laws: pd.DataFrame, c: float) -> dict[str, Any]:
 
 
 def entropy_table(laws: pd.DataFrame, tasks: Sequence[str]) -> list[dict[str, Any]]:
-    """SVIP's table 1: q's mean entropy at accepted and at rejected tokens; tasks: of each prompt."""
+    """SVIP's table 1: q's mean entropy at accepted and at rejected tokens; tasks: of each
+    prompt."""
     names = list(dict.fromkeys(tasks))
     task_of_row = laws.prompt.map(dict(enumerate(tasks)))
     parts = {"all": laws}

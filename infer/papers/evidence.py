@@ -22,11 +22,11 @@ from aerie.infer.measure.bootstrap import (
     side_of_answers,
     tau_columns,
 )
-from aerie.infer.measure.replay import counted
+from aerie.infer.measure.prices import Costs
+from aerie.infer.measure.replay import count_cycles
 from aerie.infer.measure.stage_facts import calibrations_of
 from aerie.infer.measure.statistics import FloatArray, group, grouped
 from aerie.infer.measure.tree_shape import TreeShape
-from aerie.infer.measure.tune import Costs
 from aerie.model.storage import read_json
 
 Entry = Mapping[str, Any]  # of claims.yaml: a claim, one of its sides, or a line of a picture
@@ -91,11 +91,9 @@ def modelled_ms(answers: Answers, tuning: Tuning | None) -> float | None:
     first = answers[0]
     if first.head not in costs or first.tree is None:
         return None
-    cycles, nodes = counted(answers)
     # validated, for the keys of JSON are texts
-    return float(
-        adapter(Costs).validate_python(costs[first.head]).price(cycles, first.tree.k, nodes)
-    )
+    prices = adapter(Costs).validate_python(costs[first.head])
+    return float(prices.price(count_cycles(answers), first.tree.k))
 
 
 def identical_columns(answer: Record) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from aerie.configs.schema.measure import CalibrateConfig, PromptsConfig
 from aerie.infer.decode.methods import FLOOR, Calibrator, drafting, load_calibrator
 from aerie.infer.decode.shape import Cycle
 from aerie.infer.measure import calibrate
-from aerie.infer.measure.calibrate import Question, RecordedCycles
+from aerie.infer.measure.calibrate import Observer, Question, RecordedCycles
 from aerie.infer.papers.analysis import PaperObserver
 from aerie.model.checkpoint import save_head
 from aerie.model.storage import Stage, digests, write_json
@@ -75,7 +75,9 @@ def test_the_summary_counts_by_depth() -> None:
 
 
 def test_by_task_and_by_depth_share_the_nodes() -> None:
-    recorded = calibrate.record_cycles(decoder_of(make_target(), WIDE), QUESTIONS, SECTION)
+    recorded = calibrate.record_cycles(
+        decoder_of(make_target(), WIDE), QUESTIONS, SECTION, 0, Observer()
+    )
     parts = json.loads(json.dumps(calibrate.analyse(recorded), allow_nan=False))
     assert [row["task"] for row in parts["by_task"]] == ["count", "sort"]
     for part in ("by_task", "by_depth"):

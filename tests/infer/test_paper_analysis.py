@@ -64,7 +64,7 @@ def test_an_observer_adds_columns_and_changes_nothing(
     """Every kind of draft has an analysis."""
     section = replace(SECTION, temperature=temperature)
     decoder = decoder_of(make_target(), tree, kind)
-    plain = calibrate.record_cycles(decoder, QUESTIONS, section, 3)
+    plain = calibrate.record_cycles(decoder, QUESTIONS, section, 3, calibrate.Observer())
     decoder = decoder_of(make_target(), tree, kind)
     observer = analysis.PaperObserver(oracle_levels=5)
     observer.attach(decoder, tree, 3)
