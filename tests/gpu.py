@@ -1,9 +1,10 @@
-"""Runs on one CUDA device: the tests that need it, then timed features, training and decoding at real sizes.
+"""Runs on one CUDA device: its tests, then timed features, training and decoding at real sizes.
 
-python -m tests.gpu [--out DIR]            # make gpu: 10 to 20 minutes; the driver and pip wheels are enough
+python -m tests.gpu [--out DIR]            # make gpu: 10 to 20 minutes; the driver and wheels do
 python -m tests.gpu --device cpu --tiny    # the same code in seconds
 
-Weights are random and made in memory, so tau means nothing here, but the shares of a cycle do. MFU: of dense bf16.
+Weights are random and made in memory: tau means nothing here, but the shares of a cycle do.
+MFU: of dense bf16.
 """
 
 import argparse
@@ -50,39 +51,30 @@ from aerie.train import costs, processes
 from aerie.train.optimizers import build_optimizers
 from aerie.train.workload import Load
 
-Row = dict[str, Any]
+Row = dict[str, Any]  # size, what, tokens_per_s and ms; for most also what a column of the table is
 
 
 @dataclass(frozen=True)
 class Size:
     name: str
-    target: dict[str, int]
+    target: dict[str, int]  # of a Llama's configuration
     draft_vocab: int
     rows: int  # of a batch
     length: int  # tokens of a row
     steps: int  # timed, after half as many untimed
     new_tokens: int
+    tree: DynamicConfig = DynamicConfig(levels=6, k=10, nodes=60)
 
 
-LLAMA_1B = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "vocab_size": 32_000,
-    "num_hidden_layers": 16,
-}
-LLAMA_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "vocab_size": 128_256,
-    "num_hidden_layers": 32,
-}
-TINY = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 320, "num_hidden_layers": 7}
+LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32}
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 7}
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
 SIZES = [
     Size(
         "D 2048, I 8192, V 32k",
-        LLAMA_1B | HEADS,
-        32_000,
+        LLAMA_1B | HEADS | {"vocab_size": 32_000},
+        draft_vocab=32_000,
         rows=4,
         length=2048,
         steps=10,
@@ -90,8 +82,8 @@ SIZES = [
     ),
     Size(
         "D 4096, I 14336, V 128k",
-        LLAMA_8B | HEADS,
-        32_000,
+        LLAMA_8B | HEADS | {"vocab_size": 128_256},
+        draft_vocab=32_000,
         rows=2,
         length=2048,
         steps=10,
@@ -100,74 +92,71 @@ SIZES = [
 ]
 SMALL = Size(
     "D 64, I 128, V 320",
-    {**TINY, "num_attention_heads": 4, "num_key_value_heads": 2},
-    100,
-    2,
-    32,
-    2,
-    8,
+    TINY | {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320},
+    draft_vocab=100,
+    rows=2,
+    length=32,
+    steps=2,
+    new_tokens=8,
+    tree=DynamicConfig(levels=3, k=2, nodes=6),
 )
+RECIPE = Eagle3Section(fc_norm=True, norm_output=True, lm_head="frozen", fc_init="highest_tap")
+MUON = MuonSection(matrix_rate=0.03)  # as in configs/eagle3
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.gpu", description=__doc__.split("\n", 1)[0]
-    )
+    summary = __doc__.split("\n", 1)[0]
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=summary)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small sizes, and no tests first")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/gpu"), help="where gpu.json and gpu.md go"
     )
-    asked = parser.parse_args()
-    if asked.device == "cpu":
+    arguments = parser.parse_args()
+    hardware = f"a CPU, {torch.get_num_threads()} threads"
+    if arguments.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    elif not torch.cuda.is_available():
+    elif torch.cuda.is_available():
+        hardware = torch.cuda.get_device_name()
+    else:
         print("error: --device cuda: torch sees no GPU; try --device cpu --tiny", file=sys.stderr)
         return 2
     code = 0
-    if not asked.tiny:
-        # In its own process, so that its memory is free afterwards; exit code 5: no test has the mark.
+    if not arguments.tiny:
+        # In its own process, so that its memory is free afterwards.
         tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
-        code = subprocess.run(tests, check=False).returncode
-    rows, text, code = list[Row](), "", code if code != 5 else 0
-    accelerator = processes.build_accelerator(Eagle1Train(), asked.out)
-    name = (
-        torch.cuda.get_device_name()
-        if asked.device == "cuda"
-        else f"a CPU, {torch.get_num_threads()} threads"
-    )
+        code = subprocess.run(tests, check=False).returncode % 5  # 5: no test has the mark
+    rows: list[Row] = []
     facts = {
-        "hardware": name,
+        "hardware": hardware,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "tests": code,
         "rows": rows,
     }
-    asked.out.mkdir(parents=True, exist_ok=True)
-    for size in [SMALL] if asked.tiny else SIZES:
-        found = measured(size, accelerator)
-        while True:
-            try:
-                rows.append(next(found))
-            except StopIteration:
-                break
-            except RuntimeError as error:  # also out of memory: earlier rows are kept
-                rows.append(
-                    {
-                        "size": size.name,
-                        "what": f"stopped: {first_line(error)}",
-                        "tokens_per_s": 0,
-                        "ms": 0,
-                    }
-                )
-                code = code or 1
-            (asked.out / "gpu.json").write_text(json.dumps(facts, indent=1) + "\n")
-            (asked.out / "gpu.md").write_text(text := table(facts))
-    print(text, end="")
+    accelerator = processes.build_accelerator(Eagle1Train(), arguments.out)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for size in [SMALL] if arguments.tiny else SIZES:
+        try:
+            for row in run_size(size, accelerator):
+                rows.append(row)
+                write(facts, arguments.out)
+        except RuntimeError as error:  # also out of memory: the rows before it are kept
+            what = f"stopped: {first_line(error)}"
+            rows.append({"size": size.name, "what": what, "tokens_per_s": 0, "ms": 0})
+            code = code or 1
+    write(facts, arguments.out)
+    print(table(facts), end="")
     return code
 
 
-def measured(size: Size, accelerator: Accelerator) -> Iterator[Row]:
+def write(facts: Row, directory: Path) -> None:
+    (directory / "gpu.json").write_text(json.dumps(facts, indent=1) + "\n")
+    (directory / "gpu.md").write_text(table(facts))
+
+
+def run_size(size: Size, accelerator: Accelerator) -> Iterator[Row]:
+    """Times features, then the training of each head, then decoding with each of them."""
     device = accelerator.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = LlamaConfig(
@@ -180,94 +169,82 @@ def measured(size: Size, accelerator: Accelerator) -> Iterator[Row]:
     ids = torch.randint(size.target["vocab_size"], (size.rows, size.length), device=device)
     turn_ids = torch.ones(size.rows, size.length, dtype=torch.long)
     turn_ids[:, : size.length // 4] = 0  # the prompt
-    load = Load.of_rows(((row, turn) for row, turn in zip(ids.cpu(), turn_ids, strict=True)), 3)
-    heads: dict[str, Any] = {}
+    load = Load.of_rows(zip(ids.cpu(), turn_ids, strict=True), 3)
 
-    def row(
-        what: str, work: Callable[[], Any], operations: float, tokens: int, plan: Any = None
-    ) -> Row:
+    def timed_row(what: str, work: Callable[[], Any], operations: float) -> Row:
         seconds, peak = timed(work, size.steps, device)
-        mfu = operations / seconds / costs.PEAK
-        found = {
+        return {
             "size": size.name,
             "what": what,
-            "tokens_per_s": tokens / seconds,
+            "tokens_per_s": size.rows * size.length / seconds,
             "ms": 1000 * seconds,
-            "mfu": mfu,
+            "mfu": operations / seconds / costs.PEAK,
+            "peak_gib": peak / 2**30,
         }
-        return (
-            found
-            | {"peak_gib": peak / 2**30}
-            | ({} if plan is None else {"planned_gib": plan / 2**30})
-        )
 
-    tokens = size.rows * size.length
+    # features
     head = new_head(Eagle1Section(), config, target.vocab, 0)
     objective = DRAFT_MODELS["eagle1"].objective(head, target.vocab, Eagle1Train())
     forward = costs.operations(objective, load, model)["target"]
-    yield row("features with taps", lambda: target.features(ids, taps), forward, tokens)
+    yield timed_row("features with taps", lambda: target.features(ids, taps), forward)
     states = target.features(ids, taps)
-    batch = Batch(
-        ids.cpu(), turn_ids, torch.full((size.rows,), size.length), tuple(range(size.rows))
-    ).to(device)
-    assert states.taps is not None  # clones: autograd cannot save inference tensors
-    batch = replace(batch, features=states.last_hidden.clone(), taps=states.taps.clone())
-    vocabulary = DraftVocabulary.of_ids(torch.arange(size.draft_vocab), size.target["vocab_size"])
-    recipe = Eagle3Section(fc_norm=True, norm_output=True, lm_head="frozen", fc_init="highest_tap")
-    settings: Any = Eagle3Train(
-        unroll_steps=3, optimizer=MuonSection(matrix_rate=0.03)
-    )  # as in configs/eagle3
-    sections: dict[str, Any] = {
-        "eagle1": (Eagle1Section(), Eagle1Train()),
-        "eagle3": (recipe, settings),
-    }
-    sections["block"] = (
-        BlockSection(mask_token_id=0),
-        BlockTrain(anchors=size.length // 8, batch_size=size.rows),
+    assert states.taps is not None
+    lengths = torch.full((size.rows,), size.length)
+    batch = replace(
+        Batch(ids.cpu(), turn_ids, lengths, tuple(range(size.rows))).to(device),
+        # Clones: autograd cannot save inference tensors.
+        features=states.last_hidden.clone(),
+        taps=states.taps.clone(),
     )
+
+    # training
+    vocabulary = DraftVocabulary.of_ids(torch.arange(size.draft_vocab), size.target["vocab_size"])
+    eagle3 = Eagle3Train(unroll_steps=3, optimizer=MUON)
+    block = BlockTrain(anchors=size.length // 8, batch_size=size.rows)
+    sections: dict[str, tuple[Any, Any]] = {
+        "eagle1": (Eagle1Section(), Eagle1Train()),
+        "eagle3": (RECIPE, eagle3),
+        "block": (BlockSection(mask_token_id=0), block),
+    }
     with suppress(UserError):  # no such row without a C++ compiler
         processes.check_compiler()
-        sections["compiled eagle3"] = (recipe, replace(settings, compile=True))
+        sections["compiled eagle3"] = (RECIPE, replace(eagle3, compile=True))
+    trained: dict[str, Any] = {}
     for name, (section, settings) in sections.items():
-        kind = section.kind
-        head = new_head(
-            section,
-            config,
-            target.vocab,
-            0,
-            size.name,
-            taps,
-            vocabulary if kind == "eagle3" else None,
-        )
-        objective = DRAFT_MODELS[kind].objective(head.float(), target.vocab, settings)
-        if getattr(settings, "compile", False):
+        draft_vocabulary = vocabulary if section.kind == "eagle3" else None
+        head = new_head(section, config, target.vocab, 0, size.name, taps, draft_vocabulary)
+        make_objective = DRAFT_MODELS[section.kind].objective
+        objective = make_objective(head.float(), target.vocab, settings)
+        if "compiled" in name:
             for layer in head.blocks:
                 layer.compile_parts()
-        module, *optimizers = accelerator.prepare(objective, *build_optimizers(objective, settings))
-        work, parts = (
-            costs.operations(objective, load),
-            costs.memory(objective, tokens, dtype.itemsize, model),
-        )
+        parts = costs.memory(objective, size.rows * size.length, dtype.itemsize, model)
+        operations = sum(costs.operations(objective, load).values())
+        step = training_step(accelerator, objective, settings, batch)
+        row = timed_row(f"{name} training", step, operations)
         planned = sum(parts.values()) - parts["copy that is measured"]
-        take = step(accelerator, module, optimizers, objective.prepare(batch, 0))
-        yield row(f"{name} training", take, sum(work.values()), tokens, planned)
-        heads[kind] = objective.head.to(dtype).eval().requires_grad_(False)
+        yield {**row, "planned_gib": planned / 2**30}
+        trained[section.kind] = objective.head.to(dtype).eval().requires_grad_(False)
         accelerator.free_memory()
-        del module, optimizers, objective, take
-    cycles: tuple[Any, ...] = ("eager", "captured", "compiled")
-    for cycle in cycles if device.type == "cuda" else ("eager", "compiled"):
+        del objective, step
+
+    # decoding
+    cycles: dict[Any, tuple[str, ...]] = {"eager": ("vanilla", *trained)}
+    if device.type == "cuda":
+        cycles["captured"] = ("vanilla", *trained)
+    cycles["compiled"] = ("vanilla", "eagle3")  # a minute for each
+    for cycle, kinds in cycles.items():
         target.recipe = replace(target.recipe, cycle=cycle)
-        kinds = (
-            ("vanilla", "eagle3") if cycle == "compiled" else ("vanilla", *heads)
-        )  # a minute each
-        yield from (decoded(size, target, kind, heads.get(kind), ids[:1, :128]) for kind in kinds)
+        for kind in kinds:
+            yield run_decoding(size, target, kind, trained.get(kind), ids[:1, :128])
 
 
-def step(
-    accelerator: Accelerator, module: Any, optimizers: list[Any], batch: Batch
+def training_step(
+    accelerator: Accelerator, objective: Any, settings: Any, batch: Batch
 ) -> Callable[[], None]:
     """A training step as in the loop, without reading its batch."""
-    objective = accelerator.unwrap_model(module)
+    module, *optimizers = accelerator.prepare(objective, *build_optimizers(objective, settings))
+    batch = objective.prepare(batch, 0)
     scales = {name: 1.0 / float(count) for name, count in objective.counts(batch).items()}
 
     def take() -> None:
@@ -280,74 +257,79 @@ def step(
     return take
 
 
-def decoded(size: Size, target: Target, kind: str, head: Any, prompt: torch.Tensor) -> Row:
-    tree = (
-        DynamicConfig(levels=3, k=2, nodes=6)
-        if size is SMALL
-        else DynamicConfig(levels=6, k=10, nodes=60)
-    )
+def run_decoding(size: Size, target: Target, kind: str, head: Any, prompt: torch.Tensor) -> Row:
+    """Decodes twice, and gives the second answer's speed and the work of a cycle."""
     target.decodes |= {"tree", "chain"}  # skip the check: weights are random
     drafter = BlockDrafter if kind == "block" else EagleDrafter
-    decoder = SpeculativeDecoder(target, head and drafting(drafter(head, target), tree))
-    asked: Row = {
+    decoder = SpeculativeDecoder(target, head and drafting(drafter(head, target), size.tree))
+    settings: Row = {
         "max_new_tokens": size.new_tokens,
         "do_sample": False,
         "eos_token_id": [],
         "timed": True,
     }
-    decoder.generate(prompt, **asked)
-    counted = decoder.generate(prompt, **asked).statistics
-    cycles, phases = (
-        max(counted.target_forwards, 1),
-        [name for name in PHASES if name not in ("prefill", "wall")],
-    )
-    split = {name: counted.ms[name] / cycles for name in phases}
-    method = {"eagle1": "eagle2", "block": "block-tree"}.get(
-        kind, kind
-    ) + f", {target.recipe.cycle}"
+    decoder.generate(prompt, **settings)
+    counted = decoder.generate(prompt, **settings).statistics
+    phases = [name for name in PHASES if name not in ("prefill", "wall")]
+    split = {name: counted.ms[name] / max(counted.target_forwards, 1) for name in phases}
+    method = {"eagle1": "eagle2", "block": "block-tree"}.get(kind, kind)
     kernels, _, share, _ = cycle_work(decoder, prompt, counted, {"do_sample": False})
-    return {"size": size.name, "what": f"decode {method}", "tokens_per_s": counted.tokens_per_s, "tau": counted.tau,
-            "ms": sum(split.values()), "cycle_ms": split, "kernels": kernels, "bandwidth": share}  # fmt: skip
+    return {
+        "size": size.name,
+        "what": f"decode {method}, {target.recipe.cycle}",
+        "tokens_per_s": counted.tokens_per_s,
+        "tau": counted.tau,
+        "ms": sum(split.values()),
+        "cycle_ms": split,
+        "kernels": kernels,
+        "bandwidth": share,
+    }
 
 
 def timed(work: Callable[[], Any], count: int, device: torch.device) -> tuple[float, float]:
     """(seconds of a call after warm-up, peak of allocated bytes; on a CPU, of the process)."""
     is_cuda = device.type == "cuda"
     gc.collect()
-    for number in range(count // 2 + 1 + count):
-        if number == count // 2 + 1:
-            if is_cuda:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-            started = time.perf_counter()
+    for _ in range(count // 2 + 1):
+        work()
+    if is_cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    for _ in range(count):
         work()
     if is_cuda:
         torch.cuda.synchronize()
     seconds = (time.perf_counter() - started) / count
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return seconds, torch.cuda.max_memory_allocated() if is_cuda else own
+    process_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return seconds, torch.cuda.max_memory_allocated() if is_cuda else process_bytes
+
+
+COLUMNS = {  # key of a row, or of its cycle_ms: the heading and the form of its column
+    "size": ("size", "{}"),
+    "what": ("what", "{}"),
+    "tokens_per_s": ("tokens/s", "{:,.0f}"),
+    "ms": ("ms", "{:.2f}"),
+    "mfu": ("MFU", "{:.1%}"),
+    "peak_gib": ("peak GiB", "{:.1f}"),
+    "planned_gib": ("planned GiB", "{:.1f}"),
+    "kernels": ("kernels", "{:,.0f}"),
+    "bandwidth": ("of a copy's bandwidth", "{:.0%}"),
+    "draft": ("draft ms", "{:.2f}"),
+    "verify": ("verify ms", "{:.2f}"),
+    "commit": ("commit ms", "{:.2f}"),
+    "other": ("other ms", "{:.2f}"),
+}
 
 
 def table(facts: Row) -> str:
-    lines = [
-        f"{facts['hardware']}, torch {facts['torch']}, CUDA {facts['cuda']}; random weights",
-        "",
-    ]
-    names = (
-        "size, what, tokens/s, ms, MFU, peak GiB (planned), kernels, of a copy's bandwidth".split(
-            ", "
-        )
-    )
-    names.append("draft, verify, commit, other ms")
-    lines += [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    """The rows in Markdown."""
+    title = f"{facts['hardware']}, torch {facts['torch']}, CUDA {facts['cuda']}; random weights"
+    headings = " | ".join(heading for heading, _ in COLUMNS.values())
+    lines = [title, "", f"| {headings} |", "|---" * len(COLUMNS) + "|"]
     for row in facts["rows"]:
-        mfu = f"{row['mfu']:.1%}" if "mfu" in row else ""
-        memory = f"{row['peak_gib']:.1f}" if "peak_gib" in row else ""
-        memory += f" ({row['planned_gib']:.1f})" if "planned_gib" in row else ""
-        split = ", ".join(f"{ms:.2f}" for ms in row.get("cycle_ms", {}).values())
-        cycle = [f"{row['kernels']:,.0f}", f"{row['bandwidth']:.0%}"] if split else ["", ""]
-        speed = f"{row['tokens_per_s']:,.0f}", f"{row['ms']:.2f}"
-        cells = [row["size"], row["what"], *speed, mfu, memory, *cycle, split]
+        row = row | row.get("cycle_ms", {})
+        cells = [form.format(row[key]) if key in row else "" for key, (_, form) in COLUMNS.items()]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

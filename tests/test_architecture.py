@@ -1,15 +1,17 @@
 """The rules of the house, checked in the source: the import ladder, declared dependencies."""
 
 import ast
-import functools
 import re
 import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from importlib.metadata import packages_distributions
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LADDER = {
@@ -22,106 +24,80 @@ LADDER = {
 ROOF = sorted((ROOT / "src/aerie").glob("*.py"))  # the command; its modules import from everywhere
 SOURCES = ROOF + sorted(path for package in LADDER for path in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
+ENTRIES = ("main", "__main__", "__init__")
 MAX_SINGLE_IMPORTERS = 14
-distributions = functools.cache(packages_distributions)  # by top-level module
+distributions = cache(packages_distributions)  # by top-level module
 
 
-def imported(source: str) -> Iterator[str]:
-    """Dotted names of every import in source, also in functions, under TYPE_CHECKING and by import_module("...")."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-            yield node.module
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
-            ("import_module", "__import__")
-        ):
-            names = (
-                argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)
-            )
-            yield from (name for name in names if isinstance(name, str))
+@cache
+def imported(path: Path) -> list[str]:
+    """Dotted names of every import in a file, also in functions and by import_module("...")."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Import():
+                names += [alias.name for alias in node.names]
+            case ast.ImportFrom(module=str(module), level=0):
+                names += [module, *(f"{module}.{alias.name}" for alias in node.names)]
+            case ast.Call(func=ast.Name("import_module"), args=[ast.Constant(str(name))]):
+                names.append(name)
+    return names
 
 
-def off_the_ladder(file: str, source: str) -> list[str]:
-    """The imports that a file may not make. configs never imports torch, and nothing imports the roof."""
-    found = [name.split(".") for name in imported(source)]
-    if file.endswith("/main.py") or file.startswith("src/"):
-        return [".".join(name) for name in found if name[0] == "tests"]
-    package = file.split("/")[0]
-    heavy = {"torch", "transformers"} if package == "configs" else set()
-    return [
-        ".".join(name)
-        for name in found
-        if name[0] in {"tests", *heavy} or (name[0] == "aerie" and name[1] not in LADDER[package])
-    ]
+def dotted(path: Path) -> str:
+    name = path.relative_to(ROOT).as_posix().removeprefix("src/aerie/")
+    return "aerie." + name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def undeclared(source: str, declared: set[str]) -> list[str]:
-    """Third-party imports whose distribution (normalised name) is not among the declared ones."""
-    installed = distributions()
-    outside = (
-        {name.split(".")[0] for name in imported(source)}
-        - {"aerie", "tests"}
-        - set(sys.stdlib_module_names)
-    )
-    return sorted(
-        name for name in outside if not {normal(d) for d in installed.get(name, [name])} & declared
-    )
+def forbidden(path: Path) -> Iterator[str]:
+    """Imports that a file may not make: configs imports no torch, and nobody the roof or tests."""
+    package = path.relative_to(ROOT).parts[0]
+    composes = path.stem == "main" or path in ROOF
+    for name in imported(path):
+        first, _, rest = name.partition(".")
+        is_off_ladder = first == "aerie" and rest.split(".")[0] not in LADDER.get(package, ())
+        is_heavy = package == "configs" and first in ("torch", "transformers")
+        if first == "tests" or (not composes and (is_off_ladder or is_heavy)):
+            yield name
 
 
 def declared(*extras: str) -> set[str]:
     """Normalised names of the dependencies in pyproject.toml, with these extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [
-        *project["dependencies"],
-        *(line for extra in extras for line in project["optional-dependencies"][extra]),
-    ]
-    return {normal(re.split(r"[^\w.-]", line)[0]) for line in wanted}
+    lines = list(project["dependencies"])
+    for extra in extras:
+        lines += project["optional-dependencies"][extra]
+    return {normal(re.split(r"[^\w.-]", line)[0]) for line in lines}
 
 
 def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def dotted(path: Path) -> str:
-    return "aerie." + relative(path).removeprefix("src/aerie/").removesuffix(".py").removesuffix(
-        "/__init__"
-    ).replace("/", ".")
-
-
-def relative(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-def test_imports_go_down_the_ladder_and_train_and_infer_never_meet() -> None:
-    found = {relative(path): off_the_ladder(relative(path), path.read_text()) for path in SOURCES}
-    assert {path: names for path, names in found.items() if names} == {}
+@pytest.mark.parametrize("path", SOURCES, ids=dotted)
+def test_imports_go_down_the_ladder(path: Path) -> None:
+    assert [*forbidden(path)] == []
 
 
 def test_modules_are_shared_and_import_in_no_circle() -> None:
-    """A module with one importer belongs in that importer; main.py and __init__.py may have none."""
+    """A module with one importer belongs in that importer; the commands' modules may have none."""
     modules = {dotted(path): path for path in SOURCES}
-    graph = {
-        name: {other for other in imported(path.read_text()) if other in modules and other != name}
-        for name, path in modules.items()
-    }
+    graph = {name: {*imported(path)} & {*modules} - {name} for name, path in modules.items()}
     importers = Counter(other for others in graph.values() for other in others)
     single = [
-        name
-        for name, path in modules.items()
-        if path.stem not in ("main", "__init__", "__main__") and importers[name] == 1
+        name for name, path in modules.items() if importers[name] == 1 and path.stem not in ENTRIES
     ]
     assert len(single) <= MAX_SINGLE_IMPORTERS, sorted(single)
     TopologicalSorter(graph).prepare()  # CycleError names the modules of a circle
 
 
-def test_every_third_party_import_is_declared() -> None:
-    at_run_time, in_tests = declared("report", "distill"), declared("report", "distill", "dev")
-    found = {path: undeclared(path.read_text(), at_run_time) for path in SOURCES}
-    found |= {path: undeclared(path.read_text(), in_tests) for path in TESTS}
-    assert {relative(path): names for path, names in found.items() if names} == {}
-    assert undeclared("import yaml, never_installed, pytest", at_run_time) == [
-        "never_installed",
-        "pytest",
-    ]
+@pytest.mark.parametrize(("paths", "extras"), [(SOURCES, ""), (TESTS, "dev")], ids=["src", "tests"])
+def test_every_third_party_import_is_declared(paths: list[Path], extras: str) -> None:
+    known = declared("report", "distill", *extras.split())
+    names = {name.split(".")[0] for path in paths for name in imported(path)}
+    undeclared = []
+    for name in names - {"aerie", "tests"} - set(sys.stdlib_module_names):
+        providers = distributions().get(name, [name])
+        if not known & {normal(provider) for provider in providers}:
+            undeclared.append(name)
+    assert undeclared == []

@@ -39,8 +39,8 @@ def test_what_stops_keeps_the_rows_before_it(tmp_path: Path, monkeypatch: Any) -
         yield {"size": size.name, "what": "features with taps", "tokens_per_s": 1.0, "ms": 1.0}
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(gpu, "measured", stopping)
-    monkeypatch.setattr(gpu.launch, "build_accelerator", lambda *_: None)
+    monkeypatch.setattr(gpu, "run_size", stopping)
+    monkeypatch.setattr(gpu.processes, "build_accelerator", lambda *_: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert call(gpu, "--device", "cpu", "--tiny", "--out", tmp_path) == 1
     rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
