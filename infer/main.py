@@ -24,6 +24,7 @@ from aerie.configs.schema.measure import (
     BenchConfig,
     CalibrateConfig,
     HeldOutPrompts,
+    PromptsConfig,
     SamplingConfig,
     TuneConfig,
 )
@@ -35,103 +36,126 @@ from aerie.model.hub import head_directory, is_on_hub, require_target
 
 # No torch yet: --help and mistakes are answered at once.
 
+SECTIONS = {"bench": BenchConfig, "calibrate": CalibrateConfig, "tune": TuneConfig}
+UNREAD_TREE = {"bench": "bench.rows", "calibrate": "calibrate.tree"}  # what is read in its stead
+ROW_KEYS = ("tree.", "lookup.", "lookahead.")  # of generate and chat: they change the row
+TRAINING_FACTS = ("steps", "total_steps", "tokens", "train_seconds", "ended")
 TUNABLE = tuple(kind for kind, name in USUAL.items() if METHODS[name].tree["shape"] != "static")  # type: ignore[index]
 
 
 def bench(arguments: Namespace, unknown: list[str]) -> int:
     """tau and speedup of every row of the recipe"""
-    recipe, section, paths = _recipe(arguments, unknown)
-    from aerie.infer.measure.bench import measured
+    recipe, section = _load_section(arguments, unknown)
+    from aerie.infer.measure.bench import run_bench
     from aerie.infer.measure.bench_files import graphs_in
-    from aerie.infer.measure.suite import suite_of
+    from aerie.infer.measure.suite import read_suite
 
-    rows = section.rows or (
-        MethodConfig("vanilla"),
-        MethodConfig(USUAL[recipe.head.kind], recipe.tree),
-    )
-    rows = (*rows, *(load_row(path, MethodConfig, []) for path in arguments.row))
-    fitting = (
-        _head(arguments, recipe, row, f"bench.rows.{number}").tree
-        for number, row in enumerate(rows)
-    )
-    section = replace(
-        section,
-        rows=tuple(replace(row, tree=tree) for row, tree in zip(rows, fitting, strict=True)),
-    )
-    suite = suite_of(section)
-    heads = [
-        _head(arguments, recipe, row, place).head
-        for row, place in zip(suite.rows, suite.places, strict=True)
-    ]
-    inputs: dict[str, Any] = {"threads": recipe.threads} | decode.digests(
-        row.tree for row in suite.rows
-    )
-    digests = {
-        head: storage.file_digest(path)
-        for row, head in zip(suite.rows, heads, strict=True)
-        if head and row.tree and row.tree.calibrated and not arguments.plan
-        if (
-            path := head_directory(head) / storage.CALIBRATOR
-        ).is_file()  # else the decoder reports it
-    }
-    inputs |= {
-        k: v
-        for k, v in (("calibrators", digests), ("cycle", recipe.target.cycle))
-        if v not in ({}, "auto")
-    }
-    graphs = graphs_in(paths.bench) if arguments.plan else ""
-    plan = f"{len(suite.rows)} rows x {len(section.sampling)} samplings -> {paths.bench}{graphs}"
-    work = partial(measured, section, heads, paths.bench, recipe.seed)
-    return _stage(arguments, recipe, heads, inputs, section, plan, work)
+    rows = section.rows
+    if not rows:
+        rows = (MethodConfig("vanilla"), MethodConfig(USUAL[recipe.head.kind], recipe.tree))
+    rows += tuple(load_row(path, MethodConfig, []) for path in arguments.row)
+    suite = read_suite(replace(section, rows=rows), _run_heads(arguments, recipe).settle)
+    inputs = _machine_inputs(recipe) | decode.digests(row.method.tree for row in suite.rows)
+    calibrators = {}
+    for row in suite.rows:
+        if row.head and row.method.tree and row.method.tree.calibrated and not arguments.plan:
+            path = head_directory(row.head) / storage.CALIBRATOR
+            if path.is_file():  # else the decoder reports it
+                calibrators[row.head] = storage.file_digest(path)
+    if calibrators:
+        inputs["calibrators"] = calibrators
+    output = recipe.paths.bench
+    graphs = graphs_in(output) if arguments.plan else ""
+    plan = f"{len(suite.rows)} rows x {len(section.sampling)} samplings -> {output}{graphs}"
+    work = partial(run_bench, suite, output, recipe.seed)
+    heads = [row.head for row in suite.rows]
+    return _run_stage(arguments, recipe, heads, inputs, suite.config, plan, work)
 
 
 def calibrate(arguments: Namespace, unknown: list[str]) -> int:
     """how confidence predicts acceptance, from decoding cycles on held-out prompts"""
-    recipe, section, paths = _recipe(arguments, unknown)
-    asked = MethodConfig(section.method or USUAL[recipe.head.kind], section.tree)
-    if not METHODS[asked.method].heads:
-        raise UserError(
-            f"calibrate.method: {asked.method} has no head whose confidence could be measured"
-        )
+    recipe, section = _load_section(arguments, unknown)
+    row = MethodConfig(section.method or USUAL[recipe.head.kind], section.tree)
+    if not METHODS[row.method].heads:
+        fault = "has no head whose confidence could be measured"
+        raise UserError(f"calibrate.method: {row.method} {fault}")
     from aerie.infer.decode.methods import check_kind, kind_at
     from aerie.infer.measure.calibrate import run_calibration
     from aerie.infer.papers.analysis import PaperObserver
 
     if arguments.head is not None:
-        check_kind(asked.method, kind_at(arguments.head), "--head")
-    asked = _head(arguments, recipe, asked, "calibrate")
-    plan = f"{asked.method}, {as_dict(asked.tree)}, {asked.head} -> {paths.calibration}"
+        check_kind(row.method, kind_at(arguments.head), "--head")
+    settled = _run_heads(arguments, recipe).settle(row, "calibrate")
+    row = replace(settled.method, head=settled.head)
+    output = recipe.paths.calibration
+    plan = f"{row.method}, {as_dict(row.tree)}, {row.head} -> {output}"
     observer = PaperObserver(section.oracle_levels)
-    work = partial(run_calibration, asked, section, paths.calibration, recipe.seed, observer)
-    return _stage(
-        arguments, recipe, [asked.head], decode.digests([asked.tree]), section, plan, work
-    )
+    work = partial(run_calibration, row, section, output, recipe.seed, observer)
+    inputs = decode.digests([row.tree])
+    return _run_stage(arguments, recipe, [row.head], inputs, section, plan, work)
 
 
 def tune(arguments: Namespace, unknown: list[str]) -> int:
     """the fastest tree for the heads on this machine, as a YAML; its speed, predicted and measured"""
-    recipe, section, paths = _recipe(arguments, unknown)
+    recipe, section = _load_section(arguments, unknown)
     from aerie.infer.decode.methods import heads_by_kind
     from aerie.infer.measure.tune import TUNED, check_apart, run_tuning
 
-    heads = (
-        heads_by_kind([arguments.head], None) if arguments.head else heads_by_kind([], paths.heads)
-    )
+    if arguments.head:
+        heads = heads_by_kind([arguments.head], None)
+    else:
+        heads = heads_by_kind([], recipe.paths.heads)
     heads = {kind: head for kind, head in heads.items() if kind in TUNABLE}
     if not heads:
-        raise UserError(
-            f"{arguments.head or paths.heads}: no head of kind {', '.join(TUNABLE)}; give --head"
-        )
+        source = arguments.head or recipe.paths.heads
+        raise UserError(f"{source}: no head of kind {', '.join(TUNABLE)}; give --head")
     check_apart(section)
-    plan = f"{', '.join(heads)} -> {paths.tune / TUNED}"
-    work = partial(run_tuning, heads, section, paths.tune, recipe.seed)
-    inputs = {"threads": recipe.threads} | (
-        {} if recipe.target.cycle == "auto" else {"cycle": recipe.target.cycle}
-    )
-    return _stage(arguments, recipe, list(heads.values()), inputs, section, plan, work)
+    output = recipe.paths.tune
+    plan = f"{', '.join(heads)} -> {output / TUNED}"
+    work = partial(run_tuning, heads, section, output, recipe.seed)
+    inputs = _machine_inputs(recipe)
+    return _run_stage(arguments, recipe, list(heads.values()), inputs, section, plan, work)
 
 
-def _stage(
+def _load_section(arguments: Namespace, unknown: list[str]) -> tuple[Recipe, Any]:
+    """The recipe, and the command's section of it with its prompts."""
+    recipe = load(arguments, unknown)
+    command = arguments.command
+    if command in UNREAD_TREE and any(word.startswith("--tree.") for word in unknown):
+        warn(f"--tree: {command} does not read it; set {UNREAD_TREE[command]}")
+    section = getattr(recipe, command) or SECTIONS[command]()
+    # No prompt is both fitted and measured on: half of the held-out ones are for each.
+    part = 0 if command == "bench" else 1
+    section = replace(section, prompts=_prompts(section.prompts, recipe, part))
+    if command == "tune" and section.measure is not None:
+        section = replace(section, measure=_prompts(section.measure, recipe, 0))
+    return recipe, section
+
+
+def _prompts(prompts: PromptsConfig, recipe: Recipe, part: int) -> PromptsConfig:
+    """The prompts that a section names, else a part of the held-out conversations."""
+    if prompts.path is not None or prompts.tasks:
+        return prompts
+    return HeldOutPrompts(**vars(prompts), data=recipe.data, part=part)
+
+
+def _run_heads(arguments: Namespace, recipe: Recipe) -> Any:
+    from aerie.infer.measure.suite import RunHeads
+
+    paths = recipe.paths
+    trained = paths.head(recipe)
+    return RunHeads(paths.heads, recipe.head.kind, trained, arguments.head, arguments.plan)
+
+
+def _machine_inputs(recipe: Recipe) -> dict[str, Any]:
+    """What times depend on."""
+    inputs: dict[str, Any] = {"threads": recipe.threads}
+    if recipe.target.cycle != "auto":
+        inputs["cycle"] = recipe.target.cycle
+    return inputs
+
+
+def _run_stage(
     arguments: Namespace,
     recipe: Recipe,
     heads: Sequence[str | None],
@@ -141,7 +165,7 @@ def _stage(
     measure: Callable[..., dict[str, Any]],  # (target, tokenizer) -> facts
 ) -> int:
     """Runs a stage unless it is done; reports mistakes before it loads a model."""
-    from aerie.infer.measure.bench import begin_bench, describe, load_quietly
+    from aerie.infer.measure.bench import begin_bench, describe_machine, load_quietly
     from aerie.infer.measure.tasks import check_sources, prompt_inputs
     from aerie.model.target import load_tokenizer
 
@@ -151,12 +175,14 @@ def _stage(
     if arguments.plan:
         print(f"{command}: {plan}")
         return 0
-    measured = {head: storage.digests(head_directory(head)) for head in filter(None, heads)}
+    digests = {head: storage.digests(head_directory(head)) for head in heads if head is not None}
+    settings = as_dict(section)
+    if recipe.target.generation:
+        settings["generation"] = recipe.target.generation
     inputs = {
         "target": target_inputs(recipe.target),
-        "head": list(measured.values()),
-        command: as_dict(section)
-        | ({"generation": given} if (given := recipe.target.generation) else {}),
+        "head": list(digests.values()),
+        command: settings,
         **inputs,
         "prompts": prompt_inputs(section.prompts),
         "seed": recipe.seed,
@@ -173,7 +199,7 @@ def _stage(
         with storage.status_file(recipe.paths.status, command):
             target = load_quietly(recipe.target, recipe.threads)
             facts = measure(target, load_tokenizer(recipe.target))
-            stage.finish(hardware=describe(target), heads=measured, **facts)
+            stage.finish(hardware=describe_machine(target), heads=digests, **facts)
     return 0
 
 
@@ -190,33 +216,20 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
     from aerie.infer.report.tables import console_table
     from aerie.infer.report.training import count_parameters, stopped_by_budget
 
-    again, target = f"--config {arguments.config}", Path(recipe.target.path)
-    facts_of = run_facts(paths, again, recipe.target)
-    measured, own = facts_of[paths.bench], paths.head(recipe)
-    head = arguments.head or min(
-        map(Path, measured.get("heads", ())), key=own.__ne__, default=own
-    )  # bench --head's
-    made = {
-        path: storage.sound_record(path)
-        for path in (target, paths.features, head, *sorted(paths.heads.glob("*")))
-    }
-    made |= facts_of
-    commands = []  # that made the run
-    for words in filter(None, (facts.get("argv") for facts in made.values())):
-        launch = (
-            ["accelerate", "launch"]
-            if words[0] in ("data/main.py", "train/main.py")
-            else ["python"]
-        )
-        commands.append(shlex.join([*(launch if words[0].endswith(".py") else []), *words]))
-    trainings = dict[str, dict[str, Any]]()
-    for path in (path for path, record in made.items() if record.get("stage") == "train"):
-        names = ("steps", "total_steps", "tokens", "train_seconds", "ended")
-        name = "target" if path == target else f"{path.name} head"
-        trainings[name] = {
-            "parameters": count_parameters(path),
-            **{name: made[path].get(name) for name in names},
-        }
+    again = f"--config {arguments.config}"
+    target = Path(recipe.target.path)
+    stage_facts = run_facts(paths, again, recipe.target)
+    measured = stage_facts[paths.bench]
+    head = arguments.head or _measured_head(measured, paths.head(recipe))
+    sources = (target, paths.features, head, *sorted(paths.heads.glob("*")))
+    records = {path: storage.sound_record(path) for path in sources} | stage_facts
+    trainings = {}
+    for path, record in records.items():
+        if record.get("stage") == "train":
+            name = "target" if path == target else f"{path.name} head"
+            figures = {key: record.get(key) for key in TRAINING_FACTS}
+            trainings[name] = {"parameters": count_parameters(path), **figures}
+    commands = [_command_line(record["argv"]) for record in records.values() if "argv" in record]
     facts = {
         "run": str(recipe.run),
         "commit": measured.get("commit"),
@@ -239,6 +252,21 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
     return 0
 
 
+def _measured_head(facts: dict[str, Any], trained: Path) -> Path:
+    """The head of a bench: the recipe's if it was measured, else the one of bench --head."""
+    heads = [Path(head) for head in facts.get("heads", ())]
+    return trained if trained in heads or not heads else heads[0]
+
+
+def _command_line(words: list[str]) -> str:
+    """How a stage was started, from its sys.argv."""
+    if words[0] in ("data/main.py", "train/main.py"):
+        words = ["accelerate", "launch", *words]
+    elif words[0].endswith(".py"):
+        words = ["python", *words]
+    return shlex.join(words)
+
+
 def results(arguments: Namespace, unknown: list[str]) -> int:
     """the tables of runs in Markdown, with commit and hardware, as in docs/results.md"""
     from aerie.infer.measure.stage_facts import measured_facts
@@ -255,11 +283,9 @@ def results(arguments: Namespace, unknown: list[str]) -> int:
         results = report_results(run, report)
         names.append(results.run)
         text += results.text + claims_of_report(report, results.run)
-    print(
-        f"# Results\n\nWritten by `aerie results {shlex.join(names)}` from the runs' reports. ",
-        end="",
-    )
-    print(f"What the columns mean: [metrics.md](metrics.md).\n{text}", end="")
+    source = f"Written by `aerie results {shlex.join(names)}` from the runs' reports."
+    legend = "What the columns mean: [metrics.md](metrics.md)."
+    print(f"# Results\n\n{source} {legend}\n{text}", end="")
     return 0
 
 
@@ -273,9 +299,8 @@ def claims(arguments: Namespace, unknown: list[str]) -> int:
     run_facts(paths, f"--run {paths.root}")
     lines = judge_claims(Evidence.read(paths.root))
     print(f"{claims_table(lines)}\n{tau_prompts(lines)}")
-    print(
-        f"\nPictures beside the published points: {paths.report / 'index.html'}#claims (aerie report)"
-    )
+    page = paths.report / "index.html"
+    print(f"\nPictures beside the published points: {page}#claims (aerie report)")
     return 0
 
 
@@ -304,21 +329,20 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
     if recipe is None and (arguments.target is None or unknown):
         raise UserError("verify needs --config RECIPE, or --target without keys of a recipe")
     from aerie.infer.decode.methods import heads_by_kind, kind_at
-    from aerie.infer.measure.lossless import demonstrate
+    from aerie.infer.measure.lossless import run_verify
 
     if recipe is None:
-        return demonstrate(
-            arguments, _target(arguments, "float32"), heads_by_kind(arguments.head, None)
-        )
+        target = _target(arguments, "float32")
+        return run_verify(arguments, target, heads_by_kind(arguments.head, None))
     target = recipe.target if arguments.dtype else replace(recipe.target, dtype="float32")
-    section, rows = recipe.bench or recipe.calibrate, recipe.bench.rows if recipe.bench else ()
     heads = heads_by_kind(arguments.head, recipe.paths.heads)
-    if not arguments.head:
-        heads |= {kind_at(row.head): row.head for row in rows if row.head is not None}
-    prompts = (
-        section.prompts if section and (section.prompts.path or section.prompts.tasks) else None
-    )
-    return demonstrate(arguments, target, heads, prompts, recipe.threads)
+    if recipe.bench and not arguments.head:
+        heads |= {kind_at(row.head): row.head for row in recipe.bench.rows if row.head is not None}
+    section = recipe.bench or recipe.calibrate
+    prompts = section.prompts if section else None
+    if prompts and not (prompts.path or prompts.tasks):
+        prompts = None
+    return run_verify(arguments, target, heads, prompts, recipe.threads)
 
 
 def generate(arguments: Namespace, unknown: list[str]) -> int:
@@ -343,10 +367,10 @@ def chat(arguments: Namespace, unknown: list[str]) -> int:
 def _check_sampling(arguments: Namespace) -> None:
     if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens: must be at least 1, not {arguments.max_new_tokens}")
-    names = ("temperature", "top_k", "top_p")
-    sampling = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    flags = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
+    sampling = {name: value for name, value in flags.items() if value is not None}
     validate(sampling, SamplingConfig, "sampling", {})
-    if not arguments.temperature and {"top_k", "top_p"} & {*sampling}:
+    if not arguments.temperature and ("top_k" in sampling or "top_p" in sampling):
         raise UserError("--top-k and --top-p: greedy decoding draws nothing; add --temperature 1")
 
 
@@ -354,78 +378,84 @@ def _decode(
     arguments: Namespace, unknown: list[str], prompts: list[list[Message]] | None = None
 ) -> int:
     """Answers the prompts (None: chats), as the command line or its recipe says."""
-    command, given, row, recipe, pairs = (
-        arguments.command,
-        arguments.head,
-        arguments.row,
-        None,
-        pairs_of(unknown),
-    )
-    if arguments.config is None:
-        if arguments.target is None:
-            raise UserError(f"{command} needs --config RECIPE, or --target with --head or --method")
-        of_target = [pair.removeprefix("target.") for pair in pairs if pair.startswith("target.")]
-        usual, target = "vanilla", _target(arguments, pairs=of_target)
-        of_method = [pair for pair in pairs if not pair.startswith("target.")]
+    pairs = pairs_of(unknown)
+    if arguments.config is not None:
+        row_pairs = [pair for pair in pairs if pair.startswith(ROW_KEYS)]
+        others = [pair for pair in pairs if not pair.startswith(ROW_KEYS)]
+        if arguments.row is None:  # else its file has the tree
+            others += [pair for pair in row_pairs if pair.startswith("tree.")]
+        recipe = load(arguments, [f"--{pair}" for pair in others], arguments.method)
+        target = recipe.target
+    elif arguments.target is not None:
+        row_pairs = [pair for pair in pairs if not pair.startswith("target.")]
+        others = [pair.removeprefix("target.") for pair in pairs if pair.startswith("target.")]
+        recipe = None
+        target = _target(arguments, pairs=others)
     else:
-        of_method = [pair for pair in pairs if pair.startswith(("tree.", "lookup.", "lookahead."))]
-        others = [f"--{pair}" for pair in pairs if pair not in of_method]
-        recipe = load(arguments, others)
-        usual, target = USUAL[recipe.head.kind], recipe.target
+        needed = "--config RECIPE, or --target with --head or --method"
+        raise UserError(f"{arguments.command} needs {needed}")
     require_target(target.path)
     _check_sampling(arguments)
     from aerie.infer.decode.engine import make_decoder
-    from aerie.infer.decode.methods import Drafters, check_kind, check_levels, kind_at
+    from aerie.infer.decode.methods import Drafters
     from aerie.infer.measure import generate as answers
     from aerie.infer.measure.bench import load_quietly
     from aerie.infer.measure.bench_files import graphs_in
     from aerie.model.target import load_tokenizer
 
-    if recipe is None and given is not None:
-        usual = USUAL[kind_at(given)]
-    if row is None:
-        asked = validate(
-            {"method": arguments.method or usual}, MethodConfig, "command line", {}, of_method
-        )
-        if (
-            recipe is not None and asked.method == usual
-        ):  # the recipe's tree is for its head's usual method only
-            words_of_tree = [f"--{word}" for word in of_method if word.startswith("tree.")]
-            asked = replace(asked, tree=load(arguments, [*others, *words_of_tree]).tree)
-    elif arguments.method is None:
-        asked = load_row(row, MethodConfig, of_method)
-    else:
-        raise UserError("--row names a method; leave --method out")
-    if given is not None:
-        check_kind(
-            asked.method, kind_at(given) if METHODS[asked.method].heads else "draft", "--head"
-        )
-        asked = replace(asked, head=str(given))
-    if recipe is not None:
-        asked = _head(arguments, recipe, asked, command)
-    elif asked.head is None and METHODS[asked.method].heads:
-        raise UserError(f"{asked.method} needs a head; give --head")
-    else:
-        asked = check_levels(asked, asked.head, command)
-    _check(target, [asked.head])
+    row = _row_to_decode(arguments, recipe, row_pairs)
+    _check(target, [row.head])
+    method = row.method.method
     if arguments.plan:
-        tree = as_dict(asked.tree) if asked.tree else "no tree"
-        graphs = graphs_in(recipe.paths.bench, asked.method) if recipe else ""
-        print(
-            f"{command}: {target.path}, {asked.method} with {asked.head or 'no head'}, {tree}{graphs}"
-        )
+        tree = as_dict(row.method.tree) if row.method.tree else "no tree"
+        graphs = graphs_in(recipe.paths.bench, method) if recipe else ""
+        head = row.head or "no head"
+        print(f"{arguments.command}: {target.path}, {method} with {head}, {tree}{graphs}")
         return 0
     tokenizer = load_tokenizer(target)
     if not (tokenizer.chat_template or getattr(arguments, "raw", False)):
         fix = "give --target.chat_template FILE.jinja, or generate --raw"
         raise UserError(f"{target.path}: the tokenizer has no chat template; {fix}")
-    decoder = make_decoder(
-        Drafters(load_quietly(target, recipe.threads if recipe else None)), asked, asked.head
-    )
+    loaded = load_quietly(target, recipe.threads if recipe else None)
+    decoder = make_decoder(Drafters(loaded), row.method, row.head)
     decoder.tokenizer = tokenizer
-    work = answers.chat if prompts is None else partial(answers.generate, prompts)
-    work(decoder, arguments)
+    if prompts is None:
+        answers.run_chat(decoder, arguments)
+    else:
+        answers.answer_prompts(prompts, decoder, arguments)
     return 0
+
+
+def _row_to_decode(arguments: Namespace, recipe: Recipe | None, pairs: list[str]) -> Any:
+    """The settled row of --row, --method or the head; pairs: the command line's changes to it."""
+    from aerie.infer.decode.methods import check_kind, kind_at
+    from aerie.infer.measure.suite import fit_to_head
+
+    usual = "vanilla"
+    if recipe is not None:
+        usual = USUAL[recipe.head.kind]
+    elif arguments.head is not None:
+        usual = USUAL[kind_at(arguments.head)]
+    method = arguments.method or usual
+    if arguments.row is not None:
+        if arguments.method is not None:
+            raise UserError("--row names a method; leave --method out")
+        row = load_row(arguments.row, MethodConfig, pairs)
+    elif recipe is not None and method == usual:  # the recipe's tree has the changes already
+        pairs = [pair for pair in pairs if not pair.startswith("tree.")]
+        row = validate({"method": method}, MethodConfig, "command line", {}, pairs)
+        row = replace(row, tree=recipe.tree)
+    else:
+        row = validate({"method": method}, MethodConfig, "command line", {}, pairs)
+    if arguments.head is not None:
+        kind = kind_at(arguments.head) if METHODS[row.method].heads else "draft"
+        check_kind(row.method, kind, "--head")
+        row = replace(row, head=str(arguments.head))
+    if recipe is not None:
+        return _run_heads(arguments, recipe).settle(row, arguments.command)
+    if row.head is None and METHODS[row.method].heads:
+        raise UserError(f"{row.method} needs a head; give --head")
+    return fit_to_head(row, row.head, arguments.command)
 
 
 def _target(
@@ -436,62 +466,26 @@ def _target(
     return validate({"path": arguments.target}, TargetConfig, "--target", {}, pairs)
 
 
-def _recipe(arguments: Namespace, unknown: list[str]) -> tuple[Recipe, Any, RunPaths]:
-    recipe = load(arguments, unknown)
-    name = arguments.command
-    if any(word.startswith("--tree.") for word in unknown) and name in ("bench", "calibrate"):
-        warn(
-            f"--tree: {name} does not read it; set {'bench.rows' if name == 'bench' else 'calibrate.tree'}"
-        )
-    section = (
-        getattr(recipe, name)
-        or {"bench": BenchConfig, "calibrate": CalibrateConfig, "tune": TuneConfig}[name]()
-    )
-    for key, part in (
-        ("prompts", int(name != "bench")),
-        ("measure", 0),
-    ):  # no prompt is both fitted and measured on
-        prompts = getattr(section, key, None)
-        if prompts is not None and prompts.path is None and not prompts.tasks:
-            section = replace(
-                section, **{key: HeldOutPrompts(**vars(prompts), data=recipe.data, part=part)}
-            )
-    return recipe, section, recipe.paths
-
-
-def _head(arguments: Namespace, recipe: Recipe, asked: MethodConfig, place: str) -> MethodConfig:
-    """A row with its own head, else --head or the recipe's where its kind fits, else the run's."""
-    from aerie.infer.decode.methods import check_levels, find_head
-
-    kinds = METHODS[asked.method].heads
-    if arguments.plan and kinds and asked.head is not None and is_on_hub(asked.head):
-        return asked
-    given = arguments.head
-    if given is None and recipe.head.kind in kinds:
-        given = recipe.paths.head(recipe)
-    head = find_head(asked, recipe.paths.heads, recipe.head.kind, given, place)
-    return replace(check_levels(asked, head, place), head=head)
-
-
 def _check(target: TargetConfig, heads: Sequence[str | None]) -> None:
     from aerie.model.target import load_config, only_trains
 
-    if why := only_trains(load_config(target)):
-        raise UserError(f"{target.path}: {why}")
+    reason = only_trains(load_config(target))
+    if reason:
+        raise UserError(f"{target.path}: {reason}")
     if target.chat_template is not None:
         storage.template_path(target.chat_template)
-    for head in filter(None, heads):
-        if not is_on_hub(head) and storage.find_weights(Path(head)) is None:
-            raise UserError(
-                f"{head}: holds no weights; train the head with: aerie train --config RECIPE"
-            )
+    for head in heads:
+        if head and not is_on_hub(head) and storage.find_weights(Path(head)) is None:
+            fix = "train the head with: aerie train --config RECIPE"
+            raise UserError(f"{head}: holds no weights; {fix}")
 
 
-def _given_head(text: str) -> Path:
-    return user_path(text) if is_on_hub(user_path(text)) else head_directory(user_path(text))
+def _head_path(text: str) -> Path:
+    path = user_path(text)
+    return path if is_on_hub(path) else head_directory(path)
 
 
-HEAD: dict[str, Any] = {"type": _given_head, "help": "a head directory (default: the run's own)"}
+HEAD: dict[str, Any] = {"type": _head_path, "help": "a head directory (default: the run's own)"}
 FILE: dict[str, Any] = {"type": user_path, "metavar": "FILE.yaml"}
 ROWS: dict[str, Any] = {
     "type": int,
@@ -558,25 +552,25 @@ def main() -> int:
     stop_on_signals()
     parser = Arguments("aerie", description=__doc__)
     subparsers = parser.add_subparsers(dest="command", required=True)
-    for run in COMMANDS:
-        command = subparsers.add_parser(run.__name__, help=run.__doc__)
-        if run not in (results, claims):
-            add_arguments(command)
-        for flag, settings in ({"--head": HEAD} | OPTIONS.get(run.__name__, {})).items():
-            command.add_argument(flag, **settings)
-        command.set_defaults(run_command=run)
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(command.__name__, help=command.__doc__)
+        if command not in (results, claims):
+            add_arguments(subparser)
+        options = {"--head": HEAD} | OPTIONS.get(command.__name__, {})
+        for flag, settings in options.items():
+            subparser.add_argument(flag, **settings)
+        subparser.set_defaults(run_command=command)
     arguments, unknown = parser.parse_known_args()
     if unknown and arguments.run_command in (results, claims):
         raise UserError(f"{unknown[0]}: not an option of {arguments.command}")
-    place = getattr(arguments, "run", None)
-    if place and arguments.config is None:
-        arguments.config = (
-            stored if (stored := user_path(place) / "recipe.yaml").is_file() else None
-        )
-        if arguments.config is None and arguments.target is None:
-            raise UserError(
-                f"{stored}: no such file; give --run a directory that has one, or --config RECIPE"
-            )
+    run = getattr(arguments, "run", None)
+    if run and arguments.config is None:
+        stored = user_path(run) / "recipe.yaml"
+        if stored.is_file():
+            arguments.config = stored
+        elif arguments.target is None:
+            fix = "give --run a directory that has one, or --config RECIPE"
+            raise UserError(f"{stored}: no such file; {fix}")
     return int(arguments.run_command(arguments, unknown))
 
 

@@ -173,10 +173,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load(arguments: argparse.Namespace, unknown: list[str]) -> Recipe:
+def load(
+    arguments: argparse.Namespace, unknown: list[str], method_of_tree: str | None = None
+) -> Recipe:
     """The recipe with the command line's overrides.
 
-    Another kind of head or another method there drops the file's tree.
+    Another kind of head or another method there drops the file's tree. method_of_tree: what
+    overrides of `tree` are meant for; they count if it is the usual method (None) of the head.
     """
     if arguments.config is None:
         raise UserError("no recipe; name one with --config RECIPE.yaml")
@@ -194,6 +197,8 @@ def load(arguments: argparse.Namespace, unknown: list[str]) -> Recipe:
         values["tree"] = None
     if new_method != method and isinstance(values.get("calibrate"), dict):
         values["calibrate"] = {**values["calibrate"], "tree": None}
+    if method_of_tree not in (None, USUAL.get(new_kind)):
+        overrides = [pair for pair in overrides if not pair.startswith("tree.")]
     return validate(values, Recipe, str(arguments.config), lines, overrides)
 
 

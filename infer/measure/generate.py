@@ -61,7 +61,7 @@ class ColouredStreamer(BaseStreamer):
         print(flush=True)
 
 
-def generate(
+def answer_prompts(
     prompts: list[list[Message]], decoder: SpeculativeDecoder, arguments: Namespace
 ) -> None:
     """Answers every turn of the user that has no answer yet; each prompt begins with the seed."""
@@ -92,7 +92,7 @@ def generate(
                 print(json.dumps(row, default=sorted), flush=True)
 
 
-def chat(decoder: SpeculativeDecoder, arguments: Namespace) -> None:
+def run_chat(decoder: SpeculativeDecoder, arguments: Namespace) -> None:
     """Answers each line typed or piped in, with the conversation so far."""
     bound, limit = min(decoder.limits.items(), key=lambda item: item[1])
     full = f"{bound} of {limit:,} tokens is full; /reset begins a new conversation"

@@ -26,7 +26,8 @@ from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
 from aerie.infer.decode.methods import Drafters
 from aerie.infer.decode.sampling import Sampler, resolve, token_ids
 from aerie.infer.decode.shape import Cycle
-from aerie.infer.measure.bench import Difference, difference, load_quietly
+from aerie.infer.measure.agreement import Difference, first_difference
+from aerie.infer.measure.bench import load_quietly
 from aerie.infer.measure.tasks import load_prompts
 from aerie.model.checkpoint import new_head, save_head
 from aerie.model.heads.eagle import DraftVocabulary
@@ -112,7 +113,7 @@ def _setting(sampling: SamplingConfig | Law) -> str:
     return f"T={sampling.temperature:g}" + (f"/p={sampling.top_p:g}" if sampling.top_p < 1 else "")
 
 
-def demonstrate(
+def run_verify(
     options: Namespace,
     config: TargetConfig,
     heads: dict[str, str],
@@ -270,7 +271,7 @@ def _tries(
         if end in wanted:
             wanted = wanted[: wanted.index(end) + 1]
         if ours != wanted:
-            differences.append(difference(decoder.target, ids, number, ours, wanted))
+            differences.append(first_difference(decoder.target, ids, number, ours, wanted))
         edges["rejected"] += bool(drafted) and not any(took for took, _ in drafted)
         edges["accepted"] += bool(drafted) and all(took == depth for took, depth in drafted)
         return ours, cycles

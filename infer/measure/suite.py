@@ -1,87 +1,171 @@
-"""What a bench asks: rows, samplings and prompts. A row that stands in several places is measured once."""
+"""The rows, samplings and prompts of a bench. A row that stands in it twice is measured once."""
 
 import copy
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import validate
-from aerie.configs.schema.decode import MethodConfig
-from aerie.configs.schema.measure import BenchConfig, SamplingConfig
-from aerie.infer.measure.bench_files import Cell, Sampling, SweepPoint
+from aerie.configs.schema.decode import METHODS, MethodConfig
+from aerie.configs.schema.measure import BenchConfig, SamplingConfig, SweepConfig
+from aerie.infer.decode.methods import check_levels, find_head, kind_at
+from aerie.infer.measure.bench_files import Cell, Sampling, SuiteFile, SweepPoint
 from aerie.infer.measure.statistics import grouped
 from aerie.infer.measure.tasks import Prompt
+from aerie.model.hub import is_on_hub
+
+
+@dataclass(frozen=True)
+class SettledRow:
+    """A row as it is decoded; nothing that reads it changes it again."""
+
+    method: MethodConfig  # with the published values, and no deeper than the head drafts
+    head: str | None = None  # its directory or Hub id: the row's, --head, or the run's
+    kind: str | None = None  # of that head
+
+
+@dataclass(frozen=True)
+class RunHeads:
+    """Where a row that names no head finds one."""
+
+    directory: Path  # of the run's heads, a folder for each kind
+    kind: str  # the recipe's, which is tried first
+    trained: Path  # where the recipe's head is
+    option: Path | None = None  # --head
+    is_plan: bool = False  # nothing is downloaded
+
+    def settle(self, row: MethodConfig, place: str) -> SettledRow:
+        """The row with a head that fits its method, and a tree that fits the head; or UserError."""
+        kinds = METHODS[row.method].heads
+        if self.is_plan and kinds and row.head is not None and is_on_hub(row.head):
+            return SettledRow(row, row.head)
+        first = self.option
+        if first is None and self.kind in kinds:
+            first = self.trained
+        head = find_head(row, self.directory, self.kind, first, place)
+        return fit_to_head(row, head, place)
+
+
+def fit_to_head(row: MethodConfig, head: str | None, place: str) -> SettledRow:
+    return SettledRow(check_levels(row, head, place), head, kind_at(head) if head else None)
+
+
+class SweptRow(NamedTuple):
+    """A row at one value of a sweep."""
+
+    sweep: int  # its number in bench.sweeps
+    value: Any
+    row: int  # its number in Suite.rows
+    sampling: SamplingConfig
 
 
 class Suite(NamedTuple):
-    """The rows of the recipe, then those of its sweeps, and what is asked of them."""
+    config: BenchConfig
+    rows: tuple[SettledRow, ...]  # the bench's own, then those of its sweeps
+    swept: tuple[SweptRow, ...] = ()
 
-    rows: tuple[MethodConfig, ...]
-    places: tuple[str, ...]  # of each row in the recipe
-    vanilla: int  # the row whose answers are the history of later turns
-    main: tuple[Cell, ...]
-    points: tuple[SweepPoint, ...]
-
-    def rows_for(
-        self, prompts: Sequence[Prompt]
-    ) -> dict[Sampling, dict[tuple[str, str], list[int]]]:
-        """Per sampling, the rows that answer each prompt, vanilla among them."""
-        asked: dict[Sampling, dict[tuple[str, str], list[int]]] = {}
-        every = tuple((prompt.task, prompt.prompt_id) for prompt in prompts)
-        for cell in (*self.main, *self.points):
-            rows = asked.setdefault(cell.sampling, {})
-            for key in cell.prompts if isinstance(cell, SweepPoint) else every:
-                rows[key] = sorted({*rows.get(key, ()), cell.row, self.vanilla})
-        return asked
+    @property
+    def vanilla(self) -> int:
+        """The row whose answers are the history of later turns."""
+        return next(n for n, row in enumerate(self.rows) if row.method.method == "vanilla")
 
 
-def suite_of(bench: BenchConfig, prompts: Sequence[Prompt] = ()) -> Suite:
-    rows = list(bench.rows)
-    places = [f"bench.rows.{number}" for number in range(len(rows))]
-    main = [
-        Cell(row, **asdict(sampling)) for sampling in bench.sampling for row in range(len(rows))
-    ]
-    points: list[SweepPoint] = []
+def read_suite(bench: BenchConfig, settle: Callable[[MethodConfig, str], SettledRow]) -> Suite:
+    """Settles every row of a bench and of its sweeps."""
+    rows = [settle(row, f"bench.rows.{number}") for number, row in enumerate(bench.rows)]
+    bench = replace(bench, rows=tuple(row.method for row in rows))
+    swept = []
     for number, sweep in enumerate(bench.sweeps):
-        meant = [
-            (one.task, one.prompt_id)
-            for one in prompts
-            if not sweep.tasks or one.task in sweep.tasks
-        ]
-        by_task = grouped(meant, lambda key: key[0]).values()
-        first = {key for keys in by_task for key in keys[: sweep.num_prompts]}
-        asked = tuple(key for key in meant if key in first)  # in the order of the prompts
-        named: dict[str, Any] = {"sweep": sweep.name, "key": sweep.vary, "prompts": asked}
         for value in sweep.values:
             place = f"bench.sweeps.{number} ({sweep.vary} {value})"
-            samplings, varied = (
-                sweep.sampling or bench.sampling,
-                [copy.deepcopy(row) for row in sweep.rows],
-            )
-            if sweep.vary == "temperature":  # of the sampling, not of a row
-                warmer = [{**asdict(sampling), "temperature": value} for sampling in samplings]
-                samplings = tuple(
-                    dict.fromkeys(validate(each, SamplingConfig, place, {}) for each in warmer)
-                )
+            samplings = sweep.sampling or bench.sampling
+            values = copy.deepcopy(sweep.rows)
+            if sweep.vary == "temperature":  # it belongs to the sampling, not to a row
+                samplings = at_temperature(samplings, value, place)
             else:
-                for row in varied:
-                    *parents, leaf = sweep.vary.split(".")
-                    for parent in parents:
-                        row[parent] = {} if row.get(parent) is None else row[parent]
-                        row = row[parent]
-                        if not isinstance(row, dict):
-                            raise UserError(f"{place}: {parent} is not a section of a row")
-                    row[leaf] = value
-            methods = [validate(row, MethodConfig, place, {}) for row in varied]
-            for method in methods:
-                if method not in rows:
-                    rows.append(method)
-                    places.append(place)
-            for sampling, method in product(samplings, methods):
-                points.append(
-                    SweepPoint(rows.index(method), **asdict(sampling), value=value, **named)
-                )
-    vanilla = next(number for number, row in enumerate(rows) if row.method == "vanilla")
-    return Suite(tuple(rows), tuple(places), vanilla, tuple(main), tuple(points))
+                for row_values in values:
+                    set_key(row_values, sweep.vary, value, place)
+            numbers = []
+            for row_values in values:
+                row = settle(validate(row_values, MethodConfig, place, {}), place)
+                if row not in rows:
+                    rows.append(row)
+                numbers.append(rows.index(row))
+            for sampling, row_number in product(samplings, numbers):
+                swept.append(SweptRow(number, value, row_number, sampling))
+    return Suite(bench, tuple(rows), tuple(swept))
+
+
+def at_temperature(
+    samplings: Sequence[SamplingConfig], temperature: Any, place: str
+) -> tuple[SamplingConfig, ...]:
+    """The samplings at another temperature, each once."""
+    values = [{**asdict(sampling), "temperature": temperature} for sampling in samplings]
+    return tuple(dict.fromkeys(validate(keys, SamplingConfig, place, {}) for keys in values))
+
+
+def set_key(section: dict[str, Any], key: str, value: Any, place: str) -> None:
+    """Sets a dotted key of a row's values, and makes sections that are missing."""
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        if section.get(parent) is None:
+            section[parent] = {}
+        section = section[parent]
+        if not isinstance(section, dict):
+            raise UserError(f"{place}: {parent} is not a section of a row")
+    section[leaf] = value
+
+
+def suite_file(suite: Suite, prompts: Sequence[Prompt], max_context: int | None) -> SuiteFile:
+    """What suite.json holds: who is measured with which sampling, and on which prompts."""
+    bench = suite.config
+    main = [
+        Cell(row, **asdict(sampling))
+        for sampling, row in product(bench.sampling, range(len(bench.rows)))
+    ]
+    prompts_of = [
+        sweep_prompts(sweep, number, prompts) for number, sweep in enumerate(bench.sweeps)
+    ]
+    points = [
+        SweepPoint(
+            swept.row,
+            **asdict(swept.sampling),
+            sweep=bench.sweeps[swept.sweep].name,
+            key=bench.sweeps[swept.sweep].vary,
+            value=swept.value,
+            prompts=prompts_of[swept.sweep],
+        )
+        for swept in suite.swept
+    ]
+    return SuiteFile(tuple(main), tuple(points), bench.by_task, bench.contexts, max_context)
+
+
+def sweep_prompts(
+    sweep: SweepConfig, number: int, prompts: Sequence[Prompt]
+) -> tuple[tuple[str, str], ...]:
+    """(task, prompt_id) of the first prompts of each of the sweep's tasks, in the prompts' order."""
+    tasks = grouped([prompt.key for prompt in prompts], lambda key: key[0])
+    for task in sweep.tasks:
+        if task not in tasks:
+            known = ", ".join(tasks)
+            raise UserError(
+                f"bench.sweeps.{number}: no prompt is of task {task!r}; tasks are {known}"
+            )
+    chosen = {key for task in sweep.tasks or tasks for key in tasks[task][: sweep.num_prompts]}
+    return tuple(prompt.key for prompt in prompts if prompt.key in chosen)
+
+
+def rows_by_prompt(
+    file: SuiteFile, vanilla: int, prompts: Sequence[Prompt]
+) -> dict[Sampling, dict[tuple[str, str], list[int]]]:
+    """Per sampling, the rows that answer each prompt (task, prompt_id), vanilla among them."""
+    rows_of: dict[Sampling, dict[tuple[str, str], list[int]]] = {}
+    for cell in (*file.main, *file.points):
+        rows = rows_of.setdefault(cell.sampling, {})
+        keys = cell.prompts if isinstance(cell, SweepPoint) else [prompt.key for prompt in prompts]
+        for key in keys:
+            rows[key] = sorted({*rows.get(key, ()), cell.row, vanilla})
+    return rows_of

@@ -51,6 +51,10 @@ class Prompt:
     turns: tuple[str, ...]
     system: str | None = None
 
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.task, self.prompt_id
+
 
 def prompt_of(task: str, row: Any, number: int, place: str, config: PromptsConfig) -> Prompt:
     """A row's prompt; one with `turns` (Spec-Bench) is taken as it is."""

@@ -31,7 +31,7 @@ from aerie.configs.schema.measure import BenchConfig, SamplingConfig, TuneConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.graphs import cycle_of
 from aerie.infer.decode.methods import Drafters, calibrate_of, drafting
-from aerie.infer.measure.bench import Bench, describe, make_decoders, run
+from aerie.infer.measure.bench import Bench, describe_machine, measure_answers
 from aerie.infer.measure.bench_files import RECORDS
 from aerie.infer.measure.prices import (
     PRICE_REPETITIONS,
@@ -50,7 +50,7 @@ from aerie.infer.measure.replay import (
     replay_tree,
 )
 from aerie.infer.measure.statistics import Group, group, speedups, summary_row
-from aerie.infer.measure.suite import suite_of
+from aerie.infer.measure.suite import SettledRow, Suite
 from aerie.infer.measure.tasks import check_sources, encode_turn, load_prompts
 from aerie.infer.measure.tree_shape import tree_shape
 from aerie.model.hub import head_directory
@@ -425,7 +425,7 @@ def run_tuning(
     print(f"tune: {line}", flush=True)
     tree = {key: value for key, value in as_dict(best.choice.tree).items() if value is not None}
     row = {"method": best.choice.method, "head": best.head, "tree": tree}
-    comment = f"# tuned on {describe(target)['device']}: {line}"
+    comment = f"# tuned on {describe_machine(target)['device']}: {line}"
     write_text(output / TUNED, f"{comment}\n{yaml.safe_dump(row, sort_keys=False)}")
     facts = {
         "chosen": best.kind,
@@ -470,13 +470,13 @@ def measure_choice(
     section = BenchConfig(
         prompts=config.measure, rows=tuple(rows), sampling=(SamplingConfig(config.temperature),)
     )
-    with_head = len(rows) - 1  # all but vanilla
-    decoders = make_decoders(tuning.target, rows, [None, *[tuning.head] * with_head])
-    kinds = [None, *[tuning.kind] * with_head]
+    vanilla, *drafting_rows = rows
+    settled = [SettledRow(row, tuning.head, tuning.kind) for row in drafting_rows]
+    suite = Suite(section, (SettledRow(vanilla), *settled))
     directory = output / "bench"
-    bench = Bench(tuning.target, tokenizer, decoders, kinds, section, suite_of(section), directory)
+    bench = Bench.open(tuning.target, tokenizer, suite, directory)
     (directory / RECORDS).unlink(missing_ok=True)
-    records = run(bench, load_prompts(config.measure), seed)
+    records = measure_answers(bench, load_prompts(config.measure), seed)
     groups = {members.first.row: members for members in group(records)}
     measured = []
     for number, row in enumerate(rows):

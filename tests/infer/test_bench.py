@@ -17,13 +17,12 @@ from aerie.configs.schema.measure import BenchConfig, PromptsConfig, SamplingCon
 from aerie.infer.measure import bench as module
 from aerie.infer.measure.bench import (
     Bench,
-    make_decoders,
-    run,
+    measure_answers,
     run_reference,
 )
 from aerie.infer.measure.bench_files import RECORDS, Record, line_of, read_records
 from aerie.infer.measure.statistics import group, summary_row
-from aerie.infer.measure.suite import suite_of
+from aerie.infer.measure.suite import SettledRow, read_suite, suite_file
 from aerie.infer.measure.tasks import Prompt
 from aerie.model.checkpoint import save_head
 from aerie.model.target import Target, load_tokenizer
@@ -69,12 +68,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 def bench(place: Place, directory: Path, config: BenchConfig = CONFIG) -> Bench:
     target, tokenizer, head = place
-    suite = suite_of(config, PROMPTS)
-    heads = [head if METHODS[row.method].heads else None for row in suite.rows]
-    kinds = [head and "eagle1" for head in heads]
-    return Bench(
-        target, tokenizer, make_decoders(target, suite.rows, heads), kinds, config, suite, directory
-    )
+
+    def settle(row: MethodConfig, _: str) -> SettledRow:
+        return SettledRow(row, head, "eagle1") if METHODS[row.method].heads else SettledRow(row)
+
+    return Bench.open(target, tokenizer, read_suite(config, settle), directory)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +80,7 @@ def measured(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Measured
     directory = tmp_path_factory.mktemp("measured")
     made = bench(place, directory)
     made.decoders[1].graph_bytes = 2**20
-    return directory, run(made, PROMPTS, seed=3)
+    return directory, measure_answers(made, PROMPTS, seed=3)
 
 
 def answers(records: Sequence[Record]) -> dict[object, tuple[int, ...]]:
@@ -188,7 +186,7 @@ def test_a_killed_bench_measures_only_what_is_missing(
         json.loads(line)["target_forwards"] for line in lines[:7]
     )  # and one cycle of the unrecorded answer
     (tmp_path / module.CYCLES).write_text("".join(cycles[:whole]) + cycles[whole][:50])
-    assert answers(run(bench(place, tmp_path), PROMPTS, seed=3)) == answers(measured[1])
+    assert answers(measure_answers(bench(place, tmp_path), PROMPTS, seed=3)) == answers(measured[1])
     again = records.read_text().splitlines(keepends=True)
     assert again[:7] == lines[:7] and again[7:] != lines[7:]  # other times
     untimed = [
@@ -196,25 +194,17 @@ def test_a_killed_bench_measures_only_what_is_missing(
         for path in (tmp_path, measured[0])
     ]
     assert untimed[0] == untimed[1]
-    other = [
-        replace(PROMPTS[0], turns=("Please count 4 boats.", "Now sort 5 owls.", "Stop.")),
-        *PROMPTS[1:],
-    ]
-    with pytest.raises(
-        UserError, match="prompt 'a' of 'count' has changed; delete the file to measure anew"
-    ):
-        run(bench(place, tmp_path), other, seed=3)
-    # answers that two benches measured at once, or that failed, are measured again
+    # answers that failed are measured again
     failed = line_of(replace(read_records(records)[3], status="error", message="no memory"))
-    records.write_text("".join([*again[:3], failed, *again[4:], again[9]]))
+    records.write_text("".join([*again[:3], failed, *again[4:]]))
     (tmp_path / module.CYCLES).write_text("".join(cycles + cycles[whole:]))
-    assert answers(run(bench(place, tmp_path), PROMPTS, seed=3)) == answers(measured[1])
+    assert answers(measure_answers(bench(place, tmp_path), PROMPTS, seed=3)) == answers(measured[1])
     assert len(read_records(records)) == len(again) and {
         r.status for r in read_records(records)
     } == {"ok"}
     (tmp_path / module.CYCLES).write_text("".join(cycles[:3]) + "{}\n")
     with pytest.raises(UserError, match=r"cycles.jsonl: a line is damaged .*; add --overwrite"):
-        run(bench(place, tmp_path), PROMPTS, seed=3)
+        measure_answers(bench(place, tmp_path), PROMPTS, seed=3)
 
 
 def test_sampling_is_the_suites_own_and_not_the_generation_configs(
@@ -229,7 +219,7 @@ def test_sampling_is_the_suites_own_and_not_the_generation_configs(
         "temperature": 0.2,
     }.items():
         monkeypatch.setattr(made.target.generation_config, name, value)
-    assert answers(run(made, PROMPTS, seed=3)) == answers(measured[1])
+    assert answers(measure_answers(made, PROMPTS, seed=3)) == answers(measured[1])
 
 
 def broken(*_: Any, **__: Any) -> Any:
@@ -242,7 +232,7 @@ def test_a_failed_row_has_a_message_and_no_time_and_the_others_go_on(
 ) -> None:
     made = bench(place, tmp_path, GREEDY)
     monkeypatch.setattr(made.decoders[wrong], "generate", broken)
-    for r in run(made, PROMPTS, seed=3):
+    for r in measure_answers(made, PROMPTS, seed=3):
         if r.row == wrong and (r.turn == 0 or wrong):
             assert (r.status, r.message, r.ms, r.new_tokens) == ("error", "no memory", None, 0)
         else:
@@ -253,7 +243,7 @@ def test_long_answers_end_at_the_context_alike_in_all_rows(place: Place, tmp_pat
     made = bench(
         place, tmp_path, replace(GREEDY, prompts=PromptsConfig("p.jsonl", max_new_tokens=500))
     )
-    records = run(made, PROMPTS[1:2], seed=3)
+    records = measure_answers(made, PROMPTS[1:2], seed=3)
     assert {r.prompt_tokens + r.new_tokens for r in records} == {112} and all(
         r.identical for r in records
     )
@@ -270,7 +260,7 @@ def test_a_sweep_is_measured_on_its_prompts_beside_the_rows_and_vanilla_or_refus
         "warmth", "temperature", (0.7,), ({"method": "pld"},), (COLD,), tasks=("draw",)
     )
     config = replace(GREEDY, sweeps=(sweep, warm))
-    records = run(bench(place, tmp_path, config), PROMPTS, seed=3)
+    records = measure_answers(bench(place, tmp_path, config), PROMPTS, seed=3)
     found = {(r.row, r.temperature, r.task, r.prompt_id) for r in records if r.turn == 0}
     main = {(row, 0.0, p.task, p.prompt_id) for row in range(5) for p in PROMPTS}
     # level 3 is the bench's own row; level 1 gets each task's first prompt; 0.7 gets that of `draw`, as vanilla does
@@ -281,7 +271,7 @@ def test_a_sweep_is_measured_on_its_prompts_beside_the_rows_and_vanilla_or_refus
         (2, 0.7, "draw", "a"),
     }
     assert found == main | extra
-    written = suite_of(config, PROMPTS)
+    written = suite_file(bench(place, tmp_path, config).suite, PROMPTS, None)
     assert len(written.main) == 5
     points = [
         (point.row, point.temperature, point.value, point.prompts) for point in written.points
@@ -293,4 +283,6 @@ def test_a_sweep_is_measured_on_its_prompts_beside_the_rows_and_vanilla_or_refus
         (replace(warm, tasks=("math",)), r"bench\.sweeps\.0: no prompt is of task 'math'"),
     ):
         with pytest.raises(UserError, match=message):
-            run(bench(place, tmp_path, replace(GREEDY, sweeps=(wrong,))), PROMPTS, seed=3)
+            measure_answers(
+                bench(place, tmp_path, replace(GREEDY, sweeps=(wrong,))), PROMPTS, seed=3
+            )

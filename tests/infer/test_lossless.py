@@ -269,7 +269,7 @@ def test_verify_prints_a_table_and_its_code_is_1_where_a_method_is_not_lossless(
         methods="vanilla,eagle2", prompts=2, draws=200, seed=0, json=written, plan=False
     )
     heads = {"eagle1": str(wordy.heads / "eagle1")}
-    assert lossless.demonstrate(options, wordy.config, heads) == 0
+    assert lossless.run_verify(options, wordy.config, heads) == 0
     _, *rows = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in rows] == ["vanilla", "eagle2", "eagle2"]
     assert all("2/2" in row and row.endswith("lossless") for row in rows)
@@ -281,7 +281,7 @@ def test_verify_prints_a_table_and_its_code_is_1_where_a_method_is_not_lossless(
     assert rows[2].startswith("eagle2 drawn")
     assert read_json(written)["holds"]
     monkeypatch.setattr(engine, "judge", second_best)
-    assert lossless.demonstrate(options, wordy.config, heads) == 1
+    assert lossless.run_verify(options, wordy.config, heads) == 1
     printed = capsys.readouterr().out
     assert printed.count("FAILED: greedy, law at T=0.6/p=0.8") == printed.count("0/2") == 3
     assert not read_json(written)["holds"]

@@ -13,7 +13,7 @@ from aerie.configs.schema.decode import METHODS
 from aerie.configs.schema.heads import TargetConfig
 from aerie.infer import main as infer
 from aerie.infer.decode.methods import Calibrator
-from aerie.infer.measure.bench import difference
+from aerie.infer.measure.agreement import first_difference
 from aerie.infer.measure.bench_files import read_records
 from aerie.model.checkpoint import save_head
 from aerie.model.miniature import small_model
@@ -181,5 +181,7 @@ def test_in_16_bits_a_near_tie_is_rounding_and_any_other_difference_is_not() -> 
         best, twin, worst = order[0], order[1], order[-1]
         model.lm_head.weight[twin] = model.lm_head.weight[best]
     target = Target(model.bfloat16(), TargetConfig("tiny", dtype="bfloat16"))
-    margins = [difference(target, ids, 0, ours, [best, 5]).margin for ours in ([twin], [worst], [])]
+    margins = [
+        first_difference(target, ids, 0, ours, [best, 5]).margin for ours in ([twin], [worst], [])
+    ]
     assert margins[0] <= 1 < margins[1] < margins[2] == float("inf")

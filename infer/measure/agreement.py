@@ -1,0 +1,66 @@
+"""Whether greedy answers are the same, and how near a tie the first difference is."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from aerie.infer.decode.sampling import Sampler, resolve
+from aerie.infer.measure.bench_files import Record
+from aerie.model.target import Target
+
+ROUNDING = 4.0  # in units of eps times the largest logit
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token that differs, and how far apart the two tokens' logits are.
+
+    The logits are those of a plain forward.
+    """
+
+    prompt: int
+    position: int
+    ours: int  # -1: the answer ended before
+    theirs: int
+    gap: float
+    rounding: float  # a gap that rounding can make in the target's dtype
+
+    @property
+    def margin(self) -> float:
+        """The gap over what rounding can make; at most 1: rounding explains the difference."""
+        return self.gap / self.rounding if self.rounding else float("inf")
+
+
+def first_difference(
+    target: Target, ids: Tensor, prompt: int, ours: Sequence[int], theirs: Sequence[int]
+) -> Difference:
+    """The first difference between two unlike answers to ids [1, T]; prompt: its number."""
+    pairs = list(itertools.zip_longest(ours, theirs, fillvalue=-1))
+    position = next(n for n, (mine, yours) in enumerate(pairs) if mine != yours)
+    our_token, their_token = pairs[position]
+    if -1 in pairs[position]:
+        return Difference(prompt, position, our_token, their_token, float("inf"), 0.0)
+    text = torch.tensor([[*ids[0].tolist(), *ours[:position]]], device=ids.device)
+    sampler = Sampler(resolve(target.generation_config), torch.Generator(), ids[0])
+    with torch.inference_mode():
+        raw = target.model(text).logits[:, -1].float()  # [1, V]
+        logits = sampler.after(text, raw)[0]  # [V]
+    gap = float((logits[our_token] - logits[their_token]).abs())
+    rounding = ROUNDING * torch.finfo(target.dtype).eps * float(raw.abs().max())
+    return Difference(prompt, position, our_token, their_token, gap, rounding)
+
+
+def with_margin(target: Target, record: Record, answer: Sequence[int]) -> Record:
+    """The record with the margin to another answer; in float32 there is none to measure.
+
+    A record that differs from two answers keeps the larger margin. If one answer ends earlier, it
+    is infinite, null in JSON.
+    """
+    if target.dtype == torch.float32:  # rounding explains no difference
+        return record
+    ids = torch.tensor([record.prompt_ids], device=target.device)
+    margin = first_difference(target, ids, 0, record.output_ids, answer).margin
+    return replace(record, margin=max(margin, record.margin or 0.0))
