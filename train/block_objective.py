@@ -53,7 +53,7 @@ class BlockObjective(Objective):
 
     def __init__(self, head: BlockHead, target: VocabWeights, settings: BlockTrain) -> None:
         super().__init__(head, target, settings)
-        self.depths = range(head.config.num_places)
+        self.depths = range(head.config.num_drafted)
         parts = {"law": settings.law_weight, "label": settings.label_weight}
         self.terms = label_and_law_terms(parts, [settings.place_decay**k for k in self.depths])
         self.weights = {name: term.weight for name, term in self.terms.items()}
@@ -196,7 +196,7 @@ class BlockObjective(Objective):
         of_text = (sizes.fc + sizes.keys_and_values) * load.tokens
         of_blocks = (sizes.body - sizes.fc + products) * blocks * config.block_size
         laws = 2 * shared * load.slots[0]
-        laws += (4 * shared + 3 * sizes.path_correction) * blocks * config.num_places
+        laws += (4 * shared + 3 * sizes.path_correction) * blocks * config.num_drafted
         return Work(of_text + of_blocks, 0, laws)
 
     def activations(self, tokens: int) -> Activations:

@@ -190,7 +190,7 @@ class BlockDrafter(Drafter):
         )
         self.after_blocks, self.max_levels, self.draft_rows = (
             config.after_blocks,
-            config.num_places,
+            config.num_drafted,
             config.block_size,
         )
         self.max_positions = config.max_position_embeddings

@@ -1,6 +1,7 @@
 """Block heads in speculators 0.9 (dflash, and dspark with a path correction; vLLM loads both) and as z-lab publishes
 them (SGLang loads these). Tensors have our names in all three."""
 
+from pathlib import Path
 from typing import Any
 
 from transformers import Qwen3Config
@@ -11,71 +12,83 @@ from aerie.model.formats.eagle_layouts import LAYER, SERVER, TYPE, speculators_v
 from aerie.model.heads.block import BlockConfig
 
 TAPS = "aux_hidden_state_layer_ids"
-CONFIDENCE: content.Rule = (
-    r"^confidence_head\..*$",
+# DSpark's; ours is measured by `aerie calibrate`
+CONFIDENCE: content.RenameRule = (r"^confidence_head\..*$", "")
+FROM_TARGET: content.RenameRule = (
+    r"^(embed_tokens|lm_head|verifier_lm_head|verifier_norm)\.weight$",
     "",
-)  # DSpark's; ours is measured by `aerie calibrate`
-FROM_TARGET: content.Rule = (r"^(embed_tokens|lm_head|verifier_lm_head|verifier_norm)\.weight$", "")
+)
 
 
 def read_block(files: content.HeadFiles, layout: str) -> content.HeadContent:
-    values, place, is_speculators = files.values, files.config_path, layout == "speculators"
-    extra = values if is_speculators else content.nested(values, "dflash_config")
-    given = content.nested(values, LAYER) if is_speculators else values
-    layer = Qwen3Config(**given).to_dict()  # speculators leaves out Qwen3's defaults
-    draft, kinds = (
-        values.get("draft_vocab_size", layer["vocab_size"]),
-        {*(layer.get("layer_types") or [])},
-    )
+    values, path = files.values, files.config_path
+    if layout == "speculators":
+        extra, layer = values, content.nested(values, LAYER)
+        numbers = extra.get(TAPS)
+    else:  # z-lab counts the outputs of blocks
+        extra, layer = content.nested(values, "dflash_config"), values
+        numbers = [number + 1 for number in extra.get("target_layer_ids") or []]
+    is_dspark = values.get(TYPE) == "dspark"
     correction = values.get("markov_head_type", "vanilla")
-    unknown = {
-        f"a draft vocabulary of {draft:,} tokens": draft != layer["vocab_size"],
-        f"layers of {given.get('model_type')}": given.get("model_type", "qwen3") != "qwen3",
-        "layers with a sliding window": bool(kinds - {"full_attention"}),
-        "projections with biases": layer["attention_bias"],
-        f"a path correction of type {correction!r}": correction not in ("vanilla", "gated"),
-    }
-    if refused := [what for what, is_there in unknown.items() if is_there]:
-        raise UserError(f"{place}: a block head with {', '.join(refused)} is not supported")
-    numbers = (
-        extra.get(TAPS)
-        if is_speculators
-        else [number + 1 for number in extra.get("target_layer_ids") or []]
-    )
-    named = {**values, content.NUMBERED: numbers or None}
-    taps, guesses = content.read_taps(named, files.after_blocks, place, is_speculators=True)
+    complete_layer = Qwen3Config(**layer).to_dict()  # speculators leaves out Qwen3's defaults
+    _refuse_unknown(values, layer, complete_layer, path)
+    named_taps = {**values, content.NUMBERED: numbers or None}
+    taps, guesses = content.read_taps(named_taps, files.after_blocks, path, is_speculators=True)
     options = {
         "after_blocks": taps,
         "block_size": values.get("block_size") or extra.get("block_size"),
         "mask_token_id": extra.get("mask_token_id"),
-        "sample_from_anchor": values.get("sample_from_anchor", values.get(TYPE) == "dspark"),
-        "markov_rank": values.get("markov_rank", 256) if values.get(TYPE) == "dspark" else 0,
+        "sample_from_anchor": values.get("sample_from_anchor", is_dspark),
+        "markov_rank": values.get("markov_rank", 256) if is_dspark else 0,
         "markov_head": correction,
     }
     if any(name.startswith("confidence_head.") for name in files.tensors):
         guesses.append(
             "its confidence head is left out: aerie calibrate measures what confidence is worth"
         )
-    tensors = content.renamed(files.tensors, (CONFIDENCE, FROM_TARGET))
-    config = content.configured(BlockConfig, {**content.read_sizes(layer, place), **options}, place)
+    sizes = content.read_sizes(complete_layer, path)
     return content.HeadContent(
-        config, tensors, tuple(guesses), speculative_tokens=content.proposed_tokens(values)
+        content.configured(BlockConfig, {**sizes, **options}, path),
+        content.renamed(files.tensors, (CONFIDENCE, FROM_TARGET)),
+        tuple(guesses),
+        speculative_tokens=content.proposed_tokens(values),
     )
+
+
+def _refuse_unknown(
+    values: dict[str, Any], layer: dict[str, Any], complete_layer: dict[str, Any], path: Path
+) -> None:
+    """UserError for a head of another form; layer: as its file has it, and with Qwen3's defaults."""
+    vocab_size = complete_layer["vocab_size"]
+    draft_size = values.get("draft_vocab_size", vocab_size)
+    correction = values.get("markov_head_type", "vanilla")
+    model_type = layer.get("model_type", "qwen3")
+    attention = {*(complete_layer.get("layer_types") or [])}
+    unknown = {
+        f"a draft vocabulary of {draft_size:,} tokens": draft_size != vocab_size,
+        f"layers of {model_type}": model_type != "qwen3",
+        "layers with a sliding window": attention - {"full_attention"},
+        "projections with biases": complete_layer["attention_bias"],
+        f"a path correction of type {correction!r}": correction not in ("vanilla", "gated"),
+    }
+    refused = [what for what, applies in unknown.items() if applies]
+    if refused:
+        raise UserError(f"{path}: a block head with {', '.join(refused)} is not supported")
 
 
 def refuse_block(layout: str, config: Any, target: content.TargetFacts | None = None) -> None:
     """As `refuse_eagle`; `sglang` is z-lab's layout."""
-    lost = ["in_block causal"] if config.in_block == "causal" else []
-    lost += ["anchor_feature"] if config.anchor_feature else []
-    lost += (
-        [f"markov_order {config.markov_order}"]
-        if config.markov_rank and config.markov_order > 1
-        else []
-    )
+    nowhere = {  # options that no server has
+        "in_block causal": config.in_block == "causal",
+        "anchor_feature": config.anchor_feature,
+        f"markov_order {config.markov_order}": config.markov_rank and config.markov_order > 1,
+    }
+    lost = [name for name, is_on in nowhere.items() if is_on]
     fix = "decode it with aerie" if lost else "serve it with vLLM (--to speculators)"
     if layout == "sglang":
         lost += [name for name in ("markov_rank", "sample_from_anchor") if getattr(config, name)]
-        lost += ["the tap 0"] if 0 in config.after_blocks else []
+        if 0 in config.after_blocks:
+            lost.append("the tap 0")
     if layout == "safeailab":
         lost = ["a block head"]
     if lost:
@@ -91,35 +104,40 @@ def write_block(
     sizes, notes = content.write_sizes(config, target)
     sizes |= {"model_type": "qwen3", "attention_bias": False}
     if layout == "sglang":
-        extra = {
-            "mask_token_id": config.mask_token_id,
-            "target_layer_ids": [k - 1 for k in config.after_blocks],
-        }
-        values = {"architectures": ["DFlashDraftModel"], **sizes, "block_size": config.block_size}
-        values |= {
-            "dflash_config": extra,
+        values = {
+            "architectures": ["DFlashDraftModel"],
+            **sizes,
+            "block_size": config.block_size,
+            "dflash_config": {
+                "mask_token_id": config.mask_token_id,
+                "target_layer_ids": [entry - 1 for entry in config.after_blocks],
+            },
             "num_target_layers": target.text_config.num_hidden_layers,
+            "aerie": {SERVER: "SGLang"},
         }
-        return {**values, "aerie": {SERVER: "SGLang"}}, head.tensors, notes
-    algorithm = "dspark" if config.markov_rank else "dflash"
-    if algorithm == "dflash" and config.sample_from_anchor:
+        return values, head.tensors, notes
+    is_dspark = bool(config.markov_rank)
+    if config.sample_from_anchor and not is_dspark:
         notes.append(
             "sample_from_anchor: speculators warns that servers may not draft so from a dflash head"
         )
+    drafts = head.speculative_tokens or config.num_drafted
     values = {
-        "architectures": ["DSparkDraftModel" if config.markov_rank else "DFlashDraftModel"],
-        **speculators_values(
-            algorithm, config, target, head.speculative_tokens or config.num_places, sizes
-        ),
+        "architectures": ["DSparkDraftModel" if is_dspark else "DFlashDraftModel"],
+        **speculators_values("dspark" if is_dspark else "dflash", config, target, drafts, sizes),
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor,
         TAPS: list(config.after_blocks),
         "aerie": {SERVER: "vLLM"},
     }
-    if config.markov_rank:
-        values |= {"markov_rank": config.markov_rank, "markov_head_type": config.markov_head}
-        values |= {"enable_confidence_head": False, "confidence_head_with_markov": False}
+    if is_dspark:
+        values |= {
+            "markov_rank": config.markov_rank,
+            "markov_head_type": config.markov_head,
+            "enable_confidence_head": False,
+            "confidence_head_with_markov": False,
+        }
     return values, head.tensors, notes
 
 

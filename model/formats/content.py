@@ -25,8 +25,8 @@ from aerie.model.target import (
     target_end_ids,
 )
 
-T = TypeVar("T", bound=AnyConfig)
-Rule = tuple[str, str | Callable[[re.Match[str]], str]]  # for re.sub
+ConfigT = TypeVar("ConfigT", bound=AnyConfig)
+RenameRule = tuple[str, str | Callable[[re.Match[str]], str]]  # for re.sub
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,12 @@ def nested(values: Any, *keys: str) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def renamed(tensors: dict[str, Tensor], rules: Sequence[Rule]) -> dict[str, Tensor]:
+def renamed(tensors: dict[str, Tensor], rules: Sequence[RenameRule]) -> dict[str, Tensor]:
     """The tensors, renamed by each rule in turn; an empty name drops its tensor."""
-    made = tensors
     for pattern, replacement in rules:
-        made = {re.sub(pattern, replacement, name): tensor for name, tensor in made.items()}
-    return {name: tensor for name, tensor in made.items() if name}
+        tensors = {re.sub(pattern, replacement, name): tensor for name, tensor in tensors.items()}
+    tensors.pop("", None)
+    return tensors
 
 
 def proposed_tokens(values: dict[str, Any]) -> int | None:
@@ -118,69 +118,82 @@ def proposed_tokens(values: dict[str, Any]) -> int | None:
 
 NUMBERED = "eagle_aux_hidden_state_layer_ids"
 COUNTS_OUTPUTS = "LlamaForCausalLMEagle3"  # SpecForge's and SGLang's architecture
-SIZES = (  # Llama's keys that EAGLE heads have
-    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size "
-    "hidden_act rms_norm_eps max_position_embeddings rope_theta"
+LLAMA_KEYS = (  # that EAGLE heads have
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "head_dim vocab_size hidden_act rms_norm_eps max_position_embeddings rope_theta"
 ).split()
 
 
-def configured(schema: type[T], values: dict[str, Any], place: Path) -> T:
+def configured(schema: type[ConfigT], values: dict[str, Any], path: Path) -> ConfigT:
     """A head's checked configuration; None: the default."""
-    given = {name: value for name, value in values.items() if value is not None}
-    config: Any = validate(given, schema, str(place), {})
+    present = {name: value for name, value in values.items() if value is not None}
+    config: Any = validate(present, schema, str(path), {})
     for name, size in vars(config).items():
-        limit = math.inf if isinstance(size, float) else 2**10 if name.startswith("num_") else 2**24
-        least = (
-            -1 if name.endswith(("_id", "_rank")) else int(name == "block_size")
-        )  # the size must be above this
-        if (
-            isinstance(size, int | float)
-            and not isinstance(size, bool)
-            and not least < size < limit
-        ):
-            raise UserError(
-                f"{place}: {name} is {size:,}; it must be above {least} and below {limit:,}"
-            )
+        if isinstance(size, int | float) and not isinstance(size, bool):
+            _check_size(name, size, path)
     if getattr(config, "hidden_act", "silu") != "silu":
-        raise UserError(f"{place}: hidden_act is {config.hidden_act!r}; heads have 'silu'")
+        raise UserError(f"{path}: hidden_act is {config.hidden_act!r}; heads have 'silu'")
     try:
         if getattr(config, "rope_theta", None) is not None:
             Rotary(config)
     except (KeyError, TypeError, ValueError, UserError) as error:
         raise UserError(
-            f"{place}: rope_scaling {config.rope_scaling}: {first_line(error)}"
+            f"{path}: rope_scaling {config.rope_scaling}: {first_line(error)}"
         ) from error
     return config
 
 
-def read_sizes(values: dict[str, Any], place: Path) -> dict[str, Any]:
+def _check_size(name: str, size: Any, path: Path) -> None:
+    """UserError for a size with which building the head would fail or fill the memory."""
+    limit: float = 2**24
+    if isinstance(size, float):
+        limit = math.inf
+    elif name.startswith("num_"):
+        limit = 2**10
+    below = int(name == "block_size")  # it must be above this
+    if name.endswith(("_id", "_rank")):
+        below = -1
+    if not below < size < limit:
+        raise UserError(f"{path}: {name} is {size:,}; it must be above {below} and below {limit:,}")
+
+
+def read_sizes(values: dict[str, Any], path: Path) -> dict[str, Any]:
     """The sizes of an EAGLE or block head; defaults are those of SafeAILab's EConfig."""
-    width, heads = values.get("hidden_size"), values.get("num_attention_heads")
-    theta, scaling = read_rope(values, place)
+    width = values.get("hidden_size")
+    heads = values.get("num_attention_heads")
     sizes: dict[str, Any] = {
         "num_hidden_layers": 1,
         "num_key_value_heads": heads,
         "rms_norm_eps": 1e-6,
+        "max_position_embeddings": values.get("max_sequence_length") or 2048,
     }
-    sizes["max_position_embeddings"] = values.get("max_sequence_length") or 2048
     if isinstance(width, int) and isinstance(heads, int) and heads:
         sizes["head_dim"] = width // heads
-    sizes |= {name: values[name] for name in SIZES if values.get(name) is not None}
+    sizes |= {name: values[name] for name in LLAMA_KEYS if values.get(name) is not None}
+    theta, scaling = read_rope(values, path)
     return {**sizes, "rope_theta": theta, "rope_scaling": scaling}
 
 
-def read_rope(values: dict[str, Any], place: Path) -> tuple[float, dict[str, Any] | None]:
+def read_rope(values: dict[str, Any], path: Path) -> tuple[float, dict[str, Any] | None]:
     """RoPE's base and scaling, spelt as in transformers 4 or 5; default base: 10,000 as published, not the target's."""
-    tables = {name: values.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
-    tables["config.json"] = values
-    bases = {name: found["rope_theta"] for name, found in tables.items() if found.get("rope_theta")}
+    parameters = values.get("rope_parameters") or {}
+    scaling = values.get("rope_scaling") or {}
+    bases: dict[str, float] = {}
+    for name, table in (
+        ("rope_parameters", parameters),
+        ("rope_scaling", scaling),
+        ("config.json", values),
+    ):
+        if table.get("rope_theta"):
+            bases[name] = table["rope_theta"]
     if len(set(bases.values())) > 1:
         spelt = ", ".join(f"{base} in {name}" for name, base in bases.items())
-        raise UserError(f"{place}: rope_theta is {spelt}; keep the one of its training")
-    scaling = {**(tables["rope_scaling"] or tables["rope_parameters"])}
+        raise UserError(f"{path}: rope_theta is {spelt}; keep the one of its training")
+    scaling = dict(scaling or parameters)
     scaling.pop("rope_theta", None)
-    kind = scaling.pop("type", None)
-    scaling = {"rope_type": kind, **scaling} if kind else scaling
+    rope_type = scaling.pop("type", None)  # transformers 4
+    if rope_type:
+        scaling = {"rope_type": rope_type, **scaling}
     is_plain = scaling.get("rope_type", "default") == "default"
     return next(iter(bases.values()), 10000.0), None if is_plain else scaling
 
@@ -189,21 +202,21 @@ def write_sizes(
     config: Eagle1Config | Eagle3Config, target: TargetFacts
 ) -> tuple[dict[str, Any], list[str]]:
     """The keys of config.json that all layouts share, and notes."""
-    notes, scaling = [], config.rope_scaling or {}
-    own, theirs = (
-        config.max_position_embeddings,
-        int(getattr(target.text_config, "max_position_embeddings", 0) or 0),
-    )
+    notes = []
+    scaling = config.rope_scaling or {}
+    positions = config.max_position_embeddings
+    target_positions = int(getattr(target.text_config, "max_position_embeddings", 0) or 0)
     # The longer one, if RoPE does not depend on it: servers draft nothing, or noise, beyond it.
-    if theirs > own and scaling.get("rope_type") in (None, "linear", "llama3"):
+    if target_positions > positions and scaling.get("rope_type") in (None, "linear", "llama3"):
         notes.append(
-            f"max_position_embeddings {own:,} is written as {theirs:,}, the target's: servers stop there"
+            f"max_position_embeddings {positions:,} is written as {target_positions:,}, "
+            "the target's: servers stop there"
         )
-        own = theirs
+        positions = target_positions
     return {
         "model_type": "llama",
-        **{name: getattr(config, name) for name in SIZES},
-        "max_position_embeddings": own,
+        **{name: getattr(config, name) for name in LLAMA_KEYS},
+        "max_position_embeddings": positions,
         "rope_scaling": dict(scaling) or None,
         "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": config.rope_theta},
         "tie_word_embeddings": False,
@@ -217,70 +230,79 @@ def tap_numbers(values: dict[str, Any]) -> Any:
 def read_taps(
     values: dict[str, Any],
     fallback: tuple[int, ...] | None,
-    place: Path,
+    path: Path,
     is_speculators: bool = False,
 ) -> tuple[tuple[int, ...], list[str]]:
     """after_blocks (fallback if the files name none), and what was guessed.
 
     Two numberings circulate: entries of hidden_states, and outputs of blocks (one less).
     """
-    named, numbers, convention = (
-        values.get("after_blocks"),
-        tap_numbers(values),
-        values.get("tap_convention"),
-    )
-    for name, ids in (("after_blocks", named), (NUMBERED, numbers)):
-        is_list = isinstance(ids, list) and ids and all(type(k) is int and k >= 0 for k in ids)
-        if ids is not None and not (is_list and ids == sorted(set(ids))):
-            raise UserError(
-                f"{place}: {name} is {ids!r}; block numbers must ascend without repeats"
-            )
+    after_blocks = values.get("after_blocks")
+    numbers = tap_numbers(values)
+    _check_numbers("after_blocks", after_blocks, path)
+    _check_numbers(NUMBERED, numbers, path)
     fix = f'entries of transformers\' hidden_states with "tap_convention": {TAP_CONVENTION!r}'
-    if named is not None:
+    if after_blocks is not None:
+        convention = values.get("tap_convention")
         if convention != TAP_CONVENTION:
-            raise UserError(
-                f"{place}: tap_convention is {convention!r}; after_blocks must be {fix}"
-            )
-        return tuple(named), []
+            raise UserError(f"{path}: tap_convention is {convention!r}; after_blocks must be {fix}")
+        return tuple(after_blocks), []
     if numbers is None:
         if fallback is None:
             raise UserError(
-                f'{place}: names no taps; load it with its target, or add "after_blocks", {fix}'
+                f'{path}: names no taps; load it with its target, or add "after_blocks", {fix}'
             )
         return fallback, [f"names no taps; {list(fallback)} are taken (entries of hidden_states)"]
-    entries, outputs = tuple(numbers), tuple(k + 1 for k in numbers)
+    entries = tuple(numbers)
     if is_speculators:
         return entries, []
-    counts_outputs = fallback is not None and values.get("architectures") == [COUNTS_OUTPUTS]
-    is_output = outputs == fallback or (entries != fallback and (entries[0] == 1 or counts_outputs))
-    taps, what = (
-        (outputs, "outputs of blocks") if is_output else (entries, "entries of hidden_states")
-    )
+    taps, what = entries, "entries of hidden_states"
+    if _counts_outputs(entries, fallback, values.get("architectures")):
+        taps, what = tuple(number + 1 for number in numbers), "outputs of blocks"
     return taps, [
         f"{NUMBERED} {numbers} are taken as {what}: the head reads hidden_states {list(taps)}"
     ]
 
 
+def _check_numbers(name: str, numbers: Any, path: Path) -> None:
+    if numbers is None:
+        return
+    is_list = isinstance(numbers, list) and all(type(number) is int for number in numbers)
+    if not (is_list and numbers and numbers[0] >= 0 and numbers == sorted(set(numbers))):
+        raise UserError(f"{path}: {name} is {numbers!r}; block numbers must ascend without repeats")
+
+
+def _counts_outputs(
+    numbers: tuple[int, ...], default_taps: tuple[int, ...] | None, architectures: Any
+) -> bool:
+    """Whether numbers count the outputs of blocks: the target's default taps tell, else the first number."""
+    if tuple(number + 1 for number in numbers) == default_taps:
+        return True
+    if numbers == default_taps:
+        return False
+    is_trained_so = default_taps is not None and architectures == [COUNTS_OUTPUTS]
+    return numbers[0] == 1 or is_trained_so
+
+
 def unread(values: dict[str, Any]) -> tuple[str, ...]:
     """A sentence for each key that matters to drafting but is ignored here."""
-    sentences = []
-    for part in (
-        values,
-        nested(values, "transformer_layer_config"),
-        nested(values, "eagle_config"),
-    ):
-        kinds, window = part.get("layer_types") or [], part.get("sliding_window")
+    sentences: dict[str, Any] = {}  # whether it applies
+    parts = [values, nested(values, "transformer_layer_config"), nested(values, "eagle_config")]
+    for part in parts:
+        kinds = part.get("layer_types") or []
+        window = part.get("sliding_window")
         others = sorted({str(kind) for kind in kinds} - {"full_attention"})
-        is_windowed = (
-            window is not None and part.get("use_sliding_window", True) and (others or not kinds)
-        )
-        meanings = {
-            f"layer_types names {', '.join(others)}: attention is full here": others,
-            f"sliding_window is {window}: attention is full here": is_windowed,
-            "parallel_drafting: it drafts token by token here": part.get("parallel_drafting"),
-            "quantization_config: the weights are read as they are": part.get(
-                "quantization_config"
+        is_windowed = window is not None and part.get("use_sliding_window", True)
+        is_windowed = is_windowed and (others or not kinds)
+        for sentence, applies in (
+            (f"layer_types names {', '.join(others)}: attention is full here", others),
+            (f"sliding_window is {window}: attention is full here", is_windowed),
+            ("parallel_drafting: it drafts token by token here", part.get("parallel_drafting")),
+            (
+                "quantization_config: the weights are read as they are",
+                part.get("quantization_config"),
             ),
-        }
-        sentences += [sentence for sentence, applies in meanings.items() if applies]
-    return tuple(dict.fromkeys(sentences))
+        ):
+            if applies:
+                sentences[sentence] = True
+    return tuple(sentences)

@@ -33,8 +33,8 @@ class BlockConfig(LayerConfig):
     qk_norm: ClassVar[bool] = True
 
     @property
-    def num_places(self) -> int:
-        """How many tokens a block drafts; the first `block_size - num_places` rows draft none."""
+    def num_drafted(self) -> int:
+        """How many tokens a block drafts; the first `block_size - num_drafted` rows draft none."""
         return self.block_size - 1 + self.sample_from_anchor
 
 
@@ -148,7 +148,7 @@ class BlockHead(nn.Module):
                 )
             else:
                 x = _layer(layer, x, context, of_rows, of_text, attention)
-        drafting = x.unflatten(1, (-1, size))[:, :, size - self.config.num_places :]
+        drafting = x.unflatten(1, (-1, size))[:, :, size - self.config.num_drafted :]
         return self.norm(drafting)
 
     def _attention(self, anchors: Tensor, length: int) -> "BlockAttention":

@@ -140,7 +140,7 @@ def test_block_heads_have_the_laws_losses_and_gradients_of_speculators(
         "max_anchors": (count := last + 1 - first),
     }
     # laws
-    (anchors, _), places = made.blocks(batch), head.config.num_places
+    (anchors, _), places = made.blocks(batch), head.config.num_drafted
     states = head(ids.gather(1, anchors), taps, anchors, target.vocab.embedding)[0]
     before = ids[0, anchors[0, :, None] + torch.arange(places)]
     ours = head.correct(target.vocab.logits(states), before[..., None], states).softmax(
