@@ -45,8 +45,8 @@ class BlockObjective(Objective):
     """Position k's law and label loss times place_decay ** k (k = 0, 1, ...), divided by all
     supervised positions (arXiv 2602.06036).
 
-    A block at anchor a drafts t_{a+1}, t_{a+2}, ...; t_{a+1+k} is supervised where it is of the same
-    turn as t_a.
+    A block at anchor a drafts t_{a+1}, t_{a+2}, ...; t_{a+1+k} is supervised where it is of the
+    same turn as t_a.
     """
 
     is_random = True
@@ -63,12 +63,13 @@ class BlockObjective(Objective):
         """Anchors [B, A], with zeros after a row's last, and supervised positions [B, A, K] bool, on
         the host.
 
-        Rows' seeds draw at most `train.anchors` each; without seeds (evaluation) they are evenly spread.
-        """
-        # A row's blocks depend on its seed alone: not on the process that draws them, nor on a restart.
+        Rows' seeds draw at most `train.anchors` each; without seeds (in evaluation) they are evenly
+        spread."""
+        # A row's blocks depend on its seed alone: not on the process that draws them, nor on when
+        # it was started.
         drawn = []
         for row, slots in enumerate(batch.supervised()):
-            # Slot p: t_{p+1} and t_{p+2} are of one turn, so a block at p + 1 has something to learn.
+            # Slot p: t_{p+1} and t_{p+2} are of one turn, so a block at p + 1 can learn something.
             possible = slots.nonzero()[:, 0] + 1
             count = min(len(possible), self.settings.anchors)
             if batch.seeds is None:
@@ -169,7 +170,7 @@ class BlockObjective(Objective):
         return BlockSums(*totals)
 
     def measure(self, batch: Batch) -> SumsAndCounts:
-        """Of greedy chains from the anchors; each position is given the text's own previous tokens."""
+        """Of greedy chains from the anchors. Each position is given the text's previous tokens."""
         slots = self._draft(batch)
         outputs, previous, _ = slots.piece.columns
         choices = self.choose(slots.piece.states)

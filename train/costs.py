@@ -1,19 +1,90 @@
-"""Formulas for what a training takes: floating-point operations, hours and memory (`train --plan`)."""
+"""What a training takes, by formulas: operations, hours and memory (`train --plan`)."""
 
+from collections.abc import Mapping
 from typing import Any
 
+from aerie.configs.schema.recipe import Recipe
+from aerie.train.jobs import Job
 from aerie.train.objectives import Objective
 from aerie.train.optimizers import muon_matrices
+from aerie.train.processes import world_size
+from aerie.train.resume import reads_cache
 from aerie.train.workload import Load
 
-# Dense bf16 operations per second of an H100 and an H200 (SXM; NVIDIA's data sheets), and the share that good training
-# reaches (model FLOPs utilisation: recomputation takes time, but does not count as work).
-PEAK, MFU = 989e12, 0.4
+# Dense bf16 operations per second of an H100 and an H200 (SXM; NVIDIA's data sheets).
+PEAK = 989e12
+# The share that good training reaches. Model FLOPs utilisation: recomputation takes time, but does
+# not count as work.
+MFU = 0.4
 GPUS = {"H100": 80e9, "H200": 141e9}  # bytes of memory
 
 
+def plan_text(recipe: Recipe, job: Job) -> str:
+    """What `train --plan` prints: rows, steps, work and memory."""
+    rows = job.rows
+    data = f"{len(rows.lengths):,} rows, {sum(rows.lengths):,} tokens an epoch"
+    lines = [
+        f"data: {data}; {len(rows.held_out):,} held out",
+        f"steps: {_plan_steps(job)}",
+        f"work: {_plan_work(recipe, job)}",
+        f"memory: {_plan_memory(recipe, job)}",
+        f"output: {job.output}",
+    ]
+    return "\n".join(lines)
+
+
+def _plan_steps(job: Job) -> str:
+    config = job.objective.settings
+    order, steps = job.order(world_size())
+    shape = f"{config.batch_size} rows x {config.accumulation} x {world_size()} processes"
+    text = f"{steps:,} of {shape}: {steps / order.steps_per_epoch:.2f} epochs"
+    if config.max_seconds is not None:
+        text += f", and at most {config.max_seconds:,g} s (train.max_seconds)"
+    scaling = config.scale_rates
+    if scaling is not None:
+        factor = (scaling.steps / steps) ** scaling.power
+        text += f"; rates x {factor:.3g} (train.scale_rates)"
+    return text
+
+
+def _plan_work(recipe: Recipe, job: Job) -> str:
+    load = Load.of_rows(job.rows.tokens(), getattr(job.objective.settings, "unroll_steps", 1))
+    work = operations(job.objective, load, None if reads_cache(recipe) else job.trunk)
+    muon = optimizer_operations(job.objective)
+    if muon:  # every process turns the same matrices
+        order, _ = job.order(world_size())
+        work["Muon"] = muon * order.steps_per_epoch * world_size()
+    total = sum(work.values())
+    hours = total / PEAK / MFU / 3600
+    speed = f"{MFU:.0%} of its {PEAK / 1e12:,.0f} TFLOP/s, dense bf16"
+    shares = _listed(work, total / 100, " %")
+    of_gpu = f"{hours:,.2f} hours of an H100 or H200 ({speed})"
+    return f"{total:.3g} operations an epoch ({shares}): {of_gpu}"
+
+
+def _plan_memory(recipe: Recipe, job: Job) -> str:
+    largest = job.objective.settings.batch_size * max(job.rows.lengths)  # tokens of a batch
+    parts = memory(job.objective, largest, 2, job.trunk)
+    # A spread target shares no GPU with the head that is trained.
+    spread = parts.pop("target", 0) if recipe.target.device_map is not None else 0
+    peak = sum(parts.values())
+    unit, name = (2**30, "GiB") if peak > 2**30 else (2**20, "MiB")
+    text = f"about {peak / unit:,.1f} {name} a process in bf16, without ZeRO"
+    text += f" ({_listed(parts, unit, '')})"
+    if spread:
+        text += f", beside {spread / unit:,.1f} {name} of the target over all GPUs"
+    fitting = [gpu for gpu, size in GPUS.items() if peak < 0.95 * size]
+    fits = f"fits {' and '.join(fitting)}" if fitting else "more than an H200 has"
+    return f"{text}, at {largest:,} tokens a batch; {fits}"
+
+
+def _listed(parts: Mapping[str, float], unit: float, suffix: str) -> str:
+    return ", ".join(f"{name} {value / unit:,.3g}{suffix}" for name, value in parts.items())
+
+
 def operations(objective: Objective, load: Load, trunk: Any = None) -> dict[str, float]:
-    """Operations of the head's layers, the laws (LM heads) and, with online features (trunk), the target's forward.
+    """Operations of the head's layers, the laws (LM heads) and, with online features (trunk), the
+    target's forward.
 
     A row of a matrix product takes 2 operations per weight, and 4 more in the backward pass.
     """
@@ -29,7 +100,8 @@ def operations(objective: Objective, load: Load, trunk: Any = None) -> dict[str,
 
 
 def optimizer_operations(objective: Objective) -> float:
-    """Operations of a Muon step in one process, for any batch: five rounds of Newton-Schulz (arXiv 2502.16982, eq. 2).
+    """Operations of a Muon step in one process, for any batch: five rounds of Newton-Schulz
+    (arXiv 2502.16982, eq. 2).
 
     A round for X [n, m] with n <= m computes A = X X^T, A A, and their sum times X.
     """
@@ -40,8 +112,11 @@ def optimizer_operations(objective: Objective) -> float:
 
 
 def memory(objective: Objective, tokens: int, itemsize: int, trunk: Any = None) -> dict[str, int]:
-    """Peak bytes of each part on a GPU without ZeRO; tokens: of the largest batch; itemsize: of an activation."""
-    head, target = objective.head, objective.target
+    """Peak bytes of each part on a GPU without ZeRO.
+
+    tokens: of the largest batch; itemsize: bytes of an activation's number."""
+    head = objective.head
+    target = objective.target
     tensors = [*head.parameters(), *head.buffers()]
     trained = [parameter.numel() for parameter in head.parameters() if parameter.requires_grad]
     count = sum(trained)

@@ -23,11 +23,10 @@ from aerie.model import target as targets
 from aerie.model.checkpoint import new_head, position_warnings, save_head
 from aerie.model.heads import DRAFT_MODELS, HEADS
 from aerie.model.target import VocabWeights
-from aerie.train import costs, lm
+from aerie.train import lm
 from aerie.train.objectives import Objective
-from aerie.train.processes import world_size
+from aerie.train.processes import local_device, world_size
 from aerie.train.resume import needs_target, reads_cache, state_name
-from aerie.train.workload import Load
 
 
 @dataclass(frozen=True)
@@ -42,159 +41,242 @@ class Rows:
 
 @dataclass(frozen=True)
 class Job:
-    kind: str
+    kind: str  # of what is trained; a draft LM's says how it learns, too
     objective: Objective
     rows: Rows
     output: Path
     state: Path
     metrics: Path
-    save: Callable[..., None]  # (head with whole weights, directory, **facts)
+    save: Callable[..., None]  # (head with complete weights, directory, **facts)
     features: Callable[[Batch], Batch] | None = None  # adds the target's states; None: cached
-    target: targets.Target | None = None  # if it is loaded whole
+    target: targets.Target | None = None  # if its blocks are loaded, too
     trunk: Any = None  # in a plan: the target's model without weights, if training would load it
     overwrite: bool = False
 
     def order(self, world: int) -> tuple[Order, int]:
         """The rows of each optimiser step, and the number of steps."""
-        config, rows = self.objective.settings, self.rows
+        config = self.objective.settings
         order = Order(
-            rows.lengths, config.seed, config.batch_size, config.accumulation, world, rows.pools
+            self.rows.lengths,
+            config.seed,
+            config.batch_size,
+            config.accumulation,
+            world,
+            self.rows.pools,
         )
         steps = config.epochs * order.steps_per_epoch
-        return order, steps if config.max_steps is None else min(steps, config.max_steps)
+        if config.max_steps is not None:
+            steps = min(steps, config.max_steps)
+        return order, steps
 
 
-def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) -> Job:
-    """The recipe's job. A plan loads no more of the target than its embedding and LM head."""
-    section: Any = recipe.head
-    paths = recipe.paths
-    settings: Any = recipe.train
-    # Accelerate silently leaves out trackers that are not installed.
-    if missing := set(settings.trackers) - set(map(str, get_available_trackers())):
-        raise UserError(
-            f"train.trackers: {min(missing)} is not installed; run: pip install {min(missing)}"
-        )
-    if {
-        "ACCELERATE_MIXED_PRECISION",
-        "MASTER_ADDR",
-    } <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
-        several = "with --config_file configs/accelerate/zero2.yaml, or with torchrun"
-        warn(
-            f"accelerate launch: asked for several processes, started one; on a CPU launch them {several}"
-        )
-    tokenizer = targets.load_tokenizer(recipe.target)
-    end_ids = targets.target_end_ids(recipe.target, tokenizer)
-    is_online = needs_target(recipe) and not reads_cache(recipe)
-    # Cached features need only the embedding and the LM head: 2 GB instead of 140 for a 70B target.
-    measures = bool(getattr(settings, "measure_prompts", False))
-    whole = _whole_target(recipe, is_plan) if is_online or measures else None
+@dataclass(frozen=True)
+class Source:
+    """What a training knows of its target; of none, if a small LM learns from tokens alone."""
+
+    tokenizer: Any
+    end_ids: set[int]  # that end a turn
     text_config: Any = None
-    vocab: Any = None
-    features: Any = None
+    vocab: Any = None  # VocabWeights
     taps: tuple[int, ...] = ()
-    if needs_target(recipe):
-        text_config, vocab = (
-            targets.load_vocab(recipe.target) if whole is None else (whole.config, whole.vocab)
-        )
-        taps = targets.taps_of(recipe, text_config.num_hidden_layers)
-    rows = _build_rows(recipe, tokenizer, end_ids, text_config, vocab, taps)
-    length = min(recipe.data.max_length, targets.context_of(text_config) or recipe.data.max_length)
-    drafted = _num_drafted(recipe)
-    if is_online and whole is not None:
-        check_padding(whole)
-        features = partial(
-            with_states, whole, taps, getattr(torch, recipe.features.dtype or "", whole.dtype)
-        )
-    if section.kind not in HEADS:  # a draft LM
-        head: Any = lm.new_causal_lm(
-            section, tokenizer, settings.seed, None if vocab is None else len(vocab.embedding)
-        )
-        objective: Any = lm.LMObjective(head, vocab, settings)
-        save: Any = partial(lm.save_causal_lm, tokenizer)
-    else:
-        vocabulary, facts, counted = None, dict[str, Any](), ""
-        has_draft_vocabulary = HEADS[section.kind].has_draft_vocabulary
-        num_tokens, path = len(vocab.embedding), recipe.target.path
-        if has_draft_vocabulary and section.init_from is None:
-            forced = tokens.forced_ids(tokenizer, end_ids, num_tokens)
-            size = section.draft_vocab_size
-            vocabulary, facts, counted = tokens.draft_vocabulary(
-                rows.tokens(), num_tokens, size, forced
-            )
-        if section.init_from is None:
-            section, vocab = _complete_section(
-                recipe, tokenizer, end_ids, text_config, vocab, length + drafted
-            )
-        head = new_head(section, text_config, vocab, settings.seed, path, taps, vocabulary).float()
-        # A warm start keeps its vocabulary, which must be able to end a turn.
-        if has_draft_vocabulary and vocabulary is None:
-            own = head.vocabulary
-            own.check_ends(end_ids, f"head.init_from: {section.init_from}")
-            _, facts, counted = tokens.draft_vocabulary(rows.tokens(), len(own.t2d), warm_start=own)
-        objective = HEADS[section.kind].objective(head, vocab, settings)
-        known: dict[str, Any] = {
-            "target_path": path,
-            "target": targets.fingerprint(recipe.target, text_config, vocab),
-        }
-        known |= {"draft_vocabulary": facts} if facts else {}
-        save = partial(save_head, **known)
-    positions = getattr(objective.config, "max_position_embeddings", None) or length + drafted
-    if positions < length + drafted:
-        needed = (
-            f"data.max_length {length:,} + {drafted} drafted levels; set it to {length + drafted:,}"
-        )
-        raise UserError(f"head.max_position_embeddings: {positions:,} is less than {needed}")
-    if rank() == 0 and section.kind in HEADS:
-        for sentence in position_warnings(head.config, text_config, section.init_from or "head"):
-            warn(sentence)
-        print(counted and f"{counted}\n", end="", flush=True)
-    state, metrics = paths.state(state_name(recipe)), paths.root / "metrics.jsonl"
-    trunk = targets.skeleton(recipe.target) if is_plan and (is_online or measures) else None
+    model: targets.Target | None = None  # with its blocks, if training runs them
+
+
+def build_job(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) -> Job:
+    """The recipe's job. A plan loads no more of the target than its embedding and LM head."""
+    _check_launch(recipe)
+    source = _read_target(recipe, is_plan)
+    rows = _read_cache(recipe, source) if reads_cache(recipe) else _tokenise_rows(recipe, source)
+    features = _online_features(recipe, source)
+    build = _build_head if recipe.head.kind in HEADS else _build_draft_lm
+    objective, save = build(recipe, source, rows)
     return Job(
-        state_name(recipe),
-        objective,
-        rows,
-        output,
-        state,
-        metrics,
-        save,
-        features,
-        whole,
-        trunk,
-        overwrite,
+        kind=state_name(recipe),
+        objective=objective,
+        rows=rows,
+        output=output,
+        state=recipe.paths.state(state_name(recipe)),
+        metrics=recipe.paths.root / "metrics.jsonl",
+        save=save,
+        features=features,
+        target=source.model,
+        trunk=targets.skeleton(recipe.target) if is_plan and _runs_target(recipe) else None,
+        overwrite=overwrite,
     )
 
 
-def _complete_section(
-    recipe: Recipe,
-    tokenizer: Any,
-    end_ids: set[int],
-    text: Any,
-    vocab: VocabWeights,
-    positions: int,
-) -> tuple[Any, VocabWeights]:
+def _check_launch(recipe: Recipe) -> None:
+    # Accelerate silently leaves out trackers that are not installed.
+    missing = set(recipe.train.trackers) - set(map(str, get_available_trackers()))
+    if missing:
+        name = min(missing)
+        raise UserError(f"train.trackers: {name} is not installed; run: pip install {name}")
+    is_launched = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys()
+    if is_launched and "WORLD_SIZE" not in os.environ:
+        what = "asked for several processes, started one; on a CPU launch them"
+        fix = "with --config_file configs/accelerate/zero2.yaml, or with torchrun"
+        warn(f"accelerate launch: {what} {fix}")
+
+
+def _is_online(recipe: Recipe) -> bool:
+    return needs_target(recipe) and not reads_cache(recipe)
+
+
+def _runs_target(recipe: Recipe) -> bool:
+    """Whether training needs the target's blocks, for features or to measure tau. Otherwise its
+    embedding and LM head are enough: 2 GB instead of 140 for a 70B target."""
+    return _is_online(recipe) or bool(getattr(recipe.train, "measure_prompts", 0))
+
+
+def _read_target(recipe: Recipe, is_plan: bool) -> Source:
+    tokenizer = targets.load_tokenizer(recipe.target)
+    source = Source(tokenizer, targets.target_end_ids(recipe.target, tokenizer))
+    if not needs_target(recipe):
+        return source
+    model = None
+    if _runs_target(recipe):
+        if recipe.target.device_map is not None and world_size() > 1:
+            what = f"{world_size()} processes cannot share a spread target"
+            raise UserError(f"target.device_map: {what}; start one")
+        if not is_plan:
+            model = targets.Target.load(recipe.target, local_device())
+    if model is None:
+        text_config, vocab = targets.load_vocab(recipe.target)
+    else:
+        text_config, vocab = model.config, model.vocab
+    taps = targets.taps_of(recipe, text_config.num_hidden_layers)
+    return replace(source, text_config=text_config, vocab=vocab, taps=taps, model=model)
+
+
+def _read_cache(recipe: Recipe, source: Source) -> Rows:
+    directory = recipe.paths.features
+    made_of = {
+        "data": as_dict(recipe.data),
+        "after_blocks": list(source.taps),
+        "storage": recipe.features.storage,
+    }
+    cache = FeatureCache.open(directory, made_of)
+    difference = targets.other_weights(
+        cache.fingerprint["target"], recipe.target, source.text_config, source.vocab
+    )
+    if difference:
+        raise UserError(f"{directory}: {difference}; rebuild with: {FEATURES_COMMAND} --overwrite")
+    train = cache.split("train")
+    at_once = recipe.features.shuffle_shards
+    return Rows(
+        train=train,
+        held_out=cache.split("held_out"),
+        lengths=train.lengths,
+        tokens=train.tokens,
+        digest=cache.fingerprint["rows"],
+        pools=None if at_once is None else ShardPools(train.shards, at_once),
+    )
+
+
+def _tokenise_rows(recipe: Recipe, source: Source) -> Rows:
+    config = within_context(recipe.data, source.text_config)
+    data = tokens.tokenize(config, source.tokenizer, source.end_ids, Tally())
+    if source.text_config is not None:
+        check_rows([*data.train, *data.held_out], source.text_config, recipe.target.path)
+    if rank() == 0:
+        print(f"train: {tokens.statistics(data.train)}", flush=True)
+    return Rows(
+        train=data.train,
+        held_out=data.held_out,
+        lengths=[len(row.input_ids) for row in data.train],
+        tokens=lambda: ((row.input_ids, row.turn_ids) for row in data.train),
+        digest=rows_digest(data.train),
+    )
+
+
+def _online_features(recipe: Recipe, source: Source) -> Callable[[Batch], Batch] | None:
+    """What adds the target's states to a batch; None: they are cached, or this is a plan."""
+    model = source.model
+    if model is None or not _is_online(recipe):
+        return None
+    check_padding(model)
+    dtype = getattr(torch, recipe.features.dtype or "", model.dtype)
+    return partial(with_states, model, source.taps, dtype)
+
+
+Trained = tuple[Objective, Callable[..., None]]  # what is trained, and what saves it
+
+
+def _build_draft_lm(recipe: Recipe, source: Source, rows: Rows) -> Trained:
+    settings: Any = recipe.train
+    section: Any = recipe.head
+    vocab_size = None if source.vocab is None else len(source.vocab.embedding)
+    head = lm.new_causal_lm(section, source.tokenizer, settings.seed, vocab_size)
+    objective = lm.LMObjective(head, source.vocab, settings)
+    _require_positions(objective, recipe, source.text_config)
+    return objective, partial(lm.save_causal_lm, source.tokenizer)
+
+
+def _build_head(recipe: Recipe, source: Source, rows: Rows) -> Trained:
+    section: Any = recipe.head
+    settings: Any = recipe.train
+    kind = HEADS[section.kind]
+    path = recipe.target.path
+    num_tokens = len(source.vocab.embedding)
+    vocab = source.vocab
+    vocabulary = None
+    facts: dict[str, Any] = {}  # about the draft vocabulary
+    line = ""
+    # (1) what a new head's section leaves to the target and to the rows
+    if section.init_from is None:
+        if kind.has_draft_vocabulary:
+            forced = tokens.forced_ids(source.tokenizer, source.end_ids, num_tokens)
+            vocabulary, facts, line = tokens.draft_vocabulary(
+                rows.tokens(), num_tokens, section.draft_vocab_size, forced
+            )
+        section, vocab = _complete_section(recipe, source)
+    # (2) the head
+    head: Any = new_head(
+        section, source.text_config, vocab, settings.seed, path, source.taps, vocabulary
+    ).float()
+    if section.init_from is not None and kind.has_draft_vocabulary:
+        # A warm start keeps its vocabulary, which must be able to end a turn.
+        head.vocabulary.check_ends(source.end_ids, f"head.init_from: {section.init_from}")
+        _, facts, line = tokens.draft_vocabulary(
+            rows.tokens(), len(head.vocabulary.t2d), warm_start=head.vocabulary
+        )
+    objective = kind.objective(head, vocab, settings)
+    _require_positions(objective, recipe, source.text_config)
+    if rank() == 0:
+        start = section.init_from or "head"
+        for sentence in position_warnings(head.config, source.text_config, start):
+            warn(sentence)
+        if line:
+            print(line, flush=True)
+    # (3) what is saved beside its weights
+    known: dict[str, Any] = {
+        "target_path": path,
+        "target": targets.fingerprint(recipe.target, source.text_config, vocab),
+    }
+    if facts:
+        known["draft_vocabulary"] = facts
+    return objective, partial(save_head, **known)
+
+
+def _complete_section(recipe: Recipe, source: Source) -> tuple[Any, VocabWeights]:
     """A new head's section with what its target decides, and the weights from which it starts."""
     section: Any = recipe.head
+    vocab = source.vocab
     if getattr(section, "norm_init", None) == "target":
         vocab = replace(vocab, final_norm=targets.final_norm(recipe.target))
     if getattr(section, "mask_token_id", 0) is None:
-        section = replace(
-            section, mask_token_id=tokens.mask_token(tokenizer, end_ids, vocab.embedding)
-        )
+        mask = tokens.mask_token(source.tokenizer, source.end_ids, vocab.embedding)
+        section = replace(section, mask_token_id=mask)
     if section.max_position_embeddings is None:
-        section = replace(
-            section, max_position_embeddings=max(targets.context_of(text) or 0, positions)
-        )
+        context = targets.context_of(source.text_config) or 0
+        needed = _longest_row(recipe, source.text_config) + _num_drafted(recipe)
+        section = replace(section, max_position_embeddings=max(context, needed))
     return section, vocab
 
 
-def _whole_target(recipe: Recipe, is_plan: bool) -> targets.Target | None:
-    if recipe.target.device_map is not None and world_size() > 1:
-        raise UserError(
-            f"target.device_map: {world_size()} processes cannot share a spread target; start one"
-        )
-    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-    return None if is_plan else targets.Target.load(recipe.target, device)
+def _longest_row(recipe: Recipe, text_config: Any) -> int:
+    context = targets.context_of(text_config) or recipe.data.max_length
+    return min(recipe.data.max_length, context)
 
 
 def _num_drafted(recipe: Recipe) -> int:
@@ -206,77 +288,12 @@ def _num_drafted(recipe: Recipe) -> int:
     return max(recipe.tree.levels, recipe.train.eval_depths, ahead)
 
 
-def _build_rows(
-    recipe: Recipe, tokenizer: Any, end_ids: set[int], text: Any, vocab: Any, taps: tuple[int, ...]
-) -> Rows:
-    if reads_cache(recipe):
-        asked = {
-            "data": as_dict(recipe.data),
-            "after_blocks": list(taps),
-            "storage": recipe.features.storage,
-        }
-        cache = FeatureCache.open(recipe.paths.features, asked)
-        if other := targets.other_weights(cache.fingerprint["target"], recipe.target, text, vocab):
-            raise UserError(
-                f"{recipe.paths.features}: {other}; rebuild with: {FEATURES_COMMAND} --overwrite"
-            )
-        train, at_once = cache.split("train"), recipe.features.shuffle_shards
-        pools = None if at_once is None else ShardPools(train.shards, at_once)
-        return Rows(
-            train,
-            cache.split("held_out"),
-            train.lengths,
-            train.tokens,
-            cache.fingerprint["rows"],
-            pools,
-        )
-    config = within_context(recipe.data, text)
-    data = tokens.tokenize(config, tokenizer, end_ids, Tally())
-    if text is not None:
-        check_rows([*data.train, *data.held_out], text, recipe.target.path)
-    if rank() == 0:
-        print(f"train: {tokens.statistics(data.train)}", flush=True)
-    pairs = lambda: ((row.input_ids, row.turn_ids) for row in data.train)  # noqa: E731
-    lengths = [len(row.input_ids) for row in data.train]
-    return Rows(data.train, data.held_out, lengths, pairs, rows_digest(data.train))
-
-
-def plan(recipe: Recipe, job: Job) -> str:
-    config, rows, world = job.objective.settings, job.rows, world_size()
-    order, steps = job.order(world)
-    load = Load.of_rows(rows.tokens(), getattr(config, "unroll_steps", 1))
-    runs, largest = (
-        None if reads_cache(recipe) else job.trunk,
-        config.batch_size * max(rows.lengths),
-    )
-    work = costs.operations(job.objective, load, runs)
-    if muon := costs.optimizer_operations(job.objective):  # every process turns the same matrices
-        work["Muon"] = muon * order.steps_per_epoch * world
-    parts = costs.memory(job.objective, largest, 2, job.trunk)
-    apart = parts.pop("target", 0) if recipe.target.device_map is not None else 0
-    total, peak = sum(work.values()), sum(parts.values())
-    unit, name = (2**30, "GiB") if peak > 2**30 else (2**20, "MiB")
-    spread = f", beside {apart / unit:,.1f} {name} of the target over all GPUs" if apart else ""
-    fits = " and ".join(gpu for gpu, size in costs.GPUS.items() if peak < 0.95 * size)
-    cap = (
-        ""
-        if config.max_seconds is None
-        else f", and at most {config.max_seconds:,g} s (train.max_seconds)"
-    )
-    if scaled := config.scale_rates:
-        cap += f"; rates x {(scaled.steps / steps) ** scaled.power:.3g} (train.scale_rates)"
-    return (
-        f"data: {len(rows.lengths):,} rows, {sum(rows.lengths):,} tokens an epoch; {len(rows.held_out):,} held out\n"
-        f"steps: {steps:,} of {config.batch_size} rows x {config.accumulation} x {world} processes: "
-        f"{steps / order.steps_per_epoch:.2f} epochs{cap}\n"
-        f"work: {total:.3g} operations an epoch ({_listed(work, total / 100, ' %')}): "
-        f"{total / costs.PEAK / costs.MFU / 3600:,.2f} hours of an H100 or H200 ({costs.MFU:.0%} of its "
-        f"{costs.PEAK / 1e12:,.0f} TFLOP/s, dense bf16)\n"
-        f"memory: about {peak / unit:,.1f} {name} a process in bf16, without ZeRO ({_listed(parts, unit, '')})"
-        f"{spread}, at {largest:,} tokens a batch; {f'fits {fits}' if fits else 'more than an H200 has'}\n"
-        f"output: {job.output}"
-    )
-
-
-def _listed(parts: dict[str, Any], unit: float, suffix: str) -> str:
-    return ", ".join(f"{name} {value / unit:,.3g}{suffix}" for name, value in parts.items())
+def _require_positions(objective: Objective, recipe: Recipe, text_config: Any) -> None:
+    """UserError if the head has fewer positions than the longest row and a draft behind it."""
+    length = _longest_row(recipe, text_config)
+    drafted = _num_drafted(recipe)
+    needed = length + drafted
+    positions = getattr(objective.config, "max_position_embeddings", None) or needed
+    if positions < needed:
+        what = f"{positions:,} is less than data.max_length {length:,} + {drafted} drafted levels"
+        raise UserError(f"head.max_position_embeddings: {what}; set it to {needed:,}")

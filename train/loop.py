@@ -1,4 +1,4 @@
-"""The training loop: one sitting of a run, from its last save to its end, its budget or a signal."""
+"""The training loop: a sitting of a run, from its last save to its end, its budget or a signal."""
 
 import copy
 import json
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -36,12 +36,15 @@ METER = "meter-{}.pt"  # each process's sums since the last log line
 
 def means(sums: SumsAndCounts, device: torch.device) -> dict[str, float]:
     """sum / count of every name over all processes, which must have the same names."""
-    pairs = [
-        torch.stack([part.double().to(device) for part in sums[name]]) for name in sorted(sums)
-    ]
+    names = sorted(sums)
+    pairs = [torch.stack([part.double().to(device) for part in sums[name]]) for name in names]
     totals = processes.all_reduce(torch.stack(pairs)).tolist()  # [names, 2]
-    found = dict(zip(sorted(sums), totals, strict=True))
-    return {name: found[name][0] / found[name][1] if found[name][1] else 0.0 for name in sums}
+    of_name = dict(zip(names, totals, strict=True))
+    averages = {}
+    for name in sums:
+        value, count = of_name[name]
+        averages[name] = value / count if count else 0.0
+    return averages
 
 
 def add_sums(totals: SumsAndCounts, sums: SumsAndCounts) -> None:
@@ -51,7 +54,7 @@ def add_sums(totals: SumsAndCounts, sums: SumsAndCounts) -> None:
         totals[name] = (before[0] + value.double(), before[1] + count.double())
 
 
-def shown(values: dict[str, float]) -> list[str]:
+def grouped_by_stem(values: dict[str, float]) -> list[str]:
     """['feature 1.234', 'accuracy @1 0.71 @2 0.62'] of feature, accuracy_at_1 and accuracy_at_2."""
     groups: dict[str, list[str]] = {}
     for name, value in values.items():
@@ -61,7 +64,8 @@ def shown(values: dict[str, float]) -> list[str]:
 
 
 class MetricsFile:
-    """metrics.jsonl, shared by all trainings of a run; one that goes on removes its lines after from_step."""
+    """metrics.jsonl, shared by all trainings of a run; one that goes on removes its lines after
+    from_step."""
 
     def __init__(self, path: Path, kind: str, from_step: int) -> None:
         self.path = path
@@ -92,194 +96,214 @@ class MetricsFile:
             yield
 
 
+class Agreement(NamedTuple):
+    """What all processes have agreed on before a step."""
+
+    counts: dict[str, float]  # of each term: the slots that its loss is divided by
+    tokens: int
+    ending: str  # "": none; "requeue", "interrupted": before the step; "budget": after it
+
+
 class Loop:
     def __init__(
         self, job: Job, accelerator: Accelerator, made_of: dict[str, Any], measure: Measure | None
     ) -> None:
         """made_of: all that decides the weights; measure: gives a head's tau."""
-        self.job, self.accelerator, self.measure = job, accelerator, measure
+        self.job = job
+        self.accelerator = accelerator
+        self.measure = measure
         self.config: TrainConfig = job.objective.settings
-        self.device, self.rank, self.world = (
-            accelerator.device,
-            accelerator.process_index,
-            accelerator.num_processes,
-        )
-        config, rows, objective = self.config, job.rows, job.objective
+        self.is_muon = isinstance(self.config.optimizer, MuonSection)
+        self.device = accelerator.device
+        self.rank = accelerator.process_index
+        self.world = accelerator.num_processes
         self.order, self.total = job.order(self.world)
-        # The twin is a copy, never sharded: we measure and save it.
-        dtype = torch.float32 if objective.target is None else objective.target.lm_head.dtype
-        twin: Objective = type(objective)(copy.deepcopy(objective.head), objective.target, config)
-        self.twin = twin.to(self.device, dtype).eval()
-        if getattr(config, "compile", False):
-            for layer in objective.head.blocks:
-                layer.compile_parts()
-        # From here on parameters may be sharded: the loop calls self.module, never the objective itself.
-        is_zero = accelerator.state.deepspeed_plugin is not None
-        optimizers = build_optimizers(objective, config, zero_muon if is_zero else None)
-        self.module, *self.optimizers = accelerator.prepare(objective, *optimizers)
-        if is_zero and isinstance(config.optimizer, MuonSection):
-            clip_before_muon(self.module.optimizer, config.clip_norm)
-        self.module.train()
-        self.sums, self.held_out = (
-            SumsAndCounts(),
-            dict[str, float](),
-        )  # sums and clock: since the last log line
+        self.twin = self._copied_objective()
+        self._prepare_module()
+        # Since the last log line:
+        self.sums = SumsAndCounts()
         self.clock: Any = Counter()
-        made_of = {**made_of, "rows": rows.digest}
-        self.progress = self._going_on(
-            resume.Progress(made_of, self.world, *processes.engine_and_machine(accelerator))
-        )
-        self.file = (
-            MetricsFile(job.metrics, job.kind, self.progress.step) if self.rank == 0 else None
-        )
-        # A run that goes on keeps its id; of steps after the save tensorboard drops the old, wandb the new values.
+        self.held_out: dict[str, float] = {}  # of the last evaluation
+        engine, machine = processes.engine_and_machine(accelerator)
+        made_of = {**made_of, "rows": job.rows.digest}
+        self.progress = self._resume(resume.Progress(made_of, self.world, engine, machine))
+        self.file = None
+        if self.rank == 0:
+            self.file = MetricsFile(job.metrics, job.kind, self.progress.step)
         if accelerator.log_with:
-            name, number = f"{job.metrics.parent.resolve().name}-{job.kind}", self.progress.run_id
-            options: dict[str, Any] = {"tensorboard": {"purge_step": self.progress.step + 1}}
-            options["wandb"] = {"id": f"{job.kind}-{number}", "name": name, "resume": "allow"}
-            options["trackio"] = {
-                "name": f"{name}-{number}",
-                "resume": "allow",
-            }  # its id is the name
-            from pandas import json_normalize
-
-            flat = json_normalize(self.progress.made_of).to_dict("records")[0]
-            flat = {
-                key: value if isinstance(value, int | float | str) else str(value)
-                for key, value in flat.items()
-            }
-            accelerator.init_trackers("aerie", None if self.progress.step else flat, options)
-        self.say: Callable[[str], None] = lambda text: (
-            None
-        )  # prints a line above the bar, on the first process
+            self._init_trackers()
+        # Prints a line above the bar, on the first process.
+        self.say: Callable[[str], None] = lambda text: None
         self._grad_norm: Any = 0.0
-        self._is_timed, self._said_at = False, -math.inf
+        self._is_timed = False
+        self._said_at = -math.inf
         self._since = time.monotonic() - self.progress.seconds
         self._saved_at = self.progress.step  # or started there, with nothing to save
 
-    def _going_on(self, fresh: resume.Progress) -> resume.Progress:
+    def _copied_objective(self) -> Objective:
+        """The twin: it is never sharded, so it is what we measure and save."""
+        objective = self.job.objective
+        dtype = torch.float32 if objective.target is None else objective.target.lm_head.dtype
+        head = copy.deepcopy(objective.head)
+        twin: Objective = type(objective)(head, objective.target, self.config)
+        return twin.to(self.device, dtype).eval()
+
+    def _prepare_module(self) -> None:
+        objective = self.job.objective
+        if getattr(self.config, "compile", False):
+            for layer in objective.head.blocks:
+                layer.compile_parts()
+        is_zero = self.accelerator.state.deepspeed_plugin is not None
+        optimizers = build_optimizers(objective, self.config, zero_muon if is_zero else None)
+        # From here on parameters may be sharded: the loop calls self.module, never the objective.
+        self.module, *self.optimizers = self.accelerator.prepare(objective, *optimizers)
+        if is_zero and self.is_muon:
+            clip_before_muon(self.module.optimizer, self.config.clip_norm)
+        self.module.train()
+
+    def _resume(self, fresh: resume.Progress) -> resume.Progress:
         """Loads the save to go on from, and makes its best weights the output again."""
+        # Only the first process looks for a save; the others get what it found, or its error.
         answer: list[Any] = [None]
-        try:
-            answer = (
-                [resume.find(self.job.state, fresh, self.job.overwrite)]
-                if self.rank == 0
-                else answer
-            )
-        except UserError as error:
-            answer = [error]
+        if self.rank == 0:
+            try:
+                answer = [resume.find(self.job.state, fresh, self.job.overwrite)]
+            except UserError as error:
+                answer = [error]
         broadcast_object_list(answer)
         if isinstance(answer[0], UserError):
             raise answer[0]
-        progress, folder, warnings = answer[0]
+        saved: resume.Found = answer[0]
+        folder = saved.folder
         if folder is not None:
             processes.load_state(self.accelerator, folder)
             self.sums = torch.load(folder / METER.format(self.rank), self.device, weights_only=True)
         if self.rank == 0:
-            for text in warnings:
+            for text in saved.warnings:
                 warn(text)
             if folder is None:
                 resume.clear(self.job.state)
             else:
-                # Later weights are measured again, so the output goes back too.
-                if progress.best_step:
+                # Later weights are measured again, so the output goes back, too.
+                if saved.progress.best_step:
                     resume.publish(folder / "best", self.job.output)
-                print(
-                    f"going on from step {progress.step:,} of {self.total:,} ({folder})", flush=True
-                )
+                at = f"{saved.progress.step:,} of {self.total:,}"
+                print(f"going on from step {at} ({folder})", flush=True)
         self.accelerator.wait_for_everyone()
-        return cast(resume.Progress, progress)
+        return saved.progress
+
+    def _init_trackers(self) -> None:
+        from pandas import json_normalize
+
+        # A run that goes on keeps its id; of steps after the save tensorboard drops the old values,
+        # wandb the new ones.
+        step = self.progress.step
+        run_id = self.progress.run_id
+        name = f"{self.job.metrics.parent.resolve().name}-{self.job.kind}"
+        options: dict[str, Any] = {
+            "tensorboard": {"purge_step": step + 1},
+            "wandb": {"id": f"{self.job.kind}-{run_id}", "name": name, "resume": "allow"},
+            "trackio": {"name": f"{name}-{run_id}", "resume": "allow"},  # its id is the name
+        }
+        flat = json_normalize(self.progress.made_of).to_dict("records")[0]
+        for key, value in flat.items():
+            if not isinstance(value, int | float | str):
+                flat[key] = str(value)
+        self.accelerator.init_trackers("aerie", None if step else flat, options)
 
     def run(self, stop: resume.StopRequest) -> str:
         """Trains; returns how it ended: finished, budget, interrupted or requeue."""
-        config, accelerator, start, ending = (
-            self.config,
-            self.accelerator,
-            self.progress.step,
-            "finished",
-        )
+        job = self.job
+        start = self.progress.step
         steps = range(start, self.total)
+        ending = "finished"
         stop.is_stepping = True
-        with start_progress(
-            self.total, "step", f"train {self.job.kind}", done=start
-        ) as progress_bar:
+        with start_progress(self.total, "step", f"train {job.kind}", done=start) as progress_bar:
             if self.rank == 0:
                 self.say = progress_bar.write
-            before = time.monotonic()
-            for step, (parts, error) in zip(steps, prefetched(self._read, steps), strict=True):
-                waited = time.monotonic() - before
-                counts, tokens, asked = self._agree(parts, stop, error)
-                if asked in resume.CODES:
-                    ending = asked
+            began = time.monotonic()
+            for step, (batches, error) in zip(steps, prefetched(self._read, steps), strict=True):
+                waited = time.monotonic() - began
+                # -------------------------------------------------------------------
+                # Before the step: all processes agree on its divisors and whether to go on.
+                counts, tokens, wish = self._agree(batches, stop, error)
+                if wish in resume.CODES:
+                    ending = wish
                     break
+                # -------------------------------------------------------------------
+                # A single training step: `accumulation` batches, then the optimisers.
                 self._set_rates(step)
-                # Accelerate and DeepSpeed divide by the accumulation and average over processes: undone here.
-                scales = {
-                    name: self.world * config.accumulation / max(count, 1.0)
-                    for name, count in counts.items()
-                }
-                for batch in parts:
-                    with accelerator.accumulate(self.module):
+                scales = self._loss_scales(counts)
+                for batch in batches:
+                    with self.accelerator.accumulate(self.module):
                         output = self.module(self._load(batch))
-                        accelerator.backward(output.total(self.job.objective.weights, scales))
+                        loss = output.total(job.objective.weights, scales)
+                        self.accelerator.backward(loss)
                         add_sums(self.sums, output.sums())
-                        # Under DeepSpeed this only reads the norm: the engine itself clips.
-                        if accelerator.sync_gradients:
-                            self._grad_norm = accelerator.clip_grad_norm_(
-                                self.module.parameters(), config.clip_norm
-                            )
+                        self._clip()
+                        # accelerate's optimisers do both only with the last of the batches.
                         for optimizer in self.optimizers:
                             optimizer.step()
                             optimizer.zero_grad()
-                done, seconds = self.progress.tokens + int(tokens), time.monotonic() - self._since
-                self.progress = replace(self.progress, step=step + 1, tokens=done, seconds=seconds)
-                self.clock.update(
-                    steps=1, tokens=tokens, waited=waited, seconds=time.monotonic() - before
+                # -------------------------------------------------------------------
+                # After the step: count, then log, evaluate and save where it is time.
+                now = time.monotonic()
+                self.progress = replace(
+                    self.progress,
+                    step=step + 1,
+                    tokens=self.progress.tokens + tokens,
+                    seconds=now - self._since,
                 )
+                self.clock.update(steps=1, tokens=tokens, waited=waited, seconds=now - began)
                 progress_bar.update(1)
-                if asked or step + 1 == self.total:
-                    ending = asked if step + 1 < self.total else ending
+                is_last = step + 1 == self.total
+                if is_last:
                     break
-                if (step + 1) % config.log_every == 0:
+                if wish:
+                    ending = wish
+                    break
+                if (step + 1) % self.config.log_every == 0:
                     self._log(goes_on=True)
-                if config.eval_every and (step + 1) % config.eval_every == 0:
+                if self.config.eval_every and (step + 1) % self.config.eval_every == 0:
                     self._evaluate()
-                if (step + 1) % config.save_every == 0:
+                if (step + 1) % self.config.save_every == 0:
                     self._save_state()
-                before = time.monotonic()
-            step = self.progress.step
-            if ending in resume.CODES:
-                # No log line: its sums are saved, and it comes at the same step as in an unbroken run.
-                if step != self._saved_at:
-                    self._save_state()
-                self.say(
-                    f"stopped by a signal after step {step:,}; run the same command again to continue"
-                )
-            else:
-                self._log()
-                self._evaluate()
-                if ending == "budget":
-                    self._save_state()
-                accelerator.wait_for_everyone()
+                began = time.monotonic()
+            self._end(ending)
         stop.is_stepping = False
         return ending
 
+    def _end(self, ending: str) -> None:
+        """Leaves what the next sitting, or the user, needs."""
+        step = self.progress.step
+        if ending in resume.CODES:
+            # No log line: its sums are saved, and it comes at the same step as in an unbroken run.
+            if step != self._saved_at:
+                self._save_state()
+            what = f"stopped by a signal after step {step:,}"
+            self.say(f"{what}; run the same command again to continue")
+            return
+        self._log()
+        self._evaluate()
+        if ending == "budget":
+            self._save_state()
+        self.accelerator.wait_for_everyone()
+
     def _read(self, step: int) -> tuple[list[Batch], UserError | None]:
-        # Returns an error: first every process has to know of it.
-        # Only EAGLE-3's unroll keeps packed conversations apart.
-        packed = bool(getattr(self.config, "packing", False))
+        """This process's batches of a step; runs in the prefetching threads."""
+        # An error is returned, not raised: first every process has to know of it.
+        is_packed = bool(
+            getattr(self.config, "packing", False)
+        )  # EAGLE-3 alone can tell rows apart
+        batches = []
         try:
-            numbers = self.order.parts(step, self.rank)
-            parts = [
-                collate([self.job.rows.train[row] for row in rows], rows, packed)
-                for rows in numbers
-            ]
-            parts = [
-                self.job.objective.prepare(batch, self.order.epoch_of(step)) for batch in parts
-            ]
-            return [
-                batch.pinned() for batch in parts
-            ] if self.device.type == "cuda" else parts, None
+            for numbers in self.order.parts(step, self.rank):
+                rows = [self.job.rows.train[number] for number in numbers]
+                batch = collate(rows, numbers, is_packed)
+                batches.append(self.job.objective.prepare(batch, self.order.epoch_of(step)))
+            if self.device.type == "cuda":
+                batches = [batch.pinned() for batch in batches]
+            return batches, None
         except UserError as error:
             return [collate([], ())], error
 
@@ -288,109 +312,129 @@ class Loop:
         return batch if self.job.features is None else self.job.features(batch)
 
     def _agree(
-        self, parts: list[Batch], stop: resume.StopRequest, error: UserError | None
-    ) -> tuple[dict[str, float], float, str]:
-        """(counts, tokens, ending) of the step over all processes; any may ask for an ending (a budget: after it)."""
-        # Before the first backward pass: DeepSpeed steps inside the last one, when it is too late to rescale.
-        counts = [self.job.objective.counts(batch) for batch in parts]
+        self, batches: list[Batch], stop: resume.StopRequest, error: UserError | None
+    ) -> Agreement:
+        """Sums each process's counts and wishes. Any process may ask for an ending.
+
+        It comes before the step's first backward pass. DeepSpeed steps inside the last one, when it
+        is too late to scale anything; and the token ids alone decide the counts.
+        """
+        counts = [self.job.objective.counts(batch) for batch in batches]
+        names = list(counts[0])
         budget = self.config.max_seconds
-        own = [
+        mine = [
             error is not None,
-            sum(batch.num_tokens for batch in parts),
+            sum(batch.num_tokens for batch in batches),
             stop.state == "requeue",
             stop.state == "interrupted",
             budget is not None and time.monotonic() - self._since > budget,
-            *(sum(int(count[name]) for count in counts) for name in counts[0]),
         ]
+        mine += [sum(int(count[name]) for count in counts) for name in names]
         device = self.device if self.world > 1 else "cpu"
-        num_errors, tokens, *rest = processes.all_reduce(
-            torch.tensor(own, dtype=torch.float64, device=device)
-        ).tolist()
+        totals = processes.all_reduce(torch.tensor(mine, dtype=torch.float64, device=device))
+        num_errors, tokens, requeue, interrupted, over_budget, *sums = totals.tolist()
         processes.raise_together(error, num_errors, self.device)
-        endings = [
-            name
-            for name, value in zip(("requeue", "interrupted", "budget"), rest[:3], strict=True)
-            if value
-        ]
-        return dict(zip(counts[0], rest[3:], strict=True)), tokens, endings[0] if endings else ""
+        ending = ""
+        if requeue:
+            ending = "requeue"
+        elif interrupted:
+            ending = "interrupted"
+        elif over_budget:
+            ending = "budget"
+        return Agreement(dict(zip(names, sums, strict=True)), int(tokens), ending)
+
+    def _loss_scales(self, counts: dict[str, float]) -> dict[str, float]:
+        """What turns a batch's sum of each term into its part of the mean over the step's slots."""
+        # Accelerate and DeepSpeed divide by the accumulation and average over the processes. The
+        # factor undoes both.
+        factor = self.world * self.config.accumulation
+        return {name: factor / max(count, 1.0) for name, count in counts.items()}
 
     def _set_rates(self, step: int) -> None:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(
-                    step, self.total, self.config, group.get("use_muon", False)
-                )
+                is_muon = group.get("use_muon", False)
+                group["lr"] = learning_rate(step, self.total, self.config, is_muon)
+
+    def _clip(self) -> None:
+        # Under DeepSpeed this only reads the norm: the engine itself clips.
+        if self.accelerator.sync_gradients:
+            parameters = self.module.parameters()
+            self._grad_norm = self.accelerator.clip_grad_norm_(parameters, self.config.clip_norm)
 
     def _log(self, goes_on: bool = False) -> None:
+        """Writes the means since the last line."""
         if not self.clock["steps"]:
             return
-        found, step, clock = means(self.sums, self.device), self.progress.step, self.clock
-        self.sums, self.clock = {}, Counter()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-            1 if sys.platform == "darwin" else 1024
-        )
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device)
+        clock = self.clock
+        step = self.progress.step
+        averages = means(self.sums, self.device)
+        self.sums = {}
+        self.clock = Counter()
+        weights = self.job.objective.weights
         seconds = max(clock["seconds"], 1e-9)
-        is_muon = isinstance(self.config.optimizer, MuonSection)
         record = {
             "epoch": self.order.epoch_of(step - 1),
-            "loss": sum(
-                weight * found[name] for name, weight in self.job.objective.weights.items()
-            ),
-            **found,
+            "loss": sum(weight * averages[name] for name, weight in weights.items()),
+            **averages,
             # Before clipping; None under DeepSpeed without ZeRO.
             "grad_norm": None if self._grad_norm is None else float(self._grad_norm),
             "learning_rate": learning_rate(step - 1, self.total, self.config),
-            **(
-                {"matrix_rate": learning_rate(step - 1, self.total, self.config, is_muon=True)}
-                if is_muon
-                else {}
-            ),
+        }
+        if self.is_muon:
+            record["matrix_rate"] = learning_rate(step - 1, self.total, self.config, is_muon=True)
+        record |= {
             "data_wait_share": clock["waited"] / seconds,
             "tokens_per_s": clock["tokens"] / seconds,
             "step_ms": 1000.0 * seconds / clock["steps"],
-            "peak_memory_gib": peak / 2**30,
+            "peak_memory_gib": peak_bytes(self.device) / 2**30,
         }
         self._record(record, "train")
         if goes_on and not self._is_timed:  # once a sitting
-            self._is_timed, rest, budget = True, self.total - step, self.config.max_seconds
-            left, needed = (
-                (budget or math.inf) - self.progress.seconds,
-                rest * seconds / clock["steps"],
-            )
-            ends = f"; train.max_seconds {budget} will end them near step {step + rest * left / needed:,.0f}"
-            took = f"{needed:,.0f} s" if needed < 120 else f"{needed / 60:,.0f} min"
-            self.say(f"about {took} for the other {rest:,} steps{ends if left < needed else ''}")
+            self._is_timed = True
+            self._say_duration(seconds / clock["steps"])
+
+    def _say_duration(self, step_seconds: float) -> None:
+        step = self.progress.step
+        rest = self.total - step
+        needed = rest * step_seconds
+        duration = f"{needed:,.0f} s" if needed < 120 else f"{needed / 60:,.0f} min"
+        text = f"about {duration} for the other {rest:,} steps"
+        budget = self.config.max_seconds
+        left = (budget or math.inf) - self.progress.seconds
+        if left < needed:
+            last = step + rest * left / needed
+            text += f"; train.max_seconds {budget} will end them near step {last:,.0f}"
+        self.say(text)
 
     def _record(self, values: dict[str, Any], section: str) -> None:
         """Writes a line of metrics; UserError if one is not finite."""
-        step, best = self.progress.step, self.progress.best_step
+        step = self.progress.step
         numbers = {name: value for name, value in values.items() if isinstance(value, float)}
         if section != "train" or time.monotonic() - self._said_at >= SAY_SECONDS:
-            self.say(" | ".join([f"step {step:,}/{self.total:,}", *shown(numbers)]))
+            self.say(" | ".join([f"step {step:,}/{self.total:,}", *grouped_by_stem(numbers)]))
             self._said_at = time.monotonic()
         if self.file is not None:
-            self.file.write(
-                {"kind": self.job.kind, "step": step, "total_steps": self.total, **values}
-            )
+            line = {"kind": self.job.kind, "step": step, "total_steps": self.total, **values}
+            self.file.write(line)
+            curves = {f"{section}/{name}": value for name, value in numbers.items()}
             for tracker in self.accelerator.trackers:
+                # trackio cannot drop what it has of steps after the save.
                 if tracker.name != "trackio" or step > self.file.reached:
                     with explained(Path(self.accelerator.project_dir)):
-                        tracker.log(
-                            {f"{section}/{name}": value for name, value in numbers.items()},
-                            step=step,
-                        )
+                        tracker.log(curves, step=step)
         for name, value in numbers.items():
             if not math.isfinite(value) and name != "grad_norm":
-                kept = f"step {best:,} is kept" if best else "nothing was kept"
-                place = f"train: {name} is {value} at step {step:,}: the training diverged ({kept})"
-                of_muon = (
-                    ", train.optimizer.matrix_rate"
-                    if isinstance(self.config.optimizer, MuonSection)
-                    else ""
-                )
-                raise UserError(f"{place}; lower train.learning_rate{of_muon} or train.clip_norm")
+                raise self._divergence(name, value)
+
+    def _divergence(self, name: str, value: float) -> UserError:
+        best = self.progress.best_step
+        kept = f"step {best:,} is kept" if best else "nothing was kept"
+        what = f"{name} is {value} at step {self.progress.step:,}: the training diverged ({kept})"
+        rates = "train.learning_rate"
+        if self.is_muon:
+            rates += ", train.optimizer.matrix_rate"
+        return UserError(f"train: {what}; lower {rates} or train.clip_norm")
 
     def _evaluate(self) -> None:
         """Measures the weights; the best so far become the output."""
@@ -399,45 +443,51 @@ class Loop:
             for name, parameter in self.twin.named_parameters():
                 parameter.copy_(weights[name])
         rows = self.job.rows.held_out[: self.config.eval_conversations]
-        step, best, score = self.progress.step, self.progress.best_score, None
+        score = None
         if rows:
-            self.held_out = self._measured(rows)
-            score = self.held_out.get(
-                "tau", self.held_out.get("predicted_tau", -self.held_out["loss"])
-            )
-            self._record(
-                {f"held_out_{name}": value for name, value in self.held_out.items()}, "held_out"
-            )
-        if (
-            score is None or best is None or score > best
-        ):  # without a score the latest weights are the best
-            self.progress = replace(self.progress, best_score=score, best_step=step)
+            self.held_out = self._measure_held_out(rows)
+            score = _score(self.held_out)
+            line = {f"held_out_{name}": value for name, value in self.held_out.items()}
+            self._record(line, "held_out")
+        best = self.progress.best_score
+        # Without a score the latest weights are the best.
+        if score is None or best is None or score > best:
+            self.progress = replace(self.progress, best_score=score, best_step=self.progress.step)
             if self.rank == 0:
-                fresh = self.job.state / ".best.tmp"
-                remove_tree(fresh)
-                with explained(self.job.output):
-                    fresh.mkdir(parents=True)
-                    self.job.save(self.twin.head, fresh, step=step, **self.held_out)
-                resume.publish(fresh, self.job.output)
-                remove_tree(fresh)
+                self._publish_twin()
         self.accelerator.wait_for_everyone()
 
-    def _measured(self, rows: Sequence[BatchRow]) -> dict[str, float]:
-        sums, error, size = SumsAndCounts(), None, self.config.batch_size
-        own = (
-            range(self.rank, len(rows), self.world) if len(rows) >= self.world else range(len(rows))
-        )
+    def _publish_twin(self) -> None:
+        fresh = self.job.state / ".best.tmp"
+        remove_tree(fresh)
+        with explained(self.job.output):
+            fresh.mkdir(parents=True)
+            self.job.save(self.twin.head, fresh, step=self.progress.step, **self.held_out)
+        resume.publish(fresh, self.job.output)
+        remove_tree(fresh)
+
+    def _measure_held_out(self, rows: Sequence[BatchRow]) -> dict[str, float]:
+        # Every process needs a row, to have the same names of sums; few rows are measured by all.
+        numbers = range(len(rows))
+        if len(rows) >= self.world:
+            numbers = range(self.rank, len(rows), self.world)
+        size = self.config.batch_size
+        sums = SumsAndCounts()
+        error = None
         try:
-            for numbers in (own[first : first + size] for first in range(0, len(own), size)):
-                batch = self._load(collate([rows[number] for number in numbers], numbers))
+            for first in range(0, len(numbers), size):
+                part = numbers[first : first + size]
+                batch = self._load(collate([rows[number] for number in part], part))
                 with torch.no_grad():
                     add_sums(sums, self.twin.measure(batch))
         except UserError as raised:
             error = raised
-        failed = processes.all_reduce(torch.tensor(float(error is not None), device=self.device))
-        processes.raise_together(error, float(failed), self.device)
+        failed = torch.tensor(float(error is not None), device=self.device)
+        processes.raise_together(error, float(processes.all_reduce(failed)), self.device)
         measured = self.twin.summarise(means(sums, self.device))
-        return measured if self.measure is None else measured | self.measure(self.twin.head)
+        if self.measure is not None:
+            measured |= self.measure(self.twin.head)
+        return measured
 
     def _save_state(self) -> None:
         def fill(folder: Path) -> None:
@@ -448,11 +498,22 @@ class Loop:
                 resume.publish(self.job.output, folder / "best")
 
         self.progress = replace(self.progress, seconds=time.monotonic() - self._since)
-        resume.save(
-            self.job.state,
-            self.progress,
-            fill,
-            self.accelerator.wait_for_everyone,
-            self.config.keep_last,
-        )
+        wait = self.accelerator.wait_for_everyone
+        resume.save(self.job.state, self.progress, fill, wait, self.config.keep_last)
         self._saved_at = self.progress.step
+
+
+def _score(held_out: dict[str, float]) -> float:
+    """By which the best weights are chosen: measured tau, else predicted tau, else the loss."""
+    for name in ("tau", "predicted_tau"):
+        if name in held_out:
+            return held_out[name]
+    return -held_out["loss"]
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory that this process has used, of a GPU if it trains on one."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

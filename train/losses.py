@@ -37,7 +37,7 @@ class TargetLaw:
 
     @classmethod
     def of_logits(cls, logits: Tensor, log_normaliser: Tensor | None = None) -> "TargetLaw":
-        """From logits [S, Vd] and the log-sum-exp [S] of all the vocabulary (None: of the logits)."""
+        """From logits [S, Vd] and the whole vocabulary's log-sum-exp [S] (None: the logits' own)."""
         log_p = logits.float().log_softmax(-1)
         if log_normaliser is None:
             log_mass = log_p.new_zeros(log_p.shape[:1])

@@ -1,6 +1,7 @@
-"""Trains what the recipe's section `head` names, and writes it to RUN/heads/KIND (or the recipe's `output`).
+"""Trains what the recipe's section `head` names, and writes it to RUN/heads/KIND (or to `output`).
 
-accelerate launch --config_file configs/accelerate/zero2.yaml train/main.py --config RECIPE [--section.key VALUE ...]
+accelerate launch --config_file configs/accelerate/zero2.yaml train/main.py --config RECIPE \
+    [--section.key VALUE ...]
 """
 
 import sys
@@ -14,7 +15,6 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 import copy
 import os
 from contextlib import nullcontext
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from aerie.configs.errors import Arguments, UserError, exit_codes, rank
@@ -26,7 +26,7 @@ from aerie.train import resume
 # Nothing above imports torch, so that --is-whole answers at once; functions import the rest.
 if TYPE_CHECKING:
     from aerie.train.jobs import Job
-    from aerie.train.loop import Measure
+    from aerie.train.loop import Loop, Measure
 
 
 @exit_codes()
@@ -60,21 +60,24 @@ def main() -> int:
     if not arguments.overwrite:
         resume.require_own_output(stage, state)
     if arguments.plan:
-        from aerie.train import jobs, processes
-
-        processes.be_quiet()
-        plan = jobs.plan(
-            recipe, jobs.build(recipe, stage.output, arguments.overwrite, is_plan=True)
-        )
-        if "LOCAL_RANK" in os.environ:  # a launcher's processes have to connect once
-            processes.build_accelerator(recipe.train, recipe.paths.root).end_training()
-        if rank() == 0:
-            print(plan, flush=True)
+        _print_plan(recipe, stage, arguments.overwrite)
         return 0
     with resume.StopRequest() as stop, status_file(paths.status, "train") as ended:
         ended["state"], code = _train(recipe, stage, arguments.overwrite, stop)
         ended["code"] = code
     return code
+
+
+def _print_plan(recipe: Recipe, stage: Stage, overwrite: bool) -> None:
+    from aerie.train import costs, jobs, processes
+
+    processes.be_quiet()
+    job = jobs.build_job(recipe, stage.output, overwrite, is_plan=True)
+    text = costs.plan_text(recipe, job)
+    if "LOCAL_RANK" in os.environ:  # a launcher's processes have to connect once
+        processes.build_accelerator(recipe.train, recipe.paths.root).end_training()
+    if rank() == 0:
+        print(text, flush=True)
 
 
 def _train(
@@ -92,11 +95,10 @@ def _train(
     if getattr(recipe.train, "compile", False):
         processes.check_compiler()
     # Before the Accelerator: under ZeRO-3, whatever is loaded later is sharded.
-    job = jobs.build(recipe, stage.output, overwrite)
-    measure = measured_tau(recipe, job) if getattr(recipe.train, "measure_prompts", 0) else None
-    accelerator = processes.build_accelerator(
-        recipe.train, recipe.paths.root / "trackers" / job.kind
-    )
+    job = jobs.build_job(recipe, stage.output, overwrite)
+    measure = tau_measure(recipe, job) if getattr(recipe.train, "measure_prompts", 0) else None
+    trackers = recipe.paths.root / "trackers" / job.kind
+    accelerator = processes.build_accelerator(recipe.train, trackers)
     is_first = accelerator.is_main_process
     with working_alone(job.state, "training") if is_first else nullcontext():
         if job.objective.target is not None:
@@ -106,27 +108,7 @@ def _train(
             resume.begin_output(stage.output, job.state)
         ending = loop.run(stop)
         if is_first and ending not in resume.CODES:
-            progress = loop.progress
-            write_text(stage.output / "recipe.yaml", dump(recipe))
-            facts = {
-                "steps": progress.step,
-                "total_steps": loop.total,
-                "best_step": progress.best_step,
-            }
-            facts |= {"tokens": progress.tokens, "processes": loop.world}
-            stage.finish(
-                **facts,
-                train_seconds=round(progress.seconds, 1),
-                ended=ending,
-                held_out=loop.held_out,
-            )
-            # Only now: a kill before this goes on from the last save.
-            resume.forget_saves(stage.output, job.state)
-            done = f"{progress.step:,} steps in {progress.seconds:,.0f} s, best at step {progress.best_step:,}"
-            if ending == "budget":
-                limit = f"train.max_seconds {recipe.train.max_seconds:g}"
-                done += f"; stopped by the time budget ({limit}) at step {progress.step:,} of {loop.total:,}"
-            print(f"train {recipe.head.kind}: {done}: {stage.output}", flush=True)
+            _finish(recipe, stage, loop, ending)
         # Free the module first: the end of the process group could wait for it.
         del loop
         accelerator.free_memory()
@@ -134,7 +116,32 @@ def _train(
     return ending if ending in resume.CODES else "done", resume.CODES.get(ending, 0)
 
 
-def measured_tau(recipe: Recipe, job: "Job") -> "Measure":
+def _finish(recipe: Recipe, stage: Stage, loop: "Loop", ending: str) -> None:
+    """Records the finished output, and removes the saves that led to it."""
+    progress = loop.progress
+    write_text(stage.output / "recipe.yaml", dump(recipe))
+    stage.finish(
+        steps=progress.step,
+        total_steps=loop.total,
+        best_step=progress.best_step,
+        tokens=progress.tokens,
+        processes=loop.world,
+        train_seconds=round(progress.seconds, 1),
+        ended=ending,
+        held_out=loop.held_out,
+    )
+    # Only now: a kill before this goes on from the last save.
+    resume.forget_saves(stage.output, loop.job.state)
+    done = f"{progress.step:,} steps in {progress.seconds:,.0f} s"
+    done += f", best at step {progress.best_step:,}"
+    if ending == "budget":
+        limit = f"train.max_seconds {recipe.train.max_seconds:g}"
+        done += f"; stopped by the time budget ({limit}) at step {progress.step:,}"
+        done += f" of {loop.total:,}"
+    print(f"train {recipe.head.kind}: {done}: {stage.output}", flush=True)
+
+
+def tau_measure(recipe: Recipe, job: "Job") -> "Measure":
     """A function that decodes held-out prompts greedily, a share per process, for tau."""
     import torch
 
@@ -142,49 +149,56 @@ def measured_tau(recipe: Recipe, job: "Job") -> "Measure":
     from aerie.infer.decode.engine import SpeculativeDecoder
     from aerie.infer.decode.methods import drafting
     from aerie.model.heads import HEADS
-    from aerie.model.target import context_of
     from aerie.train.processes import all_reduce, world_size
 
-    settings: Any = recipe.train
-    target, tree = job.target, recipe.tree
+    target = job.target
+    tree = recipe.tree
     assert target is not None and tree is not None
     checked_lm(target, form="chain" if tree.shape == "chain" else "tree")
-    positions = job.objective.config.max_position_embeddings
-    room = min(context_of(target.config) or positions, positions)
-    room -= settings.measure_new_tokens
-    starts = (
-        (row, next(place for place, turn in enumerate(list(row.turn_ids)) if turn))
-        for row in job.rows.held_out
-    )
-    openings = (
-        [int(token) for token in row.input_ids[:first]]
-        for row, first in starts
-        if 0 < first <= room
-    )
-    prompts = list(islice(openings, settings.measure_prompts))
-    if not prompts:
-        shortage = f"no held-out conversation opens with at most {room:,} tokens"
-        raise UserError(
-            f"train.measure_prompts: {shortage}; raise data.held_out or lower train.measure_new_tokens"
-        )
+    prompts = _held_out_prompts(recipe, job)[rank() :: world_size()]
+    settings: Any = recipe.train
 
     def measure(head: Any) -> dict[str, float]:
         # On the target's device: of several, that of its LM head.
-        beside = copy.deepcopy(head).to(target.device)
-        decoder = SpeculativeDecoder(
-            target, drafting(HEADS[recipe.head.kind].drafter(beside, target), tree)
-        )
+        copied = copy.deepcopy(head).to(target.device)
+        drafter = HEADS[recipe.head.kind].drafter(copied, target)
+        decoder = SpeculativeDecoder(target, drafting(drafter, tree))
         totals = torch.zeros(2, dtype=torch.float64)  # new tokens after the first, cycles
-        for ids in prompts[rank() :: world_size()]:
+        for ids in prompts:
             prompt = torch.tensor([ids], device=target.device)
-            cycles = decoder.generate(
+            answer = decoder.generate(
                 prompt, max_new_tokens=settings.measure_new_tokens, do_sample=False
-            ).statistics
-            totals += torch.tensor([sum(cycles.cycle_tokens), len(cycles.cycle_tokens)])
+            )
+            cycle_tokens = answer.statistics.cycle_tokens
+            totals += torch.tensor([sum(cycle_tokens), len(cycle_tokens)])
         tokens, count = all_reduce(totals.to(next(head.parameters()).device)).tolist()
         return {"tau": tokens / count if count else 1.0}
 
     return measure
+
+
+def _held_out_prompts(recipe: Recipe, job: "Job") -> list[list[int]]:
+    """The tokens before the first answer of held-out conversations, where head and target have room
+    for them and what is generated."""
+    from aerie.model.target import context_of
+
+    assert job.target is not None
+    settings: Any = recipe.train
+    positions = job.objective.config.max_position_embeddings
+    context = context_of(job.target.config) or positions
+    room = min(context, positions) - settings.measure_new_tokens
+    prompts: list[list[int]] = []
+    for row in job.rows.held_out:
+        if len(prompts) == settings.measure_prompts:
+            break
+        first = next(number for number, turn in enumerate(list(row.turn_ids)) if turn)
+        if 0 < first <= room:
+            prompts.append([int(token) for token in row.input_ids[:first]])
+    if not prompts:
+        what = f"no held-out conversation opens with at most {room:,} tokens"
+        fix = "raise data.held_out or lower train.measure_new_tokens"
+        raise UserError(f"train.measure_prompts: {what}; {fix}")
+    return prompts
 
 
 if __name__ == "__main__":

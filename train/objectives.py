@@ -446,7 +446,7 @@ class Eagle3Objective(Objective):
         return StepOutput(terms, metrics)
 
     def _states_at_once(self, total: int) -> int:
-        """Target states of a piece: its slots of all steps fill a chunk. Pieces are equally large."""
+        """Target states of a piece, whose slots of all steps fill a chunk. Pieces are equally big."""
         most = max(1, self.chunk // self.settings.unroll_steps)
         num_pieces = max(1, -(-total // most))
         return max(1, -(-total // num_pieces))
@@ -466,7 +466,7 @@ class Eagle3Objective(Objective):
         return self._step_sums(loss, log_q, choice, piece.outputs, piece.laws)
 
     def _sums(self, piece: Piece) -> Eagle3Sums:
-        """With any other loss. The backward pass recomputes the target's law, too, to save memory."""
+        """With any other loss. To save memory the backward pass recomputes the target's law, too."""
         law, choices = losses.drafted_law(piece.states, self.target, self.ids)
         slots = torch.cat(piece.which).to(choices.device, non_blocking=True)  # [S]
         out = self.head.normed(torch.cat(piece.columns[0]))  # [S, D]

@@ -1,4 +1,5 @@
-"""What a training depends on, its saves (`state/KIND/step-N`, manifest last), its output and signals; without torch."""
+"""What a training depends on, its saves (`state/KIND/step-N`, the manifest last), its output, and
+signals. Without torch, so that `--is-whole` answers at once."""
 
 import os
 import secrets
@@ -10,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from aerie.configs.errors import Requeued, UserError, rank
 from aerie.configs.read import as_dict
@@ -21,9 +22,7 @@ from aerie.model.hub import head_directory
 from aerie.model.storage import FILE, Manifest, Stage, Whole, digest, sound_record
 
 RECORD = "progress.json"  # a save's manifest
-BEGUN = (
-    ".training"  # marks an output while its training is under way; its text: where the saves are
-)
+BEGUN = ".training"  # marks an output while its training is under way; says where the saves are
 LOGGING_ONLY = {"log_every", "save_every", "keep_last", "trackers"}  # of the section train
 # May change between sittings: they change weights only by rounding, or only the run's end.
 FREE = LOGGING_ONLY | {"max_seconds", "loss_chunk_slots", "gradient_checkpointing", "compile"}
@@ -44,32 +43,25 @@ def reads_cache(recipe: Recipe) -> bool:
 
 
 def stage_inputs(recipe: Recipe) -> dict[str, Any]:
-    """Everything that the trained weights depend on, JSON-ready; a feature cache stands for its data."""
-    section = {
-        name: value for name, value in as_dict(recipe.train).items() if name not in LOGGING_ONLY
-    }
+    """All that the trained weights depend on, JSON-ready; a feature cache stands for its data."""
+    settings = as_dict(recipe.train)
+    features = as_dict(recipe.features)
     inputs: dict[str, Any] = {
         "target": target_inputs(recipe.target),
         "head": as_dict(recipe.head),
-        "train": section,
+        "train": {name: value for name, value in settings.items() if name not in LOGGING_ONLY},
     }
-    features = as_dict(recipe.features)
     if reads_cache(recipe):
         inputs["features"] = cache_record(recipe).get("inputs_digest")
-        inputs |= {
-            name: features[name]
-            for name in ("after_blocks", "shuffle_shards")
-            if features[name] is not None
-        }
+        for name in ("after_blocks", "shuffle_shards"):
+            if features[name] is not None:
+                inputs[name] = features[name]
     else:
-        inputs |= {
-            "data": as_dict(recipe.data),
-            "conversations": conversation_inputs(recipe.data.conversations),
-        }
+        inputs["data"] = as_dict(recipe.data)
+        inputs["conversations"] = conversation_inputs(recipe.data.conversations)
         if needs_target(recipe):
-            inputs["features"] = {
-                name: features[name] for name in ("mode", "after_blocks", "dtype")
-            }
+            names = ("mode", "after_blocks", "dtype")
+            inputs["features"] = {name: features[name] for name in names}
     if recipe.head.init_from is not None:
         inputs["init_from"] = storage.digests(head_directory(recipe.head.init_from))
     # The measured tau, which chooses the weights, depends on this tree.
@@ -83,25 +75,24 @@ def cache_record(recipe: Recipe) -> dict[str, Any]:
     directory = recipe.paths.features
     if not reads_cache(recipe) or not (directory / FILE).is_file():
         return {}
-    if record := sound_record(directory):
-        return record
-    raise UserError(
-        f"{directory / FILE}: cannot be read; rebuild with: {FEATURES_COMMAND} --overwrite"
-    )
+    record = sound_record(directory)
+    if not record:
+        fix = f"rebuild with: {FEATURES_COMMAND} --overwrite"
+        raise UserError(f"{directory / FILE}: cannot be read; {fix}")
+    return record
 
 
 def is_whole(recipe: Recipe, stage: Stage) -> bool:
-    if made_of := cache_record(recipe).get("inputs"):
+    made_of = cache_record(recipe).get("inputs")
+    if made_of:
         if digest(made_of["data"]) != digest(as_dict(recipe.data)):
             return False  # of other data: opening the cache says so
-        here = [
-            name for name in recipe.data.conversations if Path(name).exists()
-        ]  # the rest: on another machine
-        if changed := changed_since(made_of, stage.inputs["target"], conversation_inputs(here)):
-            features = recipe.paths.features
-            raise UserError(
-                f"{features}: made before {changed} changed; rebuild with: {FEATURES_COMMAND} --overwrite"
-            )
+        # Conversations that are not here are on another machine, where the cache was built.
+        present = [name for name in recipe.data.conversations if Path(name).exists()]
+        changed = changed_since(made_of, stage.inputs["target"], conversation_inputs(present))
+        if changed:
+            what = f"{recipe.paths.features}: made before {changed} changed"
+            raise UserError(f"{what}; rebuild with: {FEATURES_COMMAND} --overwrite")
     return stage.is_whole()
 
 
@@ -111,7 +102,7 @@ class Progress:
     world_size: int
     engine: str = ""
     machine: str = ""
-    step: int = 0
+    step: int = 0  # optimiser steps done
     tokens: int = 0
     seconds: float = 0.0
     best_score: float | None = None
@@ -124,10 +115,16 @@ def folders(directory: Path) -> list[Path]:
     return sorted(directory.glob("step-" + 8 * "[0-9]"), reverse=True)
 
 
-def find(
-    directory: Path, fresh: Progress, overwrite: bool
-) -> tuple[Progress, Path | None, list[str]]:
-    """(progress, save, warnings) of the newest whole save; without one the fresh progress and None."""
+class Found(NamedTuple):
+    progress: Progress
+    folder: Path | None  # of the save; None: this training begins
+    warnings: list[str]
+
+
+def find(directory: Path, fresh: Progress, overwrite: bool) -> Found:
+    """The newest whole save, if it is of this very training; without one the fresh progress.
+
+    UserError, unless `overwrite`, if all saves are broken or the newest is of another training."""
     broken: list[str] = []
     for folder in folders(directory):
         checked = Manifest.check(folder, name=RECORD)
@@ -137,36 +134,39 @@ def find(
     else:
         if broken and not overwrite:
             raise UserError(f"{broken[0]}; no other save is whole: start anew with --overwrite")
-        return fresh, None, [f"{text}; starting anew" for text in broken]
-    saved, refusal = Progress(**checked.manifest.facts), ""
-    if changed := storage.differences(decisive(saved.made_of), decisive(fresh.made_of)):
-        refusal = (
-            f"step {saved.step:,} of another recipe or other data ({changed}); choose another --run"
-        )
-    elif saved.world_size != fresh.world_size:
-        count = saved.world_size
-        refusal = f"saved by {count} processes, now there are {fresh.world_size}; go on with --num_processes {count}"
-    elif saved.engine != fresh.engine:
-        refusal = f"saved under {saved.engine}, now it is {fresh.engine}; go on as there"
-    if refusal and overwrite:
-        return fresh, None, []
+        return Found(fresh, None, [f"{text}; starting anew" for text in broken])
+    saved = Progress(**checked.manifest.facts)
+    refusal = _refusal(saved, fresh)
     if refusal:
-        raise UserError(f"{folder}: {refusal}, or start anew with --overwrite")
+        if not overwrite:
+            raise UserError(f"{folder}: {refusal}, or start anew with --overwrite")
+        return Found(fresh, None, [])
     warnings = [f"{text}; going on from {folder.name}, the newest whole save" for text in broken]
     if saved.machine != fresh.machine:
-        warnings.append(
-            f"{folder}: saved with {saved.machine}, this is {fresh.machine}: not bit for bit as there"
-        )
-    return replace(saved, made_of=fresh.made_of, machine=fresh.machine), folder, warnings
+        what = f"saved with {saved.machine}, this is {fresh.machine}"
+        warnings.append(f"{folder}: {what}: not bit for bit as there")
+    return Found(replace(saved, made_of=fresh.made_of, machine=fresh.machine), folder, warnings)
+
+
+def _refusal(saved: Progress, fresh: Progress) -> str:
+    """Why the saved training cannot go on as the fresh one; "": it can."""
+    changed = storage.differences(decisive(saved.made_of), decisive(fresh.made_of))
+    if changed:
+        what = f"step {saved.step:,} of another recipe or other data ({changed})"
+        return f"{what}; choose another --run"
+    if saved.world_size != fresh.world_size:
+        what = f"saved by {saved.world_size} processes, now there are {fresh.world_size}"
+        return f"{what}; go on with --num_processes {saved.world_size}"
+    if saved.engine != fresh.engine:
+        return f"saved under {saved.engine}, now it is {fresh.engine}; go on as there"
+    return ""
 
 
 def decisive(made_of: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **made_of,
-        "train": {
-            name: value for name, value in made_of.get("train", {}).items() if name not in FREE
-        },
-    }
+    """made_of without the settings that may change between sittings."""
+    settings = made_of.get("train", {})
+    kept = {name: value for name, value in settings.items() if name not in FREE}
+    return {**made_of, "train": kept}
 
 
 def save(
@@ -176,7 +176,9 @@ def save(
     wait: Callable[[], None],
     keep_last: int,
 ) -> None:
-    """Writes a save with fill(folder), which all ranks call, then removes old ones; wait is a barrier."""
+    """Writes a save with fill(folder), which all ranks call, then removes old ones.
+
+    wait: a barrier of all ranks."""
     folder = state / f"step-{progress.step:08d}"
     with storage.directory_atomically(folder, wait) as temporary:
         fill(temporary)
@@ -184,7 +186,9 @@ def save(
         if rank() == 0:
             Manifest.of(temporary, facts=asdict(progress)).write(temporary, RECORD)
     if rank() == 0:
-        clear(state, keep=[place for place in folders(state) if place <= folder][:keep_last])
+        # Later saves are of a training that this one has replaced.
+        earlier = [path for path in folders(state) if path <= folder]
+        clear(state, keep=earlier[:keep_last])
     wait()
 
 
@@ -204,7 +208,8 @@ def publish(source: Path, output: Path) -> None:
 
 
 def require_own_output(stage: Stage, state: Path) -> None:
-    output, record = stage.output, sound_record(stage.output)
+    output = stage.output
+    record = sound_record(output)
     is_unfinished = record.get("ended") == "budget" and bool(folders(state))
     if is_unfinished and digest(decisive(record["inputs"])) == digest(decisive(stage.inputs)):
         return  # a budget ended this very training: it goes on
@@ -212,19 +217,16 @@ def require_own_output(stage: Stage, state: Path) -> None:
     if (output / FILE).is_file() or not output.is_dir() or not any(output.iterdir()):
         return
     # A kill leaves files without a record, but with this run's marker.
-    begun = output / BEGUN
-    if not begun.is_file() or begun.read_text(encoding="utf-8").strip() != os.path.relpath(
-        state, output
-    ):
-        raise UserError(
-            f"{output}: holds files that no run has made; name another output, or --overwrite them"
-        )
+    marker = output / BEGUN
+    text = marker.read_text(encoding="utf-8").strip() if marker.is_file() else None
+    if text != os.path.relpath(state, output):
+        what = "holds files that no run has made; name another output, or --overwrite them"
+        raise UserError(f"{output}: {what}")
 
 
 def begin_output(output: Path, state: Path) -> None:
-    storage.write_text(
-        output / BEGUN, f"{os.path.relpath(state, output)}\n"
-    )  # relative: a run can be moved
+    # A relative path, because a run can be moved.
+    storage.write_text(output / BEGUN, f"{os.path.relpath(state, output)}\n")
     (output / FILE).unlink(missing_ok=True)
     storage.remove_temporaries(output)
 
@@ -243,7 +245,8 @@ PATIENCE_SECONDS = 5.0
 
 
 class StopRequest:
-    """Handles the first signal: tells the training loop by `state`; outside the loop ends at once."""
+    """Handles the first signal: inside the training loop it is told by `state`, outside of it the
+    program ends at once."""
 
     def __init__(self) -> None:
         self.is_stepping = False
@@ -260,7 +263,8 @@ class StopRequest:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.state is None:
-            self.state, self._since = STATES[signal.Signals(number)], time.monotonic()
+            self.state = STATES[signal.Signals(number)]
+            self._since = time.monotonic()
             if not self.is_stepping:
                 raise KeyboardInterrupt if number == signal.SIGINT else Requeued
         # Launchers repeat a signal, which must not disturb the saving; a later Ctrl-C ends it.

@@ -1,4 +1,4 @@
-"""How much work some rows are. An objective turns it into operations and memory (`train --plan`)."""
+"""How much work rows are. An objective turns it into operations and memory (`train --plan`)."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,14 +12,15 @@ class Load:
     """Counts of some rows, which decide the costs."""
 
     tokens: int
-    pairs: int  # of a query and a key in one row, causal or not, as torch's FlopCounterMode counts them
+    # of a query and a key in one row, causal or not, as torch's FlopCounterMode counts them
+    pairs: int
     slots: Sequence[int]  # supervised after 0, 1, ... unroll steps
     rows: int = 1
 
     @classmethod
     def of_rows(cls, rows: Iterable[tuple[Any, Any]], num_steps: int) -> "Load":
         """From rows of (input_ids, turn_ids)."""
-        tokens, pairs, count = 0, 0, 0
+        tokens = pairs = count = 0
         slots = np.zeros(num_steps, dtype=np.int64)
         for input_ids, turn_ids in rows:
             count += 1

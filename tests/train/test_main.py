@@ -221,7 +221,7 @@ def test_a_run_is_planned_trained_once_and_reused(
         patched.setenv("WORLD_SIZE", "2")
         assert train() == 2 and "asked for 2 processes and 1 trains" in capsys.readouterr().err
     with monkeypatch.context() as patched:  # a scheduler stops it during start-up
-        patched.setattr(jobs, "build", lambda *_: signal.raise_signal(signal.SIGTERM))
+        patched.setattr(jobs, "build_job", lambda *_: signal.raise_signal(signal.SIGTERM))
         assert train() == 75 and json.loads(status.read_text())["state"] == "requeue"
     assert train() == 0 and json.loads(status.read_text()) == {
         "stage": "train",

@@ -241,7 +241,7 @@ def test_the_recipes_clipping_reaches_deepspeed(root: Path) -> None:
         8,
     )
     together("zero1", root / "clipped", "--config", recipe, *words)
-    begun = jobs.build(
+    begun = jobs.build_job(
         load(recipe), root / "none", overwrite=False, is_plan=True
     ).objective.head.fc.weight
     moved = [
