@@ -45,8 +45,8 @@ class BlockObjective(Objective):
     """Position k's law and label loss times place_decay ** k (k = 0, 1, ...), divided by all
     supervised positions (arXiv 2602.06036).
 
-    A block at anchor a drafts t_{a+1}, t_{a+2}, ...; t_{a+1+k} is supervised where it is of the
-    same turn as t_a.
+    A block at anchor a drafts t_{a+1}, t_{a+2}, ...; t_{a+1+k} is supervised where it is of
+    the same turn as t_a.
     """
 
     is_random = True
@@ -60,8 +60,8 @@ class BlockObjective(Objective):
         head.gradient_checkpointing = settings.gradient_checkpointing
 
     def draw_blocks(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Anchors [B, A], with zeros after a row's last, and supervised positions [B, A, K] bool, on
-        the host.
+        """Anchors [B, A], with zeros after a row's last, and supervised positions [B, A, K] bool;
+        both on the host.
 
         Rows' seeds draw at most `train.anchors` each; without seeds (in evaluation) they are evenly
         spread."""
@@ -96,7 +96,7 @@ class BlockObjective(Objective):
     def forward(self, batch: Batch) -> StepOutput:
         slots = self._draft(batch)
         pieces = losses.by_target_state(slots.piece, max(1, self.chunk // len(self.depths)))
-        sums = losses.added(losses.by_piece(self._sums, pieces))
+        sums = losses.added(list(losses.by_piece(self._sums, pieces)))
         count = slots.supervised.sum()
         totals = {"law": sums.law, "label": sums.label}
         terms = {}

@@ -71,7 +71,7 @@ class LMObjective(Objective):
         mask = batch.turn_ids[:, 1:] != 0  # [B, T-1]
         tokens = batch.input_ids[:, 1:][mask]  # [S]
         slots = TokenSlots(self.states(batch.input_ids)[mask], tokens, tokens < self.num_columns)
-        parts: Iterator[TokenSums] | Iterator[LawSums]
+        parts: Any
         if self.target is None:
             pieces = losses.in_chunks(slots, self.chunk)
             parts = losses.by_piece(self._token_sums, pieces)
@@ -79,7 +79,7 @@ class LMObjective(Objective):
             with_law = LawSlots(*slots, true=batch.features[:, :-1][mask])
             parts = losses.by_piece(self._law_sums, losses.in_chunks(with_law, self.chunk))
         count = mask.sum()
-        sums = losses.added(parts)._asdict()
+        sums = losses.added(list(parts))._asdict()
         terms = {name: (sums.pop(name), count) for name in self.weights}
         return StepOutput(terms, {name: (value, count) for name, value in sums.items()})
 

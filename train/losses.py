@@ -5,7 +5,7 @@ called laws here.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -37,7 +37,7 @@ class TargetLaw:
 
     @classmethod
     def of_logits(cls, logits: Tensor, log_normaliser: Tensor | None = None) -> "TargetLaw":
-        """From logits [S, Vd] and the whole vocabulary's log-sum-exp [S] (None: the logits' own)."""
+        """From logits [S, Vd] and the full vocabulary's log-sum-exp [S] (None: their own)."""
         log_p = logits.float().log_softmax(-1)
         if log_normaliser is None:
             log_mass = log_p.new_zeros(log_p.shape[:1])
@@ -176,9 +176,8 @@ def by_piece(
     return chain(earlier, map(sums_of, map(prepare, pieces[-1:])))
 
 
-def added(parts: Iterable[S]) -> S:
+def added(sums: list[S]) -> S:
     """The sums of all pieces together."""
-    sums = list(parts)
     columns = zip(*sums, strict=True)
     return sums[0]._make(torch.stack(column).sum(0) for column in columns)
 

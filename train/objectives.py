@@ -353,7 +353,7 @@ class Eagle1Objective(Objective):
         # The target's LM head stays in its own dtype, as in decoding.
         with torch.autocast(outputs.device.type, enabled=False):
             pieces = losses.in_chunks(pairs, self.chunk)
-            sums = losses.added(losses.by_piece(self._sums, pieces))
+            sums = losses.added(list(losses.by_piece(self._sums, pieces)))
         feature = losses.smooth_l1(pairs.predicted, pairs.true).sum()
         count = slots.sum()
         return StepOutput(
@@ -434,7 +434,7 @@ class Eagle3Objective(Objective):
             parts = losses.by_piece(self._soft_cross_entropy_sums, pieces, self._with_law)
         else:
             parts = losses.by_piece(self._sums, pieces)
-        sums = losses.added(parts)
+        sums = losses.added(list(parts))
         counts = torch.tensor(slots.sizes).unbind()
         terms = {}
         metrics = {}
@@ -446,7 +446,7 @@ class Eagle3Objective(Objective):
         return StepOutput(terms, metrics)
 
     def _states_at_once(self, total: int) -> int:
-        """Target states of a piece, whose slots of all steps fill a chunk. Pieces are equally big."""
+        """Target states of a piece: its slots of all steps fill a chunk. Pieces are alike."""
         most = max(1, self.chunk // self.settings.unroll_steps)
         num_pieces = max(1, -(-total // most))
         return max(1, -(-total // num_pieces))
@@ -466,7 +466,7 @@ class Eagle3Objective(Objective):
         return self._step_sums(loss, log_q, choice, piece.outputs, piece.laws)
 
     def _sums(self, piece: Piece) -> Eagle3Sums:
-        """With any other loss. To save memory the backward pass recomputes the target's law, too."""
+        """With any other loss. To save memory the backward pass recomputes the law, too."""
         law, choices = losses.drafted_law(piece.states, self.target, self.ids)
         slots = torch.cat(piece.which).to(choices.device, non_blocking=True)  # [S]
         out = self.head.normed(torch.cat(piece.columns[0]))  # [S, D]
@@ -626,7 +626,7 @@ class MultiTokenObjective(Objective):
         at_once = max(1, self.chunk // self.num_heads)
         piece = Piece(slots.states, slots.which, [outputs, tokens])
         pieces = losses.by_target_state(piece, at_once)
-        sums = losses.added(losses.by_piece(self._sums, pieces))
+        sums = losses.added(list(losses.by_piece(self._sums, pieces)))
         counts = [batch.supervised(k).sum() for k in range(self.num_heads)]
         totals = {"label": sums.label, "law": sums.law}
         terms = {}
