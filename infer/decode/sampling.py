@@ -1,5 +1,6 @@
-"""The target's law at a node, after transformers' logits processors, and draws from it."""
+"""The target's distribution at a node, after transformers' logits processors, and draws from it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from math import inf
@@ -17,19 +18,23 @@ from aerie.configs.read import read_yaml
 from aerie.infer.decode.tree import Tree
 from aerie.model.storage import first_line
 
-SETTINGS = read_yaml(Path(__file__).with_name("settings.yaml"))[
-    0
-]  # applied, of_text, without_effect, neutral
+# Lists of generation settings: applied, of_text, without_effect, neutral.
+SETTINGS, _ = read_yaml(Path(__file__).with_name("settings.yaml"))
 HONOURED = (*SETTINGS["applied"], *SETTINGS["of_text"])
-ENDS: dict[str, Any] = {"eos_token_id": (), "stop_strings": ()}
-TRIALS = 64  # draws, of which `distinct_draws` takes the first k different ones
-ENTROPY_WEIGHT = 0.1  # SVIP's c, as measured on the embedded default's EAGLE-1 head
-STEPS = 64  # rows per nat of entropy, in the table of drawn children's chances
+DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 512}
+GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 COLDEST = 1e-6  # logits / temperature stay finite in float32
+# Fills the front of shorter texts. No token has this id, so it is in no n-gram and no repetition.
+PAD = 2**31 - 1
+NUM_TRIALS = 64  # draws, of which `distinct_draws` takes the first k different ones
+ENTROPY_WEIGHT = 0.1  # SVIP's c, as measured on the embedded default's EAGLE-1 head
+ROWS_PER_NAT = 64  # of entropy, in the table of drawn children's chances
 
 
 @dataclass(frozen=True)
 class Decoding:
+    """One answer's settings. Greedy decoding has those of GREEDY."""
+
     do_sample: bool
     temperature: float
     top_k: int
@@ -37,62 +42,66 @@ class Decoding:
     min_p: float
     max_new_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
-    of_text: dict[str, Any] = field(
-        default_factory=dict
-    )  # settings that make p depend on the text, by name
+    of_text: dict[str, Any] = field(default_factory=dict)  # what makes p depend on the text
     stop_strings: tuple[str, ...] = ()
 
 
-def resolve(config: GenerationConfig, **asked: Any) -> Decoding:
-    """One answer's settings; UserError for one that a draft tree cannot honour."""
+def resolve(config: GenerationConfig, **overrides: Any) -> Decoding:
+    """Overrides, else the model's own settings, else the defaults.
+
+    UserError for a setting that a draft tree cannot honour.
+    """
     known = {*HONOURED, *SETTINGS["without_effect"]}
     for name, value in vars(config).items():
-        if not (name in known or name[0] == "_" or _is_off(name, value)):
-            fix = f"switch it off with --generation.{name} null"
-            raise UserError(
-                f"generation_config sets {name}={value}, which aerie does not apply; {fix}"
-            )
-    defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 512}
-    # what was asked, else the model's own setting, else the default
-    values: dict[str, Any] = {
-        name: next(
-            value
-            for value in (asked.get(name), getattr(config, name, None), default)
-            if value is not None
-        )
-        for name, default in (defaults | dict.fromkeys(SETTINGS["of_text"], False) | ENDS).items()
-    }
-    numbers = [values[name] for name in defaults]
-    for name, value in zip(defaults, numbers, strict=True):
-        if not isinstance(value, int | float):
-            raise UserError(f"{name} must be a number, not {value!r}")
-    temperature, top_p, top_k, min_p, max_new_tokens = numbers
-    given = asked.get("do_sample")
-    do_sample = (
-        (bool(config.do_sample) or asked.get("temperature") is not None)
-        if given is None
-        else bool(given)
-    )
-    do_sample = do_sample and temperature > 0.0
-    is_warm = temperature == 0 or COLDEST <= temperature < inf
-    for name, value, is_right, range_ in (
-        ("temperature", temperature, is_warm, f"0 (greedy) or at least {COLDEST:g}"),
-        ("max_new_tokens", max_new_tokens, 1 <= max_new_tokens < inf, "at least 1"),
-        ("top_p", top_p, not do_sample or 0.0 < top_p <= 1.0, "a share in (0, 1]"),
-        ("top_k", top_k, not do_sample or 0 <= top_k < inf, "at least 0, which switches it off"),
-        ("min_p", min_p, not do_sample or 0.0 <= min_p <= 1.0, "a share in [0, 1]"),
-    ):
-        if not is_right:
-            raise UserError(f"{name} must be {range_}, not {value:g}")
+        if name not in known and name[0] != "_" and not _is_off(name, value):
+            fault = f"generation_config sets {name}={value}, which aerie does not apply"
+            raise UserError(f"{fault}; switch it off with --generation.{name} null")
+    overrides = _without_none(overrides)
+    settings = DEFAULTS | _without_none(vars(config)) | overrides
+    for name in DEFAULTS:
+        if not isinstance(settings[name], int | float):
+            raise UserError(f"{name} must be a number, not {settings[name]!r}")
+    # who asks for a temperature wants to sample
+    do_sample = overrides.get("do_sample", config.do_sample or "temperature" in overrides)
+    do_sample = bool(do_sample) and settings["temperature"] > 0.0
+    _check_ranges(settings, do_sample)
     if not do_sample:
-        temperature, top_k, top_p, min_p = 0.0, 0, 1.0, 0.0
-    settings = (float(temperature), int(top_k), float(top_p), float(min_p), int(max_new_tokens))
-    of_text = {
-        name: value for name in SETTINGS["of_text"] if not _is_off(name, value := values[name])
-    }
-    stops = values["stop_strings"]
-    stops = (stops,) if isinstance(stops, str) else tuple(stops)
-    return Decoding(do_sample, *settings, token_ids(values["eos_token_id"]), of_text, stops)
+        settings |= GREEDY
+    of_text = {name: settings[name] for name in SETTINGS["of_text"] if name in settings}
+    stop_strings = settings.get("stop_strings", ())
+    return Decoding(
+        do_sample=do_sample,
+        temperature=float(settings["temperature"]),
+        top_k=int(settings["top_k"]),
+        top_p=float(settings["top_p"]),
+        min_p=float(settings["min_p"]),
+        max_new_tokens=int(settings["max_new_tokens"]),
+        eos_token_ids=token_ids(settings.get("eos_token_id")),
+        of_text={name: value for name, value in of_text.items() if not _is_off(name, value)},
+        stop_strings=(stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings),
+    )
+
+
+def _without_none(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _check_ranges(settings: dict[str, Any], do_sample: bool) -> None:
+    temperature = settings["temperature"]
+    is_warm = temperature == 0 or COLDEST <= temperature < inf
+    ranges = [
+        ("temperature", is_warm, f"0 (greedy) or at least {COLDEST:g}"),
+        ("max_new_tokens", 1 <= settings["max_new_tokens"] < inf, "at least 1"),
+    ]
+    if do_sample:
+        ranges += [
+            ("top_p", 0.0 < settings["top_p"] <= 1.0, "a share in (0, 1]"),
+            ("top_k", 0 <= settings["top_k"] < inf, "at least 0, which switches it off"),
+            ("min_p", 0.0 <= settings["min_p"] <= 1.0, "a share in [0, 1]"),
+        ]
+    for name, is_inside, wording in ranges:
+        if not is_inside:
+            raise UserError(f"{name} must be {wording}, not {settings[name]:g}")
 
 
 def _is_off(name: str, value: Any) -> bool:
@@ -100,19 +109,13 @@ def _is_off(name: str, value: Any) -> bool:
 
 
 def token_ids(value: Any) -> frozenset[int]:
-    return (
-        frozenset()
-        if value is None
-        else frozenset([value] if isinstance(value, int) else map(int, value))
-    )
+    """The ids of an eos_token_id, which may be one, several or None."""
+    if value is None:
+        return frozenset()
+    return frozenset([value] if isinstance(value, int) else map(int, value))
 
 
-PAD = (
-    2**31 - 1
-)  # fills the front of shorter texts; no token has this id, so it is in no n-gram and no repetition
-
-
-class Shortest(logits_process.MinLengthLogitsProcessor):
+class MinLengths(logits_process.MinLengthLogitsProcessor):
     """transformers' processor, for texts of different lengths."""
 
     def __call__(self, texts: Tensor, scores: Tensor) -> Tensor:
@@ -121,46 +124,53 @@ class Shortest(logits_process.MinLengthLogitsProcessor):
 
 
 class Sampler:
-    """Draws tokens from the target's laws; prompt [T]: needed if these depend on the text."""
+    """The target's distributions after transformers' processors, and draws from them."""
 
     def __init__(
         self, decoding: Decoding, generator: torch.Generator, prompt: Tensor | None = None
     ) -> None:
-        self.decoding, self.generator = decoding, generator
-        self.text = (
-            None if prompt is None else prompt.long()
-        )  # prompt and answer, where laws depend on them
-        self._start, self._of_text = 0 if prompt is None else len(prompt), list[Any]()
-        # in transformers' order
-        steps: tuple[tuple[bool, Any, float], ...] = (
-            (
-                decoding.temperature != 1.0,
-                logits_process.TemperatureLogitsWarper,
-                decoding.temperature,
-            ),
-            (decoding.top_k > 0, logits_process.TopKLogitsWarper, decoding.top_k),
-            (decoding.top_p < 1.0, logits_process.TopPLogitsWarper, decoding.top_p),
-            (decoding.min_p > 0.0, logits_process.MinPLogitsWarper, decoding.min_p),
-        )
-        self._processors = [
-            make(value) for is_on, make, value in steps if is_on and decoding.do_sample
-        ]
+        """prompt [T]: needed if the distributions depend on the text."""
+        self.decoding = decoding
+        self.generator = generator
+        # prompt and answer, where the distributions depend on them
+        self.text = None if prompt is None else prompt.long()
+        self._prompt_length = 0 if prompt is None else len(prompt)
+        self._text_processors: list[Any] = []  # made when first needed
+        self._warpers: list[Any] = []  # in transformers' order
+        if decoding.do_sample:
+            if decoding.temperature != 1.0:
+                self._warpers.append(logits_process.TemperatureLogitsWarper(decoding.temperature))
+            if decoding.top_k > 0:
+                self._warpers.append(logits_process.TopKLogitsWarper(decoding.top_k))
+            if decoding.top_p < 1.0:
+                self._warpers.append(logits_process.TopPLogitsWarper(decoding.top_p))
+            if decoding.min_p > 0.0:
+                self._warpers.append(logits_process.MinPLogitsWarper(decoding.min_p))
 
     def law(self, logits: Tensor) -> Tensor:
-        """p [N, V] in float32 after the processors, of logits [N, V]."""
-        return self._scores(logits).softmax(-1)
+        """p [N, V] in float32, of logits [N, V]."""
+        return self._warped(logits).softmax(-1)
 
     def log_law(self, logits: Tensor, are_logarithms: bool = False) -> Tensor:
-        """log p [N, V], -inf where a processor removed the token; are_logarithms: the logits are log probabilities."""
-        scores = self._scores(logits)
-        return scores if are_logarithms and not self._processors else scores.log_softmax(-1)
+        """log p [N, V], -inf where a processor removed the token.
 
-    def _scores(self, logits: Tensor) -> Tensor:
+        are_logarithms: the logits are log probabilities already.
+        """
+        scores = self._warped(logits)
+        return scores if are_logarithms and not self._warpers else scores.log_softmax(-1)
+
+    def _warped(self, logits: Tensor) -> Tensor:
         scores = logits.float()
         # a LogitsProcessorList would inspect their signatures at every call
-        for processor in self._processors:
-            scores = processor(None, scores)
+        for warp in self._warpers:
+            scores = warp(None, scores)
         return scores
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The target's tokens [N]: its argmax, or a draw from p."""
+        return draw(self.law(logits), self.generator) if self.decoding.do_sample else argmax(logits)
+
+    # --- distributions that depend on the text: penalties, bans, minimal lengths
 
     def follow(self, tokens: Tensor) -> None:
         """Appends tokens [n] to the text."""
@@ -168,79 +178,92 @@ class Sampler:
             self.text = torch.cat([self.text, tokens])
 
     def with_text(self, logits: Tensor, tree: Tree | None = None) -> Tensor:
-        """`after` for a tree's nodes: logits [N, V], of the text and each path; without a tree [1, V], of the text."""
+        """`after` for a tree's nodes: logits [N, V], of the text and each node's path.
+
+        Without a tree logits [1, V], of the text alone.
+        """
         if not self.decoding.of_text or self.text is None:
             return logits
         if tree is None:
             return self.after(self.text[None], logits)
-        # paths without the root, and behind them PAD, which then goes to the front
-        count, levels = len(tree), tree.levels if tree.passengers is None else len(tree) - 1
-        length = len(self.text) + levels
-        places = torch.where(tree.mask, tree.depth, levels + 1)  # [N, N]; the root's is 0
-        paths = tree.tokens.new_full((count, levels + 2), PAD).scatter_(
-            1, places, tree.tokens.expand(count, -1)
-        )
-        texts = torch.cat([self.text.expand(count, -1), paths[:, 1:-1]], dim=1)  # [N, T + levels]
+        return self.after(self._texts_of(tree, self.text), logits)
+
+    @staticmethod
+    def _texts_of(tree: Tree, text: Tensor) -> Tensor:
+        """The text and each node's path [N, T + levels], with PAD before shorter ones."""
+        count = len(tree)
+        levels = tree.levels
+        if tree.passengers is not None:  # they may stand deeper
+            levels = count - 1
+        # a path's node of depth d goes to column d; column 0, the root's, is cut off, as the text
+        # ends with it, and the last column gathers the nodes that are not on the path
+        columns = torch.where(tree.mask, tree.depth, levels + 1)  # [N, N]
+        paths = tree.tokens.new_full((count, levels + 2), PAD)
+        paths.scatter_(1, columns, tree.tokens.expand(count, -1))
+        texts = torch.cat([text.expand(count, -1), paths[:, 1:-1]], dim=1)  # [N, T + levels]
+        # behind a path of depth d stand levels - d PADs: turn the row until they are in front
+        length = texts.shape[1]
         columns = torch.arange(length, device=texts.device) - (levels - tree.depth)[:, None]
-        return self.after(texts.gather(1, columns % length), logits)
+        return texts.gather(1, columns % length)
 
     def after(self, texts: Tensor, logits: Tensor) -> Tensor:
-        """Logits [N, V] in float32 after the processors that read texts [N, T]; PAD precedes shorter texts."""
-        # in the order of `generate`: these first, then the draw's own (temperature, top-k, ...) in `law`
+        """Logits [N, V] in float32 after the processors that read texts [N, T].
+
+        As in `generate` these come first, then those of the draw (temperature, top-k, ...).
+        """
         try:
-            self._of_text = self._of_text or self._text_processors(logits.device)
+            if not self._text_processors:
+                self._text_processors = self._make_text_processors(logits.device)
             scores = logits.float()
-            for processor in self._of_text:
-                scores = processor(texts, scores)
+            for process in self._text_processors:
+                scores = process(texts, scores)
         except (TypeError, ValueError) as error:
-            asked = ", ".join(f"{name}={value}" for name, value in self.decoding.of_text.items())
-            raise UserError(f"transformers refuses {asked}: {first_line(error)}") from error
+            settings = [f"{name}={value}" for name, value in self.decoding.of_text.items()]
+            refused = f"transformers refuses {', '.join(settings)}"
+            raise UserError(f"{refused}: {first_line(error)}") from error
         return scores
 
-    def _text_processors(self, device: torch.device) -> list[Any]:
+    def _make_text_processors(self, device: torch.device) -> list[Any]:
         """In transformers' order."""
-        start, ends = self._start, sorted(self.decoding.eos_token_ids)
-        make: dict[str, Any] = {
-            "sequence_bias": logits_process.SequenceBiasLogitsProcessor,
-            "repetition_penalty": logits_process.RepetitionPenaltyLogitsProcessor,
-            "no_repeat_ngram_size": logits_process.NoRepeatNGramLogitsProcessor,
-            "bad_words_ids": lambda words: logits_process.NoBadWordsLogitsProcessor(
-                words, ends or None
-            ),
-            "min_length": lambda least: Shortest(least, ends, device),
-            "min_new_tokens": lambda least: Shortest(start + least, ends, device),
-            "suppress_tokens": lambda ids: logits_process.SuppressTokensLogitsProcessor(
-                ids, device
-            ),
-            "begin_suppress_tokens": lambda ids: (
-                logits_process.SuppressTokensAtBeginLogitsProcessor(ids, start, device)
+        process = logits_process
+        prompt_length = self._prompt_length
+        ends = sorted(self.decoding.eos_token_ids)
+        make: dict[str, Callable[[Any], Any]] = {
+            "sequence_bias": process.SequenceBiasLogitsProcessor,
+            "repetition_penalty": process.RepetitionPenaltyLogitsProcessor,
+            "no_repeat_ngram_size": process.NoRepeatNGramLogitsProcessor,
+            "bad_words_ids": lambda words: process.NoBadWordsLogitsProcessor(words, ends or None),
+            "min_length": lambda least: MinLengths(least, ends, device),
+            "min_new_tokens": lambda least: MinLengths(prompt_length + least, ends, device),
+            "suppress_tokens": lambda ids: process.SuppressTokensLogitsProcessor(ids, device),
+            "begin_suppress_tokens": lambda ids: process.SuppressTokensAtBeginLogitsProcessor(
+                ids, prompt_length, device
             ),
         }
-        given = self.decoding.of_text
-        # without an end token there is nothing that a minimal length could forbid
-        return [
-            make[name](given[name])
-            for name in make
-            if name in given and (ends or name[:4] != "min_")
-        ]
-
-    def choose(self, logits: Tensor) -> Tensor:
-        return draw(self.law(logits), self.generator) if self.decoding.do_sample else argmax(logits)
+        if not ends:  # without an end token there is nothing that a minimal length could forbid
+            del make["min_length"], make["min_new_tokens"]
+        of_text = self.decoding.of_text
+        return [make[name](of_text[name]) for name in make if name in of_text]
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The first largest entry's place [N] in each row."""
-    # on a CPU numpy is faster
-    is_plain = (
-        logits.device.type == "cpu" and logits.dtype == torch.float32 and not logits.requires_grad
-    )
-    if is_plain and not torch.compiler.is_compiling():
-        return torch.from_numpy(logits.numpy().argmax(-1))
+    """The first largest entry's index [N] in each row."""
+    is_plain = logits.dtype == torch.float32 and not logits.requires_grad
+    if logits.device.type == "cpu" and is_plain and not torch.compiler.is_compiling():
+        return torch.from_numpy(logits.numpy().argmax(-1))  # faster than torch's
     return logits.argmax(-1)
 
 
+def entropy(law: Tensor) -> Tensor:
+    """H in nats [..] of distributions [.., V]."""
+    return torch.special.entr(law).sum(-1)
+
+
 def race(law: Tensor, generator: torch.Generator) -> Tensor:
-    """p / Exponential(1) [N, V]: its descending order is that of draws without replacement from each law [N, V]."""
+    """p / Exponential(1) [N, V] of each law [N, V].
+
+    In descending order its entries are draws without replacement; the largest is one draw.
+    """
     return law / torch.empty_like(law).exponential_(generator=generator)
 
 
@@ -248,30 +271,31 @@ def draw(law: Tensor, generator: torch.Generator) -> Tensor:
     """One token [N] from each row of law [N, V], which need not be normalised."""
     if law.device.type != "cpu":
         return race(law, generator).argmax(-1)
-    # one random number per row (a race takes one per token); float64, as tokens may be rarer than 2**-24
-    cumulative = law.cumsum(-1, dtype=torch.float64)
-    uniform = torch.rand(len(law), 1, generator=generator, dtype=torch.float64) * cumulative[:, -1:]
-    # a broken law (NaN) must not give an id beyond it
-    return torch.searchsorted(cumulative, uniform, right=True)[:, 0].clamp_(max=law.shape[1] - 1)
+    # One random number a row, where a race takes one a token. The token is the first whose running
+    # sum exceeds the number; searchsorted finds it, as running sums ascend. In float64, as tokens
+    # may be rarer than 2**-24.
+    sums = law.cumsum(-1, dtype=torch.float64)
+    uniform = torch.rand(len(law), 1, generator=generator, dtype=torch.float64) * sums[:, -1:]
+    tokens = torch.searchsorted(sums, uniform, right=True)[:, 0]
+    return tokens.clamp_(max=law.shape[1] - 1)  # a broken law (NaN) gives no id beyond it
 
 
 def distinct_draws(law: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """At most k draws without replacement from each law [r, V], in order: columns [r, k], and which are missing [r, k].
+    """At most k draws without replacement from each law [r, V], in order.
 
-    They are the first k different ones of TRIALS draws with replacement: TRIALS random numbers where
-    `race` takes V. That a draw is missing does not depend on which token it would have been.
+    Returns their columns [r, k], and which are missing [r, k]. They are the first k different ones
+    of NUM_TRIALS draws with replacement: as many random numbers, where `race` takes V. That a draw
+    is missing does not depend on which token it would have been.
     """
-    cumulative = law.cumsum(-1)
-    count = max(TRIALS, k)
-    uniform = (
-        torch.rand(len(law), count, generator=generator, device=law.device) * cumulative[:, -1:]
-    )
-    trials = torch.searchsorted(cumulative, uniform, right=True)  # [r, count]
-    alike, order = trials.sort(stable=True)
-    is_new = F.pad(alike[:, 1:] != alike[:, :-1], (1, 0), value=True)
-    first = (
-        torch.where(is_new, order, count).topk(k, largest=False).values
-    )  # [r, k] the trials that drew them
+    count = max(NUM_TRIALS, k)
+    sums = law.cumsum(-1)
+    uniform = torch.rand(len(law), count, generator=generator, device=law.device) * sums[:, -1:]
+    trials = torch.searchsorted(sums, uniform, right=True)  # [r, count] as in `draw`
+    # Sorted, equal tokens stand side by side, the earliest trial first as the sort is stable.
+    ascending, order = trials.sort(stable=True)
+    is_new = F.pad(ascending[:, 1:] != ascending[:, :-1], (1, 0), value=True)
+    first = torch.where(is_new, order, count)  # the trial of each new token
+    first = first.topk(k, largest=False).values  # [r, k] the earliest of them
     return trials.gather(1, first.clamp(max=count - 1)), first == count
 
 
@@ -280,29 +304,25 @@ def draw_children(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """k draws without replacement from each law q [r, Vd], in order: log chances and columns [r, k], and q.
 
-    The j-th chance estimates how often the j-th draw is the accepted one. It falls with j and depends on q alone, not
-    on the tokens drawn. -inf: there is no j-th draw.
+    The j-th chance estimates how often the j-th draw is the accepted one. It falls with j and
+    depends on q alone, not on the tokens drawn. -inf: there is no j-th draw.
     """
     q = log_q.exp()
     columns, missing = distinct_draws(q, k, generator)
-    entropy = -torch.linalg.vecdot(q, log_q.clamp(min=-100.0))  # not 0 * -inf
+    nats = -torch.linalg.vecdot(q, log_q.clamp(min=-100.0))  # [r] entropy; not 0 * -inf
     table = _log_chances(k, q.device)
-    chances = table.index_select(0, (entropy * STEPS).long().clamp_(0, len(table) - 1))
+    chances = table.index_select(0, (nats * ROWS_PER_NAT).long().clamp_(0, len(table) - 1))
     return chances.masked_fill_(missing, float("-inf")), columns, q
 
 
 @cache
 def _log_chances(k: int, device: torch.device) -> Tensor:
-    """The log chance that the j-th draw is the accepted one [entropies, k]; STEPS rows per nat of q's entropy."""
-    # The first draw is accepted with chance 1 - TV(p, q), about 1 - sqrt(c H(q)) (SVIP, arXiv 2411.18462, equation 6);
-    # the j-th, if all before it are refused, with 1/j of that. A measured table is better by at most 1 % of log loss.
-    nats = torch.arange(STEPS / ENTROPY_WEIGHT) / STEPS
-    first = (1.0 - (ENTROPY_WEIGHT * nats).sqrt()).clamp(0.05, 0.99)
+    """The log chance [rows, k] that the j-th draw is the accepted one, by q's entropy."""
+    # The first draw is accepted with chance 1 - TV(p, q), about f = 1 - sqrt(c H(q)) (SVIP, arXiv
+    # 2411.18462, equation 6); the j-th, if all before it are refused, with f / j. A measured table
+    # is better by at most 1 % of log loss.
+    nats = torch.arange(ROWS_PER_NAT / ENTROPY_WEIGHT) / ROWS_PER_NAT
+    first = (1.0 - (ENTROPY_WEIGHT * nats).sqrt()).clamp(0.05, 0.99)  # f
     # j draws are all refused with the chance (1 - f) (1 - f / 2) ... (1 - f / j)
-    refused = (1.0 - first[:, None] / torch.arange(1, k + 1)).cumprod(-1)  # [entropies, k]
+    refused = (1.0 - first[:, None] / torch.arange(1, k + 1)).cumprod(-1)  # [rows, k]
     return (F.pad(refused[:, :-1], (1, 0), value=1.0) - refused).log().to(device)
-
-
-def entropy(law: Tensor) -> Tensor:
-    """H in nats [..] of laws [.., V]."""
-    return torch.special.entr(law).sum(-1)

@@ -1,7 +1,22 @@
-"""Accepts drafted nodes, losslessly, by the target's law p and the draft's laws q."""
+"""Accepts drafted nodes, losslessly, by the target's distributions p and the head's q.
 
+How the children of a tree were made decides how they are judged (docs/lossless.md has the proofs):
+
+    R0  temperature 0, any children    a child is kept if it is the target's argmax at its parent
+    R2  q's most probable tokens       ... if it is what the target draws from p at its parent
+    R1  a chain, each drawn from q     with the chance min(1, p/q): speculative sampling
+    R3  siblings, drawn from q         R1 for one sibling after the other, each with what the
+        without replacement            refusals before it left of p
+
+All nodes are judged at once, by tensors whose sizes depend on the tree's form alone, so that a CUDA
+graph can hold the whole verification. Only `read` waits for the device.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +30,11 @@ from aerie.infer.decode.tree import Proposal, Tree
 @dataclass(frozen=True)
 class Verdict:
     path: list[int]  # the accepted nodes, the root first
-    tokens: list[int]  # without the root's
-    bonus: int
+    tokens: list[int]  # theirs, without the root's
+    bonus: int  # the target's own token after the path
     drafted: int = field(default=0, compare=False)  # nodes that could have been accepted
-    # the same on the device, refused nodes last: the path; and its tokens without the root's, then the bonus token
+    # On the device, with refused nodes behind: the path, and what is written after its nodes,
+    # the bonus token last.
     nodes: Tensor = field(default_factory=lambda: torch.empty(0), compare=False)
     new: Tensor = field(default_factory=lambda: torch.empty(0), compare=False)
 
@@ -28,10 +44,19 @@ class Verdict:
 
 
 def judge(tree: Tree, logits: Tensor, sampler: Sampler) -> Tensor:
-    """The input [3 or 4, L] of `read`. A column is a node, those of the accepted path first. Its rows: the number of
-    refused nodes on the way to it, the node, the token written after it, and the tree's passengers, if it has any.
+    """What `read` makes a verdict of: a matrix [3 or 4, L]; logits [N, V] are the target's.
 
-    logits [N, V] are the target's.
+    A column is a node, and those of the accepted path come first. Take a root (token 5) with the
+    children 1 (token 8) and 2 (token 3), node 3 below 1, and node 4 (token 6) below 2. The target
+    writes 3 after the root, 7 after node 1 and 9 after node 2. Then node 2 is accepted, and 1 and 4
+    are refused. A path of two levels has at most L = 3 nodes:
+
+        refused nodes on the way, itself included   0 0 1
+        node                                        0 2 1
+        token that is written after it              3 9 7
+
+    The zeros of the first row are the path 0, 2; it writes 3, and then 9, the bonus token. A fourth
+    row has the number of the tree's passengers, if it has any.
     """
     if rule_of(tree.proposal, sampler) in ("R0", "R2"):
         return walk(tree, sampler.choose(logits))
@@ -45,172 +70,226 @@ def rule_of(proposal: Proposal | None, sampler: Sampler) -> str:
 
 
 def read(judged: Tensor, count: int) -> Verdict:
-    """The verdict on a tree of count nodes; verification reads the device only here."""
-    blocks, path, written, *rides = judged.tolist()
-    length = blocks.count(0)
-    new = written[:length]
-    drafted = count - 1 - (rides[0][0] if rides else 0)
-    return Verdict(path[:length], new[:-1], new[-1], drafted, judged[1], judged[2])
+    """The verdict on a tree of count nodes."""
+    refused, nodes, written, *passengers = judged.tolist()  # the only wait for the device
+    length = refused.count(0)
+    num_passengers = passengers[0][0] if passengers else 0
+    return Verdict(
+        path=nodes[:length],
+        tokens=written[: length - 1],
+        bonus=written[length - 1],
+        drafted=count - 1 - num_passengers,
+        nodes=judged[1],
+        new=judged[2],
+    )
+
+
+class Order(NamedTuple):
+    """The levels + 1 nodes with the fewest refused nodes on the way to them, fewest first.
+
+    At most one child of each node is accepted, so the nodes of count 0 are a path.
+    """
+
+    refused: Tensor  # [L] these counts; the root, never refused, comes first
+    nodes: Tensor  # [L]
+
+
+def path_first(tree: Tree, refused: Tensor) -> Order:
+    """refused [N]: whether each node is refused if its parent is accepted."""
+    if tree.passengers is not None:
+        refused = refused | tree.passengers
+    counts = (tree.mask[:, 1:] & refused[1:]).sum(dim=1)  # [N]
+    counts, nodes = counts.sort(stable=True)
+    return Order(counts[: tree.levels + 1], nodes[: tree.levels + 1])
+
+
+def _judged(tree: Tree, order: Order, written: Tensor) -> Tensor:
+    rows = [*order, written]
+    if tree.passengers is not None:
+        rows.append(tree.passengers.sum().expand_as(written))
+    return torch.stack(rows)
+
+
+# --- R0 and R2: the target chooses a token at every node
 
 
 def walk(tree: Tree, choice: Tensor) -> Tensor:
-    """R0 and R2: `judge` by the target's choice [N], its argmax or draw at every node."""
+    """`judge` by the target's choice [N] at every node: its argmax, or a draw from p."""
     if len(tree) == 1:
         root = torch.zeros_like(choice)
-        return _judged(tree, root, root, choice)
-    # a node is refused unless its token is the choice at its parent; that choice is written after the parent
-    blocks, order = _path_first(tree, tree.tokens != choice.index_select(0, tree.parents))
-    return _judged(tree, blocks, order, choice.index_select(0, order))
+        return _judged(tree, Order(root, root), choice)
+    refused = tree.tokens != choice.index_select(0, tree.parents)  # [N]
+    order = path_first(tree, refused)
+    return _judged(tree, order, choice.index_select(0, order.nodes))
+
+
+# --- R1 and R3: speculative sampling
 
 
 @dataclass(frozen=True)
 class Families:
-    """M nodes, those with the most children first, and up to K children of each."""
+    """M parents, those with the most children first, and up to K children of each."""
 
-    inner: Tensor  # [M]
-    children: Tensor  # [M, K] nodes, by rank; the first one stands for a missing one (0: there is none at all)
+    inner: Tensor  # [M] the parents' nodes
+    # [M, K] the children's nodes, by rank; a missing one is the first, or 0 where there is none
+    children: Tensor
     is_there: Tensor  # [M, K]
-    most: tuple[int, ...]  # by rank: how many of the M nodes, at most, have that child
+    most: tuple[int, ...]  # [K] how many of the M parents, at most, have a child of that rank
+
+
+class Chances(NamedTuple):
+    """Of the children of M parents, each judged as if its parent were accepted."""
+
+    q: Tensor  # [N, V] the distributions that they were drawn from, by parent
+    families: Families
+    accept: Tensor  # [M, K] the chance of each child, once the children before it were refused
+    weight: Tensor  # [M, 1] `left_of`'s weight of q, once all of them were refused
 
 
 def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Tensor:
-    """R1 and R3, speculative sampling: `judge` by p [N, V], for children drawn from q."""
-    q, families, chances, end = _chances(tree, p)
-    uniform = torch.rand(chances.shape, generator=generator, device=p.device)
-    is_taken, rank = (uniform < chances).byte().max(-1)
-    # a node is refused unless its parent takes its rank; the root, never refused, stands for "no child taken"
-    node = families.children.gather(1, rank[:, None])[:, 0] * is_taken
-    blocks, order = _path_first(
-        tree, torch.ones_like(tree.tokens, dtype=torch.bool).scatter_(0, node, 0)
-    )
-    at = (blocks[1:] == 0).sum(0, keepdim=True)  # the place of the path's last node
-    last = order.index_select(0, at)
-    is_inner, row = (families.inner == last).byte().max(0, keepdim=True)
-    end = end.index_select(0, row) * is_inner  # a leaf has refused nothing
-    law = left_of(p.index_select(0, last), q.index_select(0, last), end)
-    return _ending_with(tree, blocks, order, at, draw(law, generator))
+    """`judge` by p [N, V], for children that were drawn from q."""
+    q, families, accept, weight = _chances(tree, p)
+    # --- every parent takes the first child whose uniform number is below its chance
+    uniform = torch.rand(accept.shape, generator=generator, device=p.device)
+    takes_one, rank = (uniform < accept).byte().max(-1)  # [M]
+    # a parent that takes none takes the root instead, which is never refused
+    taken = families.children.gather(1, rank[:, None])[:, 0] * takes_one
+    refused = torch.ones_like(tree.tokens, dtype=torch.bool).scatter_(0, taken, 0)  # [N]
+    order = path_first(tree, refused)
+    # --- the bonus token comes from what the refused children left of p at the path's last node
+    end = (order.refused[1:] == 0).sum(0, keepdim=True)  # [1] the last node's column
+    last = order.nodes.index_select(0, end)
+    is_parent, row = (families.inner == last).byte().max(0, keepdim=True)
+    weight = weight.index_select(0, row) * is_parent  # a leaf has refused nothing
+    left = left_of(p.index_select(0, last), q.index_select(0, last), weight)  # [1, V]
+    # every node is followed by the token of the next one, and the last by the bonus token
+    written = tree.tokens.index_select(0, order.nodes).roll(-1)
+    written = written.index_copy_(0, end, draw(left, generator))
+    return _judged(tree, order, written)
 
 
 def acceptance(tree: Tree, p: Tensor) -> Tensor:
-    """The chance [N] that `reject` accepts each drawn node once its parent is accepted; 0 for the root."""
-    _, families, chances, _ = _chances(tree, p)
-    refused = (1.0 - chances).cumprod(-1)
-    reached = chances * F.pad(refused[:, :-1], (1, 0), value=1.0)
-    # a missing child adds a chance of 0 to the first child
-    return torch.zeros_like(tree.confidence).index_add_(
-        0, families.children.flatten(), reached.flatten()
-    )
+    """The chance [N] that `reject` accepts each drawn node once its parent is; 0 for the root."""
+    _, families, accept, _ = _chances(tree, p)
+    refused = (1.0 - accept).cumprod(-1)  # [M, K] the child and all before it
+    reached = accept * F.pad(refused[:, :-1], (1, 0), value=1.0)
+    # a missing child, whose node is its first sibling's, adds a chance of 0 there
+    nodes = families.children.flatten()
+    return torch.zeros_like(tree.confidence).index_add_(0, nodes, reached.flatten())
 
 
-def _chances(tree: Tree, p: Tensor) -> tuple[Tensor, Families, Tensor, Tensor]:
-    """q [N, V], the families, and what `sibling_chances` returns for them."""
+def _chances(tree: Tree, p: Tensor) -> Chances:
     proposal = tree.proposal
-    assert proposal is not None and tree.passengers is None, (
-        "only drawn children are verified by rejection"
-    )
+    assert proposal is not None, "only drawn children are verified by rejection"
+    assert tree.passengers is None
     if proposal.ranks is not None:
-        families = _dynamic_families(tree, proposal.ranks, proposal.width)
+        families = _families_on_device(tree, proposal.ranks, proposal.width)
     elif proposal.parents is not None:
-        families = _families(proposal.parents, p.device)
+        families = _cached_families(proposal.parents, p.device)
     else:  # a tree with missing tokens: too many forms to cache
-        families = _families.__wrapped__(tuple(tree.parents.tolist()), p.device)
-    q, tokens = proposal.over(p.shape[-1]), tree.tokens.take(families.children)
-    return q, families, *sibling_chances(p, q, tokens, families)
-
-
-def _dynamic_families(tree: Tree, ranks: Tensor, width: int) -> Families:
-    """The families of a tree that only the device knows."""
-    count, parents = len(tree), tree.parents[1:]
-    node = torch.arange(1, count, device=ranks.device) * (
-        tree.survival[1:] > float("-inf")
-    )  # 0: no token was left
-    table = node.new_zeros(count, width)  # by parent and rank
-    table.view(-1).scatter_(0, parents * width + ranks[1:], node)
-    inner = (table > 0).sum(-1).argsort(descending=True, stable=True)[: count - 1]
-    children = table.index_select(0, inner)[:, : count - 1]
-    # no more than (N - 1) / n nodes have n children
-    most = tuple((count - 1) // (rank + 1) for rank in range(children.shape[1]))
-    return Families(inner, torch.where(children > 0, children, children[:, :1]), children > 0, most)
-
-
-@cache  # CUDA graphs read these tensors as long as they live
-def _families(parents: tuple[int, ...], device: torch.device) -> Families:
-    below: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents[1:], start=1):
-        below.setdefault(parent, []).append(node)
-    inner = sorted(below, key=lambda parent: -len(below[parent]))
-    sizes = [len(below[parent]) for parent in inner]
-    table = [
-        below[parent] + below[parent][:1] * (sizes[0] - len(below[parent])) for parent in inner
-    ]
-    most = tuple(sum(size > rank for size in sizes) for rank in range(sizes[0]))
-    is_there = [[rank < size for rank in range(sizes[0])] for size in sizes]
-    nodes, children, there = (
-        torch.tensor(each, device=device) for each in (inner, table, is_there)
-    )
-    return Families(nodes, children, there, most)
+        families = families_of(tree.parents.tolist(), p.device)
+    q = proposal.over(p.shape[-1])  # [N, V]
+    tokens = tree.tokens.take(families.children)  # [M, K]
+    return Chances(q, families, *sibling_chances(p, q, tokens, families))
 
 
 def sibling_chances(
     p: Tensor, q: Tensor, tokens: Tensor, families: Families
 ) -> tuple[Tensor, Tensor]:
-    """The chance [M, K] that each child is accepted once those before it were refused, and `left_of`'s end [M, 1].
+    """The chance [M, K] that each child is accepted once those before it were refused, and
+    `left_of`'s weight [M, 1] of q after all of them.
 
-    p and q [N, V] are the laws after each node, tokens [M, K] the children's.
+    p and q [N, V] are the distributions after each node, tokens [M, K] the children's.
     """
-    # x_i is accepted with p_i(x_i) / q_i(x_i), at most 1: Leviathan et al. (arXiv 2211.17192, algorithm 1) for R1,
-    # EAGLE-1's released code for R3. A refused x_i leaves p_i+1 = norm(max(0, p_i - q_i)), which is 0 at x_i, and
-    # q_i+1 = norm(q_i without x_i), as the draws are without replacement. So
-    #   q_i(x) = q(x) / c_i and p_i(x) = max(0, p(x) - s_i q(x)) / t_i, with s_0 = 0 and s_i+1 = s_i + t_i / c_i,
-    # for all x but those refused; c_i and t_i make both sum to 1 (c_0 = t_0 = 1).
-    # They take two sums over the vocabulary per rank.
-    is_there, places = families.is_there, families.inner[:, None] * p.shape[1] + tokens
-    p_x, q_x, least = p.take(places), q.take(places), torch.finfo(p.dtype).tiny  # [M, K]
-    one = torch.ones_like(p_x[:, 0])
-    if len(families.most) == 1:
-        return (p_x / q_x.clamp(min=least)).clamp_(max=1.0) * is_there, one[:, None] * is_there
-    sums = [
-        (torch.zeros_like(one), one, one)
-    ]  # s, t and c by rank, for the families that may have that child
+    # Child x_i is accepted with p_i(x_i) / q_i(x_i), at most 1: Leviathan et al. (arXiv 2211.17192,
+    # algorithm 1) for one child, EAGLE-1's released code for siblings. A refused x_i leaves
+    #   p_i+1 = norm(max(0, p_i - q_i)), which is 0 at x_i, and
+    #   q_i+1 = norm(q_i without x_i), as the draws are without replacement.
+    # So for all x but those refused
+    #   q_i(x) = q(x) / c_i    and    p_i(x) = max(0, p(x) - s_i q(x)) / t_i
+    # with s_0 = 0, t_0 = c_0 = 1, and s_i+1 = s_i + t_i / c_i; c_i and t_i make both sum to 1. They
+    # take two sums over the vocabulary for each rank.
+    cells = families.inner[:, None] * p.shape[1] + tokens  # [M, K]
+    p_x = p.take(cells)
+    q_x = q.take(cells)
+    tiny = torch.finfo(p.dtype).tiny
+    is_there = families.is_there
+    ones = torch.ones_like(p_x[:, 0])  # [M]
+    if len(families.most) == 1:  # no child has siblings
+        accept = (p_x / q_x.clamp(min=tiny)).clamp_(max=1.0)  # p(x) / q(x)
+        return accept * is_there, ones[:, None] * is_there
+    s, t, c = torch.zeros_like(ones), ones, ones
+    by_rank = [(s, t, c)]
     for rank, count in enumerate(families.most[1:]):
-        s, t, c = (part[:count] for part in sums[-1])
-        s = s.addcdiv(t, c)
+        # only the first `count` parents can have a child of the next rank
+        s = s[:count].addcdiv(t[:count], c[:count])
         if rank == 0:
-            p, q = (law.index_select(0, families.inner[:count]) for law in (p, q))
-        p, q = p[:count], q[:count]
-        for law in (p, q):
-            law.scatter_(1, tokens[:count, rank, None], 0.0)
-        c = q.sum(-1).clamp_(min=least)
-        sums.append((s, torch.addcmul(p, s[:, None], q, value=-1).clamp_(min=0.0).sum(-1), c))
-    parts = pad_sequence([part for each in sums for part in each], padding_value=1.0)
-    s, t, c = parts.view(-1, len(sums), 3).unbind(-1)  # [M, K]
-    chances = ((p_x - s * q_x).clamp_(min=0.0) * c / (q_x * t).clamp_(min=least)).clamp_(max=1.0)
-    # for a missing child s, t and c mean nothing and may be infinite; s never falls
-    chances, after = (torch.where(is_there, part, 0.0) for part in (chances, s.addcdiv(t, c)))
-    return chances, after.amax(1, keepdim=True)
+            parents = families.inner[:count]
+            p = p.index_select(0, parents)  # copies: refused tokens are deleted from them
+            q = q.index_select(0, parents)
+        refused = tokens[:count, rank, None]
+        p = p[:count].scatter_(1, refused, 0.0)
+        q = q[:count].scatter_(1, refused, 0.0)
+        c = q.sum(-1).clamp_(min=tiny)
+        t = torch.addcmul(p, s[:, None], q, value=-1).clamp_(min=0.0).sum(-1)
+        by_rank.append((s, t, c))
+    # [M, K, 3]: one padded stack, as each rank has fewer parents than the one before
+    stack = pad_sequence([*chain.from_iterable(by_rank)], padding_value=1.0)
+    s, t, c = stack.view(-1, len(by_rank), 3).unbind(-1)  # [M, K]
+    accept = (p_x - s * q_x).clamp_(min=0.0) * c / (q_x * t).clamp_(min=tiny)  # p_i(x) / q_i(x)
+    # for a missing child s, t and c mean nothing and may be infinite
+    accept = torch.where(is_there, accept.clamp_(max=1.0), 0.0)
+    weight = torch.where(is_there, s.addcdiv(t, c), 0.0).amax(1, keepdim=True)  # s never falls
+    return accept, weight
 
 
-def left_of(p: Tensor, q: Tensor, end: Tensor) -> Tensor:
-    """max(0, p - end q) [.., V], what refused children leave of p, not normalised; p where rounding leaves nothing."""
-    left = torch.addcmul(p, end, q, value=-1).clamp_(min=0.0)
+def left_of(p: Tensor, q: Tensor, weight: Tensor) -> Tensor:
+    """What refused children leave of p [.., V]: max(0, p - weight q), not normalised.
+
+    p itself where rounding leaves nothing.
+    """
+    left = torch.addcmul(p, weight, q, value=-1).clamp_(min=0.0)
     return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
 
 
-def _path_first(tree: Tree, refused: Tensor) -> tuple[Tensor, Tensor]:
-    """The levels + 1 nodes with the fewest refused nodes on the way to them: these counts, ascending, and the nodes.
+def families_of(parents: Iterable[int], device: torch.device) -> Families:
+    """The families of a tree whose parents [N] the host knows."""
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        if node > 0:
+            children.setdefault(parent, []).append(node)
+    inner = sorted(children, key=lambda parent: -len(children[parent]))
+    width = len(children[inner[0]])
+    nodes = []
+    is_there = []
+    for parent in inner:
+        siblings = children[parent]
+        num_missing = width - len(siblings)
+        nodes.append(siblings + siblings[:1] * num_missing)
+        is_there.append([True] * len(siblings) + [False] * num_missing)
+    most = tuple(sum(column) for column in zip(*is_there, strict=True))
+    return Families(
+        torch.tensor(inner, device=device),
+        torch.tensor(nodes, device=device),
+        torch.tensor(is_there, device=device),
+        most,
+    )
 
-    At most one child of each node is not refused, so those of count 0 are a path. The root is never refused.
-    """
-    refused = refused[1:] if tree.passengers is None else (refused | tree.passengers)[1:]
-    blocks, order = (tree.mask[:, 1:] & refused).sum(dim=1).sort(stable=True)
-    return blocks[: tree.levels + 1], order[: tree.levels + 1]
+
+_cached_families = cache(families_of)  # CUDA graphs read its tensors as long as they live
 
 
-def _ending_with(tree: Tree, blocks: Tensor, order: Tensor, at: Tensor, bonus: Tensor) -> Tensor:
-    written = tree.tokens.index_select(0, order).roll(-1)
-    return _judged(tree, blocks, order, written.index_copy_(0, at, bonus))
-
-
-def _judged(tree: Tree, *rows: Tensor) -> Tensor:
-    rides = [] if tree.passengers is None else [tree.passengers.sum().expand_as(rows[0])]
-    return torch.stack([*rows, *rides])
+def _families_on_device(tree: Tree, ranks: Tensor, width: int) -> Families:
+    """The families of a tree that only the device knows; ranks [N], below width."""
+    count = len(tree)
+    node = torch.arange(1, count, device=ranks.device)
+    node = node * (tree.survival[1:] > float("-inf"))  # 0: no token was left to draw
+    table = node.new_zeros(count, width)  # the children's nodes, by parent and rank
+    table.view(-1).scatter_(0, tree.parents[1:] * width + ranks[1:], node)
+    # N nodes have at most N - 1 parents and N - 1 children
+    inner = (table > 0).sum(-1).argsort(descending=True, stable=True)[: count - 1]
+    children = table.index_select(0, inner)[:, : count - 1]
+    is_there = children > 0
+    # no more than (N - 1) / n nodes have n children
+    most = tuple((count - 1) // (rank + 1) for rank in range(children.shape[1]))
+    return Families(inner, torch.where(is_there, children, children[:, :1]), is_there, most)
