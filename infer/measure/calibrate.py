@@ -27,6 +27,7 @@ from aerie.infer.decode.methods import FLOOR, Calibrator, Drafters, kind_at
 from aerie.infer.decode.shape import Drafting
 from aerie.infer.decode.tree import Tree
 from aerie.infer.measure.recorder import COLUMNS, CycleRecord, Recorder, Tables, tables_of
+from aerie.infer.measure.stage_facts import ANALYSIS_SCHEMA
 from aerie.infer.measure.statistics import FloatArray
 from aerie.infer.measure.tasks import encode_turn, load_prompts
 from aerie.model.storage import (
@@ -39,7 +40,6 @@ from aerie.model.storage import (
 )
 from aerie.model.target import Target
 
-ANALYSIS_SCHEMA = 2  # of analysis.json
 EDGE = 1e-7  # least distance to 0 and 1, which float32 may round to
 FITS: tuple[Fit, ...] = get_args(Fit)
 SPLIT = 0  # seed of the halves of the prompts
@@ -75,7 +75,7 @@ class RecordedCycles:
     """The cycles of some prompts."""
 
     tables: Tables
-    tasks: tuple[str, ...]  # of each prompt
+    tasks: Sequence[str]  # of each prompt
     temperature: float
 
 
@@ -110,8 +110,7 @@ def record_cycles(
     seed: int,
     observer: Observer,
 ) -> RecordedCycles:
-    proposer = cast(Drafting, decoder.proposer)  # as of every method with a head
-    proposer.keep = True
+    cast(Drafting, decoder.proposer).keep = True  # with a head every method has such a proposer
     decoder.cycle = "eager"  # no speed is measured, and an observer must see every forward
     settings: dict[str, Any] = {"temperature": section.temperature, "top_k": 0, "top_p": 1.0}
     context = min(decoder.limits.values())
@@ -125,15 +124,14 @@ def record_cycles(
             generation = decoder.generate(
                 question.ids, on_cycle=recorder, generator=generator, **settings
             )
-            text = generation.sequences[0].tolist()
-            answers.append(tables_of(number, recorder.records, text))
+            text = generation.sequences[0]
+            answers.append(tables_of(number, recorder.records, text.tolist()))
             progress.update()
     tables = {}
     for name in COLUMNS:
         tables[name] = pd.concat([answer[name] for answer in answers], ignore_index=True)
     observer.complete(tables)
-    tasks = tuple(question.task for question in questions)
-    return RecordedCycles(tables, tasks, section.temperature)
+    return RecordedCycles(tables, [question.task for question in questions], section.temperature)
 
 
 def write_calibration(
@@ -254,17 +252,19 @@ def analyse(recorded: RecordedCycles, bins: int = 20) -> dict[str, Any]:
     and by task."""
     nodes = recorded.tables["nodes"]
     task_of = nodes.prompt.map(dict(enumerate(recorded.tasks)))
-    depths = sorted(set(nodes.depth.tolist()))
-    tasks = dict.fromkeys(recorded.tasks)
     return {
         "schema": ANALYSIS_SCHEMA,
         "temperature": recorded.temperature,
         "prompts": len(recorded.tasks),
         "cycles": len(recorded.tables["cycles"]),
         "by_depth": [
-            {"depth": depth, **_curve(nodes[nodes.depth == depth], bins)} for depth in depths
+            {"depth": depth, **_curve(nodes[nodes.depth == depth], bins)}
+            for depth in sorted(set(nodes.depth.tolist()))
         ],
-        "by_task": [{"task": task, **_curve(nodes[task_of == task], bins)} for task in tasks],
+        "by_task": [
+            {"task": task, **_curve(nodes[task_of == task], bins)}
+            for task in dict.fromkeys(recorded.tasks)
+        ],
     }
 
 
@@ -336,8 +336,9 @@ def fit_calibrator(confidence: FloatArray, acceptance: FloatArray) -> Calibrator
 
     def loss(log_temperature: float) -> float:
         scaled = odds / np.exp(log_temperature)
-        losses = acceptance * log_expit(scaled) + (1.0 - acceptance) * log_expit(-scaled)
-        return -float(losses.mean())
+        return -float(
+            (acceptance * log_expit(scaled) + (1.0 - acceptance) * log_expit(-scaled)).mean()
+        )
 
     temperature = float(np.exp(minimize_scalar(loss, bounds=(-4.0, 4.0), method="bounded").x))
     knots = IsotonicRegression(y_min=0.0, y_max=1.0).fit(confidence, acceptance)
@@ -351,8 +352,10 @@ def advice(scored: ScoredFit) -> str:
     best = min(eces, key=lambda name: eces[name])
     figures = ", ".join(f"{ece:.4f} {name}" for name, ece in eces.items())
     use = "use none of them" if best == "before" else f"use it with --tree.calibrated {best}"
-    prompts = f"{scored.facts['held_out_prompts']} prompts that the calibrator was not fitted on"
-    return f"calibrate: ECE on {prompts}: {figures}; {use}"
+    return (
+        f"calibrate: ECE on {scored.facts['held_out_prompts']} prompts that the calibrator was "
+        f"not fitted on: {figures}; {use}"
+    )
 
 
 # --- a static tree, rebuilt ---
@@ -369,9 +372,10 @@ def write_choices(
     answers."""
     tree = cast(StaticConfig, method.tree)
     probe = replace(method, tree=replace(tree, choices=probe_choices(tree, section.ranks)))
-    decoder = make_decoder(Drafters(target), probe, method.head)
     greedy = replace(section, temperature=0.0)
-    recorded = record_cycles(decoder, questions, greedy, 0, Observer())
+    recorded = record_cycles(
+        make_decoder(Drafters(target), probe, method.head), questions, greedy, 0, Observer()
+    )
     accuracy = rank_accuracy(recorded.tables["nodes"], tree.levels, section.ranks)
     choices = rebuild_tree(tree, accuracy, section.nodes)
     size = f"{len(choices)} drafted nodes"

@@ -88,9 +88,12 @@ def measure_costs(
     below = np.minimum.accumulate(verify[::-1])[::-1]
     verify = (np.maximum.accumulate(verify) + below) / 2
     sizes = [1, *(tree.nodes for tree in trees)]
-    by_size = dict(zip(sizes, verify.tolist(), strict=True))
-    rest = cycle_ms(list(chain.from_iterable(drafted)), ["commit", "other"])
-    return Costs(draft, by_size, rest, cycle_ms(plain))
+    return Costs(
+        draft=draft,
+        verify=dict(zip(sizes, verify.tolist(), strict=True)),
+        rest=cycle_ms(list(chain.from_iterable(drafted)), ["commit", "other"]),
+        plain=cycle_ms(plain),
+    )
 
 
 def _level_cost(shallow: Sequence[Statistics], deep: Sequence[Statistics]) -> LevelCost:
@@ -131,8 +134,7 @@ def time_in_turns(
         for repetition, prompt in product(range(repetitions), prompts):
             for turn in range(len(decoders)):
                 number = (repetition + turn) % len(decoders)  # another decoder begins each time
-                generation = decoders[number].generate(prompt, **settings)
-                answers[number].append(generation.statistics)
+                answers[number].append(decoders[number].generate(prompt, **settings).statistics)
             progress.update()
     return answers
 

@@ -33,9 +33,8 @@ def judged_nodes(tree: Tree, path: Sequence[int]) -> Tensor:
 
     Neither the root nor a passenger is judged.
     """
-    is_accepted = torch.zeros(len(tree), dtype=torch.bool, device=tree.tokens.device)  # [N]
-    is_accepted[path] = True
-    is_judged = is_accepted[tree.parents]  # [N]
+    accepted = torch.tensor(path, device=tree.parents.device)
+    is_judged = torch.isin(tree.parents, accepted)  # [N]
     is_judged[0] = False
     return is_judged if tree.passengers is None else is_judged & ~tree.passengers
 
@@ -52,9 +51,9 @@ def node_acceptance(cycle: Cycle) -> Tensor:
         outcome[cycle.verdict.path] = 1.0
         return outcome
     p = cycle.sampler.law(cycle.step.logits)  # [N, V]
-    is_drawn = tree.proposal is not None
-    chances = acceptance(tree, p) if is_drawn else p[tree.parents, tree.tokens]  # [N]
-    return chances.double()
+    if tree.proposal is None:
+        return p[tree.parents, tree.tokens].double()
+    return acceptance(tree, p).double()
 
 
 class Recorder:
@@ -129,8 +128,7 @@ def _level_masses(tree: Tree, frontiers: Sequence[tuple[list[TokenPath], Tensor]
     survival = tree.survival.exp()  # [N]
     if tree.passengers is not None:
         survival = survival * ~tree.passengers
-    depths = range(1, tree.levels + 1)
-    return [float(survival[tree.depth == depth].sum()) for depth in depths]
+    return [float(survival[tree.depth == d].sum()) for d in range(1, tree.levels + 1)]
 
 
 def _branches(frontiers: Sequence[tuple[list[TokenPath], Tensor]]) -> list[tuple[TokenPath, float]]:
@@ -157,18 +155,18 @@ def _node_columns(cycle: Cycle) -> CycleRecord:
         "token": tree.tokens.tolist(),
         "parent": parents,  # the root is its own
         "depth": tree.depth.tolist(),
-        "q": _known(tree.confidence.double().exp(), is_drafted),
-        "survival": _known(tree.survival.double().exp(), is_drafted),
+        "q": _where_known(tree.confidence.double().exp(), is_drafted),
+        "survival": _where_known(tree.survival.double().exp(), is_drafted),
         "entropy": [entropies.get(parent) if node else None for node, parent in enumerate(parents)],
         # at temperature 0 of the plain softmax
-        "p": _known(p[tree.parents, tree.tokens], is_drafted),
-        "acceptance": _known(node_acceptance(cycle), judged_nodes(tree, cycle.verdict.path)),
+        "p": _where_known(p[tree.parents, tree.tokens], is_drafted),
+        "acceptance": _where_known(node_acceptance(cycle), judged_nodes(tree, cycle.verdict.path)),
         "accepted": [node in path for node in range(len(tree))],
         "passenger": None if tree.passengers is None else tree.passengers.tolist(),
     }
 
 
-def _known(values: Tensor, is_known: Tensor) -> list[float | None]:
+def _where_known(values: Tensor, is_known: Tensor) -> list[float | None]:
     pairs = zip(values.tolist(), is_known.tolist(), strict=True)
     return [value if known else None for value, known in pairs]
 
@@ -326,16 +324,15 @@ def tables_of(prompt: int, records: Sequence[CycleRecord], text: list[int]) -> T
 
 
 def _node_rows(node: CycleRecord) -> list[TableRow]:
-    positions = sibling_ranks(node["parent"])
-    columns = (node["depth"], positions, node["q"], node["survival"], node["acceptance"])
+    ranks = sibling_ranks(node["parent"])
+    columns = (node["depth"], ranks, node["q"], node["survival"], node["acceptance"])
     return [row for row in zip(*columns, strict=True) if row[-1] is not None]
 
 
 def _law_rows(law: CycleRecord | None) -> list[TableRow]:
     if law is None:
         return []
-    unknown = [nan] * len(law["node"])
-    columns = [law.get(name, unknown) for name in LAW_COLUMNS]
+    columns = [law.get(name, [nan] * len(law["node"])) for name in LAW_COLUMNS]
     return list(zip(*columns, strict=True))
 
 

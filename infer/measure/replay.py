@@ -78,9 +78,8 @@ def record_drafts(
                 ids, max_new_tokens=max_new_tokens, do_sample=False, on_cycle=keep_draft
             ).new_ids
             padded = [*answer, *([-1] * levels)]
-            drafts = len(columns["room"]) - before
             # the first draft's root is the answer's first token
-            for written in range(1, drafts + 1):
+            for written in range(1, 1 + len(columns["room"]) - before):
                 columns["text"].append(padded[written : written + levels])
                 columns["answer"].append(number)
                 columns["left"].append(len(answer) - written)
@@ -117,8 +116,8 @@ def path_ranks(drafts: RecordedDrafts, levels: int, k: int) -> PathRanks:
         survival = np.where(is_candidate, drafts.survival[:, level], -np.inf).astype(np.float32)
         survival = survival.reshape(count, -1)  # [P, K * K]
         survivals.append(survival)
-        best = survival.max(1, keepdims=True)  # [P, 1]
-        as_good[:, level] = sum((above >= best).sum(1) for above in survivals)
+        is_as_good = [above >= survival.max(1, keepdims=True) for above in survivals]
+        as_good[:, level] = np.concatenate(is_as_good, axis=1).sum(1)
         # (2) the one among them that the text took
         text = drafts.text[:, level]
         is_taken = drafts.tokens[positions, level, row] == text[:, None]  # [P, K]

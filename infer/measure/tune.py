@@ -16,19 +16,26 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict, read_yaml
-from aerie.configs.schema import decode as schema
 from aerie.configs.schema.decode import (
     METHODS,
     USUAL,
     ChainConfig,
+    ConfidenceConfig,
+    ConstantConfig,
     DynamicConfig,
+    EntropyConfig,
+    ExactConfig,
+    MarginalGainConfig,
     Method,
     MethodConfig,
+    ProbabilitySumConfig,
     StopConfig,
+    VoteConfig,
+    published_tree,
 )
 from aerie.configs.schema.heads import KINDS
 from aerie.configs.schema.measure import BenchConfig, SamplingConfig, TuneConfig
-from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
 from aerie.infer.decode.graphs import cycle_of
 from aerie.infer.decode.methods import Drafters, calibrate_of, drafting
 from aerie.infer.measure.bench import Bench, describe_machine, measure_answers
@@ -37,6 +44,7 @@ from aerie.infer.measure.prices import (
     PRICE_REPETITIONS,
     PRICED_PROMPTS,
     PRICED_TREES,
+    Costs,
     cycle_ms,
     measure_costs,
     time_in_turns,
@@ -57,7 +65,7 @@ from aerie.model.hub import head_directory
 from aerie.model.storage import CALIBRATOR, write_json, write_text
 from aerie.model.target import Target
 
-CONSTANT = schema.ConstantConfig()
+CONSTANT = ConstantConfig()
 TUNED = "tuned.yaml"
 SEARCH = read_yaml(Path(__file__).with_name("tune.yaml"))[0]
 CHOICE_ROW = 1  # of the rows that are measured; vanilla is the first
@@ -142,30 +150,30 @@ def trees_up_to(levels: int, k: int, stop: StopConfig) -> list[GrownConfig]:
 
 def sampled_trees(levels: int, k: int, stop: StopConfig) -> list[GrownConfig]:
     """Where tokens are sampled: chains, and trees of the best and of drawn children."""
-    best = []
-    for depth, width, nodes in SEARCH["sampled"]:
-        best.append(sized_tree(min(depth, levels), min(width, k), nodes, stop))
+    best = [
+        sized_tree(min(depth, levels), min(width, k), nodes, stop)
+        for depth, width, nodes in SEARCH["sampled"]
+    ]
     drawn = [replace(tree, children="sampled") for tree in best if isinstance(tree, DynamicConfig)]
     return list(dict.fromkeys([*best, *drawn]))  # small levels and k make several alike
 
 
 def rules_for(kind: str, tree: GrownConfig, levels: int) -> list[GrownConfig]:
     """A fixed tree with room to grow to `levels`, with every stop rule at every threshold."""
-    thresholds = SEARCH["thresholds"]
-    stops: list[StopConfig] = [schema.EntropyConfig(h=h) for h in SEARCH["entropy_thresholds"]]
-    if kind == "draft_lm":
-        stops += [schema.ConfidenceConfig(threshold=value) for value in thresholds]
-    else:
-        stops += [schema.VoteConfig(probability_threshold=value) for value in thresholds]
-    if tree.shape != "chain":  # on a chain they are votes
-        checks = tuple(depth for depth in SEARCH["checks"] if depth < levels)
-        if checks:
-            stops += [
-                schema.ProbabilitySumConfig(checks=checks, threshold=value) for value in thresholds
-            ]
-        stops += [schema.MarginalGainConfig(threshold=value) for value in thresholds]
-        if tree.stop.rule == "constant":
-            stops.append(schema.ExactConfig())
+    is_tree = tree.shape != "chain"  # on a chain the rules of trees are votes
+    checks = tuple(depth for depth in SEARCH["checks"] if depth < levels)
+    stops: list[StopConfig] = [EntropyConfig(h=h) for h in SEARCH["entropy_thresholds"]]
+    for threshold in SEARCH["thresholds"]:
+        if kind == "draft_lm":
+            stops.append(ConfidenceConfig(threshold=threshold))
+        else:
+            stops.append(VoteConfig(probability_threshold=threshold))
+        if is_tree:
+            stops.append(MarginalGainConfig(threshold=threshold))
+        if is_tree and checks:
+            stops.append(ProbabilitySumConfig(checks=checks, threshold=threshold))
+    if is_tree and tree.stop.rule == "constant":
+        stops.append(ExactConfig())
     return [replace(tree, levels=levels, stop=stop) for stop in stops]
 
 
@@ -175,6 +183,7 @@ def rules_for(kind: str, tree: GrownConfig, levels: int) -> list[GrownConfig]:
 class HeadTuning:
     """The search for one head. `search` finds its best fixed tree, `refine` looks further."""
 
+    costs: Costs
     published: Prediction  # of the head's usual method
     choice: Prediction  # the best so far
 
@@ -192,7 +201,7 @@ class HeadTuning:
         self.max_new_tokens = config.prompts.max_new_tokens
         # where reading the rule's answer costs next to nothing, no level is drafted in vain
         is_read = cycle_of(target) == "eager" and target.device.type == "cpu"
-        self.stop: StopConfig = schema.ExactConfig() if is_read else CONSTANT
+        self.stop: StopConfig = ExactConfig() if is_read else CONSTANT
         self.fixed: Prediction | None = None  # the best tree without a threshold; None: not timed
         self.trees: list[Prediction] = []  # fixed trees, the fastest first
         self.rules: list[Prediction] = []  # trees with a stop rule, the fastest first
@@ -203,12 +212,9 @@ class HeadTuning:
     def refine(self) -> None:
         """Times the best of what was found; sets `fixed` and `choice`."""
 
-    def measure_costs(self) -> None:
-        self.costs = measure_costs(self.target, self.drafter, self.prompts, self.max_new_tokens)
-
     def usual_tree(self) -> GrownConfig:
         """The published tree, not deeper nor wider than the search."""
-        tree = schema.published_tree(USUAL[self.kind])
+        tree = published_tree(USUAL[self.kind])
         tree = replace(tree, levels=min(tree.levels, self.config.levels))
         if isinstance(tree, DynamicConfig):
             tree = replace(tree, k=min(tree.k, self.k))
@@ -217,6 +223,20 @@ class HeadTuning:
     def decoder(self, tree: GrownConfig) -> SpeculativeDecoder:
         calibrate = calibrate_of(tree.calibrated, self.head)
         return SpeculativeDecoder(self.target, drafting(self.drafter, tree, calibrate))
+
+    def time_trees(
+        self,
+        trees: Sequence[GrownConfig],
+        prompts: Sequence[Tensor],
+        repetitions: int,
+        label: str,
+    ) -> list[list[Statistics]]:
+        """The answers of the target alone, then each tree's, at the temperature that is tuned
+        for."""
+        decoders = [SpeculativeDecoder(self.target), *map(self.decoder, trees)]
+        return time_in_turns(
+            decoders, prompts, repetitions, label, self.max_new_tokens, self.config.temperature
+        )
 
     def facts(self) -> dict[str, Any]:
         """tune.json's entry of this head."""
@@ -245,9 +265,9 @@ class GreedyTuning(HeadTuning):
             self.k,
             self.max_new_tokens,
         )
-        self.measure_costs()
-        trees = self.replay(trees_up_to(self.config.levels, self.k, self.stop))
-        self.trees = trees[: SEARCH["shown"]]
+        self.costs = measure_costs(self.target, self.drafter, self.prompts, self.max_new_tokens)
+        trees = trees_up_to(self.config.levels, self.k, self.stop)
+        self.trees = self.replay(trees)[: SEARCH["shown"]]
         self.choice = self.trees[0]
         (self.published,) = self.replay([self.usual_tree()])
 
@@ -255,7 +275,6 @@ class GreedyTuning(HeadTuning):
         """Says what will be tried, and about how long it takes, from an answer with the widest
         tree."""
         levels = self.config.levels
-        prompts = len(self.prompts)
         widest = sized_tree(levels, self.k, SEARCH["nodes"][-1], self.stop)
         for ids in self.prompts[:2]:  # the first warms up
             answer = self.decoder(widest).generate(
@@ -263,14 +282,14 @@ class GreedyTuning(HeadTuning):
             )
         rules = len(rules_for(self.kind, widest, levels))
         # recording moves on by one token a cycle, tau times as slowly as decoding
-        answers = prompts * (answer.statistics.tau + SEARCH["finalists"])
+        answers = len(self.prompts) * (answer.statistics.tau + SEARCH["finalists"])
         answers += (rules + SEARCH["calibrated"]) * SEARCH["screening_prompts"]
         answers += (1 + len(PRICED_TREES)) * PRICED_PROMPTS * PRICE_REPETITIONS
         minutes = answers * answer.statistics.ms["wall"] / 60_000
         print(
-            f"tune: {self.kind}: every tree of up to {levels} levels and k {self.k} on {prompts} "
-            f"answers of up to {self.max_new_tokens} tokens, then {rules} stop rules; "
-            f"about {minutes:.1f} min",
+            f"tune: {self.kind}: every tree of up to {levels} levels and k {self.k} on "
+            f"{len(self.prompts)} answers of up to {self.max_new_tokens} tokens, "
+            f"then {rules} stop rules; about {minutes:.1f} min",
             file=sys.stderr,
             flush=True,
         )
@@ -285,35 +304,30 @@ class GreedyTuning(HeadTuning):
                 predictions.append(self.predict(tree, replay_tree(self.drafts, path, tree)))
         return fastest_first(predictions)
 
-    def decode(
-        self, trees: Iterable[GrownConfig], prompts: Sequence[Tensor] | None = None
-    ) -> list[Prediction]:
+    def decode(self, trees: Iterable[GrownConfig], prompts: Sequence[Tensor]) -> list[Prediction]:
         """Predictions of decoded trees, priced at the costs, the fastest first."""
         predictions = []
         for tree in trees:
             decoder = self.decoder(tree)
             answers = []
-            for ids in self.prompts if prompts is None else prompts:
-                generation = decoder.generate(
-                    ids, max_new_tokens=self.max_new_tokens, do_sample=False
-                )
-                answers.append(generation.statistics)
+            for ids in prompts:
+                answer = decoder.generate(ids, max_new_tokens=self.max_new_tokens, do_sample=False)
+                answers.append(answer.statistics)
             predictions.append(self.predict(tree, count_cycles(answers)))
         return fastest_first(predictions)
 
     def predict(self, tree: GrownConfig, counts: CycleCounts) -> Prediction:
         ms = self.costs.price(counts, tree.k) / max(counts.tokens, 1)
-        speedup = self.costs.plain / ms
-        return Prediction(method_of(self.kind, tree), tree, counts.tau, ms, speedup)
+        method = method_of(self.kind, tree)
+        return Prediction(method, tree, counts.tau, ms, self.costs.plain / ms)
 
     def refine(self) -> None:
         """Times the best stop rules beside the best fixed trees and the published one."""
         fixed = self.trees[: SEARCH["fixed"]]
         timed = self.time_again([*fixed, self.published, *self.best_rules()])
-        count = len(fixed)
-        self.fixed = fastest_first(timed[:count])[0]
-        self.published = timed[count]
-        self.rules = fastest_first(timed[count + 1 :])
+        self.fixed = fastest_first(timed[: len(fixed)])[0]
+        self.published = timed[len(fixed)]
+        self.rules = fastest_first(timed[len(fixed) + 1 :])
         self.choice = self.fixed
         if self.rules and self.rules[0].ms_per_token * SEARCH["worth"] < self.fixed.ms_per_token:
             self.choice = self.rules[0]
@@ -322,18 +336,18 @@ class GreedyTuning(HeadTuning):
         few = self.prompts[: SEARCH["screening_prompts"]]
         rules = self.decode(rules_for(self.kind, self.trees[0].tree, self.config.levels), few)
         if (head_directory(self.head) / CALIBRATOR).is_file():
-            best = [prediction.tree for prediction in rules[: SEARCH["calibrated"]]]
-            calibrated = self.decode([replace(tree, calibrated="isotonic") for tree in best], few)
-            rules = fastest_first([*rules, *calibrated])
-        finalists = [prediction.tree for prediction in rules[: SEARCH["finalists"]]]
-        predictions = self.decode(finalists)
+            best = rules[: SEARCH["calibrated"]]
+            calibrated = [replace(rule.tree, calibrated="isotonic") for rule in best]
+            rules = fastest_first([*rules, *self.decode(calibrated, few)])
+        finalists = rules[: SEARCH["finalists"]]
+        predictions = self.decode([rule.tree for rule in finalists], self.prompts)
         if cycle_of(self.target) == "captured":  # here a rule's answer is a wait for the device
-            dynamic = [
-                prediction.tree
-                for prediction in predictions
-                if isinstance(prediction.tree, DynamicConfig)
+            late = [
+                replace(rule.tree, stop_read="late")
+                for rule in finalists
+                if isinstance(rule.tree, DynamicConfig)
             ]
-            predictions += self.decode([replace(tree, stop_read="late") for tree in dynamic])
+            predictions += self.decode(late, self.prompts)
         return predictions
 
     def time_again(self, predictions: Sequence[Prediction]) -> list[Prediction]:
@@ -342,15 +356,9 @@ class GreedyTuning(HeadTuning):
         The costs leave out what a stop rule, a calibrator, and trees that change from cycle to
         cycle take.
         """
-        decoders = [SpeculativeDecoder(self.target)]
-        decoders += [self.decoder(prediction.tree) for prediction in predictions]
-        plain, *drafted = time_in_turns(
-            decoders,
-            self.prompts[: SEARCH["timed_prompts"]],
-            SEARCH["timed_repetitions"],
-            "finalists",
-            self.max_new_tokens,
-        )
+        prompts = self.prompts[: SEARCH["timed_prompts"]]
+        trees = [prediction.tree for prediction in predictions]
+        plain, *drafted = self.time_trees(trees, prompts, SEARCH["timed_repetitions"], "finalists")
         timed = []
         for prediction, answers in zip(predictions, drafted, strict=True):
             ms = cycle_ms(answers) / prediction.tau
@@ -363,7 +371,7 @@ class SampledTuning(HeadTuning):
     all."""
 
     def search(self) -> None:
-        self.measure_costs()
+        self.costs = measure_costs(self.target, self.drafter, self.prompts, self.max_new_tokens)
         trees = [self.usual_tree(), *sampled_trees(self.config.levels, self.k, self.stop)]
         self.published, *predictions = self.time(
             trees, self.prompts[: SEARCH["sampled_prompts"]], "trees"
@@ -381,20 +389,13 @@ class SampledTuning(HeadTuning):
     def time(
         self, trees: Sequence[GrownConfig], prompts: Sequence[Tensor], label: str
     ) -> list[Prediction]:
-        """Predictions of trees, timed in turns with the target alone."""
-        decoders = [SpeculativeDecoder(self.target)]
-        decoders += [self.decoder(tree) for tree in trees]
-        plain, *drafted = time_in_turns(
-            decoders, prompts, 1, label, self.max_new_tokens, self.config.temperature
-        )
+        plain, *drafted = self.time_trees(trees, prompts, 1, label)
         predictions = []
         for tree, answers in zip(trees, drafted, strict=True):
             tau = count_cycles(answers).tau
-            relative = cycle_ms(answers) / cycle_ms(plain)
-            ms = relative * self.costs.plain / tau
-            predictions.append(
-                Prediction(method_of(self.kind, tree), tree, tau, ms, tau / relative)
-            )
+            speedup = tau * cycle_ms(plain) / cycle_ms(answers)
+            ms = self.costs.plain / speedup  # per token
+            predictions.append(Prediction(method_of(self.kind, tree), tree, tau, ms, speedup))
         return predictions
 
 
@@ -421,32 +422,26 @@ def run_tuning(
         tunings.append(tuning)
     best = max(tunings, key=lambda tuning: tuning.choice.speedup)
     best.refine()
-    line = chosen_line(best)
+    choice = best.choice
+    published = best.published
+    line = (
+        f"{best.kind}: {row_name(choice.row)}: predicted tau {choice.tau:.2f}, speedup "
+        f"{choice.speedup:.2f} (published tree: {published.tau:.2f}, {published.speedup:.2f})"
+    )
     print(f"tune: {line}", flush=True)
-    tree = {key: value for key, value in as_dict(best.choice.tree).items() if value is not None}
-    row = {"method": best.choice.method, "head": best.head, "tree": tree}
-    comment = f"# tuned on {describe_machine(target)['device']}: {line}"
-    write_text(output / TUNED, f"{comment}\n{yaml.safe_dump(row, sort_keys=False)}")
+    tree = {key: value for key, value in as_dict(choice.tree).items() if value is not None}
+    row = {"method": choice.method, "head": best.head, "tree": tree}
+    chosen = yaml.safe_dump(row, sort_keys=False)
+    write_text(output / TUNED, f"# tuned on {describe_machine(target)['device']}: {line}\n{chosen}")
     facts = {
         "chosen": best.kind,
         "temperature": config.temperature,
         "heads": [tuning.facts() for tuning in tunings],
     }
     write_json(output / "tune.json", facts)
-    if config.measure is not None:
-        measure_choice(best, tokenizer, config, output, seed)
+    measure_choice(best, tokenizer, config, output, seed)
     print(f"tune: {output / TUNED} (generate --row FILE, bench --row FILE)")
     return {}
-
-
-def chosen_line(tuning: HeadTuning) -> str:
-    choice = tuning.choice
-    published = tuning.published
-    return (
-        f"{tuning.kind}: {row_name(choice.row)}: predicted tau {choice.tau:.2f}, "
-        f"speedup {choice.speedup:.2f} "
-        f"(published tree: {published.tau:.2f}, {published.speedup:.2f})"
-    )
 
 
 def rows_to_measure(
@@ -464,8 +459,10 @@ def rows_to_measure(
 def measure_choice(
     tuning: HeadTuning, tokenizer: Any, config: TuneConfig, output: Path, seed: int
 ) -> None:
-    """Writes measured.json: each row's speed on tune.measure, and the choice's relative to it."""
-    assert config.measure is not None
+    """Writes measured.json: each row's speed on tune.measure, if set, and the choice's beside
+    it."""
+    if config.measure is None:
+        return
     rows = rows_to_measure(tuning.kind, tuning.choice.row, config.grid, tuning.drafter.max_levels)
     section = BenchConfig(
         prompts=config.measure, rows=tuple(rows), sampling=(SamplingConfig(config.temperature),)
@@ -473,9 +470,8 @@ def measure_choice(
     vanilla, *drafting_rows = rows
     settled = [SettledRow(row, tuning.head, tuning.kind) for row in drafting_rows]
     suite = Suite(section, (SettledRow(vanilla), *settled))
-    directory = output / "bench"
-    bench = Bench.open(tuning.target, tokenizer, suite, directory)
-    (directory / RECORDS).unlink(missing_ok=True)
+    bench = Bench.open(tuning.target, tokenizer, suite, output / "bench")
+    (output / "bench" / RECORDS).unlink(missing_ok=True)
     records = measure_answers(bench, load_prompts(config.measure), seed)
     groups = {members.first.row: members for members in group(records)}
     measured = []
@@ -483,16 +479,16 @@ def measure_choice(
         measured.append(measured_row(row, groups[number], groups[CHOICE_ROW], seed))
     tau = measured[CHOICE_ROW]["tau"]
     speedup = measured[CHOICE_ROW]["speedup"]
-    predicted = tuning.choice
     facts = {
         "names": [row_name(row) for row in rows],
         "rows": measured,
-        "predicted_over_measured": predicted.speedup / speedup if speedup else None,
-        "predicted_tau_over_measured": predicted.tau / tau if tau else None,
+        "predicted_over_measured": tuning.choice.speedup / speedup if speedup else None,
+        "predicted_tau_over_measured": tuning.choice.tau / tau if tau else None,
     }
     write_json(output / "measured.json", facts)
     print(
-        f"measured: tau {tau or 0:.2f} (predicted {predicted.tau:.2f}), speedup {speedup or 0:.2f}"
+        f"measured: tau {tau or 0:.2f} (predicted {tuning.choice.tau:.2f}), "
+        f"speedup {speedup or 0:.2f}"
     )
 
 

@@ -15,6 +15,7 @@ from aerie.configs.errors import UserError
 from aerie.infer.measure import bench_files as files
 from aerie.infer.measure import statistics
 from aerie.infer.measure.bench_files import Record, SummaryRow
+from aerie.infer.measure.stage_facts import ANALYSIS_SCHEMA
 from aerie.infer.report import tables
 from aerie.infer.report.grids import context_grids, sweep_grids, task_grid
 from aerie.infer.report.pictures import draw_pictures
@@ -23,7 +24,6 @@ from aerie.infer.report.training import stopped_by_budget, training_curves
 from aerie.model.storage import plainly, write_json, write_text
 
 SCHEMA = 1  # of summary.json and details.json
-ANALYSIS_SCHEMA = 2  # of analysis.json
 TINTS = 4  # of the sample answer
 XML = '<?xml version="1.0" encoding="utf-8"?>\n'  # before a picture that is a file of its own
 PICTURE_STYLE = "<style>svg{background:#fff;font-family:sans-serif}</style>"
