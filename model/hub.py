@@ -12,83 +12,95 @@ from typing import Any
 
 from aerie.configs.errors import UserError, rank
 from aerie.model import storage
-from aerie.model.storage import CALIBRATOR, CONFIG, ORDER, find_weights, first_line, weight_map
+from aerie.model.storage import (
+    CALIBRATOR,
+    CONFIG,
+    HEAD_WEIGHTS,
+    find_weights,
+    first_line,
+    weight_map,
+)
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 PROVENANCE = ("recipe.yaml", "provenance.json")
 SHIPPED_RECORDS = (*PROVENANCE, "calibration.json", CALIBRATOR)
-TRAINED_FOLDER = "aerie"  # the folder of a head as it was trained, if a repository's root is in a server's layout
+# of a head as it was trained, where a repository's root is in a server's layout
+TRAINED_FOLDER = "aerie"
 SHA256 = re.compile("[0-9a-f]{64}")
-KEPT_BYTES, TOLD_BYTES = (
-    2**26,
-    10**10,
-)  # from these sizes on a digest is kept, and hashing is announced
-SAFE, PICKLED = (
-    ("*.safetensors", "*.safetensors.index.json"),
-    ("*.bin", "*.bin.index.json", "*_lm_head.pt"),
-)
+KEPT_BYTES = 2**26  # from this size on a file's digest is kept
+ANNOUNCED_BYTES = 10**10  # from this size on hashing is announced
+SAFE = ("*.safetensors", "*.safetensors.index.json")
+PICKLES = ("*.bin", "*.bin.index.json", "*_lm_head.pt")
 
 
 def head_directory(path: Path | str) -> Path:
-    """path (or TRAINED_FOLDER in it), else the snapshot of user/name[@revision] on the Hub; UserError where there is no head."""
-    found, place = HUB_ID.fullmatch(str(path)), Path(path)
-    if found is None or place.exists():
-        for head in (place / TRAINED_FOLDER, place):
-            if (head / CONFIG).is_file():
-                return head
-        if heads := sorted(place.glob(f"heads/*/{CONFIG}")):
-            raise UserError(
-                f"{path}: a run and no head; name {' or '.join(str(head.parent) for head in heads)}"
-            )
-        close = difflib.get_close_matches(
-            place.name, [other.parent.name for other in place.parent.glob(f"*/{CONFIG}")]
-        )
-        fix = (
-            f"did you mean {place.parent / close[0]}?"
-            if close
-            else "train the head: aerie train --config RECIPE"
-        )
-        raise UserError(f"{path}: holds no head (no {CONFIG}); {fix}")
+    """path (or TRAINED_FOLDER in it), else the snapshot of user/name[@revision] on the Hub.
+
+    UserError where there is no head."""
+    hub_id = HUB_ID.fullmatch(str(path))
+    local = Path(path)
+    if hub_id is None or local.exists():
+        for directory in (local / TRAINED_FOLDER, local):
+            if (directory / CONFIG).is_file():
+                return directory
+        raise UserError(f"{path}: {_why_no_head(local)}")
+    directory = _download_head(hub_id["repo"], hub_id["revision"], str(path))
+    if not (directory / CONFIG).is_file():
+        raise UserError(f"{path}: the repository has no {CONFIG}; name one that holds a head")
+    return directory
+
+
+def _why_no_head(path: Path) -> str:
+    heads = sorted(path.glob(f"heads/*/{CONFIG}"))
+    if heads:
+        return f"a run and no head; name {' or '.join(str(head.parent) for head in heads)}"
+    neighbours = [config.parent.name for config in path.parent.glob(f"*/{CONFIG}")]
+    close = difflib.get_close_matches(path.name, neighbours)
+    fix = "train the head: aerie train --config RECIPE"
+    if close:
+        fix = f"did you mean {path.parent / close[0]}?"
+    return f"holds no head (no {CONFIG}); {fix}"
+
+
+def _download_head(repo: str, revision: str | None, path: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    repo, revision = found["repo"], found["revision"]
-    root = (CONFIG, *SHIPPED_RECORDS, "README.md")
-    with readable_errors(str(path)):  # a pickle only where there is nothing better
-        for folder, patterns in (
-            (TRAINED_FOLDER, (f"{TRAINED_FOLDER}/*",)),
-            ("", (*root, *SAFE)),
-            ("", (*root, *PICKLED)),
-        ):
-            place = (
-                Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
-                / folder
-            )
-            if find_weights(place) is not None:
+    records = (CONFIG, *SHIPPED_RECORDS, "README.md")
+    # the head as it was trained, else the root; a pickle only where there is nothing better
+    choices = (
+        (TRAINED_FOLDER, (f"{TRAINED_FOLDER}/*",)),
+        ("", (*records, *SAFE)),
+        ("", (*records, *PICKLES)),
+    )
+    directory = Path()
+    with readable_errors(path):
+        for folder, patterns in choices:
+            snapshot = snapshot_download(repo, revision=revision, allow_patterns=list(patterns))
+            directory = Path(snapshot) / folder
+            if find_weights(directory) is not None:
                 break
-    if not (place / CONFIG).is_file():
-        raise UserError(f"{path}: the repository has no {CONFIG}; name one that holds a head")
-    return place
+    return directory
 
 
 def require_target(path: str) -> None:
     """UserError for a local path that is no directory of a whole model."""
-    place = Path(path)
-    if place.suffix == ".gguf" or (any(place.glob("*.gguf")) and find_weights(place) is None):
+    directory = Path(path)
+    has_weights = find_weights(directory) is not None
+    if directory.suffix == ".gguf" or (not has_weights and any(directory.glob("*.gguf"))):
         raise UserError(
             f"{path}: GGUF is not read; name the safetensors model that it was made from"
         )
-    if (place / "adapter_config.json").is_file() and find_weights(place) is None:
+    if not has_weights and (directory / "adapter_config.json").is_file():
         code = f"M.from_pretrained('{path}').merge_and_unload().save_pretrained('MERGED')"
-        line = f'python -c "from peft import AutoPeftModelForCausalLM as M; {code}"'
         raise UserError(
-            f"{path}: a LoRA adapter; merge it into its model, and add the model's tokenizer files: {line}"
+            f"{path}: a LoRA adapter; merge it into its model, and add the model's tokenizer files: "
+            f'python -c "from peft import AutoPeftModelForCausalLM as M; {code}"'
         )
-    for index in place.glob("*.index.json"):
-        if index.name in ORDER:
+    for index in directory.glob("*.index.json"):
+        if index.name in HEAD_WEIGHTS:
             weight_map(index)  # transformers follows it wherever it points
-    if not place.is_dir() and (
-        place.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1
-    ):
+    is_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or directory.exists()
+    if is_local and not directory.is_dir():
         raise UserError(f"{path}: no such target directory; name a local one or a Hub id")
 
 
@@ -106,27 +118,31 @@ def quieten() -> None:
 
 def weights_digest(path: Path) -> str:
     """The SHA-256 of a file of weights: in the Hub's cache, its name; a large file's is kept, by size and time."""
-    place = path.resolve()
-    if place.parent.name == "blobs" and SHA256.fullmatch(place.name):
-        return place.name
-    status = place.stat()
-    times = [status.st_mtime_ns, status.st_ctime_ns]
-    kept = storage.user_cache() / "digests" / storage.digest([str(place), status.st_size, *times])
+    file = path.resolve()
+    if file.parent.name == "blobs" and SHA256.fullmatch(file.name):
+        return file.name
+    status = file.stat()
+    if status.st_size < KEPT_BYTES:
+        return _sha256(file)
+    key = storage.digest([str(file), status.st_size, status.st_mtime_ns, status.st_ctime_ns])
+    kept = storage.user_cache() / "digests" / key
     with suppress(OSError, ValueError):
-        if status.st_size >= KEPT_BYTES and SHA256.fullmatch(
-            text := kept.read_text(encoding="utf-8")
-        ):
+        text = kept.read_text(encoding="utf-8")
+        if SHA256.fullmatch(text):
             return text
-    if status.st_size >= TOLD_BYTES:
+    if status.st_size >= ANNOUNCED_BYTES:
         print(
             f"{path}: is hashed once ({status.st_size / 1e9:.1f} GB)", file=sys.stderr, flush=True
         )
-    with place.open("rb") as handle:
-        text = hashlib.file_digest(handle, "sha256").hexdigest()
-    if status.st_size >= KEPT_BYTES:
-        with suppress(OSError, UserError):  # no room, no permission
-            storage.write_text(kept, text)
+    text = _sha256(file)
+    with suppress(OSError, UserError):  # no room, no permission
+        storage.write_text(kept, text)
     return text
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def weights_digests(path: str, revision: str | None, names: Sequence[str]) -> list[str]:
@@ -164,17 +180,20 @@ def is_on_hub(path: Path | str) -> bool:
 
 @contextmanager
 def readable_errors(repo: str) -> Iterator[None]:
+    """Turns the Hub's errors into one line that shows no token."""
     from huggingface_hub import errors, get_token
 
     try:
         yield
     except (errors.HTTPError, errors.HFValidationError, OSError, RuntimeError) as error:
-        what, token = first_line(error.__cause__ or error), get_token()
-        text = (
-            hub_answer(error)
-            or f"the Hub is out of reach, refused or broke off: {what}; run the same command again"
+        reason = first_line(error.__cause__ or error)
+        text = hub_answer(error) or (
+            f"the Hub is out of reach, refused or broke off: {reason}; run the same command again"
         )
-        raise UserError(f"{repo}: {text.replace(token, '***') if token else text}") from error
+        token = get_token()
+        if token:
+            text = text.replace(token, "***")
+        raise UserError(f"{repo}: {text}") from error
 
 
 def hub_answer(error: BaseException) -> str | None:
@@ -184,20 +203,27 @@ def hub_answer(error: BaseException) -> str | None:
     cause = error
     while cause.__cause__ is not None and not isinstance(cause, errors.HfHubHTTPError):
         cause = cause.__cause__
+    if isinstance(cause, errors.GatedRepoError):
+        return "gated on the Hub; ask for access on its page: hf auth login"
+    if isinstance(cause, errors.RepositoryNotFoundError):
+        return (
+            "no such local directory, and no such repository on the Hub "
+            "(if it is private: hf auth login)"
+        )
+    if isinstance(cause, errors.RevisionNotFoundError):
+        return "the repository has no such revision"
     status = getattr(getattr(cause, "response", None), "status_code", None)
-    nowhere = "no such local directory, and no such repository on the Hub (if it is private: hf auth login)"
-    may_not = "this login may not do that; use a token that may: hf auth login"
-    offline = "not in the local cache, and HF_HUB_OFFLINE forbids to ask the Hub; unset it, or fetch it: hf download"
+    if status == 401:
+        return "the Hub does not accept this login; run: hf auth login"
+    if status == 403:
+        return (
+            "this login may not do that; use a token that may: hf auth login; "
+            "if a link has expired, run the same command again"
+        )
     is_away = isinstance(cause, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled)
-    meanings = (
-        (
-            isinstance(cause, errors.GatedRepoError),
-            "gated on the Hub; ask for access on its page: hf auth login",
-        ),
-        (isinstance(cause, errors.RepositoryNotFoundError), nowhere),
-        (isinstance(cause, errors.RevisionNotFoundError), "the repository has no such revision"),
-        (status == 401, "the Hub does not accept this login; run: hf auth login"),
-        (status == 403, f"{may_not}; if a link has expired, run the same command again"),
-        (is_away and constants.HF_HUB_OFFLINE, offline),
-    )
-    return next((meaning for applies, meaning in meanings if applies), None)
+    if is_away and constants.HF_HUB_OFFLINE:
+        return (
+            "not in the local cache, and HF_HUB_OFFLINE forbids to ask the Hub; "
+            "unset it, or fetch it: hf download"
+        )
+    return None

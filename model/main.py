@@ -4,18 +4,21 @@ import sys
 from pathlib import Path
 
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    sys.path[0] = str(
-        Path(__file__).resolve().parents[1] / "src"
-    )  # the checkout's packages, as aerie.*
+    # the checkout's packages, as aerie.*
+    sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")
 
 import argparse
 import json
 from os.path import expanduser
+from typing import TYPE_CHECKING
 
 from aerie.configs.errors import Arguments, UserError, exit_codes
 from aerie.configs.read import user_path
 from aerie.model.hub import HUB_ID, quieten
 from aerie.model.storage import CONFIG, read_json
+
+if TYPE_CHECKING:
+    from aerie.model.push import Files
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,12 +43,12 @@ def parser() -> argparse.ArgumentParser:
     inspect = add("inspect", "what a head's files hold, and whether it fits")
     inspect.add_argument("--json", action="store_true", help="for tools")
     convert = add("convert", "write a head for vLLM, SGLang or SafeAILab's code")
-    names, named = (
-        ("safeailab", "sglang", "speculators"),
-        lambda to: to.replace("vllm", "speculators"),
-    )
     convert.add_argument(
-        "--to", required=True, choices=names, type=named, help="the layout (vllm: speculators)"
+        "--to",
+        required=True,
+        choices=("safeailab", "sglang", "speculators"),
+        type=lambda name: name.replace("vllm", "speculators"),
+        help="the layout (vllm: speculators)",
     )
     convert.add_argument("--out", required=True, type=user_path, help="the directory to write")
     convert.add_argument("--target-name", help="what servers load, if not --target")
@@ -107,66 +110,81 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 def convert(arguments: argparse.Namespace) -> int:
     from aerie.model.export import export
-    from aerie.model.formats.content import nested
 
     out, to = arguments.out, arguments.to
-    if (
-        there := list(out.iterdir()) if out.is_dir() else []
-    ):  # only an earlier export is ever removed
-        values = read_json(out / CONFIG) if out / CONFIG in there else {}
-        is_export = "exported_from" in nested(values, "aerie") and all(
-            path.is_file() for path in there
-        )
-        if not (arguments.overwrite and is_export):
-            fix = (
-                "replace it with --overwrite"
-                if is_export
-                else "it is no earlier export; name a new directory"
-            )
-            raise UserError(f"--out {out}: not empty; {fix}")
+    _require_replaceable(out, arguments.overwrite)
     layout, notes = export(
         arguments.head, to, out, arguments.target, arguments.after_blocks, arguments.any_target
     )
-    print("".join(f"note: {note}\n" for note in notes), end="")
+    _print_notes(notes)
     print(f"convert: {layout} -> {to}: {out}, read back and equal bit for bit")
     return 0
+
+
+def _require_replaceable(out: Path, overwrite: bool) -> None:
+    """UserError for a directory with files, unless they are an earlier export's and may be replaced."""
+    from aerie.model.formats.content import nested
+
+    files = list(out.iterdir()) if out.is_dir() else []
+    if not files:
+        return
+    values = read_json(out / CONFIG) if out / CONFIG in files else {}
+    is_export = "exported_from" in nested(values, "aerie") and all(path.is_file() for path in files)
+    if not is_export:
+        raise UserError(f"--out {out}: not empty; it is no earlier export; name a new directory")
+    if not overwrite:
+        raise UserError(f"--out {out}: not empty; replace it with --overwrite")
+
+
+def _print_notes(notes: list[str]) -> None:
+    print("".join(f"note: {note}\n" for note in notes), end="")
 
 
 def push(arguments: argparse.Namespace) -> int:
     from tempfile import TemporaryDirectory
 
     from aerie.model.inspection import inspect_head
-    from aerie.model.push import pack, removals, upload
+    from aerie.model.push import pack, upload
 
     repo, revision = arguments.repo, arguments.revision
     if HUB_ID.fullmatch(repo) is None or "@" in repo:
         raise UserError(f"--repo {repo}: no repository name; it looks like user/name")
     head = inspect_head(arguments.head, arguments.target, arguments.after_blocks)
     allowed = [name for name in ("without_results", "uncommitted") if getattr(arguments, name)]
-    where = repo if revision is None else f"{repo}@{revision}"
-    with TemporaryDirectory() as place:
-        server = Path(place) / "server", arguments.target
+    with TemporaryDirectory() as temporary:
+        server = Path(temporary) / "server", arguments.target
         files, notes = pack(
             head, repo, arguments.run, arguments.target_name, arguments.license, allowed, server
         )
-        print("".join(f"note: {note}\n" for note in notes), end="")
-        if not arguments.dry_run:
-            address, removed = upload(repo, files, revision, arguments.private)
-            print(
-                f"push: {len(files)} files to {where}, removed {', '.join(removed) or 'nothing'}: {address}"
-            )
+        _print_notes(notes)
+        if arguments.dry_run:
+            _print_push(repo, files, revision)
             return 0
-        try:
-            does = f"remove {', '.join(removals(repo, files, revision)) or 'nothing'}"
-        except UserError as error:
-            does = f"fail now ({error})"
-        print(f"push: would {does}, and ship to {where}:")
-        for name, file in sorted(files.items()):
-            print(
-                f"  {len(file) if isinstance(file, bytes) else file.stat().st_size:>16,} bytes  {name}"
-            )
-        print(f"\nREADME.md:\n{bytes(files['README.md']).decode()}")
+        address, removed = upload(repo, files, revision, arguments.private)
+        print(
+            f"push: {len(files)} files to {_where(repo, revision)}, "
+            f"removed {', '.join(removed) or 'nothing'}: {address}"
+        )
     return 0
+
+
+def _print_push(repo: str, files: "Files", revision: str | None) -> None:
+    """Prints what a push would do, with the size of each file and the card."""
+    from aerie.model.push import removals
+
+    try:
+        effect = f"remove {', '.join(removals(repo, files, revision)) or 'nothing'}"
+    except UserError as error:
+        effect = f"fail now ({error})"
+    print(f"push: would {effect}, and ship to {_where(repo, revision)}:")
+    for name, file in sorted(files.items()):
+        size = len(file) if isinstance(file, bytes) else file.stat().st_size
+        print(f"  {size:>16,} bytes  {name}")
+    print(f"\nREADME.md:\n{bytes(files['README.md']).decode()}")
+
+
+def _where(repo: str, revision: str | None) -> str:
+    return repo if revision is None else f"{repo}@{revision}"
 
 
 if __name__ == "__main__":

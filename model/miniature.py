@@ -33,10 +33,9 @@ def miniature(config: Any, recipe: TargetConfig) -> Target | None:
 def small_model(config: Any, **changes: Any) -> Any:
     """Raises whatever transformers raises if the sizes do not fit each other."""
     usual = type(config)().to_dict()
-    given = {name: value for name, value in config.to_dict().items() if usual.get(name) != value}
-    small = type(config)(
-        **(given | _sizes(config) | TABLE["own"].get(config.model_type, {}) | changes)
-    )
+    special = {name: value for name, value in config.to_dict().items() if usual.get(name) != value}
+    of_kind = TABLE["own"].get(config.model_type, {})
+    small = type(config)(**(special | _sizes(config) | of_kind | changes))
     small.is_decoder = True
     with torch.device("meta"):
         size = AutoModelForCausalLM.from_config(small).num_parameters()
@@ -51,61 +50,57 @@ def small_model(config: Any, **changes: Any) -> Any:
 
 
 def _sizes(config: Any) -> dict[str, Any]:
+    """The small sizes of a configuration, for its parts as well."""
     values: dict[str, Any] = {"initializer_range": 0.2}
-    values |= {name: size for name, size in SMALL.items() if _given(config, name) is not None}
+    values |= {name: size for name, size in SMALL.items() if _value(config, name) is not None}
+    head_dim = 8
     if hasattr(config, "kv_lora_rank"):  # MLA
+        head_dim = 4
         values |= {"num_key_value_heads": 4, "head_dim": 4}
-    rope = _given(config, "rope_parameters") or {}
-    if (
-        "long_factor" in rope
-    ):  # LongRoPE: a factor per rotated pair, and a switch length that texts reach
-        pairs = (
-            int(
-                (4 if hasattr(config, "kv_lora_rank") else 8)
-                * rope.get("partial_rotary_factor", 1.0)
-            )
-            // 2
-        )
+    rope = _value(config, "rope_parameters") or {}
+    if "long_factor" in rope:
+        # LongRoPE: a factor per rotated pair, and a switch length that texts reach
+        pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
         factors = {name: rope[name][:pairs] for name in ("short_factor", "long_factor")}
-        values |= {"rope_parameters": rope | factors | {"original_max_position_embeddings": 28}}
-        values["original_max_position_embeddings"] = 28
+        switch = {"original_max_position_embeddings": 28}
+        values |= {"rope_parameters": rope | factors | switch, **switch}
     for name in BY_LAYER:
-        if isinstance(kinds := _given(config, name), list) and len(kinds) >= 4:
+        kinds = _value(config, name)
+        if isinstance(kinds, list) and len(kinds) >= 4:
             values[name] = [*kinds[:3], kinds[-1]]
     for name in PARTS:
-        if hasattr(part := _given(config, name), "to_dict"):
+        part = _value(config, name)
+        if hasattr(part, "to_dict"):
             values[name] = part.to_dict() | _sizes(part)
     return values
 
 
-def _given(config: Any, name: str) -> Any:
+def _value(config: Any, name: str) -> Any:
     """The value of a key; None if it follows from others."""
-    way = getattr_static(config, getattr(config, "attribute_map", {}).get(name, name), None)
+    spelling = getattr(config, "attribute_map", {}).get(name, name)
+    attribute = getattr_static(config, spelling, None)
+    if isinstance(attribute, property) and attribute.fset is None:
+        return None
     with suppress(Exception):  # values by layer are no attributes
-        return (
-            None if isinstance(way, property) and way.fset is None else getattr(config, name, None)
-        )
+        return getattr(config, name, None)
 
 
 def lengths_to_check(target: Target) -> dict[int, float]:
     """{length: seconds} of a short text and one near each limit of the configuration; about what a check takes."""
-    room, cost = (
-        (context_of(target.config) or 2**31) - 8,
-        10 * target.model.num_parameters(),
-    )  # operations a token
-    beside = {limit - 2 for limit in _windows(target.config.to_dict())} | {
-        (target.rope_switch or 2**31) + 8
-    }
-    lengths = sorted(length for length in {min(SHORT, room), *beside} if 0 < length <= room)
-    return {length: cost * length / SPEED.get(target.device.type, 1e15) for length in lengths}
+    room = (context_of(target.config) or 2**31) - 8
+    lengths = {min(SHORT, room), (target.rope_switch or 2**31) + 8}
+    lengths |= {limit - 2 for limit in _windows(target.config.to_dict())}
+    operations = 10 * target.model.num_parameters()  # a token
+    seconds = operations / SPEED.get(target.device.type, 1e15)
+    return {length: seconds * length for length in sorted(lengths) if 0 < length <= room}
 
 
 def _windows(values: dict[str, object]) -> set[int]:
     """The lengths that a configuration gives windows and chunks."""
-    found = set[int]()
+    lengths: set[int] = set()
     for key, value in values.items():
         if isinstance(value, dict):
-            found |= _windows(value)
+            lengths |= _windows(value)
         elif isinstance(value, int) and value > 8 and ("window" in key or "chunk" in key):
-            found.add(value)
-    return found
+            lengths.add(value)
+    return lengths

@@ -24,6 +24,7 @@ from aerie.configs.errors import REQUEUE, NotWritable, Requeued, UserError, rank
 from aerie.configs.read import parse_json, read_text
 
 ROOT = Path(__file__).resolve().parent.parent  # the checkout
+# error numbers of a full disk, and of a place that cannot be written
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 REFUSED = (
     errno.EROFS,
@@ -35,16 +36,10 @@ REFUSED = (
     errno.ENAMETOOLONG,
 )
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of file systems
-WITHOUT_SYNC = (
-    errno.EINVAL,
-    errno.ENOTSUP,
-    errno.EBADF,
-)  # directories of some network file systems
-TORCH_WRITER = (
-    "PytorchStreamWriter",
-    "inline_container",
-    "iostream error",
-)  # torch.save's full disk
+# of directories of some network file systems
+WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+# how torch.save names a full disk
+TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "iostream error")
 OF_DIGESTS = re.compile(r": [0-9a-f]{16,} there|, [0-9a-f]{16,} asked")
 TEMPORARY = re.compile(r"\..+[.-][0-9a-f]{8}\.tmp")
 
@@ -55,30 +50,38 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        os_error = re.search(r"\(os error (\d+)\)", str(error))  # how safetensors says it
-        number = getattr(error, "errno", None) or (int(os_error[1]) if os_error else None)
-        if isinstance(error, RuntimeError) and any(word in str(error) for word in TORCH_WRITER):
-            number = errno.ENOSPC
-        if number not in (*FULL, *REFUSED):
+        number = _error_number(error)
+        if number in FULL:
+            fix = "free some space"
+        elif number in REFUSED:
+            fix = "choose another --run or --out, or change its permissions"
+        else:
             raise
-        fix = (
-            "free some space"
-            if number in FULL
-            else "choose another --run or --out, or change its permissions"
-        )
-        raise NotWritable(f"{path}: cannot be written ({os.strerror(number)}); {fix}") from error
+        reason = os.strerror(number)
+        raise NotWritable(f"{path}: cannot be written ({reason}); {fix}") from error
+
+
+def _error_number(error: Exception) -> int:
+    """The operating system's number for an error, 0 if it has none."""
+    text = str(error)
+    if isinstance(error, RuntimeError) and any(word in text for word in TORCH_WRITER):
+        return errno.ENOSPC
+    from_safetensors = re.search(r"\(os error (\d+)\)", text)
+    if from_safetensors:
+        return int(from_safetensors[1])
+    return getattr(error, "errno", None) or 0
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Calls write with a temporary path that then takes path's place."""
     with explained(path):
-        if path.exists() and (
-            not path.is_file() or path.absolute().parts[1] in ("dev", "proc")
-        ):  # would be replaced
+        # a pipe, a link or /dev/stdout would be replaced by a file
+        is_device = path.absolute().parts[1] in ("dev", "proc")
+        if path.exists() and (is_device or not path.is_file()):
             raise NotWritable(f"{path}: is no regular file; name a file, or a new one")
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(
-            f".{path.name}.{secrets.token_hex(4)}.tmp"
-        )  # remove_temporaries knows the form
+        # `remove_temporaries` knows this form
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         try:
             write(temporary)
             umask = os.umask(0)
@@ -108,8 +111,10 @@ def read_json(path: Path) -> Any:
 
 def plainly(value: Any, nothing: str = "none") -> str:
     """For people: yes, no or nothing; numbers with at most four decimals."""
-    if value is None or isinstance(value, bool):
-        return nothing if value is None else "yes" if value else "no"
+    if value is None:
+        return nothing
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return f"{round(value, 4):,.15g}" if isinstance(value, int | float) else str(value)
 
 
@@ -120,16 +125,18 @@ def first_line(error: BaseException) -> str:
 @contextmanager
 def directory_atomically(path: Path, barrier: Callable[[], None] | None = None) -> Iterator[Path]:
     """Yields a temporary directory that becomes path unless the block raises; barrier: where all ranks call this."""
-    temporary, old = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
-    is_first, wait = barrier is None or rank() == 0, barrier or (lambda: None)
+    temporary = path.with_name(f".{path.name}.tmp")
+    old = path.with_name(f".{path.name}.old")
+    is_first = barrier is None or rank() == 0
+    wait = barrier or (lambda: None)
     try:
         with explained(path):
             if is_first:
                 remove_tree(temporary)
                 temporary.mkdir(parents=True)
-            wait()
+            wait()  # the directory is there
             yield temporary
-            wait()
+            wait()  # all have written
             if is_first:
                 for inside in [*temporary.rglob("*"), temporary]:
                     sync(inside)
@@ -172,14 +179,17 @@ def sync(path: Path) -> None:
 class Lock(AbstractContextManager["Lock"]):
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self.file = path, path.open("ab")
+        self.path = path
+        self.file = path.open("ab")
 
     def acquire(self, shared: bool = False, wait: bool = True) -> bool | Literal["unknown"]:
         """Whether this process has it now; "unknown" (truthy) if the file system has no locks."""
-        kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+        mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        if not wait:
+            mode |= fcntl.LOCK_NB
         while True:
             try:
-                fcntl.flock(self.file, kind)
+                fcntl.flock(self.file, mode)
             except BlockingIOError:
                 return False
             except OSError as error:
@@ -214,15 +224,7 @@ def working_alone(directory: Path, doing: str) -> Lock:
 
 FILE, CALIBRATOR, CHOICES = "provenance.json", "calibrator.json", "choices.yaml"
 LATER = (FILE, CALIBRATOR, CHOICES)  # written after an output is finished: no part of it
-PACKAGES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "deepspeed",
-    "datasets",
-    "safetensors",
-    "tokenizers",
-)
+PACKAGES = "torch transformers accelerate deepspeed datasets safetensors tokenizers".split()
 
 
 def digest(value: Any) -> str:
@@ -270,9 +272,8 @@ class Foreign:
 class Manifest:
     """What a directory holds and was made from; written last, as a mark that it is complete."""
 
-    files: dict[str, tuple[int, str]] = field(
-        default_factory=dict
-    )  # size and digest by relative name
+    # size and digest by relative name
+    files: dict[str, tuple[int, str]] = field(default_factory=dict)
     inputs: dict[str, Any] = field(default_factory=dict)  # all that decides the files' content
     facts: dict[str, Any] = field(default_factory=dict)  # what else a reader may want
 
@@ -283,11 +284,11 @@ class Manifest:
         inputs: dict[str, Any] | None = None,
         facts: dict[str, Any] | None = None,
     ) -> "Manifest":
-        paths = sorted(path for path in directory.rglob("*") if path.is_file())
-        files = {
-            path.relative_to(directory).as_posix(): (path.stat().st_size, file_digest(path))
-            for path in paths
-        }
+        files = {}
+        for path in sorted(directory.rglob("*")):
+            if path.is_file():
+                name = path.relative_to(directory).as_posix()
+                files[name] = (path.stat().st_size, file_digest(path))
         return cls(files, inputs or {}, facts or {})
 
     def as_json(self) -> dict[str, Any]:
@@ -324,7 +325,8 @@ class Manifest:
             manifest = cls.read(directory, name)
         except UserError as error:
             return Damaged(directory / name, str(error).removeprefix(f"{directory / name}: "))
-        if inputs is not None and (changed := differences(manifest.inputs, inputs)):
+        changed = "" if inputs is None else differences(manifest.inputs, inputs)
+        if changed:
             return Foreign(manifest, changed)
         return manifest.damage(directory, content) or Whole(manifest)
 
@@ -333,8 +335,8 @@ class Manifest:
             path = directory / name
             if not path.is_file():
                 return Damaged(path, "missing")
-            if (there := path.stat().st_size) != size:
-                return Damaged(path, f"{there:,} bytes instead of {size:,}")
+            if path.stat().st_size != size:
+                return Damaged(path, f"{path.stat().st_size:,} bytes instead of {size:,}")
             if content and file_digest(path) != checksum:
                 return Damaged(path, "is damaged")
         return None
@@ -358,24 +360,25 @@ class Stage:
             return
         match Manifest.check(self.output, self.inputs):
             case Foreign(manifest, changed):
-                what = f"holds another {manifest.facts.get('stage', 'output')} ({changed})"
-                fix = "choose another --run" + (
-                    "" if changed.startswith("target.path:") else ", or add --overwrite"
-                )
-                raise UserError(f"{self.output}: {what}; {fix}")
+                fix = "choose another --run"
+                if not changed.startswith("target.path:"):
+                    fix += ", or add --overwrite"
+                stage = manifest.facts.get("stage", "output")
+                raise UserError(f"{self.output}: holds another {stage} ({changed}); {fix}")
             case Damaged() as damaged:
                 raise UserError(f"{damaged}; write it anew with --overwrite")
 
     def finish(self, **facts: Any) -> dict[str, Any]:
         """Writes provenance.json, and returns it."""
-        took = {"stage": self.name, "seconds": round(time.time() - self.started, 1)}
-        written = {} if self.is_indexed else Manifest.of(self.output).files
-        files = {
-            name: entry
-            for name, entry in written.items()
-            if Path(name).name not in LATER and name[0] != "."
-        }
-        manifest = Manifest(files, self.inputs, {**took, **facts, **environment()})
+        seconds = round(time.time() - self.started, 1)
+        files = {}
+        if not self.is_indexed:
+            files = Manifest.of(self.output).files
+        for name in [*files]:
+            if Path(name).name in LATER or name.startswith("."):
+                del files[name]
+        own_facts = {"stage": self.name, "seconds": seconds}
+        manifest = Manifest(files, self.inputs, {**own_facts, **facts, **environment()})
         manifest.write(self.output)
         return manifest.as_json()
 
@@ -387,50 +390,55 @@ def sound_record(directory: Path) -> dict[str, Any]:
     return {}
 
 
-def differences(there: dict[str, Any], asked: dict[str, Any]) -> str:
+def differences(recorded: dict[str, Any], current: dict[str, Any]) -> str:
     """'key: 1 there, 2 asked' for at most three keys that differ; target.path comes first, digests last."""
-
-    def compare(old: Any, new: Any, key: str) -> list[str]:
-        if isinstance(old, dict) and isinstance(new, dict):
-            prefix = f"{key}." if key else ""
-            return [
-                row
-                for k in sorted({*old, *new})
-                for row in compare(old.get(k), new.get(k), f"{prefix}{k}")
-            ]
-        if (
-            isinstance(old, list)
-            and isinstance(new, list)
-            and any(isinstance(item, dict) for item in [*old, *new])
-        ):
-            return compare(dict(enumerate(old)), dict(enumerate(new)), key)
-        key += " (null: those of head.kind)" if key.endswith("after_blocks") else ""
-        shown = [text if len(text) <= 40 else f"{text[:37]}..." for text in (str(old), str(new))]
-        return [] if digest(old) == digest(new) else [f"{key}: {shown[0]} there, {shown[1]} asked"]
-
     rows = sorted(
-        compare(there, asked, ""),
-        key=lambda row: (row[:12] != "target.path:", bool(OF_DIGESTS.search(row))),
+        _differing(recorded, current, ""),
+        key=lambda row: (not row.startswith("target.path:"), bool(OF_DIGESTS.search(row))),
     )
     return "; ".join(rows[:3])
 
 
+def _differing(recorded: Any, current: Any, key: str) -> list[str]:
+    """A row for each key below `key` that differs."""
+    if digest(recorded) == digest(current):
+        return []
+    if isinstance(recorded, dict) and isinstance(current, dict):
+        rows = []
+        for name in sorted({*recorded, *current}):
+            below = f"{key}.{name}" if key else f"{name}"
+            rows += _differing(recorded.get(name), current.get(name), below)
+        return rows
+    are_lists = isinstance(recorded, list) and isinstance(current, list)
+    if are_lists and any(isinstance(entry, dict) for entry in [*recorded, *current]):
+        return _differing(dict(enumerate(recorded)), dict(enumerate(current)), key)
+    if key.endswith("after_blocks"):
+        key += " (null: those of head.kind)"
+    return [f"{key}: {_shortened(recorded)} there, {_shortened(current)} asked"]
+
+
+def _shortened(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
 def environment() -> dict[str, Any]:
+    """The commit, the command line and the versions of packages; without paths of this machine."""
     script, *words = sys.argv or [""]
     path = Path(script).resolve()
-    inside = path.suffix == ".py" and path.is_relative_to(
-        ROOT
-    )  # argv holds no path of this machine
-    name = path.relative_to(ROOT).as_posix() if inside else path.name
-    argv = ["aerie" if path.name == "__main__.py" else name, *words]
+    name = path.name
+    if path.suffix == ".py" and path.is_relative_to(ROOT):
+        name = path.relative_to(ROOT).as_posix()
+    if path.name == "__main__.py":
+        name = "aerie"
     versions = {"python": sys.version.split()[0]}
-    for name in PACKAGES:
+    for package in PACKAGES:
         with suppress(PackageNotFoundError):
-            versions[name] = version(name)
+            versions[package] = version(package)
     return {
         "commit": _git("rev-parse", "--short=12", "HEAD"),
         "dirty": is_dirty(),
-        "argv": argv,
+        "argv": [name, *words],
         "versions": versions,
     }
 
@@ -442,12 +450,12 @@ def is_dirty() -> bool | None:
 
 
 def _git(*arguments: str) -> str | None:
-    command, quiet = ["git", *arguments], subprocess.DEVNULL
+    if not (ROOT / ".git").exists():  # an installed package may lie in the user's own repository
+        return None
     with suppress(OSError, subprocess.SubprocessError):
-        if (ROOT / ".git").exists():  # an installed package may lie in the user's own repository
-            return subprocess.check_output(
-                command, cwd=ROOT, stderr=quiet, text=True, timeout=10
-            ).strip()
+        return subprocess.check_output(
+            ["git", *arguments], cwd=ROOT, stderr=subprocess.DEVNULL, text=True, timeout=10
+        ).strip()
     return None
 
 
@@ -463,20 +471,12 @@ def status_file(path: Path, stage: str) -> Iterator[dict[str, Any]]:
     write_status(path, stage, "running")
     ended: dict[str, Any] = {"state": "done", "code": 0}
     try:
-        with Lock(
-            path.with_name(f".{path.name}.lock")
-        ) as lock:  # tells a running stage from a killed one
+        # a lock tells a running stage from a killed one
+        with Lock(path.with_name(f".{path.name}.lock")) as lock:
             lock.acquire(wait=False)
             yield ended
     except BaseException as error:
-        ends: dict[type, tuple[str, int]] = {
-            Requeued: ("requeue", REQUEUE),
-            KeyboardInterrupt: ("interrupted", 130),
-        }
-        ends |= dict.fromkeys((UserError, OSError, SafetensorError), ("failed", 2))
-        state, code = next(
-            (end for kind, end in ends.items() if isinstance(error, kind)), ("failed", 1)
-        )
+        state, code = _ending(error)
         try:
             write_status(path, stage, state, code)
         except NotWritable:  # the disk may be full: overwrite the old file in place
@@ -487,50 +487,57 @@ def status_file(path: Path, stage: str) -> Iterator[dict[str, Any]]:
     write_status(path, stage, **ended)
 
 
+def _ending(error: BaseException) -> tuple[str, int]:
+    """The state and the exit code of a stage that ended so."""
+    match error:
+        case Requeued():
+            return "requeue", REQUEUE
+        case KeyboardInterrupt():
+            return "interrupted", 130
+        case UserError() | OSError() | SafetensorError():
+            return "failed", 2
+    return "failed", 1
+
+
 CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
 MULTI_TOKEN = ("medusa_lm_head.pt", "hydra_lm_head.pt")  # the published names
-ORDER = (
-    WEIGHTS,
-    f"{WEIGHTS}.index.json",
-    PICKLE,
-    f"{PICKLE}.index.json",
-    *MULTI_TOKEN,
-)  # the first one is read
+# of several files the first one is read
+TARGET_WEIGHTS = (WEIGHTS, f"{WEIGHTS}.index.json", PICKLE, f"{PICKLE}.index.json")
+HEAD_WEIGHTS = (*TARGET_WEIGHTS, *MULTI_TOKEN)
 SHIPPED_TEMPLATE = "configs/templates/vicuna.jinja"
 
 
 def find_weights(directory: Path) -> Path | None:
     """The file that holds a directory's tensors or lists its shards."""
-    return next((directory / name for name in ORDER if (directory / name).is_file()), None)
+    return next((directory / name for name in HEAD_WEIGHTS if (directory / name).is_file()), None)
 
 
 def weight_map(index: Path) -> dict[str, str]:
     """The file of each tensor; UserError if an index names none, or one in another folder."""
     values = read_json(index)
-    where = values.get("weight_map") if isinstance(values, dict) else None
-    if not where or not isinstance(where, dict):
+    files = values.get("weight_map") if isinstance(values, dict) else None
+    if not files or not isinstance(files, dict):
         raise UserError(f"{index}: has no weight_map from tensors to files; fetch it anew")
-    for name in where.values():
-        if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+    for name in files.values():
+        if not isinstance(name, str) or Path(name).name != name:
             raise UserError(f"{index}: names {name!r}, which is no file beside it; fetch it anew")
-    return where
+    return files
 
 
 def digests(directory: Path) -> dict[str, str]:
     """Digests of the files that define a head, by name."""
-    names = (CONFIG, "*.safetensors", "*.bin", *MULTI_TOKEN)
-    return {
-        path.name: file_digest(path)
-        for pattern in names
-        for path in sorted(directory.glob(pattern))
-    }
+    files = {}
+    for pattern in (CONFIG, "*.safetensors", "*.bin", *MULTI_TOKEN):
+        for path in sorted(directory.glob(pattern)):
+            files[path.name] = file_digest(path)
+    return files
 
 
 def template_path(path: str) -> Path:
     """The file of target.chat_template, from the working directory or the checkout."""
-    for place in (Path(path).expanduser(), ROOT / path):
-        if place.is_file():
-            return place
+    for file in (Path(path).expanduser(), ROOT / path):
+        if file.is_file():
+            return file
     raise UserError(
         f"target.chat_template: {path}: no such file; {SHIPPED_TEMPLATE} ships for Vicuna"
     )

@@ -28,7 +28,7 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
 from aerie.model.hub import hub_answer, quieten, require_target, weights_digests
 from aerie.model.storage import (
-    ORDER,
+    TARGET_WEIGHTS,
     WEIGHTS,
     digest,
     first_line,
@@ -37,14 +37,10 @@ from aerie.model.storage import (
     weight_map,
 )
 
-LARGE = (
-    10**8
-)  # bytes: loading a larger target is announced; parameters: a larger one is checked once (decode/check.py)
-TOLERANCE = {
-    torch.float64: 3e-3,
-    torch.float32: 3e-3,
-    torch.float16: 0.1,
-}  # of `difference`; narrower dtypes: 0.25
+# bytes: loading a larger target is announced; parameters: a larger one is checked once (decode/check.py)
+LARGE = 10**8
+# of `difference`; narrower dtypes: 0.25
+TOLERANCE = {torch.float64: 3e-3, torch.float32: 3e-3, torch.float16: 0.1}
 
 
 @dataclass(frozen=True)
@@ -56,21 +52,24 @@ class VocabWeights:
     bias: Tensor | None  # [V]
     scale: float  # a factor (Cohere's logit_scale, 1 / Granite's logits_scaling)
     softcap: float | None  # cap * tanh(logits / cap) (Gemma)
-    final_norm: Tensor | None = (
-        None  # [D], of the RMS norm that makes last_hidden; only where it was asked for
-    )
+    # [D], of the RMS norm that makes last_hidden; only where a recipe starts a head with it
+    final_norm: Tensor | None = None
 
     def logits(self, last_hidden: Tensor, rows: Tensor | slice | None = None) -> Tensor:
+        """Logits [..., V or rows] of states [..., D] after the final norm."""
         weight, bias = self.lm_head, self.bias
         if rows is not None:
-            weight, bias = weight[rows], None if bias is None else bias[rows]
+            weight = weight[rows]
+            bias = None if bias is None else bias[rows]
         out = nn.functional.linear(last_hidden.to(weight.dtype), weight, bias)
         return transformed(out, self.scale, self.softcap)
 
     def to(self, device: torch.device | str) -> "VocabWeights":
-        bias = None if self.bias is None else self.bias.to(device)
         return replace(
-            self, embedding=self.embedding.to(device), lm_head=self.lm_head.to(device), bias=bias
+            self,
+            embedding=self.embedding.to(device),
+            lm_head=self.lm_head.to(device),
+            bias=None if self.bias is None else self.bias.to(device),
         )
 
 
@@ -85,57 +84,64 @@ class Target:
 
     def __init__(self, model: PreTrainedModel, config: TargetConfig) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.recipe, self.config, self.decoder = (
-            config,
-            model.config.get_text_config(),
-            _decoder(model),
-        )
-        self.decodes = set[str]()  # the forms of drafts that infer.decode.check found lossless
+        self.recipe = config
+        self.config = model.config.get_text_config()
+        self.decoder = _decoder(model)
+        self.decodes = set[str]()  # the forms of drafts that infer.decode.check has shown lossless
         self.rope_switch = rope_switch(self.config)
-        first, last = _embedding_and_head(model, config.path)
-        bias = None if getattr(last, "bias", None) is None else last.bias.detach()
-        transform = final_transform(self.config)
-        self.vocab = VocabWeights(first.weight.detach(), last.weight.detach(), bias, *transform)
-        self.dtype, self.hidden_size = self.vocab.lm_head.dtype, int(self.vocab.embedding.shape[1])
+        embedding, lm_head = _embedding_and_head(model, config.path)
+        bias = getattr(lm_head, "bias", None)
+        self.vocab = VocabWeights(
+            embedding.weight.detach(),
+            lm_head.weight.detach(),
+            None if bias is None else bias.detach(),
+            *final_transform(self.config),
+        )
+        self.dtype = self.vocab.lm_head.dtype
+        self.hidden_size = int(self.vocab.embedding.shape[1])
         self.num_blocks = int(self.config.num_hidden_layers)
         self.generation_config = cast(GenerationConfig, model.generation_config)
-        ids = torch.arange(1, 5, device=self.device).remainder(self.vocab.embedding.shape[0])[
-            None
-        ]  # [1, 4]
+        self._check_logits()
+
+    def _check_logits(self) -> None:
+        """UserError where the LM head on last_hidden does not give the model's own logits."""
+        name = f"{self.recipe.path}: {family(self.model)}"
+        vocab_size = self.vocab.embedding.shape[0]
+        ids = torch.arange(1, 5, device=self.device).remainder(vocab_size)[None]  # [1, 4]
         try:
             with torch.inference_mode():
-                theirs = model(input_ids=ids, use_cache=False).logits.float()
-                ours = self.logits(self.features(ids).last_hidden).float().to(theirs.device)
+                expected = self.model(input_ids=ids, use_cache=False).logits.float()
+                logits = self.logits(self.features(ids).last_hidden).float().to(expected.device)
         except torch.OutOfMemoryError:
             raise
-        except Exception as stumbled:  # a model that is no plain causal LM may raise anything
+        except Exception as error:  # a model that is no plain causal LM may raise anything
+            raise UserError(f"{name} gives no logits: {first_line(error)}") from error
+        difference = (expected - logits).abs().max().item()
+        # written so that it also refuses logits that are not finite
+        if not difference <= 1e-3 * max(1.0, expected.abs().max().item()):
             raise UserError(
-                f"{config.path}: {family(model)} gives no logits: {first_line(stumbled)}"
-            ) from stumbled
-        error = (theirs - ours).abs().max().item()
-        if not error <= 1e-3 * max(
-            1.0, theirs.abs().max().item()
-        ):  # also where they are not finite
-            what = f"differ from the LM head's by {error:.2g} (nan: broken weights, or target.dtype is too narrow)"
-            raise UserError(
-                f"{config.path}: {family(model)}: its logits {what}; drafting would not be lossless"
+                f"{name}: its logits differ from the LM head's by {difference:.2g} (nan: broken "
+                "weights, or target.dtype is too narrow); drafting would not be lossless"
             )
 
     @classmethod
     def load(cls, config: TargetConfig, device: torch.device | str | None = None) -> "Target":
-        arguments = {"dtype": config.dtype, **_source(config)}
+        # "output_loading_info" and "ignore_mismatched_sizes": info then has weights of other shapes, too
+        arguments = {
+            "dtype": config.dtype,
+            **_source(config),
+            "output_loading_info": True,
+            "ignore_mismatched_sizes": True,
+        }
         if config.device_map is not None:
             arguments["device_map"] = config.device_map
-        if (
-            getattr(load_config(config).get_text_config(), "attn_logit_softcapping", None)
-            is not None
-        ):
+        text_config = load_config(config).get_text_config()
+        if getattr(text_config, "attn_logit_softcapping", None) is not None:
             arguments["attn_implementation"] = "eager"  # sdpa has no softcap
-        if (size := weights_size(config)) >= LARGE and rank() == 0:
+        size = weights_size(config)
+        if size >= LARGE and rank() == 0:
             print(f"loading {config.path} ({size / 1e9:.1f} GB)", file=sys.stderr, flush=True)
-        ends = target_end_ids(config)  # transformers ignores a damaged generation_config.json
-        # so that info has weights of other shapes, too
-        arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        end_ids = target_end_ids(config)  # transformers ignores a damaged generation_config.json
         with _readable(config, "load the target"):
             model, info = AutoModelForCausalLM.from_pretrained(config.path, **arguments)
             require_whole(model, info, config.path)
@@ -146,14 +152,15 @@ class Target:
                 )
             setattr(model.generation_config, name, value)
         with _readable(config, "run the target"):
-            target = cls(
-                model if config.device_map is not None or device is None else model.to(device),
-                config,
-            )
+            if config.device_map is None and device is not None:
+                model = model.to(device)
+            target = cls(model, config)
         rows = target.vocab.embedding.shape[0]
-        if outside := sorted(ends - {*range(rows)}):
+        outside = sorted(end_ids - {*range(rows)})
+        if outside:
             warn(
-                f"{config.path}: generation_config: eos_token_id {outside} is none of its {rows:,} tokens"
+                f"{config.path}: generation_config: eos_token_id {outside} "
+                f"is none of its {rows:,} tokens"
             )
         return target
 
@@ -178,14 +185,15 @@ class Target:
             out.last_hidden_state.to(self.device), torch.cat(taps, dim=-1) if taps else None
         )
 
-    def difference(self, ours: Tensor, theirs: Tensor) -> float | None:
+    def difference(self, logits: Tensor, expected: Tensor) -> float | None:
         """How far logits [..., V] are apart (relative root mean square); None if within the dtype's rounding."""
-        ours, theirs = ours.float(), theirs.float().to(ours.device)
-        errors = (ours - theirs).square().mean(-1).sqrt() / theirs.std(-1).clamp_min(1e-9)  # [...]
+        logits = logits.float()
+        expected = expected.float().to(logits.device)
+        errors = (logits - expected).square().mean(-1).sqrt()  # [...]
+        errors = errors / expected.std(-1).clamp_min(1e-9)
         # In a narrow dtype a router may choose differently at single tokens: the median ignores them.
-        error = float(
-            errors.max() if self.dtype in (torch.float32, torch.float64) else errors.median()
-        )
+        is_exact = self.dtype in (torch.float32, torch.float64)
+        error = float(errors.max() if is_exact else errors.median())
         return None if error <= TOLERANCE.get(self.dtype, 0.25) else error
 
     def fingerprint(self) -> str:
@@ -195,43 +203,43 @@ class Target:
 def require_whole(model: PreTrainedModel, info: Mapping[str, Any], path: str) -> None:
     """UserError for weights that are missing, misshapen or would be misread; a warning for others that are not read."""
     wrong = [f"{name} is missing" for name in sorted(info["missing_keys"])]
-    wrong += [
-        f"{name} is {[*there]}, not {[*asked]}"
-        for name, there, asked in sorted(info["mismatched_keys"])
-    ]
-    tied = model.get_expanded_tied_weights_keys(
-        all_submodels=True
-    ).keys()  # transformers unties unequal ones
-    wrong += [
-        f"{name} is not tied as tie_word_embeddings says"
-        for name in sorted(tied - model.all_tied_weights_keys)
-    ]
+    for name, shape, expected in sorted(info["mismatched_keys"]):
+        wrong.append(f"{name} is {[*shape]}, not {[*expected]}")
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True).keys()
+    for name in sorted(tied - model.all_tied_weights_keys):  # transformers unties unequal ones
+        wrong.append(f"{name} is not tied as tie_word_embeddings says")
     owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
-    lengths = {
-        name: len(module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-    }
-    more = (
-        getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0
-    )  # layers for servers' drafts
-    left_out: list[str] = []
+    unread: list[str] = []
     for name in sorted(info["unexpected_keys"]):
-        layer = re.match(r"(.+?)\.(\d+)\.", name)
-        is_beyond = (
-            layer is not None and int(layer[2]) >= lengths.get(layer[1], sys.maxsize - more) + more
-        )
         # an extra bias, scale or layer; the scales of a server's cache are harmless
-        is_read = name.rpartition(".")[0] in owners and not name.endswith((".k_scale", ".v_scale"))
-        (wrong if is_beyond or is_read else left_out).append(f"{name} has no place")
+        is_extra = name.rpartition(".")[0] in owners
+        is_extra = is_extra and not name.endswith((".k_scale", ".v_scale"))
+        if is_extra or _is_extra_layer(model, name):
+            wrong.append(f"{name} has no place")
+        else:
+            unread.append(name)
     if wrong:
         others = f" and {len(wrong) - 3:,} more" if len(wrong) > 3 else ""
-        what = f"its weights and its config.json do not fit: {', '.join(wrong[:3])}{others}"
-        raise UserError(f"{path}: {what}; fetch both anew, or mend config.json")
-    if left_out:
-        warn(
-            f"{path}: {len(left_out):,} weights of its files are not read: {left_out[0]} in {type(model).__name__}"
+        raise UserError(
+            f"{path}: its weights and its config.json do not fit: {', '.join(wrong[:3])}{others}; "
+            "fetch both anew, or mend config.json"
         )
+    if unread:
+        warn(
+            f"{path}: {len(unread):,} weights of its files are not read: "
+            f"{unread[0]} has no place in {type(model).__name__}"
+        )
+
+
+def _is_extra_layer(model: PreTrainedModel, name: str) -> bool:
+    """Whether a weight is of a layer beyond the model's, and beyond those that servers draft with."""
+    layer = re.match(r"(.+?)\.(\d+)\.", name)
+    lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    if layer is None or layer[1] not in lists:
+        return False
+    text_config = model.config.get_text_config()
+    for_drafts = getattr(text_config, "num_nextn_predict_layers", None) or 0
+    return int(layer[2]) >= len(cast(nn.ModuleList, model.get_submodule(layer[1]))) + for_drafts
 
 
 def family(model: Any) -> str:
@@ -271,58 +279,60 @@ def load_config(config: TargetConfig) -> Any:
     with _readable(config, "read the target's configuration"):
         hf_config = AutoConfig.from_pretrained(config.path, **_source(config))
         for part in (hf_config, hf_config.get_text_config()):
-            settings = getattr(
-                part, "quantization_config", None
-            )  # transformers skips an unknown one
+            settings = getattr(part, "quantization_config", None)
+            # transformers skips a method that it does not know
             if isinstance(settings, dict) and not AutoHfQuantizer.supports_quant_method(settings):
                 raise ValueError(
-                    f"quantization_config: quant_method {settings.get('quant_method')!r} is not known"
+                    f"quantization_config: quant_method {settings.get('quant_method')!r} "
+                    "is not known"
                 )
     if Path(config.path).is_dir():
-        if not (names := weight_files(config)[0]):
-            raise UserError(
-                f"{config.path}: holds no weights; fetch {WEIGHTS}, or its shards and their index"
-            )
-        for name in names:
-            with _readable(config, f"read {name}"):
-                name.endswith(".bin") or safe_open(
-                    Path(config.path, name), framework="pt"
-                )  # detects a truncated file
+        _check_files(config)
     return hf_config
+
+
+def _check_files(config: TargetConfig) -> None:
+    """UserError where a local target has no weights, or a truncated file."""
+    names, _ = weight_files(config)
+    if not names:
+        raise UserError(
+            f"{config.path}: holds no weights; fetch {WEIGHTS}, or its shards and their index"
+        )
+    for name in names:
+        if not name.endswith(".bin"):
+            with _readable(config, f"read {name}"):
+                safe_open(Path(config.path, name), framework="pt")
 
 
 def only_trains(hf_config: Any) -> str | None:
     """A sentence if some layers are not plain attention (recurrent ones), else None."""
     text = hf_config.get_text_config()
     kinds = {*(getattr(text, "layer_types", None) or [])} | {text.model_type} & {"rwkv", "xlstm"}
-    other = sorted(kinds - {"full_attention", "sliding_attention"})
-    what = f"{text.model_type} has {other} layers, and drafts need plain attention"
+    others = sorted(kinds - {"full_attention", "sliding_attention"})
+    if not others:
+        return None
     return (
-        f"{what}: heads can be trained and exported for it, but aerie does not decode with it"
-        if other
-        else None
+        f"{text.model_type} has {others} layers, and drafts need plain attention: "
+        "heads can be trained and exported for it, but aerie does not decode with it"
     )
 
 
 def context_of(text_config: Any) -> int | None:
     """How many tokens the target can read; None: not known."""
-    names = ("max_position_embeddings", "max_seq_len")  # the last is MPT's
-    return next(
-        (int(length) for name in names if (length := getattr(text_config, name, None) or 0) > 0),
-        None,
-    )
+    for name in ("max_position_embeddings", "max_seq_len"):  # the last is MPT's
+        length = getattr(text_config, name, None) or 0
+        if length > 0:
+            return int(length)
+    return None
 
 
 def rope_switch(text_config: Any) -> int | None:
     """LongRoPE's switch: a forward that reaches this position rotates all its rows by other factors; else None."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
-    parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
-    lengths = (
-        part["original_max_position_embeddings"]
-        for part in parts
-        if part.get("rope_type") == "longrope"
-    )
-    return next(lengths, None)
+    for part in (parameters, *parameters.values()):
+        if isinstance(part, dict) and part.get("rope_type") == "longrope":
+            return int(part["original_max_position_embeddings"])
+    return None
 
 
 def load_tokenizer(config: TargetConfig) -> Any:
@@ -330,9 +340,8 @@ def load_tokenizer(config: TargetConfig) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(config.path, **_source(config))
     if config.chat_template is not None:
         with _readable(config, f"read target.chat_template {config.chat_template}"):
-            tokenizer.chat_template = template_path(config.chat_template).read_text(
-                encoding="utf-8"
-            )
+            template = template_path(config.chat_template).read_text(encoding="utf-8")
+            tokenizer.chat_template = template
     return tokenizer
 
 
@@ -341,9 +350,8 @@ def target_end_ids(config: TargetConfig, tokenizer: Any = None) -> set[int]:
     ids = {getattr(tokenizer, "eos_token_id", None)}
     with _readable(config, "read generation_config.json"):
         if _file(config, "generation_config.json") is not None:
-            stops = GenerationConfig.from_pretrained(
-                config.path, revision=config.revision
-            ).eos_token_id
+            generation = GenerationConfig.from_pretrained(config.path, revision=config.revision)
+            stops = generation.eos_token_id
             ids.update(stops if isinstance(stops, list) else [stops])
         return {int(number) for number in ids if number is not None}
 
@@ -351,18 +359,24 @@ def target_end_ids(config: TargetConfig, tokenizer: Any = None) -> set[int]:
 def weight_files(config: TargetConfig) -> tuple[list[str], dict[str, str]]:
     """The names of the files that transformers reads, and each tensor's shard, if there are shards."""
     with _readable(config, "find the weights"):
-        place = next(filter(None, (_file(config, name) for name in ORDER[:4])), None)
-        table = weight_map(place) if place is not None and place.suffix == ".json" else {}
-        return sorted(set(table.values())) or ([] if place is None else [place.name]), table
+        for name in TARGET_WEIGHTS:
+            path = _file(config, name)
+            if path is not None and path.suffix == ".json":
+                shards = weight_map(path)
+                return sorted(set(shards.values())), shards
+            if path is not None:
+                return [path.name], {}
+        return [], {}
 
 
 def _file(config: TargetConfig, name: str) -> Path | None:
-    if os.path.lexists(here := Path(config.path, name)) and not here.is_file():
-        raise UserError(f"{here}: is no regular file, or a link to none; fetch it anew")
-    place = cached_file(
+    local = Path(config.path, name)
+    if os.path.lexists(local) and not local.is_file():
+        raise UserError(f"{local}: is no regular file, or a link to none; fetch it anew")
+    path = cached_file(
         config.path, name, revision=config.revision, _raise_exceptions_for_missing_entries=False
     )
-    return None if place is None else Path(place)
+    return None if path is None else Path(path)
 
 
 def skeleton(config: TargetConfig) -> Any:
@@ -375,48 +389,59 @@ def skeleton(config: TargetConfig) -> Any:
 
 def load_vocab(config: TargetConfig) -> tuple[Any, VocabWeights]:
     """The text config and VocabWeights, if possible read without the decoder blocks."""
-    model = skeleton(config)
-    text, (first, last) = (
-        load_config(config).get_text_config(),
-        _embedding_and_head(model, config.path),
-    )
-    # of tied weights the first name, which is the one in the file
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    ends = {"embedding": first.weight, "lm_head": last.weight, "bias": getattr(last, "bias", None)}
-    wanted = {role: names[id(weight)] for role, weight in ends.items() if weight is not None}
-    tied = {
-        name: source
-        for name, source in model.all_tied_weights_keys.items()
-        if source in wanted.values()
-    }
-    stored = _stored(config, {*wanted.values(), *tied})
-    sizes = {name: model.get_parameter(name).shape for name in wanted.values()}
-    is_plain = all(name in stored and stored[name].shape == sizes[name] for name in sizes)
-    is_plain = is_plain and all(
-        torch.equal(stored.get(name, stored[one]), stored[one]) for name, one in tied.items()
-    )
-    if not is_plain:  # another format, other names, or what require_whole refuses
+    text_config = load_config(config).get_text_config()
+    tensors = _stored_vocab(config)
+    if tensors is None:
         target = Target.load(config)
         return target.config, target.vocab
-    dtype = getattr(torch, config.dtype, None)  # None for auto: the configuration's, or the file's
-    dtype = dtype or getattr(text, "dtype", None) or stored[wanted["embedding"]].dtype
-    tensors = {name: stored[name].to(dtype) for name in sizes}
-    embedding, lm_head = (tensors[wanted[role]] for role in ("embedding", "lm_head"))
-    return text, VocabWeights(
-        embedding, lm_head, tensors.get(wanted.get("bias", "")), *final_transform(text)
+    # None for auto: the configuration's, or the file's
+    dtype = getattr(torch, config.dtype, None) or getattr(text_config, "dtype", None)
+    dtype = dtype or tensors["embedding"].dtype
+    bias = tensors.get("bias")
+    return text_config, VocabWeights(
+        tensors["embedding"].to(dtype),
+        tensors["lm_head"].to(dtype),
+        None if bias is None else bias.to(dtype),
+        *final_transform(text_config),
     )
+
+
+def _stored_vocab(config: TargetConfig) -> dict[str, Tensor] | None:
+    """The tensors "embedding", "lm_head" and, if there is one, "bias", as safetensors files have them.
+
+    None where the whole model must be loaded: another format, other names, or what require_whole refuses."""
+    model = skeleton(config)
+    embedding, lm_head = _embedding_and_head(model, config.path)
+    weights = {"embedding": embedding.weight, "lm_head": lm_head.weight}
+    if getattr(lm_head, "bias", None) is not None:
+        weights["bias"] = lm_head.bias
+    # of tied weights the first name, which is the one in the file
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    sources = {role: names[id(weight)] for role, weight in weights.items()}
+    ties = model.all_tied_weights_keys
+    tied = {name: source for name, source in ties.items() if source in sources.values()}
+    stored = _stored(config, {*sources.values(), *tied})
+    for role, source in sources.items():
+        if source not in stored or stored[source].shape != weights[role].shape:
+            return None
+    for name, source in tied.items():
+        if not torch.equal(stored.get(name, stored[source]), stored[source]):
+            return None
+    return {role: stored[source] for role, source in sources.items()}
 
 
 def _stored(config: TargetConfig, names: set[str]) -> dict[str, Tensor]:
     """The tensors with these names, as far as safetensors files have them."""
-    table, stored = weight_files(config)[1], dict[str, Tensor]()
+    _, shards = weight_files(config)
+    stored: dict[str, Tensor] = {}
     for name in names:
         with _readable(config, "load the target"):
-            file = _file(config, table.get(name, WEIGHTS))
-            if file is not None and file.suffix == ".safetensors":
-                with safe_open(str(file), framework="pt") as handle:
-                    if name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
-                        stored[name] = handle.get_tensor(name).clone()
+            file = _file(config, shards.get(name, WEIGHTS))
+            if file is None or file.suffix != ".safetensors":
+                continue
+            with safe_open(str(file), framework="pt") as handle:
+                if name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+                    stored[name] = handle.get_tensor(name).clone()
     return stored
 
 
@@ -426,29 +451,25 @@ def final_norm(config: TargetConfig) -> Tensor:
     model = skeleton(config)
     with _readable(config, "read the final norm"):
         width = model.get_input_embeddings().weight.shape[1]
-        parts = [
-            part
-            for part in _decoder(model).children()
-            if isinstance(getattr(part, "weight", None), Tensor)
-        ]
-        norms = [part for part in parts if part.weight.shape == (width,)]  # of several, the last
+        norms = []
+        for part in _decoder(model).children():
+            weight = getattr(part, "weight", None)
+            if isinstance(weight, Tensor) and weight.shape == (width,):
+                norms.append(part)
         if norms and getattr(norms[-1], "bias", None) is None:
-            norm, x = norms[-1], torch.linspace(0.0, 1.0, width)
-            (name,) = (
-                name for name, parameter in model.named_parameters() if parameter is norm.weight
-            )
+            norm = norms[-1]  # of several, the last
+            parameters = model.named_parameters()
+            (name,) = (name for name, parameter in parameters if parameter is norm.weight)
             weight = _stored(config, {name}).get(name)
             if weight is None:  # another format, or other names
                 weight = Target.load(config).model.get_parameter(name)
-            norm.load_state_dict({"weight": weight.float().cpu()}, assign=True)
-            for found in (
-                norm.weight.detach(),
-                norm.weight.detach() + 1.0,
-            ):  # Gemma's files store it minus one
-                if torch.allclose(
-                    norm(x), nn.functional.rms_norm(x, (width,), found), rtol=1e-3, atol=1e-3
-                ):
-                    return found
+            weight = weight.float().cpu().detach()
+            norm.load_state_dict({"weight": weight}, assign=True)
+            x = torch.linspace(0.0, 1.0, width)
+            for factor in (weight, weight + 1.0):  # Gemma's files store it minus one
+                expected = nn.functional.rms_norm(x, (width,), factor)
+                if torch.allclose(norm(x), expected, rtol=1e-3, atol=1e-3):
+                    return factor
     raise UserError(
         f"head.norm_init: {config.path}: {family(model)} ends in no RMS norm; leave norm_init out"
     )
@@ -462,21 +483,30 @@ def fingerprint(config: TargetConfig, text_config: Any, vocab: VocabWeights) -> 
     keys = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
     sizes = {key: getattr(text_config, key, None) for key in keys}
     if names:
-        return f"sha256:{digest([sizes, sorted(weights_digests(config.path, config.revision, names))])}"
-    weights = (weight.detach().reshape(-1) for weight in (vocab.embedding, vocab.lm_head))
-    samples = [weight[:: max(1, len(weight) // 64)][:64].float().tolist() for weight in weights]
-    return digest([sizes, [[round(value, 5) for value in sample] for sample in samples]])
+        files = sorted(weights_digests(config.path, config.revision, names))
+        return f"sha256:{digest([sizes, files])}"
+    samples = []
+    for weight in (vocab.embedding, vocab.lm_head):
+        numbers = weight.detach().reshape(-1)
+        sample = numbers[:: max(1, len(numbers) // 64)][:64].float().tolist()
+        samples.append([round(number, 5) for number in sample])
+    return digest([sizes, samples])
 
 
 def other_weights(
     recorded: str | None, config: TargetConfig, text_config: Any, vocab: VocabWeights
 ) -> str | None:
     """A sentence if a head or cache records another target than config's, else None."""
-    if recorded is None or recorded == (here := fingerprint(config, text_config, vocab)):
+    if recorded is None:
         return None
-    if ":" in recorded and ":" not in here:  # a model without files cannot be compared
+    known = fingerprint(config, text_config, vocab)
+    # a model without files cannot be compared with a record of files
+    if recorded == known or (":" in recorded and ":" not in known):
         return None
-    return f"was made for a target with other weight files than {config.path} (fingerprint {recorded}, not {here})"
+    return (
+        f"was made for a target with other weight files than {config.path} "
+        f"(fingerprint {recorded}, not {known})"
+    )
 
 
 def default_taps(num_blocks: int) -> tuple[int, ...] | None:
@@ -486,15 +516,18 @@ def default_taps(num_blocks: int) -> tuple[int, ...] | None:
 
 def taps_of(recipe: Recipe, num_blocks: int) -> tuple[int, ...]:
     """The recipe's taps; by default EAGLE-3's, or none for kinds that read none."""
-    path, taps, reads = recipe.target.path, recipe.features.after_blocks, recipe.head.reads_taps
+    path, taps = recipe.target.path, recipe.features.after_blocks
     if taps is None:
-        taps = default_taps(num_blocks) if reads else ()
+        taps = default_taps(num_blocks) if recipe.head.reads_taps else ()
     if taps is None:
-        what = f"has {num_blocks} blocks, and the default taps (2, n//2, n-3) need at least 7"
-        raise UserError(f"{path}: {what}; name its taps in features.after_blocks")
-    if reads and not taps:
         raise UserError(
-            f"features.after_blocks: head {recipe.head.kind} needs at least one tap; leave the key out"
+            f"{path}: has {num_blocks} blocks, and the default taps (2, n//2, n-3) need at least 7; "
+            "name its taps in features.after_blocks"
+        )
+    if recipe.head.reads_taps and not taps:
+        raise UserError(
+            f"features.after_blocks: head {recipe.head.kind} needs at least one tap; "
+            "leave the key out"
         )
     if max(taps, default=0) >= num_blocks:
         raise UserError(
@@ -526,10 +559,10 @@ def _decoder(model: Any) -> Any:
 
 
 def _embedding_and_head(model: Any, path: str) -> tuple[Any, Any]:
-    first, last = model.get_input_embeddings(), model.get_output_embeddings()
-    if first is None or last is None:
+    embedding, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding is None or lm_head is None:
         raise UserError(f"{path}: {type(model).__name__} is no causal LM")
-    return first, last
+    return embedding, lm_head
 
 
 def _source(config: TargetConfig) -> dict[str, Any]:
@@ -552,5 +585,8 @@ def _readable(config: TargetConfig, what: str) -> Iterator[None]:
         if "trust_remote_code" in str(error):
             why = "comes with code of its own; read it, then add --target.trust_remote_code true"
         elif "config.json" in text and "JSON file" not in text:
-            why += " (a target is a whole model: merge a LoRA adapter into its own first; GGUF is not read)"
+            why += (
+                " (a target is a whole model: merge a LoRA adapter into its own first; "
+                "GGUF is not read)"
+            )
         raise UserError(f"{config.path}: {why}") from error

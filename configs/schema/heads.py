@@ -14,7 +14,7 @@ from pydantic import (
 
 from aerie.configs.read import Many, Place, Section, key
 
-SHORT = {
+FULL_NAMES = {
     "bf16": "bfloat16",
     "fp16": "float16",
     "half": "float16",
@@ -22,7 +22,7 @@ SHORT = {
     "float": "float32",
 }
 spelt_out = BeforeValidator(
-    lambda name: SHORT.get(str(name).removeprefix("torch."), str(name).removeprefix("torch."))
+    lambda name: FULL_NAMES.get(str(name).removeprefix("torch."), str(name).removeprefix("torch."))
 )
 Float = Annotated[Literal["float32", "bfloat16", "float16"], spelt_out]
 DType = Annotated[Literal["auto", "float32", "bfloat16", "float16"], spelt_out]
