@@ -1,4 +1,4 @@
-"""Decode with a draft head, calibrate it, measure it, tune its tree, compare, report, and prove that it is lossless."""
+"""Decode with a draft head, calibrate, measure and tune it, report, and prove it lossless."""
 
 import shlex
 import sys
@@ -96,7 +96,7 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
 
 
 def tune(arguments: Namespace, unknown: list[str]) -> int:
-    """the fastest tree for the heads on this machine, as a YAML; its speed, predicted and measured"""
+    """the fastest tree for the heads on this machine, as a YAML; its predicted speed"""
     recipe, section = _load_section(arguments, unknown)
     from aerie.infer.decode.methods import heads_by_kind
     from aerie.infer.measure.tune import TUNED, check_apart, run_tuning

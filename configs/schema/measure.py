@@ -20,7 +20,7 @@ class TaskConfig(QuestionsConfig):
 
 
 class PromptsConfig(Section):
-    """Measuring prompts: a file, tasks, or by default questions of held-out conversations (data.held_out)."""
+    """Measuring prompts: a file, tasks, or questions of held-out conversations (data.held_out)."""
 
     path: Place | None = key(
         "a .jsonl file of questions {question_id, category, turns}, or a text with one a line",

@@ -1,4 +1,4 @@
-"""The bench: every row answers every prompt in one process, and transformers' generate does, too."""
+"""The bench: every row answers every prompt in one process; transformers' generate, too."""
 
 import itertools
 import logging
@@ -67,7 +67,7 @@ CYCLE_PHASES = ("draft", "verify", "commit", "other")  # of a cycle; they sum to
 
 
 def begin_bench(stage: Stage, overwrite: bool) -> None:
-    """Keeps a stopped bench's answers to the same inputs; UserError for others, unless overwrite."""
+    """Keeps a stopped bench's answers to the same inputs; UserError if there are others."""
     records = stage.output / RECORDS
     is_ended = (stage.output / storage.FILE).is_file()
     checked = Manifest.check(stage.output, stage.inputs, name=JOB)
@@ -226,7 +226,7 @@ def turns_of(suite: Suite, prompts: Sequence[Prompt]) -> Iterator[Turn]:
 
 
 def read_good_records(path: Path) -> list[Record]:
-    """The good records of an earlier call; the file loses the others, and a last line that was cut."""
+    """The good records of an earlier call; the file loses all others, and a line that was cut."""
     if not path.is_file():
         return []
     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)

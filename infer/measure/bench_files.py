@@ -99,9 +99,8 @@ class Record(Origin):
     ms: Milliseconds | None = None
     identical: bool | None = None  # to the vanilla row's tokens; None where sampled
     identical_to_generate: bool | None = None
-    margin: float | None = (
-        None  # gap of the first difference over what 16-bit rounding makes; at most 1: rounding
-    )
+    # Gap of the first difference over what 16-bit rounding makes; at most 1: rounding explains it.
+    margin: float | None = None
     peak_memory_gib: float | None = None
     graph_bytes: int = 0  # of CUDA graphs captured so far for the row
     status: Literal["ok", "error"] = "ok"
@@ -154,11 +153,14 @@ class SummaryRow:
 
     def as_dict(self) -> dict[str, Any]:
         """As summary.json has it, without the fields that rows of its sort lack."""
-        values = {**asdict(self), "tree": None if self.tree is None else self.tree.as_dict()}
+        values = asdict(self)
+        if self.tree is not None:
+            values["tree"] = self.tree.as_dict()
         names = list(values)
         figures = names[names.index("new_tokens") : names.index("sweep")]
         left_out = figures if self.status == "error" else ["message"]
-        left_out += ["sweep", "key", "value"] if self.sweep is None else []
+        if self.sweep is None:
+            left_out += ["sweep", "key", "value"]
         left_out += ["span", "repeated"] if self.span is None else self.NOT_BY_CONTEXT
         return {name: value for name, value in values.items() if name not in left_out}
 
@@ -221,10 +223,9 @@ def graphs_in(bench: Path, method: str | None = None) -> str:
         records = read_records(bench / RECORDS)
     except UserError:  # none there, or a broken one, which the command that needs it reports
         return ""
-    taken = max(
-        (record.graph_bytes for record in records if method in (None, record.method)), default=0
-    )
-    return f"; CUDA graphs of a row took up to {format_bytes(taken)} in {bench}" if taken else ""
+    graphs = [record.graph_bytes for record in records if method in (None, record.method)]
+    most = max(graphs, default=0)
+    return f"; CUDA graphs of a row took up to {format_bytes(most)} in {bench}" if most else ""
 
 
 def read_as(path: Path, schema: type[T]) -> T:

@@ -1,14 +1,18 @@
-"""The proof that methods are lossless: greedy answers on the real target, sampled ones by a miniature's exact law."""
+"""The proof that methods are lossless.
+
+Greedy answers are compared on the real target, sampled ones with the exact law of a miniature.
+"""
 
 import sys
 import tempfile
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from scipy.stats import chi2
@@ -40,25 +44,36 @@ EXPECTED = 5.0  # draws that every cell of the chi-square test must expect
 SETTINGS = (SamplingConfig(1.0), SamplingConfig(0.6, top_p=0.8))
 DRAWS_PER_MINUTE = 30_000  # of a mean method on one core
 LENGTHS = (32, 3, 12, 4, 20, 6)  # max_new_tokens of the prompts, in turn
-# all drafts refused; all accepted to their deepest node; an end token, or max_new_tokens, inside an accepted path
+# All drafts refused; all accepted to their deepest node; an end token inside an accepted path;
+# max_new_tokens inside an accepted path.
 EDGES = ("rejected", "accepted", "ended", "cut")
 
-VOCABULARY, SEED = 8, 4  # of the miniature
-SPREAD = 0.38  # standard deviation of its matrices: three or four likely tokens at each place
+VOCABULARY = 8  # of the miniature
+SEED = 4
+SPREAD = 0.38  # standard deviation of its matrices: three or four likely tokens at each position
 DRAFT_NOISE = 0.08  # of the draft LM's matrices around the target's
-HEAD_NOISE = 0.12  # of a new head's matrices, whose laws would else be flat, or the target's own
+HEAD_NOISE = 0.12  # of a new head's matrices, whose laws would else be flat, or the target's
+HEAD_SETTINGS = {
+    "hydra": {"prefix_layer": True},
+    "block": {"mask_token_id": 0, "markov_rank": 4},
+}
 LENGTH = 4  # new tokens of a sampled answer; with fewer no tree has a second level
 LONGER = {"sps-heuristic": 5}  # only its second draft depends on what was accepted
 # every token once, and n-grams that come back
 PROMPT = (1, 5, 3, 4, 1, 6, 3, 2, 7, 0, 5, 4, 2, 6, 1, 7, 3, 0, 4)
-GIVEN = read_yaml(Path(__file__).with_name("lossless.yaml"))[0]
+DECODED = read_yaml(Path(__file__).with_name("lossless.yaml"))[0]
 MINIATURES = {
     method: validate({"method": method, **keys}, MethodConfig, method, {})
-    for method, keys in GIVEN["methods"].items()
+    for method, keys in DECODED["methods"].items()
 }
-Answer = tuple[int, ...]
-# a prompt [1, T] and the target's longest greedy answer; shorter ones are its beginnings
-Reference = tuple[Tensor, list[int]]
+AnswerLaw = dict[tuple[int, ...], float]  # an answer's tokens -> its chance
+
+
+class GreedyReference(NamedTuple):
+    """A prompt and the target's longest greedy answer to it; shorter ones are its beginnings."""
+
+    ids: Tensor  # [1, T]
+    answer: list[int]
 
 
 @dataclass(frozen=True)
@@ -70,7 +85,7 @@ class GreedyResult:
 
 
 @dataclass(frozen=True)
-class Law:
+class LawTest:
     temperature: float
     top_p: float
     p_value: float
@@ -78,39 +93,44 @@ class Law:
 
 
 @dataclass
-class Row:
-    """A method, its kind of head (None: without), and what was found."""
+class ProofRow:
+    """A method, its kind of head (None: without), and what was proved."""
 
-    asked: MethodConfig
+    config: MethodConfig
     kind: str | None
     head: str | None = None  # its directory; None: the sampled proof alone
     greedy: GreedyResult | None = None
-    laws: tuple[Law, ...] = ()
+    laws: tuple[LawTest, ...] = ()
     verdict: str = ""
     holds: bool = True
 
     @property
     def name(self) -> str:
-        is_drawn = (
-            isinstance(self.asked.tree, DynamicConfig) and self.asked.tree.children == "sampled"
-        )
-        return f"{self.asked.method} drawn" if is_drawn else self.asked.method
+        tree = self.config.tree
+        is_drawn = isinstance(tree, DynamicConfig) and tree.children == "sampled"
+        return f"{self.config.method} drawn" if is_drawn else self.config.method
+
+    def judge(self, least_p_value: float, is_exact: bool) -> None:
+        """Sets verdict and holds; is_exact: even a difference within rounding fails."""
+        differences = self.greedy.differences if self.greedy else []
+        failures = []
+        if any(is_exact or difference.gap > difference.rounding for difference in differences):
+            failures.append("greedy")
+        for law in self.laws:
+            if not law.p_value >= least_p_value:  # it may be NaN
+                failures.append(f"law at {_setting(law)}")
+        self.holds = not failures
+        if failures:
+            self.verdict = f"FAILED: {', '.join(failures)}"
+        elif self.greedy is None:
+            self.verdict = "lossless in law (no head for greedy)"
+        else:
+            self.verdict = "lossless up to rounding" if differences else "lossless"
 
 
-def verdict_of(row: Row, level: float, exact: bool) -> str:
-    """`level`: the least p-value; exact: even a difference within rounding fails."""
-    differences = row.greedy.differences if row.greedy else []
-    wrong = ["greedy"] if any(exact or each.gap > each.rounding for each in differences) else []
-    wrong += [f"law at {_setting(law)}" for law in row.laws if not law.p_value >= level]
-    if wrong:
-        return f"FAILED: {', '.join(wrong)}"
-    if row.greedy is None:
-        return "lossless in law (no head for greedy)"
-    return "lossless up to rounding" if differences else "lossless"
-
-
-def _setting(sampling: SamplingConfig | Law) -> str:
-    return f"T={sampling.temperature:g}" + (f"/p={sampling.top_p:g}" if sampling.top_p < 1 else "")
+def _setting(sampling: SamplingConfig | LawTest) -> str:
+    top_p = f"/p={sampling.top_p:g}" if sampling.top_p < 1 else ""
+    return f"T={sampling.temperature:g}{top_p}"
 
 
 def run_verify(
@@ -123,174 +143,227 @@ def run_verify(
     """The command `verify`; 1 if a row fails. heads: directories by kind."""
     if options.prompts < 1 or options.draws < MIN_DRAWS:
         raise UserError(f"--prompts, --draws: at least 1 prompt and {MIN_DRAWS} draws are needed")
-    named = [
-        validate({"method": name.strip()}, MethodConfig, "--methods", {})
-        for name in options.methods.split(",")
-    ]
-    for asked in named[:]:
-        if isinstance(asked.tree, DynamicConfig):
-            named.append(replace(asked, tree=replace(asked.tree, children="sampled")))
-    rows: list[Row] = []
-    for asked in named:
-        kinds = METHODS[asked.method].heads
-        there = [Row(asked, kind, heads[kind]) for kind in kinds if kind in heads]
-        rows += there or [Row(asked, kinds[0] if kinds else None)]
+    rows = rows_to_prove(options.methods.split(","), heads)
     if options.plan:
         print(f"verify: {config.path} in {config.dtype}: {', '.join(row.name for row in rows)}")
         return 0
-    work = f"{options.prompts} prompts on the target, {len(SETTINGS)} x {options.draws:,} draws on a miniature"
-    minutes = f"about {len(rows) * len(SETTINGS) * options.draws / DRAWS_PER_MINUTE:.1f} min for all draws"
-    print(f"verify: {len(rows)} methods, each: {work}; {minutes}", file=sys.stderr, flush=True)
+    minutes = len(rows) * len(SETTINGS) * options.draws / DRAWS_PER_MINUTE
+    print(
+        f"verify: {len(rows)} methods, each: {options.prompts} prompts on the target, "
+        f"{len(SETTINGS)} x {options.draws:,} draws on a miniature; "
+        f"about {minutes:.1f} min for all draws",
+        file=sys.stderr,
+        flush=True,
+    )
     target = load_quietly(config, threads)
-    texts = [f"{task} {topic}." for topic in GIVEN["topics"] for task in GIVEN["tasks"]]
-    if prompts is not None:
-        texts = [
-            prompt.turns[0]
-            for prompt in load_prompts(replace(prompts, num_prompts=options.prompts))
-        ]
-    plain = SpeculativeDecoder(target)
-    plain.tokenizer = load_tokenizer(config)
-    references = [
-        reference(target, plain.encode(text).to(target.device)) for text in texts[: options.prompts]
+    prove_rows(rows, target, prompts, options)
+    for row in rows:
+        row.judge(ALPHA / (len(rows) * len(SETTINGS)), is_exact=target.dtype == torch.float32)
+    print(proof_table(rows))
+    holds = all(row.holds for row in rows)
+    if options.json is not None:
+        proof = {
+            "schema": 1,
+            "target": config.path,
+            "dtype": config.dtype,
+            "draws": options.draws,
+            "seed": options.seed,
+            "p_values": sum(len(row.laws) for row in rows),
+            "family_error": ALPHA,
+            "rows": [row_facts(row) for row in rows],
+            "holds": holds,
+        }
+        write_json(options.json, proof)
+    return 0 if holds else 1
+
+
+def rows_to_prove(methods: Sequence[str], heads: dict[str, str]) -> list[ProofRow]:
+    """A row for each method and each head that it drafts with; drawn dynamic trees at the end."""
+    configs = [
+        validate({"method": name.strip()}, MethodConfig, "--methods", {}) for name in methods
     ]
-    drafters, level = Drafters(target), ALPHA / (len(rows) * len(SETTINGS))
+    drawn = [
+        replace(config, tree=replace(config.tree, children="sampled"))
+        for config in configs
+        if isinstance(config.tree, DynamicConfig)
+    ]
+    rows = []
+    for config in (*configs, *drawn):
+        kinds = METHODS[config.method].heads
+        with_head = [ProofRow(config, kind, heads[kind]) for kind in kinds if kind in heads]
+        rows += with_head or [ProofRow(config, kinds[0] if kinds else None)]
+    return rows
+
+
+def prove_rows(
+    rows: list[ProofRow], target: Target, prompts: PromptsConfig | None, options: Namespace
+) -> None:
+    """Answers greedy prompts on the target, and draws answers on a miniature, for every row."""
+    plain = SpeculativeDecoder(target)
+    plain.tokenizer = load_tokenizer(target.recipe)
+    references = [
+        greedy_reference(target, plain.encode(text).to(target.device))
+        for text in proof_texts(prompts, options.prompts)
+    ]
+    drafters = Drafters(target)
+    # Of the target's settings that look at the text, the lists name tokens that a miniature lacks.
+    of_text = resolve(target.generation_config).of_text
+    laws = {name: value for name, value in of_text.items() if isinstance(value, int | float)}
     with (
         tempfile.TemporaryDirectory() as directory,
         start_progress(len(rows), "rows", "verify") as progress,
     ):
-        of_text = resolve(
-            target.generation_config
-        ).of_text  # its lists name tokens that a miniature lacks
-        laws = {name: value for name, value in of_text.items() if isinstance(value, int | float)}
         sampled = SampledProver(Path(directory), laws)
         for row in rows:
             if row.kind is None or row.head is not None:
-                row.greedy = compare_greedy(make_decoder(drafters, row.asked, row.head), references)
+                decoder = make_decoder(drafters, row.config, row.head)
+                row.greedy = compare_greedy(decoder, references)
             row.laws = tuple(
-                sampled.prove(row.asked, row.kind, each, options.draws, options.seed)
-                for each in SETTINGS
+                sampled.prove(row.config, row.kind, sampling, options.draws, options.seed)
+                for sampling in SETTINGS
             )
             progress.update()
-    for row in rows:
-        row.verdict = verdict_of(row, level, exact=target.dtype == torch.float32)
-        row.holds = not row.verdict.startswith("FAILED")
-    print(table(rows))
-    holds = all(row.holds for row in rows)
-    if options.json is not None:
-        found: dict[str, Any] = {"schema": 1, "target": config.path, "dtype": config.dtype}
-        found |= {
-            "draws": options.draws,
-            "seed": options.seed,
-            "p_values": sum(len(row.laws) for row in rows),
-        }
-        found |= {
-            "family_error": ALPHA,
-            "rows": [{"method": row.asked.method, **asdict(row)} for row in rows],
-        }
-        write_json(options.json, found | {"holds": holds})
-    return 0 if holds else 1
 
 
-def table(rows: Sequence[Row]) -> str:
-    width = max([14, *(len(row.name) for row in rows)]) + 1
+def proof_texts(prompts: PromptsConfig | None, count: int) -> list[str]:
+    """The first turns of the recipe's prompts, else made-up tasks."""
+    if prompts is not None:
+        chosen = load_prompts(replace(prompts, num_prompts=count))
+        return [prompt.turns[0] for prompt in chosen][:count]
+    pairs = product(DECODED["topics"], DECODED["tasks"])
+    return [f"{task} {topic}." for topic, task in pairs][:count]
+
+
+def row_facts(row: ProofRow) -> dict[str, Any]:
+    values = asdict(row)
+    return {"method": row.config.method, "asked": values.pop("config"), **values}
+
+
+def proof_table(rows: Sequence[ProofRow]) -> str:
+    """A line for each row, then one for each difference."""
+    width = max(14, *(len(row.name) for row in rows)) + 1
     line = f"{{:{width}}}{{:10}}{{:18}}{{:10}}{{:14}}{{}}".format
-    lines = [
-        line(
-            "method",
-            "head",
-            "greedy identical",
-            *(f"p {_setting(each)}" for each in SETTINGS),
-            "verdict",
-        )
-    ]
+    p_names = [f"p {_setting(sampling)}" for sampling in SETTINGS]
+    lines = [line("method", "head", "greedy identical", *p_names, "verdict")]
     notes = []
     for row in rows:
-        p_values = [f"{law.p_value:.3g}" for law in row.laws] or ["–", "–"]
+        p_values = [f"{law.p_value:.3g}" for law in row.laws] or ["–"] * len(SETTINGS)
         identical = f"{row.greedy.identical}/{row.greedy.prompts}" if row.greedy else "–"
         lines.append(line(row.name, row.kind or "–", identical, *p_values, row.verdict))
-        for each in row.greedy.differences if row.greedy else ():
-            place = f"{row.name}: prompt {each.prompt}, new token {each.position}"
-            apart = f"logits {each.gap:.3g} apart (rounding: up to {each.rounding:.3g})"
-            notes.append(f"{place}: {each.ours} instead of {each.theirs}, {apart}")
+        for difference in row.greedy.differences if row.greedy else ():
+            notes.append(
+                f"{row.name}: prompt {difference.prompt}, new token {difference.position}: "
+                f"{difference.ours} instead of {difference.theirs}, "
+                f"logits {difference.gap:.3g} apart (rounding: up to {difference.rounding:.3g})"
+            )
     return "\n".join([*lines, *notes])
 
 
-def reference(target: Target, ids: Tensor) -> Reference:
-    """The target's own greedy answer to ids [1, T]."""
-    settings = {
-        "attention_mask": torch.ones_like(ids),
-        "do_sample": False,
-        "max_new_tokens": max(LENGTHS),
-    }
+# --- greedy answers ---
+
+
+def greedy_reference(target: Target, ids: Tensor) -> GreedyReference:
+    """transformers' greedy answer to ids [1, T]."""
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": max(LENGTHS)}
     if target.generation_config.stop_strings:
         settings["tokenizer"] = load_tokenizer(target.recipe)
     with torch.inference_mode():
-        out = target.model.generate(ids, **settings)
-    return ids, out[0, ids.shape[1] :].tolist()
+        out = target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    return GreedyReference(ids, out[0, ids.shape[1] :].tolist())
 
 
-def compare_greedy(decoder: SpeculativeDecoder, references: Sequence[Reference]) -> GreedyResult:
-    """Answers each prompt once, then with an end token, and with a limit, inside an accepted path."""
-    edges, count = dict.fromkeys(EDGES, 0), len(references)
-    differences = [
-        each
-        for number in range(count)
-        for each in _tries(decoder, references[number], number, edges)[:1]
-    ]
-    return GreedyResult(count, count - len(differences), edges, differences)
+def compare_greedy(
+    decoder: SpeculativeDecoder, references: Sequence[GreedyReference]
+) -> GreedyResult:
+    """Answers each prompt, then with an end token and with a limit in an accepted path."""
+    edges = dict.fromkeys(EDGES, 0)
+    differences = []
+    for number, reference in enumerate(references):
+        trials = GreedyTrials(decoder, reference, number, edges)
+        trials.run()
+        differences += trials.differences[:1]
+    return GreedyResult(len(references), len(references) - len(differences), edges, differences)
 
 
-def _tries(
-    decoder: SpeculativeDecoder, known: Reference, number: int, edges: dict[str, int]
-) -> list[Difference]:
-    """The first difference of each answer to one prompt; counts the edge cases."""
-    (ids, answer), ends = known, token_ids(decoder.target.generation_config.eos_token_id)
-    least = decoder.target.generation_config.min_new_tokens or 0  # no end token can stand before
-    differences: list[Difference] = []
+class CountedCycle(NamedTuple):
+    before: int  # new tokens before the cycle
+    taken: int  # of its draft tokens, after the cut at an end
+    new: int  # tokens that it gave, after the same cut
 
-    def run(
-        max_new_tokens: int, end: int | None = None
-    ) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """The answer; per cycle the tokens before it, draft tokens taken, and all."""
-        cycles: list[tuple[int, int, int]] = []
-        drafted: list[tuple[int, int]] = []  # accepted tokens and the deepest drafted node
+
+@dataclass
+class GreedyTrials:
+    """The answers to one prompt: where they differ from the reference, and the edges they met."""
+
+    decoder: SpeculativeDecoder
+    reference: GreedyReference
+    number: int  # of the prompt
+    edges: dict[str, int]  # is counted up
+    differences: list[Difference] = field(default_factory=list)
+
+    def run(self) -> None:
+        limit = LENGTHS[self.number % len(LENGTHS)]
+        text, cycles = self.answer(limit)
+        end = self.accepted_token(text, cycles)
+        if end is not None:
+            again = self.answer(len(text), end)[1]
+            self.edges["ended"] += bool(again) and again[-1].taken == again[-1].new
+        if cycles:
+            longest = max(cycles, key=lambda cycle: cycle.new)
+            if longest.taken and longest.new > 1:
+                self.answer(longest.before + longest.new - 1)
+                self.edges["cut"] += 1
+
+    def answer(
+        self, max_new_tokens: int, end: int | None = None
+    ) -> tuple[list[int], list[CountedCycle]]:
+        """The decoder's answer and its cycles; end: one more end token."""
+        ids = self.reference.ids
+        cycles: list[CountedCycle] = []
+        drafts: list[tuple[int, int]] = []  # accepted tokens, and the deepest drafted node
 
         def watch(cycle: Cycle) -> None:
-            tree, accepted = cycle.tree, cycle.verdict.accepted
-            depth = int(
-                (tree.depth if tree.passengers is None else tree.depth[~tree.passengers]).max()
-            )
-            drafted.extend([(accepted, depth)] if depth else [])
+            tree = cycle.tree
+            accepted = cycle.verdict.accepted
+            depths = tree.depth if tree.passengers is None else tree.depth[~tree.passengers]
+            deepest = int(depths.max())
+            if deepest:
+                drafts.append((accepted, deepest))
             before = cycle.position + 1 - ids.shape[1]
-            cycles.append((before, min(accepted, cycle.new_tokens), cycle.new_tokens))
+            taken = min(accepted, cycle.new_tokens)
+            cycles.append(CountedCycle(before, taken, cycle.new_tokens))
 
         settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
-        settings |= {} if end is None else {"eos_token_id": [end, *ends]}
-        ours = decoder.generate(ids, on_cycle=watch, **settings).new_ids
-        wanted = answer[:max_new_tokens]
-        if end in wanted:
-            wanted = wanted[: wanted.index(end) + 1]
-        if ours != wanted:
-            differences.append(first_difference(decoder.target, ids, number, ours, wanted))
-        edges["rejected"] += bool(drafted) and not any(took for took, _ in drafted)
-        edges["accepted"] += bool(drafted) and all(took == depth for took, depth in drafted)
+        expected = self.reference.answer[:max_new_tokens]
+        if end is not None:
+            settings["eos_token_id"] = [end, *self.end_ids()]
+            if end in expected:
+                expected = expected[: expected.index(end) + 1]
+        ours = self.decoder.generate(ids, on_cycle=watch, **settings).new_ids
+        if ours != expected:
+            target = self.decoder.target
+            self.differences.append(first_difference(target, ids, self.number, ours, expected))
+        if drafts:
+            self.edges["rejected"] += not any(accepted for accepted, _ in drafts)
+            self.edges["accepted"] += all(accepted == deepest for accepted, deepest in drafts)
         return ours, cycles
 
-    text, cycles = run(LENGTHS[number % len(LENGTHS)])
-    # again, with an end token that was drafted and accepted, and did not stand before
-    taken = [place for before, took, _ in cycles for place in range(before, before + took)]
-    end = next(
-        (at for at in taken if text.index(text[at]) == at >= least and text[at] not in ends), None
-    )
-    if end is not None:
-        _, again = run(len(text), text[end])
-        edges["ended"] += bool(again) and again[-1][1] == again[-1][2]
-    # again, with a limit inside the longest cycle
-    before, took, tokens = max(cycles, key=lambda cycle: cycle[2], default=(0, 0, 0))
-    if took and tokens > 1:
-        run(before + tokens - 1)
-        edges["cut"] += 1
-    return differences
+    def accepted_token(self, text: Sequence[int], cycles: Sequence[CountedCycle]) -> int | None:
+        """The first token of the answer that was drafted and accepted, and may be its end."""
+        least = self.decoder.target.generation_config.min_new_tokens or 0  # no end before it
+        for cycle in cycles:
+            for position in range(cycle.before, cycle.before + cycle.taken):
+                token = text[position]
+                is_new = text.index(token) == position  # else the answer would end earlier
+                if is_new and position >= least and token not in self.end_ids():
+                    return token
+        return None
+
+    def end_ids(self) -> frozenset[int]:
+        return token_ids(self.decoder.target.generation_config.eos_token_id)
+
+
+# --- sampled answers ---
 
 
 class SampledProver:
@@ -307,128 +380,127 @@ class SampledProver:
         prompt: Sequence[int] = PROMPT,
     ) -> None:
         config = write_miniature(directory, model_type=model_type)
-        self.target, self.ids = (
-            Target.load(replace(config, generation=generation or {})),
-            torch.tensor([prompt]),
-        )
-        self._heads, self._drafters = directory / "heads", Drafters(self.target)
+        self.target = Target.load(replace(config, generation=generation or {}))
+        self.ids = torch.tensor([prompt])  # [1, T]
+        self._heads = directory / "heads"
+        self._drafters = Drafters(self.target)
         self._law = cache(partial(answer_law, self.target, self.ids))
 
-    def decoder(self, asked: MethodConfig, kind: str | None) -> SpeculativeDecoder:
-        small = MINIATURES.get(asked.method, asked)
-        if isinstance(asked.tree, DynamicConfig) and isinstance(small.tree, DynamicConfig):
-            small = replace(small, tree=replace(small.tree, children=asked.tree.children))
+    def decoder(self, config: MethodConfig, kind: str | None) -> SpeculativeDecoder:
+        """The method with a tree that suits the miniature."""
+        small = MINIATURES.get(config.method, config)
+        if isinstance(config.tree, DynamicConfig) and isinstance(small.tree, DynamicConfig):
+            small = replace(small, tree=replace(small.tree, children=config.tree.children))
         return make_decoder(self._drafters, small, kind and str(self._heads / kind))
 
     def prove(
-        self, asked: MethodConfig, kind: str | None, sampling: SamplingConfig, draws: int, seed: int
-    ) -> Law:
-        length = LONGER.get(asked.method, LENGTH)
-        decoder, generator = self.decoder(asked, kind), torch.Generator().manual_seed(seed)
-        settings: dict[str, Any] = {
-            **asdict(sampling),
-            "max_new_tokens": length,
-            "generator": generator,
-        }
-        drawn = [decoder.generate(self.ids, **settings) for _ in range(draws)]
-        seen = Counter(tuple(out.new_ids) for out in drawn)
-        accepted = sum(sum(out.statistics.accepted) for out in drawn) / draws
-        return Law(
-            sampling.temperature,
-            sampling.top_p,
-            p_value(self._law(length, sampling), seen),
-            accepted,
-        )
+        self,
+        config: MethodConfig,
+        kind: str | None,
+        sampling: SamplingConfig,
+        draws: int,
+        seed: int,
+    ) -> LawTest:
+        length = LONGER.get(config.method, LENGTH)
+        decoder = self.decoder(config, kind)
+        generator = torch.Generator().manual_seed(seed)
+        counts: Counter[tuple[int, ...]] = Counter()
+        accepted = 0
+        for _ in range(draws):
+            answer = decoder.generate(
+                self.ids, max_new_tokens=length, generator=generator, **asdict(sampling)
+            )
+            counts[tuple(answer.new_ids)] += 1
+            accepted += sum(answer.statistics.accepted)
+        chance = p_value(self._law(length, sampling), counts)
+        return LawTest(sampling.temperature, sampling.top_p, chance, accepted / draws)
 
 
 def write_miniature(
     directory: Path, vocabulary: int = VOCABULARY, model_type: str = "llama"
 ) -> TargetConfig:
-    """Writes directory/target, a model that never ends, and directory/heads/KIND; EAGLE-3 lacks every third token."""
+    """Writes directory/target, a model that never ends, and directory/heads/KIND.
+
+    The draft vocabulary of EAGLE-3 lacks every third token.
+    """
     generator = torch.Generator().manual_seed(SEED)
-    config = AutoConfig.for_model(model_type, vocab_size=vocabulary, **GIVEN["model"])
+    config = AutoConfig.for_model(model_type, vocab_size=vocabulary, **DECODED["model"])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    words = {chr(97 + token): token for token in range(vocabulary - 1)} | {
-        "<|endoftext|>": vocabulary - 1
-    }  # Qwen's
+    words = {chr(97 + token): token for token in range(vocabulary - 1)}
+    words["<|endoftext|>"] = vocabulary - 1  # Qwen's
     letters = Tokenizer(models.WordLevel(words, unk_token="a"))
     letters.pre_tokenizer = pre_tokenizers.Whitespace()
 
-    def save(name: str) -> None:
+    def save_model(name: str) -> None:
         model.save_pretrained(directory / name)
         PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(directory / name)
 
     matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
     for matrix in matrices:
         matrix.data.normal_(0.0, SPREAD, generator=generator)
-    save("target")
-    written = TargetConfig(str(directory / "target"), dtype="float32")
-    target = Target(model, written)
-    drafted = DraftVocabulary.of_ids(
-        torch.tensor([token for token in range(vocabulary) if token % 3 != 2]), vocabulary
-    )
-    given: dict[str, Any] = {
-        "hydra": {"prefix_layer": True},
-        "block": {"mask_token_id": 0, "markov_rank": 4},
-    }
+    save_model("target")
+    target_config = TargetConfig(str(directory / "target"), dtype="float32")
+    target = Target(model, target_config)
+    drafted = torch.tensor([token for token in range(vocabulary) if token % 3 != 2])
     for kind in KINDS:
         if kind == "draft_lm":
             for matrix in matrices:
-                matrix.data.add_(torch.randn(matrix.shape, generator=generator), alpha=DRAFT_NOISE)
-            save("heads/draft_lm")
+                add_noise(matrix, DRAFT_NOISE, generator)
+            save_model("heads/draft_lm")
             continue
-        section: Any = KINDS[kind](**given.get(kind, {}))
-        more: dict[str, Any] = {"after_blocks": (0, 1)} if section.reads_taps else {}
-        more |= {"vocabulary": drafted} if kind == "eagle3" else {}
-        head = new_head(section, target.config, target.vocab, SEED, **more)
+        section: Any = KINDS[kind](**HEAD_SETTINGS.get(kind, {}))  # type: ignore[arg-type]
+        settings: dict[str, Any] = {"after_blocks": (0, 1)} if section.reads_taps else {}
+        if kind == "eagle3":
+            settings["vocabulary"] = DraftVocabulary.of_ids(drafted, vocabulary)
+        head = new_head(section, target.config, target.vocab, SEED, **settings)
         for name, parameter in head.named_parameters():
             if parameter.ndim == 2 and name != "embed_tokens.weight":
-                parameter.data.add_(
-                    torch.randn(parameter.shape, generator=generator), alpha=HEAD_NOISE
-                )
+                add_noise(parameter, HEAD_NOISE, generator)
         save_head(head, directory / "heads" / kind)
-    return written
+    return target_config
 
 
-def answer_law(
-    target: Target, ids: Tensor, length: int, sampling: SamplingConfig
-) -> dict[Answer, float]:
-    """The chance of every answer of `length` tokens to ids [1, T], by plain forwards over all prefixes."""
-    sampler = Sampler(
-        resolve(target.generation_config, **asdict(sampling)), torch.Generator(), ids[0]
-    )
-    law: dict[Answer, float] = {(): 1.0}
+def add_noise(matrix: Tensor, deviation: float, generator: torch.Generator) -> None:
+    matrix.data.add_(torch.randn(matrix.shape, generator=generator), alpha=deviation)
+
+
+def answer_law(target: Target, ids: Tensor, length: int, sampling: SamplingConfig) -> AnswerLaw:
+    """The chance of every answer of `length` tokens to ids [1, T], by forwards of all prefixes."""
+    decoding = resolve(target.generation_config, **asdict(sampling))
+    sampler = Sampler(decoding, torch.Generator(), ids[0])
+    law: AnswerLaw = {(): 1.0}
     for _ in range(length):
-        prefixes = list(law)
-        tails = torch.tensor(prefixes, dtype=torch.long, device=ids.device).reshape(
-            len(prefixes), -1
-        )
-        texts = torch.cat([ids.expand(len(prefixes), -1), tails], dim=1)
+        prefixes = torch.tensor(list(law), dtype=torch.long, device=ids.device)  # [n, written]
+        texts = torch.cat([ids.expand(len(law), -1), prefixes.view(len(law), -1)], dim=1)
         with torch.inference_mode():
-            logits = sampler.after(texts, target.model(texts).logits[:, -1])
-        rows = zip(prefixes, sampler.law(logits).double().tolist(), strict=True)  # [prefixes, V]
-        chances = [
-            ((*prefix, token), law[prefix] * p)
-            for prefix, row in rows
-            for token, p in enumerate(row)
-        ]
-        law = {answer: chance for answer, chance in chances if chance > 0}
+            logits = sampler.after(texts, target.model(texts).logits[:, -1])  # [n, V]
+        longer: AnswerLaw = {}
+        for prefix, p in zip(law, sampler.law(logits).double().tolist(), strict=True):
+            for token, chance in enumerate(p):
+                if law[prefix] * chance > 0:
+                    longer[(*prefix, token)] = law[prefix] * chance
+        law = longer
     return law
 
 
-def p_value(law: dict[Answer, float], seen: Counter[Answer]) -> float:
-    """The p-value of Pearson's chi-square test, rare answers pooled; 0 if the law excludes a seen answer."""
-    if not seen.keys() <= law.keys():
+def p_value(law: AnswerLaw, counts: Counter[tuple[int, ...]]) -> float:
+    """The p-value of Pearson's chi-square test, rare answers pooled.
+
+    0 if the law excludes an answer that was drawn.
+    """
+    if not counts.keys() <= law.keys():
         return 0.0
-    draws = seen.total()
-    cells = sorted(((chance * draws, seen[answer]) for answer, chance in law.items()), reverse=True)
+    draws = counts.total()
+    cells = [(chance * draws, counts[answer]) for answer, chance in law.items()]
+    cells.sort(reverse=True)  # (expected, counted)
     single = sum(expected >= EXPECTED for expected, _ in cells)
     if 0 < sum(expected for expected, _ in cells[single:]) < EXPECTED:
-        single = max(single - 1, 0)
-    if rest := cells[single:]:
-        cells = [
-            *cells[:single],
-            (sum(expected for expected, _ in rest), sum(count for _, count in rest)),
-        ]
+        single = max(single - 1, 0)  # the pool of rare answers needs one more
+    rare = cells[single:]
+    if rare:
+        pool = (sum(expected for expected, _ in rare), sum(count for _, count in rare))
+        cells = [*cells[:single], pool]
+    if len(cells) == 1:
+        return 1.0
     statistic = sum((count - expected) ** 2 / expected for expected, count in cells)
-    return float(chi2.sf(statistic, len(cells) - 1)) if len(cells) > 1 else 1.0
+    return float(chi2.sf(statistic, len(cells) - 1))

@@ -24,54 +24,56 @@ ANALYSIS_SCHEMA = 2  # of a calibration's analysis.json
 
 def calibrations_of(run: Path) -> list[Path]:
     """The finished calibrations of a run, in RUN/calibration and RUN/*/calibration."""
-    return sorted(
-        path.parent
-        for place in ("", "*/")
-        for path in run.glob(f"{place}calibration/{storage.FILE}")
-    )
+    records = [*run.glob(f"calibration/{storage.FILE}"), *run.glob(f"*/calibration/{storage.FILE}")]
+    return sorted(path.parent for path in records)
 
 
 def run_facts(
     run: RunPaths, recipe_words: str, target: TargetConfig | None = None
 ) -> dict[Path, dict[str, Any]]:
-    """`measured_facts` of a run's calibrations, bench and tuning: all of one target (default: the bench's)."""
-    here = storage.sound_record(run.bench).get("inputs", {}).get("target")
+    """`measured_facts` of a run's calibrations, bench and tuning, which must be of one target.
+
+    target: None stands for the bench's.
+    """
+    expected = storage.sound_record(run.bench).get("inputs", {}).get("target")
     if target and Path(target.path).is_dir():
-        here = target_inputs(target)
-    elif here and Path(here["path"]).is_dir():
-        here["files"] = target_inputs(TargetConfig(here["path"]))["files"]
-    parts = [
-        *calibrations_of(run.root),
-        run.bench,
-        *([run.tune] if (run.tune / storage.FILE).is_file() else ()),
-    ]
-    return {path: measured_facts(path, recipe_words, here) for path in parts}
+        expected = target_inputs(target)
+    elif expected and Path(expected["path"]).is_dir():
+        expected["files"] = target_inputs(TargetConfig(expected["path"]))["files"]
+    stages = [*calibrations_of(run.root), run.bench]
+    if (run.tune / storage.FILE).is_file():
+        stages.append(run.tune)
+    return {path: measured_facts(path, recipe_words, expected) for path in stages}
 
 
 def measured_facts(
     directory: Path, recipe_words: str, target: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The facts that a stage recorded at its end; UserError if its files, heads or target (an input) changed since."""
-    made = [
-        word
-        for word in storage.sound_record(directory).get("argv", ())[1:]
-        if word != "--overwrite"
-    ]
-    again = "run: aerie " + (
-        shlex.join(made) or f"{directory.name.replace('calibration', 'calibrate')} {recipe_words}"
-    )
+    """The facts that a stage recorded at its end.
+
+    UserError if its files, its heads or its target (an input) changed since.
+    """
+    words = storage.sound_record(directory).get("argv", ())[1:]
+    command = shlex.join(word for word in words if word != "--overwrite")
+    if not command:
+        command = f"{directory.name.replace('calibration', 'calibrate')} {recipe_words}"
+    again = f"run: aerie {command}"
     if not (directory / storage.FILE).is_file():
         raise UserError(f"{directory}: no {directory.name}, or one that was stopped; {again}")
     checked = Manifest.check(directory)
     if not isinstance(checked, Whole):
         raise UserError(f"{checked}; {again} --overwrite")
-    facts, of_target = checked.manifest.facts, checked.manifest.inputs.get("target", target)
-    if target and (changed := differences({"target": of_target}, {"target": target})):
-        raise UserError(f"{directory}: measured another target ({changed}); {again} --overwrite")
+    if target:
+        measured = checked.manifest.inputs.get("target", target)
+        changed = differences({"target": measured}, {"target": target})
+        if changed:
+            raise UserError(
+                f"{directory}: measured another target ({changed}); {again} --overwrite"
+            )
+    facts = checked.manifest.facts
     for head, files in facts.get("heads", {}).items():
         is_here = Path(head).is_dir() and find_weights(head_directory(head))
         if is_here and digests(head_directory(head)) != files:
-            raise UserError(
-                f"{directory}: measured {head} before it was trained anew; {again} --overwrite"
-            )
+            fault = f"measured {head} before it was trained anew"
+            raise UserError(f"{directory}: {fault}; {again} --overwrite")
     return facts

@@ -1,21 +1,33 @@
-"""Records -> the rows of summary.json. The prefill makes the first new token; decoding times are those of the rest."""
+"""Records -> the rows of summary.json.
 
+The prefill makes the first new token; decoding times are those of the other tokens.
+"""
+
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from aerie.configs.schema.measure import CONTEXT
-from aerie.infer.measure.bench_files import Milliseconds, Record, SuiteFile, SummaryRow
+from aerie.infer.measure.bench_files import Milliseconds, PromptKey, Record, SuiteFile, SummaryRow
 
 FloatArray = NDArray[np.float64]
 Records = Sequence[Record]
 RESAMPLES = 2000
-VANILLA, ALL_TASKS = "vanilla", "all"
+VANILLA = "vanilla"
+ALL_TASKS = "all"
 NGRAM = 4  # tokens whose return counts as repetition
+COUNTS = (
+    "new_tokens",
+    "target_forwards",
+    "draft_forwards",
+    "draft_forwards_wasted",
+    "draft_nodes",
+)
+SPEEDUPS = ("speedup", "speedup_ci95", "speedup_mean_per_prompt", "speedup_with_prefill")
 
 
 def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
@@ -25,12 +37,19 @@ def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[A
     return groups
 
 
+class Pair(NamedTuple):
+    """A row's answer and vanilla's to the same turn."""
+
+    record: Record
+    baseline: Record
+
+
 @dataclass(frozen=True)
 class Group:
     """The answers of one row at one sampling, and vanilla's at the same."""
 
     records: tuple[Record, ...]
-    baseline: dict[Any, Record]  # by prompt_key
+    baseline: dict[PromptKey, Record]
 
     @property
     def first(self) -> Record:
@@ -45,12 +64,12 @@ class Group:
         return [record for record in self.records if record.status == "ok"]
 
     @property
-    def pairs(self) -> list[tuple[Record, Record]]:
-        """(this row's answer, vanilla's) where both are ok."""
+    def pairs(self) -> list[Pair]:
+        """Those of which both are ok."""
         return [
-            (one, self.baseline[one.prompt_key])
-            for one in self.good
-            if one.prompt_key in self.baseline
+            Pair(record, self.baseline[record.prompt_key])
+            for record in self.good
+            if record.prompt_key in self.baseline
         ]
 
     def by_task(self) -> list["Group"]:
@@ -59,62 +78,60 @@ class Group:
 
 
 def group(records: Iterable[Record]) -> list[Group]:
-    """One group per (sampling, row), rows in the recipe's order; the first vanilla row is the baseline."""
+    """One group per (sampling, row), rows in their order; the first vanilla row is the baseline."""
     groups = []
-    for members in grouped(records, lambda record: record.sampling).values():
-        rows = [
-            answers for _, answers in sorted(grouped(members, lambda record: record.row).items())
-        ]
-        vanilla = next((answers for answers in rows if answers[0].method == VANILLA), [])
-        baseline = {record.prompt_key: record for record in vanilla if record.status == "ok"}
-        groups += [Group(tuple(answers), baseline) for answers in rows]
+    for answers in grouped(records, lambda record: record.sampling).values():
+        by_row = grouped(answers, lambda record: record.row)
+        rows = [by_row[number] for number in sorted(by_row)]
+        baseline: dict[PromptKey, Record] = {}
+        for row in rows:
+            if row[0].method == VANILLA:
+                baseline = {record.prompt_key: record for record in row if record.status == "ok"}
+                break
+        groups += [Group(tuple(row), baseline) for row in rows]
     return groups
 
 
 def summary_row(members: Group, seed: int = 0) -> SummaryRow:
     """One row of summary.json: counts and times are summed, peak_memory_gib is the largest."""
-    named, records = identity(members), members.records
+    row = identity(members)
+    records = members.records
     if members.failed:
         first = members.failed[0]
         count = f"{len(members.failed)} of {len(records)} prompts failed"
-        return replace(
-            named, status="error", message=f"{count}; first {first.prompt_id!r}: {first.message}"
-        )
-    names = (
-        "new_tokens",
-        "target_forwards",
-        "draft_forwards",
-        "draft_forwards_wasted",
-        "draft_nodes",
-    )
-    sums = {name: sum(getattr(record, name) for record in records) for name in names}
+        message = f"{count}; first {first.prompt_id!r}: {first.message}"
+        return replace(row, status="error", message=message)
+    sums = {name: sum(getattr(record, name) for record in records) for name in COUNTS}
     times = milliseconds(records)
-    decode_seconds = (times.wall - times.prefill) / 1000.0
+    seconds = (times.wall - times.prefill) / 1000.0
     compared = [record.identical for record in records if record.identical is not None]
-    accepted = np.array([kept for record in records for kept in record.accepted], dtype=np.int64)
-    tokens, forwards = per_prompt(records).T[:2]
+    accepted = np.concatenate([np.array(record.accepted, dtype=np.int64) for record in records])
+    levels = row.tree.levels if row.tree else 0
+    prompts = per_prompt(records)
+    has_cycle = prompts.forwards > 0
+    memory = [record.peak_memory_gib for record in records if record.peak_memory_gib is not None]
     return replace(
-        named,
+        row,
         **sums,
-        tau=tau(records),
-        tau_macro=float(np.mean(tokens[forwards > 0] / forwards[forwards > 0]))
-        if forwards.any()
-        else None,
-        accepted_histogram=np.bincount(
-            accepted, minlength=(named.tree.levels if named.tree else 0) + 1
-        ).tolist(),
-        tokens_per_s=(sums["new_tokens"] - len(records)) / decode_seconds
-        if decode_seconds > 0
-        else None,
         **speedups(members.pairs, seed),
-        accept_rate=int(accepted.sum()) / sums["draft_nodes"] if sums["draft_nodes"] else None,
+        tau=tau(records),
+        tau_macro=_mean(prompts.tokens[has_cycle] / prompts.forwards[has_cycle]),
+        accepted_histogram=np.bincount(accepted, minlength=levels + 1).tolist(),
+        tokens_per_s=_ratio(sums["new_tokens"] - len(records), seconds),
+        accept_rate=_ratio(int(accepted.sum()), sums["draft_nodes"]),
         identical=sum(compared) if compared else None,
-        mismatch=len(compared) - sum(compared) if compared else None,
-        peak_memory_gib=max(
-            (r.peak_memory_gib for r in records if r.peak_memory_gib is not None), default=None
-        ),
+        mismatch=compared.count(False) if compared else None,
+        peak_memory_gib=max(memory, default=None),
         ms=times,
     )
+
+
+def _ratio(over: float, under: float) -> float | None:
+    return over / under if under > 0 else None
+
+
+def _mean(values: FloatArray) -> float | None:
+    return float(np.mean(values)) if len(values) else None
 
 
 def identity(members: Group) -> SummaryRow:
@@ -123,87 +140,94 @@ def identity(members: Group) -> SummaryRow:
     tasks = {record.task for record in members.records}
     # an answer without any draft says R2 even where the row's drafts follow R1 or R3
     drafted = [record for record in members.good if record.draft_nodes]
-    names = ("method", "head", "head_path", "tree", "temperature", "top_k", "top_p")
+    judged = [*drafted, *members.good, first][0]
     return SummaryRow(
+        method=first.method,
+        head=first.head,
+        head_path=first.head_path,
         task=first.task if len(tasks) == 1 else ALL_TASKS,
+        temperature=first.temperature,
+        top_k=first.top_k,
+        top_p=first.top_p,
         prompts=len({record.prompt for record in members.records}),
-        verify=(drafted or members.good or [first])[0].verify,
-        **{name: getattr(first, name) for name in names},
+        verify=judged.verify,
+        tree=first.tree,
     )
 
 
 def told_apart(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
     """The rows; if two differ in the head alone, the variant of their trees names it."""
-    same, named = grouped(rows, lambda row: repr((row.method, row.tree))), []
+    alike = grouped(rows, lambda row: repr((row.method, row.tree)))
+    renamed = []
     for row in rows:
-        alike = {(other.head, other.head_path) for other in same[repr((row.method, row.tree))]}
-        if row.tree is not None and len(alike) > 1:
-            by_kind = len({kind for kind, _ in alike}) == len(alike)
-            words = f"{row.head} head" if by_kind else f"head {row.head_path or 'of the run'}"
-            row = replace(
-                row,
-                tree=replace(row.tree, variant=", ".join(filter(None, (row.tree.variant, words)))),
-            )
-        named.append(row)
-    return named
+        heads = {(twin.head, twin.head_path) for twin in alike[repr((row.method, row.tree))]}
+        if row.tree is not None and len(heads) > 1:
+            kinds = {kind for kind, _ in heads}
+            words = f"head {row.head_path or 'of the run'}"
+            if len(kinds) == len(heads):
+                words = f"{row.head} head"
+            variant = f"{row.tree.variant}, {words}" if row.tree.variant else words
+            row = replace(row, tree=replace(row.tree, variant=variant))
+        renamed.append(row)
+    return renamed
 
 
 def sweep_rows(
-    groups: Sequence[Group], own: Sequence[Group], asked: SuiteFile, seed: int
+    groups: Sequence[Group], bench_groups: Sequence[Group], suite: SuiteFile, seed: int
 ) -> list[SummaryRow]:
-    """`sweeps` of summary.json; own: the groups of the bench's own rows, for points by context length."""
+    """`sweeps` of summary.json.
+
+    bench_groups: those of the bench's own rows, for points by context length.
+    """
+    group_of = {(members.first.row, members.first.sampling): members for members in groups}
     rows = []
-    for point in asked.points:
-        for members in (
-            one
-            for one in groups
-            if (one.first.row, one.first.sampling) == (point.row, point.sampling)
-        ):
-            if asked_for := tuple(
-                record for record in members.records if record.prompt in point.prompts
-            ):
-                measured = summary_row(replace(members, records=asked_for), seed)
-                rows.append(replace(measured, sweep=point.sweep, key=point.key, value=point.value))
-    for members in own:
-        rows += context_rows(members, asked.contexts, asked.max_context, seed)
+    for point in suite.points:
+        members = group_of.get((point.row, point.sampling))
+        if members is None:
+            continue
+        records = [record for record in members.records if record.prompt in point.prompts]
+        if records:
+            row = summary_row(replace(members, records=tuple(records)), seed)
+            rows.append(replace(row, sweep=point.sweep, key=point.key, value=point.value))
+    for members in bench_groups:
+        rows += context_rows(members, suite.contexts, suite.max_context, seed)
     return rows
 
 
 def tau(records: Records) -> float | None:
     """New tokens after the prefill's per target forward, bonus included, pooled over prompts."""
-    forwards = sum(record.target_forwards for record in records)
-    return (
-        (sum(record.new_tokens for record in records) - len(records)) / forwards
-        if forwards
-        else None
-    )
+    tokens = sum(record.new_tokens for record in records) - len(records)
+    return _ratio(tokens, sum(record.target_forwards for record in records))
 
 
 def tau_interval(records: Records, seed: int = 0) -> list[float] | None:
     """95 % bootstrap interval of tau over prompts."""
-    tokens, forwards = per_prompt(records).T[:2]
-    return interval([tokens], [forwards], seed) if forwards.any() else None
+    prompts = per_prompt(records)
+    if not prompts.forwards.any():
+        return None
+    return interval([prompts.tokens], [prompts.forwards], seed)
 
 
-def speedups(pairs: Sequence[tuple[Record, Record]], seed: int = 0) -> dict[str, Any]:
-    """The speedup fields of a row from (row's answer, vanilla's); the interval is a bootstrap paired by prompt."""
-    used = [(mine, base) for mine, base in pairs if mine.new_tokens > 1 and base.new_tokens > 1]
-    if not used:
-        return dict.fromkeys(
-            ("speedup", "speedup_ci95", "speedup_mean_per_prompt", "speedup_with_prefill")
-        )
-    tokens, _, ms = per_prompt([mine for mine, _ in used]).T
-    base_tokens, _, base_ms = per_prompt([base for _, base in used]).T
-    mine, base = (
-        sum(one.new_tokens for one in side) / milliseconds(side).wall
-        for side in zip(*pairs, strict=True)
-    )
+def speedups(pairs: Sequence[Pair], seed: int = 0) -> dict[str, Any]:
+    """The speedup fields of a row; the interval is a bootstrap paired by prompt."""
+    decoded = [pair for pair in pairs if min(pair.record.new_tokens, pair.baseline.new_tokens) > 1]
+    if not decoded:
+        return dict.fromkeys(SPEEDUPS)
+    row = per_prompt([pair.record for pair in decoded])
+    base = per_prompt([pair.baseline for pair in decoded])
+    by_prompt = row.tokens * base.ms / (base.tokens * row.ms)
+    speed = _speed_with_prefill([pair.record for pair in pairs])
+    base_speed = _speed_with_prefill([pair.baseline for pair in pairs])
     return {
-        "speedup": float(tokens.sum() * base_ms.sum() / (base_tokens.sum() * ms.sum())),
-        "speedup_ci95": interval([tokens, base_ms], [base_tokens, ms], seed),
-        "speedup_mean_per_prompt": float(np.mean(tokens * base_ms / (base_tokens * ms))),
-        "speedup_with_prefill": mine / base,
+        "speedup": float(row.tokens.sum() * base.ms.sum() / (base.tokens.sum() * row.ms.sum())),
+        "speedup_ci95": interval([row.tokens, base.ms], [base.tokens, row.ms], seed),
+        "speedup_mean_per_prompt": float(np.mean(by_prompt)),
+        "speedup_with_prefill": speed / base_speed,
     }
+
+
+def _speed_with_prefill(records: Records) -> float:
+    return sum(record.new_tokens for record in records) / milliseconds(records).wall
 
 
 def milliseconds(records: Records) -> Milliseconds:
@@ -213,126 +237,155 @@ def milliseconds(records: Records) -> Milliseconds:
     )
 
 
-def per_prompt(records: Records) -> FloatArray:
-    """[n, 3] tokens after the prefill's, target forwards and decode milliseconds; a prompt's turns are added up."""
-    places = {
-        prompt: place
-        for place, prompt in enumerate(dict.fromkeys(record.prompt for record in records))
-    }
-    table = np.zeros((len(places), 3))
+class PromptSums(NamedTuple):
+    """Sums over the turns of each prompt [n]."""
+
+    tokens: FloatArray  # without the prefill's
+    forwards: FloatArray  # of the target, without the prefill's
+    ms: FloatArray  # of decoding
+
+
+def per_prompt(records: Records) -> PromptSums:
+    sums: dict[tuple[str, str], FloatArray] = {}
     for record in records:
         ms = record.ms.wall - record.ms.prefill if record.ms else 0.0
-        table[places[record.prompt]] += (record.new_tokens - 1, record.target_forwards, ms)
-    return table
+        counts = np.array([record.new_tokens - 1, record.target_forwards, ms])
+        sums[record.prompt] = sums.get(record.prompt, 0.0) + counts
+    return PromptSums(*np.array(list(sums.values())).reshape(-1, 3).T)
 
 
 def interval(
     above: Sequence[FloatArray], below: Sequence[FloatArray], seed: int = 0
 ) -> list[float] | None:
-    """95 % bootstrap interval over prompts [n] of product(sums above) / product(sums below); None for one prompt."""
+    """95 % bootstrap interval over prompts of product(sums above) / product(sums below).
+
+    Each array [n] has a value per prompt. None for one prompt.
+    """
     size = len(above[0])
     if size < 2:
         return None
-    drawn = (
-        np.random.default_rng(seed)
-        .multinomial(size, np.full(size, 1.0 / size), size=RESAMPLES)
-        .astype(float)
-    )
-    over, under = (
-        np.prod([drawn @ values for values in side], axis=0) for side in (above, below)
-    )  # [RESAMPLES]
+    generator = np.random.default_rng(seed)
+    drawn = generator.multinomial(size, np.full(size, 1.0 / size), size=RESAMPLES).astype(float)
+    over = np.prod([drawn @ values for values in above], axis=0)  # [RESAMPLES]
+    under = np.prod([drawn @ values for values in below], axis=0)
     low, high = np.percentile(over[under > 0] / under[under > 0], [2.5, 97.5])
     return [float(low), float(high)]
+
+
+# --- by context length ---
 
 
 def context_rows(
     members: Group, contexts: Sequence[int], limit: int | None, seed: int = 0
 ) -> list[SummaryRow]:
-    """A row's points of `sweeps` by context length, each from the prompts that it and vanilla both answer that far.
-
-    `repeated`: the share of 4-grams there that the row's own answer had before, as loops are easy to draft.
-    """
+    """A row's points of `sweeps` by context length: up to each, and from the one before it."""
     if members.failed:
         return []
-    # for each n-gram of an answer, by its start, whether the answer has had it before
-    repeated = {
-        one.prompt_key: pd.Series(ngrams(one.output_ids)).duplicated().tolist()
-        for one in members.records
-    }
     rows = []
-    for place, length in enumerate(contexts):
-        for span in ("cumulative", "bucket") if limit is None or length <= limit else ():
-            above = contexts[place - 1] if span == "bucket" and place else 0
-            pairs, again = [], list[bool]()
-            for one, other in members.pairs:
-                mine, base = reached(one, above, length), reached(other, above, length)
-                if mine is not None and base is not None:
-                    pairs.append((mine, base))
-                    first = (
-                        one.prompt_tokens + NGRAM
-                    )  # the context length at which the answer's first n-gram ends
-                    again += repeated[one.prompt_key][
-                        max(above - first + 1, 0) : max(length - first + 1, 0)
-                    ]
-            if not pairs:
-                continue
-            tokens, ms, cycles, accepted, nodes = np.sum(
-                [mine for mine, _ in pairs], axis=0
-            ).tolist()
-            # tokens are as many in both, so that the speedup is a ratio of times
-            times, base_times = np.array([(mine[1], base[1]) for mine, base in pairs]).T  # [n]
-            point = replace(
-                identity(members),
-                prompts=len(pairs),
-                new_tokens=round(tokens),
-                tau=tokens / cycles,
-                tokens_per_s=1000 * tokens / ms,
-                speedup=float(base_times.sum() / times.sum()),
-                speedup_ci95=interval([base_times], [times], seed),
-                speedup_mean_per_prompt=float(np.mean(base_times / times)),
-                target_forwards=cycles,
-                draft_nodes=nodes,
-                accept_rate=accepted / nodes if nodes else None,
-                repeated=sum(again) / len(again) if again else None,
-            )
-            rows.append(replace(point, sweep=CONTEXT, key=CONTEXT, value=length, span=span))
+    for before, length in itertools.pairwise([0, *contexts]):
+        if limit is not None and length > limit:
+            continue
+        for span, above in (("cumulative", 0), ("bucket", before)):
+            row = context_row(members, above, length, seed)
+            if row is not None:
+                rows.append(replace(row, sweep=CONTEXT, key=CONTEXT, value=length, span=span))
     return rows
 
 
-def reached(record: Record, above: int, length: int) -> FloatArray | None:
-    """[5] tokens, ms, cycles, accepted and drafted nodes between two context lengths; None: the answer is shorter."""
-    ends = (
-        record.prompt_tokens + 1 + np.cumsum((0, *record.cycle_tokens))
-    )  # [cycles + 1], the prefill's token is there
+class Stretch(NamedTuple):
+    """What an answer took between two context lengths."""
+
+    tokens: float
+    ms: float
+    cycles: float
+    accepted: float  # draft tokens
+    nodes: float  # that were drafted
+
+
+def context_row(members: Group, above: int, length: int, seed: int) -> SummaryRow | None:
+    """From the prompts that the row and vanilla both answer that far; None without any.
+
+    `repeated`: the share of 4-grams there that the row's own answer had before, as loops are easy
+    to draft.
+    """
+    stretches, base_ms, repeats = [], [], list[bool]()
+    for record, baseline in members.pairs:
+        stretch = stretch_of(record, above, length)
+        base_stretch = stretch_of(baseline, above, length)
+        if stretch is not None and base_stretch is not None:
+            stretches.append(stretch)
+            base_ms.append(base_stretch.ms)
+            first = record.prompt_tokens + NGRAM  # the context at which the first n-gram ends
+            is_repeated = repeated_ngrams(record.output_ids)
+            repeats += is_repeated[max(above - first + 1, 0) : max(length - first + 1, 0)]
+    if not stretches:
+        return None
+    total = Stretch(*np.sum(stretches, axis=0).tolist())
+    # Tokens are as many in both, so that the speedup is a ratio of times.
+    times = np.array([stretch.ms for stretch in stretches])  # [n]
+    base_times = np.array(base_ms)
+    return replace(
+        identity(members),
+        prompts=len(stretches),
+        new_tokens=round(total.tokens),
+        tau=total.tokens / total.cycles,
+        tokens_per_s=1000 * total.tokens / total.ms,
+        speedup=float(base_times.sum() / times.sum()),
+        speedup_ci95=interval([base_times], [times], seed),
+        speedup_mean_per_prompt=float(np.mean(base_times / times)),
+        target_forwards=total.cycles,
+        draft_nodes=total.nodes,
+        accept_rate=_ratio(total.accepted, total.nodes),
+        repeated=_ratio(sum(repeats), len(repeats)),
+    )
+
+
+def stretch_of(record: Record, above: int, length: int) -> Stretch | None:
+    """None: the answer is shorter."""
+    # [cycles + 1]: the context after each cycle; the prefill's token is there at the start
+    ends = record.prompt_tokens + 1 + np.cumsum((0, *record.cycle_tokens))
     start = max(above, int(ends[0]))
     if start >= length or ends[-1] < length:
         return None
-    columns = (
-        record.cycle_ms,
-        [1.0] * len(record.cycle_tokens),
-        record.accepted,
-        record.cycle_nodes,
+
+    def spent(by_cycle: Sequence[float]) -> float:
+        totals = np.cumsum((0.0, *by_cycle))
+        at_start, at_end = np.interp([start, length], ends, totals)
+        return float(at_end - at_start)
+
+    return Stretch(
+        tokens=length - start,
+        ms=spent(record.cycle_ms),
+        cycles=spent([1.0] * len(record.cycle_tokens)),
+        accepted=spent(record.accepted),
+        nodes=spent(record.cycle_nodes),
     )
-    spent = [
-        np.diff(np.interp([start, length], ends, np.cumsum((0.0, *values))))[0]
-        for values in columns
-    ]
-    return np.array([length - start, *spent])
 
 
 def diversity(groups: Sequence[Group]) -> dict[str, Any] | None:
     """Distinct 4-grams of vanilla's greedy answers; None without any."""
     for members in groups:
-        if (
-            members.first.method == VANILLA
-            and members.first.temperature == 0
-            and not members.failed
-        ):
-            every = [ngram for record in members.records for ngram in ngrams(record.output_ids)]
-            counts = {"distinct_4grams": len(set(every)), "total_4grams": len(every)}
-            return {"method": VANILLA, "answers": len(members.records), **counts}
+        is_greedy_vanilla = members.first.method == VANILLA and members.first.temperature == 0
+        if is_greedy_vanilla and not members.failed:
+            counts = [ngrams(record.output_ids) for record in members.records]
+            return {
+                "method": VANILLA,
+                "answers": len(members.records),
+                "distinct_4grams": len(set(itertools.chain(*counts))),
+                "total_4grams": sum(map(len, counts)),
+            }
     return None
 
 
 def ngrams(answer: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(answer[start : start + NGRAM]) for start in range(len(answer) - NGRAM + 1)]
+
+
+def repeated_ngrams(answer: Sequence[int]) -> list[bool]:
+    """For each n-gram of an answer, by its start, whether the answer has had it before."""
+    earlier = set[tuple[int, ...]]()
+    repeats = []
+    for ngram in ngrams(answer):
+        repeats.append(ngram in earlier)
+        earlier.add(ngram)
+    return repeats

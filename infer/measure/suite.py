@@ -146,7 +146,7 @@ def suite_file(suite: Suite, prompts: Sequence[Prompt], max_context: int | None)
 def sweep_prompts(
     sweep: SweepConfig, number: int, prompts: Sequence[Prompt]
 ) -> tuple[tuple[str, str], ...]:
-    """(task, prompt_id) of the first prompts of each of the sweep's tasks, in the prompts' order."""
+    """(task, prompt_id) of the first prompts of each of the sweep's tasks, in their order."""
     tasks = grouped([prompt.key for prompt in prompts], lambda key: key[0])
     for task in sweep.tasks:
         if task not in tasks:
@@ -161,7 +161,7 @@ def sweep_prompts(
 def rows_by_prompt(
     file: SuiteFile, vanilla: int, prompts: Sequence[Prompt]
 ) -> dict[Sampling, dict[tuple[str, str], list[int]]]:
-    """Per sampling, the rows that answer each prompt (task, prompt_id), vanilla among them."""
+    """Per sampling, the rows that answer each (task, prompt_id), vanilla among them."""
     rows_of: dict[Sampling, dict[tuple[str, str], list[int]]] = {}
     for cell in (*file.main, *file.points):
         rows = rows_of.setdefault(cell.sampling, {})

@@ -1,10 +1,13 @@
-"""Prompts: published sets at pinned commits (EAGLE-2, 2406.16858, s. 5; SVIP, 2411.18462, s. 3.2), and files."""
+"""Prompts: published sets at pinned commits, and files.
+
+The sets are those of EAGLE-2 (2406.16858, section 5) and SVIP (2411.18462, section 3.2).
+"""
 
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -59,93 +62,90 @@ class Prompt:
 def prompt_of(task: str, row: Any, number: int, place: str, config: PromptsConfig) -> Prompt:
     """A row's prompt; one with `turns` (Spec-Bench) is taken as it is."""
     values: Row = row if isinstance(row, Mapping) else {}
-    published, as_it_is = TASKS.get(task, {}), "turns" in values
+    published = TASKS.get(task, {})
+    is_published = bool(published) and "turns" not in values
     try:
-        if as_it_is or not published:
+        if is_published:
+            columns = COLUMNS_OF.get(task, dict)(values)
+            if "turns" in published:
+                turns = columns[published["turns"]]
+            else:
+                turns = published["text"].format_map(columns)
+            identity = values.get(published.get("identity", ""))
+        else:
             names = ("turns", *TEXTS["question_fields"])
             name = next((name for name in names if name in values), " or ".join(names))
-            turns, column = values[name], "question_id"
-        else:
-            columns = COLUMNS_OF.get(task, dict)(values)
-            turns = (
-                columns[published["turns"]]
-                if "turns" in published
-                else published["text"].format_map(columns)
-            )
-            column = published.get("identity", "")
-        if (level := published.get("level")) and (not as_it_is or level in values):
+            turns = values[name]
+            identity = values.get("question_id")
+        level = published.get("level")
+        if level and (is_published or level in values):
             task = f"{task}-level{str(values[level]).split()[-1]}"  # 3 or 'Level 3'
     except KeyError as error:
         question = f"a question of {task}" if task else "a question"
+        columns_there = ", ".join(values)
         raise UserError(
-            f"{place}: {question} needs {error}; this row has {', '.join(values)}"
+            f"{place}: {question} needs {error}; this row has {columns_there}"
         ) from error
     texts = [turns] if isinstance(turns, str) else turns
     if not isinstance(texts, list | tuple) or not texts or not all(map(is_text, texts)):
-        raise UserError(
-            f"{place}: a question is a text or a list of texts, none empty or with half a surrogate pair"
-        )
-    identity, turns = values.get(column), tuple(texts[: config.turns])
-    return Prompt(str(number if identity is None else identity), task, turns, config.system_prompt)
+        raise UserError(f"{place}: a question is a text or a list of texts, none empty")
+    prompt_id = str(number if identity is None else identity)
+    return Prompt(prompt_id, task, tuple(texts[: config.turns]), config.system_prompt)
 
 
 def load_prompts(config: PromptsConfig) -> list[Prompt]:
-    source = config.path or ", ".join(task.name for task in config.tasks)
-    if config.path is not None:
-        prompts = _of_file(Path(config.path), config)
-    elif isinstance(config, HeldOutPrompts):
+    if isinstance(config, HeldOutPrompts):
         return _held_out(config)
+    if config.path is not None:
+        source = config.path
+        prompts = _of_file(Path(config.path), config)
     else:
+        source = ", ".join(task.name for task in config.tasks)
         prompts = [prompt for task in config.tasks for prompt in _of_task(task, config)]
     if not prompts:
         raise UserError(f"{source}: holds no prompts")
-    (task, name), count = Counter(
-        (prompt.task, prompt.prompt_id) for prompt in prompts
-    ).most_common(1)[0]
+    (task, prompt_id), count = Counter(prompt.key for prompt in prompts).most_common(1)[0]
     if count > 1:
-        raise UserError(f"{source}: question_id {name} of {task!r} stands there {count} times")
+        raise UserError(f"{source}: question_id {prompt_id} of {task!r} stands there {count} times")
     return prompts
 
 
 def _held_out(config: HeldOutPrompts) -> list[Prompt]:
-    """Questions that training never sees, none so long that its answer may lie beyond max_length."""
-    data, found = config.data, dict[tuple[str, ...], Prompt]()
+    """Questions that training never sees, none as long as max_length, so that answers fit."""
+    data = config.data
+    system = config.system_prompt or data.system_prompt
+    prompts: dict[tuple[str, ...], Prompt] = {}
     for number, row in enumerate(load_conversations(data, Tally()), start=1):
-        asked = tuple(
-            str(message["content"]) for message in row.messages if message["role"] == "user"
-        )
-        turns = asked[: config.turns or 1] if row.is_held_out and all(map(is_text, asked)) else ()
-        if turns and len("".join(turns)) <= data.max_length:
-            system = config.system_prompt or data.system_prompt
-            found.setdefault(turns, Prompt(str(number), "held_out", turns, system))
-        if config.num_prompts is not None and len(found) == 2 * config.num_prompts:
+        users = [message for message in row.messages if message["role"] == "user"]
+        questions = [str(message["content"]) for message in users]
+        turns = tuple(questions[: config.turns or 1])
+        length = sum(map(len, turns))
+        if row.is_held_out and all(map(is_text, questions)) and 0 < length <= data.max_length:
+            prompts.setdefault(turns, Prompt(str(number), "held_out", turns, system))
+        if config.num_prompts is not None and len(prompts) == 2 * config.num_prompts:
             break
-    if len(found) <= config.part:
+    if len(prompts) <= config.part:
         fix = "raise data.held_out, or name prompts: path, or tasks such as [{name: mt_bench}]"
-        raise UserError(
-            f"{', '.join(data.conversations)}: too few held-out conversations to measure with; {fix}"
-        )
-    return list(found.values())[config.part :: 2]
+        fault = "too few held-out conversations to measure with"
+        raise UserError(f"{', '.join(data.conversations)}: {fault}; {fix}")
+    return list(prompts.values())[config.part :: 2]
 
 
 def _of_file(path: Path, config: PromptsConfig) -> list[Prompt]:
-    if path.suffix in ROW_SUFFIXES:
-        prompts = []
-        for row in read_rows(str(path)):
-            prompt = prompt_of("", row.value, row.number, f"{path}:{row.number}", config)
-            prompts.append(
-                replace(prompt, task=config.task or str(row.value.get("category") or path.stem))
-            )
-        chosen = {id(prompt) for prompt in _taking_turns(prompts)[: config.num_prompts]}
-        return [prompt for prompt in prompts if id(prompt) in chosen]
-    lines = read_text(path).split("\n")  # not at U+2028
-    numbered = [(str(number), line) for number, line in enumerate(lines, start=1) if line.strip()][
-        : config.num_prompts
-    ]
-    return [
-        Prompt(number, config.task or path.stem, (line,), config.system_prompt)
-        for number, line in numbered
-    ]
+    prompts = []
+    if path.suffix not in ROW_SUFFIXES:  # a text with a question a line
+        task = config.task or path.stem
+        lines = read_text(path).split("\n")  # not at U+2028
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                prompts.append(Prompt(str(number), task, (line,), config.system_prompt))
+        return prompts[: config.num_prompts]
+    for row in read_rows(str(path)):
+        prompt = prompt_of("", row.value, row.number, f"{path}:{row.number}", config)
+        task = config.task or str(row.value.get("category") or path.stem)
+        prompts.append(replace(prompt, task=task))
+    chosen = {id(prompt) for prompt in _taking_turns(prompts)[: config.num_prompts]}
+    return [prompt for prompt in prompts if id(prompt) in chosen]  # in the file's order
 
 
 def _of_task(task: TaskConfig, config: PromptsConfig) -> list[Prompt]:
@@ -154,20 +154,21 @@ def _of_task(task: TaskConfig, config: PromptsConfig) -> list[Prompt]:
         prompt_of(task.name, row.value, row.number, row.source, config)
         for row in read_rows(*source_of(task))
     )
-    if task.seed is None and "level" not in TASKS.get(task.name, {}):
+    has_levels = "level" in TASKS.get(task.name, {})
+    if task.seed is None and not has_levels:
         return list(islice(questions, count))
     prompts = list(questions)
     if task.seed is not None:
         random.Random(task.seed).shuffle(prompts)
-    return _taking_turns(sorted(prompts, key=lambda prompt: prompt.task))[:count]
+    prompts.sort(key=lambda prompt: prompt.task)
+    return _taking_turns(prompts)[:count]
 
 
 def _taking_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
     """The first prompt of each task, the second of each, and so on."""
     tasks = grouped(prompts, lambda prompt: prompt.task)
-    return [
-        prompt for turn in zip_longest(*tasks.values()) for prompt in turn if prompt is not None
-    ]
+    rounds = chain(*zip_longest(*tasks.values()))
+    return [prompt for prompt in rounds if prompt is not None]
 
 
 def source_of(task: TaskConfig) -> tuple[str, str | None]:
@@ -183,10 +184,12 @@ def source_of(task: TaskConfig) -> tuple[str, str | None]:
 
 def check_sources(config: PromptsConfig) -> None:
     """UserError for a missing file; the Hub is not asked."""
-    for source in [config.path] if config.path else [source_of(task)[0] for task in config.tasks]:
-        require_regular(Path(source))
-        is_file = config.path or Path(source).suffix in ROW_SUFFIXES
-        if is_file and not Path(source).exists():
+    sources = [config.path] if config.path else [source_of(task)[0] for task in config.tasks]
+    for source in sources:
+        path = Path(source)
+        require_regular(path)
+        is_file = config.path or path.suffix in ROW_SUFFIXES
+        if is_file and not path.exists():
             raise UserError(f"{source}: no such file of prompts")
 
 
@@ -198,12 +201,12 @@ def prompt_inputs(config: PromptsConfig) -> str | list[dict[str, Any]]:
     inputs = []
     for task in config.tasks:
         source, revision = source_of(task)
-        content = (
-            {"digest": file_digest(Path(source))}
-            if Path(source).is_file()
-            else {"revision": revision}
-        )
-        inputs.append({"task": task.name, "source": source, **content})
+        facts: dict[str, Any] = {"task": task.name, "source": source}
+        if Path(source).is_file():
+            facts["digest"] = file_digest(Path(source))
+        else:
+            facts["revision"] = revision
+        inputs.append(facts)
     return inputs
 
 
@@ -219,9 +222,12 @@ def pinned(config: PromptsConfig) -> PromptsConfig:
 
 def encode_turn(prompt: Prompt, answers: Sequence[str], tokenizer: Any, target: Target) -> Tensor:
     """Token ids [1, T] of the turn after these answers, with what came before."""
-    messages = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+    messages = []
+    if prompt.system is not None:
+        messages.append({"role": "system", "content": prompt.system})
     for turn, answer in zip(prompt.turns, answers, strict=False):
-        messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
+        messages.append({"role": "user", "content": turn})
+        messages.append({"role": "assistant", "content": answer})
     messages.append({"role": "user", "content": prompt.turns[len(answers)]})
     ids = apply_template(tokenizer, messages, tokenize=True, add_generation_prompt=True)
     return torch.tensor([ids], device=target.device)

@@ -24,7 +24,7 @@ class TreeShape:
 
     @property
     def words(self) -> str:
-        """'6 levels, k 8, 16 nodes', '5 levels, chain, stop entropy', '4 levels, static, 64 nodes'."""
+        """'6 levels, k 8, 16 nodes' or '5 levels, chain, stop entropy' or '4 levels, static, ...'."""
         match self.shape:
             case "chain":
                 size = "chain"
@@ -44,9 +44,11 @@ class TreeShape:
             "k": self.k,
             "nodes": self.nodes,
         }
-        return values | {
-            name: text for name, text in (("text", self.text), ("variant", self.variant)) if text
-        }
+        if self.text:
+            values["text"] = self.text
+        if self.variant:
+            values["variant"] = self.variant
+        return values
 
 
 def tree_shape(row: MethodConfig) -> TreeShape | None:
@@ -61,22 +63,23 @@ def tree_shape(row: MethodConfig) -> TreeShape | None:
     tree = row.tree
     if tree is None:
         return None
-    published, stop = published_tree(row.method), as_dict(tree.stop)
-    changes: dict[str, Any] = (
-        {} if tree.stop.rule == published.stop.rule else {"stop": tree.stop.rule}
-    )
-    changes |= {
-        key: value for key, value in stop.items() if value != as_dict(type(tree.stop)())[key]
-    }
+    published = published_tree(row.method)
+    changes: dict[str, Any] = {}
+    if tree.stop.rule != published.stop.rule:
+        changes["stop"] = tree.stop.rule
+    stop_defaults = as_dict(type(tree.stop)())
+    for key, value in as_dict(tree.stop).items():
+        if value != stop_defaults[key]:
+            changes[key] = value
     usual = published if tree.shape == published.shape else type(tree)
     for key in ("rank", "rerank", "children", "choices", "calibrated", "stop_read"):
         value = getattr(tree, key, None)
         if value != getattr(usual, key, None):
             changes[key] = digest(value)[:6] if isinstance(value, tuple) else value
-    sizes: dict[str, Any] = {key: getattr(tree, key) for key in ("shape", "levels", "k", "nodes")}
-    settings = {"children": "best"}
-    settings |= {key: value for key, value in as_dict(tree).items() if key not in sizes}
-    return TreeShape(**sizes, settings=settings, variant=_words(changes))
+    settings = {"children": "best", **as_dict(tree)}
+    for key in ("shape", "levels", "k", "nodes"):
+        settings.pop(key, None)
+    return TreeShape(tree.shape, tree.levels, tree.k, tree.nodes, settings, variant=_words(changes))
 
 
 def _words(value: Any) -> str:

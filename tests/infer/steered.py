@@ -8,7 +8,7 @@ from torch import Tensor
 
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.shape import Drafting
-from aerie.infer.measure.lossless import Reference
+from aerie.infer.measure.lossless import GreedyReference
 
 SURE = 60.0  # nats; with infinity the entropy would be NaN
 
@@ -19,7 +19,7 @@ class Steered:
     The drafter's own laws stay for tokens outside its vocabulary, and after the answers.
     """
 
-    def __init__(self, drafter: Any, known: Sequence[Reference], right: bool) -> None:
+    def __init__(self, drafter: Any, known: Sequence[GreedyReference], right: bool) -> None:
         self._drafter, self._right = drafter, right
         vocabulary = getattr(getattr(drafter, "head", None), "vocabulary", None)
         self._ids = (
@@ -60,7 +60,7 @@ class Steered:
 
 
 def steered(
-    decoder: SpeculativeDecoder, known: Sequence[Reference], right: bool
+    decoder: SpeculativeDecoder, known: Sequence[GreedyReference], right: bool
 ) -> SpeculativeDecoder:
     """The decoder, whose drafter now always guesses these answers right, or always wrong."""
     assert isinstance(decoder.proposer, Drafting)

@@ -30,9 +30,9 @@ from aerie.infer.measure.lossless import (
     EDGES,
     SETTINGS,
     Difference,
+    GreedyReference,
     GreedyResult,
-    Law,
-    Reference,
+    LawTest,
     SampledProver,
 )
 from aerie.model.storage import read_json
@@ -74,9 +74,9 @@ class Prompts:
         self.heads, self.config = directory / "heads", replace(written, generation=generation or {})
         self.target, self._vocabulary = Target.load(self.config), vocabulary
         self._generator = torch.Generator().manual_seed(7)
-        self._known: list[Reference] = []
+        self._known: list[GreedyReference] = []
 
-    def first(self, count: int) -> list[Reference]:
+    def first(self, count: int) -> list[GreedyReference]:
         while len(self._known) < count:
             ids = torch.randint(
                 0,
@@ -84,7 +84,7 @@ class Prompts:
                 (1, 2 + len(self._known) % NUM_PROMPTS),
                 generator=self._generator,
             )
-            self._known.append(lossless.reference(self.target, ids))
+            self._known.append(lossless.greedy_reference(self.target, ids))
         return self._known[:count]
 
     def decoder(self, method: Method, kind: str | None) -> SpeculativeDecoder:
@@ -215,19 +215,26 @@ def test_a_wrong_token_is_found_with_the_gap_of_its_logit(
     )
 
 
-def test_a_difference_within_rounding_fails_only_where_answers_must_be_exact() -> None:
-    for gap, exact, verdict in (
+@pytest.mark.parametrize(
+    ("gap", "is_exact", "verdict"),
+    [
         (0.06, True, "FAILED: greedy"),
         (0.06, False, "lossless up to rounding"),
         (0.2, False, "FAILED: greedy"),
-    ):
-        greedy = GreedyResult(2, 1, {}, [Difference(0, 3, 1, 2, gap, rounding=0.1)])
-        row = lossless.Row(
-            MethodConfig("pld"), None, greedy=greedy, laws=(Law(0.6, 0.8, 0.5, 0.3),)
-        )
-        assert lossless.verdict_of(row, 1e-3, exact) == verdict
-    row.greedy, row.laws = None, (Law(0.6, 0.8, float("nan"), 0.3),)
-    assert lossless.verdict_of(row, 1e-3, exact=True) == "FAILED: law at T=0.6/p=0.8"
+    ],
+)
+def test_rounding_verdicts(gap: float, is_exact: bool, verdict: str) -> None:
+    """A difference within rounding fails only where answers must be exact."""
+    greedy = GreedyResult(2, 1, {}, [Difference(0, 3, 1, 2, gap, rounding=0.1)])
+    row = lossless.ProofRow(MethodConfig("pld"), None, greedy=greedy)
+    row.judge(1e-3, is_exact)
+    assert (row.verdict, row.holds) == (verdict, not verdict.startswith("FAILED"))
+
+
+def test_p_value_that_is_none_fails() -> None:
+    row = lossless.ProofRow(MethodConfig("pld"), None, laws=(LawTest(0.6, 0.8, math.nan, 0.3),))
+    row.judge(1e-3, is_exact=True)
+    assert row.verdict == "FAILED: law at T=0.6/p=0.8"
 
 
 def test_the_law_of_an_answer_is_the_product_of_its_tokens_laws(sampled: SampledProver) -> None:
@@ -274,10 +281,12 @@ def test_verify_prints_a_table_and_its_code_is_1_where_a_method_is_not_lossless(
     assert [row.split()[0] for row in rows] == ["vanilla", "eagle2", "eagle2"]
     assert all("2/2" in row and row.endswith("lossless") for row in rows)
     longer = [
-        lossless.Row(MethodConfig(name), "block") for name in ("block-tree", "sps-confidence")
+        lossless.ProofRow(MethodConfig(name), "block") for name in ("block-tree", "sps-confidence")
     ]
-    longer.append(replace(longer[0], asked=MethodConfig.of("block-tree", children="sampled")))
-    assert len({line.index(" block ") for line in lossless.table(longer).splitlines()[1:]}) == 1
+    longer.append(replace(longer[0], config=MethodConfig.of("block-tree", children="sampled")))
+    assert (
+        len({line.index(" block ") for line in lossless.proof_table(longer).splitlines()[1:]}) == 1
+    )
     assert rows[2].startswith("eagle2 drawn")
     assert read_json(written)["holds"]
     monkeypatch.setattr(engine, "judge", second_best)

@@ -9,7 +9,14 @@ import pytest
 from aerie.configs.errors import UserError
 from aerie.infer.measure.bench_files import Record
 from aerie.infer.measure.bootstrap import tau_difference
-from aerie.infer.measure.statistics import context_rows, group, speedups, summary_row, tau_interval
+from aerie.infer.measure.statistics import (
+    Pair,
+    context_rows,
+    group,
+    speedups,
+    summary_row,
+    tau_interval,
+)
 from tests.infer.made_up import FAILED, drafted, milliseconds, record
 
 
@@ -79,7 +86,7 @@ def test_intervals_are_paired_seeded_and_as_wide_as_the_spread_between_prompts()
         wall = 50.0 * (1 + prompt)  # times differ 30-fold between prompts, speedups hardly
         base = record(prompt_id=str(prompt), ms=milliseconds(prefill=0.0, wall=wall))
         quick = milliseconds(prefill=0.0, wall=wall / (2.0 + 0.1 * (prompt % 3)))
-        pairs.append((drafted((3, 1), prompt_id=str(prompt), ms=quick), base))
+        pairs.append(Pair(drafted((3, 1), prompt_id=str(prompt), ms=quick), base))
     measured = speedups(pairs, seed=3)
     low, high = measured["speedup_ci95"]
     assert 2.0 < low < measured["speedup"] < high < 2.2
