@@ -69,7 +69,7 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
     plan = f"{len(suite.rows)} rows x {len(section.sampling)} samplings -> {output}{graphs}"
     work = partial(run_bench, suite, output, recipe.seed)
     heads = [row.head for row in suite.rows]
-    return _run_stage(arguments, recipe, heads, inputs, suite.config, plan, work)
+    return _measure_stage(arguments, recipe, heads, inputs, suite.config, plan, work)
 
 
 def calibrate(arguments: Namespace, unknown: list[str]) -> int:
@@ -77,8 +77,9 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
     recipe, section = _load_section(arguments, unknown)
     row = MethodConfig(section.method or USUAL[recipe.head.kind], section.tree)
     if not METHODS[row.method].heads:
-        fault = "has no head whose confidence could be measured"
-        raise UserError(f"calibrate.method: {row.method} {fault}")
+        raise UserError(
+            f"calibrate.method: {row.method} has no head whose confidence could be measured"
+        )
     from aerie.infer.decode.methods import check_kind, kind_at
     from aerie.infer.measure.calibrate import run_calibration
     from aerie.infer.papers.analysis import PaperObserver
@@ -92,7 +93,7 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
     observer = PaperObserver(section.oracle_levels)
     work = partial(run_calibration, row, section, output, recipe.seed, observer)
     inputs = decode.digests([row.tree])
-    return _run_stage(arguments, recipe, [row.head], inputs, section, plan, work)
+    return _measure_stage(arguments, recipe, [row.head], inputs, section, plan, work)
 
 
 def tune(arguments: Namespace, unknown: list[str]) -> int:
@@ -107,14 +108,16 @@ def tune(arguments: Namespace, unknown: list[str]) -> int:
         heads = heads_by_kind([], recipe.paths.heads)
     heads = {kind: head for kind, head in heads.items() if kind in TUNABLE}
     if not heads:
-        source = arguments.head or recipe.paths.heads
-        raise UserError(f"{source}: no head of kind {', '.join(TUNABLE)}; give --head")
+        raise UserError(
+            f"{arguments.head or recipe.paths.heads}: no head of kind {', '.join(TUNABLE)}; "
+            "give --head"
+        )
     check_apart(section)
     output = recipe.paths.tune
     plan = f"{', '.join(heads)} -> {output / TUNED}"
     work = partial(run_tuning, heads, section, output, recipe.seed)
     inputs = _machine_inputs(recipe)
-    return _run_stage(arguments, recipe, list(heads.values()), inputs, section, plan, work)
+    return _measure_stage(arguments, recipe, list(heads.values()), inputs, section, plan, work)
 
 
 def _load_section(arguments: Namespace, unknown: list[str]) -> tuple[Recipe, Any]:
@@ -142,9 +145,13 @@ def _prompts(prompts: PromptsConfig, recipe: Recipe, part: int) -> PromptsConfig
 def _run_heads(arguments: Namespace, recipe: Recipe) -> Any:
     from aerie.infer.measure.suite import RunHeads
 
-    paths = recipe.paths
-    trained = paths.head(recipe)
-    return RunHeads(paths.heads, recipe.head.kind, trained, arguments.head, arguments.plan)
+    return RunHeads(
+        directory=recipe.paths.heads,
+        kind=recipe.head.kind,
+        trained=recipe.paths.head(recipe),
+        option=arguments.head,
+        is_plan=arguments.plan,
+    )
 
 
 def _machine_inputs(recipe: Recipe) -> dict[str, Any]:
@@ -155,7 +162,7 @@ def _machine_inputs(recipe: Recipe) -> dict[str, Any]:
     return inputs
 
 
-def _run_stage(
+def _measure_stage(
     arguments: Namespace,
     recipe: Recipe,
     heads: Sequence[str | None],
@@ -283,9 +290,11 @@ def results(arguments: Namespace, unknown: list[str]) -> int:
         results = report_results(run, report)
         names.append(results.run)
         text += results.text + claims_of_report(report, results.run)
-    source = f"Written by `aerie results {shlex.join(names)}` from the runs' reports."
-    legend = "What the columns mean: [metrics.md](metrics.md)."
-    print(f"# Results\n\n{source} {legend}\n{text}", end="")
+    print(
+        f"# Results\n\nWritten by `aerie results {shlex.join(names)}` from the runs' reports. "
+        f"What the columns mean: [metrics.md](metrics.md).\n{text}",
+        end="",
+    )
     return 0
 
 
@@ -299,8 +308,10 @@ def claims(arguments: Namespace, unknown: list[str]) -> int:
     run_facts(paths, f"--run {paths.root}")
     lines = judge_claims(Evidence.read(paths.root))
     print(f"{claims_table(lines)}\n{tau_prompts(lines)}")
-    page = paths.report / "index.html"
-    print(f"\nPictures beside the published points: {page}#claims (aerie report)")
+    print(
+        "\nPictures beside the published points: "
+        f"{paths.report / 'index.html'}#claims (aerie report)"
+    )
     return 0
 
 
@@ -392,8 +403,9 @@ def _decode(
         recipe = None
         target = _target(arguments, pairs=others)
     else:
-        needed = "--config RECIPE, or --target with --head or --method"
-        raise UserError(f"{arguments.command} needs {needed}")
+        raise UserError(
+            f"{arguments.command} needs --config RECIPE, or --target with --head or --method"
+        )
     require_target(target.path)
     _check_sampling(arguments)
     from aerie.infer.decode.engine import make_decoder
@@ -414,8 +426,10 @@ def _decode(
         return 0
     tokenizer = load_tokenizer(target)
     if not (tokenizer.chat_template or getattr(arguments, "raw", False)):
-        fix = "give --target.chat_template FILE.jinja, or generate --raw"
-        raise UserError(f"{target.path}: the tokenizer has no chat template; {fix}")
+        raise UserError(
+            f"{target.path}: the tokenizer has no chat template; "
+            "give --target.chat_template FILE.jinja, or generate --raw"
+        )
     loaded = load_quietly(target, recipe.threads if recipe else None)
     decoder = make_decoder(Drafters(loaded), row.method, row.head)
     decoder.tokenizer = tokenizer
@@ -476,8 +490,9 @@ def _check(target: TargetConfig, heads: Sequence[str | None]) -> None:
         storage.template_path(target.chat_template)
     for head in heads:
         if head and not is_on_hub(head) and storage.find_weights(Path(head)) is None:
-            fix = "train the head with: aerie train --config RECIPE"
-            raise UserError(f"{head}: holds no weights; {fix}")
+            raise UserError(
+                f"{head}: holds no weights; train the head with: aerie train --config RECIPE"
+            )
 
 
 def _head_path(text: str) -> Path:
@@ -486,17 +501,17 @@ def _head_path(text: str) -> Path:
 
 
 HEAD: dict[str, Any] = {"type": _head_path, "help": "a head directory (default: the run's own)"}
-FILE: dict[str, Any] = {"type": user_path, "metavar": "FILE.yaml"}
+YAML_FILE: dict[str, Any] = {"type": user_path, "metavar": "FILE.yaml"}
 ROWS: dict[str, Any] = {
     "type": int,
     "nargs": "+",
     "required": True,
     "help": "rows of bench.rows, from 0; pooled",
 }
-COMMANDS = (generate, chat, calibrate, bench, tune, report, results, claims, compare, verify)
+SUBCOMMANDS = (generate, chat, calibrate, bench, tune, report, results, claims, compare, verify)
 DECODING: dict[str, dict[str, Any]] = {
     "--method": {"help": f"default: the usual one of the head; {', '.join(get_args(Method))}"},
-    "--row": {**FILE, "help": "a method and its tree"},
+    "--row": {**YAML_FILE, "help": "a method and its tree"},
     "--max-new-tokens": {"type": int},
     "--temperature": {"type": float},
     "--top-k": {"type": int},
@@ -508,7 +523,7 @@ DECODING: dict[str, dict[str, Any]] = {
         "help": "print what a cycle costs: phases, kernels, bytes",
     },
 }
-OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+COMMAND_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "generate": {
         "--prompt": {"help": "a text; - reads it from stdin"},
         "--prompts": {
@@ -523,7 +538,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         **DECODING,
     },
     "chat": DECODING,
-    "bench": {"--row": {"action": "append", "default": [], **FILE, "help": "one more row"}},
+    "bench": {"--row": {"action": "append", "default": [], **YAML_FILE, "help": "one more row"}},
     "results": {"runs": {"type": user_path, "nargs": "+", "metavar": "RUN"}},
     "claims": {"claims_of": {"type": user_path, "metavar": "RUN"}},
     "compare": {
@@ -552,11 +567,11 @@ def main() -> int:
     stop_on_signals()
     parser = Arguments("aerie", description=__doc__)
     subparsers = parser.add_subparsers(dest="command", required=True)
-    for command in COMMANDS:
+    for command in SUBCOMMANDS:
         subparser = subparsers.add_parser(command.__name__, help=command.__doc__)
         if command not in (results, claims):
             add_arguments(subparser)
-        options = {"--head": HEAD} | OPTIONS.get(command.__name__, {})
+        options = {"--head": HEAD} | COMMAND_OPTIONS.get(command.__name__, {})
         for flag, settings in options.items():
             subparser.add_argument(flag, **settings)
         subparser.set_defaults(run_command=command)
@@ -569,8 +584,9 @@ def main() -> int:
         if stored.is_file():
             arguments.config = stored
         elif arguments.target is None:
-            fix = "give --run a directory that has one, or --config RECIPE"
-            raise UserError(f"{stored}: no such file; {fix}")
+            raise UserError(
+                f"{stored}: no such file; give --run a directory that has one, or --config RECIPE"
+            )
     return int(arguments.run_command(arguments, unknown))
 
 

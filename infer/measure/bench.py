@@ -175,7 +175,7 @@ def run_bench(
 # --- answers ---
 
 
-class Turn(NamedTuple):
+class TurnRows(NamedTuple):
     """A turn of a prompt, and the rows that answer it at one sampling."""
 
     prompt: Prompt
@@ -209,7 +209,7 @@ def measure_answers(bench: Bench, prompts: Sequence[Prompt], seed: int) -> list[
     return compared_with_vanilla(bench, done)
 
 
-def turns_of(suite: Suite, prompts: Sequence[Prompt]) -> Iterator[Turn]:
+def turns_of(suite: Suite, prompts: Sequence[Prompt]) -> Iterator[TurnRows]:
     """Every turn of every prompt at every sampling, in the order in which they are answered."""
     rows_of = rows_by_prompt(suite_file(suite, prompts, None), suite.vanilla, prompts)
     for sampling, by_prompt in rows_of.items():
@@ -222,7 +222,7 @@ def turns_of(suite: Suite, prompts: Sequence[Prompt]) -> Iterator[Turn]:
                     Origin(row, *sampling, suite.rows[row].method.method, *prompt.key, turn)
                     for row in rows
                 ]
-                yield Turn(prompt, origins)
+                yield TurnRows(prompt, origins)
 
 
 def read_good_records(path: Path) -> list[Record]:

@@ -14,7 +14,7 @@ from aerie.model.storage import (
     read_json,
 )
 
-T = TypeVar("T")
+Schema = TypeVar("Schema")
 Sampling = tuple[float, int, float]  # temperature, top_k, top_p
 PromptKey = tuple[str, str, int]  # task, prompt_id, turn
 Key = tuple[int, Sampling, PromptKey]
@@ -228,7 +228,7 @@ def graphs_in(bench: Path, method: str | None = None) -> str:
     return f"; CUDA graphs of a row took up to {format_bytes(most)} in {bench}" if most else ""
 
 
-def read_as(path: Path, schema: type[T]) -> T:
+def read_as(path: Path, schema: type[Schema]) -> Schema:
     try:
         return validate(read_json(path), schema, str(path), {})
     except UserError as error:

@@ -41,7 +41,7 @@ from aerie.model.target import Target, load_tokenizer
 ALPHA = 1e-3  # chance that a proof fails by bad luck, over all its p-values (Bonferroni)
 MIN_DRAWS = 200  # fewer leave the law hardly a cell
 EXPECTED = 5.0  # draws that every cell of the chi-square test must expect
-SETTINGS = (SamplingConfig(1.0), SamplingConfig(0.6, top_p=0.8))
+PROOF_SAMPLINGS = (SamplingConfig(1.0), SamplingConfig(0.6, top_p=0.8))
 DRAWS_PER_MINUTE = 30_000  # of a mean method on one core
 LENGTHS = (32, 3, 12, 4, 20, 6)  # max_new_tokens of the prompts, in turn
 # All drafts refused; all accepted to their deepest node; an end token inside an accepted path;
@@ -147,10 +147,10 @@ def run_verify(
     if options.plan:
         print(f"verify: {config.path} in {config.dtype}: {', '.join(row.name for row in rows)}")
         return 0
-    minutes = len(rows) * len(SETTINGS) * options.draws / DRAWS_PER_MINUTE
+    minutes = len(rows) * len(PROOF_SAMPLINGS) * options.draws / DRAWS_PER_MINUTE
     print(
         f"verify: {len(rows)} methods, each: {options.prompts} prompts on the target, "
-        f"{len(SETTINGS)} x {options.draws:,} draws on a miniature; "
+        f"{len(PROOF_SAMPLINGS)} x {options.draws:,} draws on a miniature; "
         f"about {minutes:.1f} min for all draws",
         file=sys.stderr,
         flush=True,
@@ -158,7 +158,9 @@ def run_verify(
     target = load_quietly(config, threads)
     prove_rows(rows, target, prompts, options)
     for row in rows:
-        row.judge(ALPHA / (len(rows) * len(SETTINGS)), is_exact=target.dtype == torch.float32)
+        row.judge(
+            ALPHA / (len(rows) * len(PROOF_SAMPLINGS)), is_exact=target.dtype == torch.float32
+        )
     print(proof_table(rows))
     holds = all(row.holds for row in rows)
     if options.json is not None:
@@ -170,7 +172,7 @@ def run_verify(
             "seed": options.seed,
             "p_values": sum(len(row.laws) for row in rows),
             "family_error": ALPHA,
-            "rows": [row_facts(row) for row in rows],
+            "rows": [proof_facts(row) for row in rows],
             "holds": holds,
         }
         write_json(options.json, proof)
@@ -220,7 +222,7 @@ def prove_rows(
                 row.greedy = compare_greedy(decoder, references)
             row.laws = tuple(
                 sampled.prove(row.config, row.kind, sampling, options.draws, options.seed)
-                for sampling in SETTINGS
+                for sampling in PROOF_SAMPLINGS
             )
             progress.update()
 
@@ -234,7 +236,7 @@ def proof_texts(prompts: PromptsConfig | None, count: int) -> list[str]:
     return [f"{task} {topic}." for topic, task in pairs][:count]
 
 
-def row_facts(row: ProofRow) -> dict[str, Any]:
+def proof_facts(row: ProofRow) -> dict[str, Any]:
     values = asdict(row)
     return {"method": row.config.method, "asked": values.pop("config"), **values}
 
@@ -243,11 +245,11 @@ def proof_table(rows: Sequence[ProofRow]) -> str:
     """A line for each row, then one for each difference."""
     width = max(14, *(len(row.name) for row in rows)) + 1
     line = f"{{:{width}}}{{:10}}{{:18}}{{:10}}{{:14}}{{}}".format
-    p_names = [f"p {_setting(sampling)}" for sampling in SETTINGS]
+    p_names = [f"p {_setting(sampling)}" for sampling in PROOF_SAMPLINGS]
     lines = [line("method", "head", "greedy identical", *p_names, "verdict")]
     notes = []
     for row in rows:
-        p_values = [f"{law.p_value:.3g}" for law in row.laws] or ["–"] * len(SETTINGS)
+        p_values = [f"{law.p_value:.3g}" for law in row.laws] or ["–"] * len(PROOF_SAMPLINGS)
         identical = f"{row.greedy.identical}/{row.greedy.prompts}" if row.greedy else "–"
         lines.append(line(row.name, row.kind or "–", identical, *p_values, row.verdict))
         for difference in row.greedy.differences if row.greedy else ():

@@ -74,6 +74,7 @@ def measured_facts(
     for head, files in facts.get("heads", {}).items():
         is_here = Path(head).is_dir() and find_weights(head_directory(head))
         if is_here and digests(head_directory(head)) != files:
-            fault = f"measured {head} before it was trained anew"
-            raise UserError(f"{directory}: {fault}; {again} --overwrite")
+            raise UserError(
+                f"{directory}: measured {head} before it was trained anew; {again} --overwrite"
+            )
     return facts

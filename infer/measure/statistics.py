@@ -15,7 +15,6 @@ from aerie.configs.schema.measure import CONTEXT
 from aerie.infer.measure.bench_files import Milliseconds, PromptKey, Record, SuiteFile, SummaryRow
 
 FloatArray = NDArray[np.float64]
-Records = Sequence[Record]
 RESAMPLES = 2000
 VANILLA = "vanilla"
 ALL_TASKS = "all"
@@ -194,13 +193,13 @@ def sweep_rows(
     return rows
 
 
-def tau(records: Records) -> float | None:
+def tau(records: Sequence[Record]) -> float | None:
     """New tokens after the prefill's per target forward, bonus included, pooled over prompts."""
     tokens = sum(record.new_tokens for record in records) - len(records)
     return _ratio(tokens, sum(record.target_forwards for record in records))
 
 
-def tau_interval(records: Records, seed: int = 0) -> list[float] | None:
+def tau_interval(records: Sequence[Record], seed: int = 0) -> list[float] | None:
     """95 % bootstrap interval of tau over prompts."""
     prompts = per_prompt(records)
     if not prompts.forwards.any():
@@ -226,11 +225,11 @@ def speedups(pairs: Sequence[Pair], seed: int = 0) -> dict[str, Any]:
     }
 
 
-def _speed_with_prefill(records: Records) -> float:
+def _speed_with_prefill(records: Sequence[Record]) -> float:
     return sum(record.new_tokens for record in records) / milliseconds(records).wall
 
 
-def milliseconds(records: Records) -> Milliseconds:
+def milliseconds(records: Sequence[Record]) -> Milliseconds:
     times = [record.ms for record in records if record.ms is not None]
     return Milliseconds(
         *(sum(getattr(ms, part.name) for ms in times) for part in fields(Milliseconds))
@@ -245,7 +244,7 @@ class PromptSums(NamedTuple):
     ms: FloatArray  # of decoding
 
 
-def per_prompt(records: Records) -> PromptSums:
+def per_prompt(records: Sequence[Record]) -> PromptSums:
     sums: dict[tuple[str, str], FloatArray] = {}
     for record in records:
         ms = record.ms.wall - record.ms.prefill if record.ms else 0.0

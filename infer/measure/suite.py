@@ -37,7 +37,7 @@ class RunHeads:
     option: Path | None = None  # --head
     is_plan: bool = False  # nothing is downloaded
 
-    def settle(self, row: MethodConfig, place: str) -> SettledRow:
+    def settle(self, row: MethodConfig, location: str) -> SettledRow:
         """The row with a head that fits its method, and a tree that fits the head; or UserError."""
         kinds = METHODS[row.method].heads
         if self.is_plan and kinds and row.head is not None and is_on_hub(row.head):
@@ -45,12 +45,12 @@ class RunHeads:
         first = self.option
         if first is None and self.kind in kinds:
             first = self.trained
-        head = find_head(row, self.directory, self.kind, first, place)
-        return fit_to_head(row, head, place)
+        head = find_head(row, self.directory, self.kind, first, location)
+        return fit_to_head(row, head, location)
 
 
-def fit_to_head(row: MethodConfig, head: str | None, place: str) -> SettledRow:
-    return SettledRow(check_levels(row, head, place), head, kind_at(head) if head else None)
+def fit_to_head(row: MethodConfig, head: str | None, location: str) -> SettledRow:
+    return SettledRow(check_levels(row, head, location), head, kind_at(head) if head else None)
 
 
 class SweptRow(NamedTuple):
@@ -80,17 +80,17 @@ def read_suite(bench: BenchConfig, settle: Callable[[MethodConfig, str], Settled
     swept = []
     for number, sweep in enumerate(bench.sweeps):
         for value in sweep.values:
-            place = f"bench.sweeps.{number} ({sweep.vary} {value})"
+            location = f"bench.sweeps.{number} ({sweep.vary} {value})"
             samplings = sweep.sampling or bench.sampling
             values = copy.deepcopy(sweep.rows)
             if sweep.vary == "temperature":  # it belongs to the sampling, not to a row
-                samplings = at_temperature(samplings, value, place)
+                samplings = at_temperature(samplings, value, location)
             else:
                 for row_values in values:
-                    set_key(row_values, sweep.vary, value, place)
+                    set_key(row_values, sweep.vary, value, location)
             numbers = []
             for row_values in values:
-                row = settle(validate(row_values, MethodConfig, place, {}), place)
+                row = settle(validate(row_values, MethodConfig, location, {}), location)
                 if row not in rows:
                     rows.append(row)
                 numbers.append(rows.index(row))
@@ -100,14 +100,14 @@ def read_suite(bench: BenchConfig, settle: Callable[[MethodConfig, str], Settled
 
 
 def at_temperature(
-    samplings: Sequence[SamplingConfig], temperature: Any, place: str
+    samplings: Sequence[SamplingConfig], temperature: Any, location: str
 ) -> tuple[SamplingConfig, ...]:
     """The samplings at another temperature, each once."""
     values = [{**asdict(sampling), "temperature": temperature} for sampling in samplings]
-    return tuple(dict.fromkeys(validate(keys, SamplingConfig, place, {}) for keys in values))
+    return tuple(dict.fromkeys(validate(keys, SamplingConfig, location, {}) for keys in values))
 
 
-def set_key(section: dict[str, Any], key: str, value: Any, place: str) -> None:
+def set_key(section: dict[str, Any], key: str, value: Any, location: str) -> None:
     """Sets a dotted key of a row's values, and makes sections that are missing."""
     *parents, leaf = key.split(".")
     for parent in parents:
@@ -115,7 +115,7 @@ def set_key(section: dict[str, Any], key: str, value: Any, place: str) -> None:
             section[parent] = {}
         section = section[parent]
         if not isinstance(section, dict):
-            raise UserError(f"{place}: {parent} is not a section of a row")
+            raise UserError(f"{location}: {parent} is not a section of a row")
     section[leaf] = value
 
 

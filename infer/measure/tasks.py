@@ -59,7 +59,7 @@ class Prompt:
         return self.task, self.prompt_id
 
 
-def prompt_of(task: str, row: Any, number: int, place: str, config: PromptsConfig) -> Prompt:
+def prompt_of(task: str, row: Any, number: int, source: str, config: PromptsConfig) -> Prompt:
     """A row's prompt; one with `turns` (Spec-Bench) is taken as it is."""
     values: Row = row if isinstance(row, Mapping) else {}
     published = TASKS.get(task, {})
@@ -82,13 +82,12 @@ def prompt_of(task: str, row: Any, number: int, place: str, config: PromptsConfi
             task = f"{task}-level{str(values[level]).split()[-1]}"  # 3 or 'Level 3'
     except KeyError as error:
         question = f"a question of {task}" if task else "a question"
-        columns_there = ", ".join(values)
         raise UserError(
-            f"{place}: {question} needs {error}; this row has {columns_there}"
+            f"{source}: {question} needs {error}; this row has {', '.join(values)}"
         ) from error
     texts = [turns] if isinstance(turns, str) else turns
     if not isinstance(texts, list | tuple) or not texts or not all(map(is_text, texts)):
-        raise UserError(f"{place}: a question is a text or a list of texts, none empty")
+        raise UserError(f"{source}: a question is a text or a list of texts, none empty")
     prompt_id = str(number if identity is None else identity)
     return Prompt(prompt_id, task, tuple(texts[: config.turns]), config.system_prompt)
 
@@ -125,9 +124,10 @@ def _held_out(config: HeldOutPrompts) -> list[Prompt]:
         if config.num_prompts is not None and len(prompts) == 2 * config.num_prompts:
             break
     if len(prompts) <= config.part:
-        fix = "raise data.held_out, or name prompts: path, or tasks such as [{name: mt_bench}]"
-        fault = "too few held-out conversations to measure with"
-        raise UserError(f"{', '.join(data.conversations)}: {fault}; {fix}")
+        raise UserError(
+            f"{', '.join(data.conversations)}: too few held-out conversations to measure with; "
+            "raise data.held_out, or name prompts: path, or tasks such as [{name: mt_bench}]"
+        )
     return list(prompts.values())[config.part :: 2]
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,7 +20,6 @@ from aerie.infer.measure.bench import (
     run_reference,
 )
 from aerie.infer.measure.bench_files import RECORDS, Record, line_of, read_records
-from aerie.infer.measure.statistics import group, summary_row
 from aerie.infer.measure.suite import SettledRow, read_suite, suite_file
 from aerie.infer.measure.tasks import Prompt
 from aerie.model.checkpoint import save_head
@@ -87,9 +85,10 @@ def answers(records: Sequence[Record]) -> dict[object, tuple[int, ...]]:
     return {r.key: r.output_ids for r in records}
 
 
-def test_every_row_answers_every_turn_once_in_turns_and_says_what_it_cost(
+def test_records(
     measured: Measured,
 ) -> None:
+    """Every row answers every turn once, rows take turns, and a record says what it cost."""
     directory, records = measured
     written = read_records(directory / "records.jsonl")
     assert len(records) == len(ROWS) * 2 * (3 + 1 + 2) == len(answers(records))
@@ -110,9 +109,8 @@ def test_every_row_answers_every_turn_once_in_turns_and_says_what_it_cost(
         assert sum(r.cycle_nodes) == r.draft_nodes and r.draft_forwards_wasted <= r.draft_forwards
 
 
-def test_a_later_turn_follows_vanillas_answers_in_every_row(
-    place: Place, measured: Measured
-) -> None:
+def test_later_turns(place: Place, measured: Measured) -> None:
+    """A later turn follows vanilla's answers in every row."""
     found = {(r.row, r.temperature, r.prompt_key): r for r in measured[1]}
     for temperature in (0.0, 1.0):
         first, second = (found[0, temperature, ("count", "a", turn)].text for turn in (0, 1))
@@ -134,52 +132,32 @@ def cycles_of(directory: Path) -> list[dict[str, Any]]:
     return tiny.read_rows(directory / module.CYCLES)
 
 
-def test_rows_and_texts_follow_from_the_cycles(measured: Measured) -> None:
+def test_cycles_and_records(measured: Measured) -> None:
+    """A record's counts and its text follow from the recorded cycles of its answer."""
     directory, records = measured
     every = cycles_of(directory)
-    for members in group(records):
-        row, first = summary_row(members), members.first
-        mine = [
-            line
-            for line in every
-            if (line["row"], line["temperature"]) == (first.row, first.temperature)
-        ]
-        assert row.accepted_histogram is not None
-        kept = [min(line["accepted"], line["new_tokens"]) for line in mine]
-        assert (
-            np.bincount(kept, minlength=len(row.accepted_histogram)).tolist()
-            == row.accepted_histogram
-        )
-        assert sum(line["new_tokens"] for line in mine) / len(mine) == pytest.approx(row.tau)
-        assert sum(line["drafted"] for line in mine) == row.draft_nodes
-        reasons = {"levels", "budget", None} if METHODS[first.method].heads else {"guess", None}
-        assert {line["stop_reason"] for line in mine} <= reasons
     names = ("row", "temperature", "task", "prompt_id", "turn")
     for record in records:
-        mine = [
+        cycles = [
             line for line in every if all(line[name] == getattr(record, name) for name in names)
         ]
         text = [*record.prompt_ids, *record.output_ids]
-        assert [line["cycle"] for line in mine] == list(range(record.target_forwards))
-        assert mine[0]["pos_start"] == record.prompt_tokens
-        for line in mine:
-            node, end = line["node"], 1 + line["new_tokens"]
-            on_path = [
-                token for token, kept in zip(node["token"], node["accepted"], strict=True) if kept
-            ]
-            assert (
-                text[line["pos_start"] : line["pos_start"] + end]
-                == [*on_path, line["bonus_id"]][:end]
-            )
+        assert [line["cycle"] for line in cycles] == list(range(record.target_forwards))
+        assert cycles[0]["pos_start"] == record.prompt_tokens
+        kept = tuple(min(line["accepted"], line["new_tokens"]) for line in cycles)
+        assert (kept, record.draft_nodes) == (record.accepted, sum(c["drafted"] for c in cycles))
+        for line in cycles:
+            node = line["node"]
+            start, count = line["pos_start"], 1 + line["new_tokens"]
+            accepted = zip(node["token"], node["accepted"], strict=True)
+            path = [token for token, is_accepted in accepted if is_accepted]
+            assert text[start : start + count] == [*path, line["bonus_id"]][:count]
 
 
-def test_a_killed_bench_measures_only_what_is_missing(
-    place: Place, tmp_path: Path, measured: Measured
-) -> None:
-    lines, cycles = (
-        (measured[0] / name).read_text().splitlines(keepends=True)
-        for name in (RECORDS, module.CYCLES)
-    )
+def test_killed(place: Place, tmp_path: Path, measured: Measured) -> None:
+    """A killed bench measures only what is missing."""
+    lines = (measured[0] / RECORDS).read_text().splitlines(keepends=True)
+    cycles = (measured[0] / module.CYCLES).read_text().splitlines(keepends=True)
     records = tmp_path / RECORDS
     records.write_text("".join(lines[:7]) + lines[7][:50])
     whole = 1 + sum(
@@ -199,17 +177,16 @@ def test_a_killed_bench_measures_only_what_is_missing(
     records.write_text("".join([*again[:3], failed, *again[4:]]))
     (tmp_path / module.CYCLES).write_text("".join(cycles + cycles[whole:]))
     assert answers(measure_answers(bench(place, tmp_path), PROMPTS, seed=3)) == answers(measured[1])
-    assert len(read_records(records)) == len(again) and {
-        r.status for r in read_records(records)
-    } == {"ok"}
+    assert [record.status for record in read_records(records)] == ["ok"] * len(again)
     (tmp_path / module.CYCLES).write_text("".join(cycles[:3]) + "{}\n")
     with pytest.raises(UserError, match=r"cycles.jsonl: a line is damaged .*; add --overwrite"):
         measure_answers(bench(place, tmp_path), PROMPTS, seed=3)
 
 
-def test_sampling_is_the_suites_own_and_not_the_generation_configs(
+def test_sampling(
     place: Place, tmp_path: Path, measured: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What draws a token is the suite's, not the generation_config's."""
     made = bench(place, tmp_path / "same")
     for name, value in {
         "do_sample": True,
@@ -227,9 +204,10 @@ def broken(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize("wrong", [0, 1])  # later turns need vanilla's answer
-def test_a_failed_row_has_a_message_and_no_time_and_the_others_go_on(
+def test_failed_row(
     wrong: int, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A failed row has a message and no time, and the others go on."""
     made = bench(place, tmp_path, GREEDY)
     monkeypatch.setattr(made.decoders[wrong], "generate", broken)
     for r in measure_answers(made, PROMPTS, seed=3):
@@ -239,7 +217,8 @@ def test_a_failed_row_has_a_message_and_no_time_and_the_others_go_on(
             assert r.status == ("error" if r.turn and not wrong else "ok")
 
 
-def test_long_answers_end_at_the_context_alike_in_all_rows(place: Place, tmp_path: Path) -> None:
+def test_context_end(place: Place, tmp_path: Path) -> None:
+    """Long answers end at the target's context, alike in all rows."""
     made = bench(
         place, tmp_path, replace(GREEDY, prompts=PromptsConfig("p.jsonl", max_new_tokens=500))
     )
@@ -250,9 +229,8 @@ def test_long_answers_end_at_the_context_alike_in_all_rows(place: Place, tmp_pat
     assert all(r.identical_to_generate for r in run_reference(made, records))
 
 
-def test_a_sweep_is_measured_on_its_prompts_beside_the_rows_and_vanilla_or_refused(
-    place: Place, tmp_path: Path
-) -> None:
+def test_sweep(place: Place, tmp_path: Path) -> None:
+    """A sweep is measured on its own prompts, beside the rows and vanilla, or refused."""
     sweep = SweepConfig(
         "depth", "tree.levels", (1, 3), ({"method": "eagle2", "tree": TREE},), num_prompts=1
     )

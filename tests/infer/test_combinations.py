@@ -77,9 +77,8 @@ def asked(shape: str, rule: str) -> MethodConfig:
 
 
 @pytest.mark.parametrize(("shape", "rule"), ALL)
-def test_greedy_answers_are_generates_own_and_the_rule_ends_some_trees(
-    shape: str, rule: str, sampled: SampledProver
-) -> None:
+def test_greedy(shape: str, rule: str, sampled: SampledProver) -> None:
+    """Greedy answers are those of transformers, and the rule ends some trees."""
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(0, VOCABULARY, (1, 3 + 2 * n), generator=generator) for n in range(3)]
     decoder = sampled.decoder(asked(shape, rule), SHAPES[shape][1])
@@ -105,9 +104,8 @@ def test_greedy_answers_are_generates_own_and_the_rule_ends_some_trees(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "rule"), SAMPLED.items())
-def test_sampled_answers_have_the_targets_law(
-    shape: str, rule: str, sampled: SampledProver
-) -> None:
+def test_sampled(shape: str, rule: str, sampled: SampledProver) -> None:
+    """Sampled answers have the target's law."""
     found = sampled.prove(asked(shape, rule), SHAPES[shape][1], SamplingConfig(1.0), 1500, seed=0)
     assert found.accepted_per_answer > 0.1
     assert found.p_value > ALPHA / len(SAMPLED)

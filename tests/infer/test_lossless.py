@@ -28,7 +28,7 @@ from aerie.infer.measure import lossless
 from aerie.infer.measure.lossless import (
     ALPHA,
     EDGES,
-    SETTINGS,
+    PROOF_SAMPLINGS,
     Difference,
     GreedyReference,
     GreedyResult,
@@ -40,7 +40,7 @@ from aerie.model.target import Target
 from tests.infer.steered import steered
 
 ROWS = [(method, (published.heads or (None,))[0]) for method, published in METHODS.items()]
-LEVEL = ALPHA / (len(ROWS) * len(SETTINGS))
+LEVEL = ALPHA / (len(ROWS) * len(PROOF_SAMPLINGS))
 NUM_PROMPTS, MOST_PROMPTS = 6, 120  # answered by each row; at most, to meet every edge case
 # settings of Qwen2.5's instruction models, without their end ids; then every setting that looks at the text
 QWEN = {
@@ -124,9 +124,8 @@ def terse(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "kind"), ROWS)
-def test_greedy_answers_of_every_row_are_generates_own_in_every_edge_case(
-    wordy: Prompts, terse: Prompts, method: Method, kind: str | None
-) -> None:
+def test_greedy(wordy: Prompts, terse: Prompts, method: Method, kind: str | None) -> None:
+    """Greedy answers of every row are those of transformers in every edge case."""
     met, wanted = set[str](), set() if method == "vanilla" else set(EDGES)
     if method == "pld":  # it cuts its guesses before an end token
         wanted -= {"ended"}
@@ -144,9 +143,8 @@ def penalised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "kind"), ROWS)
-def test_greedy_answers_are_generates_own_where_laws_look_at_the_text(
-    penalised: Prompts, method: Method, kind: str | None
-) -> None:
+def test_greedy_of_text(penalised: Prompts, method: Method, kind: str | None) -> None:
+    """They are, too, where laws look at the text."""
     assert {"accepted", "ended", "cut"} <= penalised.edges(method, kind) or not kind
 
 
@@ -158,11 +156,12 @@ def of_text(tmp_path_factory: pytest.TempPathFactory) -> SampledProver:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "kind"), ROWS)
-def test_sampled_answers_have_the_targets_law_also_where_it_looks_at_the_text(
+def test_sampled(
     sampled: SampledProver, of_text: SampledProver, method: Method, kind: str | None
 ) -> None:
+    """Sampled answers have the target's law, also where it looks at the text."""
     setting, at_text = (
-        SETTINGS[ROWS.index((method, kind)) % len(SETTINGS)],
+        PROOF_SAMPLINGS[ROWS.index((method, kind)) % len(PROOF_SAMPLINGS)],
         SamplingConfig(0.7, top_k=20, top_p=0.8),
     )
     for prover, sampling, draws in ((sampled, setting, 500), (of_text, at_text, 300)):
@@ -176,9 +175,9 @@ def test_sampled_answers_have_the_targets_law_also_where_it_looks_at_the_text(
         )
 
 
-def test_a_law_that_is_lost_on_the_way_down_a_tree_is_found(
-    of_text: SampledProver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_law(of_text: SampledProver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A law that is lost on the way down a tree is found."""
+
     def roots_for_all(self: Any, logits: Tensor, tree: Tree | None = None) -> Tensor:
         return self.after(self.text.expand(len(logits), -1), logits)
 
@@ -197,9 +196,8 @@ def second_best(tree: Tree, logits: Tensor, sampler: Sampler, *_: Any) -> Tensor
     return judged
 
 
-def test_a_wrong_token_is_found_with_the_gap_of_its_logit(
-    terse: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_token(terse: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong token is found, with the gap of its logit."""
     monkeypatch.setattr(engine, "judge", second_best)
     result = lossless.compare_greedy(terse.decoder("vanilla", None), terse.first(1))
     (ids, answer), first = terse.first(1)[0], result.differences[0]
@@ -237,7 +235,8 @@ def test_p_value_that_is_none_fails() -> None:
     assert row.verdict == "FAILED: law at T=0.6/p=0.8"
 
 
-def test_the_law_of_an_answer_is_the_product_of_its_tokens_laws(sampled: SampledProver) -> None:
+def test_answer_law(sampled: SampledProver) -> None:
+    """The law of an answer is the product of its tokens' laws."""
     law = lossless.answer_law(sampled.target, sampled.ids, 3, SamplingConfig(0.7))
     assert len(law) == 8**3 and math.isclose(sum(law.values()), 1.0, rel_tol=1e-6)
     answer = (4, 0, 7)
@@ -249,7 +248,8 @@ def test_the_law_of_an_answer_is_the_product_of_its_tokens_laws(sampled: Sampled
     )
 
 
-def test_p_is_that_of_pearsons_test_with_rare_answers_pooled() -> None:
+def test_p_value() -> None:
+    """It is that of Pearson's test with rare answers pooled."""
     seen = np.random.default_rng(0).multinomial(1000, list(LAW.values()))
     wanted = np.array([chance * 1000 for chance in LAW.values()])
     ours = lossless.p_value(
@@ -265,12 +265,13 @@ def test_p_is_that_of_pearsons_test_with_rare_answers_pooled() -> None:
     assert lossless.p_value({(0,): 1.0}, Counter({(0,): 10})) == 1.0
 
 
-def test_verify_prints_a_table_and_its_code_is_1_where_a_method_is_not_lossless(
+def test_verify(
     wordy: Prompts,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """It prints a table, and its code is 1 where a method is not lossless."""
     written = tmp_path / "proof.json"
     options = Namespace(
         methods="vanilla,eagle2", prompts=2, draws=200, seed=0, json=written, plan=False

@@ -18,7 +18,7 @@ from aerie.infer.measure.bench_files import RECORDS, line_of
 from aerie.infer.measure.generate import ColouredStreamer
 from aerie.model import main as model_main
 from aerie.model.checkpoint import save_head
-from aerie.model.storage import WEIGHTS, Stage, working_alone
+from aerie.model.storage import WEIGHTS
 from tests import tiny
 from tests.infer.made_up import drafted, record
 
@@ -135,9 +135,10 @@ WRONG: list[tuple[str, str, str | None]] = [  # command line, message, options t
 
 
 @pytest.mark.parametrize(("line", "message", "remedy"), WRONG)
-def test_a_plan_refuses_what_cannot_work_in_one_line_and_its_remedy_works(
+def test_plan_refuses(
     line: str, message: str, remedy: str | None, plan: Command, shared: Path
 ) -> None:
+    """A plan refuses in one line what cannot work, and its remedy works."""
     name, *words = shlex.split(line)
     code, _, err = plan(name, *words)
     assert code == 2 and err.count("\n") == 1 and message.replace("{root}", str(shared)) in err, err
@@ -146,9 +147,8 @@ def test_a_plan_refuses_what_cannot_work_in_one_line_and_its_remedy_works(
         assert (code, err) == (0, "")
 
 
-def test_a_plan_says_which_tree_and_head_a_method_has(
-    plan: Command, shared: Path, tmp_path: Path
-) -> None:
+def test_plan_of_row(plan: Command, shared: Path, tmp_path: Path) -> None:
+    """A plan says which tree and head a method has, and writes nothing."""
     heads, row = shared / "run" / "heads", tmp_path / "row.yaml"
     row.write_text(f"method: deagle\nhead: {heads / 'eagle3'}\n")
     alone = ("--target", "{root}/target", "--head", "{root}/run/heads/eagle3")
@@ -175,30 +175,25 @@ def test_a_plan_says_which_tree_and_head_a_method_has(
     ]  # a plan writes nothing
 
 
-def test_a_plan_says_what_memory_graphs_took_in_the_bench(plan: Command, shared: Path) -> None:
-    assert "graphs" not in plan("bench")[1]  # not measured yet
+def test_plan_of_graphs(plan: Command, shared: Path) -> None:
+    """A plan says what memory graphs took in the bench."""
     bench = shared / "run" / "bench"
     bench.mkdir()
-    answers = (
-        record(graph_bytes=156 * 2**20),
-        drafted((2, 1), graph_bytes=588 * 2**20),
-        drafted((2, 1)),
-    )
+    answers = (record(graph_bytes=156 * 2**20), drafted((2, 1), graph_bytes=588 * 2**20))
     (bench / RECORDS).write_text("".join(map(line_of, answers)))
     assert f"CUDA graphs of a row took up to 588.0 MiB in {bench}" in plan("bench")[1]
-    assert "588.0 MiB" in plan("generate", "--method", "eagle2")[1]
     assert "156.0 MiB" in plan("generate", "--method", "vanilla")[1]
-    (bench / RECORDS).write_text("broken\n")
-    assert plan("generate")[0] == plan("bench")[0] == 0
     shutil.rmtree(bench)
 
 
-def test_a_head_of_another_target_is_refused(command: Command, tmp_path: Path) -> None:
+def test_foreign_head(command: Command, tmp_path: Path) -> None:
+    """A head of another target is refused."""
     other = tiny.target(tmp_path / "other", hidden_size=64)
     assert "belongs to another target" in command("generate", "--target", str(other))[2]
 
 
-def test_generate_streams_the_same_text_with_every_method(command: Command) -> None:
+def test_generate(command: Command) -> None:
+    """It streams the same text with every method."""
     texts = set()
     for method in ("vanilla", "eagle2", "eagle3", "eagle-chain", "pld"):
         words = ("--show-tree", "--profile") if method == "eagle2" else ()
@@ -227,9 +222,8 @@ def written(*turns: str) -> list[str]:
     return [message["content"] for message in history[1::2]]
 
 
-def test_generate_answers_rows_of_every_shape_as_lines_of_json(
-    command: Command, shared: Path
-) -> None:
+def test_generate_json(command: Command, shared: Path) -> None:
+    """Rows of every shape are answered as lines of JSON."""
     words = ("--prompts", "{root}/rows.jsonl", "--json", "--max-new-tokens", "12")
     code, out, err = command("generate", *words)
     rows = [json.loads(line) for line in out.splitlines()]
@@ -238,16 +232,9 @@ def test_generate_answers_rows_of_every_shape_as_lines_of_json(
         and err.count("tau") == 5
         and [row["prompt"] for row in rows] == [BOATS, OWLS, BOATS, OWLS, OWLS]
     )
-    plain = [
-        json.loads(line)
-        for line in command("generate", *words, "--method", "vanilla")[1].splitlines()
-    ]
-    assert [row["new_ids"] for row in rows] == [row["new_ids"] for row in plain]
     assert [row["text"].rstrip("\ufffd") for row in rows[2:4]] == written(BOATS, OWLS)
     assert rows[0]["new_ids"] == rows[2]["new_ids"] and rows[3]["new_ids"] != rows[4]["new_ids"]
-    assert {row["tau"] for row in plain} == {1.0} and rows[0]["statistics"]["decoding"][
-        "eos_token_ids"
-    ] == [3]
+    assert rows[0]["statistics"]["decoding"]["eos_token_ids"] == [3]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.stdin", io.StringIO(BOATS + "\n"))
         assert (
@@ -256,9 +243,8 @@ def test_generate_answers_rows_of_every_shape_as_lines_of_json(
         )
 
 
-def test_a_chat_answers_as_generate_does_on_the_whole_conversation(
-    command: Command, shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat(command: Command, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat answers as transformers does on the whole conversation."""
     lines = [BOATS, OWLS, "", "/reset", "boats " * 300, OWLS, "/exit", BOATS]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     code, out, err = command("chat", "--max-new-tokens", "12")
@@ -269,9 +255,8 @@ def test_a_chat_answers_as_generate_does_on_the_whole_conversation(
     assert err.count("tau") == 3 and err.count("context of 256 tokens is full; /reset") == 1
 
 
-def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C stops an answer, and the chat goes on."""
     put = ColouredStreamer.put
 
     def interrupted(streamer: ColouredStreamer, value: torch.Tensor) -> None:
@@ -284,15 +269,10 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(
     assert code == 0 and "stopped" in err and err.count("tau") == 1
 
 
-def test_a_target_without_a_chat_template_is_told_what_to_give(
-    command: Command, tmp_path: Path
-) -> None:
-    plain = (
-        "--target",
-        str(tiny.target(tmp_path / "plain", chat_template=None)),
-        "--max-new-tokens",
-        "2",
-    )
+def test_no_template(command: Command, tmp_path: Path) -> None:
+    """A target without a chat template is refused with what to give."""
+    target = str(tiny.target(tmp_path / "plain", chat_template=None))
+    plain = ("--target", target, "--max-new-tokens", "2")
     for name in ("generate", "chat"):
         code, _, err = command(name, *plain, config=False)
         assert (
@@ -305,9 +285,8 @@ def test_a_target_without_a_chat_template_is_told_what_to_give(
         assert command("generate", *plain, *fix, config=False)[0] == 0
 
 
-def test_bench_calibrate_compare_report_and_push_follow_each_other(
-    command: Command, shared: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stages(command: Command, shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """bench, calibrate, compare, report and push follow each other."""
     head, exported = shared / "run" / "heads" / "eagle1", shared / "exported"
     push = ("--repo", "me/head", "--uncommitted", "--dry-run", "--target-name", "someone/tiny")
     records = shared / "run" / "bench" / "records.jsonl"
@@ -336,69 +315,34 @@ def test_bench_calibrate_compare_report_and_push_follow_each_other(
     summary = json.loads((shared / "run" / "report" / "summary.json").read_text())
     assert summary["schema"] == 1 and len(summary["rows"]) == 6 and summary["rows"][0]["tau"] == 1.0
     code, out, _ = command("results", str(shared / "run"), config=False)
-    assert "Not measured: " not in out and "Not measured, in part or at all: 1, 2, " in out
     assert code == 0 and "commit" in out and out.count("| eagle2 |") == 2
-    assert "has no report; run aerie report" in command("results", str(shared), config=False)[2]
     row = next(
         row for row in summary["rows"] if row["method"] == "eagle2" and row["temperature"] == 0
     )
     figures = f"| {row['task']} | 0 | {row['prompts']} | {row['tau']:.2f} |"
-    assert (
-        tiny.call(
-            model_main,
-            "convert",
-            head,
-            "--to",
-            "safeailab",
-            "--target",
-            shared / "target",
-            "--out",
-            exported,
-        )
-        == 0
-    )
+    convert = ("--to", "safeailab", "--target", shared / "target", "--out", exported)
+    assert tiny.call(model_main, "convert", head, *convert) == 0
     for pushed in ((head,), (exported, "--run", shared / "run")):
         capsys.readouterr()
         assert tiny.call(model_main, "push", *pushed, *push) == 0
         said = capsys.readouterr().out
         assert figures in said and f"{row['identical']}/{row['prompts']}" in said and "ECE" in said
         assert {"calibration.json", "summary.json"} <= set(said.split())
-        assert str(shared) not in said.split("README.md:")[1]
-    whole = records.read_text()
-    changed = {
-        "bytes instead of": whole[: whole.rindex("\n{") + 1],
-        "is damaged": whole.replace("7", "8", 1),
-    }
-    for said, text in changed.items():
-        records.write_text(text)
-        assert said in command("bench")[2] and said in command("report")[2]
-        code, _, err = command("compare", "--of", "1", "--against", "0")
-        assert code == 2 and "run: aerie bench --config" in err and err.count("\n") == 1
-        assert said in command("results", str(shared / "run"), config=False)[2]
-    with working_alone(records.parent, "measuring"):
-        code, _, err = command("bench", "--overwrite")
-        assert (
-            code == 2
-            and "bench: another process is measuring there; wait, or choose another --run" in err
-        )
+    records.write_text(records.read_text().replace("7", "8", 1))
+    for line in (["bench"], ["report"], ["compare", "--of", "1", "--against", "0"]):
+        code, _, err = command(*line)
+        assert code == 2 and "is damaged" in err and err.count("\n") == 1
+    assert "run: aerie bench --config" in err
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SpeculativeDecoder, "generate", failing)
         code, _, err = command("bench", "--overwrite")
         assert code == 2 and "bench: all 12 answers failed: no memory\n" in err
-    assert json.loads((shared / "run" / "status.json").read_text())["state"] == "failed"
     assert command("bench")[0] == 0  # what failed is measured again
-    assert command("bench", "--bench.prompts.max_new_tokens", "6", "--overwrite")[0] == 0
-    assert tiny.read_rows(records)[0]["new_tokens"] <= 6
-    Stage("train", head, {}).finish()
     weights = (head / WEIGHTS).read_bytes()
     (head / WEIGHTS).write_bytes(weights[:-1] + b"!")
-    assert f"{head / WEIGHTS}: is damaged; train the head anew" in command("generate")[2]
-    (head / "provenance.json").unlink()
-    assert tiny.call(model_main, "push", head, *push) == 2
-    assert "was measured with another head" in capsys.readouterr().err
     for name, stage in {"calibrate": "calibration", "bench": "bench"}.items():
-        said = f"{stage}: measured {head} before it was trained anew; run: aerie {name} --config"
-        assert said in command("report")[2]
+        fault = f"{stage}: measured {head} before it was trained anew; run: aerie {name} --config"
+        assert fault in command("report")[2]
         shutil.rmtree(shared / "run" / stage)
     (head / WEIGHTS).write_bytes(weights)
 
@@ -407,9 +351,8 @@ def failing(*_: Any, **__: Any) -> Any:
     raise RuntimeError("no memory")
 
 
-def test_a_recipe_of_a_run_a_target_data_and_a_head_is_measured_on_its_held_out_questions(
-    shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_short_recipe(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run, a target, data and a head are enough: held-out questions are measured."""
     data = {
         "conversations": str(tiny.write_conversations(tmp_path / "rows.jsonl", 24)),
         "held_out": 0.4,
@@ -422,8 +365,6 @@ def test_a_recipe_of_a_run_a_target_data_and_a_head_is_measured_on_its_held_out_
     }
     config = tiny.recipe(tmp_path / "recipe.yaml", {**values, "head": {"kind": "eagle1"}})
     shutil.copytree(shared / "run" / "heads", tmp_path / "heads")
-    for command in ("calibrate", "tune"):
-        assert tiny.call(infer_main, command, "--config", config, "--plan") == 0
     (tmp_path / "heads").rename(tmp_path / "others")
     head = tmp_path / "others" / "eagle1"
     few = ["--bench.prompts.num_prompts=2", "--bench.prompts.max_new_tokens=6"]

@@ -27,7 +27,8 @@ from aerie.infer.report.tables import (
 from tests.infer.made_up import drafted, record
 
 
-def test_records_survive_the_file_and_a_cut_last_line_is_left_out(tmp_path: Path) -> None:
+def test_file(tmp_path: Path) -> None:
+    """Records survive the file, and a last line that was cut is left out."""
     path = tmp_path / "records.jsonl"
     written = [record(), drafted((3, 1), text="two\nlines é", output_ids=(1, 2, 3, 4, 5))]
     path.write_text("".join(map(line_of, written)) + line_of(drafted((3, 1), row=2))[:80])
@@ -80,7 +81,8 @@ def measured(rows: list[MethodConfig]) -> list[Record]:
 
 
 @pytest.mark.parametrize("rows", ROWS, ids=lambda rows: rows[0].method)
-def test_rows_that_differ_in_any_setting_have_different_labels(rows: list[MethodConfig]) -> None:
+def test_labels(rows: list[MethodConfig]) -> None:
+    """Rows that differ in any setting have different labels."""
     summary = told_apart([summary_row(members) for members in group(measured(rows))])
     assert len({label(each, summary) for each in summary}) == len(summary)
     for text in (console_table(summary), markdown_table(summary), csv_table(summary)):
@@ -92,7 +94,8 @@ def test_rows_that_differ_in_any_setting_have_different_labels(rows: list[Method
     assert len(apart) == len(rows)
 
 
-def test_the_summary_holds_every_setting_of_a_row_and_what_is_as_published_is_not_said() -> None:
+def test_settings() -> None:
+    """The summary holds every setting; a label leaves out what is as published."""
     asked = MethodConfig.of("eagle", children="best", stop=EntropyConfig(c=1.0))
     tree = identity(group(measured([asked]))[1]).as_dict()["tree"]
     assert (tree["choices"], tree["children"], tree["stop"]["c"], tree["stop"]["h"]) == (
@@ -106,7 +109,8 @@ def test_the_summary_holds_every_setting_of_a_row_and_what_is_as_published_is_no
         assert shape is None or shape.variant == ""
 
 
-def test_heads_are_named_where_they_alone_differ() -> None:
+def test_head_names() -> None:
+    """Heads are named where they alone differ."""
     rows = [
         MethodConfig("eagle2", head=head)
         for head in (None, "runs/a/heads/eagle1", "runs/b/heads/eagle1")

@@ -39,9 +39,8 @@ def rows_of(records: list[Record]) -> list[dict[str, Any]]:
     return [summary_row(members).as_dict() for members in group(records)]
 
 
-def test_a_rows_figures_count_the_bonus_but_not_the_prefills_token_and_speedup_is_of_decode_seconds() -> (
-    None
-):
+def test_figures() -> None:
+    """Figures count the bonus but not the prefill's token; speedup is of decode seconds."""
     records = two_prompts()
     vanilla, eagle = rows_of([*records[:3], replace(records[3], identical=False)])
     assert (vanilla["tau"], vanilla["speedup"], vanilla["speedup_ci95"]) == (1.0, 1.0, [1.0, 1.0])
@@ -65,7 +64,8 @@ def test_a_rows_figures_count_the_bonus_but_not_the_prefills_token_and_speedup_i
     assert (pooled["tau"], pooled["tau_macro"]) == (8 / 4, (5 + 1) / 2)
 
 
-def test_speedup_uses_only_prompts_that_are_ok_in_both_and_a_failed_row_has_no_figure() -> None:
+def test_failures() -> None:
+    """Speedup is of prompts that are ok in both; a failed row has no figure."""
     records = two_prompts()
     vanilla, eagle = rows_of([records[0], record(prompt_id="b", **FAILED), *records[2:]])
     assert (
@@ -80,7 +80,8 @@ def test_speedup_uses_only_prompts_that_are_ok_in_both_and_a_failed_row_has_no_f
     assert alone["speedup"] is None and alone["tau"] == 2.0
 
 
-def test_intervals_are_paired_seeded_and_as_wide_as_the_spread_between_prompts() -> None:
+def test_intervals() -> None:
+    """Intervals are paired, seeded, and as wide as the spread between prompts."""
     pairs = []
     for prompt in range(30):
         wall = 50.0 * (1 + prompt)  # times differ 30-fold between prompts, speedups hardly
@@ -96,7 +97,8 @@ def test_intervals_are_paired_seeded_and_as_wide_as_the_spread_between_prompts()
     assert tau_interval(alike) == [2.0, 2.0] and tau_interval(alike[:1]) is None
 
 
-def test_the_turns_of_a_prompt_are_one_prompt_and_are_compared_turn_by_turn() -> None:
+def test_turns() -> None:
+    """The turns of a prompt are one prompt, and are compared turn by turn."""
     turns = [
         replace(each, prompt_id="a", turn=number % 2) for number, each in enumerate(two_prompts())
     ]
@@ -115,7 +117,8 @@ def answer(number: int, prompt: str, tokens: int, cycles: int) -> Record:
     return drafted((tokens,) * cycles, row=number, prompt_id=prompt)
 
 
-def test_compared_rows_are_pooled_and_paired_by_prompt() -> None:
+def test_tau_difference() -> None:
+    """Compared rows are pooled, and paired by prompt."""
     records = [
         answer(1, "a", 4, 3),
         answer(1, "b", 2, 1),
@@ -155,7 +158,8 @@ def fast(cycles: int = 10, **changes: Any) -> Record:
     return drafted((4,) * cycles, ms=milliseconds(5.0, 5.0 + sum(times)), **spent, **changes)
 
 
-def test_the_way_to_a_context_length_and_the_way_from_the_one_before() -> None:
+def test_contexts() -> None:
+    """Points by context length: the way to each, and the way from the one before."""
     loop = (*range(21), *range(20))  # 4-grams that end at tokens 25 to 41 are repeats
     _, members = group([slow(), fast(output_ids=loop)])
     measured = {

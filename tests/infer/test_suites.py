@@ -145,9 +145,8 @@ CASES += [pytest.param(T2, "meta-llama/Llama-2-70b-chat-hf", id="eagle2-t2-llama
 
 
 @pytest.mark.parametrize(("path", "target"), CASES)
-def test_a_suite_runs_to_its_end(
-    path: Path, target: str | None, made: Miniatures, capsys: Any
-) -> None:
+def test_suite(path: Path, target: str | None, made: Miniatures, capsys: Any) -> None:
+    """A suite of configs/bench runs to its end."""
     recipe = small(path, made, target)
     values = yaml.safe_load(recipe.read_text())
     run = Path(values["run"])
@@ -174,7 +173,8 @@ def test_a_suite_runs_to_its_end(
     assert tiny.call(infer, "claims", run) == 0
 
 
-def test_in_16_bits_a_near_tie_is_rounding_and_any_other_difference_is_not() -> None:
+def test_near_tie() -> None:
+    """In 16 bits a near-tie is rounding, and any other difference is not."""
     model, ids = tiny.llama(), torch.tensor([[7, 9, 11, 23]])
     with torch.no_grad():
         order = model(ids).logits[0, -1].argsort(descending=True).tolist()

@@ -53,9 +53,8 @@ def loaded(task: TaskConfig, **changes: Any) -> list[Prompt]:
         ),
     ],
 )
-def test_a_row_of_each_task_becomes_its_prompt(
-    name: str, row: dict[str, Any], identity: str, turns: object
-) -> None:
+def test_rows_of_tasks(name: str, row: dict[str, Any], identity: str, turns: object) -> None:
+    """A row of each task becomes its prompt, and a foreign row is refused."""
     prompt = prompt_of(name, row, 5, "file: row 5", ANY)
     assert (prompt.prompt_id, prompt.turns) == (identity, turns)
     assert prompt.task == ("math500-level3" if name == "math500" else name)
@@ -63,9 +62,10 @@ def test_a_row_of_each_task_becomes_its_prompt(
         prompt_of(name, {"foreign": 1}, 5, "file: row 5", ANY)
 
 
-def test_a_recipe_without_prompts_asks_what_training_never_sees_and_no_two_stages_ask_the_same(
+def test_held_out(
     tmp_path: Path,
 ) -> None:
+    """Without prompts, stages take what training never sees, and no two take the same."""
     data = DataConfig(
         (str(tiny.write_conversations(tmp_path / "rows.jsonl", 200)),), held_out=0.3, limit=100
     )
@@ -91,25 +91,18 @@ def test_a_recipe_without_prompts_asks_what_training_never_sees_and_no_two_stage
         load_prompts(HeldOutPrompts(data=replace(data, held_out=0.0), part=0))
 
 
-def test_gpqa_lists_all_answers_in_an_order_of_its_own_that_never_changes() -> None:
+def test_gpqa_order() -> None:
+    """Its answers stand in an order of the question's own, whatever the order of the columns."""
     text = prompt_of("gpqa_diamond", GPQA, 1, "x", ANY).turns[0]
-    assert sorted(line[3:] for line in text.splitlines() if line[1:3] == ") ") == [
-        "a",
-        "b",
-        "c",
-        "d",
-    ]
+    assert sorted(re.findall(r"^[A-D]\) (\w)$", text, re.MULTILINE)) == ["a", "b", "c", "d"]
     assert text == prompt_of("gpqa_diamond", dict(reversed(GPQA.items())), 9, "y", ANY).turns[0]
-    others = [
-        prompt_of("gpqa_diamond", {**GPQA, "Question": f"{n}?"}, 1, "x", ANY).turns[0]
-        for n in range(20)
-    ]
-    assert {
-        line[0] for text in others for line in text.splitlines() if line.endswith(") a")
-    } == set("ABCD")
+    rows = [{**GPQA, "Question": f"{n}?"} for n in range(20)]
+    texts = [prompt_of("gpqa_diamond", row, 1, "x", ANY).turns[0] for row in rows]
+    letters = [re.findall(r"^(\w)\) a$", text, re.MULTILINE)[0] for text in texts]
+    assert set(letters) == set("ABCD")
 
 
-def test_a_file_of_questions_gives_as_many_of_each_category_whatever_the_task(
+def test_categories(
     tmp_path: Path,
 ) -> None:
     """Spec-Bench's file lists its tasks one after another."""
@@ -139,7 +132,8 @@ def test_a_file_of_questions_gives_as_many_of_each_category_whatever_the_task(
     ]
 
 
-def test_a_task_gives_its_first_rows_or_drawn_ones_and_levels_alike(tmp_path: Path) -> None:
+def test_chosen_rows(tmp_path: Path) -> None:
+    """A task gives its first rows, or drawn ones, and as many of each level."""
     path = str(tiny.write_rows(tmp_path / "g.jsonl", [{"question": f"q{n}"} for n in range(90)]))
     assert [p.turns[0] for p in loaded(TaskConfig("gsm8k", path))] == [
         f"q{n}" for n in range(80)
@@ -159,7 +153,8 @@ def test_a_task_gives_its_first_rows_or_drawn_ones_and_levels_alike(tmp_path: Pa
     ]
 
 
-def test_broken_questions_are_one_sentence(tmp_path: Path) -> None:
+def test_broken(tmp_path: Path) -> None:
+    """Broken questions are one sentence."""
     twice = '{"question_id": 1, "turns": ["a"]}\n'
     for text, message in {
         '{"answer": "a"}\n': "a question needs 'turns or prompt or question",
@@ -172,9 +167,7 @@ def test_broken_questions_are_one_sentence(tmp_path: Path) -> None:
             load_prompts(PromptsConfig(str(tmp_path / "q.jsonl")))
 
 
-def test_a_data_set_is_read_by_its_subset_and_split(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_subset_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`datasets` reads a directory as it reads the Hub's repository of that name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -193,21 +186,16 @@ def test_a_data_set_is_read_by_its_subset_and_split(
     ]
 
 
-def test_published_sets_are_read_at_pinned_commits_others_at_the_hubs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pinned_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Published sets are read at their commits, others at the Hub's if it answers."""
     assert all(re.fullmatch("[0-9a-f]{40}", task["revision"]) for task in TASKS.values())
     gsm8k = TASKS["gsm8k"]["source"]
-    named = (TaskConfig("gsm8k"), TaskConfig("mine", gsm8k), TaskConfig("alpaca", revision="v1"))
-    asked = PromptsConfig(tasks=named)
-    sources = [(each["source"], each["revision"]) for each in prompt_inputs(asked)]  # type: ignore[index]
-    assert sources == [
-        (gsm8k, TASKS["gsm8k"]["revision"]),
-        (gsm8k, None),
-        (TASKS["alpaca"]["source"], "v1"),
-    ]
+    own = TaskConfig("mine", gsm8k)
+    config = PromptsConfig(tasks=(TaskConfig("gsm8k"), own, TaskConfig("alpaca", revision="v1")))
+    revisions = [facts["revision"] for facts in prompt_inputs(config)]  # type: ignore[index]
+    assert revisions == [TASKS["gsm8k"]["revision"], None, "v1"]
     known = {gsm8k: "2" * 40}  # alpaca is not reachable: its commit stays
     monkeypatch.setattr(tasks, "hub_commit", lambda name, revision: known.get(name))
-    assert [task.revision for task in pinned(asked).tasks] == ["2" * 40, "2" * 40, "v1"]
+    assert [task.revision for task in pinned(config).tasks] == ["2" * 40, "2" * 40, "v1"]
     with pytest.raises(UserError, match="give the path"):
         tasks.check_sources(PromptsConfig(tasks=(TaskConfig("mt-bench"),)))
