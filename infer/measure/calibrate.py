@@ -1,5 +1,4 @@
-"""How a head's confidence predicts acceptance: summaries, a calibrator, and a better static
-tree."""
+"""How a head's confidence predicts acceptance: summaries, a calibrator, a rebuilt static tree."""
 
 import hashlib
 import heapq
@@ -117,8 +116,10 @@ def record_cycles(
     answers: list[Tables] = []
     with start_progress(len(questions), "prompts", "calibrate") as progress:
         for number, question in enumerate(questions):
+            # a prompt that leaves no room still gets the target's first token
             room = max(1, context - question.ids.shape[1])
             settings["max_new_tokens"] = min(section.prompts.max_new_tokens, room)
+            # a prime apart, so that no two seeds share the stream of a prompt
             generator = torch.Generator(question.ids.device).manual_seed(seed * 1_000_003 + number)
             recorder = Recorder(observer.law_columns)
             generation = decoder.generate(
@@ -142,8 +143,10 @@ def write_calibration(
     method: str | None,
     observer: Observer,
 ) -> list[str]:
-    """Writes all files but choices.yaml (calibrator.json beside the head too); returns lines for
-    the user."""
+    """Writes all files but choices.yaml; returns lines for the user.
+
+    The calibrator is written beside the head, too.
+    """
     for name, table in recorded.tables.items():
         write_atomically(output / f"{name}.parquet", partial(table.to_parquet, index=False))
     summary = summarise(recorded, bins)
@@ -168,7 +171,8 @@ def write_calibration(
 
 def write_calibrator(output: Path, calibrator: Calibrator, head: str | None) -> None:
     directories = output_directories(output, head)
-    if len(directories) > 1:  # a calibrator beside a head is refused for other weights
+    if len(directories) > 1:
+        # so that it is refused once other weights stand beside it
         calibrator = replace(calibrator, head=digests(directories[1]))
     for directory in directories:
         write_json(directory / CALIBRATOR, asdict(calibrator))
@@ -217,8 +221,11 @@ def reliability(nodes: pd.DataFrame, bins: int = 20) -> dict[str, Any]:
 
 
 def summarise(recorded: RecordedCycles, bins: int = 20) -> dict[str, Any]:
-    """calibration.json. At depth d `survived` is P(accepted >= d), `conditional` the same given
-    accepted >= d - 1."""
+    """calibration.json.
+
+    At depth d `survived` is P(accepted >= d), and `conditional` is the same given accepted >= d -
+    1.
+    """
     nodes = recorded.tables["nodes"]
     cycles = recorded.tables["cycles"]
     by_depth = []
@@ -248,8 +255,10 @@ def summarise(recorded: RecordedCycles, bins: int = 20) -> dict[str, Any]:
 
 
 def analyse(recorded: RecordedCycles, bins: int = 20) -> dict[str, Any]:
-    """analysis.json without `calibrator` and what an observer adds: EAGLE-2's figure 6, by depth
-    and by task."""
+    """analysis.json without `calibrator` and what an observer adds.
+
+    Both lists are curves of EAGLE-2's figure 6.
+    """
     nodes = recorded.tables["nodes"]
     task_of = nodes.prompt.map(dict(enumerate(recorded.tasks)))
     return {
@@ -285,8 +294,10 @@ class ScoredFit(NamedTuple):
 
 
 def fit_and_score(recorded: RecordedCycles, bins: int) -> ScoredFit | None:
-    """A calibrator fitted on half of the prompts, scored on the other half; None if a half has no
-    nodes."""
+    """A calibrator that is fitted on half of the prompts and scored on the other half.
+
+    None if one of the halves has no nodes.
+    """
     nodes = recorded.tables["nodes"]
     is_held_out = held_out(nodes.prompt)
     if is_held_out.all() or not is_held_out.any():
@@ -330,8 +341,11 @@ def held_out(prompts: pd.Series) -> NDArray[np.bool_]:
 
 
 def fit_calibrator(confidence: FloatArray, acceptance: FloatArray) -> Calibrator:
-    """The calibrator of nodes [n]: the T of sigmoid(logit(c) / T) with the least log loss, and the
-    isotonic knots."""
+    """The calibrator of nodes [n] with these confidences and outcomes (0, 1 or probabilities).
+
+    `temperature` is the T of sigmoid(logit(c) / T) with the least log loss; the knots are those of
+    isotonic regression.
+    """
     odds = logit(confidence.clip(EDGE, 1.0 - EDGE))
 
     def loss(log_temperature: float) -> float:
@@ -368,8 +382,10 @@ def write_choices(
     section: CalibrateConfig,
     target: Target,
 ) -> None:
-    """choices.yaml, beside the head too: the best tree for this head, from a wider tree's greedy
-    answers."""
+    """Writes choices.yaml, beside the head too: the best static tree for this head.
+
+    How often each rank is accepted comes from a wider tree's greedy answers.
+    """
     tree = cast(StaticConfig, method.tree)
     probe = replace(method, tree=replace(tree, choices=probe_choices(tree, section.ranks)))
     greedy = replace(section, temperature=0.0)
@@ -401,8 +417,10 @@ def probe_choices(tree: StaticConfig, ranks: int) -> tuple[Choice, ...]:
 
 
 def rank_accuracy(nodes: pd.DataFrame, levels: int, ranks: int) -> list[list[float]]:
-    """[levels][ranks]: mean acceptance by depth and rank among siblings; 0 where none was
-    judged."""
+    """[levels][ranks]: mean acceptance by depth and rank among siblings.
+
+    It is 0 where no node was judged.
+    """
     rank = nodes.place.str.rsplit(".", n=1).str[-1].astype(int)
     shares = nodes.groupby([nodes.depth, rank]).acceptance.mean().unstack()
     shares = shares.reindex(index=range(1, levels + 1), columns=range(ranks))
@@ -412,10 +430,10 @@ def rank_accuracy(nodes: pd.DataFrame, levels: int, ranks: int) -> list[list[flo
 def rebuild_tree(
     tree: StaticConfig, accuracy: Sequence[Sequence[float]], nodes: int | None
 ) -> tuple[Choice, ...]:
-    """The tree of so many nodes (root included; None: the tree's) with the longest expected path
-    (Medusa, 2.3.3).
+    """The tree with the longest expected path (Medusa, section 2.3.3).
 
-    A tree of drawn siblings may not skip a rank, so no rank counts as better than those before it.
+    nodes: of the new tree, with the root; None: as many as before. A tree of drawn siblings may not
+    skip a rank, so no rank counts as better than those before it.
     """
     if tree.children != "best":
         accuracy = [list(accumulate(shares, min)) for shares in accuracy]

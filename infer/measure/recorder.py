@@ -121,8 +121,10 @@ class Recorder:
 
 
 def _level_masses(tree: Tree, frontiers: Sequence[tuple[list[TokenPath], Tensor]]) -> list[float]:
-    """S_d of each level: the summed survival of its frontier; without a pool, of the level's
-    nodes."""
+    """S_d of each level: the summed survival of its frontier.
+
+    A tree without a pool has no frontiers; there all nodes of the level count.
+    """
     if tree.pool is not None:
         return [float(survival.exp().sum()) for _, survival in frontiers]
     survival = tree.survival.exp()  # [N]
@@ -356,8 +358,10 @@ def _frontier_rows(record: CycleRecord, written: TokenPath) -> list[TableRow]:
 
 
 def sibling_ranks(parents: Sequence[int]) -> list[str]:
-    """The ranks among siblings from the root down ("0", "0.1", ...) of each node [N]; "" for the
-    root."""
+    """Of each node [N], the ranks among siblings from the root down.
+
+    For example "0", or "0.1" for the second child of the first one; "" for the root.
+    """
     ranks = [""]
     counts = [0] * len(parents)
     for parent in parents[1:]:

@@ -1,5 +1,4 @@
-"""Records drafts at every position of some answers, and counts any fixed tree's cycles from
-them."""
+"""Records drafts at every position of some answers; counts any fixed tree's cycles from them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -101,7 +100,8 @@ def path_ranks(drafts: RecordedDrafts, levels: int, k: int) -> PathRanks:
     Nodes that were not expanded in the recording have no children, so a narrower tree can only be
     underestimated.
     """
-    count, _, width, _ = drafts.tokens.shape
+    count = len(drafts.tokens)
+    width = drafts.tokens.shape[-1]
     positions = np.arange(count)
     expanded = np.zeros((count, width), dtype=bool)  # [P, K] rows that the narrower tree has
     expanded[:, 0] = True
@@ -116,8 +116,8 @@ def path_ranks(drafts: RecordedDrafts, levels: int, k: int) -> PathRanks:
         survival = np.where(is_candidate, drafts.survival[:, level], -np.inf).astype(np.float32)
         survival = survival.reshape(count, -1)  # [P, K * K]
         survivals.append(survival)
-        is_as_good = [above >= survival.max(1, keepdims=True) for above in survivals]
-        as_good[:, level] = np.concatenate(is_as_good, axis=1).sum(1)
+        so_far = np.concatenate(survivals, axis=1)  # [P, (level + 1) * K * K]
+        as_good[:, level] = (so_far >= survival.max(1, keepdims=True)).sum(1)
         # (2) the one among them that the text took
         text = drafts.text[:, level]
         is_taken = drafts.tokens[positions, level, row] == text[:, None]  # [P, K]
@@ -132,7 +132,7 @@ def path_ranks(drafts: RecordedDrafts, levels: int, k: int) -> PathRanks:
         below = (recorded == taken[:, None]) & expanded & (taken >= 0)[:, None]
         row = np.where(below.any(1), below.argmax(1), -1)
     # the earlier candidate first where two tie, as in the tree's own reranking
-    order = np.argsort(-np.concatenate(survivals, axis=1), axis=1, kind="stable")
+    order = np.argsort(-so_far, axis=1, kind="stable")
     ranks = np.take_along_axis(np.argsort(order, axis=1), chosen.clip(min=0), axis=1)
     return PathRanks(np.where(chosen >= 0, ranks, NOWHERE), as_good)
 

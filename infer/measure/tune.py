@@ -96,8 +96,7 @@ def fastest_first(predictions: Iterable[Prediction]) -> list[Prediction]:
 
 
 def row_name(row: MethodConfig) -> str:
-    """'eagle2, 6 levels, k 8, 16 nodes': the method and its tree, as the report's rows have
-    them."""
+    """The method and its tree in the words of the report: 'eagle2, 6 levels, k 8, 16 nodes'."""
     tree = tree_shape(row)
     return row.method if tree is None else f"{row.method}, {tree.words}"
 
@@ -231,8 +230,7 @@ class HeadTuning:
         repetitions: int,
         label: str,
     ) -> list[list[Statistics]]:
-        """The answers of the target alone, then each tree's, at the temperature that is tuned
-        for."""
+        """The answers of the target alone, then those of each tree, at the tuned temperature."""
         decoders = [SpeculativeDecoder(self.target), *map(self.decoder, trees)]
         return time_in_turns(
             decoders, prompts, repetitions, label, self.max_new_tokens, self.config.temperature
@@ -272,8 +270,10 @@ class GreedyTuning(HeadTuning):
         (self.published,) = self.replay([self.usual_tree()])
 
     def announce(self) -> None:
-        """Says what will be tried, and about how long it takes, from an answer with the widest
-        tree."""
+        """Says what will be tried, and about how long it takes.
+
+        The estimate comes from the time of one answer with the widest tree.
+        """
         levels = self.config.levels
         widest = sized_tree(levels, self.k, SEARCH["nodes"][-1], self.stop)
         for ids in self.prompts[:2]:  # the first warms up
@@ -295,8 +295,10 @@ class GreedyTuning(HeadTuning):
         )
 
     def replay(self, trees: Iterable[GrownConfig]) -> list[Prediction]:
-        """Predictions of fixed trees, the fastest first; those of like levels and k are
-        neighbours."""
+        """Predictions of fixed trees, the fastest first.
+
+        Trees of like levels and k must be neighbours: they share one pass over the drafts.
+        """
         predictions = []
         for (levels, k), alike in groupby(trees, key=lambda tree: (tree.levels, tree.k)):
             path = path_ranks(self.drafts, levels, k)
@@ -367,8 +369,10 @@ class GreedyTuning(HeadTuning):
 
 
 class SampledTuning(HeadTuning):
-    """Times trees at the temperature that is tuned for: some prompts first, the best trees on
-    all."""
+    """Times trees at the temperature that is tuned for.
+
+    All trees are timed on some of the prompts, and the best of them again on all prompts.
+    """
 
     def search(self) -> None:
         self.costs = measure_costs(self.target, self.drafter, self.prompts, self.max_new_tokens)
@@ -459,8 +463,7 @@ def rows_to_measure(
 def measure_choice(
     tuning: HeadTuning, tokenizer: Any, config: TuneConfig, output: Path, seed: int
 ) -> None:
-    """Writes measured.json: each row's speed on tune.measure, if set, and the choice's beside
-    it."""
+    """Writes measured.json, if the recipe has prompts for it: each row's speed on tune.measure."""
     if config.measure is None:
         return
     rows = rows_to_measure(tuning.kind, tuning.choice.row, config.grid, tuning.drafter.max_levels)

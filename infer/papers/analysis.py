@@ -1,7 +1,7 @@
-"""What SVIP's and DEAGLE's figures need of a calibration: oracle lengths, bounds, entropies,
-frontiers.
+"""What SVIP's and DEAGLE's figures need of a calibration's cycles.
 
-SVIP is arXiv 2411.18462. q is the draft's law, p the target's; divergences are in nats.
+These are oracle lengths, bounds, entropies, frontiers and feature errors. SVIP is arXiv 2411.18462.
+q is the draft's law, p the target's; divergences are in nats.
 """
 
 from collections.abc import Sequence
@@ -124,11 +124,10 @@ class OracleLength(NamedTuple):
 
 
 class Oracle(Drafting):
-    """A proposer that also drafts to a cap, without the stop rule, and has the target judge it
-    (SVIP, section 2.1).
+    """A proposer that in each cycle also drafts to a cap, for the target to judge (SVIP, 2.1).
 
-    The generator is set back, so decoding does not change, and a sampled chain is a prefix of the
-    longer one.
+    The longer draft has no stop rule. The generator is set back after it, so decoding does not
+    change, and a sampled chain is a prefix of the longer one.
     """
 
     def __init__(
@@ -172,11 +171,11 @@ class Oracle(Drafting):
 
 
 def oracle_length(cycle: Cycle, tree: Tree, logits: Tensor, generator: torch.Generator) -> int:
-    """How many tokens of a deeper tree, with its logits [N, V], the target would accept, given what
-    it did accept.
+    """How many tokens of a deeper tree the target would accept, given what it did accept.
 
-    R1: a refusal stands, and only tokens beyond a wholly accepted chain are judged. R0, R2: the
-    target's choices stand, and it makes new ones beyond them. Never fewer than the cycle accepted.
+    logits [N, V] are the target's after the deeper tree's nodes. R1: a refusal stands, and only
+    tokens beyond a wholly accepted chain are judged. R0, R2: the target's choices stand, and it
+    makes new ones beyond them. The length is never below what the cycle accepted.
     """
     if cycle.rule == "R1":
         return _oracle_of_drawn_chain(cycle, tree, logits, generator)
@@ -223,11 +222,10 @@ def _oracle_of_drawn_chain(
 
 
 def level_table(frontier: pd.DataFrame, cycles: pd.DataFrame) -> list[dict[str, Any]]:
-    """S_d (`mass`) and E_d (`expected`) by depth d of the cycles that drafted it (DEAGLE, equations
-    22 to 24).
+    """DEAGLE's equations 22 to 24 by depth d, of the cycles that drafted it.
 
-    `held`: the target wrote a branch of the frontier; `reached`: d tokens of the verified tree were
-    accepted.
+    `mass` is S_d and `expected` is E_d. `held`: the target wrote a branch of the frontier;
+    `reached`: d tokens of the verified tree were accepted.
     """
     cycle = ["prompt", "cycle"]
     levels = frontier.groupby([*cycle, "depth"]).agg(
@@ -243,8 +241,7 @@ def level_table(frontier: pd.DataFrame, cycles: pd.DataFrame) -> list[dict[str, 
 
 
 def acceptance_bounds(laws: pd.DataFrame, c: float) -> dict[str, Any]:
-    """SVIP's figure 4: beta = 1 - TV and three lower bounds (cut at -1), laws in the order of
-    beta."""
+    """SVIP's figure 4: beta = 1 - TV and three lower bounds (cut at -1), in the order of beta."""
     beta = 1.0 - laws.tvd.to_numpy()
     kl = laws.kl_qp.to_numpy()
     bounds = {
@@ -262,8 +259,10 @@ def acceptance_bounds(laws: pd.DataFrame, c: float) -> dict[str, Any]:
 
 
 def entropy_table(laws: pd.DataFrame, tasks: Sequence[str]) -> list[dict[str, Any]]:
-    """SVIP's table 1: q's mean entropy at accepted and at rejected tokens; tasks: of each
-    prompt."""
+    """SVIP's table 1: q's mean entropy at accepted and at rejected tokens.
+
+    tasks: of each prompt.
+    """
     names = list(dict.fromkeys(tasks))
     task_of_row = laws.prompt.map(dict(enumerate(tasks)))
     parts = {"all": laws}
@@ -278,8 +277,10 @@ def entropy_table(laws: pd.DataFrame, tasks: Sequence[str]) -> list[dict[str, An
 
 
 def rejections(laws: pd.DataFrame, most: int = 4) -> dict[str, Any]:
-    """SVIP's figure 3: (a) mean KL(q||p) before and at (offset 0) a rejected token, (b) mean log q
-    by rank."""
+    """SVIP's figure 3.
+
+    (a): mean KL(q||p) before a rejected token and at it (offset 0). (b): mean log q by rank.
+    """
     kl = laws.set_index(["prompt", "cycle", "depth"]).kl_qp
     rejected = laws[~laws.followed]
     before = []

@@ -61,8 +61,7 @@ def record(tree: TreeConfig, temperature: float = 0.0, kind: str = "eagle1") -> 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_acceptance_is_the_share_among_many_verdicts(rule: str) -> None:
-    """A node's acceptance is how often it is accepted over the very same draft, once its parent
-    is."""
+    """A node's acceptance is how often it is accepted over the same draft, given its parent."""
     target = make_target(vocab_size=12, hidden_size=16, num_blocks=2, pad_token_id=None)
     cycles: list[Cycle] = []
     decoder_of(target, RULES[rule], scale=3.0).generate(

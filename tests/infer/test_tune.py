@@ -1,5 +1,4 @@
-"""Replays count as the real decoder does, costs turn counts into speeds, and the choice is
-measured."""
+"""Replays count as decoding does, costs turn counts into speeds, and the choice is measured."""
 
 import json
 from dataclasses import replace
