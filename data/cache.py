@@ -78,7 +78,7 @@ class Storage:
 
 
 def encode(states: Tensor, num_states: int, storage: Storage) -> tuple[Tensor, Tensor | None]:
-    """Stored values [..., S * D] of states [..., S * D], and the float32 scales [..., S] of fp8 and int8."""
+    """Stored values of states [..., S * D], and the float32 scales [..., S] of fp8 and int8."""
     if storage.values not in LARGEST:
         return states.to(storage.values), None
     largest = LARGEST[storage.values]
@@ -172,6 +172,10 @@ class CachePlan:
     @property
     def token_bytes(self) -> int:
         return self.storage.token_bytes(self.hidden_size, 1 + len(self.after_blocks))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(shard.num_tokens for shard in self.shards)
 
     def bytes_of(self, shard: Shard) -> int:
         return shard.num_tokens * self.token_bytes + len(shard.rows) * ROW_BYTES + SHARD_BYTES

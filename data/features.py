@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,7 @@ from aerie.configs.errors import UserError, rank, warn
 from aerie.configs.schema.data import DataConfig, FeaturesConfig
 from aerie.configs.schema.recipe import Recipe
 from aerie.data.batches import check_padding, collate, forward, group_by_length
-from aerie.data.cache import (
-    STATES,
-    TOKENS,
-    CachePlan,
-    Shard,
-    Storage,
-    decode,
-    encode,
-    rows_digest,
-    shard_spans,
-)
+from aerie.data.cache import CachePlan, Shard, Storage, decode, encode, rows_digest, shard_spans
 from aerie.data.chat import TokenRow
 from aerie.data.inputs import CACHE_INDEX, FEATURES_COMMAND, state_inputs
 from aerie.data.progress import WHOLE_JOB, JobShare, format_bytes, start_progress
@@ -48,6 +38,10 @@ from aerie.model.target import Target, context_of, load_config, only_trains, tap
 
 WRITING = ".writing"  # the directory of locks
 SAMPLE_TOKENS = 256  # on which the storage's error is measured
+TIMED_SECONDS = 10.0  # of forwards, for an estimate
+
+
+# --- the plan: which rows go to which shard -----------------------------------------------------
 
 
 def plan_cache(
@@ -58,75 +52,57 @@ def plan_cache(
     hf_config: Any,
     origin: Any,
 ) -> CachePlan:
-    """The plan for these rows; origin: what decides the states of given token ids (stage.state_inputs)."""
-    text, after_blocks, rows = (
-        hf_config.get_text_config(),
-        config.after_blocks or (),
-        [*data.train, *data.held_out],
-    )
-    check_rows(rows, text, target_path)
+    """The plan for these rows.
+
+    origin: what decides the states of given token ids (inputs.state_inputs).
+    """
+    text_config = hf_config.get_text_config()
+    rows = [*data.train, *data.held_out]
+    check_rows(rows, text_config, target_path)
     name = config.dtype or origin["target"]["dtype"]
-    dtype = getattr(hf_config, "dtype", None) or getattr(text, "dtype", None) or torch.float32
-    dtype = dtype if name == "auto" else getattr(torch, name)
+    if name == "auto":
+        dtype = getattr(hf_config, "dtype", None) or getattr(text_config, "dtype", None)
+    else:
+        dtype = getattr(torch, name)
+    lengths = [len(row.input_ids) for row in rows]
     shards = []
-    for number, span in enumerate(
-        shard_spans([len(row.input_ids) for row in rows], config.shard_tokens)
-    ):
+    for number, span in enumerate(shard_spans(lengths, config.shard_tokens)):
         inputs = {"rows": rows_digest(rows[span]), "origin": digest(origin)}
         shards.append(Shard(directory / f"shard-{number:05d}.safetensors", rows[span], inputs))
-    storage = Storage(dtype, config.storage)
     return CachePlan(
         directory,
         shards,
-        len(data.train),
-        text.hidden_size,
-        after_blocks,
-        storage,
-        config.batch_tokens,
+        num_train=len(data.train),
+        hidden_size=text_config.hidden_size,
+        after_blocks=config.after_blocks or (),
+        storage=Storage(dtype or torch.float32, config.storage),
+        batch_tokens=config.batch_tokens,
     )
 
 
 def within_context(data: DataConfig, text_config: Any) -> DataConfig:
     """data, with max_length lowered to the target's context."""
     context = context_of(text_config) or data.max_length
-    if context < data.max_length:
-        warn(
-            f"data.max_length: {data.max_length:,} is beyond the target's context; conversations end at {context:,}"
-        )
-    return replace(data, max_length=min(data.max_length, context))
+    if context >= data.max_length:
+        return data
+    warn(
+        f"data.max_length: {data.max_length:,} is beyond the target's context; "
+        f"conversations end at {context:,}"
+    )
+    return replace(data, max_length=context)
 
 
 def check_rows(rows: Sequence[TokenRow], text_config: Any, target_path: str) -> None:
-    size = text_config.vocab_size
+    num_ids = text_config.vocab_size
     for row in rows:
-        if max(row.input_ids) >= size:
+        if max(row.input_ids) >= num_ids:
             raise UserError(
-                f"{row.source}: token id {max(row.input_ids):,} is outside {target_path}'s {size:,} rows"
+                f"{row.source}: token id {max(row.input_ids):,} is outside "
+                f"{target_path}'s {num_ids:,} rows"
             )
 
 
-def storage_error(states: Tensor, storage: Storage, target: Target) -> str:
-    """A line to print: the error of storing the target's states [T, S * D]."""
-    width = target.hidden_size
-    restored = decode(*encode(states, states.shape[-1] // width, storage), storage.dtype).to(
-        states.dtype
-    )
-    # Relative to each dimension's root mean square, so that a few huge ones hide no others.
-    squares = states.double().square().sum(0).clamp_min(1e-300)  # [S * D]
-    errors = (
-        ((restored.double() - states.double()).square().sum(0) / squares)
-        .sqrt()
-        .unflatten(0, (-1, width))
-    )
-    p, q = (
-        torch.softmax(target.logits(some[:, :width]).float(), -1) for some in (states, restored)
-    )  # [T, V]
-    distance, each = (
-        (p - q).abs().sum(-1).mean() / 2,
-        ", ".join(f"{error:.2%}" for error in errors.mean(-1).tolist()),
-    )
-    cost = f"relative error of a dimension of the last state and the taps: {each}"
-    return f"{storage}: {cost}; the target's law moves by {distance:.2%} ({len(p):,} tokens)"
+# --- writing ------------------------------------------------------------------------------------
 
 
 def extract(
@@ -137,17 +113,19 @@ def extract(
     share: JobShare = WHOLE_JOB,
     overwrite: bool = False,
 ) -> tuple[Manifest | None, "Writer"]:
-    """The index (None if this process wrote none) and the writer; state: accelerate's PartialState."""
+    """The index (None if this process wrote none) and the writer.
+
+    state: accelerate's PartialState.
+    """
     number, world = state.process_index, state.num_processes
-    part = share.part(plan.shards)[number::world]
+    shards = share.part(plan.shards)[number::world]
+    num_tokens = sum(shard.num_tokens for shard in shards)
+    writer = Writer(target, plan)
     with explained(plan.directory), ExitStack() as stack:
         lock = stack.enter_context(_announced(plan, overwrite)) if number == 0 else None
         state.wait_for_everyone()
-        with start_progress(
-            sum(shard.num_tokens for shard in part), "tok", f"features (process 1 of {world})"
-        ) as progress:
-            writer = Writer(target, plan)
-            writer.run(part, progress)
+        with start_progress(num_tokens, "tok", f"features (process 1 of {world})") as progress:
+            writer.run(shards, progress)
         state.wait_for_everyone()
         if lock is None:
             return None, writer
@@ -155,7 +133,7 @@ def extract(
             raise UserError(
                 f"{lost[0].path}: not whole after the extraction; run the same command again"
             )
-        if plan.missing():
+        if plan.missing():  # shards of other shares
             return None, writer
         index = plan.write_index({**fingerprint, "target": target.fingerprint()})
         if lock.acquire(wait=False) is True:  # nobody else is at work
@@ -165,61 +143,67 @@ def extract(
 
 @contextmanager
 def _announced(plan: CachePlan, overwrite: bool) -> Iterator[Lock]:
+    """Holds the lock that tells other jobs which cache is being written here.
+
+    Jobs of the same plan share it. The first of them removes what does not belong to the plan.
+    """
     locks = plan.directory / WRITING
-    with Lock(locks / f"cache-{digest([shard.inputs for shard in plan.shards])}") as lock:
+    plan_digest = digest([shard.inputs for shard in plan.shards])
+    with Lock(locks / f"cache-{plan_digest}") as lock:
         with Lock(locks / "begin") as begin:
-            begin.acquire()
+            begin.acquire()  # one job at a time looks at the others
             for path in locks.glob("cache-*"):
-                with Lock(path) as other:
-                    if path != lock.path and not other.acquire(wait=False):
-                        fix = "wait for its end, or choose another --run"
+                with Lock(path) as theirs:
+                    if path != lock.path and not theirs.acquire(wait=False):
                         raise UserError(
-                            f"{plan.directory}: another process writes another cache there; {fix}"
+                            f"{plan.directory}: another process writes another cache there; "
+                            "wait for its end, or choose another --run"
                         )
-            is_alone = lock.acquire(wait=False)
-            if is_alone:  # otherwise another job is writing this cache: remove nothing
+            is_first = lock.acquire(wait=False)
+            if is_first:
                 plan.require_own_directory(overwrite)
-                # .tmp is safetensors' own.
-                kept = {shard.path.stem for shard in plan.shards} - {
-                    path.stem for path in plan.foreign()
-                }
-                stale = [path for path in plan.directory.glob("shard-*") if path.stem not in kept]
-                for path in (
-                    *stale,
-                    *plan.directory.glob(".tmp*"),
-                    plan.directory / CACHE_INDEX,
-                    plan.directory / FILE,
-                ):
-                    path.unlink(missing_ok=True)
-                if is_alone is True:  # known: the file system has locks
-                    remove_temporaries(plan.directory)
+                _remove_stale(plan)
+            if is_first is True:  # known, because the file system has locks
+                remove_temporaries(plan.directory)
             lock.acquire(shared=True)
         yield lock
 
 
-class Writer:
-    def __init__(self, target: Target, plan: CachePlan) -> None:
-        self.target, self.plan = target, plan
-        self.num_tokens, self.seconds, self.forward_seconds = 0, 0.0, 0.0
+def _remove_stale(plan: CachePlan) -> None:
+    foreign = {path.stem for path in plan.foreign()}
+    kept = {shard.path.stem for shard in plan.shards} - foreign
+    stale = [path for path in plan.directory.glob("shard-*") if path.stem not in kept]
+    stale += plan.directory.glob(".tmp*")  # safetensors' own
+    for path in (*stale, plan.directory / CACHE_INDEX, plan.directory / FILE):
+        path.unlink(missing_ok=True)
 
-    def run(self, part: Sequence[Shard], progress: Any) -> None:
-        """Makes the shards that are not whole; at the end waits for those that another job is making."""
-        pending: Future[None] | None = None
-        left = [shard for shard in part if not shard.is_whole(content=True)]
-        progress.update(
-            sum(shard.num_tokens for shard in part) - sum(shard.num_tokens for shard in left)
-        )
+
+class Writer:
+    """Makes shards: forwards on the target's device, while a thread writes the shard before."""
+
+    def __init__(self, target: Target, plan: CachePlan) -> None:
+        self.target = target
+        self.plan = plan
+        self.num_tokens = 0  # that went through a forward
+        self.seconds = 0.0
+        self.forward_seconds = 0.0
+
+    def run(self, shards: Sequence[Shard], progress: Any) -> None:
+        """Makes the shards that are not whole; waits at the end for those of another job."""
         started = time.perf_counter()
+        left = [shard for shard in shards if not shard.is_whole(content=True)]
+        num_tokens = sum(shard.num_tokens for shard in shards)
+        progress.update(num_tokens - sum(shard.num_tokens for shard in left))
+        pending: Future[None] | None = None
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer") as pool:
-            for wait in (False, True):
-                waiting, left = left, []
-                for shard in waiting:
+            for waits in (False, True):
+                shards, left = left, []
+                for shard in shards:
+                    lock = Lock(self.plan.directory / WRITING / shard.path.stem)
                     with ExitStack() as stack:
-                        lock = stack.enter_context(
-                            Lock(self.plan.directory / WRITING / shard.path.stem)
-                        )
-                        if not lock.acquire(wait=wait):
-                            left.append(shard)
+                        stack.enter_context(lock)
+                        if not lock.acquire(wait=waits):
+                            left.append(shard)  # another job is making it
                         elif shard.is_whole(content=True):  # another job has made it meanwhile
                             progress.update(shard.num_tokens)
                         else:
@@ -233,7 +217,7 @@ class Writer:
         self.seconds += time.perf_counter() - started
 
     def forward(self, rows: Sequence[TokenRow]) -> Tensor:
-        """States [N, S * D] of the rows' tokens, row by row; a token's: last_hidden, then the taps."""
+        """States [N, S * D] of the rows' tokens, row by row: last_hidden, then the taps."""
         batch, device = collate(rows, range(len(rows))), self.target.device
         started = time.perf_counter()
         output, mask = forward(self.target, batch.input_ids, batch.lengths, self.plan.after_blocks)
@@ -242,46 +226,51 @@ class Writer:
         self.forward_seconds += time.perf_counter() - started
         self.num_tokens += batch.num_tokens
         mask = mask.to(device)
-        return torch.cat(
-            [part[mask] for part in (output.last_hidden, output.taps) if part is not None], dim=-1
-        )
+        parts = [output.last_hidden, output.taps]
+        return torch.cat([part[mask] for part in parts if part is not None], dim=-1)
 
     def _tensors(self, shard: Shard, progress: Any) -> dict[str, Tensor]:
-        rows, storage, lengths, width = (
-            shard.rows,
-            self.plan.storage,
-            shard.lengths,
-            self.target.hidden_size,
-        )
-        starts = [0, *accumulate(lengths)]
-        tensors: dict[str, Tensor] = {}
-        for name, attribute in zip(TOKENS, ("input_ids", "turn_ids"), strict=True):
-            tensors[name] = torch.tensor(
-                [number for row in rows for number in getattr(row, attribute)], dtype=torch.int32
-            )
-        for positions in group_by_length(lengths, self.plan.batch_tokens):
-            states = self.forward([rows[position] for position in positions])
-            places = torch.cat(
-                [torch.arange(starts[at], starts[at + 1]) for at in positions]
-            )  # [N], in the shard
-            # On the target's device, so that fewer bytes are copied.
-            values, scales = encode(states, 1 + len(self.plan.after_blocks), storage)
-            # Checks decoded values: a finite scale may still be too large for float16.
-            broken = ~torch.isfinite(decode(values, scales, storage.dtype)).all(-1).cpu()  # [N]
-            if broken.any():
-                row = rows[bisect_right(starts, int(places[broken][0])) - 1]
-                fix = "try another features.dtype or target.dtype"
+        """The tensors of a shard, filled batch by batch, longest rows first."""
+        tensors = {
+            "input_ids": _concatenated([row.input_ids for row in shard.rows]),
+            "turns": _concatenated([row.turn_ids for row in shard.rows]),
+        }
+        starts = [0, *accumulate(shard.lengths)]  # each row's first token in the shard
+        for positions in group_by_length(shard.lengths, self.plan.batch_tokens):
+            states = self.forward([shard.rows[position] for position in positions])  # [N, S * D]
+            spans = [torch.arange(starts[at], starts[at + 1]) for at in positions]
+            token_numbers = torch.cat(spans)  # [N], in the shard
+            encoded, is_finite = self._encoded(states)
+            if not is_finite.all():
+                row = bisect_right(starts, int(token_numbers[~is_finite][0])) - 1
                 raise UserError(
-                    f"{row.source}: the target's states are not finite in {storage}; {fix}"
+                    f"{shard.rows[row].source}: the target's states are not finite in "
+                    f"{self.plan.storage}; try another features.dtype or target.dtype"
                 )
-            taps = values[:, width:] if self.plan.after_blocks else None
-            for name, part in zip(STATES, (values[:, :width], taps, scales), strict=True):
-                if part is not None:
-                    if name not in tensors:
-                        tensors[name] = torch.empty(starts[-1], part.shape[-1], dtype=part.dtype)
-                    tensors[name][places] = part.cpu()
-            progress.update(len(places))
+            for name, part in encoded.items():
+                if name not in tensors:
+                    tensors[name] = torch.empty(starts[-1], part.shape[-1], dtype=part.dtype)
+                tensors[name][token_numbers] = part
+            progress.update(len(token_numbers))
         return tensors
+
+    def _encoded(self, states: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """States [N, S * D] as the tensors of a shard, and which of them are finite [N]."""
+        # On the target's device, so that fewer bytes are copied.
+        values, scales = encode(states, 1 + len(self.plan.after_blocks), self.plan.storage)
+        # Checks decoded values: a finite scale may still be too large for float16.
+        decoded = decode(values, scales, self.plan.storage.dtype)
+        width = self.target.hidden_size
+        parts = {"last_hidden": values[:, :width].cpu()}
+        if self.plan.after_blocks:
+            parts["taps"] = values[:, width:].cpu()
+        if scales is not None:
+            parts["scales"] = scales.cpu()
+        return parts, torch.isfinite(decoded).all(-1).cpu()
+
+
+def _concatenated(parts: Sequence[Sequence[int]]) -> Tensor:
+    return torch.tensor([*chain.from_iterable(parts)], dtype=torch.int32)
 
 
 def _save(shard: Shard, tensors: dict[str, Tensor], lock: Lock) -> None:
@@ -290,71 +279,81 @@ def _save(shard: Shard, tensors: dict[str, Tensor], lock: Lock) -> None:
         lock.path.unlink(missing_ok=True)
 
 
+# --- the stage ----------------------------------------------------------------------------------
+
+
 def prepare(
     recipe: Recipe, stage: Stage, share: JobShare, overwrite: bool
 ) -> tuple[CachePlan, Any, Any]:
     """(plan, tokenizer, facts), after all checks that need no weights."""
     hf_config = load_config(recipe.target)
-    text, path = hf_config.get_text_config(), recipe.target.path
-    if why := only_trains(hf_config):
-        warn(f"{path}: {why}")
-    taps = taps_of(recipe, text.num_hidden_layers)
-    check_size(getattr(recipe.head, "draft_vocab_size", None), text.vocab_size)
-    data, tokenizer, tally = tokenize_for_target(recipe.target, within_context(recipe.data, text))
+    text_config, path = hf_config.get_text_config(), recipe.target.path
+    if reason := only_trains(hf_config):
+        warn(f"{path}: {reason}")
+    taps = taps_of(recipe, text_config.num_hidden_layers)
+    check_size(getattr(recipe.head, "draft_vocab_size", None), text_config.vocab_size)
+    config = within_context(recipe.data, text_config)
+    data, tokenizer, tally = tokenize_for_target(recipe.target, config)
     origin = {**state_inputs(stage.inputs), "after_blocks": list(taps)}
-    plan = plan_cache(
-        stage.output, data, replace(recipe.features, after_blocks=taps), path, hf_config, origin
-    )
+    features = replace(recipe.features, after_blocks=taps)
+    plan = plan_cache(stage.output, data, features, path, hf_config, origin)
     facts = {"train": statistics(data.train), "held_out": statistics(data.held_out)}
-    todo, output = plan.missing(share), stage.output.absolute()
-    free = shutil.disk_usage(next(path for path in (output, *output.parents) if path.exists())).free
-    needed, tokens = sum(map(plan.bytes_of, todo)), sum(shard.num_tokens for shard in plan.shards)
+
+    missing = plan.missing(share)
+    needed = sum(map(plan.bytes_of, missing))
+    output = stage.output.absolute()
+    existing = next(path for path in (output, *output.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     if rank() == 0:
-        rows, largest = len(data.train) + len(data.held_out), max(map(plan.bytes_of, plan.shards))
+        num_rows = len(data.train) + len(data.held_out)
+        largest = max(map(plan.bytes_of, plan.shards))
         print(
             f"{tally.table()}\ntrain: {facts['train']}\nheld_out: {facts['held_out']}\n"
-            f"features: {rows:,} rows, {tokens:,} tokens x {plan.token_bytes:,} bytes ({plan.storage}); "
-            f"shards: {len(plan.shards):,} of at most {format_bytes(largest)}, two at a time in memory\n"
-            f"features: to write: {format_bytes(needed)} (shards: {len(todo):,} of share {share}); free: {format_bytes(free)}",
+            f"features: {num_rows:,} rows, {plan.num_tokens:,} tokens x "
+            f"{plan.token_bytes:,} bytes ({plan.storage}); shards: {len(plan.shards):,} "
+            f"of at most {format_bytes(largest)}, two at a time in memory\n"
+            f"features: to write: {format_bytes(needed)} (shards: {len(missing):,} "
+            f"of share {share}); free: {format_bytes(free)}",
             flush=True,
         )
     plan.require_own_directory(overwrite)
     if needed > free:
-        fix = "lower data.limit, set features.storage to fp8 or int8, or choose another --run"
         raise UserError(
-            f"{plan.directory}: needs {format_bytes(needed)}, and {format_bytes(free)} are free; {fix}"
+            f"{plan.directory}: needs {format_bytes(needed)}, and {format_bytes(free)} are free; "
+            "lower data.limit, set features.storage to fp8 or int8, or choose another --run"
         )
     return plan, tokenizer, facts
 
 
 def write(recipe: Recipe, stage: Stage, share: JobShare, overwrite: bool, state: Any) -> str:
+    """Makes the cache, or a share of it; returns the state for status.json."""
     plan, tokenizer, facts = prepare(recipe, stage, share, overwrite)
     target = Target.load(recipe.target, state.device)
     check_padding(target)
-    index, writer = extract(
-        target, plan, state, text_fingerprint(tokenizer, recipe.data), share, overwrite
-    )
+    fingerprint = text_fingerprint(tokenizer, recipe.data)
+    index, writer = extract(target, plan, state, fingerprint, share, overwrite)
     speed = ""
     if writer.num_tokens:
         added = writer.seconds / writer.forward_seconds - 1
-        speed = f"; {writer.num_tokens / writer.seconds:,.0f} tok/s a process, {added:.1%} above bare forwards"
+        speed = (
+            f"; {writer.num_tokens / writer.seconds:,.0f} tok/s a process, "
+            f"{added:.1%} above bare forwards"
+        )
     if index is not None:
-        tokens = sum(shard.num_tokens for shard in plan.shards)
         num_bytes = sum(num_bytes for num_bytes, _ in index.files.values())
         facts |= {
             "rows": sum(len(shard.rows) for shard in plan.shards),
-            "tokens": tokens,
+            "tokens": plan.num_tokens,
             "bytes": num_bytes,
         }
         seconds = stage.finish(**facts, batch_tokens=plan.batch_tokens)["seconds"]
         print(
-            f"features: {tokens:,} tokens, {format_bytes(num_bytes)} in {seconds:,.1f} s{speed}: {stage.output}",
+            f"features: {plan.num_tokens:,} tokens, {format_bytes(num_bytes)} "
+            f"in {seconds:,.1f} s{speed}: {stage.output}",
             flush=True,
         )
         if plan.storage.form is not None:
-            states = writer.forward(next(_batches(plan, plan.shards)))
-            some = states[:: -(-len(states) // SAMPLE_TOKENS)]
-            print(f"features: {storage_error(some, plan.storage, target)}", flush=True)
+            print(f"features: {storage_error(writer)}", flush=True)
     elif state.is_main_process:
         print(
             f"features: share {share} is written{speed}; shards left: {len(plan.missing()):,}",
@@ -364,6 +363,28 @@ def write(recipe: Recipe, stage: Stage, share: JobShare, overwrite: bool, state:
     return "done" if share.count == 1 or index is not None else "share-done"
 
 
+def storage_error(writer: Writer) -> str:
+    """A line to print: what storing the target's states changes, measured on some tokens."""
+    target, storage = writer.target, writer.plan.storage
+    width = target.hidden_size
+    states = writer.forward(next(_batches(writer.plan, writer.plan.shards)))
+    states = states[:: -(-len(states) // SAMPLE_TOKENS)]  # [T, S * D]
+    values, scales = encode(states, states.shape[-1] // width, storage)
+    restored = decode(values, scales, storage.dtype).to(states.dtype)  # [T, S * D]
+    # Relative to each dimension's root mean square, so that a few huge ones hide no others.
+    squares = states.double().square().sum(0).clamp_min(1e-300)  # [S * D]
+    errors = (restored.double() - states.double()).square().sum(0)  # [S * D]
+    relative = (errors / squares).sqrt().unflatten(0, (-1, width)).mean(-1)  # [S]
+    p = torch.softmax(target.logits(states[:, :width]).float(), -1)  # [T, V]
+    q = torch.softmax(target.logits(restored[:, :width]).float(), -1)  # [T, V]
+    distance = (p - q).abs().sum(-1).mean() / 2
+    shown = ", ".join(f"{error:.2%}" for error in relative.tolist())
+    return (
+        f"{storage}: relative error of a dimension of the last state and the taps: {shown}; "
+        f"the target's law moves by {distance:.2%} ({len(p):,} tokens)"
+    )
+
+
 def _batches(plan: CachePlan, shards: Sequence[Shard]) -> Iterator[list[TokenRow]]:
     for shard in shards:
         for positions in group_by_length(shard.lengths, plan.batch_tokens):
@@ -371,44 +392,46 @@ def _batches(plan: CachePlan, shards: Sequence[Shard]) -> Iterator[list[TokenRow
 
 
 def time_forwards(recipe: Recipe, plan: CachePlan, share: JobShare, device: str) -> None:
-    """Times forwards for some seconds; prints the hours for the missing shards (if none: for all)."""
-    part = plan.missing(share) or plan.shards
-    batches, writer = _batches(plan, part), Writer(Target.load(recipe.target, device), plan)
+    """Times some forwards; prints the hours for the missing shards (if there are none: for all)."""
+    shards = plan.missing(share) or plan.shards
+    batches = _batches(plan, shards)
+    writer = Writer(Target.load(recipe.target, device), plan)
     writer.forward(next(batches))  # warms up
     writer.num_tokens, writer.forward_seconds = 0, 0.0
-    while writer.forward_seconds < 10.0 and (rows := next(batches, None)):
+    while writer.forward_seconds < TIMED_SECONDS and (rows := next(batches, None)):
         writer.forward(rows)
     if not writer.num_tokens:
         raise UserError(f"{plan.directory}: too few rows to time")
-    tokens, speed = (
-        sum(shard.num_tokens for shard in part),
-        writer.num_tokens / writer.forward_seconds,
-    )
-    hours = f"{tokens / speed / 3600:,.2f} h; each of n jobs (--shard i/n) takes 1/n of it"
+    num_tokens = sum(shard.num_tokens for shard in shards)
+    speed = writer.num_tokens / writer.forward_seconds
     print(
-        f"features: {tokens:,} tokens at {speed:,.0f} tok/s (measured now) take {hours}", flush=True
+        f"features: {num_tokens:,} tokens at {speed:,.0f} tok/s (measured now) take "
+        f"{num_tokens / speed / 3600:,.2f} h; each of n jobs (--shard i/n) takes 1/n of it",
+        flush=True,
     )
 
 
 def check_cache(directory: Path) -> int:
     """Prints every difference between a cache and its index; returns 1 if there is any."""
-    files, problems, num_bytes = dict[str, tuple[int, str]](), list[str](), 0
+    files, problems = dict[str, tuple[int, str]](), list[str]()
     try:
         files = Manifest.read(directory, CACHE_INDEX).files
-        others = {path.name for path in directory.glob("shard-*")} - set(files)
-        problems = [f"{directory / name}: not in {CACHE_INDEX}" for name in sorted(others)]
+        surplus = {path.name for path in directory.glob("shard-*")} - set(files)
+        problems = [f"{directory / name}: not in {CACHE_INDEX}" for name in sorted(surplus)]
     except UserError as error:  # no index, or the extraction has not ended
         problems = [str(error)]
         for record in directory.glob("shard-*.json"):
             with suppress(UserError):
                 files |= Manifest.read(directory, record.name).files
+    sound_bytes = 0
     with start_progress(sum(length for length, _ in files.values()), "B", "check") as progress:
         for name, entry in files.items():
-            damaged = Manifest({name: entry}).damage(directory)
-            problems += [str(damaged)] if damaged else []
-            num_bytes += 0 if damaged else entry[0]
+            if damaged := Manifest({name: entry}).damage(directory):
+                problems.append(str(damaged))
+            else:
+                sound_bytes += entry[0]
             progress.update(entry[0])
-    print("\n".join([*problems, f"{directory}: {num_bytes:,} bytes are as they were written"]))
+    print("\n".join([*problems, f"{directory}: {sound_bytes:,} bytes are as they were written"]))
     if problems:
         print(f"problems: {len(problems):,}; mend them with: {FEATURES_COMMAND} --verify")
     return 1 if problems else 0

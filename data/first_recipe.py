@@ -1,6 +1,7 @@
 """The recipe that `aerie init` writes: it suits a target, its data and this machine, and says why.
 
-Each function settles one part: what the target is, what the data are, the kind of head, then section by section.
+Each function settles one part: what the target is, what the data are, the kind of head, and then
+section by section.
 """
 
 import os
@@ -38,7 +39,8 @@ LAYOUT_FOR_VLLM = {
 }
 # Folder names that say nothing: a run is called after their parent.
 EMPTY_NAMES = ("target", "model", "merged", "final", "hf", "output")
-# AdamW's published rates are for a width of 4,096, and a narrower head takes larger steps. Muon's suit every width.
+# AdamW's published rates are for this width, and a narrower head takes larger steps. Muon's suit
+# every width.
 PUBLISHED_WIDTH = 4096
 
 Requested = dict[str, Any]  # sections of the recipe, as the command line gives them
@@ -364,7 +366,7 @@ def _duration(seconds: float, corpus: Corpus) -> str:
 
 
 def as_text(values: dict[str, Any], parts: dict[str, Part], machine: Machine) -> str:
-    """YAML with a line and a comment for each section: first the run, then the parts, then the rest."""
+    """YAML: a line and a comment for each section; first the run, then the parts, then the rest."""
     lines = [
         f"# By aerie init, for {machine.cores} cores, {machine.gpus} GPUs. "
         "Hours, sizes and memory are estimates (docs/scale.md)."

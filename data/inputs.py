@@ -109,7 +109,7 @@ def _digests_of(
 
 
 def is_here(name: str) -> bool:
-    """Whether a source of rows is on this machine; UserError if not, and it cannot be on the Hub."""
+    """Whether a source of rows is on this machine; UserError if it can be nowhere."""
     path = Path(name).expanduser()
     is_file_name = name[0] == "." or path.suffix in (*ROW_SUFFIXES, ".txt", ".gz")
     if not path.exists() and (is_file_name or not HUB_NAME.fullmatch(name)):

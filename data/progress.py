@@ -1,4 +1,4 @@
-"""How far a stage is, for people: bytes, progress bars, and the share that one of several jobs makes."""
+"""How far a stage is: progress bars, bytes for people, and the share of one of several jobs."""
 
 import sys
 from collections.abc import Sequence
