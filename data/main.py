@@ -1,12 +1,14 @@
-"""aerie init, synthetic, distill, show, features and check; for several GPUs: accelerate launch data/main.py."""
+"""aerie init, synthetic, distill, show, features and check.
+
+For several GPUs: accelerate launch data/main.py.
+"""
 
 import sys
 from pathlib import Path
 
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    sys.path[0] = str(
-        Path(__file__).resolve().parents[1] / "src"
-    )  # the checkout's packages, as aerie.*
+    # the checkout's packages, as aerie.*
+    sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")
 
 import argparse
 import json
@@ -19,7 +21,7 @@ from typing import Any
 
 from aerie.configs.errors import Arguments, UserError, exit_codes, stop_on_signals, warn
 from aerie.configs.read import as_dict, override, user_path, validate
-from aerie.configs.schema.data import AnswerSamplingConfig
+from aerie.configs.schema.data import AnswerSamplingConfig, DistillConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe, add_arguments, load, pairs_of
 from aerie.data.inputs import CACHE_INDEX, feature_stage, is_here, target_inputs
@@ -40,57 +42,7 @@ BARRIER = timedelta(hours=12)  # a process waits so long for the others' slowest
 
 @exit_codes()
 def main() -> int:
-    parser = Arguments(
-        "aerie", description="Conversations and the feature cache.", allow_abbrev=False
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-
-    def add(command: Any, summary: str) -> argparse.ArgumentParser:
-        options = commands.add_parser(
-            command.__name__, help=summary, description=summary, allow_abbrev=False
-        )
-        add_arguments(options)
-        options.set_defaults(run_command=command, is_whole=False, estimate=False)
-        return options
-
-    add(synthetic, "write the embedded corpus and train its tokenizer")
-    asking = add(distill, "have the target answer prompts")
-    asking.add_argument("--merge", action="store_true", help="only merge the jobs' answers")
-    asking.add_argument(
-        "--retry-failed", action="store_true", help="ask this share's failed and skipped rows again"
-    )
-    options = add(show, "print conversations with the loss mask")
-    options.add_argument("--limit", type=int, default=3, help="rows (3)")
-    options.add_argument("--plain", action="store_true", help="brackets instead of colour")
-    options = add(features, "run the target over the conversations and cache its states")
-    options.add_argument(
-        "--verify", action="store_true", help="read a whole cache too, and mend it"
-    )
-    options.add_argument(
-        "--estimate", action="store_true", help="--plan, and the hours, from timed forwards"
-    )
-    for shared in (options, asking):
-        shared.add_argument(
-            "--shard", default="1/1", metavar="I/N", help="make the I-th of N shares"
-        )
-        shared.add_argument(
-            "--is-whole", action="store_true", help="exit code 1 if something is left to do"
-        )
-    add(check, "read the whole feature cache; exit code 1 if a byte is wrong")
-    summary = "write a recipe that suits target, data and machine; --section.key VALUE goes into it (see aerie keys)"
-    options = commands.add_parser("init", help=summary, description=summary, allow_abbrev=False)
-    options.add_argument("--target", required=True, help="directory or Hub id")
-    options.add_argument(
-        "--data", required=True, nargs="+", help="files or directories of conversations, or Hub ids"
-    )
-    options.add_argument(
-        "--out", required=True, type=user_path, metavar="RECIPE.yaml", help="what to write"
-    )
-    options.add_argument(
-        "--kind", choices=("eagle1", "eagle3", "medusa", "hydra"), help="default: by the target"
-    )
-    options.add_argument("--run", help="the run's directory (default: runs/TARGET-KIND)")
-    arguments, unknown = parser.parse_known_args()
+    arguments, unknown = make_parser().parse_known_args()
     stop_on_signals()
     if arguments.command == "init":
         return init(arguments, unknown)
@@ -103,23 +55,76 @@ def main() -> int:
         raise
 
 
+def make_parser() -> Arguments:
+    about = "Conversations and the feature cache."
+    parser = Arguments("aerie", description=about, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(command: Any, summary: str) -> argparse.ArgumentParser:
+        options = commands.add_parser(
+            command.__name__, help=summary, description=summary, allow_abbrev=False
+        )
+        add_arguments(options)
+        options.set_defaults(run_command=command, is_whole=False, estimate=False)
+        return options
+
+    add(synthetic, "write the embedded corpus and train its tokenizer")
+
+    distilling = add(distill, "have the target answer prompts")
+    flag = partial(distilling.add_argument, action="store_true")
+    flag("--merge", help="only merge the jobs' answers")
+    flag("--retry-failed", help="ask this share's failed and skipped rows again")
+
+    showing = add(show, "print conversations with the loss mask")
+    showing.add_argument("--limit", type=int, default=3, help="rows (3)")
+    showing.add_argument("--plain", action="store_true", help="brackets instead of colour")
+
+    caching = add(features, "run the target over the conversations and cache its states")
+    flag = partial(caching.add_argument, action="store_true")
+    flag("--verify", help="read a whole cache too, and mend it")
+    flag("--estimate", help="--plan, and the hours, from timed forwards")
+
+    for shared in (caching, distilling):
+        share = "make the I-th of N shares"
+        shared.add_argument("--shard", default="1/1", metavar="I/N", help=share)
+        left = "exit code 1 if something is left to do"
+        shared.add_argument("--is-whole", action="store_true", help=left)
+
+    add(check, "read the whole feature cache; exit code 1 if a byte is wrong")
+
+    summary = (
+        "write a recipe that suits target, data and machine; "
+        "--section.key VALUE goes into it (see aerie keys)"
+    )
+    starting = commands.add_parser("init", help=summary, description=summary, allow_abbrev=False)
+    option = partial(starting.add_argument, required=True)
+    option("--target", help="directory or Hub id")
+    option("--data", nargs="+", help="files or directories of conversations, or Hub ids")
+    option("--out", type=user_path, metavar="RECIPE.yaml", help="what to write")
+    kinds = ("eagle1", "eagle3", "medusa", "hydra")
+    starting.add_argument("--kind", choices=kinds, help="default: by the target")
+    starting.add_argument("--run", help="the run's directory (default: runs/TARGET-KIND)")
+    return parser
+
+
 def init(arguments: argparse.Namespace, unknown: list[str]) -> int:
     if arguments.out.exists():
         raise UserError(f"--out {arguments.out}: is there already; name another file")
-    asked = {
+    requested = {
         "target": {"path": arguments.target},
         "data": {"conversations": arguments.data},
         "run": arguments.run,
+        "head": {"kind": arguments.kind} if arguments.kind else {},
     }
-    asked["head"] = {"kind": arguments.kind} if arguments.kind else {}
-    override(pairs_of(unknown), asked, {})
-    require_target(validate(asked["target"], TargetConfig, "--target", {}).path)
+    override(pairs_of(unknown), requested, {})
+    require_target(validate(requested["target"], TargetConfig, "--target", {}).path)
     for name in arguments.data:
         is_here(name)
     quieten()
     from aerie.data.first_recipe import recipe_text
 
-    write_text(arguments.out, text := recipe_text(asked))
+    text = recipe_text(requested)
+    write_text(arguments.out, text)
     print(f"{text}\nwritten; what to type next:\naerie run {shlex.quote(str(arguments.out))}")
     return 0
 
@@ -130,10 +135,9 @@ def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
         raise UserError(
             f"{arguments.config}: no section 'synthetic'; see configs/embedded.yaml for one"
         )
-    stages = {"corpus": paths.conversations, "tokenizer": paths.root / "tokenizer"}
-    corpus, tokenizer = (
-        Stage(name, path, {"synthetic": as_dict(config)}) for name, path in stages.items()
-    )
+    inputs = {"synthetic": as_dict(config)}
+    corpus = Stage("corpus", paths.conversations, inputs)
+    tokenizer = Stage("tokenizer", paths.root / "tokenizer", inputs)
     if corpus.is_whole() and tokenizer.is_whole():
         return _reuse(arguments, corpus, paths.status)
     for stage in (corpus, tokenizer):
@@ -156,14 +160,17 @@ def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
             directory_atomically(tokenizer.output) as directory,
         ):
             counts = write_corpus(config, conversations)
-            lines = (conversations / "train.jsonl").read_text(encoding="utf-8").splitlines()
-            texts = (turn["value"] for line in lines for turn in json.loads(line)["conversations"])
+            texts = []
+            with (conversations / "train.jsonl").open(encoding="utf-8") as lines:
+                for line in lines:
+                    texts += [turn["value"] for turn in json.loads(line)["conversations"]]
             trained = train_tokenizer(texts, config.vocab_size)
             trained.save_pretrained(directory)
             replace(tokenizer, output=directory).finish(vocab_size=len(trained))
             replace(corpus, output=conversations).finish(rows=counts)
         print(
-            f"synthetic: {counts} rows in {corpus.output}; {len(trained):,} tokens in {tokenizer.output}",
+            f"synthetic: {counts} rows in {corpus.output}; "
+            f"{len(trained):,} tokens in {tokenizer.output}",
             flush=True,
         )
     return 0
@@ -173,30 +180,13 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
     """Makes RUN/distilled, or a job's share of it; --plan counts the prompts."""
     if recipe.distill is None:
         raise UserError(f"{arguments.config}: no section 'distill'; see configs/distill for some")
-    from aerie.configs.schema.measure import PromptsConfig, TaskConfig
     from aerie.data.distill.prompts import make_prompts, plan_line
     from aerie.data.distill.run import Distillation, run_distillation
-    from aerie.infer.measure.tasks import load_prompts
 
     share = JobShare.of(arguments.shard)
     quieten()
     status = _status(recipe, "distill", share)
-    # Excludes the whole sets that the recipe measures with.
-    excluded = tuple(
-        TaskConfig(task.name, task.path, task.revision) for task in recipe.distill.exclude
-    )
-    measured = [
-        section.prompts
-        for section in (recipe.bench, recipe.calibrate, recipe.tune)
-        if section is not None
-    ]
-    measured += [] if recipe.tune is None or recipe.tune.measure is None else [recipe.tune.measure]
-    measured += [PromptsConfig(tasks=excluded)] if excluded else []
-    target, questions = target_inputs(recipe.target), list[str]()
-    for prompts in (each for each in measured if each.path or each.tasks):
-        tasks = tuple(replace(task, num_prompts=None) for task in prompts.tasks)
-        whole_sets = load_prompts(replace(prompts, tasks=tasks, num_prompts=None, turns=None))
-        questions += [turn for prompt in whole_sets for turn in prompt.turns]
+    target, questions = target_inputs(recipe.target), _measuring_questions(recipe, recipe.distill)
     job = Distillation.of(recipe.paths.distilled, recipe.distill, target, questions)
     if job.stage.is_whole() and not arguments.retry_failed:
         return _reuse(arguments, job.stage, status)
@@ -212,7 +202,32 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
     return 0
 
 
+def _measuring_questions(recipe: Recipe, config: DistillConfig) -> list[str]:
+    """All questions of the sets that the recipe measures with, or names in distill.exclude."""
+    from aerie.configs.schema.measure import PromptsConfig, TaskConfig
+    from aerie.infer.measure.tasks import load_prompts
+
+    measured = []
+    for section in (recipe.bench, recipe.calibrate, recipe.tune):
+        if section is not None:
+            measured.append(section.prompts)
+    if recipe.tune is not None and recipe.tune.measure is not None:
+        measured.append(recipe.tune.measure)
+    excluded = [TaskConfig(task.name, task.path, task.revision) for task in config.exclude]
+    measured.append(PromptsConfig(tasks=tuple(excluded)))
+    questions = list[str]()
+    for prompts in measured:
+        if prompts.path or prompts.tasks:
+            # All of a set, also what the recipe does not measure with.
+            tasks = tuple(replace(task, num_prompts=None) for task in prompts.tasks)
+            sets = replace(prompts, tasks=tasks, num_prompts=None, turns=None)
+            for prompt in load_prompts(sets):
+                questions += prompt.turns
+    return questions
+
+
 def _local_target(recipe: Recipe, sampling: AnswerSamplingConfig, thinking: Any) -> Any:
+    """The target in this process, with the run's draft head if there is one."""
     import torch
 
     from aerie.data.distill.answer import local_target
@@ -224,16 +239,16 @@ def _local_target(recipe: Recipe, sampling: AnswerSamplingConfig, thinking: Any)
     decoder = SpeculativeDecoder.from_pretrained(
         target, str(head) if drafts else None, tree=recipe.tree
     )
-    print(
-        f"distill: {recipe.target.path} answers {f'with {head}' if drafts else 'alone'}", flush=True
-    )
-
+    helper = f"with {head}" if drafts else "alone"
+    print(f"distill: {recipe.target.path} answers {helper}", flush=True)
     settings: dict[str, Any] = {
         "do_sample": sampling.temperature > 0,
         "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": max(sampling.top_k or 0, 0),
+        "max_new_tokens": sampling.max_tokens,
+        "eos_token_id": sorted(thinking.end_ids),
     }
-    settings |= {"top_p": sampling.top_p, "top_k": max(sampling.top_k or 0, 0)}
-    settings |= {"max_new_tokens": sampling.max_tokens, "eos_token_id": sorted(thinking.end_ids)}
 
     def decode(prompt: list[int], seed: int) -> list[int]:
         generator = torch.Generator(target.device).manual_seed(seed)
@@ -243,22 +258,19 @@ def _local_target(recipe: Recipe, sampling: AnswerSamplingConfig, thinking: Any)
 
 
 def show(arguments: argparse.Namespace, recipe: Recipe) -> int:
-    if arguments.limit < 1:
-        raise UserError(f"--limit: must be at least 1, not {arguments.limit}")
+    limit = arguments.limit
+    if limit < 1:
+        raise UserError(f"--limit: must be at least 1, not {limit}")
     if arguments.plan:
-        print(f"show: {arguments.limit:,} rows")
+        print(f"show: {limit:,} rows")
         return 0
     quieten()
-    from aerie.data import tokens
+    from aerie.data.tokens import preview, tokenize_for_target
 
-    limit = (
-        arguments.limit if recipe.data.limit is None else min(arguments.limit, recipe.data.limit)
-    )
-    data, tokenizer, tally = tokens.tokenize_for_target(
-        recipe.target, replace(recipe.data, limit=limit)
-    )
-    rows = [*data.train, *data.held_out][: arguments.limit]
-    print(f"{tokens.preview(rows, tokenizer, not arguments.plain)}\n\n{tally.table()}")
+    config = replace(recipe.data, limit=min(limit, recipe.data.limit or limit))
+    data, tokenizer, tally = tokenize_for_target(recipe.target, config)
+    rows = [*data.train, *data.held_out][:limit]
+    print(f"{preview(rows, tokenizer, not arguments.plain)}\n\n{tally.table()}")
     return 0
 
 
@@ -292,20 +304,22 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
 
 
 def try_in_miniature(recipe: Recipe) -> None:
-    """UserError if no head can be trained for this kind of target; a warning if it cannot be decoded."""
+    """UserError if no head can be trained for this kind of target; warns if it cannot decode."""
     from aerie.data.batches import check_padding
     from aerie.infer.decode.check import checked_lm
     from aerie.model.miniature import miniature
     from aerie.model.target import load_config, only_trains
 
     hf_config = load_config(recipe.target)
-    if (small := miniature(hf_config, recipe.target)) is not None:
-        check_padding(small)
-        try:
-            checked_lm(small)
-        except UserError as error:
-            if not only_trains(hf_config):  # `prepare` says so
-                warn(str(error))
+    small = miniature(hf_config, recipe.target)
+    if small is None:
+        return
+    check_padding(small)
+    try:
+        checked_lm(small)
+    except UserError as error:
+        if not only_trains(hf_config):  # `prepare` says so
+            warn(str(error))
 
 
 def _processes(recipe: Recipe) -> Any:
@@ -313,17 +327,15 @@ def _processes(recipe: Recipe) -> Any:
     from accelerate import PartialState
 
     _device(recipe)
-    launched = "LOCAL_RANK" in os.environ
-    state = (
-        PartialState(cpu=not torch.cuda.is_available(), timeout=BARRIER)
-        if launched
-        else PartialState()
-    )
-    asked = int(os.environ.get("WORLD_SIZE", "1"))
-    if asked != state.num_processes:
-        fix = "on a CPU use configs/accelerate/zero1.yaml or torchrun"
+    options: dict[str, Any] = {}
+    if "LOCAL_RANK" in os.environ:  # a launcher has started this process
+        options = {"cpu": not torch.cuda.is_available(), "timeout": BARRIER}
+    state = PartialState(**options)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != state.num_processes:
         raise UserError(
-            f"WORLD_SIZE: {asked} processes were asked for and {state.num_processes} answer; {fix}"
+            f"WORLD_SIZE: {world_size} processes were asked for and {state.num_processes} answer; "
+            "on a CPU use configs/accelerate/zero1.yaml or torchrun"
         )
     if recipe.target.device_map is not None and state.num_processes > 1:
         raise UserError(

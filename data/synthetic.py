@@ -1,8 +1,8 @@
 """The embedded corpus (ShareGPT conversations, Spec-Bench questions) and its tokenizer.
 
-A family of tasks is a YAML file in data/corpus: the rules in `draw` are drawn in order, then `turns` gives the texts
-(frame.yaml: what is around them). Rules and slots are Jinja expressions over the drawn values; moving a rule changes
-every conversation.
+A family of tasks is a YAML file in data/corpus: the rules in `draw` are drawn in order, and `turns`
+gives the texts (frame.yaml: what is around them). Rules and slots are Jinja expressions over the
+drawn values; moving a rule changes every conversation.
 """
 
 import json
@@ -46,15 +46,24 @@ def run_corpus_function(code: str, name: str, argument: str) -> str:
 ENVIRONMENT = Environment(  # noqa: S701
     variable_start_string="{", variable_end_string="}", undefined=StrictUndefined
 )
-ENVIRONMENT.filters |= {
-    "in_words": lambda number: dict(enumerate(FRAME["numbers"])).get(number, str(number)),
-    "listing": lambda parts: " and ".join(
-        [", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts
-    ),
-    "clock": lambda minutes: (
-        f"{minutes // 60}:{minutes % 60:02d}"
-    ),  # 545 minutes after midnight: 9:05
-}
+
+
+def in_words(number: int) -> str:
+    numbers = FRAME["numbers"]
+    return str(numbers[number] if number in range(len(numbers)) else number)
+
+
+def listing(parts: list[str]) -> str:
+    """'a, b and c'"""
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+
+
+def clock(minutes: int) -> str:
+    """545 minutes after midnight: 9:05"""
+    return f"{minutes // 60}:{minutes % 60:02d}"
+
+
+ENVIRONMENT.filters |= {"in_words": in_words, "listing": listing, "clock": clock}
 FUNCTIONS = {
     "accumulate": accumulate,
     "range": range,
@@ -76,7 +85,8 @@ FRAME: dict[str, Any] = _book("frame")
 
 def draw_task(family: str, generator: Random) -> list[Turn]:
     def draw(rule: Any) -> Any:
-        """Draws from a list, evaluates an expression, or draws a mapping's rules, stores each, and returns the last."""
+        """Draws from a list, or evaluates an expression; a mapping's rules are drawn and stored in
+        turn, and the last is returned."""
         if isinstance(rule, list):
             return generator.choice(rule)
         if not isinstance(rule, Mapping):
@@ -117,7 +127,10 @@ def opening_key(question: str) -> str:
 
 
 def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
-    """Writes the files, returns their numbers of rows; no measuring question opens a conversation."""
+    """Writes the files, returns their numbers of rows.
+
+    No measuring question opens a conversation.
+    """
     taken: set[str] = set()  # opening questions that must not occur again
     files: dict[str, list[dict[str, Any]]] = {
         "train.jsonl": [],
@@ -146,22 +159,20 @@ def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
 
     for name in ("prompts", "calibration"):
         for index in range(config.num_prompts):
-            generator, category = (
-                Random(f"{config.seed}/{name}/{index}"),
-                FAMILIES[index % len(FAMILIES)],
-            )
+            generator = Random(f"{config.seed}/{name}/{index}")
+            category = FAMILIES[index % len(FAMILIES)]
             turns = fresh(generator, category)
             taken.add(opening_key(turns[0].question))
             turns = merged(generator, category, turns)[: generator.choice((1, 1, 2))]
             taken.add(opening_key(turns[0].question))
-            questions, answers = zip(*turns, strict=True)
-            row = {
-                "question_id": index,
-                "category": category,
-                "turns": questions,
-                "reference": answers,
-            }
-            files[f"{name}.jsonl"].append(row)
+            files[f"{name}.jsonl"].append(
+                {
+                    "question_id": index,
+                    "category": category,
+                    "turns": [turn.question for turn in turns],
+                    "reference": [turn.answer for turn in turns],
+                }
+            )
     for index in range(config.num_conversations):
         generator = Random(f"{config.seed}/train/{index}")
         category = generator.choice(FAMILIES)
@@ -181,19 +192,12 @@ def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
             opening = ""
         files["train.jsonl"].append({"id": f"synthetic-{index}", "conversations": messages})
     for name, rows in files.items():
-        write_text(
-            directory / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        )
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        write_text(directory / name, "".join(lines))
     return {name: len(rows) for name, rows in files.items()}
 
 
-USER, ASSISTANT, SYSTEM, END, PAD = SPECIAL_TOKENS = (
-    "<|user|>",
-    "<|assistant|>",
-    "<|system|>",
-    "<|end|>",
-    "<|pad|>",
-)
+SPECIAL_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>")
 # A word or a digit with the space before it, signs, white space; single digits make sums learnable.
 PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -213,13 +217,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    named = {
-        "eos_token": END,
-        "pad_token": PAD,
-        "additional_special_tokens": [USER, ASSISTANT, SYSTEM],
-    }
-    settings = {
-        "clean_up_tokenization_spaces": False,
-        "chat_template": "".join(FRAME["chat_template"]),
-    }
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named, **settings)
+    user, assistant, system, end, pad = SPECIAL_TOKENS
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=end,
+        pad_token=pad,
+        additional_special_tokens=[user, assistant, system],
+        clean_up_tokenization_spaces=False,
+        chat_template="".join(FRAME["chat_template"]),
+    )

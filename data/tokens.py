@@ -86,7 +86,7 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
 
 
 def _inputs_of(config: DataConfig, tokenizer: Any, end_ids: set[int]) -> dict[str, Any]:
-    """All that decides the rows; the commit of a Hub data set is None if the Hub does not answer."""
+    """All that decides the rows; a Hub data set's commit is None if the Hub does not answer."""
     commits = {name: hub_commit(name, None) for name in config.conversations if not is_here(name)}
     special = [tokenizer.special_tokens_map, tokenizer.all_special_ids, sorted(end_ids)]
     code = [file_digest(Path(__file__).parent / name) for name in CODE]

@@ -5,12 +5,11 @@ import os
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any, Literal, cast
 
 from pydantic import ValidationError
 
-from aerie.configs.errors import LONE_SURROGATE, UserError, masked, warn
+from aerie.configs.errors import UserError, masked, warn
 from aerie.configs.read import adapter
 from aerie.configs.schema.data import AnswerSamplingConfig, ServerConfig
 from aerie.data.chat import answer_text, apply_template
@@ -23,9 +22,13 @@ CONNECT_S = 10.0
 PAUSE_S = 1.0  # before a server that was away or busy is asked again
 QUESTION: list[Message] = [{"role": "user", "content": "Hi"}]
 OPEN, CLOSE = "<think>", "</think>"
-LOOSE = re.compile(
-    rf"\s|\ufffd|{OPEN}|{CLOSE}"
-)  # left out where a text is compared with its tokens
+# Left out where a text is compared with its tokens.
+LOOSE = re.compile(rf"\s|\ufffd|{OPEN}|{CLOSE}")
+# HTTP statuses, by what they mean here
+REDIRECTS = (301, 302, 303, 307, 308)
+WRONG_ADDRESS = (401, 403, 404)
+REJECTED = (400, 413, 422)  # this row
+BUSY = (429, 503)
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Outcome:
+    """How an input row ended."""
+
     id: str
     status: Literal["done", "skipped", "failed"]
     place: str
@@ -60,7 +65,11 @@ Ask = Callable[[Sequence[Message], int], Awaitable[Answer]]
 class Unanswered(Exception):
     def __init__(self, status: Literal["skipped", "failed"], why: str) -> None:
         super().__init__(why)
-        self.status, self.why = status, why
+        self.status = status
+        self.why = why
+
+
+# --- thinking -----------------------------------------------------------------------------------
 
 
 class Thinking:
@@ -69,83 +78,76 @@ class Thinking:
     def __init__(
         self, tokenizer: Any, end_ids: set[int], template_arguments: Mapping[str, Any] | None = None
     ) -> None:
-        self.tokenizer, self.end_ids, self.template_arguments = (
-            tokenizer,
-            end_ids,
-            dict(template_arguments or {}),
-        )
-        self.is_opened = self.prompt(QUESTION).rstrip().endswith(OPEN)  # by the generation prompt
-        self.has_field = "reasoning_content" in str(
-            tokenizer.chat_template
-        )  # otherwise thinking is in the content
-        text = self.prompt(
-            [*QUESTION, {"role": "assistant", "content": "contentprobe"}], is_whole=True
-        )
-        after_answer = self.ids(text.rpartition("contentprobe")[2])
-        self.end_id = next(
-            (token for token in after_answer if token in end_ids), tokenizer.eos_token_id
-        )
+        self.tokenizer = tokenizer
+        self.end_ids = end_ids
+        self.template_arguments = dict(template_arguments or {})
+        # The generation prompt may open the thinking.
+        self.is_opened = self.prompt(QUESTION).rstrip().endswith(OPEN)
+        # The template's own field for it; without one, thinking is in the content.
+        self.has_field = "reasoning_content" in str(tokenizer.chat_template)
+        probe: Message = {"role": "assistant", "content": "contentprobe"}
+        after_answer = self.rendered([*QUESTION, probe]).rpartition("contentprobe")[2]
+        ends = (token for token in self.ids(after_answer) if token in end_ids)
+        self.end_id = next(ends, tokenizer.eos_token_id)
         self.num_ids = max(tokenizer.get_vocab().values()) + 1
-        self.special_ids = {
-            number for number, token in tokenizer.added_tokens_decoder.items() if token.special
-        }
+        added = tokenizer.added_tokens_decoder.items()
+        self.special_ids = {number for number, token in added if token.special}
 
     def read(self, answer: Answer) -> Answer:
         """The answer, with its thinking split from its content."""
         content, thought = answer.content, answer.reasoning
-        # A server's blank thinking is none, unless the prompt opens it. Stripped line breaks are put back.
+        # A server's blank thinking is none, unless the prompt opens it.
         if thought is not None and (thought.strip() or (self.is_opened and CLOSE not in content)):
+            # The line breaks that the server has stripped are put back.
             is_open = answer.is_cut and not content
-            thought = "\n" * (not self.is_opened) + thought.strip("\n") + "\n" * (not is_open)
+            before, after = "" if self.is_opened else "\n", "" if is_open else "\n"
             return replace(
-                answer, reasoning=thought, content=content and "\n\n" + content.lstrip("\n")
+                answer,
+                reasoning=before + thought.strip("\n") + after,
+                content=content and "\n\n" + content.lstrip("\n"),
             )
         thought, closed, rest = content.partition(CLOSE)
-        if (self.is_opened or thought.lstrip().startswith(OPEN)) and (closed or answer.is_cut):
+        begins_with_it = self.is_opened or thought.lstrip().startswith(OPEN)
+        if begins_with_it and (closed or answer.is_cut):
             thought = thought if self.is_opened else thought.partition(OPEN)[2]
             return replace(answer, reasoning=thought, content=rest)
         return replace(answer, reasoning=None)
 
     def problem(self, answer: Answer, messages: Sequence[Message]) -> str | None:
-        """Why an answer from `read` cannot be what the target wrote after messages; None if it can."""
+        """Why an answer from `read` cannot be what the target wrote after messages; else None."""
         text = f"{answer.reasoning or ''}{answer.content}"
-        if LONE_SURROGATE.search(text):
-            return "the answer holds half of a surrogate pair"
         if answer.token_ids is None:
-            return (
-                "the answer spells a special token"
-                if self.special_ids & {*self.ids(text)}
-                else None
-            )
+            is_special = not self.special_ids.isdisjoint(self.ids(text))
+            return "the answer spells a special token" if is_special else None
         ids = [*answer.token_ids, *(answer.prompt_token_ids or ())]
         if not 0 <= min(ids, default=0) <= max(ids, default=0) < self.num_ids:
             return f"token ids outside the {self.num_ids:,} of the target's tokenizer"
-        asked = self.ids(messages[-1]["content"])
-        asked_text, read = (
-            self.tokenizer.decode(some) for some in (asked, answer.prompt_token_ids or asked)
-        )
-        if LOOSE.sub("", asked_text) not in LOOSE.sub("", read):
-            return "its prompt token ids do not spell the prompt"
+        if answer.prompt_token_ids:
+            question = self.tokenizer.decode(self.ids(messages[-1]["content"]))
+            prompt = self.tokenizer.decode(answer.prompt_token_ids)
+            if _loosely(question) not in _loosely(prompt):
+                return "its prompt token ids do not spell the prompt"
         ids = [token for token in answer.token_ids if token not in self.end_ids]
-        decoded = (answer_text(self.tokenizer, ids), self.tokenizer.decode(ids))
-        said = {LOOSE.sub("", words) for words in (text, answer.content)}
-        return (
-            None
-            if said & {LOOSE.sub("", words) for words in decoded}
-            else "its token ids do not spell its text"
-        )
+        spelt = {
+            _loosely(answer_text(self.tokenizer, ids)),
+            _loosely(self.tokenizer.decode(ids)),
+        }
+        if spelt.isdisjoint({_loosely(text), _loosely(answer.content)}):
+            return "its token ids do not spell its text"
+        return None
 
     def message(self, answer: Answer) -> Message:
-        thought, content = answer.reasoning or "", answer.content
-        content = content if answer.reasoning is None else content.lstrip("\n")
+        """The answer as the chat template expects it in a conversation."""
+        thought = answer.reasoning or ""
+        content = answer.content
+        if answer.reasoning is not None:
+            content = content.lstrip("\n")
         if thought.strip() and self.has_field:
-            return {
-                "role": "assistant",
-                "content": content,
-                "reasoning_content": thought.strip("\n"),
-            }
+            message = {"role": "assistant", "content": content}
+            return message | {"reasoning_content": thought.strip("\n")}
         if thought.strip():
-            content = f"{OPEN}\n" * self.is_opened + self.written(answer)
+            opening = f"{OPEN}\n" if self.is_opened else ""
+            content = opening + self.written(answer)
         return {"role": "assistant", "content": content}
 
     def written(self, answer: Answer) -> str:
@@ -153,16 +155,17 @@ class Thinking:
         if answer.reasoning is None:
             return answer.content
         is_open = answer.is_cut and not answer.content
-        return (
-            OPEN * (not self.is_opened) + answer.reasoning + CLOSE * (not is_open) + answer.content
-        )
+        opening, closing = "" if self.is_opened else OPEN, "" if is_open else CLOSE
+        return f"{opening}{answer.reasoning}{closing}{answer.content}"
 
-    def prompt(self, messages: Sequence[Message], is_whole: bool = False) -> str:
-        """What the target reads before it answers; is_whole: the conversation as training renders it."""
-        settings = {} if is_whole else self.template_arguments
-        return apply_template(
-            self.tokenizer, messages, **{**settings, "add_generation_prompt": not is_whole}
-        )
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """What the target reads before it answers."""
+        settings = {**self.template_arguments, "add_generation_prompt": True}
+        return str(apply_template(self.tokenizer, messages, **settings))
+
+    def rendered(self, messages: Sequence[Message]) -> str:
+        """The conversation as training renders it."""
+        return str(apply_template(self.tokenizer, messages, add_generation_prompt=False))
 
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -170,41 +173,56 @@ class Thinking:
     def answer_ids(self, answer: Answer) -> list[int]:
         """The answer's tokens, with the end-of-turn token, which some servers leave out."""
         ids = self.ids(self.written(answer)) if answer.token_ids is None else list(answer.token_ids)
-        has_end = (
-            answer.is_cut or self.end_id is None or (answer.token_ids and ids[-1] in self.end_ids)
-        )
-        return ids if has_end else [*ids, self.end_id]
+        has_end = bool(answer.token_ids) and ids[-1] in self.end_ids
+        if answer.is_cut or has_end or self.end_id is None:
+            return ids
+        return [*ids, self.end_id]
 
     def training_rows(self, outcome: Outcome) -> list[dict[str, Any]]:
-        """JSON-ready training rows of a done row: one, or one per answer if later prompts rewrite earlier tokens.
+        """JSON-ready training rows of a done row.
 
-        They are text if training renders it as the target wrote it; else (token ids, a cut answer, a rewrite) tokens.
+        They are text if training renders it as the target wrote it; else (token ids, a cut answer,
+        a template that rewrites) tokens. A row of tokens holds all answers, unless a later prompt
+        rewrites earlier tokens: then another row begins.
         """
-        turns: list[Message] = (
-            [{"role": "system", "content": outcome.system}] if outcome.system else []
-        )
+        messages = system_turns(outcome.system)
         prompts, is_text = list[str](), True
         for question, answer in zip(outcome.turns, outcome.answers, strict=True):
-            turns.append({"role": "user", "content": question})
-            prompts.append(self.prompt(turns))
-            turns.append(self.message(answer))
-            is_text = is_text and answer.token_ids is None and not answer.is_cut
-            is_text = is_text and self.prompt(turns, is_whole=True).startswith(
-                prompts[-1] + self.written(answer)
-            )
+            messages.append({"role": "user", "content": question})
+            prompts.append(self.prompt(messages))
+            messages.append(self.message(answer))
+            if answer.token_ids is not None or answer.is_cut:
+                is_text = False
+            elif is_text:
+                written = prompts[-1] + self.written(answer)
+                is_text = self.rendered(messages).startswith(written)
         if is_text:
-            return [{"id": outcome.id, "messages": turns}]
+            return [{"id": outcome.id, "messages": messages}]
         rows: list[dict[str, Any]] = []
+        ids, mask = list[int](), list[int]()
         for text, answer in zip(prompts, outcome.answers, strict=True):
-            prompt = (
-                self.ids(text) if answer.prompt_token_ids is None else list(answer.prompt_token_ids)
-            )
-            before = rows[-1]["input_ids"] if rows else []
-            mask = rows.pop()["loss_mask"] if rows and prompt[: len(before)] == before else []
-            ids = self.answer_ids(answer)
-            mask = [*mask, *[0] * (len(prompt) - len(mask)), *[1] * len(ids)]
-            rows.append({"id": outcome.id, "input_ids": [*prompt, *ids], "loss_mask": mask})
+            prompt = answer.prompt_token_ids
+            prompt_ids = self.ids(text) if prompt is None else list(prompt)
+            if prompt_ids[: len(ids)] == ids and rows:
+                rows.pop()  # this row goes on
+            else:
+                mask = []
+            answer_ids = self.answer_ids(answer)
+            ids = [*prompt_ids, *answer_ids]
+            mask = [*mask, *[0] * (len(prompt_ids) - len(mask)), *[1] * len(answer_ids)]
+            rows.append({"id": outcome.id, "input_ids": ids, "loss_mask": mask})
         return rows
+
+
+def _loosely(text: str) -> str:
+    return LOOSE.sub("", text)
+
+
+def system_turns(system: str | None) -> list[Message]:
+    return [{"role": "system", "content": system}] if system else []
+
+
+# --- who answers --------------------------------------------------------------------------------
 
 
 def local_target(
@@ -225,59 +243,55 @@ def local_target(
 
 
 class ServedTarget:
-    """Asks the target on its servers. A row fails if one rejects it, or errs on it alone; else it waits."""
+    """Asks the target on its servers.
+
+    A row fails if a server rejects it, or errs on it alone. Otherwise it waits for a server.
+    """
 
     def __init__(self, config: ServerConfig, model: str, sampling: AnswerSamplingConfig) -> None:
         try:
             import openai
         except ImportError as error:
             raise UserError("distill.server needs openai: pip install -e .[distill]") from error
-        self.config, self.errors = config, (openai.APIError, ValueError, RecursionError)
+        self.config = config
+        self.errors = (openai.APIError, TimeoutError, ValueError)
+        # openai's limit is for each read; this one, of all tries, stops a server that drips.
+        self.limit_s = config.timeout_s * (config.retries + 1)
         timeout = openai.Timeout(config.timeout_s, connect=min(CONNECT_S, config.timeout_s))
-        httpx = import_module(
-            openai.DefaultAsyncHttpxClient.__mro__[-2].__module__.partition(".")[0]
-        )  # or "httpx2"
-
-        class Client(openai.DefaultAsyncHttpxClient):
-            async def send(self, request: Any, **options: Any) -> Any:
-                try:
-                    async with asyncio.timeout(config.timeout_s):  # openai's limit is for each read
-                        return await super().send(request, **options)
-                except TimeoutError as error:
-                    raise httpx.ReadTimeout("", request=request) from error
-
-        settings = {
-            "api_key": os.environ.get("OPENAI_API_KEY") or "none",
-            "max_retries": config.retries,
-        }
-        self.clients = dict[str, Any]()
-        for url in config.urls:
-            client = Client(follow_redirects=False, timeout=timeout)
-            self.clients[url] = openai.AsyncOpenAI(
-                base_url=url, http_client=client, timeout=timeout, **settings
+        self.clients = {
+            url: openai.AsyncOpenAI(
+                base_url=url,
+                api_key=os.environ.get("OPENAI_API_KEY") or "none",
+                timeout=timeout,
+                max_retries=config.retries,
+                http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False, timeout=timeout),
             )
-        self.under_way, self.away = dict.fromkeys(config.urls, 0), set[str]()
-        extra = {
-            **config.extra_body,
-            **({} if sampling.top_k is None else {"top_k": sampling.top_k}),
+            for url in config.urls
         }
-        extra |= {"return_token_ids": True} if config.token_ids else {}
+        self.under_way = dict.fromkeys(config.urls, 0)  # requests
+        self.away = set[str]()  # servers that do not answer
+        self.last_answer = 0.0  # by the loop's clock
+        extra = dict(config.extra_body)
+        if sampling.top_k is not None:
+            extra["top_k"] = sampling.top_k
+        if config.token_ids:
+            extra["return_token_ids"] = True
         self.body: dict[str, Any] = {
             "model": model,
             "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
             "extra_body": extra or None,
         }
-        self.body |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
-        self.last_answer = 0.0  # by the loop's clock
 
     async def __aenter__(self) -> "ServedTarget":
         self.last_answer = asyncio.get_running_loop().time()
         try:
             await self(QUESTION, 0)  # if it fails, all rows would
         except Unanswered as error:
-            fix = "check distill.sampling (max_tokens) and distill.server.extra_body"
             raise UserError(
-                f"{', '.join(self.clients)}: no answer to a question: {error.why}; {fix}"
+                f"{', '.join(self.clients)}: no answer to a question: {error.why}; "
+                "check distill.sampling (max_tokens) and distill.server.extra_body"
             ) from error
         return self
 
@@ -286,7 +300,7 @@ class ServedTarget:
             await client.close()
 
     async def __call__(self, messages: Sequence[Message], seed: int) -> Answer:
-        now, strikes, patience = asyncio.get_running_loop().time, 0, self.config.patience_s
+        strikes = 0
         while True:
             url = min(self.clients, key=lambda url: self.under_way[url] + (url in self.away))
             self.under_way[url] += 1
@@ -297,58 +311,53 @@ class ServedTarget:
                 self.away.discard(url)
                 return answer
             except self.errors as error:
-                status, why = getattr(error, "status_code", None), masked(first_line(error))[:200]
-                if status in (
-                    301,
-                    302,
-                    303,
-                    307,
-                    308,
-                ):  # the new address would get the key and the prompts
-                    reply: Any = getattr(error, "response", None)
-                    fix = f"redirects to {reply.headers.get('location')}; if you trust that URL, put it"
-                    raise UserError(f"{url}: {fix} in distill.server.urls") from error
-                if status in (401, 403, 404):
-                    fix = f"check distill.server.urls (.../v1), model ({self.body['model']}) and OPENAI_API_KEY"
-                    raise UserError(f"{url}: {why}; {fix}") from error
-                if status in (400, 413, 422):
-                    is_too_long = IS_TOO_LONG.search(why)
-                    raise Unanswered(
-                        *("skipped", TOO_LONG) if is_too_long else ("failed", why)
-                    ) from error
+                why = masked(first_line(error))[:200]
+                status = getattr(error, "status_code", None)
+                self._raise_if_final(url, status, why, error)
             finally:
                 self.under_way[url] -= 1
-            is_late = now() - self.last_answer > patience
-            if (is_late or status not in (429, 503)) and await self._is_up(url):
+            waited = asyncio.get_running_loop().time() - self.last_answer
+            is_late = waited > self.config.patience_s
+            if (is_late or status not in BUSY) and await self._is_up(url):
                 strikes += 1
                 if strikes > 1:  # the first error may be from the end of an outage
                     raise Unanswered("failed", why)
             elif is_late:
-                fault = f"no server has answered for {patience:g} s (distill.server.patience_s)"
-                raise UserError(f"{url}: {why}; {fault}; start it again, then run the same command")
+                raise UserError(
+                    f"{url}: {why}; no server has answered for {self.config.patience_s:g} s "
+                    "(distill.server.patience_s); start it again, then run the same command"
+                )
             elif url not in self.away:
                 self.away.add(url)
-                warn(f"{url}: {why}; it is asked again for {patience:g} s")
+                warn(f"{url}: {why}; it is asked again for {self.config.patience_s:g} s")
             await asyncio.sleep(PAUSE_S)
 
+    def _raise_if_final(self, url: str, status: int | None, why: str, error: Any) -> None:
+        """Raises if another try cannot help: UserError for all rows, Unanswered for this one."""
+        if status in REDIRECTS:  # the new address would get the key and the prompts
+            raise UserError(
+                f"{url}: redirects to {error.response.headers.get('location')}; "
+                "if you trust that URL, put it in distill.server.urls"
+            ) from error
+        if status in WRONG_ADDRESS:
+            raise UserError(
+                f"{url}: {why}; check distill.server.urls (.../v1), "
+                f"model ({self.body['model']}) and OPENAI_API_KEY"
+            ) from error
+        if status in REJECTED and IS_TOO_LONG.search(why):
+            raise Unanswered("skipped", TOO_LONG) from error
+        if status in REJECTED:
+            raise Unanswered("failed", why) from error
+
     async def _complete(self, client: Any, **body: Any) -> Answer:
-        reply = await client.chat.completions.create(**body)
+        async with asyncio.timeout(self.limit_s):
+            reply = await client.chat.completions.create(**body)
         try:
-            if not getattr(reply, "choices", None) or reply.choices[0].finish_reason not in (
-                "stop",
-                "length",
-            ):
+            choices = getattr(reply, "choices", None)
+            if not choices or choices[0].finish_reason not in ("stop", "length"):
                 raise ValueError("the reply holds no whole answer")
-            choice, self.last_answer = reply.choices[0], asyncio.get_running_loop().time()
-            ids, prompt_ids = (
-                getattr(choice, "token_ids", None),
-                getattr(reply, "prompt_token_ids", None),
-            )
-            thought = getattr(choice.message, "reasoning_content", None)
-            thought = thought or getattr(choice.message, "reasoning", thought)
-            made = {"content": choice.message.content or "", "finish": choice.finish_reason}
-            made |= {"token_ids": ids, "prompt_token_ids": prompt_ids} if ids and prompt_ids else {}
-            return cast(Answer, adapter(Answer).validate_python({**made, "reasoning": thought}))
+            self.last_answer = asyncio.get_running_loop().time()
+            return _answer_of(reply)
         except (ValidationError, AttributeError, TypeError, LookupError) as error:
             raise Unanswered(
                 "skipped", "the server's reply has no text, or token ids that are no numbers"
@@ -363,3 +372,19 @@ class ServedTarget:
             return False
         self.away.discard(url)
         return True
+
+
+def _answer_of(reply: Any) -> Answer:
+    choice = reply.choices[0]
+    values: dict[str, Any] = {
+        "content": choice.message.content or "",
+        "finish": choice.finish_reason,
+        # vLLM has used both names.
+        "reasoning": getattr(choice.message, "reasoning_content", None)
+        or getattr(choice.message, "reasoning", None),
+    }
+    ids = getattr(choice, "token_ids", None)
+    prompt_ids = getattr(reply, "prompt_token_ids", None)
+    if ids and prompt_ids:
+        values |= {"token_ids": ids, "prompt_token_ids": prompt_ids}
+    return cast(Answer, adapter(Answer).validate_python(values))

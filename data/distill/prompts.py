@@ -5,16 +5,16 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from aerie.configs.errors import LONE_SURROGATE, UserError
+from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
 from aerie.configs.schema.data import DistillConfig, SourceConfig
-from aerie.data.conversations import UNKNOWN_KEYS, UnusableRow, to_messages
+from aerie.data.conversations import UNKNOWN_KEYS, UnusableRow, is_text, to_messages
+from aerie.data.inputs import hashed_number
 from aerie.data.rows import RawRow, read_rows
 from aerie.model.storage import digest
 
@@ -26,55 +26,71 @@ MARKER = re.compile(
 
 @dataclass(frozen=True)
 class InputRow:
-    id: str
-    place: str
+    id: str  # 'source:row', and ':copy' of a further sample
+    place: str  # 'file: row n'
     turns: tuple[str, ...] = ()
     system: str | None = None
     invent: str | None = None  # a request for the first question
     skip: str | None = None  # why it is not asked
 
 
+class Questions(NamedTuple):
+    """What a row asks."""
+
+    turns: list[str]
+    system: str | None = None
+    invent: str | None = None
+
+
 def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[InputRow]:
     """Every input row of the sources; rows that overlap the evaluation's questions are skipped."""
     overlap, seen, prompts = Overlap(questions, config.ngram), set[str](), list[InputRow]()
-    whole = partial(LONE_SURROGATE.sub, "\N{REPLACEMENT CHARACTER}")
     for number, source in enumerate(config.sources):
-        rows: Iterable[tuple[int, RawRow]] = enumerate(
-            read_rows(source.path, source.revision), start=1
-        )
-        if source.num_rows is not None:  # those with the smallest hashes of seed and row number
-            order = f"{config.seed}/{number}"
-            key_of = lambda item, order=order: sha256(f"{order}/{item[0]}".encode()).digest()  # noqa: E731
-            rows = heapq.nsmallest(source.num_rows, rows, key_of)
-        for count, row in rows:
+        for count, row in _drawn_rows(source, f"{config.seed}/{number}"):
             prompt = InputRow(f"{number}:{count}", row.source)
             try:
-                system, turns, invent = _questions(row.value, source)
-                asked = tuple(map(whole, turns[: config.max_turns]))
-                system, invent = whole(system or source.system_prompt or ""), whole(invent)
-                key = asked_key(system, (*asked, invent))
-                skip = (
-                    "the same prompt as an earlier row"
-                    if key in seen
-                    else overlap.reason(invent, system, *asked)
-                )
-                prompt = InputRow(
-                    prompt.id, prompt.place, asked, system or None, invent or None, skip
-                )
-                seen.add(key)
+                prompt = _with_questions(prompt, row.value, source, config.max_turns)
             except UnusableRow as error:
-                if error.reason == UNKNOWN_KEYS and row.number == 1:
+                if error.reason == UNKNOWN_KEYS and row.number == 1:  # so will be all others
                     raise UserError(f"{row.source} {error.sentence}") from error
-                prompt = replace(prompt, skip=error.reason)
-            copies = 1 if prompt.skip else source.samples
-            prompts += [
-                replace(prompt, id=f"{prompt.id}:{copy}") if copy else prompt
-                for copy in range(copies)
-            ]
+                prompts.append(replace(prompt, skip=error.reason))
+                continue
+            key = asked_key(prompt.system, (*prompt.turns, prompt.invent or ""))
+            skip = overlap.reason(prompt.invent or "", prompt.system or "", *prompt.turns)
+            if key in seen:
+                skip = "the same prompt as an earlier row"
+            seen.add(key)
+            prompts.append(replace(prompt, skip=skip))
+            for copy in range(1, 1 if skip else source.samples):
+                prompts.append(replace(prompt, id=f"{prompt.id}:{copy}"))
     if all(prompt.skip for prompt in prompts):
-        why = f"; the first: {prompts[0].place}: {prompts[0].skip}" if prompts else ""
-        raise UserError(f"distill.sources: no row can be asked ({len(prompts):,} read{why})")
+        first = f"; the first: {prompts[0].place}: {prompts[0].skip}" if prompts else ""
+        raise UserError(f"distill.sources: no row can be asked ({len(prompts):,} read{first})")
     return prompts
+
+
+def _drawn_rows(source: SourceConfig, seed: str) -> Iterable[tuple[int, RawRow]]:
+    """A source's rows with their numbers; if only some are wanted, those with the least hashes."""
+    rows = enumerate(read_rows(source.path, source.revision), start=1)
+    if source.num_rows is None:
+        return rows
+    return heapq.nsmallest(
+        source.num_rows, rows, key=lambda pair: hashed_number(f"{seed}/{pair[0]}", bits=256)
+    )
+
+
+def _with_questions(
+    prompt: InputRow, row: Any, source: SourceConfig, max_turns: int | None
+) -> InputRow:
+    if not isinstance(row, Mapping):
+        raise UnusableRow("row is no object", "")
+    questions = QUESTIONS_OF[source.kind](row, source)
+    return replace(
+        prompt,
+        turns=tuple(questions.turns[:max_turns]),
+        system=questions.system or source.system_prompt or None,
+        invent=questions.invent,
+    )
 
 
 def asked_key(system: str | None, turns: Iterable[str]) -> str:
@@ -88,53 +104,63 @@ def plan_line(prompts: Sequence[InputRow]) -> str:
     return f"{len(prompts):,} rows, {len(prompts) - skipped.total():,} to ask{reasons}"
 
 
-def _questions(row: Any, source: SourceConfig) -> tuple[str | None, list[str], str]:
-    """System prompt, questions, and the request for a problem."""
-    if not isinstance(row, Mapping):
-        raise UnusableRow("row is no object", "")
-    if source.kind == "personas":
-        names = TEXTS["persona_fields"][source.ask]
-        text = next((str(row[name]).strip() for name in names if row.get(name)), "")
-        if not text:
-            raise UnusableRow(
-                f"row has no {'persona' if source.ask == 'problem' else 'problem'}", ""
-            )
-        if source.ask == "problem":
-            return None, [], TEXTS["invent"].format(persona=text)
-        return None, [TEXTS["solve"].format(problem=problem_in(text))], ""
-    if source.kind == "prompts":
-        names = [source.field] if source.field else ["turns", *TEXTS["question_fields"]]
-        if not row.keys() & set(names):
-            fix = f"the prompt must be in {' or '.join(names)}"
-            raise UnusableRow(UNKNOWN_KEYS, f"has keys {', '.join(map(str, row))}; {fix}")
-        value = next((row[name] for name in names if row.get(name)), "")
-        system, turns = (
-            row.get("system"),
-            list(value) if isinstance(value, list | tuple) else [value],
+# --- a row's questions, by the kind of its source -----------------------------------------------
+
+
+def _of_persona(row: Mapping[str, Any], source: SourceConfig) -> Questions:
+    names = TEXTS["persona_fields"][source.ask]
+    text = next((str(row[name]).strip() for name in names if row.get(name)), "")
+    if not text:
+        column = "persona" if source.ask == "problem" else "problem"
+        raise UnusableRow(f"row has no {column}", "")
+    if source.ask == "problem":
+        return Questions([], invent=TEXTS["invent"].format(persona=text))
+    return Questions([TEXTS["solve"].format(problem=problem_in(text))])
+
+
+def _of_prompt(row: Mapping[str, Any], source: SourceConfig) -> Questions:
+    names = [source.field] if source.field else ["turns", *TEXTS["question_fields"]]
+    if not row.keys() & set(names):
+        raise UnusableRow(
+            UNKNOWN_KEYS,
+            f"has keys {', '.join(map(str, row))}; the prompt must be in {' or '.join(names)}",
         )
-        if not isinstance(system, str | None) or not all(
-            isinstance(turn, str) and turn.strip() for turn in turns
-        ):
-            raise UnusableRow("an empty question, or no text", "")
-        return system, turns, ""
-    said: dict[str, list[str]] = {"system": [], "user": [], "assistant": [], "tool": []}
-    for role, group in groupby(
-        to_messages(row), lambda message: str(message["role"])
-    ):  # two turns in a row are one
-        said[role].append(
-            "\n\n".join(message["content"] for message in group if message["content"].strip())
-        )
-    if row.get("tools") or said["tool"]:
+    value = next((row[name] for name in names if row.get(name)), "")
+    turns = list(value) if isinstance(value, list | tuple) else [value]
+    system = row.get("system")
+    if not isinstance(system, str | None) or not all(map(is_text, turns)):
+        raise UnusableRow("an empty question, or no text", "")
+    return Questions(turns, system)
+
+
+def _of_conversation(row: Mapping[str, Any], source: SourceConfig) -> Questions:
+    texts: dict[str, list[str]] = {"system": [], "user": [], "assistant": [], "tool": []}
+    messages = to_messages(row)
+    for role, group in groupby(messages, key=lambda message: str(message["role"])):
+        # Two turns in a row are one.
+        contents = [message["content"] for message in group]
+        texts[role].append("\n\n".join(filter(str.strip, contents)))
+    if row.get("tools") or texts["tool"]:
         raise UnusableRow("the conversation calls tools", "")
-    turns = [text for text in said["user"] if text]
+    turns = [text for text in texts["user"] if text]
     if not turns:
         raise UnusableRow("no user turn", "")
-    return next(filter(None, said["system"]), None), turns, ""
+    return Questions(turns, next(filter(None, texts["system"]), None))
+
+
+QUESTIONS_OF = {
+    "personas": _of_persona,
+    "prompts": _of_prompt,
+    "conversations": _of_conversation,
+}
 
 
 def problem_in(text: str) -> str:
+    """An invented problem without what the model wrote before it."""
     return MARKER.split(text)[-1].strip()
 
+
+# --- overlap with the questions of an evaluation ------------------------------------------------
 
 # Thai, Lao, Burmese, Khmer, kana and Chinese characters
 UNSPACED = (
@@ -152,26 +178,36 @@ def words(text: str) -> list[str]:
 
 
 class Overlap:
-    """Finds runs of `size` words from evaluation questions, but no common ones; a question without any is one run."""
+    """Finds runs of `size` words of evaluation questions, except common ones.
+
+    A question that has no such run is found if all of it is in a text.
+    """
 
     def __init__(self, questions: Iterable[str], size: int) -> None:
-        asked = [list(split) for split in {tuple(words(question)) for question in questions}]
-        counts = Counter(key for split in asked for key in _runs(split, size))
-        limit = max(COMMON_LEAST, COMMON_SHARE * len(asked))
-        self._hashes = {size: {key for key, count in counts.items() if count < limit}}
-        self._whole = set[bytes]().union(*(_runs(split, len(split)) for split in asked if split))
-        for split in asked:
-            if len(split) >= LEAST_WORDS and self._hashes[size].isdisjoint(_runs(split, size)):
-                self._hashes.setdefault(len(split), set()).update(_runs(split, len(split)))
+        splits = [list(split) for split in {tuple(words(question)) for question in questions}]
+        counts = Counter[bytes]()
+        self._texts = set[bytes]()  # hashes of all of a question
+        for split in splits:
+            counts.update(_runs(split, size))
+            self._texts |= _runs(split, len(split)) if split else set()
+        limit = max(COMMON_LEAST, COMMON_SHARE * len(splits))
+        self._known_runs = {
+            size: {run for run, count in counts.items() if count < limit}
+        }  # by length
+        for split in splits:
+            if len(split) >= LEAST_WORDS and self._known_runs[size].isdisjoint(_runs(split, size)):
+                self._known_runs.setdefault(len(split), set()).update(_runs(split, len(split)))
 
     def reason(self, *texts: str) -> str | None:
+        """Why none of these texts may be asked; None if they may."""
         for split in map(words, texts):
-            runs = (hashes & _runs(split, size) for size, hashes in self._hashes.items())
-            if self._whole & _runs(split, len(split)) or any(runs):
+            overlaps = any(runs & _runs(split, size) for size, runs in self._known_runs.items())
+            if overlaps or self._texts & _runs(split, len(split)):
                 return "overlaps an evaluation question"
         return None
 
 
 def _runs(split: list[str], size: int) -> set[bytes]:
+    """Hashes of all runs of `size` words."""
     runs = (" ".join(split[start : start + size]) for start in range(len(split) - size + 1))
     return {blake2b(run.encode("utf-8", "replace"), digest_size=8).digest() for run in runs}

@@ -1,4 +1,4 @@
-"""A distillation: each ended row is a line in its share's journal; at the end the journals are merged."""
+"""A distillation: each ended row is a line in its share's journal; at the end they are merged."""
 
 import asyncio
 import json
@@ -8,21 +8,28 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
 from jinja2 import Template
 from pydantic import TypeAdapter
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
-from aerie.configs.schema.data import DistillConfig
+from aerie.configs.schema.data import DistillConfig, GateConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data.conversations import Message, UnusableRow
-from aerie.data.distill.answer import Answer, Ask, Outcome, ServedTarget, Thinking, Unanswered
+from aerie.data.distill.answer import (
+    Answer,
+    Ask,
+    Outcome,
+    ServedTarget,
+    Thinking,
+    Unanswered,
+    system_turns,
+)
 from aerie.data.distill.prompts import (
     TEXTS,
     InputRow,
@@ -33,30 +40,41 @@ from aerie.data.distill.prompts import (
     problem_in,
     words,
 )
-from aerie.data.inputs import conversation_inputs
+from aerie.data.inputs import conversation_inputs, hashed_number
 from aerie.data.progress import JobShare, start_progress
 from aerie.model import storage
 from aerie.model.storage import Lock, Manifest, Stage
 from aerie.model.target import load_tokenizer, target_end_ids
 
-JOURNAL_LINE = re.compile(
-    rb'\{"id": "([\w:.-]+)", "status": "(done|skipped|failed)", .*\}\n'
-)  # of a row in a journal
-OUTCOME, PROMPTS = TypeAdapter(Outcome), TypeAdapter(list[InputRow])
-Target = AbstractAsyncContextManager[Ask]
+# of a row in a journal
+JOURNAL_LINE = re.compile(rb'\{"id": "([\w:.-]+)", "status": "(done|skipped|failed)", .*\}\n')
+OUTCOME, INPUT_ROWS = TypeAdapter(Outcome), TypeAdapter(list[InputRow])
 SUMMARY_PAGE = Path(__file__).with_name("summary.html.jinja")
 
-LOOP_TIMES, LOOP_WORDS, LOOP_CHARACTERS = (
-    5,
-    40,
-    240,
-)  # a loop at a text's end: fewest rounds, least length
+# --- flaws of answers ---------------------------------------------------------------------------
+
+# a loop at a text's end
+LOOP_TIMES = 5  # fewest rounds
+LOOP_WORDS = 40  # least length
+LOOP_CHARACTERS = 240
 LONGEST_PERIOD = 200  # words or characters in a round
-RUN, LEAST_RUNS, REPEATED_SHARE = 10, 40, 0.6  # words per run; fewest runs; share of repeated runs
-LEAST_LETTERS, FOREIGN_SHARE = 20, 0.3  # fewest letters; share in scripts that the question lacks
-OPENING = 200  # characters that are searched for a refusal
-SORRY = r"\bi(?:['’]?m| am) (?:\w+ )?(?:sorry|afraid)\b.{0,80}\b(?:can(?:no|['’])t|unable|not able|won['’]t)"
-UNABLE = r"\bi (?:can(?:no|['’])t|won['’]t|am (?:unable|not able) to) (?:\w+ ){0,2}(?:help|assist|provide|comply)\b"
+# many runs of words that occur twice
+RUN_WORDS = 10
+LEAST_RUNS = 40
+REPEATED_SHARE = 0.6
+# another script than the question's
+LEAST_LETTERS = 20
+FOREIGN_SHARE = 0.3
+# a refusal
+OPENING = 200  # characters that are searched
+SORRY = (
+    r"\bi(?:['’]?m| am) (?:\w+ )?(?:sorry|afraid)\b.{0,80}"
+    r"\b(?:can(?:no|['’])t|unable|not able|won['’]t)"
+)
+UNABLE = (
+    r"\bi (?:can(?:no|['’])t|won['’]t|am (?:unable|not able) to) (?:\w+ ){0,2}"
+    r"(?:help|assist|provide|comply)\b"
+)
 MACHINE = r"\bas an? (?:ai|artificial intelligence|(?:large )?language model)\b"
 REFUSAL = re.compile(f"{SORRY}|{UNABLE}|{MACHINE}", re.IGNORECASE | re.DOTALL)
 
@@ -64,12 +82,9 @@ REFUSAL = re.compile(f"{SORRY}|{UNABLE}|{MACHINE}", re.IGNORECASE | re.DOTALL)
 def flaws(outcome: Outcome) -> list[str]:
     """A done row's flaws, except "repeated", which needs the other rows."""
     answers = outcome.answers
-    pairs = zip(outcome.turns, answers, strict=True)
-    parts = [
-        (question, part)
-        for question, answer in pairs
-        for part in (answer.reasoning or "", answer.content)
-    ]
+    parts = []  # a question, and the thinking or the content that answers it
+    for question, answer in zip(outcome.turns, answers, strict=True):
+        parts += [(question, answer.reasoning or ""), (question, answer.content)]
     rules = {
         "cut": any(answer.is_cut for answer in answers),
         "empty": not all(answer.content.strip() for answer in answers),
@@ -82,23 +97,31 @@ def flaws(outcome: Outcome) -> list[str]:
 
 def _is_loop(text: str) -> bool:
     split = words(text)
-    for units, least in ((split, LOOP_WORDS), ("".join(text.split()), LOOP_CHARACTERS)):
-        for period in range(1, min(LONGEST_PERIOD, len(units) // LOOP_TIMES) + 1):
-            span = max(LOOP_TIMES, -(-least // period)) * period
-            if span <= len(units) and all(
-                units[-at] == units[-at - period] for at in range(1, span - period + 1)
-            ):
-                return True
-    runs = [tuple(split[start : start + RUN]) for start in range(len(split) - RUN + 1)]
+    if _ends_in_rounds(split, LOOP_WORDS) or _ends_in_rounds(
+        "".join(text.split()), LOOP_CHARACTERS
+    ):
+        return True
+    runs = [tuple(split[start : start + RUN_WORDS]) for start in range(len(split) - RUN_WORDS + 1)]
     return len(runs) >= LEAST_RUNS and 1.0 - len(set(runs)) / len(runs) >= REPEATED_SHARE
 
 
+def _ends_in_rounds(units: Sequence[str], least: int) -> bool:
+    """Whether the last units, at least so many, are LOOP_TIMES the same or more."""
+    for period in range(1, min(LONGEST_PERIOD, len(units) // LOOP_TIMES) + 1):
+        span = max(LOOP_TIMES, -(-least // period)) * period
+        if span <= len(units):
+            end = units[len(units) - span :]
+            if end[period:] == end[:-period]:
+                return True
+    return False
+
+
 def _is_foreign(question: str, answer: str) -> bool:
-    asked, answered = set(_scripts(question)), _scripts(answer)
-    foreign = sum(script not in asked for script in answered)
-    return (
-        bool(asked) and len(answered) >= LEAST_LETTERS and foreign / len(answered) >= FOREIGN_SHARE
-    )
+    known, scripts = set(_scripts(question)), _scripts(answer)
+    num_foreign = sum(script not in known for script in scripts)
+    if not known or len(scripts) < LEAST_LETTERS:
+        return False
+    return num_foreign / len(scripts) >= FOREIGN_SHARE
 
 
 def _scripts(text: str) -> list[str]:
@@ -107,19 +130,86 @@ def _scripts(text: str) -> list[str]:
     return ["CJK" if name in ("HIRAGANA", "KATAKANA") else name for name in names]
 
 
-def ended_rows(directory: Path) -> dict[str, tuple[bool, Path, int]]:
-    """By row: whether it is done, and the file and offset of its first done line, else of its last whole line."""
-    rows: dict[str, tuple[bool, Path, int]] = {}
+# --- the journals -------------------------------------------------------------------------------
+
+
+class Ended(NamedTuple):
+    """Where a journal holds an ended row."""
+
+    is_done: bool
+    path: Path
+    offset: int  # of its line, in bytes
+
+
+def ended_rows(directory: Path) -> dict[str, Ended]:
+    """By row: its first done line, else its last whole line."""
+    rows: dict[str, Ended] = {}
     for path in sorted((directory / "journal").glob("shard-*.jsonl")):
         offset = 0
         with path.open("rb") as file:
             for line in file:
-                if (match := JOURNAL_LINE.fullmatch(line)) and not rows.get(
-                    match[1].decode(), (False,)
-                )[0]:
-                    rows[match[1].decode()] = (match[2] == b"done", path, offset)
+                if match := JOURNAL_LINE.fullmatch(line):
+                    name = match[1].decode()
+                    if name not in rows or not rows[name].is_done:
+                        rows[name] = Ended(match[2] == b"done", path, offset)
                 offset += len(line)
     return rows
+
+
+@dataclass
+class Merged:
+    """What the merge of the journals has counted."""
+
+    gate: GateConfig
+    ends: list[dict[str, Any]] = field(default_factory=list)  # a line of outcomes.jsonl per row
+    are_tokens: list[bool] = field(default_factory=list)  # per training row: is it of token ids?
+    reasons: Counter[str] = field(default_factory=Counter)  # of skipped and failed rows
+    flaws: Counter[str] = field(default_factory=Counter)  # of done rows; one may have several
+    invented: set[str] = field(default_factory=set)  # keys of the problems
+
+    def add(self, outcome: Outcome, thinking: Thinking, file: TextIO) -> None:
+        """Counts a row, and writes its training rows if the gate keeps it."""
+        end: dict[str, Any] = {"id": outcome.id, "status": outcome.status, "place": outcome.place}
+        self.ends.append(end)
+        if outcome.status != "done":
+            end["why"] = outcome.why
+            self.reasons[f"{outcome.status}: {outcome.why}"] += 1
+            return
+        names = flaws(outcome)
+        if outcome.invented is not None:
+            key = asked_key(outcome.system, outcome.turns[:1])
+            names += ["repeated"] if key in self.invented else []
+            self.invented.add(key)
+        self.flaws.update(names)
+        is_kept = all(getattr(self.gate, name) == "keep" for name in names)
+        end |= {
+            "kept": is_kept,
+            "flaws": names,
+            "answers": len(outcome.answers),
+            "tokens": sum(len(thinking.answer_ids(answer)) for answer in outcome.answers),
+        }
+        for row in thinking.training_rows(outcome) if is_kept else []:
+            self.are_tokens.append("input_ids" in row)
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def summary(self) -> dict[str, Any]:
+        kept = [end for end in self.ends if end.get("kept")]
+        status = Counter(end["status"] for end in self.ends)
+        return {
+            "rows": len(self.ends),
+            "kept": len(kept),
+            "dropped": status["done"] - len(kept),  # by the gate
+            "training_rows": len(self.are_tokens),
+            "as_tokens": sum(self.are_tokens),
+            "answers": sum(end["answers"] for end in kept),
+            "answer_tokens": sum(end["tokens"] for end in kept),
+            "status": status,
+            "why": self.reasons,
+            "flaws": self.flaws,
+        }
+
+
+# --- the job ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -137,16 +227,19 @@ class Distillation:
         target: dict[str, Any],
         questions: Sequence[str],
     ) -> "Distillation":
-        """target: from data.inputs.target_inputs. URLs and concurrency are no inputs: they change no answer."""
+        """target: from data.inputs.target_inputs."""
         section = as_dict(config)
+        keys = ("sources", "ngram", "max_turns", "seed", "sampling")
+        # No URLs and no concurrency: they change no answer.
         server = section["server"] or {"model": None, "extra_body": {}, "token_ids": False}
         inputs = {
-            name: section[name] for name in ("sources", "ngram", "max_turns", "seed", "sampling")
+            **{name: section[name] for name in keys},
+            "files": conversation_inputs([source.path for source in config.sources]),
+            "held_out": storage.digest(sorted(set(questions))),
+            "server": {name: server[name] for name in ("model", "extra_body", "token_ids")},
+            "target": target,
         }
-        inputs["files"] = conversation_inputs([source.path for source in config.sources])
-        inputs["held_out"] = storage.digest(sorted(set(questions)))
-        inputs["server"] = {name: server[name] for name in ("model", "extra_body", "token_ids")}
-        return cls(directory, config, {**inputs, "target": target}, questions)
+        return cls(directory, config, inputs, questions)
 
     @property
     def stage(self) -> Stage:
@@ -157,88 +250,85 @@ class Distillation:
         return Overlap(self.questions, self.config.ngram)
 
     def prompts(self, overwrite: bool) -> list[InputRow]:
-        """The input rows, made once; overwrite replaces those of another recipe and their answers."""
+        """The input rows, made once; overwrite replaces another recipe's and their answers."""
         path, record = self.directory / "prompts.jsonl", "prompts.json"
         with Lock(self.directory / ".prompts.lock") as lock:
             lock.acquire()
-            found = Manifest.check(self.directory, self.inputs, name=record)
-            if isinstance(found, storage.Foreign):
+            checked = Manifest.check(self.directory, self.inputs, name=record)
+            if isinstance(checked, storage.Foreign):
                 if not overwrite:
-                    fault = f"{self.directory}: holds prompts and answers of another recipe ({found.differences})"
                     raise UserError(
-                        f"{fault}; choose another --run, or replace them with --overwrite"
+                        f"{self.directory}: holds prompts and answers of another recipe "
+                        f"({checked.differences}); choose another --run, "
+                        "or replace them with --overwrite"
                     )
                 storage.remove_tree(self.directory / "journal")
-            if not isinstance(found, storage.Whole):
-                prompts = PROMPTS.dump_python(
-                    make_prompts(self.config, self.questions), exclude_defaults=True
-                )
-                storage.write_text(path, "".join(json.dumps(row) + "\n" for row in prompts))
+            if not isinstance(checked, storage.Whole):
+                prompts = make_prompts(self.config, self.questions)
+                rows = INPUT_ROWS.dump_python(prompts, exclude_defaults=True)
+                storage.write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
                 Manifest(inputs=self.inputs).write(self.directory, record)
             lock.path.unlink(missing_ok=True)
-        return PROMPTS.validate_python(
-            [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        )
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return INPUT_ROWS.validate_python([json.loads(line) for line in lines])
 
     def ask(
         self,
         prompts: list[InputRow],
         share: JobShare,
         retry: bool,
-        target: Target,
+        target: AbstractAsyncContextManager[Ask],
         thinking: Thinking,
     ) -> None:
-        """Asks a share's rows that have not ended; retry: also those that ended without answers."""
+        """Asks a share's rows that have not ended; retry: also those without answers."""
         path = self.directory / f"journal/shard-{share.index:05d}-of-{share.count:05d}.jsonl"
-        server = self.config.server
         with Lock(path) as lock:
             if not lock.acquire(wait=False):
                 raise UserError(f"{path}: another process writes it; wait for it")
-            ended = {
-                row
-                for row, (is_done, *_) in ended_rows(self.directory).items()
-                if is_done or not retry
-            }
-            rows = share.part(prompts)
+            rows, ended = share.part(prompts), ended_rows(self.directory)
+            if retry:
+                ended = {name: row for name, row in ended.items() if row.is_done}
             waiting = [prompt for prompt in rows if prompt.id not in ended]
             if not waiting:
                 return
-            (self.directory / storage.FILE).unlink(
-                missing_ok=True
-            )  # whole again after the next merge
-            done, queue = len(rows) - len(waiting), iter(waiting)
-            with path.open("r+b") as file:
-                file.truncate(
-                    sum(len(line) for line in file if line.endswith(b"\n"))
-                )  # without a torn last line
-            with start_progress(len(rows), "row", "distill", done=done) as progress:
+            # The output is whole again after the next merge.
+            (self.directory / storage.FILE).unlink(missing_ok=True)
+            with path.open("r+b") as file:  # without a torn last line
+                file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
+            num_ended = len(rows) - len(waiting)
+            with start_progress(len(rows), "row", "distill", done=num_ended) as progress:
+                asyncio.run(self._interview_all(waiting, path, target, thinking, progress))
 
-                async def work(ask: Ask) -> None:
-                    for prompt in queue:
-                        outcome = await self.interview(prompt, ask, thinking)
-                        line = json.dumps(
-                            OUTCOME.dump_python(outcome, exclude_defaults=True), ensure_ascii=False
-                        )
-                        with storage.explained(path), path.open("ab") as file:
-                            file.write(f"{line}\n".encode("utf-8", "replace"))
-                        progress.update(1)
+    async def _interview_all(
+        self,
+        prompts: Sequence[InputRow],
+        journal: Path,
+        target: AbstractAsyncContextManager[Ask],
+        thinking: Thinking,
+        progress: Any,
+    ) -> None:
+        """Several workers take the rows in turn; each ended row is a line in the journal."""
+        queue = iter(prompts)
 
-                async def work_all() -> None:
-                    async with target as ask:
-                        workers = server.concurrency * len(server.urls) if server else 1
-                        await asyncio.gather(*(work(ask) for _ in range(workers)))
+        async def work(ask: Ask) -> None:
+            for prompt in queue:
+                outcome = await self.interview(prompt, ask, thinking)
+                row = OUTCOME.dump_python(outcome, exclude_defaults=True)
+                line = json.dumps(row, ensure_ascii=False)
+                with storage.explained(journal), journal.open("ab") as file:
+                    file.write(f"{line}\n".encode("utf-8", "replace"))
+                progress.update(1)
 
-                asyncio.run(work_all())
+        server = self.config.server
+        workers = server.concurrency * len(server.urls) if server else 1
+        async with target as ask:
+            await asyncio.gather(*(work(ask) for _ in range(workers)))
 
     async def interview(self, prompt: InputRow, ask: Ask, thinking: Thinking) -> Outcome:
+        """Asks a row's questions, each after the new answers to those before."""
 
         async def draw(messages: Sequence[Message], turn: str) -> Answer:
-            seed = (
-                int.from_bytes(
-                    sha256(f"{self.config.seed}/{prompt.id}/{turn}".encode()).digest()[:4], "big"
-                )
-                >> 1
-            )
+            seed = hashed_number(f"{self.config.seed}/{prompt.id}/{turn}", bits=31)
             try:
                 thinking.prompt(messages)
             except UnusableRow as error:
@@ -250,110 +340,73 @@ class Distillation:
 
         if prompt.skip is not None:
             return Outcome(prompt.id, "skipped", prompt.place, prompt.skip)
-        messages: list[Message] = (
-            [{"role": "system", "content": prompt.system}] if prompt.system else []
-        )
+        messages = system_turns(prompt.system)
         answers, invented, turns = list[Answer](), None, prompt.turns
         try:
             if prompt.invent is not None:
                 invented = await draw([{"role": "user", "content": prompt.invent}], "invent")
-                problem = problem_in(invented.content)
-                flaw = (
-                    "is cut or empty"
-                    if invented.is_cut or not problem
-                    else self.overlap.reason(problem)
-                )
-                if flaw:
-                    raise Unanswered("skipped", f"the invented problem {flaw}")
-                turns = (TEXTS["solve"].format(problem=problem),)
+                turns = (TEXTS["solve"].format(problem=self._problem(invented)),)
             for turn in turns:
                 messages.append({"role": "user", "content": turn})
-                answers.append(await draw(messages, str(len(answers))))
-                messages.append(thinking.message(answers[-1]))
-                if answers[-1].is_cut:  # the next question would follow half an answer
+                answer = await draw(messages, str(len(answers)))
+                answers.append(answer)
+                messages.append(thinking.message(answer))
+                if answer.is_cut:  # the next question would follow half an answer
                     break
         except Unanswered as error:
             # A conversation that has outgrown the context keeps its answers.
             if error.status == "failed" or not answers:
                 return Outcome(prompt.id, error.status, prompt.place, error.why)
-        asked = turns[: len(answers)]
         return Outcome(
-            prompt.id, "done", prompt.place, None, prompt.system, asked, tuple(answers), invented
+            prompt.id,
+            "done",
+            prompt.place,
+            system=prompt.system,
+            turns=turns[: len(answers)],
+            answers=tuple(answers),
+            invented=invented,
         )
 
+    def _problem(self, invented: Answer) -> str:
+        """The invented problem; Unanswered if it is none to ask."""
+        problem = problem_in(invented.content)
+        flaw = self.overlap.reason(problem)
+        if invented.is_cut or not problem:
+            flaw = "is cut or empty"
+        if flaw:
+            raise Unanswered("skipped", f"the invented problem {flaw}")
+        return problem
+
     def merge(self, prompts: Sequence[InputRow], thinking: Thinking) -> dict[str, Any]:
-        """Writes conversations, outcomes and summary; the bytes do not depend on the number of jobs."""
+        """Writes conversations, outcomes and summary; the bytes do not depend on the jobs."""
         rows = ended_rows(self.directory)
         missing = [prompt.id for prompt in prompts if prompt.id not in rows]
         if missing:
-            fault = (
-                f"{len(missing):,} of {len(prompts):,} rows have not ended (first: {missing[0]})"
+            raise UserError(
+                f"{self.directory}: {len(missing):,} of {len(prompts):,} rows have not ended "
+                f"(first: {missing[0]}); run the same jobs again"
             )
-            raise UserError(f"{self.directory}: {fault}; run the same jobs again")
-        ends, made = (
-            list[dict[str, Any]](),
-            list[bool](),
-        )  # per input row; per training row: is it of tokens?
-        why, found, invented = Counter[str](), Counter[str](), set[str]()
+        merged = Merged(self.config.gate)
 
         def write(conversations: Path) -> None:
             with conversations.open("w", encoding="utf-8", errors="replace") as file:
                 for prompt in prompts:
-                    _, path, offset = rows[prompt.id]
-                    with path.open("rb") as journal:
-                        journal.seek(offset)
+                    with rows[prompt.id].path.open("rb") as journal:
+                        journal.seek(rows[prompt.id].offset)
                         outcome = OUTCOME.validate_json(journal.readline())
-                    ends.append(
-                        {"id": outcome.id, "status": outcome.status, "place": outcome.place}
-                    )
-                    if outcome.status != "done":
-                        ends[-1]["why"] = outcome.why
-                        why[f"{outcome.status}: {outcome.why}"] += 1
-                        continue
-                    names = flaws(outcome)
-                    if outcome.invented is not None:
-                        key = asked_key(outcome.system, outcome.turns[:1])
-                        names += ["repeated"] if key in invented else []
-                        invented.add(key)
-                    found.update(names)
-                    kept = all(getattr(self.config.gate, name) == "keep" for name in names)
-                    tokens = sum(len(thinking.answer_ids(answer)) for answer in outcome.answers)
-                    ends[-1] |= {
-                        "kept": kept,
-                        "flaws": names,
-                        "answers": len(outcome.answers),
-                        "tokens": tokens,
-                    }
-                    for row in thinking.training_rows(outcome) if kept else []:
-                        made.append("input_ids" in row)
-                        file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            if not made:
-                reasons = "; ".join(
-                    f"{count:,} {reason}" for reason, count in (found + why).most_common()
-                )
+                    merged.add(outcome, thinking, file)
+            if not merged.are_tokens:
+                counts = (merged.flaws + merged.reasons).most_common()
+                reasons = "; ".join(f"{count:,} {reason}" for reason, count in counts)
                 raise UserError(f"{self.directory}: no row is left to train on: {reasons}")
 
         storage.write_atomically(self.directory / "conversations.jsonl", write)
-        lines = "".join(json.dumps(end, ensure_ascii=False) + "\n" for end in ends)
+        lines = "".join(json.dumps(end, ensure_ascii=False) + "\n" for end in merged.ends)
         storage.write_text(self.directory / "outcomes.jsonl", lines)
-        kept, status = (
-            [end for end in ends if end.get("kept")],
-            Counter(end["status"] for end in ends),
-        )
-        summary = {
-            "rows": len(ends),
-            "kept": len(kept),
-            "dropped": status["done"] - len(kept),  # by the gate
-            "training_rows": len(made),
-            "as_tokens": sum(made),  # of those, rows of token ids
-            "answers": sum(end["answers"] for end in kept),
-            "answer_tokens": sum(end["tokens"] for end in kept),
-            "status": status,
-            "why": why,  # of skipped and failed rows
-            "flaws": found,  # of done rows; one may have several
-        }
+        summary = merged.summary()
         storage.write_json(self.directory / "summary.json", summary)
-        page = Template(SUMMARY_PAGE.read_text(encoding="utf-8"), autoescape=True, trim_blocks=True)
+        source = SUMMARY_PAGE.read_text(encoding="utf-8")
+        page = Template(source, autoescape=True, trim_blocks=True)
         text = page.render(title=self.inputs["target"]["path"], config=self.config, **summary)
         storage.write_text(self.directory / "summary.html", text)
         self.stage.finish(summary=summary)
@@ -377,18 +430,12 @@ def run_distillation(
     prompts = job.prompts(options.overwrite)
     print(f"distill: {plan_line(prompts)}", flush=True)
     if not options.merge:
-        served = (
+        answers: AbstractAsyncContextManager[Ask] = (
             ServedTarget(server, server.model or target.path, job.config.sampling)
             if server
-            else None
+            else nullcontext(make_local(thinking))
         )
-        job.ask(
-            prompts,
-            share,
-            options.retry_failed,
-            served or nullcontext(make_local(thinking)),
-            thinking,
-        )
+        job.ask(prompts, share, options.retry_failed, answers, thinking)
         if share.count > 1:
             print(
                 f"distill {share}: its rows have ended; after the last share, run distill --merge",
@@ -396,8 +443,10 @@ def run_distillation(
             )
             return
     summary = job.merge(prompts, thinking)
-    status, page = summary["status"], job.directory / "summary.html"
-    ends = f"{summary['dropped']:,} dropped by the gate, {status['skipped']:,} skipped, {status['failed']:,} failed"
+    status = summary["status"]
     print(
-        f"distill: {summary['kept']:,} of {len(prompts):,} rows kept ({ends}): {page}", flush=True
+        f"distill: {summary['kept']:,} of {len(prompts):,} rows kept "
+        f"({summary['dropped']:,} dropped by the gate, {status['skipped']:,} skipped, "
+        f"{status['failed']:,} failed): {job.directory / 'summary.html'}",
+        flush=True,
     )

@@ -20,17 +20,13 @@ from aerie.data.distill.answer import TOO_LONG, Answer, ServedTarget, Unanswered
 from tests import tiny
 from tests.data.distill.answering import KEEP, distill, local_recipe, outcomes
 
-base_client = pytest.importorskip(
-    "openai._base_client", reason="needs the extra 'distill' (pip install -e .[distill])"
-)
+pytest.importorskip("openai", reason="needs the extra 'distill' (pip install -e .[distill])")
 
 KEY = "sk-madeUpForTheTests0123"
 
 
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base_client, "INITIAL_RETRY_DELAY", 0.02)
-    monkeypatch.setattr(base_client, "MAX_RETRY_DELAY", 0.1)
     monkeypatch.setattr(answer, "PAUSE_S", 0.02)
 
 
@@ -118,7 +114,7 @@ def ask(
     """The answers (as text if nothing else came with them) or failures; all requests are under way at once."""
 
     async def run() -> list[Any]:
-        config = ServerConfig(tuple(urls), **{"retries": 1, "timeout_s": 5.0, **settings})
+        config = ServerConfig(tuple(urls), **{"retries": 0, "timeout_s": 5.0, **settings})
         drawn = AnswerSamplingConfig(max_tokens=9, **sampling or {})
         async with asyncio.timeout(60.0), ServedTarget(config, "m", drawn) as served:
             requests = (served([{"role": "user", "content": text}], 11) for text in questions)
@@ -132,7 +128,7 @@ def ask(
 
 # An unreadable answer is requested twice; an overloaded server (429, 503) is asked until it answers.
 @pytest.mark.parametrize(
-    ("fault", "few"), [("500", 3), ("garbled", 1), ("slow", 3), ("429", 12), ("cut", 3)]
+    ("fault", "few"), [("500", 1), ("garbled", 1), ("slow", 1), ("429", 12), ("cut", 1)]
 )
 def test_a_request_that_meets_a_fault_is_made_again_and_answered(fault: str, few: int) -> None:
     with Scripted(
@@ -165,7 +161,7 @@ def test_no_row_fails_when_the_server_goes_down_and_the_run_stops_when_patience_
         return fault if asked > {"Hi"} else ""
 
     with Scripted(meet) as server:
-        ends = ask([server.url], "a", "b", "c", patience_s=0.5, retries=0, timeout_s=0.4)
+        ends = ask([server.url], "a", "b", "c", patience_s=0.5, timeout_s=0.4)
     assert all(isinstance(end, UserError) for end in ends)
     assert "no server has answered for 0.5 s" in str(ends[0])
 
@@ -210,6 +206,7 @@ def test_a_distillation_outlasts_its_server_and_goes_on_with_one_that_listens_th
         section["server"] = {
             "urls": [server.url],
             "concurrency": 3,
+            "retries": 0,
             "timeout_s": 60.0,
             "patience_s": 120.0,
         }

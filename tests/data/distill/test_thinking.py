@@ -146,7 +146,6 @@ def test_ids_and_special_tokens_that_are_not_what_the_target_wrote_are_named() -
             {"prompt_token_ids": (1, *reader.ids("How many owls?"))},
             "its prompt token ids do not spell the prompt",
         ),
-        ({"content": "\ud800"}, "the answer holds half of a surrogate pair"),
         (
             {"token_ids": None, "content": "I write <|user|> now"},
             "the answer spells a special token",
