@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import difflib
 import functools
-import json
 import os
 import re
 import typing
@@ -135,14 +134,6 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise UserError(f"{path}: not UTF-8 text") from error
-
-
-def parse_json(text: str, read: Callable[[str], Any] = json.loads) -> Any:
-    """The JSON value of a text; ValueError if it is not JSON, or too deep for Python."""
-    try:
-        return read(text)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
 
 
 def _parse_yaml(text: str, source: str) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ changed or left out.
 """
 
 import ast
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import parse_json, read_yaml
+from aerie.configs.read import read_yaml
 from aerie.configs.schema.data import DataConfig
 from aerie.data.inputs import hashed_number
 from aerie.data.rows import RawRow, read_rows
@@ -245,7 +246,7 @@ def _turns_of_pair(row: Mapping[str, Any], pair: tuple[str, ...]) -> list[Any]:
 def _unpacked(value: Any) -> Any:
     """The list in a column, also if it is JSON or, as pandas writes into a CSV cell, Python."""
     if isinstance(value, str) and value.lstrip().startswith("["):
-        for read in (parse_json, ast.literal_eval):
+        for read in (json.loads, ast.literal_eval):
             with suppress(ValueError, SyntaxError):
                 return read(value.strip())
     return value
@@ -284,7 +285,7 @@ def _joined_parts(content: Any) -> Any:
 def _tool_call(call: Any) -> Any:
     # Makes the arguments an object: a template would quote JSON text twice.
     with suppress(TypeError, KeyError, ValueError):
-        if isinstance(arguments := parse_json(call["function"]["arguments"]), dict):
+        if isinstance(arguments := json.loads(call["function"]["arguments"]), dict):
             return {**call, "function": {**call["function"], "arguments": arguments}}
     return call
 

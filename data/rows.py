@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import parse_json
 from aerie.data.inputs import ROW_SUFFIXES, is_here, row_files
 from aerie.model.hub import readable_errors
 from aerie.model.storage import first_line
@@ -107,7 +106,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
             if not line.strip():
                 continue
             try:
-                yield number, parse_json(line.strip())
+                yield number, json.loads(line.strip())
             except json.JSONDecodeError as error:
                 raise _not_json(path, number, error) from error
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError
 
 from aerie.configs.errors import REQUEUE, NotWritable, Requeued, UserError, rank, warn
-from aerie.configs.read import parse_json, read_text
+from aerie.configs.read import read_text
 
 ROOT = Path(__file__).resolve().parent.parent  # the checkout
 # error numbers of a full disk, and of a place that cannot be written
@@ -104,7 +104,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     try:
-        return parse_json(read_text(path))
+        return json.loads(read_text(path))
     except ValueError as error:
         raise UserError(f"{path}: not JSON ({error})") from error
 

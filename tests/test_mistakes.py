@@ -15,11 +15,7 @@ from aerie.__main__ import ALONE, COMMANDS
 from tests import tiny
 from tests.infer.test_main import write_recipe
 
-DEEP, HUGE = "[" * 200_000, "9" * 10_000
 TEXTS = {  # the files in {bad}
-    "deep.jsonl": f'{{"messages": {DEEP}\n',
-    "nested.jsonl": '{"messages": ' + "[" * 900 + "]" * 900 + "}\n",
-    "huge.jsonl": f'{{"messages": {HUGE}}}\n',
     "date.yaml": "run: 2024-13-45\n",
     "keys.yaml": "[a]: 3\n",
     "code.yaml": "run: !!python/object/apply:os.system [id]\n",
@@ -35,8 +31,6 @@ TEXTS = {  # the files in {bad}
     "outside/model.safetensors.index.json": json.dumps(
         {"weight_map": {"a": "../../target/model.safetensors"}}
     ),
-    "head/config.json": DEEP,
-    "head/model.safetensors": "x",
     "list/config.json": "[1]",
     "model.gguf": "GGUF",
 }
@@ -64,13 +58,10 @@ distill {recipe} => no section 'distill'
 distill {recipe} --plan --distill.sources '[{path: {bad}/pipe.jsonl}]' => pipe.jsonl: a pipe or a device
 distill {recipe} --distill.sources '[{path: {root}/rows.jsonl}]' --merge --retry-failed => leave --retry-failed and
 distill {recipe} --distill.sources '[{path: x, ask: problem}]' => ask to personas
-features {data} {bad}/deep.jsonl => deep.jsonl: cannot be read (nested too deeply)
-features {data} {bad}/huge.jsonl => huge.jsonl:1: not JSON (Exceeds the limit
 features {recipe} --overwrite --features.after_blocks [2,1] => after_blocks must ascend
 features {recipe} --overwrite --shard 3/2 => --shard: 3/2 is no share; write i/n
 features {recipe} --plan --data.conversations {root}/rows.jsonl --head.kind eagle3 => need at least 7; name its taps
 features {data} {bad}/numbers.jsonl => no usable conversation: 1 read, 0 kept, 1 skipped; skipped 1 turn is not text
-features {data} {bad}/nested.jsonl => no usable conversation: 1 read, 0 kept, 1 skipped
 features {data} {bad}/text.jsonl --data.prompt_field a --data.completion_field b => has keys text; expected a and b
 features {data} /dev/zero => /dev/zero: a pipe or a device
 features {data} [] => --data.conversations: tuple should have at least 1 item
@@ -89,7 +80,6 @@ generate {recipe} --prompts {bad}/half.jsonl => half.jsonl: row 1: the prompt is
 generate {recipe} --prompts {bad}/pipe.jsonl => pipe.jsonl: a pipe or a device
 generate {recipe} --prompts {bad}/numbers.jsonl => turn 1 holds int
 generate {recipe} --prompt x --target.device_map cuda:7 => cannot load the target
-generate {recipe} --prompt x --head {bad}/head => head/config.json: not JSON (nested too deeply)
 generate {recipe} --prompt x --head {bad}/bare => bare: holds no weights; train the head
 generate {recipe} --prompt x --generation.num_beams 4 => num_beams=4, which aerie does not apply; switch it off
 generate {recipe} --prompt x --generation.repetition_penality null => generation: repetition_penality is no setting
