@@ -1,4 +1,4 @@
-"""Quiets libraries, so that stdout in a test is the project's own; and makes a disk that is soon full."""
+"""Quiets libraries, so that stdout is the project's alone; and makes a disk that is soon full."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Breaks verification, rejection, losses and loss masks one line at a time; the tests must notice every time.
+"""Breaks verification, rejection, losses and loss masks line by line; the tests must notice.
 
 python tests/mutants.py        prints a line per mutant; exit code 1 if one survives
 
@@ -50,13 +50,14 @@ MUTANTS = [  # file, text that occurs once, its replacement
     ),
     (VERIFY, "weight.index_select(0, row) * is_parent", "weight.index_select(0, row)"),
     (VERIFY, "(1.0 - accept).cumprod(-1)", "torch.ones_like(accept)"),
-    # drawn trees: ranked by the drawn token's own q; ranked with later draws first; the least likely draw dropped
+    # Drawn trees: ranked by the drawn token's q; with later draws first; without the least likely.
     (SAMPLING, "return chances.masked", "return q.gather(-1, columns).log().masked"),
     (SAMPLING, "return chances.masked", "return chances.flip(-1).masked"),
     (
         SAMPLING,
         "return chances.masked",
-        "return chances.scatter(-1, q.gather(-1, columns).argmin(-1, keepdim=True), -torch.inf).masked",
+        "return chances.scatter(-1, q.gather(-1, columns).argmin(-1, keepdim=True), -torch.inf)"
+        ".masked",
     ),
     (SAMPLING, "dtype=torch.float64) * cumulative[:, -1:]", "dtype=torch.float64)"),
     (SAMPLING, "uniform, right=True)[:, 0]", "uniform, right=True)[:, 0].sub(1).clamp_(min=0)"),
@@ -77,7 +78,7 @@ MUTANTS = [  # file, text that occurs once, its replacement
 ]
 
 
-def survives(number: int, place: Path) -> bool:
+def survives(number: int, directory: Path) -> bool:
     """Whether the tests of the file pass with the mutant in place."""
     file, old, new = MUTANTS[number]
     source = (ROOT / file).read_text(encoding="utf-8")
@@ -85,7 +86,7 @@ def survives(number: int, place: Path) -> bool:
         raise SystemExit(
             f"{file}: {old!r} stands there {source.count(old)} times; write the mutant anew"
         )
-    copy = place / str(number)
+    copy = directory / str(number)
     ignored = shutil.ignore_patterns(".git", ".venv", "runs", ".*_cache", "__pycache__")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
     (copy / file).write_text(source.replace(old, new), encoding="utf-8")
@@ -97,16 +98,14 @@ def survives(number: int, place: Path) -> bool:
     shutil.rmtree(copy)
     if result.returncode not in (0, 1):  # 2 and more: the tests did not run
         raise SystemExit(result.stdout + result.stderr)
-    print(
-        f"{'SURVIVES' if result.returncode == 0 else 'dies'}: {file}: {old.strip()} -> {new.strip()}",
-        flush=True,
-    )
+    ending = "dies" if result.returncode else "SURVIVES"
+    print(f"{ending}: {file}: {old.strip()} -> {new.strip()}", flush=True)
     return result.returncode == 0
 
 
 def main() -> int:
-    with tempfile.TemporaryDirectory() as place:
-        alive = sum(survives(number, Path(place)) for number in range(len(MUTANTS)))
+    with tempfile.TemporaryDirectory() as directory:
+        alive = sum(survives(number, Path(directory)) for number in range(len(MUTANTS)))
     print(f"{len(MUTANTS) - alive} of {len(MUTANTS)} mutants die")
     return 1 if alive else 0
 

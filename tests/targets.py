@@ -35,12 +35,17 @@ PHI3 = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 28, "pa
 DRAFTS = {"tree": DynamicConfig(levels=4, k=3, nodes=12), "chain": ChainConfig(levels=4)}
 WORDS = {
     "tree": "decode with draft trees, and the tokens are those of `generate`",
-    "chain": "decode with chains and without drafts, and the tokens are those of `generate`; trees are refused",
+    "chain": "decode with chains and without drafts, and the tokens are those of `generate`; "
+    "trees are refused",
     "trained": "train and export heads; decoding is refused",
     "refused": "are refused",
     "not built": "are not built in miniature here, so that nothing is said about them",
     "WRONG": "are WRONG",
 }
+
+
+SETTINGS_OF_A_MODEL = """eos_token_id forced_eos_token_id pad_token_id suppress_tokens
+begin_suppress_tokens encoder_no_repeat_ngram_size""".split()
 
 
 @dataclass(frozen=True)
@@ -62,10 +67,9 @@ def outcome(name: str) -> Outcome:
     try:
         return _outcome(model, name)
     except Exception as error:
-        place = extract_tb(error.__traceback__)[-1]
-        return Outcome(
-            "WRONG", f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
-        )
+        frame = extract_tb(error.__traceback__)[-1]
+        why = f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+        return Outcome("WRONG", why)
 
 
 def _outcome(model: Any, name: str) -> Outcome:
@@ -80,10 +84,10 @@ def _outcome(model: Any, name: str) -> Outcome:
         ).eval()
     except UserError as error:
         return Outcome("refused", str(error))
-    own = "eos_token_id forced_eos_token_id pad_token_id suppress_tokens begin_suppress_tokens"
-    for setting in [*own.split(), "encoder_no_repeat_ngram_size"]:
+    for setting in SETTINGS_OF_A_MODEL:
         setattr(model.generation_config, setting, None)
-    ids, refusals = torch.randint(5, 97, (1, 24), generator=torch.Generator().manual_seed(1)), []
+    ids = torch.randint(5, 97, (1, 24), generator=torch.Generator().manual_seed(1))
+    refusals = []
     options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
     for form, shape in DRAFTS.items():
         try:
@@ -96,8 +100,8 @@ def _outcome(model: Any, name: str) -> Outcome:
             SpeculativeDecoder(target),
             steered(decoder, [(ids, theirs[0, 24:].tolist())], right=True),
         ]
-        for each in decoders:
-            out = each.generate(ids, eos_token_id=[], **options)
+        for some_decoder in decoders:
+            out = some_decoder.generate(ids, eos_token_id=[], **options)
             if not torch.equal(out.sequences, theirs):
                 return Outcome("WRONG", f"{out.new_ids} are not {theirs[0, 24:].tolist()}")
         assert out.statistics.tau > 2, "drafts are steered"
@@ -106,25 +110,24 @@ def _outcome(model: Any, name: str) -> Outcome:
 
 
 def table(names: list[str]) -> str:
-    found = defaultdict[str, dict[str, str]](dict)
+    """The page docs/targets.md for these families."""
+    reasons = defaultdict[str, dict[str, str]](dict)  # word -> family -> why
     for name in names:
-        seen = outcome(name)
-        why = re.split(r"; decoding would|[;:] heads can", seen.why.removeprefix(f"{name}: "))
-        found[seen.word][name] = why[0]
+        result = outcome(name)
+        why = re.split(r"; decoding would|[;:] heads can", result.why.removeprefix(f"{name}: "))
+        reasons[result.word][name] = why[0]
     text = (
-        "# Targets\n\nWritten by `python -m tests.targets` with transformers "
-        + transformers.__version__
+        f"# Targets\n\nWritten by `python -m tests.targets` with transformers "
+        f"{transformers.__version__}: every architecture of\n"
+        "`AutoModelForCausalLM`, in miniature with random weights in float32.\n"
     )
-    text += ": every architecture of\n`AutoModelForCausalLM`, in miniature with random weights in float32.\n"
-    for word, what in WORDS.items():
-        if some := found[word]:
-            text += f"\n## {len(some)} {what}\n\n"
-            if any(some.values()):
-                text += "| | why |\n|---|---|\n" + "".join(
-                    f"| {name} | {why} |\n" for name, why in some.items()
-                )
-            else:
-                text += ", ".join(some) + ".\n"
+    for word in (word for word in WORDS if reasons[word]):
+        text += f"\n## {len(reasons[word])} {WORDS[word]}\n\n"
+        if any(reasons[word].values()):
+            rows = [f"| {name} | {why} |\n" for name, why in reasons[word].items()]
+            text += "".join(["| | why |\n|---|---|\n", *rows])
+        else:
+            text += ", ".join(reasons[word]) + ".\n"
     return text
 
 

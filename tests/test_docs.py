@@ -1,4 +1,4 @@
-"""Every command line of README.md and docs/: bash expands it, and its command accepts it, with stand-in files."""
+"""Every command line of README.md and docs/: its command accepts it, with stand-in files."""
 
 import re
 import subprocess
@@ -17,7 +17,7 @@ from tests.infer.test_main import write_recipe
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 OTHERS = ("accelerate", "make", "pip", "python", "sbatch", "vllm")
-# Each command is a function that prints its words between separators, and then a number, as sbatch does.
+# Each command is a function that prints its words between separators, and a number, as sbatch.
 BASH = "exec 3>&1; record() { printf '%s\\037' \"$@\" >&3; printf '\\036' >&3; echo 1; }; set -u\n"
 BASH += "".join(f'{name}() {{ record {name} "$@"; }}; ' for name in ("aerie", *OTHERS))
 AT_ONCE = (
@@ -38,9 +38,11 @@ FIRST = {
     "compare": "records",
     "check": "index.json",
     "bench": "train the head",
+    "train": "no whole feature cache|no run has made",
+    "features": "too few rows to time",
+    "run": "no run has made",
+    "push": "no measured results",
 }
-FIRST |= {"train": "no whole feature cache|no run has made", "features": "too few rows to time"}
-FIRST |= {"run": "no run has made", "push": "no measured results"}
 
 
 def lines() -> Iterator[tuple[str, list[str]]]:
@@ -75,10 +77,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, name in enumerate(
         ("FILE", "gsm8k", "gsm8k_1200", "gsm8k_train", "questions/gsm8k")
     ):
-        asked = [
+        questions = [
             {"question": f"What are {n} and {number}?", "answer": f"It is {n}."} for n in range(12)
         ]
-        tiny.write_rows(root / f"{name}.jsonl", asked)
+        tiny.write_rows(root / f"{name}.jsonl", questions)
     tiny.write_conversations(root / "runs/distilled/distilled/conversations.jsonl", 12)
     values = yaml.safe_load((root / "recipe.yaml").read_text())
     values["data"]["conversations"] = [str(rows)]
@@ -97,9 +99,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names |= dict.fromkeys(("runs/my", "runs/NAME", "runs/qwen3-8b-eagle3"), root / "run")
     names |= dict.fromkeys(("RECIPE", "my.yaml", "qwen3-8b.yaml"), root / "recipe.yaml")
     names["configs"] = ROOT / "configs"
-    for name, there in names.items():
+    for name, stand_in in names.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).symlink_to(there)
+        (root / name).symlink_to(stand_in)
     return root
 
 
@@ -119,12 +121,7 @@ def test_a_command_line_of_the_docs_is_taken(
         assert (ROOT / script).is_file() and Path(known.config_file or ROOT).exists()
         words = ["aerie", *(["train"] if script.startswith("train") else []), *words]
     if words[0] == "make":
-        assert (
-            subprocess.run(
-                ["make", "-n", words[1]], cwd=ROOT, capture_output=True, check=False
-            ).returncode
-            == 0
-        )
+        subprocess.run(["make", "-n", words[1]], cwd=ROOT, capture_output=True, check=True)
     elif words[0] == "sbatch":
         assert (ROOT / next(word for word in words if word.endswith(".sbatch"))).is_file()
     if words[0] != "aerie":
@@ -137,7 +134,6 @@ def test_a_command_line_of_the_docs_is_taken(
     code = tiny.call(
         import_module(f"aerie.{COMMANDS[command].module}"), *words[1 + (command in ALONE) :]
     )
-    said = "".join(capsys.readouterr())
-    assert (
-        code == 0 or "--is-whole" in words or re.search(FIRST.get(command, "nothing else"), said)
-    ), said
+    output = "".join(capsys.readouterr())
+    is_waiting = re.search(FIRST.get(command, "nothing else"), output)
+    assert code == 0 or "--is-whole" in words or is_waiting, output

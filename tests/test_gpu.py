@@ -1,7 +1,6 @@
 """The benchmark of a GPU runs on a CPU, too."""
 
 import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,16 +31,3 @@ def test_features_training_and_decoding_are_timed_and_their_memory_is_planned(
     )
     assert all(rows[what]["kernels"] > 0 and 0 < rows[what]["bandwidth"] < 1 for what in decoding)
     assert capsys.readouterr().out == (tmp_path / "gpu.md").read_text()
-
-
-def test_what_stops_keeps_the_rows_before_it(tmp_path: Path, monkeypatch: Any) -> None:
-    def stopping(size: Any, accelerator: Any) -> Iterator[dict[str, Any]]:
-        yield {"size": size.name, "what": "features with taps", "tokens_per_s": 1.0, "ms": 1.0}
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(gpu, "run_size", stopping)
-    monkeypatch.setattr(gpu.processes, "build_accelerator", lambda *_: None)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert call(gpu, "--device", "cpu", "--tiny", "--out", tmp_path) == 1
-    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
-    assert [row["what"] for row in rows] == ["features with taps", "stopped: CUDA out of memory"]

@@ -1,4 +1,4 @@
-"""The package as pip installs it: all under `aerie`, even beside a user's own modules with our folders' names."""
+"""The package as pip installs it: all under `aerie`, beside modules with our folders' names."""
 
 import os
 import subprocess

@@ -1,5 +1,6 @@
-"""For every family of targets, trees and chains give the tokens of plain decoding, or it is refused by name."""
+"""For every family of targets, drafts give the tokens of plain decoding, or are refused by name."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,52 +25,38 @@ from tests.targets import outcome, small, table
 from tests.train.test_main import write_recipe
 
 FAST = {
-    "llama": "tree",
-    "gpt2": "tree",
-    "gpt_neox": "tree",
-    "falcon": "tree",
-    "opt": "tree",
-    "gemma2": "tree",
+    **dict.fromkeys(("llama", "gpt2", "gpt_neox", "falcon", "opt", "gemma2"), "tree"),
+    **dict.fromkeys(("deepseek_v3", "phi3"), "tree"),
+    **dict.fromkeys(("mpt", "gpt_neo"), "chain"),
+    **dict.fromkeys(("qwen3_next", "rwkv"), "trained"),
+    "bert": "refused",
 }
-FAST |= {
-    "deepseek_v3": "tree",
-    "phi3": "tree",
-    "mpt": "chain",
-    "gpt_neo": "chain",
-    "qwen3_next": "trained",
-}
-FAST |= {"rwkv": "trained", "bert": "refused"}
+ALL_STATES = ("falcon", "gpt_neo", "mpt", "rwkv")  # they take no list of the states to keep
 
 
 @pytest.mark.parametrize("name", FAST)
 def test_a_family_decodes_as_it_does_alone_or_is_refused_by_name(name: str) -> None:
-    seen = outcome(name)
-    assert seen.word == FAST[name] and (seen.word == "tree" or name in seen.why), seen
+    result = outcome(name)
+    assert result.word == FAST[name] and (result.word == "tree" or name in result.why), result
 
 
 @pytest.mark.parametrize("name", sorted({*FAST} - {"bert"}))
 def test_states_of_right_padded_rows_need_no_mask_and_only_the_taps_are_kept(name: str) -> None:
-    target, kept, lengths = (
-        Target(small(name), TargetConfig(path=name)),
-        list[int](),
-        torch.tensor([24, 9, 17]),
+    target = Target(small(name), TargetConfig(path=name))
+    counts: list[int] = []  # of the states that a forward gives
+    target.decoder.register_forward_hook(
+        lambda _, __, out: counts.append(sum(state is not None for state in out.hidden_states))
     )
     ids = torch.randint(5, 97, (3, 24), generator=torch.Generator().manual_seed(1))
-    target.decoder.register_forward_hook(
-        lambda _, __, out: kept.append(sum(x is not None for x in out.hidden_states))
-    )
-    output, mask = forward(target, ids, lengths, (0, 2))
+    output, mask = forward(target, ids, torch.tensor([24, 9, 17]), (0, 2))
     with torch.inference_mode():
-        own = target.decoder(
+        masked = target.decoder(
             input_ids=ids, attention_mask=mask.long(), use_cache=False, output_hidden_states=True
         )
-    assert output.taps is not None and kept[0] == (
-        5 if name in ("falcon", "gpt_neo", "mpt", "rwkv") else 2
-    )
-    assert output.taps[mask].equal(
-        torch.cat([own.hidden_states[0], own.hidden_states[2]], dim=-1)[mask]
-    )
-    assert output.last_hidden[mask].equal(own.last_hidden_state[mask])
+    taps = torch.cat([masked.hidden_states[0], masked.hidden_states[2]], dim=-1)
+    assert counts[0] == (5 if name in ALL_STATES else 2) and output.taps is not None
+    assert output.taps[mask].equal(taps[mask])
+    assert output.last_hidden[mask].equal(masked.last_hidden_state[mask])
 
 
 @pytest.mark.slow
@@ -85,64 +72,29 @@ def test_a_hybrid_target_trains_and_exports_a_head_and_says_that_it_does_not_dec
         small_model(AutoConfig.for_model(kind), vocab_size=320).save_pretrained(tmp_path / kind)
         tiny.tokenizer().save_pretrained(tmp_path / kind)
     tiny.write_conversations(tmp_path / "train.jsonl", 12)
-    target, steps = tmp_path / "qwen3_next", {"max_steps": 2, "eval_every": 0}
+    target = tmp_path / "qwen3_next"
+    steps = {"max_steps": 2, "eval_every": 0}
     recipe = write_recipe(tmp_path / "recipe.yaml", tmp_path, steps, target={"path": str(target)})
-    why = "qwen3_next has ['linear_attention'] layers, and drafts need plain attention: heads can be trained"
-    assert tiny.call(data, "features", "--config", recipe, "--plan") == 0
-    assert capsys.readouterr().err.count(why) == 1
-    assert (
-        tiny.call(data, "features", "--config", recipe) == tiny.call(train, "--config", recipe) == 0
+    why = (
+        "qwen3_next has ['linear_attention'] layers, and drafts need plain attention: heads can be"
     )
-    head, out = tmp_path / "run/heads/eagle1", tmp_path / "out"
-    assert (
-        tiny.call(model, "convert", head, "--to", "safeailab", "--target", target, "--out", out)
-        == 0
-    )
+    features = partial(tiny.call, data, "features", "--config", recipe)
+    assert features("--plan") == 0 and capsys.readouterr().err.count(why) == 1
+    assert features() == tiny.call(train, "--config", recipe) == 0
+    export = ("--to", "safeailab", "--target", target, "--out", tmp_path / "out")
+    assert tiny.call(model, "convert", tmp_path / "run/heads/eagle1", *export) == 0
     capsys.readouterr()
     assert tiny.call(infer, "generate", "--target", target, "--prompt", "x") == 2
     assert f"error: {target}: {why}" in capsys.readouterr().err
-    # mpt counts positions by cache rows: only chains are right
-    assert (
-        tiny.call(
-            data,
-            "features",
-            "--config",
-            recipe,
-            "--run",
-            tmp_path / "2",
-            "--target.path",
-            tmp_path / "mpt",
-            "--plan",
-        )
-        == 0
-    )
-    assert (
-        "MptForCausalLM (mpt): its logits for a draft tree after 16 tokens"
-        in capsys.readouterr().err
-    )
-    assert (
-        tiny.call(
-            infer, "generate", "--target", tmp_path / "mpt", "--prompt", "x", "--max-new-tokens", 3
-        )
-        == 0
-    )
-    assert (
-        tiny.call(
-            infer,
-            "generate",
-            "--target",
-            tmp_path / "mpt",
-            "--prompt",
-            "x",
-            "--method",
-            "lookahead",
-        )
-        == 2
-    )
-    assert (
-        "use a method that drafts a chain (eagle-chain, sps, pld), or vanilla"
-        in capsys.readouterr().err
-    )
+    # mpt counts positions by cache rows: only chains are right.
+    mpt = tmp_path / "mpt"
+    assert features("--run", tmp_path / "2", "--target.path", mpt, "--plan") == 0
+    refusal = "MptForCausalLM (mpt): its logits for a draft tree after 16 tokens"
+    assert refusal in capsys.readouterr().err
+    generate = partial(tiny.call, infer, "generate", "--target", mpt, "--prompt", "x")
+    assert generate("--max-new-tokens", 3) == 0 and generate("--method", "lookahead") == 2
+    advice = "use a method that drafts a chain (eagle-chain, sps, pld), or vanilla"
+    assert advice in capsys.readouterr().err
 
 
 def test_a_miniature_of_a_longrope_target_is_tried_across_its_original_length(
@@ -178,9 +130,8 @@ def test_a_miniature_of_a_longrope_target_is_tried_across_its_original_length(
         check_padding(target)
 
 
-def test_longrope_is_that_of_each_row_and_of_plain_decoding_before_across_and_beyond_its_original_length() -> (
-    None
-):
+def test_longrope_decodes_as_plainly() -> None:
+    """Before, across and beyond its original length, which is also that of each padded row."""
     target = Target(small("phi3"), TargetConfig(path="phi3"))
     assert target.rope_switch == 28
     check_padding(target)  # rows of 32 and 10 tokens
@@ -190,9 +141,8 @@ def test_longrope_is_that_of_each_row_and_of_plain_decoding_before_across_and_be
         theirs = target.model.generate(ids, max_new_tokens=12, do_sample=False)
         for method in ("vanilla", "pld", "lookahead"):
             decoder = SpeculativeDecoder.from_pretrained(target, method=method)
-            assert torch.equal(
-                decoder.generate(ids, max_new_tokens=12, do_sample=False).sequences, theirs
-            ), length
+            generation = decoder.generate(ids, max_new_tokens=12, do_sample=False)
+            assert torch.equal(generation.sequences, theirs), length
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -208,29 +158,25 @@ def test_a_narrow_dtype_hides_no_wrong_tree(
             check.checked_lm(Target(small("gpt_neo").to(dtype), TargetConfig(path="neo")))
     monkeypatch.setattr(check, "COPIED", 0)
     check.checked_lm(Target(small("llama").to(dtype), TargetConfig(path="llama")))
-    assert (
-        "llama: LlamaForCausalLM (llama): no small model of its kind can be built"
-        in capsys.readouterr().err
-    )
+    warning = "llama: LlamaForCausalLM (llama): no small model of its kind can be built"
+    assert warning in capsys.readouterr().err
 
 
 def test_a_large_target_is_checked_once_and_again_where_its_weights_change(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
-    asked: list[str] = []
+    checked: list[str] = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(check, "LARGE", 1000)
-    monkeypatch.setattr(check, "_fault", lambda target, form: asked.append(form))
+    monkeypatch.setattr(check, "_fault", lambda target, form: checked.append(form))
     for seed in (0, 0, 1):
         config = TargetConfig(str(tiny.target(tmp_path / f"target-{seed}", seed=seed)))
         SpeculativeDecoder(Target.load(config))
-    assert asked == ["chain", "chain"]
+    assert checked == ["chain", "chain"]
     monkeypatch.setitem(SPEED, "cpu", 1.0)  # too slow for long texts: a miniature reads them
     SpeculativeDecoder(Target.load(TargetConfig(str(tiny.target(tmp_path / "target-2", seed=2)))))
-    assert len(asked) == 4
+    assert len(checked) == 4
     monkeypatch.setattr(check, "_fault", lambda target, form: "is wrong")
     for _ in range(2):  # a refusal is not cached
-        with pytest.raises(
-            UserError, match=r"LlamaForCausalLM .llama.: is wrong; heads can be trained"
-        ):
+        with pytest.raises(UserError, match=r"LlamaForCausalLM .llama.: is wrong; heads can be"):
             SpeculativeDecoder.from_pretrained(Target.load(config), method="lookahead")

@@ -1,4 +1,4 @@
-"""Tiny targets, tokenizers, conversations and heads that the tests share: seeded, quick, no downloads."""
+"""Tiny targets, tokenizers, conversations and heads for the tests: seeded, quick, no downloads."""
 
 import json
 import random
@@ -31,7 +31,8 @@ torch.set_num_threads(1)  # tests run beside other work: one thread each
 SPECIAL = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>"]
 TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
     "{% else %}{{ message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
@@ -59,16 +60,20 @@ def _tokenizer_json(vocab_size: int) -> str:
 def tokenizer(
     vocab_size: int = 320, chat_template: str | None = TEMPLATE
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with eos <|end|>, pad <|pad|> and, unless None is given, a chat template."""
+    """A byte-level BPE tokenizer with eos <|end|>, pad <|pad|> and a chat template, if not None."""
     rules = Tokenizer.from_str(_tokenizer_json(vocab_size))
-    made = PreTrainedTokenizerFast(tokenizer_object=rules, eos_token="<|end|>", pad_token="<|pad|>")
-    made.chat_template = chat_template
-    return made
+    return PreTrainedTokenizerFast(
+        tokenizer_object=rules,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        chat_template=chat_template,
+    )
 
 
 def conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
     """ShareGPT rows of one to three turns."""
-    chance, rows = random.Random(seed), []
+    chance = random.Random(seed)
+    rows = []
     for number in range(count):
         turns = []
         for _ in range(chance.randint(1, 3)):
@@ -97,74 +102,64 @@ def write_conversations(path: Path, count: int, seed: int = 0) -> Path:
 def llama(
     vocab_size: int = 320, hidden_size: int = 32, num_blocks: int = 4, seed: int = 0, **changes: Any
 ) -> LlamaForCausalLM:
-    """A Llama with random weights so large (scale 0.2, not 0.02) that a few tokens are likelier than others."""
+    """A Llama with random weights so large (0.2, not 0.02) that a few tokens are likelier."""
     sizes: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "num_hidden_layers": num_blocks,
-    }
-    sizes |= {
         "intermediate_size": 2 * hidden_size,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-    }
-    sizes |= {"max_position_embeddings": 256, "initializer_range": 0.2, "bos_token_id": None}
-    sizes |= {
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        "bos_token_id": None,
         "eos_token_id": SPECIAL.index("<|end|>"),
         "pad_token_id": SPECIAL.index("<|pad|>"),
-        **changes,
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+        return LlamaForCausalLM(LlamaConfig(**sizes | changes)).eval()
 
 
 def target(directory: Path, chat_template: str | None = TEMPLATE, **sizes: Any) -> Path:
-    """A target directory as Hugging Face writes it: config, generation_config, safetensors, tokenizer."""
-    made = llama(**sizes)
-    made.save_pretrained(directory)
-    tokenizer(made.config.vocab_size, chat_template).save_pretrained(directory)
+    """A target as Hugging Face writes it: config, generation_config, safetensors, tokenizer."""
+    model = llama(**sizes)
+    model.save_pretrained(directory)
+    tokenizer(model.config.vocab_size, chat_template).save_pretrained(directory)
     return directory
 
 
 def vocab(vocab_size: int = 320, hidden_size: int = 32, seed: int = 0) -> VocabWeights:
     generator = torch.Generator().manual_seed(seed)
-    embedding, lm_head = (
-        torch.randn(vocab_size, hidden_size, generator=generator) for _ in range(2)
-    )
+    embedding = torch.randn(vocab_size, hidden_size, generator=generator)
+    lm_head = torch.randn(vocab_size, hidden_size, generator=generator)
     return VocabWeights(embedding, lm_head, None, 1.0, None)
 
 
 def _eagle(
     module: Any, config: Any, embedding: Tensor, seed: int, scale: float, changes: dict[str, Any]
 ) -> Any:
-    """A head (GQA 4:2) for an embedding [V, D]; scale multiplies its matrices, so that a missing term shows."""
+    """A head (GQA 4:2) for an embedding [V, D], with its matrices times scale."""
     vocab_size, width = embedding.shape
     sizes: dict[str, Any] = {
         "hidden_size": width,
         "intermediate_size": 2 * width,
         "head_dim": width // 4,
-    }
-    sizes |= {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "num_hidden_layers": 1,
         "vocab_size": vocab_size,
-    }
-    sizes |= {
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 256,
         "rope_theta": 10000.0,
-        **changes,
     }
-    made = module(config(**sizes))
-    made.initialise(
-        VocabWeights(embedding, embedding, None, 1.0, None), torch.Generator().manual_seed(seed)
-    )
-    for name, parameter in made.named_parameters():
+    head = module(config(**sizes | changes))
+    target_vocab = VocabWeights(embedding, embedding, None, 1.0, None)
+    head.initialise(target_vocab, torch.Generator().manual_seed(seed))
+    for name, parameter in head.named_parameters():
         if parameter.ndim == 2 and name != "embed_tokens.weight":
             parameter.data.mul_(scale)
-    return made
+    return head
 
 
 def head(embedding: Tensor, seed: int = 0, scale: float = 1.0, **changes: Any) -> Any:
@@ -176,43 +171,43 @@ def eagle3_head(
 ) -> Eagle3Head:
     """An EAGLE-3 head with taps (1, 2) over the target ids [Vd] (None: every third)."""
     vocab_size, width = embedding.shape
-    vocabulary = DraftVocabulary.of_ids(
-        torch.arange(0, vocab_size, 3) if ids is None else ids, vocab_size
-    )
-    more = {
+    ids = torch.arange(0, vocab_size, 3) if ids is None else ids
+    vocabulary = DraftVocabulary.of_ids(ids, vocab_size)
+    sizes = {
         "draft_vocab_size": vocabulary.size,
         "target_hidden_size": width,
         "after_blocks": (1, 2),
-        **changes,
     }
-    made: Eagle3Head = _eagle(Eagle3Head, Eagle3Config, embedding, seed, scale, more)
-    made.d2t.copy_(vocabulary.d2t)
-    made.t2d.copy_(vocabulary.t2d)
-    return made
+    head: Eagle3Head = _eagle(Eagle3Head, Eagle3Config, embedding, seed, scale, sizes | changes)
+    head.d2t.copy_(vocabulary.d2t)
+    head.t2d.copy_(vocabulary.t2d)
+    return head
 
 
 def multi_token_head(
     kind: str, target_vocab: VocabWeights, noise: float = 0.0, seed: int = 0, **keys: Any
 ) -> Any:
-    """A Medusa, Hydra or block head for a tiny llama; noise moves every weight, so that a missing one shows."""
-    section: Any = KINDS[kind](**({"mask_token_id": 4, **keys} if kind == "block" else keys))
-    made = new_head(section, llama().config, target_vocab, seed, after_blocks=(1, 2))
+    """A Medusa, Hydra or block head for a tiny llama; noise moves every weight."""
+    if kind == "block":
+        keys = {"mask_token_id": 4, **keys}
+    head = new_head(KINDS[kind](**keys), llama().config, target_vocab, seed, after_blocks=(1, 2))
     generator = torch.Generator().manual_seed(seed + 1)
-    for parameter in made.parameters():
+    for parameter in head.parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=noise)
-    return made
+    return head
 
 
-def flip(path: Path, place: int | None = None) -> None:
+def flip(path: Path, byte: int | None = None) -> None:
     """Flips one bit of a file, at this byte or in the middle."""
     content = bytearray(path.read_bytes())
-    content[len(content) // 2 if place is None else place] ^= 0x10
+    content[len(content) // 2 if byte is None else byte] ^= 0x10
     path.write_bytes(content)
 
 
 def call(module: Any, *words: object) -> int:
     """Runs a command in this process; returns its exit code."""
-    before, sys.argv = sys.argv, ["main.py", *map(str, words)]
+    before = sys.argv
+    sys.argv = ["main.py", *map(str, words)]
     try:
         return int(module.main())
     except SystemExit as end:
@@ -232,18 +227,14 @@ def recipe(path: Path, values: dict[str, Any]) -> Path:
 def rows(
     count: int, vocab_size: int = 320, hidden_size: int = 32, seed: int = 0
 ) -> list[CachedRow]:
-    """Rows as from a feature cache, with random tokens and features and one or two assistant turns."""
+    """Rows as from a feature cache: random tokens and features, with one or two answers."""
     generator = torch.Generator().manual_seed(seed)
-    made = []
+    cached = []
     for number in range(count):
-        pieces = torch.randint(
-            3, 9, (4,), generator=generator
-        ).tolist()  # user, assistant, user, assistant
-        kept = pieces[: 2 + 2 * (number % 2)]
-        turn_ids = torch.cat(
-            [torch.full((n,), (at + 1) // 2 if at % 2 else 0) for at, n in enumerate(kept)]
-        )
+        lengths = torch.randint(3, 9, (4,), generator=generator)[: 2 + 2 * (number % 2)]
+        # A question and its answer, or two: turn ids 0, 1, 0, 2.
+        turn_ids = torch.tensor([0, 1, 0, 2][: len(lengths)]).repeat_interleave(lengths)
         ids = torch.randint(5, vocab_size, (len(turn_ids),), generator=generator)
         features = torch.randn(len(turn_ids), hidden_size, generator=generator)
-        made.append(CachedRow(ids, turn_ids.int(), features, None))
-    return made
+        cached.append(CachedRow(ids, turn_ids.int(), features, None))
+    return cached

@@ -1,4 +1,4 @@
-"""A real SLURM of two nodes on this machine, in its own directory: munged, slurmctld, and a slurmd a node."""
+"""A real SLURM of two nodes on this machine: munged, slurmctld, and a slurmd for each node."""
 
 import json
 import os
@@ -18,8 +18,8 @@ from typing import Any
 from aerie.model.storage import ROOT
 
 DAEMONS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun")
-# More CPUs than the machine has: jobs wait for cores, not in the queue. A requeued job waits cred_expire seconds;
-# values below five count as the default, 120.
+# More CPUs than the machine has: jobs wait for cores, not in the queue. A requeued job waits
+# cred_expire seconds; values below five count as the default, 120.
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 CONFIGURATION = """\
 ClusterName=aerie
@@ -59,32 +59,27 @@ class Cluster:
     environment: dict[str, str]
 
     def submit(self, script: str, *words: object, options: str = "") -> str:
-        out = f"--output={self.root}/logs/%x-%j.log"
-        command = [
-            "sbatch",
-            "--parsable",
-            "--cpus-per-task=1",
-            out,
-            *options.split(),
-            f"slurm/{script}.sbatch",
-        ]
-        return self.run(*command, *map(str, words)).strip()
+        log = f"--output={self.root}/logs/%x-%j.log"
+        command = ["sbatch", "--parsable", "--cpus-per-task=1", log, *options.split()]
+        return self.run(*command, f"slurm/{script}.sbatch", *map(str, words)).strip()
 
     def run(self, *command: str) -> str:
-        options: dict[str, Any] = {
-            "cwd": ROOT,
-            "env": self.environment,
-            "timeout": 60,
-            "text": True,
-        }
-        done = subprocess.run(command, capture_output=True, check=False, **options)
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=self.environment,
+            timeout=60,
+            text=True,
+            capture_output=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     def job(self, number: str) -> dict[str, Any]:
         """A job's status as its script wrote it; {} before that."""
-        found = list((self.root / "logs").glob(f"*-{number}.json"))
-        return json.loads(found[0].read_text()) if found else {}
+        paths = list((self.root / "logs").glob(f"*-{number}.json"))
+        return json.loads(paths[0].read_text()) if paths else {}
 
     def log(self, number: str) -> str:
         return "".join(path.read_text() for path in (self.root / "logs").glob(f"*-{number}.log"))
@@ -114,15 +109,17 @@ def started() -> Iterator[Cluster]:
     """Starts a cluster with two idle nodes; stops it and its jobs at the end."""
     root = Path(tempfile.mkdtemp(prefix="aerie-slurm-"))
     root.chmod(0o755)  # munged runs as another user
-    kept = {
+    environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "AERIE"))
     }
-    places = {
+    environment |= {
         "SLURM_CONF": str(root / "slurm.conf"),
         "AERIE_LOGS": str(root / "logs"),
         "AERIE_VENV": sys.prefix,
+        "PATH": PATH,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
     }
-    environment = {**kept, **places, "PATH": PATH, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, root, ignore_errors=True)
         for name in ("state", "logs", "munge"):
@@ -132,7 +129,7 @@ def started() -> Iterator[Cluster]:
             sockets = [
                 opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)
             ]
-            ports = [each.getsockname()[1] for each in sockets]
+            ports = [listener.getsockname()[1] for listener in sockets]
         (root / "slurm.conf").write_text(CONFIGURATION.format(host=host, root=root, ports=ports))
         shutil.chown(root / "munge", "munge", "munge")
         as_munge = ["setpriv", "--reuid=munge", "--regid=munge", "--clear-groups"]

@@ -1,4 +1,4 @@
-"""The batch scripts under a real SLURM of two nodes: signals and requeues change no byte of what a job makes."""
+"""The batch scripts under a real SLURM of two nodes: signals and requeues change no byte."""
 
 import json
 from collections.abc import Iterator
@@ -18,11 +18,8 @@ from tests.train.test_processes import together
 
 pytestmark = pytest.mark.slow
 STEPS = 200
-SIGNAL = (
-    "scancel",
-    "--batch",
-    "--signal=USR1",
-)  # like --signal=B:USR1@300: only the batch script gets it
+# Like --signal=B:USR1@300: only the batch script gets it.
+SIGNAL = ("scancel", "--batch", "--signal=USR1")
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,8 @@ def morning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Morning]:
     if why := missing():
         pytest.skip(f"SLURM is not tested here: {why}")
     with started() as cluster:
-        root, jobs = tmp_path_factory.mktemp("slurm"), {}
+        root = tmp_path_factory.mktemp("slurm")
+        jobs = {}
         recipe = recipe_for(root)
         jobs["features"] = cluster.submit("features", recipe, options="--array=1-2")
         jobs["train"] = cluster.submit(
@@ -64,10 +62,10 @@ def morning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Morning]:
         cluster.until(lambda: metrics.is_file() and metrics.stat().st_size > 0, jobs["train"])
         cluster.run(*SIGNAL, jobs["train"])
         cluster.until(lambda: state(root / "run/status.json") != "running", jobs["train"])
-        seen = json.loads((root / "run/status.json").read_text())
+        after_the_signal = json.loads((root / "run/status.json").read_text())
         together("zero2", root / "alone", "--config", recipe)
         cluster.wait(jobs.values())
-        yield Morning(cluster, root, jobs, seen)
+        yield Morning(cluster, root, jobs, after_the_signal)
 
 
 def recipe_for(root: Path) -> Path:
@@ -79,12 +77,7 @@ def recipe_for(root: Path) -> Path:
     train |= {"eval_every": 0, "log_every": 5, "save_every": 10 * STEPS}
     distill: dict[str, Any] = {"sources": [{"path": rows, "num_rows": 8}], "max_turns": 1}
     distill["gate"] = dict.fromkeys(("cut", "empty", "loop", "language", "repeated"), "keep")
-    prompts = {
-        "path": str(root / "questions.jsonl"),
-        "num_prompts": 1,
-        "max_new_tokens": 8,
-        "turns": 1,
-    }
+    prompts = {"path": str(root / "questions.jsonl"), "num_prompts": 1, "max_new_tokens": 8}
     sections: dict[str, Any] = {
         "features": {"shard_tokens": 512, "batch_tokens": 512},
         "tree": tree,
@@ -117,28 +110,26 @@ def test_a_training_signalled_on_two_nodes_ends_as_an_undisturbed_one(morning: M
     assert (ended, code, attempt) == ("done", 0, 2), log
     assert morning.cluster.job(morning.jobs["train"])["nodes"] == "nest[1-2]"
     assert 5 <= int(log.split("going on from step ")[1].split(" ")[0]) < STEPS
-    one, other = (morning.root / run / "heads/eagle1/model.safetensors" for run in ("run", "alone"))
-    assert one.read_bytes() == other.read_bytes()
+    weights = "heads/eagle1/model.safetensors"
+    alone = (morning.root / "alone" / weights).read_bytes()
+    assert (morning.root / "run" / weights).read_bytes() == alone
 
 
 def test_a_process_signalled_while_it_loads_is_requeued_and_the_bench_waits_for_the_training(
     morning: Morning,
 ) -> None:
     assert morning.ended("distill")[:3] == ("done", 0, 2), morning.ended("distill")
-    assert (
-        len((morning.root / "distilled/distilled/conversations.jsonl").read_text().splitlines())
-        == 8
-    )
+    assert len(tiny.read_rows(morning.root / "distilled/distilled/conversations.jsonl")) == 8
     assert morning.ended("bench")[0] == "done", morning.ended("bench")
     rows = json.loads((morning.root / "run/report/summary.json").read_text())["rows"]
     assert [row["status"] for row in rows] == ["ok", "ok"]
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("mistake", "'train.batch_size'?"), ("part", "(AERIE_SHARDS=n)")]
+    ("name", "message"), [("mistake", "'train.batch_size'?"), ("part", "(AERIE_SHARDS=n)")]
 )
 def test_a_mistake_or_a_part_of_an_array_ends_a_job_in_one_line(
-    morning: Morning, name: str, said: str
+    morning: Morning, name: str, message: str
 ) -> None:
     *ended, log = morning.ended(name)
-    assert ended == ["failed", 2, 1] and len(log.splitlines()) == 1 and said in log
+    assert ended == ["failed", 2, 1] and len(log.splitlines()) == 1 and message in log
