@@ -34,13 +34,6 @@ class BlockSlots(NamedTuple):
     piece: Piece  # columns: outputs [S_k, D], the tokens before [S_k, n], labels [S_k]
 
 
-class BlockSums(NamedTuple):
-    law: Tensor  # [K]
-    label: Tensor  # [K]
-    hits: Tensor  # [K]
-    alpha: Tensor  # [K]
-
-
 class BlockObjective(Objective):
     """Position k's law and label loss times place_decay ** k (k = 0, 1, ...), divided by all
     supervised positions (arXiv 2602.06036).
@@ -98,13 +91,10 @@ class BlockObjective(Objective):
         pieces = losses.by_target_state(slots.piece, max(1, self.chunk // len(self.depths)))
         sums = losses.added(list(losses.by_piece(self._sums, pieces)))
         count = slots.supervised.sum()
-        totals = {"law": sums.law, "label": sums.label}
-        terms = {}
-        for name, term in self.terms.items():
-            terms[name] = (totals[term.part][term.k], count)
+        terms = {name: (sums[term.part][term.k], count) for name, term in self.terms.items()}
         counts = slots.supervised.sum((0, 1))  # [K]
-        metrics = {f"accuracy_at_{k + 1}": (sums.hits[k], counts[k]) for k in self.depths}
-        metrics |= {f"alpha_at_{k + 1}": (sums.alpha[k], counts[k]) for k in self.depths}
+        metrics = {f"accuracy_at_{k + 1}": (sums["hits"][k], counts[k]) for k in self.depths}
+        metrics |= {f"alpha_at_{k + 1}": (sums["alpha"][k], counts[k]) for k in self.depths}
         return StepOutput(terms, metrics)
 
     def _draft(self, batch: Batch) -> BlockSlots:
@@ -148,7 +138,8 @@ class BlockObjective(Objective):
             outputs = outputs.float()
             return self.head.correct(self.target.logits(outputs), before, outputs).log_softmax(-1)
 
-    def _sums(self, piece: Piece) -> BlockSums:
+    def _sums(self, piece: Piece) -> losses.Sums:
+        """Sums of each position [K]."""
         outputs, previous, labels = piece.columns
         with torch.no_grad(), torch.autocast(piece.states.device.type, enabled=False):
             law = losses.TargetLaw.of_logits(self.target.logits(piece.states))
@@ -163,11 +154,12 @@ class BlockObjective(Objective):
         with torch.no_grad():
             hits = log_q.argmax(-1) == law.log_p.argmax(-1)[slots]
             alpha = losses.acceptance_rate(log_q, law.whole)
+        columns = {"law": of_law, "label": of_label, "hits": hits, "alpha": alpha}
         sizes = [len(output) for output in outputs]
-        totals = []
-        for column in (of_law, of_label, hits, alpha):
-            totals.append(torch.stack([part.sum() for part in column.split(sizes)]))
-        return BlockSums(*totals)
+        sums = {}
+        for name, column in columns.items():
+            sums[name] = torch.stack([part.sum() for part in column.split(sizes)])
+        return sums
 
     def measure(self, batch: Batch) -> SumsAndCounts:
         """Of greedy chains from the anchors. Each position is given the text's previous tokens."""

@@ -14,8 +14,10 @@ def require_known_version() -> None:
     import deepspeed
 
     if deepspeed.__version__ != KNOWN_VERSION:
-        what = f"deepspeed {deepspeed.__version__}: aerie changes private parts of {KNOWN_VERSION}"
-        raise UserError(f"{what}; pip install deepspeed=={KNOWN_VERSION}, or launch with torchrun")
+        raise UserError(
+            f"deepspeed {deepspeed.__version__}: aerie changes private parts of {KNOWN_VERSION}; "
+            f"pip install deepspeed=={KNOWN_VERSION}, or launch with torchrun"
+        )
 
 
 def skip_shared_memory_op() -> None:

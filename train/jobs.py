@@ -26,7 +26,7 @@ from aerie.model.target import VocabWeights
 from aerie.train import lm
 from aerie.train.objectives import Objective
 from aerie.train.processes import local_device, world_size
-from aerie.train.resume import needs_target, reads_cache, state_name
+from aerie.train.resume import needs_target, reads_cache, reads_online, state_name
 
 
 @dataclass(frozen=True)
@@ -107,25 +107,21 @@ def build_job(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = Fal
 
 def _check_launch(recipe: Recipe) -> None:
     # Accelerate silently leaves out trackers that are not installed.
-    missing = set(recipe.train.trackers) - set(map(str, get_available_trackers()))
-    if missing:
-        name = min(missing)
+    installed = {str(tracker) for tracker in get_available_trackers()}
+    for name in sorted({*recipe.train.trackers} - installed):
         raise UserError(f"train.trackers: {name} is not installed; run: pip install {name}")
     is_launched = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys()
     if is_launched and "WORLD_SIZE" not in os.environ:
-        what = "asked for several processes, started one; on a CPU launch them"
-        fix = "with --config_file configs/accelerate/zero2.yaml, or with torchrun"
-        warn(f"accelerate launch: {what} {fix}")
-
-
-def _is_online(recipe: Recipe) -> bool:
-    return needs_target(recipe) and not reads_cache(recipe)
+        warn(
+            "accelerate launch: asked for several processes, started one; on a CPU launch them "
+            "with --config_file configs/accelerate/zero2.yaml, or with torchrun"
+        )
 
 
 def _runs_target(recipe: Recipe) -> bool:
     """Whether training needs the target's blocks, for features or to measure tau. Otherwise its
     embedding and LM head are enough: 2 GB instead of 140 for a 70B target."""
-    return _is_online(recipe) or bool(getattr(recipe.train, "measure_prompts", 0))
+    return reads_online(recipe) or bool(getattr(recipe.train, "measure_prompts", 0))
 
 
 def _read_target(recipe: Recipe, is_plan: bool) -> Source:
@@ -136,8 +132,10 @@ def _read_target(recipe: Recipe, is_plan: bool) -> Source:
     model = None
     if _runs_target(recipe):
         if recipe.target.device_map is not None and world_size() > 1:
-            what = f"{world_size()} processes cannot share a spread target"
-            raise UserError(f"target.device_map: {what}; start one")
+            raise UserError(
+                f"target.device_map: {world_size()} processes cannot share a spread target; "
+                "start one"
+            )
         if not is_plan:
             model = targets.Target.load(recipe.target, local_device())
     if model is None:
@@ -192,7 +190,7 @@ def _tokenise_rows(recipe: Recipe, source: Source) -> Rows:
 def _online_features(recipe: Recipe, source: Source) -> Callable[[Batch], Batch] | None:
     """What adds the target's states to a batch; None: they are cached, or this is a plan."""
     model = source.model
-    if model is None or not _is_online(recipe):
+    if model is None or not reads_online(recipe):
         return None
     check_padding(model)
     dtype = getattr(torch, recipe.features.dtype or "", model.dtype)
@@ -205,19 +203,17 @@ Trained = tuple[Objective, Callable[..., None]]  # what is trained, and what sav
 def _build_draft_lm(recipe: Recipe, source: Source, rows: Rows) -> Trained:
     settings: Any = recipe.train
     section: Any = recipe.head
+    # A draft LM has a row for each of its target's ids.
     vocab_size = None if source.vocab is None else len(source.vocab.embedding)
     head = lm.new_causal_lm(section, source.tokenizer, settings.seed, vocab_size)
     objective = lm.LMObjective(head, source.vocab, settings)
-    _require_positions(objective, recipe, source.text_config)
+    _require_positions(objective, recipe, source)
     return objective, partial(lm.save_causal_lm, source.tokenizer)
 
 
 def _build_head(recipe: Recipe, source: Source, rows: Rows) -> Trained:
     section: Any = recipe.head
-    settings: Any = recipe.train
     kind = HEADS[section.kind]
-    path = recipe.target.path
-    num_tokens = len(source.vocab.embedding)
     vocab = source.vocab
     vocabulary = None
     facts: dict[str, Any] = {}  # about the draft vocabulary
@@ -225,6 +221,7 @@ def _build_head(recipe: Recipe, source: Source, rows: Rows) -> Trained:
     # (1) what a new head's section leaves to the target and to the rows
     if section.init_from is None:
         if kind.has_draft_vocabulary:
+            num_tokens = len(vocab.embedding)
             forced = tokens.forced_ids(source.tokenizer, source.end_ids, num_tokens)
             vocabulary, facts, line = tokens.draft_vocabulary(
                 rows.tokens(), num_tokens, section.draft_vocab_size, forced
@@ -232,7 +229,13 @@ def _build_head(recipe: Recipe, source: Source, rows: Rows) -> Trained:
         section, vocab = _complete_section(recipe, source)
     # (2) the head
     head: Any = new_head(
-        section, source.text_config, vocab, settings.seed, path, source.taps, vocabulary
+        section,
+        source.text_config,
+        vocab,
+        recipe.train.seed,
+        recipe.target.path,
+        source.taps,
+        vocabulary,
     ).float()
     if section.init_from is not None and kind.has_draft_vocabulary:
         # A warm start keeps its vocabulary, which must be able to end a turn.
@@ -240,17 +243,17 @@ def _build_head(recipe: Recipe, source: Source, rows: Rows) -> Trained:
         _, facts, line = tokens.draft_vocabulary(
             rows.tokens(), len(head.vocabulary.t2d), warm_start=head.vocabulary
         )
-    objective = kind.objective(head, vocab, settings)
-    _require_positions(objective, recipe, source.text_config)
+    objective = kind.objective(head, vocab, recipe.train)
+    _require_positions(objective, recipe, source)
     if rank() == 0:
-        start = section.init_from or "head"
-        for sentence in position_warnings(head.config, source.text_config, start):
+        origin = section.init_from or "head"
+        for sentence in position_warnings(head.config, source.text_config, origin):
             warn(sentence)
         if line:
             print(line, flush=True)
     # (3) what is saved beside its weights
     known: dict[str, Any] = {
-        "target_path": path,
+        "target_path": recipe.target.path,
         "target": targets.fingerprint(recipe.target, source.text_config, vocab),
     }
     if facts:
@@ -269,31 +272,28 @@ def _complete_section(recipe: Recipe, source: Source) -> tuple[Any, VocabWeights
         section = replace(section, mask_token_id=mask)
     if section.max_position_embeddings is None:
         context = targets.context_of(source.text_config) or 0
-        needed = _longest_row(recipe, source.text_config) + _num_drafted(recipe)
+        needed = sum(_needed_positions(recipe, source))
         section = replace(section, max_position_embeddings=max(context, needed))
     return section, vocab
 
 
-def _longest_row(recipe: Recipe, text_config: Any) -> int:
-    context = targets.context_of(text_config) or recipe.data.max_length
-    return min(recipe.data.max_length, context)
-
-
-def _num_drafted(recipe: Recipe) -> int:
-    """Positions that a head needs after the last token."""
+def _needed_positions(recipe: Recipe, source: Source) -> tuple[int, int]:
+    """Of the longest row, and of a draft behind its last token."""
+    max_length = recipe.data.max_length
+    length = min(max_length, targets.context_of(source.text_config) or max_length)
     positions_ahead = DRAFT_MODELS[recipe.head.kind].positions_ahead
     if positions_ahead is None or recipe.tree is None:
-        return 0
+        return length, 0
     ahead = positions_ahead(recipe.head, recipe.train)
-    return max(recipe.tree.levels, recipe.train.eval_depths, ahead)
+    return length, max(recipe.tree.levels, recipe.train.eval_depths, ahead)
 
 
-def _require_positions(objective: Objective, recipe: Recipe, text_config: Any) -> None:
-    """UserError if the head has fewer positions than the longest row and a draft behind it."""
-    length = _longest_row(recipe, text_config)
-    drafted = _num_drafted(recipe)
+def _require_positions(objective: Objective, recipe: Recipe, source: Source) -> None:
+    length, drafted = _needed_positions(recipe, source)
     needed = length + drafted
     positions = getattr(objective.config, "max_position_embeddings", None) or needed
     if positions < needed:
-        what = f"{positions:,} is less than data.max_length {length:,} + {drafted} drafted levels"
-        raise UserError(f"head.max_position_embeddings: {what}; set it to {needed:,}")
+        raise UserError(
+            f"head.max_position_embeddings: {positions:,} is less than data.max_length "
+            f"{length:,} + {drafted} drafted levels; set it to {needed:,}"
+        )

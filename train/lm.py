@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,34 +19,6 @@ from aerie.train import losses
 from aerie.train.losses import SumsAndCounts, argmax_in_chunks
 from aerie.train.objectives import Objective, StepOutput, chosen_after, shifted
 from aerie.train.workload import Load, MatrixSizes, Work, attention_operations
-
-
-class TokenSlots(NamedTuple):
-    states: Tensor  # [S, D], the LM's
-    tokens: Tensor  # [S], of the text
-    known: Tensor  # [S] bool: the token has a column
-
-
-class LawSlots(NamedTuple):
-    """TokenSlots, with the target's states [S, Dt]."""
-
-    states: Tensor
-    tokens: Tensor
-    known: Tensor
-    true: Tensor
-
-
-class TokenSums(NamedTuple):
-    cross_entropy: Tensor
-    token_accuracy: Tensor
-
-
-class LawSums(NamedTuple):
-    cross_entropy: Tensor
-    distill: Tensor
-    token_accuracy: Tensor
-    alpha: Tensor
-    greedy_agreement: Tensor
 
 
 class LMObjective(Objective):
@@ -70,40 +42,38 @@ class LMObjective(Objective):
         # All tokens with a turn are learnt, but a row's first, which nothing predicts.
         mask = batch.turn_ids[:, 1:] != 0  # [B, T-1]
         tokens = batch.input_ids[:, 1:][mask]  # [S]
-        slots = TokenSlots(self.states(batch.input_ids)[mask], tokens, tokens < self.num_columns)
-        parts: Any
-        if self.target is None:
-            pieces = losses.in_chunks(slots, self.chunk)
-            parts = losses.by_piece(self._token_sums, pieces)
-        else:
-            with_law = LawSlots(*slots, true=batch.features[:, :-1][mask])
-            parts = losses.by_piece(self._law_sums, losses.in_chunks(with_law, self.chunk))
-        count = mask.sum()
-        sums = losses.added(list(parts))._asdict()
-        terms = {name: (sums.pop(name), count) for name in self.weights}
-        return StepOutput(terms, {name: (value, count) for name, value in sums.items()})
+        slots = {
+            "states": self.states(batch.input_ids)[mask],  # [S, D], the LM's
+            "tokens": tokens,
+            "known": tokens < self.num_columns,
+        }
+        if self.target is not None:
+            slots["true"] = batch.features[:, :-1][mask]  # [S, Dt], the target's states
+        pieces = losses.in_chunks(slots, self.chunk)
+        sums = losses.added(list(losses.by_piece(self._sums, pieces)))
+        return StepOutput.of_sums(sums, mask.sum(), self.weights)
 
-    def _token_sums(self, slots: TokenSlots) -> TokenSums:
-        log_q = self.logits(slots.states).float().log_softmax(-1)  # [S, num_columns]
-        return self._learn_tokens(log_q, slots)
-
-    def _learn_tokens(self, log_q: Tensor, slots: TokenSlots | LawSlots) -> TokenSums:
+    def _sums(self, slots: losses.Columns) -> losses.Sums:
+        log_q = self.logits(slots["states"]).float().log_softmax(-1)  # [S, num_columns]
+        choice = log_q.detach().argmax(-1)  # [S]
         # A token without a column cannot be learnt; the law at its slot still is.
-        columns = slots.tokens.clamp(max=self.num_columns - 1)[:, None]
+        columns = slots["tokens"].clamp(max=self.num_columns - 1)[:, None]
         of_text = log_q.gather(1, columns)[:, 0]  # [S]
-        is_correct = (log_q.detach().argmax(-1) == slots.tokens) & slots.known
-        return TokenSums(-(of_text * slots.known).sum(), is_correct.sum())
-
-    def _law_sums(self, slots: LawSlots) -> LawSums:
-        log_q = self.logits(slots.states).float().log_softmax(-1)  # [S, num_columns]
-        cross_entropy, correct = self._learn_tokens(log_q, slots)
-        columns = torch.arange(self.num_columns)
-        law, choice = losses.drafted_law(slots.true, self.target, columns)
-        loss = losses.LOSSES[self.settings.distill](log_q, law, self.settings).sum()
+        sums = {
+            "cross_entropy": -(of_text * slots["known"]).sum(),
+            "token_accuracy": ((choice == slots["tokens"]) & slots["known"]).sum(),
+        }
+        if self.target is None:
+            return sums
+        law, target_choice = losses.drafted_law(
+            slots["true"], self.target, torch.arange(self.num_columns)
+        )
+        loss = losses.LOSSES[self.settings.distill](log_q, law, self.settings)  # [S]
+        sums["distill"] = loss.sum()
         with torch.no_grad():
-            alpha = losses.acceptance_rate(log_q, law.whole).sum()
-            agreement = (log_q.argmax(-1) == choice).sum()
-        return LawSums(cross_entropy, loss, correct, alpha, agreement)
+            sums["alpha"] = losses.acceptance_rate(log_q, law.whole).sum()
+            sums["greedy_agreement"] = (choice == target_choice).sum()
+        return sums
 
     def states(self, input_ids: Tensor) -> Tensor:
         """States [B, T-1, D] that predict the tokens after the first."""

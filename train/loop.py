@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from torch import Tensor
 
 from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.heads import MuonSection, TrainConfig
@@ -36,15 +37,15 @@ METER = "meter-{}.pt"  # each process's sums since the last log line
 
 def means(sums: SumsAndCounts, device: torch.device) -> dict[str, float]:
     """sum / count of every name over all processes, which must have the same names."""
-    names = sorted(sums)
-    pairs = [torch.stack([part.double().to(device) for part in sums[name]]) for name in names]
-    totals = processes.all_reduce(torch.stack(pairs)).tolist()  # [names, 2]
-    of_name = dict(zip(names, totals, strict=True))
+    names = sorted(sums)  # each process may have met them in another order
+    flat: list[Tensor] = []
+    for name in names:
+        flat += [part.double().to(device) for part in sums[name]]
+    totals = processes.all_reduce(torch.stack(flat)).tolist()
     averages = {}
-    for name in sums:
-        value, count = of_name[name]
+    for name, value, count in zip(names, totals[::2], totals[1::2], strict=True):
         averages[name] = value / count if count else 0.0
-    return averages
+    return {name: averages[name] for name in sums}
 
 
 def add_sums(totals: SumsAndCounts, sums: SumsAndCounts) -> None:

@@ -23,7 +23,8 @@ from aerie.train.processes import world_size
 
 SumsAndCounts = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count) of a mean
 P = TypeVar("P")  # a piece: what is known of some of the slots
-S = TypeVar("S", bound=NamedTuple)  # of tensors
+Columns = dict[str, Tensor]  # what is known of slots, by name [S, ...]
+Sums = dict[str, Tensor]  # over the slots of a piece, by name
 
 
 @dataclass(frozen=True)
@@ -164,8 +165,10 @@ class Piece(NamedTuple):
 
 
 def by_piece(
-    sums_of: Callable[[Any], S], pieces: list[P], prepare: Callable[[P], Any] = lambda piece: piece
-) -> Iterator[S]:
+    sums_of: Callable[[Any], Sums],
+    pieces: list[P],
+    prepare: Callable[[P], Any] = lambda piece: piece,
+) -> Iterator[Sums]:
     """sums_of(prepare(piece)) of each piece, computed as the iterator goes.
 
     The backward pass starts with the last piece, which alone keeps its laws; it recomputes sums_of
@@ -176,10 +179,12 @@ def by_piece(
     return chain(earlier, map(sums_of, map(prepare, pieces[-1:])))
 
 
-def added(sums: list[S]) -> S:
+def added(parts: list[Sums]) -> Sums:
     """The sums of all pieces together."""
-    columns = zip(*sums, strict=True)
-    return sums[0]._make(torch.stack(column).sum(0) for column in columns)
+    totals = {}
+    for name in parts[0]:
+        totals[name] = torch.stack([part[name] for part in parts]).sum(0)
+    return totals
 
 
 def _agreed_count(count: int, device: torch.device) -> int:
@@ -192,13 +197,14 @@ def _agreed_count(count: int, device: torch.device) -> int:
     return int(most)
 
 
-def in_chunks(slots: S, chunk: int) -> list[S]:
-    """Slots [S, ...] in pieces of at most `chunk`, equally many in every process."""
-    columns = [column.split(chunk) for column in slots]
-    pieces = [slots._make(parts) for parts in zip(*columns, strict=True)]
-    missing = _agreed_count(len(pieces), slots[0].device) - len(pieces)
-    empty = slots._make(column[:0] for column in slots)
-    return pieces + [empty] * missing
+def in_chunks(slots: Columns, chunk: int) -> list[Columns]:
+    """Slots in pieces of at most `chunk`, equally many in every process."""
+    splits = zip(*(column.split(chunk) for column in slots.values()), strict=True)
+    pieces = [dict(zip(slots, parts, strict=True)) for parts in splits]
+    device = next(iter(slots.values())).device
+    missing = _agreed_count(len(pieces), device) - len(pieces)
+    # A process with fewer slots than others ends in empty pieces.
+    return pieces + [{name: column[:0] for name, column in slots.items()}] * missing
 
 
 def by_target_state(slots: Piece, at_once: int) -> list[Piece]:

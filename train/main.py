@@ -195,9 +195,10 @@ def _held_out_prompts(recipe: Recipe, job: "Job") -> list[list[int]]:
         if 0 < first <= room:
             prompts.append([int(token) for token in row.input_ids[:first]])
     if not prompts:
-        what = f"no held-out conversation opens with at most {room:,} tokens"
-        fix = "raise data.held_out or lower train.measure_new_tokens"
-        raise UserError(f"train.measure_prompts: {what}; {fix}")
+        raise UserError(
+            f"train.measure_prompts: no held-out conversation opens with at most {room:,} tokens; "
+            "raise data.held_out or lower train.measure_new_tokens"
+        )
     return prompts
 
 

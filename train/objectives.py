@@ -5,7 +5,7 @@ Slot p gets the feature of t_p and the token t_{p+1}; the head's output there pr
 unroll step k (0, 1, ...) the slot predicts t_{p+2+k}. `Batch.supervised` says which slots learn.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -47,6 +47,12 @@ class StepOutput:
             scale = scales[name] if scales else 1.0
             parts.append(weights[name] * value * scale)
         return sum(parts[1:], parts[0])
+
+    @classmethod
+    def of_sums(cls, sums: losses.Sums, count: Tensor, terms: Iterable[str]) -> "StepOutput":
+        """Of sums that have one divisor; those that are no terms are metrics."""
+        means = {name: (value, count) for name, value in sums.items()}
+        return cls({name: means.pop(name) for name in terms}, means)
 
     def sums(self) -> SumsAndCounts:
         """Terms and metrics, without gradients."""
@@ -307,17 +313,6 @@ def _copied(memory: UnrollMemory) -> UnrollMemory:
     return replace(memory, keys=list(memory.keys), values=list(memory.values))
 
 
-class SlotPairs(NamedTuple):
-    predicted: Tensor  # [S, D], the head's outputs
-    true: Tensor  # [S, D], the target's states that they predict
-
-
-class Eagle1Sums(NamedTuple):
-    classification: Tensor  # the loss between the laws
-    alpha: Tensor
-    agreement: Tensor  # slots whose likeliest tokens are the same
-
-
 class Eagle1Objective(Objective):
     """Smooth-L1 on features plus a loss between the two laws, at supervised slots (EAGLE,
     arXiv 2401.15077, section 4.1)."""
@@ -349,27 +344,26 @@ class Eagle1Objective(Objective):
         # All slots are computed: later ones attend to them.
         positions = batch.positions[:, :-1].to(features.device)
         outputs = self.head(batch.input_ids[:, 1:], features, positions)  # [B, T-1, D]
-        pairs = SlotPairs(outputs[slots].float(), batch.features[:, 1:][slots])
+        predicted = outputs[slots].float()  # [S, D]
+        true = batch.features[:, 1:][slots]  # [S, D], the target's states
         # The target's LM head stays in its own dtype, as in decoding.
         with torch.autocast(outputs.device.type, enabled=False):
-            pieces = losses.in_chunks(pairs, self.chunk)
+            pieces = losses.in_chunks({"predicted": predicted, "true": true}, self.chunk)
             sums = losses.added(list(losses.by_piece(self._sums, pieces)))
-        feature = losses.smooth_l1(pairs.predicted, pairs.true).sum()
-        count = slots.sum()
-        return StepOutput(
-            terms={"feature": (feature, count), "classification": (sums.classification, count)},
-            metrics={"alpha": (sums.alpha, count), "greedy_agreement": (sums.agreement, count)},
-        )
+        sums["feature"] = losses.smooth_l1(predicted, true).sum()
+        return StepOutput.of_sums(sums, slots.sum(), self.weights)
 
-    def _sums(self, pairs: SlotPairs) -> Eagle1Sums:
+    def _sums(self, slots: losses.Columns) -> losses.Sums:
         with torch.no_grad():
-            law = losses.TargetLaw.of_logits(self.target.logits(pairs.true))
-        log_q = self.target.logits(pairs.predicted).float().log_softmax(-1)  # [S, V]
-        loss = losses.LOSSES[self.settings.loss](log_q, law, self.settings).sum()
+            law = losses.TargetLaw.of_logits(self.target.logits(slots["true"]))
+        log_q = self.target.logits(slots["predicted"]).float().log_softmax(-1)  # [S, V]
+        loss = losses.LOSSES[self.settings.loss](log_q, law, self.settings)  # [S]
         with torch.no_grad():
-            alpha = losses.acceptance_rate(log_q, law.whole).sum()
-            agreement = (log_q.argmax(-1) == law.whole.argmax(-1)).sum()
-        return Eagle1Sums(loss, alpha, agreement)
+            return {
+                "classification": loss.sum(),
+                "alpha": losses.acceptance_rate(log_q, law.whole).sum(),
+                "greedy_agreement": (log_q.argmax(-1) == law.whole.argmax(-1)).sum(),
+            }
 
     def draft_greedily(self, batch: Batch) -> Iterator[Tensor]:
         slots = Slots.of_batch(batch, self.settings.eval_depths)
@@ -404,13 +398,6 @@ class PieceWithLaw(NamedTuple):
     outputs: list[Tensor]  # [n_k, D]
 
 
-class Eagle3Sums(NamedTuple):
-    loss: Tensor  # [K]
-    hits: Tensor  # [K]
-    alpha: Tensor  # of the first step
-    inside: Tensor  # of the first step: the target's choices that are draft tokens
-
-
 class Eagle3Objective(Objective):
     """The training-time test (EAGLE-3, arXiv 2503.01840); every step's loss is divided by the first
     step's slots."""
@@ -436,13 +423,10 @@ class Eagle3Objective(Objective):
             parts = losses.by_piece(self._sums, pieces)
         sums = losses.added(list(parts))
         counts = torch.tensor(slots.sizes).unbind()
-        terms = {}
-        metrics = {}
-        for k, count in enumerate(counts):
-            terms[f"loss_at_{k + 1}"] = (sums.loss[k], counts[0])
-            metrics[f"accuracy_at_{k + 1}"] = (sums.hits[k], count)
-        metrics["alpha"] = (sums.alpha, counts[0])
-        metrics["in_vocabulary"] = (sums.inside, counts[0])
+        terms = {name: (sums["loss"][k], counts[0]) for k, name in enumerate(self.weights)}
+        metrics = {f"accuracy_at_{k + 1}": (sums["hits"][k], n) for k, n in enumerate(counts)}
+        metrics["alpha"] = (sums["alpha"], counts[0])
+        metrics["in_vocabulary"] = (sums["in_vocabulary"], counts[0])
         return StepOutput(terms, metrics)
 
     def _states_at_once(self, total: int) -> int:
@@ -456,7 +440,7 @@ class Eagle3Objective(Objective):
         mean_rows = self.head.lm_head(law.log_p.exp(), is_law=True)
         return PieceWithLaw(mean_rows, [law], choices, piece.which, piece.columns[0])
 
-    def _soft_cross_entropy_sums(self, piece: PieceWithLaw) -> Eagle3Sums:
+    def _soft_cross_entropy_sums(self, piece: PieceWithLaw) -> losses.Sums:
         """H(p, q) = log sum_v exp(w_v h) - (p^T W) h, so no law is copied for a step."""
         slots = torch.cat(piece.which).to(piece.choices.device, non_blocking=True)  # [S]
         out = self.head.normed(torch.cat(piece.outputs))  # [S, D]
@@ -465,7 +449,7 @@ class Eagle3Objective(Objective):
         loss = normaliser - (piece.mean_rows[slots].float() * out.float()).sum(-1)  # [S]
         return self._step_sums(loss, log_q, choice, piece.outputs, piece.laws)
 
-    def _sums(self, piece: Piece) -> Eagle3Sums:
+    def _sums(self, piece: Piece) -> losses.Sums:
         """With any other loss. To save memory the backward pass recomputes the law, too."""
         law, choices = losses.drafted_law(piece.states, self.target, self.ids)
         slots = torch.cat(piece.which).to(choices.device, non_blocking=True)  # [S]
@@ -483,8 +467,9 @@ class Eagle3Objective(Objective):
         choice: Tensor,
         outputs: list[Tensor],
         laws: list[losses.TargetLaw],
-    ) -> Eagle3Sums:
-        """The sums by step, of all steps' loss [S], log q [S, Vd] and the target's choices [S]."""
+    ) -> losses.Sums:
+        """From all steps' loss [S], log q [S, Vd] and the target's choices [S]: loss and hits of each
+        step [K], and of the first step alpha and the choices in the draft vocabulary."""
         sizes = [len(output) for output in outputs]
         vocabulary = self.head.vocabulary
         inside = vocabulary.t2d[choice]  # [S]
@@ -494,14 +479,13 @@ class Eagle3Objective(Objective):
         # After the loss: the backward pass recomputes no further, and the law is gone by then.
         with torch.no_grad():
             hits = (vocabulary.target_ids(log_q.argmax(-1)) == choice).split(sizes)
-            # The first step has each state once, in order, so the law needs no look-up.
-            alpha = losses.acceptance_rate(log_q[: sizes[0]], laws.pop().whole).sum()
-            return Eagle3Sums(
-                loss=total,
-                hits=torch.stack([part.sum() for part in hits]),
-                alpha=alpha,
-                inside=inside[: sizes[0]].sum(),
-            )
+            return {
+                "loss": total,
+                "hits": torch.stack([part.sum() for part in hits]),
+                # The first step has each state once, in order, so the law needs no look-up.
+                "alpha": losses.acceptance_rate(log_q[: sizes[0]], laws.pop().whole).sum(),
+                "in_vocabulary": inside[: sizes[0]].sum(),
+            }
 
     def draft_greedily(self, batch: Batch) -> Iterator[Tensor]:
         head = self.head
@@ -588,13 +572,6 @@ def head_slots(batch: Batch, num_heads: int) -> HeadSlots:
     return HeadSlots(supervised, batch.features[:, 1:][masks[0]], which)
 
 
-class MultiTokenSums(NamedTuple):
-    label: Tensor  # [H]
-    law: Tensor  # [H]
-    hits: Tensor  # [H]
-    alpha: Tensor  # of the first head
-
-
 class MultiTokenObjective(Objective):
     """Medusa and Hydra: head k's label and law loss times head_decay ** k (k = 1, 2, ...), divided
     by its own slots."""
@@ -619,21 +596,19 @@ class MultiTokenObjective(Objective):
             outputs = checkpoint(self._outputs, batch, slots.supervised, use_reentrant=False)
         else:
             outputs = self._outputs(batch, slots.supervised)
-        tokens = []
-        for k, mask in enumerate(slots.supervised):
-            predicted = shifted(batch.input_ids, 2 + k)[:, : mask.shape[1]]  # [B, T-1]
-            tokens.append(predicted[mask])  # [S_k]
+        tokens = [  # K x [S_k]
+            shifted(batch.input_ids, 2 + k)[:, :-1][mask] for k, mask in enumerate(slots.supervised)
+        ]
         at_once = max(1, self.chunk // self.num_heads)
         piece = Piece(slots.states, slots.which, [outputs, tokens])
         pieces = losses.by_target_state(piece, at_once)
         sums = losses.added(list(losses.by_piece(self._sums, pieces)))
-        counts = [batch.supervised(k).sum() for k in range(self.num_heads)]
-        totals = {"label": sums.label, "law": sums.law}
-        terms = {}
-        for name, term in self.terms.items():
-            terms[name] = (totals[term.part][term.k], counts[term.k])
-        metrics = {f"accuracy_at_{k + 1}": (sums.hits[k], count) for k, count in enumerate(counts)}
-        metrics["alpha"] = (sums.alpha, counts[0])
+        counts = slots.supervised.sum((1, 2))  # [K]
+        terms = {
+            name: (sums[term.part][term.k], counts[term.k]) for name, term in self.terms.items()
+        }
+        metrics = {f"accuracy_at_{k + 1}": (sums["hits"][k], n) for k, n in enumerate(counts)}
+        metrics["alpha"] = (sums["alpha"], counts[0])
         return StepOutput(terms, metrics)
 
     def _outputs(self, batch: Batch, supervised: Tensor) -> list[Tensor]:
@@ -659,31 +634,39 @@ class MultiTokenObjective(Objective):
                 outputs.append(self.head.state(k, features[mask], drop))
         return outputs
 
-    def _sums(self, piece: Piece) -> MultiTokenSums:
+    def _sums(self, piece: Piece) -> losses.Sums:
+        """Label loss, law loss and hits of each head [K]; the first head's alpha."""
         outputs, tokens = piece.columns
         with torch.no_grad():
             law = losses.TargetLaw.of_logits(self.target.logits(piece.states))
             choice = law.inside.argmax(-1)  # [s]
-        log_qs = []  # K x [S_k, V]
-        for k, output in enumerate(outputs):
-            log_qs.append(self.head.laws(k, output, self.target).float().log_softmax(-1))
-        label = of_law = log_qs[0].new_zeros(len(log_qs))
+        log_qs = [  # K x [S_k, V]
+            self.head.laws(k, output, self.target).float().log_softmax(-1)
+            for k, output in enumerate(outputs)
+        ]
+        loss_of = losses.LOSSES[self.settings.loss]
+        label = of_law = list(log_qs[0].new_zeros(len(log_qs)))
         if self.settings.label_weight:
-            sums = [F.nll_loss(*pair, reduction="sum") for pair in zip(log_qs, tokens, strict=True)]
-            label = torch.stack(sums)
+            label = [
+                F.nll_loss(*pair, reduction="sum") for pair in zip(log_qs, tokens, strict=True)
+            ]
         if self.settings.law_weight:
-            loss = losses.LOSSES[self.settings.loss]
-            sums = []
-            for log_q, slots in zip(log_qs, piece.which, strict=True):
-                sums.append(loss(log_q, replace(law, slots=slots), self.settings).sum())
-            of_law = torch.stack(sums)
+            of_law = [
+                loss_of(log_q, replace(law, slots=slots), self.settings).sum()
+                for log_q, slots in zip(log_qs, piece.which, strict=True)
+            ]
         with torch.no_grad():
-            hits = []
-            for log_q, slots in zip(log_qs, piece.which, strict=True):
-                hits.append((log_q.argmax(-1) == choice[slots]).sum())
-            first = replace(law, slots=piece.which[0])
-            alpha = losses.acceptance_rate(log_qs[0], first.whole).sum()
-        return MultiTokenSums(label, of_law, torch.stack(hits), alpha)
+            hits = [
+                (log_q.argmax(-1) == choice[slots]).sum()
+                for log_q, slots in zip(log_qs, piece.which, strict=True)
+            ]
+            first_law = replace(law, slots=piece.which[0]).whole
+            return {
+                "label": torch.stack(label),
+                "law": torch.stack(of_law),
+                "hits": torch.stack(hits),
+                "alpha": losses.acceptance_rate(log_qs[0], first_law).sum(),
+            }
 
     def draft_greedily(self, batch: Batch) -> Iterator[Tensor]:
         num_heads = min(self.settings.eval_depths, self.num_heads)

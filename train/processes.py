@@ -27,8 +27,9 @@ def world_size() -> int:
 
 def local_device() -> str:
     """The GPU that a launcher gave this process, or 'cpu'."""
-    is_gpu = torch.cuda.is_available()
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if is_gpu else "cpu"
+    if not torch.cuda.is_available():
+        return "cpu"
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 
 
 def be_quiet() -> None:
@@ -57,8 +58,10 @@ def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if is_cpu_process else [],
     )
     if has_gpu and accelerator.mixed_precision == "no":
-        fix = "add --mixed_precision bf16, unless that is what you want"
-        warn(f"accelerate launch: trains in float32; {fix}")
+        warn(
+            "accelerate launch: trains in float32; add --mixed_precision bf16, "
+            "unless that is what you want"
+        )
     _require_all_processes(accelerator)
     if isinstance(config.optimizer, MuonSection):
         _prepare_for_muon(accelerator)
@@ -70,9 +73,10 @@ def _require_all_processes(accelerator: Accelerator) -> None:
     is_alone = accelerator.distributed_type == DistributedType.NO
     count = 1 if is_alone else accelerator.num_processes
     if count != world_size():
-        what = f"the launcher asked for {world_size()} processes and {count} trains"
-        fix = "launch with --config_file configs/accelerate/zero2.yaml, or with torchrun"
-        raise UserError(f"WORLD_SIZE: {what}; {fix}")
+        raise UserError(
+            f"WORLD_SIZE: the launcher asked for {world_size()} processes and {count} trains; "
+            "launch with --config_file configs/accelerate/zero2.yaml, or with torchrun"
+        )
 
 
 def _prepare_for_muon(accelerator: Accelerator) -> None:
@@ -81,9 +85,10 @@ def _prepare_for_muon(accelerator: Accelerator) -> None:
     is_offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
     # In float16 the scale of gradients changes, and Muon's momentum would mix scales.
     if accelerator.mixed_precision == "fp16" or is_offloaded or zero.get("stage") == 0:
-        what = "muon trains in float32 or bf16 and, under DeepSpeed, with ZeRO 1 to 3 without"
-        fix = "use configs/accelerate/zero2.yaml, or adamw"
-        raise UserError(f"train.optimizer: {what} offload; {fix}")
+        raise UserError(
+            "train.optimizer: muon trains in float32 or bf16 and, under DeepSpeed, "
+            "with ZeRO 1 to 3 without offload; use configs/accelerate/zero2.yaml, or adamw"
+        )
     zero["reduce_scatter"] = zero.get("stage") != 3  # in stage 3 DeepSpeed's Muon refuses it
 
 
@@ -93,9 +98,10 @@ def _configure_deepspeed(accelerator: Accelerator, config: TrainConfig) -> None:
         return
     # With both, two processes waited for each other forever.
     if getattr(config, "compile", False) and plugin.zero_stage == 3:
-        what = "ZeRO-3 gathers weights inside of what would be compiled"
-        fix = "use configs/accelerate/zero2.yaml, or leave it out"
-        raise UserError(f"train.compile: {what}; {fix}")
+        raise UserError(
+            "train.compile: ZeRO-3 gathers weights inside of what would be compiled; "
+            "use configs/accelerate/zero2.yaml, or leave it out"
+        )
     plugin.deepspeed_config |= {
         # accelerator.clip_grad_norm_ clips nothing under DeepSpeed.
         "gradient_clipping": config.clip_norm,
@@ -110,23 +116,26 @@ def check_compiler() -> None:
         torch.compile(torch.sin)(torch.ones(2, device=local_device()))
     except RuntimeError as error:
         reason = str(getattr(error, "inner_exception", error)).strip().split("\n", 1)[0]
-        fix = "install a C++ compiler (g++), or leave train.compile out"
-        raise UserError(f"train.compile: {reason}; {fix}") from error
+        raise UserError(
+            f"train.compile: {reason}; install a C++ compiler (g++), or leave train.compile out"
+        ) from error
 
 
 def engine_and_machine(accelerator: Accelerator) -> tuple[str, str]:
     """('ZeRO-2 bf16', 'cpu with 2 threads, torch 2.13.0')."""
     plugin = accelerator.state.deepspeed_plugin
     engine = "plain" if plugin is None else f"ZeRO-{plugin.zero_stage}"
-    is_float32 = accelerator.mixed_precision == "no"
-    precision = "float32" if is_float32 else accelerator.mixed_precision
+    precision = accelerator.mixed_precision
     device = accelerator.device
     if device.type == "cuda":
         machine = torch.cuda.get_device_name(device)
     else:
         threads = torch.get_num_threads()
         machine = f"{device.type} with {threads} {'thread' if threads == 1 else 'threads'}"
-    return f"{engine} {precision}", f"{machine}, torch {torch.__version__}"
+    return (
+        f"{engine} {'float32' if precision == 'no' else precision}",
+        f"{machine}, torch {torch.__version__}",
+    )
 
 
 def load_state(accelerator: Accelerator, folder: Path) -> None:
@@ -146,8 +155,10 @@ def load_state(accelerator: Accelerator, folder: Path) -> None:
         ):
             accelerator.load_state(str(folder))
     except UnpicklingError as error:
-        what = "holds more than tensors and plain values, which is never loaded"
-        raise UserError(f"{folder}: {what}; remove it, or start anew with --overwrite") from error
+        raise UserError(
+            f"{folder}: holds more than tensors and plain values, which is never loaded; "
+            "remove it, or start anew with --overwrite"
+        ) from error
 
 
 def all_reduce(values: Tensor) -> Tensor:

@@ -42,6 +42,11 @@ def reads_cache(recipe: Recipe) -> bool:
     return needs_target(recipe) and recipe.features.mode != "online"
 
 
+def reads_online(recipe: Recipe) -> bool:
+    """Whether each step runs the target for its features."""
+    return needs_target(recipe) and not reads_cache(recipe)
+
+
 def stage_inputs(recipe: Recipe) -> dict[str, Any]:
     """All that the trained weights depend on, JSON-ready; a feature cache stands for its data."""
     settings = as_dict(recipe.train)
@@ -77,8 +82,9 @@ def cache_record(recipe: Recipe) -> dict[str, Any]:
         return {}
     record = sound_record(directory)
     if not record:
-        fix = f"rebuild with: {FEATURES_COMMAND} --overwrite"
-        raise UserError(f"{directory / FILE}: cannot be read; {fix}")
+        raise UserError(
+            f"{directory / FILE}: cannot be read; rebuild with: {FEATURES_COMMAND} --overwrite"
+        )
     return record
 
 
@@ -91,8 +97,10 @@ def is_whole(recipe: Recipe, stage: Stage) -> bool:
         present = [name for name in recipe.data.conversations if Path(name).exists()]
         changed = changed_since(made_of, stage.inputs["target"], conversation_inputs(present))
         if changed:
-            what = f"{recipe.paths.features}: made before {changed} changed"
-            raise UserError(f"{what}; rebuild with: {FEATURES_COMMAND} --overwrite")
+            raise UserError(
+                f"{recipe.paths.features}: made before {changed} changed; "
+                f"rebuild with: {FEATURES_COMMAND} --overwrite"
+            )
     return stage.is_whole()
 
 
@@ -152,11 +160,14 @@ def _refusal(saved: Progress, fresh: Progress) -> str:
     """Why the saved training cannot go on as the fresh one; "": it can."""
     changed = storage.differences(decisive(saved.made_of), decisive(fresh.made_of))
     if changed:
-        what = f"step {saved.step:,} of another recipe or other data ({changed})"
-        return f"{what}; choose another --run"
+        return (
+            f"step {saved.step:,} of another recipe or other data ({changed}); choose another --run"
+        )
     if saved.world_size != fresh.world_size:
-        what = f"saved by {saved.world_size} processes, now there are {fresh.world_size}"
-        return f"{what}; go on with --num_processes {saved.world_size}"
+        return (
+            f"saved by {saved.world_size} processes, now there are {fresh.world_size}; "
+            f"go on with --num_processes {saved.world_size}"
+        )
     if saved.engine != fresh.engine:
         return f"saved under {saved.engine}, now it is {fresh.engine}; go on as there"
     return ""
@@ -220,8 +231,9 @@ def require_own_output(stage: Stage, state: Path) -> None:
     marker = output / BEGUN
     text = marker.read_text(encoding="utf-8").strip() if marker.is_file() else None
     if text != os.path.relpath(state, output):
-        what = "holds files that no run has made; name another output, or --overwrite them"
-        raise UserError(f"{output}: {what}")
+        raise UserError(
+            f"{output}: holds files that no run has made; name another output, or --overwrite them"
+        )
 
 
 def begin_output(output: Path, state: Path) -> None:

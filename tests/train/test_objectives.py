@@ -44,7 +44,6 @@ from aerie.train.objectives import (
     KeyedDropout,
     MultiTokenObjective,
     Objective,
-    SlotPairs,
 )
 from tests import tiny
 from tests.model.drafted import drafted, log_laws
@@ -344,13 +343,13 @@ def test_a_chunk_of_laws_takes_at_most_1_gib_at_128k_tokens(
     ).to("meta")
     with Peak([*head.parameters(), *head.buffers(), table, states]) as peak:
         if kind == "eagle1":
-            pairs = SlotPairs(outputs[: made.chunk].float(), states[: made.chunk])
-            made._sums(pairs).classification.backward()
+            slots = {"predicted": outputs[: made.chunk].float(), "true": states[: made.chunk]}
+            made._sums(slots)["classification"].backward()
         else:
             per_step = made.chunk // STEPS
             which = [torch.arange(per_step)] * STEPS
             piece = Piece(states[:per_step], which, [[outputs[:per_step]] * STEPS])
-            made._soft_cross_entropy_sums(made._with_law(piece)).loss.sum().backward()
+            made._soft_cross_entropy_sums(made._with_law(piece))["loss"].sum().backward()
     assert 2**28 < peak.most <= 2**30
 
 
