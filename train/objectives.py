@@ -357,10 +357,10 @@ class Eagle1Objective(Objective):
         with torch.no_grad():
             law = losses.TargetLaw.of_logits(self.target.logits(slots["true"]))
         log_q = self.target.logits(slots["predicted"]).float().log_softmax(-1)  # [S, V]
-        loss = losses.LOSSES[self.settings.loss](log_q, law, self.settings)  # [S]
+        loss = losses.LOSSES[self.settings.loss](log_q, law, self.settings).sum()
         with torch.no_grad():
             return {
-                "classification": loss.sum(),
+                "classification": loss,
                 "alpha": losses.acceptance_rate(log_q, law.whole).sum(),
                 "greedy_agreement": (log_q.argmax(-1) == law.whole.argmax(-1)).sum(),
             }
@@ -468,7 +468,7 @@ class Eagle3Objective(Objective):
         outputs: list[Tensor],
         laws: list[losses.TargetLaw],
     ) -> losses.Sums:
-        """From all steps' loss [S], log q [S, Vd] and the target's choices [S]: loss and hits of each
+        """From all steps' loss [S], log q [S, Vd] and the target's choices [S]: loss and hits of a
         step [K], and of the first step alpha and the choices in the draft vocabulary."""
         sizes = [len(output) for output in outputs]
         vocabulary = self.head.vocabulary
@@ -661,12 +661,9 @@ class MultiTokenObjective(Objective):
                 for log_q, slots in zip(log_qs, piece.which, strict=True)
             ]
             first_law = replace(law, slots=piece.which[0]).whole
-            return {
-                "label": torch.stack(label),
-                "law": torch.stack(of_law),
-                "hits": torch.stack(hits),
-                "alpha": losses.acceptance_rate(log_qs[0], first_law).sum(),
-            }
+            alpha = losses.acceptance_rate(log_qs[0], first_law).sum()
+        sums = {"label": label, "law": of_law, "hits": hits}
+        return {"alpha": alpha} | {name: torch.stack(parts) for name, parts in sums.items()}
 
     def draft_greedily(self, batch: Batch) -> Iterator[Tensor]:
         num_heads = min(self.settings.eval_depths, self.num_heads)

@@ -213,9 +213,8 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOAK)
-def test_a_stage_that_is_killed_goes_on_to_the_same_bytes(
-    name: str, worlds: dict[str, World], tmp_path: Path
-) -> None:
+def test_killed_stage(name: str, worlds: dict[str, World], tmp_path: Path) -> None:
+    """A stage that is killed goes on to the same bytes."""
     world, chance = worlds[name], random.Random(name)
     run = world.fresh(tmp_path / "run")
     assert world.start(run, fatal=chance.randrange(2, world.changes // 2)) == -9
@@ -228,9 +227,8 @@ def test_a_stage_that_is_killed_goes_on_to_the_same_bytes(
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("name", SOAK)
-def test_kills_at_random_moments_leave_no_trace(
-    name: str, worlds: dict[str, World], tmp_path: Path
-) -> None:
+def test_random_moments(name: str, worlds: dict[str, World], tmp_path: Path) -> None:
+    """Kills at random moments leave no trace."""
     world, chance, kills, runs = worlds[name], random.Random(f"soak {name}"), 0, 0
     whole = f"{OUTPUTS[name][0]}/provenance.json"  # marks the end of the stage
     while kills < SOAK[name]:
@@ -247,9 +245,8 @@ def test_kills_at_random_moments_leave_no_trace(
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("name", SOAK)
-def test_a_stage_that_dies_before_any_change_to_a_file_goes_on_to_the_same_bytes(
-    name: str, worlds: dict[str, World], tmp_path: Path
-) -> None:
+def test_every_change(name: str, worlds: dict[str, World], tmp_path: Path) -> None:
+    """A stage that dies before any change to a file goes on to the same bytes."""
     world = worlds[name]
     run, fatal = world.fresh(tmp_path / "start"), 1
     while (code := world.start(run, fatal=fatal)) == -9:  # start n dies before its change n

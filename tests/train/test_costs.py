@@ -37,7 +37,8 @@ ATTENTION = {
 
 @pytest.mark.parametrize("inner", [64, 256])
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
-def test_operations_and_peak_memory_are_what_torch_counts(kind: str, inner: int) -> None:
+def test_plan_is_torchs_count(kind: str, inner: int) -> None:
+    """Operations and peak memory are what torch counts."""
     generator, rows = torch.Generator().manual_seed(0), []
     for _ in range(COUNT):
         ids, turn_ids = (
@@ -83,7 +84,8 @@ def test_operations_and_peak_memory_are_what_torch_counts(kind: str, inner: int)
     assert parts["frozen"] == frozen + VOCAB.embedding.nbytes + VOCAB.lm_head.nbytes
 
 
-def test_operations_of_a_target_are_what_torch_counts() -> None:
+def test_target_operations() -> None:
+    """Operations of a target are what torch counts."""
     model = tiny.llama(hidden_size=64)
     ids = torch.randint(5, 320, (2, 100))
     with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counted, torch.no_grad():

@@ -23,7 +23,8 @@ def draft(**sizes: Any) -> Any:
     return tiny.llama(num_blocks=1, seed=7, **sizes)
 
 
-def test_the_loss_is_transformers_own_on_the_learnt_tokens() -> None:
+def test_loss_is_transformers() -> None:
+    """The loss is transformers own on the learnt tokens."""
     lm, batch = tiny.llama(num_blocks=2), collate(tiny.rows(3), range(3))
     labels = batch.input_ids.masked_fill(batch.turn_ids == 0, -100)
     total, count = LMObjective(lm, None, DraftLMTrain())(batch).terms["cross_entropy"]
@@ -33,7 +34,8 @@ def test_the_loss_is_transformers_own_on_the_learnt_tokens() -> None:
     )
 
 
-def test_a_new_lm_is_saved_as_an_ordinary_directory_and_goes_on_from_one(tmp_path: Path) -> None:
+def test_saved_directory(tmp_path: Path) -> None:
+    """A new lm is saved as an ordinary directory and goes on from one."""
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
     config, tokenizer = DraftLMSection(max_position_embeddings=64, **sizes), tiny.tokenizer()
     lm = new_causal_lm(config, tokenizer, 0).eval()
@@ -51,9 +53,7 @@ def test_a_new_lm_is_saved_as_an_ordinary_directory_and_goes_on_from_one(tmp_pat
 
 
 @pytest.mark.parametrize(("drafts", "targets"), [(320, 340), (340, 320)])
-def test_terms_of_a_draft_lm_are_those_of_plain_forwards_at_the_targets_tokens(
-    drafts: int, targets: int
-) -> None:
+def test_terms_of_plain_forwards(drafts: int, targets: int) -> None:
     """340 is a padded vocabulary (Qwen2.5 has two): the LM's softmax is over the common 320, the target's over all."""
     source, expected, count = (
         target(targets),

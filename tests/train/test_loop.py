@@ -28,9 +28,7 @@ from tests.train.sittings import VOCAB, config, job, lines, sitting, weights
 
 
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(20, 1), (5, 4), (8, 1)])
-def test_loss_and_gradient_are_means_over_the_supervised_slots_of_all_parts_and_steps(
-    tmp_path: Path, batch_size: int, accumulation: int
-) -> None:
+def test_means_over_slots(tmp_path: Path, batch_size: int, accumulation: int) -> None:
     """20 rows: as one batch, as four parts of a step, and as three steps without learning, in one log line."""
     steps, still = (
         -(-20 // (batch_size * accumulation)),
@@ -59,7 +57,8 @@ def test_loss_and_gradient_are_means_over_the_supervised_slots_of_all_parts_and_
     )  # before clipping
 
 
-def test_the_head_on_disk_is_the_one_with_the_best_held_out_score(tmp_path: Path) -> None:
+def test_best_head_stays(tmp_path: Path) -> None:
+    """The head on disk is the one with the best held out score."""
     seen: list[Any] = []
 
     def measure(head: Any) -> dict[str, float]:
@@ -78,9 +77,8 @@ def test_the_head_on_disk_is_the_one_with_the_best_held_out_score(tmp_path: Path
     )
 
 
-def test_a_compiled_training_is_the_plain_one_and_goes_on_as_it(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_compiled_is_plain(tmp_path: Path, monkeypatch: Any) -> None:
+    """A compiled training is the plain one and goes on as it."""
     monkeypatch.setattr("torch.compile", partial(torch.compile, backend="eager"))
     settings = config(max_steps=6, save_every=3, eval_every=3)
     with pytest.raises(RuntimeError, match="power cut"):
@@ -103,7 +101,8 @@ def test_a_compiled_training_is_the_plain_one_and_goes_on_as_it(
 
 
 @pytest.mark.slow
-def test_a_training_that_would_compile_says_first_that_there_is_no_compiler() -> None:
+def test_no_compiler() -> None:
+    """A training that would compile says first that there is no compiler."""
     torch._dynamo.reset()
     gone = torch._inductor.config.patch({"cpp.cxx": (None, "/gone/g++")})
     with (
@@ -115,7 +114,8 @@ def test_a_training_that_would_compile_says_first_that_there_is_no_compiler() ->
         processes.check_compiler()
 
 
-def test_a_training_that_diverges_keeps_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+def test_divergence(tmp_path: Path, monkeypatch: Any) -> None:
+    """A training that diverges keeps nothing."""
     monkeypatch.setattr(
         "aerie.train.losses.smooth_l1", lambda predicted, true: predicted.sum(-1) * float("nan")
     )
@@ -127,7 +127,8 @@ def test_a_training_that_diverges_keeps_nothing(tmp_path: Path, monkeypatch: Any
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
-def test_the_rate_rises_to_its_peak_and_falls_to_its_end_at_the_last_step(schedule: Any) -> None:
+def test_learning_rate(schedule: Any) -> None:
+    """The rate rises to its peak and falls to its end at the last step."""
     settings = Eagle1Train(learning_rate=1.0, warmup_steps=10, schedule=schedule, final_rate=0.4)
     rates = [learning_rate(step, 110, settings) for step in range(111)]
     half, end = (1.0, 1.0) if schedule == "constant" else (0.7, 0.4)
@@ -147,7 +148,8 @@ def test_the_rate_rises_to_its_peak_and_falls_to_its_end_at_the_last_step(schedu
     assert rates[:11] == sorted(rates[:11]) and rates[10:] == sorted(rates[10:], reverse=True)
 
 
-def test_matrices_decay_and_norms_do_not_and_the_embedding_is_not_there() -> None:
+def test_weight_decay() -> None:
+    """Matrices decay and norms do not and the embedding is not there."""
     head = tiny.head(VOCAB.embedding)
     decayed, spared = build_optimizers(head, Eagle1Train(weight_decay=0.3))[0].param_groups
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.3, 0.0)
@@ -167,9 +169,10 @@ def five_rounds(gradient: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("join", [None, deepspeed_internals.zero_muon])
-def test_muon_moves_every_direction_of_a_matrix_by_its_rate_and_adamw_the_rest_as_alone(
+def test_muon(
     join: Any,
 ) -> None:
+    """Muon moves every direction of a matrix by its rate and adamw the rest as alone."""
     moved: list[dict[str, torch.Tensor]] = []
     for section in (MuonSection(matrix_rate=0.1, weight_decay=0.0), AdamWSection()):
         model, generator = tiny.llama(num_blocks=1), torch.Generator().manual_seed(0)
@@ -198,31 +201,41 @@ def test_muon_moves_every_direction_of_a_matrix_by_its_rate_and_adamw_the_rest_a
     assert not {id(gpt2.wte.weight), id(gpt2.wpe.weight)} & {id(p) for p in muon_matrices(gpt2)}
 
 
+MUON, COMPILED = {"optimizer": MuonSection()}, {"compile": True}
+OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+
 @pytest.mark.parametrize(
-    ("precision", "zero"),
+    ("changes", "precision", "zero", "said"),
     [
-        ("fp16", None),
-        ("no", {"stage": 0}),
-        ("bf16", {"stage": 2, "offload_optimizer": {"device": "cpu"}}),
+        (MUON, "fp16", None, r"train.optimizer: muon trains in float32 or bf16"),
+        (MUON, "no", {"stage": 0}, r"train.optimizer: muon trains in float32 or bf16"),
+        (MUON, "bf16", OFFLOADED, r"train.optimizer: muon trains in float32 or bf16"),
+        (COMPILED, "bf16", {"stage": 3}, r"train.compile: ZeRO-3 gathers weights inside"),
     ],
 )
-def test_muon_refuses_what_it_cannot_train_in(
-    precision: str, zero: Any, tmp_path: Path, monkeypatch: Any
+def test_refused_engines(
+    changes: Any, precision: str, zero: Any, said: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    plugin = None if zero is None else SimpleNamespace(deepspeed_config={"zero_optimization": zero})
-    made = SimpleNamespace(
-        mixed_precision=precision, state=SimpleNamespace(deepspeed_plugin=plugin), num_processes=1
+    """Muon needs one scale of gradients and whole matrices; ZeRO-3 cannot be compiled."""
+    plugin = zero and SimpleNamespace(
+        deepspeed_config={"zero_optimization": zero}, zero_stage=zero["stage"]
     )
-    monkeypatch.setattr(
-        processes, "Accelerator", lambda **_: SimpleNamespace(**vars(made), distributed_type="any")
+    accelerator = SimpleNamespace(
+        mixed_precision=precision,
+        state=SimpleNamespace(deepspeed_plugin=plugin),
+        num_processes=1,
+        distributed_type="any",
     )
-    with pytest.raises(UserError, match=r"train.optimizer: muon trains in float32 or bf16"):
-        processes.build_accelerator(config(optimizer=MuonSection()), tmp_path)
+    monkeypatch.setattr(processes, "Accelerator", lambda **_: accelerator)
+    with pytest.raises(UserError, match=said):
+        processes.build_accelerator(config(**changes), tmp_path)
 
 
-def test_a_run_that_goes_on_forgets_its_own_later_lines_and_keeps_what_another_training_writes(
+def test_metrics_file(
     tmp_path: Path,
 ) -> None:
+    """A run that goes on forgets its own later lines and keeps what another training writes."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "eagle1", "step": 20}\n{"kind": "eagle1", "st\n')  # cut off by a kill
     other = MetricsFile(path, "draft_lm", 0)
@@ -237,9 +250,8 @@ def test_a_run_that_goes_on_forgets_its_own_later_lines_and_keeps_what_another_t
 
 
 @pytest.mark.parametrize("number", resume.STATES)
-def test_a_signal_ends_at_once_between_steps_alone(
-    number: signal.Signals, monkeypatch: Any
-) -> None:
+def test_signals(number: signal.Signals, monkeypatch: Any) -> None:
+    """A signal ends at once between steps alone."""
     before = signal.getsignal(number)
     with (
         resume.StopRequest(),
@@ -257,7 +269,8 @@ def test_a_signal_ends_at_once_between_steps_alone(
     assert signal.getsignal(number) == before
 
 
-def test_private_parts_of_deepspeed_are_those_of_the_pinned_version(monkeypatch: Any) -> None:
+def test_deepspeed_version(monkeypatch: Any) -> None:
+    """Private parts of deepspeed are those of the pinned version."""
     known = deepspeed_internals.KNOWN_VERSION
     assert f"deepspeed=={known}\n" in (ROOT / "constraints.txt").read_text()
     deepspeed_internals.require_known_version()

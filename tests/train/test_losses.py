@@ -21,7 +21,7 @@ def kl(p: list[float], q: list[float]) -> float:
 
 
 @pytest.mark.parametrize("cut", [True, False])
-def test_each_loss_is_that_of_its_paper_and_takes_its_form_of_a_cut_law(cut: bool) -> None:
+def test_losses_by_hand(cut: bool) -> None:
     """p = (0.5, 0.3, 0.2) over three tokens; a cut draft vocabulary has the first two."""
     logits = torch.tensor([[0.5, 0.3, 0.2]]).log() + 7.0  # logits are known up to a constant
     p, q, whole = [0.5, 0.3, 0.2], [0.6, 0.1, 0.3], TargetLaw.of_logits(logits)
@@ -55,7 +55,8 @@ def test_each_loss_is_that_of_its_paper_and_takes_its_form_of_a_cut_law(cut: boo
     )
 
 
-def test_lk_hybrid_mixes_by_a_constant_of_each_slot() -> None:
+def test_lk_hybrid() -> None:
+    """Lk hybrid mixes by a constant of each slot."""
     p = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.1, 0.8]])
     logits, plain = (
         torch.tensor([[0.3, 0.1, 2.0], [0.2, 0.0, 1.0]], requires_grad=True) for _ in range(2)
@@ -73,7 +74,8 @@ def test_lk_hybrid_mixes_by_a_constant_of_each_slot() -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("negative_log_alpha", 200.0 - math.log(2)), ("jsd", math.log(2))]
 )
-def test_laws_without_common_mass_still_pull(name: LossName, value: float) -> None:
+def test_no_common_mass(name: LossName, value: float) -> None:
+    """Laws without common mass still pull."""
     logits = torch.tensor(
         [[200.0, 0.0] if name == "negative_log_alpha" else [8.0, 0.0]], requires_grad=True
     )
@@ -88,7 +90,8 @@ def test_laws_without_common_mass_still_pull(name: LossName, value: float) -> No
 @pytest.mark.parametrize(
     "ids", [torch.arange(0, 320, 3), torch.tensor([0, 1, 318, 319]), torch.arange(0)]
 )
-def test_streaming_the_vocabulary_is_its_softmax_and_argmax(ids: Tensor, chunk: int) -> None:
+def test_drafted_law(ids: Tensor, chunk: int) -> None:
+    """Streaming the vocabulary is its softmax and argmax."""
     states, bias = (
         torch.randn(9, 32, generator=torch.Generator().manual_seed(0)),
         torch.arange(320) / 100,

@@ -187,9 +187,10 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("recipe", "words", "said"), MISTAKES, ids=lambda value: value)
-def test_mistakes_get_one_line_and_code_2(
+def test_mistakes(
     made: Path, tmp_path: Path, capsys: Any, recipe: str, words: str, said: str
 ) -> None:
+    """Mistakes get one line and code 2."""
     other = tiny.target(tmp_path / "OTHER") / "tokenizer.json"
     other.write_text(other.read_text().replace("<|system|>", "<|tool|>"))
     save_head(
@@ -208,9 +209,8 @@ def test_mistakes_get_one_line_and_code_2(
     assert not (tmp_path / "new").exists() and not Path("nowhere").exists()
 
 
-def test_a_run_is_planned_trained_once_and_reused(
-    made: Path, capsys: Any, monkeypatch: Any
-) -> None:
+def test_planned_trained_reused(made: Path, capsys: Any, monkeypatch: Any) -> None:
+    """A run is planned trained once and reused."""
     recipe, head, status = made / "eagle1.yaml", made / "run/heads/eagle1", made / "run/status.json"
     train, before = partial(call, train_main, "--config", recipe), sorted(made.rglob("*"))
     assert train("--plan") == 0 and sorted(made.rglob("*")) == before and train("--is-whole") == 1
@@ -252,9 +252,8 @@ def test_a_run_is_planned_trained_once_and_reused(
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3", "medusa", "hydra", "block", "draft_lm"])
-def test_all_kinds_train_with_eight_frames_to_a_loss(
-    made: Path, tmp_path: Path, monkeypatch: Any, kind: str
-) -> None:
+def test_eight_frames(made: Path, tmp_path: Path, monkeypatch: Any, kind: str) -> None:
+    """All kinds train with eight frames to a loss."""
     depths, every, head = [], list(losses.LOSSES.values()), tmp_path / "head"
 
     def counted(loss: Any, *arguments: Any) -> Any:
@@ -287,7 +286,8 @@ def test_all_kinds_train_with_eight_frames_to_a_loss(
         assert min(head_facts(head)[name] for name in ("predicted_tau", "tau")) >= 1
 
 
-def test_a_small_lm_learns_tokens_or_laws(made: Path, tmp_path: Path) -> None:
+def test_small_lm(made: Path, tmp_path: Path) -> None:
+    """A small lm learns tokens or laws."""
     train = partial(call, train_main, "--config", made / "draft_lm.yaml")
     alone = ("--train.distill", "null", "--train.token_weight", 1, "--data.supervise", "all")
     assert train("--run", tmp_path / "lm", *alone) == 0 and train() == 0
@@ -300,9 +300,8 @@ def test_a_small_lm_learns_tokens_or_laws(made: Path, tmp_path: Path) -> None:
         assert found[-1] < found[0]
 
 
-def test_eagle3_is_trained_from_the_cache_and_alike_online_and_packed(
-    made: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_eagle3_cached_online_packed(made: Path, tmp_path: Path, capsys: Any) -> None:
+    """Eagle3 is trained from the cache and alike online and packed."""
     measuring = ("--train.measure_prompts", 3, "--train.measure_new_tokens", 12)
     train = partial(call, train_main, "--config", made / "eagle3.yaml", *measuring)
     assert train() == 0 and "draft vocabulary: 160 of 320 tokens cover" in capsys.readouterr().out
@@ -335,9 +334,8 @@ def test_eagle3_is_trained_from_the_cache_and_alike_online_and_packed(
 
 
 @pytest.mark.parametrize("changed", ["train.jsonl", "target/tokenizer.json"])
-def test_a_cache_does_not_outlive_its_data_or_tokenizer(
-    made: Path, tmp_path: Path, capsys: Any, changed: str
-) -> None:
+def test_stale_cache(made: Path, tmp_path: Path, capsys: Any, changed: str) -> None:
+    """A cache does not outlive its data or tokenizer."""
     file, before = made / changed, (made / changed).read_text()
     train = partial(
         call, train_main, "--config", made / "eagle3.yaml", "--output", tmp_path / "head"
@@ -356,7 +354,8 @@ def test_a_cache_does_not_outlive_its_data_or_tokenizer(
         file.write_text(before)
 
 
-def test_a_warm_start_keeps_its_vocabulary_and_a_frozen_lm_head(made: Path, tmp_path: Path) -> None:
+def test_warm_start(made: Path, tmp_path: Path) -> None:
+    """A warm start keeps its vocabulary and a frozen lm head."""
     save_head(
         tiny.eagle3_head(vocab_of(made).embedding, torch.arange(100), after_blocks=TAPS),
         tmp_path / "warm",
@@ -383,7 +382,8 @@ def test_a_warm_start_keeps_its_vocabulary_and_a_frozen_lm_head(made: Path, tmp_
     }
 
 
-def test_foreign_files_stay_and_a_moved_run_goes_on(run: Any, tmp_path: Path, capsys: Any) -> None:
+def test_foreign_files_and_moved_runs(run: Any, tmp_path: Path, capsys: Any) -> None:
+    """Foreign files stay and a moved run goes on."""
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "model.safetensors").write_text("precious")
@@ -411,7 +411,8 @@ def test_foreign_files_stay_and_a_moved_run_goes_on(run: Any, tmp_path: Path, ca
         assert re.search(refusal, capsys.readouterr().err)
 
 
-def test_a_kill_at_the_very_end_costs_no_training(run: Any, tmp_path: Path, capsys: Any) -> None:
+def test_kill_at_the_end(run: Any, tmp_path: Path, capsys: Any) -> None:
+    """A kill at the very end costs no training."""
     weights = tmp_path / "run/heads/eagle1/model.safetensors"
     assert killed_at(Stage, "finish", 1, run) and run("--is-whole") == 1
     written = weights.read_bytes()
@@ -422,9 +423,8 @@ def test_a_kill_at_the_very_end_costs_no_training(run: Any, tmp_path: Path, caps
     )
 
 
-def test_a_run_that_its_budget_ended_goes_on_with_another(
-    run: Any, tmp_path: Path, capsys: Any
-) -> None:
+def test_time_budget(run: Any, tmp_path: Path, capsys: Any) -> None:
+    """A run that its budget ended goes on with another."""
     assert run("--train.max_seconds", 0) == 0
     said = "stopped by the time budget (train.max_seconds 0) at step 1 of 3: "
     assert (

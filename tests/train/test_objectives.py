@@ -16,7 +16,6 @@ from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -33,7 +32,6 @@ from aerie.data.batches import Batch, collate
 from aerie.data.cache import CachedRow
 from aerie.model.heads import block
 from aerie.model.target import VocabWeights
-from aerie.model.unrolled_attention import UnrollMemory
 from aerie.train.block_objective import BlockObjective
 from aerie.train.lm import LMObjective
 from aerie.train.loop import means
@@ -155,9 +153,8 @@ def laws_of(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
         ("block", {"block_size": STEPS + 1, "markov_rank": 0}, {}),
     ],
 )
-def test_terms_are_those_of_drafting_step_by_step_from_every_supervised_slot(
-    kind: str, keys: Any, changes: Any
-) -> None:
+def test_terms_are_drafting(kind: str, keys: Any, changes: Any) -> None:
+    """Terms are those of drafting step by step from every supervised slot."""
     made, rows, is_eagle3 = (
         objective(kind, keys, **changes),
         rows_with_taps(4),
@@ -209,47 +206,9 @@ def test_terms_are_those_of_drafting_step_by_step_from_every_supervised_slot(
     assert all(int(count) == slots[name] for name, count in counts.items())
 
 
-def unrolled_whole(made: Any, row: CachedRow) -> dict[str, Tensor]:
-    """EAGLE-3's loss sums of a row, with every slot in every step, by the loss as the paper writes it."""
-    assert row.taps is not None
-    head, width, losses = made.head, len(row.input_ids), {}
-    memories = [UnrollMemory((width,), torch.arange(width)) for _ in head.blocks]
-    logits = row.last_hidden @ VOCAB.lm_head.T
-    law = (
-        logits[:, head.vocabulary.ids].softmax(-1) * head.vocabulary.t2d[logits.argmax(-1)][:, None]
-    )
-    x, ids = head.fuse(row.taps)[None], torch.cat([row.input_ids, torch.zeros(STEPS).long()])
-    for k in range(STEPS):
-        x = head(ids[None, 1 + k : 1 + k + width], x, torch.arange(k, k + width)[None], memories)
-        slots = collate([row], [0]).supervised(k)[0].nonzero()[:, 0]
-        losses[f"loss_at_{k + 1}"] = -(
-            law[slots + 1 + k] * head.logits(x[0, slots]).log_softmax(-1)
-        ).sum()
-    return losses
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "eagle3-deep"])
-@pytest.mark.parametrize("chunk", [11, 4096])
-def test_what_is_left_out_of_the_unroll_moves_neither_loss_nor_gradient(
-    kind: str, chunk: int
-) -> None:
-    made, rows = objective(kind, loss_chunk_slots=chunk), rows_with_taps(4)
-    parameters = [p for p in made.parameters() if p.requires_grad]
-    sums = [unrolled_whole(made, row) for row in rows]
-    expected = sum(weight * part[name] for part in sums for name, weight in made.weights.items())
-    found = made(collate(rows, range(4))).total(made.weights)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    gradients = [
-        torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
-        for loss in (found, expected)
-    ]
-    assert (gradients[0] - gradients[1]).norm() <= 1e-6 * gradients[1].norm()
-
-
 @pytest.mark.parametrize("kind", ["block", "block-deep"])
-def test_flex_attention_has_the_dense_masks_loss_and_gradients(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flex_attention(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flex attention has the dense masks loss and gradients."""
     monkeypatch.setattr(block, "_flex", flex_attention.flex_attention)
     # torch refuses gradients on CPUs, although it has a slow form of them
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
@@ -279,9 +238,8 @@ class NoWaiting(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", ["eagle3", "block"])
 @pytest.mark.parametrize("chunk", [11, 4096])
-def test_a_step_never_waits_for_the_device(
-    kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_waiting(kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step never waits for the device."""
     monkeypatch.setattr(
         torch, "autocast", lambda *_, **__: nullcontext()
     )  # meta tensors have no autocast
@@ -319,9 +277,7 @@ class Peak(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
-def test_a_chunk_of_laws_takes_at_most_1_gib_at_128k_tokens(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunk_memory(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """D 4096, V 128,256, Vd 32,000: forward and backward pass of one chunk, counted on meta tensors."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     sizes = {"hidden_size": 4096, "vocab_size": 128_256, "intermediate_size": 1}
@@ -370,9 +326,10 @@ INDUCTOR = [
         pytest.param("eagle3-deep", {}, "inductor", marks=INDUCTOR),
     ],
 )
-def test_compiled_layers_have_the_same_loss_and_gradients_by_few_graphs_for_all_lengths(
+def test_compiled_layers(
     kind: str, changes: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Compiled layers have the same loss and gradients by few graphs for all lengths."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     torch._dynamo.reset()
     counters.clear()
@@ -400,7 +357,8 @@ def test_compiled_layers_have_the_same_loss_and_gradients_by_few_graphs_for_all_
     )
 
 
-def test_head_ks_and_step_ks_weights_decay_with_k() -> None:
+def test_term_weights() -> None:
+    """Head ks and step ks weights decay with k."""
     weights = {
         f"{name}_at_{k}": w * 0.8**k
         for name, w in (("label", 0.7), ("law", 0.3))
@@ -411,25 +369,11 @@ def test_head_ks_and_step_ks_weights_decay_with_k() -> None:
     assert objective("eagle3").weights == laws
 
 
-def test_nothing_as_large_as_half_of_all_pairs_of_slots_or_of_the_full_vocabularys_logits_is_ever_made() -> (
-    None
-):
-    length, generator = 300, torch.Generator().manual_seed(0)
-    states, taps = (torch.randn(length, size, generator=generator) for size in (32, 64))
-    row = CachedRow(torch.arange(5, 5 + length), torch.ones(length).int(), states, taps)
-    made = objective("eagle3", {"max_position_embeddings": 512}, loss_chunk_slots=120)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        made(collate([row], [0])).total(made.weights).backward()
-    largest = (
-        max(event.self_cpu_memory_usage for event in profiler.events()) // 4
-    )  # in float32 numbers
-    assert length * 64 <= largest < length**2 / 2 < length * len(VOCAB.lm_head) / 2
-
-
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_the_gradient_of_each_weight_is_the_slope_of_each_loss_through_every_fed_back_output(
+def test_gradient_is_slope(
     kind: str,
 ) -> None:
+    """The gradient of each weight is the slope of each loss through every fed back output."""
     totals, before = [], VOCAB.lm_head.clone()
     for name in get_args(LossName) if kind != "lm" else [None]:
         made, losses = objective(kind, **{"distill" if "lm" in kind else "loss": name}), []
@@ -476,9 +420,10 @@ def loss_and_gradient(made: Objective, batches: list[Batch]) -> tuple[Tensor, Te
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_padding_company_packing_chunks_and_recomputation_move_neither_loss_nor_gradient(
+def test_batches_move_nothing(
     kind: str,
 ) -> None:
+    """Padding company packing chunks and recomputation move neither loss nor gradient."""
     rows, whole, packed = rows_with_taps(6), [range(6)], kind.startswith("eagle3")
     singles, mixed = [[0], [1], [2], [3], [4], [5]], [[5, 0], [4, 2, 1], [3]]
     cases: list[tuple[dict[str, Any], Any, bool]] = [
@@ -508,7 +453,8 @@ def test_padding_company_packing_chunks_and_recomputation_move_neither_loss_nor_
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_bf16_autocast_trains_and_stays_close(kind: str) -> None:
+def test_bf16_autocast(kind: str) -> None:
+    """Bf16 autocast trains and stays close."""
     made = objective(kind)
     batch = prepared(made, rows_with_taps(3), range(3))
     exact = made(batch).total(made.weights).item()
@@ -529,7 +475,8 @@ def held_out(made: Objective, rows: list[CachedRow]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SETTINGS if kind != "lm"])
-def test_predicted_tau_is_one_plus_the_mean_run_of_hits_of_drafting(kind: str) -> None:
+def test_predicted_tau(kind: str) -> None:
+    """Predicted tau is one plus the mean run of hits of drafting."""
     most, rows, chains = 3, [], []
     made = objective(kind, eval_depths=most).eval()
 
@@ -561,7 +508,8 @@ def test_predicted_tau_is_one_plus_the_mean_run_of_hits_of_drafting(kind: str) -
         )
 
 
-def test_noise_is_uniform_and_belongs_to_seed_epoch_and_row() -> None:
+def test_noise() -> None:
+    """Noise is uniform and belongs to seed epoch and row."""
     rows = tiny.rows(2)
 
     def noise(seed: int = 0, epoch: int = 0) -> Any:
@@ -581,7 +529,8 @@ def test_noise_is_uniform_and_belongs_to_seed_epoch_and_row() -> None:
     assert first[0, :length].std().item() == pytest.approx(0.1 / 3**0.5, rel=0.05)
 
 
-def test_dropout_belongs_to_seed_epoch_row_and_place_alone_and_not_to_held_out_rows() -> None:
+def test_dropout() -> None:
+    """Dropout belongs to seed epoch row and place alone and not to held out rows."""
     rows = tiny.rows(2)
     counts = [len(starts(row)) for row in rows]
 
@@ -608,7 +557,8 @@ def test_dropout_belongs_to_seed_epoch_row_and_place_alone_and_not_to_held_out_r
     )
 
 
-def test_blocks_are_drawn_without_repeats_by_seed_epoch_and_row_among_supervised_places() -> None:
+def test_drawn_blocks() -> None:
+    """Blocks are drawn without repeats by seed epoch and row among supervised places."""
     rows = tiny.rows(2)
 
     def drawn(anchors: int = 2, numbers: Sequence[int] = (0, 1), **key: int) -> Tensor:

@@ -159,7 +159,8 @@ SOAKS = {"eagle3-compiled": (pytest.mark.soak,)}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SOAKS.get(name, ())) for name in CASES])
-def test_two_processes_have_the_losses_of_one(root: Path, name: str) -> None:
+def test_two_are_one(root: Path, name: str) -> None:
+    """Two processes have the losses of one."""
     launcher, head, train = CASES[name]
     recipe, two = recipe_for(root, name), root / f"{name}-two"
     assert call(train_main, "--config", recipe, "--train.accumulation", 2) == 0
@@ -206,9 +207,10 @@ def test_two_processes_have_the_losses_of_one(root: Path, name: str) -> None:
         ("draft_lm", signal.SIGKILL, "running", -signal.SIGKILL),
     ],
 )
-def test_two_stopped_processes_go_on_bit_for_bit_and_not_as_one(
+def test_two_go_on(
     root: Path, name: str, number: signal.Signals, state: str, code: int, capsys: Any
 ) -> None:
+    """Two stopped processes go on bit for bit and not as one."""
     (launcher, head, _), cut = CASES[name], root / f"{name}-cut"
     words = ("--config", recipe_for(root, name))
     children = forked(launcher, root / f"{name}.log", *words, "--run", cut)
@@ -229,7 +231,8 @@ def test_two_stopped_processes_go_on_bit_for_bit_and_not_as_one(
     assert all(head_of(cut, head["kind"])[key].equal(value) for key, value in two.items())
 
 
-def test_the_recipes_clipping_reaches_deepspeed(root: Path) -> None:
+def test_clipping(root: Path) -> None:
+    """The recipes clipping reaches deepspeed."""
     recipe = recipe_for(root, "eagle1")
     # A constant factor does not change Adam's steps, unless gradients get far below its eps of 1e-8.
     words = (
@@ -251,18 +254,9 @@ def test_the_recipes_clipping_reaches_deepspeed(root: Path) -> None:
     assert moved[0] < 0.2 * moved[1]
 
 
-def test_zero3_refuses_to_compile(root: Path) -> None:
-    log, words = root / "compile.log", ("--config", recipe_for(root, "eagle1"), "--run", root / "c")
-    children = forked("zero3", log, *words, "--train.compile", True)
-    assert [*map(ended, children)] == [2, 2], log.read_text()
-    said = "ZeRO-3 gathers weights inside of what would be compiled; use configs/"
-    assert f"train.compile: {said}" in log.read_text()
-
-
 @pytest.mark.parametrize("split", ["train", "held_out"])
-def test_a_row_that_one_process_cannot_read_ends_both_with_the_same_code(
-    root: Path, split: Any
-) -> None:
+def test_unreadable_row(root: Path, split: Any) -> None:
+    """A row that one process cannot read ends both with the same code."""
     recipe, run = recipe_for(root, "eagle1", "cached"), root / f"broken-{split}"
     assert call(data_main, "features", "--config", recipe, "--run", run) == 0
     cache = FeatureCache.open(run / "features")

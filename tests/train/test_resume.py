@@ -84,9 +84,10 @@ def cut(directory: Path, settings: Eagle1Train, batch: int = 8) -> None:
 
 
 @pytest.mark.parametrize(("number", "state"), resume.STATES.items())
-def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(
+def test_stopped_by_signal(
     tmp_path: Path, undisturbed: Any, number: signal.Signals, state: str
 ) -> None:
+    """A run stopped by a signal goes on bit for bit."""
     settings: dict[str, Any] = {"accumulation": 2, "batch_size": 2, "eval_every": 4, "log_every": 4}
     ended, stopped = sitting(job(tmp_path, config(**settings), (11, number)))
     assert (ended, stopped.progress.step) == (state, 6)
@@ -94,9 +95,8 @@ def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(
     same(undisturbed(**settings), (tmp_path, sitting(job(tmp_path, config(**settings)))))
 
 
-def test_a_run_killed_again_and_again_is_the_undisturbed_one(
-    tmp_path: Path, undisturbed: Any, capsys: Any
-) -> None:
+def test_killed_again_and_again(tmp_path: Path, undisturbed: Any, capsys: Any) -> None:
+    """A run killed again and again is the undisturbed one."""
     for batch in (2, 5, 4, 1, 7):
         dies = job(tmp_path, config(**BUSY), (batch, signal.SIGKILL))
         assert ended(fork(lambda dies=dies: sitting(dies))) == -signal.SIGKILL
@@ -137,9 +137,9 @@ def growing(head: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_kill_at_any_point_of_a_save_costs_only_time(
-    tmp_path: Path, undisturbed: Any, point: str
-) -> None:
+def test_killed_in_a_save(tmp_path: Path, undisturbed: Any, point: str) -> None:
+    """A kill at any point of a save costs only time."""
+
     def train() -> tuple[str, Loop]:
         return sitting(job(tmp_path, config(**SHORT)), measure=growing)
 
@@ -150,7 +150,8 @@ def test_a_kill_at_any_point_of_a_save_costs_only_time(
 
 
 @pytest.mark.slow
-def test_a_tracker_goes_on_and_has_no_step_twice(tmp_path: Path) -> None:
+def test_tracker(tmp_path: Path) -> None:
+    """A tracker goes on and has no step twice."""
     settings = config(save_every=4, trackers=("tensorboard",))
     cut(tmp_path, settings)
     time.sleep(1)  # tensorboard sorts its files by seconds
@@ -167,9 +168,8 @@ def test_a_tracker_goes_on_and_has_no_step_twice(tmp_path: Path) -> None:
     ]
 
 
-def test_another_recipe_or_engine_is_refused_and_other_saves_are_not(
-    tmp_path: Path, undisturbed: Any
-) -> None:
+def test_other_recipe_or_engine(tmp_path: Path, undisturbed: Any) -> None:
+    """Another recipe or engine is refused and other saves are not."""
     fresh = Progress(
         {"rows": "r", "train": {"log_every": 1, "seed": 0}}, 2, "ZeRO-2 bf16", "NVIDIA A"
     )
@@ -200,7 +200,8 @@ def test_another_recipe_or_engine_is_refused_and_other_saves_are_not(
     )
 
 
-def test_a_save_that_holds_more_than_tensors_is_never_loaded(tmp_path: Path) -> None:
+def test_pickle(tmp_path: Path) -> None:
+    """A save that holds more than tensors is never loaded."""
     torch.save({"weights": torch.zeros(2), "more": tmp_path}, tmp_path / "state.pt")
     accelerator: Any = Mock(
         load_state=lambda folder: torch.load(Path(folder, "state.pt"), weights_only=False)
@@ -212,7 +213,9 @@ def test_a_save_that_holds_more_than_tensors_is_never_loaded(tmp_path: Path) -> 
         processes.load_state(accelerator, tmp_path)
 
 
-def test_broken_saves_alone_are_refused_and_later_ones_than_a_new_one_go(tmp_path: Path) -> None:
+def test_broken_saves(tmp_path: Path) -> None:
+    """Broken saves alone are refused and later ones than a new one go."""
+
     def save(step: int) -> Path:
         fill = lambda folder: torch.save(torch.arange(step), folder / "weights.bin")  # noqa: E731
         resume.save(tmp_path, replace(FRESH, step=step), fill, lambda: None, 2)
@@ -229,7 +232,8 @@ def test_broken_saves_alone_are_refused_and_later_ones_than_a_new_one_go(tmp_pat
     assert [folder.name for folder in folders(tmp_path)] == ["step-00000005", "step-00000003"]
 
 
-def test_a_full_or_read_only_disk_is_one_line(small_disk: Path) -> None:
+def test_full_disk(small_disk: Path) -> None:
+    """A full or read only disk is one line."""
     settings, run = config(save_every=2, eval_every=0), small_disk / "run"
     cut(run, settings, 4)
     size = sum(path.stat().st_size for path in (run / "state/step-00000002").rglob("*"))
