@@ -217,7 +217,8 @@ def load_head(
     vocab: VocabWeights | None = None,
     after_blocks: tuple[int, ...] | None = None,
 ) -> Head:
-    """The head in a directory or on the Hub; vocab (embedding) and after_blocks fill in what its files leave out."""
+    """The head in a directory or on the Hub; vocab (embedding) and after_blocks fill in what its
+    files leave out."""
     _, files, content = read_content(head_directory(directory), after_blocks)
     for guess in content.guesses:
         warn(f"{files.config_path}: {guess}")
@@ -280,7 +281,8 @@ def optional_of(content: HeadContent) -> set[str]:
 
 
 def check_content(content: HeadContent, path: Path) -> DraftVocabulary | None:
-    """The draft vocabulary, if any; UserError for missing, unexpected, misshapen or broken tensors."""
+    """The draft vocabulary, if any; UserError for missing, unexpected, misshapen or broken
+    tensors."""
     tensors = content.tensors
     with torch.device("meta"):  # names and shapes without memory for them
         expected = HEADS[content.kind].module(content.config).state_dict()

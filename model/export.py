@@ -115,7 +115,8 @@ def check_taps(
 
 
 def _complete(files: HeadFiles, content: HeadContent, target: TargetFacts) -> dict[str, Tensor]:
-    """All tensors of a head that fits the target; an embedding that its file lacks has the head's dtype."""
+    """All tensors of a head that fits the target; an embedding that its file lacks has the head's
+    dtype."""
     checkpoint.check_sizes(
         content.config, target.vocab, str(files.config_path), target.path, target.text_config
     )

@@ -117,7 +117,8 @@ def quieten() -> None:
 
 
 def weights_digest(path: Path) -> str:
-    """The SHA-256 of a file of weights: in the Hub's cache, its name; a large file's is kept, by size and time."""
+    """The SHA-256 of a file of weights: in the Hub's cache, its name; a large file's is kept, by
+    size and time."""
     file = path.resolve()
     if file.parent.name == "blobs" and SHA256.fullmatch(file.name):
         return file.name
@@ -146,7 +147,8 @@ def _sha256(path: Path) -> str:
 
 
 def weights_digests(path: str, revision: str | None, names: Sequence[str]) -> list[str]:
-    """The SHA-256 (outside LFS: Git's id) of each weight file of a target; a Hub id's need no download."""
+    """The SHA-256 (outside LFS: Git's id) of each weight file of a target; a Hub id's need no
+    download."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     if Path(path).is_dir():
@@ -197,7 +199,8 @@ def readable_errors(repo: str) -> Iterator[None]:
 
 
 def hub_answer(error: BaseException) -> str | None:
-    """What the Hub's answer means, also if another error hides it; None: no answer, or an unknown one."""
+    """What the Hub's answer means, also if another error hides it; None: no answer, or an unknown
+    one."""
     from huggingface_hub import constants, errors
 
     cause = error

@@ -1,6 +1,7 @@
 """Keys and values of a text: which rows are kept, and the buffers that hold them.
 
-Each row belongs to one token. A draft's rows stand behind the kept ones until the target has judged them:
+Each row belongs to one token. A draft's rows stand behind the kept ones until the target has
+judged them:
 
     position   0   1  ...  length-1 |  length  length+1  ...          capacity-1
                kept rows            |  free rows
@@ -27,7 +28,8 @@ class KeptRows:
     length: int  # on the host
     positions: Tensor  # [capacity]: 0, 1, ...
     free: Tensor  # [capacity], on the device: length, length + 1, ...
-    # [W], the first W positions, at which attention looks: one per kept row, or some more where W must be a fixed size
+    # [W], the first W positions, at which attention looks: one per kept row, or some more where W
+    # must be a fixed size
     visible: Tensor
     mask: Tensor  # [capacity], additive: 0 for kept rows, the dtype's lowest number for free ones
 
@@ -73,7 +75,8 @@ class KeyValueCache(Cache):
         self.pending = 0  # rows of this cycle's draft
         self.width = 0  # rows that the next forward sees, with its own
         kept.captured.clear()  # these graphs read the buffers of an older cache
-        # Tensors of one device, dtype and shape share a buffer, so that `gather` moves all of them at once.
+        # Tensors of one device, dtype and shape share a buffer, so that `gather` moves all of them
+        # at once.
         self._buffers: list[Tensor] = []  # [tensors, B, KV, capacity, head_dim]
         self._rows: LayerRows = {}  # views into the buffers: each layer's keys and values
         alike: dict[Any, LayerRows] = {}
@@ -112,7 +115,8 @@ class KeyValueCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> Any:
-        """Writes a layer's rows [B, KV, count, head_dim] at `positions`; returns all rows up to them."""
+        """Writes a layer's rows [B, KV, count, head_dim] at `positions`; returns all rows up to
+        them."""
         keys = self._rows[layer_idx, "keys"]
         values = self._rows[layer_idx, "values"]
         positions = self.positions.to(keys.device)

@@ -1,4 +1,5 @@
-"""The decoder layer of draft heads, with Llama's parameter names: for training, and with merged weights for drafting."""
+"""The decoder layer of draft heads, with Llama's parameter names: for training, and with merged
+weights for drafting."""
 
 import math
 from typing import Any, Literal, NamedTuple
@@ -73,12 +74,14 @@ class Rotary:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE of x [..., heads, T, head_dim] (Su et al., arXiv 2104.09864, equation 34; halves as in Llama)."""
+    """RoPE of x [..., heads, T, head_dim] (Su et al., arXiv 2104.09864, equation 34; halves as in
+    Llama)."""
     return x * cos + rotate_half(x) * sin
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, memory: Memory) -> Tensor:
-    """Attention [B, T, H * hd] of rotated q [B, H, T, hd], rotated k and v [B, KV, T, hd]; mask None: causal.
+    """Attention [B, T, H * hd] of rotated q [B, H, T, hd], rotated k and v [B, KV, T, hd]; mask
+    None: causal.
 
     With an UnrollMemory, one unroll step; the queries are those of its `query_rows`.
     """
@@ -143,8 +146,9 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A pre-norm decoder layer whose attention reads the "normed" state, as Llama's, the "raw" one (EAGLE-1's first
-    layer), or the "pair" [normed embedding; normed feature] (EAGLE-3's first layer)."""
+    """A pre-norm decoder layer whose attention reads the "normed" state, as Llama's, the "raw" one
+    (EAGLE-1's first layer), or the "pair" [normed embedding; normed feature] (EAGLE-3's first
+    layer)."""
 
     def __init__(
         self,
@@ -200,20 +204,22 @@ class DecoderLayer(nn.Module):
         mask: Tensor | None = None,
         memory: Memory = None,
     ) -> Tensor:
-        """Outputs [B, T, D] of x [B, T, D]; only a pair reads embedded [B, T, D]; mask and memory as in attend."""
+        """Outputs [B, T, D] of x [B, T, D]; only a pair reads embedded [B, T, D]; mask and memory
+        as in attend."""
         query_rows = memory.query_rows if isinstance(memory, UnrollMemory) else None
         residual, projections = self.before(x, embedded, rope, query_rows)
         return self.after(residual, attend(*projections, mask, memory))
 
     def compile_parts(self) -> None:
-        """Compiles what stands before and after attention, each once for all lengths; parameter names stay."""
+        """Compiles what stands before and after attention, each once for all lengths; parameter
+        names stay."""
         for name in ("before", "after"):
             setattr(self, name, torch.compile(getattr(self, name), dynamic=True))
 
 
 class HeadLayer:
-    """A decoder layer for drafting. Projections that read the same input are one matrix product; a module's parameters
-    become views of the merged weights, so that no weight is stored twice."""
+    """A decoder layer for drafting. Projections that read the same input are one matrix product; a
+    module's parameters become views of the merged weights, so that no weight is stored twice."""
 
     def __init__(self, layer: DecoderLayer) -> None:
         attention, norm = layer.self_attn, layer.post_attention_layernorm
@@ -237,7 +243,8 @@ class HeadLayer:
     def __call__(
         self, x: Tensor, embedded: Tensor, rope: Rope, mask: Tensor, memory: Memory
     ) -> Tensor:
-        """Outputs [n, D] of x [n, D]; the additive mask [1, 1, n, S] is over the cache's rows and the n slots."""
+        """Outputs [n, D] of x [n, D]; the additive mask [1, 1, n, S] is over the cache's rows and
+        the n slots."""
         reading, residual = self.read(x, embedded)
         qkv = self._by_head(F.linear(reading, self.qkv, self.qkv_bias))  # [1, H + 2 KV, n, hd]
         qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)

@@ -1,4 +1,5 @@
-"""python model/main.py inspect|convert|push HEAD: look at a head, write it in another layout, ship it to the Hub."""
+"""python model/main.py inspect|convert|push HEAD: look at a head, write it in another layout, ship
+it to the Hub."""
 
 import sys
 from pathlib import Path
@@ -122,7 +123,8 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 def _require_replaceable(out: Path, overwrite: bool) -> None:
-    """UserError for a directory with files, unless they are an earlier export's and may be replaced."""
+    """UserError for a directory with files, unless they are an earlier export's and may be
+    replaced."""
     from aerie.model.formats.content import nested
 
     files = list(out.iterdir()) if out.is_dir() else []

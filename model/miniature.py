@@ -22,7 +22,8 @@ PARTS = ("text_config", "decoder")
 
 
 def miniature(config: Any, recipe: TargetConfig) -> Target | None:
-    """A small target; None if its kind cannot be made so small; UserError if it is no target at any size."""
+    """A small target; None if its kind cannot be made so small; UserError if it is no target at
+    any size."""
     try:
         model = small_model(config)
     except Exception:  # its sizes depend on each other in a way of their own
@@ -86,7 +87,8 @@ def _value(config: Any, name: str) -> Any:
 
 
 def lengths_to_check(target: Target) -> dict[int, float]:
-    """{length: seconds} of a short text and one near each limit of the configuration; about what a check takes."""
+    """{length: seconds} of a short text and one near each limit of the configuration; about what a
+    check takes."""
     room = (context_of(target.config) or 2**31) - 8
     lengths = {min(SHORT, room), (target.rope_switch or 2**31) + 8}
     lengths |= {limit - 2 for limit in _windows(target.config.to_dict())}

@@ -1,4 +1,5 @@
-"""Ships a head to the Hub: weights, records without local paths, and a card; never conversations."""
+"""Ships a head to the Hub: weights, records without local paths, and a card; never
+conversations."""
 
 import json
 import re
@@ -62,7 +63,8 @@ def pack(
     # where to write a server's layout, and --target
     server: tuple[Path, TargetFacts | None] | None = None,
 ) -> tuple[Files, list[str]]:
-    """The files of a push, and notes. A server's layout is the root, and ours goes into TRAINED_FOLDER."""
+    """The files of a push, and notes. A server's layout is the root, and ours goes into
+    TRAINED_FOLDER."""
     directory = head_directory(head["path"])
     if head["problems"]:
         raise UserError(head["problems"][0])
@@ -109,7 +111,8 @@ def pack(
 
 
 def _records(directory: Path, run: Path, without_results: bool) -> tuple[Records, list[str]]:
-    """What a push tells beside the weights: the head's own records, and what was measured with it; notes."""
+    """What a push tells beside the weights: the head's own records, and what was measured with it;
+    notes."""
     notes: list[str] = []
     names = (CONFIG, "recipe.yaml", "provenance.json")
     records = {name: _read_record(directory / name) for name in names}
@@ -131,7 +134,8 @@ def _records(directory: Path, run: Path, without_results: bool) -> tuple[Records
 
 
 def _was_measured(measured: Any, heads_files: list[dict[str, Any]]) -> bool:
-    """Whether one of the measured heads (a bench may have several) has some of these files' digests."""
+    """Whether one of the measured heads (a bench may have several) has some of these files'
+    digests."""
     for files in measured if isinstance(measured, list) else [measured]:
         if files and any(files.items() <= known.items() for known in heads_files):
             return True
@@ -139,7 +143,8 @@ def _was_measured(measured: Any, heads_files: list[dict[str, Any]]) -> bool:
 
 
 def _choose_results(kind: str, records: Records) -> list[dict[str, Any]]:
-    """The rows of summary.json for a card; the summary stays in records only if some are of this head."""
+    """The rows of summary.json for a card; the summary stays in records only if some are of this
+    head."""
     summary = records.pop("summary.json", {})
     rows = [row for row in summary.get("rows", ()) if row["status"] == "ok"]
     rows = [row for row in rows if row["head"] in (None, kind)]
@@ -198,7 +203,8 @@ def _add_calibrator(directory: Path, files: Files) -> None:
 def _export_for_server(
     head: dict[str, Any], name: str, folder: Path, target: TargetFacts | None
 ) -> tuple[str, list[str]]:
-    """Writes a trained head to folder in a server's layout; returns that layout ("": none), and notes."""
+    """Writes a trained head to folder in a server's layout; returns that layout ("": none), and
+    notes."""
     recorded = head["target"]["recorded"]
     if head["layout"] != "aerie" or not (target or recorded):
         return "", []
@@ -306,7 +312,8 @@ SECRET_OPTION = re.compile(r"(?s)(--distill[\w.]*[= ]).*")
 
 
 def public(value: Any, names: dict[str, str], is_secret: bool = False) -> Any:
-    """A record without secrets; local paths, also in keys, become public names: from `names`, else the last part."""
+    """A record without secrets; local paths, also in keys, become public names: from `names`, else
+    the last part."""
     if isinstance(value, dict):
         record = {}
         for key, entry in value.items():

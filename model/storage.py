@@ -1,4 +1,5 @@
-"""Files that are whole or absent, and the Manifest that says so; without torch, whose import is slow."""
+"""Files that are whole or absent, and the Manifest that says so; without torch, whose import is
+slow."""
 
 import errno
 import fcntl
@@ -124,7 +125,8 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def directory_atomically(path: Path, barrier: Callable[[], None] | None = None) -> Iterator[Path]:
-    """Yields a temporary directory that becomes path unless the block raises; barrier: where all ranks call this."""
+    """Yields a temporary directory that becomes path unless the block raises; barrier: where all
+    ranks call this."""
     temporary = path.with_name(f".{path.name}.tmp")
     old = path.with_name(f".{path.name}.old")
     is_first = barrier is None or rank() == 0
@@ -344,7 +346,8 @@ class Manifest:
 
 @dataclass
 class Stage:
-    """A step between two directories, such as train or bench; its output's manifest holds the inputs."""
+    """A step between two directories, such as train or bench; its output's manifest holds the
+    inputs."""
 
     name: str
     output: Path
@@ -391,7 +394,8 @@ def sound_record(directory: Path) -> dict[str, Any]:
 
 
 def differences(recorded: dict[str, Any], current: dict[str, Any]) -> str:
-    """'key: 1 there, 2 asked' for at most three keys that differ; target.path comes first, digests last."""
+    """'key: 1 there, 2 asked' for at most three keys that differ; target.path comes first, digests
+    last."""
     rows = sorted(
         _differing(recorded, current, ""),
         key=lambda row: (not row.startswith("target.path:"), bool(OF_DIGESTS.search(row))),
@@ -467,7 +471,8 @@ def write_status(path: Path, stage: str, state: str, code: int = 0) -> None:
 
 @contextmanager
 def status_file(path: Path, stage: str) -> Iterator[dict[str, Any]]:
-    """Keeps status.json: running, then how the stage ended (what the block puts into the dict, or its failure)."""
+    """Keeps status.json: running, then how the stage ended (what the block puts into the dict, or
+    its failure)."""
     write_status(path, stage, "running")
     ended: dict[str, Any] = {"state": "done", "code": 0}
     try:

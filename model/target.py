@@ -37,7 +37,8 @@ from aerie.model.storage import (
     weight_map,
 )
 
-# bytes: loading a larger target is announced; parameters: a larger one is checked once (decode/check.py)
+# bytes: loading a larger target is announced; parameters: a larger one is checked once
+# (decode/check.py)
 LARGE = 10**8
 # of `difference`; narrower dtypes: 0.25
 TOLERANCE = {torch.float64: 3e-3, torch.float32: 3e-3, torch.float16: 0.1}
@@ -126,7 +127,8 @@ class Target:
 
     @classmethod
     def load(cls, config: TargetConfig, device: torch.device | str | None = None) -> "Target":
-        # "output_loading_info" and "ignore_mismatched_sizes": info then has weights of other shapes, too
+        # "output_loading_info" and "ignore_mismatched_sizes": info then has weights of other
+        # shapes, too
         arguments = {
             "dtype": config.dtype,
             **_source(config),
@@ -174,8 +176,10 @@ class Target:
 
     @torch.inference_mode()
     def features(self, input_ids: Tensor, after_blocks: tuple[int, ...] = ()) -> TargetOutput:
-        """One forward over right-padded input_ids [B, T]; after_blocks index transformers' hidden_states."""
-        # No mask: causal attention never sees what is on its right. Only the states with these numbers are kept.
+        """One forward over right-padded input_ids [B, T]; after_blocks index transformers'
+        hidden_states."""
+        # No mask: causal attention never sees what is on its right. Only the states with these
+        # numbers are kept.
         out = self.decoder(
             input_ids=input_ids, use_cache=False, output_hidden_states=[*after_blocks]
         )
@@ -186,12 +190,14 @@ class Target:
         )
 
     def difference(self, logits: Tensor, expected: Tensor) -> float | None:
-        """How far logits [..., V] are apart (relative root mean square); None if within the dtype's rounding."""
+        """How far logits [..., V] are apart (relative root mean square); None if within the
+        dtype's rounding."""
         logits = logits.float()
         expected = expected.float().to(logits.device)
         errors = (logits - expected).square().mean(-1).sqrt()  # [...]
         errors = errors / expected.std(-1).clamp_min(1e-9)
-        # In a narrow dtype a router may choose differently at single tokens: the median ignores them.
+        # In a narrow dtype a router may choose differently at single tokens: the median ignores
+        # them.
         is_exact = self.dtype in (torch.float32, torch.float64)
         error = float(errors.max() if is_exact else errors.median())
         return None if error <= TOLERANCE.get(self.dtype, 0.25) else error
@@ -201,7 +207,8 @@ class Target:
 
 
 def require_whole(model: PreTrainedModel, info: Mapping[str, Any], path: str) -> None:
-    """UserError for weights that are missing, misshapen or would be misread; a warning for others that are not read."""
+    """UserError for weights that are missing, misshapen or would be misread; a warning for others
+    that are not read."""
     wrong = [f"{name} is missing" for name in sorted(info["missing_keys"])]
     for name, shape, expected in sorted(info["mismatched_keys"]):
         wrong.append(f"{name} is {[*shape]}, not {[*expected]}")
@@ -232,7 +239,8 @@ def require_whole(model: PreTrainedModel, info: Mapping[str, Any], path: str) ->
 
 
 def _is_extra_layer(model: PreTrainedModel, name: str) -> bool:
-    """Whether a weight is of a layer beyond the model's, and beyond those that servers draft with."""
+    """Whether a weight is of a layer beyond the model's, and beyond those that servers draft
+    with."""
     layer = re.match(r"(.+?)\.(\d+)\.", name)
     lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     if layer is None or layer[1] not in lists:
@@ -327,7 +335,8 @@ def context_of(text_config: Any) -> int | None:
 
 
 def rope_switch(text_config: Any) -> int | None:
-    """LongRoPE's switch: a forward that reaches this position rotates all its rows by other factors; else None."""
+    """LongRoPE's switch: a forward that reaches this position rotates all its rows by other
+    factors; else None."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
     for part in (parameters, *parameters.values()):
         if isinstance(part, dict) and part.get("rope_type") == "longrope":
@@ -357,7 +366,8 @@ def target_end_ids(config: TargetConfig, tokenizer: Any = None) -> set[int]:
 
 
 def weight_files(config: TargetConfig) -> tuple[list[str], dict[str, str]]:
-    """The names of the files that transformers reads, and each tensor's shard, if there are shards."""
+    """The names of the files that transformers reads, and each tensor's shard, if there are
+    shards."""
     with _readable(config, "find the weights"):
         for name in TARGET_WEIGHTS:
             path = _file(config, name)
@@ -407,9 +417,11 @@ def load_vocab(config: TargetConfig) -> tuple[Any, VocabWeights]:
 
 
 def _stored_vocab(config: TargetConfig) -> dict[str, Tensor] | None:
-    """The tensors "embedding", "lm_head" and, if there is one, "bias", as safetensors files have them.
+    """The tensors "embedding", "lm_head" and, if there is one, "bias", as safetensors files have
+    them.
 
-    None where the whole model must be loaded: another format, other names, or what require_whole refuses."""
+    None where the whole model must be loaded: another format, other names, or what require_whole
+    refuses."""
     model = skeleton(config)
     embedding, lm_head = _embedding_and_head(model, config.path)
     weights = {"embedding": embedding.weight, "lm_head": lm_head.weight}
@@ -539,7 +551,8 @@ def taps_of(recipe: Recipe, num_blocks: int) -> tuple[int, ...]:
 def require_same_token_ids(
     draft: Mapping[str, int], target: Mapping[str, int], num_rows: int, draft_name: str, name: str
 ) -> None:
-    """UserError unless a draft LM with num_rows embeddings reads token ids as the target `name` does."""
+    """UserError unless a draft LM with num_rows embeddings reads token ids as the target `name`
+    does."""
     tokens = {number: token for token, number in target.items()}
     fix = "choose a draft LM with the target's tokenizer"
     for token, number in draft.items():

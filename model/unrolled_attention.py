@@ -1,8 +1,10 @@
-"""Attention of EAGLE-3's training-time test, for all slots of a row at once (arXiv 2503.01840, figure 6).
+"""Attention of EAGLE-3's training-time test, for all slots of a row at once (arXiv 2503.01840,
+figure 6).
 
-At unroll step k a slot sees, as in decoding, step 0's keys of the text up to itself, and one key of each later step: its
-own. So the keys of a query are one long causal part and k single columns. We compute attention to each part
-apart and merge the parts by their log-sum-exp (ring attention's rule, arXiv 2310.01889). With scores a_j and values v_j,
+At unroll step k a slot sees, as in decoding, step 0's keys of the text up to itself, and one key
+of each later step: its own. So the keys of a query are one long causal part and k single columns.
+We compute attention to each part apart and merge the parts by their log-sum-exp (ring attention's
+rule, arXiv 2310.01889). With scores a_j and values v_j,
 
     out = sum_j exp(a_j) v_j / sum_j exp(a_j)               over all keys j
     s_i = log sum_{j in part i} exp(a_j)                    the log-sum-exp of a part
@@ -10,10 +12,10 @@ apart and merge the parts by their log-sum-exp (ring attention's rule, arXiv 231
 
 gives  out = sum_i w_i out_i  with  w_i = exp(s_i - s),  s = log sum_i exp(s_i).
 
-A single column has s_i = a_i and out_i = v_i. From step 0 a kernel gives both s_0 and out_0.
-The backward pass, with g the gradient of out: the gradient of a_j is exp(a_j - s) (g v_j - g out). For step 0 the kernel's own
-backward computes just this if it is handed the merged out and s in place of its own.
-"""
+A single column has s_i = a_i and out_i = v_i. From step 0 a kernel gives both s_0 and out_0. The
+backward pass, with g the gradient of out: the gradient of a_j is exp(a_j - s) (g v_j - g out). For
+step 0 the kernel's own backward computes just this if it is handed the merged out and s in place
+of its own."""
 
 import math
 from collections.abc import Iterator
@@ -31,8 +33,8 @@ Documents = tuple[int, ...]  # the lengths of documents that are packed into one
 
 @dataclass
 class UnrollMemory:
-    """Keys and values of one layer, by unroll step. Step 0 is one row of packed documents; of the later steps,
-    slot i stands at rows[i] of it."""
+    """Keys and values of one layer, by unroll step. Step 0 is one row of packed documents; of the
+    later steps, slot i stands at rows[i] of it."""
 
     documents: Documents
     rows: Tensor  # [S]
@@ -47,7 +49,8 @@ class UnrollMemory:
         return self.rows if self.is_last and is_step_0 else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention [1, n, H * hd] of the next unroll step; the queries q [1, H, n, hd] are those of `query_rows`."""
+        """Attention [1, n, H * hd] of the next unroll step; the queries q [1, H, n, hd] are those
+        of `query_rows`."""
         count = q.shape[2]
         if self.keys or self.is_last:
             rows = self.rows[:count]
@@ -73,7 +76,8 @@ def _rows_first(x: Tensor) -> Tensor:
 class _MergedAttention(torch.autograd.Function):
     """Causal attention to step 0, merged with each query's own columns of the later steps.
 
-    q [n, H, hd] stands at rows [n]; pairs: key and value of each step in turn, [N or n, KV, hd]. g is H / KV."""
+    q [n, H, hd] stands at rows [n]; pairs: key and value of each step in turn, [N or n, KV, hd]. g
+    is H / KV."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, rows: Tensor, documents: Documents, *pairs: Tensor) -> Tensor:
@@ -130,9 +134,10 @@ def _spread(x: Tensor, rows: Tensor, length: int) -> Tensor:
     return x.new_zeros(length, *x.shape[1:]).index_copy_(0, rows, x)
 
 
-# Kernels of torch, called by name: scaled_dot_product_attention hides the log-sum-exp, and its backward takes no other
-# one. The calls are as in torch/nn/attention/varlen.py and torch's context parallelism.
-# `constraints.txt` pins torch, and tests/model/test_layers.py compares each kernel with plain attention.
+# Kernels of torch, called by name: scaled_dot_product_attention hides the log-sum-exp, and its
+# backward takes no other one. The calls are as in torch/nn/attention/varlen.py and torch's context
+# parallelism. `constraints.txt` pins torch, and tests/model/test_layers.py compares each kernel
+# with plain attention.
 
 
 @dataclass(frozen=True)
@@ -153,7 +158,8 @@ def kernel_of(x: Tensor) -> Literal["cpu", "flash", "efficient"]:
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> tuple[Tensor, Tensor]:
-    """Causal attention [N, H, hd] of q [N, H, hd], k and v [N, KV, hd] inside each document; its log-sum-exp [N, H]."""
+    """Causal attention [N, H, hd] of q [N, H, hd], k and v [N, KV, hd] inside each document; its
+    log-sum-exp [N, H]."""
     if kernel_of(q) == "flash" and documents:
         out, logs, *_ = aten._flash_attention_forward(
             q, k, v, *_borders(documents, q), 0.0, True, False
@@ -213,7 +219,8 @@ def _causal_backward(
 
 
 def _cpu_backward(parts: list[Tensor], log: Tensor) -> Any:
-    """Gradients of q, k and v; parts: out's gradient, q, k, v, out, [KV, g, n, hd] each; log [KV, g, n]."""
+    """Gradients of q, k and v; parts: out's gradient, q, k, v, out, [KV, g, n, hd] each; log [KV,
+    g, n]."""
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(*parts, log, 0.0, True)
 
 
@@ -256,6 +263,7 @@ def _rows_of(documents: Documents) -> Iterator[slice]:
 
 
 def _by_head(x: Tensor, rows: slice, kv_heads: int, groups: int) -> Tensor:
-    """These rows of x [N, H or KV, w] as [KV, g, n, w]; a key or value is repeated for its group."""
+    """These rows of x [N, H or KV, w] as [KV, g, n, w]; a key or value is repeated for its
+    group."""
     split = x[rows].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
     return split.expand(-1, groups, -1, -1)

@@ -1,4 +1,5 @@
-"""The sections `target`, `head` and `train` of a recipe: the last two have a class per kind of head."""
+"""The sections `target`, `head` and `train` of a recipe: the last two have a class per kind of
+head."""
 
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -226,7 +227,8 @@ class DraftLMSection(_LayerSizes, HeadSection, kw_only=True):
 
 
 class BlockSection(_TapHead, kw_only=True):
-    """A block head (DFlash, arXiv 2602.06036): one forward drafts all levels; as wide as the target."""
+    """A block head (DFlash, arXiv 2602.06036): one forward drafts all levels; as wide as the
+    target."""
 
     methods = ("block-tree", "block-chain")
     kind: Literal["block"] = "block"
@@ -296,7 +298,8 @@ class AdamWSection(Section, kw_only=True):
 
 
 class MuonSection(Section, kw_only=True):
-    """Matrices of layers and fc by Muon with Nesterov momentum (arXiv 2502.16982), all else by AdamW."""
+    """Matrices of layers and fc by Muon with Nesterov momentum (arXiv 2502.16982), all else by
+    AdamW."""
 
     kind: Literal["muon"] = "muon"
     matrix_rate: PositiveFloat = key(

@@ -1,5 +1,5 @@
-"""Block heads in speculators 0.9 (dflash, and dspark with a path correction; vLLM loads both) and as z-lab publishes
-them (SGLang loads these). Tensors have our names in all three."""
+"""Block heads in speculators 0.9 (dflash, and dspark with a path correction; vLLM loads both) and
+as z-lab publishes them (SGLang loads these). Tensors have our names in all three."""
 
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,8 @@ def read_block(files: content.HeadFiles, layout: str) -> content.HeadContent:
 def _refuse_unknown(
     values: dict[str, Any], layer: dict[str, Any], complete_layer: dict[str, Any], path: Path
 ) -> None:
-    """UserError for a head of another form; layer: as its file has it, and with Qwen3's defaults."""
+    """UserError for a head of another form; layer: as its file has it, and with Qwen3's
+    defaults."""
     vocab_size = complete_layer["vocab_size"]
     draft_size = values.get("draft_vocab_size", vocab_size)
     correction = values.get("markov_head_type", "vanilla")

@@ -89,7 +89,8 @@ class Formats(NamedTuple):
 
     # (files, layout) -> the head under our names
     read: Callable[[HeadFiles, str], HeadContent]
-    # (layout, config, target if known): UserError for what the layout's readers would drop or misread
+    # (layout, config, target if known): UserError for what the layout's readers would drop or
+    # misread
     refuse: Callable[[str, Any, TargetFacts | None], None]
     # (layout, head, target) -> config.json's values, tensors and notes
     write: Callable[[str, HeadContent, TargetFacts], Export]
@@ -175,7 +176,8 @@ def read_sizes(values: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def read_rope(values: dict[str, Any], path: Path) -> tuple[float, dict[str, Any] | None]:
-    """RoPE's base and scaling, spelt as in transformers 4 or 5; default base: 10,000 as published, not the target's."""
+    """RoPE's base and scaling, spelt as in transformers 4 or 5; default base: 10,000 as published,
+    not the target's."""
     parameters = values.get("rope_parameters") or {}
     scaling = values.get("rope_scaling") or {}
     bases: dict[str, float] = {}
@@ -275,7 +277,8 @@ def _check_numbers(name: str, numbers: Any, path: Path) -> None:
 def _counts_outputs(
     numbers: tuple[int, ...], default_taps: tuple[int, ...] | None, architectures: Any
 ) -> bool:
-    """Whether numbers count the outputs of blocks: the target's default taps tell, else the first number."""
+    """Whether numbers count the outputs of blocks: the target's default taps tell, else the first
+    number."""
     if tuple(number + 1 for number in numbers) == default_taps:
         return True
     if numbers == default_taps:

@@ -1,4 +1,5 @@
-"""EAGLE heads of SafeAILab's code, SGLang, and speculators (EAGLE-3: 0.9.0, EAGLE-1: 0.1 to 0.4)."""
+"""EAGLE heads of SafeAILab's code, SGLang, and speculators (EAGLE-3: 0.9.0, EAGLE-1: 0.1 to
+0.4)."""
 
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,8 @@ def read_eagle3(files: content.HeadFiles, layout: str) -> content.HeadContent:
 def write_eagle1(
     layout: str, head: content.HeadContent, target: content.TargetFacts
 ) -> content.Export:
-    """config.json's values, tensors and notes; UserError for what readers would silently drop or misread."""
+    """config.json's values, tensors and notes; UserError for what readers would silently drop or
+    misread."""
     config: Any = head.config
     refuse_eagle(layout, config, target)
     values, notes = _llama_values(layout, head, target)
@@ -224,7 +226,8 @@ def _sglang_eagle3(config: Any, target: content.TargetFacts) -> tuple[dict[str, 
 
 
 def refuse_eagle(layout: str, config: Any, target: content.TargetFacts | None) -> None:
-    """UserError for what readers would silently drop or misread; without a target, as far as the head alone tells."""
+    """UserError for what readers would silently drop or misread; without a target, as far as the
+    head alone tells."""
     lost = [name for name in LOST[layout] if getattr(config, name, False)]
     instead = "serve it with vLLM (--to speculators)"
     is_eagle1 = isinstance(config, Eagle1Config)
@@ -250,7 +253,8 @@ def refuse_eagle(layout: str, config: Any, target: content.TargetFacts | None) -
 def speculators_values(
     algorithm: str, config: Any, target: content.TargetFacts, drafts: int, layer: dict[str, Any]
 ) -> dict[str, Any]:
-    """What config.json has for all heads of speculators 0.9; drafts: tokens that servers draft per cycle."""
+    """What config.json has for all heads of speculators 0.9; drafts: tokens that servers draft per
+    cycle."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": drafts, "verifier_accept_k": 1}
     return {
         TYPE: algorithm,

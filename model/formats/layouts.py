@@ -1,4 +1,5 @@
-"""Recognises a head's layout; reads Medusa's, Hydra's and ours (others: the files beside this), and tensors."""
+"""Recognises a head's layout; reads Medusa's, Hydra's and ours (others: the files beside this),
+and tensors."""
 
 import re
 from functools import partial
@@ -118,7 +119,8 @@ def read_content(
 
 
 def _read_multi_token(files: HeadFiles, kind: str) -> HeadContent:
-    """A Medusa or Hydra head; sizes come from the weights, as config.json often lags behind them."""
+    """A Medusa or Hydra head; sizes come from the weights, as config.json often lags behind
+    them."""
     values, path = files.values, files.config_path
     if values.get("grounded_heads") is False or values.get("hidden_state_offset"):
         raise UserError(

@@ -23,12 +23,14 @@ AnyConfig = Eagle1Config | Eagle3Config | MedusaConfig | HydraConfig | BlockConf
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Anything that is trained to draft. Training and decoding are named by dotted names: this package imports neither."""
+    """Anything that is trained to draft. Training and decoding are named by dotted names: this
+    package imports neither."""
 
     section: Any  # the class of its section `head` in a recipe
     objective_name: str  # the class of its training objective: what it learns from, and the work
     drafter_name: str  # the class that drafts with it
-    # (sections `head` and `train`) -> positions that training reaches beyond a text; None: drafts need no position
+    # (sections `head` and `train`) -> positions that training reaches beyond a text; None: drafts
+    # need no position
     positions_ahead: Callable[[Any, Any], int] | None = None
 
     @property

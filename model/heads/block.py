@@ -1,4 +1,5 @@
-"""The block head: one forward gives the laws of all places of a draft; the tokens before a place correct its law."""
+"""The block head: one forward gives the distributions of all drafted tokens, and the tokens before
+one correct its distribution."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,22 +40,24 @@ class BlockConfig(LayerConfig):
 
 
 class PathCorrection(nn.Module):
-    """A bias [..., V] on a place's logits from the n tokens before it [..., n]: W2 e, e the sum of all W1_i[t_i].
+    """A bias [..., V] on the logits of a drafted token from the n tokens before it [..., n].
 
-    n = 1 is DSpark's Markov head. gated: W2 (sigmoid(G [h; e]) * e) with the place's state h [..., D].
+    It is W2 e, with e the sum of all W1_i[t_i]; n = 1 is DSpark's Markov head. gated:
+    W2 (sigmoid(G [h; e]) * e), with the state h [..., D] of the row that drafts.
     """
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
-        rank, self._vocab_size = config.markov_rank, config.vocab_size
+        rank = config.markov_rank
+        self._vocab_size = config.vocab_size
         # all W1_i, the nearest token's last
         self.markov_w1 = nn.Embedding(config.markov_order * config.vocab_size, rank)
         self.markov_w2 = LMHead(rank, config.vocab_size, bias=False)
-        self.gate_proj = (
-            nn.Linear(config.hidden_size + rank, rank) if config.markov_head == "gated" else None
-        )
+        is_gated = config.markov_head == "gated"
+        self.gate_proj = nn.Linear(config.hidden_size + rank, rank) if is_gated else None
 
     def forward(self, before: Tensor, states: Tensor) -> Tensor:
+        # all W1_i stand in one table, one below the other
         first = torch.arange(before.shape[-1], device=before.device) * self._vocab_size
         code = self.markov_w1(before + first).sum(-2)  # [..., r]
         if self.gate_proj is not None:
@@ -63,11 +66,12 @@ class PathCorrection(nn.Module):
 
 
 class BlockHead(nn.Module):
-    """Decoder layers over blocks of B rows (DFlash, arXiv 2602.06036): the last known token, then masks.
+    """Decoder layers over blocks of B rows (DFlash, arXiv 2602.06036): the last known token, then
+    masks.
 
-    A block at anchor a has positions a, a + 1, ... Its rows see each other and the target's fused taps before a, from
-    which each layer makes keys and values. Embedding and LM head are the target's, and not stored.
-    """
+    A block at anchor a has positions a, a + 1, ... Its rows see each other and the target's fused
+    taps before a, from which each layer makes keys and values. Embedding and LM head are the
+    target's, and not stored."""
 
     kind = "block"
     gradient_checkpointing = False  # recompute each layer in the backward pass
@@ -111,68 +115,71 @@ class BlockHead(nn.Module):
         return self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype)))
 
     def rows(self, tokens: Tensor, embedding: Tensor, before: Tensor) -> Tensor:
-        """The first layer's input [..., B, D] of blocks with known tokens [...]; before: the fused taps before them."""
-        known, mask = F.embedding(tokens, embedding), embedding[self.config.mask_token_id]
+        """The first layer's input [..., B, D] of blocks with known tokens [...].
+
+        before [..., D]: the fused taps before the known tokens."""
+        known = F.embedding(tokens, embedding)[..., None, :]  # [..., 1, D]
+        mask = embedding[self.config.mask_token_id]
         masks = mask.expand(*tokens.shape, self.config.block_size - 1, -1)
-        rows = torch.cat([known[..., None, :], masks], dim=-2).to(self.fc.weight.dtype)
+        rows = torch.cat([known, masks], dim=-2).to(self.fc.weight.dtype)  # [..., B, D]
         return rows if self.anchor_proj is None else rows + self.anchor_proj(before)[..., None, :]
 
     def correct(self, logits: Tensor, before: Tensor, states: Tensor) -> Tensor:
-        """Logits [..., V] of places with states [..., D], in float32, given the tokens before them [..., n]."""
+        """Logits [..., V] in float32, corrected by the tokens before them [..., n]; states [...,
+        D] gave them."""
         logits = logits.float()
-        return (
-            logits
-            if self.markov_head is None
-            else logits + self.markov_head(before, states).float()
-        )
+        if self.markov_head is None:
+            return logits
+        return logits + self.markov_head(before, states).float()
 
     def forward(self, tokens: Tensor, taps: Tensor, anchors: Tensor, embedding: Tensor) -> Tensor:
-        """States [B, A, K, D] for the LM head, of the K drafting rows of A blocks with tokens [B, A] at anchors
-        [B, A], in texts with taps [B, T, L*D]."""
-        size, length = self.config.block_size, taps.shape[1]
-        places = anchors[..., None] + torch.arange(size, device=anchors.device)  # [B, A, block]
+        """States [B, A, K, D] for the LM head, of the K drafting rows of A blocks.
+
+        Tokens [B, A] stand at anchors [B, A] in texts with taps [B, T, L*D]."""
+        size = self.config.block_size
+        length = taps.shape[1]
+        positions = anchors[..., None] + torch.arange(size, device=anchors.device)  # [B, A, block]
+        positions = positions.flatten(1)  # [B, A * block]
         cos, sin = self.rotary.table(length + size, self.fc.weight)
-        of_rows = (
-            cos[places.flatten(1)][:, None],
-            sin[places.flatten(1)][:, None],
-        )  # [B, 1, A * block, hd]
-        of_text = cos[:length], sin[:length]
-        context = self.fuse(taps)
-        before = (anchors - 1).clamp(min=0)[..., None].expand(-1, -1, context.shape[-1])
-        x = self.rows(tokens, embedding, context.gather(1, before)).flatten(1, 2)
+        rope_of_rows = (cos[positions][:, None], sin[positions][:, None])  # [B, 1, A * block, hd]
+        rope_of_text = (cos[:length], sin[:length])
+        context = self.fuse(taps)  # [B, T, D]
+        previous = (anchors - 1).clamp(min=0)[..., None].expand(-1, -1, context.shape[-1])
+        x = self.rows(tokens, embedding, context.gather(1, previous)).flatten(1, 2)
         attention = self._attention(anchors, length)
         for layer in self.layers:
+            inputs = (layer, x, context, rope_of_rows, rope_of_text, attention)
             if self.gradient_checkpointing and self.training:
-                x = checkpoint(
-                    _layer, layer, x, context, of_rows, of_text, attention, use_reentrant=False
-                )
+                x = checkpoint(_layer, *inputs, use_reentrant=False)
             else:
-                x = _layer(layer, x, context, of_rows, of_text, attention)
-        drafting = x.unflatten(1, (-1, size))[:, :, size - self.config.num_drafted :]
-        return self.norm(drafting)
+                x = _layer(*inputs)
+        first = size - self.config.num_drafted  # the rows before draft nothing
+        return self.norm(x.unflatten(1, (-1, size))[:, :, first:])
 
     def _attention(self, anchors: Tensor, length: int) -> "BlockAttention":
         """The attention of A * block rows to T rows of text and to themselves.
 
-        Its mask is dense, [B, 1, A * block, T + A * block]; on CUDA, FlexAttention skips what it hides."""
-        size, (count, number) = self.config.block_size, anchors.shape
-        own = torch.arange(
-            -length, number * size, device=anchors.device
-        )  # by column; the text's are negative
+        Its mask is dense, [B, 1, A * block, T + A * block]; on CUDA, FlexAttention skips what it
+        hides."""
+        size = self.config.block_size
+        batch, count = anchors.shape
         is_causal = self.config.in_block == "causal"
+        # by column: a row of the text is negative, a row of a block has its number
+        row_of = torch.arange(-length, count * size, device=anchors.device)
 
         def sees(text: Tensor, _: Tensor, row: Tensor, column: Tensor) -> Tensor:
-            at = own[column]
-            inside = (at // size == row // size) & ((at <= row) | (not is_causal))
-            return torch.where(at < 0, column < anchors[text, row // size], inside)
+            other = row_of[column]
+            is_inside = (other // size == row // size) & ((other <= row) | (not is_causal))
+            is_before = column < anchors[text, row // size]
+            return torch.where(other < 0, is_before, is_inside)
 
         if _is_sparse(anchors):
-            sizes = (count, None, number * size, len(own))
+            sizes = (batch, None, count * size, len(row_of))
             return partial(_sparse, mask=create_block_mask(sees, *sizes, device=anchors.device))
-        texts, rows, columns = (
-            torch.arange(n, device=anchors.device) for n in (count, number * size, len(own))
-        )
-        mask = sees(texts[:, None, None, None], rows, rows[:, None], columns)
+        texts = torch.arange(batch, device=anchors.device)[:, None, None, None]
+        rows = torch.arange(count * size, device=anchors.device)
+        columns = torch.arange(len(row_of), device=anchors.device)
+        mask = sees(texts, rows, rows[:, None], columns)  # [B, 1, A * block, T + A * block]
         return partial(attend, mask=mask, memory=None)
 
 
@@ -195,7 +202,8 @@ def _sparse(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
 def _layer(
     layer: Any, x: Tensor, context: Tensor, rows: Rope, text: Rope, attention: BlockAttention
 ) -> Tensor:
-    """A layer's outputs [B, A * block, D]; the fused taps context [B, T, D] give keys and values, but no queries."""
+    """A layer's outputs [B, A * block, D]; the fused taps context [B, T, D] give keys and values,
+    but no queries."""
     projector = layer.self_attn
     residual, of_rows = layer.before(x, None, rows, None)
     keys = projector.by_head(projector.k_proj(context))
@@ -220,7 +228,8 @@ class BlockForward:
             cache.update(keys, values, number)
 
     def __call__(self, x: Tensor, rope: Tensor, mask: Tensor, cache: KeyValueCache) -> Tensor:
-        """States [block, D] of a block's rows x [block, D]; rope [2, block, hd], mask as in HeadLayer."""
+        """States [block, D] of a block's rows x [block, D]; rope [2, block, hd], mask as in
+        HeadLayer."""
         for number, layer in enumerate(self._layers):
             x = layer(x, x, (rope[0], rope[1]), mask, (cache, number))
         return self._norm(x)

@@ -38,15 +38,17 @@ class DraftVocabulary:
         return cls(ordered - torch.arange(len(ordered)), t2d)
 
     @classmethod
-    def of_tables(cls, d2t: Tensor, t2d: Tensor, place: str) -> "DraftVocabulary":
+    def of_tables(cls, d2t: Tensor, t2d: Tensor, path: str) -> "DraftVocabulary":
+        """From a head's file at path."""
         if not d2t.ndim == t2d.ndim == 1 or (d2t.long() != d2t).any() or (t2d.bool() != t2d).any():
             raise UserError(
-                f"{place}: d2t must be a list of integer offsets, and t2d a list of booleans"
+                f"{path}: d2t must be a list of integer offsets, and t2d a list of booleans"
             )
-        vocabulary, marked = cls(d2t.long(), t2d.bool()), t2d.nonzero().flatten()
-        if not marked.equal(vocabulary.ids):
+        vocabulary = cls(d2t.long(), t2d.bool())
+        if not t2d.nonzero().flatten().equal(vocabulary.ids):
             raise UserError(
-                f"{place}: d2t and t2d name different tokens; d2t holds offsets (target id - draft id)"
+                f"{path}: d2t and t2d name different tokens; "
+                "d2t holds offsets (target id - draft id)"
             )
         return vocabulary
 
@@ -54,7 +56,8 @@ class DraftVocabulary:
     def most_frequent(
         cls, counts: Counts, size: int, forced: Collection[int] = ()
     ) -> "DraftVocabulary":
-        """The forced ids and the most frequent ones by counts [V]; of equal counts, the smaller id."""
+        """The forced ids and the most frequent ones by counts [V]; of equal counts, the smaller
+        id."""
         check_size(size, len(counts))
         if len(set(forced)) > size:
             raise UserError(
@@ -81,19 +84,20 @@ class DraftVocabulary:
         total = int(counts.sum())
         return int(counts[self.t2d.cpu().numpy()].sum()) / total if total else 1.0
 
-    def check_ends(self, end_ids: Collection[int], place: str) -> None:
+    def check_ends(self, end_ids: Collection[int], path: str) -> None:
         """UserError if none of the target's end_ids is in: no draft could end a turn."""
         known = sorted(number for number in end_ids if 0 <= number < len(self.t2d))
         if known and not self.t2d[known].any():
             raise UserError(
-                f"{place}: none of the target's end-of-turn tokens {known} is in the draft vocabulary"
+                f"{path}: none of the target's end-of-turn tokens {known} is in the draft vocabulary"
             )
 
 
 def check_size(size: int | None, vocab_size: int) -> None:
     if size is not None and size > vocab_size:
         raise UserError(
-            f"head.draft_vocab_size: {size:,} is larger than the target's vocabulary of {vocab_size:,}"
+            f"head.draft_vocab_size: {size:,} is larger than "
+            f"the target's vocabulary of {vocab_size:,}"
         )
 
 
@@ -151,9 +155,8 @@ class EagleHead(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_tokens.weight.requires_grad_(not shares_embedding)
         self.shares_embedding = shares_embedding  # with the target, frozen
-        self.saves_embedding = (
-            not shares_embedding
-        )  # also if its file holds another one than the target's
+        # also if its file holds another one than the target's
+        self.saves_embedding = not shares_embedding
         self.rotary = Rotary(config)
 
     def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,14 +186,16 @@ class EagleHead(nn.Module):
     def forward(
         self, tokens: Tensor, features: Tensor, positions: Tensor, memories: Sequence[Memory] = ()
     ) -> Tensor:
-        """Outputs [B, T, D] of tokens [B, T] (slot p holds t_{p+1}), features [B, T, D] and positions [B, T].
+        """Outputs [B, T, D] of tokens [B, T] (slot p holds t_{p+1}), features [B, T, D] and
+        positions [B, T].
 
-        With memories: one step of the parallel unroll, in which each slot's chain takes its next token.
-        """
+        With memories: one step of the parallel unroll, in which each slot's chain takes its next
+        token."""
         x, embedded = self.enter(tokens, features)
         length = self.config.max_position_embeddings if memories else tokens.shape[1]
         rope = self.rotary.at(positions, length, x)
-        for layer, memory in zip(self.blocks, memories or [None] * len(self.blocks), strict=True):
+        each_memory = memories or [None] * len(self.blocks)
+        for layer, memory in zip(self.blocks, each_memory, strict=True):
             if self.gradient_checkpointing and self.training and memory is None:
                 x = checkpoint(layer, x, embedded, rope, use_reentrant=False)
             else:
@@ -204,16 +209,17 @@ class EagleForward:
     It holds tensors: look-ups in modules are slow."""
 
     def __init__(self, head: EagleHead) -> None:
-        self._embedding, self._leave = head.embed_tokens.weight, head.leave
-        self._fc = (
-            (head.fc.weight, head.fc.bias) if isinstance(head, Eagle1Head) else None
-        )  # EAGLE-3's is in `fuse`
+        self._embedding = head.embed_tokens.weight
+        self._leave = head.leave
+        # EAGLE-1 fuses embedding and feature here; EAGLE-3's fc is in `fuse`
+        self._fc = (head.fc.weight, head.fc.bias) if isinstance(head, Eagle1Head) else None
         self._layers = [HeadLayer(layer) for layer in head.blocks]
 
     def __call__(
         self, tokens: Tensor, features: Tensor, rope: Tensor, mask: Tensor, cache: KeyValueCache
     ) -> Tensor:
-        """Outputs [n, D] of tokens [n], features [n, D], rope [2, n or 1, hd]; mask [1, 1, n, S] as in HeadLayer."""
+        """Outputs [n, D] of tokens [n], features [n, D], rope [2, n or 1, hd]; mask [1, 1, n, S]
+        as in HeadLayer."""
         embedded = F.embedding(tokens, self._embedding).to(features.dtype)
         x = features
         if self._fc is not None:
@@ -224,7 +230,8 @@ class EagleForward:
 
 
 class Eagle1Head(EagleHead):
-    """Predicts the feature of t_{p+1} from fc([embedding of t_{p+1}; feature of t_p]) (arXiv 2401.15077, section 4.1).
+    """Predicts the feature of t_{p+1} from fc([embedding of t_{p+1}; feature of t_p]) (arXiv
+    2401.15077, section 4.1).
 
     The target's LM head turns that feature, its state after the final norm, into a law for t_{p+2}.
     """
@@ -249,16 +256,17 @@ def pass_on_highest_tap(fc: nn.Linear, scale: Any = 1.0) -> None:
 
 
 class LMHead(nn.Linear):
-    """Logits [..., Vd] of states [..., D]; with is_law, the mean rows p W [S, D] of laws p [S, Vd]. Both are calls of
-    the module: only in these does ZeRO-3 have W whole."""
+    """Logits [..., Vd] of states [..., D]; with is_law, the mean rows p W [S, D] of laws p [S,
+    Vd]. Both are calls of the module: only in these does ZeRO-3 have W whole."""
 
     def forward(self, x: Tensor, is_law: bool = False) -> Tensor:
         return F.linear(x.to(self.weight.dtype), self.weight.T) if is_law else super().forward(x)
 
 
 class Eagle3Head(EagleHead):
-    """fc over the taps, a double-width layer, plain layers, and an LM head over the draft vocabulary (arXiv 2503.01840,
-    section 3). A head of another width than the target's trains and saves its own embedding."""
+    """fc over the taps, a double-width layer, plain layers, and an LM head over the draft
+    vocabulary (arXiv 2503.01840, section 3). A head of another width than the target's trains and
+    saves its own embedding."""
 
     kind = "eagle3"
     d2t: Tensor
@@ -276,12 +284,10 @@ class Eagle3Head(EagleHead):
             self.input_norm = nn.RMSNorm(taps_width, eps)
         self.fc = nn.Linear(taps_width, width, bias=False)
         self.midlayer = DecoderLayer(config, "pair", config.norm_before_residual)
-        self.blocks = [
-            self.midlayer,
-            *(DecoderLayer(config) for _ in range(config.num_hidden_layers - 1)),
-        ]
-        if config.num_hidden_layers > 1:
-            self.layers = nn.ModuleList(self.blocks[1:])
+        others = [DecoderLayer(config) for _ in range(config.num_hidden_layers - 1)]
+        self.blocks = [self.midlayer, *others]
+        if others:
+            self.layers = nn.ModuleList(others)
         self.norm = nn.RMSNorm(width, eps)
         self.lm_head = LMHead(width, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
@@ -299,7 +305,8 @@ class Eagle3Head(EagleHead):
             "fc_init": "highest_tap",
         }
         taken = [name for name, value in starts.items() if getattr(section, name) == value]
-        width, target_width = self.config.hidden_size, vocab.lm_head.shape[1]
+        width = self.config.hidden_size
+        target_width = vocab.lm_head.shape[1]
         if taken and width != target_width:
             raise UserError(
                 f"head.{taken[0]}: {path} is {target_width:,} wide, the head {width:,}; "
@@ -324,9 +331,8 @@ class Eagle3Head(EagleHead):
         taps = taps.to(self.fc.weight.dtype)
         if self.config.fc_norm:
             pieces = taps.split(self.config.target_hidden_size, dim=-1)
-            taps = torch.cat(
-                [norm(piece) for norm, piece in zip(self.fc_norm, pieces, strict=True)], dim=-1
-            )
+            normed = [norm(piece) for norm, piece in zip(self.fc_norm, pieces, strict=True)]
+            taps = torch.cat(normed, dim=-1)
         if self.config.norm_before_fc:
             taps = self.input_norm(taps)
         return self.fc(taps)

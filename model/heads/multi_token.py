@@ -56,7 +56,8 @@ PREFIX_SIZES = {
 
 
 def hydra_values(section: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """config.json's values of a new Hydra head: its LM heads have biases, and only Hydra++ has a decoder layer."""
+    """config.json's values of a new Hydra head: its LM heads have biases, and only Hydra++ has a
+    decoder layer."""
     values = {**values, "lm_head_bias": True}
     if section.prefix_layer:
         return values
@@ -130,7 +131,8 @@ class MultiTokenHead(nn.Module):
     def initialise(
         self, vocab: VocabWeights, generator: torch.Generator, initializer_range: float = 0.02
     ) -> None:
-        """Zero blocks, uniform projections within 1 / sqrt(inputs), the target's LM head, a normal prefix layer."""
+        """Zero blocks, uniform projections within 1 / sqrt(inputs), the target's LM head, a normal
+        prefix layer."""
         for name, parameter in self.named_parameters():
             if name.startswith("prefix_layer.") and parameter.ndim == 2:
                 drawn = torch.empty(parameter.shape)
