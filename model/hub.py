@@ -93,7 +93,8 @@ def require_target(path: str) -> None:
     if not has_weights and (directory / "adapter_config.json").is_file():
         code = f"M.from_pretrained('{path}').merge_and_unload().save_pretrained('MERGED')"
         raise UserError(
-            f"{path}: a LoRA adapter; merge it into its model, and add the model's tokenizer files: "
+            f"{path}: a LoRA adapter; merge it into its model, "
+            "and add the model's tokenizer files: "
             f'python -c "from peft import AutoPeftModelForCausalLM as M; {code}"'
         )
     for index in directory.glob("*.index.json"):

@@ -533,7 +533,8 @@ def taps_of(recipe: Recipe, num_blocks: int) -> tuple[int, ...]:
         taps = default_taps(num_blocks) if recipe.head.reads_taps else ()
     if taps is None:
         raise UserError(
-            f"{path}: has {num_blocks} blocks, and the default taps (2, n//2, n-3) need at least 7; "
+            f"{path}: has {num_blocks} blocks, "
+            "and the default taps (2, n//2, n-3) need at least 7; "
             "name its taps in features.after_blocks"
         )
     if recipe.head.reads_taps and not taps:
@@ -558,11 +559,13 @@ def require_same_token_ids(
     for token, number in draft.items():
         if target.get(token, number) != number or tokens.get(number, token) != token:
             raise UserError(
-                f"{draft_name}: tokenizer: token {token!r} has id {number}, in {name} another; {fix}"
+                f"{draft_name}: tokenizer: token {token!r} has id {number}, "
+                f"in {name} another; {fix}"
             )
     if max(tokens, default=0) >= num_rows:
         raise UserError(
-            f"{draft_name}: has {num_rows:,} token embeddings, and {name} has tokens beyond them; {fix}"
+            f"{draft_name}: has {num_rows:,} token embeddings, "
+            f"and {name} has tokens beyond them; {fix}"
         )
 
 

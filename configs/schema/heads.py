@@ -155,7 +155,8 @@ class Eagle3Section(_TapHead, kw_only=True):
         super().__post_init__()
         if self.fc_norm and self.norm_before_fc:
             raise ValueError(
-                "fc_norm and norm_before_fc norm the same features, and no server does both; choose one"
+                "fc_norm and norm_before_fc norm the same features, "
+                "and no server does both; choose one"
             )
         if self.init_from is None:
             for name in ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc"):

@@ -242,7 +242,8 @@ def refuse_eagle(layout: str, config: Any, target: content.TargetFacts | None) -
             lost.append(f"{config.num_hidden_layers} layers")
         if layout == "safeailab" and target and config.after_blocks != target.default_taps:
             lost.append(
-                f"the taps {list(config.after_blocks)}: SafeAILab's code reads {target.default_taps}"
+                f"the taps {list(config.after_blocks)}: "
+                f"SafeAILab's code reads {target.default_taps}"
             )
     if lost:
         raise UserError(f"--to {layout}: cannot carry {', '.join(lost)}; {instead}")

@@ -203,7 +203,8 @@ def read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
     path = find_weights(directory)
     if path is None:
         raise UserError(
-            f"{directory}: holds no weights ({WEIGHTS} or {PICKLE}, whole or with an index of shards)"
+            f"{directory}: holds no weights "
+            f"({WEIGHTS} or {PICKLE}, whole or with an index of shards)"
         )
     if path.suffix != ".json":
         return path, _read_file(path)

@@ -61,7 +61,8 @@ class DraftVocabulary:
         check_size(size, len(counts))
         if len(set(forced)) > size:
             raise UserError(
-                f"head.draft_vocab_size: {size:,} has no room for {len(set(forced)):,} special tokens"
+                f"head.draft_vocab_size: {size:,} has no room for "
+                f"{len(set(forced)):,} special tokens"
             )
         rank = counts.astype(np.int64, copy=True)
         rank[list(forced)] = np.iinfo(np.int64).max
@@ -89,7 +90,8 @@ class DraftVocabulary:
         known = sorted(number for number in end_ids if 0 <= number < len(self.t2d))
         if known and not self.t2d[known].any():
             raise UserError(
-                f"{path}: none of the target's end-of-turn tokens {known} is in the draft vocabulary"
+                f"{path}: none of the target's end-of-turn tokens {known} "
+                "is in the draft vocabulary"
             )
 
 

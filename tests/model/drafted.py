@@ -23,7 +23,8 @@ def drafted(head: Any, features: Tensor, tokens: Tensor) -> Tensor:
 def log_laws(
     head: Any, vocab: VocabWeights, tokens: Tensor, last_hidden: Tensor, taps: Any
 ) -> Tensor:
-    """log q [n, V or Vd] after each of the last n tokens of T + n; the target's states of the first T are known."""
+    """log q [n, V or Vd] after each of the last n tokens of T + n; the target's states of the
+    first T are known."""
     known = len(last_hidden)
     steps = range(len(tokens) - known)
     if head.kind == "medusa":

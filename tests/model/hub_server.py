@@ -1,4 +1,5 @@
-"""A Hub on loopback, with the endpoints that huggingface_hub calls to make a repository, commit and fetch."""
+"""A Hub on loopback, with the endpoints that huggingface_hub calls to make a repository, commit
+and fetch."""
 
 import base64
 import hashlib

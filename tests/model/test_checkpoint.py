@@ -1,4 +1,5 @@
-"""Heads on disk and new ones: bit-exact round trips, strict loading, sizes and positions of the target."""
+"""Heads on disk and new ones: bit-exact round trips, strict loading, sizes and positions of the
+target."""
 
 import json
 from collections.abc import Callable
@@ -57,9 +58,8 @@ MADE: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_round_trip_is_bit_exact_with_the_recorded_facts(
-    name: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_round_trip(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """A round trip is bit exact with the recorded facts."""
     head = MADE[name]().to(dtype)
     save_head(head, tmp_path, step=3)
     again = load_head(tmp_path, vocab=replace(VOCAB, embedding=VOCAB.embedding.to(dtype)))
@@ -73,9 +73,10 @@ def test_a_round_trip_is_bit_exact_with_the_recorded_facts(
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o044  # not the 0600 of safetensors
 
 
-def test_a_head_whose_configuration_is_damaged_or_whose_embedding_is_missing_is_refused(
+def test_damaged_config(
     tmp_path: Path,
 ) -> None:
+    """A head whose configuration is damaged or whose embedding is missing is refused."""
     for name, change, said in (
         ("eagle1", {"rope_theta": None}, "rope_theta: required"),
         ("eagle3", {"after_blocks": [4, 2, 5]}, "must ascend"),
@@ -93,7 +94,8 @@ SECTIONS += (BlockSection(mask_token_id=0),)
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.kind)
-def test_the_same_seed_gives_the_same_new_head(section: Any) -> None:
+def test_seed(section: Any) -> None:
+    """The same seed gives the same new head."""
     vocabulary = DraftVocabulary.of_ids(torch.arange(5, 105), 320)
     one, two, other = (
         new_head(section, TEXT, VOCAB, n, after_blocks=TAPS, vocabulary=vocabulary)
@@ -113,7 +115,9 @@ LONG = tiny.llama(
 ).config
 
 
-def test_a_new_head_spells_out_the_targets_rope_length_and_flavour() -> None:
+def test_sizes_of_target() -> None:
+    """A new head spells out the target's RoPE length and flavour."""
+
     def facts(section: Any, text: Any, names: str, *taps_and_size: Any) -> list[Any]:
         return [
             getattr(config_for(section, text, VOCAB, *taps_and_size), name)
@@ -149,9 +153,10 @@ def test_a_new_head_spells_out_the_targets_rope_length_and_flavour() -> None:
         config_for(Eagle1Section(num_key_value_heads=3), TEXT, VOCAB)
 
 
-def test_a_warm_start_takes_weights_and_new_positions_and_refuses_another_shape(
+def test_warm_start(
     tmp_path: Path,
 ) -> None:
+    """A warm start takes weights and new positions and refuses another shape."""
     for name in ("eagle1", "eagle3", "eagle3.1, deep", "hydra"):
         save_head(MADE[name](), tmp_path / name.partition(",")[0])
     names = ("eagle1", "eagle3", "eagle3.1", "hydra")
@@ -161,8 +166,10 @@ def test_a_warm_start_takes_weights_and_new_positions_and_refuses_another_shape(
     assert kept.config == MADE["eagle1"]().config
     assert new_head(Eagle3Section(**normed), TEXT, VOCAB, 9, after_blocks=TAPS).config.fc_norm
     assert torch.equal(kept.state_dict()["fc.weight"], moved.state_dict()["fc.weight"])
-    assert moved.config == replace(kept.config, rope_theta=2e4, max_position_embeddings=512)  # type: ignore[type-var]
-    x, at, rotary = torch.zeros(1, 1, 1), torch.tensor([[300]]), moved.rotary  # type: ignore[union-attr]
+    # type: ignore[type-var]
+    assert moved.config == replace(kept.config, rope_theta=2e4, max_position_embeddings=512)
+    # type: ignore[union-attr]
+    x, at, rotary = torch.zeros(1, 1, 1), torch.tensor([[300]]), moved.rotary
     assert torch.equal(rotary.at(at, 301, x)[0], Rotary(moved.config).at(at, 301, x)[0])
     base = {
         "init_from": str(published.specforge(tmp_path / "published"))

@@ -1,4 +1,5 @@
-"""Heads against plain formulas: EAGLE-3 and its switches, the draft vocabulary, Medusa and Hydra."""
+"""Heads against plain formulas: EAGLE-3 and its switches, the draft vocabulary, Medusa and
+Hydra."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -56,8 +57,9 @@ def slots() -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("norm_before_residual", [False, True])
-def test_the_forward_is_the_definition(norm_before_residual: bool) -> None:
-    """infer/test_heads.py and train/test_objectives.py compare the forwards over a cache and in the unroll with it."""
+def test_forward(norm_before_residual: bool) -> None:
+    """The forward is the definition. infer/test_heads.py and train/test_objectives.py compare the
+    forwards over a cache and in the unroll with it."""
     made, (tokens, taps, positions) = eagle3(norm_before_residual=norm_before_residual), slots()
     whole = made(tokens, made.fuse(taps), positions)
     hidden, logits = expected_output(made, tokens[0], taps[0])
@@ -66,9 +68,8 @@ def test_the_forward_is_the_definition(norm_before_residual: bool) -> None:
 
 
 @torch.no_grad()
-def test_norm_output_feeds_back_the_normed_state_and_fc_norm_norms_each_fused_feature_alone() -> (
-    None
-):
+def test_eagle31_norms() -> None:
+    """Norm output feeds back the normed state and fc norm norms each fused feature alone."""
     plain, normed, made = eagle3(), eagle3(norm_output=True), eagle3(fc_norm=True)
     normed.load_state_dict(plain.state_dict())
     tokens, taps, positions = slots()
@@ -87,10 +88,12 @@ def test_norm_output_feeds_back_the_normed_state_and_fc_norm_norms_each_fused_fe
 
 
 @torch.no_grad()
-def test_a_head_begun_at_the_target_gives_the_targets_logits_of_its_highest_tap_where_its_layer_adds_nothing(
+def test_start_from_target(
     tmp_path: Path,
 ) -> None:
-    """lm_head(norm(tap)) of the last block's output, over the draft vocabulary; a new layer adds little to it."""
+    """A head begun at the target gives the target's logits of its highest tap where its layer adds
+    nothing. lm_head(norm(tap)) of the last block's output, over the draft vocabulary; a new layer
+    adds little to it."""
     model = tiny.llama()
     model.model.norm.weight.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(1))
     model.save_pretrained(tmp_path)
@@ -140,7 +143,8 @@ def test_a_head_begun_at_the_target_gives_the_targets_logits_of_its_highest_tap_
         check_sizes(replace(block.config, block_size=257), vocab, "HEAD", "TARGET", model.config)
 
 
-def test_the_most_frequent_tokens_and_forced_ones_are_in() -> None:
+def test_most_frequent() -> None:
+    """The most frequent tokens and forced ones are in."""
     counts = np.array([0, 5, 2, 9, 2, 2, 0])
     for forced, expected in ((set(), [1, 2, 3]), ({6, 0}, [0, 3, 6])):  # ties go to the smaller id
         vocabulary = DraftVocabulary.most_frequent(counts, 3, forced)
@@ -148,7 +152,8 @@ def test_the_most_frequent_tokens_and_forced_ones_are_in() -> None:
         assert vocabulary.coverage(counts) == counts[expected].sum() / counts.sum()
 
 
-def test_d2t_holds_offsets_t2d_marks_the_same_tokens() -> None:
+def test_d2t() -> None:
+    """D2t holds offsets, and t2d marks the same tokens."""
     some = DraftVocabulary.of_ids(torch.tensor([9, 2, 5]), 12)
     assert some.d2t.tolist() == [2, 4, 7] and some.t2d.nonzero().flatten().tolist() == [2, 5, 9]
     assert some.target_ids(torch.tensor([[2, 0], [1, 1]])).tolist() == [[9, 2], [5, 5]]
@@ -170,9 +175,8 @@ def _features(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("keys", [{"num_layers": 3}, {"lm_head": "target"}], ids=str)
-def test_a_new_medusa_head_has_the_targets_own_law_for_every_token(
-    keys: dict[str, Any], tmp_path: Path
-) -> None:
+def test_new_medusa(keys: dict[str, Any], tmp_path: Path) -> None:
+    """A new Medusa head has the target's own law for every token."""
     features, own = _features(2, 5), CAPPED.logits(_features(2, 5))
     new, moved = (tiny.multi_token_head("medusa", CAPPED, noise, **keys) for noise in (0.0, 0.01))
     save_head(new, tmp_path)
@@ -200,7 +204,8 @@ def _by_hand(weights: dict[str, Tensor], head: Any, index: int, x: Tensor) -> Te
 
 
 @pytest.mark.parametrize(("kind", "keys"), SHAPES)
-def test_every_law_is_what_its_weights_say(kind: str, keys: dict[str, Any]) -> None:
+def test_multi_token_laws(kind: str, keys: dict[str, Any]) -> None:
+    """Every law is what its weights say."""
     head = tiny.multi_token_head(kind, CAPPED, noise=0.2, **keys)
     head.laws.vocab, weights, features = CAPPED, dict(head.state_dict()), _features(5)
     embeddings = torch.randn(

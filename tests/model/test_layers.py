@@ -1,20 +1,19 @@
-"""The decoder layer against transformers' Llama and Qwen3, and the unroll's attention against one masked softmax."""
+"""The decoder layer against transformers' Llama and Qwen3, and the unroll's attention against one
+masked softmax."""
 
 import math
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from aerie.configs.errors import UserError
-from aerie.model import layers, unrolled_attention
+from aerie.model import layers
 from aerie.model.kv_cache import KeptRows, KeyValueCache
 from aerie.model.layers import DecoderLayer, HeadLayer, Rotary
 from aerie.model.unrolled_attention import UnrollMemory
@@ -41,9 +40,8 @@ def sized(scaling: dict[str, Any] | None = None, **changes: Any) -> Any:
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 4.0}, LLAMA3], ids=str)
-def test_the_layer_is_llamas_and_with_query_and_key_norms_qwen3s(
-    family: str, scaling: dict[str, Any] | None
-) -> None:
+def test_layer(family: str, scaling: dict[str, Any] | None) -> None:
+    """The layer is Llama's and with query and key norms Qwen3's."""
     torch.manual_seed(0)
     rope = {"rope_type": "default", **(scaling or {}), "rope_theta": 5e5}
     kinds: Any = {
@@ -77,7 +75,8 @@ def test_the_layer_is_llamas_and_with_query_and_key_norms_qwen3s(
     )  # views now
 
 
-def test_the_mask_of_a_text_hides_what_it_does_not_keep() -> None:
+def test_kept_mask() -> None:
+    """The mask of a text hides what it does not keep."""
     kept = KeptRows(16, torch.device("cpu"), torch.bfloat16)
     for count in (7, 3, -4, 1):
         kept.advance(count)
@@ -86,9 +85,8 @@ def test_the_mask_of_a_text_hides_what_it_does_not_keep() -> None:
     assert (kept.mask == torch.finfo(torch.bfloat16).min).all()
 
 
-def test_a_position_beyond_the_heads_length_and_a_rope_that_changes_with_the_length_are_refused() -> (
-    None
-):
+def test_rope_limits() -> None:
+    """A position beyond the head's length and a rope that changes with the length are refused."""
     rotary = Rotary(sized(max_position_embeddings=32))
     with pytest.raises(UserError, match="max_position_embeddings 32"):
         rotary.at(torch.arange(33), 33, torch.zeros(1))
@@ -103,7 +101,8 @@ DOCUMENTS = (5, 1, 20, 7)
 def _made(
     heads: int, kv: int = 2, dim: int = 8
 ) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
-    """Step 2's queries, keys and values of all steps (33, 20 and 12 slots), and the places of slots that go on."""
+    """Step 2's queries, keys and values of all steps (33, 20 and 12 slots), and the places of
+    slots that go on."""
     generator = torch.Generator().manual_seed(heads)
     pairs = [(1, kv, length, dim) for length in (33, 20, 12)]
     made = [
@@ -146,97 +145,16 @@ def _last_step(
     return out.unflatten(2, (q.shape[1], -1)).transpose(1, 2)
 
 
-def _explicit(q: Tensor, k: Tensor) -> Tensor:
-    """Causal scores [..., n, n]."""
-    return (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(
-        torch.ones(q.shape[-2], k.shape[-2]).triu(1).bool(), -1e30
-    )
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    scores = _explicit(q, k)
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
-
-
-def _backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor
-) -> list[Tensor]:
-    p = (_explicit(q, k) - logs[..., None]).exp()
-    score = p * (g @ v.mT - (g * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
-    return [score @ k, score.mT @ q, p.mT @ g]
-
-
-def _apart(borders: Tensor, *parts: Tensor) -> Any:
-    """Splits [N, H or KV, hd] into documents [H, n, hd]."""
-    heads = max(x.shape[1] for x in parts)
-    for first, stop in pairwise(borders.tolist()):
-        cut = [x[first:stop].transpose(0, 1) for x in parts]
-        yield [x.repeat_interleave(heads // len(x), dim=0) for x in cut]
-
-
-def _flash(
-    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, _: Tensor, longest: int, *rest: Any
-) -> Any:
-    assert longest == borders.diff().max() and rest == (longest, 0.0, True, False)
-    out, logs = zip(*(_forward(*cut) for cut in _apart(borders, q, k, v)), strict=True)
-    return torch.cat(out, 1).transpose(0, 1).contiguous(), torch.cat(logs, 1), *[torch.empty(0)] * 3
-
-
-def _flash_backward(*given: Any) -> Any:
-    g, q, k, v, out, logs, borders = given[:7]
-    assert g.is_contiguous() and logs.is_contiguous() and logs.shape == (q.shape[1], len(q))
-    cuts = _apart(borders, g, q, k, v, out, logs.T[..., None].expand_as(q))
-    parts = (_backward(*cut[:5], cut[5][..., 0]) for cut in cuts)
-    found = [torch.cat(column, 1).transpose(0, 1) for column in zip(*parts, strict=True)]
-    return found[0], *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in found[1:])
-
-
-def _efficient(q: Tensor, k: Tensor, v: Tensor, bias: None, *rest: Any) -> Any:
-    out, logs = _forward(q, k, v)
-    return (
-        out,
-        F.pad(logs, (0, -logs.shape[-1] % 32), value=math.inf),
-        torch.empty(()),
-        torch.empty(()),
-    )
-
-
-def _efficient_backward(*given: Any) -> Any:
-    g, q, k, v, _, out, _, _, count, _, logs = given[:11]
-    assert (
-        out.is_contiguous()
-        and logs.is_contiguous()
-        and logs.shape[-1] % 32 == 0
-        and given[-2:] == (1, False)
-    )
-    cuts = (x.transpose(1, 2) for x in (g, q, k, v, out))
-    return *(x.transpose(1, 2) for x in _backward(*cuts, logs[..., :count])), torch.empty(0)
-
-
-CUDA = {"_flash_attention_forward": _flash, "_flash_attention_backward": _flash_backward}
-CUDA |= {
-    "_scaled_dot_product_efficient_attention": _efficient,
-    "_efficient_attention_backward": _efficient_backward,
-}
-
-
-@pytest.mark.parametrize("kernel", ["cpu", "flash", "efficient"])
 @pytest.mark.parametrize("documents", [(33,), DOCUMENTS], ids=str)
 @pytest.mark.parametrize(("heads", "steps"), [(2, STEPS), (4, STEPS), (4, 1)])
-def test_the_unrolls_attention_is_one_masked_softmax_in_value_and_gradient(
-    kernel: Any, documents: Any, heads: int, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library = torch.library.Library("aten", "IMPL")  # stand-ins for CUDA's kernels
-    for name, function in CUDA.items():
-        library.impl(name, function, "CPU")
-    monkeypatch.setattr(unrolled_attention, "kernel_of", lambda x: kernel)
+def test_unroll_softmax(documents: Any, heads: int, steps: int) -> None:
+    """The unroll's attention is one masked softmax, in value and gradient."""
     q, keys, values, places = _made(heads)
     keys, values = keys[:steps], values[:steps]
-    expected, found = (
-        _value_and_gradients(form(q, keys, values, places, documents), q, *keys, *values)
-        for form in (_by_one_mask, _last_step)
+    expected = _value_and_gradients(
+        _by_one_mask(q, keys, values, places, documents), q, *keys, *values
     )
-    library._destroy()
+    found = _value_and_gradients(_last_step(q, keys, values, places, documents), q, *keys, *values)
     for x, y in zip(found, expected, strict=True):
         assert (x - y).abs().max() <= 1e-5 * y.abs().max()
 
@@ -249,9 +167,8 @@ def test_the_unrolls_attention_is_one_masked_softmax_in_value_and_gradient(
         pytest.param("cuda", torch.float32, 1e-2, marks=GPU),
     ],
 )
-def test_the_unrolls_attention_on_every_device(
-    device: str, dtype: torch.dtype, error: float
-) -> None:
+def test_unroll_devices(device: str, dtype: torch.dtype, error: float) -> None:
+    """The unroll's attention on every device."""
     q, keys, values, places = _made(4)
     expected = _value_and_gradients(
         _by_one_mask(q, keys, values, places, DOCUMENTS), q, *keys, *values

@@ -23,9 +23,8 @@ def target(tmp_path_factory: Any) -> Path:
     return tiny.target(tmp_path_factory.mktemp("target"), num_blocks=8)
 
 
-def test_a_published_head_is_inspected_and_converted_to_every_layout(
-    tmp_path: Path, target: Path, capsys: Any
-) -> None:
+def test_inspect_and_convert(tmp_path: Path, target: Path, capsys: Any) -> None:
+    """A published head is inspected and converted to every layout."""
     head = published.safeailab_eagle3(tmp_path / "head")
     assert call(commands, "inspect", head, "--json") == 0
     shown = json.loads(capsys.readouterr().out)
@@ -49,9 +48,8 @@ def test_a_published_head_is_inspected_and_converted_to_every_layout(
     assert call(commands, "inspect", tmp_path / "other", "--target", target) == 1
 
 
-def test_an_export_replaces_an_earlier_one_alone_and_only_where_that_is_asked(
-    tmp_path: Path, target: Path, capsys: Any
-) -> None:
+def test_convert_overwrites(tmp_path: Path, target: Path, capsys: Any) -> None:
+    """An export replaces an earlier one alone and only where that is asked."""
     head, out, new = (
         published.safeailab_eagle3(tmp_path / "head"),
         tmp_path / "out",
@@ -69,9 +67,8 @@ def test_an_export_replaces_an_earlier_one_alone_and_only_where_that_is_asked(
     assert call(commands, *convert, new) == 0 and (new / "config.json").exists()
 
 
-def test_a_push_is_shown_broken_off_repeated_and_fetched_and_the_token_is_nowhere(
-    hub: Hub, tmp_path: Path, target: Path, capfd: Any
-) -> None:
+def test_push(hub: Hub, tmp_path: Path, target: Path, capfd: Any) -> None:
+    """A push is shown broken off repeated and fetched and the token is nowhere."""
     head, said = tmp_path / "head", ""
     save_head(published.eagle3(), head, target_path=str(target))
     (head / "conversations.jsonl").write_text("private\n")

@@ -1,4 +1,5 @@
-"""Pushing and fetching heads with huggingface_hub and a Hub on loopback: what is sent, what is not, what fails."""
+"""Pushing and fetching heads with huggingface_hub and a Hub on loopback: what is sent, what is
+not, what fails."""
 
 import json
 import shutil
@@ -161,9 +162,10 @@ def head(tmp_path: Path) -> Path:
     return place
 
 
-def test_the_card_has_target_data_figures_hardware_and_three_ways_to_use_the_head(
+def test_card(
     head: Path,
 ) -> None:
+    """The card has target data figures hardware and three ways to use the head."""
     body = packed(head, licence="apache-2.0", target_name=LLAMA)["README.md"]
     front = next(yaml.safe_load_all(body))
     assert (
@@ -190,9 +192,8 @@ def test_the_card_has_target_data_figures_hardware_and_three_ways_to_use_the_hea
 
 
 @pytest.mark.parametrize("layout", ["aerie", "speculators"])
-def test_no_conversation_no_local_path_and_nobodys_name_leaves_the_machine(
-    head: Path, tmp_path: Path, monkeypatch: Any, layout: str
-) -> None:
+def test_private(head: Path, tmp_path: Path, monkeypatch: Any, layout: str) -> None:
+    """No conversation no local path and nobody's name leaves the machine."""
     run, target = head.parents[1], str(tmp_path / "home" / "alice" / "models" / "tiny-llama")
     monkeypatch.setenv("HOME", str(tmp_path / "home" / "alice"))
     place = head
@@ -244,7 +245,8 @@ def test_no_conversation_no_local_path_and_nobodys_name_leaves_the_machine(
     assert target in (place / "config.json").read_text()  # the local file keeps it
 
 
-def test_a_path_of_the_machine_gives_way_to_its_last_part() -> None:
+def test_public_paths() -> None:
+    """A path of the machine gives way to its last part."""
     for text, shown in (
         ("/home/alice/my data/train.jsonl", "train.jsonl"),
         ("--run=/home/alice/my runs/x", "--run=x"),
@@ -260,9 +262,8 @@ def test_a_path_of_the_machine_gives_way_to_its_last_part() -> None:
     ]
 
 
-def test_a_calibrator_goes_along_and_fits_the_head_as_it_is_fetched(
-    one: Path, tmp_path: Path
-) -> None:
+def test_calibrator(one: Path, tmp_path: Path) -> None:
+    """A calibrator goes along and fits the head as it is fetched."""
     save_head(
         tiny.head(tiny.vocab().embedding), one, target_path=str(tmp_path)
     )  # the shipped config.json differs
@@ -278,7 +279,8 @@ def test_a_calibrator_goes_along_and_fits_the_head_as_it_is_fetched(
     assert "calibrator.json" not in packed(one, **UNMEASURED)["names"]
 
 
-def test_what_would_mislead_is_refused(head: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_misleading(head: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """What would mislead is refused."""
     numbered = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 4, 6]}}
     write_json(
         head / "provenance.json",
@@ -299,7 +301,8 @@ def test_what_would_mislead_is_refused(head: Path, tmp_path: Path, monkeypatch: 
         packed(head)
 
 
-def test_a_pickled_head_is_fetched_where_there_is_nothing_better(hub: Hub, tmp_path: Path) -> None:
+def test_pickled(hub: Hub, tmp_path: Path) -> None:
+    """A pickled head is fetched where there is nothing better."""
     pickle, safe = (
         safeailab_eagle3(tmp_path / str(is_pickle), pickled=is_pickle)
         for is_pickle in (True, False)
@@ -333,9 +336,8 @@ def test_a_pickled_head_is_fetched_where_there_is_nothing_better(hub: Hub, tmp_p
         ),
     ],
 )
-def test_a_pushed_repository_is_a_servers_at_its_root_and_ours_by_its_name(
-    hub: Hub, tmp_path: Path, make: Any, layout: str, command: str
-) -> None:
+def test_repository(hub: Hub, tmp_path: Path, make: Any, layout: str, command: str) -> None:
+    """A pushed repository is a server's at its root and ours by its name."""
     head, place = make(), tmp_path / "head"
     save_head(head, place, target_path="someone/tiny")
     write_json(
@@ -382,7 +384,8 @@ def test_a_pushed_repository_is_a_servers_at_its_root_and_ours_by_its_name(
     same(load_head("me/head", vocab=tiny.vocab()), head)
 
 
-def test_a_head_that_no_server_loads_goes_alone_and_each_layout_says_why(tmp_path: Path) -> None:
+def test_unserved(tmp_path: Path) -> None:
+    """A head that no server loads goes alone and each layout says why."""
     place, server = tmp_path / "head", (tmp_path / "server", None)
     save_head(
         tiny.multi_token_head("block", tiny.vocab(), in_block="causal"),
@@ -401,9 +404,8 @@ def test_a_head_that_no_server_loads_goes_alone_and_each_layout_says_why(tmp_pat
     )
 
 
-def test_a_second_push_removes_what_the_first_left_and_nothing_of_anybody_elses(
-    hub: Hub, one: Path
-) -> None:
+def test_second_push(hub: Hub, one: Path) -> None:
+    """A second push removes what the first left and nothing of anybody else's."""
     head: Any = load_head(one)
     (one / "model.safetensors").unlink()
     shards = published.sharded(one, head.state_dict())
@@ -423,7 +425,8 @@ def test_a_second_push_removes_what_the_first_left_and_nothing_of_anybody_elses(
     same(load_head("me/head"), load_head(one))
 
 
-def test_a_strangers_weights_are_never_written_over(hub: Hub, one: Path) -> None:
+def test_strangers(hub: Hub, one: Path) -> None:
+    """A stranger's weights are never written over."""
     for files in (
         {"README.md": CARD.replace(b"aerie", b"x") + b"words", "model.safetensors": b"1"},
         {"README.md": b"---\n: [\n---\n", "gguf/model-q4.gguf": b"1"},
@@ -435,9 +438,8 @@ def test_a_strangers_weights_are_never_written_over(hub: Hub, one: Path) -> None
         assert hub.repositories["me/model"]["main"] == files and hub.count("POST|PUT") == 0
 
 
-def test_a_target_on_the_hub_has_a_size_and_what_keeps_it_away_is_one_sentence(
-    hub: Hub, monkeypatch: Any
-) -> None:
+def test_hub_target(hub: Hub, monkeypatch: Any) -> None:
+    """A target on the hub has a size and what keeps it away is one sentence."""
     index = json.dumps({"metadata": {"total_size": 16_400_000_000}}).encode()
     hub.repositories["me/two"] = {
         "main": {"model.safetensors.index.json": index, "adapter_config.json": b"{}"}
@@ -459,7 +461,8 @@ def test_a_target_on_the_hub_has_a_size_and_what_keeps_it_away_is_one_sentence(
             load_config(TargetConfig(name))
 
 
-def test_names_that_are_nowhere_are_one_sentence(hub: Hub, one: Path, monkeypatch: Any) -> None:
+def test_nowhere(hub: Hub, one: Path, monkeypatch: Any) -> None:
+    """Names that are nowhere are one sentence."""
     hub.repositories["me/words"] = {"main": {"README.md": b"words"}}
     for name, message in (
         ("me/words", "the repository has no config.json"),

@@ -1,4 +1,5 @@
-"""Outputs on disk are whole or absent, ours or another run's; a command ends with an exit code and a status."""
+"""Outputs on disk are whole or absent, ours or another run's; a command ends with an exit code and
+a status."""
 
 import json
 import os
@@ -36,9 +37,9 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("event", "state", "code"), ENDS)
-def test_a_commands_end_is_its_exit_code_and_its_status(
-    event: Any, state: str, code: int, tmp_path: Path
-) -> None:
+def test_exit_status(event: Any, state: str, code: int, tmp_path: Path) -> None:
+    """A command's end is its exit code and its status."""
+
     @exit_codes()
     @status_file(tmp_path / "status.json", "features")
     def run() -> None:
@@ -70,9 +71,8 @@ def test_a_commands_end_is_its_exit_code_and_its_status(
     assert (tmp_path / "cleaned").exists()
 
 
-def test_the_first_process_alone_warns_and_without_a_launcher_every_process_is_the_first(
-    monkeypatch: Any, capsys: Any
-) -> None:
+def test_warn_once(monkeypatch: Any, capsys: Any) -> None:
+    """The first process alone warns and without a launcher every process is the first."""
     for text, number in (("0", 0), ("3", 3)):
         monkeypatch.setenv("RANK", text)
         warn("careful")
@@ -89,7 +89,8 @@ def written(directory: Path, seed: int = 1) -> Path:
     return directory
 
 
-def test_a_manifest_tells_whole_foreign_and_every_changed_byte(tmp_path: Path) -> None:
+def test_manifest(tmp_path: Path) -> None:
+    """A manifest tells whole foreign and every changed byte."""
     folder, mine = written(tmp_path / "made"), {"seed": 1, "data": {"rows": [1, 2]}}
     found, other = Manifest.check(folder, mine), Manifest.check(folder, {**mine, "seed": 2})
     assert (
@@ -118,7 +119,8 @@ def test_a_manifest_tells_whole_foreign_and_every_changed_byte(tmp_path: Path) -
     assert isinstance(Manifest.check(folder, mine), Whole)
 
 
-def test_a_stage_reuses_its_own_output_and_refuses_anothers(tmp_path: Path) -> None:
+def test_stage(tmp_path: Path) -> None:
+    """A stage reuses its own output and refuses another's."""
     stage, other = (
         Stage("features", tmp_path, {"rows": "these"}),
         Stage("features", tmp_path, {"rows": "those"}),
@@ -145,9 +147,8 @@ def test_a_stage_reuses_its_own_output_and_refuses_anothers(tmp_path: Path) -> N
             stage.require_own_directory(overwrite=stage.is_whole())
 
 
-def test_a_directory_or_file_is_as_it_was_until_the_new_one_is_whole(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_atomic(tmp_path: Path, monkeypatch: Any) -> None:
+    """A directory or file is as it was until the new one is whole."""
     monkeypatch.setenv("RANK", "1")  # where there is no barrier, a process is alone
     folder = written(tmp_path / "made")
     with pytest.raises(ZeroDivisionError), directory_atomically(folder) as temporary:
@@ -165,7 +166,8 @@ def test_a_directory_or_file_is_as_it_was_until_the_new_one_is_whole(
     assert sorted(path.name for path in folder.iterdir()) == [".hidden.tmp", FILE, "ranks"]
 
 
-def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
+def test_irregular(tmp_path: Path) -> None:
+    """What is no regular file is not replaced."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
     for path, said in (
@@ -184,15 +186,18 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
         working_alone(tmp_path / "pipe/run", "measuring")
 
 
-def test_a_full_disk_is_one_line_and_the_status_says_failed(small_disk: Path) -> None:
-    with pytest.raises(NotWritable, match=r"records.jsonl: cannot be written .No space left"):  # noqa: SIM117
+def test_full_disk(small_disk: Path) -> None:
+    """A full disk is one line and the status says failed."""
+    said = r"records.jsonl: cannot be written .No space left"
+    with pytest.raises(NotWritable, match=said):  # noqa: SIM117
         with status_file(small_disk / "status.json", "bench"):
             (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
             append_lines(small_disk / "records.jsonl", ["{}"])
     assert json.loads((small_disk / "status.json").read_text())["state"] == "failed"
 
 
-def test_a_lock_is_one_writers_until_it_is_released_or_shared(tmp_path: Path) -> None:
+def test_lock(tmp_path: Path) -> None:
+    """A lock is one writer's until it is released or shared."""
     path = tmp_path / "folder/lock"
     with Lock(path) as first, Lock(path) as second, Lock(path) as third:
         assert (
@@ -206,9 +211,8 @@ def test_a_lock_is_one_writers_until_it_is_released_or_shared(tmp_path: Path) ->
         assert third.acquire(shared=True, wait=False) and not third.acquire(wait=False)
 
 
-def test_a_launcher_is_told_the_mistake_and_the_first_process_alone_says_it(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_launcher(tmp_path: Path, monkeypatch: Any) -> None:
+    """A launcher is told the mistake and the first process alone says it."""
     slept: list[float] = []
     monkeypatch.setattr("aerie.configs.errors.time.sleep", slept.append)
     monkeypatch.setattr("aerie.configs.errors.signal.signal", lambda *_: None)

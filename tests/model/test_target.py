@@ -55,10 +55,12 @@ def prompt(length: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_features_and_logits_are_the_models_own_and_a_tree_forward_is_plain_forwards_along_every_path(
+def test_families(
     name: str,
 ) -> None:
-    """Also with a sliding window of 16 for a prompt of 64, and after cache rows were gathered out of order."""
+    """Features and logits are the model's own and a tree forward is plain forwards along every
+    path. Also with a sliding window of 16 for a prompt of 64, and after cache rows were gathered
+    out of order."""
     target, ids, near = family(name), prompt(64), {"rtol": 1e-4, "atol": 1e-4}
     with torch.inference_mode():
         own, rows = target.model(ids[None], output_hidden_states=True), torch.tensor([5, 11, 96])
@@ -89,7 +91,8 @@ def test_features_and_logits_are_the_models_own_and_a_tree_forward_is_plain_forw
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_ends_alone_are_those_of_the_whole_target(tmp_path: Path, tied: bool) -> None:
+def test_load_vocab(tmp_path: Path, tied: bool) -> None:
+    """The ends alone are those of the whole target."""
     config = TargetConfig(
         path=str(tiny.target(tmp_path / "t", tie_word_embeddings=tied)), dtype="float32"
     )
@@ -107,9 +110,8 @@ def test_the_ends_alone_are_those_of_the_whole_target(tmp_path: Path, tied: bool
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "lfm2", "gpt2", "cohere", "olmo"])
 @torch.no_grad()
-def test_the_final_norm_alone_makes_last_hidden_or_is_refused_by_name(
-    tmp_path: Path, name: str
-) -> None:
+def test_final_norm(tmp_path: Path, name: str) -> None:
+    """The final norm alone makes last hidden or is refused by name."""
     model, config, inputs = (
         small_model(AutoConfig.for_model(name)),
         TargetConfig(str(tmp_path)),
@@ -138,9 +140,8 @@ def test_the_final_norm_alone_makes_last_hidden_or_is_refused_by_name(
     assert weight.equal(final_norm(config))
 
 
-def test_a_file_of_weights_is_hashed_once_and_a_blob_of_the_hubs_cache_never(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_weights_digest(tmp_path: Path, monkeypatch: Any) -> None:
+    """A file of weights is hashed once and a blob of the Hub's cache never."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("aerie.model.hub.KEPT_BYTES", 0)
     path, blob = tmp_path / WEIGHTS, tmp_path / "blobs" / ("0" * 64)
@@ -179,7 +180,7 @@ def change(target: Path, files: dict[str, Any]) -> None:
                 path.rename(target / value)
 
 
-INDEX, SETTINGS, DEEP = f"{WEIGHTS}.index.json", "generation_config.json", '{"a": ' * 200_000
+INDEX, SETTINGS = f"{WEIGHTS}.index.json", "generation_config.json"
 NO_FIT, ONE = "its weights and its config.json do not fit", Path("1.safetensors")
 SHARDED = {"metadata": {}, "weight_map": {"model.norm.weight": "1.safetensors"}}
 BROKEN: list[tuple[int, str, dict[str, Any]]] = [  # how many of the three notice it
@@ -230,8 +231,6 @@ BROKEN: list[tuple[int, str, dict[str, Any]]] = [  # how many of the three notic
         {CONFIG: {"quantization_config": {"quant_method": "mystery"}}},
     ),
     (3, "hidden_size", {CONFIG: {"hidden_size": "wide"}}),
-    (3, "RecursionError", {CONFIG: DEEP}),
-    (1, "cannot read generation_config.json: RecursionError", {SETTINGS: DEEP}),
     (1, "cannot read generation_config.json: .*'end'", {SETTINGS: {"eos_token_id": "end"}}),
     (3, "cannot read model.safetensors: .*header", {WEIGHTS: 100_000}),
     (3, "holds no weights; fetch model.safetensors", {WEIGHTS: Path("weights.old")}),
@@ -240,10 +239,9 @@ BROKEN: list[tuple[int, str, dict[str, Any]]] = [  # how many of the three notic
 
 
 @pytest.mark.parametrize(("count", "said", "files"), BROKEN)
-def test_what_a_targets_files_lack_is_one_line(
-    count: int, said: str, files: Any, tmp_path: Path
-) -> None:
-    """If names and headers of the files show it, the error comes before the weights are read."""
+def test_broken_target(count: int, said: str, files: Any, tmp_path: Path) -> None:
+    """What a target's files lack is one line. If names and headers of the files show it, the error
+    comes before the weights are read."""
     config = TargetConfig(str(tiny.target(tmp_path / "t")))
     change(tmp_path / "t", files)
     for read in (Target.load, load_vocab, load_config)[:count]:
@@ -252,9 +250,8 @@ def test_what_a_targets_files_lack_is_one_line(
         assert str(error.value).startswith(config.path) and "\n" not in str(error.value)
 
 
-def test_what_the_generation_config_sets_is_followed_unless_the_recipe_sets_another_value(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_generation_config(tmp_path: Path, capsys: Any) -> None:
+    """What the generation config sets is followed unless the recipe sets another value."""
     path = tiny.target(tmp_path / "t")
     settings = GenerationConfig.from_pretrained(path)
     settings.repetition_penalty, settings.num_beams, settings.eos_token_id = 1.5, 2, [2, 99999]
@@ -275,14 +272,16 @@ def test_what_the_generation_config_sets_is_followed_unless_the_recipe_sets_anot
         SpeculativeDecoder(Target.load(TargetConfig(str(path)))).generate(ids, max_new_tokens=12)
 
 
-def test_a_final_transform_that_is_not_known_is_refused(monkeypatch: Any) -> None:
+def test_final_transform(monkeypatch: Any) -> None:
+    """A final transform that is not known is refused."""
     target = family("granite")
     monkeypatch.setattr("aerie.model.target.final_transform", lambda config: (1.0, None))
     with pytest.raises(UserError, match="would not be lossless"):
         Target(target.model, target.recipe)
 
 
-def test_what_is_no_whole_model_is_told_what_to_do(tmp_path: Path) -> None:
+def test_no_whole_model(tmp_path: Path) -> None:
+    """What is no whole model is told what to do."""
     own = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
     for name, content, said in (
         ("adapter_config.json", {}, "a LoRA adapter; merge it .* python -c"),
@@ -296,7 +295,8 @@ def test_what_is_no_whole_model_is_told_what_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mamba", "qwen3_next", "rwkv"])
-def test_layers_with_a_state_are_told_by_their_configuration(tmp_path: Path, kind: str) -> None:
+def test_only_trains(tmp_path: Path, kind: str) -> None:
+    """Layers with a state are told by their configuration."""
     write_json(tmp_path / "config.json", {"model_type": kind})
     (tmp_path / "pytorch_model.bin").touch()
     assert "aerie does not decode with it" in str(
@@ -304,14 +304,16 @@ def test_layers_with_a_state_are_told_by_their_configuration(tmp_path: Path, kin
     )
 
 
-def test_a_target_may_have_more_tokens_than_a_draft_but_no_other_ids() -> None:
+def test_token_ids() -> None:
+    """A target may have more tokens than a draft but no other ids."""
     draft = {"a": 0, "b": 1, "c": 2}
     require_same_token_ids({**draft, "<tool>": 3}, draft, 3, "draft", "target")
     with pytest.raises(UserError, match="token 'b' has id 2, in target another"):
         require_same_token_ids({"a": 0, "b": 2, "c": 1}, draft, 3, "draft", "target")
 
 
-def test_vicunas_tokenizer_of_a_sentencepiece_file_alone_is_read(tmp_path: Path) -> None:
+def test_sentencepiece(tmp_path: Path) -> None:
+    """Vicuna's tokenizer of a SentencePiece file alone is read."""
     texts = [turn["value"] for row in tiny.conversations(64) for turn in row["conversations"]]
     words = {"vocab_size": 320, "model_type": "bpe", "byte_fallback": True, "minloglevel": 2}
     SentencePieceTrainer.train(

@@ -253,7 +253,8 @@ def medusa(directory: Path, layers: int = 1, **changes: Any) -> tuple[MedusaHead
 
 
 def hydra(directory: Path, **changes: Any) -> tuple[HydraHead, Path]:
-    """A Hydra++ head and its directory as zankner publishes it: dropout between blocks, an unread embedding."""
+    """A Hydra++ head and its directory as zankner publishes it: dropout between blocks, an unread
+    embedding."""
     head: Any = tiny.multi_token_head(
         "hydra", tiny.vocab(), noise=0.2, num_layers=2, prefix_layer=True
     )

@@ -1,4 +1,5 @@
-"""Heads in every layout are recognised, read whole and written back bit for bit, or refused in one sentence."""
+"""Heads in every layout are recognised, read whole and written back bit for bit, or refused in one
+sentence."""
 
 import json
 import os
@@ -78,9 +79,10 @@ def early_speculators(directory: Path) -> Path:
         (early_speculators, "speculators", "eagle1", {"bias": True}),
     ],
 )
-def test_a_published_head_is_recognised_read_whole_and_written_back_bit_for_bit(
+def test_published(
     tmp_path: Path, make: Any, layout: str, kind: str, facts: dict[str, Any]
 ) -> None:
+    """A published head is recognised read whole and written back bit for bit."""
     place = make(tmp_path / "head")
     found, files, content = read_content(place, TAPS)
     assert (found, content.kind) == (layout, kind)
@@ -100,7 +102,8 @@ def test_a_published_head_is_recognised_read_whole_and_written_back_bit_for_bit(
         same_tensors(read_tensors(tmp_path / "out")[1], theirs)
 
 
-def test_a_published_medusa_or_hydra_head_is_the_very_head(tmp_path: Path, capsys: Any) -> None:
+def test_published_multi_token(tmp_path: Path, capsys: Any) -> None:
+    """A published Medusa or Hydra head is the very head."""
     for layers in (1, 2):
         medusa, place = published.medusa(tmp_path / f"medusa{layers}", layers, medusa_num_heads=2)
         same_tensors(load_head(place, vocab=tiny.vocab()).state_dict(), medusa.state_dict())
@@ -115,9 +118,10 @@ def test_a_published_medusa_or_hydra_head_is_the_very_head(tmp_path: Path, capsy
     same(loaded, hydra)
 
 
-def test_a_bias_is_there_where_config_json_is_silent_and_not_where_it_says_so(
+def test_biases(
     tmp_path: Path,
 ) -> None:
+    """A bias is there where config.json is silent and not where it says so."""
     config, own = published.EAGLE1_CONFIG, tensors(EAGLE1)
     biases = {f"layers.0.self_attn.{name}_proj.bias": torch.ones(32) for name in "qkv"}  # Qwen2's
     state = {
@@ -157,9 +161,8 @@ def owner() -> Any:  # its embedding is not its target's
         (lambda: tiny.head(tiny.vocab().embedding, num_hidden_layers=2), SERVERS[:2]),
     ],
 )
-def test_a_head_of_this_project_comes_back_from_every_layout_bit_for_bit(
-    tmp_path: Path, make: Any, layouts: tuple[str, ...]
-) -> None:
+def test_every_layout(tmp_path: Path, make: Any, layouts: tuple[str, ...]) -> None:
+    """A head of this project comes back from every layout bit for bit."""
     head = make()
     save_head(head, tmp_path / "head", step=4)
     (tmp_path / "head" / "recipe.yaml").write_text("run: r\n")
@@ -182,7 +185,8 @@ def test_a_head_of_this_project_comes_back_from_every_layout_bit_for_bit(
         assert torch.equal(read_tensors(tmp_path / "sglang")[1]["fc.bias"], torch.zeros(32))
 
 
-def test_every_key_on_which_vllm_and_speculators_disagree_is_written(tmp_path: Path) -> None:
+def test_disputed_keys(tmp_path: Path) -> None:
+    """Every key on which vLLM and speculators disagree is written."""
     save_head(published.eagle3(), tmp_path / "head")
     export(tmp_path / "head", "speculators", tmp_path / "out", target_facts(max_positions=4096))
     values = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -201,7 +205,8 @@ def test_every_key_on_which_vllm_and_speculators_disagree_is_written(tmp_path: P
         assert any(name in note for note in notes) == (name in VLLM_SINCE)
 
 
-def test_the_two_numberings_of_taps_are_told_apart() -> None:
+def test_numberings() -> None:
+    """The two numberings of taps are told apart."""
     place, default, sglang = (
         Path("config.json"),
         (2, 4, 5),
@@ -228,7 +233,8 @@ def test_the_two_numberings_of_taps_are_told_apart() -> None:
         read_taps({}, None, place)
 
 
-def test_sglangs_numbers_depend_on_the_targets_architecture() -> None:
+def test_sglang_numbers() -> None:
+    """SGLang's numbers depend on the target's architecture."""
     for architecture, taps, expected in (
         ("LlamaForCausalLM", (2, 16, 29), (None, CHECKED)),
         ("UnheardOfForCausalLM", (2, 10, 20), ([1, 9, 19], CHECKED)),  # every rule adds one
@@ -256,9 +262,10 @@ BLOCKS: list[
 
 
 @pytest.mark.parametrize(("to", "layout", "named", "keys"), BLOCKS)
-def test_a_block_head_goes_to_its_servers_and_back_bit_for_bit(
+def test_block_layouts(
     tmp_path: Path, to: str, layout: str, named: str, keys: dict[str, Any]
 ) -> None:
+    """A block head goes to its servers and back bit for bit."""
     head: Any = tiny.multi_token_head("block", tiny.vocab(), noise=0.2, **keys)
     save_head(head, tmp_path / "head")
     export(tmp_path / "head", to, tmp_path / "out", target_facts())
@@ -279,7 +286,9 @@ def test_a_block_head_goes_to_its_servers_and_back_bit_for_bit(
         assert not any("meaning is not known" in note for note in notes)
 
 
-def test_what_a_server_would_misread_in_silence_is_refused(tmp_path: Path) -> None:
+def test_misread(tmp_path: Path) -> None:
+    """What a server would misread in silence is refused."""
+
     def refused(head: Any, to: str, said: str) -> None:
         save_head(head, tmp_path / "head")
         with pytest.raises(UserError, match=said):
@@ -353,9 +362,8 @@ DAMAGES: list[
 
 
 @pytest.mark.parametrize(("values", "state", "message"), DAMAGES)
-def test_a_damaged_head_is_one_sentence_and_no_model(
-    tmp_path: Path, values: Any, state: Any, message: str
-) -> None:
+def test_damaged_head(tmp_path: Path, values: Any, state: Any, message: str) -> None:
+    """A damaged head is one sentence and no model."""
     state = {
         name: value for name, value in {**tensors(EAGLE3), **state}.items() if value is not None
     }
@@ -375,7 +383,8 @@ def test_a_damaged_head_is_one_sentence_and_no_model(
         )
 
 
-def test_what_is_no_head_and_hydra_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_no_head(tmp_path: Path) -> None:
+    """What is no head and Hydra heads that do not fit are refused."""
     lone = published.write(
         tmp_path / "lone", {"model_type": "llama"}, {"weight": torch.zeros(2, 2)}
     )
@@ -394,7 +403,8 @@ def test_what_is_no_head_and_hydra_heads_that_do_not_fit_are_refused(tmp_path: P
             load_head(place)
 
 
-def test_a_head_for_another_target_is_refused(tmp_path: Path) -> None:
+def test_other_target(tmp_path: Path) -> None:
+    """A head for another target is refused."""
     own, head, out = target_facts(), tmp_path / "head", tmp_path / "out"
     save_head(
         published.eagle3(),
@@ -426,7 +436,8 @@ def test_a_head_for_another_target_is_refused(tmp_path: Path) -> None:
     )
 
 
-# Tensors on disk: whole or sharded, safetensors or pickles of tensors alone; anything else is refused.
+# Tensors on disk: whole or sharded, safetensors or pickles of tensors alone; anything else is
+# refused.
 
 STATE = {
     "a": torch.arange(600.0),
@@ -436,9 +447,8 @@ STATE = {
 
 
 @pytest.mark.parametrize("pickled", [False, True])
-def test_every_form_reads_back_bit_for_bit_and_a_view_without_what_it_views(
-    tmp_path: Path, pickled: bool
-) -> None:
+def test_tensor_files(tmp_path: Path, pickled: bool) -> None:
+    """Every form reads back bit for bit and a view without what it views."""
     view = write_tensors(tmp_path, {"part": torch.zeros(100_000)[:10]}, pickled)
     assert view.stat().st_size < 10_000 and view.stat().st_mode & 0o044  # readable by others
     for write in (write_tensors, published.sharded):
@@ -457,7 +467,8 @@ class Planted:
         return os.system, (f"touch {self.trace}",)
 
 
-def test_a_pickle_with_code_in_it_is_refused_and_never_run(tmp_path: Path) -> None:
+def test_pickle_code(tmp_path: Path) -> None:
+    """A pickle with code in it is refused and never run."""
     trace = tmp_path / "trace"
     for content, said in (
         ({"a": Planted(trace)}, "more than tensors"),
@@ -470,7 +481,8 @@ def test_a_pickle_with_code_in_it_is_refused_and_never_run(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("pickled", [False, True])
-def test_a_truncated_file_is_one_sentence(tmp_path: Path, pickled: bool) -> None:
+def test_truncated(tmp_path: Path, pickled: bool) -> None:
+    """A truncated file is one sentence."""
     for kept in (0, 7, -200):
         place = write_tensors(tmp_path, STATE, pickled)
         place.write_bytes(place.read_bytes()[:kept])

@@ -1,7 +1,7 @@
 """Exports load in speculators 0.9.0 itself, which is no dependency, and have our laws there.
 
-Run it in an environment of its own (pip install speculators==0.9.0 accelerate==1.15.0 pytest; no torchaudio).
-"""
+Run it in an environment of its own (pip install speculators==0.9.0 accelerate==1.15.0 pytest; no
+torchaudio)."""
 
 import math
 from pathlib import Path
@@ -44,7 +44,8 @@ def target(tmp_path_factory: Any) -> TargetFacts:
 
 
 def _drafted(head: Eagle3Head, taps: torch.Tensor, ids: torch.Tensor) -> list[torch.Tensor]:
-    """Draft ids of STEPS unroll steps at every slot; later steps get the true tokens, and zeros after the end."""
+    """Draft ids of STEPS unroll steps at every slot; later steps get the true tokens, and zeros
+    after the end."""
     memories = [
         UnrollMemory((LENGTH,), torch.arange(LENGTH)) for _ in range(head.config.num_hidden_layers)
     ]
@@ -58,9 +59,8 @@ def _drafted(head: Eagle3Head, taps: torch.Tensor, ids: torch.Tensor) -> list[to
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", FLAVOURS)
-def test_the_exported_directory_loads_in_speculators_with_every_tensor_and_drafts_the_same_tokens(
-    target: TargetFacts, tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_speculators_eagle3(target: TargetFacts, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """The exported directory loads in speculators with every tensor and drafts the same tokens."""
     head = published.eagle3(**changes)
     head.embed_tokens.weight.data.copy_(target.vocab.embedding)
     save_head(head, tmp_path / "head")
@@ -105,9 +105,8 @@ def test_the_exported_directory_loads_in_speculators_with_every_tensor_and_draft
         {"markov_rank": 5, "markov_head": "gated", "num_hidden_layers": 2},
     ],
 )
-def test_block_heads_have_the_laws_losses_and_gradients_of_speculators(
-    target: TargetFacts, tmp_path: Path, keys: dict[str, Any]
-) -> None:
+def test_speculators_block(target: TargetFacts, tmp_path: Path, keys: dict[str, Any]) -> None:
+    """Block heads have the laws losses and gradients of speculators."""
     eager: Any = pytest.importorskip("speculators.losses.eager")
     size, (first, last), generator = 4, (6, 19), torch.Generator().manual_seed(3)
     head: Any = tiny.multi_token_head(
