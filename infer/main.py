@@ -287,9 +287,9 @@ def results(arguments: Namespace, unknown: list[str]) -> int:
     text = ""
     for run in arguments.runs:
         report = RunPaths(run).report
-        results = report_results(run, report)
-        names.append(results.run)
-        text += results.text + claims_of_report(report, results.run)
+        name, results = report_results(run, report)
+        names.append(name)
+        text += results + claims_of_report(report, name)
     print(
         f"# Results\n\nWritten by `aerie results {shlex.join(names)}` from the runs' reports. "
         f"What the columns mean: [metrics.md](metrics.md).\n{text}",

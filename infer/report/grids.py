@@ -63,28 +63,25 @@ def sweep_lines(points: SummaryRows) -> tuple[Line, ...]:
     """
     by_value = grouped(points, lambda point: repr(point.value)).values()
     lines = [tuple(filter(None, members)) for members in zip_longest(*by_value)]
-    words = [_words_of_all(line) for line in lines]
-    of_all_lines = set(words[0][1:]).intersection(*words[1:])
-    named = []
-    for (method, *details), line in zip(words, lines, strict=True):
-        telling = [word for word in details if word not in of_all_lines]
-        named.append(Line(", ".join([method, *telling]), line))
-    return tuple(named)
+    words = []
+    for line in lines:
+        first, *rest = [describing_words(point) for point in line]
+        words.append([word for word in first if all(word in words_there for words_there in rest)])
+    of_all_lines = set.intersection(*map(set, words))
+    labels = []
+    for method, *details in words:
+        labels.append(", ".join([method, *(word for word in details if word not in of_all_lines)]))
+    return tuple(map(Line, labels, lines))
 
 
-def _words_of_all(points: SummaryRows) -> list[str]:
-    first, *rest = [_words_of(point) for point in points]
-    return [word for word in first if all(word in words for words in rest)]
-
-
-def _words_of(point: SummaryRow) -> list[str]:
-    """What describes a row, its method first."""
-    about = [f"{point.head_path or point.head} head", f"T {sampling_text(point)}"]
+def describing_words(point: SummaryRow) -> list[str]:
+    """The method, what it does not have from its paper, head and sampling, and the tree's sizes."""
+    about = f"{point.head_path or point.head} head, T {sampling_text(point)}"
     if point.tree is None:
-        return [point.method, *about]
-    variant = point.tree.variant.split(", ") if point.tree.variant else []
-    sizes = replace(point.tree, variant="").words.split(", ")
-    return [point.method, *variant, *about, *sizes]
+        return [point.method, *about.split(", ")]
+    sizes = replace(point.tree, variant="").words
+    words = ", ".join(filter(None, (point.tree.variant, about, sizes)))
+    return [point.method, *words.split(", ")]
 
 
 def context_grids(sweeps: SummaryRows) -> dict[str, Grid]:
@@ -98,22 +95,23 @@ def context_grids(sweeps: SummaryRows) -> dict[str, Grid]:
     points = told_apart(points)
     rows = list(grouped(points, lambda point: label(point, points)).items())
     rows.sort(key=lambda row: (len(row[1]), row[1][-1].speedup or 0.0), reverse=True)
+    values = values_along(points)
     grids = {}
     for span in ("cumulative", "bucket"):
         lines = []
         for name, members in rows:
             lines.append(Line(name, tuple(point for point in members if point.span == span)))
-        grids[span] = Grid(span, tuple(lines), values_along(points))
+        grids[span] = Grid(span, tuple(lines), values)
     return grids
 
 
 def task_grid(rows: SummaryRows, by_task: Mapping[int, SummaryRows]) -> Grid | None:
     """Drafting rows by task; by_task: by position in rows, the row on each task (its `value`)."""
-    tasks = dict.fromkeys(row.task for row in chain(*by_task.values()))
     lines = []
-    for position, row in enumerate(rows):
+    for position, points in by_task.items():
+        row = rows[position]
         if row.tree is not None and row.status == "ok":
             sampling = "" if row.temperature == 0 else f", T {sampling_text(row)}"
-            points = tuple(by_task.get(position, ()))
-            lines.append(Line(row.method, points, tree_text(row) + sampling))
-    return Grid("By task", tuple(lines), tuple(tasks)) if tasks and lines else None
+            lines.append(Line(row.method, tuple(points), tree_text(row) + sampling))
+    tasks = dict.fromkeys(row.task for row in chain(*by_task.values()))
+    return Grid("By task", tuple(lines), tuple(tasks)) if lines else None

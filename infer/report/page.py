@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -30,12 +30,11 @@ PICTURE_STYLE = "<style>svg{background:#fff;font-family:sans-serif}</style>"
 
 
 @dataclass(frozen=True)
-class RowChecks:
-    """What details.json adds to a row of summary.json; all None or 0 where an answer failed."""
+class Checks:
+    """How answers compare with vanilla's and with those of transformers' generate."""
 
-    tau_ci95: list[float] | None
     margin: float | None  # the largest of the differing answers', in units of what rounding makes
-    differing: int  # answers with other tokens than vanilla's, or than transformers' generate
+    differing: int  # answers with other tokens than either
     rounding: int  # of them, those that began with a near-tie
     identical_to_generate: int | None
     compared_to_generate: int | None
@@ -50,7 +49,7 @@ class Findings:
     by_task: dict[int, list[SummaryRow]]  # by position in rows: the row on each of several tasks
     sweeps: list[SummaryRow]  # their points
     table: list[SummaryRow]  # rows as the suite wants them in tables: over all tasks, or by task
-    checks: list[RowChecks]  # of rows
+    checks: list[dict[str, Any]]  # what details.json adds to rows
     reference: files.Reference | None
     calibration: dict[str, Any] | None  # calibration.json
     analysis: dict[str, Any] | None  # analysis.json
@@ -129,12 +128,17 @@ def read_findings(bench: Path, calibration: Path, seed: int) -> Findings:
         members for members in all_groups if (members.first.row, members.first.sampling) in main
     ]
     rows = statistics.told_apart([statistics.summary_row(members, seed) for members in groups])
-    table, by_task = [], {}
+    table = []
+    by_task = {}
+    checks = []
     for position, members in enumerate(groups):
         parts = [statistics.summary_row(part, seed) for part in members.by_task()]
         table += parts
         if len(parts) > 1:
             by_task[position] = [replace(part, value=part.task) for part in parts]
+        answers = () if members.failed else members.records
+        interval = statistics.tau_interval(answers, seed)
+        checks.append({"tau_ci95": interval, **asdict(check_answers(answers))})
     analysis = read_if_there(calibration / "analysis.json")
     if analysis is not None and analysis["schema"] != ANALYSIS_SCHEMA:
         fix = "is of another version; make it again: aerie calibrate --overwrite"
@@ -150,7 +154,7 @@ def read_findings(bench: Path, calibration: Path, seed: int) -> Findings:
         by_task=by_task,
         sweeps=statistics.sweep_rows(all_groups, groups, suite, seed),
         table=statistics.told_apart(table) if suite.by_task else rows,
-        checks=[check_answers(members, seed) for members in groups],
+        checks=checks,
         reference=read_if_there(bench / files.REFERENCE, files.Reference),
         calibration=read_if_there(calibration / "calibration.json"),
         analysis=analysis,
@@ -162,16 +166,14 @@ def read_if_there(path: Path, schema: Any = dict[str, Any]) -> Any:
     return files.read_as(path, schema) if path.is_file() else None
 
 
-def check_answers(members: statistics.Group, seed: int) -> RowChecks:
-    answers = [] if members.failed else members.records
+def check_answers(answers: Sequence[Record]) -> Checks:
     same = [answer.identical_to_generate for answer in answers]
     compared = [is_same for is_same in same if is_same is not None]
     differing = [
         answer for answer in answers if False in (answer.identical, answer.identical_to_generate)
     ]
     margins = [answer.margin for answer in differing if answer.margin is not None]
-    return RowChecks(
-        tau_ci95=statistics.tau_interval(answers, seed),
+    return Checks(
         margin=max(margins, default=None),
         differing=len(differing),
         rounding=sum(margin <= 1 for margin in margins),
@@ -188,10 +190,10 @@ def make_summary(findings: Findings, facts: Mapping[str, Any]) -> dict[str, Any]
     if calibration is not None:
         names = ("temperature", "ece", "brier", "bins")
         calibration = {name: calibration[name] for name in names}
-    about = {name: facts[name] for name in facts if name not in ("commands", "trainings")}
+    about = ("run", "commit", "target", "head", "hardware")
     return {
         "schema": SCHEMA,
-        **about,
+        **{name: facts[name] for name in about},
         "rows": [row.as_dict() for row in findings.table],
         "sweeps": [point.as_dict() for point in findings.sweeps],
         "calibration": calibration,
@@ -206,7 +208,7 @@ def make_details(findings: Findings, facts: Mapping[str, Any], metrics: Path) ->
     trainings = facts.get("trainings", {})
     details = {
         "schema": SCHEMA,
-        "rows": [asdict(checks) for checks in findings.checks],
+        "rows": findings.checks,
         "by_task": by_task,
         "diversity": statistics.diversity(findings.groups),
         "reference": findings.reference and asdict(findings.reference),
@@ -242,6 +244,7 @@ def render_page(
     environment = Environment(trim_blocks=True, lstrip_blocks=True, loader=loader, autoescape=True)
     environment.undefined = StrictUndefined
     environment.filters["number"] = tables.number
+    environment.filters["method_text"] = tables.method_text
     environment.filters["fact"] = partial(plainly, nothing=tables.NOTHING)
     rows = findings.rows
     kinds = {row.head for row in rows if row.head}
@@ -254,7 +257,7 @@ def render_page(
         rows=rows,
         details=details,
         pictures={name: Markup(svg) for name, svg in pictures.items()},  # noqa: S704
-        lossless=lossless_verdict(rows, findings.checks),
+        lossless=lossless_verdict(findings),
         best_tau=best_row(rows, "tau"),
         best_speedup=best_row(rows, "speedup"),
         tints=TINTS,
@@ -274,61 +277,48 @@ def best_row(rows: SummaryRows, key: str) -> SummaryRow | None:
     return max(drafting, key=lambda row: getattr(row, key), default=None)
 
 
-def lossless_verdict(rows: SummaryRows, checks: Sequence[RowChecks]) -> dict[str, Any]:
-    """Counts of compared greedy outputs of drafting rows, and what they come to.
+def lossless_verdict(findings: Findings) -> dict[str, Any]:
+    """Counts of compared greedy answers of drafting rows, and what they come to.
 
     state: good, partial, rounding (every difference is a near-tie of a 16-bit dtype), bad or
     unknown.
     """
-    counts = dict.fromkeys(("identical", "compared", "differing", "rounding"), 0)
-    counts |= {"identical_to_generate": 0, "compared_to_generate": 0}
-    for row, row_checks in zip(rows, checks, strict=True):
-        is_greedy = row.status == "ok" and row.tree is not None and row.temperature == 0
-        if is_greedy and row.identical is not None:
-            counts["identical"] += row.identical
-            counts["compared"] += row.identical + (row.mismatch or 0)
-            counts["differing"] += row_checks.differing
-            counts["rounding"] += row_checks.rounding
-            counts["identical_to_generate"] += row_checks.identical_to_generate or 0
-            counts["compared_to_generate"] += row_checks.compared_to_generate or 0
-    failed = sum(row.status != "ok" for row in rows)
-    if not counts["compared"]:
+    answers: list[Record] = []
+    for row, members in zip(findings.rows, findings.groups, strict=True):
+        if row.status == "ok" and row.tree is not None and row.identical is not None:
+            answers += members.records
+    compared = [answer.identical for answer in answers if answer.identical is not None]
+    checks = check_answers(answers)
+    failed = sum(row.status != "ok" for row in findings.rows)
+    if not compared:
         state = "unknown"
-    elif counts["differing"]:
-        state = "bad" if counts["differing"] > counts["rounding"] else "rounding"
+    elif checks.differing:
+        state = "bad" if checks.differing > checks.rounding else "rounding"
     else:
         state = "partial" if failed else "good"
-    margins = [row_checks.margin for row_checks in checks if row_checks.margin is not None]
-    return {**counts, "state": state, "failed": failed, "margin": max(margins, default=None)}
-
-
-class SampleCycle(NamedTuple):
-    text: str
-    tint: int  # 0 to TINTS: grows with the draft tokens that the cycle kept
-    title: str
+    counts = {"identical": sum(compared), "compared": len(compared), "failed": failed}
+    return {**asdict(checks), **counts, "state": state}
 
 
 def sample_answer(findings: Findings) -> dict[str, Any] | None:
     """From the fastest greedy row that drafts, the answer of median tau, cycle by cycle."""
-    fastest, speedup = None, -math.inf
+    fastest: tuple[Record, ...] = ()
+    best = -math.inf
     for row, members in zip(findings.rows, findings.groups, strict=True):
         is_greedy = row.status == "ok" and row.tree is not None and row.temperature == 0
-        if is_greedy and (row.speedup or 0.0) >= speedup:
-            fastest, speedup = members, row.speedup or 0.0
-    answers = [answer for answer in fastest.records if answer.accepted] if fastest else []
-    answers = [answer for answer in answers if answer.cycle_texts]
+        speedup = row.speedup or 0.0
+        if is_greedy and speedup >= best:
+            fastest = members.records
+            best = speedup
+    answers = [answer for answer in fastest if answer.cycle_texts and answer.accepted]
     if not answers:
         return None
     answers.sort(key=lambda answer: statistics.tau([answer]) or 0.0)
     record = answers[len(answers) // 2]
-    return {"record": record, "cycles": sample_cycles(record), "tau": statistics.tau([record])}
-
-
-def sample_cycles(record: Record) -> list[SampleCycle]:
     first, *texts = record.cycle_texts
-    cycles = [SampleCycle(first, 0, "the prefill’s token")]
+    cycles = [(first, 0, "the prefill’s token")]  # text, tint, title of each
     most = max(record.accepted) or 1
     for text, kept, new in zip(texts, record.accepted, record.cycle_tokens, strict=False):
-        tint = math.ceil(TINTS * kept / most)
-        cycles.append(SampleCycle(text, tint, f"{kept} accepted, {new} new"))
-    return cycles
+        tint = math.ceil(TINTS * kept / most)  # 0 to TINTS
+        cycles.append((text, tint, f"{kept} accepted, {new} new"))
+    return {"record": record, "cycles": cycles, "tau": statistics.tau([record])}

@@ -1,16 +1,19 @@
 """The report's pictures, as SVG."""
 
 import io
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
-from aerie.infer.measure.bench_files import SummaryRow
 from aerie.infer.measure.statistics import VANILLA
 from aerie.infer.report.grids import LEVELS, Grid, is_numeric
 from aerie.infer.report.tables import SummaryRows, label
@@ -39,12 +42,17 @@ MOST_ROWS = 4  # in the picture of acceptance by depth
 LEAST_COUNT = 10  # a share or mean of fewer cycles or nodes is not drawn
 MOST_DOTS = 50  # a curve of more points is drawn without dots
 DASHED: Any = (0, (3, 3))
+FIT_NAMES = {"before": "the head’s own", "temperature": "temperature", "isotonic": "isotonic"}
+ACCURACY = "accuracy by depth, and greedy agreement"  # titles of panels
+TAU = "tau by decoding (grey: predicted)"
+UNSIGNED = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # of an SVG's metadata
+SPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
 SHARES: dict[str, Any] = {"ylim": (-0.03, 1.05), "yticks": [0, 0.5, 1]}  # a vertical axis of them
 
 
 class Curve(NamedTuple):
-    x: Iterable[Any]
-    y: Iterable[Any]  # None: no point
+    x: ArrayLike
+    y: ArrayLike  # None or nan: no point
     colour: str
     style: Any = "-"
 
@@ -57,12 +65,10 @@ def svg_texts(figures: Mapping[str, Figure]) -> dict[str, str]:
     texts = {}
     for name, figure in figures.items():
         buffer = io.StringIO()
-        unsigned = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        FigureCanvasSVG(figure).print_svg(buffer, metadata=unsigned)
+        FigureCanvasSVG(figure).print_svg(buffer, metadata=UNSIGNED)
         head, rest = buffer.getvalue().split("<svg", 1)[1].split(">", 1)
         box = re.findall(r'viewBox="[^"]+"', head)[0]
-        spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
-        text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", f"<svg {spaces} {box}>{rest}")
+        text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", f"<svg {SPACES} {box}>{rest}")
         texts[name] = text.replace("'DejaVu Sans'", "var(--sans, 'DejaVu Sans')").strip() + "\n"
     return texts
 
@@ -70,35 +76,32 @@ def svg_texts(figures: Mapping[str, Figure]) -> dict[str, str]:
 def draw_panels(
     panels: Mapping[str, Sequence[Curve]],
     xlabel: str,
-    legend: Mapping[str, str] | None = None,
-    height: float = 116.0,
+    legend: Mapping[str, str] | None = None,  # name -> colour
+    height: float = 116.0,  # of a panel, in points
 ) -> tuple[Figure, list[Axes]]:
-    """A panel of this height in points for each title, below a legend of name -> colour."""
+    """A panel for each title, below the legend."""
     legend = legend or {}
     columns = 4 if max(map(len, legend), default=0) < 10 else 1
-    legend_lines = -(-len(legend) // columns)
-    total = (height + 42.0) * len(panels) + 16.0 * legend_lines + 14.0
-    size = (WIDTH / POINTS_PER_INCH, total / POINTS_PER_INCH)
-    figure = Figure(figsize=size, dpi=POINTS_PER_INCH, layout="constrained")
-    all_axes: list[Axes] = list(figure.subplots(len(panels), squeeze=False)[:, 0])
+    legend_height = 16.0 * math.ceil(len(legend) / columns)
+    total = (height + 42.0) * len(panels) + legend_height + 14.0
+    inches = (WIDTH / POINTS_PER_INCH, total / POINTS_PER_INCH)
+    figure = Figure(inches, dpi=POINTS_PER_INCH, layout="constrained")
     if legend:
         handles = [Line2D([], [], color=colour, linewidth=5.0) for colour in legend.values()]
         spacing: dict[str, Any] = {"ncols": columns, "handlelength": 1.0, "borderpad": 0.0}
         figure.legend(handles, list(legend), loc="outside upper left", **spacing)
+    all_axes: list[Axes] = list(figure.subplots(len(panels), squeeze=False)[:, 0])
+    all_axes[-1].set_xlabel(xlabel)
     for axes, (title, curves) in zip(all_axes, panels.items(), strict=True):
         axes.set_title(title)
         for curve in curves:
-            plot_curve(axes, curve)
-    all_axes[-1].set_xlabel(xlabel)
+            y = np.array(curve.y, dtype=np.float64)  # None becomes nan
+            known = np.isfinite(y)
+            if known.any():  # else matplotlib narrows the axes
+                look = {"color": curve.colour, "linestyle": curve.style}
+                dots = "o" if known.sum() < MOST_DOTS else ""
+                axes.plot(np.array(curve.x)[known], y[known], marker=dots, **look)
     return figure, all_axes
-
-
-def plot_curve(axes: Axes, curve: Curve) -> None:
-    points = [point for point in zip(curve.x, curve.y, strict=True) if point[1] is not None]
-    if points:  # else matplotlib narrows the axes
-        dots = "o" if len(points) < MOST_DOTS else ""
-        x, y = zip(*points, strict=True)
-        axes.plot(x, y, color=curve.colour, linestyle=curve.style, marker=dots)
 
 
 # --- the report's own ---
@@ -112,10 +115,11 @@ def draw_pictures(
     contexts: Mapping[str, Grid],
 ) -> dict[str, str]:
     """Every picture that the figures allow: name -> an <svg> element. details: details.json."""
-    tau_intervals = [row["tau_ci95"] for row in details["rows"]]
+    tau = "tau (tokens per target forward)"
+    speedup = "speedup over vanilla"
     figures = {
-        "tau": draw_bars(rows, "tau", tau_intervals),
-        "speedup": draw_bars(rows, "speedup", [row.speedup_ci95 for row in rows]),
+        "tau": draw_bars(rows, "tau", tau, [row["tau_ci95"] for row in details["rows"]]),
+        "speedup": draw_bars(rows, "speedup", speedup, [row.speedup_ci95 for row in rows], "×"),
     }
     if drafting := [row for row in rows if row.tree and row.target_forwards]:
         figures["depth"] = draw_acceptance(drafting)
@@ -135,37 +139,36 @@ def draw_pictures(
             "speedup from the start to a length": along_values(contexts["cumulative"], "speedup"),
             "tau between a length and the one before": along_values(contexts["bucket"], "tau"),
         }
-        figures["sweep-contexts"] = draw_along(
-            panels, contexts["cumulative"], "tokens, the prompt included"
-        )
+        xlabel = "tokens, the prompt included"
+        figures["sweep-contexts"] = draw_along(panels, contexts["bucket"], xlabel)
     return svg_texts(figures)
 
 
-def draw_bars(rows: SummaryRows, key: str, intervals: Sequence[Sequence[float] | None]) -> Figure:
+def draw_bars(
+    rows: SummaryRows, key: str, xlabel: str, intervals: Sequence[Any], unit: str = ""
+) -> Figure:
     """tau or speedup with its interval, a band for each row; a failed row has no bar."""
     bands = max(2, len(rows))
-    unit = "×" if key == "speedup" else ""
-    xlabel = "speedup over vanilla" if unit else "tau (tokens per target forward)"
     figure, (axes,) = draw_panels({"": ()}, xlabel, height=44.0 * bands)
     ends = []  # of each row's bar or interval
     for row, bounds in zip(rows, intervals, strict=True):
         ends.append(max(getattr(row, key) or 0.0, *(bounds or [0.0])))
     limit = 1.25 * max([1.0, *ends])
-    texts: dict[str, Any] = {"va": "center", "in_layout": False}
+    look: dict[str, Any] = {"va": "center", "in_layout": False}
     for band, (row, bounds) in enumerate(zip(rows, intervals, strict=True)):
         value = getattr(row, key)
-        if value is not None:
+        if value is None:
+            text = "not measured" if row.status == "ok" else "failed: no figure"
+        else:
+            text = f"{value:.2f}{unit}"
             # with few rows, the colours of the picture by depth
             colour = SERIES[(band - 1) % len(SERIES)] if row.tree else QUIET
             axes.barh(band, value, height=0.42, color=colour)
-            text = f"{value:.2f}{unit}"
-        else:
-            text = "not measured" if row.status == "ok" else "failed: no figure"
         if bounds and row.method != VANILLA:
             axes.plot(bounds, [band, band], color=INK, linewidth=1.3, marker="|", markersize=6)
-        axes.annotate(label(row, rows), (0, band), (1, 16), textcoords="offset points", **texts)
+        axes.annotate(label(row, rows), (0, band), (1, 16), textcoords="offset points", **look)
         ink = BAD if value is None else INK
-        axes.text(ends[band] + limit * 0.018, band, text, color=ink, weight="bold", **texts)
+        axes.text(ends[band] + limit * 0.018, band, text, color=ink, weight="bold", **look)
     axes.set(xlim=(0, limit), ylim=(bands - 0.6, -0.6), yticks=[])
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)
@@ -176,11 +179,11 @@ def draw_bars(rows: SummaryRows, key: str, intervals: Sequence[Sequence[float] |
 def draw_acceptance(rows: SummaryRows) -> Figure:
     """Acceptance by depth of the rows of highest tau."""
     best = sorted(rows, key=lambda row: row.tau or 0.0, reverse=True)[:MOST_ROWS]
-    chosen = [row for row in rows if row in best]
-    legend = {}
-    survived, conditional = [], []
+    chosen = [row for row in rows if row in best]  # in the order of the table
+    legend = {label(row, rows): colour for row, colour in zip(chosen, SERIES, strict=False)}
+    survived = []
+    conditional = []
     for row, colour in zip(chosen, SERIES, strict=False):
-        legend[label(row, rows)] = colour
         # cycles that keep at least d draft tokens: the histogram summed from its end
         reached = np.array(row.accepted_histogram)[::-1].cumsum()[::-1]  # [levels + 1]
         survived.append(Curve(range(1, len(reached)), reached[1:] / reached[0], colour))
@@ -197,19 +200,19 @@ def draw_acceptance(rows: SummaryRows) -> Figure:
 
 def draw_confidence(
     title: str,
-    bins_by_name: Mapping[str, Any],
+    curves: Mapping[str, Sequence[Mapping[str, Any]]],  # name -> bins
     colours: Sequence[str] = SERIES,
-    least: int = LEAST_COUNT,
+    least: int = LEAST_COUNT,  # nodes of a bin that is drawn
 ) -> Figure:
-    """Acceptance against confidence; bins with fewer nodes than the least are left out."""
-    curves = [Curve([0, 1], [0, 1], MUTED, DASHED)]
-    for bins, colour in zip(bins_by_name.values(), colours, strict=False):
-        filled = [entry for entry in bins if entry["count"] >= least]
-        x = [entry["confidence"] for entry in filled]
-        curves.append(Curve(x, [entry["acceptance"] for entry in filled], colour))
-    legend = dict(zip(bins_by_name, colours, strict=False)) if len(bins_by_name) > 1 else None
+    """Acceptance against confidence."""
+    lines = [Curve([0, 1], [0, 1], MUTED, DASHED)]
+    for bins, colour in zip(curves.values(), colours, strict=False):
+        filled = [row for row in bins if row["count"] >= least]
+        acceptance = [row["acceptance"] for row in filled]
+        lines.append(Curve([row["confidence"] for row in filled], acceptance, colour))
+    legend = dict(zip(curves, colours, strict=False)) if len(curves) > 1 else None
     xlabel = "confidence (q of the drafted token)"
-    figure, (axes,) = draw_panels({title: curves}, xlabel, legend, 190.0)
+    figure, (axes,) = draw_panels({title: lines}, xlabel, legend, 190.0)
     axes.lines[0].set(marker="", linewidth=1.0)
     axes.set(**SHARES, xlim=(-0.02, 1.02), xticks=[0, 0.25, 0.5, 0.75, 1])
     return figure
@@ -218,9 +221,9 @@ def draw_confidence(
 def draw_reliability(bins: Sequence[Mapping[str, Any]]) -> Figure:
     figure = draw_confidence("acceptance", {"all prompts": bins}, least=1)
     counts = figure.axes[0].twinx()
-    middles = [(entry["low"] + entry["high"]) / 2 for entry in bins]
-    sizes = [entry["count"] for entry in bins]
-    counts.bar(middles, sizes, width=0.86 / len(bins), color=QUIET, alpha=0.25)
+    table = pd.DataFrame(bins)
+    middles = (table.low + table.high) / 2
+    counts.bar(middles, table["count"], width=0.86 / len(bins), color=QUIET, alpha=0.25)
     counts.set(yscale="log", ylabel="nodes in the bin (bars)")
     counts.grid(visible=False)
     return figure
@@ -230,12 +233,10 @@ def draw_calibration(analysis: Mapping[str, Any]) -> dict[str, Figure]:
     figures = {}
     if analysis["calibrator"]:
         curves = {}
-        fits = {"before": "the head’s own", "temperature": "temperature", "isotonic": "isotonic"}
-        for fit, name in fits.items():
-            scores = analysis["calibrator"]["held_out"][fit]
-            curves[f"{name}, ECE {scores['ece']:.3f}"] = scores["bins"]
-        colours = (QUIET, SERIES[1], SERIES[0])
+        for fit, scores in analysis["calibrator"]["held_out"].items():
+            curves[f"{FIT_NAMES[fit]}, ECE {scores['ece']:.3f}"] = scores["bins"]
         title = "acceptance, held-out half"
+        colours = (QUIET, SERIES[1], SERIES[0])
         figures["calibration-calibrator"] = draw_confidence(title, curves, colours)
     if depths := analysis["by_depth"][:4]:
         curves = {f"depth {row['depth']}, ECE {row['ece']:.3f}": row["bins"] for row in depths}
@@ -244,13 +245,15 @@ def draw_calibration(analysis: Mapping[str, Any]) -> dict[str, Figure]:
 
 
 def draw_costs(heads: Sequence[Mapping[str, Any]]) -> Figure:
-    legend = {str(head["kind"]): SERIES[at % len(SERIES)] for at, head in enumerate(heads)}
-    verify, draft = [], []
-    for head, colour in zip(heads, legend.values(), strict=True):
-        by_nodes = {int(nodes): ms for nodes, ms in head["costs_ms"]["verify"].items()}
-        by_width = {int(k): ms[1] for k, ms in head["costs_ms"]["draft"].items()}
-        verify.append(Curve(sorted(by_nodes), [by_nodes[n] for n in sorted(by_nodes)], colour))
-        draft.append(Curve(sorted(by_width), [by_width[k] for k in sorted(by_width)], colour))
+    legend = {}
+    verify = []
+    draft = []
+    for head, colour in zip(heads, cycle(SERIES), strict=False):
+        legend[str(head["kind"])] = colour
+        by_nodes = pd.Series(head["costs_ms"]["verify"]).rename(int).sort_index()
+        by_width = pd.Series(head["costs_ms"]["draft"]).rename(int).sort_index()
+        verify.append(Curve(by_nodes.index, by_nodes, colour))
+        draft.append(Curve(by_width.index, by_width.str[1], colour))
     panels = {
         "v(N): ms of a target forward by nodes with the root": verify,
         "ms of one more draft level": draft,
@@ -263,24 +266,23 @@ def draw_costs(heads: Sequence[Mapping[str, Any]]) -> Figure:
 
 def draw_training(curves: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Solid: batches of the training; dashed: held out."""
-    depths = sorted({int(name.split("_at_")[1]) for name in curves if "_at_" in name})
-    legend = {f"depth {depth}": SERIES[at % len(SERIES)] for at, depth in enumerate(depths)}
-    if any("greedy_agreement" in name for name in curves):
-        legend["agreement"] = INK
-    shares = "accuracy by depth, and greedy agreement"
-    tau = "tau by decoding (grey: predicted)"
-    panels: dict[str, list[Curve]] = {"loss": [], shares: [], tau: []}
+    panels: dict[str, list[Curve]] = {"loss": [], ACCURACY: [], TAU: []}
+    legend = {}
     for name, curve in curves.items():
         figure_name, _, depth = name.removeprefix("held_out_").partition("_at_")
-        title = {"loss": "loss", "tau": tau, "predicted_tau": tau}.get(figure_name, shares)
-        usual = MUTED if figure_name == "predicted_tau" else INK
-        style = DASHED if name.startswith("held") else "-"
-        colour = legend.get(f"depth {depth}", usual)
+        colour = MUTED if figure_name == "predicted_tau" else INK
+        if depth:
+            colour = SERIES[(int(depth) - 1) % len(SERIES)]
+            legend[f"depth {depth}"] = colour
+        elif figure_name == "greedy_agreement":
+            legend["agreement"] = colour
+        style = DASHED if name.startswith("held_out_") else "-"
+        title = {"loss": "loss", "tau": TAU, "predicted_tau": TAU}.get(figure_name, ACCURACY)
         panels[title].append(Curve(curve["steps"], curve["values"], colour, style))
     drawn = {title: lines for title, lines in panels.items() if lines}
     figure, all_axes = draw_panels(drawn, "step", legend, 90.0)
     for axes, title in zip(all_axes, drawn, strict=True):
-        axes.set(xlim=(0, None), **(SHARES if title == shares else {}))
+        axes.set(xlim=(0, None), **(SHARES if title == ACCURACY else {}))
     return figure
 
 
@@ -303,14 +305,11 @@ def along_values(grid: Grid, key: str, style: Any = "-") -> list[Curve]:
     curves = []
     for line, colour in zip(grid.lines, SERIES, strict=False):
         x = [grid.values.index(point.value) for point in line.points]
-        y = [along_value(point, key) for point in line.points]
+        y = np.array([getattr(point, key) for point in line.points], dtype=np.float64)
+        if key.startswith("draft_"):
+            y /= [point.prompts for point in line.points]
         curves.append(Curve(x, y, colour, style))
     return curves
-
-
-def along_value(point: SummaryRow, key: str) -> float | None:
-    value: float | None = getattr(point, key)
-    return value and value / point.prompts if key.startswith("draft_") else value
 
 
 def draw_along(panels: Mapping[str, Sequence[Curve]], grid: Grid, xlabel: str) -> Figure:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
@@ -33,19 +33,15 @@ def sampling_text(row: SummaryRow) -> str:
 def label(row: SummaryRow, rows: SummaryRows) -> str:
     """Method, tree, and the sampling where the rows have several."""
     words = [row.method] if row.tree is None else [row.method, tree_text(row)]
-    if len({sampling_text(other) for other in rows}) > 1:
+    if len({sampling_text(alternative) for alternative in rows}) > 1:
         words.append(f"T {sampling_text(row)}")
     return ", ".join(words)
 
 
-def methods_text(rows: SummaryRows) -> str:
-    """'eagle and eagle2 (children sampled) are', 'sps is': methods, with their trees' variants."""
-    names = []
-    for row in rows:
-        variant = f" ({row.tree.variant})" if row.tree and row.tree.variant else ""
-        names.append(row.method + variant)
-    *first, last = dict.fromkeys(names)
-    return f"{', '.join(first)} and {last} are" if first else f"{last} is"
+def method_text(row: SummaryRow) -> str:
+    """'eagle (children sampled)': the method, with what it does not have from its paper."""
+    variant = row.tree.variant if row.tree else ""
+    return f"{row.method} ({variant})" if variant else row.method
 
 
 def row_labels(records: Sequence[Record], rows: Sequence[int]) -> str:
@@ -54,8 +50,8 @@ def row_labels(records: Sequence[Record], rows: Sequence[int]) -> str:
     identities = told_apart([identity(members) for members in groups])
     labels = {}
     for members, row in zip(groups, identities, strict=True):
-        labels[members.first.row] = label(row, identities)
-    return " and ".join(f"row {row} ({labels[row]})" for row in dict.fromkeys(rows))
+        labels[members.first.row] = f"row {members.first.row} ({label(row, identities)})"
+    return " and ".join(labels[row] for row in dict.fromkeys(rows))
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
@@ -106,23 +102,16 @@ def text_cells(row: SummaryRow) -> dict[str, str]:
 
 
 def console_table(rows: SummaryRows) -> str:
-    columns = TEXT_COLUMNS["console"]
-    lines = [text_cells(row) for row in rows]
-    widths = {}
-    for name in columns:
-        widths[name] = max(len(name), *(len(line.get(name, "")) for line in lines))
-    lines.insert(0, {name: name for name in columns})
-    texts = []
-    for line in lines:
-        padded = []
-        for name, width in widths.items():
-            cell = line.get(name, "")
-            is_figure = name in ("tau", "speedup", "identical")
-            padded.append(cell.rjust(width) if is_figure else cell.ljust(width))
-        error = f"  {line['error']}" if "error" in line else ""
-        texts.append("  ".join(padded).rstrip() + error)
-    texts.insert(1, "  ".join("─" * width for width in widths.values()))
-    return "\n".join(texts)
+    cells = [text_cells(row) for row in rows]
+    columns = []
+    for name in [*TEXT_COLUMNS["console"], "error"]:
+        heading = "" if name == "error" else name
+        texts = [heading, *(line.get(name, "") for line in cells)]
+        width = max(map(len, texts))
+        texts.insert(1, "─" * width if heading else "")
+        pad = str.rjust if name in ("tau", "speedup", "identical") else str.ljust
+        columns.append([pad(text, width) for text in texts])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 def markdown_table(rows: SummaryRows) -> str:
@@ -131,9 +120,8 @@ def markdown_table(rows: SummaryRows) -> str:
     for row in rows:
         cells = text_cells(row)
         cells.setdefault("tau", cells.get("error", NOTHING))
-        texts = [cells.get(name, NOTHING) for name in columns]
-        line = " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in texts)
-        text += f"| {line} |\n"
+        line = " | ".join(cells.get(name, NOTHING).replace("|", "\\|") for name in columns)
+        text += f"| {' '.join(line.splitlines())} |\n"
     return text
 
 
@@ -155,27 +143,17 @@ def csv_table(rows: SummaryRows, *, are_points: bool = False) -> str:
     return table.to_csv(index=False, lineterminator="\n")
 
 
-class ReportResults(NamedTuple):
-    """A run's part of docs/results.md."""
-
-    run: str  # its name
-    text: str
-
-
-def report_results(run: Path, report: Path) -> ReportResults:
-    """From the files of a run's report."""
+def report_results(run: Path, report: Path) -> tuple[str, str]:
+    """A run's name, and its part of docs/results.md, from the files of its report."""
     if not (report / "summary.json").is_file():
         raise UserError(f"{run}: has no report; run aerie report --config RECIPE --run {run}")
     summary = read_json(report / "summary.json")
-    details = read_json(report / "details.json")
     try:
         hardware = [f"{key} {value}" for key, value in summary["hardware"].items() if value]
-        machine = ", ".join(hardware)
-        name = summary["run"]
-        about = f"Target `{summary['target']['name']}`; {machine}; commit `{summary['commit']}`."
-        stopped = details["training"]["stopped"].items()
+        about = f"Target `{summary['target']['name']}`; {', '.join(hardware)}"
+        text = f"\n## {summary['run']}\n\n{about}; commit `{summary['commit']}`.\n\n"
+        stopped = read_json(report / "details.json")["training"]["stopped"]
+        text += "".join(f"- {training}: {words}.\n" for training, words in stopped.items())
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{report}: is damaged; run: aerie report --run {run}") from error
-    notes = "".join(f"- {training}: {words}.\n" for training, words in stopped)
-    table = read_text(report / "table.md")
-    return ReportResults(name, f"\n## {name}\n\n{about}\n\n{notes}{table}")
+    return summary["run"], text + read_text(report / "table.md")
