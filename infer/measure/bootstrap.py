@@ -32,24 +32,6 @@ class Estimate(NamedTuple):
     prompts: int  # those with data on all sides
 
 
-def ratio_of_sums(sums: Sums) -> FloatArray:
-    """The second column over the first; the mean of x where the columns are 1 and x."""
-    return sums[..., 1] / sums[..., 0]
-
-
-def tau_columns(answer: Record) -> tuple[float, float]:
-    return answer.target_forwards, answer.new_tokens - 1
-
-
-def side_of_answers(
-    answers: Sequence[Record], columns: Callable[[Record], tuple[float | None, float]]
-) -> Side:
-    """The ratio of two sums over answers; columns: an answer's (denominator, numerator)."""
-    sums = pd.DataFrame([columns(answer) for answer in answers], dtype=np.float64)
-    prompts = pd.Series([answer.prompt for answer in answers])
-    return Side(sums.groupby(prompts).sum(min_count=1), ratio_of_sums)
-
-
 def estimate(
     sides: Sequence[Side], *, is_ratio: bool = False, is_share: bool = False, seed: int = 0
 ) -> Estimate | None:
@@ -113,7 +95,9 @@ def tau_difference(
     sides = []
     for numbers in (rows, against):
         answers = [record for record in good if record.row in numbers]
-        sides.append(side_of_answers(answers, tau_columns))
+        lines = [(record.target_forwards, record.new_tokens - 1) for record in answers]
+        sums = pd.DataFrame(lines).groupby(pd.Series([record.prompt for record in answers])).sum()
+        sides.append(Side(sums, lambda sums: sums[..., 1] / sums[..., 0]))
     difference = estimate(sides, seed=seed)
     if difference is None:
         raise UserError("no answer has a cycle in both: all ended with their first token")

@@ -2,27 +2,25 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from aerie.infer.measure.bootstrap import Side, side_of_answers
+from aerie.infer.measure.bootstrap import Side
 from aerie.infer.papers.claims import REGISTER, claims_table, judge_claims, tau_prompts
 from aerie.infer.papers.evidence import (
-    Answers,
+    FIGURES,
     Entry,
     Evidence,
+    answers_meant,
     estimate_of,
-    figure_columns,
-    rows_by_head,
     side_of_table,
     tables_by_head,
-    tree_sizes,
 )
 from aerie.infer.papers.published import TASK_NAMES, beside_published, published_grid
 from aerie.infer.report.grids import LEVELS, is_numeric
@@ -31,11 +29,6 @@ from aerie.infer.report.pictures import INK, LOOK, SERIES, Curve, draw_panels, s
 
 LEAST_LINES = 10  # of a table, for a point of a picture
 MOST_PLACES = 12  # of a tree, in the picture by place
-
-
-class PlacedSide(NamedTuple):
-    x: Any  # where its point stands along a picture
-    side: Side
 
 
 class PicturePoint(NamedTuple):
@@ -95,11 +88,12 @@ def claim_pictures(evidence: Evidence) -> dict[str, dict[str, Any]]:
     pictures = {}
     for name, picture in REGISTER["pictures"].items():
         lines = []
+        prompts = shared_prompts(evidence, picture)
         for entry in picture["lines"]:
             if "table" in entry:
                 sides_by_head = table_sides(evidence, entry)
             else:
-                sides_by_head = row_sides(evidence, entry, shared_prompts(evidence, picture))
+                sides_by_head = row_sides(evidence, entry, prompts)
             for head, sides in sides_by_head.items():
                 points = picture_points(entry, sides)
                 if points:
@@ -109,47 +103,42 @@ def claim_pictures(evidence: Evidence) -> dict[str, dict[str, Any]]:
     return pictures
 
 
-def picture_points(entry: Entry, sides: Sequence[PlacedSide]) -> list[PicturePoint]:
-    """Those that have an interval."""
+def picture_points(entry: Entry, sides: Sequence[tuple[Any, Side]]) -> list[PicturePoint]:
+    """Those that have an interval; sides: with their x."""
     points = []
-    for placed in sides:
-        measured = estimate_of(entry, [placed.side])
+    for x, side in sides:
+        measured = estimate_of(entry, [side])
         if measured and np.isfinite(measured.low):
-            points.append(PicturePoint(placed.x, measured.value, measured.low, measured.high))
+            points.append(PicturePoint(x, measured.value, measured.low, measured.high))
     return points
 
 
-def shared_prompts(evidence: Evidence, picture: Entry) -> set[Any]:
+def shared_prompts(evidence: Evidence, picture: Entry) -> set[str]:
     """The prompts that all rows of a picture answered."""
-    rows: list[Answers] = []
-    for entry in picture["lines"]:
-        rows += chain(*rows_by_head(evidence, entry["of"], 0).values())
-    prompts = [{answer.prompt for answer in answers} for answers in rows]
-    return set.intersection(*prompts) if prompts else set()
+    entries = [entry for entry in picture["lines"] if "of" in entry]
+    tables = [answers_meant(evidence, entry["of"], 0) for entry in entries]
+    answers = pd.concat([table for table in tables if len(table)] or [pd.DataFrame()])
+    if answers.empty:
+        return set()
+    rows = answers.groupby("prompt")["row"].nunique()
+    return set(rows.index[rows == answers["row"].nunique()])
 
 
-def row_sides(evidence: Evidence, entry: Entry, prompts: set[Any]) -> dict[str, list[PlacedSide]]:
-    """By head, each row's figure over its tree's levels, or over its drafted tokens per cycle."""
-    columns = figure_columns(entry["figure"], evidence.tuning)
-    sides = {}
-    for head, rows in rows_by_head(evidence, entry["of"], 0).items():
-        placed = []
-        for row in rows:
-            answers = [answer for answer in row if answer.prompt in prompts]
-            if answers:
-                x = mean_length(answers) if entry["x"] == "length" else tree_sizes(row)[0]
-                placed.append(PlacedSide(x, side_of_answers(answers, columns)))
-        sides[head] = sorted(placed, key=lambda point: point.x)
-    return sides
+def row_sides(
+    evidence: Evidence, entry: Entry, prompts: set[str]
+) -> dict[str, list[tuple[float, Side]]]:
+    """By head, the figure of each row beside its x, in the order of x."""
+    sides: dict[str, list[tuple[float, Side]]] = {}
+    if prompts:
+        answers = answers_meant(evidence, entry["of"], 0)
+        answers = answers[answers.prompt.isin(prompts)]
+        for (head, _), row in answers.groupby(["label", "row"], sort=False):
+            side = side_of_table(row, FIGURES[entry["figure"]])
+            sides.setdefault(head, []).append((float(row.eval(entry["x"])), side))
+    return {head: sorted(points, key=lambda point: point[0]) for head, points in sides.items()}
 
 
-def mean_length(answers: Answers) -> float:
-    """Drafted tokens per cycle."""
-    side = side_of_answers(answers, figure_columns("length", None))
-    return float(side.figure(side.table.sum().to_numpy()))
-
-
-def table_sides(evidence: Evidence, entry: Entry) -> dict[str, list[PlacedSide]]:
+def table_sides(evidence: Evidence, entry: Entry) -> dict[str, list[tuple[Any, Side]]]:
     """By head, the figure of groups of a table's lines; of places in a tree, the most visited."""
     sides = {}
     for head, table in tables_by_head(evidence, entry, 0).items():
@@ -158,7 +147,7 @@ def table_sides(evidence: Evidence, entry: Entry) -> dict[str, list[PlacedSide]]
         if entry["x"] == "place":
             groups = sorted(groups, key=lambda group: -len(group[1]))[:MOST_PLACES]
             groups.sort(key=lambda group: (group[0].count("."), group[0]))  # from the root down
-        sides[f"{head} head"] = [PlacedSide(x, side_of_table(lines, entry)) for x, lines in groups]
+        sides[f"{head} head"] = [(x, side_of_table(lines, entry)) for x, lines in groups]
     return sides
 
 

@@ -40,7 +40,7 @@ class ClaimLine:
     prompts_needed: int | None = None  # whose interval would settle it
 
 
-class Verdict(NamedTuple):
+class Judgement(NamedTuple):
     verdict: str
     why: str
     prompts_needed: int | None
@@ -99,7 +99,7 @@ def estimate_words(claim: Entry, measured: Estimate) -> str:
     return f"{form.format(measured.value)} [{interval}] {claim.get('unit', '')}"
 
 
-def judge_estimate(claim: Entry, measured: Estimate) -> Verdict:
+def judge_estimate(claim: Entry, measured: Estimate) -> Judgement:
     """By the rules of claims.yaml."""
     low = claim.get("at_least", -np.inf)
     high = claim.get("at_most", np.inf)
@@ -107,28 +107,28 @@ def judge_estimate(claim: Entry, measured: Estimate) -> Verdict:
     is_share = claim.get("statistic") == "share"
     if is_share and (low == 1 or high == 0):  # a claim on every answer or law
         if not low <= measured.value <= high:
-            return Verdict("does not hold", "One counterexample is enough.", None)
+            return Judgement("does not hold", "One counterexample is enough.", None)
         if measured.prompts > 1:
-            return Verdict("holds", f"No counterexample on {measured.prompts} prompts.", None)
+            return Judgement("holds", f"No counterexample on {measured.prompts} prompts.", None)
     if measured.prompts < FEWEST_PROMPTS:
         why = f"Too few prompts: a verdict takes {FEWEST_PROMPTS} at least."
-        return Verdict("open", why, FEWEST_PROMPTS)
+        return Judgement("open", why, FEWEST_PROMPTS)
     needed = prompts_needed(claim, measured)
     limits = [(low, f"at least {low:g}"), (high, f"at most {high:g}")]
     within = " and ".join(words for limit, words in limits if np.isfinite(limit))
     is_inside = low <= measured.low and measured.high <= high
     touches = measured.low == low or measured.high == high
     if is_inside and not (effect and touches):
-        return Verdict("holds", f"The whole interval is {within}.", needed)
+        return Judgement("holds", f"The whole interval is {within}.", needed)
     if measured.high < low or measured.low > high:
-        return Verdict("does not hold", f"No part of the interval is {within}.", needed)
+        return Judgement("does not hold", f"No part of the interval is {within}.", needed)
     if measured.high < low + effect or measured.low > high - effect:
         why = f"The interval ends less than {effect:g} beyond the limit, too little to count."
-        return Verdict("does not hold", why, needed)
+        return Judgement("does not hold", why, needed)
     how_many = f"{needed:,}" if needed else f"more than {MOST_PROMPTS:,}"
     settles = f"{how_many} prompts would settle it"
     why = f"Too few prompts: the interval is partly {within}; {settles}."
-    return Verdict("open", why, needed)
+    return Judgement("open", why, needed)
 
 
 def prompts_needed(claim: Entry, measured: Estimate) -> int | None:

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,28 +13,29 @@ from scipy import stats
 
 from aerie.configs.read import adapter
 from aerie.infer.measure.bench_files import Record, read_records
-from aerie.infer.measure.bootstrap import (
-    Estimate,
-    Side,
-    Sums,
-    estimate,
-    ratio_of_sums,
-    side_of_answers,
-    tau_columns,
-)
+from aerie.infer.measure.bootstrap import Estimate, Side, Sums, estimate
 from aerie.infer.measure.prices import Costs
 from aerie.infer.measure.replay import count_cycles
 from aerie.infer.measure.stage_facts import calibrations_of
-from aerie.infer.measure.statistics import FloatArray, group, grouped
-from aerie.infer.measure.tree_shape import TreeShape
+from aerie.infer.measure.statistics import FloatArray, group
 from aerie.model.storage import read_json
 
 Entry = Mapping[str, Any]  # of claims.yaml: a claim, one of its sides, or a line of a picture
-Tuning = Mapping[str, Any]  # tune.json
-Answers = Sequence[Record]  # of one row at one sampling
+# the figures of answers, by statistics of the columns that `answer_line` writes
+FIGURES: dict[str, Entry] = {
+    "tau": {"statistic": "ratio", "value": ["forwards", "tokens"]},
+    "length": {"statistic": "ratio", "value": ["forwards", "drafted"]},  # drafted tokens a cycle
+    "accept_rate": {"statistic": "ratio", "value": ["drafted", "accepted"]},
+    "modelled": {"statistic": "ratio", "value": ["modelled_ms", "tokens"]},
+    "wasted": {"statistic": "mean", "value": "wasted"},
+    "identical": {"statistic": "mean", "value": "identical"},
+}
+# which rows an entry means unless it says otherwise: the papers calibrate nothing and draw no trees
+USUAL = {"calibrated": "no", "is_drawn": False}
 
 
-class CalibrationTables(NamedTuple):
+@dataclass(frozen=True)
+class CalibrationTables:
     """The tables of one `aerie calibrate`."""
 
     head: str  # its kind
@@ -58,8 +59,8 @@ class CalibrationTables(NamedTuple):
 class Evidence:
     """What claims are judged by."""
 
-    records: Answers
-    tuning: Tuning | None = None
+    records: Sequence[Record]
+    costs: Mapping[str, Costs] = field(default_factory=dict)  # by kind of head, from `tune`
     calibrations: Sequence[CalibrationTables] = ()
 
     @classmethod
@@ -67,165 +68,92 @@ class Evidence:
         tuning = run / "tune" / "tune.json"
         return cls(
             read_records(run / "bench" / "records.jsonl"),
-            read_json(tuning) if tuning.is_file() else None,
+            read_costs(read_json(tuning)) if tuning.is_file() else {},
             [CalibrationTables.read(path) for path in calibrations_of(run)],
         )
 
     @cached_property
-    def rows(self) -> list[Answers]:
-        """The rows in the suite's order, but those with a failed answer, top-k or top-p."""
+    def answers(self) -> pd.DataFrame:
+        """A line for each answer, but of rows with a failed answer, top-k or top-p."""
         plain = [record for record in self.records if (record.top_k, record.top_p) == (0, 1.0)]
-        return [members.records for members in group(plain) if not members.failed]
+        lines = []
+        for members in group(plain):
+            if not members.failed:
+                lines += [answer_line(answer, self.costs) for answer in members.records]
+        table = pd.DataFrame(lines)
+        if lines:
+            paths = table.path.replace("", np.nan).groupby(table.kind)
+            table.path = table.path.where(paths.transform("nunique") > 1, "")
+            table["label"] = (table.kind + " head " + table.path).str.rstrip()
+        return table
 
 
-# --- figures of answers ---
+def read_costs(tuning: Mapping[str, Any]) -> dict[str, Costs]:
+    """Of tune.json, validated, for its keys are texts."""
+    heads = tuning["heads"]
+    return {head["kind"]: adapter(Costs).validate_python(head["costs_ms"]) for head in heads}
 
 
-def modelled_columns(tuning: Tuning | None, answer: Record) -> tuple[float | None, float]:
-    return modelled_ms([answer], tuning), answer.new_tokens - 1
-
-
-def modelled_ms(answers: Answers, tuning: Tuning | None) -> float | None:
-    """Milliseconds of a row's cycles, at the costs that `tune` measured for its kind of head."""
-    costs = {head["kind"]: head["costs_ms"] for head in tuning["heads"]} if tuning else {}
-    first = answers[0]
-    if first.head not in costs or first.tree is None:
-        return None
-    # validated, for the keys of JSON are texts
-    prices = adapter(Costs).validate_python(costs[first.head])
-    return float(prices.price(count_cycles(answers), first.tree.k))
-
-
-def identical_columns(answer: Record) -> tuple[float, float]:
-    """Whether a greedy answer is vanilla's; a margin of up to 1 is rounding, no difference."""
+def answer_line(answer: Record, costs: Mapping[str, Costs]) -> dict[str, Any]:
+    """What entries may ask of an answer: its row, and what figures are made of (nan: unknown)."""
+    tree = answer.tree.as_dict() if answer.tree else {}
+    stop = tree.get("stop", {"rule": "constant"})
     is_rounding = answer.margin is not None and answer.margin <= 1
-    return answer.identical is not None, bool(answer.identical) or is_rounding
-
-
-def figure_columns(name: str, tuning: Tuning | None) -> Callable[[Record], Any]:
-    """(denominator, numerator) of an answer; a row's figure is the ratio of their sums."""
-    columns: dict[str, Callable[[Record], Any]] = {
-        "tau": tau_columns,
-        "wasted": lambda answer: (1, answer.draft_forwards_wasted),
-        "accept_rate": lambda answer: (answer.draft_nodes, sum(answer.accepted)),
-        "length": lambda answer: (answer.target_forwards, answer.draft_nodes),  # drafted per cycle
-        "modelled": partial(modelled_columns, tuning),  # tokens per modelled millisecond
-        "identical": identical_columns,
+    family = answer.tree and replace(answer.tree, levels=0, variant="")
+    return {
+        "row": answer.row,
+        "kind": str(answer.head),
+        "path": answer.head_path or "",
+        "method": answer.method,
+        "temperature": answer.temperature,
+        "rule": stop_name(stop),
+        "is_drawn": (tree.get("shape"), tree.get("children")) == ("dynamic", "sampled"),
+        "family": repr(family),  # trees that differ in depth alone
+        **{name: tree.get(name) for name in ("shape", "rank", "rerank")},
+        **{name: tree.get(name, 0) for name in ("levels", "k", "nodes")},
+        **{name: stop.get(name) for name in ("h", "bonus")},
+        "calibrated": tree.get("calibrated") or "no",
+        "prompt": repr(answer.prompt),
+        "forwards": answer.target_forwards or np.nan,
+        "tokens": answer.new_tokens - 1,
+        "wasted": answer.draft_forwards_wasted,
+        "drafted": answer.draft_nodes,
+        "accepted": sum(answer.accepted),
+        "modelled_ms": modelled_ms([answer], costs),
+        # a margin of up to 1 is rounding, and no difference
+        "identical": None if answer.identical is None else answer.identical or is_rounding,
     }
-    return columns[name]
 
 
-# --- which rows of the bench an entry means ---
-
-
-def rows_by_head(evidence: Evidence, entry: Entry, temperature: float) -> dict[str, list[Answers]]:
-    """The rows that fit the entry, by head; under 'any' where it takes any head."""
-    # unless the entry says otherwise: the papers calibrate nothing, and draw no trees
-    wanted = {"calibrated": None, "is_drawn": False, "temperature": temperature, **entry}
-    wanted = {key: value for key, value in wanted.items() if key not in ("pick", "head")}
-    heads = {(record.head, record.head_path) for record in evidence.records if record.head_path}
-    paths = grouped(heads, lambda head: head[0])
-    rows: dict[str, list[Answers]] = {}
-    for answers in evidence.rows:
-        first = answers[0]
-        facts = row_facts(first)
-        if all(_fits(facts.get(key), value) for key, value in wanted.items()):
-            name = f"{first.head} head"
-            if len(paths.get(first.head, ())) > 1:
-                name += f" {first.head_path}"
-            rows.setdefault("any" if entry.get("head") == "any" else name, []).append(answers)
-    return rows
-
-
-def row_facts(record: Record) -> dict[str, Any]:
-    """What entries say of a row: its method, its tree's settings and the name of its rule."""
-    facts = {"calibrated": None, "temperature": record.temperature, "method": record.method}
-    if record.tree is not None:
-        facts |= {**record.tree.as_dict(), "rule": stop_name(record.tree)}
-    is_drawn = facts.get("shape") == "dynamic" and facts.get("children") == "sampled"
-    return facts | {"is_drawn": is_drawn}
-
-
-def stop_name(tree: TreeShape) -> str:
+def stop_name(stop: Mapping[str, Any]) -> str:
     """'fixed', 'vote' (of all three signals), fewer signals by name, or another rule."""
-    stop = tree.settings.get("stop", {"rule": "constant"})
     if stop["rule"] == "vote" and len(stop["signals"]) < 3:
         return " and ".join(stop["signals"])
     return "fixed" if stop["rule"] == "constant" else str(stop["rule"])
 
 
-def _fits(fact: Any, wanted: Any) -> bool:
-    if isinstance(wanted, dict):  # settings of a stop rule
-        return isinstance(fact, dict) and wanted.items() <= fact.items()
-    return fact in wanted if isinstance(wanted, list) else fact == wanted
+def modelled_ms(answers: Sequence[Record], costs: Mapping[str, Costs]) -> float | None:
+    """Milliseconds of a row's cycles, at the costs that `tune` measured for its kind of head."""
+    tree = answers[0].tree
+    head_costs = costs.get(answers[0].head or "")
+    if head_costs is None or tree is None:
+        return None
+    return float(head_costs.price(count_cycles(answers), tree.k))
 
 
-def tree_sizes(answers: Answers, names: Sequence[str] = ("levels",)) -> list[int]:
-    return [getattr(answers[0].tree, name, 0) for name in names]
+# --- figures of tables ---
 
 
-def deepest_first(rows: Sequence[Answers]) -> list[Answers]:
-    """The rows whose tree differs from another's in depth alone."""
-
-    def without_depth(answers: Answers) -> Any:
-        tree = answers[0].tree
-        return tree and repr(replace(tree, levels=0, variant=""))
-
-    families = grouped(rows, without_depth).values()
-    several = []
-    for family in families:
-        if any(tree_sizes(row) != tree_sizes(family[0]) for row in family):
-            several += family
-    return sorted(several, key=tree_sizes, reverse=True)
+def ratio(sums: Sums) -> FloatArray:  # of y to x; the columns are 1, x, y
+    return sums[..., 2] / sums[..., 1]
 
 
-def highest_of(sides: Sequence[Side]) -> Side:
-    """The highest of several ratios, on the prompts that all have; each resample picks its own."""
-
-    def highest(sums: Sums) -> FloatArray:
-        ratios = ratio_of_sums(sums.reshape(*sums.shape[:-1], -1, 2))  # [..., rows]
-        return np.fmax.reduce(np.where(np.isfinite(ratios), ratios, np.nan), axis=-1)
-
-    return Side(pd.concat([side.table for side in sides], axis=1, join="inner"), highest)
+def mean(sums: Sums) -> FloatArray:  # 1, x
+    return sums[..., 1] / sums[..., 0]
 
 
-def estimates_by_rows(evidence: Evidence, claim: Entry, temperature: float) -> dict[str, Estimate]:
-    """By head, the claim's figure of a row, or how much it differs from that of another."""
-    columns = figure_columns(claim["figure"], evidence.tuning)
-    against = claim.get("against")
-    others = rows_by_head(evidence, against, temperature) if against else {}
-    estimates = {}
-    for head, rows in rows_by_head(evidence, claim["of"], temperature).items():
-        if claim["of"].get("pick") == "deepest":
-            rows = deepest_first(rows)
-        if not rows:
-            continue
-        row = rows[0]
-        sides = [side_of_answers(row, columns)]
-        if against:
-            shared = claim.get("same", ())
-            rivals = []
-            for rival in others.get(head, others.get("any", ())):
-                if rival is not row and tree_sizes(rival, shared) == tree_sizes(row, shared):
-                    rivals.append(side_of_answers(rival, columns))
-            if not rivals:
-                continue
-            sides.append(highest_of(rivals) if against.get("pick") == "best" else rivals[0])
-        if measured := estimate_of(claim, sides):
-            estimates[head] = measured
-    return estimates
-
-
-def estimate_of(claim: Entry, sides: Sequence[Side]) -> Estimate | None:
-    is_share = claim.get("statistic") == "share"
-    return estimate(sides, is_ratio=claim.get("as") == "ratio", is_share=is_share)
-
-
-# --- figures of the tables of `aerie calibrate` ---
-
-
-def variance(sums: Sums) -> FloatArray:  # of x; the columns are 1, x, x^2
-    return sums[..., 2] / sums[..., 0] - ratio_of_sums(sums) ** 2
+def variance(sums: Sums) -> FloatArray:  # 1, x, x^2
+    return sums[..., 2] / sums[..., 0] - mean(sums) ** 2
 
 
 def correlation(sums: Sums) -> FloatArray:  # 1, x, y, x^2, xy, y^2
@@ -240,14 +168,12 @@ def misfit(sums: Sums, is_normal: bool) -> FloatArray:  # 1, x, y, x < y, x^2
     SVIP's equations 14 (normal law) and 9 (gamma law).
     """
     count, x, y, below, xx = np.moveaxis(sums, -1, 0)
-    mean = x / count
-    spread = xx / count - mean**2
-    limit = y / count
+    mu = x / count
+    spread = xx / count - mu**2
+    law = stats.gamma(mu**2 / spread, scale=spread / mu)
     if is_normal:
-        share = stats.norm.cdf(limit, mean, np.sqrt(spread))
-    else:
-        share = stats.gamma.cdf(limit, mean**2 / spread, scale=spread / mean)
-    return share - below / count
+        law = stats.norm(mu, np.sqrt(spread))
+    return law.cdf(y / count) - below / count
 
 
 def expected_length(sums: Sums) -> FloatArray:
@@ -260,80 +186,137 @@ def expected_length(sums: Sums) -> FloatArray:
     return accepted / count + 1 - (1 - alpha ** (levels / count + 1)) / (1 - alpha)
 
 
-class GroupMeans(NamedTuple):
-    """Of groups of a table's lines, each [..., groups]."""
-
-    sizes: FloatArray
-    x: FloatArray
-    y: FloatArray
-
-    @classmethod
-    def of(cls, sums: Sums) -> "GroupMeans":
-        """From columns that are all groups' counts, then their sums of x, then those of y."""
-        count, x, y = np.moveaxis(sums.reshape(*sums.shape[:-1], 3, -1), -2, 0)
-        return cls(count, x / count, y / count)
+def by_group(sums: Sums) -> FloatArray:
+    """[3, ..., groups]: sizes of groups, their sums of x, and those of y."""
+    return np.moveaxis(sums.reshape(*sums.shape[:-1], 3, -1), -2, 0)
 
 
 def calibration_error(sums: Sums) -> FloatArray:
-    groups = GroupMeans.of(sums)
-    gaps = groups.sizes * np.abs(groups.x - groups.y)
-    return np.nansum(gaps, -1) / groups.sizes.sum(-1)
+    size, x, y = by_group(sums)
+    return np.abs(x - y).sum(-1) / size.sum(-1)
 
 
 def growth(sums: Sums) -> FloatArray:
-    """The power of y with which x grows: the slope of log mean x over log y."""
-    groups = GroupMeans.of(sums)
-    log_y = np.log(groups.y)
+    """The power of y with which x grows: the slope of log mean x over log mean y."""
+    size, x, y = by_group(sums)
+    log_y = np.log(y / size)
     centred = log_y - np.nanmean(log_y, -1, keepdims=True)
-    return np.nansum(centred * np.log(groups.x), -1) / np.nansum(centred**2, -1)
+    return np.nansum(centred * np.log(x / size), -1) / np.nansum(centred**2, -1)
 
 
-class Statistic(NamedTuple):
-    figure: Callable[[Sums], FloatArray]
-    columns: Callable[..., list[Any]]  # what is summed over a table's lines, beside their count
-
-
-FIT_COLUMNS = lambda x, y: [x, y, x < y, x * x]  # noqa: E731
-STATISTICS = {
-    "mean": Statistic(ratio_of_sums, lambda x: [x]),
-    "share": Statistic(ratio_of_sums, lambda x: [x]),
-    "variance": Statistic(variance, lambda x: [x, x * x]),
-    "correlation": Statistic(correlation, lambda x, y: [x, y, x * x, x * y, y * y]),
-    "normal": Statistic(partial(misfit, is_normal=True), FIT_COLUMNS),
-    "gamma": Statistic(partial(misfit, is_normal=False), FIT_COLUMNS),
-    "expected_length": Statistic(expected_length, lambda *values: [*values]),
-    "calibration_error": Statistic(calibration_error, lambda x, y: [x, y]),
-    "growth": Statistic(growth, lambda x, y: [x, y]),
+# name -> figure, and what is summed over a table's lines for it, beside their count
+STATISTICS: dict[str, tuple[Callable[[Sums], FloatArray], Callable[..., list[Any]]]] = {
+    "ratio": (ratio, lambda x, y: [x, y]),
+    "mean": (mean, lambda x: [x]),
+    "share": (mean, lambda x: [x]),
+    "variance": (variance, lambda x: [x, x * x]),
+    "correlation": (correlation, lambda x, y: [x, y, x * x, x * y, y * y]),
+    "normal": (partial(misfit, is_normal=True), lambda x, y: [x, y, x < y, x * x]),
+    "gamma": (partial(misfit, is_normal=False), lambda x, y: [x, y, x < y, x * x]),
+    "expected_length": (expected_length, lambda *columns: [*columns]),
+    "calibration_error": (calibration_error, lambda x, y: [x, y]),
+    "growth": (growth, lambda x, y: [x, y]),
 }
 
 
 def side_of_table(table: pd.DataFrame, entry: Entry) -> Side:
     """Of entry: `value`, one expression of the columns or several; `where`, lines; `by`, groups."""
-    statistic = STATISTICS[entry.get("statistic", "mean")]
-    prompts = table.prompt.unique()  # those without a chosen line count as zeros
-    chosen = table.query(entry["where"]) if "where" in entry else table
-    values = []
-    for expression in np.atleast_1d(entry["value"]):
-        value = np.asarray(chosen.eval(expression), dtype=np.float64)
-        values.append(np.broadcast_to(value, len(chosen)))
-    is_known = np.isfinite(np.stack(values)).all(0)
-    columns = statistic.columns(*(value[is_known] for value in values))
-    lines = pd.DataFrame(np.stack([np.ones(is_known.sum()), *columns], -1))
-    by_prompt = chosen.prompt[is_known].to_numpy()
+    figure, columns_of = STATISTICS[entry.get("statistic", "mean")]
+    prompts = np.sort(table.prompt.unique())  # those without a chosen line count as zeros
+    if "where" in entry:
+        table = table.query(entry["where"])
+    values = {name: table.eval(name) for name in np.atleast_1d(entry["value"])}
+    columns = pd.DataFrame(values, index=table.index).astype(np.float64)
+    columns = columns[np.isfinite(columns).all(axis=1)]
+    summed = [np.ones(len(columns)), *columns_of(*columns.to_numpy().T)]
+    lines = pd.DataFrame(np.stack(summed, -1), columns.index)
+    groups = [table.prompt[lines.index]]
     if "by" in entry:
-        groups = chosen.eval(entry["by"])[is_known].to_numpy()
-        sums = lines.groupby([by_prompt, groups]).sum().unstack(fill_value=0.0)
-    else:
-        sums = lines.groupby(by_prompt).sum()
-    return Side(sums.reindex(prompts, fill_value=0.0), statistic.figure)
+        groups.append(table.eval(entry["by"])[lines.index])
+    sums = lines.groupby(groups).sum()
+    if "by" in entry:
+        sums = sums.unstack(fill_value=0.0)
+    return Side(sums.reindex(prompts, fill_value=0.0), figure)
+
+
+def estimate_of(claim: Entry, sides: Sequence[Side]) -> Estimate | None:
+    is_share = claim.get("statistic") == "share"
+    return estimate(sides, is_ratio=claim.get("as") == "ratio", is_share=is_share)
+
+
+# --- claims about rows of the bench ---
+
+
+def answers_meant(evidence: Evidence, entry: Entry, temperature: float) -> pd.DataFrame:
+    """The answers of the rows that fit the entry."""
+    answers = evidence.answers
+    for name, wanted in {"temperature": temperature, **USUAL, **entry}.items():
+        if len(answers) and name not in ("pick", "head"):
+            answers = answers[answers[name].isin(np.atleast_1d(wanted))]
+    return answers
+
+
+def sides_of_rows(answers: pd.DataFrame, figure: Entry) -> list[Side]:
+    """A side for each row, in the suite's order."""
+    return [side_of_table(row, figure) for _, row in answers.groupby("row", sort=False)]
+
+
+def deepest_first(answers: pd.DataFrame) -> pd.DataFrame:
+    """Those of rows whose tree differs from that of another row of its head in depth alone."""
+    depths = answers.groupby(["label", "family"]).levels.transform("nunique")
+    return answers[depths > 1].sort_values("levels", ascending=False, kind="stable")
+
+
+def highest_of(sides: Sequence[Side]) -> Side:
+    """The highest of several figures, on the prompts that all have; each resample picks its own."""
+    columns = len(sides[0].table.columns)
+
+    def highest(sums: Sums) -> FloatArray:
+        values = sides[0].figure(sums.reshape(*sums.shape[:-1], -1, columns))  # [..., sides]
+        return np.fmax.reduce(np.where(np.isfinite(values), values, np.nan), axis=-1)
+
+    return Side(pd.concat([side.table for side in sides], axis=1, join="inner"), highest)
+
+
+def estimates_by_rows(evidence: Evidence, claim: Entry, temperature: float) -> dict[str, Estimate]:
+    """By head, the claim's figure of a row, or how much it differs from that of another."""
+    figure = FIGURES[claim["figure"]]
+    answers = answers_meant(evidence, claim["of"], temperature)
+    if len(answers) and claim["of"].get("pick") == "deepest":
+        answers = deepest_first(answers)
+    if not len(answers):
+        return {}
+    estimates = {}
+    for head, of_head in answers.groupby("label", sort=False):
+        row = of_head[of_head["row"] == of_head["row"].iloc[0]]
+        sides = sides_of_rows(row, figure)
+        if "against" in claim:
+            rivals = answers_meant(evidence, claim["against"], temperature)
+            rivals = rivals[~rivals.index.isin(row.index)]
+            if claim["against"].get("head") != "any":
+                rivals = rivals[rivals.label == head]
+            same = list(claim.get("same", ()))  # sizes of the tree
+            rivals = rivals[(rivals[same] == row[same].iloc[0]).all(axis=1)]
+            sides += highest_or_first(sides_of_rows(rivals, figure), claim["against"])
+        if len(sides) == 2 or "against" not in claim:
+            estimates[str(head)] = estimate_of(claim, sides)
+    return {head: measured for head, measured in estimates.items() if measured}
+
+
+def highest_or_first(sides: list[Side], entry: Entry) -> list[Side]:
+    """The one side that the entry picks, if there is any."""
+    return [highest_of(sides)] if sides and entry.get("pick") == "best" else sides[:1]
+
+
+# --- claims about the tables of `aerie calibrate` ---
 
 
 def tables_by_head(evidence: Evidence, entry: Entry, temperature: float) -> dict[str, pd.DataFrame]:
     """The table that entry names, of each head's first calibration that fits."""
     tables: dict[str, pd.DataFrame] = {}
     for calibration in evidence.calibrations:
-        is_meant = calibration.temperature == temperature and calibration.method in entry["method"]
-        if is_meant and entry["table"] in calibration.tables:
+        fits = calibration.temperature == temperature and calibration.method in entry["method"]
+        if fits and entry["table"] in calibration.tables:
             tables.setdefault(calibration.head, calibration.tables[entry["table"]])
     return tables
 
@@ -348,12 +331,10 @@ def estimates_by_tables(
     estimates = {}
     for head in tables:
         heads = [entry.get("head", head) for entry in entries]
-        if heads[0] == head and tables.keys() >= {*heads}:
-            with suppress(pd.errors.UndefinedVariableError):  # calibrated without oracle lengths
-                sides = [
-                    side_of_table(tables[name], entry)
-                    for name, entry in zip(heads, entries, strict=True)
-                ]
-                if measured := estimate_of(claim, sides):
-                    estimates[f"{head} head"] = measured
-    return estimates
+        if heads[0] != head or not tables.keys() >= set(heads):
+            continue
+        with suppress(pd.errors.UndefinedVariableError):  # calibrated without oracle lengths
+            pairs = zip(heads, entries, strict=True)
+            sides = [side_of_table(tables[name], entry) for name, entry in pairs]
+            estimates[f"{head} head"] = estimate_of(claim, sides)
+    return {head: measured for head, measured in estimates.items() if measured}

@@ -12,9 +12,9 @@ from aerie.infer.measure.statistics import ALL_TASKS
 from aerie.infer.report.grids import LEVELS, Grid, Line
 from aerie.infer.report.tables import SummaryRows, tree_text
 
-FILE = Path(__file__).with_name("published.csv")
+CSV_FILE = Path(__file__).with_name("published.csv")
 # A cell is speedup/tau, or speedup/ alone. `key` and `value` say which setting a table varies.
-PUBLISHED = list(csv.DictReader(FILE.read_text(encoding="utf-8").splitlines()))
+PUBLISHED_ROWS = list(csv.DictReader(CSV_FILE.read_text(encoding="utf-8").splitlines()))
 TASK_NAMES = {
     "mean": "mean",
     "mt_bench": "MT-bench",
@@ -54,7 +54,7 @@ def published_points(cells: Mapping[Any, str]) -> tuple[PublishedPoint, ...]:
 def published_grid(key: str) -> Grid:
     """The papers' figures as one setting varies, by model, method, temperature and task."""
     lines: dict[str, dict[Any, str]] = {}
-    for row in PUBLISHED:
+    for row in PUBLISHED_ROWS:
         for task in ("mt_bench", "gsm8k"):
             if row["key"] == key and row[task]:
                 name = (
@@ -68,8 +68,8 @@ def published_grid(key: str) -> Grid:
 
 def published_range(figures: Mapping[str, Any], temperature: float, is_ratio: bool) -> str:
     """The range of figures of method `of` against those of `against`, as differences or ratios."""
-    about = [name for name in PUBLISHED[0] if name not in TASK_NAMES]
-    table = pd.DataFrame(PUBLISHED).melt(about, var_name="task", value_name="cell")
+    about = [name for name in PUBLISHED_ROWS[0] if name not in TASK_NAMES]
+    table = pd.DataFrame(PUBLISHED_ROWS).melt(about, var_name="task", value_name="cell")
     part = int(figures["figure"] == "tau")  # of a cell, speedup/tau
     table["cell"] = pd.to_numeric(table.cell.str.split("/").str[part])
     table = table[table.source.str.startswith(figures["source"])]
@@ -96,7 +96,7 @@ def beside_published(rows: SummaryRows, by_task: Mapping[int, SummaryRows]) -> l
             measured.setdefault((row.method, row.temperature), []).append(line)
     depths = {str(row.tree.levels) for row in rows if row.tree}
     published: dict[tuple[str, float], list[Line]] = {}
-    for cells in PUBLISHED:
+    for cells in PUBLISHED_ROWS:
         # of depths that a paper varies, only those that are measured here
         if not cells["key"] or (cells["key"] == LEVELS and cells["value"] in depths):
             name = cells["model"] + (f", {cells['value']} levels" if cells["key"] else "")

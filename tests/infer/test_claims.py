@@ -1,0 +1,341 @@
+"""Laws of the papers' claims: what is measured for them, its interval, and the verdict."""
+
+import itertools
+import shutil
+import subprocess
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from aerie.configs.schema.decode import ConstantConfig, DynamicConfig, Method, VoteConfig
+from aerie.infer import main as commands
+from aerie.infer.decode.stop import Vote
+from aerie.infer.measure.bench_files import Record, line_of
+from aerie.infer.measure.bootstrap import Estimate, Side, estimate
+from aerie.infer.measure.stage_facts import calibrations_of
+from aerie.infer.papers import claims
+from aerie.infer.papers.appendix import claim_pictures
+from aerie.infer.papers.evidence import (
+    CalibrationTables,
+    Evidence,
+    highest_of,
+    mean,
+    modelled_ms,
+    read_costs,
+    side_of_table,
+)
+from aerie.infer.papers.published import PUBLISHED_ROWS, published_range
+from aerie.model.storage import ROOT, Manifest, write_json, write_text
+from tests.infer.draws import decoder_of, make_target
+from tests.infer.made_up import FAILED, drafted, record
+from tests.infer.voting import PROMPTS, TUNING, tree_of, voting_answers
+from tests.tiny import call, recipe
+
+COSTS = read_costs(TUNING)
+
+
+@pytest.fixture
+def two_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts are enough for a verdict."""
+    monkeypatch.setattr(claims, "FEWEST_PROMPTS", 2)
+
+
+def verdicts(records: Any = (), *calibrations: CalibrationTables) -> dict[str, tuple[Any, str]]:
+    """The measured value and the verdict of each claim that the evidence has a figure for."""
+    lines = claims.judge_claims(Evidence(records, COSTS, calibrations))
+    return {line.id: (line.value, line.verdict) for line in lines if line.ours}
+
+
+def answers_of(row: int, tokens: tuple[int, ...], **about: Any) -> list[Record]:
+    """An answer to each prompt."""
+    return [
+        drafted(tokens, row=row, prompt_id=name, **{"head": "eagle1", **about})
+        for _, name in PROMPTS
+    ]
+
+
+@pytest.mark.usefixtures("two_are_enough")
+def test_votes_claims() -> None:
+    """DEAGLE's claims hold the deepest vote against fixed trees, on the same prompts."""
+    records = [answer for answer in voting_answers() if answer.prompt in PROMPTS]
+    judged = verdicts(records)
+    assert judged["deagle-waste"] == (4 / 8, "holds")
+    assert judged["deagle-tau"] == (2 / 4, "does not hold")
+    # 8 tokens in 4 cycles: drafting 4 + 4, verifying 16, the rest 2; the vote drafts two levels
+    # fewer. 8 tokens in 2 cycles: drafting 2 + 6, verifying 8, the rest 1.
+    assert modelled_ms(records[8:], COSTS) == pytest.approx(24.0)
+    assert modelled_ms(records[6:8], COSTS) == pytest.approx(17.0)
+    assert judged["deagle-deep"] == (pytest.approx(17 / 24), "does not hold")
+    assert judged["deagle-flat"] == (pytest.approx(1.0), "holds")  # more levels make it no slower
+    without_costs = claims.judge_claims(Evidence(records))
+    assert "deagle-flat" not in {line.id for line in without_costs if line.ours}
+    failed = [replace(r, **FAILED) if r.method == "deagle" else r for r in records]
+    assert "deagle-waste" not in verdicts(failed)
+
+
+@pytest.mark.usefixtures("two_are_enough")
+@pytest.mark.parametrize(
+    "changes",
+    [{"levels": 4, "children": "sampled"}, {"levels": 9, "k": 8}, {"levels": 9, "nodes": 48}],
+)
+def test_depth_alone(changes: dict[str, Any]) -> None:
+    """No paper draws a tree's children; another k or size changes more than the depth."""
+    records = [answer for answer in voting_answers() if answer.prompt in PROMPTS]
+    more = answers_of(-1, (9, 9), tree=tree_of("eagle2", **changes))
+    assert verdicts([*more, *records]) == verdicts(records)
+    shallow = [answer for answer in records if answer.tree is None or answer.tree.levels == 2]
+    assert "deagle-fixed-falls" not in verdicts([*more, *shallow])
+
+
+@pytest.mark.usefixtures("two_are_enough")
+@pytest.mark.parametrize(
+    ("margin", "verdict"),
+    [(0.0, "holds"), (1.0, "holds"), (1.1, "does not hold"), (None, "does not hold")],
+)
+def test_rounding(margin: float | None, verdict: str) -> None:
+    """A difference between equal logits is rounding, and no counterexample."""
+    answers = answers_of(1, (2, 2), identical=False, margin=margin)
+    assert verdicts(answers)["lossless"][1] == verdict
+
+
+@pytest.mark.usefixtures("two_are_enough")
+def test_deaf_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vote that is not heard changes the verdicts."""
+
+    def judge_depths(*depths: int) -> dict[str, str]:
+        records = []
+        stops = (("eagle2", ConstantConfig()), ("deagle", VoteConfig()))
+        for row, (levels, (method, stop)) in enumerate(itertools.product(depths, stops), start=1):
+            decoder = decoder_of(make_target(), DynamicConfig(levels=levels, stop=stop))
+            about: dict[str, Any] = {"row": row, "method": method, "head": "eagle1"}
+            about["tree"] = tree_of(method, levels=levels)  # type: ignore[arg-type]
+            for number, (_, name) in enumerate(PROMPTS):
+                spent = decoder.generate([7, 9, 11 + number], max_new_tokens=12).statistics
+                about["draft_forwards"] = spent.draft_forwards
+                about["draft_forwards_wasted"] = spent.draft_forwards_wasted
+                records.append(drafted(tuple(spent.cycle_tokens), prompt_id=name, **about))
+        judged = verdicts(records)
+        names = [name for name in ("deagle-waste", "deagle-deep") if name in judged]
+        return {name: judged[name][1] for name in names}
+
+    assert judge_depths(2, 8) == {"deagle-waste": "holds", "deagle-deep": "holds"}
+    assert judge_depths(8) == {}  # there is no largest depth
+    monkeypatch.setattr(Vote, "ends", lambda *_: False)
+    assert judge_depths(2, 8) == {"deagle-waste": "does not hold", "deagle-deep": "does not hold"}
+
+
+def test_best_row() -> None:
+    """Each resample picks its own best row."""
+    values = ([2, 5], [4, 1])
+    best = highest_of([Side(pd.DataFrame({"count": 1.0, "x": row}), mean) for row in values])
+    table = best.table.to_numpy()
+    drawn = [best.figure(table[chosen].sum(0)) for chosen in ([0], [1], [0, 1])]
+    assert drawn == [4, 5, 3.5]
+
+
+def test_refusals(tmp_path: Path, capsys: Any) -> None:
+    """What is damaged, or measured another target or head, is refused by claims and report."""
+    run = tmp_path / "run"
+    head = tmp_path / "head"
+    targets = []
+    for name in "ab":
+        targets.append({"target": {"path": f"some/{name}", "revision": None, "dtype": "auto"}})
+    of_bench, foreign = targets
+    values = {"run": str(run), "data": {"conversations": ["x.jsonl"]}, **foreign}
+    config = recipe(tmp_path / "recipe.yaml", values)
+
+    def stage(name: str, inputs: dict[str, Any], **facts: Any) -> None:
+        directory = run / name
+        (directory / "provenance.json").unlink(missing_ok=True)
+        facts["argv"] = ["main.py", "redo", name]
+        Manifest.of(directory, inputs, facts).write(directory)
+
+    def refusal(*words: Any) -> str:
+        assert call(commands, *words) == 2
+        return str(capsys.readouterr().err)
+
+    records = [record(), drafted((3, 1))]
+    write_text(run / "bench" / "records.jsonl", "".join(map(line_of, records)))
+    write_json(run / "tune" / "tune.json", TUNING)
+    for name in ("config.json", "model.safetensors"):
+        write_text(head / name, "{}")
+    parts = ("static/calibration", "calibration", "tune")
+    for part in parts[:2]:
+        write_text(run / part / "laws.parquet", "PAR1")
+    for part in parts:
+        for sound in ("bench", *parts):
+            stage(sound, of_bench)
+        stage(part, foreign)
+        assert f"{run / part}: measured another target" in refusal("claims", run)
+        stage(part, of_bench, heads={str(head): {"model.safetensors": "0"}})
+        for words in (("claims", run), ("report", "--config", config)):
+            anew = f"{run / part}: measured {head} before it was trained anew; run: aerie redo"
+            assert anew in refusal(*words)
+        stage(part, of_bench)
+        (content,) = [path for path in (run / part).iterdir() if path.name != "provenance.json"]
+        content.write_text(content.read_text()[:-1])
+        for words in (("claims", run), ("report", "--config", config)):
+            text = refusal(*words)
+            assert f"{content}: " in text and text.count("\n") == 1
+            assert text.endswith(f"run: aerie redo {part} --overwrite\n")
+
+
+def test_inverted_confidence() -> None:
+    """A confidence that is inverted, and too few prompts, change a verdict."""
+    chance = np.random.default_rng(0)
+    confidence = chance.uniform(0.01, 0.99, 4000)
+    nodes = pd.DataFrame({"prompt": np.repeat(np.arange(40), 100), "confidence": confidence})
+    nodes["place"] = "0"
+    nodes["acceptance"] = (chance.uniform(size=4000) < confidence).astype(float)
+
+    def judge_nodes(table: pd.DataFrame, name: str) -> str:
+        judged = verdicts((), CalibrationTables("eagle1", "eagle2", 0.0, {"nodes": table}))
+        return judged[name][1]
+
+    inverted = nodes.assign(confidence=1 - confidence)
+    for name in ("eagle2-correlation", "eagle2-calibrated", "eagle2-sure"):
+        assert judge_nodes(nodes, name) == "holds"
+        assert judge_nodes(inverted, name) == "does not hold"
+    # only one prompt of 40 has a sure node
+    alone = nodes[(nodes.confidence < 0.9) | (nodes.prompt < 1)]
+    assert judge_nodes(alone, "eagle2-sure") == "open"
+    # a share of 1 on all prompts: 0.025 ** (1 / n) is above 0.93 only from 51 prompts on
+    always = nodes[:51].assign(prompt=range(51), confidence=0.99, acceptance=1.0)
+    sure = [judge_nodes(always[:prompts], "eagle2-sure") for prompts in (2, 50, 51)]
+    assert sure == ["open", "open", "holds"]
+    few = nodes[(nodes.prompt < 4) & (nodes.index % 100 < 8)]
+    assert judge_nodes(few, "eagle2-correlation") == "open"
+    assert judge_nodes(nodes[nodes.prompt < 1], "eagle2-calibrated") == "open"
+
+
+def test_out_of_reach() -> None:
+    (line,) = [line for line in claims.judge_claims(Evidence([])) if line.id == "eagle2-speed"]
+    assert line.verdict == "out of reach"
+
+
+@pytest.mark.usefixtures("two_are_enough")
+def test_ablations() -> None:
+    """Trees without reranking are compared, though they have other nodes."""
+    records = []
+    ranks = itertools.product(("survival", "confidence"), (True, False))
+    for row, (rank, rerank) in enumerate(ranks):
+        records += answers_of(row, (2, 6 - row), tree=tree_of("eagle2", rank=rank, rerank=rerank))
+    assert {name: value for name, (value, _) in verdicts(records).items()} == {
+        "lossless": 1.0,
+        "eagle2-value": 1.0,
+        "eagle2-reranking": 0.5,
+        "eagle2-both": 1.5,
+    }
+
+
+def test_cancelling_lengths() -> None:
+    """Lengths that are too long and too short by turns fit the oracle on average alone."""
+    cycles = pd.DataFrame({"prompt": np.arange(40).repeat(2), "levels": [3, 7] * 40})
+    cycles = cycles.assign(oracle=5.0, answered=0)
+    judged = verdicts((), CalibrationTables("draft_lm", "sps-svip", 0.0, {"cycles": cycles}))
+    assert judged["svip-oracle-fit"] == (0.0, "holds")
+    assert judged["svip-oracle-gap"] == (2.0, "does not hold")
+
+
+def test_pictures_share_prompts() -> None:
+    """Pictures compare rows on the prompts that all have."""
+
+    def chain(row: int, method: Method, nodes: int, prompts: str) -> list[Record]:
+        about: dict[str, Any] = {"row": row, "method": method, "head": "draft_lm"}
+        about["tree"] = tree_of(method)
+        records = []
+        for name in prompts:
+            drafts = 2 * nodes if name < "c" else 99
+            records.append(drafted((2, 2), prompt_id=name, draft_nodes=drafts, **about))
+        return records
+
+    run = Evidence([*chain(1, "sps", 5, "abcd"), *chain(2, "sps-svip", 3, "ab")])
+    lines = claim_pictures(run)["claims-figure-7a"]["lines"]
+    points = [(point.x, point.value) for line in lines for point in line["points"]]
+    assert points == [(5.0, 2.0), (3.0, 2.0)]
+
+
+def test_full_bench_links(tmp_path: Path) -> None:
+    """make bench-full judges by the calibrations and costs of make bench."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    seeds = tmp_path / "runs" / "seeds"
+    full = tmp_path / "runs" / "seeds-full"
+    python = tmp_path / ".venv" / "bin" / "python"
+    for name in ("calibration", "svip/calibration"):
+        write_text(seeds / name / "provenance.json", "{}")
+    write_text(seeds / "tune" / "tune.json", "{}")
+    for name in ("prompts", "calibration"):
+        write_text(seeds / "conversations" / f"{name}.jsonl", '{"question_id": 1}\n')
+    write_text(python, "#!/bin/sh\n")
+    python.chmod(0o755)
+    make = ["make", "-o", "bench", "bench-full"]
+    for _ in range(2):
+        subprocess.run(make, cwd=tmp_path, check=True, capture_output=True)
+    linked = [path.resolve() for path in calibrations_of(full)]
+    assert linked == calibrations_of(seeds) and len(linked) == 2
+    assert (full / "tune" / "tune.json").is_file()
+
+
+def test_intervals() -> None:
+    """Prompts are clusters: an interval halves with four times the prompts, not the lines."""
+
+    def side(prompts: int, alike: int) -> Side:
+        """Means over `alike` equal lines per prompt: only the first adds information."""
+        values = np.random.default_rng(1).normal(size=prompts).repeat(alike)
+        table = pd.DataFrame({"prompt": np.arange(prompts).repeat(alike), "x": values})
+        return side_of_table(table, {"value": "x"})
+
+    once, repeated, more = (estimate([side(*size)]) for size in ((50, 1), (50, 30), (200, 1)))
+    assert once and repeated and more
+    assert once[:3] == pytest.approx(repeated[:3])
+    assert (more.high - more.low) / (once.high - once.low) == pytest.approx(0.5, abs=0.1)
+    assert once.high - once.low == pytest.approx(2 * 1.96 / np.sqrt(50), rel=0.25)
+    paired = estimate([side(50, 1), side(50, 1)])
+    assert paired and paired[:3] == (0.0, 0.0, 0.0)
+
+
+GAIN = {"at_least": 0, "effect": 0.2}
+EVERY = {"statistic": "share", "at_least": 1}
+NONE = {"statistic": "share", "at_most": 0}
+
+
+@pytest.mark.parametrize(
+    ("claim", "interval", "verdict", "needed"),
+    [
+        (GAIN, (0.3, 0.1, 0.5), "holds", 160),  # +-0.2 on 40 prompts: +-0.1 needs 160
+        (GAIN, (0.05, -0.1, 0.19), "does not hold", 85),  # an effect of 0.2 is ruled out
+        (GAIN, (0.05, -0.1, 0.3), "open", 160),
+        ({"at_least": 1, "effect": 0.02}, (1, 1, 1), "does not hold", 6),  # a tie is not faster
+        ({"at_least": -0.1, "at_most": 0.1}, (0.0, -0.05, 0.05), "holds", 10),
+        ({"at_most": 0}, (0.5, 0.4, 0.6), "does not hold", 6),
+        ({"at_most": 0}, (0.0, 0.0, 0.0), "holds", None),
+        ({"statistic": "share", "at_least": 0.93}, (1.0, 0.912, 1.0), "open", 51),
+        ({"statistic": "share", "at_most": 0.09}, (0.0, 0.0, 0.088), "holds", 40),
+        (EVERY, (1.0, 0.912, 1.0), "holds", None),  # no counterexample
+        (NONE, (0.01, 0.0, 0.03), "does not hold", None),  # one is enough
+    ],
+)
+def test_verdict_rules(claim: Any, interval: Any, verdict: str, needed: int | None) -> None:
+    """A verdict asks for the whole interval."""
+    judged = claims.judge_estimate(claim, Estimate(*interval, 40))
+    assert (judged.verdict, judged.prompts_needed) == (verdict, needed)
+    few = claims.judge_estimate(claim, Estimate(*interval, 5)).verdict
+    assert few == (verdict if claim in (EVERY, NONE) else "open")
+
+
+def test_published_figures() -> None:
+    """The tables of the papers are complete, and the claims have different names."""
+    counts = Counter(row["source"] for row in PUBLISHED_ROWS)
+    expected = {"EAGLE-2 table 1": 32, "EAGLE-2 table 2": 8, "EAGLE-2 table 3": 4}
+    expected |= {f"DEAGLE table {number}": 28 for number in (1, 2, 3, 4)}
+    expected |= {f"SVIP table {number}": 24 for number in (2, 3, 5)}
+    assert expected.items() <= counts.items()
+    entry = {"source": "EAGLE-2 table 1", "of": "eagle2", "against": "eagle", "figure": "tau"}
+    assert published_range(entry, 1.0, is_ratio=False) == "+0.48 to +1.51 (28 figures)"
+    names = [claim["id"] for claim in claims.all_claims()]
+    assert len(set(names)) == len(names)
