@@ -409,7 +409,7 @@ def _decode(
     require_target(target.path)
     _check_sampling(arguments)
     from aerie.infer.decode.engine import make_decoder
-    from aerie.infer.decode.methods import Drafters
+    from aerie.infer.decode.methods import LoadedHeads
     from aerie.infer.measure import generate as answers
     from aerie.infer.measure.bench import load_quietly
     from aerie.infer.measure.bench_files import graphs_in
@@ -431,7 +431,7 @@ def _decode(
             "give --target.chat_template FILE.jinja, or generate --raw"
         )
     loaded = load_quietly(target, recipe.threads if recipe else None)
-    decoder = make_decoder(Drafters(loaded), row.method, row.head)
+    decoder = make_decoder(LoadedHeads(loaded), row.method, row.head)
     decoder.tokenizer = tokenizer
     if prompts is None:
         answers.run_chat(decoder, arguments)

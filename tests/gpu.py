@@ -38,9 +38,10 @@ from aerie.configs.schema.heads import (
     TargetConfig,
 )
 from aerie.data.batches import Batch
+from aerie.infer.decode.clock import PHASES
 from aerie.infer.decode.drafters import BlockDrafter, EagleDrafter
-from aerie.infer.decode.engine import PHASES, SpeculativeDecoder
-from aerie.infer.decode.methods import drafting
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.methods import tree_proposer
 from aerie.infer.measure.generate import cycle_work
 from aerie.model.checkpoint import new_head
 from aerie.model.heads import DRAFT_MODELS
@@ -261,7 +262,7 @@ def run_decoding(size: Size, target: Target, kind: str, head: Any, prompt: torch
     """Decodes twice, and gives the second answer's speed and the work of a cycle."""
     target.decodes |= {"tree", "chain"}  # skip the check: weights are random
     drafter = BlockDrafter if kind == "block" else EagleDrafter
-    decoder = SpeculativeDecoder(target, head and drafting(drafter(head, target), size.tree))
+    decoder = SpeculativeDecoder(target, head and tree_proposer(drafter(head, target), size.tree))
     settings: Row = {
         "max_new_tokens": size.new_tokens,
         "do_sample": False,

@@ -22,7 +22,7 @@ from aerie.configs.schema.heads import Eagle1Section, TargetConfig
 from aerie.data.batches import check_padding
 from aerie.infer.decode.drafters import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import drafting
+from aerie.infer.decode.methods import tree_proposer
 from aerie.model.checkpoint import new_head
 from aerie.model.miniature import small_model
 from aerie.model.storage import first_line
@@ -91,7 +91,7 @@ def _outcome(model: Any, name: str) -> Outcome:
     options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
     for form, shape in DRAFTS.items():
         try:
-            decoder = SpeculativeDecoder(target, drafting(EagleDrafter(head, target), shape))
+            decoder = SpeculativeDecoder(target, tree_proposer(EagleDrafter(head, target), shape))
         except UserError as error:
             refusals.append(str(error))
             continue

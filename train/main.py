@@ -147,7 +147,7 @@ def tau_measure(recipe: Recipe, job: "Job") -> "Measure":
 
     from aerie.infer.decode.check import checked_lm
     from aerie.infer.decode.engine import SpeculativeDecoder
-    from aerie.infer.decode.methods import drafting
+    from aerie.infer.decode.methods import tree_proposer
     from aerie.model.heads import HEADS
     from aerie.train.processes import all_reduce, world_size
 
@@ -162,7 +162,7 @@ def tau_measure(recipe: Recipe, job: "Job") -> "Measure":
         # On the target's device: of several, that of its LM head.
         copied = copy.deepcopy(head).to(target.device)
         drafter = HEADS[recipe.head.kind].drafter(copied, target)
-        decoder = SpeculativeDecoder(target, drafting(drafter, tree))
+        decoder = SpeculativeDecoder(target, tree_proposer(drafter, tree))
         totals = torch.zeros(2, dtype=torch.float64)  # new tokens after the first, cycles
         for ids in prompts:
             prompt = torch.tensor([ids], device=target.device)

@@ -265,6 +265,10 @@ class DynamicConfig(Section, kw_only=True):
         if not self.rerank:
             object.__setattr__(self, "nodes", self.k * self.levels + 1)
 
+    @property
+    def is_ablated(self) -> bool:
+        return self.rank == "confidence" or not self.rerank
+
 
 TreeConfig = Annotated[ChainConfig | StaticConfig | DynamicConfig, Discriminator("shape")]
 

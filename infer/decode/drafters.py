@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from aerie.configs.schema.decode import LookaheadConfig, PromptLookupConfig
 from aerie.configs.schema.heads import DType, TargetConfig
 from aerie.infer.decode.check import checked_lm
-from aerie.infer.decode.sampling import Sampler
-from aerie.infer.decode.shape import Cycle, Drafter, Proposer
+from aerie.infer.decode.roles import Cycle, Drafter, Proposer, Traits
+from aerie.infer.decode.sampling import Decoding, Sampler
 from aerie.infer.decode.tree import Path, Tree, ancestors, root_only
 from aerie.model.heads.block import BlockForward, BlockHead
 from aerie.model.heads.eagle import Eagle1Head, Eagle3Head, EagleForward
@@ -446,10 +446,13 @@ def continuation(
 
 
 class PromptLookup(Proposer):
-    is_fixed = False
+    levels = None
 
     def __init__(self, config: PromptLookupConfig) -> None:
         self.config, self.max_nodes = config, config.length + 1
+
+    def traits(self, decoding: Decoding) -> Traits:
+        return Traits("anything")
 
     def reset(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> None:
         self._text, self._length = np.zeros(len(kept.positions), dtype=np.int64), len(prompt)
@@ -475,10 +478,14 @@ class Lookahead(Proposer):
     sees row 0 up to its column, and what is above it in its column. Until it is full, each forward drops column 0.
     """
 
-    is_chain = is_fixed = False
+    is_chain = False
+    levels = None
 
     def __init__(self, config: LookaheadConfig, context: int | None = None) -> None:
         self.config, self._context, self.max_nodes = config, context or 2**31, config.sizes[2]
+
+    def traits(self, decoding: Decoding) -> Traits:
+        return Traits("anything")
 
     def reset(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> None:
         config, self._text = self.config, prompt.tolist()

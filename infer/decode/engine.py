@@ -1,11 +1,9 @@
 """The decoding loop; plain decoding (`vanilla`) is the same loop with a tree of one node."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,19 +16,18 @@ from aerie.configs.read import validate
 from aerie.configs.schema.decode import METHODS, USUAL, MethodConfig, TreeConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data.chat import answer_text, apply_template
-from aerie.infer.decode.cache import TargetStep
+from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.check import Form, checked_lm
-from aerie.infer.decode.graphs import Compiled, Graphs, bucket, cycle_of
-from aerie.infer.decode.methods import Drafters, check_kind, kind_at, make_proposer
+from aerie.infer.decode.clock import PHASES, Clock
+from aerie.infer.decode.methods import LoadedHeads, check_kind, kind_at, make_proposer
+from aerie.infer.decode.roles import UNBOUNDED, Cycle, Proposer
+from aerie.infer.decode.runners import CyclePlan, EagerRunner, Runners, bucket
 from aerie.infer.decode.sampling import HONOURED, Decoding, Sampler, resolve
-from aerie.infer.decode.shape import Cycle, Proposer
-from aerie.infer.decode.tree import Tree, root_only
-from aerie.infer.decode.verify import judge, read, rule_of
+from aerie.infer.decode.verify import read, rule_of
 from aerie.model.kv_cache import KeptRows
 from aerie.model.target import Target, context_of, load_tokenizer
 
 CHUNK = 2048  # tokens of a prompt that one forward reads: their mask is over all tokens before them
-PHASES = ("prefill", "draft", "verify", "commit", "other", "wall")
 
 
 @dataclass
@@ -41,12 +38,26 @@ class Statistics:
     accepted: list[int] = field(default_factory=list)  # drafted tokens among them
     cycle_ms: list[float] = field(default_factory=list)
     cycle_nodes: list[int] = field(default_factory=list)  # drafted nodes
-    verify: str = "R0"  # the rule that judged the drafts; R0 or R2 where nothing was drafted
+    # the rule that judged the drafts; R0 or R2 where nothing was drafted
+    verify: str = "R0"
     draft_forwards: int = 0
     draft_levels: int = 0  # more than draft_forwards where one gives several
     draft_forwards_wasted: int = 0  # beyond the accepted length
     draft_nodes: int = 0
     ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    def count(self, cycle: Cycle, ms: float) -> None:
+        tree, verdict = cycle.tree, cycle.verdict
+        if len(tree) > 1:
+            self.verify = cycle.rule
+        self.cycle_tokens.append(cycle.new_tokens)
+        self.accepted.append(min(verdict.accepted, cycle.new_tokens))
+        self.draft_forwards += tree.draft_forwards
+        self.draft_levels += max(tree.draft_forwards, tree.levels)
+        self.draft_forwards_wasted += max(tree.draft_forwards - verdict.accepted, 0)
+        self.draft_nodes += verdict.drafted
+        self.cycle_nodes.append(verdict.drafted)
+        self.cycle_ms.append(ms)
 
     @property
     def new_tokens(self) -> int:
@@ -86,19 +97,26 @@ class SpeculativeDecoder:
     """Decodes what the target alone would write, with a proposer's drafts (None: vanilla)."""
 
     def __init__(self, target: Target, proposer: Proposer | None = None) -> None:
-        self.target, self.proposer = target, proposer or Proposer()
-        self.form: Form = "chain" if self.proposer.is_chain else "tree"
-        self.lm = checked_lm(target, self.proposer.after_blocks, self.form)
-        self.cycle = cycle_of(target)
-        # a captured commit is not compiled: it cannot be run twice
-        names = ("draft", "extend") if self.is_captured else ("draft", "extend", "commit")
-        self.compiled = {
-            name: Compiled(getattr(self, name)) for name in names if self.cycle == "compiled"
-        }
-        self.graph_bytes, self.generator = (
-            0,
-            torch.Generator(target.device),
-        )  # of the captured graphs
+        proposer = proposer or Proposer()
+        form: Form = "chain" if proposer.is_chain else "tree"
+        self.target = target
+        lm = checked_lm(target, proposer.after_blocks, form)
+        self.eager = EagerRunner(lm, proposer, form)
+        self.runners = Runners(self.eager)
+
+    @property
+    def lm(self) -> CachedLM:
+        """The target with its cache; set `eager.lm` to share one between decoders."""
+        return self.eager.lm
+
+    @property
+    def proposer(self) -> Proposer:
+        return self.eager.proposer
+
+    @property
+    def graph_bytes(self) -> int:
+        """The memory of the CUDA graphs captured so far."""
+        return self.runners.graph_bytes
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -120,58 +138,36 @@ class SpeculativeDecoder:
         device: str | None = None,
         **keys: Any,
     ) -> "SpeculativeDecoder":
-        """target: a directory, a Hub id, or a loaded Target or transformers model (sdpa or eager attention; frozen).
+        """A decoder for a head; all but the target may be left out.
 
-        method, tree: by default the head's usual ones; tokenizer: by default that of the target's directory or Hub id.
-        device (by default the GPU, if there is one) and keys (TargetConfig's: dtype, ...) are for loading the target.
+        target: a directory, a Hub id, or a loaded Target or transformers model (with sdpa or eager
+        attention; it is frozen). method, tree: by default the head's usual ones. tokenizer: by
+        default that of the target's directory or Hub id. device (by default the GPU, if there is
+        one) and keys (TargetConfig's: dtype, ...) are for loading the target.
         """
         if not isinstance(target, Target | PreTrainedModel):
-            values = {
-                "path": str(target),
-                **keys,
-                "dtype": str(keys.get("dtype", "auto")).removeprefix("torch."),
-            }
+            dtype = str(keys.get("dtype", "auto")).removeprefix("torch.")
+            values = {"path": str(target), **keys, "dtype": dtype}
             config = validate(values, TargetConfig, "from_pretrained", {})
             target = Target.load(config, device or ("cuda" if torch.cuda.is_available() else "cpu"))
         elif keys or device:
-            raise UserError(
-                f"from_pretrained: the target is loaded already; leave {', '.join(keys) or 'device'} out"
-            )
+            names = ", ".join(keys) or "device"
+            raise UserError(f"from_pretrained: the target is loaded already; leave {names} out")
         if isinstance(target, PreTrainedModel):
-            target = Target(
-                target,
-                TargetConfig(path=target.name_or_path or f"a loaded {type(target).__name__}"),
-            )
+            path = target.name_or_path or f"a loaded {type(target).__name__}"
+            target = Target(target, TargetConfig(path=path))
         kind = kind_at(str(head)) if head else "none"
-        named = {"method": method or USUAL.get(kind, "vanilla"), "tree": tree if head else None}
-        asked = validate(named, MethodConfig, "from_pretrained", {})
-        if head or METHODS[asked.method].heads:
-            check_kind(asked.method, kind, "from_pretrained")
-        decoder = make_decoder(Drafters(target), asked, str(head) if head else None)
+        values = {
+            "method": method or USUAL.get(kind, "vanilla"),
+            "tree": tree if head else None,
+        }
+        row = validate(values, MethodConfig, "from_pretrained", {})
+        if head or METHODS[row.method].heads:
+            check_kind(row.method, kind, "from_pretrained")
+        decoder = make_decoder(LoadedHeads(target), row, str(head) if head else None)
         if tokenizer is not None:
             decoder.tokenizer = tokenizer
         return decoder
-
-    def encode(self, prompt: Any) -> Tensor:
-        """Token ids [1, T] of any prompt that `generate` takes."""
-        if isinstance(prompt, str):
-            prompt = (
-                [{"role": "user", "content": prompt}]
-                if self.tokenizer.chat_template
-                else self.tokenizer(prompt)
-            )
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
-            prompt = apply_template(
-                self.tokenizer, prompt, tokenize=True, add_generation_prompt=True
-            )
-        try:
-            ids = torch.as_tensor(prompt["input_ids"] if isinstance(prompt, Mapping) else prompt)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            known = "a text, messages, one prompt's token ids or what a tokenizer returns"
-            raise UserError(
-                f"generate() takes {known}, not this {type(prompt).__name__}"
-            ) from error
-        return ids[None] if ids.ndim == 1 else ids
 
     @torch.inference_mode()
     def generate(
@@ -185,274 +181,228 @@ class SpeculativeDecoder:
         timed: bool = False,
         **settings: Any,
     ) -> Generation:
-        """input_ids: a text, messages, token ids [T] or [1, T] (list or tensor), or what a tokenizer returns.
+        """Decodes one prompt.
 
-        A text is a user's turn in the chat template; a tokenizer without one takes it as it is.
-        settings: HONOURED, by default the generation_config's; timed: waits for the device in each phase;
-        on_cycle sees each cycle, whose tensors the next one may overwrite.
-        UserError: padding, several prompts, ids outside the vocabulary, no room in the context, unknown settings.
+        input_ids: a text, messages, token ids [T] or [1, T] (list or tensor), or what a tokenizer
+        returns. A text is a user's turn in the chat template; a tokenizer without one takes it as
+        it is. settings: HONOURED, by default the generation_config's. timed: waits for the device
+        in each phase. on_cycle sees each cycle, whose tensors the next one may overwrite.
+        UserError: padding, several prompts, ids outside the vocabulary, no room in the context,
+        unknown settings.
         """
-        if foreign := sorted(settings.keys() - set(HONOURED)):
-            raise UserError(
-                f"generate() does not know {', '.join(foreign)}; use {', '.join(HONOURED)}"
-            )
+        if unknown := sorted(settings.keys() - set(HONOURED)):
+            names = ", ".join(unknown)
+            raise UserError(f"generate() does not know {names}; use {', '.join(HONOURED)}")
         decoding = resolve(self.target.generation_config, **settings)
-        if (
-            isinstance(input_ids, Mapping)
-            and attention_mask is None
-            and "attention_mask" in input_ids
-        ):
-            attention_mask = torch.as_tensor(input_ids["attention_mask"])
+        if isinstance(input_ids, Mapping) and attention_mask is None:
+            attention_mask = input_ids.get("attention_mask")
         input_ids = self.encode(input_ids)
         self._check(input_ids, attention_mask, decoding.max_new_tokens)
-        prompt, proposer, limit = (
-            input_ids[0].to(self.target.device),
-            self.proposer,
-            decoding.max_new_tokens,
-        )
-        if generator is None:
-            # seeded by torch.manual_seed
-            generator = torch.Generator(self.target.device).manual_seed(
-                int(torch.randint(2**62, (1,)))
-            )
-        own = self.generator if self.is_captured and decoding.do_sample else generator
-        own.set_state(generator.get_state())
-        # a graph that draws or judges is captured for these
-        self.laws = decoding.temperature, decoding.top_k, decoding.top_p, decoding.min_p
-        sampler, first_end = Sampler(decoding, own, prompt), self._first_end(decoding, prompt)
+        prompt = input_ids[0].to(self.target.device)
+        plan = self.runners.plan(decoding)
+        if generator is None:  # seeded by torch.manual_seed
+            seed = int(torch.randint(2**62, (1,)))
+            generator = torch.Generator(self.target.device).manual_seed(seed)
+        # Graphs draw from a generator of their own, which goes on from the caller's state.
+        draws_from = self.runners.generator if plan.captured else generator
+        draws_from.set_state(generator.get_state())
+        sampler = Sampler(decoding, draws_from, prompt)
         rule = rule_of(None, sampler)
         statistics = Statistics(len(prompt), decoding, verify=rule)
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        clock = self.clock = Clock(statistics.ms, timed and prompt.is_cuda)
-        kept, rows = self.lm.cache.kept, len(prompt) + limit
-        rows = (bucket(rows) if self.is_captured else rows) + max(
-            proposer.max_nodes, proposer.draft_slots
-        )
-        if len(kept.positions) < rows:
-            kept = KeptRows(rows, prompt.device, self.target.dtype)
-        kept.restart()
+        clock = Clock(statistics.ms, timed and prompt.is_cuda)
+
+        # --- prefill: the answer's first token, the first root
+        num_rows = self._num_rows(len(prompt) + decoding.max_new_tokens, plan)
+        kept = self._kept(num_rows)
         root = self._prefill(prompt, kept, sampler)  # [1]
-        new = root.tolist()
-        proposer.learn(new, None)
+        answer = Answer(decoding, prompt, self._stop_strings(decoding))
+        new = answer.add(root.tolist())
+        self.proposer.learn(new, None)
         clock.lap("prefill")
-        answer, end = list[int](), first_end([], new)
-        # a whole captured tree costs less than a short one; the context may have no room for its last nodes
-        is_whole = self.is_captured and (proposer.is_fixed or proposer.grows_fixed)
-        least = proposer.levels if is_whole and rows <= min(self.limits.values()) else 0
+        self.runners.begin(plan, kept, clock, sampler)
         while True:
-            answer += new
             if streamer is not None:
                 streamer.put(torch.tensor(new))
-            remaining = limit - len(answer)
-            if remaining == 0 or end is not None:
+            if answer.has_ended:
                 break
             if kept.length == self.target.rope_switch:  # LongRoPE: all rows must be rotated anew
-                self.lm.prefill(
-                    torch.cat([prompt, torch.tensor(answer, device=prompt.device)]), kept
-                )
-            # (1) draft; the bonus token takes one place of what is left
-            left = max(remaining - 1, least)
-            levels = min(left, self.lm.max_levels, proposer.levels if proposer.is_fixed else left)
-            run = self._run(kept, levels)
-            tree = run.draft(root, levels)
-            position, draft_ms = kept.length, clock.lap("draft")
-            # (2) verify in one target forward
-            step = run.extend(tree.tokens, tree.depth, tree.mask)
-            # the logits are now after the processors that read the text and each path
+                tokens = torch.tensor(answer.tokens, device=prompt.device)
+                self.lm.prefill(torch.cat([prompt, tokens]), kept)
+            # --- (1) draft; the bonus token takes one place of what is left
+            levels = self._num_levels(answer.remaining - 1, plan, num_rows)
+            runner = self.runners.runner_for(levels)
+            tree = runner.draft(root, levels)
+            position = kept.length
+            draft_ms = clock.lap("draft")
+            # --- (2) verify all nodes in one forward of the target
+            step = runner.extend(tree.tokens, tree.depth, tree.mask)
+            # The processors that read the text and each path change the logits here.
             step = replace(step, logits=sampler.with_text(step.logits, tree))
-            verdict = read(run.judge(tree, step.logits, sampler), len(tree))
+            verdict = read(runner.judge(tree, step.logits, sampler), len(tree))
             verify_ms = clock.lap("verify")
-            new = chosen = [*verdict.tokens, verdict.bonus][:remaining]
-            end = first_end(answer, new)
-            new = new[:end]
-            rule = rule_of(tree.proposal, sampler)
+            chosen = [*verdict.tokens, verdict.bonus][: answer.remaining]
+            new = answer.add(chosen)
+            rule = rule_of(tree.draft_laws, sampler)
             cycle = Cycle(
                 tree, step, verdict, sampler, rule, position, len(new), draft_ms, verify_ms
             )
             commit_ms = clock.lap("commit")
             if on_cycle is not None:
                 on_cycle(cycle)
-                # the watcher's time counts for no phase
-                clock.lap(None)
-            # (3) commit; the bonus token, the next root, has no row
+                clock.lap(None)  # the watcher's time counts for no phase
+            # --- (3) commit; the bonus token, the next root, has no row
             count = len(verdict.path)
             sampler.follow(verdict.new[:count])
-            last = kept.positions[
-                count - 1 : count
-            ]  # for a captured commit, whose path has a fixed length
-            if isinstance(run, Graphs):
-                run.commit(verdict.nodes, verdict.new, step.features, last)
-            else:
-                run.commit(verdict.nodes[:count], verdict.new[:count], step.features)
-            proposer.learn(chosen, cycle)
+            runner.accept(verdict, step.features)
+            self.proposer.learn(chosen, cycle)
             kept.advance(count)
-            root, accepted = verdict.new[count - 1 : count], min(verdict.accepted, len(new))
-            # (4) count; beyond the accepted length a forward was wasted
-            if len(tree) > 1:
-                statistics.verify = rule
-            statistics.cycle_tokens.append(len(new))
-            statistics.accepted.append(accepted)
-            statistics.draft_forwards += tree.draft_forwards
-            statistics.draft_levels += max(tree.draft_forwards, tree.levels)
-            statistics.draft_forwards_wasted += max(tree.draft_forwards - verdict.accepted, 0)
-            statistics.draft_nodes += verdict.drafted
-            statistics.cycle_nodes.append(verdict.drafted)
-            statistics.cycle_ms.append(draft_ms + verify_ms + commit_ms + clock.lap("commit"))
+            root = verdict.new[count - 1 : count]
+            commit_ms += clock.lap("commit")
+            statistics.count(cycle, draft_ms + verify_ms + commit_ms)
         if streamer is not None:
             streamer.end()
-        generator.set_state(own.get_state())
+        generator.set_state(draws_from.get_state())
         clock.lap("other")
         statistics.ms["wall"] = sum(statistics.ms.values())
-        ids = torch.tensor([answer], dtype=input_ids.dtype, device=input_ids.device)
+        ids = torch.tensor([answer.tokens], dtype=input_ids.dtype, device=input_ids.device)
         return Generation(torch.cat([input_ids, ids], dim=1), statistics, self)
 
+    def encode(self, prompt: Any) -> Tensor:
+        """Token ids [1, T] of any prompt that `generate` takes."""
+        if isinstance(prompt, str):
+            has_template = bool(self.tokenizer.chat_template)
+            user_turn = [{"role": "user", "content": prompt}]
+            prompt = user_turn if has_template else self.tokenizer(prompt)
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
+            options = {"tokenize": True, "add_generation_prompt": True}
+            prompt = apply_template(self.tokenizer, prompt, **options)
+        try:
+            ids = torch.as_tensor(prompt["input_ids"] if isinstance(prompt, Mapping) else prompt)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            known = "a text, messages, one prompt's token ids or what a tokenizer returns"
+            raise UserError(
+                f"generate() takes {known}, not this {type(prompt).__name__}"
+            ) from error
+        return ids[None] if ids.ndim == 1 else ids
+
+    def _check(self, input_ids: Tensor, attention_mask: Any, num_new: int) -> None:
+        shape = tuple(input_ids.shape)
+        num_ids = self.target.vocab.embedding.shape[0]
+        if len(shape) != 2 or shape[0] != 1 or shape[1] == 0:
+            fix = "the prompt is empty" if 0 in shape else "give one prompt at a time, [1, T]"
+            raise UserError(f"input_ids {list(shape)}: {fix}")
+        if attention_mask is not None and not bool(torch.as_tensor(attention_mask).all()):
+            raise UserError("attention_mask hides tokens of the prompt; pass it without padding")
+        largest = int(input_ids.max())
+        if largest >= num_ids:
+            raise UserError(f"token id {largest} is outside the target's vocabulary of {num_ids}")
+        for name, limit in self.limits.items():
+            if shape[1] + num_new > limit:
+                request = f"prompt of {shape[1]} tokens + max_new_tokens {num_new}"
+                raise UserError(f"{request} exceeds {name} {limit}; lower either")
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """How many tokens prompt and answer may have together, by what bounds them."""
+        return {
+            "the target's context": context_of(self.target.config) or UNBOUNDED,
+            "the draft head's max_position_embeddings": self.proposer.max_positions,
+        }
+
+    def _num_rows(self, num_tokens: int, plan: CyclePlan) -> int:
+        """Rows of the cache for prompt, answer and the tree behind them."""
+        num_tokens = bucket(num_tokens) if plan.captured else num_tokens
+        return num_tokens + max(self.proposer.max_nodes, self.proposer.draft_slots)
+
+    def _kept(self, num_rows: int) -> KeptRows:
+        """The last text's, if it has room: then its caches and graphs are used again."""
+        kept = self.lm.cache.kept
+        if len(kept.positions) < num_rows:
+            kept = KeptRows(num_rows, self.target.device, self.target.dtype)
+        kept.restart()
+        return kept
+
     def _prefill(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> Tensor:
-        """The answer's first token [1]."""
+        """Reads the prompt [T] in parts; returns the answer's first token [1]."""
         self.proposer.reset(prompt, kept, sampler)
-        # LongRoPE's factors depend on the length: one forward reads all
-        for part in prompt.split(CHUNK if self.target.rope_switch is None else len(prompt)):
-            step, stop = (
-                self.lm.read(part) if kept.length else self.lm.prefill(part, kept),
-                kept.length + len(part),
-            )
-            is_last = stop == len(prompt)
-            following = (
-                sampler.choose(sampler.with_text(step.logits))
-                if is_last
-                else prompt[stop : stop + 1]
-            )  # [1]
+        # LongRoPE's factors depend on the length, so one forward reads all of the prompt.
+        size = CHUNK if self.target.rope_switch is None else len(prompt)
+        for part in prompt.split(size):
+            step = self.lm.read(part) if kept.length else self.lm.prefill(part, kept)
+            end = kept.length + len(part)
+            if end < len(prompt):
+                following = prompt[end : end + 1]  # [1]
+            else:
+                following = sampler.choose(sampler.with_text(step.logits))
             self.proposer.commit(torch.cat([part[1:], following]), step.features)
             kept.advance(len(part))
         sampler.follow(following)
         return following
 
-    def _first_end(
-        self, decoding: Decoding, prompt: Tensor
-    ) -> Callable[[list[int], list[int]], int | None]:
-        """A function of the answer so far and its next tokens: how many of these to keep; None: all, and it goes on.
-
-        Like transformers, it keeps the token in which a stop string ends, and finds one that began in the prompt.
+    def _num_levels(self, room: int, plan: CyclePlan, num_rows: int) -> int:
+        """How deep the next tree may be; room: tokens that the answer may have beside the bonus
+        token.
         """
-        stops = (
-            StopStringCriteria(self.tokenizer, [*decoding.stop_strings])
-            if decoding.stop_strings
-            else None
-        )
-        before = [] if stops is None else prompt[-stops.maximum_token_len :].tolist()
+        bound = self.proposer.levels
+        # Whole trees need rows beyond the answer's end, for which the context must have room.
+        if plan.has_whole_trees and num_rows <= min(self.limits.values()):
+            room = max(room, bound or 0)
+        levels = min(room, self.lm.max_levels)
+        return levels if bound is None else min(levels, bound)
 
-        def first_end(answer: list[int], new: list[int]) -> int | None:
-            for place, token in enumerate(new, start=1):
-                if token in decoding.eos_token_ids:
-                    return place
-                if stops is not None:
-                    text = [*before, *answer[-stops.maximum_token_len :], *new[:place]]
-                    if bool(stops(torch.tensor([text]), None)):
-                        return place
+    def _stop_strings(self, decoding: Decoding) -> StopStringCriteria | None:
+        if not decoding.stop_strings:
             return None
+        return StopStringCriteria(self.tokenizer, [*decoding.stop_strings])
 
-        return first_end
 
-    @property
-    def is_captured(self) -> bool:
-        """Whether its cycles are CUDA graphs (of compiled or plain functions)."""
-        return self.cycle == "captured" or (
-            self.cycle == "compiled" and self.target.device.type == "cuda"
-        )
+class Answer:
+    """The answer's tokens, and whether it has ended.
 
-    def _run(self, kept: KeptRows, levels: int) -> Any:
-        """An object with draft, extend, judge and commit, as target.cycle says; eager for trees that must be short."""
-        if self.cycle == "eager":
-            kept.captured.pop(self, None)
-        if self.cycle == "eager" or levels < self.proposer.levels:
-            return self
-        proposer = self.proposer
-        is_chain = proposer.is_chain and proposer.commits_fixed
-        # other trees have too many sizes
-        if not (self.is_captured and (proposer.is_fixed or proposer.grows_fixed or is_chain)):
-            torch._dynamo.maybe_mark_dynamic(kept.visible, 0)
-            chosen = {
-                name: getattr(self, name) for name in ("draft", "extend", "judge", "commit")
-            } | self.compiled
-            if not proposer.is_fixed:
-                chosen["commit"] = self.commit
-            if (
-                not proposer.is_fixed or proposer.draws
-            ):  # a generator cannot be handed to torch.compile
-                chosen["draft"] = self.draft
-            return SimpleNamespace(**chosen)
-        kept.visible = kept.positions[: (width := bucket(kept.length))]
-        torch._dynamo.maybe_mark_dynamic(kept.visible, 0)
-        graphs, key = kept.captured.setdefault(self, {}), (width, proposer.is_fixed)
-        if key not in graphs:
-            graphs[key] = Graphs(self, next((one.pool for one in graphs.values()), None))
-        return graphs[key]
+    It ends like transformers' answers: with an end token, or with the token in which a stop string
+    ends, also if that string began in the prompt.
+    """
 
-    def draft(self, root: Tensor, max_levels: int) -> Tree:
-        return self.proposer.propose(root, max_levels) if max_levels else root_only(root)
-
-    def extend(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> TargetStep:
-        return self.lm.extend(tokens, depth, mask)
-
-    def judge(self, tree: Tree, logits: Tensor, sampler: Sampler) -> Tensor:
-        return judge(tree, logits, sampler)
-
-    def commit(
-        self, nodes: Tensor, new: Tensor, features: Tensor, last: Tensor | None = None
+    def __init__(
+        self, decoding: Decoding, prompt: Tensor, stop_strings: StopStringCriteria | None
     ) -> None:
-        if self.form == "tree":  # a chain's rows are in place already
-            self.lm.cache.gather(nodes)
-        self.proposer.commit(new, features.index_select(0, nodes), last)
+        self.tokens: list[int] = []
+        self._limit = decoding.max_new_tokens
+        self._end_ids = decoding.eos_token_ids
+        self._stop_strings = stop_strings
+        self._prompt_end: list[int] = []  # where a stop string may begin
+        if stop_strings is not None:
+            self._prompt_end = prompt[-stop_strings.maximum_token_len :].tolist()
+        self._is_complete = False
 
     @property
-    def limits(self) -> dict[str, int]:
-        """How many tokens prompt and answer may have together, by what bounds them."""
-        head = {"the draft head's max_position_embeddings": self.proposer.max_positions}
-        return {"the target's context": context_of(self.target.config) or 2**31, **head}
+    def remaining(self) -> int:
+        """Tokens that it may still have."""
+        return self._limit - len(self.tokens)
 
-    def _check(self, input_ids: Tensor, attention_mask: Tensor | None, new: int) -> None:
-        shape, rows = tuple(input_ids.shape), self.target.vocab.embedding.shape[0]
-        if len(shape) != 2 or shape[0] != 1 or shape[1] == 0:
-            fix = "the prompt is empty" if 0 in shape else "give one prompt at a time, [1, T]"
-            raise UserError(f"input_ids {list(shape)}: {fix}")
-        if attention_mask is not None and not bool(attention_mask.all()):
-            raise UserError(
-                "attention_mask hides tokens of the prompt; pass the prompt without padding"
-            )
-        if int(input_ids.max()) >= rows:
-            raise UserError(
-                f"token id {int(input_ids.max())} is outside the target's vocabulary of {rows}"
-            )
-        for name, limit in self.limits.items():
-            if shape[1] + new > limit:
-                asked = f"prompt of {shape[1]} tokens + max_new_tokens {new}"
-                raise UserError(f"{asked} exceeds {name} {limit}; lower either")
+    @property
+    def has_ended(self) -> bool:
+        return self._is_complete or self.remaining == 0
 
+    def add(self, new: list[int]) -> list[int]:
+        """Takes these tokens, up to the one that ends the answer; returns those that it took."""
+        for count, token in enumerate(new, start=1):
+            self.tokens.append(token)
+            if token in self._end_ids or self._completes_a_stop_string():
+                self._is_complete = True
+                return new[:count]
+        return new
 
-class Clock:
-    def __init__(self, ms: dict[str, float], waits: bool) -> None:
-        self.ms, self.waits, self._last = ms, waits, 0.0
-        self.lap(None)
-
-    def lap(self, phase: str | None) -> float:
-        """Ends a phase, adds its milliseconds to ms and returns them; None: adds them nowhere."""
-        if self.waits:
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        ms, self._last = 1000 * (now - self._last), now
-        if phase is not None:
-            self.ms[phase] += ms
-        return ms
-
-    def exclude(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns the call's result; no phase counts its time."""
-        before = self.lap(None)
-        try:
-            return work(*arguments)
-        finally:
-            self.lap(None)
-            self._last -= before / 1000
+    def _completes_a_stop_string(self) -> bool:
+        if self._stop_strings is None:
+            return False
+        # Enough of the text that any stop string ending here begins in it.
+        longest = self._stop_strings.maximum_token_len
+        text = [*self._prompt_end, *self.tokens[-2 * longest :]]
+        return bool(self._stop_strings(torch.tensor([text]), None))
 
 
-def make_decoder(drafters: Drafters, asked: MethodConfig, head: str | None) -> SpeculativeDecoder:
-    return SpeculativeDecoder(drafters.target, make_proposer(drafters, asked, head))
+def make_decoder(heads: LoadedHeads, row: MethodConfig, head: str | None) -> SpeculativeDecoder:
+    return SpeculativeDecoder(heads.target, make_proposer(heads, row, head))

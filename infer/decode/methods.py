@@ -17,15 +17,9 @@ from aerie.configs.schema.decode import METHODS, USUAL, Fit, MethodConfig, TreeC
 from aerie.configs.schema.heads import KINDS, Share
 from aerie.configs.schema.recipe import fitted
 from aerie.infer.decode.drafters import Lookahead, PromptLookup, load_draft_lm
+from aerie.infer.decode.roles import Calibrate, Drafter, Proposer, TreeProposer, unchanged
 from aerie.infer.decode.sampling import token_ids
-from aerie.infer.decode.shape import (
-    Calibrate,
-    Drafter,
-    Drafting,
-    Proposer,
-    make_shape,
-    unchanged,
-)
+from aerie.infer.decode.shape import make_shape
 from aerie.model.checkpoint import check_sizes, head_facts, load_head, position_warnings
 from aerie.model.formats.layouts import recognise, tensor_names
 from aerie.model.heads import DRAFT_MODELS, Head
@@ -118,7 +112,7 @@ def heads_by_kind(given: Sequence[Path], heads: Path | None) -> dict[str, str]:
     } | named
 
 
-class Drafters:
+class LoadedHeads:
     def __init__(self, target: Target) -> None:
         self.target = target
         self._loaded: dict[str, tuple[str, Any]] = {}
@@ -134,14 +128,14 @@ class Drafters:
         return drafter
 
 
-def drafting(
+def tree_proposer(
     drafter: Drafter, tree: TreeConfig, calibrate: Calibrate = unchanged, method: str = ""
-) -> Drafting:
+) -> TreeProposer:
     tree = fitted(tree, method, drafter.max_levels, "tree", "the head")
-    return Drafting(drafter, make_shape(tree, calibrate))
+    return TreeProposer(drafter, make_shape(tree, calibrate))
 
 
-def make_proposer(drafters: Drafters, asked: MethodConfig, head: str | None) -> Proposer | None:
+def make_proposer(drafters: LoadedHeads, asked: MethodConfig, head: str | None) -> Proposer | None:
     """The method's proposer (None: vanilla); head: from `find_head`."""
     options, tree = asked.options, asked.tree
     if isinstance(options, schema.LookaheadConfig):
@@ -152,7 +146,7 @@ def make_proposer(drafters: Drafters, asked: MethodConfig, head: str | None) -> 
     if tree is None:
         return None
     assert head is not None
-    return drafting(drafters.of(head), tree, calibrate_of(tree.calibrated, head), asked.method)
+    return tree_proposer(drafters.of(head), tree, calibrate_of(tree.calibrated, head), asked.method)
 
 
 def load_head_for(target: Target, head: str) -> Head:

@@ -7,23 +7,19 @@ A rule may look only at the draft and at past cycles, and it drops no drawn toke
 would bias the answers.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any, Literal, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from aerie.configs.schema import decode as schema
 from aerie.infer.decode.sampling import entropy
-from aerie.infer.decode.tree import Level, Tree
+from aerie.infer.decode.tree import Level
 
 # How a rule gets the numbers [n] that it computes with: `Tensor.tolist` waits for the device and
 # gives floats; `on_device` gives tensors [], and the rule's answer is then a tensor as well.
 Read = Callable[[Tensor], Sequence[Any]]
-StopRead = Literal["each", "late"]  # as DynamicConfig has it
-# A level: whether the tree ends there (a bool or a tensor []), and that tree.
-Growing = tuple[Any, Callable[[], Tree]]
 
 
 def on_device(numbers: Tensor) -> tuple[Tensor, ...]:
@@ -209,30 +205,3 @@ STOPS: dict[type, type[Stop]] = {
     schema.MarginalGainConfig: MarginalGain,
     schema.ExactConfig: Exact,
 }
-
-
-def last_of(levels: Iterable[Growing]) -> Tree:
-    """The tree that ends where its rule says so; an answer in a tensor is read while the next level runs."""
-    before = cast(Any, None)
-    for ends, finish in levels:
-        if before is not None and before[0]():
-            return replace(tree := before[1](), draft_forwards=tree.draft_forwards + 1)
-        before = (promise(ends), finish) if isinstance(ends, Tensor) else None
-        if ends is True:
-            break
-    return finish()
-
-
-def promise(answer: Tensor) -> Callable[[], bool]:
-    """Begins to copy a boolean [] to the host; the function returned waits for it alone, not for later launches."""
-    if not answer.is_cuda:
-        return lambda: bool(answer)
-    held = torch.empty_like(answer, device="cpu", pin_memory=True).copy_(answer, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-
-    def read() -> bool:
-        event.synchronize()
-        return bool(held)
-
-    return read

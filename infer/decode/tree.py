@@ -1,8 +1,10 @@
 """A draft tree as flat tensors: node 0 is the root, and nodes stand in level order."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,14 +15,14 @@ Path = tuple[int, ...]  # the target's ids below the root
 
 
 @dataclass(frozen=True)
-class Proposal:
-    """The laws q that a tree's children were drawn from."""
+class DraftLaws:
+    """The distributions q that a tree's children were drawn from."""
 
-    # R1: a chain, each token from q. R3: siblings without replacement, in node order
+    # R1: a chain, each token drawn from q. R3: siblings drawn without replacement, in node order
     rule: Rule
-    laws: Tensor  # q [N, Vd] that each node's children were drawn from, processors applied; rows of leaves are not read
+    laws: Tensor  # [N, Vd] q after the processors, by parent; the rows of leaves are not read
     ids: Tensor | None = (
-        None  # [Vd] the target's ids of the laws' columns; None: they are the target's own
+        None  # [Vd] the target's ids of the columns; None: they are the target's own
     )
     parents: tuple[int, ...] | None = None  # the tree's, where the host knows them
     # of a dynamic tree: which of its parent's draws each node is [N], and the most that a node has
@@ -29,117 +31,151 @@ class Proposal:
 
     def over(self, vocab_size: int) -> Tensor:
         """q [N, V] over the target's vocabulary."""
-        count, width = self.laws.shape
+        count, columns = self.laws.shape
         if self.ids is not None:
             return self.laws.new_zeros(count, vocab_size).index_copy_(1, self.ids, self.laws)
-        return self.laws if width == vocab_size else F.pad(self.laws, (0, vocab_size - width))
+        if columns == vocab_size:
+            return self.laws
+        return F.pad(self.laws, (0, vocab_size - columns))
 
 
-@dataclass(frozen=True)
-class Level:
-    """A level before reranking: n candidates below r expanded nodes. Confidence and survival are logarithms."""
+class Level(NamedTuple):
+    """One level before reranking: n candidates below the r nodes that were expanded above it.
+
+    Confidence and survival are natural logarithms.
+    """
 
     depth: int  # 1 for the root's children
-    log_q: Tensor  # [r, Vd] the laws that the candidates come from, before any processor
-    parents: (
-        Tensor  # [r] the expanded nodes, numbered through all candidates of the tree; the root is 0
-    )
-    rows: Tensor  # [n] which expanded node each candidate stands below
+    log_q: Tensor  # [r, Vd] the head's distributions under the expanded nodes, before any processor
+    expanded: Tensor  # [r] the expanded nodes, as places among the candidates of the level above
+    rows: Tensor  # [n] which of the r expanded nodes each candidate stands below
     tokens: Tensor  # [n] target ids
     confidence: Tensor  # [n] log q, calibrated where the tree is
-    survival: Tensor  # [n]
-    frontier: Tensor  # [f] which candidates may be expanded next, the best first
-    frontier_survival: Tensor  # [f]
+    survival: Tensor  # [n] the sum of log q down the path: EAGLE-2's value
+    # [f] which of the n may be expanded next, the best first; empty where nobody asked
+    frontier: Tensor = torch.empty(0, dtype=torch.long)
+    frontier_survival: Tensor = torch.empty(0)  # [f]
+    drawn_from: Tensor | None = None  # [r, Vd] what drawn candidates were drawn from
+
+
+def first_numbers(levels: Sequence[Level]) -> list[int]:
+    """The number of each level's first candidate. All candidates of a tree are numbered, level by level; the root is 0.
+
+    With 2 and 4 candidates: root 0 | level 1: 1 2 | level 2: 3 4 5 6, and the first numbers are 1
+    and 3.
+    """
+    return list(accumulate((len(level.tokens) for level in levels[:-1]), initial=1))
+
+
+def expanded_numbers(levels: Sequence[Level]) -> Tensor:
+    """The numbers [E] of the expanded nodes of all levels, whose `expanded` are places within a
+    level.
+    """
+    above = [0, *first_numbers(levels)[:-1]]  # the first number of the level above each level
+    sizes = tuple(len(level.expanded) for level in levels)
+    places = torch.cat([level.expanded for level in levels])
+    return places + _repeated(tuple(above), sizes, places.device)
+
+
+@cache
+def _repeated(values: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values).repeat_interleave(torch.tensor(counts)).to(device)
 
 
 @dataclass(frozen=True)
 class Pool:
     """All candidates of a tree, with those that reranking left out."""
 
-    levels: list[Level]
+    levels: Sequence[Level]
     kept: Tensor  # [N] each node's number among the candidates, ascending; the root is 0
-    ids: Tensor  # [Vd] the target's ids of the laws' columns
+    ids: Tensor  # [Vd] the target's ids of the columns of log q
     reranked: (
         bool  # the tree's nodes were chosen by score: a frontier's node may be missing from it
     )
     stopped_by: str | None  # the stop rule; None: the last level was reached
 
     def log_laws(self) -> dict[int, Tensor]:
-        """log q [Vd] of the children of each node that was expanded and is in the tree."""
+        """log q [Vd] of the children of each node that was expanded and is in the tree, by node."""
         node_of = {candidate: node for node, candidate in enumerate(self.kept.tolist())}
-        laws = [
-            pair
-            for level in self.levels
-            for pair in zip(level.parents.tolist(), level.log_q, strict=True)
-        ]
-        return {
-            node_of[candidate]: law
-            for candidate, law in sorted(laws, key=lambda p: p[0])
-            if candidate in node_of
-        }
+        candidates = expanded_numbers(self.levels).tolist()
+        laws = [law for level in self.levels for law in level.log_q]  # fmt: skip
+        pairs = sorted(zip(candidates, laws, strict=True), key=lambda pair: pair[0])
+        return {node_of[candidate]: law for candidate, law in pairs if candidate in node_of}
 
     def frontiers(self) -> list[tuple[list[Path], Tensor]]:
-        """By level: the frontier's paths and log survivals [f], for DEAGLE's S_d; in a static tree of all its nodes."""
-        paths: list[Path] = [()]  # the tokens down to each candidate, the root's own token left out
+        """By level: the frontier's paths and log survivals [f], for DEAGLE's S_d; of a static tree
+        all its nodes.
+        """
+        above: list[Path] = [
+            ()
+        ]  # by candidate of the level above: the tokens on its path, the root left out
         frontiers = []
         for level in self.levels:
-            above, first = level.parents[level.rows].tolist(), len(paths)
-            paths += [
-                (*paths[parent], token)
-                for parent, token in zip(above, level.tokens.tolist(), strict=True)
-            ]
-            places = (
-                level.frontier
-                if self.reranked
-                else torch.arange(len(above), device=level.tokens.device)
-            )
-            frontiers.append(
-                ([paths[first + place] for place in places.tolist()], level.survival[places])
-            )
+            parents = level.expanded[level.rows].tolist()  # [n]
+            tokens = level.tokens.tolist()
+            paths = [(*above[parent], token) for parent, token in zip(parents, tokens, strict=True)]
+            places = level.frontier
+            if not self.reranked:
+                places = torch.arange(len(paths), device=places.device)
+            frontiers.append(([paths[place] for place in places.tolist()], level.survival[places]))
+            above = paths
         return frontiers
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Confidence and survival are natural logarithms."""
+    """What one forward of the target verifies. Confidence and survival are natural logarithms."""
 
     tokens: Tensor  # [N] target ids; the root is the last known token
     parents: Tensor  # [N] node indices; the root is its own parent
     depth: Tensor  # [N] 0 for the root
     mask: Tensor  # [N, N] boolean: row i is True at i and at its ancestors
-    # [N] log q of the node under its parent (of a drawn dynamic tree see sampling.draw_children); 0 for the root
+    # [N] log q of the node under its parent; of a drawn dynamic tree see sampling.draw_children; 0
+    # for the root
     confidence: Tensor
-    survival: Tensor  # [N] sum of confidence along the path, the logarithm of EAGLE-2's value
+    survival: Tensor  # [N] the sum of confidence along the path, the logarithm of EAGLE-2's value
     levels: int  # drafted depth, which a pruned tree need not reach
     draft_forwards: int
-    proposal: Proposal | None = None  # None: children were picked deterministically (R0, R2)
-    passengers: Tensor | None = (
-        None  # [N] boolean: never accepted (lookahead's window); siblings may then repeat
-    )
-    pool: Pool | None = None
+    draft_laws: DraftLaws | None = None  # None: children were picked deterministically (R0, R2)
+    # [N] boolean: never accepted (lookahead's window); siblings may then repeat
+    passengers: Tensor | None = None
+    pool: Pool | None = None  # where a watcher asked for it
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
     @property
     def num_drafted(self) -> int:
-        return len(self) - 1 - (0 if self.passengers is None else int(self.passengers.sum()))
+        num_passengers = 0 if self.passengers is None else int(self.passengers.sum())
+        return len(self) - 1 - num_passengers
 
 
 def root_only(token: Tensor) -> Tree:
-    zero, certain = torch.zeros_like(token), zeros(1, token.device)
+    """The tree of plain decoding: the root [1] alone."""
+    zero = torch.zeros_like(token)
+    certain = zeros(1, token.device)
     return Tree(token, zero, zero, zero[None] == 0, certain, certain, levels=0, draft_forwards=0)
 
 
 def ancestors(parents: Tensor, levels: int) -> Tensor:
-    """The boolean [N, N] matrix of ancestors-or-self of nodes with parents [N], at most `levels` deep."""
-    # a power's entry [i, j] counts the ways up from i to j in at most that many steps; the root is its own parent
-    reach = _eye(len(parents), parents.device).scatter(1, parents[:, None], 1.0)
+    """The boolean matrix [N, N] of ancestors-or-self of nodes with parents [N], at most `levels`
+    deep.
+    """
+    # The parents' matrix with ones on its diagonal: entry [i, j] of its n-th power counts the ways
+    # up from i to j in at most n steps. The root is its own parent. Squaring needs log2(levels)
+    # products.
+    reach = _identity(len(parents), parents.device).scatter(1, parents[:, None], 1.0)
     for step in range((levels - 1).bit_length()):
         reach = reach @ reach
-        if step > 4:  # before that, far below float32's largest number
+        if step > 4:  # before that, counts stay far below float32's largest number
             reach.clamp_(max=1.0)
     return reach > 0
+
+
+@cache
+def repeated_range(count: int, times: int, device: torch.device) -> Tensor:
+    """0, 0, .., 1, 1, .. [count * times]: the rows of `times` children under each of `count` nodes."""
+    return torch.arange(count, device=device).repeat_interleave(times)
 
 
 @cache
@@ -148,14 +184,16 @@ def zeros(count: int, device: torch.device) -> Tensor:
 
 
 @cache
-def _eye(count: int, device: torch.device) -> Tensor:
+def _identity(count: int, device: torch.device) -> Tensor:
     return torch.eye(count, device=device)
 
 
 def describe(tree: Tree, names: list[str]) -> str:
-    # as in EAGLE-2, figure 7: a node stands behind its ancestors
+    """The tree as indented lines, each node below its ancestors (as in EAGLE-2, figure 7)."""
     lines = []
     for node in sorted(range(len(tree)), key=lambda node: tree.mask[node].nonzero()[:, 0].tolist()):
-        chances = f"q {float(tree.confidence[node].exp()):.3f}  survival {float(tree.survival[node].exp()):.3f}"
-        lines.append(f"{'  ' * int(tree.depth[node])}{names[node]!r}  {chances}")
+        q = float(tree.confidence[node].exp())
+        survival = float(tree.survival[node].exp())
+        indent = "  " * int(tree.depth[node])
+        lines.append(f"{indent}{names[node]!r}  q {q:.3f}  survival {survival:.3f}")
     return "\n".join(lines)

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from aerie.infer.decode.sampling import Sampler, draw
-from aerie.infer.decode.tree import Proposal, Tree
+from aerie.infer.decode.tree import DraftLaws, Tree
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ def judge(tree: Tree, logits: Tensor, sampler: Sampler) -> Tensor:
     The zeros of the first row are the path 0, 2; it writes 3, and then 9, the bonus token. A fourth
     row has the number of the tree's passengers, if it has any.
     """
-    if rule_of(tree.proposal, sampler) in ("R0", "R2"):
+    if rule_of(tree.draft_laws, sampler) in ("R0", "R2"):
         return walk(tree, sampler.choose(logits))
     return reject(tree, sampler.law(logits), sampler.generator)
 
 
-def rule_of(proposal: Proposal | None, sampler: Sampler) -> str:
+def rule_of(proposal: DraftLaws | None, sampler: Sampler) -> str:
     if not sampler.decoding.do_sample:
         return "R0"
     return "R2" if proposal is None else proposal.rule
@@ -179,7 +179,7 @@ def acceptance(tree: Tree, p: Tensor) -> Tensor:
 
 
 def _chances(tree: Tree, p: Tensor) -> Chances:
-    proposal = tree.proposal
+    proposal = tree.draft_laws
     assert proposal is not None, "only drawn children are verified by rejection"
     assert tree.passengers is None
     if proposal.ranks is not None:

@@ -22,10 +22,11 @@ from aerie.configs.read import as_dict, validate
 from aerie.data.chat import answer_text
 from aerie.data.progress import start_progress
 from aerie.infer.decode.cache import CachedLM
-from aerie.infer.decode.engine import Clock, Generation, SpeculativeDecoder, make_decoder
-from aerie.infer.decode.graphs import cycle_of
-from aerie.infer.decode.methods import Drafters
-from aerie.infer.decode.shape import Drafting
+from aerie.infer.decode.clock import Clock
+from aerie.infer.decode.engine import Generation, SpeculativeDecoder, make_decoder
+from aerie.infer.decode.methods import LoadedHeads
+from aerie.infer.decode.roles import TreeProposer
+from aerie.infer.decode.runners import mode_of
 from aerie.infer.decode.tree import root_only
 from aerie.infer.measure.agreement import with_margin
 from aerie.infer.measure.bench_files import (
@@ -103,7 +104,7 @@ def describe_machine(target: Target) -> dict[str, Any]:
         "device": device,
         "threads": torch.get_num_threads(),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "cycle": cycle_of(target),
+        "cycle": mode_of(target),
     }
 
 
@@ -127,14 +128,14 @@ class Bench:
     @classmethod
     def open(cls, target: Target, tokenizer: Any, suite: Suite, directory: Path) -> "Bench":
         """A decoder for each row; those that read the same target states share a cache."""
-        drafters = Drafters(target)
+        drafters = LoadedHeads(target)
         caches: dict[tuple[int, ...], CachedLM] = {}
         decoders = []
         for row in suite.rows:
             decoder = make_decoder(drafters, row.method, row.head)
-            decoder.lm = caches.setdefault(decoder.lm.after_blocks, decoder.lm)
-            if suite.config.cycles and isinstance(decoder.proposer, Drafting):
-                decoder.proposer.keep = True  # its candidates, for the recorder
+            decoder.eager.lm = caches.setdefault(decoder.lm.after_blocks, decoder.lm)
+            if suite.config.cycles and isinstance(decoder.proposer, TreeProposer):
+                decoder.proposer.shape.keeps_pool = True  # its candidates, for the recorder
             decoders.append(decoder)
         return cls(target, tokenizer, suite, decoders, directory)
 
@@ -409,7 +410,7 @@ def time_generate(bench: Bench, ids: Tensor) -> tuple[float, Tensor]:
 
 def time_vanilla(bench: Bench, vanilla: SpeculativeDecoder, ids: Tensor) -> float:
     """Milliseconds of this engine's greedy answer to ids [1, T] without drafts."""
-    if vanilla.cycle != "eager":  # the first answer of a length may capture or compile
+    if vanilla.runners.mode != "eager":  # the first answer of a length may capture or compile
         vanilla.generate(ids, **bench.settings(ids))
     return clocked(bench.target.device, vanilla.generate, ids, **bench.settings(ids))[0]
 

@@ -22,8 +22,8 @@ from aerie.configs.schema.decode import Choice, Fit, MethodConfig, StaticConfig,
 from aerie.configs.schema.measure import CalibrateConfig
 from aerie.data.progress import start_progress
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
-from aerie.infer.decode.methods import FLOOR, Calibrator, Drafters, kind_at
-from aerie.infer.decode.shape import Drafting
+from aerie.infer.decode.methods import FLOOR, Calibrator, LoadedHeads, kind_at
+from aerie.infer.decode.roles import TreeProposer
 from aerie.infer.decode.tree import Tree
 from aerie.infer.measure.recorder import COLUMNS, CycleRecord, Recorder, Tables, tables_of
 from aerie.infer.measure.stage_facts import ANALYSIS_SCHEMA
@@ -92,7 +92,7 @@ def run_calibration(
         Question(encode_turn(prompt, (), tokenizer, target), prompt.task)
         for prompt in load_prompts(section.prompts)
     ]
-    decoder = make_decoder(Drafters(target), method, method.head)
+    decoder = make_decoder(LoadedHeads(target), method, method.head)
     observer.attach(decoder, cast(TreeConfig, method.tree), seed)
     recorded = record_cycles(decoder, questions, section, seed, observer)
     lines = write_calibration(output, recorded, section.bins, method.head, method.method, observer)
@@ -109,8 +109,10 @@ def record_cycles(
     seed: int,
     observer: Observer,
 ) -> RecordedCycles:
-    cast(Drafting, decoder.proposer).keep = True  # with a head every method has such a proposer
-    decoder.cycle = "eager"  # no speed is measured, and an observer must see every forward
+    cast(
+        TreeProposer, decoder.proposer
+    ).shape.keeps_pool = True  # with a head every method has such a proposer
+    decoder.runners.mode = "eager"  # no speed is measured, and an observer must see every forward
     settings: dict[str, Any] = {"temperature": section.temperature, "top_k": 0, "top_p": 1.0}
     context = min(decoder.limits.values())
     answers: list[Tables] = []
@@ -390,7 +392,7 @@ def write_choices(
     probe = replace(method, tree=replace(tree, choices=probe_choices(tree, section.ranks)))
     greedy = replace(section, temperature=0.0)
     recorded = record_cycles(
-        make_decoder(Drafters(target), probe, method.head), questions, greedy, 0, Observer()
+        make_decoder(LoadedHeads(target), probe, method.head), questions, greedy, 0, Observer()
     )
     accuracy = rank_accuracy(recorded.tables["nodes"], tree.levels, section.ranks)
     choices = rebuild_tree(tree, accuracy, section.nodes)

@@ -22,8 +22,8 @@ from aerie.data.chat import answer_text
 from aerie.data.conversations import Message
 from aerie.data.progress import format_bytes
 from aerie.infer.decode.engine import Generation, SpeculativeDecoder, Statistics
+from aerie.infer.decode.roles import Cycle
 from aerie.infer.decode.sampling import resolve
-from aerie.infer.decode.shape import Cycle
 from aerie.infer.decode.tree import describe
 from aerie.infer.measure.bench import CYCLE_PHASES, clocked
 
@@ -205,7 +205,7 @@ def profile(
     seconds = (statistics.ms["wall"] - statistics.ms["prefill"]) / 1000 / statistics.target_forwards
     ms = {phase: statistics.ms[phase] / statistics.target_forwards for phase in CYCLE_PHASES}
     phases = ", ".join(f"{phase} {part:.2f}" for phase, part in ms.items())
-    when = " before compiling" if decoder.cycle == "compiled" else ""
+    when = " before compiling" if decoder.runners.mode == "compiled" else ""
     text = (
         f"a cycle: {sum(ms.values()):.2f} ms ({phases}), {work.kernels:,.0f} kernels{when}; "
         f"{format_bytes(work.bytes)} read by products and attention, "

@@ -27,9 +27,9 @@ from aerie.configs.schema.heads import KINDS, TargetConfig
 from aerie.configs.schema.measure import PromptsConfig, SamplingConfig
 from aerie.data.progress import start_progress
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
-from aerie.infer.decode.methods import Drafters
+from aerie.infer.decode.methods import LoadedHeads
+from aerie.infer.decode.roles import Cycle
 from aerie.infer.decode.sampling import Sampler, resolve, token_ids
-from aerie.infer.decode.shape import Cycle
 from aerie.infer.measure.agreement import Difference, first_difference
 from aerie.infer.measure.bench import load_quietly
 from aerie.infer.measure.tasks import load_prompts
@@ -207,7 +207,7 @@ def prove_rows(
         greedy_reference(target, plain.encode(text).to(target.device))
         for text in proof_texts(prompts, options.prompts)
     ]
-    drafters = Drafters(target)
+    drafters = LoadedHeads(target)
     # Of the target's settings that look at the text, the lists name tokens that a miniature lacks.
     of_text = resolve(target.generation_config).of_text
     laws = {name: value for name, value in of_text.items() if isinstance(value, int | float)}
@@ -385,7 +385,7 @@ class SampledProver:
         self.target = Target.load(replace(config, generation=generation or {}))
         self.ids = torch.tensor([prompt])  # [1, T]
         self._heads = directory / "heads"
-        self._drafters = Drafters(self.target)
+        self._drafters = LoadedHeads(self.target)
         self._law = cache(partial(answer_law, self.target, self.ids))
 
     def decoder(self, config: MethodConfig, kind: str | None) -> SpeculativeDecoder:

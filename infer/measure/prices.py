@@ -13,8 +13,8 @@ from aerie.configs.schema.decode import DynamicConfig
 from aerie.configs.schema.measure import SamplingConfig
 from aerie.data.progress import start_progress
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
-from aerie.infer.decode.methods import drafting
-from aerie.infer.decode.shape import Drafter
+from aerie.infer.decode.methods import tree_proposer
+from aerie.infer.decode.roles import Drafter
 from aerie.infer.measure.bench import CYCLE_PHASES
 from aerie.infer.measure.replay import CycleCounts
 from aerie.model.target import Target
@@ -76,7 +76,7 @@ def measure_costs(
         for levels, k, nodes in PRICED_TREES
     ]
     decoders = [SpeculativeDecoder(target)]
-    decoders += [SpeculativeDecoder(target, drafting(drafter, tree)) for tree in trees]
+    decoders += [SpeculativeDecoder(target, tree_proposer(drafter, tree)) for tree in trees]
     plain, *drafted = time_in_turns(
         decoders, prompts[:PRICED_PROMPTS], PRICE_REPETITIONS, "costs", max_new_tokens
     )

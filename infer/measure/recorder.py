@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from aerie.configs.errors import UserError
+from aerie.infer.decode.roles import Cycle
 from aerie.infer.decode.sampling import entropy
-from aerie.infer.decode.shape import Cycle
 from aerie.infer.decode.tree import Path as TokenPath
 from aerie.infer.decode.tree import Tree
 from aerie.infer.decode.verify import acceptance
@@ -51,7 +51,7 @@ def node_acceptance(cycle: Cycle) -> Tensor:
         outcome[cycle.verdict.path] = 1.0
         return outcome
     p = cycle.sampler.law(cycle.step.logits)  # [N, V]
-    if tree.proposal is None:
+    if tree.draft_laws is None:
         return p[tree.parents, tree.tokens].double()
     return acceptance(tree, p).double()
 
@@ -192,7 +192,7 @@ def _law_columns(cycle: Cycle) -> CycleRecord | None:
     # --- the laws of their children ---
     laws = tree.pool.log_laws()
     raw = torch.stack([laws[node] for node in nodes])  # [M, Vd]
-    is_drawn = tree.proposal is not None
+    is_drawn = tree.draft_laws is not None
     log_q = (cycle.sampler.log_law(raw) if is_drawn else raw).double().log_softmax(-1)  # [M, Vd]
     log_p = cycle.sampler.log_law(cycle.step.logits[nodes]).double().log_softmax(-1)  # [M, V]
     ids = tree.pool.ids  # [Vd]

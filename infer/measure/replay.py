@@ -10,9 +10,10 @@ from torch import Tensor
 
 from aerie.configs.schema.decode import ChainConfig, DynamicConfig
 from aerie.data.progress import start_progress
+from aerie.infer.decode.dynamic_tree import DynamicTree
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
-from aerie.infer.decode.methods import drafting
-from aerie.infer.decode.shape import Cycle, Drafter, DynamicTree
+from aerie.infer.decode.methods import tree_proposer
+from aerie.infer.decode.roles import Cycle, Drafter
 from aerie.infer.measure.bench_files import Record
 from aerie.model.target import Target
 
@@ -46,11 +47,11 @@ def record_drafts(
     max_new_tokens: int,
 ) -> RecordedDrafts:
     """The widest draft at every position of the greedy answers to prompts [1, T]."""
-    proposer = drafting(drafter, DynamicConfig(levels=levels, k=k))
+    proposer = tree_proposer(drafter, DynamicConfig(levels=levels, k=k))
     assert isinstance(proposer.shape, DynamicTree)
     # all is drafted, but the root alone is verified: so each cycle moves on by one position
     proposer.shape.nodes = 1
-    proposer.keep = True
+    proposer.shape.keeps_pool = True
     decoder = SpeculativeDecoder(target, proposer)
     columns: dict[str, list[Any]] = {name: [] for name in RecordedDrafts._fields}
 
@@ -61,7 +62,7 @@ def record_drafts(
         survival = np.full((levels, k, k), -np.inf, dtype=np.float32)
         frontier = np.zeros((levels, k), dtype=np.int64)
         for depth, level in enumerate(cycle.tree.pool.levels):
-            rows = level.parents.shape[0]
+            rows = level.expanded.shape[0]
             tokens[depth, :rows] = level.tokens.view(rows, k).cpu()
             survival[depth, :rows] = level.survival.view(rows, k).cpu()
             frontier[depth] = level.frontier.cpu()

@@ -36,8 +36,8 @@ from aerie.configs.schema.decode import (
 from aerie.configs.schema.heads import KINDS
 from aerie.configs.schema.measure import BenchConfig, SamplingConfig, TuneConfig
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
-from aerie.infer.decode.graphs import cycle_of
-from aerie.infer.decode.methods import Drafters, calibrate_of, drafting
+from aerie.infer.decode.methods import LoadedHeads, calibrate_of, tree_proposer
+from aerie.infer.decode.runners import mode_of
 from aerie.infer.measure.bench import Bench, describe_machine, measure_answers
 from aerie.infer.measure.bench_files import RECORDS
 from aerie.infer.measure.prices import (
@@ -194,12 +194,12 @@ class HeadTuning:
         self.kind = kind
         self.head = head
         self.prompts = prompts
-        self.drafter = Drafters(target).of(head)
+        self.drafter = LoadedHeads(target).of(head)
         self.config = replace(config, levels=min(config.levels, self.drafter.max_levels))
         self.k = 1 if kind == "draft_lm" else config.k  # its methods are chains
         self.max_new_tokens = config.prompts.max_new_tokens
         # where reading the rule's answer costs next to nothing, no level is drafted in vain
-        is_read = cycle_of(target) == "eager" and target.device.type == "cpu"
+        is_read = mode_of(target) == "eager" and target.device.type == "cpu"
         self.stop: StopConfig = ExactConfig() if is_read else CONSTANT
         self.fixed: Prediction | None = None  # the best tree without a threshold; None: not timed
         self.trees: list[Prediction] = []  # fixed trees, the fastest first
@@ -221,7 +221,7 @@ class HeadTuning:
 
     def decoder(self, tree: GrownConfig) -> SpeculativeDecoder:
         calibrate = calibrate_of(tree.calibrated, self.head)
-        return SpeculativeDecoder(self.target, drafting(self.drafter, tree, calibrate))
+        return SpeculativeDecoder(self.target, tree_proposer(self.drafter, tree, calibrate))
 
     def time_trees(
         self,
@@ -343,7 +343,7 @@ class GreedyTuning(HeadTuning):
             rules = fastest_first([*rules, *self.decode(calibrated, few)])
         finalists = rules[: SEARCH["finalists"]]
         predictions = self.decode([rule.tree for rule in finalists], self.prompts)
-        if cycle_of(self.target) == "captured":  # here a rule's answer is a wait for the device
+        if mode_of(self.target) == "captured":  # here a rule's answer is a wait for the device
             late = [
                 replace(rule.tree, stop_read="late")
                 for rule in finalists

@@ -16,12 +16,12 @@ from torch import Tensor
 from aerie.configs.schema.decode import ConstantConfig, StaticConfig, TreeConfig
 from aerie.infer.decode.drafters import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.sampling import Sampler
-from aerie.infer.decode.shape import Cycle, Drafting, make_shape
-from aerie.infer.decode.tree import Pool, Tree
+from aerie.infer.decode.roles import Cycle, Traits, TreeProposer
+from aerie.infer.decode.sampling import Decoding
+from aerie.infer.decode.shape import make_shape
+from aerie.infer.decode.tree import Pool, Tree, expanded_numbers
 from aerie.infer.measure.calibrate import Observer, mean_of, reliability
 from aerie.infer.measure.recorder import CycleRecord, Tables
-from aerie.model.kv_cache import KeptRows
 
 PAPER_C = 0.18  # of SVIP's figure 4
 POINTS = 80  # of the curves of figure 4
@@ -39,10 +39,10 @@ class PaperObserver(Observer):
         self.features: Features | None = None
 
     def attach(self, decoder: SpeculativeDecoder, tree: TreeConfig, seed: int) -> None:
-        drafter = cast(Drafting, decoder.proposer).drafter
+        drafter = cast(TreeProposer, decoder.proposer).drafter
         if self.oracle_levels is not None:
             self.oracle = Oracle(decoder, tree, self.oracle_levels, seed)
-            decoder.proposer = self.oracle
+            decoder.eager.proposer = self.oracle
         if isinstance(drafter, EagleDrafter):
             self.features = Features(decoder, drafter)
 
@@ -103,7 +103,7 @@ class Features:
     def errors(self, tree: Tree, nodes: Sequence[int]) -> CycleRecord:
         """At these nodes: ||f - drafted f||, ||f||, and half of (||W|| ||f - drafted f||)^2."""
         pool = cast(Pool, tree.pool)
-        expanded = torch.cat([level.parents for level in pool.levels])  # numbers of candidates
+        expanded = expanded_numbers(pool.levels)
         # an oracle's longer tree stands before this tree
         drafted = torch.cat(self.drafted[-len(pool.levels) :])  # [expanded, D]
         self.drafted.clear()
@@ -123,7 +123,7 @@ class OracleLength(NamedTuple):
     cap: int | None  # the longest that the oracle could have found
 
 
-class Oracle(Drafting):
+class Oracle(TreeProposer):
     """A proposer that in each cycle also drafts to a cap, for the target to judge (SVIP, 2.1).
 
     The longer draft has no stop rule. The generator is set back after it, so decoding does not
@@ -133,7 +133,7 @@ class Oracle(Drafting):
     def __init__(
         self, decoder: SpeculativeDecoder, tree: TreeConfig, levels: int, seed: int
     ) -> None:
-        proposer = cast(Drafting, decoder.proposer)
+        proposer = cast(TreeProposer, decoder.proposer)
         super().__init__(proposer.drafter, proposer.shape)
         if not isinstance(tree, StaticConfig):
             tree = replace(tree, levels=min(levels, proposer.drafter.max_levels))
@@ -141,14 +141,13 @@ class Oracle(Drafting):
         # the decoder makes room for the larger of both trees
         self.max_nodes = max(proposer.max_nodes, self.longer.max_nodes)
         self.draft_slots = max(proposer.draft_slots, self.longer.draft_slots)
-        self.levels = max(proposer.levels, self.longer.levels)
+        self.levels = max(proposer.shape.levels, self.longer.levels)
         self.lm = decoder.lm
         self.generator = torch.Generator(decoder.target.device).manual_seed(seed)
         self.lengths: list[OracleLength] = []
 
-    def reset(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> None:
-        super().reset(prompt, kept, sampler)
-        self.is_fixed = False
+    def traits(self, decoding: Decoding) -> Traits:
+        return super().traits(decoding)._replace(reads="anything")
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
         state = self._sampler.generator.get_state()
@@ -205,10 +204,10 @@ def _oracle_of_drawn_chain(
     is_refused = cycle.verdict.accepted < cycle.tree.num_drafted
     # the device's arithmetic may not repeat: then this is another chain
     is_same_chain = torch.equal(tree.tokens[:start], cycle.tree.tokens)
-    if is_refused or not is_same_chain or tree.proposal is None:
+    if is_refused or not is_same_chain or tree.draft_laws is None:
         return cycle.verdict.accepted
     p = cycle.sampler.law(logits)  # [N, V]
-    q = tree.proposal.over(p.shape[-1])  # [N, V]
+    q = tree.draft_laws.over(p.shape[-1])  # [N, V]
     for node in range(start, len(tree)):
         token = tree.tokens[node]
         uniform = torch.rand((), generator=generator, device=p.device)

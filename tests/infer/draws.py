@@ -8,7 +8,7 @@ from torch import Tensor
 from aerie.configs.schema.decode import ChainConfig, DynamicConfig, TreeConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import drafting
+from aerie.infer.decode.methods import tree_proposer
 from aerie.model.heads import DRAFT_MODELS
 from aerie.model.target import Target
 from tests import tiny
@@ -39,7 +39,7 @@ def decoder_of(
     if tree is None:
         return SpeculativeDecoder(target)
     head = target if kind == "draft_lm" else make_head(target, kind, **changes).to(target.device)
-    return SpeculativeDecoder(target, drafting(DRAFT_MODELS[kind].drafter(head, target), tree))
+    return SpeculativeDecoder(target, tree_proposer(DRAFT_MODELS[kind].drafter(head, target), tree))
 
 
 def prompts(count: int, vocab: int = 320) -> list[Tensor]:

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from aerie.infer.decode.roles import Drafter
 from aerie.infer.decode.sampling import Decoding, Sampler
-from aerie.infer.decode.shape import Drafter
 from aerie.infer.decode.tree import Tree, ancestors
 
 SETTINGS = [(1.0, 1.0), (0.6, 0.8)]  # temperature, top-p

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.shape import Drafting
+from aerie.infer.decode.roles import TreeProposer
 from aerie.infer.measure.lossless import GreedyReference
 
 SURE = 60.0  # nats; with infinity the entropy would be NaN
@@ -63,6 +63,6 @@ def steered(
     decoder: SpeculativeDecoder, known: Sequence[GreedyReference], right: bool
 ) -> SpeculativeDecoder:
     """The decoder, whose drafter now always guesses these answers right, or always wrong."""
-    assert isinstance(decoder.proposer, Drafting)
+    assert isinstance(decoder.proposer, TreeProposer)
     decoder.proposer.drafter = Steered(decoder.proposer.drafter, known, right)
     return decoder

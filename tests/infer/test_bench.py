@@ -77,7 +77,7 @@ def bench(place: Place, directory: Path, config: BenchConfig = CONFIG) -> Bench:
 def measured(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Measured:
     directory = tmp_path_factory.mktemp("measured")
     made = bench(place, directory)
-    made.decoders[1].graph_bytes = 2**20
+    made.decoders[1].runners.graph_bytes = 2**20
     return directory, measure_answers(made, PROMPTS, seed=3)
 
 

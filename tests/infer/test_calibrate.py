@@ -13,8 +13,8 @@ import torch
 from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import ChainConfig, DynamicConfig, StaticConfig, TreeConfig
 from aerie.configs.schema.measure import CalibrateConfig, PromptsConfig
-from aerie.infer.decode.methods import FLOOR, Calibrator, drafting, load_calibrator
-from aerie.infer.decode.shape import Cycle
+from aerie.infer.decode.methods import FLOOR, Calibrator, load_calibrator, tree_proposer
+from aerie.infer.decode.roles import Cycle
 from aerie.infer.measure import calibrate
 from aerie.infer.measure.calibrate import Observer, Question, RecordedCycles
 from aerie.infer.papers.analysis import PaperObserver
@@ -152,7 +152,7 @@ def test_calibrated_trees_write_the_same_text(tree: TreeConfig) -> None:
         cycles: list[Cycle] = []
         decoder = decoder_of(make_target(), tree, "medusa" if tree is MEDUSA else "eagle1")
         if is_calibrated:
-            decoder.proposer = drafting(decoder.proposer.drafter, tree, calibrator)  # type: ignore[union-attr]
+            decoder.eager.proposer = tree_proposer(decoder.proposer.drafter, tree, calibrator)  # type: ignore[union-attr]
         generation = decoder.generate(
             QUESTIONS[0].ids, max_new_tokens=12, do_sample=False, on_cycle=cycles.append
         )

@@ -1,4 +1,4 @@
-"""Drafters, shapes and stop rules that no paper combined: accepted ones are lossless, and the rules end trees."""
+"""LoadedHeads, shapes and stop rules that no paper combined: accepted ones are lossless, and the rules end trees."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Drafting with a small LM: whatever was accepted, every law is that of a plain forward on the same text."""
+"""TreeProposer with a small LM: whatever was accepted, every law is that of a plain forward on the same text."""
 
 from pathlib import Path
 from typing import Any

@@ -23,9 +23,10 @@ from aerie.configs.schema.decode import (
     VoteConfig,
 )
 from aerie.configs.schema.heads import TargetConfig
-from aerie.infer.decode import engine, graphs, sampling, shape
+from aerie.infer.decode import engine, runners, sampling, shape
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.shape import Cycle, Drafting, make_shape
+from aerie.infer.decode.roles import Cycle, TreeProposer
+from aerie.infer.decode.shape import make_shape
 from aerie.model.kv_cache import KeptRows
 from aerie.model.target import Target
 from tests import tiny
@@ -258,7 +259,8 @@ def trees_of(made: SpeculativeDecoder, ids: Tensor) -> list[Any]:
     told = list[Any]()
 
     def watch(cycle: Cycle) -> None:
-        if made.is_captured and made.proposer.is_fixed:
+        plan = made.runners.plan(cycle.sampler.decoding)
+        if plan.has_whole_trees and not plan.by_level:
             assert cycle.tree.levels == made.proposer.levels  # all levels, to the end
         if cycle.position < ids.shape[1] + 24 - 5:
             told.append((cycle.tree.tokens.tolist(), cycle.verdict.new.tolist()))
@@ -327,7 +329,7 @@ class Tape(TorchDispatchMode):
         super().__init__()
         # A real graph's first run is a replay. Here it is the recorded run, as nothing may be committed or drawn twice;
         # but a level may be first replayed in a later cycle.
-        self.calls, self.is_done = list[Any](), "Decoder." in str(function)
+        self.calls, self.is_done = list[Any](), "Runner." in str(function)
         with self:
             self.output = function()
 
@@ -371,9 +373,9 @@ def eager_and_captured(kind: str, tree: TreeConfig | None, device: str = "cpu") 
         changes = {"prefix_layer": True} if kind == "hydra" else {}
         made = [decoder_of(target, tree, kind, **changes)]
         if isinstance(
-            made[0].proposer, Drafting
+            made[0].proposer, TreeProposer
         ):  # another proposer with the same head and other trees
-            twin = Drafting(
+            twin = TreeProposer(
                 made[0].proposer.drafter, make_shape(DynamicConfig(levels=2, k=6, nodes=12))
             )
             made.append(SpeculativeDecoder(target, twin))
@@ -390,9 +392,9 @@ def test_what_is_captured_at_one_place_of_a_text_serves_all_others(
     for module in (sampling, shape):  # numpy's argmax is not a torch kernel
         monkeypatch.setattr(module, "argmax", lambda logits: logits.argmax(-1))
     monkeypatch.setattr(
-        graphs, "record", lambda f, *_: (tapes.append(t := Tape(f)), (t.replay, t.output))[1]
+        runners, "record_graph", lambda f, *_: (tapes.append(t := Tape(f)), (t.replay, t.output))[1]
     )
-    monkeypatch.setattr(engine, "bucket", lambda length: -(-length // 16) * 16)
+    monkeypatch.setattr(runners, "bucket", lambda length: -(-length // 16) * 16)
     eager, captured = eager_and_captured(kind, tree)
     assert eager == captured and len(tapes) >= 6
 
@@ -420,8 +422,9 @@ def test_nothing_of_a_cycle_but_the_reading_of_its_verdict_waits_for_a_gpu(
         torch.cuda.set_sync_debug_mode("default")
         return result
 
+    eager = made.runners.eager
     for name in ("draft", "extend", "judge", "commit"):
-        setattr(made, name, partial(strict, getattr(made, name)))
+        setattr(eager, name, partial(strict, getattr(eager, name)))
     for temperature in (0.0, 1.0):
         made.generate(prompts(2)[-1], temperature=temperature, max_new_tokens=24)
 

@@ -1,4 +1,4 @@
-"""Drafting with trained heads: laws in the right places, only true features, and heads that do not fit."""
+"""TreeProposer with trained heads: laws in the right places, only true features, and heads that do not fit."""
 
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from aerie.configs.schema.decode import (
 )
 from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.decode.engine import make_decoder
-from aerie.infer.decode.methods import Drafters, check_levels, drafting, load_head_for
-from aerie.infer.decode.shape import Cycle
+from aerie.infer.decode.methods import LoadedHeads, check_levels, load_head_for, tree_proposer
+from aerie.infer.decode.roles import Cycle
 from aerie.model.checkpoint import save_head
 from aerie.model.heads import DRAFT_MODELS
 from aerie.model.kv_cache import KeptRows
@@ -87,7 +87,7 @@ def test_every_verified_node_was_drafted_and_is_counted(
         tree = DynamicConfig(levels=4, k=6, nodes=40)
     decoder, nodes = decoder_of(target, tree, kind, **options), []
     proposer: Any = decoder.proposer
-    proposer.keep = True
+    proposer.shape.keeps_pool = True
 
     def watch(cycle: Cycle) -> None:
         nodes.append(cycle.tree.num_drafted)
@@ -150,13 +150,13 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     for kind in ("medusa", "hydra"):
         drafter = DRAFT_MODELS[kind].drafter(make_head(target, kind, num_heads=4), target)
         with pytest.raises(UserError, match=r"is 5 levels deep, and the head drafts at most 4"):
-            drafting(drafter, ChainConfig(levels=5))
+            tree_proposer(drafter, ChainConfig(levels=5))
     save_head(make_head(target, "block", block_size=5), tmp_path / "short")
     short = str(tmp_path / "short")
     for method in ("block-tree", "block-chain"):  # their default depth is 7
         cut = check_levels(MethodConfig(method), short, "here").tree
         assert cut == published_tree(method, levels=4) and make_decoder(
-            Drafters(target), MethodConfig(method), short
+            LoadedHeads(target), MethodConfig(method), short
         )
         with pytest.raises(
             UserError, match=r"here: tree: is 5 levels deep, and .*/short drafts at most 4"

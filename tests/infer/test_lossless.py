@@ -21,7 +21,7 @@ from aerie.configs.schema.decode import (
 from aerie.configs.schema.measure import SamplingConfig
 from aerie.infer.decode import engine, verify
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
-from aerie.infer.decode.methods import Drafters
+from aerie.infer.decode.methods import LoadedHeads
 from aerie.infer.decode.sampling import Sampler
 from aerie.infer.decode.tree import Tree
 from aerie.infer.measure import lossless
@@ -89,7 +89,7 @@ class Prompts:
 
     def decoder(self, method: Method, kind: str | None) -> SpeculativeDecoder:
         head = None if kind is None else str(self.heads / kind)
-        return make_decoder(Drafters(self.target), MethodConfig(method), head)
+        return make_decoder(LoadedHeads(self.target), MethodConfig(method), head)
 
     def edges(self, method: Method, kind: str | None, count: int = NUM_PROMPTS) -> set[str]:
         """Asserts that the answers to the last prompts of `count` are generate's; returns the edge cases they met.

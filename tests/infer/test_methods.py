@@ -21,7 +21,8 @@ from aerie.configs.schema.decode import (
 )
 from aerie.configs.schema.heads import KINDS
 from aerie.infer.decode.methods import find_head, kind_at
-from aerie.infer.decode.shape import Drafter, make_shape
+from aerie.infer.decode.roles import Drafter
+from aerie.infer.decode.shape import make_shape
 from aerie.model.checkpoint import save_head
 from aerie.model.heads import DRAFT_MODELS
 from aerie.model.storage import ROOT

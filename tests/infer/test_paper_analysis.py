@@ -10,8 +10,8 @@ import torch
 
 from aerie.configs.schema.decode import TreeConfig
 from aerie.infer.decode.cache import TargetStep
-from aerie.infer.decode.shape import Cycle
-from aerie.infer.decode.tree import Proposal, Tree
+from aerie.infer.decode.roles import Cycle
+from aerie.infer.decode.tree import DraftLaws, Tree
 from aerie.infer.decode.verify import Verdict
 from aerie.infer.measure import calibrate
 from aerie.infer.measure.recorder import FEATURE_COLUMNS
@@ -102,8 +102,8 @@ VERDICTS = {
 
 def chain(tokens: list[int], rule: str) -> Tree:
     count = len(tokens)
-    proposal = Proposal("R1", Q.expand(count + 1, -1)) if rule == "R1" else None
-    return replace(tree_of([0, *tokens], [0, *range(count)]), proposal=proposal)
+    proposal = DraftLaws("R1", Q.expand(count + 1, -1)) if rule == "R1" else None
+    return replace(tree_of([0, *tokens], [0, *range(count)]), draft_laws=proposal)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import torch
 
 from aerie.configs.schema import decode as schema
 from aerie.configs.schema.decode import DynamicConfig, StaticConfig, TreeConfig
+from aerie.infer.decode.roles import Cycle
 from aerie.infer.decode.sampling import entropy
-from aerie.infer.decode.shape import Cycle
 from aerie.infer.decode.verify import read, reject, walk
 from aerie.infer.measure.recorder import (
     Recorder,
@@ -45,7 +45,7 @@ def record(tree: TreeConfig, temperature: float = 0.0, kind: str = "eagle1") -> 
     prompt = torch.tensor([[7, 9, 11, 23, 5]])
     settings: dict[str, Any] = {"temperature": temperature, "top_k": 0, "max_new_tokens": 12}
     plain = decoder.generate(prompt, generator=torch.Generator().manual_seed(3), **settings)
-    decoder.proposer.keep = True  # type: ignore[union-attr]
+    decoder.proposer.shape.keeps_pool = True  # type: ignore[union-attr]
     recorder = Recorder()
     cycles: list[Cycle] = []
 
@@ -120,7 +120,7 @@ def test_columns_are_of_the_laws_drafted_and_verified(
         raw, p = drafted.pool.log_laws(), cycle.sampler.law(cycle.step.logits).double()
         q_of = torch.zeros_like(p)  # [N, V]
         for parent, log_q in raw.items():
-            is_drawn = drafted.proposal is not None
+            is_drawn = drafted.draft_laws is not None
             compared = cycle.sampler.log_law(log_q[None])[0] if is_drawn else log_q
             q_of[parent, drafted.pool.ids] = compared.double().exp()
         for child in range(1, len(drafted)):

@@ -18,8 +18,9 @@ from aerie.configs.schema.decode import (
     ProbabilitySumConfig,
     StaticConfig,
 )
+from aerie.infer.decode.roles import Shape, unchanged
 from aerie.infer.decode.sampling import Sampler
-from aerie.infer.decode.shape import Children, StaticTree, make_shape, unchanged
+from aerie.infer.decode.shape import StaticTree, make_shape
 from aerie.infer.decode.stop import Heuristic, Stop
 from aerie.infer.decode.tree import Tree
 from tests.infer.laws import (
@@ -135,10 +136,16 @@ KEPT = {
 def test_a_kept_pool_holds_the_laws_and_frontiers_of_the_same_tree(
     name: str, temperature: float
 ) -> None:
-    shape, drafter = make_shape(KEPT[name]), TableDrafter(5)
+    drafter = TableDrafter(5)
+
+    def growing(keeps_pool: bool) -> Shape:
+        shape = make_shape(KEPT[name])
+        shape.keeps_pool = keeps_pool
+        return shape
+
     tree, plain = (
-        shape.grow(TableDrafter(5), ROOT, 4, sampler(temperature, 0.9, 3), keep=keep)
-        for keep in (True, False)
+        growing(keeps_pool).grow(TableDrafter(5), ROOT, 4, sampler(temperature, 0.9, 3))
+        for keeps_pool in (True, False)
     )
     assert plain.pool is None and tree.tokens.equal(plain.tokens) and tree.mask.equal(plain.mask)
     pool, names = tree.pool, node_paths(tree)
@@ -162,7 +169,7 @@ def grow(
     drafter: TableDrafter,
     chosen: Sampler,
     choices: tuple[Choice, ...] = EAGLE1,
-    children: Children = "sampled",
+    children: Any = "sampled",
 ) -> Tree:
     return StaticTree(Stop(), choices, children, unchanged).grow(drafter, ROOT, 9, chosen)
 
@@ -170,7 +177,7 @@ def grow(
 @pytest.mark.parametrize("choices", [LINE, EAGLE1, MEDUSA, ((0,), (3,), (3, 2), (3, 0), (3, 2, 1))])
 @pytest.mark.parametrize(("temperature", "children"), [(0.0, "sampled"), (1.0, "best")])
 def test_best_children_are_those_of_the_ranks(
-    choices: tuple[Choice, ...], temperature: float, children: Children
+    choices: tuple[Choice, ...], temperature: float, children: Any
 ) -> None:
     drafter = TableDrafter(5)
     tree = grow(drafter, sampler(temperature, 1.0), choices, children)
@@ -185,7 +192,7 @@ def test_best_children_are_those_of_the_ranks(
         expected[path] = value
     assert paths(tree) == pytest.approx(expected, abs=1e-4)
     check_connected(tree)
-    assert tree.proposal is None and len(tree) == len(choices) + 1
+    assert tree.draft_laws is None and len(tree) == len(choices) + 1
     assert tree.draft_forwards == drafter.calls == tree.levels == max(map(len, choices))
 
 
@@ -213,14 +220,14 @@ def test_drawn_children_keep_the_form_and_record_their_laws(
         tree = grow(drafter, chosen, choices)
         check_connected(tree)
         assert (
-            tree.proposal is not None
-            and tree.proposal.rule == rule
-            and len(tree.proposal.laws) == len(tree)
+            tree.draft_laws is not None
+            and tree.draft_laws.rule == rule
+            and len(tree.draft_laws.laws) == len(tree)
         )
         assert (
             int(tree.depth.max()) == tree.levels == len(choices[-1])
         )  # the path of first draws is never cut
-        laws, names = tree.proposal.over(2 * VOCAB), node_paths(tree)
+        laws, names = tree.draft_laws.over(2 * VOCAB), node_paths(tree)
         family_of: dict[int, list[int]] = {}
         for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
             family_of.setdefault(parent, []).append(node)

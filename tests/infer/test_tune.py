@@ -14,7 +14,7 @@ from torch import Tensor
 from aerie.configs.schema.decode import METHODS, ConstantConfig, ExactConfig, MethodConfig
 from aerie.configs.schema.measure import PromptsConfig, TuneConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import Drafters, drafting
+from aerie.infer.decode.methods import LoadedHeads, tree_proposer
 from aerie.infer.measure import prices, replay, tune
 from aerie.infer.measure.lossless import VOCABULARY, write_miniature
 from aerie.infer.measure.prices import LevelCost
@@ -50,7 +50,7 @@ def miniature(tmp_path_factory: pytest.TempPathFactory) -> Miniature:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replay_counts_what_the_decoder_does(miniature: Miniature, kind: str) -> None:
     target, prompts = miniature.target, miniature.prompts
-    drafter = Drafters(target).of(str(miniature.heads / kind))
+    drafter = LoadedHeads(target).of(str(miniature.heads / kind))
     drafts = replay.record_drafts(target, drafter, prompts, LEVELS, K, NEW)
     sizes = ((1, K, 4), (5, K, 20), (4, K, 60), (4, 1, 5), (5, 3, 10))
     drafted_levels = {"constant": 0, "exact": 0}
@@ -58,7 +58,7 @@ def test_a_replay_counts_what_the_decoder_does(miniature: Miniature, kind: str) 
         tree = tune.sized_tree(levels, k, nodes, stop)
         path = replay.path_ranks(drafts, tree.levels, tree.k)
         replayed = replay.replay_tree(drafts, path, tree)
-        decoder = SpeculativeDecoder(target, drafting(drafter, tree))
+        decoder = SpeculativeDecoder(target, tree_proposer(drafter, tree))
         answers = [decoder.generate(p, max_new_tokens=NEW, do_sample=False) for p in prompts]
         real = replay.count_cycles([answer.statistics for answer in answers])
         drafted_levels[stop.rule] += real.draft_levels
@@ -92,7 +92,7 @@ def test_dear_nodes_make_small_trees(miniature: Miniature) -> None:
 
 
 def test_a_head_shallower_than_the_priced_trees_has_costs(miniature: Miniature) -> None:
-    drafter = Drafters(miniature.target).of(str(miniature.heads / "block"))
+    drafter = LoadedHeads(miniature.target).of(str(miniature.heads / "block"))
     assert drafter.max_levels < 8
     assert prices.measure_costs(miniature.target, drafter, miniature.prompts, NEW).draft
 

@@ -28,7 +28,7 @@ from aerie.infer.decode import sampling
 from aerie.infer.decode import verify as rejection
 from aerie.infer.decode.sampling import Sampler, draw
 from aerie.infer.decode.shape import make_shape
-from aerie.infer.decode.tree import Proposal, Tree
+from aerie.infer.decode.tree import DraftLaws, Tree
 from aerie.infer.decode.verify import (
     Families,
     Verdict,
@@ -136,16 +136,16 @@ def random_tree(dice: torch.Generator, rule: Any) -> tuple[Tree, Tensor]:
             parents += [node] * most
             depth += [depth[node] + 1] * most
     laws = torch.cat([torch.stack(q), torch.zeros(len(parents) - len(q), VOCAB)])
-    grown = replace(tree_of(tokens, parents), proposal=Proposal(rule, laws))
+    grown = replace(tree_of(tokens, parents), draft_laws=DraftLaws(rule, laws))
     return grown, torch.randn(len(parents), VOCAB, generator=dice)
 
 
 def textbook(grown: Tree, p: Tensor, uniform: dict[int, list[float]]) -> tuple[list[int], Tensor]:
     """(path, law of the bonus token), deciding child after child; uniform: a number per child of each node."""
-    assert grown.proposal is not None
+    assert grown.draft_laws is not None
     path, node = [0], 0
     while True:
-        left, q = p[node].double(), grown.proposal.laws[node].double()
+        left, q = p[node].double(), grown.draft_laws.laws[node].double()
         children = [n for n in range(1, len(grown)) if int(grown.parents[n]) == node]
         for child, u in zip(children, uniform.get(node, []), strict=False):
             token = int(grown.tokens[child])
@@ -185,8 +185,8 @@ def test_a_tree_is_decided_as_the_textbook_decides_it(
         if not on_host:
             above = grown.parents.tolist()
             ranks = torch.tensor([above[1:node].count(above[node]) for node in range(len(above))])
-            assert grown.proposal is not None
-            grown = replace(grown, proposal=replace(grown.proposal, ranks=ranks, width=3))
+            assert grown.draft_laws is not None
+            grown = replace(grown, draft_laws=replace(grown.draft_laws, ranks=ranks, width=3))
             inner = sorted(range(len(above)), key=lambda node: -families[node])[:-1]
             width = min(3, len(above) - 1)
         table = torch.rand(len(inner), width, generator=torch.Generator().manual_seed(seed))
@@ -305,8 +305,8 @@ def written(
         return Counter({path: 1})
     law, reached = Counter[Text](), 1.0
     left = chosen.law(drafter.law(path, of_target=True)[None])[0].double()
-    if tree is not None and tree.proposal is not None:
-        q = tree.proposal.over(3)[node].double()  # a copy
+    if tree is not None and tree.draft_laws is not None:
+        q = tree.draft_laws.over(3)[node].double()  # a copy
         children = (tree.parents == node) & (tree.depth > 0) & tree.survival.isfinite()
         for child in children.nonzero()[:, 0].tolist():
             token = int(tree.tokens[child])

@@ -19,7 +19,7 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.data import main as data_main
 from aerie.data.cache import FeatureCache
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import drafting
+from aerie.infer.decode.methods import tree_proposer
 from aerie.model.checkpoint import head_facts, load_head, save_head
 from aerie.model.heads import DRAFT_MODELS
 from aerie.model.storage import ROOT, WEIGHTS, Stage
@@ -315,7 +315,7 @@ def test_eagle3_cached_online_packed(made: Path, tmp_path: Path, capsys: Any) ->
     tree: Any = load(made / "eagle3.yaml").tree
     cycles: list[int] = []
     decoder = SpeculativeDecoder(
-        target, drafting(DRAFT_MODELS["eagle3"].drafter(head, target), tree)
+        target, tree_proposer(DRAFT_MODELS["eagle3"].drafter(head, target), tree)
     )
     for row in FeatureCache.open(made / "deep/features").split("held_out")[:3]:
         prompt = row.input_ids[None, : int(row.turn_ids.nonzero()[0])]

@@ -1,0 +1,232 @@
+"""Who does what in a cycle.
+
+A drafter gives distributions, a shape grows a tree from them, and a proposer brings both to a text.
+
+The rest of a cycle is in verify.py (which drafted tokens are accepted) and engine.py (the loop).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from aerie.infer.decode.cache import TargetStep
+from aerie.infer.decode.sampling import Decoding, Sampler
+from aerie.infer.decode.stop import Stop
+from aerie.infer.decode.tree import Level, Pool, Tree, root_only
+from aerie.infer.decode.verify import Verdict
+from aerie.model.kv_cache import KeptRows
+
+UNBOUNDED = 2**31
+# When a dynamic tree's stop rule is read: before the next level is drafted, or while that level
+# runs on the device.
+StopRead = Literal["each", "late"]
+# What a draft reads from the device: nothing; only whether the stop rule ends the tree, between two
+# levels; or more.
+DraftReads = Literal["nothing", "stop rule", "anything"]
+
+
+Calibrate = Callable[[Tensor], Tensor]  # log q, of any shape -> log confidence
+
+
+def unchanged(log_q: Tensor) -> Tensor:
+    return log_q
+
+
+class Drafter:
+    """Gives the head's distributions q, node by node.
+
+    For each text: `reset` and `commit` (the prompt), then in each cycle `start`, `step` for each
+    further level, and `commit` with the tokens that were accepted.
+    """
+
+    max_positions: int = UNBOUNDED  # tokens of prompt and answer
+    max_levels: int = UNBOUNDED  # the deepest tree that it has modules for
+    after_blocks: tuple[int, ...] = ()  # the taps that `commit` is given; none: last_hidden
+    draft_rows: int = 0  # rows that `start` writes into its cache, behind the kept ones
+    forwards_per_tree: int | None = None  # 1 if one forward serves all levels; None: one per level
+    ids: Tensor | None = (
+        None  # [Vd] the target's ids of the columns of log q; None: they are its own
+    )
+    is_fixed: bool = True  # reads nothing from the device
+    # (owner, attribute) of every function that runs a model, for those who time or count forwards
+    forwards: tuple[tuple[Any, str], ...] = ()
+
+    def reset(self, prompt: Tensor, kept: KeptRows, slots: int) -> None:
+        """Begins a prompt [T], of which no row is kept yet; slots: the most nodes that `step` gets
+        in one tree.
+        """
+
+    def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
+        """Reads new known tokens [n], and the target's feature of the token before each, [n, D] or with taps [n, L*D].
+
+        last [1]: the row of the last known token, where rows that mean nothing follow it.
+        """
+
+    def start(self) -> Tensor:
+        """log q [1, Vd] of the root's children; begins a new tree."""
+        raise NotImplementedError
+
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """log q [n, Vd] of the children of nodes with tokens [n]; parents [n] are rows of the last
+        call.
+        """
+        raise NotImplementedError
+
+    def target_ids(self, columns: Tensor) -> Tensor:
+        """The target's ids of columns of log q."""
+        return columns if self.ids is None else self.ids[columns]
+
+
+class Grown(NamedTuple):
+    """A tree that has grown one more level."""
+
+    # whether this level is the last one: a bool, or a boolean tensor [] that is not read yet
+    ends: Any
+    finish: Callable[[], Tree]  # makes the tree that ends with this level
+
+
+class Shape:
+    """Chooses the nodes of a tree from a drafter's distributions."""
+
+    is_chain: bool = False  # no node has siblings
+    is_dynamic: bool = False  # it can grow level by level
+    draws: bool = False  # children are drawn where the target samples
+    stop_read: StopRead = "each"
+    keeps_pool: bool = (
+        False  # set by who wants to see all candidates: every tree then has its `pool`
+    )
+
+    def __init__(self, stop: Stop, levels: int, max_nodes: int, draft_slots: int) -> None:
+        """draft_slots: the most nodes that one tree gives to `Drafter.step`."""
+        self.stop = stop
+        self.levels = levels
+        self.max_nodes = max_nodes
+        self.draft_slots = draft_slots
+
+    def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler) -> Tree:
+        """The tree under root [1], at most max_levels deep."""
+        raise NotImplementedError
+
+    def grow_levels(self, drafter: Drafter, root: Tensor, max_levels: int) -> Iterator[Grown]:
+        """Yields after each level, before the next forward, without reading the device; for a
+        dynamic tree.
+        """
+        raise NotImplementedError
+
+
+def pool_of(
+    levels: Sequence[Level], drafter: Drafter, kept: Tensor, stopped_by: str | None, reranked: bool
+) -> Pool:
+    columns = torch.arange(levels[0].log_q.shape[-1], device=kept.device)
+    return Pool(levels, kept, drafter.target_ids(columns), reranked, stopped_by)
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """What happened in one cycle, for a watcher."""
+
+    tree: Tree
+    step: TargetStep
+    verdict: Verdict
+    sampler: Sampler
+    rule: str = "R0"  # of verification
+    position: int = 0  # the root's index in prompt and answer
+    new_tokens: int = 0  # with the bonus token, up to the end token and max_new_tokens
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+
+
+class Traits(NamedTuple):
+    """What plan_cycle (runners.py) has to know of a proposer."""
+
+    reads: DraftReads = "nothing"  # by `propose` and `commit`
+    draws: bool = False  # `propose` draws
+    has_few_sizes: bool = False  # chains whose `commit` reads nothing: each length may have a graph
+
+
+class Proposer:
+    """Gives each cycle its tree. This one drafts nothing: plain decoding (`vanilla`)."""
+
+    max_nodes: int = 1  # of a tree, root and passengers included
+    draft_slots: int = 0  # see Shape
+    max_positions: int = UNBOUNDED  # see Drafter
+    after_blocks: tuple[int, ...] = ()
+    levels: int | None = 0  # the deepest tree; None: no bound
+    is_chain: bool = True  # no node ever has siblings
+
+    def traits(self, decoding: Decoding) -> Traits:
+        return Traits()
+
+    def reset(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> None:
+        """Begins a prompt [T], of which no row is kept yet."""
+
+    def propose(self, root: Tensor, max_levels: int) -> Tree:
+        """The tree under root [1], at most max_levels deep."""
+        return root_only(root)
+
+    def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
+        """See `Drafter.commit`; in the prefill the tokens are prompt[1:] and the answer's first."""
+
+    def learn(self, new: list[int], cycle: Cycle | None) -> None:
+        """Takes the new tokens, on the host; cycle is None for the prefill."""
+
+
+class TreeProposer(Proposer):
+    """Grows trees of one shape from a head's distributions."""
+
+    def __init__(self, drafter: Drafter, shape: Shape) -> None:
+        self.drafter = drafter
+        self.shape = shape
+        self.max_nodes = shape.max_nodes
+        self.draft_slots = max(shape.draft_slots, drafter.draft_rows)
+        self.max_positions = drafter.max_positions
+        self.after_blocks = drafter.after_blocks
+        self.levels = shape.levels
+        self.is_chain = shape.is_chain
+
+    def traits(self, decoding: Decoding) -> Traits:
+        draws = self.shape.draws and decoding.do_sample
+        has_few_sizes = self.is_chain and self.drafter.is_fixed
+        return Traits(self._reads(draws, decoding), draws, has_few_sizes)
+
+    def _reads(self, draws: bool, decoding: Decoding) -> DraftReads:
+        shape, stop = self.shape, self.shape.stop
+        if not (self.drafter.is_fixed and stop.reads_only) or shape.keeps_pool:
+            return "anything"
+        ends_early = type(stop) is not Stop
+        if draws:
+            # The host finds a static tree's missing children, and runs the processors of the text.
+            may_lack_children = not (shape.is_dynamic or shape.is_chain)
+            reads_more = ends_early or may_lack_children or bool(decoding.of_text)
+            return "anything" if reads_more else "nothing"
+        if not ends_early:
+            return "nothing"
+        return "stop rule" if shape.is_dynamic else "anything"
+
+    def reset(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self.shape.stop.reset()
+        self.drafter.reset(prompt, kept, self.draft_slots)
+
+    def propose(self, root: Tensor, max_levels: int) -> Tree:
+        tree = self.shape.grow(self.drafter, root, max_levels, self._sampler)
+        return self.with_forwards(tree)
+
+    def propose_levels(self, root: Tensor, max_levels: int) -> Iterator[Grown]:
+        """Grows a tree level by level, and does not read the stop rule's answers."""
+        return self.shape.grow_levels(self.drafter, root, max_levels)
+
+    def with_forwards(self, tree: Tree) -> Tree:
+        """The tree with the number of forwards that it cost."""
+        forwards = self.drafter.forwards_per_tree
+        return tree if forwards is None else replace(tree, draft_forwards=forwards)
+
+    def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
+        self.drafter.commit(tokens, features, last)
+
+    def learn(self, new: list[int], cycle: Cycle | None) -> None:
+        if cycle is not None:
+            self.shape.stop.learn(cycle.verdict.accepted, cycle.tree.levels)

@@ -1,0 +1,413 @@
+"""How a cycle's four functions are run: as they are (eager), by torch.compile, or as CUDA graphs.
+
+A captured function replays its kernels on the same tensors, and no Python runs. So while it is
+captured it may not ask the device for a number (`tolist`, `bool`, a shape that depends on values),
+may not read a host number that changes from cycle to cycle (such as the text's length), and writes
+its results over those of the cycle before. Where a text begins and ends is therefore read from
+tensors (`KeptRows.free`, `KeptRows.mask`), and graphs are kept by width: by how many columns of the
+cache attention looks at, rounded up (`bucket`).
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from aerie.configs.errors import warn
+from aerie.infer.decode.cache import CachedLM, TargetStep
+from aerie.infer.decode.check import Form
+from aerie.infer.decode.clock import Clock
+from aerie.infer.decode.dynamic_tree import last_of
+from aerie.infer.decode.roles import Grown, Proposer, Traits, TreeProposer
+from aerie.infer.decode.sampling import Decoding, Sampler
+from aerie.infer.decode.tree import Tree, root_only
+from aerie.infer.decode.verify import Verdict, judge
+from aerie.model.kv_cache import KeptRows
+from aerie.model.storage import first_line
+from aerie.model.target import Target
+
+
+class CyclePlan(NamedTuple):
+    """How one answer's cycles are run: which of draft, extend, judge and commit are not run as they
+    are.
+    """
+
+    compiled: frozenset[str] = frozenset()  # by torch.compile
+    # as CUDA graphs, of the compiled function if there is one
+    captured: frozenset[str] = frozenset()
+    by_level: bool = False  # a captured draft has a graph a level, and the host reads the stop rule
+    draws: bool = False  # the draft draws
+
+    @property
+    def has_whole_trees(self) -> bool:
+        """Trees are as deep as ever at an answer's end: a whole captured tree costs less than a
+        short eager one.
+        """
+        return "draft" in self.captured
+
+
+def plan_cycle(mode: str, on_gpu: bool, traits: Traits, decoding: Decoding) -> CyclePlan:
+    """How cycles are run in this mode (see `mode_of`), for a proposer with these traits.
+
+    |                          | captured                     | compiled, on a CPU              |
+    |--------------------------|------------------------------|---------------------------------|
+    | reads nothing            | draft, extend, judge, commit | draft (if none is drawn),       |
+    |                          |                              | extend, commit                  |
+    | reads the stop rule      | the same, a graph a level    | extend                          |
+    | reads anything, a chain  | extend, commit               | extend                          |
+    | reads anything, else     | nothing: too many sizes      | extend                          |
+
+    In the mode compiled on a GPU, what the right column names is captured as compiled, but the
+    commit.
+    """
+    reads = traits.reads
+    compiled: set[str] = set()
+    captured: set[str] = set()
+    if mode != "eager" and (mode == "captured" or on_gpu):
+        if reads != "anything":
+            captured = {"draft", "extend", "judge", "commit"}
+        elif traits.has_few_sizes:
+            captured = {"extend", "commit"}
+        if decoding.of_text:  # processors of the text run on the host
+            captured.discard("judge")
+    if mode == "compiled":
+        compiled.add("extend")
+        if reads == "nothing" and not traits.draws:  # torch.compile takes no generator
+            compiled.add("draft")
+        # compiling runs a function, and a commit may run only once
+        if reads == "nothing" and not captured:
+            compiled.add("commit")
+    by_level = bool(captured) and reads == "stop rule"
+    return CyclePlan(frozenset(compiled), frozenset(captured), by_level, traits.draws)
+
+
+def mode_of(target: Target) -> str:
+    """How the target's cycles are run: eager, captured or compiled."""
+    if target.recipe.cycle != "auto":
+        return target.recipe.cycle
+    # LongRoPE reads positions on the host; a graph runs on one device
+    is_spread = len({*getattr(target.model, "hf_device_map", {}).values()}) > 1
+    can_capture = target.device.type == "cuda" and target.rope_switch is None and not is_spread
+    return "captured" if can_capture else "eager"
+
+
+def bucket(length: int) -> int:
+    """The columns that a captured cycle looks at: length plus at most 64 or a quarter."""
+    step = max(64, 1 << max(length.bit_length() - 3, 0))
+    return -(-length // step) * step
+
+
+class Runners:
+    """A decoder's ways to run its cycles: as the plan of an answer says, and eagerly for short
+    trees.
+    """
+
+    def __init__(self, eager: "EagerRunner") -> None:
+        target = eager.lm.target
+        self.eager = eager
+        self.mode = mode_of(target)  # eager from the first failed capture on
+        self.generator = torch.Generator(target.device)  # graphs draw from it
+        self.graph_bytes = 0  # memory of the graphs captured so far
+        self._compiled: dict[str, Compiled] = {}  # by function, as each is compiled once
+
+    def plan(self, decoding: Decoding) -> CyclePlan:
+        on_gpu = self.eager.lm.target.device.type == "cuda"
+        return plan_cycle(self.mode, on_gpu, self.eager.proposer.traits(decoding), decoding)
+
+    def begin(self, plan: CyclePlan, kept: KeptRows, clock: Clock, sampler: Sampler) -> None:
+        """Begins an answer."""
+        self._plan = plan
+        self._kept = kept
+        self._clock = clock
+        self._sampler = sampler
+        self._base = self.eager
+        if plan.compiled:
+            for name in plan.compiled - self._compiled.keys():
+                self._compiled[name] = Compiled(getattr(self.eager, name))
+            functions = {name: self._compiled[name] for name in plan.compiled}
+            self._base = CompiledRunner(self.eager, functions)
+
+    def runner_for(self, levels: int) -> "EagerRunner":
+        """What runs the next cycle, whose tree may be this deep; eager for trees that must be
+        short.
+        """
+        plan, kept = self._plan, self._kept
+        if self.mode == "eager":
+            kept.captured.pop(self, None)  # frees graphs of before a failure
+            return self.eager
+        if levels < (self.eager.proposer.levels or 0):
+            return self.eager
+        if plan.captured:
+            kept.visible = kept.positions[: bucket(kept.length)]
+        if plan.compiled:  # one compiled form serves all widths
+            torch._dynamo.maybe_mark_dynamic(kept.visible, 0)
+        if not plan.captured:
+            return self._base
+        by_width = kept.captured.setdefault(self, {})
+        key = (len(kept.visible), plan.by_level)
+        if key not in by_width:
+            pool = next((graphs.pool for graphs in by_width.values()), None)
+            by_width[key] = Graphs(self, pool)
+        return CapturedRunner(self._base, plan, by_width[key], self._clock, self._sampler)
+
+
+class EagerRunner:
+    """Runs the functions as they are."""
+
+    def __init__(self, lm: CachedLM, proposer: Proposer, form: Form) -> None:
+        self.lm = lm
+        self.proposer = proposer
+        self.form = form
+
+    def draft(self, root: Tensor, max_levels: int) -> Tree:
+        return self.proposer.propose(root, max_levels) if max_levels else root_only(root)
+
+    def extend(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> TargetStep:
+        """The target's forward over a tree's nodes [N]."""
+        return self.lm.extend(tokens, depth, mask)
+
+    def judge(self, tree: Tree, logits: Tensor, sampler: Sampler) -> Tensor:
+        return judge(tree, logits, sampler)
+
+    def commit(
+        self, nodes: Tensor, new: Tensor, features: Tensor, last: Tensor | None = None
+    ) -> None:
+        """Keeps the rows of the accepted path, nodes [n], and tells the proposer its n new tokens.
+
+        last [1]: the row of the last accepted node, where refused ones follow.
+        """
+        if self.form == "tree":  # a chain's rows are in place already
+            self.lm.cache.gather(nodes)
+        self.proposer.commit(new, features.index_select(0, nodes), last)
+
+    def accept(self, verdict: Verdict, features: Tensor) -> None:
+        """Commits what the verdict accepted."""
+        count = len(verdict.path)
+        self.commit(verdict.nodes[:count], verdict.new[:count], features)
+
+
+class CompiledRunner(EagerRunner):
+    """Runs some of the functions, by name, as torch.compile made them."""
+
+    def __init__(self, eager: EagerRunner, compiled: "dict[str, Compiled]") -> None:
+        super().__init__(eager.lm, eager.proposer, eager.form)
+        for name, function in compiled.items():
+            setattr(self, name, function)
+
+
+class Compiled:
+    """A function of a cycle, compiled at its first call; if that fails, it runs as it is, with a
+    warning.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        # apart from other decoders' versions of the same code, of which torch keeps at most eight
+        options: Any = {"fullgraph": True, "isolate_recompiles": True}
+        self._function = function
+        self._run = torch.compile(function, **options)
+
+    def __call__(self, *arguments: Any) -> Any:
+        for argument in arguments:
+            if isinstance(argument, Tensor) and len(argument) > 1:  # compiled once for all lengths
+                torch._dynamo.maybe_mark_dynamic(argument, 0)
+        try:
+            return self._run(*arguments)
+        except (
+            torch._dynamo.exc.TorchDynamoException,
+            torch._dynamo.exc.FailOnRecompileLimitHit,
+        ) as error:
+            name = self._function.__name__
+            warn(f"target.cycle compiled: {name} runs as it is: {first_line(error)}")
+            self._run = self._function
+            return self._run(*arguments)
+
+
+class CapturedRunner(EagerRunner):
+    """Replays the functions that the plan captures as CUDA graphs, and runs the others as `base` does.
+
+    If a capture fails or gives other logits, a warning says why, and all goes on eagerly.
+    """
+
+    def __init__(
+        self,
+        base: EagerRunner,
+        plan: CyclePlan,
+        graphs: "Graphs",
+        clock: Clock,
+        sampler: Sampler,
+    ) -> None:
+        super().__init__(base.lm, base.proposer, base.form)
+        self.base = base
+        self.plan = plan
+        self.graphs = graphs
+        self.clock = clock
+        # A graph that draws or judges is captured for these.
+        decoding = sampler.decoding
+        self.laws = (decoding.temperature, decoding.top_k, decoding.top_p, decoding.min_p)
+
+    def draft(self, root: Tensor, max_levels: int) -> Tree:
+        if "draft" not in self.plan.captured or self.has_failed:
+            return self.base.draft(root, max_levels)
+        if self.plan.by_level:
+            return self._draft_by_level(root, max_levels)
+        laws = self.laws if self.plan.draws else None
+        return cast(Tree, self._replay("draft", laws, self.base.draft, root, max_levels))
+
+    def _draft_by_level(self, root: Tensor, max_levels: int) -> Tree:
+        graphs, proposer = self.graphs, cast(TreeProposer, self.proposer)
+        if not graphs.levels:
+            try:
+                self.clock.exclude(graphs.capture_levels, proposer, root, max_levels)
+            except RuntimeError as error:
+                self._fail("a level of the draft", why_not(error))
+                return self.base.draft(root, max_levels)
+        waits = proposer.shape.stop_read == "each"
+        return proposer.with_forwards(last_of(graphs.replay_levels(root, waits)))
+
+    def extend(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> TargetStep:
+        """Checks the logits the first two times: where it was captured, and elsewhere in the text."""
+        step: TargetStep = self._replay("extend", None, self.base.extend, tokens, depth, mask)
+        num_checked = self.graphs.checked.get(len(tokens), 0)
+        if self.has_failed or num_checked == 2:
+            return step
+        self.graphs.checked[len(tokens)] = num_checked + 1
+        plain: TargetStep = self.clock.exclude(super().extend, tokens, depth, mask)
+        difference = self.clock.exclude(self.lm.target.difference, step.logits, plain.logits)
+        if difference is None:
+            return step
+        self._fail("extend", f"its logits differ by {difference:.2g}")
+        return plain
+
+    def judge(self, tree: Tree, logits: Tensor, sampler: Sampler) -> Tensor:
+        if "judge" not in self.plan.captured or self.has_failed:
+            return self.base.judge(tree, logits, sampler)
+        # It reads the very tensors that other graphs wrote, so it has no inputs of its own.
+        key = (self.laws, tree.tokens, logits)
+        function = partial(self.base.judge, tree, logits, sampler)
+        return cast(Tensor, self._replay("judge", key, function))
+
+    def accept(self, verdict: Verdict, features: Tensor) -> None:
+        """Commits all nodes of the verdict, so that the size is always the same; `last` says where
+        the path ends.
+        """
+        count = len(verdict.path)
+        last = self.lm.cache.kept.positions[count - 1 : count]
+        arguments = (verdict.nodes, verdict.new, features, last)
+        self._replay("commit", None, self.base.commit, *arguments)
+
+    def _replay(self, name: str, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+        if self.has_failed:
+            return function(*arguments)
+        sizes = [len(part) if isinstance(part, Tensor) else part for part in arguments]
+        graph_key = (name, key, *sizes)
+        if graph_key not in self.graphs.by_key:
+            runs_twice = name != "commit"  # rows may be moved only once
+            try:
+                self.clock.exclude(self.graphs.add, graph_key, function, arguments, runs_twice)
+            except RuntimeError as error:  # such as too little memory
+                self._fail(name, why_not(error))
+                return function(*arguments)
+        return self.graphs.by_key[graph_key].replay(arguments)
+
+    def _fail(self, name: str, why: str) -> None:
+        warn(f"target.cycle captured: {name} cannot be captured: {why}")
+        self.graphs.runners.mode = "eager"
+
+    @property
+    def has_failed(self) -> bool:
+        return self.graphs.runners.mode == "eager"
+
+
+def record_graph(
+    function: Callable[[], Any], device: torch.device, pool: Any, generator: torch.Generator
+) -> tuple[Callable[[], None], Any]:
+    """A function's CUDA graph: its replay (with new draws), and the output that each replay
+    overwrites.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    graph.register_generator_state(generator)
+    with torch.cuda.device(device), torch.cuda.graph(graph, pool, stream):
+        output = function()
+    return graph.replay, output
+
+
+class Graph(NamedTuple):
+    """One captured function."""
+
+    play: Callable[[], None]
+    inputs: list[Any]  # the tensors that it reads its arguments from
+    output: Any
+
+    def replay(self, arguments: tuple[Any, ...] = ()) -> Any:
+        for argument, read_from in zip(arguments, self.inputs, strict=True):
+            if isinstance(argument, Tensor):
+                read_from.copy_(argument)
+        self.play()
+        return self.output
+
+
+class Graphs:
+    """The CUDA graphs of a decoder's cycle for one width."""
+
+    def __init__(self, runners: Runners, pool: Any = None) -> None:
+        """pool: the memory of other graphs, of which one must still live: a pool is freed with its
+        last graph.
+        """
+        self.runners: Runners = weakref.proxy(runners)  # whose caches hold this
+        self.device = runners.generator.device
+        self.pool = pool
+        if pool is None and self.device.type == "cuda":
+            self.pool = torch.cuda.graph_pool_handle()
+        self.by_key: dict[Any, Graph] = {}  # by function, settings and the sizes of its arguments
+        # of each level: its growth, the tree that it ends
+        self.levels: list[tuple[Graph, Graph]] = []
+        self.checked: dict[int, int] = {}  # by number of nodes: how often a forward was compared
+
+    def add(
+        self, key: Any, function: Callable[..., Any], arguments: tuple[Any, ...], runs_twice: bool
+    ) -> None:
+        """Captures a call; runs_twice: it is made once before, to set libraries and tables up."""
+        if runs_twice:
+            state = self.runners.generator.get_state()
+            function(*arguments)
+            self.runners.generator.set_state(state)  # takes its draws back
+        inputs = [part.clone() if isinstance(part, Tensor) else part for part in arguments]
+        play, output = self._capture(partial(function, *inputs))
+        self.by_key[key] = Graph(play, inputs, output)
+
+    def capture_levels(self, proposer: TreeProposer, root: Tensor, max_levels: int) -> None:
+        for grown in proposer.propose_levels(root, max_levels):
+            grown.finish()  # runs once as it is, to set libraries and tables up
+        own_root = root.clone()
+        growing = proposer.propose_levels(own_root, max_levels)
+        levels = []
+        for _ in range(max_levels):
+            play, grown = self._capture(partial(next, growing))
+            play_tree, tree = self._capture(grown.finish)
+            levels.append((Graph(play, [own_root], grown.ends), Graph(play_tree, [], tree)))
+        self.levels = levels
+
+    def _capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """`record_graph`, counting its memory."""
+        if self.device.type != "cuda":
+            return record_graph(function, self.device, self.pool, self.runners.generator)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device)
+        try:
+            return record_graph(function, self.device, self.pool, self.runners.generator)
+        finally:
+            self.runners.graph_bytes += torch.cuda.memory_reserved(self.device) - before
+
+    def replay_levels(self, root: Tensor, waits: bool) -> Iterator[Grown]:
+        """waits: reads each answer of the stop rule before the next level is launched."""
+        self.levels[0][0].inputs[0].copy_(root)
+        for level, tree in self.levels:
+            level.play()
+            yield Grown(bool(level.output) if waits else level.output, tree.replay)
+
+
+def why_not(error: RuntimeError) -> str:
+    return first_line(error.__context__ or error)  # what broke the capture: ending it fails, too
