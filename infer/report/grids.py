@@ -106,12 +106,7 @@ def context_grids(sweeps: SummaryRows) -> dict[str, Grid]:
 
 
 def task_grid(rows: SummaryRows, by_task: Mapping[int, SummaryRows]) -> Grid | None:
-<<<<<<< HEAD
     """Drafting rows by task; by_task: by position in rows, the row on each task (its `value`)."""
-=======
-    """TreeProposer rows by task; by_task: by position in rows, the row on each task (its `value`)."""
-    tasks = dict.fromkeys(row.task for row in chain(*by_task.values()))
->>>>>>> 7fccb8c (The dynamic tree, the static tree and the ways to run a cycle have a file each; one plan says how a cycle runs)
     lines = []
     for position, points in by_task.items():
         row = rows[position]
