@@ -133,7 +133,8 @@ def collate(rows: Sequence[BatchRow], numbers: Sequence[int], packed: bool = Fal
 
 def _renumbered(turn_ids: list[Tensor]) -> list[Tensor]:
     """Turn ids of conversations that share a row: no two may have the same one."""
-    used, renumbered = 0, []
+    used = 0
+    renumbered = []
     for ids in turn_ids:
         renumbered.append(torch.where(ids > 0, ids + used, 0))
         used += int(ids.max())
@@ -210,7 +211,8 @@ class Order:
     def _shuffled(self, generator: torch.Generator) -> list[int]:
         if self.pools is None:
             return permuted(range(len(self.lengths)), generator)
-        shards, at_once = permuted(self.pools.shards, generator), self.pools.at_once
+        shards = permuted(self.pools.shards, generator)
+        at_once = self.pools.at_once
         shuffled = list[int]()
         for first in range(0, len(shards), at_once):
             pool = [*chain.from_iterable(shards[first : first + at_once])]
@@ -223,7 +225,8 @@ def prefetched(make: Callable[[int], Prefetched], numbers: Iterable[int]) -> Ite
     # Rebuilds torch's pool after a fork; two threads cannot do it at once.
     torch.set_num_threads(torch.get_num_threads())
     with ThreadPoolExecutor(max_workers=2, thread_name_prefix="batches") as pool:
-        rest, pending = iter(numbers), deque[Future[Prefetched]]()
+        rest = iter(numbers)
+        pending = deque[Future[Prefetched]]()
         while True:
             pending.extend(pool.submit(make, number) for number in islice(rest, 3 - len(pending)))
             if not pending:
@@ -298,7 +301,8 @@ def with_states(
     """The batch with the target's states, zero in padding as in a cache."""
     if batch.features is not None:  # zeros, in a process without rows
         return batch
-    ids, documents = batch.input_ids, batch.documents
+    ids = batch.input_ids
+    documents = batch.documents
     if documents is not None:  # the target reads packed conversations one per row
         ids = pad_sequence(ids[0].split(documents), batch_first=True)  # [N, T]
     output, mask = forward(target, ids, batch.lengths, after_blocks)

@@ -1,6 +1,6 @@
 """The feature cache: the target's states of every token, in memory-mapped files.
 
-    shard-00000.safetensors  some rows, one after the other (TOKENS and STATES below)
+    shard-00000.safetensors  some rows, one after the other (TOKEN_NAMES and STATE_NAMES below)
     shard-00000.json         its record, a Manifest
     index.json               all records together, a Manifest; written last
 
@@ -46,8 +46,8 @@ VALUES: dict[StorageForm, torch.dtype] = {
 }
 LARGEST: dict[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 # The tensors of a shard, in two groups: a row's tokens are also read without its states.
-TOKENS = ("input_ids", "turns")  # the second: a row's turn_ids
-STATES = ("last_hidden", "taps", "scales")
+TOKEN_NAMES = ("input_ids", "turns")  # the second: a row's turn_ids
+STATE_NAMES = ("last_hidden", "taps", "scales")
 # Checksums in its record, 8 hex digits per row and group.
 TOKEN_SUMS = "token_checksums"
 STATE_SUMS = "state_checksums"
@@ -151,7 +151,7 @@ class Shard:
 
     def save(self, tensors: dict[str, Tensor]) -> None:
         facts: dict[str, Any] = {"lengths": self.lengths}
-        for sums, names in ((TOKEN_SUMS, TOKENS), (STATE_SUMS, STATES)):
+        for sums, names in ((TOKEN_SUMS, TOKEN_NAMES), (STATE_SUMS, STATE_NAMES)):
             parts = [tensors[name].split(self.lengths) for name in names if name in tensors]
             facts[sums] = "".join(map(checksum, zip(*parts, strict=True)))
         write_atomically(self.path, lambda temporary: save_file(tensors, temporary))
@@ -205,7 +205,9 @@ class CachePlan:
     def write_index(self, fingerprint: dict[str, Any]) -> Manifest:
         """Joins the shards' records."""
         files = dict[str, tuple[int, str]]()
-        lengths, token_sums, state_sums = list[int](), "", ""
+        lengths = list[int]()
+        token_sums = ""
+        state_sums = ""
         for shard in self.shards:
             record = Manifest.read(self.directory, shard.record.name)
             files |= record.files
@@ -291,7 +293,7 @@ class FeatureCache(Sequence[CachedRow]):
     def tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(input_ids, turn_ids) of each row."""
         for number in self.numbers:
-            row = self._read(number, TOKENS, TOKEN_SUMS)
+            row = self._read(number, TOKEN_NAMES, TOKEN_SUMS)
             yield row["input_ids"].long(), row["turns"]
 
     def __len__(self) -> int:
@@ -301,7 +303,8 @@ class FeatureCache(Sequence[CachedRow]):
         if isinstance(position, slice):
             return FeatureCache(self.directory, self.manifest, self.numbers[position])
         number = self.numbers[position]
-        row = self._read(number, TOKENS, TOKEN_SUMS) | self._read(number, STATES, STATE_SUMS)
+        row = self._read(number, TOKEN_NAMES, TOKEN_SUMS)
+        row |= self._read(number, STATE_NAMES, STATE_SUMS)
         is_encoded = self.facts["storage"] is not None
         return CachedRow(
             input_ids=row["input_ids"].long(),

@@ -30,7 +30,9 @@ MAX_REASONS = 40  # a template's refusal may quote the text
 UNKNOWN_KEYS = "keys of no known shape"
 
 SHAPES = read_yaml(Path(__file__).with_name("shapes.yaml"))[0]
-ROLES = {name: role for role, names in SHAPES["roles"].items() for name in names.split()}
+ROLES: dict[str, str] = {}  # the role of each name that data sets use
+for _role, _names in SHAPES["roles"].items():
+    ROLES |= dict.fromkeys(_names.split(), _role)
 PAIRS = [tuple(pair) for pair in SHAPES["pairs"]]  # columns of a question and its answer
 LISTS = ("conversations", "messages", "conversation")  # columns of turns
 SYSTEM_COLUMNS = ("system", "system_prompt")
@@ -74,10 +76,10 @@ class Tally:
         self.counts[key] += 1
         self.examples.setdefault(key, f"{source}: {sentence}" if sentence else source)
 
-    def merge(self, other: "Tally") -> None:
+    def merge(self, tally: "Tally") -> None:
         """Adds another process's counts, except the number of rows read."""
-        self.counts.update(other.counts)
-        self.examples = other.examples | self.examples
+        self.counts.update(tally.counts)
+        self.examples = tally.examples | self.examples
 
     @property
     def kept(self) -> int:
@@ -217,7 +219,8 @@ def to_messages(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> list[Me
 def _turns_of(row: Mapping[str, Any], fields: tuple[str, ...]) -> list[Any]:
     """Turns as they stand in the row: from the recipe's columns, else a list, else a known pair."""
     pairs = [fields, *PAIRS] if fields else PAIRS
-    pair = next((pair for pair in pairs if all(row.get(name) is not None for name in pair)), ())
+    filled = {name for name, value in row.items() if value is not None}
+    pair = next((pair for pair in pairs if filled.issuperset(pair)), ())
     if pair and pair == fields:
         return _turns_of_pair(row, pair)
     for name in LISTS:
@@ -338,7 +341,8 @@ def _joined_speakers(messages: list[Message], changes: set[str]) -> list[Message
     """With turns in a row by one speaker as one turn; turns with more than a text stay apart."""
     joined = list[Message]()
     for message in messages:
-        role, before = message["role"], joined[-1] if joined else {}
+        role = message["role"]
+        before = joined[-1] if joined else {}
         are_texts = message.keys() == before.keys() == {"role", "content"}
         if are_texts and before["role"] == role != "tool":
             # A new message: the old one is the row's.

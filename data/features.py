@@ -117,7 +117,8 @@ def extract(
 
     state: accelerate's PartialState.
     """
-    number, world = state.process_index, state.num_processes
+    number = state.process_index
+    world = state.num_processes
     shards = share.part(plan.shards)[number::world]
     num_tokens = sum(shard.num_tokens for shard in shards)
     writer = Writer(target, plan)
@@ -197,7 +198,8 @@ class Writer:
         pending: Future[None] | None = None
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer") as pool:
             for waits in (False, True):
-                shards, left = left, []
+                shards = left
+                left = []
                 for shard in shards:
                     lock = Lock(self.plan.directory / WRITING / shard.path.stem)
                     with ExitStack() as stack:
@@ -218,7 +220,8 @@ class Writer:
 
     def forward(self, rows: Sequence[TokenRow]) -> Tensor:
         """States [N, S * D] of the rows' tokens, row by row: last_hidden, then the taps."""
-        batch, device = collate(rows, range(len(rows))), self.target.device
+        batch = collate(rows, range(len(rows)))
+        device = self.target.device
         started = time.perf_counter()
         output, mask = forward(self.target, batch.input_ids, batch.lengths, self.plan.after_blocks)
         if device.type == "cuda":
@@ -287,7 +290,8 @@ def prepare(
 ) -> tuple[CachePlan, Any, Any]:
     """(plan, tokenizer, facts), after all checks that need no weights."""
     hf_config = load_config(recipe.target)
-    text_config, path = hf_config.get_text_config(), recipe.target.path
+    text_config = hf_config.get_text_config()
+    path = recipe.target.path
     if reason := only_trains(hf_config):
         warn(f"{path}: {reason}")
     taps = taps_of(recipe, text_config.num_hidden_layers)
@@ -365,7 +369,8 @@ def write(recipe: Recipe, stage: Stage, share: JobShare, overwrite: bool, state:
 
 def storage_error(writer: Writer) -> str:
     """A line to print: what storing the target's states changes, measured on some tokens."""
-    target, storage = writer.target, writer.plan.storage
+    target = writer.target
+    storage = writer.plan.storage
     width = target.hidden_size
     states = writer.forward(next(_batches(writer.plan, writer.plan.shards)))
     states = states[:: -(-len(states) // SAMPLE_TOKENS)]  # [T, S * D]
@@ -413,7 +418,8 @@ def time_forwards(recipe: Recipe, plan: CachePlan, share: JobShare, device: str)
 
 def check_cache(directory: Path) -> int:
     """Prints every difference between a cache and its index; returns 1 if there is any."""
-    files, problems = dict[str, tuple[int, str]](), list[str]()
+    files = dict[str, tuple[int, str]]()
+    problems = list[str]()
     try:
         files = Manifest.read(directory, CACHE_INDEX).files
         surplus = {path.name for path in directory.glob("shard-*")} - set(files)

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from dataclasses import replace
+from itertools import chain
 from math import ceil, inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,7 +54,7 @@ class Machine(NamedTuple):
     speed: float  # operations a second, of all GPUs or cores
 
 
-class TargetFacts(NamedTuple):
+class TargetSizes(NamedTuple):
     text_config: Any
     params: int
     dtype: torch.dtype
@@ -93,7 +94,7 @@ def recipe_text(requested: Requested) -> str:
     # (1) what is there
     machine = this_machine()
     target_config: TargetConfig = validate(requested["target"], TargetConfig, "--target", {})
-    target = target_facts(target_config, machine)
+    target = target_sizes(target_config, machine)
     corpus = measure_corpus(target_config, requested["data"], target.context)
 
     # (2) the head, and the name of the run
@@ -128,7 +129,8 @@ def recipe_text(requested: Requested) -> str:
 
 
 def this_machine() -> Machine:
-    gpus, cores = torch.cuda.device_count(), os.cpu_count() or 1
+    gpus = torch.cuda.device_count()
+    cores = os.cpu_count() or 1
     if gpus:
         memory = torch.cuda.get_device_properties(0).total_memory
         return Machine(gpus, cores, memory, gpus * GPU_SPEED)
@@ -136,14 +138,14 @@ def this_machine() -> Machine:
     return Machine(gpus, cores, memory, cores * CORE_SPEED)
 
 
-def target_facts(config: TargetConfig, machine: Machine) -> TargetFacts:
+def target_sizes(config: TargetConfig, machine: Machine) -> TargetSizes:
     hf_config = load_config(config)
     stored = getattr(hf_config, "dtype", None) or torch.float32
     params = weights_size(config) // stored.itemsize
     is_large = 4 * params > machine.memory / 2  # in float32
     dtype = torch.bfloat16 if machine.gpus or is_large else torch.float32
     text_config = hf_config.get_text_config()
-    return TargetFacts(text_config, params, dtype, context_of(text_config) or LONGEST)
+    return TargetSizes(text_config, params, dtype, context_of(text_config) or LONGEST)
 
 
 def measure_corpus(target: TargetConfig, section: dict[str, Any], context: int) -> Corpus:
@@ -152,7 +154,7 @@ def measure_corpus(target: TargetConfig, section: dict[str, Any], context: int) 
     if not all(is_here(name) for name in data.conversations):
         max_length = section.get("max_length") or min(LONGEST, context)
         return Corpus(0, 0, data.held_out, max_length, LONGEST, min(LONGEST, max_length))
-    num_read = sum(sum(1 for _ in read_rows(name)) for name in data.conversations)
+    num_read = sum(1 for _ in chain.from_iterable(map(read_rows, data.conversations)))
     if "held_out" not in section and 0 < num_read < 800:
         data = replace(data, held_out=min(0.2, round(40 / num_read, 2)))  # enough to measure with
     sample, _, tally = tokenize_for_target(
@@ -191,7 +193,7 @@ def run_name(target_path: str) -> str:
 # --- the head -----------------------------------------------------------------------------------
 
 
-def choose_kind(requested: Requested, target: TargetFacts) -> tuple[str, str]:
+def choose_kind(requested: Requested, target: TargetSizes) -> tuple[str, str]:
     """A kind of head, and why."""
     if kind := requested["head"].get("kind"):
         return kind, "as asked"
@@ -206,7 +208,7 @@ def servers_of(kind: str) -> str:
     return f"vLLM (aerie convert --to {LAYOUT_FOR_VLLM[kind]}) and SGLang (--to sglang) load it"
 
 
-def choose_head(kind: str, requested: Requested, target: TargetFacts, corpus: Corpus) -> HeadChoice:
+def choose_head(kind: str, requested: Requested, target: TargetSizes, corpus: Corpus) -> HeadChoice:
     text = target.text_config
     width = text.hidden_size
     inner_width = getattr(text, "intermediate_size", None) or 4 * width
@@ -224,7 +226,8 @@ def _choose_eagle3(
     section: dict[str, Any], layer: int, requested: Requested, text: Any, corpus: Corpus
 ) -> HeadChoice:
     # SpecForge's settings; for a new head, what docs/studies.md found.
-    blocks, width = text.num_hidden_layers, text.hidden_size
+    blocks = text.num_hidden_layers
+    width = text.hidden_size
     taps = default_taps(blocks) or tuple(range(max(blocks - 3, 0), blocks))
     rate = 1e-4 * PUBLISHED_WIDTH / width
     train: dict[str, Any] = {
@@ -254,7 +257,7 @@ def _choose_eagle3(
 # --- the sections -------------------------------------------------------------------------------
 
 
-def target_part(target: TargetFacts, machine: Machine) -> Part:
+def target_part(target: TargetSizes, machine: Machine) -> Part:
     text = target.text_config
     values = {"dtype": str(target.dtype).removeprefix("torch.")}
     if machine.gpus > 1 and target.params * target.dtype.itemsize > 0.8 * machine.memory:
@@ -281,7 +284,7 @@ def features_part(
     requested: Requested,
     run: str,
     head: HeadChoice,
-    target: TargetFacts,
+    target: TargetSizes,
     corpus: Corpus,
     machine: Machine,
 ) -> Part:
@@ -310,7 +313,7 @@ def train_part(
     requested: Requested,
     features: dict[str, Any],
     head: HeadChoice,
-    target: TargetFacts,
+    target: TargetSizes,
     corpus: Corpus,
     machine: Machine,
 ) -> Part:

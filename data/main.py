@@ -130,7 +130,8 @@ def init(arguments: argparse.Namespace, unknown: list[str]) -> int:
 
 
 def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
-    config, paths = recipe.synthetic, recipe.paths
+    config = recipe.synthetic
+    paths = recipe.paths
     if config is None:
         raise UserError(
             f"{arguments.config}: no section 'synthetic'; see configs/embedded.yaml for one"
@@ -186,7 +187,8 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
     share = JobShare.of(arguments.shard)
     quieten()
     status = _status(recipe, "distill", share)
-    target, questions = target_inputs(recipe.target), _measuring_questions(recipe, recipe.distill)
+    target = target_inputs(recipe.target)
+    questions = _measuring_questions(recipe, recipe.distill)
     job = Distillation.of(recipe.paths.distilled, recipe.distill, target, questions)
     if job.stage.is_whole() and not arguments.retry_failed:
         return _reuse(arguments, job.stage, status)
@@ -234,7 +236,8 @@ def _local_target(recipe: Recipe, sampling: AnswerSamplingConfig, thinking: Any)
     from aerie.infer.decode.engine import SpeculativeDecoder
     from aerie.model.target import Target
 
-    target, head = Target.load(recipe.target, _device(recipe)), recipe.paths.head(recipe)
+    target = Target.load(recipe.target, _device(recipe))
+    head = recipe.paths.head(recipe)
     drafts = (head / "config.json").is_file()
     decoder = SpeculativeDecoder.from_pretrained(
         target, str(head) if drafts else None, tree=recipe.tree

@@ -180,7 +180,8 @@ def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
         num_turns = generator.choice(NUM_TURNS)
         while len(turns) < num_turns:  # the family has no more to say: go on with another topic
             turns = [*turns, fresh(generator, generator.choice(FAMILIES))[0]]
-        messages, opening = [], ""
+        messages = []
+        opening = ""
         if generator.random() < SYSTEM_SHARE:
             prompt, opening = generator.choice(FRAME["system_prompts"])
             messages.append({"from": "system", "value": prompt})

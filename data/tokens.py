@@ -46,7 +46,8 @@ SLOW_SECONDS = 5.0  # work that takes longer goes to several processes, and its 
 ROWS_FILE = "rows.parquet"
 # The code that decides the rows: kept ones are of no use once it has changed.
 CODE = ("chat.py", "conversations.py", "rows.py", "tokens.py", "shapes.yaml")
-GREEN, RESET = "\x1b[32m", "\x1b[0m"
+GREEN = "\x1b[32m"
+RESET = "\x1b[0m"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a corpus must not steer the terminal
 
 
@@ -59,7 +60,8 @@ def tokenize_for_target(
     target: TargetConfig, config: DataConfig
 ) -> tuple[TokenisedData, Any, Tally]:
     """The rows, the target's tokenizer and what was counted."""
-    tokenizer, tally = load_tokenizer(target), Tally()
+    tokenizer = load_tokenizer(target)
+    tally = Tally()
     return tokenize(config, tokenizer, target_end_ids(target, tokenizer), tally), tokenizer, tally
 
 
@@ -244,7 +246,8 @@ class RowMaker:
                 f"{source}: token ids {min(ids):,} to {max(ids):,} are outside "
                 f"the {self.num_ids:,} of the target's tokenizer; use that one"
             )
-        turn_ids, turn = array("i"), 0
+        turn_ids = array("i")
+        turn = 0
         for before, bit in pairwise([0, *mask]):
             turn += bit and not before
             turn_ids.append(turn * bit)
@@ -319,7 +322,8 @@ def preview(rows: Sequence[TokenRow], tokenizer: Any, color: bool = True) -> str
 
 def _preview_row(row: TokenRow, tokenizer: Any, color: bool) -> str:
     parts = [f"{row.source}{statistics([row]).removeprefix('1 rows')}\n"]
-    before, position = "", 0
+    before = ""
+    position = 0
     for turn, run in groupby(row.turn_ids):
         position += len(list(run))
         # Decoded from the row's start on: a run alone may lose a blank or half a character.
@@ -355,7 +359,8 @@ def draft_vocabulary(
     if vocabulary is None:
         size = min(DEFAULT_SIZE, vocab_size) if size is None else size
         vocabulary = DraftVocabulary.most_frequent(counts, size, forced)
-    coverage, num_tokens = vocabulary.coverage(counts), int(counts.sum())
+    coverage = vocabulary.coverage(counts)
+    num_tokens = int(counts.sum())
     facts = {"size": vocabulary.size, "coverage": round(coverage, 6), "counted_tokens": num_tokens}
     line = (
         f"draft vocabulary: {vocabulary.size:,} of {vocab_size:,} tokens "

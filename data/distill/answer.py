@@ -95,12 +95,14 @@ class Thinking:
 
     def read(self, answer: Answer) -> Answer:
         """The answer, with its thinking split from its content."""
-        content, thought = answer.content, answer.reasoning
+        content = answer.content
+        thought = answer.reasoning
         # A server's blank thinking is none, unless the prompt opens it.
         if thought is not None and (thought.strip() or (self.is_opened and CLOSE not in content)):
             # The line breaks that the server has stripped are put back.
             is_open = answer.is_cut and not content
-            before, after = "" if self.is_opened else "\n", "" if is_open else "\n"
+            before = "" if self.is_opened else "\n"
+            after = "" if is_open else "\n"
             return replace(
                 answer,
                 reasoning=before + thought.strip("\n") + after,
@@ -155,7 +157,8 @@ class Thinking:
         if answer.reasoning is None:
             return answer.content
         is_open = answer.is_cut and not answer.content
-        opening, closing = "" if self.is_opened else OPEN, "" if is_open else CLOSE
+        opening = "" if self.is_opened else OPEN
+        closing = "" if is_open else CLOSE
         return f"{opening}{answer.reasoning}{closing}{answer.content}"
 
     def prompt(self, messages: Sequence[Message]) -> str:
@@ -186,7 +189,8 @@ class Thinking:
         rewrites earlier tokens: then another row begins.
         """
         messages = system_turns(outcome.system)
-        prompts, is_text = list[str](), True
+        prompts = list[str]()
+        is_text = True
         for question, answer in zip(outcome.turns, outcome.answers, strict=True):
             messages.append({"role": "user", "content": question})
             prompts.append(self.prompt(messages))

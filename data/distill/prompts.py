@@ -44,7 +44,9 @@ class Questions(NamedTuple):
 
 def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[InputRow]:
     """Every input row of the sources; rows that overlap the evaluation's questions are skipped."""
-    overlap, seen, prompts = Overlap(questions, config.ngram), set[str](), list[InputRow]()
+    overlap = Overlap(questions, config.ngram)
+    seen = set[str]()
+    prompts = list[InputRow]()
     for number, source in enumerate(config.sources):
         for count, row in _drawn_rows(source, f"{config.seed}/{number}"):
             prompt = InputRow(f"{number}:{count}", row.source)
@@ -168,7 +170,9 @@ UNSPACED = (
     "\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
 )
 WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+")
-COMMON_SHARE, COMMON_LEAST = 0.1, 5  # a run in so many questions is an instruction
+# a run in so many questions is an instruction
+COMMON_SHARE = 0.1
+COMMON_LEAST = 5
 LEAST_WORDS = 4  # shorter questions ("Go on.") are only compared with whole texts
 
 
@@ -184,7 +188,8 @@ class Overlap:
     """
 
     def __init__(self, questions: Iterable[str], size: int) -> None:
-        splits = [list(split) for split in {tuple(words(question)) for question in questions}]
+        different = {tuple(words(question)) for question in questions}
+        splits = [list(split) for split in different]
         counts = Counter[bytes]()
         self._texts = set[bytes]()  # hashes of all of a question
         for split in splits:

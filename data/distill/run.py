@@ -48,7 +48,8 @@ from aerie.model.target import load_tokenizer, target_end_ids
 
 # of a row in a journal
 JOURNAL_LINE = re.compile(rb'\{"id": "([\w:.-]+)", "status": "(done|skipped|failed)", .*\}\n')
-OUTCOME, INPUT_ROWS = TypeAdapter(Outcome), TypeAdapter(list[InputRow])
+OUTCOME = TypeAdapter(Outcome)
+INPUT_ROWS = TypeAdapter(list[InputRow])
 SUMMARY_PAGE = Path(__file__).with_name("summary.html.jinja")
 
 # --- flaws of answers ---------------------------------------------------------------------------
@@ -117,7 +118,8 @@ def _ends_in_rounds(units: Sequence[str], least: int) -> bool:
 
 
 def _is_foreign(question: str, answer: str) -> bool:
-    known, scripts = set(_scripts(question)), _scripts(answer)
+    known = set(_scripts(question))
+    scripts = _scripts(answer)
     num_foreign = sum(script not in known for script in scripts)
     if not known or len(scripts) < LEAST_LETTERS:
         return False
@@ -251,7 +253,8 @@ class Distillation:
 
     def prompts(self, overwrite: bool) -> list[InputRow]:
         """The input rows, made once; overwrite replaces another recipe's and their answers."""
-        path, record = self.directory / "prompts.jsonl", "prompts.json"
+        path = self.directory / "prompts.jsonl"
+        record = "prompts.json"
         with Lock(self.directory / ".prompts.lock") as lock:
             lock.acquire()
             checked = Manifest.check(self.directory, self.inputs, name=record)
@@ -285,7 +288,8 @@ class Distillation:
         with Lock(path) as lock:
             if not lock.acquire(wait=False):
                 raise UserError(f"{path}: another process writes it; wait for it")
-            rows, ended = share.part(prompts), ended_rows(self.directory)
+            rows = share.part(prompts)
+            ended = ended_rows(self.directory)
             if retry:
                 ended = {name: row for name, row in ended.items() if row.is_done}
             waiting = [prompt for prompt in rows if prompt.id not in ended]
@@ -341,7 +345,9 @@ class Distillation:
         if prompt.skip is not None:
             return Outcome(prompt.id, "skipped", prompt.place, prompt.skip)
         messages = system_turns(prompt.system)
-        answers, invented, turns = list[Answer](), None, prompt.turns
+        answers = list[Answer]()
+        invented = None
+        turns = prompt.turns
         try:
             if prompt.invent is not None:
                 invented = await draw([{"role": "user", "content": prompt.invent}], "invent")
@@ -420,7 +426,8 @@ def run_distillation(
     make_local: Callable[[Thinking], Ask],
 ) -> None:
     """Runs `aerie distill`; make_local loads the target if the recipe has no server."""
-    share, server = JobShare.of(options.shard), job.config.server
+    share = JobShare.of(options.shard)
+    server = job.config.server
     if options.merge and (options.retry_failed or share.count > 1):
         raise UserError("--merge asks nothing; leave --retry-failed and --shard out")
     tokenizer = load_tokenizer(target)

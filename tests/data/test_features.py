@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from aerie.configs.errors import NotWritable, UserError
 from aerie.configs.schema.data import DataConfig, FeaturesConfig
 from aerie.data.batches import collate, group_by_length, with_states
-from aerie.data.cache import CachePlan, rows_digest
+from aerie.data.cache import CachePlan
 from aerie.data.chat import TokenRow
 from aerie.data.features import WRITING, plan_cache, within_context
 from aerie.data.progress import JobShare
@@ -140,15 +140,6 @@ def test_the_cache_does_not_depend_on_how_it_was_shared_out_or_continued(
                 times.setdefault(path.name, path.stat().st_mtime_ns) == path.stat().st_mtime_ns
             )  # never made twice
     assert index is not None and caches.contents(plan.directory) == whole
-
-
-def test_the_rows_digest_sees_ids_and_turns() -> None:
-    rows = (
-        TokenRow([1, 2], [0, 1], ""),
-        TokenRow([1, 3], [0, 1], ""),
-        TokenRow([1, 2], [0, 2], ""),
-    )
-    assert len({rows_digest([row]) for row in rows}) == 3
 
 
 def test_two_writers_of_one_cache_make_each_shard_once(

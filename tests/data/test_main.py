@@ -120,23 +120,6 @@ def test_a_share_is_no_cache_and_is_continued_by_any_other(
     assert call(main, *words) == 0 and contents(features) == whole
 
 
-def test_damage_is_named_by_check_and_training_and_mended_by_verify(
-    recipe: Path, features: Path, capsys: Any
-) -> None:
-    whole, shard, words = (
-        contents(features),
-        features / "shard-00001.safetensors",
-        ("features", "--config", recipe),
-    )
-    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
-    assert (
-        call(main, "check", "--config", recipe) == 1
-        and f"{shard}: is damaged" in capsys.readouterr().out
-    )
-    assert call(train, "--config", recipe) == 2 and f"{shard}: row " in capsys.readouterr().err
-    assert call(main, *words, "--verify") == 0 and contents(features) == whole
-
-
 def test_the_corpus_and_its_tokenizer_are_written_whole_reused_and_shown(
     tmp_path: Path, capsys: Any
 ) -> None:

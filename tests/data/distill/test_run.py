@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from aerie.configs.errors import NotWritable, UserError
+from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DistillConfig, GateConfig, ServerConfig, SourceConfig
 from aerie.data.conversations import Message
 from aerie.data.distill.answer import Answer, Ask, Outcome, Unanswered
@@ -92,21 +91,6 @@ def test_a_run_killed_at_random_moments_in_any_shares_ends_as_an_undisturbed_one
     path.write_text("{damaged}\n" + path.read_text()[40:])
     sit(tmp_path, echo)
     assert merged(tmp_path) == whole
-
-
-def test_a_full_disk_stops_a_run_that_goes_on_when_there_is_room(
-    small_disk: Path, whole: bytes
-) -> None:
-    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 8192))
-    with pytest.raises(NotWritable, match=r"jsonl: cannot be written .No space left"):
-        sit(
-            small_disk,
-            lambda messages, seed: echo([{**messages[0], "content": "word " * 2000}], seed),
-        )
-    (small_disk / "filler").unlink()
-    (small_disk / JOURNAL).write_bytes((small_disk / JOURNAL).read_bytes().rpartition(b"\n")[2])
-    sit(small_disk, echo)
-    assert merged(small_disk) == whole
 
 
 def test_failed_and_skipped_rows_are_asked_again_when_that_is_wished_by_one_writer(
