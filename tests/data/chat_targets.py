@@ -7,7 +7,8 @@ from tokenizers import processors
 from tests import tiny
 
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 TRIMMING = "{{ bos_token }}" + CHATML.replace(
@@ -20,7 +21,9 @@ NO_SYSTEM = (
 # Only the answer after the last question keeps its thinking; it always begins with a think block.
 THINK_DROPPING = """
 {%- set last = namespace(user=0) -%}
-{%- for m in messages %}{% if m['role'] == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor -%}
+{%- for m in messages %}
+{%- if m['role'] == 'user' %}{% set last.user = loop.index0 %}{% endif %}
+{%- endfor -%}
 {%- for m in messages -%}
 {{- '<|im_start|>' + m['role'] + '\\n' -}}
 {%- if m['role'] == 'assistant' and loop.index0 > last.user -%}
@@ -30,10 +33,11 @@ THINK_DROPPING = """
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}
 """
-# The generation prompt opens the thinking; an answer without thinking is rendered without the block.
+# The generation prompt opens the thinking; an answer without it is rendered without the block.
 THINK_OPENING = CHATML.replace("assistant\\n", "assistant\\n<think>\\n").replace(
     "m['content']",
-    "('<think>\\n' + m['reasoning_content'] + '\\n</think>\\n\\n' if m['reasoning_content'] else '') + m['content']",
+    "('<think>\\n' + m['reasoning_content'] + '\\n</think>\\n\\n' if m['reasoning_content'] else '')"
+    " + m['content']",
 )
 
 

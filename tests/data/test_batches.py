@@ -1,4 +1,4 @@
-"""Laws of batches: what is supervised, which rows a step takes, and that padding changes nothing."""
+"""Laws of batches: what is supervised, which rows a step takes, and what padding does: nothing."""
 
 import itertools
 import threading
@@ -30,15 +30,15 @@ from tests import tiny
         ([0, 1, 1, 2, 2, 0], 0, [0, 2]),  # adjacent turns stay separate
     ],
 )
-def test_slots_are_supervised_within_one_turn(
-    turn_ids: list[int], step: int, slots: list[int]
-) -> None:
+def test_supervised_slots(turn_ids: list[int], step: int, slots: list[int]) -> None:
+    """Slots are supervised within one turn."""
     ids = torch.arange(len(turn_ids))[None]
     batch = Batch(ids, torch.tensor([turn_ids]), torch.tensor([len(turn_ids)]), (0,))
     assert batch.supervised(step)[0].nonzero().flatten().tolist() == slots
 
 
-def test_padding_supervises_nothing_and_keeps_every_row() -> None:
+def test_padding() -> None:
+    """Padding supervises nothing and keeps every row."""
     rows = tiny.rows(3)
     batch = collate(rows, [4, 5, 6])
     assert batch.num_tokens == sum(len(row.input_ids) for row in rows) and batch.rows == (4, 5, 6)
@@ -54,8 +54,9 @@ def test_padding_supervises_nothing_and_keeps_every_row() -> None:
     assert empty.num_tokens == 0 and not empty.supervised().any()
 
 
-def test_packed_conversations_supervise_what_each_supervises_alone() -> None:
-    # the third begins with a learnt token, as pretokenised rows may; in a packed row it follows another conversation
+def test_packing() -> None:
+    """Packed conversations supervise what each supervises alone."""
+    # the third begins with a learnt token, as pretokenised rows may, and follows another one
     rows = [
         *tiny.rows(2),
         replace(tiny.rows(1)[0], turn_ids=torch.ones_like(tiny.rows(1)[0].turn_ids)),
@@ -75,7 +76,8 @@ def test_packed_conversations_supervise_what_each_supervises_alone() -> None:
         assert packed.supervised(step)[0].equal(alone)
 
 
-def test_batches_are_made_ahead_by_threads_and_come_in_their_order() -> None:
+def test_prefetched() -> None:
+    """Batches are made ahead by threads and come in their order."""
     made, both = list[int](), threading.Barrier(2)
 
     def make(number: int) -> int:
@@ -93,7 +95,8 @@ def test_batches_are_made_ahead_by_threads_and_come_in_their_order() -> None:
 LENGTHS = [3 + (7 * row) % 40 for row in range(101)]
 
 
-def test_shards_and_batches_take_every_row_once_within_their_tokens() -> None:
+def test_grouping() -> None:
+    """Shards and batches take every row once within their tokens."""
     lengths = [300, *LENGTHS, 300]
     everything = list(range(len(lengths)))
     shards, groups = (
@@ -108,7 +111,8 @@ def test_shards_and_batches_take_every_row_once_within_their_tokens() -> None:
     assert max(len(shards), len(groups)) < 1.25 * sum(lengths) / 256
 
 
-def test_a_step_takes_the_same_rows_however_it_is_cut_and_an_epoch_takes_each_once() -> None:
+def test_order() -> None:
+    """A step takes the same rows however it is cut, and an epoch takes each row once."""
     whole = Order(LENGTHS, seed=3, batch_size=1, accumulation=8)
     steps = [whole.rows(step) for step in range(whole.steps_per_epoch)]
     assert sorted(itertools.chain(*steps)) == list(range(len(LENGTHS))) and {
@@ -133,7 +137,8 @@ def test_a_step_takes_the_same_rows_however_it_is_cut_and_an_epoch_takes_each_on
     )  # any step, without those before
 
 
-def test_rows_of_pools_come_from_few_shards_at_a_time_and_every_epoch_takes_each_once() -> None:
+def test_pools() -> None:
+    """Rows of pools come from few shards at a time; an epoch takes each row once."""
     lengths = [5 + (7 * row) % 40 for row in range(1000)]
     shards = [range(first, first + 50) for first in range(0, 1000, 50)]
     order = Order(lengths, 3, 10, pools=ShardPools(shards, 2))

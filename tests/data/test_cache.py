@@ -1,4 +1,4 @@
-"""Laws of the feature cache: it returns what was written, in every storage format, and never damaged data."""
+"""Laws of the feature cache: it returns what was written, in every form, and nothing damaged."""
 
 import shutil
 from collections.abc import Callable
@@ -28,7 +28,8 @@ def cache(target: Target, tmp_path_factory: pytest.TempPathFactory) -> FeatureCa
     return caches.cache(tmp_path_factory.mktemp("cache"), target, DATA, after_blocks=(1, 3))
 
 
-def test_splits_and_slices_are_views_in_order(cache: FeatureCache) -> None:
+def test_views(cache: FeatureCache) -> None:
+    """Splits and slices are views in order."""
     train, held_out = cache.split("train"), cache.split("held_out")
     assert len(cache.shards) > 2 and [row.input_ids.tolist() for row in cache] == [
         row.input_ids for row in ROWS
@@ -42,9 +43,8 @@ def test_splits_and_slices_are_views_in_order(cache: FeatureCache) -> None:
     assert found == [(row.input_ids, row.turn_ids) for row in DATA.train]
 
 
-def test_a_cache_of_another_target_or_recipe_is_refused_with_both_values_and_the_command(
-    cache: FeatureCache, target: Target
-) -> None:
+def test_foreign_cache(cache: FeatureCache, target: Target) -> None:
+    """A cache of another target or recipe is refused: both values, and the command."""
     text_config, ends = load_vocab(
         TargetConfig(path=target.recipe.path)
     )  # without the trunk, as in training
@@ -63,7 +63,7 @@ def test_a_cache_of_another_target_or_recipe_is_refused_with_both_values_and_the
 
 
 def states(tokens: int = 200, width: int = 64, num_states: int = 3) -> torch.Tensor:
-    """States whose sizes differ by token and by state, and in which one dimension is a hundred times the others."""
+    """States whose sizes differ by token and by state, one dimension a hundred times the others."""
     generator = torch.Generator().manual_seed(0)
     made = torch.randn(tokens, num_states, width, generator=generator)
     made *= 10.0 ** torch.randint(-4, 4, (tokens, num_states, 1), generator=generator)
@@ -72,9 +72,10 @@ def states(tokens: int = 200, width: int = 64, num_states: int = 3) -> torch.Ten
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_value_is_within_the_forms_own_step_and_each_token_and_state_has_its_own_scale(
+def test_storage_forms(
     form: StorageForm,
 ) -> None:
+    """Every value is within its form's step, and each token and state has a scale."""
     made = states()
     restored, louder = (
         decode(*encode(made, 3, Storage(torch.float32, form)), torch.float32),
@@ -98,9 +99,10 @@ def test_every_value_is_within_the_forms_own_step_and_each_token_and_state_has_i
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_batch_holds_the_states_as_they_are_used_once_it_has_moved(
+def test_batch_decodes(
     form: StorageForm, cache: FeatureCache, target: Target, tmp_path: Path
 ) -> None:
+    """A batch holds the states as they are used once it has moved."""
     stored = caches.cache(tmp_path, target, DATA, after_blocks=(1, 3), storage=form)
     for packed in (False, True):
         exact, read = (
@@ -118,9 +120,8 @@ def test_a_batch_holds_the_states_as_they_are_used_once_it_has_moved(
 
 
 @pytest.mark.parametrize("form", [None, "int8"])
-def test_the_planned_bytes_are_those_of_the_files(
-    form: StorageForm | None, target: Target, tmp_path: Path
-) -> None:
+def test_planned_bytes(form: StorageForm | None, target: Target, tmp_path: Path) -> None:
+    """The planned bytes are those of the files."""
     many = TokenisedData(train=caches.rows(200), held_out=[])
     plan = caches.plan(tmp_path, target, many, after_blocks=(1, 3), storage=form, shard_tokens=3000)
     caches.write(target, plan)
@@ -135,9 +136,8 @@ def test_the_planned_bytes_are_those_of_the_files(
     assert 0 <= planned - size < 0.01 * size
 
 
-def test_a_cache_that_is_replaced_under_a_reader_is_noticed(
-    cache: FeatureCache, target: Target, tmp_path: Path
-) -> None:
+def test_replaced_under_a_reader(cache: FeatureCache, target: Target, tmp_path: Path) -> None:
+    """A cache that is replaced under a reader is noticed."""
     directory = shutil.copytree(cache.directory, tmp_path / "features")
     reader = FeatureCache.open(directory)
     before = reader[0].last_hidden
@@ -173,7 +173,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any]]] = {
 
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGES.values(), ids=DAMAGES)
-def test_each_damage_is_named_never_read_and_mended_alone(
+def test_damage(
     name: str,
     damage: Callable[[Path], Any],
     cache: FeatureCache,
@@ -181,6 +181,7 @@ def test_each_damage_is_named_never_read_and_mended_alone(
     tmp_path: Path,
     capsys: Any,
 ) -> None:
+    """Each damage is named never read and mended alone."""
     directory = tmp_path / "features"
     shutil.copytree(cache.directory, directory)
     times = {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}

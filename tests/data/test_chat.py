@@ -1,4 +1,4 @@
-"""Laws of the loss mask: exactly the answer and its end are learnt, whatever the template adds around them."""
+"""Laws of the loss mask: the answer and its end are learnt, whatever the template adds."""
 
 import random
 from pathlib import Path
@@ -65,9 +65,8 @@ def learnt(tokenizer: Any, row: TokenRow) -> list[str]:
     ],
     ids=["markers", "trimming", "vicuna"],
 )
-def test_supervised_tokens_decode_to_the_answers_and_their_end(
-    template: str, eos: str, before: str
-) -> None:
+def test_answers_are_supervised(template: str, eos: str, before: str) -> None:
+    """Supervised tokens decode to the answers and their end."""
     tokenizer, (row,), tally = rows_of(template, eos)
     answers = [turn["content"] for turn in TURNS if turn["role"] == "assistant"]
     assert (
@@ -77,7 +76,8 @@ def test_supervised_tokens_decode_to_the_answers_and_their_end(
     assert row.num_slots == row.num_supervised - 2  # no head drafts a turn's first token
 
 
-def test_generation_markers_give_the_same_mask() -> None:
+def test_generation_markers() -> None:
+    """Generation markers give the same mask."""
     generator = random.Random(0)
     words = [
         "hello",
@@ -107,7 +107,8 @@ def test_generation_markers_give_the_same_mask() -> None:
         assert [int(turn > 0) for turn in row.turn_ids] == theirs["assistant_masks"]
 
 
-def test_dropped_thinking_fans_out_one_row_per_answer() -> None:
+def test_dropped_thinking() -> None:
+    """Dropped thinking fans out one row per answer."""
     messages = talk(
         "hello", ("first thought", "Fine."), "how are you", ("second thought", "Very fine.")
     )
@@ -121,7 +122,8 @@ def test_dropped_thinking_fans_out_one_row_per_answer() -> None:
 
 
 STRADDLING = (
-    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + ('</s>' if m['role'] == 'assistant' else ' ') }}"
+    "{% for m in messages %}"
+    "{{ m['role'] + ': ' + m['content'] + ('</s>' if m['role'] == 'assistant' else ' ') }}"
     "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 
@@ -163,9 +165,8 @@ STRADDLING = (
         ),
     ],
 )
-def test_the_borders_of_an_answer(
-    template: str, eos: str, answer: Any, text: str, counted: str | None
-) -> None:
+def test_borders(template: str, eos: str, answer: Any, text: str, counted: str | None) -> None:
+    """Nothing of the prompt is learnt, and nothing behind the end of the turn."""
     tokenizer, (row,), tally = rows_of(template, eos, talk("how", answer))
     assert learnt(tokenizer, row) == [text]
     assert [reason.startswith(counted or "") for _, reason in tally.counts] == (
@@ -173,7 +174,8 @@ def test_the_borders_of_an_answer(
     )
 
 
-def test_tokenizers_and_templates_that_cannot_make_a_mask_are_refused() -> None:
+def test_refused_templates() -> None:
+    """Tokenizers and templates that cannot make a mask are refused."""
     rewritten = "the template rewrites what stands before an answer"
     for template, reason in (
         (targets.NO_SYSTEM, "the chat template refuses it: No system role"),
@@ -196,7 +198,8 @@ def test_tokenizers_and_templates_that_cannot_make_a_mask_are_refused() -> None:
         Chat(SimpleNamespace(is_fast=False, name_or_path="slow"), set(), Tally())
 
 
-def test_end_of_turn_is_any_eos_of_tokenizer_or_generation_config(tmp_path: Path) -> None:
+def test_end_of_turn(tmp_path: Path) -> None:
+    """End of turn is any eos of tokenizer or generation config."""
     tokenizer = targets.build_tokenizer(targets.CHATML, "<|im_end|>")
     for listed, others in ((None, set[int]()), (3, {3}), ([3, 4], {3, 4})):
         GenerationConfig(eos_token_id=listed).save_pretrained(tmp_path)
@@ -206,7 +209,8 @@ def test_end_of_turn_is_any_eos_of_tokenizer_or_generation_config(tmp_path: Path
         }
 
 
-def test_of_an_answer_with_channels_only_the_final_message_is_shown_and_it_only_grows() -> None:
+def test_channels() -> None:
+    """Of an answer with channels only the final message is shown, and the text only grows."""
     tokenizer, marks = tiny.tokenizer(), ["<|start|>", "<|channel|>", "<|message|>", "<|return|>"]
     plain = "<|channel|>final<|message|>Two owls."
     ids = tokenizer(f"{plain}<|end|>")["input_ids"]

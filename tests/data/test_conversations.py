@@ -1,4 +1,4 @@
-"""Laws of reading conversations from rows: every known shape is read; every change and skipped row is counted."""
+"""Laws of reading rows: every known shape is read; changes and skipped rows are counted."""
 
 import csv
 import json
@@ -31,7 +31,8 @@ def load(tmp_path: Path, *rows: Any, **options: Any) -> tuple[list[Any], Tally]:
     return list(load_conversations(DataConfig((str(path),), **options), tally)), tally
 
 
-def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
+def test_formats(tmp_path: Path) -> None:
+    """Every format gives the same rows."""
     parquet.write_table(arrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
     lines = "\n".join(json.dumps(row) for row in ROWS)
     texts = {
@@ -75,13 +76,15 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
         {"question": "no", "answer": "no", "ask": "hello", "say": "fine"},
     ],
 )
-def test_every_shape_gives_the_same_conversation(tmp_path: Path, row: dict[str, Any]) -> None:
+def test_shapes(tmp_path: Path, row: dict[str, Any]) -> None:
+    """Every shape gives the same conversation."""
     fields = {"prompt_field": "ask", "completion_field": "say"} if "ask" in row else {}
     (conversation,), tally = load(tmp_path, row, **fields)
     assert list(conversation.messages) == HELLO and not tally.counts
 
 
-def test_what_a_row_carries_besides_turns_is_kept(tmp_path: Path) -> None:
+def test_beside_turns(tmp_path: Path) -> None:
+    """What a row carries besides turns is kept."""
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     asking = {"role": "assistant", "content": None, "tool_calls": [call]}
     answer = {"role": "assistant", "content": "one", "reasoning_content": "easy"}
@@ -133,15 +136,15 @@ def test_what_a_row_carries_besides_turns_is_kept(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_odd_conversations_are_mended_and_counted(
-    tmp_path: Path, text: str, kept: list[str], reason: str
-) -> None:
+def test_mended(tmp_path: Path, text: str, kept: list[str], reason: str) -> None:
+    """Odd conversations are mended and counted."""
     (conversation,), tally = load(tmp_path, {"conversations": turns(text)})
     assert [message["content"] for message in conversation.messages] == kept
     assert list(tally.counts) == [("mended", reason)]
 
 
-def test_unusable_rows_are_skipped_and_counted(tmp_path: Path) -> None:
+def test_unusable(tmp_path: Path) -> None:
+    """Unusable rows are skipped and counted."""
     reasons: dict[str, Any] = {
         "unknown role": {"conversations": turns("human=hello|gtp=fine")},
         "no answer to a user's turn": {"conversations": turns("human=hello|gpt=")},
@@ -161,7 +164,8 @@ def test_unusable_rows_are_skipped_and_counted(tmp_path: Path) -> None:
         assert f"rows.jsonl: row {number}: " in example
 
 
-def test_a_conversation_is_held_out_by_its_content_alone(tmp_path: Path) -> None:
+def test_held_out(tmp_path: Path) -> None:
+    """A conversation is held out by its content alone."""
     rows = [{"conversations": turns(f"human=hello {number}|gpt=fine")} for number in range(400)]
     forward, _ = load(tmp_path, *rows, held_out=0.1)
     backward, _ = load(tmp_path, *reversed(rows), *rows, system_prompt="another", held_out=0.1)

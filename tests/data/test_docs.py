@@ -22,7 +22,8 @@ SOURCES = {
 
 
 @pytest.mark.parametrize(("kind", "text"), EXAMPLES)
-def test_an_example_of_the_page_is_read(kind: str, text: str, tmp_path: Path) -> None:
+def test_examples(kind: str, text: str, tmp_path: Path) -> None:
+    """An example of the page is read."""
     row = json.loads(text)
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n", encoding="utf-8")

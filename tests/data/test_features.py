@@ -1,4 +1,4 @@
-"""Laws of the extraction: the cache has the target's own states, however many made it, whatever interrupted it."""
+"""Laws of the extraction: the target's own states, whoever made them, whatever interrupted it."""
 
 import shutil
 import subprocess
@@ -43,9 +43,8 @@ def plan(target: Target, tmp_path: Path) -> CachePlan:
     return caches.plan(tmp_path / "features", target, DATA)
 
 
-def test_a_token_that_the_target_lacks_is_refused_by_place_and_text_beyond_its_context_is_cut(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_foreign_tokens_and_long_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A token that the target lacks is refused by its place; text beyond the context is cut."""
     data = TokenisedData([TokenRow([1, 320, 2], [0, 1, 1], "a: row 7")], [])
     config = LlamaConfig(
         vocab_size=320, hidden_size=32, num_hidden_layers=4, max_position_embeddings=64
@@ -59,9 +58,8 @@ def test_a_token_that_the_target_lacks_is_refused_by_place_and_text_beyond_its_c
         )
 
 
-def test_the_cache_holds_the_states_of_a_direct_forward_whatever_the_padding(
-    target: Target, tmp_path: Path
-) -> None:
+def test_states_of_a_forward(target: Target, tmp_path: Path) -> None:
+    """The cache holds the states of a direct forward whatever the padding."""
     options = [{"after_blocks": (0, 3), "batch_tokens": tokens} for tokens in (1, 100, 4096)]
     views = [
         caches.cache(tmp_path / str(at), target, DATA, **option)
@@ -81,9 +79,8 @@ def test_the_cache_holds_the_states_of_a_direct_forward_whatever_the_padding(
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_states_made_in_the_step_are_the_cached_ones_to_rounding(
-    target: Target, tmp_path: Path, packed: bool
-) -> None:
+def test_online_states(target: Target, tmp_path: Path, packed: bool) -> None:
+    """States made in the step are the cached ones to rounding."""
     cache = caches.cache(tmp_path, target, TokenisedData(DATA.train[:6], []), after_blocks=(1, 2))
     cached = collate([cache[number] for number in range(6)], range(6), packed)
     online = with_states(target, (1, 2), target.dtype, collate(DATA.train[:6], range(6), packed))
@@ -99,9 +96,8 @@ def test_states_made_in_the_step_are_the_cached_ones_to_rounding(
         ).sum().backward()  # autograd refuses inference tensors
 
 
-def test_states_that_cannot_be_stored_are_refused_with_the_row_and_no_shard_is_written(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_infinite_states(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States that cannot be stored are refused with their row; no shard is written."""
     forwards, poison = Target.features, TokenRow([319] * 9, [0] + [1] * 8, "a: row 7")
 
     def broken(self: Target, ids: Tensor, *rest: Any) -> Any:
@@ -126,9 +122,10 @@ def test_states_that_cannot_be_stored_are_refused_with_the_row_and_no_shard_is_w
 
 
 @pytest.mark.parametrize("shares", [("3/3", "1/3", "2/3"), ("1/2", "4/4", "2/4", "1/4")])
-def test_the_cache_does_not_depend_on_how_it_was_shared_out_or_continued(
+def test_shares_and_continuing(
     shares: tuple[str, ...], target: Target, whole: dict[str, bytes], plan: CachePlan
 ) -> None:
+    """The cache does not depend on how it was shared out or continued."""
     times, index = dict[str, int](), None
     write_text(plan.directory / ".shard-00002.safetensors.0123abcd.tmp", "left by a killed process")
     write_text(plan.directory / ".tmpleft", "as safetensors leaves it")
@@ -142,9 +139,10 @@ def test_the_cache_does_not_depend_on_how_it_was_shared_out_or_continued(
     assert index is not None and caches.contents(plan.directory) == whole
 
 
-def test_two_writers_of_one_cache_make_each_shard_once(
+def test_two_writers(
     target: Target, whole: dict[str, bytes], plan: CachePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Two writers of one cache make each shard once."""
     begun, both, features = list[int](), threading.Barrier(2), Target.features
 
     def counting(self: Target, *arguments: Any) -> Any:
@@ -162,9 +160,8 @@ def test_two_writers_of_one_cache_make_each_shard_once(
     assert caches.contents(plan.directory) == whole and len(begun) == sum(map(len, groups))
 
 
-def test_another_recipes_writer_waits_its_turn_and_replaces_only_what_it_may(
-    target: Target, plan: CachePlan
-) -> None:
+def test_another_recipes_writer(target: Target, plan: CachePlan) -> None:
+    """Another recipes writer waits its turn and replaces only what it may."""
     caches.write(target, plan, share=JobShare(1, 2))
     fewer = caches.plan(plan.directory, target, TokenisedData(DATA.train[:3], []))
     (at_work,) = (plan.directory / WRITING).glob("cache-*")
@@ -190,9 +187,8 @@ def test_another_recipes_writer_waits_its_turn_and_replaces_only_what_it_may(
     ]
 
 
-def test_a_full_or_read_only_disk_loses_nothing(
-    small_disk: Path, target: Target, whole: dict[str, bytes]
-) -> None:
+def test_full_disk(small_disk: Path, target: Target, whole: dict[str, bytes]) -> None:
+    """A full or read only disk loses nothing."""
     tight, filler = caches.plan(small_disk / "features", target, DATA), small_disk / "filler"
     estimates = [tight.bytes_of(shard) for shard in tight.shards]
     filler.write_bytes(b"0" * (shutil.disk_usage(small_disk).free - sum(estimates[:2]) - 30_000))

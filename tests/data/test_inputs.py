@@ -11,7 +11,8 @@ from aerie.data.progress import JobShare
 from tests import tiny
 
 
-def test_weights_taps_and_dtypes_decide_the_states_and_texts_only_the_rows(tmp_path: Path) -> None:
+def test_what_decides_the_states(tmp_path: Path) -> None:
+    """Weights taps and dtypes decide the states and texts only the rows."""
     target = tiny.target(tmp_path / "target")
     tiny.write_conversations(tmp_path / "rows/one.jsonl", 8)
 
@@ -38,7 +39,8 @@ def test_weights_taps_and_dtypes_decide_the_states_and_texts_only_the_rows(tmp_p
     assert state_inputs(inputs()) != state_inputs(before)
 
 
-def test_shares_and_their_processes_take_every_item_once() -> None:
+def test_job_shares() -> None:
+    """Shares and their processes take every item once."""
     taken = [
         number
         for job in (1, 2, 3)

@@ -34,7 +34,7 @@ def write_recipe(root: Path, directory: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a target, conversations, a recipe and a run with a feature cache of some shards."""
+    """A directory with a target, conversations, a recipe, and a run with a cache of some shards."""
     root = tmp_path_factory.mktemp("made")
     tiny.target(root / "target")
     tiny.write_conversations(root / "train.jsonl", 24)
@@ -65,9 +65,10 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> str:
     return lines[0]
 
 
-def test_features_are_planned_without_weights_written_once_and_then_reused(
+def test_features_command(
     recipe: Path, features: Path, made: Path, tmp_path: Path, capsys: Any
 ) -> None:
+    """Features are planned without weights written once and then reused."""
     whole, words = contents(features), ("features", "--config", recipe)
     shutil.rmtree(features)
     assert call(main, *words, "--estimate", "--features.storage", "int8") == 0
@@ -91,9 +92,8 @@ def test_features_are_planned_without_weights_written_once_and_then_reused(
     )
 
 
-def test_another_recipes_cache_is_replaced_only_with_overwrite(
-    recipe: Path, features: Path, capsys: Any
-) -> None:
+def test_overwrite(recipe: Path, features: Path, capsys: Any) -> None:
+    """Another recipes cache is replaced only with overwrite."""
     before, changed = (
         contents(features),
         ("features", "--config", recipe, "--features.storage", "fp8"),
@@ -107,9 +107,8 @@ def test_another_recipes_cache_is_replaced_only_with_overwrite(
     assert FeatureCache.open(features, {"storage": "fp8"})[0].scales is not None
 
 
-def test_a_share_is_no_cache_and_is_continued_by_any_other(
-    recipe: Path, features: Path, capsys: Any
-) -> None:
+def test_share_is_no_cache(recipe: Path, features: Path, capsys: Any) -> None:
+    """A share is no cache and is continued by any other."""
     whole, words = contents(features), ("features", "--config", recipe)
     shutil.rmtree(features)
     assert (
@@ -120,9 +119,8 @@ def test_a_share_is_no_cache_and_is_continued_by_any_other(
     assert call(main, *words) == 0 and contents(features) == whole
 
 
-def test_the_corpus_and_its_tokenizer_are_written_whole_reused_and_shown(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_synthetic_and_show(tmp_path: Path, capsys: Any) -> None:
+    """The corpus and its tokenizer are written whole reused and shown."""
     run = tmp_path / "run"
     values: dict[str, Any] = {"run": str(run), "target": {"path": str(run / "tokenizer")}}
     values["synthetic"] = {"num_conversations": 30, "num_prompts": 8, "vocab_size": 400}
@@ -148,9 +146,8 @@ def test_the_corpus_and_its_tokenizer_are_written_whole_reused_and_shown(
 
 
 @pytest.mark.slow
-def test_two_processes_write_the_same_bytes_as_one(
-    recipe: Path, features: Path, tmp_path: Path
-) -> None:
+def test_two_processes(recipe: Path, features: Path, tmp_path: Path) -> None:
+    """Two processes write the same bytes as one."""
     words, log = ("features", "--config", recipe, "--run", tmp_path / "two"), tmp_path / "log"
     assert [*map(ended, forked("zero1", log, *words, command=main))] == [0, 0], log.read_text()
     assert "process 1 of 2" in log.read_text()

@@ -1,4 +1,4 @@
-"""Laws of the embedded corpus and its tokenizer: the same bytes, disjoint questions, right answers, exact masks."""
+"""Laws of the embedded corpus: the same bytes, disjoint questions, right answers, exact masks."""
 
 import hashlib
 import operator
@@ -19,9 +19,10 @@ EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
-def test_a_seed_gives_the_bytes_that_it_always_gave_and_no_question_is_in_two_files(
+def test_corpus_bytes(
     tmp_path: Path,
 ) -> None:
+    """A seed gives the bytes that it always gave; no question is in two files."""
     corpus, other = tmp_path / "corpus", tmp_path / "other"
     write_corpus(SyntheticConfig(400, 28), corpus)
     write_corpus(SyntheticConfig(400, 28, seed=1), other)
@@ -42,7 +43,8 @@ def test_a_seed_gives_the_bytes_that_it_always_gave_and_no_question_is_in_two_fi
     assert len(keys) == len(measuring) and opened.isdisjoint(keys)
 
 
-def test_every_family_asks_much_leaves_no_slot_open_and_calculates_correctly() -> None:
+def test_families() -> None:
+    """Every family asks much, leaves no slot open, and calculates correctly."""
     equations = []
     for family in FAMILIES:
         drawn = [draw_task(family, Random(f"{family}/{index}")) for index in range(200)]
@@ -57,9 +59,8 @@ def test_every_family_asks_much_leaves_no_slot_open_and_calculates_correctly() -
     )
 
 
-def test_the_tokenizer_keeps_any_text_and_its_template_masks_exactly_what_the_assistant_writes() -> (
-    None
-):
+def test_tokenizer() -> None:
+    """The tokenizer keeps any text; its template masks what the assistant writes, no more."""
     draws = (draw_task(name, Random(f"{name}/{index}")) for name in FAMILIES for index in range(40))
     texts = [text for turns in draws for turn in turns for text in turn]
     tokenizer = train_tokenizer(texts, 700)

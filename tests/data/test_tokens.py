@@ -39,9 +39,10 @@ def talk(count: int, *roles: str) -> dict[str, Any]:
     }
 
 
-def test_each_side_keeps_the_order_of_the_file_and_the_limit_counts_rows_for_training(
+def test_order_and_limit(
     tmp_path: Path,
 ) -> None:
+    """Each side keeps the order of the file and the limit counts rows for training."""
     data, _ = tokenised(tmp_path, questions(300), held_out=0.2)
     numbers = [
         [int(row.source.rsplit(" ", 1)[1]) for row in side] for side in (data.train, data.held_out)
@@ -52,9 +53,8 @@ def test_each_side_keeps_the_order_of_the_file_and_the_limit_counts_rows_for_tra
     assert some.train == data.train[:50] and some.held_out == data.held_out[: len(some.held_out)]
 
 
-def test_many_processes_make_the_rows_and_counts_of_one_and_their_errors_are_told(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_many_processes(tmp_path: Path, monkeypatch: Any) -> None:
+    """Many processes make the rows and counts of one and their errors are told."""
     monkeypatch.setattr(tokens, "CONVERSATIONS_PER_CALL", 4)
     rows = [
         *questions(30),
@@ -77,9 +77,8 @@ def test_many_processes_make_the_rows_and_counts_of_one_and_their_errors_are_tol
         tokenised(tmp_path, [*questions(9), {"input_ids": [7, 99999], "loss_mask": [0, 1]}])
 
 
-def test_rows_that_took_long_are_kept_and_made_anew_after_any_change(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_kept_rows(tmp_path: Path, monkeypatch: Any) -> None:
+    """Rows that took long are kept and made anew after any change."""
     cache, made, make = tmp_path / "cache", list[str](), tokens._make_rows
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setattr(
@@ -112,9 +111,10 @@ def test_rows_that_took_long_are_kept_and_made_anew_after_any_change(
     assert times() == 2
 
 
-def test_cutting_keeps_the_turns_of_what_remains_and_skips_what_cannot_be_learnt(
+def test_cutting(
     tmp_path: Path,
 ) -> None:
+    """Cutting keeps the turns of what remains, and skips what cannot be learnt."""
     rows = [talk(6, "user", "assistant")]
     (whole,) = tokenised(tmp_path, rows)[0].train
     data, tally = tokenised(tmp_path, rows, max_length=100)
@@ -134,7 +134,8 @@ def test_cutting_keeps_the_turns_of_what_remains_and_skips_what_cannot_be_learnt
     ]
 
 
-def test_token_rows_need_no_template_and_each_run_of_ones_is_a_turn(tmp_path: Path) -> None:
+def test_token_rows(tmp_path: Path) -> None:
+    """Token rows need no template and each run of ones is a turn."""
     masks = ([0, 1, 1, 0, 1], [1, 1, 1])
     rows = [{"input_ids": [5, 6, 7, 8, 9][: len(mask)], "loss_mask": mask} for mask in masks]
     data, _ = tokenised(tmp_path, rows, template=None)
@@ -149,12 +150,14 @@ def test_token_rows_need_no_template_and_each_run_of_ones_is_a_turn(tmp_path: Pa
     )
 
 
-def test_a_conversation_counts_once_though_it_fans_out(tmp_path: Path) -> None:
+def test_fanned_out_counts_once(tmp_path: Path) -> None:
+    """A conversation counts once though it fans out."""
     data, tally = tokenised(tmp_path, [talk(3, "user", "assistant")], targets.THINK_DROPPING)
     assert (len(data.train), tally.rows, tally.kept) == (3, 1, 1)
 
 
-def test_supervising_all_learns_every_token_but_the_first(tmp_path: Path) -> None:
+def test_supervise_all(tmp_path: Path) -> None:
+    """Supervising all learns every token but the first."""
     row, tokenizer = (
         talk(2, "user", "assistant"),
         targets.build_tokenizer(targets.THINK_DROPPING, "<|im_end|>"),
@@ -166,7 +169,8 @@ def test_supervising_all_learns_every_token_but_the_first(tmp_path: Path) -> Non
     )
 
 
-def test_what_cannot_be_trained_on_is_refused_with_the_reasons(tmp_path: Path) -> None:
+def test_nothing_to_train_on(tmp_path: Path) -> None:
+    """What cannot be trained on is refused with the reasons."""
     refusals: list[tuple[list[Any], dict[str, Any], str]] = [
         (questions(20), {"min_supervised_share": 0.95}, r"only \d+\.\d+% of .*show command"),
         (
@@ -189,7 +193,8 @@ def test_what_cannot_be_trained_on_is_refused_with_the_reasons(tmp_path: Path) -
 ROWS = [([7, 3, 3, 4, 3], [0, 1, 1, 0, 2]), ([4, 9], [0, 1]), ([5], [0])]
 
 
-def test_supervised_tokens_are_counted_special_ones_are_drafted() -> None:
+def test_draft_vocabulary() -> None:
+    """Supervised tokens are counted, and special ones are always drafted."""
     special = set(range(len(tiny.SPECIAL)))
     forced = forced_ids(tiny.tokenizer(), {300, 4000}, 320)  # the LM head has no row for 4000
     assert forced == {*special, 300}
@@ -202,7 +207,8 @@ def test_supervised_tokens_are_counted_special_ones_are_drafted() -> None:
     assert draft_vocabulary(ROWS, 10, warm_start=counted)[1] == facts
 
 
-def test_a_mask_token_is_one_that_no_text_has() -> None:
+def test_mask_token() -> None:
+    """A mask token is one that no text has."""
     tokenizer, embedding = tiny.tokenizer(320), torch.ones(324, 4)
     embedding[320] = 0.0  # a row of zeros would make all masks alike
     pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id

@@ -1,4 +1,4 @@
-"""The client against a scripted server: which faults it retries, which fail a row, and which stop the run."""
+"""The client against a scripted server: which faults are retried, fail a row, or stop the run."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Scripted(ThreadingHTTPServer):
-    """A server that answers re: QUESTION, or fails by fault(question, tries before); extra: more keys of the reply."""
+    """Answers re: QUESTION, or fails by fault(question, tries before); extra: keys of the reply."""
 
     daemon_threads = True
 
@@ -107,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
 def ask(
     urls: list[str], *questions: str, sampling: dict[str, Any] | None = None, **settings: Any
 ) -> list[Any]:
-    """The answers (as text if nothing else came with them) or failures; all requests are under way at once."""
+    """The answers (as text if nothing else came with them) or failures, of requests at one time."""
 
     async def run() -> list[Any]:
         config = ServerConfig(tuple(urls), **{"retries": 0, "timeout_s": 5.0, **settings})
@@ -122,11 +122,12 @@ def ask(
     ]
 
 
-# An unreadable answer is requested twice; an overloaded server (429, 503) is asked until it answers.
+# An overloaded server (429, 503) is asked until it answers.
 @pytest.mark.parametrize(
     ("fault", "few"), [("500", 1), ("garbled", 1), ("slow", 1), ("429", 12), ("cut", 1)]
 )
-def test_a_request_that_meets_a_fault_is_made_again_and_answered(fault: str, few: int) -> None:
+def test_request_is_made_again(fault: str, few: int) -> None:
+    """A request that meets a fault is made again and answered."""
     with Scripted(
         lambda question, tries: fault if question == "a" and tries < few else ""
     ) as server:
@@ -135,7 +136,8 @@ def test_a_request_that_meets_a_fault_is_made_again_and_answered(fault: str, few
 
 
 @pytest.mark.parametrize("fault", ["400", "502", "long"])
-def test_a_row_that_the_server_alone_cannot_answer_has_failed_or_is_skipped(fault: str) -> None:
+def test_row_alone_fails(fault: str) -> None:
+    """A row that the server alone cannot answer has failed or is skipped."""
     with Scripted(lambda question, _: fault if question == "poison" else "") as server:
         error, good = ask([server.url], "poison", "b")
     assert isinstance(error, Unanswered) and good == "re: b"
@@ -147,9 +149,10 @@ def test_a_row_that_the_server_alone_cannot_answer_has_failed_or_is_skipped(faul
 
 
 @pytest.mark.parametrize("fault", ["503", "cut"])
-def test_no_row_fails_when_the_server_goes_down_and_the_run_stops_when_patience_is_over(
+def test_patience_ends(
     fault: str,
 ) -> None:
+    """No row fails when the server goes down and the run stops when patience is over."""
     asked = set[str]()
 
     def meet(question: str, _: int) -> str:
@@ -162,7 +165,8 @@ def test_no_row_fails_when_the_server_goes_down_and_the_run_stops_when_patience_
     assert "no server has answered for 0.5 s" in str(ends[0])
 
 
-def test_requests_are_spread_and_a_server_that_is_gone_is_left_to_the_others() -> None:
+def test_requests_are_spread() -> None:
+    """Requests are spread and a server that is gone is left to the others."""
     first, second = (Scripted(lambda question, _: "slow" if question != "Hi" else "") for _ in "ab")
     with first, second:
         assert ask([first.url, second.url], *"abcdefgh") == [f"re: {text}" for text in "abcdefgh"]
@@ -176,17 +180,19 @@ def test_requests_are_spread_and_a_server_that_is_gone_is_left_to_the_others() -
         ask([first.url], "a", patience_s=0.3)
 
 
-def test_rows_outlast_a_server_that_is_away_and_no_row_fails(
+def test_rows_outlast_an_outage(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """While a server answers no question at all, rows wait; then they are asked again."""
+    """Rows outlast a server that is away and no row fails."""
     with Scripted(lambda *_: "cut" if 1 < len(server.asked) < 12 else "") as server:
         assert ask([server.url], *"abc") == ["re: a", "re: b", "re: c"]
     assert "it is asked again for 900 s" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("fault", ["401", "long"])
-def test_a_wrong_key_address_or_length_stops_the_run_with_the_fix(fault: str) -> None:
+def test_wrong_address_stops(fault: str) -> None:
+    """A wrong key address or length stops the run with the fix."""
     with (
         Scripted(lambda *_: fault) as server,
         pytest.raises(UserError, match=r"check distill\.(server|sampling)"),
@@ -195,9 +201,10 @@ def test_a_wrong_key_address_or_length_stops_the_run_with_the_fix(fault: str) ->
     assert server.asked == ["Hi"]
 
 
-def test_a_server_that_sends_elsewhere_is_refused_and_no_key_is_told(
+def test_redirect_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A server that sends elsewhere is refused and no key is told."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     with (
         Scripted(lambda *_: "moved") as server,
@@ -214,7 +221,8 @@ def test_a_server_that_sends_elsewhere_is_refused_and_no_key_is_told(
     assert masked("http://me:pa/ss@h:1/v1 and http://h:1/a") == "http://***@h:1/v1 and http://h:1/a"
 
 
-def test_a_server_that_drips_is_cut_off_and_one_odd_reply_costs_its_row_alone() -> None:
+def test_dripping_and_odd_replies() -> None:
+    """A server that drips is cut off, and one odd reply costs its row alone."""
     odd = [{"message": {"content": content}} for content in (5, [1, 2], {"a": 1})]
     odd += [
         {"message": None},
@@ -234,7 +242,8 @@ def test_a_server_that_drips_is_cut_off_and_one_odd_reply_costs_its_row_alone() 
     assert [(end.status, "no text" in end.why) for end in ends] == [("skipped", True)] * len(odd)
 
 
-def test_a_request_says_how_to_sample_and_an_answer_brings_thinking_and_ids() -> None:
+def test_request_and_answer() -> None:
+    """A request says how to sample and an answer brings thinking and ids."""
     message = {
         "role": "assistant",
         "content": "four",

@@ -1,4 +1,4 @@
-"""Input rows: every row of a source is asked or skipped with a reason; none is close to an evaluation question."""
+"""Input rows: each is asked or skipped with a reason; none is close to an evaluation question."""
 
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,10 @@ def said(*turns: tuple[str, str | None]) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-def test_human_turns_are_asked_and_rows_that_cannot_be_are_skipped_with_their_reason(
+def test_human_turns_are_asked(
     tmp_path: Path,
 ) -> None:
+    """Human turns are asked; rows that cannot be are skipped with their reason."""
     row = said(
         ("system", "Be brief."),
         ("human", "First?"),
@@ -69,26 +70,35 @@ def test_human_turns_are_asked_and_rows_that_cannot_be_are_skipped_with_their_re
 @pytest.mark.parametrize(
     ("questions", "texts", "expected"),
     [
-        ((f"Say: {LONG}", "why so"), [f"Well, {LONG.upper()}!", LONG[:30], "Why so?"], [NEAR, None, NEAR]),
-        ((LONG,), [{"prompt": "a", "system": LONG}, "b"], [NEAR, None]),
-        (SHARED, [f"Prove it. {LONG}"], [None]),  # instructions that many questions share do not count
-        ((*SHARED, LONG), [f"Prove it. {LONG}!", LONG[4:]], [NEAR, None]),  # a short question must match whole
         (
-            ("一列火车以每小时六十公里的速度行驶，多久到达？", "为什么？"),  # each character is a word
+            (f"Say: {LONG}", "why so"),
+            [f"Well, {LONG.upper()}!", LONG[:30], "Why so?"],
+            [NEAR, None, NEAR],
+        ),
+        ((LONG,), [{"prompt": "a", "system": LONG}, "b"], [NEAR, None]),
+        # instructions that many questions share do not count
+        (SHARED, [f"Prove it. {LONG}"], [None]),
+        # a short question must match whole
+        ((*SHARED, LONG), [f"Prove it. {LONG}!", LONG[4:]], [NEAR, None]),
+        (
+            # each character is a word
+            ("一列火车以每小时六十公里的速度行驶，多久到达？", "为什么？"),
             ["请回答：一列火车以每小时六十公里的速度行驶，", "一列火车每天行驶", "为什么"],
             [NEAR, None, NEAR],
         ),
     ],
 )  # fmt: skip
-def test_no_prompt_shares_a_run_of_words_with_an_evaluation_question(
+def test_overlap(
     tmp_path: Path, questions: tuple[str, ...], texts: list[Any], expected: list[str | None]
 ) -> None:
+    """No prompt shares a run of words with an evaluation question."""
     assert skips(tmp_path, texts, questions) == expected
     with pytest.raises(UserError, match="no row can be asked"):
         skips(tmp_path, [questions[-1]], (questions[-1],))
 
 
-def test_the_seed_draws_the_rows_and_samples_have_ids_of_their_own(tmp_path: Path) -> None:
+def test_seed_draws_rows(tmp_path: Path) -> None:
+    """The seed draws the rows and samples have ids of their own."""
     rows = [{"prompt": f"Question {n}?"} for n in range(50)]
     keys: dict[str, Any] = {"kind": "prompts", "num_rows": 10, "samples": 2}
     first, again, other = (made(tmp_path, rows, seed=seed, **keys) for seed in (0, 0, 1))
@@ -103,7 +113,8 @@ def test_the_seed_draws_the_rows_and_samples_have_ids_of_their_own(tmp_path: Pat
     )
 
 
-def test_personas_are_asked_for_a_problem_or_for_the_solution_of_theirs(tmp_path: Path) -> None:
+def test_personas(tmp_path: Path) -> None:
+    """Personas are asked for a problem or for the solution of theirs."""
     row = {
         "input persona": f"One who says {LONG}",
         "synthesized text": "**Math problem:** 3 hives hold 9 frames each.",

@@ -1,4 +1,4 @@
-"""Interviews, journals, the gate and the command: every row ends once, whatever stops the job, and is counted."""
+"""Interviews, journals, gate and command: every row ends once, whatever stops the job."""
 
 import asyncio
 import random
@@ -60,9 +60,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return merged(directory)
 
 
-def test_a_run_killed_at_random_moments_in_any_shares_ends_as_an_undisturbed_one(
-    tmp_path: Path, whole: bytes
-) -> None:
+def test_killed_run(tmp_path: Path, whole: bytes) -> None:
+    """A run killed at random moments, in any shares, ends as an undisturbed one."""
+
     class Killed(BaseException):
         pass
 
@@ -93,9 +93,9 @@ def test_a_run_killed_at_random_moments_in_any_shares_ends_as_an_undisturbed_one
     assert merged(tmp_path) == whole
 
 
-def test_failed_and_skipped_rows_are_asked_again_when_that_is_wished_by_one_writer(
-    tmp_path: Path, whole: bytes
-) -> None:
+def test_retry(tmp_path: Path, whole: bytes) -> None:
+    """Failed and skipped rows are asked again if that is wished, by one writer at a time."""
+
     async def failing(messages: Sequence[Message], seed: int) -> Answer:
         with pytest.raises(UserError, match="another process writes it"):
             await asyncio.to_thread(sit, tmp_path, echo)
@@ -127,7 +127,8 @@ def end_of(
     return asyncio.run(job(Path(), *questions).interview(prompt, ask, thinking(template)))
 
 
-def test_later_questions_follow_the_new_answers_until_one_is_cut_or_the_context_is_full() -> None:
+def test_later_questions() -> None:
+    """Later questions follow the new answers, until one is cut or the context is full."""
     two = InputRow("0:1", "x", ("a", "b"), system="s")
 
     def full(texts: list[str]) -> Answer:
@@ -146,7 +147,8 @@ def test_later_questions_follow_the_new_answers_until_one_is_cut_or_the_context_
     )
 
 
-def test_an_invented_problem_is_solved_in_a_conversation_of_its_own() -> None:
+def test_invented_problem() -> None:
+    """An invented problem is solved in a conversation of its own."""
     prompt = InputRow("0:1", "x", invent="Invent.")
 
     def answer(texts: list[str]) -> Answer:
@@ -168,8 +170,9 @@ def test_an_invented_problem_is_solved_in_a_conversation_of_its_own() -> None:
 
 
 PROSE = (
-    "A lighthouse keeper counts the ships that pass each night and writes their number into a book. "
-    "He adds the columns in the morning, checks them twice, and sends a copy to the harbour by the mail boat."
+    "A lighthouse keeper counts the ships that pass each night and writes their number into a "
+    "book. He adds the columns in the morning, checks them twice, and sends a copy to the harbour "
+    "by the mail boat."
 )
 CHINESE = "灯塔看守人每晚数经过的船只并把数字写进一本书里，冬天很少，春天很多。"
 SOUND = Answer(PROSE, "stop")
@@ -198,7 +201,8 @@ def row(*answers: Answer, question: str = "What does he count?") -> Outcome:
     return Outcome("0:1", "done", "x", None, None, (question,) * len(answers), answers)
 
 
-def test_flaws_are_found_where_they_are_in_thinking_and_every_turn() -> None:
+def test_flaws() -> None:
+    """Flaws are found in thinking and in every turn, and only where they are."""
     for name, texts in FLAWS.items():
         for text in texts:
             assert flaws(row(Answer(text, "stop"))) == ([name] if name else []), text
@@ -208,9 +212,10 @@ def test_flaws_are_found_where_they_are_in_thinking_and_every_turn() -> None:
     assert flaws(row(Answer(CHINESE, "stop"), question="他数什么？")) == []
 
 
-def test_flaws_are_counted_the_recipe_says_what_is_dropped_and_the_page_says_it_all(
+def test_gate(
     tmp_path: Path,
 ) -> None:
+    """Flaws are counted, the recipe says which are dropped, and the page says it all."""
     good, problem = row(SOUND), Answer("Problem: 2 + 2?", "stop")
     made = [
         *(good, row(Answer("", "length")), row(Answer("I cannot help with that.", "stop"))),
@@ -267,9 +272,8 @@ def recipe(tmp_path: Path, target: Target) -> Path:
     return answering.local_recipe(tmp_path, Path(target.recipe.path), section)
 
 
-def test_a_distillation_is_made_reused_judged_anew_and_replaced_when_that_is_asked(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reuse(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A distillation is made once, reused, judged anew, and replaced if that is asked."""
     run = tmp_path / "run/distilled"
     assert (
         distill(recipe, "--is-whole") == 1
@@ -292,9 +296,9 @@ def test_a_distillation_is_made_reused_judged_anew_and_replaced_when_that_is_ask
     assert max(len(row.answers[0].token_ids or ()) for row in outcomes(tmp_path / "run")) == 5
 
 
-def test_the_recipes_own_measuring_prompts_and_those_to_exclude_are_never_asked(
-    recipe: Path, tmp_path: Path
-) -> None:
+def test_measuring_prompts_are_excluded(recipe: Path, tmp_path: Path) -> None:
+    """The recipes own measuring prompts and those to exclude are never asked."""
+
     def measured(number: int) -> dict[str, Any]:
         rows = [
             {"question_id": number, "category": "a", "turns": [f"Please count {number} boats."]}

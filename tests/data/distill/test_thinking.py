@@ -1,4 +1,4 @@
-"""Thinking goes where the template expects it, and training rows hold what the target wrote, token for token."""
+"""Thinking goes where the template expects it; training rows hold what the target wrote."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -51,9 +51,8 @@ def learnt(rows: list[dict[str, Any]], reader: Thinking, path: Path) -> list[str
         (THINK_LESS, "<think>2 + 2</think>four", False),
     ],
 )
-def test_what_is_learnt_is_what_the_target_wrote(
-    template: str, text: str, is_text: bool, tmp_path: Path
-) -> None:
+def test_learnt_is_written(template: str, text: str, is_text: bool, tmp_path: Path) -> None:
+    """What is learnt is what the target wrote."""
     reader = of(template)
     read = reader.read(Answer(text, "stop"))
     assert ((read.reasoning or "").strip(), read.content.strip(), reader.written(read)) == (
@@ -75,7 +74,8 @@ def test_what_is_learnt_is_what_the_target_wrote(
     assert told_apart == {"role": "assistant", **fields}
 
 
-def test_cut_and_blank_thinking_and_closing_tags_in_content() -> None:
+def test_cut_and_blank_thinking() -> None:
+    """Thinking may be cut or blank, and content may hold a closing tag."""
     opened, plain, blank = of(THINK_OPENING), of(CHATML), Answer("four", "stop", reasoning="\n")
     cut = opened.read(Answer("2 +", "length"))
     assert (cut.reasoning, cut.content, opened.written(cut)) == ("2 +", "", "2 +")
@@ -84,7 +84,8 @@ def test_cut_and_blank_thinking_and_closing_tags_in_content() -> None:
     assert opened.written(opened.read(blank)) == "\n</think>\n\nfour"
 
 
-def test_ids_that_came_with_the_answers_are_what_is_trained_on() -> None:
+def test_ids_are_trained_on() -> None:
+    """Ids that came with the answers are what is trained on."""
     reader = thinking()
     first, end = reader.ids(reader.prompt([{"role": "user", "content": "a?"}])), min(reader.end_ids)
     odd = [*reader.ids("o"), *reader.ids("ne")]  # the tokenizer itself would split it otherwise
@@ -107,9 +108,10 @@ def test_ids_that_came_with_the_answers_are_what_is_trained_on() -> None:
     ]
 
 
-def test_rows_stay_text_where_the_template_gives_the_answers_back_and_are_tokens_elsewhere(
+def test_text_or_tokens(
     tmp_path: Path,
 ) -> None:
+    """Rows are text where the template gives the answers back, and tokens elsewhere."""
     reader, trimming = thinking(), of(TRIMMING)
     rows = rows_of(reader, Answer("one.", "stop"), Answer("½ “two”", "stop"))
     assert [message["role"] for message in rows[0]["messages"]] == ["user", "assistant"] * 2
@@ -121,7 +123,8 @@ def test_rows_stay_text_where_the_template_gives_the_answers_back_and_are_tokens
     ]
 
 
-def test_ids_and_special_tokens_that_are_not_what_the_target_wrote_are_named() -> None:
+def test_wrong_ids_are_named() -> None:
+    """Ids and special tokens that are not what the target wrote are named."""
     reader, thoughts = thinking(), of(THINK_OPENING)
     end, said = min(reader.end_ids), reader.ids("four boats")
     asked = [{"role": "user", "content": "How many boats?"}]
