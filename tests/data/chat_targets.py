@@ -35,10 +35,13 @@ THINK_DROPPING = """
 """
 # The generation prompt opens the thinking; an answer without it is rendered without the block.
 THINK_OPENING = CHATML.replace("assistant\\n", "assistant\\n<think>\\n").replace(
-    "m['content']",
-    "('<think>\\n' + m['reasoning_content'] + '\\n</think>\\n\\n' if m['reasoning_content'] else '')"
-    " + m['content']",
+    "{{ '<|im_start|>'",
+    "{% set thought = m['reasoning_content'] %}"
+    "{% set block = '<think>\\n' + thought + '\\n</think>\\n\\n' if thought else '' %}"
+    "{{ '<|im_start|>'",
+    1,
 )
+THINK_OPENING = THINK_OPENING.replace("m['content']", "block + m['content']")
 
 
 def build_tokenizer(template: str | None, eos: str, trim_offsets: bool = True) -> Any:
