@@ -108,7 +108,7 @@ _Loader.add_implicit_resolver(  # 3e-5 is a number, as in YAML 1.2
 )
 
 
-def load(path: Path, schema: type[T], overrides: Sequence[str]) -> T:
+def load_file(path: Path, schema: type[T], overrides: Sequence[str]) -> T:
     """The file at path as an instance of schema, with `section.key=value` overrides."""
     values, lines = read_yaml(path)
     return validate(values, schema, str(path), lines, overrides)
@@ -282,7 +282,8 @@ def _location(parts: list[str], source: str, lines: dict[str, str]) -> str:
 
 def _advice(problem: Any, parts: list[str], schema: type) -> str:
     """What is wrong with a key's value, and the fix."""
-    value, context = problem["input"], problem.get("ctx", {})
+    value = problem["input"]
+    context = problem.get("ctx", {})
     match problem["type"]:
         case "unexpected_keyword_argument" | "extra_forbidden":
             return f"unknown key; {suggestion(parts, schema, problem['loc'])}"

@@ -181,8 +181,8 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
     """Makes RUN/distilled, or a job's share of it; --plan counts the prompts."""
     if recipe.distill is None:
         raise UserError(f"{arguments.config}: no section 'distill'; see configs/distill for some")
+    from aerie.data.distill.distillation import Distillation, run_distillation
     from aerie.data.distill.prompts import make_prompts, plan_line
-    from aerie.data.distill.run import Distillation, run_distillation
 
     share = JobShare.of(arguments.shard)
     quieten()

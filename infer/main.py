@@ -15,8 +15,7 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     )  # the checkout's packages, as aerie.*
 
 from aerie.configs.errors import Arguments, UserError, exit_codes, stop_on_signals, warn
-from aerie.configs.read import as_dict, user_path, validate
-from aerie.configs.read import load as load_row
+from aerie.configs.read import as_dict, load_file, user_path, validate
 from aerie.configs.schema import decode
 from aerie.configs.schema.decode import METHODS, USUAL, Method, MethodConfig
 from aerie.configs.schema.heads import TargetConfig
@@ -53,7 +52,7 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
     rows = section.rows
     if not rows:
         rows = (MethodConfig("vanilla"), MethodConfig(USUAL[recipe.head.kind], recipe.tree))
-    rows += tuple(load_row(path, MethodConfig, []) for path in arguments.row)
+    rows += tuple(load_file(path, MethodConfig, []) for path in arguments.row)
     suite = read_suite(replace(section, rows=rows), _run_heads(arguments, recipe).settle)
     inputs = _machine_inputs(recipe) | decode.digests(row.method.tree for row in suite.rows)
     calibrators = {}
@@ -454,7 +453,7 @@ def _row_to_decode(arguments: Namespace, recipe: Recipe | None, pairs: list[str]
     if arguments.row is not None:
         if arguments.method is not None:
             raise UserError("--row names a method; leave --method out")
-        row = load_row(arguments.row, MethodConfig, pairs)
+        row = load_file(arguments.row, MethodConfig, pairs)
     elif recipe is not None and method == usual:  # the recipe's tree has the changes already
         pairs = [pair for pair in pairs if not pair.startswith("tree.")]
         row = validate({"method": method}, MethodConfig, "command line", {}, pairs)

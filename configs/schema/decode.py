@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import Many, Place, Section, Some, adapter, key, load
+from aerie.configs.read import Many, Place, Section, Some, adapter, key, load_file
 from aerie.configs.schema.heads import KINDS, Seed, Share
 
 
@@ -192,7 +192,7 @@ class StaticConfig(Section, kw_only=True):
             if not path.is_file():
                 known = ", ".join(sorted(file.stem for file in PUBLISHED.glob("*.yaml")))
                 raise UserError(f"tree.choices: {choices}: no such file (published trees: {known})")
-            choices, source = load(path, _File, []).choices, f"{path}: choices"
+            choices, source = load_file(path, _File, []).choices, f"{path}: choices"
         nodes = {(), *choices}
         if not choices or len(nodes) != len(choices) + 1 or min(map(min, choices)) < 0:
             raise UserError(

@@ -117,7 +117,7 @@ def _kind_and_method(values: dict[str, Any]) -> tuple[str, str | None]:
     return str(kind), method or USUAL.get(str(kind))
 
 
-def fitted(tree: Any, method: str, most: int, place: str, head: str) -> Any:
+def fitted(tree: Any, method: str, most: int, where: str, head: str) -> Any:
     """A TreeConfig no deeper than its head drafts.
 
     Cuts the method's default depth; UserError for any other depth.
@@ -125,10 +125,10 @@ def fitted(tree: Any, method: str, most: int, place: str, head: str) -> Any:
     if tree.levels <= most:
         return tree
     if method and tree.levels == (METHODS[method].tree or {}).get("levels"):
-        return validate(as_dict(tree) | {"levels": most}, type(tree), place, {})
+        return validate(as_dict(tree) | {"levels": most}, type(tree), where, {})
     fix = "give tree.choices of at most" if tree.shape == "static" else "set tree.levels to"
     raise UserError(
-        f"{place}: is {tree.levels} levels deep, and {head} drafts at most {most}; {fix} {most}"
+        f"{where}: is {tree.levels} levels deep, and {head} drafts at most {most}; {fix} {most}"
     )
 
 

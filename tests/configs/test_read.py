@@ -8,7 +8,7 @@ import pytest
 from pydantic import Discriminator
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import Section, dump, load
+from aerie.configs.read import Section, dump, load_file
 
 
 class Optim(Section):
@@ -41,7 +41,7 @@ class Run(Section):
 
 def read(path: Path, text: str, *overrides: str) -> Run:
     path.write_text(text, encoding="utf-8")
-    return load(path, Run, overrides)
+    return load_file(path, Run, overrides)
 
 
 @pytest.mark.parametrize(

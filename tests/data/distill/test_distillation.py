@@ -15,8 +15,8 @@ from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DistillConfig, GateConfig, ServerConfig, SourceConfig
 from aerie.data.conversations import Message
 from aerie.data.distill.answer import Answer, Ask, Outcome, Unanswered
+from aerie.data.distill.distillation import Distillation, flaws
 from aerie.data.distill.prompts import InputRow
-from aerie.data.distill.run import Distillation, flaws
 from aerie.data.progress import JobShare
 from aerie.model.target import Target
 from tests import tiny
