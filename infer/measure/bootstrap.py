@@ -13,14 +13,14 @@ from aerie.infer.measure.bench_files import Record
 from aerie.infer.measure.statistics import RESAMPLES, FloatArray
 
 IN_MEMORY = 250  # resamples that are in memory at once
-Sums = FloatArray  # [..., m]: sums over prompts of a table's m columns
+PromptSums = FloatArray  # [..., m]: sums over prompts of a table's m columns
 
 
 class Side(NamedTuple):
     """What a figure is made of, or one of two that are compared."""
 
     table: pd.DataFrame  # a line for each prompt
-    figure: Callable[[Sums], FloatArray]  # of the sums of its columns: [..., m] -> [...]
+    figure: Callable[[PromptSums], FloatArray]  # of the sums of its columns: [..., m] -> [...]
 
 
 class Estimate(NamedTuple):

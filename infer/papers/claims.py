@@ -163,28 +163,30 @@ def claims_table(lines: Sequence[ClaimLine]) -> str:
 
 def tau_prompts(lines: Sequence[ClaimLine]) -> str:
     """How many prompts an interval of +-0.1 tau needs, by the claims whose effect is 0.2 tau."""
-    about_tau = set()
-    for claim in all_claims():
+    about_tau = []
+    for line in lines:
+        claim = all_claims()[line.number - 1]
         if (claim.get("figure"), claim.get("effect")) == ("tau", 0.2):
-            about_tau.add(claim["id"])
-    counts = [line.prompts_needed for line in lines if line.id in about_tau]
-    needed = sorted(filter(None, counts))
+            about_tau.append(line.prompts_needed)
+    needed = sorted(filter(None, about_tau))
     if not needed:
         return ""
-    words = "An interval of ±0.1 tau needs {:,} prompts here by the widest of {} differences"
-    return (words + ", {:,} by the median one.").format(
-        needed[-1], len(needed), needed[len(needed) // 2]
+    widest = f"{needed[-1]:,} prompts here by the widest of {len(needed)} differences"
+    return (
+        f"An interval of ±0.1 tau needs {widest}, {needed[len(needed) // 2]:,} by the median one."
     )
 
 
 def claims_of_report(report: Path, run: str) -> str:
     """The part of docs/results.md on the claims, from a run's report."""
-    lines = read_text(report / "claims.md").splitlines(keepends=True)
-    left_out = [line for line in lines if "Not measured: " in line]
-    measured = "".join(line for line in lines if line not in left_out)
-    text = f"\n### What the papers claim\n\n{measured}"
+    text = "\n### What the papers claim\n\n"
+    left_out = {}
+    for line in read_text(report / "claims.md").splitlines(keepends=True):
+        if "Not measured: " in line:
+            left_out[line.split(".")[0].strip("| ")] = True  # its number, once
+        else:
+            text += line
     if left_out:
-        numbers = dict.fromkeys(line.split(".")[0].strip("| ") for line in left_out)
-        text += f"\nNot measured, in part or at all: {', '.join(numbers)}"
+        text += f"\nNot measured, in part or at all: {', '.join(left_out)}"
         text += f" (`aerie claims {run}` says what would).\n"
     return text

@@ -13,7 +13,7 @@ from scipy import stats
 
 from aerie.configs.read import adapter
 from aerie.infer.measure.bench_files import Record, read_records
-from aerie.infer.measure.bootstrap import Estimate, Side, Sums, estimate
+from aerie.infer.measure.bootstrap import Estimate, PromptSums, Side, estimate
 from aerie.infer.measure.prices import Costs
 from aerie.infer.measure.replay import count_cycles
 from aerie.infer.measure.stage_facts import calibrations_of
@@ -31,7 +31,7 @@ FIGURES: dict[str, Entry] = {
     "identical": {"statistic": "mean", "value": "identical"},
 }
 # which rows an entry means unless it says otherwise: the papers calibrate nothing and draw no trees
-USUAL = {"calibrated": "no", "is_drawn": False}
+UNLESS_SAID = {"calibrated": "no", "is_drawn": False}
 
 
 @dataclass(frozen=True)
@@ -144,25 +144,25 @@ def modelled_ms(answers: Sequence[Record], costs: Mapping[str, Costs]) -> float 
 # --- figures of tables ---
 
 
-def ratio(sums: Sums) -> FloatArray:  # of y to x; the columns are 1, x, y
+def ratio(sums: PromptSums) -> FloatArray:  # of y to x; the columns are 1, x, y
     return sums[..., 2] / sums[..., 1]
 
 
-def mean(sums: Sums) -> FloatArray:  # 1, x
+def mean(sums: PromptSums) -> FloatArray:  # 1, x
     return sums[..., 1] / sums[..., 0]
 
 
-def variance(sums: Sums) -> FloatArray:  # 1, x, x^2
+def variance(sums: PromptSums) -> FloatArray:  # 1, x, x^2
     return sums[..., 2] / sums[..., 0] - mean(sums) ** 2
 
 
-def correlation(sums: Sums) -> FloatArray:  # 1, x, y, x^2, xy, y^2
+def correlation(sums: PromptSums) -> FloatArray:  # 1, x, y, x^2, xy, y^2
     count, x, y, xx, xy, yy = np.moveaxis(sums, -1, 0)
     spreads = (xx / count - (x / count) ** 2) * (yy / count - (y / count) ** 2)
     return (xy / count - x * y / count**2) / np.sqrt(spreads)
 
 
-def misfit(sums: Sums, is_normal: bool) -> FloatArray:  # 1, x, y, x < y, x^2
+def misfit(sums: PromptSums, is_normal: bool) -> FloatArray:  # 1, x, y, x < y, x^2
     """Share of x below y by a law that is fitted by moments, minus the counted share.
 
     SVIP's equations 14 (normal law) and 9 (gamma law).
@@ -176,7 +176,7 @@ def misfit(sums: Sums, is_normal: bool) -> FloatArray:  # 1, x, y, x < y, x^2
     return law.cdf(y / count) - below / count
 
 
-def expected_length(sums: Sums) -> FloatArray:
+def expected_length(sums: PromptSums) -> FloatArray:
     """Tokens a cycle, counted minus computed from alpha = 1 - TV and g levels.
 
     Leviathan et al., equation 1: (1 - alpha^(g + 1)) / (1 - alpha).
@@ -186,17 +186,17 @@ def expected_length(sums: Sums) -> FloatArray:
     return accepted / count + 1 - (1 - alpha ** (levels / count + 1)) / (1 - alpha)
 
 
-def by_group(sums: Sums) -> FloatArray:
+def by_group(sums: PromptSums) -> FloatArray:
     """[3, ..., groups]: sizes of groups, their sums of x, and those of y."""
     return np.moveaxis(sums.reshape(*sums.shape[:-1], 3, -1), -2, 0)
 
 
-def calibration_error(sums: Sums) -> FloatArray:
+def calibration_error(sums: PromptSums) -> FloatArray:
     size, x, y = by_group(sums)
     return np.abs(x - y).sum(-1) / size.sum(-1)
 
 
-def growth(sums: Sums) -> FloatArray:
+def growth(sums: PromptSums) -> FloatArray:
     """The power of y with which x grows: the slope of log mean x over log mean y."""
     size, x, y = by_group(sums)
     log_y = np.log(y / size)
@@ -205,7 +205,7 @@ def growth(sums: Sums) -> FloatArray:
 
 
 # name -> figure, and what is summed over a table's lines for it, beside their count
-STATISTICS: dict[str, tuple[Callable[[Sums], FloatArray], Callable[..., list[Any]]]] = {
+STATISTICS: dict[str, tuple[Callable[[PromptSums], FloatArray], Callable[..., list[Any]]]] = {
     "ratio": (ratio, lambda x, y: [x, y]),
     "mean": (mean, lambda x: [x]),
     "share": (mean, lambda x: [x]),
@@ -250,7 +250,7 @@ def estimate_of(claim: Entry, sides: Sequence[Side]) -> Estimate | None:
 def answers_meant(evidence: Evidence, entry: Entry, temperature: float) -> pd.DataFrame:
     """The answers of the rows that fit the entry."""
     answers = evidence.answers
-    for name, wanted in {"temperature": temperature, **USUAL, **entry}.items():
+    for name, wanted in {"temperature": temperature, **UNLESS_SAID, **entry}.items():
         if len(answers) and name not in ("pick", "head"):
             answers = answers[answers[name].isin(np.atleast_1d(wanted))]
     return answers
@@ -271,7 +271,7 @@ def highest_of(sides: Sequence[Side]) -> Side:
     """The highest of several figures, on the prompts that all have; each resample picks its own."""
     columns = len(sides[0].table.columns)
 
-    def highest(sums: Sums) -> FloatArray:
+    def highest(sums: PromptSums) -> FloatArray:
         values = sides[0].figure(sums.reshape(*sums.shape[:-1], -1, columns))  # [..., sides]
         return np.fmax.reduce(np.where(np.isfinite(values), values, np.nan), axis=-1)
 

@@ -33,14 +33,6 @@ class PublishedPoint(NamedTuple):
     status: str = "published"
 
 
-class BesideLine(NamedTuple):
-    """A line of the table that shows a method here and as published."""
-
-    method: str
-    temperature: float
-    line: Line
-
-
 def published_points(cells: Mapping[Any, str]) -> tuple[PublishedPoint, ...]:
     """The points of cells by value; an empty cell has none."""
     points = []
@@ -85,8 +77,13 @@ def published_range(figures: Mapping[str, Any], temperature: float, is_ratio: bo
     return f"{form.format(min(values))} to {form.format(max(values))} ({len(values)} figures)"
 
 
-def beside_published(rows: SummaryRows, by_task: Mapping[int, SummaryRows]) -> list[BesideLine]:
-    """Each method's measured lines, then the published ones, whose note is the paper."""
+def beside_published(
+    rows: SummaryRows, by_task: Mapping[int, SummaryRows]
+) -> list[tuple[str, float, Line]]:
+    """(method, temperature, line): each method's measured lines, then the published ones.
+
+    A published line's note is its paper.
+    """
     measured: dict[tuple[str, float], list[Line]] = {}
     for position, row in enumerate(rows):
         if row.status == "ok":
@@ -106,5 +103,5 @@ def beside_published(rows: SummaryRows, by_task: Mapping[int, SummaryRows]) -> l
     shown = []
     for key, lines in measured.items():
         if key in published:
-            shown += [BesideLine(*key, line) for line in lines + published[key]]
+            shown += [(*key, line) for line in lines + published[key]]
     return shown

@@ -216,10 +216,8 @@ def test_trainings(tmp_path: Path, capsys: Any) -> None:
 def test_same_bytes(swept: Path) -> None:
     """The same input gives the same files."""
     make_report(swept, "again")
-    names = {path.name for path in (swept / "report").iterdir()}
-    assert names == {path.name for path in (swept / "again").iterdir()}
-    for name in names:
-        assert (swept / "report" / name).read_bytes() == (swept / "again" / name).read_bytes()
+    for path in (swept / "again").iterdir():
+        assert path.read_bytes() == (swept / "report" / path.name).read_bytes()
 
 
 @pytest.mark.parametrize(
