@@ -1,19 +1,22 @@
-"""EAGLE-2's dynamic tree (arXiv 2406.16858, sections 4.1 and 4.2): expand level by level, rerank.
+"""EAGLE-2's dynamic tree (arXiv 2406.16858, sections 4.1 and 4.2).
 
-All candidates of a tree are numbered, level by level; the root is 0. Some tensors hold such numbers,
-others places within a level, and the tree's nodes are numbered anew. With k = 2 and three levels:
+Expansion: level by level, the k best nodes get k children each. Reranking: of all candidates, the
+best are verified. Best means most likely to survive: by the product of q down the path.
 
-    level        0 |   1 |       2 |         3
-    candidates   0 | 1 2 | 3 4 5 6 | 7 8 9 10     numbers
-    expanded       |   0 |     0 1 |      3 0     places in the level above (numbers 0, then 1 2, then 6 3)
-    rows           | 0 0 | 0 0 1 1 | 0 0 1  1     which of the expanded nodes a candidate stands below
-    frontier       | 0 1 |     3 0 |              places in this level: the k best, expanded next
+Candidates are numbered through all levels; the root is 0. Some tensors hold these numbers, others
+places within one level, and the nodes of the finished tree are numbered anew. With k = 2, three
+levels and six nodes:
 
-    kept         0   1 2   3     6   7            the numbers of the six best candidates, ascending
-    node         0   1 2   3     4   5            their places in the tree
+    level        0 |   1 |       2 |        3
+    candidates   0 | 1 2 | 3 4 5 6 | 7 8 9 10   numbers
+    expanded       |   0 |     0 1 |      3 0   places in the level above: the numbers 0; 1 2; 6 3
+    rows           | 0 0 | 0 0 1 1 | 0 0 1  1   which expanded node a candidate stands below
+    frontier       | 0 1 |     3 0 |            places in this level: the k best, expanded next
 
-Candidate 7 has row 0, so it stands below the expanded node of place 3, which is number 6, which is
-node 4 of the tree.
+    kept         0   1 2   3     6   7          the numbers of the six best candidates, ascending
+    node         0   1 2   3     4   5          their places in the tree
+
+Candidate 7 has row 0, so it stands below the expanded node at place 3, number 6, node 4.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,15 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from aerie.configs.schema.decode import DynamicConfig
-from aerie.infer.decode.roles import (
-    Calibrate,
-    Drafter,
-    Grown,
-    Shape,
-    StopRead,
-    pool_of,
-    unchanged,
-)
+from aerie.infer.decode.roles import Calibrate, Drafter, Grown, Shape, StopRead, unchanged
 from aerie.infer.decode.sampling import Sampler, draw_children
 from aerie.infer.decode.stop import Stop, on_device
 from aerie.infer.decode.tree import (
@@ -132,9 +127,7 @@ class DynamicTree(Shape):
         if levels[0].drawn_from is not None:
             tree = replace(tree, draft_laws=expansion.laws_of_kept(kept, levels))
         if self.keeps_pool:
-            stopped_by = self.stop.config.rule if ended else None
-            pool = pool_of(levels, expansion.drafter, kept, stopped_by, reranked=True)
-            tree = replace(tree, pool=pool)
+            tree = self.with_pool(tree, levels, kept, expansion.drafter, ended)
         return tree
 
     def _kept(self, levels: tuple[Level, ...], survival: Tensor) -> Tensor:
@@ -228,7 +221,7 @@ class BestChildren:
         row_of = kept.new_zeros(num_candidates)
         row_of.scatter_(0, expanded, torch.arange(len(expanded), device=kept.device))
         rows = row_of.index_select(0, kept)
-        # Each expanded node has k candidates, in the order of their draws; number 1 is a first draw.
+        # Each expanded node has k candidates, in the order of their draws; 1 is a first draw.
         ranks = (kept - 1) % self.k
         q = laws.index_select(0, rows)
         return DraftLaws("R3", q, self.drafter.ids, ranks=ranks, width=self.k)

@@ -217,7 +217,7 @@ class SpeculativeDecoder:
         num_rows = self._num_rows(len(prompt) + decoding.max_new_tokens, plan)
         kept = self._kept(num_rows)
         root = self._prefill(prompt, kept, sampler)  # [1]
-        answer = Answer(decoding, prompt, self._stop_strings(decoding))
+        answer = AnswerSoFar(decoding, prompt, self._stop_strings(decoding))
         new = answer.add(root.tolist())
         self.proposer.learn(new, None)
         clock.lap("prefill")
@@ -358,7 +358,7 @@ class SpeculativeDecoder:
         return StopStringCriteria(self.tokenizer, [*decoding.stop_strings])
 
 
-class Answer:
+class AnswerSoFar:
     """The answer's tokens, and whether it has ended.
 
     It ends like transformers' answers: with an end token, or with the token in which a stop string

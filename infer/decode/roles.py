@@ -26,8 +26,6 @@ StopRead = Literal["each", "late"]
 # What a draft reads from the device: nothing; only whether the stop rule ends the tree, between two
 # levels; or more.
 DraftReads = Literal["nothing", "stop rule", "anything"]
-
-
 Calibrate = Callable[[Tensor], Tensor]  # log q, of any shape -> log confidence
 
 
@@ -47,22 +45,23 @@ class Drafter:
     after_blocks: tuple[int, ...] = ()  # the taps that `commit` is given; none: last_hidden
     draft_rows: int = 0  # rows that `start` writes into its cache, behind the kept ones
     forwards_per_tree: int | None = None  # 1 if one forward serves all levels; None: one per level
-    ids: Tensor | None = (
-        None  # [Vd] the target's ids of the columns of log q; None: they are its own
-    )
+    # [Vd] the target's ids of the columns of log q; None: they are the target's own
+    ids: Tensor | None = None
     is_fixed: bool = True  # reads nothing from the device
     # (owner, attribute) of every function that runs a model, for those who time or count forwards
     forwards: tuple[tuple[Any, str], ...] = ()
 
     def reset(self, prompt: Tensor, kept: KeptRows, slots: int) -> None:
-        """Begins a prompt [T], of which no row is kept yet; slots: the most nodes that `step` gets
-        in one tree.
+        """Begins a prompt [T], of which no row is kept yet.
+
+        slots: the most nodes that `step` is given in one tree.
         """
 
     def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
-        """Reads new known tokens [n], and the target's feature of the token before each, [n, D] or with taps [n, L*D].
+        """Reads new known tokens [n] with the target's feature of the token before each.
 
-        last [1]: the row of the last known token, where rows that mean nothing follow it.
+        features: [n, D], or with taps [n, L*D]. last [1]: the row of the last known token, where
+        rows that mean nothing follow it.
         """
 
     def start(self) -> Tensor:
@@ -70,8 +69,9 @@ class Drafter:
         raise NotImplementedError
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """log q [n, Vd] of the children of nodes with tokens [n]; parents [n] are rows of the last
-        call.
+        """log q [n, Vd] of the children of nodes with tokens [n].
+
+        parents [n]: their parents, as rows of what the last call returned.
         """
         raise NotImplementedError
 
@@ -95,9 +95,8 @@ class Shape:
     is_dynamic: bool = False  # it can grow level by level
     draws: bool = False  # children are drawn where the target samples
     stop_read: StopRead = "each"
-    keeps_pool: bool = (
-        False  # set by who wants to see all candidates: every tree then has its `pool`
-    )
+    # Set by whoever wants to see all candidates: every tree then has its `pool`.
+    keeps_pool: bool = False
 
     def __init__(self, stop: Stop, levels: int, max_nodes: int, draft_slots: int) -> None:
         """draft_slots: the most nodes that one tree gives to `Drafter.step`."""
@@ -106,22 +105,22 @@ class Shape:
         self.max_nodes = max_nodes
         self.draft_slots = draft_slots
 
+    def with_pool(
+        self, tree: Tree, levels: Sequence[Level], kept: Tensor, drafter: Drafter, ended: bool
+    ) -> Tree:
+        """The tree with its pool; kept [N]: see Pool; ended: by the stop rule."""
+        columns = torch.arange(levels[0].log_q.shape[-1], device=kept.device)
+        ids = drafter.target_ids(columns)
+        stopped_by = self.stop.config.rule if ended else None
+        return replace(tree, pool=Pool(levels, kept, ids, self.is_dynamic, stopped_by))
+
     def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler) -> Tree:
         """The tree under root [1], at most max_levels deep."""
         raise NotImplementedError
 
     def grow_levels(self, drafter: Drafter, root: Tensor, max_levels: int) -> Iterator[Grown]:
-        """Yields after each level, before the next forward, without reading the device; for a
-        dynamic tree.
-        """
+        """Yields after each level of a dynamic tree, before the next forward; reads no device."""
         raise NotImplementedError
-
-
-def pool_of(
-    levels: Sequence[Level], drafter: Drafter, kept: Tensor, stopped_by: str | None, reranked: bool
-) -> Pool:
-    columns = torch.arange(levels[0].log_q.shape[-1], device=kept.device)
-    return Pool(levels, kept, drafter.target_ids(columns), reranked, stopped_by)
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,7 @@ from aerie.model.target import Target
 
 
 class CyclePlan(NamedTuple):
-    """How one answer's cycles are run: which of draft, extend, judge and commit are not run as they
-    are.
-    """
+    """Which of draft, extend, judge and commit are not run as they are, in one answer's cycles."""
 
     compiled: frozenset[str] = frozenset()  # by torch.compile
     # as CUDA graphs, of the compiled function if there is one
@@ -43,9 +41,7 @@ class CyclePlan(NamedTuple):
 
     @property
     def has_whole_trees(self) -> bool:
-        """Trees are as deep as ever at an answer's end: a whole captured tree costs less than a
-        short eager one.
-        """
+        """Trees stay deep at an answer's end: a whole captured one costs less than a short one."""
         return "draft" in self.captured
 
 
@@ -60,8 +56,7 @@ def plan_cycle(mode: str, on_gpu: bool, traits: Traits, decoding: Decoding) -> C
     | reads anything, a chain  | extend, commit               | extend                          |
     | reads anything, else     | nothing: too many sizes      | extend                          |
 
-    In the mode compiled on a GPU, what the right column names is captured as compiled, but the
-    commit.
+    On a GPU, the mode compiled captures what torch.compile made of draft and extend.
     """
     reads = traits.reads
     compiled: set[str] = set()
@@ -88,7 +83,7 @@ def mode_of(target: Target) -> str:
     """How the target's cycles are run: eager, captured or compiled."""
     if target.recipe.cycle != "auto":
         return target.recipe.cycle
-    # LongRoPE reads positions on the host; a graph runs on one device
+    # LongRoPE reads positions on the host, and a graph runs on one device.
     is_spread = len({*getattr(target.model, "hf_device_map", {}).values()}) > 1
     can_capture = target.device.type == "cuda" and target.rope_switch is None and not is_spread
     return "captured" if can_capture else "eager"
@@ -101,9 +96,7 @@ def bucket(length: int) -> int:
 
 
 class Runners:
-    """A decoder's ways to run its cycles: as the plan of an answer says, and eagerly for short
-    trees.
-    """
+    """A decoder's ways to run its cycles: as an answer's plan says, and eagerly for short trees."""
 
     def __init__(self, eager: "EagerRunner") -> None:
         target = eager.lm.target
@@ -131,9 +124,7 @@ class Runners:
             self._base = CompiledRunner(self.eager, functions)
 
     def runner_for(self, levels: int) -> "EagerRunner":
-        """What runs the next cycle, whose tree may be this deep; eager for trees that must be
-        short.
-        """
+        """What runs the next cycle, whose tree may be this deep."""
         plan, kept = self._plan, self._kept
         if self.mode == "eager":
             kept.captured.pop(self, None)  # frees graphs of before a failure
@@ -226,7 +217,8 @@ class Compiled:
 
 
 class CapturedRunner(EagerRunner):
-    """Replays the functions that the plan captures as CUDA graphs, and runs the others as `base` does.
+    """Replays the functions that the plan captures as CUDA graphs, and runs the others as `base`
+    does.
 
     If a capture fails or gives other logits, a warning says why, and all goes on eagerly.
     """
@@ -268,7 +260,8 @@ class CapturedRunner(EagerRunner):
         return proposer.with_forwards(last_of(graphs.replay_levels(root, waits)))
 
     def extend(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> TargetStep:
-        """Checks the logits the first two times: where it was captured, and elsewhere in the text."""
+        """Checks the logits the first two times: where it was captured, and elsewhere in the
+        text."""
         step: TargetStep = self._replay("extend", None, self.base.extend, tokens, depth, mask)
         num_checked = self.graphs.checked.get(len(tokens), 0)
         if self.has_failed or num_checked == 2:

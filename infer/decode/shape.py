@@ -1,4 +1,4 @@
-"""Trees of a known form, such as a chain or EAGLE-1's 25 nodes; from any tree's settings to its shape."""
+"""Trees of a known form (a chain, EAGLE-1's 25 nodes); from any tree's settings to its shape."""
 
 import pkgutil
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from aerie.configs.schema.decode import (
     TreeConfig,
 )
 from aerie.infer.decode.dynamic_tree import DynamicTree
-from aerie.infer.decode.roles import Calibrate, Drafter, Shape, pool_of, unchanged
+from aerie.infer.decode.roles import Calibrate, Drafter, Shape, unchanged
 from aerie.infer.decode.sampling import Sampler, argmax, draw, race
 from aerie.infer.decode.stop import STOPS, Stop
 from aerie.infer.decode.tree import DraftLaws, Level, Tree, ancestors, repeated_range, zeros
@@ -28,32 +28,37 @@ SMALLEST = 1e-30  # a q below it has no exact ratio p / q in float32; q may be a
 
 
 class FormLevel(NamedTuple):
-    """One level of a form with N nodes: n nodes below r nodes of the level above."""
+    """One level of a form: n nodes below r nodes of the level above.
+
+    A level's tokens are found in a table [r, width]: the children of each row, by rank. The form
+    has some of its cells. With two rows of width 3, of which the form has ranks 0 1 2 and 0 2:
+
+        table    0 1 2        rows   0 0 0 1 1
+                 3 4 5        cells  0 1 2 3 5
+    """
 
     expanded: Tensor  # [r] the nodes of the level above that have children, as places in that level
     rows: Tensor  # [n] which of the r each node stands below
-    # [n] row * width + rank: where a node's token stands in the table [r, width] of children
-    cells: Tensor
+    cells: Tensor  # [n] where each node stands in the table: row * width + rank
     inner: Tensor  # [m] which of the n nodes have children
     inner_rows: Tensor  # [m] the rows that these stand in
     width: int  # how many children are found per row
 
 
-class Form(NamedTuple):
-    """A static tree's nodes, in level order."""
+class TreeForm(NamedTuple):
+    """A static tree's N nodes, in level order."""
 
     levels: list[FormLevel]
     parents: Tensor  # [N]
     depth: Tensor  # [N]
     mask: Tensor  # [N, N] ancestors or self
-    law_rows: (
-        Tensor  # [N] which of all expanded nodes each node is; 0 for a leaf, whose law is not read
-    )
-    host_parents: tuple[int, ...]
+    # [N] which of all nodes with children each node is; 0 for a leaf, whose law is not read
+    law_rows: Tensor
+    host_parents: tuple[int, ...]  # the same as parents, for those who must not wait for a device
 
 
 @cache
-def form_of(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) -> Form:
+def form_of(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) -> TreeForm:
     """The form of a tree's paths of ranks, without ranks that the vocabulary lacks."""
     nodes: list[Choice] = [(), *(choice for choice in choices if max(choice) < vocab_size)]
     with_children = {node[:-1] for node in nodes[1:]}
@@ -76,14 +81,14 @@ def form_of(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) 
     law_rows = tensor([expanded.index(node) if node in with_children else 0 for node in nodes])
     depth = tensor([len(node) for node in nodes])
     mask = ancestors(parents_of, len(levels))
-    return Form(levels, parents_of, depth, mask, law_rows, host_parents)
+    return TreeForm(levels, parents_of, depth, mask, law_rows, host_parents)
 
 
 class StaticTree(Shape):
-    """A tree of known form: a node has its parent's r-th best token, or r-th draw (R1 in a chain, else R3: EAGLE-1).
+    """A tree of known form: a node has its parent's r-th best token, or its r-th draw.
 
-    The stop rule is asked when a level's tokens are already in the tree: no drawn token is ever
-    dropped.
+    Draws are verified by R1 in a chain, and else by R3 (EAGLE-1). The stop rule is asked when a
+    level's tokens are already in the tree, so that no drawn token is ever dropped.
     """
 
     def __init__(
@@ -152,11 +157,10 @@ class StaticTree(Shape):
         if draws:
             tree, kept = self._with_laws(tree, form, levels, drafter)
         if self.keeps_pool:
-            stopped_by = self.stop.config.rule if ended else None
-            tree = replace(tree, pool=pool_of(levels, drafter, kept, stopped_by, reranked=False))
+            tree = self.with_pool(tree, levels, kept, drafter, ended)
         return tree
 
-    def _tree(self, form: Form, levels: Sequence[Level], root: Tensor) -> Tree:
+    def _tree(self, form: TreeForm, levels: Sequence[Level], root: Tensor) -> Tree:
         """The form's nodes down to the last level that was drafted."""
         certain = zeros(1, root.device)
         tokens = torch.cat([root, *(level.tokens for level in levels)])  # [N]
@@ -170,7 +174,7 @@ class StaticTree(Shape):
         return Tree(tokens, parents, depth, mask, confidence, survival, num_levels, num_levels)
 
     def _with_laws(
-        self, tree: Tree, form: Form, levels: Sequence[Level], drafter: Drafter
+        self, tree: Tree, form: TreeForm, levels: Sequence[Level], drafter: Drafter
     ) -> tuple[Tree, Tensor]:
         """The tree with what its children were drawn from, and its nodes' numbers among the form's.
 

@@ -59,18 +59,16 @@ class Level(NamedTuple):
 
 
 def first_numbers(levels: Sequence[Level]) -> list[int]:
-    """The number of each level's first candidate. All candidates of a tree are numbered, level by level; the root is 0.
+    """The number of each level's first candidate.
 
-    With 2 and 4 candidates: root 0 | level 1: 1 2 | level 2: 3 4 5 6, and the first numbers are 1
-    and 3.
+    All candidates are numbered through the levels; the root is 0. With levels of 2 and 4
+    candidates, 0 | 1 2 | 3 4 5 6, these are 1 and 3.
     """
     return list(accumulate((len(level.tokens) for level in levels[:-1]), initial=1))
 
 
 def expanded_numbers(levels: Sequence[Level]) -> Tensor:
-    """The numbers [E] of the expanded nodes of all levels, whose `expanded` are places within a
-    level.
-    """
+    """The numbers [E] of all expanded nodes; `Level.expanded` has their places within a level."""
     above = [0, *first_numbers(levels)[:-1]]  # the first number of the level above each level
     sizes = tuple(len(level.expanded) for level in levels)
     places = torch.cat([level.expanded for level in levels])
@@ -89,26 +87,24 @@ class Pool:
     levels: Sequence[Level]
     kept: Tensor  # [N] each node's number among the candidates, ascending; the root is 0
     ids: Tensor  # [Vd] the target's ids of the columns of log q
-    reranked: (
-        bool  # the tree's nodes were chosen by score: a frontier's node may be missing from it
-    )
+    # The tree's nodes were chosen by score, so a frontier's node may be missing from the tree.
+    reranked: bool
     stopped_by: str | None  # the stop rule; None: the last level was reached
 
     def log_laws(self) -> dict[int, Tensor]:
         """log q [Vd] of the children of each node that was expanded and is in the tree, by node."""
         node_of = {candidate: node for node, candidate in enumerate(self.kept.tolist())}
         candidates = expanded_numbers(self.levels).tolist()
-        laws = [law for level in self.levels for law in level.log_q]  # fmt: skip
+        laws = torch.cat([level.log_q for level in self.levels])  # [E, Vd]
         pairs = sorted(zip(candidates, laws, strict=True), key=lambda pair: pair[0])
         return {node_of[candidate]: law for candidate, law in pairs if candidate in node_of}
 
     def frontiers(self) -> list[tuple[list[Path], Tensor]]:
-        """By level: the frontier's paths and log survivals [f], for DEAGLE's S_d; of a static tree
-        all its nodes.
+        """By level: the frontier's paths and log survivals [f], for DEAGLE's S_d.
+
+        Of a static tree these are all nodes of the level.
         """
-        above: list[Path] = [
-            ()
-        ]  # by candidate of the level above: the tokens on its path, the root left out
+        above: list[Path] = [()]  # the paths, without the root, of the level above
         frontiers = []
         for level in self.levels:
             parents = level.expanded[level.rows].tolist()  # [n]
@@ -130,8 +126,7 @@ class Tree:
     parents: Tensor  # [N] node indices; the root is its own parent
     depth: Tensor  # [N] 0 for the root
     mask: Tensor  # [N, N] boolean: row i is True at i and at its ancestors
-    # [N] log q of the node under its parent; of a drawn dynamic tree see sampling.draw_children; 0
-    # for the root
+    # [N] log q of the node under its parent (in a drawn dynamic tree, see sampling.draw_children)
     confidence: Tensor
     survival: Tensor  # [N] the sum of confidence along the path, the logarithm of EAGLE-2's value
     levels: int  # drafted depth, which a pruned tree need not reach
@@ -161,9 +156,8 @@ def ancestors(parents: Tensor, levels: int) -> Tensor:
     """The boolean matrix [N, N] of ancestors-or-self of nodes with parents [N], at most `levels`
     deep.
     """
-    # The parents' matrix with ones on its diagonal: entry [i, j] of its n-th power counts the ways
-    # up from i to j in at most n steps. The root is its own parent. Squaring needs log2(levels)
-    # products.
+    # A matrix with 1 at each node and at its parent: entry [i, j] of its n-th power counts the ways
+    # up from i to j in at most n steps. Squaring it reaches `levels` steps after log2(levels).
     reach = _identity(len(parents), parents.device).scatter(1, parents[:, None], 1.0)
     for step in range((levels - 1).bit_length()):
         reach = reach @ reach
@@ -174,7 +168,7 @@ def ancestors(parents: Tensor, levels: int) -> Tensor:
 
 @cache
 def repeated_range(count: int, times: int, device: torch.device) -> Tensor:
-    """0, 0, .., 1, 1, .. [count * times]: the rows of `times` children under each of `count` nodes."""
+    """0, 0, .., 1, 1, .. [count * times]: which node each of `times` children is below."""
     return torch.arange(count, device=device).repeat_interleave(times)
 
 

@@ -12,7 +12,7 @@ from aerie.infer.decode.tree import Level, first_numbers, zeros
 
 
 class AblatedTree(DynamicTree):
-    """rank: confidence ranks nodes by their own q; rerank: false keeps the k best of every level."""
+    """rank: confidence ranks nodes by their own q; rerank: false keeps every level's k best."""
 
     def __init__(self, stop: Stop, config: DynamicConfig, calibrate: Calibrate) -> None:
         super().__init__(stop, config, calibrate)
@@ -32,7 +32,7 @@ class AblatedTree(DynamicTree):
             return self._frontiers(levels)
         if self.by_survival:
             return super()._kept(levels, survival)
-        # A node counts no more than the least sure node on its path, so that the best are connected.
+        # A node counts no more than the least sure node above it, so that the best are connected.
         certain = zeros(1, survival.device)
         above = certain  # by candidate of the level above
         scores = [certain]
