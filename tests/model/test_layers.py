@@ -2,18 +2,20 @@
 masked softmax."""
 
 import math
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from aerie.configs.errors import UserError
-from aerie.model import layers
+from aerie.model import layers, unrolled_attention
 from aerie.model.kv_cache import KeptRows, KeyValueCache
 from aerie.model.layers import DecoderLayer, HeadLayer, Rotary
 from aerie.model.unrolled_attention import UnrollMemory
@@ -145,16 +147,98 @@ def _last_step(
     return out.unflatten(2, (q.shape[1], -1)).transpose(1, 2)
 
 
+def _explicit(q: Tensor, k: Tensor) -> Tensor:
+    """Causal scores [..., n, n]."""
+    return (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(
+        torch.ones(q.shape[-2], k.shape[-2]).triu(1).bool(), -1e30
+    )
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    scores = _explicit(q, k)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def _backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor
+) -> list[Tensor]:
+    p = (_explicit(q, k) - logs[..., None]).exp()
+    score = p * (g @ v.mT - (g * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+    return [score @ k, score.mT @ q, p.mT @ g]
+
+
+def _apart(borders: Tensor, *parts: Tensor) -> Any:
+    """Splits [N, H or KV, hd] into documents [H, n, hd]."""
+    heads = max(x.shape[1] for x in parts)
+    for first, stop in pairwise(borders.tolist()):
+        cut = [x[first:stop].transpose(0, 1) for x in parts]
+        yield [x.repeat_interleave(heads // len(x), dim=0) for x in cut]
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, _: Tensor, longest: int, *rest: Any
+) -> Any:
+    assert longest == borders.diff().max() and rest == (longest, 0.0, True, False)
+    out, logs = zip(*(_forward(*cut) for cut in _apart(borders, q, k, v)), strict=True)
+    return torch.cat(out, 1).transpose(0, 1).contiguous(), torch.cat(logs, 1), *[torch.empty(0)] * 3
+
+
+def _flash_backward(*given: Any) -> Any:
+    g, q, k, v, out, logs, borders = given[:7]
+    assert g.is_contiguous() and logs.is_contiguous() and logs.shape == (q.shape[1], len(q))
+    cuts = _apart(borders, g, q, k, v, out, logs.T[..., None].expand_as(q))
+    parts = (_backward(*cut[:5], cut[5][..., 0]) for cut in cuts)
+    found = [torch.cat(column, 1).transpose(0, 1) for column in zip(*parts, strict=True)]
+    return found[0], *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in found[1:])
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, bias: None, *rest: Any) -> Any:
+    out, logs = _forward(q, k, v)
+    return (
+        out,
+        F.pad(logs, (0, -logs.shape[-1] % 32), value=math.inf),
+        torch.empty(()),
+        torch.empty(()),
+    )
+
+
+def _efficient_backward(*given: Any) -> Any:
+    g, q, k, v, _, out, _, _, count, _, logs = given[:11]
+    assert (
+        out.is_contiguous()
+        and logs.is_contiguous()
+        and logs.shape[-1] % 32 == 0
+        and given[-2:] == (1, False)
+    )
+    cuts = (x.transpose(1, 2) for x in (g, q, k, v, out))
+    return *(x.transpose(1, 2) for x in _backward(*cuts, logs[..., :count])), torch.empty(0)
+
+
+CUDA = {"_flash_attention_forward": _flash, "_flash_attention_backward": _flash_backward}
+CUDA |= {
+    "_scaled_dot_product_efficient_attention": _efficient,
+    "_efficient_attention_backward": _efficient_backward,
+}
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "flash", "efficient"])
 @pytest.mark.parametrize("documents", [(33,), DOCUMENTS], ids=str)
 @pytest.mark.parametrize(("heads", "steps"), [(2, STEPS), (4, STEPS), (4, 1)])
-def test_unroll_softmax(documents: Any, heads: int, steps: int) -> None:
+def test_unroll_softmax(
+    kernel: Any, documents: Any, heads: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The unroll's attention is one masked softmax, in value and gradient."""
+    library = torch.library.Library("aten", "IMPL")  # stand-ins for CUDA's kernels
+    for name, function in CUDA.items():
+        library.impl(name, function, "CPU")
+    monkeypatch.setattr(unrolled_attention, "kernel_of", lambda x: kernel)
     q, keys, values, places = _made(heads)
     keys, values = keys[:steps], values[:steps]
     expected = _value_and_gradients(
         _by_one_mask(q, keys, values, places, documents), q, *keys, *values
     )
     found = _value_and_gradients(_last_step(q, keys, values, places, documents), q, *keys, *values)
+    library._destroy()
     for x, y in zip(found, expected, strict=True):
         assert (x - y).abs().max() <= 1e-5 * y.abs().max()
 
