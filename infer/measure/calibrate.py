@@ -109,9 +109,8 @@ def record_cycles(
     seed: int,
     observer: Observer,
 ) -> RecordedCycles:
-    cast(
-        TreeProposer, decoder.proposer
-    ).shape.keeps_pool = True  # with a head every method has such a proposer
+    # with a head every method has such a proposer
+    cast(TreeProposer, decoder.proposer).shape.keeps_pool = True
     decoder.runners.mode = "eager"  # no speed is measured, and an observer must see every forward
     settings: dict[str, Any] = {"temperature": section.temperature, "top_k": 0, "top_p": 1.0}
     context = min(decoder.limits.values())

@@ -1,7 +1,7 @@
 """Calibration: summaries of recorded tables, calibrators, and static trees rebuilt from ranks."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import ChainConfig, DynamicConfig, StaticConfig, TreeConfig
 from aerie.configs.schema.measure import CalibrateConfig, PromptsConfig
 from aerie.infer.decode.methods import FLOOR, Calibrator, load_calibrator, tree_proposer
-from aerie.infer.decode.roles import Cycle
+from aerie.infer.decode.roles import Cycle, unchanged
 from aerie.infer.measure import calibrate
-from aerie.infer.measure.calibrate import Observer, Question, RecordedCycles
+from aerie.infer.measure.calibrate import Question, RecordedCycles
 from aerie.infer.papers.analysis import PaperObserver
 from aerie.model.checkpoint import save_head
 from aerie.model.storage import Stage, digests, write_json
@@ -48,48 +48,31 @@ def test_ece_and_brier_follow_from_the_bins() -> None:
     assert (low["confidence"], low["acceptance"]) == (pytest.approx(0.15), pytest.approx(0.5))
     assert table["ece"] == pytest.approx((2 * abs(0.15 - 0.5) + 3 * abs(0.8 - 2 / 3)) / 5)
     assert table["brier"] == pytest.approx((0.01 + 0.64 + 0.16 + 0.64 + 0.0) / 5)
+    # single-precision values on an edge belong to the bin above it
+    edges = (np.arange(20, dtype=np.float32) / np.float32(20)).astype(np.float64)
+    bins = calibrate.reliability(nodes_of(edges, np.zeros(20)))["bins"]
+    assert [row["count"] for row in bins] == [1] * 20
     # acceptance probability 0.3: 0.3 * (0.5 - 1)^2 + 0.7 * 0.5^2
     assert calibrate.reliability(nodes_of([0.5], [0.3]))["brier"] == pytest.approx(0.25)
 
 
-def test_single_precision_values_on_an_edge_belong_to_the_bin_above() -> None:
-    edges = (np.arange(20, dtype=np.float32) / np.float32(20)).astype(np.float64)
-    table = calibrate.reliability(nodes_of(edges, np.zeros(20)))
-    assert [row["count"] for row in table["bins"]] == [1] * 20
-
-
-def summary_of(nodes: pd.DataFrame, accepted: list[int]) -> dict[str, Any]:
-    tables = {"nodes": nodes, "cycles": pd.DataFrame({"accepted": accepted})}
-    return calibrate.summarise(RecordedCycles(tables, ("",), 0.0))
-
-
-def test_the_summary_counts_by_depth() -> None:
+@pytest.mark.parametrize("accepted", [[2, 0], []])
+def test_the_summary_counts_by_depth(accepted: list[int]) -> None:
     # cycle 0 accepts two tokens and misses the third level; cycle 1 accepts none of two siblings
     confidence, acceptance = [0.9, 0.7, 0.5, 0.6, 0.2], [1.0, 1.0, 0.0, 0.0, 0.0]
     nodes = nodes_of(confidence, acceptance, prompt=0, depth=[1, 2, 3, 1, 1])
-    table = pd.DataFrame(summary_of(nodes, [2, 0])["by_depth"])
-    rows = table[["nodes", "cycles", "survived", "conditional"]].to_numpy().tolist()
-    assert rows == [[3, 2, 0.5, 0.5], [1, 1, 0.5, 1.0], [1, 1, 0.0, 0.0]]
-    empty = json.loads(json.dumps(summary_of(nodes[:0], []), allow_nan=False))
-    assert empty["ece"] is None and empty["by_depth"] == [] and len(empty["bins"]) == 20
-
-
-def test_by_task_and_by_depth_share_the_nodes() -> None:
-    recorded = calibrate.record_cycles(
-        decoder_of(make_target(), WIDE), QUESTIONS, SECTION, 0, Observer()
-    )
-    parts = json.loads(json.dumps(calibrate.analyse(recorded), allow_nan=False))
-    assert [row["task"] for row in parts["by_task"]] == ["count", "sort"]
-    for part in ("by_task", "by_depth"):
-        assert sum(row["nodes"] for row in parts[part]) == len(recorded.tables["nodes"])
+    tables = {"nodes": nodes[: 5 * bool(accepted)], "cycles": pd.DataFrame({"accepted": accepted})}
+    summary = calibrate.summarise(RecordedCycles(tables, (), 0.0))
+    by_depth = json.loads(json.dumps(summary, allow_nan=False))["by_depth"]
+    rows = [[row[k] for k in ("nodes", "cycles", "survived", "conditional")] for row in by_depth]
+    expected = [[3, 2, 0.5, 0.5], [1, 1, 0.5, 1.0], [1, 1, 0.0, 0.0]]
+    assert rows == (expected if accepted else []) and len(summary["bins"]) == 20
 
 
 def write_calibration(output: Path) -> None:
     """The files that `calibrate` writes for a tiny head, on 12 prompts of two tasks."""
-    questions = []
-    for number in range(12):
-        ids = torch.tensor([[7, 9, 11 + number, 23, 5]])
-        questions.append(Question(ids, ("sums", "code")[number % 2]))
+    ids = [torch.tensor([[7, 9, 11 + number, 23, 5]]) for number in range(12)]
+    questions = [Question(tokens, ("sums", "code")[n % 2]) for n, tokens in enumerate(ids)]
     decoder = decoder_of(make_target(), WIDE)
     observer = PaperObserver(oracle_levels=5)
     observer.attach(decoder, WIDE, 0)
@@ -110,7 +93,6 @@ def test_a_fit_lowers_the_ece_of_prompts_it_has_not_seen() -> None:
     assert after["brier"] < before["brier"] and after["log_loss"] < before["log_loss"]
     lonely = RecordedCycles({"nodes": nodes.assign(prompt=0)}, (), 0.0)
     assert calibrate.fit_and_score(lonely, bins=20) is None  # one prompt has no other half
-    assert 0 < calibrate.held_out(pd.Series(range(5))).sum() < 5
 
 
 def test_a_fit_is_logistic_and_isotonic_regression() -> None:
@@ -118,24 +100,25 @@ def test_a_fit_is_logistic_and_isotonic_regression() -> None:
     acceptance = 1 / (1 + ((1 - confidence) / confidence) ** (1 / 1.7))
     calibrator = calibrate.fit_calibrator(confidence, acceptance)
     assert calibrator.temperature == pytest.approx(1.7, rel=1e-3)
-    # heights 0, 1, 0, 1: the middle two pool to one half; two nodes share the last confidence
-    confidence = np.array([0.1, 0.3, 0.5, 0.9, 0.9])
-    calibrator = calibrate.fit_calibrator(confidence, np.array([0.0, 1.0, 0.0, 1.0, 1.0]))
-    assert calibrator.confidence == (0.1, 0.3, 0.5, 0.9)
-    assert calibrator.acceptance == pytest.approx((0.0, 0.5, 0.5, 1.0))
+    # the middle two pool to one half
+    calibrator = calibrate.fit_calibrator(np.array([0.1, 0.3, 0.5]), np.array([0.0, 1.0, 0.0]))
+    assert calibrator.acceptance == pytest.approx((0.0, 0.5, 0.5))
 
 
 def test_maps_keep_ranks_and_what_is_impossible() -> None:
-    knots = Calibrator(2.0, (0.2, 0.6, 0.8), (0.1, 0.5, 0.9))
-    mapped = knots.map("isotonic")(torch.tensor([0.05, 0.2, 0.4, 0.7, 0.8, 1.0]).log()).exp()
-    # linear between knots, constant outside
-    assert mapped.tolist() == pytest.approx([0.1, 0.1, 0.3, 0.7, 0.9, 0.9])
-    mapped = knots.map("temperature")(torch.tensor([0.8, 0.5, 1.0]).log()).exp()
-    assert mapped.tolist() == pytest.approx([1 / (1 + (1 / 4) ** 0.5), 0.5, 1.0])  # odds 4 become 2
-    log_q = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
-    log_q[0, 7] = float("-inf")
-    for fit in calibrate.FITS:
-        mapped = knots.map(fit)(log_q)
+    calibrator = Calibrator(2.0, (0.2, 0.6, 0.8), (0.1, 0.5, 0.9))
+    # isotonic: linear between knots, constant outside; temperature: odds 4 become 2
+    for fit, confidence, expected in (
+        ("isotonic", [0.05, 0.2, 0.4, 0.7, 0.8, 1.0], [0.1, 0.1, 0.3, 0.7, 0.9, 0.9]),
+        ("temperature", [0.8, 0.5, 1.0], [2 / 3, 0.5, 1.0]),
+    ):
+        to_acceptance = calibrator.map(fit)  # type: ignore[arg-type]
+        assert to_acceptance(torch.tensor(confidence).log()).exp().tolist() == pytest.approx(
+            expected
+        )
+        log_q = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+        log_q[0, 7] = float("-inf")
+        mapped = to_acceptance(log_q)
         ranked = mapped.gather(-1, log_q.sort(-1, descending=True).indices)
         assert (ranked[:, 1:] <= ranked[:, :-1] + 1e-6).all() and (mapped <= 0).all()
         assert mapped[0, 7] == float("-inf") and mapped[1:].isfinite().all()
@@ -148,51 +131,56 @@ def test_calibrated_trees_write_the_same_text(tree: TreeConfig) -> None:
     """They are drafted from mapped confidence."""
     calibrator = Calibrator(3.0, (0.0, 0.5, 0.9), (0.05, 0.2, 0.9)).map("isotonic")
     answers, trees = [], []
-    for is_calibrated in (False, True):
-        cycles: list[Cycle] = []
+    for calibrate_by in (unchanged, calibrator):
         decoder = decoder_of(make_target(), tree, "medusa" if tree is MEDUSA else "eagle1")
-        if is_calibrated:
-            decoder.eager.proposer = tree_proposer(decoder.proposer.drafter, tree, calibrator)  # type: ignore[union-attr]
-        generation = decoder.generate(
-            QUESTIONS[0].ids, max_new_tokens=12, do_sample=False, on_cycle=cycles.append
+        decoder.eager.proposer = tree_proposer(decoder.proposer.drafter, tree, calibrate_by)  # type: ignore[union-attr]
+        ids, first = QUESTIONS[0].ids, list[Cycle]()
+        answers.append(
+            decoder.generate(ids, max_new_tokens=12, do_sample=False, on_cycle=first.append).new_ids
         )
-        answers.append(generation.new_ids)
-        trees.append(cycles[0].tree)
+        trees.append(first[0].tree)
     plain, mapped = trees
     assert answers[0] == answers[1]
-    assert int(plain.tokens[1]) == int(mapped.tokens[1])  # a map keeps a law's ranks
-    expected = float(calibrator(plain.confidence[1:2]))
+    assert plain.tokens[1] == mapped.tokens[1]  # a map keeps a law's ranks
+    expected = float(calibrator(plain.confidence[1]))
     assert float(mapped.confidence[1]) == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_calibrator_for_other_weights_or_damaged_or_missing_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head": {"model.safetensors": "0"}}, "other weights"),
+        ({"confidence": [0.9, 0.1]}, r"calibrator\.json"),
+        (None, r"calibrator\.json: no such file"),
+    ],
+)
+def test_a_foreign_damaged_or_missing_calibrator_is_refused(
+    tmp_path: Path, change: Any, message: str
+) -> None:
     save_head(tiny.head(tiny.vocab().embedding), tmp_path)
-    with pytest.raises(UserError, match=r"calibrator\.json"):
-        load_calibrator(tmp_path)
     good = asdict(Calibrator(1.5, (0.1, 0.9), (0.2, 0.8), head=digests(tmp_path)))
-    faults = {
-        "other weights": {"head": {"model.safetensors": "0"}},
-        r"calibrator\.json": {"confidence": [0.9, 0.1]},
-    }
-    for message, change in faults.items():
+    if change is not None:
         write_json(tmp_path / "calibrator.json", {**good, **change})
-        with pytest.raises(UserError, match=message):
-            load_calibrator(tmp_path)
+    with pytest.raises(UserError, match=message):
+        load_calibrator(tmp_path)
 
 
 def test_ranks_count_where_they_were_judged() -> None:
     nodes = pd.DataFrame({"depth": [1, 1, 1, 1, 2], "place": ["0", "1", "0", "1", "0.1"]})
-    nodes["acceptance"] = [1.0, 0.0, 0.5, 0.0, 0.25]
-    accuracy = calibrate.rank_accuracy(nodes, levels=2, ranks=3)
+    accuracy = calibrate.rank_accuracy(nodes.assign(acceptance=[1.0, 0.0, 0.5, 0.0, 0.25]), 2, 3)
     assert accuracy == [[0.75, 0.0, 0.0], [0.0, 0.25, 0.0]]
 
 
-def test_a_rank_is_left_out_only_where_children_are_not_drawn() -> None:
-    best = StaticConfig(choices=((0,), (1,), (2,)), children="best")
-    unordered = [[0.5, 0.1, 0.3], [0.4, 0.3]]  # the third guess is better than the second
-    assert calibrate.rebuild_tree(best, unordered, nodes=4) == ((0,), (2,), (0, 0))
-    drawn = calibrate.rebuild_tree(replace(best, children="sampled"), unordered, nodes=6)
-    assert len(drawn) == 5 and StaticConfig(choices=drawn).paths == drawn
+@pytest.mark.parametrize(
+    ("children", "nodes", "choices"),
+    [("best", 4, ((0,), (2,), (0, 0))), ("sampled", 6, ((0,), (1,), (2,), (0, 0), (0, 1)))],
+)
+def test_a_rank_is_left_out_only_where_children_are_not_drawn(
+    children: Any, nodes: int, choices: Any
+) -> None:
+    tree = StaticConfig(choices=((0,), (1,), (2,)), children=children)
+    # the third guess is better than the second
+    assert calibrate.rebuild_tree(tree, [[0.5, 0.1, 0.3], [0.4, 0.3]], nodes) == choices
 
 
 def test_a_rebuilt_tree_stands_beside_the_head_and_writes_the_same_text(
