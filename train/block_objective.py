@@ -77,6 +77,7 @@ class BlockObjective(Objective):
         anchors = pad_sequence([*drawn, extra], batch_first=True)[:-1]  # [B, A]
         drafted = anchors[..., None] + 1 + torch.arange(len(self.depths))  # [B, A, K] positions
         turn_ids = F.pad(batch.turn_ids, (0, len(self.depths)))
+        # Beyond the row's end the turn is 0, which no anchor is of.
         of_anchor = turn_ids.gather(1, anchors)  # [B, A]
         of_drafted = turn_ids.gather(1, drafted.flatten(1)).view_as(drafted)  # [B, A, K]
         is_block = anchors > 0  # the others fill up a row
@@ -103,6 +104,7 @@ class BlockObjective(Objective):
         ids = batch.input_ids.flatten()  # [B * T]
         length = batch.input_ids.shape[1]
         anchors, supervised = self.draw_blocks(batch)
+        # All indices are made on the host, from the turn ids: no step waits for the device.
         blocks = [supervised[..., k].flatten().nonzero()[:, 0] for k in self.depths]
         # (1) the head
         at = anchors.to(device, non_blocking=True)
@@ -143,6 +145,7 @@ class BlockObjective(Objective):
         outputs, previous, labels = piece.columns
         with torch.no_grad(), torch.autocast(piece.states.device.type, enabled=False):
             law = losses.TargetLaw.of_logits(self.target.logits(piece.states))
+        # All positions in one call of the LM head; `sizes` splits them again.
         slots = torch.cat(piece.which).to(piece.states.device, non_blocking=True)  # [S]
         law = replace(law, slots=slots)
         log_q = self._laws(torch.cat(outputs), torch.cat(previous))  # [S, V]
@@ -166,6 +169,7 @@ class BlockObjective(Objective):
         slots = self._draft(batch)
         outputs, previous, _ = slots.piece.columns
         choices = self.choose(slots.piece.states)
+        # A block's chain ends at its first miss, or where its turn does.
         hits = torch.zeros(slots.supervised.shape[:2].numel(), self.settings.eval_depths)
         for k in self.depths[: self.settings.eval_depths]:
             drafted = []

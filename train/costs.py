@@ -35,6 +35,7 @@ def plan_text(recipe: Recipe, job: Job) -> str:
 
 def _plan_steps(job: Job) -> str:
     config = job.objective.settings
+    # In a plan without a launcher WORLD_SIZE is what the user has set, or one.
     order, steps = job.order(world_size())
     shape = f"{config.batch_size} rows x {config.accumulation} x {world_size()} processes"
     text = f"{steps:,} of {shape}: {steps / order.steps_per_epoch:.2f} epochs"
@@ -73,6 +74,7 @@ def _plan_memory(recipe: Recipe, job: Job) -> str:
     text += f" ({_listed(parts, unit, '')})"
     if spread:
         text += f", beside {spread / unit:,.1f} {name} of the target over all GPUs"
+    # A twentieth is left for CUDA's context, kernels' work space and fragmentation.
     fitting = [gpu for gpu, size in GPUS.items() if peak < 0.95 * size]
     fits = f"fits {' and '.join(fitting)}" if fitting else "more than an H200 has"
     return f"{text}, at {largest:,} tokens a batch; {fits}"
@@ -94,6 +96,7 @@ def operations(objective: Objective, load: Load, trunk: Any = None) -> dict[str,
         text = trunk.config.get_text_config()
         weights = sum(parameter.numel() for parameter in trunk.get_decoder().parameters())
         weights -= trunk.get_input_embeddings().weight.numel()
+        # Two products a pair, forward alone: the target is frozen.
         attention = 4 * load.pairs * text.num_hidden_layers * text.hidden_size
         totals["target"] = 2.0 * weights * load.tokens + attention
     return totals
@@ -108,6 +111,7 @@ def optimizer_operations(objective: Objective) -> float:
     if objective.settings.optimizer.kind != "muon":
         return 0.0
     sides = [sorted(matrix.shape) for matrix in muon_matrices(objective.head)]
+    # n <= m, so the two products with X are of 2 n n m operations each, and A A of 2 n n n.
     return float(sum(5 * (4 * n * n * m + 2 * n**3) for n, m in sides))
 
 
@@ -120,16 +124,19 @@ def memory(objective: Objective, tokens: int, itemsize: int, trunk: Any = None) 
     tensors = [*head.parameters(), *head.buffers()]
     trained = [parameter.numel() for parameter in head.parameters() if parameter.requires_grad]
     count = sum(trained)
-    shared: dict[int, int] = {}  # bytes of the target's weights, by address: they may be tied
+    # Embedding and LM head may be one tensor; each counts once.
+    shared: dict[int, int] = {}  # bytes of the target's weights, by address
     if target is not None:
         for weight in (target.embedding, target.lm_head):
             shared[weight.data_ptr()] = weight.nbytes
     precision = 4 if target is None else target.lm_head.itemsize
+    # Trained weights, their gradients and the two moments of AdamW are in float32, also under bf16.
     parts = {"weights": 4 * count, "gradients": 4 * count, "moments": 8 * count}
     if objective.settings.optimizer.kind == "muon":  # Muon has one moment, AdamW two
         parts["moments"] -= 4 * sum(matrix.numel() for matrix in muon_matrices(head))
     frozen = sum(tensor.nbytes for tensor in tensors) - 4 * count
     parts["frozen"] = frozen + sum(shared.values())
+    # The loop's twin has the target's dtype, so that it is measured as it will be used.
     parts["copy that is measured"] = sum(
         tensor.numel() * min(precision, tensor.itemsize) for tensor in tensors
     )

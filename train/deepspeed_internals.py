@@ -50,6 +50,7 @@ def clip_before_muon(zero: Any, clip_norm: float) -> None:
     """Makes ZeRO's optimiser clip the gradients; DeepSpeed would clip the updates that Muon
     computes from them. Their norm is far above clip_norm, so every step would be cut."""
     require_known_version()
+    # ZeRO 1 and 2 share a class, which has no such groups.
     is_stage_3 = hasattr(zero, "fp16_groups")
     take_step = zero.step
     end_backward = zero.independent_gradient_partition_epilogue
@@ -57,6 +58,7 @@ def clip_before_muon(zero: Any, clip_norm: float) -> None:
     @torch.compiler.set_stance("force_eager")  # DeepSpeed would compile Muon at its first use
     def step() -> None:
         gradients, norm = _stage_3_gradients(zero) if is_stage_3 else _unpartitioned_gradients(zero)
+        # As torch.nn.utils.clip_grad_norm_, but over all processes.
         factor = ((norm + 1e-6) / clip_norm).clamp(min=1.0)
         for group in gradients.values():
             for gradient in group:
@@ -71,6 +73,7 @@ def clip_before_muon(zero: Any, clip_norm: float) -> None:
         end_backward()
 
     zero.step = step
+    # DeepSpeed would clip behind Muon.
     zero.clip_grad = 0.0
     if not is_stage_3:
         zero.independent_gradient_partition_epilogue = keep_gradients
@@ -85,10 +88,12 @@ def _stage_3_gradients(zero: Any) -> tuple[dict[Any, list[Tensor]], Tensor]:
 
 def _unpartitioned_gradients(zero: Any) -> tuple[dict[Any, list[Tensor]], Tensor]:
     """The same of ZeRO 1 and 2: partitions them without Muon for the norm, and takes this back."""
+    # Partitioning empties this table, so it is kept and put back.
     gradients = dict(zero.all_grad_tensors)
     matrices: list[Any] = []
     for group in zero.bit16_groups:
         matrices += [parameter for parameter in group if getattr(parameter, "use_muon", False)]
+    # Without the mark DeepSpeed takes these for AdamW's and leaves their gradients as they are.
     for parameter in matrices:
         parameter.use_muon = False
     zero.finalize_gradient_accumulation_boundary()

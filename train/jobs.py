@@ -85,6 +85,7 @@ class Source:
 def build_job(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) -> Job:
     """The recipe's job. A plan loads no more of the target than its embedding and LM head."""
     _check_launch(recipe)
+    # Cheap steps come first, so that a mistake is found before a head is built.
     source = _read_target(recipe, is_plan)
     rows = _read_cache(recipe, source) if reads_cache(recipe) else _tokenise_rows(recipe, source)
     features = _online_features(recipe, source)
@@ -153,6 +154,7 @@ def _read_cache(recipe: Recipe, source: Source) -> Rows:
         "after_blocks": list(source.taps),
         "storage": recipe.features.storage,
     }
+    # The cache knows what it was built from, and refuses data, taps or storage that differ.
     cache = FeatureCache.open(directory, made_of)
     difference = targets.other_weights(
         cache.fingerprint["target"], recipe.target, source.text_config, source.vocab
@@ -172,6 +174,7 @@ def _read_cache(recipe: Recipe, source: Source) -> Rows:
 
 
 def _tokenise_rows(recipe: Recipe, source: Source) -> Rows:
+    # No row is longer than the target can read.
     config = within_context(recipe.data, source.text_config)
     data = tokens.tokenize(config, source.tokenizer, source.end_ids, Tally())
     if source.text_config is not None:
@@ -192,6 +195,7 @@ def _online_features(recipe: Recipe, source: Source) -> Callable[[Batch], Batch]
     model = source.model
     if model is None or not reads_online(recipe):
         return None
+    # Some targets compute other states where a longer row is in the batch: refused.
     check_padding(model)
     dtype = getattr(torch, recipe.features.dtype or "", model.dtype)
     return partial(with_states, model, source.taps, dtype)
@@ -251,7 +255,7 @@ def _build_head(recipe: Recipe, source: Source, rows: Rows) -> Trained:
             warn(sentence)
         if line:
             print(line, flush=True)
-    # (3) what is saved beside its weights
+    # (3) what is saved beside the weights; it lets a loader refuse another target
     known: dict[str, Any] = {
         "target_path": recipe.target.path,
         "target": targets.fingerprint(recipe.target, source.text_config, vocab),
@@ -279,6 +283,7 @@ def _complete_section(recipe: Recipe, source: Source) -> tuple[Any, VocabWeights
 
 def _needed_positions(recipe: Recipe, source: Source) -> tuple[int, int]:
     """Of the longest row, and of a draft behind its last token."""
+    # A row is as long as the recipe or the target allows.
     max_length = recipe.data.max_length
     length = min(max_length, targets.context_of(source.text_config) or max_length)
     positions_ahead = DRAFT_MODELS[recipe.head.kind].positions_ahead

@@ -26,6 +26,7 @@ class LMObjective(Objective):
 
     def __init__(self, head: Any, target: VocabWeights | None, settings: DraftLMTrain) -> None:
         super().__init__(head, target, settings)
+        # Rows of the LM's embedding, and columns of the softmax: common tokens alone.
         self.num_rows = int(self.config.vocab_size)
         self.num_columns = self.num_rows
         self.weights = {"cross_entropy": settings.token_weight}
@@ -42,6 +43,7 @@ class LMObjective(Objective):
         # All tokens with a turn are learnt, but a row's first, which nothing predicts.
         mask = batch.turn_ids[:, 1:] != 0  # [B, T-1]
         tokens = batch.input_ids[:, 1:][mask]  # [S]
+        # Cut into pieces by slots, because logits [S, V] of a batch would not fit.
         slots = {
             "states": self.states(batch.input_ids)[mask],  # [S, D], the LM's
             "tokens": tokens,
@@ -65,6 +67,7 @@ class LMObjective(Objective):
         }
         if self.target is None:
             return sums
+        # The target's softmax is over all its tokens; what the LM lacks is outside mass.
         law, target_choice = losses.drafted_law(
             slots["true"], self.target, torch.arange(self.num_columns)
         )
@@ -107,12 +110,12 @@ class LMObjective(Objective):
 
     def work(self, load: Load) -> Work:
         slots = load.slots[0]
-        own = self.head.get_output_embeddings().weight.numel()
+        lm_head = self.head.get_output_embeddings().weight.numel()
         shared = 0 if self.target is None else self.target.lm_head.numel()
         return Work(
             MatrixSizes.of(self.head).body * load.tokens,
             attention_operations(self.head.config, load.pairs),
-            2 * shared * slots + 6 * own * slots,
+            2 * shared * slots + 6 * lm_head * slots,
         )
 
 
@@ -126,6 +129,7 @@ def new_causal_lm(
             return _load_causal_lm(config.init_from, tokenizer)
         except UserError as error:
             raise UserError(f"head.init_from: {error}") from error
+    # A small Llama of the section's sizes.
     sizes = as_dict(config)
     del sizes["kind"], sizes["init_from"]
     sizes["rope_theta"] = config.rope_theta or 10000.0
@@ -133,6 +137,7 @@ def new_causal_lm(
     llama = LlamaConfig(
         **sizes, rms_norm_eps=1e-6, tie_word_embeddings=True, **_special_tokens(tokenizer)
     )
+    # transformers draws weights from the global generator, which stays as it was.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         lm = LlamaForCausalLM(llama)

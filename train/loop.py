@@ -71,6 +71,7 @@ class MetricsFile:
     def __init__(self, path: Path, kind: str, from_step: int) -> None:
         self.path = path
         self.reached = 0  # the last step of this kind with a line
+        # Read and rewritten under a lock, as another training of the run may append meanwhile.
         with self._turn():
             lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
             kept = []
@@ -119,6 +120,7 @@ class Loop:
         self.rank = accelerator.process_index
         self.world = accelerator.num_processes
         self.order, self.total = job.order(self.world)
+        # Before accelerate wraps the module and DeepSpeed shards it.
         self.twin = self._copied_objective()
         self._prepare_module()
         # Since the last log line:
@@ -206,6 +208,7 @@ class Loop:
             "wandb": {"id": f"{self.job.kind}-{run_id}", "name": name, "resume": "allow"},
             "trackio": {"name": f"{name}-{run_id}", "resume": "allow"},  # its id is the name
         }
+        # Trackers take flat tables of numbers and texts.
         flat = json_normalize(self.progress.made_of).to_dict("records")[0]
         for key, value in flat.items():
             if not isinstance(value, int | float | str):
@@ -222,6 +225,7 @@ class Loop:
         with start_progress(self.total, "step", f"train {job.kind}", done=start) as progress_bar:
             if self.rank == 0:
                 self.say = progress_bar.write
+            # The prefetching threads work ahead, so `waited` is time in which they were too slow.
             began = time.monotonic()
             for step, (batches, error) in zip(steps, prefetched(self._read, steps), strict=True):
                 waited = time.monotonic() - began
@@ -257,8 +261,7 @@ class Loop:
                 )
                 self.clock.update(steps=1, tokens=tokens, waited=waited, seconds=now - began)
                 progress_bar.update(1)
-                is_last = step + 1 == self.total
-                if is_last:
+                if step + 1 == self.total:
                     break
                 if wish:
                     ending = wish
@@ -293,9 +296,8 @@ class Loop:
     def _read(self, step: int) -> tuple[list[Batch], UserError | None]:
         """This process's batches of a step; runs in the prefetching threads."""
         # An error is returned, not raised: first every process has to know of it.
-        is_packed = bool(
-            getattr(self.config, "packing", False)
-        )  # EAGLE-3 alone can tell rows apart
+        # EAGLE-3's unroll alone keeps packed conversations apart.
+        is_packed = bool(getattr(self.config, "packing", False))
         batches = []
         try:
             for numbers in self.order.parts(step, self.rank):
@@ -320,6 +322,7 @@ class Loop:
         It comes before the step's first backward pass. DeepSpeed steps inside the last one, when it
         is too late to scale anything; and the token ids alone decide the counts.
         """
+        # Errors, tokens and wishes travel with the counts: one all-reduce for all.
         counts = [self.job.objective.counts(batch) for batch in batches]
         names = list(counts[0])
         budget = self.config.max_seconds
@@ -439,6 +442,7 @@ class Loop:
 
     def _evaluate(self) -> None:
         """Measures the weights; the best so far become the output."""
+        # All processes call this, even if only the first one saves: ZeRO gathers from all.
         weights = processes.full_weights(self.accelerator, self.module)
         with torch.no_grad():
             for name, parameter in self.twin.named_parameters():
@@ -459,6 +463,7 @@ class Loop:
         self.accelerator.wait_for_everyone()
 
     def _publish_twin(self) -> None:
+        # Saved apart first: a full disk must not leave half a head as the output.
         fresh = self.job.state / ".best.tmp"
         remove_tree(fresh)
         with explained(self.job.output):

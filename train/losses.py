@@ -72,6 +72,7 @@ def jensen_shannon(log_q: Tensor, law: TargetLaw, config: TrainConfig) -> Tensor
     arXiv 2310.08461)."""
     log_p = law.inside
     beta = config.jsd_beta
+    # In logarithms: m is positive even where p or q is 0 in float32.
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))  # [S, Vd]
     return beta * kl(log_m, log_p) + (1.0 - beta) * kl(log_m, log_q)
 
@@ -130,6 +131,7 @@ def drafted_law(
 ) -> tuple[TargetLaw, Tensor]:
     """The target's law of states [S, D] at ascending ids [Vd] (on the host), and its likeliest
     tokens [S]. It reads the vocabulary `chunk` columns at a time."""
+    # Logits of 128k columns for every slot would not fit, so normaliser and argmax are streamed.
     drafted = states.new_empty(states.shape[0], len(ids), dtype=torch.float32)  # [S, Vd]
     normaliser = states.new_full(states.shape[:1], float("-inf"), dtype=torch.float32)  # [S]
     best = normaliser.clone()  # [S], the highest logit so far
@@ -210,6 +212,7 @@ def in_chunks(slots: Columns, chunk: int) -> list[Columns]:
 def by_target_state(slots: Piece, at_once: int) -> list[Piece]:
     """The slots in pieces of at most `at_once` target states, equally many in every process."""
     device = slots.states.device
+    # The last piece may be smaller; a process without states has none of its own.
     count = _agreed_count(-(-slots.states.shape[0] // at_once), device)
     if count <= 1:
         return [slots]

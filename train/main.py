@@ -41,6 +41,7 @@ def main() -> int:
     arguments, unknown = parser.parse_known_args()
     recipe = load(arguments, unknown)
     paths = recipe.paths
+    # The saves lie beside the output, so that the output holds nothing but the head.
     state = paths.state(resume.state_name(recipe))
     try:
         stage = Stage("train", paths.head(recipe), resume.stage_inputs(recipe))
@@ -154,6 +155,7 @@ def tau_measure(recipe: Recipe, job: "Job") -> "Measure":
     target = job.target
     tree = recipe.tree
     assert target is not None and tree is not None
+    # A tree needs a mask over its branches, which not every model reads.
     checked_lm(target, form="chain" if tree.shape == "chain" else "tree")
     prompts = _held_out_prompts(recipe, job)[rank() :: world_size()]
     settings: Any = recipe.train
@@ -188,6 +190,7 @@ def _held_out_prompts(recipe: Recipe, job: "Job") -> list[list[int]]:
     context = context_of(job.target.config) or positions
     room = min(context, positions) - settings.measure_new_tokens
     prompts: list[list[int]] = []
+    # A prompt is all that stands before a conversation's first answer.
     for row in job.rows.held_out:
         if len(prompts) == settings.measure_prompts:
             break

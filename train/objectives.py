@@ -121,6 +121,7 @@ class Objective(nn.Module):
         """For a process without rows: it must call the module, too, and padding adds nothing to the
         sums."""
         embedding = self.target.embedding
+        # collate made it two tokens of padding, of which none is supervised.
         shape = (*batch.input_ids.shape, embedding.shape[1])
         features = torch.zeros(shape, dtype=embedding.dtype)  # [1, 2, D]
         num_taps = len(getattr(self.head.config, "after_blocks", ()))
@@ -137,6 +138,7 @@ class Objective(nn.Module):
 
     def choose(self, states: Tensor) -> Tensor:
         """The target's likeliest tokens [S] after states [S, D]."""
+        # The unroll's steps share a chunk with their law, so the target's part is smaller.
         chunk = max(1, self.chunk // getattr(self.settings, "unroll_steps", 1))
         return argmax_in_chunks(self.target.logits, states, chunk)
 
@@ -148,6 +150,7 @@ class Objective(nn.Module):
     def measure(self, batch: Batch) -> SumsAndCounts:
         """The sums of `forward`, and of greedy chains: their accuracies, and as `chain` the
         predicted tau - 1, which is sum_k prod_{j<=k} hit_j for each start."""
+        # Slot p + k has the same choice at depth 0 as slot p at depth k: one look-up serves all.
         choices = chosen_after(batch, batch.features, self.choose)  # [B, T]
         sums = self(batch).sums()
         hits = []
@@ -184,6 +187,7 @@ def chosen_after(batch: Batch, states: Tensor, choose: Choose) -> Tensor:
     """Chosen tokens [B, T] after each position whose law a supervised slot needs; 0 elsewhere.
 
     states: [B, T or T-1, D]."""
+    # Only what is asked for goes through the LM head.
     needed = shifted(batch.supervised(), -1)  # [B, T]: slot p needs the law after t_{p+1}
     chosen = torch.zeros_like(batch.input_ids)
     chosen[needed] = choose(states[needed[:, : states.shape[1]]])
@@ -266,6 +270,7 @@ def unroll(
     step before. recomputes: each step keeps its input alone for the backward pass.
     """
     ids = batch.input_ids.flatten()  # [B * T]
+    # Of each conversation on its own, also where several are packed.
     positions = batch.positions.flatten().to(ids.device, non_blocking=True)  # [B * T]
     last_position = head.config.max_position_embeddings - 1
     # A slot attends to step 0 up to itself, and of later steps to itself alone. Above the last
@@ -340,6 +345,7 @@ class Eagle1Objective(Objective):
         features = self.features(batch)  # [B, T-1, D]
         if batch.seeds is not None:
             features = features + self.noise(batch, features)[:, :-1].to(features.dtype)
+        # The last column is never supervised, and has no next token.
         slots = batch.supervised()[:, :-1]  # [B, T-1]
         # All slots are computed: later ones attend to them.
         positions = batch.positions[:, :-1].to(features.device)
@@ -416,6 +422,7 @@ class Eagle3Objective(Objective):
         outputs = list(unroll(self.head, batch, slots, fused, recomputes))  # K x [S_k, D]
         states = batch.features.flatten(0, 1)[slots.supervised + 1]  # [S, D]
         at_once = self._states_at_once(len(states))
+        # Slots of several steps that learn the same law come in one piece, which computes it once.
         pieces = losses.by_target_state(Piece(states, slots.which, [outputs]), at_once)
         if self.settings.loss == "soft_cross_entropy":
             parts = losses.by_piece(self._soft_cross_entropy_sums, pieces, self._with_law)
@@ -437,6 +444,7 @@ class Eagle3Objective(Objective):
 
     def _with_law(self, piece: Piece) -> PieceWithLaw:
         law, choices = losses.drafted_law(piece.states, self.target, self.ids)
+        # Through the module's own call, where ZeRO-3 gathers the weight.
         mean_rows = self.head.lm_head(law.log_p.exp(), is_law=True)
         return PieceWithLaw(mean_rows, [law], choices, piece.which, piece.columns[0])
 
@@ -566,6 +574,7 @@ class HeadSlots(NamedTuple):
 def head_slots(batch: Batch, num_heads: int) -> HeadSlots:
     masks = [batch.supervised(k)[:, :-1] for k in range(num_heads)]
     supervised = torch.stack(masks)  # [K, B, T-1]
+    # Counts the supervised slots of head 0 in order: the index of each into `states`.
     number = masks[0].flatten().cumsum(0).view_as(masks[0]) - 1  # [B, T-1], into the states
     # Slot p of head k learns the law that slot p + k of head 0 learns.
     which = [shifted(number, k)[mask] for k, mask in enumerate(supervised)]
@@ -645,6 +654,7 @@ class MultiTokenObjective(Objective):
             for k, output in enumerate(outputs)
         ]
         loss_of = losses.LOSSES[self.settings.loss]
+        # A part without weight is 0, and no term.
         label = of_law = list(log_qs[0].new_zeros(len(log_qs)))
         if self.settings.label_weight:
             label = [

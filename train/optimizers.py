@@ -19,6 +19,7 @@ def build_optimizers(
     """[AdamW], or [Muon, AdamW] if the recipe names Muon; join makes one of both, for ZeRO."""
     muon = config.optimizer if isinstance(config.optimizer, MuonSection) else None
     matrices = muon_matrices(module) if muon else []
+    # By identity: a comparison of tensors would be elementwise.
     of_muon = {id(matrix) for matrix in matrices}
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     rest = [parameter for parameter in trained if id(parameter) not in of_muon]
@@ -50,6 +51,7 @@ def muon_matrices(module: nn.Module) -> list[nn.Parameter]:
     tables = {
         id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding | LMHead)
     }
+    # Names too, because other architectures make their tables of other classes.
     matrices = []
     for name, parameter in module.named_parameters():
         is_table = id(parameter) in tables or "embed" in name or "lm_head" in name
@@ -64,6 +66,7 @@ class Muon(torch.optim.Muon):
 
     def step(self, closure: Any = None) -> Any:
         is_cpu = self.param_groups[0]["params"][0].device.type == "cpu"
+        # torch.optim.Muon has no option for this, but it calls Tensor.bfloat16 in one place.
         with _KeptInFloat32() if is_cpu else nullcontext():
             return super().step(closure)
 
@@ -81,11 +84,13 @@ def learning_rate(step: int, total_steps: int, config: TrainConfig, is_muon: boo
         top = config.optimizer.matrix_rate
     if config.scale_rates is not None:
         top *= (config.scale_rates.steps / total_steps) ** config.scale_rates.power
+    # Step 0 is no step at rate 0, and the first step after the warm-up is at the top.
     warmup = min(config.warmup_steps, total_steps)
     if step < warmup:
         return top * (step + 1) / (warmup + 1)
     if config.schedule == "constant":
         return top
     done = (step - warmup) / max(total_steps - warmup, 1)
+    # From 1 to 0 over the steps after the warm-up.
     left = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return top * (config.final_rate + (1.0 - config.final_rate) * left)

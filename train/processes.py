@@ -41,6 +41,7 @@ def be_quiet() -> None:
 
 def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
     has_gpu = torch.cuda.is_available()
+    # A launcher has started this process, and there is no GPU to train on.
     is_cpu_process = "LOCAL_RANK" in os.environ and not has_gpu
     uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     if is_cpu_process and uses_deepspeed:
@@ -70,6 +71,7 @@ def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
 
 
 def _require_all_processes(accelerator: Accelerator) -> None:
+    # Without a kind of distribution each process trains alone, whatever the launcher has started.
     is_alone = accelerator.distributed_type == DistributedType.NO
     count = 1 if is_alone else accelerator.num_processes
     if count != world_size():
@@ -141,6 +143,7 @@ def engine_and_machine(accelerator: Accelerator) -> tuple[str, str]:
 def load_state(accelerator: Accelerator, folder: Path) -> None:
     """Loads a save, but only tensors, plain values and the classes below; DeepSpeed would load any
     pickle."""
+    # The variable below makes each torch.load take weights only; DeepSpeed's saves hold these, too.
     classes: list[Any] = []
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
@@ -181,6 +184,7 @@ def raise_together(error: UserError | None, num_errors: float, device: torch.dev
 def full_weights(accelerator: Accelerator, prepared: nn.Module) -> dict[str, Tensor]:
     """Every parameter, complete, on every process's CPU; all must call it, as ZeRO gathers them one
     by one."""
+    # In the order of the module, which is the same in every process.
     parameters = dict(accelerator.unwrap_model(prepared).named_parameters())
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}

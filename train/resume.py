@@ -30,6 +30,7 @@ FREE = LOGGING_ONLY | {"max_seconds", "loss_chunk_slots", "gradient_checkpointin
 
 def state_name(recipe: Recipe) -> str:
     """Names the saves: a run may train both its target LM and a draft LM."""
+    # Their kind is the same; only a draft LM distils.
     distill = getattr(recipe.train, "distill", None)
     return recipe.head.kind if distill is None else f"{recipe.head.kind}-{distill}"
 
@@ -134,6 +135,7 @@ def find(directory: Path, fresh: Progress, overwrite: bool) -> Found:
 
     UserError, unless `overwrite`, if all saves are broken or the newest is of another training."""
     broken: list[str] = []
+    # A kill or a bad disk may have left the newest in pieces; the one before is as good.
     for folder in folders(directory):
         checked = Manifest.check(folder, name=RECORD)
         if isinstance(checked, Whole):
@@ -212,6 +214,7 @@ def clear(directory: Path, keep: Sequence[Path] = ()) -> None:
 
 def publish(source: Path, output: Path) -> None:
     """Copies all files, the weights first; a kill leaves each file old or new, never half."""
+    # Without hidden files, which are temporaries.
     files = sorted(path for path in source.rglob("[!.]*") if path.is_file())
     for path in sorted(files, key=lambda path: ".safetensors" not in path.suffixes):
         storage.write_atomically(output / path.relative_to(source), partial(shutil.copyfile, path))
@@ -221,6 +224,7 @@ def publish(source: Path, output: Path) -> None:
 def require_own_output(stage: Stage, state: Path) -> None:
     output = stage.output
     record = sound_record(output)
+    # A time budget ends a run regularly, with a record: another budget may go on.
     is_unfinished = record.get("ended") == "budget" and bool(folders(state))
     if is_unfinished and digest(decisive(record["inputs"])) == digest(decisive(stage.inputs)):
         return  # a budget ended this very training: it goes on
@@ -251,7 +255,7 @@ def forget_saves(output: Path, state: Path) -> None:
 
 
 # After its signal a scheduler repeats the command; after Ctrl-C the user decides.
-STATES = {signal.SIGINT: "interrupted", signal.SIGTERM: "requeue", signal.SIGUSR1: "requeue"}
+SIGNAL_STATES = {signal.SIGINT: "interrupted", signal.SIGTERM: "requeue", signal.SIGUSR1: "requeue"}
 CODES = {"interrupted": 130, "requeue": 75}
 PATIENCE_SECONDS = 5.0
 
@@ -262,11 +266,11 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.is_stepping = False
-        self.state: str | None = None  # of STATES, after a signal
+        self.state: str | None = None  # of SIGNAL_STATES, after a signal
         self._since = 0.0
 
     def __enter__(self) -> "StopRequest":
-        self._before = {number: signal.signal(number, self._receive) for number in STATES}
+        self._before = {number: signal.signal(number, self._receive) for number in SIGNAL_STATES}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -275,7 +279,7 @@ class StopRequest:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.state is None:
-            self.state = STATES[signal.Signals(number)]
+            self.state = SIGNAL_STATES[signal.Signals(number)]
             self._since = time.monotonic()
             if not self.is_stepping:
                 raise KeyboardInterrupt if number == signal.SIGINT else Requeued

@@ -249,7 +249,7 @@ def test_metrics_file(
     assert [line["step"] for line in lines(tmp_path)] == [20, *range(100)]
 
 
-@pytest.mark.parametrize("number", resume.STATES)
+@pytest.mark.parametrize("number", resume.SIGNAL_STATES)
 def test_signals(number: signal.Signals, monkeypatch: Any) -> None:
     """A signal ends at once between steps alone."""
     before = signal.getsignal(number)
@@ -262,7 +262,7 @@ def test_signals(number: signal.Signals, monkeypatch: Any) -> None:
         stop.is_stepping = True
         for _ in range(2):  # launchers and schedulers send it again
             signal.raise_signal(number)
-        assert stop.state == resume.STATES[number]
+        assert stop.state == resume.SIGNAL_STATES[number]
         monkeypatch.setattr(resume, "PATIENCE_SECONDS", -1.0)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

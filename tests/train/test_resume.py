@@ -83,7 +83,7 @@ def cut(directory: Path, settings: Eagle1Train, batch: int = 8) -> None:
         sitting(job(directory, settings, (batch, 0)))
 
 
-@pytest.mark.parametrize(("number", "state"), resume.STATES.items())
+@pytest.mark.parametrize(("number", "state"), resume.SIGNAL_STATES.items())
 def test_stopped_by_signal(
     tmp_path: Path, undisturbed: Any, number: signal.Signals, state: str
 ) -> None:
