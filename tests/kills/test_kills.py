@@ -1,4 +1,5 @@
-"""Commands killed at any moment, or any change to files, go on and leave the same bytes as an undisturbed run."""
+"""Commands killed at any moment, or any change to files, go on and leave the same bytes as an
+undisturbed run."""
 
 import os
 import random
@@ -63,7 +64,8 @@ WARM.set_forkserver_preload(
 
 
 def become(words: list[str], below: str, fatal: int | None) -> None:
-    """Runs a command, counts its changes to names below a directory, and dies just before change number `fatal`."""
+    """Runs a command, counts its changes to names below a directory, and dies just before change
+    number `fatal`."""
     count, lock = 0, threading.Lock()
 
     def on_event(event: str, arguments: tuple[Any, ...]) -> None:
@@ -97,7 +99,8 @@ class World:
     changes: int = 0  # to files below the run, of an undisturbed start
 
     def start(self, run: Path, seconds: float = 600.0, fatal: int | None = None) -> int | None:
-        """Exit code of one start; -9 if it was killed, after `seconds` or just before change number `fatal`."""
+        """Exit code of one start; -9 if it was killed, after `seconds` or just before change number
+        `fatal`."""
         words = [f"{SCRIPTS[self.stage]}/main.py", *([] if self.stage == "train" else [self.stage])]
         words += ["--config", str(self.root / "recipe.yaml"), "--run", str(run)]
         child = WARM.Process(target=become, args=(words, str(run), fatal))
@@ -114,7 +117,8 @@ class World:
         return run
 
     def differences(self, run: Path, code: int | None = 0) -> list[str]:
-        """The files that differ from the undisturbed run's; if the last start failed, the end of its log."""
+        """The files that differ from the undisturbed run's; if the last start failed, the end of
+        its log."""
         if code != 0:
             return [log_of(run).read_text(errors="replace")[-2000:]]
         wrong = (

@@ -1,4 +1,5 @@
-"""Runs the real loop in this process, on a tiny head and random rows, or in forks that are killed."""
+"""Runs the real loop in this process, on a tiny head and random rows, or in forks that are
+killed."""
 
 import os
 import signal
@@ -29,7 +30,8 @@ CLOCKS = ("data_wait_share", "tokens_per_s", "step_ms", "peak_memory_gib")
 
 
 class Interrupted(Eagle1Objective):
-    """Sends this process a signal, or raises without one, in the forward of a given training batch."""
+    """Sends this process a signal, or raises without one, in the forward of a given training
+    batch."""
 
     left, number = 0, 0
 
@@ -66,7 +68,8 @@ def job(
 
 
 def sitting(made: Job, measure: Any = None) -> tuple[str, Loop]:
-    """Runs the job with a fresh accelerator, as a new process would; returns (state at its end, loop)."""
+    """Runs the job with a fresh accelerator, as a new process would; returns (state at its end,
+    loop)."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     torch.manual_seed(
@@ -99,7 +102,8 @@ def weights(loop: Loop) -> dict[str, torch.Tensor]:
 
 
 def fork(run: Callable[[], object]) -> int:
-    """Starts a process that calls run and exits with its result (no number: 0; exception: 1); returns its id."""
+    """Starts a process that calls run and exits with its result (no number: 0; exception: 1);
+    returns its id."""
     child = os.fork()
     if child == 0:
         code: Any = 1
@@ -116,13 +120,14 @@ def fork(run: Callable[[], object]) -> int:
 
 
 def ended(child: int) -> int:
-    """Waits for a process; returns its exit code, or minus the number of the signal that ended it."""
+    """Waits for a process; returns its exit code, or minus the number of the signal that ended
+    it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def killed_at(module: Any, name: str, call: int, run: Callable[[], object], of: str = "") -> bool:
-    """Runs in a fork and kills it at the given call of module.name, counted from 1, among calls for a path with this
-    ending; returns whether it was killed."""
+    """Runs in a fork and kills it at the given call of module.name, counted from 1, among calls for
+    a path with this ending; returns whether it was killed."""
     real, calls = getattr(module, name), count(1)
 
     def wrapped(*arguments: Any, **named: Any) -> Any:

@@ -1,4 +1,5 @@
-"""The plan's formulas against torch's counts: operations of a step, and bytes that its forward pass keeps."""
+"""The plan's formulas against torch's counts: operations of a step, and bytes that its forward pass
+keeps."""
 
 from dataclasses import replace
 from typing import Any

@@ -54,7 +54,8 @@ def test_saved_directory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("drafts", "targets"), [(320, 340), (340, 320)])
 def test_terms_of_plain_forwards(drafts: int, targets: int) -> None:
-    """340 is a padded vocabulary (Qwen2.5 has two): the LM's softmax is over the common 320, the target's over all."""
+    """340 is a padded vocabulary (Qwen2.5 has two): the LM's softmax is over the common 320, the
+    target's over all."""
     source, expected, count = (
         target(targets),
         torch.zeros(5),

@@ -1,4 +1,5 @@
-"""Laws of the loop: cutting a step changes nothing, the best weights stay, the budget ends a run; what it logs."""
+"""Laws of the loop: cutting a step changes nothing, the best weights stay, the budget ends a run;
+what it logs."""
 
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,8 @@ from tests.train.sittings import VOCAB, config, job, lines, sitting, weights
 
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(20, 1), (5, 4), (8, 1)])
 def test_means_over_slots(tmp_path: Path, batch_size: int, accumulation: int) -> None:
-    """20 rows: as one batch, as four parts of a step, and as three steps without learning, in one log line."""
+    """20 rows: as one batch, as four parts of a step, and as three steps without learning, in one
+    log line."""
     steps, still = (
         -(-20 // (batch_size * accumulation)),
         {"epochs": 1, "learning_rate": 1e-12, "clip_norm": 1e-6},

@@ -47,7 +47,8 @@ def test_losses_by_hand(cut: bool) -> None:
     log_q = (torch.tensor([q, q]).log() + 3.0).log_softmax(-1)
     for name, value in expected.items():
         law = replace(whole, slots=torch.tensor([0, 0]))
-        found = LOSSES[name](log_q, law, Eagle3Train(jsd_beta=0.4, lk_eta=2.0))  # type: ignore[index]
+        settings = Eagle3Train(jsd_beta=0.4, lk_eta=2.0)
+        found = LOSSES[name](log_q, law, settings)  # type: ignore[index]
         assert found.tolist() == pytest.approx([value, value], rel=1e-5), name
     # beta 1: 0.5 * 0.5^2 = 0.125 and 3 - 0.5 = 2.5; the mean over two entries
     assert losses.smooth_l1(torch.tensor([[0.5, 3.0]]), torch.zeros(1, 2)).item() == pytest.approx(

@@ -1,4 +1,5 @@
-"""The command: plans, errors in one line, whole runs, their reuse, and how a later call continues a stopped one."""
+"""The command: plans, errors in one line, whole runs, their reuse, and how a later call continues a
+stopped one."""
 
 import json
 import re
@@ -62,7 +63,8 @@ def write_recipe(path: Path, root: Path, train: dict[str, Any], **sections: Any)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Conversations, a target deep enough for the default taps, recipes by kind of head, and two feature caches."""
+    """Conversations, a target deep enough for the default taps, recipes by kind of head, and two
+    feature caches."""
     root = tmp_path_factory.mktemp("made")
     tiny.target(root / "target", num_blocks=7)
     tiny.write_conversations(root / "train.jsonl", 60)
@@ -395,7 +397,8 @@ def test_foreign_files_and_moved_runs(run: Any, tmp_path: Path, capsys: Any) -> 
     (tmp_path / "run").rename(tmp_path / "moved")
     choosing += ("--run", tmp_path / "moved")
     assert run(*choosing, "--plan") == 0
-    # The measured tau, which picks the weights, depends on the tree; a cache of rounded states has the same rows.
+    # The measured tau, which picks the weights, depends on the tree; a cache of rounded states has
+    # the same rows.
     for key, value, said in (
         ("tree.levels", 3, "4 there, 3 asked"),
         ("features.storage", "bf16", "[0-9a-f]+ there"),

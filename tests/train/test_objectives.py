@@ -1,5 +1,6 @@
-"""Laws of every objective: its terms equal plain forms, slot by slot and step by step; padding, other rows, chunks
-and recomputation change nothing; every loss trains; noise and dropout depend on keys."""
+"""Laws of every objective: its terms equal plain forms, slot by slot and step by step; padding,
+other rows, chunks and recomputation change nothing; every loss trains; noise and dropout depend on
+keys."""
 
 import shutil
 from collections.abc import Sequence
@@ -119,7 +120,8 @@ def prepared(made: Objective, rows: list[CachedRow], numbers: Any, packed: bool 
 
 
 def starts(row: CachedRow) -> list[tuple[int, int]]:
-    """(slot, number of supervised steps) of every slot where a chain starts, by the turn ids alone."""
+    """(slot, number of supervised steps) of every slot where a chain starts, by the turn ids
+    alone."""
     turn_ids, found = row.turn_ids.tolist(), []
     for slot, turn in enumerate(turn_ids[1:]):
         alive = next(k for k, other in enumerate([*turn_ids[slot + 2 :], None]) if other != turn)
@@ -129,7 +131,8 @@ def starts(row: CachedRow) -> list[tuple[int, int]]:
 
 
 def laws_of(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
-    """log q [steps, V or Vd] of a head or small LM that drafts from a slot on, given the row's own tokens."""
+    """log q [steps, V or Vd] of a head or small LM that drafts from a slot on, given the row's own
+    tokens."""
     assert row.taps is not None
     tokens = row.input_ids[: slot + 1 + steps]
     if not hasattr(head, "kind"):
@@ -222,7 +225,8 @@ def test_flex_attention(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuses operations that wait for the device: those between it and the host, except uploads."""
+    """Refuses operations that wait for the device: those between it and the host, except
+    uploads."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -278,7 +282,8 @@ class Peak(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_chunk_memory(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D 4096, V 128,256, Vd 32,000: forward and backward pass of one chunk, counted on meta tensors."""
+    """D 4096, V 128,256, Vd 32,000: forward and backward pass of one chunk, counted on meta
+    tensors."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     sizes = {"hidden_size": 4096, "vocab_size": 128_256, "intermediate_size": 1}
     head = tiny.head(VOCAB.embedding) if kind == "eagle1" else tiny.eagle3_head(VOCAB.embedding)
@@ -350,7 +355,8 @@ def test_compiled_layers(
             gradients = [p.grad.flatten() for p in made.parameters() if p.grad is not None]
             found.append([loss.item(), torch.cat(gradients).norm().item()])
         assert found[1] == pytest.approx(found[0], rel=1e-5)
-    # Before and after attention: graphs for one row and for several, or for the first step and the others.
+    # Before and after attention: graphs for one row and for several, or for the first step and the
+    # others.
     assert (
         counters["stats"]["unique_graphs"] <= 5 * len(compiled.head.blocks)
         and not counters["graph_break"]

@@ -1,6 +1,8 @@
-"""Two CPU processes have the losses of one, under ZeRO 1 to 3 and DDP; after a stop they continue bit for bit.
+"""Two CPU processes have the losses of one, under ZeRO 1 to 3 and DDP; after a stop they continue
+bit for bit.
 
-They are forks with a launcher's environment, to save the start-up; one run goes through `accelerate launch`.
+They are forks with a launcher's environment, to save the start-up; one run goes through `accelerate
+launch`.
 """
 
 import json
@@ -92,7 +94,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Conversations, and a target wide enough for ZeRO-3 to shard a head's matrices and the frozen embedding."""
+    """Conversations, and a target wide enough for ZeRO-3 to shard a head's matrices and the frozen
+    embedding."""
     directory = tmp_path_factory.mktemp("processes")
     tiny.target(directory / "target", hidden_size=128, vocab_size=512, num_blocks=7)
     tiny.write_conversations(directory / "train.jsonl", 9, seed=2)
@@ -234,7 +237,8 @@ def test_two_go_on(
 def test_clipping(root: Path) -> None:
     """The recipes clipping reaches deepspeed."""
     recipe = recipe_for(root, "eagle1")
-    # A constant factor does not change Adam's steps, unless gradients get far below its eps of 1e-8.
+    # A constant factor does not change Adam's steps, unless gradients get far below its eps of
+    # 1e-8.
     words = (
         "--train.clip_norm",
         "1e-9",

@@ -1,4 +1,5 @@
-"""Laws of resuming: the continued run is the unbroken one, bit for bit; broken saves are skipped, others refused."""
+"""Laws of resuming: the continued run is the unbroken one, bit for bit; broken saves are skipped,
+others refused."""
 
 import shutil
 import signal
@@ -35,7 +36,8 @@ from tests.train.sittings import (
     weights,
 )
 
-# A log line covers several steps, most saves fall between two log lines, and the best evaluation changes.
+# A log line covers several steps, most saves fall between two log lines, and the best evaluation
+# changes.
 BUSY: dict[str, Any] = {
     "log_every": 4,
     "save_every": 3,
