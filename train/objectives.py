@@ -661,10 +661,10 @@ class MultiTokenObjective(Objective):
                 F.nll_loss(*pair, reduction="sum") for pair in zip(log_qs, tokens, strict=True)
             ]
         if self.settings.law_weight:
-            of_law = [
-                loss_of(log_q, replace(law, slots=slots), self.settings).sum()
-                for log_q, slots in zip(log_qs, piece.which, strict=True)
-            ]
+            of_law = []
+            for log_q, slots in zip(log_qs, piece.which, strict=True):
+                of_slots = replace(law, slots=slots)
+                of_law.append(loss_of(log_q, of_slots, self.settings).sum())
         with torch.no_grad():
             hits = [
                 (log_q.argmax(-1) == choice[slots]).sum()
