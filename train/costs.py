@@ -21,10 +21,10 @@ GPUS = {"H100": 80e9, "H200": 141e9}  # bytes of memory
 
 def plan_text(recipe: Recipe, job: Job) -> str:
     """What `train --plan` prints: rows, steps, work and memory."""
-    rows = job.rows
-    data = f"{len(rows.lengths):,} rows, {sum(rows.lengths):,} tokens an epoch"
+    lengths = job.rows.lengths
     lines = [
-        f"data: {data}; {len(rows.held_out):,} held out",
+        f"data: {len(lengths):,} rows, {sum(lengths):,} tokens an epoch; "
+        f"{len(job.rows.held_out):,} held out",
         f"steps: {_plan_steps(job)}",
         f"work: {_plan_work(recipe, job)}",
         f"memory: {_plan_memory(recipe, job)}",
@@ -37,8 +37,10 @@ def _plan_steps(job: Job) -> str:
     config = job.objective.settings
     # In a plan without a launcher WORLD_SIZE is what the user has set, or one.
     order, steps = job.order(world_size())
-    shape = f"{config.batch_size} rows x {config.accumulation} x {world_size()} processes"
-    text = f"{steps:,} of {shape}: {steps / order.steps_per_epoch:.2f} epochs"
+    text = (
+        f"{steps:,} of {config.batch_size} rows x {config.accumulation} x {world_size()} "
+        f"processes: {steps / order.steps_per_epoch:.2f} epochs"
+    )
     if config.max_seconds is not None:
         text += f", and at most {config.max_seconds:,g} s (train.max_seconds)"
     scaling = config.scale_rates
@@ -57,10 +59,11 @@ def _plan_work(recipe: Recipe, job: Job) -> str:
         work["Muon"] = muon * order.steps_per_epoch * world_size()
     total = sum(work.values())
     hours = total / PEAK / MFU / 3600
-    speed = f"{MFU:.0%} of its {PEAK / 1e12:,.0f} TFLOP/s, dense bf16"
-    shares = _listed(work, total / 100, " %")
-    of_gpu = f"{hours:,.2f} hours of an H100 or H200 ({speed})"
-    return f"{total:.3g} operations an epoch ({shares}): {of_gpu}"
+    return (
+        f"{total:.3g} operations an epoch ({_listed(work, total / 100, ' %')}): "
+        f"{hours:,.2f} hours of an H100 or H200 "
+        f"({MFU:.0%} of its {PEAK / 1e12:,.0f} TFLOP/s, dense bf16)"
+    )
 
 
 def _plan_memory(recipe: Recipe, job: Job) -> str:
@@ -70,8 +73,10 @@ def _plan_memory(recipe: Recipe, job: Job) -> str:
     spread = parts.pop("target", 0) if recipe.target.device_map is not None else 0
     peak = sum(parts.values())
     unit, name = (2**30, "GiB") if peak > 2**30 else (2**20, "MiB")
-    text = f"about {peak / unit:,.1f} {name} a process in bf16, without ZeRO"
-    text += f" ({_listed(parts, unit, '')})"
+    text = (
+        f"about {peak / unit:,.1f} {name} a process in bf16, without ZeRO "
+        f"({_listed(parts, unit, '')})"
+    )
     if spread:
         text += f", beside {spread / unit:,.1f} {name} of the target over all GPUs"
     # A twentieth is left for CUDA's context, kernels' work space and fragmentation.

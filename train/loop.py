@@ -279,13 +279,14 @@ class Loop:
 
     def _end(self, ending: str) -> None:
         """Leaves what the next sitting, or the user, needs."""
-        step = self.progress.step
         if ending in resume.CODES:
             # No log line: its sums are saved, and it comes at the same step as in an unbroken run.
+            step = self.progress.step
             if step != self._saved_at:
                 self._save_state()
-            what = f"stopped by a signal after step {step:,}"
-            self.say(f"{what}; run the same command again to continue")
+            self.say(
+                f"stopped by a signal after step {step:,}; run the same command again to continue"
+            )
             return
         self._log()
         self._evaluate()
@@ -338,13 +339,8 @@ class Loop:
         totals = processes.all_reduce(torch.tensor(mine, dtype=torch.float64, device=device))
         num_errors, tokens, requeue, interrupted, over_budget, *sums = totals.tolist()
         processes.raise_together(error, num_errors, self.device)
-        ending = ""
-        if requeue:
-            ending = "requeue"
-        elif interrupted:
-            ending = "interrupted"
-        elif over_budget:
-            ending = "budget"
+        wishes = {"requeue": requeue, "interrupted": interrupted, "budget": over_budget}
+        ending = next((name for name, value in wishes.items() if value), "")
         return Agreement(dict(zip(names, sums, strict=True)), int(tokens), ending)
 
     def _loss_scales(self, counts: dict[str, float]) -> dict[str, float]:
@@ -434,11 +430,11 @@ class Loop:
     def _divergence(self, name: str, value: float) -> UserError:
         best = self.progress.best_step
         kept = f"step {best:,} is kept" if best else "nothing was kept"
-        what = f"{name} is {value} at step {self.progress.step:,}: the training diverged ({kept})"
-        rates = "train.learning_rate"
-        if self.is_muon:
-            rates += ", train.optimizer.matrix_rate"
-        return UserError(f"train: {what}; lower {rates} or train.clip_norm")
+        of_muon = ", train.optimizer.matrix_rate" if self.is_muon else ""
+        return UserError(
+            f"train: {name} is {value} at step {self.progress.step:,}: the training diverged "
+            f"({kept}); lower train.learning_rate{of_muon} or train.clip_norm"
+        )
 
     def _evaluate(self) -> None:
         """Measures the weights; the best so far become the output."""
@@ -451,7 +447,9 @@ class Loop:
         score = None
         if rows:
             self.held_out = self._measure_held_out(rows)
-            score = _score(self.held_out)
+            # By measured tau, else by the predicted one, else by the loss.
+            predicted = self.held_out.get("predicted_tau", -self.held_out["loss"])
+            score = self.held_out.get("tau", predicted)
             line = {f"held_out_{name}": value for name, value in self.held_out.items()}
             self._record(line, "held_out")
         best = self.progress.best_score
@@ -507,14 +505,6 @@ class Loop:
         wait = self.accelerator.wait_for_everyone
         resume.save(self.job.state, self.progress, fill, wait, self.config.keep_last)
         self._saved_at = self.progress.step
-
-
-def _score(held_out: dict[str, float]) -> float:
-    """By which the best weights are chosen: measured tau, else predicted tau, else the loss."""
-    for name in ("tau", "predicted_tau"):
-        if name in held_out:
-            return held_out[name]
-    return -held_out["loss"]
 
 
 def peak_bytes(device: torch.device) -> int:

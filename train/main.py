@@ -133,12 +133,14 @@ def _finish(recipe: Recipe, stage: Stage, loop: "Loop", ending: str) -> None:
     )
     # Only now: a kill before this goes on from the last save.
     resume.forget_saves(stage.output, loop.job.state)
-    done = f"{progress.step:,} steps in {progress.seconds:,.0f} s"
-    done += f", best at step {progress.best_step:,}"
+    done = (
+        f"{progress.step:,} steps in {progress.seconds:,.0f} s, best at step {progress.best_step:,}"
+    )
     if ending == "budget":
-        limit = f"train.max_seconds {recipe.train.max_seconds:g}"
-        done += f"; stopped by the time budget ({limit}) at step {progress.step:,}"
-        done += f" of {loop.total:,}"
+        done += (
+            f"; stopped by the time budget (train.max_seconds {recipe.train.max_seconds:g}) "
+            f"at step {progress.step:,} of {loop.total:,}"
+        )
     print(f"train {recipe.head.kind}: {done}: {stage.output}", flush=True)
 
 
