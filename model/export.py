@@ -57,21 +57,16 @@ def export(
     values, tensors, layout_notes = formats.write(
         to, dataclasses.replace(content, tensors=state), target
     )
-    kept_facts = {name: value for name, value in facts.items() if name not in OF_AN_EXPORT}
-    exported_from = {"layout": layout, "files": digests(directory)}
-    new_facts = {**kept_facts, **values.get("aerie", {}), "exported_from": exported_from}
     dtype = _name_of(state["fc.weight"].dtype)
+    new_facts = {name: value for name, value in facts.items() if name not in OF_AN_EXPORT}
+    new_facts |= values.get("aerie", {})
+    new_facts["exported_from"] = {"layout": layout, "files": digests(directory)}
+    values |= {"aerie": new_facts, "dtype": dtype, "torch_dtype": dtype}
     with directory_atomically(output) as temporary:
         write_tensors(temporary, tensors, pickled=pickled and to == "safeailab")
-        values_in_file = {**values, "aerie": new_facts, "dtype": dtype, "torch_dtype": dtype}
-        write_json(temporary / CONFIG, values_in_file)
+        write_json(temporary / CONFIG, values)
         _copy_records(directory, temporary)
-        _, files_again, content_again = read_content(temporary)
-        state_again = _complete(files_again, content_again, target)
-        if not _is_same(content.config, state, content_again.config, state_again):
-            raise AssertionError(
-                f"layout {to}: the head was read back otherwise than it was written"
-            )
+        _check_written(temporary, to, content, state, target)
     notes = [] if mismatch is None else [f"{mismatch}: few of its drafts will be accepted"]
     notes += content.guesses
     notes += _tensor_notes(files.tensors, tensors)
@@ -134,6 +129,22 @@ def _copy_records(source: Path, destination: Path) -> None:
             shutil.copyfile(source / name, destination / name)
     with suppress(UserError):  # a pushed head's record was rewritten: no manifest
         dataclasses.replace(Manifest.read(source), files=files).write(destination)
+
+
+def _check_written(
+    directory: Path,
+    layout: str,
+    content: HeadContent,
+    state: dict[str, Tensor],
+    target: TargetFacts,
+) -> None:
+    """AssertionError unless the directory holds this very head."""
+    _, files, content_again = read_content(directory)
+    state_again = _complete(files, content_again, target)
+    if not _is_same(content.config, state, content_again.config, state_again):
+        raise AssertionError(
+            f"layout {layout}: the head was read back otherwise than it was written"
+        )
 
 
 def _is_same(

@@ -98,12 +98,7 @@ def pack(
         layout, server_notes = _export_for_server(head, target, *server)
         notes = [*server_notes, *notes]
     if server is not None and layout:
-        folder = server[0]
-        results = {name: files.pop(name) for name in ("summary.json",) if name in files}
-        files = {f"{TRAINED_FOLDER}/{name}": file for name, file in files.items()}
-        files |= results
-        files[CONFIG] = _as_bytes(CONFIG, public(_read_record(folder / CONFIG), names))
-        files[WEIGHTS] = folder / WEIGHTS
+        files = _below_server(files, server[0], names)
         weights = f"{WEIGHTS}; as it was trained, for aerie, in the folder {TRAINED_FOLDER}/"
         head = {**head, "layout": layout, "weights": weights}
     files["README.md"] = _card(repo, head, target, records, rows, licence).encode()
@@ -221,6 +216,16 @@ def _export_for_server(
         else:
             return server["layout"], export_notes
     return "", list(notes)
+
+
+def _below_server(files: Files, folder: Path, names: dict[str, str]) -> Files:
+    """The files of a push whose root is the head in folder; those of the trained head are below."""
+    below: Files = {}
+    for name, file in files.items():
+        below[name if name == "summary.json" else f"{TRAINED_FOLDER}/{name}"] = file
+    below[CONFIG] = _as_bytes(CONFIG, public(_read_record(folder / CONFIG), names))
+    below[WEIGHTS] = folder / WEIGHTS
+    return below
 
 
 def _read_record(path: Path) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def refuse_block(layout: str, config: Any, target: content.TargetFacts | None = 
 def write_block(
     layout: str, head: content.HeadContent, target: content.TargetFacts
 ) -> content.Export:
-    """As `write_eagle`."""
+    """As `write_eagle1`."""
     config: Any = head.config
     refuse_block(layout, config)
     sizes, notes = content.write_sizes(config, target)
