@@ -327,7 +327,8 @@ def compare(arguments: Namespace, unknown: list[str]) -> int:
     records = read_records(recipe.paths.bench / RECORDS)
     if arguments.temperature is not None:
         records = [record for record in records if record.temperature == arguments.temperature]
-    of, against = arguments.of, arguments.against
+    of = arguments.of
+    against = arguments.against
     difference = tau_difference(records, of, against, recipe.seed)
     print(f"{row_labels(records, of)} against {row_labels(records, against)}:\n{difference}")
     return 0
@@ -358,7 +359,8 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
 def generate(arguments: Namespace, unknown: list[str]) -> int:
     """answers to prompts, streamed (accepted draft tokens are green) or as JSON"""
     pairs_of(unknown)  # reports a mistyped option before a missing one
-    path, text = arguments.prompts, arguments.prompt
+    path = arguments.prompts
+    text = arguments.prompt
     if (path is None) == (text is None):
         raise UserError(
             "generate needs either --prompt TEXT (--prompt - reads stdin) or --prompts FILE.jsonl"

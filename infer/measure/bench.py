@@ -201,11 +201,11 @@ def measure_answers(bench: Bench, prompts: Sequence[Prompt], seed: int) -> list[
             first = number % len(turn.origins)
             for origin in (*turn.origins[first:], *turn.origins[:first]):
                 if origin.key not in done:
-                    answer = measure_answer(bench, origin, turn.prompt, done, seed + number)
-                    if answer.cycles:  # before the record: cycles without a record are dropped
-                        append_lines(cycles_path, answer.cycles)
-                    append_lines(records_path, [line_of(answer.record)])
-                    done[origin.key] = answer.record
+                    record, cycles = measure_answer(bench, origin, turn.prompt, done, seed + number)
+                    if cycles:  # before the record: cycles without a record are dropped
+                        append_lines(cycles_path, cycles)
+                    append_lines(records_path, [line_of(record)])
+                    done[origin.key] = record
                 progress.update()
     return compared_with_vanilla(bench, done)
 
@@ -260,15 +260,13 @@ def compared_with_vanilla(bench: Bench, done: Mapping[Key, Record]) -> list[Reco
     return records
 
 
-class MeasuredAnswer(NamedTuple):
-    record: Record
-    cycles: Sequence[str] = ()  # lines of cycles.jsonl
-
-
 def measure_answer(
     bench: Bench, origin: Origin, prompt: Prompt, done: Mapping[Key, Record], seed: int
-) -> MeasuredAnswer:
-    """A row's answer to a turn, or its failure; done: the answers so far."""
+) -> tuple[Record, list[str]]:
+    """A row's answer to a turn, or its failure, and the lines of its cycles.
+
+    done: the answers so far.
+    """
     row = bench.suite.rows[origin.row]
     facts = {
         **asdict(origin),
@@ -282,7 +280,7 @@ def measure_answer(
         earlier = done[replace(origin, row=bench.suite.vanilla, turn=turn).key]
         if earlier.status != "ok":
             fault = f"turn {turn + 1} has no answer of vanilla to go on from: {earlier.message}"
-            return MeasuredAnswer(Record(**facts, verify="none", status="error", message=fault))
+            return Record(**facts, verify="none", status="error", message=fault), []
         history.append(earlier.text)
     ids = encode_turn(prompt, history, bench.tokenizer, bench.target)  # [1, T]
     facts |= {"prompt_tokens": ids.shape[1], "prompt_ids": tuple(ids[0].tolist())}
@@ -293,9 +291,9 @@ def measure_answer(
         generation = decode_turn(bench, origin, ids, recorder, seed)
     except (UserError, RuntimeError) as error:
         fault = first_line(error)
-        return MeasuredAnswer(Record(**facts, verify="none", status="error", message=fault))
+        return Record(**facts, verify="none", status="error", message=fault), []
     facts |= answer_facts(bench, origin.row, generation)
-    return MeasuredAnswer(validate(facts, Record, "bench", {}), lines_of(origin, recorder.records))
+    return validate(facts, Record, "bench", {}), lines_of(origin, recorder.records)
 
 
 def decode_turn(

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from itertools import pairwise
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -161,15 +161,10 @@ class WorkCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class CycleWork(NamedTuple):
-    kernels: float
-    bytes: float  # that products and attention read
-
-
 def cycle_work(
     decoder: SpeculativeDecoder, prompt: Any, prompt_tokens: int, settings: dict[str, Any]
-) -> CycleWork:
-    """The work of a median cycle of an answer."""
+) -> tuple[float, float]:
+    """(kernels, bytes that products and attention read) of a median cycle of an answer."""
     counter = WorkCounter()
     totals: list[tuple[int, int]] = []
 
@@ -182,7 +177,7 @@ def cycle_work(
         decoder.generate(prompt, on_cycle=watch, **settings)
     kernels = [after[0] - before[0] for before, after in pairwise(totals)]
     read = [after[1] - before[1] for before, after in pairwise(totals)]
-    return CycleWork(median(kernels or [0]), median(read or [0]))
+    return median(kernels or [0]), median(read or [0])
 
 
 def copy_speed(device: torch.device) -> float:
@@ -200,16 +195,16 @@ def profile(
 
     Also the share of a copy's speed at which it read its weights and caches.
     """
-    work = cycle_work(decoder, prompt, statistics.prompt_tokens, settings)
+    kernels, read = cycle_work(decoder, prompt, statistics.prompt_tokens, settings)
     speed = copy_speed(decoder.target.device)
     seconds = (statistics.ms["wall"] - statistics.ms["prefill"]) / 1000 / statistics.target_forwards
     ms = {phase: statistics.ms[phase] / statistics.target_forwards for phase in CYCLE_PHASES}
     phases = ", ".join(f"{phase} {part:.2f}" for phase, part in ms.items())
     when = " before compiling" if decoder.runners.mode == "compiled" else ""
     text = (
-        f"a cycle: {sum(ms.values()):.2f} ms ({phases}), {work.kernels:,.0f} kernels{when}; "
-        f"{format_bytes(work.bytes)} read by products and attention, "
-        f"at {work.bytes / seconds / speed:.0%} of a copy's {speed / 1e9:.1f} GB/s"
+        f"a cycle: {sum(ms.values()):.2f} ms ({phases}), {kernels:,.0f} kernels{when}; "
+        f"{format_bytes(read)} read by products and attention, "
+        f"at {read / seconds / speed:.0%} of a copy's {speed / 1e9:.1f} GB/s"
     )
     return (
         f"{text}; graphs take {format_bytes(decoder.graph_bytes)}" if decoder.graph_bytes else text

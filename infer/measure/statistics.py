@@ -82,11 +82,8 @@ def group(records: Iterable[Record]) -> list[Group]:
     for answers in grouped(records, lambda record: record.sampling).values():
         by_row = grouped(answers, lambda record: record.row)
         rows = [by_row[number] for number in sorted(by_row)]
-        baseline: dict[PromptKey, Record] = {}
-        for row in rows:
-            if row[0].method == VANILLA:
-                baseline = {record.prompt_key: record for record in row if record.status == "ok"}
-                break
+        vanilla = next((row for row in rows if row[0].method == VANILLA), [])
+        baseline = {record.prompt_key: record for record in vanilla if record.status == "ok"}
         groups += [Group(tuple(row), baseline) for row in rows]
     return groups
 
