@@ -233,7 +233,7 @@ def milliseconds(records: Sequence[Record]) -> Milliseconds:
     )
 
 
-class PromptSums(NamedTuple):
+class SumsByPrompt(NamedTuple):
     """Sums over the turns of each prompt [n]."""
 
     tokens: FloatArray  # without the prefill's
@@ -241,13 +241,13 @@ class PromptSums(NamedTuple):
     ms: FloatArray  # of decoding
 
 
-def per_prompt(records: Sequence[Record]) -> PromptSums:
+def per_prompt(records: Sequence[Record]) -> SumsByPrompt:
     sums: dict[tuple[str, str], FloatArray] = {}
     for record in records:
         ms = record.ms.wall - record.ms.prefill if record.ms else 0.0
         counts = np.array([record.new_tokens - 1, record.target_forwards, ms])
         sums[record.prompt] = sums.get(record.prompt, 0.0) + counts
-    return PromptSums(*np.array(list(sums.values())).reshape(-1, 3).T)
+    return SumsByPrompt(*np.array(list(sums.values())).reshape(-1, 3).T)
 
 
 def interval(
