@@ -16,8 +16,6 @@ from typing import NoReturn
 from safetensors import SafetensorError
 
 REQUEUE = 75  # the exit code that asks for another start (sysexits.h: EX_TEMPFAIL)
-# From bytes that are not UTF-8, or half of an escaped pair.
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 SECRETS = re.compile(
     "|".join(
         (

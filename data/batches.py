@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from aerie.configs.errors import UserError
-from aerie.data.cache import CachedRow, decode
 from aerie.data.chat import TokenRow
+from aerie.data.feature_cache import CachedRow, decode
 from aerie.data.inputs import hashed_number
 from aerie.model.miniature import SHORT, lengths_to_check
 from aerie.model.target import Target, TargetOutput, family

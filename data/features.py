@@ -18,8 +18,16 @@ from aerie.configs.errors import UserError, rank, warn
 from aerie.configs.schema.data import DataConfig, FeaturesConfig
 from aerie.configs.schema.recipe import Recipe
 from aerie.data.batches import check_padding, collate, forward, group_by_length
-from aerie.data.cache import CachePlan, Shard, Storage, decode, encode, rows_digest, shard_spans
 from aerie.data.chat import TokenRow
+from aerie.data.feature_cache import (
+    CachePlan,
+    Shard,
+    Storage,
+    decode,
+    encode,
+    rows_digest,
+    shard_spans,
+)
 from aerie.data.inputs import CACHE_INDEX, FEATURES_COMMAND, state_inputs
 from aerie.data.progress import WHOLE_JOB, JobShare, format_bytes, start_progress
 from aerie.data.tokens import TokenisedData, statistics, text_fingerprint, tokenize_for_target

@@ -21,7 +21,7 @@ from aerie.configs.read import validate
 from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
-from aerie.data.cache import Storage, StorageForm
+from aerie.data.feature_cache import Storage, StorageForm
 from aerie.data.inputs import is_here
 from aerie.data.progress import format_bytes
 from aerie.data.rows import read_rows

@@ -91,6 +91,11 @@ def test_modules_are_shared_and_import_in_no_circle() -> None:
     TopologicalSorter(graph).prepare()  # CycleError names the modules of a circle
 
 
+def test_a_file_has_a_name_of_its_own() -> None:
+    stems = Counter(path.stem for path in SOURCES if path.stem not in ENTRIES)
+    assert [stem for stem, count in stems.items() if count > 1] == []
+
+
 @pytest.mark.parametrize(("paths", "extras"), [(SOURCES, ""), (TESTS, "dev")], ids=["src", "tests"])
 def test_every_third_party_import_is_declared(paths: list[Path], extras: str) -> None:
     known = declared("report", "distill", *extras.split())

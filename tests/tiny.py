@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from aerie.configs.schema.heads import KINDS
-from aerie.data.cache import CachedRow
+from aerie.data.feature_cache import CachedRow
 from aerie.model.checkpoint import new_head
 from aerie.model.heads.eagle import (
     DraftVocabulary,

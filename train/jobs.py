@@ -15,8 +15,8 @@ from aerie.configs.read import as_dict
 from aerie.configs.schema.recipe import Recipe
 from aerie.data import tokens
 from aerie.data.batches import Batch, BatchRow, Order, ShardPools, check_padding, with_states
-from aerie.data.cache import FeatureCache, rows_digest
 from aerie.data.conversations import Tally
+from aerie.data.feature_cache import FeatureCache, rows_digest
 from aerie.data.features import check_rows, within_context
 from aerie.data.inputs import FEATURES_COMMAND
 from aerie.model import target as targets

@@ -7,8 +7,8 @@ from typing import Any
 from accelerate import PartialState
 
 from aerie.configs.schema.data import FeaturesConfig
-from aerie.data.cache import CachePlan, FeatureCache
 from aerie.data.chat import TokenRow
+from aerie.data.feature_cache import CachePlan, FeatureCache
 from aerie.data.features import extract, plan_cache
 from aerie.data.tokens import TokenisedData
 from aerie.model.target import Target, load_config

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aerie.data.batches import Batch, Order, ShardPools, collate, group_by_length, prefetched
-from aerie.data.cache import shard_spans
+from aerie.data.feature_cache import shard_spans
 from tests import tiny
 
 

@@ -16,8 +16,8 @@ from transformers import LlamaConfig
 from aerie.configs.errors import NotWritable, UserError
 from aerie.configs.schema.data import DataConfig, FeaturesConfig
 from aerie.data.batches import collate, group_by_length, with_states
-from aerie.data.cache import CachePlan
 from aerie.data.chat import TokenRow
+from aerie.data.feature_cache import CachePlan
 from aerie.data.features import WRITING, plan_cache, within_context
 from aerie.data.progress import JobShare
 from aerie.data.tokens import TokenisedData

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aerie.data import main
-from aerie.data.cache import FeatureCache
+from aerie.data.feature_cache import FeatureCache
 from aerie.train import main as train
 from tests import tiny
 from tests.data.caches import contents

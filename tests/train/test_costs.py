@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from aerie.configs.schema.heads import Eagle1Train, Eagle3Train, MuonSection
 from aerie.data.batches import collate
-from aerie.data.cache import CachedRow
+from aerie.data.feature_cache import CachedRow
 from aerie.train.costs import memory, operations, optimizer_operations
 from aerie.train.objectives import Eagle1Objective, Eagle3Objective
 from aerie.train.optimizers import build_optimizers

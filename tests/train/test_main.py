@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data import main as data_main
-from aerie.data.cache import FeatureCache
+from aerie.data.feature_cache import FeatureCache
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import tree_proposer
 from aerie.model.checkpoint import head_facts, load_head, save_head

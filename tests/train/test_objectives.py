@@ -30,7 +30,7 @@ from aerie.configs.schema.heads import (
     TrainConfig,
 )
 from aerie.data.batches import Batch, collate
-from aerie.data.cache import CachedRow
+from aerie.data.feature_cache import CachedRow
 from aerie.model.heads import block
 from aerie.model.target import VocabWeights
 from aerie.train.block_objective import BlockObjective

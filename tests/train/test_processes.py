@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from aerie.data import main as data_main
 from aerie.data.batches import Order
-from aerie.data.cache import FeatureCache
+from aerie.data.feature_cache import FeatureCache
 from aerie.model.storage import ROOT
 from aerie.train import jobs
 from aerie.train import main as train_main

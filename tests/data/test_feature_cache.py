@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data.batches import collate
-from aerie.data.cache import FeatureCache, Storage, StorageForm, decode, encode
+from aerie.data.feature_cache import FeatureCache, Storage, StorageForm, decode, encode
 from aerie.data.features import check_cache
 from aerie.data.tokens import TokenisedData
 from aerie.model.target import Target, fingerprint, load_vocab
