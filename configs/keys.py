@@ -132,8 +132,9 @@ def _heading(paths: list[str], kinds_at: dict[str, list[str]]) -> str:
 
 
 def _class_text(schema: Any) -> str:
-    """The class's docstring, but not the one that `dataclass` makes."""
-    return "" if schema.__doc__.startswith(f"{schema.__name__}(") else schema.__doc__
+    """The class's docstring in one line, but not the one that `dataclass` makes."""
+    is_made = schema.__doc__.startswith(f"{schema.__name__}(")
+    return "" if is_made else " ".join(schema.__doc__.split())
 
 
 def _meanings(schema: Any) -> dict[str, str]:
