@@ -95,8 +95,10 @@ def run_calibration(
     decoder = make_decoder(LoadedHeads(target), method, method.head)
     observer.attach(decoder, cast(TreeConfig, method.tree), seed)
     recorded = record_cycles(decoder, questions, section, seed, observer)
-    lines = write_calibration(output, recorded, section.bins, method.head, method.method, observer)
-    print("\n".join(lines))
+    print(
+        *write_calibration(output, recorded, section.bins, method.head, method.method, observer),
+        sep="\n",
+    )
     if isinstance(method.tree, StaticConfig):
         write_choices(output, method, questions, section, target)
     return {name: len(recorded.tables[name]) for name in ("nodes", "cycles")}
@@ -126,8 +128,7 @@ def record_cycles(
             generation = decoder.generate(
                 question.ids, on_cycle=recorder, generator=generator, **settings
             )
-            text = generation.sequences[0]
-            answers.append(tables_of(number, recorder.records, text.tolist()))
+            answers.append(tables_of(number, recorder.records, generation.sequences[0].tolist()))
             progress.update()
     tables = {}
     for name in COLUMNS:
