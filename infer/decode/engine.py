@@ -190,9 +190,8 @@ class SpeculativeDecoder:
         UserError: padding, several prompts, ids outside the vocabulary, no room in the context,
         unknown settings.
         """
-        if unknown := sorted(settings.keys() - set(HONOURED)):
-            names = ", ".join(unknown)
-            raise UserError(f"generate() does not know {names}; use {', '.join(HONOURED)}")
+        if unknown := ", ".join(sorted(settings.keys() - set(HONOURED))):
+            raise UserError(f"generate() does not know {unknown}; use {', '.join(HONOURED)}")
         decoding = resolve(self.target.generation_config, **settings)
         if isinstance(input_ids, Mapping) and attention_mask is None:
             attention_mask = input_ids.get("attention_mask")
@@ -201,19 +200,38 @@ class SpeculativeDecoder:
         prompt = input_ids[0].to(self.target.device)
         plan = self.runners.plan(decoding)
         if generator is None:  # seeded by torch.manual_seed
-            seed = int(torch.randint(2**62, (1,)))
-            generator = torch.Generator(self.target.device).manual_seed(seed)
+            generator = torch.Generator(prompt.device)
+            generator.manual_seed(int(torch.randint(2**62, (1,))))
         # Graphs draw from a generator of their own, which goes on from the caller's state.
         draws_from = self.runners.generator if plan.captured else generator
         draws_from.set_state(generator.get_state())
         sampler = Sampler(decoding, draws_from, prompt)
-        rule = rule_of(None, sampler)
-        statistics = Statistics(len(prompt), decoding, verify=rule)
+        statistics = Statistics(len(prompt), decoding, verify=rule_of(None, sampler))
+        clock = Clock(statistics.ms, timed and prompt.is_cuda)
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        clock = Clock(statistics.ms, timed and prompt.is_cuda)
+        answer = self._decode(prompt, plan, sampler, statistics, clock, streamer, on_cycle)
+        if streamer is not None:
+            streamer.end()
+        generator.set_state(draws_from.get_state())
+        clock.lap("other")
+        statistics.ms["wall"] = sum(statistics.ms.values())
+        ids = torch.tensor([answer], dtype=input_ids.dtype, device=input_ids.device)
+        return Generation(torch.cat([input_ids, ids], dim=1), statistics, self)
 
-        # --- prefill: the answer's first token, the first root
+    def _decode(
+        self,
+        prompt: Tensor,
+        plan: CyclePlan,
+        sampler: Sampler,
+        statistics: Statistics,
+        clock: Clock,
+        streamer: BaseStreamer | None,
+        on_cycle: Callable[[Cycle], None] | None,
+    ) -> list[int]:
+        """The answer's token ids."""
+        # --- prefill: the answer's first token, which is the first root
+        decoding = sampler.decoding
         num_rows = self._num_rows(len(prompt) + decoding.max_new_tokens, plan)
         kept = self._kept(num_rows)
         root = self._prefill(prompt, kept, sampler)  # [1]
@@ -226,7 +244,7 @@ class SpeculativeDecoder:
             if streamer is not None:
                 streamer.put(torch.tensor(new))
             if answer.has_ended:
-                break
+                return answer.tokens
             if kept.length == self.target.rope_switch:  # LongRoPE: all rows must be rotated anew
                 tokens = torch.tensor(answer.tokens, device=prompt.device)
                 self.lm.prefill(torch.cat([prompt, tokens]), kept)
@@ -252,7 +270,7 @@ class SpeculativeDecoder:
             if on_cycle is not None:
                 on_cycle(cycle)
                 clock.lap(None)  # the watcher's time counts for no phase
-            # --- (3) commit; the bonus token, the next root, has no row
+            # --- (3) commit the accepted path; the bonus token, the next root, has no row yet
             count = len(verdict.path)
             sampler.follow(verdict.new[:count])
             runner.accept(verdict, step.features)
@@ -261,23 +279,16 @@ class SpeculativeDecoder:
             root = verdict.new[count - 1 : count]
             commit_ms += clock.lap("commit")
             statistics.count(cycle, draft_ms + verify_ms + commit_ms)
-        if streamer is not None:
-            streamer.end()
-        generator.set_state(draws_from.get_state())
-        clock.lap("other")
-        statistics.ms["wall"] = sum(statistics.ms.values())
-        ids = torch.tensor([answer.tokens], dtype=input_ids.dtype, device=input_ids.device)
-        return Generation(torch.cat([input_ids, ids], dim=1), statistics, self)
 
     def encode(self, prompt: Any) -> Tensor:
         """Token ids [1, T] of any prompt that `generate` takes."""
         if isinstance(prompt, str):
-            has_template = bool(self.tokenizer.chat_template)
             user_turn = [{"role": "user", "content": prompt}]
-            prompt = user_turn if has_template else self.tokenizer(prompt)
+            prompt = user_turn if self.tokenizer.chat_template else self.tokenizer(prompt)
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
-            options = {"tokenize": True, "add_generation_prompt": True}
-            prompt = apply_template(self.tokenizer, prompt, **options)
+            prompt = apply_template(
+                self.tokenizer, prompt, tokenize=True, add_generation_prompt=True
+            )
         try:
             ids = torch.as_tensor(prompt["input_ids"] if isinstance(prompt, Mapping) else prompt)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
