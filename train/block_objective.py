@@ -109,6 +109,7 @@ class BlockObjective(Objective):
         # (1) the head
         at = anchors.to(device, non_blocking=True)
         tokens = batch.input_ids.gather(1, at)  # [B, A]
+        # Of a block only the drafting rows come back: K states each.
         states = self.head(tokens, batch.taps, at, self.target.embedding)  # [B, A, K, D]
         states = states.flatten(0, 1)  # [B * A, K, D]
         # (2) the target's laws. That of t_{a+1+k} is at a + k, where the token before it stands.
@@ -116,10 +117,8 @@ class BlockObjective(Objective):
         flat_anchors = (torch.arange(len(anchors))[:, None] * length + anchors).flatten()
         before = [flat_anchors[numbers] + k for k, numbers in enumerate(blocks)]  # K x [S_k]
         needed, which = torch.cat(before).unique(return_inverse=True)
-        # (3) the tokens that correct a position's law; the first token also fills what is before it
-        n = self.head.config.markov_order
-        filled = torch.cat([batch.input_ids[:, :1].expand(-1, n - 1), batch.input_ids], dim=1)
-        windows = filled.unfold(1, n, 1).flatten(0, 1)  # [B * T, n]: the last n tokens
+        # (3) what each position is given, and what it shall draft
+        windows = self._last_tokens(batch.input_ids)  # [B * T, n]
         outputs = []
         previous = []
         labels = []
@@ -132,6 +131,13 @@ class BlockObjective(Objective):
         sizes = [len(numbers) for numbers in blocks]
         piece = Piece(true, list(which.split(sizes)), [outputs, previous, labels])
         return BlockSlots(supervised, blocks, piece)
+
+    def _last_tokens(self, ids: Tensor) -> Tensor:
+        """The n tokens [B * T, n] up to each position; they correct the law of the next one."""
+        n = self.head.config.markov_order
+        # The first token also fills what is before it.
+        filled = torch.cat([ids[:, :1].expand(-1, n - 1), ids], dim=1)  # [B, T + n - 1]
+        return filled.unfold(1, n, 1).flatten(0, 1)
 
     def _laws(self, outputs: Tensor, before: Tensor) -> Tensor:
         """log q [S, V] of outputs [S, D], after tokens [S, n]."""

@@ -168,6 +168,7 @@ def tau_measure(recipe: Recipe, job: "Job") -> "Measure":
         drafter = HEADS[recipe.head.kind].drafter(copied, target)
         decoder = SpeculativeDecoder(target, tree_proposer(drafter, tree))
         totals = torch.zeros(2, dtype=torch.float64)  # new tokens after the first, cycles
+        # Batches of one prompt: tau is a count, and does not depend on speed.
         for ids in prompts:
             prompt = torch.tensor([ids], device=target.device)
             answer = decoder.generate(

@@ -625,10 +625,12 @@ class MultiTokenObjective(Objective):
         width = supervised.shape[-1]
         features = self.features(batch)  # [B, T-1, D]
         if isinstance(self.head, HydraHead):
+            # Hydra++'s prefix layer reads the whole text, so it comes before slots are picked.
             features = self.head.prefix(features, torch.arange(width, device=features.device))
         drop = None
         outputs = []
         for k, mask in enumerate(supervised):
+            # Held-out rows have no seeds, and no dropout.
             if self.settings.dropout and batch.seeds is not None:
                 drop = KeyedDropout(self.settings.dropout, batch.seeds, mask.sum(1).tolist(), k)
             if isinstance(self.head, HydraHead):

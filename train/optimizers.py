@@ -17,6 +17,7 @@ def build_optimizers(
     module: nn.Module, config: TrainConfig, join: Callable[..., torch.optim.Optimizer] | None = None
 ) -> list[torch.optim.Optimizer]:
     """[AdamW], or [Muon, AdamW] if the recipe names Muon; join makes one of both, for ZeRO."""
+    # matrix_rate and momentum are Muon's alone; learning_rate and betas stay AdamW's.
     muon = config.optimizer if isinstance(config.optimizer, MuonSection) else None
     matrices = muon_matrices(module) if muon else []
     # By identity: a comparison of tensors would be elementwise.

@@ -165,6 +165,7 @@ def _refusal(saved: Progress, fresh: Progress) -> str:
         return (
             f"step {saved.step:,} of another recipe or other data ({changed}); choose another --run"
         )
+    # Another number of processes cuts each step into other batches, and shards into other parts.
     if saved.world_size != fresh.world_size:
         return (
             f"saved by {saved.world_size} processes, now there are {fresh.world_size}; "
@@ -192,6 +193,7 @@ def save(
     """Writes a save with fill(folder), which all ranks call, then removes old ones.
 
     wait: a barrier of all ranks."""
+    # Eight digits, so that names sort as numbers.
     folder = state / f"step-{progress.step:08d}"
     with storage.directory_atomically(folder, wait) as temporary:
         fill(temporary)

@@ -26,6 +26,7 @@ class Load:
             count += 1
             tokens += len(input_ids)
             pairs += len(input_ids) ** 2
+            # Unroll step k supervises all slots of a turn but its last k + 1.
             # the tokens of each turn, without the row's first token, which nothing predicts
             sizes = np.bincount(np.asarray(turn_ids)[1:])[1:]
             slots += np.clip(sizes[:, None] - 1 - np.arange(num_steps), 0, None).sum(0)
@@ -63,6 +64,7 @@ class MatrixSizes(NamedTuple):
             if parameter.ndim == 2 and "embed" not in name:
                 sizes[name] = parameter.numel()
 
+        # By name: the same parts have the same names in all heads.
         def of_names(*parts: str) -> int:
             return sum(size for name, size in sizes.items() if any(part in name for part in parts))
 
@@ -98,6 +100,7 @@ class KeptNumbers(NamedTuple):
         layer = (
             6 * width + 2 * attention_width(config) + 2 * kv_width + 4 * config.intermediate_size
         )
+        # Keys and values of an unroll's steps are kept anyway: later steps read them.
         if checkpointing:
             return cls(config.num_hidden_layers * (width + 2 * kv_width), layer)
         return cls(config.num_hidden_layers * layer, 0)
