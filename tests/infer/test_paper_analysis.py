@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,31 +22,32 @@ from tests.infer.laws import sampler, tree_of
 from tests.infer.test_calibrate import CHAIN, MEDUSA, QUESTIONS, SECTION, WIDE
 
 
+def table(names: str, rows: list[list[Any]]) -> pd.DataFrame:
+    return pd.DataFrame(rows, columns=names.split()).assign(prompt=0)
+
+
 def test_equations_22_to_24_by_depth() -> None:
-    frontier = pd.DataFrame({"prompt": 0, "cycle": [0, 0, 0, 1, 1], "depth": [1, 1, 2, 1, 2]})
-    frontier["survival"] = [0.6, 0.3, 0.6, 0.7, 0.2]
-    frontier["accepted"] = [True, False, True, True, False]
-    cycles = pd.DataFrame({"prompt": [0, 0], "cycle": [0, 1], "accepted": [1, 1]})
-    table = pd.DataFrame(analysis.level_table(frontier, cycles))
-    rows = table[["cycles", "mass", "held", "reached", "expected"]].to_numpy().tolist()
-    assert rows == [pytest.approx([2, 0.8, 1.0, 1.0, 0.8]), pytest.approx([2, 0.4, 0.5, 0.0, 1.2])]
+    branches = [[0, 1, 0.6, True], [0, 1, 0.3, False], [0, 2, 0.6, True]]
+    branches += [[1, 1, 0.7, True], [1, 2, 0.2, False]]
+    cycles = table("cycle accepted", [[0, 1], [1, 1]])
+    levels = analysis.level_table(table("cycle depth survival accepted", branches), cycles)
+    names = ["cycles", "mass", "held", "reached", "expected"]
+    expected = [[2, 0.8, 1.0, 1.0, 0.8], [2, 0.4, 0.5, 0.0, 1.2]]
+    np.testing.assert_allclose(pd.DataFrame(levels)[names].astype(float), expected)
 
 
 def test_figure_3a_looks_back_in_its_own_cycle() -> None:
-    laws = pd.DataFrame({"prompt": 0, "cycle": [0, 0, 0, 1, 2, 3], "depth": [1, 2, 3, 1, 1, 1]})
-    laws["accepted"] = False
-    laws["followed"] = [True, True, False, False, True, False]
-    laws["kl_qp"] = [0.1, 0.2, 3.0, 5.0, 9.0, np.inf]  # the infinity is left out
-    laws["ranked"] = [[0.0]] * 6
+    rows = [[0, 1, True, 0.1], [0, 2, True, 0.2], [0, 3, False, 3.0]]
+    rows += [[1, 1, False, 5.0], [2, 1, True, 9.0], [3, 1, False, np.inf]]  # infinity is left out
+    laws = table("cycle depth followed kl_qp", rows).assign(accepted=False, ranked=[[0.0]] * 6)
     kl = {row["offset"]: row["kl"] for row in analysis.rejections(laws)["before_rejection"]}
     assert kl == {-4: None, -3: None, -2: 0.1, -1: 0.2, 0: 4.0}
 
 
 def test_oracle_lengths_by_context() -> None:
-    cycles = pd.DataFrame({"position": [10, 32, 33, 64, 9000, 9001], "cap": 8})
-    cycles["levels"] = [5, 5, 5, 3, 5, 0]
-    cycles["accepted"] = [5, 2, 0, 3, 5, 0]
-    cycles["oracle"] = [7, 2, 0, 8, 8, np.nan]  # the last cycle drafted nothing
+    rows = [[10, 5, 5, 7], [32, 5, 2, 2], [33, 5, 0, 0], [64, 3, 3, 8], [9000, 5, 5, 8]]
+    rows += [[9001, 0, 0, np.nan]]  # nothing was drafted
+    cycles = table("position levels accepted oracle", rows).assign(cap=8)
     summary = analysis.oracle_summary(cycles)
     assert summary is not None and analysis.oracle_summary(cycles[:0]) is None
     first, second, last = ([*row.values()] for row in summary["by_context"])

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from aerie.configs.schema.decode import ConstantConfig, ExactConfig, MethodConfig
 from aerie.configs.schema.heads import KINDS as KIND_SECTIONS
-from aerie.configs.schema.measure import PromptsConfig, TuneConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import LoadedHeads, tree_proposer
 from aerie.infer.measure import prices, replay, tune
@@ -69,19 +68,10 @@ def test_a_price_is_the_sum_of_its_cycles() -> None:
     # two drafting cycles, three levels in all, with k 2 (1.5 and 0.75: between measured widths);
     # one without
     expected = (2 * 1.5 + 0.75) + 2 * 15.0 + 10.0 + 3 * 1.0
-    assert COSTS.price(replay.CycleCounts(6, 3, 2, 3, 6), 2) == pytest.approx(expected)
-
-
-def test_dear_nodes_make_small_trees(miniature: Any) -> None:
-    heads, target, prompts = miniature
-    config = TuneConfig(PromptsConfig(max_new_tokens=NEW), levels=2, k=2)
-    tuning = tune.GreedyTuning(target, "eagle1", str(heads / "eagle1"), prompts, config)
-    tuning.drafts = replay.record_drafts(target, tuning.drafter, prompts, 2, 2, NEW)
-    sizes = []
-    for ms in (10.0, 900.0):
-        tuning.costs = replace(COSTS, draft={1: LevelCost(0.0, 0.0)}, verify={1: 10.0, 60: ms})
-        sizes.append(tuning.replay(tune.trees_up_to(2, 2, ConstantConfig()))[0].tree.nodes)
-    assert sizes[0] > sizes[1]
+    counts = replay.CycleCounts(6, 3, 2, 3, nodes=6)
+    assert COSTS.price(counts, 2) == pytest.approx(expected)
+    # dear nodes cost a large tree more
+    assert COSTS.price(replace(counts, nodes=11), 2) == pytest.approx(expected + 2 * 5.0)
 
 
 def test_a_head_shallower_than_the_priced_trees_has_costs(miniature: Any) -> None:
@@ -119,6 +109,8 @@ def test_the_choice_is_written_measured_and_taken_by_generate_and_bench(
     measured, tuned = (read_json(folder / name) for name in ("measured.json", "tune.json"))
     assert method == measured["rows"][1]["method"]["method"] and tuned["chosen"] == "eagle1"
     assert method == tuned["heads"][0]["choice"]["method"]
+    ms = [prediction["ms_per_token"] for prediction in tuned["heads"][0]["trees"]]
+    assert ms == sorted(ms)
     assert measured["predicted_over_measured"] > 0
     row = ("--row", str(folder / "tuned.yaml"))
     assert command("generate", *row, "--max-new-tokens", "8")[0] == 0
