@@ -173,7 +173,7 @@ def cycle_work(
 
     more = min(24, min(decoder.limits.values()) - prompt_tokens)
     settings = settings | {"max_new_tokens": more, "eos_token_id": []}
-    with patch.object(decoder, "cycle", "eager"), counter:  # the same kernels, one by one
+    with patch.object(decoder.runners, "mode", "eager"), counter:  # the same kernels, one by one
         decoder.generate(prompt, on_cycle=watch, **settings)
     kernels = [after[0] - before[0] for before, after in pairwise(totals)]
     read = [after[1] - before[1] for before, after in pairwise(totals)]
