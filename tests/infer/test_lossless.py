@@ -19,7 +19,7 @@ from aerie.configs.schema.decode import (
     MethodConfig,
 )
 from aerie.configs.schema.measure import SamplingConfig
-from aerie.infer.decode import engine, verify
+from aerie.infer.decode import runners, verify
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
 from aerie.infer.decode.methods import LoadedHeads
 from aerie.infer.decode.sampling import Sampler
@@ -188,7 +188,7 @@ def test_lost_law(of_text: SampledProver, monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
-def second_best(tree: Tree, logits: Tensor, sampler: Sampler, *_: Any) -> Tensor:
+def second_best(tree: Tree, logits: Tensor, sampler: Sampler) -> Tensor:
     """`judge` with a wrong bonus token."""
     judged = verify.judge(tree, logits, sampler)
     last = judged[0].tolist().count(0) - 1
@@ -198,7 +198,7 @@ def second_best(tree: Tree, logits: Tensor, sampler: Sampler, *_: Any) -> Tensor
 
 def test_wrong_token(terse: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong token is found, with the gap of its logit."""
-    monkeypatch.setattr(engine, "judge", second_best)
+    monkeypatch.setattr(runners, "judge", second_best)
     result = lossless.compare_greedy(terse.decoder("vanilla", None), terse.first(1))
     (ids, answer), first = terse.first(1)[0], result.differences[0]
     best = (
@@ -290,7 +290,7 @@ def test_verify(
     )
     assert rows[2].startswith("eagle2 drawn")
     assert read_json(written)["holds"]
-    monkeypatch.setattr(engine, "judge", second_best)
+    monkeypatch.setattr(runners, "judge", second_best)
     assert lossless.run_verify(options, wordy.config, heads) == 1
     printed = capsys.readouterr().out
     assert printed.count("FAILED: greedy, law at T=0.6/p=0.8") == printed.count("0/2") == 3
