@@ -51,7 +51,7 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
 
     rows = section.rows
     if not rows:
-        rows = (MethodConfig("vanilla"), MethodConfig(USUAL[recipe.head.kind], recipe.tree))
+        rows = (MethodConfig.of("vanilla"), MethodConfig(USUAL[recipe.head.kind], recipe.tree))
     rows += tuple(load_file(path, MethodConfig, []) for path in arguments.row)
     suite = read_suite(replace(section, rows=rows), _run_heads(arguments, recipe).settle)
     inputs = _machine_inputs(recipe) | decode.digests(row.method.tree for row in suite.rows)
@@ -74,7 +74,8 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
 def calibrate(arguments: Namespace, unknown: list[str]) -> int:
     """how confidence predicts acceptance, from decoding cycles on held-out prompts"""
     recipe, section = _load_section(arguments, unknown)
-    row = MethodConfig(section.method or USUAL[recipe.head.kind], section.tree)
+    method = section.method or USUAL[recipe.head.kind]
+    row = MethodConfig(method, section.tree or decode.published_tree(method))
     if not METHODS[row.method].heads:
         raise UserError(
             f"calibrate.method: {row.method} has no head whose confidence could be measured"

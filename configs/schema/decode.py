@@ -41,7 +41,7 @@ class HeuristicConfig(Section):
 
 
 class EntropyConfig(Section):
-    """SVIP: stop when sqrt(c * H) > h, H in nats. The defaults are its code's; c: 1 is the paper's text."""
+    """SVIP: stop when sqrt(c * H) > h, H in nats. Defaults as in its code (the paper: c = 1)."""
 
     rule: Literal["entropy"] = "entropy"
     c: PositiveFloat = key("weight of q's entropy", default=0.15)
@@ -60,7 +60,7 @@ class ConfidenceConfig(Section):
 
 
 class VoteConfig(Section):
-    """DEAGLE's vote. Momentum is S_d / S_{d-1} of section 3.4; equation 25's ratio, at least 1, would never vote."""
+    """DEAGLE's vote. Momentum is section 3.4's S_d / S_{d-1}: equation 25's would never vote."""
 
     rule: Literal["vote"] = "vote"
     signals: Many[Literal["probability", "momentum", "expectation"]] = key(
@@ -118,23 +118,28 @@ class ExactConfig(Section):
     rule: Literal["exact"] = "exact"
 
 
-LengthRule = (
-    ConstantConfig | HeuristicConfig | EntropyConfig | ConfidenceConfig
-)  # for chains and trees
-TreeRule = (
-    VoteConfig | ProbabilitySumConfig | MarginalGainConfig | ExactConfig
-)  # trees: by the frontier's survival
-StopConfig = Annotated[LengthRule | TreeRule, Discriminator("rule")]
+# The first four suit chains and trees; the others judge a tree by its frontier's survival.
+StopConfig = Annotated[
+    ConstantConfig
+    | HeuristicConfig
+    | EntropyConfig
+    | ConfidenceConfig
+    | VoteConfig
+    | ProbabilitySumConfig
+    | MarginalGainConfig
+    | ExactConfig,
+    Discriminator("rule"),
+]
 Choice = tuple[int, ...]  # a node of a static tree: the ranks of the children on its path
 Fit = Literal["temperature", "isotonic"]
-PUBLISHED = Path(__file__).resolve().parent.parent / "trees"
+TREES = Path(__file__).resolve().parent.parent / "trees"  # published static trees
 
 
-class _File(Section):
+class ChoicesFile(Section):
     choices: Many[Choice]
 
 
-# Whatever the stop rule, `levels` is the limit; `nodes` counts the root; `calibrated` names a fit in calibrator.json.
+# Of every shape `levels` is the limit, whatever the stop rule, and `nodes` counts the root.
 class ChainConfig(Section, kw_only=True):
     """`levels` tokens in a row: drawn from q if the target samples (R1), or q's most probable."""
 
@@ -186,28 +191,34 @@ class StaticConfig(Section, kw_only=True):
     @cached_property
     def paths(self) -> tuple[Choice, ...]:
         """The nodes in level order, siblings by rank."""
-        choices, source, sampled = self.choices, "tree.choices", self.children != "best"
-        if isinstance(choices, str):
-            path = self.file or PUBLISHED / f"{choices}.yaml"
+        if isinstance(self.choices, str):
+            path = self.file or TREES / f"{self.choices}.yaml"
             if not path.is_file():
-                known = ", ".join(sorted(file.stem for file in PUBLISHED.glob("*.yaml")))
-                raise UserError(f"tree.choices: {choices}: no such file (published trees: {known})")
-            choices, source = load_file(path, _File, []).choices, f"{path}: choices"
+                known = ", ".join(sorted(file.stem for file in TREES.glob("*.yaml")))
+                fault = f"{self.choices}: no such file (published trees: {known})"
+                raise UserError(f"tree.choices: {fault}")
+            choices = load_file(path, ChoicesFile, []).choices
+            self._check(choices, f"{path}: choices")
+        else:
+            choices = self.choices
+            self._check(choices, "tree.choices")
+        return tuple(sorted(choices, key=lambda choice: (len(choice), choice)))
+
+    def _check(self, choices: tuple[Choice, ...], place: str) -> None:
         nodes = {(), *choices}
         if not choices or len(nodes) != len(choices) + 1 or min(map(min, choices)) < 0:
-            raise UserError(
-                f"{source}: list at least one path, each once and none empty, of ranks that count from 0"
-            )
-        for *above, rank in choices:
-            if tuple(above) not in nodes:
-                raise UserError(
-                    f"{source}: {[*above, rank]} is listed without its parent {above}; add the parent"
-                )
+            rules = "at least one path, each once and none empty, of ranks that count from 0"
+            raise UserError(f"{place}: list {rules}")
+        for choice in choices:
+            *parent, rank = choice
+            if tuple(parent) not in nodes:
+                fault = f"{[*choice]} is listed without its parent {parent}; add the parent"
+                raise UserError(f"{place}: {fault}")
+            before = [*parent, rank - 1]
             # the child of rank r is the token drawn r-th, so no earlier draw may be left out
-            if sampled and rank and (*above, rank - 1) not in nodes:
-                fault = f"{[*above, rank]} is listed without {[*above, rank - 1]}, which would bias the output"
-                raise UserError(f"{source}: {fault}; list it too, or use children: best")
-        return tuple(sorted(choices, key=lambda choice: (len(choice), choice)))
+            if self.children == "sampled" and rank > 0 and tuple(before) not in nodes:
+                fault = f"{[*choice]} is listed without {before}, which would bias the output"
+                raise UserError(f"{place}: {fault}; list it too, or use children: best")
 
     @property
     def levels(self) -> int:
@@ -223,7 +234,7 @@ class StaticConfig(Section, kw_only=True):
 
 
 class DynamicConfig(Section, kw_only=True):
-    """EAGLE-2's tree of q's most probable tokens, or one of drawn tokens, where no draw decides if it is kept."""
+    """EAGLE-2's tree of q's most probable tokens, or of drawn tokens."""
 
     shape: Literal["dynamic"] = "dynamic"
     levels: PositiveInt = key(
@@ -256,7 +267,7 @@ class DynamicConfig(Section, kw_only=True):
                 f"stop.checks {list(self.stop.checks)} are never reached in {self.levels} levels"
             )
         if self.children == "sampled" and self.rank != "survival":
-            # tokens drawn later could have a node expanded that pushes an earlier draw out of the tree
+            # a later draw could have a node expanded that pushes an earlier one out of the tree
             raise ValueError(
                 "children: sampled with rank: confidence would bias the output; use rank: survival"
             )
@@ -275,18 +286,15 @@ TreeConfig = Annotated[ChainConfig | StaticConfig | DynamicConfig, Discriminator
 
 def digests(trees: Iterable[Any]) -> dict[str, dict[str, str]]:
     """{"choices": {file: digest}} of the files that trees name."""
-    files = {
-        str(tree.file): tree.file for tree in trees if isinstance(tree, StaticConfig) and tree.file
-    }
-    found = {
-        name: hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-        for name, file in sorted(files.items())
-    }
-    return {"choices": found} if found else {}
+    choices = {}
+    for tree in trees:
+        if isinstance(tree, StaticConfig) and tree.file:
+            choices[str(tree.file)] = hashlib.sha256(tree.file.read_bytes()).hexdigest()[:16]
+    return {"choices": dict(sorted(choices.items()))} if choices else {}
 
 
 class PromptLookupConfig(Section):
-    """Prompt lookup as in transformers 5: what followed an earlier copy of the last n-gram, cut at an end token."""
+    """Prompt lookup as in transformers 5: what followed an earlier copy of the last n-gram."""
 
     ngram: PositiveInt = key(
         "the longest (transformers' default; prompt-lookup-decoding: 3)", default=2
@@ -345,14 +353,16 @@ OPTIONS: dict[str, type[Options]] = {"lookup": PromptLookupConfig, "lookahead": 
 
 @dataclass
 class Published:
+    """A method as its paper has it."""
+
     tree: dict[str, Any] | None = None  # TreeConfig's keys
     options: str | None = None  # its section, if it grows no tree
-    heads: tuple[str, ...] = ()  # kinds of head that list it
+    heads: tuple[str, ...] = ()  # the kinds of head that list it
 
 
 def _tree(shape: str, size: Any, rule: str = "constant", **more: Any) -> Published:
-    key = "choices" if shape == "static" else "levels"
-    return Published({"shape": shape, key: size, "stop": {"rule": rule}, **more})
+    size_key = "choices" if shape == "static" else "levels"
+    return Published({"shape": shape, size_key: size, "stop": {"rule": rule}, **more})
 
 
 METHODS: dict[str, Published] = {
@@ -372,7 +382,8 @@ METHODS: dict[str, Published] = {
     "eagle2": _tree("dynamic", 6),
     "eagle3": _tree("dynamic", 8),
     "eagle-chain": _tree("chain", 5),
-    # rules that end the tree of EAGLE-2 or EAGLE-3: DEAGLE (section 4.1), SVIP (table 2), DDD (max 11), OPT-Tree
+    # rules that end the tree of EAGLE-2 or EAGLE-3: DEAGLE (section 4.1), SVIP (table 2), DDD (at
+    # most 11 levels), OPT-Tree
     "deagle": _tree("dynamic", 8, "vote"),
     "svip": _tree("dynamic", 8, "entropy"),
     "ddd": _tree("dynamic", 11, "probability_sum"),
@@ -381,9 +392,8 @@ METHODS: dict[str, Published] = {
 for _kind, _section in KINDS.items():
     for _method in _section.methods:
         METHODS[_method].heads += (_kind,)
-USUAL = {
-    kind: section.methods[0] for kind, section in KINDS.items()
-}  # kind of head -> its usual method
+# kind of head -> its usual method
+USUAL = {kind: section.methods[0] for kind, section in KINDS.items()}
 if TYPE_CHECKING:
     Method = str
 else:
@@ -391,41 +401,52 @@ else:
 
 
 def completed(method: Any, changes: Any) -> Any:
-    """A method's published tree with a recipe's changes; another shape has its own defaults."""
-    if not isinstance(changes or {}, dict) or method not in METHODS:
+    """The keys of a method's tree: the published ones with a recipe's changes.
+
+    None if the method grows no tree. Another shape than the published one has its own defaults.
+    What is no section, or of no known method, is returned as it is: validation tells of it.
+    """
+    if method not in METHODS or not isinstance(changes, dict | None):
         return changes
-    changes, own = (
-        {key: value for key, value in (changes or {}).items() if value is not None},
-        METHODS[method].tree,
-    )
-    if own is None:
+    changes = {name: value for name, value in (changes or {}).items() if value is not None}
+    published = METHODS[method].tree
+    if published is None:
         if changes:
             raise ValueError(f"tree: {method} grows no tree; leave it out")
         return None
-    shape, stop, rule = changes.get("shape", own["shape"]), changes.get("stop"), own["stop"]["rule"]
-    usual = rule if shape == own["shape"] else "constant"
-    asked = stop.get("rule", usual) if isinstance(stop, dict) else getattr(stop, "rule", usual)
-    # if no method has this shape and rule, the one with this shape and the constant rule counts
-    forms = {
-        name: (row.tree["shape"], row.tree["stop"]["rule"])
-        for name, row in METHODS.items()
-        if row.tree
-    }
-    kin = [name for name in forms if {*METHODS[name].heads} & {*METHODS[method].heads}]
-    names = [n for n in kin if forms[n] == (shape, asked)] or [
-        n for n in kin if forms[n] == (shape, "constant")
-    ]
-    if names and method not in names and any(asked in form for form in forms.values()):
-        raise ValueError(
-            f"tree: {shape} with rule {asked} is method {' or '.join(names)}, not {method}"
-        )
-    if shape != own["shape"]:
+    shape = changes.get("shape", published["shape"])
+    published_rule = published["stop"]["rule"]
+    rule = published_rule if shape == published["shape"] else "constant"
+    stop = changes.get("stop")
+    if isinstance(stop, dict):
+        rule = stop.get("rule", rule)
+    elif stop is not None:
+        rule = stop.rule
+    _require_method(method, shape, rule)
+    if shape != published["shape"]:
         return changes
-    if isinstance(stop, dict) and asked == rule:
+    if isinstance(stop, dict) and rule == published_rule:
         changes["stop"] = {"rule": rule, **stop}
     if method == "opt-tree" and isinstance(changes.get("nodes"), int):
         changes.setdefault("k", changes["nodes"] - 1)  # its frontier is as wide as its budget
-    return {**own, **changes}
+    return published | changes
+
+
+def _require_method(method: str, shape: str, rule: str) -> None:
+    """ValueError if trees of this shape and rule have the name of another method."""
+    trees = {name: row.tree for name, row in METHODS.items() if row.tree is not None}
+    if rule not in {tree["stop"]["rule"] for tree in trees.values()}:
+        return
+    heads = set(METHODS[method].heads)
+    names: dict[str, list[str]] = {rule: [], "constant": []}
+    for name, tree in trees.items():
+        if tree["shape"] == shape and heads.intersection(METHODS[name].heads):
+            names.setdefault(tree["stop"]["rule"], []).append(name)
+    # if no method has this shape and rule, the one with this shape and the constant rule counts
+    methods = names[rule] or names["constant"]
+    if methods and method not in methods:
+        known = " or ".join(methods)
+        raise ValueError(f"tree: {shape} with rule {rule} is method {known}, not {method}")
 
 
 def published_tree(method: str, **changes: Any) -> Any:
@@ -435,33 +456,36 @@ def published_tree(method: str, **changes: Any) -> Any:
 
 
 class MethodConfig(Section):
+    """What decodes. Its tree is whole: a recipe's row and `of` start with the published one."""
+
     method: Method = key("its tree and options are the published ones unless set below")
     tree: TreeConfig | None = key("changes to the method's tree", default=None)
     head: Place | None = key("a directory or Hub id; null: the run's own", default=None)
     lookup: PromptLookupConfig | None = key("for method pld", default=None)
     lookahead: LookaheadConfig | None = key("for method lookahead", default=None)
 
+    @classmethod
+    def of(cls, method: str, head: str | None = None, **changes: Any) -> "MethodConfig":
+        """The published method, with changes to its tree."""
+        return cls(method, published_tree(method, **changes), head)
+
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, values: Any) -> Any:
-        if isinstance(values, dict) and isinstance(values.get("tree"), dict):
-            known = values.get("method") in METHODS  # an unknown method is one mistake, not two
-            return {
-                **values,
-                "tree": completed(values["method"], values["tree"]) if known else None,
-            }
-        return values
+        if not isinstance(values, dict):
+            return values
+        method = values.get("method")
+        if not isinstance(method, str) or method not in METHODS:
+            return {**values, "tree": None}  # an unknown method is one mistake, not two
+        return {**values, "tree": completed(method, values.get("tree"))}
 
     def __post_init__(self) -> None:
-        if self.tree is None:
-            object.__setattr__(self, "tree", published_tree(self.method))
+        published = METHODS[self.method]
+        if (self.tree is None) != (published.tree is None):
+            raise ValueError(f"tree: {self.method} needs its own; see MethodConfig.of")
         for section in OPTIONS:
-            if getattr(self, section) is not None and METHODS[self.method].options != section:
+            if getattr(self, section) is not None and published.options != section:
                 raise ValueError(f"{section}: {self.method} does not read it; leave it out")
-
-    @classmethod
-    def of(cls, method: str, head: str | None = None, **changes: Any) -> "MethodConfig":
-        return cls(method, published_tree(method, **changes), head)
 
     @property
     def options(self) -> Options | None:

@@ -452,7 +452,7 @@ def rows_to_measure(
     kind: str, choice: MethodConfig, grid: bool, max_levels: int = 2**31
 ) -> list[MethodConfig]:
     """Vanilla, the choice, the published row and, with `grid`, trees that one would try by hand."""
-    rows = [MethodConfig("vanilla"), choice, MethodConfig(USUAL[kind])]
+    rows = [MethodConfig.of("vanilla"), choice, MethodConfig.of(USUAL[kind])]
     for levels, k, nodes in SEARCH["grid"] if grid else ():
         if levels <= max_levels and (k == 1 or kind != "draft_lm"):
             tree = sized_tree(levels, k, nodes)

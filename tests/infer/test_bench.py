@@ -35,7 +35,7 @@ TREES: dict[Method, dict[str, int]] = {
 }
 ROWS = (
     *(MethodConfig.of(method, **tree) for method, tree in TREES.items()),
-    MethodConfig("lookahead"),
+    MethodConfig.of("lookahead"),
 )
 PROMPTS = [
     Prompt("a", "count", ("Please count 4 boats.", "Now sort 5 owls.", "And 6 lamps.")),

@@ -154,9 +154,9 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     save_head(make_head(target, "block", block_size=5), tmp_path / "short")
     short = str(tmp_path / "short")
     for method in ("block-tree", "block-chain"):  # their default depth is 7
-        cut = check_levels(MethodConfig(method), short, "here").tree
+        cut = check_levels(MethodConfig.of(method), short, "here").tree
         assert cut == published_tree(method, levels=4) and make_decoder(
-            LoadedHeads(target), MethodConfig(method), short
+            LoadedHeads(target), MethodConfig.of(method), short
         )
         with pytest.raises(
             UserError, match=r"here: tree: is 5 levels deep, and .*/short drafts at most 4"

@@ -89,7 +89,7 @@ class Prompts:
 
     def decoder(self, method: Method, kind: str | None) -> SpeculativeDecoder:
         head = None if kind is None else str(self.heads / kind)
-        return make_decoder(LoadedHeads(self.target), MethodConfig(method), head)
+        return make_decoder(LoadedHeads(self.target), MethodConfig.of(method), head)
 
     def edges(self, method: Method, kind: str | None, count: int = NUM_PROMPTS) -> set[str]:
         """Asserts that the answers to the last prompts of `count` are generate's; returns the edge cases they met.
@@ -165,7 +165,7 @@ def test_sampled(
         SamplingConfig(0.7, top_k=20, top_p=0.8),
     )
     for prover, sampling, draws in ((sampled, setting, 500), (of_text, at_text, 300)):
-        law = prover.prove(MethodConfig(method), kind, sampling, draws, seed=0)
+        law = prover.prove(MethodConfig.of(method), kind, sampling, draws, seed=0)
         assert law.p_value > LEVEL
         # in a short text without repeats there is nothing to look up
         assert (
@@ -183,7 +183,7 @@ def test_lost_law(of_text: SampledProver, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(Sampler, "with_text", roots_for_all)
     assert (
-        of_text.prove(MethodConfig("eagle"), "eagle1", SamplingConfig(1.0), 300, seed=0).p_value
+        of_text.prove(MethodConfig.of("eagle"), "eagle1", SamplingConfig(1.0), 300, seed=0).p_value
         < 1e-6
     )
 
@@ -224,13 +224,13 @@ def test_wrong_token(terse: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rounding_verdicts(gap: float, is_exact: bool, verdict: str) -> None:
     """A difference within rounding fails only where answers must be exact."""
     greedy = GreedyResult(2, 1, {}, [Difference(0, 3, 1, 2, gap, rounding=0.1)])
-    row = lossless.ProofRow(MethodConfig("pld"), None, greedy=greedy)
+    row = lossless.ProofRow(MethodConfig.of("pld"), None, greedy=greedy)
     row.judge(1e-3, is_exact)
     assert (row.verdict, row.holds) == (verdict, not verdict.startswith("FAILED"))
 
 
 def test_p_value_that_is_none_fails() -> None:
-    row = lossless.ProofRow(MethodConfig("pld"), None, laws=(LawTest(0.6, 0.8, math.nan, 0.3),))
+    row = lossless.ProofRow(MethodConfig.of("pld"), None, laws=(LawTest(0.6, 0.8, math.nan, 0.3),))
     row.judge(1e-3, is_exact=True)
     assert row.verdict == "FAILED: law at T=0.6/p=0.8"
 
@@ -282,7 +282,8 @@ def test_verify(
     assert [row.split()[0] for row in rows] == ["vanilla", "eagle2", "eagle2"]
     assert all("2/2" in row and row.endswith("lossless") for row in rows)
     longer = [
-        lossless.ProofRow(MethodConfig(name), "block") for name in ("block-tree", "sps-confidence")
+        lossless.ProofRow(MethodConfig.of(name), "block")
+        for name in ("block-tree", "sps-confidence")
     ]
     longer.append(replace(longer[0], config=MethodConfig.of("block-tree", children="sampled")))
     assert (

@@ -36,22 +36,22 @@ def overridden(*words: str) -> MethodConfig:
 
 def test_every_method_has_a_tree_that_can_be_grown_or_none() -> None:
     for name, published in METHODS.items():
-        tree = MethodConfig(name).tree
+        tree = MethodConfig.of(name).tree
         assert (tree is None) == (published.tree is None) == (not published.heads)
         if tree is not None:
             assert make_shape(tree).max_nodes == tree.nodes >= 2
-            assert validate(as_dict(MethodConfig(name)), MethodConfig, "again", {}) == MethodConfig(
-                name
-            )
+            assert validate(
+                as_dict(MethodConfig.of(name)), MethodConfig, "again", {}
+            ) == MethodConfig.of(name)
     assert {*USUAL} == {*DRAFT_MODELS} == {*KINDS}
     for kind in DRAFT_MODELS.values():
         assert issubclass(kind.objective, Objective) and issubclass(kind.drafter, Drafter)
 
 
 def test_the_published_trees() -> None:
-    assert MethodConfig("eagle2").tree == DynamicConfig(levels=6, k=10, nodes=60)
-    assert MethodConfig("eagle3").tree == DynamicConfig(levels=8, k=10, nodes=60)
-    assert MethodConfig("sps").tree == ChainConfig(levels=5)
+    assert MethodConfig.of("eagle2").tree == DynamicConfig(levels=6, k=10, nodes=60)
+    assert MethodConfig.of("eagle3").tree == DynamicConfig(levels=8, k=10, nodes=60)
+    assert MethodConfig.of("sps").tree == ChainConfig(levels=5)
     files = {"eagle1": ([4, 8, 8, 3, 2], 4), "medusa63": ([10, 28, 23, 2], 10)}
     assert {path.stem for path in (ROOT / "configs/trees").iterdir()} == {*files}
     for name, (levels, k) in files.items():
@@ -90,7 +90,7 @@ def test_a_recipe_changes_what_it_names_and_nothing_else(words: str, tree: Any) 
 def test_opt_trees_frontier_is_as_wide_as_its_budget() -> None:
     narrow, wide = (
         overridden("method=opt-tree", "tree.nodes=20").tree,
-        MethodConfig("opt-tree").tree,
+        MethodConfig.of("opt-tree").tree,
     )
     assert isinstance(narrow, DynamicConfig) and (narrow.nodes, narrow.k) == (20, 19)
     assert isinstance(wide, DynamicConfig) and (wide.nodes, wide.k) == (60, 59)
@@ -167,14 +167,14 @@ def test_heads_are_found_by_their_kind(tmp_path: Path) -> None:
     assert [kind_at(place) for place in places] == ["eagle1", "eagle3", "draft_lm"]
 
     def find(method: str, preferred: str = "eagle1", given: Path | None = None) -> str | None:
-        return find_head(MethodConfig(method), heads, preferred, given, "x")
+        return find_head(MethodConfig.of(method), heads, preferred, given, "x")
 
     assert find("vanilla") is None
     assert find("deagle") == str(heads / "eagle1") and find("deagle", "eagle3") == str(
         heads / "eagle3"
     )
     assert find("eagle3", given=heads / "eagle1") == str(heads / "eagle3")
-    named = MethodConfig("sps", head=str(tmp_path / "lm"))
+    named = MethodConfig.of("sps", head=str(tmp_path / "lm"))
     assert find_head(named, heads, "eagle1", None, "x") == str(tmp_path / "lm")
     with pytest.raises(
         UserError, match=r"x: sps drafts with a head of kind draft_lm, and .*draft_lm holds none"

@@ -105,14 +105,14 @@ def test_settings() -> None:
         0.3,
     )
     for method in METHODS:
-        shape = tree_shape(MethodConfig(method))
+        shape = tree_shape(MethodConfig.of(method))
         assert shape is None or shape.variant == ""
 
 
 def test_head_names() -> None:
     """Heads are named where they alone differ."""
     rows = [
-        MethodConfig("eagle2", head=head)
+        MethodConfig.of("eagle2", head=head)
         for head in (None, "runs/a/heads/eagle1", "runs/b/heads/eagle1")
     ]
     texts = [
