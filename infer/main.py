@@ -80,7 +80,7 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
         raise UserError(
             f"calibrate.method: {row.method} has no head whose confidence could be measured"
         )
-    from aerie.infer.decode.methods import check_kind, kind_at
+    from aerie.infer.decode.find_head import check_kind, kind_at
     from aerie.infer.measure.calibrate import run_calibration
     from aerie.infer.papers.analysis import PaperObserver
 
@@ -99,7 +99,7 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
 def tune(arguments: Namespace, unknown: list[str]) -> int:
     """the fastest tree for the heads on this machine, as a YAML; its predicted speed"""
     recipe, section = _load_section(arguments, unknown)
-    from aerie.infer.decode.methods import heads_by_kind
+    from aerie.infer.decode.find_head import heads_by_kind
     from aerie.infer.measure.tune import TUNED, check_apart, run_tuning
 
     if arguments.head:
@@ -340,7 +340,7 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
     recipe = load(arguments, unknown) if arguments.config else None
     if recipe is None and (arguments.target is None or unknown):
         raise UserError("verify needs --config RECIPE, or --target without keys of a recipe")
-    from aerie.infer.decode.methods import heads_by_kind, kind_at
+    from aerie.infer.decode.find_head import heads_by_kind, kind_at
     from aerie.infer.measure.lossless import run_verify
 
     if recipe is None:
@@ -444,7 +444,7 @@ def _decode(
 
 def _row_to_decode(arguments: Namespace, recipe: Recipe | None, pairs: list[str]) -> Any:
     """The settled row of --row, --method or the head; pairs: the command line's changes to it."""
-    from aerie.infer.decode.methods import check_kind, kind_at
+    from aerie.infer.decode.find_head import check_kind, kind_at
     from aerie.infer.measure.suite import fit_to_head
 
     usual = "vanilla"

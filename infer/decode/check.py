@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aerie.configs.errors import UserError, warn
-from aerie.infer.decode.cache import CachedLM
+from aerie.infer.decode.cached_lm import CachedLM
 from aerie.infer.decode.tree import Tree, ancestors
 from aerie.model.kv_cache import KeptRows
 from aerie.model.miniature import SHORT, lengths_to_check, miniature

@@ -16,10 +16,11 @@ from aerie.configs.read import validate
 from aerie.configs.schema.decode import METHODS, USUAL, MethodConfig, TreeConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data.chat import answer_text, apply_template
-from aerie.infer.decode.cache import CachedLM
+from aerie.infer.decode.cached_lm import CachedLM
 from aerie.infer.decode.check import Form, checked_lm
 from aerie.infer.decode.clock import PHASES, Clock
-from aerie.infer.decode.methods import LoadedHeads, check_kind, kind_at, make_proposer
+from aerie.infer.decode.find_head import check_kind, check_levels, kind_at
+from aerie.infer.decode.methods import LoadedHeads, make_proposer
 from aerie.infer.decode.roles import UNBOUNDED, Cycle, Proposer
 from aerie.infer.decode.runners import CyclePlan, EagerRunner, Runners, bucket
 from aerie.infer.decode.sampling import HONOURED, Decoding, Sampler, resolve
@@ -164,7 +165,9 @@ class SpeculativeDecoder:
         row = validate(values, MethodConfig, "from_pretrained", {})
         if head or METHODS[row.method].heads:
             check_kind(row.method, kind, "from_pretrained")
-        decoder = make_decoder(LoadedHeads(target), row, str(head) if head else None)
+        path = str(head) if head else None
+        row = check_levels(row, path, "from_pretrained")
+        decoder = make_decoder(LoadedHeads(target), row, path)
         if tokenizer is not None:
             decoder.tokenizer = tokenizer
         return decoder

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from aerie.infer.decode.cache import TargetStep
+from aerie.infer.decode.cached_lm import TargetStep
 from aerie.infer.decode.sampling import Decoding, Sampler
 from aerie.infer.decode.stop import Stop
 from aerie.infer.decode.tree import Level, Pool, Tree, root_only

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from aerie.configs.errors import warn
-from aerie.infer.decode.cache import CachedLM, TargetStep
+from aerie.infer.decode.cached_lm import CachedLM, TargetStep
 from aerie.infer.decode.check import Form
 from aerie.infer.decode.clock import Clock
 from aerie.infer.decode.dynamic_tree import last_of

@@ -21,7 +21,7 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict, validate
 from aerie.data.chat import answer_text
 from aerie.data.progress import start_progress
-from aerie.infer.decode.cache import CachedLM
+from aerie.infer.decode.cached_lm import CachedLM
 from aerie.infer.decode.clock import Clock
 from aerie.infer.decode.engine import Generation, SpeculativeDecoder, make_decoder
 from aerie.infer.decode.methods import LoadedHeads

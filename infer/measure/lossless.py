@@ -27,6 +27,7 @@ from aerie.configs.schema.heads import KINDS, TargetConfig
 from aerie.configs.schema.measure import PromptsConfig, SamplingConfig
 from aerie.data.progress import start_progress
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
+from aerie.infer.decode.find_head import check_levels
 from aerie.infer.decode.methods import LoadedHeads
 from aerie.infer.decode.roles import Cycle
 from aerie.infer.decode.sampling import Sampler, resolve, token_ids
@@ -218,7 +219,8 @@ def prove_rows(
         sampled = SampledProver(Path(directory), laws)
         for row in rows:
             if row.kind is None or row.head is not None:
-                decoder = make_decoder(drafters, row.config, row.head)
+                config = check_levels(row.config, row.head, "verify")
+                decoder = make_decoder(drafters, config, row.head)
                 row.greedy = compare_greedy(decoder, references)
             row.laws = tuple(
                 sampled.prove(row.config, row.kind, sampling, options.draws, options.seed)
@@ -393,7 +395,8 @@ class SampledProver:
         small = MINIATURES.get(config.method, config)
         if isinstance(config.tree, DynamicConfig) and isinstance(small.tree, DynamicConfig):
             small = replace(small, tree=replace(small.tree, children=config.tree.children))
-        return make_decoder(self._drafters, small, kind and str(self._heads / kind))
+        head = kind and str(self._heads / kind)
+        return make_decoder(self._drafters, check_levels(small, head, "verify"), head)
 
     def prove(
         self,

@@ -11,7 +11,7 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import validate
 from aerie.configs.schema.decode import METHODS, MethodConfig
 from aerie.configs.schema.measure import BenchConfig, SamplingConfig, SweepConfig
-from aerie.infer.decode.methods import check_levels, find_head, kind_at
+from aerie.infer.decode.find_head import check_levels, find_head, kind_at
 from aerie.infer.measure.bench_files import Cell, Sampling, SuiteFile, SweepPoint
 from aerie.infer.measure.statistics import grouped
 from aerie.infer.measure.tasks import Prompt

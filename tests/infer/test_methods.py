@@ -20,7 +20,7 @@ from aerie.configs.schema.decode import (
     VoteConfig,
 )
 from aerie.configs.schema.heads import KINDS
-from aerie.infer.decode.methods import find_head, kind_at
+from aerie.infer.decode.find_head import find_head, kind_at
 from aerie.infer.decode.roles import Drafter
 from aerie.infer.decode.shape import make_shape
 from aerie.model.checkpoint import save_head

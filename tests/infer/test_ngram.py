@@ -8,9 +8,9 @@ import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from aerie.configs.schema.decode import LookaheadConfig, PromptLookupConfig
-from aerie.infer.decode.drafters import Lookahead, Trie, continuation
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.roles import Cycle
+from aerie.infer.decode.text_proposers import GuessTree, Lookahead, continuation
 from aerie.model.target import Target
 from tests.infer.draws import greedy, make_target
 from tests.infer.laws import check_connected, node_paths
@@ -29,7 +29,7 @@ SETTINGS = {
 
 
 def test_guesses_share_their_beginning_and_their_confidence_is_their_share() -> None:
-    trie = Trie()
+    trie = GuessTree()
     for guess in ((1, 2, 3), (1, 2, 4), (5, 2, 3), (1, 2, 3)):
         trie.guess(guess)
     tree, _ = trie.tree(torch.tensor([9]))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aerie.configs.schema.decode import TreeConfig
-from aerie.infer.decode.cache import TargetStep
+from aerie.infer.decode.cached_lm import TargetStep
 from aerie.infer.decode.roles import Cycle
 from aerie.infer.decode.tree import DraftLaws, Tree
 from aerie.infer.decode.verify import Verdict

@@ -12,7 +12,7 @@ from aerie.configs.read import as_dict
 from aerie.configs.schema.decode import METHODS
 from aerie.configs.schema.heads import TargetConfig
 from aerie.infer import main as infer
-from aerie.infer.decode.methods import Calibrator
+from aerie.infer.decode.calibrator import Calibrator
 from aerie.infer.measure.agreement import first_difference
 from aerie.infer.measure.bench_files import read_records
 from aerie.model.checkpoint import save_head

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import TargetConfig
-from aerie.infer.decode.methods import Calibrator, load_calibrator
+from aerie.infer.decode.calibrator import Calibrator, load_calibrator
 from aerie.model import push
 from aerie.model.checkpoint import load_head, save_head
 from aerie.model.export import export

@@ -14,7 +14,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import TargetConfig
-from aerie.infer.decode.cache import CachedLM
+from aerie.infer.decode.cached_lm import CachedLM
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.model.hub import weights_digest
 from aerie.model.kv_cache import KeptRows

@@ -1,0 +1,218 @@
+"""Proposers without a head: n-grams of the text (prompt lookup), lookahead's Jacobi window."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+from torch import Tensor
+
+from aerie.configs.schema.decode import LookaheadConfig, PromptLookupConfig
+from aerie.infer.decode.roles import UNBOUNDED, Cycle, Proposer, Traits
+from aerie.infer.decode.sampling import Decoding, Sampler
+from aerie.infer.decode.tree import Path, Tree, ancestors, root_only
+from aerie.model.kv_cache import KeptRows
+
+Name = Path | int  # of a node: a guessed one's path, a passenger's number
+
+
+class Node(NamedTuple):
+    token: int
+    depth: int
+    parent: Name
+
+
+class GuessTree:
+    """A tree of guesses, which share their beginnings, and of passengers, never accepted."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[Name, Node] = {(): Node(0, 0, ())}
+        self._counts: Counter[Name] = Counter()  # how many guesses pass through each node
+
+    def guess(self, tokens: Sequence[int]) -> None:
+        self._counts[()] += 1
+        for depth, token in enumerate(tokens, start=1):
+            path = tuple(tokens[:depth])
+            self._nodes[path] = Node(token, depth, path[:-1])
+            self._counts[path] += 1
+
+    def ride(self, token: int, parent: Name) -> Name:
+        """Adds a passenger."""
+        name = len(self._nodes)
+        self._nodes[name] = Node(token, self._nodes[parent].depth + 1, parent)
+        return name
+
+    def tree(self, root: Tensor) -> tuple[Tree, dict[Name, int]]:
+        """The tree under root [1], and the index in it of each node."""
+        names = sorted(self._nodes, key=lambda name: self._nodes[name].depth)
+        index = {name: number for number, name in enumerate(names)}
+        if len(names) == 1:
+            return root_only(root), index
+        rows = []
+        for name in names:
+            node = self._nodes[name]
+            rows.append((node.token, index[node.parent], node.depth, name not in self._counts))
+        tokens, parents, depth, rides = torch.tensor(rows, device=root.device).unbind(1)  # [N] each
+        rides[0] = 0
+        tokens = torch.cat([root, tokens[1:].to(root.dtype)])
+        shares = torch.tensor([self._log_shares(name) for name in names], device=root.device)
+        confidence, survival = shares.unbind(1)  # [N] each
+        mask = ancestors(parents, self._nodes[names[-1]].depth)
+        levels = max((self._nodes[name].depth for name in self._counts), default=0)
+        has_passengers = any(isinstance(name, int) for name in names)
+        passengers = rides.bool() if has_passengers else None
+        tree = Tree(
+            tokens, parents, depth, mask, confidence, survival, levels, 0, passengers=passengers
+        )
+        return tree, index
+
+    def _log_shares(self, name: Name) -> tuple[float, float]:
+        """Log shares of the parent's guesses, and of all, that pass through a node."""
+        if name not in self._counts:
+            return 0.0, 0.0
+        count = self._counts[name]
+        of_parent = count / self._counts[self._nodes[name].parent]
+        return math.log(of_parent), math.log(count / self._counts[()])
+
+
+def continuation(
+    text: NDArray[np.int64], config: PromptLookupConfig, end_ids: Collection[int] = ()
+) -> list[int]:
+    """What followed the longest final n-gram of the text where it stood before, up to an end token.
+
+    As transformers' PromptLookupCandidateGenerator finds it.
+    """
+    for size in range(min(config.ngram, len(text) - 1), config.min_ngram - 1, -1):
+        ngrams = sliding_window_view(text[:-1], size)  # [n, size]
+        starts = np.flatnonzero((ngrams == text[-size:]).all(axis=1)) + size
+        if len(starts):
+            start = starts[0 if config.match == "first" else -1]
+            tokens = text[start : start + config.length].tolist()
+            return list(itertools.takewhile(lambda token: token not in end_ids, tokens))
+    return []
+
+
+class PromptLookup(Proposer):
+    """Prompt lookup: a chain of tokens that stand in the text already."""
+
+    levels = None
+
+    def __init__(self, config: PromptLookupConfig) -> None:
+        self.config = config
+        self.max_nodes = config.length + 1
+
+    def traits(self, decoding: Decoding) -> Traits:
+        return Traits("anything")
+
+    def reset(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> None:
+        self._length = len(prompt)
+        self._text = np.zeros(len(kept.positions), dtype=np.int64)  # room for the answer as well
+        self._text[: self._length] = prompt.cpu().numpy()
+        self._end_ids = sampler.decoding.eos_token_ids
+
+    def propose(self, root: Tensor, max_levels: int) -> Tree:
+        guess = continuation(self._text[: self._length], self.config, self._end_ids)
+        guesses = GuessTree()
+        guesses.guess(guess[:max_levels])
+        return guesses.tree(root)[0]
+
+    def learn(self, new: list[int], cycle: Cycle | None) -> None:
+        length = self._length + len(new)
+        self._text[self._length : length] = new
+        self._length = length
+
+
+class Lookahead(Proposer):
+    """Lookahead decoding (arXiv 2402.02057, section 3); all sizes as in the published code.
+
+    The window has N - 1 rows of W tokens. Row l, column i stands l + i places after the root, which
+    is row 0, column 0. A token sees row 0 up to its column, and what is above it in its column:
+
+        row 0   root  b     c          row 0 is a chain below the root
+        row 1   d     e     f          d below the root, e below b, f below c
+        row 2   g     h     i          g below d, h below e, i below f
+
+    The target's choices after the last row are the next row. While the window is not full (the
+    warm-up) each forward adds a row and drops column 0; then row 0 is dropped. The columns are
+    n-grams of the pool; those that begin with the last token are guesses, verified at once.
+    """
+
+    is_chain = False
+    levels = None
+
+    def __init__(self, config: LookaheadConfig, context: int | None = None) -> None:
+        """context: the most tokens of prompt, answer and window."""
+        self.config = config
+        self._context = context or UNBOUNDED
+        self.max_nodes = config.sizes[2]
+
+    def traits(self, decoding: Decoding) -> Traits:
+        return Traits("anything")
+
+    def reset(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> None:
+        config = self.config
+        self._text: list[int] = prompt.tolist()
+        generator = torch.Generator().manual_seed(config.seed)
+        width = config.window + config.ngram - 2
+        indices = torch.randint(len(self._text), (width,), generator=generator)
+        self.window = [[self._text[index] for index in indices.tolist()]]
+        # the last different continuations of each token, oldest first
+        self.pool: dict[int, dict[Path, None]] = {}
+        # nodes of the last tree after which the target chooses the window's next row
+        self._last_row: list[int] = []
+        self._pool_text(len(self._text))
+
+    def propose(self, root: Tensor, max_levels: int) -> Tree:
+        guesses = GuessTree()
+        token = self._text[-1]
+        first, *rows = self.window
+        names: list[Name] = []
+        # all passengers must fit the context
+        if len(self._text) + len(rows) + len(first) - 1 <= self._context:
+            first[0] = token
+            names.append(())
+            for passenger in first[1:]:
+                names.append(guesses.ride(passenger, names[-1]))
+            for row in rows:
+                names = [guesses.ride(*pair) for pair in zip(row, names, strict=True)]
+        if len(self.window) == self.config.ngram - 1:
+            for guess in self.pool.get(token, ()):
+                guesses.guess(guess[:max_levels])
+        tree, index = guesses.tree(root)
+        self._last_row = [index[name] for name in names]
+        return tree
+
+    def learn(self, new: list[int], cycle: Cycle | None) -> None:
+        if cycle is not None and self._last_row:
+            row = cycle.step.logits[self._last_row].argmax(-1).tolist()
+            rows = [*self.window, row]
+            if len(rows) == self.config.ngram:
+                self.window = rows[1:]
+                for ngram in zip(*rows, strict=True):
+                    self._add(ngram)
+            else:
+                self.window = [row[1:] for row in rows]
+        self._last_row = []
+        self._text += new
+        self._pool_text(len(new))
+
+    def _pool_text(self, num_new: int) -> None:
+        """Adds the n-grams that end with one of the text's last tokens."""
+        if not self.config.pool_from_text:
+            return
+        size = self.config.ngram
+        first = max(len(self._text) - num_new + 1, size)
+        for end in range(first, len(self._text) + 1):
+            self._add(tuple(self._text[end - size : end]))
+
+    def _add(self, ngram: tuple[Any, ...]) -> None:
+        continuations = self.pool.setdefault(ngram[0], {})
+        continuations.pop(ngram[1:], None)  # it becomes the newest
+        continuations[ngram[1:]] = None
+        if len(continuations) > self.config.guesses:
+            del continuations[next(iter(continuations))]
