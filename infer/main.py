@@ -411,7 +411,7 @@ def _decode(
     require_target(target.path)
     _check_sampling(arguments)
     from aerie.infer.decode.engine import make_decoder
-    from aerie.infer.decode.methods import LoadedHeads
+    from aerie.infer.decode.loaded_heads import LoadedHeads
     from aerie.infer.measure import generate as answers
     from aerie.infer.measure.bench import load_quietly
     from aerie.infer.measure.bench_files import graphs_in

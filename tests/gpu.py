@@ -41,7 +41,7 @@ from aerie.data.batches import Batch
 from aerie.infer.decode.clock import PHASES
 from aerie.infer.decode.drafters import BlockDrafter, EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import tree_proposer
+from aerie.infer.decode.proposers import tree_proposer
 from aerie.infer.measure.generate import cycle_work
 from aerie.model.checkpoint import new_head
 from aerie.model.heads import DRAFT_MODELS

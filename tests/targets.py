@@ -22,7 +22,7 @@ from aerie.configs.schema.heads import Eagle1Section, TargetConfig
 from aerie.data.batches import check_padding
 from aerie.infer.decode.drafters import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import tree_proposer
+from aerie.infer.decode.proposers import tree_proposer
 from aerie.model.checkpoint import new_head
 from aerie.model.miniature import small_model
 from aerie.model.storage import first_line

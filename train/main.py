@@ -150,7 +150,7 @@ def tau_measure(recipe: Recipe, job: "Job") -> "Measure":
 
     from aerie.infer.decode.check import checked_lm
     from aerie.infer.decode.engine import SpeculativeDecoder
-    from aerie.infer.decode.methods import tree_proposer
+    from aerie.infer.decode.proposers import tree_proposer
     from aerie.model.heads import HEADS
     from aerie.train.processes import all_reduce, world_size
 

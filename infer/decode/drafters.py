@@ -13,18 +13,20 @@ copied to where it stood, and no number of a tensor is read on the host (but by 
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from aerie.configs.schema.heads import DType, TargetConfig
 from aerie.infer.decode.check import checked_lm
 from aerie.infer.decode.roles import UNBOUNDED, Drafter
 from aerie.model.heads.block import BlockForward, BlockHead
 from aerie.model.heads.eagle import Eagle1Head, Eagle3Head, EagleForward
+from aerie.model.hub import head_directory, require_whole_weights
 from aerie.model.kv_cache import KeptRows, KeyValueCache
-from aerie.model.target import Target, context_of
+from aerie.model.target import Target, context_of, load_tokenizer, require_same_token_ids
 
 
 class LayeredDrafter(Drafter):
@@ -371,3 +373,19 @@ class DraftLMDrafter(Drafter):
 
     def _log_q(self, hidden: Tensor) -> Tensor:
         return self.draft.logits(hidden)[:, : self._num_columns].float().log_softmax(-1)
+
+
+def load_draft_lm(target: Target, path: str) -> Target:
+    """The LM in the target's dtype; UserError where its tokenizer is not the target's."""
+    dtype = str(target.dtype).removeprefix("torch.")
+    source = TargetConfig(path, dtype=cast(DType, dtype))
+    draft = Target.load(source, target.device)
+    require_whole_weights(head_directory(path))
+    require_same_token_ids(
+        load_tokenizer(source).get_vocab(),
+        load_tokenizer(target.recipe).get_vocab(),
+        int(draft.vocab.embedding.shape[0]),
+        f"draft LM: {path}",
+        target.recipe.path,
+    )
+    return draft

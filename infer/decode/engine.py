@@ -20,7 +20,8 @@ from aerie.infer.decode.cached_lm import CachedLM
 from aerie.infer.decode.check import Form, checked_lm
 from aerie.infer.decode.clock import PHASES, Clock
 from aerie.infer.decode.find_head import check_kind, check_levels, kind_at
-from aerie.infer.decode.methods import LoadedHeads, make_proposer
+from aerie.infer.decode.loaded_heads import LoadedHeads
+from aerie.infer.decode.proposers import make_proposer
 from aerie.infer.decode.roles import UNBOUNDED, Cycle, Proposer
 from aerie.infer.decode.runners import CyclePlan, EagerRunner, Runners, bucket
 from aerie.infer.decode.sampling import HONOURED, Decoding, Sampler, resolve

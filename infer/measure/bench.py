@@ -24,7 +24,7 @@ from aerie.data.progress import start_progress
 from aerie.infer.decode.cached_lm import CachedLM
 from aerie.infer.decode.clock import Clock
 from aerie.infer.decode.engine import Generation, SpeculativeDecoder, make_decoder
-from aerie.infer.decode.methods import LoadedHeads
+from aerie.infer.decode.loaded_heads import LoadedHeads
 from aerie.infer.decode.roles import TreeProposer
 from aerie.infer.decode.runners import mode_of
 from aerie.infer.decode.tree import root_only

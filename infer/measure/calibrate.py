@@ -24,7 +24,7 @@ from aerie.data.progress import start_progress
 from aerie.infer.decode.calibrator import FLOOR, Calibrator
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
 from aerie.infer.decode.find_head import kind_at
-from aerie.infer.decode.methods import LoadedHeads
+from aerie.infer.decode.loaded_heads import LoadedHeads
 from aerie.infer.decode.roles import TreeProposer
 from aerie.infer.decode.tree import Tree
 from aerie.infer.measure.recorder import COLUMNS, CycleRecord, Recorder, Tables, tables_of

@@ -28,7 +28,7 @@ from aerie.configs.schema.measure import PromptsConfig, SamplingConfig
 from aerie.data.progress import start_progress
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
 from aerie.infer.decode.find_head import check_levels
-from aerie.infer.decode.methods import LoadedHeads
+from aerie.infer.decode.loaded_heads import LoadedHeads
 from aerie.infer.decode.roles import Cycle
 from aerie.infer.decode.sampling import Sampler, resolve, token_ids
 from aerie.infer.measure.agreement import Difference, first_difference

@@ -13,7 +13,7 @@ from aerie.configs.schema.decode import DynamicConfig
 from aerie.configs.schema.measure import SamplingConfig
 from aerie.data.progress import start_progress
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
-from aerie.infer.decode.methods import tree_proposer
+from aerie.infer.decode.proposers import tree_proposer
 from aerie.infer.decode.roles import Drafter
 from aerie.infer.measure.bench import CYCLE_PHASES
 from aerie.infer.measure.replay import CycleCounts

@@ -12,7 +12,7 @@ from aerie.configs.schema.decode import ChainConfig, DynamicConfig
 from aerie.data.progress import start_progress
 from aerie.infer.decode.dynamic_tree import DynamicTree
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
-from aerie.infer.decode.methods import tree_proposer
+from aerie.infer.decode.proposers import tree_proposer
 from aerie.infer.decode.roles import Cycle, Drafter
 from aerie.infer.measure.bench_files import Record
 from aerie.model.target import Target

@@ -37,7 +37,8 @@ from aerie.configs.schema.heads import KINDS
 from aerie.configs.schema.measure import BenchConfig, SamplingConfig, TuneConfig
 from aerie.infer.decode.calibrator import calibrate_of
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
-from aerie.infer.decode.methods import LoadedHeads, tree_proposer
+from aerie.infer.decode.loaded_heads import LoadedHeads
+from aerie.infer.decode.proposers import tree_proposer
 from aerie.infer.decode.runners import mode_of
 from aerie.infer.measure.bench import Bench, describe_machine, measure_answers
 from aerie.infer.measure.bench_files import RECORDS

@@ -8,7 +8,7 @@ from torch import Tensor
 from aerie.configs.schema.decode import ChainConfig, DynamicConfig, TreeConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import tree_proposer
+from aerie.infer.decode.proposers import tree_proposer
 from aerie.model.heads import DRAFT_MODELS
 from aerie.model.target import Target
 from tests import tiny

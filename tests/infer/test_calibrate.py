@@ -13,7 +13,8 @@ import torch
 from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import ChainConfig, DynamicConfig, StaticConfig, TreeConfig
 from aerie.configs.schema.measure import CalibrateConfig, PromptsConfig
-from aerie.infer.decode.methods import FLOOR, Calibrator, load_calibrator, tree_proposer
+from aerie.infer.decode.calibrator import FLOOR, Calibrator, load_calibrator
+from aerie.infer.decode.proposers import tree_proposer
 from aerie.infer.decode.roles import Cycle, unchanged
 from aerie.infer.measure import calibrate
 from aerie.infer.measure.calibrate import Question, RecordedCycles

@@ -10,8 +10,7 @@ from transformers import AutoConfig
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import TargetConfig
-from aerie.infer.decode.drafters import DraftLMDrafter
-from aerie.infer.decode.methods import load_draft_lm
+from aerie.infer.decode.drafters import DraftLMDrafter, load_draft_lm
 from aerie.model.kv_cache import KeptRows
 from aerie.model.miniature import small_model
 from aerie.model.target import Target

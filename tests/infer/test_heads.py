@@ -17,7 +17,7 @@ from aerie.configs.schema.decode import (
 )
 from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.decode.find_head import check_levels
-from aerie.infer.decode.methods import load_head_for
+from aerie.infer.decode.loaded_heads import load_head_for
 from aerie.infer.decode.roles import Cycle
 from aerie.model.checkpoint import save_head
 from aerie.model.heads import DRAFT_MODELS

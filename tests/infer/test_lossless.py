@@ -21,7 +21,7 @@ from aerie.configs.schema.decode import (
 from aerie.configs.schema.measure import SamplingConfig
 from aerie.infer.decode import runners, verify
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
-from aerie.infer.decode.methods import LoadedHeads
+from aerie.infer.decode.loaded_heads import LoadedHeads
 from aerie.infer.decode.sampling import Sampler
 from aerie.infer.decode.tree import Tree
 from aerie.infer.measure import lossless

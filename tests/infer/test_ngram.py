@@ -9,8 +9,8 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from aerie.configs.schema.decode import LookaheadConfig, PromptLookupConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.proposers import GuessTree, Lookahead, continuation
 from aerie.infer.decode.roles import Cycle
-from aerie.infer.decode.text_proposers import GuessTree, Lookahead, continuation
 from aerie.model.target import Target
 from tests.infer.draws import greedy, make_target
 from tests.infer.laws import check_connected, node_paths

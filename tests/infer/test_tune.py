@@ -14,7 +14,8 @@ from torch import Tensor
 from aerie.configs.schema.decode import ConstantConfig, ExactConfig, MethodConfig
 from aerie.configs.schema.heads import KINDS as KIND_SECTIONS
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import LoadedHeads, tree_proposer
+from aerie.infer.decode.loaded_heads import LoadedHeads
+from aerie.infer.decode.proposers import tree_proposer
 from aerie.infer.measure import prices, replay, tune
 from aerie.infer.measure.lossless import VOCABULARY, write_miniature
 from aerie.infer.measure.prices import LevelCost

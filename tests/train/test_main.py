@@ -20,7 +20,7 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.data import main as data_main
 from aerie.data.feature_cache import FeatureCache
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import tree_proposer
+from aerie.infer.decode.proposers import tree_proposer
 from aerie.model.checkpoint import head_facts, load_head, save_head
 from aerie.model.heads import DRAFT_MODELS
 from aerie.model.storage import ROOT, WEIGHTS, Stage

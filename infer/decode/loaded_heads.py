@@ -1,27 +1,19 @@
-"""From a settled row to the proposer that drafts with it; each head of a target is loaded once."""
+"""Loads heads and draft LMs for a target, and refuses those that do not fit it."""
 
-from typing import Any, cast
+from typing import Any
 
 from aerie.configs.errors import UserError, warn
-from aerie.configs.schema.decode import LookaheadConfig, MethodConfig, TreeConfig
-from aerie.configs.schema.heads import DType, TargetConfig
-from aerie.infer.decode.calibrator import calibrate_of
+from aerie.infer.decode.drafters import load_draft_lm
 from aerie.infer.decode.find_head import kind_at
-from aerie.infer.decode.roles import Calibrate, Drafter, Proposer, TreeProposer, unchanged
+from aerie.infer.decode.roles import Drafter
 from aerie.infer.decode.sampling import token_ids
-from aerie.infer.decode.shape import make_shape
-from aerie.infer.decode.text_proposers import Lookahead, PromptLookup
 from aerie.model.checkpoint import check_sizes, head_facts, load_head, position_warnings
 from aerie.model.heads import DRAFT_MODELS, Head
 from aerie.model.heads.eagle import Eagle3Head
-from aerie.model.hub import head_directory, require_whole_weights
 from aerie.model.target import (
     Target,
-    context_of,
     default_taps,
-    load_tokenizer,
     other_weights,
-    require_same_token_ids,
 )
 
 
@@ -39,24 +31,6 @@ class LoadedHeads:
             self._models[head] = load(self.target, head)
         drafter: Drafter = DRAFT_MODELS[kind].drafter(self._models[head], self.target)
         return drafter
-
-
-def make_proposer(heads: LoadedHeads, row: MethodConfig, head: str | None) -> Proposer | None:
-    """The proposer of a row whose tree fits its head (see `check_levels`); None: vanilla."""
-    if row.tree is not None:
-        assert head is not None
-        return tree_proposer(heads.of(head), row.tree, calibrate_of(row.tree.calibrated, head))
-    if isinstance(row.options, LookaheadConfig):
-        target = heads.target
-        # no passenger may switch LongRoPE's factors
-        return Lookahead(row.options, target.rope_switch or context_of(target.config))
-    return None if row.options is None else PromptLookup(row.options)
-
-
-def tree_proposer(
-    drafter: Drafter, tree: TreeConfig, calibrate: Calibrate = unchanged
-) -> TreeProposer:
-    return TreeProposer(drafter, make_shape(tree, calibrate))
 
 
 def load_head_for(target: Target, head: str) -> Head:
@@ -83,19 +57,3 @@ def load_head_for(target: Target, head: str) -> Head:
     if other:
         warn(f"{head}: {other}; few drafts will fit: give its target")
     return module.to(target.device).eval().requires_grad_(False)
-
-
-def load_draft_lm(target: Target, path: str) -> Target:
-    """The LM in the target's dtype; UserError where its tokenizer is not the target's."""
-    dtype = str(target.dtype).removeprefix("torch.")
-    source = TargetConfig(path, dtype=cast(DType, dtype))
-    draft = Target.load(source, target.device)
-    require_whole_weights(head_directory(path))
-    require_same_token_ids(
-        load_tokenizer(source).get_vocab(),
-        load_tokenizer(target.recipe).get_vocab(),
-        int(draft.vocab.embedding.shape[0]),
-        f"draft LM: {path}",
-        target.recipe.path,
-    )
-    return draft

@@ -1,4 +1,4 @@
-"""Proposers without a head: n-grams of the text (prompt lookup), lookahead's Jacobi window."""
+"""From a settled row to its proposer; those without a head are here: prompt lookup, lookahead."""
 
 import itertools
 import math
@@ -12,11 +12,48 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aerie.configs.schema.decode import LookaheadConfig, PromptLookupConfig
-from aerie.infer.decode.roles import UNBOUNDED, Cycle, Proposer, Traits
+from aerie.configs.schema.decode import (
+    LookaheadConfig,
+    MethodConfig,
+    PromptLookupConfig,
+    TreeConfig,
+)
+from aerie.infer.decode.calibrator import calibrate_of
+from aerie.infer.decode.loaded_heads import LoadedHeads
+from aerie.infer.decode.roles import (
+    UNBOUNDED,
+    Calibrate,
+    Cycle,
+    Drafter,
+    Proposer,
+    Traits,
+    TreeProposer,
+    unchanged,
+)
 from aerie.infer.decode.sampling import Decoding, Sampler
+from aerie.infer.decode.shape import make_shape
 from aerie.infer.decode.tree import Path, Tree, ancestors, root_only
 from aerie.model.kv_cache import KeptRows
+from aerie.model.target import context_of
+
+
+def make_proposer(heads: LoadedHeads, row: MethodConfig, head: str | None) -> Proposer | None:
+    """The proposer of a row whose tree fits its head (see `check_levels`); None: vanilla."""
+    if row.tree is not None:
+        assert head is not None
+        return tree_proposer(heads.of(head), row.tree, calibrate_of(row.tree.calibrated, head))
+    if isinstance(row.options, LookaheadConfig):
+        target = heads.target
+        # no passenger may switch LongRoPE's factors
+        return Lookahead(row.options, target.rope_switch or context_of(target.config))
+    return None if row.options is None else PromptLookup(row.options)
+
+
+def tree_proposer(
+    drafter: Drafter, tree: TreeConfig, calibrate: Calibrate = unchanged
+) -> TreeProposer:
+    return TreeProposer(drafter, make_shape(tree, calibrate))
+
 
 Name = Path | int  # of a node: a guessed one's path, a passenger's number
 
