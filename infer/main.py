@@ -301,16 +301,14 @@ def results(arguments: Namespace, unknown: list[str]) -> int:
 def claims(arguments: Namespace, unknown: list[str]) -> int:
     """which of the papers' claims hold in a run: verdicts, with intervals, in Markdown"""
     from aerie.infer.measure.stage_facts import run_facts
-    from aerie.infer.papers.claims import claims_table, judge_claims, tau_prompts
+    from aerie.infer.papers.claims import claims_table, judge_claims
     from aerie.infer.papers.evidence import Evidence
 
     paths = RunPaths(arguments.claims_of)
     run_facts(paths, f"--run {paths.root}")
-    lines = judge_claims(Evidence.read(paths.root))
-    print(f"{claims_table(lines)}\n{tau_prompts(lines)}")
+    print(claims_table(judge_claims(Evidence.read(paths.root))))
     print(
-        "\nPictures beside the published points: "
-        f"{paths.report / 'index.html'}#claims (aerie report)"
+        f"Pictures beside the published points: {paths.report / 'index.html'}#claims (aerie report)"
     )
     return 0
 

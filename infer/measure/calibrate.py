@@ -28,7 +28,6 @@ from aerie.infer.decode.loaded_heads import LoadedHeads
 from aerie.infer.decode.roles import TreeProposer
 from aerie.infer.decode.tree import Tree
 from aerie.infer.measure.recorder import COLUMNS, CycleRecord, Recorder, Tables, tables_of
-from aerie.infer.measure.stage_facts import ANALYSIS_SCHEMA
 from aerie.infer.measure.statistics import FloatArray
 from aerie.infer.measure.tasks import encode_turn, load_prompts
 from aerie.model.storage import (
@@ -66,10 +65,6 @@ class Observer:
     def complete(self, tables: Tables) -> None:
         """After the last prompt: may add columns to the tables."""
 
-    def analyse(self, tables: Tables, tasks: Sequence[str], bins: int) -> dict[str, Any]:
-        """Further parts of analysis.json; tasks: of each prompt."""
-        return dict.fromkeys(("branches", "levels", "laws", "oracle"))
-
 
 @dataclass(frozen=True)
 class RecordedCycles:
@@ -97,10 +92,7 @@ def run_calibration(
     decoder = make_decoder(LoadedHeads(target), method, method.head)
     observer.attach(decoder, cast(TreeConfig, method.tree), seed)
     recorded = record_cycles(decoder, questions, section, seed, observer)
-    print(
-        *write_calibration(output, recorded, section.bins, method.head, method.method, observer),
-        sep="\n",
-    )
+    print(*write_calibration(output, recorded, section.bins, method.head, method.method), sep="\n")
     if isinstance(method.tree, StaticConfig):
         write_choices(output, method, questions, section, target)
     return {name: len(recorded.tables[name]) for name in ("nodes", "cycles")}
@@ -145,7 +137,6 @@ def write_calibration(
     bins: int,
     head: str | None,
     method: str | None,
-    observer: Observer,
 ) -> list[str]:
     """Writes all files but choices.yaml; returns lines for the user.
 
@@ -158,7 +149,6 @@ def write_calibration(
     scored = fit_and_score(recorded, bins)
     analysis = {
         **analyse(recorded, bins),
-        **observer.analyse(recorded.tables, recorded.tasks, bins),
         "head": head and kind_at(head),
         "method": method,
         "calibrator": scored and scored.facts,
@@ -259,14 +249,13 @@ def summarise(recorded: RecordedCycles, bins: int = 20) -> dict[str, Any]:
 
 
 def analyse(recorded: RecordedCycles, bins: int = 20) -> dict[str, Any]:
-    """analysis.json without `calibrator` and what an observer adds.
+    """analysis.json without `head`, `method` and `calibrator`.
 
     Both lists are curves of EAGLE-2's figure 6.
     """
     nodes = recorded.tables["nodes"]
     task_of = nodes.prompt.map(dict(enumerate(recorded.tasks)))
     return {
-        "schema": ANALYSIS_SCHEMA,
         "temperature": recorded.temperature,
         "prompts": len(recorded.tasks),
         "cycles": len(recorded.tables["cycles"]),

@@ -19,8 +19,6 @@ from aerie.model.storage import (
     find_weights,
 )
 
-ANALYSIS_SCHEMA = 2  # of a calibration's analysis.json
-
 
 def calibrations_of(run: Path) -> list[Path]:
     """The finished calibrations of a run, in RUN/calibration and RUN/*/calibration."""

@@ -1,15 +1,13 @@
-"""What SVIP's and DEAGLE's figures need of a calibration's cycles.
+"""What SVIP's and DEAGLE's claims need beside a calibration's own tables.
 
-These are oracle lengths, bounds, entropies, frontiers and feature errors. SVIP is arXiv 2411.18462.
-q is the draft's law, p the target's; divergences are in nats.
+These are oracle lengths (SVIP, arXiv 2411.18462) and the errors of drafted features (DEAGLE).
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from math import nan
+from typing import Any, cast
 
-import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -20,17 +18,12 @@ from aerie.infer.decode.roles import Cycle, Traits, TreeProposer
 from aerie.infer.decode.sampling import Decoding
 from aerie.infer.decode.shape import make_shape
 from aerie.infer.decode.tree import Pool, Tree, expanded_numbers
-from aerie.infer.measure.calibrate import Observer, mean_of, reliability
+from aerie.infer.measure.calibrate import Observer
 from aerie.infer.measure.recorder import CycleRecord, Tables
-
-PAPER_C = 0.18  # of SVIP's figure 4
-POINTS = 80  # of the curves of figure 4
-# tokens before a draft: edges of the buckets
-CONTEXTS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 6144, 8192)
 
 
 class PaperObserver(Observer):
-    """Adds the papers' columns and analyses to a calibration."""
+    """Adds the papers' columns to a calibration's tables."""
 
     def __init__(self, oracle_levels: int | None) -> None:
         """oracle_levels: also draft this deep in each cycle; None: no oracle lengths."""
@@ -50,26 +43,7 @@ class PaperObserver(Observer):
         return {} if self.features is None else self.features.errors(tree, nodes)
 
     def complete(self, tables: Tables) -> None:
-        if self.oracle is not None:
-            lengths = np.array(self.oracle.lengths, dtype=np.float64).reshape(-1, 2)
-            tables["cycles"][["oracle", "cap"]] = lengths
-
-    def analyse(self, tables: Tables, tasks: Sequence[str], bins: int) -> dict[str, Any]:
-        analyses = super().analyse(tables, tasks, bins)
-        frontier = tables["frontier"]
-        if len(frontier):
-            outcomes = {"confidence": frontier.survival, "acceptance": frontier.accepted}
-            analyses["branches"] = reliability(pd.DataFrame(outcomes).astype(float), bins)
-            analyses["levels"] = {"by_depth": level_table(frontier, tables["cycles"])}
-        if len(tables["laws"]):
-            analyses["laws"] = {
-                "bounds": acceptance_bounds(tables["laws"], PAPER_C),
-                "entropy": entropy_table(tables["laws"], tasks),
-                **rejections(tables["laws"]),
-            }
-        if "oracle" in tables["cycles"]:
-            analyses["oracle"] = oracle_summary(tables["cycles"])
-        return analyses
+        tables["cycles"]["oracle"] = nan if self.oracle is None else self.oracle.lengths
 
 
 # --- what is recorded: features, and oracle draft lengths ---
@@ -116,13 +90,6 @@ class Features:
         }
 
 
-class OracleLength(NamedTuple):
-    """Of one cycle; None: nothing was drafted, or no oracle is defined for the rule."""
-
-    length: int | None
-    cap: int | None  # the longest that the oracle could have found
-
-
 class Oracle(TreeProposer):
     """A proposer that in each cycle also drafts to a cap, for the target to judge (SVIP, 2.1).
 
@@ -144,7 +111,8 @@ class Oracle(TreeProposer):
         self.levels = max(proposer.shape.levels, self.longer.levels)
         self.lm = decoder.lm
         self.generator = torch.Generator(decoder.target.device).manual_seed(seed)
-        self.lengths: list[OracleLength] = []
+        # of each cycle; nan: nothing was drafted, or no oracle is defined for the rule
+        self.lengths: list[float] = []
 
     def traits(self, decoding: Decoding) -> Traits:
         return super().traits(decoding)._replace(reads="anything")
@@ -162,11 +130,10 @@ class Oracle(TreeProposer):
         super().learn(new, cycle)
         if cycle is None:
             return
+        length = nan
         if cycle.tree.levels > 0 and cycle.rule in ("R0", "R1", "R2"):
             length = oracle_length(cycle, self.tree, self.logits, self.generator)
-            self.lengths.append(OracleLength(length, self.tree.levels))
-        else:
-            self.lengths.append(OracleLength(None, None))
+        self.lengths.append(length)
 
 
 def oracle_length(cycle: Cycle, tree: Tree, logits: Tensor, generator: torch.Generator) -> int:
@@ -215,111 +182,3 @@ def _oracle_of_drawn_chain(
         if not bool(uniform * q[node - 1, token] < p[node - 1, token]):
             return node - 1
     return len(tree) - 1
-
-
-# --- what is made of it ---
-
-
-def level_table(frontier: pd.DataFrame, cycles: pd.DataFrame) -> list[dict[str, Any]]:
-    """DEAGLE's equations 22 to 24 by depth d, of the cycles that drafted it.
-
-    `mass` is S_d and `expected` is E_d. `held`: the target wrote a branch of the frontier;
-    `reached`: d tokens of the verified tree were accepted.
-    """
-    cycle = ["prompt", "cycle"]
-    levels = frontier.groupby([*cycle, "depth"]).agg(
-        mass=("survival", "sum"), held=("accepted", "any")
-    )
-    levels = levels.reset_index().merge(cycles[[*cycle, "accepted"]], on=cycle)
-    levels["mass"] = levels.mass.clip(upper=1.0)
-    levels["reached"] = levels.accepted >= levels.depth
-    means: dict[str, Any] = {name: (name, "mean") for name in ("mass", "held", "reached")}
-    table = levels.groupby("depth").agg(cycles=("mass", "size"), **means).reset_index()
-    table["expected"] = table.mass.cumsum()
-    return list(table.to_dict("records"))
-
-
-def acceptance_bounds(laws: pd.DataFrame, c: float) -> dict[str, Any]:
-    """SVIP's figure 4: beta = 1 - TV and three lower bounds (cut at -1), in the order of beta."""
-    beta = 1.0 - laws.tvd.to_numpy()
-    kl = laws.kl_qp.to_numpy()
-    bounds = {
-        "oracle": 1.0 - np.sqrt(kl / 2.0),
-        "approximation": 1.0 - np.sqrt(c * laws.entropy.to_numpy()),
-        "bretagnolle_huber": 1.0 - np.sqrt(-np.expm1(-kl)),
-    }
-    curves = {"acceptance": beta}
-    curves |= {name: values.clip(min=-1.0) for name, values in bounds.items()}
-    parts = np.array_split(np.argsort(beta, kind="stable"), min(POINTS, len(beta)))
-    means = {}
-    for name, values in curves.items():
-        means[name] = [mean_of(values[part]) for part in parts]
-    return {"c": c, "curve": means}
-
-
-def entropy_table(laws: pd.DataFrame, tasks: Sequence[str]) -> list[dict[str, Any]]:
-    """SVIP's table 1: q's mean entropy at accepted and at rejected tokens.
-
-    tasks: of each prompt.
-    """
-    names = list(dict.fromkeys(tasks))
-    task_of_row = laws.prompt.map(dict(enumerate(tasks)))
-    parts = {"all": laws}
-    if len(names) > 1:
-        parts |= {name: laws[task_of_row == name] for name in names}
-    rows = []
-    for name, part in parts.items():
-        accepted = mean_of(part.entropy[part.accepted])
-        rejected = mean_of(part.entropy[~part.accepted])
-        rows.append({"task": name, "laws": len(part), "accepted": accepted, "rejected": rejected})
-    return rows
-
-
-def rejections(laws: pd.DataFrame, most: int = 4) -> dict[str, Any]:
-    """SVIP's figure 3.
-
-    (a): mean KL(q||p) before a rejected token and at it (offset 0). (b): mean log q by rank.
-    """
-    kl = laws.set_index(["prompt", "cycle", "depth"]).kl_qp
-    rejected = laws[~laws.followed]
-    before = []
-    for offset in range(-most, 1):
-        # no law stands there where the cycle begins after it
-        keys = [rejected.prompt, rejected.cycle, rejected.depth + offset]
-        values = kl.reindex(pd.MultiIndex.from_arrays(keys))
-        before.append({"offset": offset, "kl": mean_of(values[np.isfinite(values)])})
-    ranked = np.stack(laws.ranked.to_list())  # [laws, ranks]
-    curves: dict[str, Any] = {"ranks": [2**power for power in range(ranked.shape[1])]}
-    for name, rows in (("accepted", laws.accepted), ("rejected", ~laws.accepted)):
-        columns = ranked[np.asarray(rows)].T
-        # null where a processor removed a token of that rank
-        curves[name] = [mean_of(c) if np.isfinite(c).all() else None for c in columns]
-    return {"before_rejection": before, "sorted": curves}
-
-
-def oracle_summary(cycles: pd.DataFrame) -> dict[str, Any] | None:
-    """Oracle lengths of the drafting cycles, also by context (SVIP, section 2.1, figures 1 and 7b).
-
-    `delta`: mean of proposed minus oracle; `censored`: the share that reached the cap.
-    """
-    drafted = cycles.dropna(subset="oracle")
-    if drafted.empty:
-        return None
-    edges = {float(edge): edge for edge in CONTEXTS}  # the last bucket has none
-    rows = []
-    buckets = pd.cut(drafted.position, [0, *CONTEXTS, np.inf])
-    for bucket, part in drafted.groupby(buckets, observed=True):
-        interval = cast(pd.Interval, bucket)
-        limits = {"above": int(interval.left), "up_to": edges.get(interval.right)}
-        rows.append({**limits, **_oracle_row(part)})
-    return {"all": _oracle_row(drafted), "by_context": rows}
-
-
-def _oracle_row(cycles: pd.DataFrame) -> dict[str, Any]:
-    return {
-        "cycles": len(cycles),
-        "oracle": mean_of(cycles.oracle),
-        "variance": float(cycles.oracle.var(ddof=0)),
-        "delta": mean_of(cycles.levels - cycles.oracle),
-        "censored": mean_of(cycles.oracle >= cycles.cap),
-    }

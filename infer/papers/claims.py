@@ -10,7 +10,7 @@ import numpy as np
 
 from aerie.configs.read import read_text, read_yaml
 from aerie.infer.measure.bootstrap import Estimate
-from aerie.infer.papers.evidence import Entry, Evidence, estimates_by_rows, estimates_by_tables
+from aerie.infer.papers.evidence import Entry, Evidence, estimates_by_head
 from aerie.infer.papers.published import published_range
 
 REGISTER = read_yaml(Path(__file__).with_name("claims.yaml"))[0]
@@ -37,13 +37,11 @@ class ClaimLine:
     high: float | None = None
     prompts: int | None = None
     ours: str | None = None  # the value and its interval in words
-    prompts_needed: int | None = None  # whose interval would settle it
 
 
 class Judgement(NamedTuple):
     verdict: str
     why: str
-    prompts_needed: int | None
 
 
 def all_claims() -> list[dict[str, Any]]:
@@ -69,21 +67,16 @@ def judge_claims(evidence: Evidence) -> list[ClaimLine]:
                 lines.append(replace(line, verdict="out of reach", why=claim["out_of_reach"]))
                 continue
             line = replace(line, temperature=temperature)
-            estimates_of = estimates_by_tables if "table" in claim else estimates_by_rows
-            estimates = estimates_of(evidence, claim, temperature)
+            estimates = estimates_by_head(evidence, claim, temperature)
             for head, measured in estimates.items():
+                figures = {**measured._asdict(), **judge_estimate(claim, measured)._asdict()}
+                # the interval of one prompt is infinite, which JSON cannot say
+                figures |= {name: None for name in ("low", "high") if np.isinf(figures[name])}
                 words = estimate_words(claim, measured)
-                figures = {**finite(measured), **judge_estimate(claim, measured)._asdict()}
                 lines.append(replace(line, head=head, ours=words, **figures))
             if not estimates:
                 lines.append(replace(line, why=f"Not measured: {claim['needs']}."))
     return lines
-
-
-def finite(measured: Estimate) -> dict[str, Any]:
-    """Its figures for JSON, which has no infinity."""
-    values = measured._asdict()
-    return {name: value if np.isfinite(value) else None for name, value in values.items()}
 
 
 def estimate_words(claim: Entry, measured: Estimate) -> str:
@@ -107,28 +100,26 @@ def judge_estimate(claim: Entry, measured: Estimate) -> Judgement:
     is_share = claim.get("statistic") == "share"
     if is_share and (low == 1 or high == 0):  # a claim on every answer or law
         if not low <= measured.value <= high:
-            return Judgement("does not hold", "One counterexample is enough.", None)
+            return Judgement("does not hold", "One counterexample is enough.")
         if measured.prompts > 1:
-            return Judgement("holds", f"No counterexample on {measured.prompts} prompts.", None)
+            return Judgement("holds", f"No counterexample on {measured.prompts} prompts.")
     if measured.prompts < FEWEST_PROMPTS:
-        why = f"Too few prompts: a verdict takes {FEWEST_PROMPTS} at least."
-        return Judgement("open", why, FEWEST_PROMPTS)
-    needed = prompts_needed(claim, measured)
+        return Judgement("open", f"Too few prompts: a verdict takes {FEWEST_PROMPTS} at least.")
     limits = [(low, f"at least {low:g}"), (high, f"at most {high:g}")]
     within = " and ".join(words for limit, words in limits if np.isfinite(limit))
     is_inside = low <= measured.low and measured.high <= high
     touches = measured.low == low or measured.high == high
     if is_inside and not (effect and touches):
-        return Judgement("holds", f"The whole interval is {within}.", needed)
+        return Judgement("holds", f"The whole interval is {within}.")
     if measured.high < low or measured.low > high:
-        return Judgement("does not hold", f"No part of the interval is {within}.", needed)
+        return Judgement("does not hold", f"No part of the interval is {within}.")
     if measured.high < low + effect or measured.low > high - effect:
         why = f"The interval ends less than {effect:g} beyond the limit, too little to count."
-        return Judgement("does not hold", why, needed)
+        return Judgement("does not hold", why)
+    needed = prompts_needed(claim, measured)
     how_many = f"{needed:,}" if needed else f"more than {MOST_PROMPTS:,}"
-    settles = f"{how_many} prompts would settle it"
-    why = f"Too few prompts: the interval is partly {within}; {settles}."
-    return Judgement("open", why, needed)
+    why = f"the interval is partly {within}; {how_many} prompts would settle it."
+    return Judgement("open", f"Too few prompts: {why}")
 
 
 def prompts_needed(claim: Entry, measured: Estimate) -> int | None:
@@ -161,31 +152,13 @@ def claims_table(lines: Sequence[ClaimLine]) -> str:
     return text
 
 
-def tau_prompts(lines: Sequence[ClaimLine]) -> str:
-    """How many prompts an interval of +-0.1 tau needs, by the claims whose effect is 0.2 tau."""
-    about_tau = []
-    for line in lines:
-        claim = all_claims()[line.number - 1]
-        if (claim.get("figure"), claim.get("effect")) == ("tau", 0.2):
-            about_tau.append(line.prompts_needed)
-    needed = sorted(filter(None, about_tau))
-    if not needed:
-        return ""
-    widest = f"{needed[-1]:,} prompts here by the widest of {len(needed)} differences"
-    return (
-        f"An interval of ±0.1 tau needs {widest}, {needed[len(needed) // 2]:,} by the median one."
-    )
-
-
 def claims_of_report(report: Path, run: str) -> str:
     """The part of docs/results.md on the claims, from a run's report."""
-    text = "\n### What the papers claim\n\n"
-    left_out = {}
-    for line in read_text(report / "claims.md").splitlines(keepends=True):
-        if "Not measured: " in line:
-            left_out[line.split(".")[0].strip("| ")] = True  # its number, once
-        else:
-            text += line
+    lines = read_text(report / "claims.md").splitlines(keepends=True)
+    measured = [line for line in lines if "Not measured: " not in line]
+    text = f"\n### What the papers claim\n\n{''.join(measured)}"
+    # by their numbers, each once
+    left_out = {line.split(".")[0].strip("| "): True for line in lines if "Not measured: " in line}
     if left_out:
         text += f"\nNot measured, in part or at all: {', '.join(left_out)}"
         text += f" (`aerie claims {run}` says what would).\n"

@@ -1,9 +1,9 @@
 """Which answers and laws of a run an entry of claims.yaml means, and their figures."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any
 
@@ -142,32 +142,35 @@ def modelled_ms(answers: Sequence[Record], costs: Mapping[str, Costs]) -> float 
 
 
 # --- figures of tables ---
+# They are made of sums over a table's lines: of 1, of columns x, y, ..., and of the products of two
+# columns x^2, xy, ..., y^2, ...
 
 
-def ratio(sums: PromptSums) -> FloatArray:  # of y to x; the columns are 1, x, y
+def ratio(sums: PromptSums) -> FloatArray:
+    """Of y to x."""
     return sums[..., 2] / sums[..., 1]
 
 
-def mean(sums: PromptSums) -> FloatArray:  # 1, x
+def mean(sums: PromptSums) -> FloatArray:
     return sums[..., 1] / sums[..., 0]
 
 
-def variance(sums: PromptSums) -> FloatArray:  # 1, x, x^2
+def variance(sums: PromptSums) -> FloatArray:
     return sums[..., 2] / sums[..., 0] - mean(sums) ** 2
 
 
-def correlation(sums: PromptSums) -> FloatArray:  # 1, x, y, x^2, xy, y^2
+def correlation(sums: PromptSums) -> FloatArray:
     count, x, y, xx, xy, yy = np.moveaxis(sums, -1, 0)
     spreads = (xx / count - (x / count) ** 2) * (yy / count - (y / count) ** 2)
     return (xy / count - x * y / count**2) / np.sqrt(spreads)
 
 
-def misfit(sums: PromptSums, is_normal: bool) -> FloatArray:  # 1, x, y, x < y, x^2
-    """Share of x below y by a law that is fitted by moments, minus the counted share.
+def misfit(sums: PromptSums, is_normal: bool) -> FloatArray:
+    """Share of x below y by a law that is fitted by moments, minus the counted share, x < y.
 
     SVIP's equations 14 (normal law) and 9 (gamma law).
     """
-    count, x, y, below, xx = np.moveaxis(sums, -1, 0)
+    count, x, y, below, xx = np.moveaxis(sums[..., :5], -1, 0)
     mu = x / count
     spread = xx / count - mu**2
     law = stats.gamma(mu**2 / spread, scale=spread / mu)
@@ -181,14 +184,14 @@ def expected_length(sums: PromptSums) -> FloatArray:
 
     Leviathan et al., equation 1: (1 - alpha^(g + 1)) / (1 - alpha).
     """
-    count, accepted, levels, judged, distance = np.moveaxis(sums, -1, 0)
+    count, accepted, levels, judged, distance = np.moveaxis(sums[..., :5], -1, 0)
     alpha = 1 - distance / judged
     return accepted / count + 1 - (1 - alpha ** (levels / count + 1)) / (1 - alpha)
 
 
 def by_group(sums: PromptSums) -> FloatArray:
     """[3, ..., groups]: sizes of groups, their sums of x, and those of y."""
-    return np.moveaxis(sums.reshape(*sums.shape[:-1], 3, -1), -2, 0)
+    return np.moveaxis(sums.reshape(*sums.shape[:-1], 6, -1), -2, 0)[:3]
 
 
 def calibration_error(sums: PromptSums) -> FloatArray:
@@ -204,31 +207,31 @@ def growth(sums: PromptSums) -> FloatArray:
     return np.nansum(centred * np.log(x / size), -1) / np.nansum(centred**2, -1)
 
 
-# name -> figure, and what is summed over a table's lines for it, beside their count
-STATISTICS: dict[str, tuple[Callable[[PromptSums], FloatArray], Callable[..., list[Any]]]] = {
-    "ratio": (ratio, lambda x, y: [x, y]),
-    "mean": (mean, lambda x: [x]),
-    "share": (mean, lambda x: [x]),
-    "variance": (variance, lambda x: [x, x * x]),
-    "correlation": (correlation, lambda x, y: [x, y, x * x, x * y, y * y]),
-    "normal": (partial(misfit, is_normal=True), lambda x, y: [x, y, x < y, x * x]),
-    "gamma": (partial(misfit, is_normal=False), lambda x, y: [x, y, x < y, x * x]),
-    "expected_length": (expected_length, lambda *columns: [*columns]),
-    "calibration_error": (calibration_error, lambda x, y: [x, y]),
-    "growth": (growth, lambda x, y: [x, y]),
+STATISTICS: dict[str, Callable[[PromptSums], FloatArray]] = {
+    "ratio": ratio,
+    "mean": mean,
+    "share": mean,
+    "variance": variance,
+    "correlation": correlation,
+    "normal": partial(misfit, is_normal=True),
+    "gamma": partial(misfit, is_normal=False),
+    "expected_length": expected_length,
+    "calibration_error": calibration_error,
+    "growth": growth,
 }
 
 
 def side_of_table(table: pd.DataFrame, entry: Entry) -> Side:
     """Of entry: `value`, one expression of the columns or several; `where`, lines; `by`, groups."""
-    figure, columns_of = STATISTICS[entry.get("statistic", "mean")]
     prompts = np.sort(table.prompt.unique())  # those without a chosen line count as zeros
     if "where" in entry:
         table = table.query(entry["where"])
     values = {name: table.eval(name) for name in np.atleast_1d(entry["value"])}
     columns = pd.DataFrame(values, index=table.index).astype(np.float64)
     columns = columns[np.isfinite(columns).all(axis=1)]
-    summed = [np.ones(len(columns)), *columns_of(*columns.to_numpy().T)]
+    vectors = columns.to_numpy().T
+    products = [x * y for x, y in combinations_with_replacement(vectors, 2)]
+    summed = [np.ones(len(columns)), *vectors, *products]
     lines = pd.DataFrame(np.stack(summed, -1), columns.index)
     groups = [table.prompt[lines.index]]
     if "by" in entry:
@@ -236,6 +239,7 @@ def side_of_table(table: pd.DataFrame, entry: Entry) -> Side:
     sums = lines.groupby(groups).sum()
     if "by" in entry:
         sums = sums.unstack(fill_value=0.0)
+    figure = STATISTICS[entry.get("statistic", "mean")]
     return Side(sums.reindex(prompts, fill_value=0.0), figure)
 
 
@@ -244,21 +248,55 @@ def estimate_of(claim: Entry, sides: Sequence[Side]) -> Estimate | None:
     return estimate(sides, is_ratio=claim.get("as") == "ratio", is_share=is_share)
 
 
+def estimates_by_head(evidence: Evidence, claim: Entry, temperature: float) -> dict[str, Estimate]:
+    """The claim's figure, or how much it differs from another, of each head that has it."""
+    sides_by_head = sides_of_tables if "table" in claim else sides_of_rows
+    estimates = {}
+    for head, sides in sides_by_head(evidence, claim, temperature).items():
+        if measured := estimate_of(claim, sides):
+            estimates[head] = measured
+    return estimates
+
+
 # --- claims about rows of the bench ---
+
+
+def sides_of_rows(evidence: Evidence, claim: Entry, temperature: float) -> dict[str, list[Side]]:
+    """By head, the claim's figure of a row, and of the one that it is held against."""
+    if evidence.answers.empty:
+        return {}
+    figure = FIGURES[claim["figure"]]
+    answers = answers_meant(evidence, claim["of"], temperature)
+    if claim["of"].get("pick") == "deepest":
+        answers = deepest_first(answers)
+    sides = {}
+    for head, of_head in answers.groupby("label", sort=False):
+        row = of_head[of_head["row"] == of_head["row"].iloc[0]]
+        of_row = side_of_table(row, figure)
+        if "against" not in claim:
+            sides[str(head)] = [of_row]
+            continue
+        rivals = answers_meant(evidence, claim["against"], temperature)
+        rivals = rivals[~rivals.index.isin(row.index)]
+        if claim["against"].get("head") != "any":
+            rivals = rivals[rivals.label == head]
+        same = list(claim.get("same", ()))  # sizes of the tree
+        rivals = rivals[(rivals[same] == row[same].iloc[0]).all(axis=1)]
+        by_row = rivals.groupby("row", sort=False)  # in the suite's order
+        of_rivals = [side_of_table(lines, figure) for _, lines in by_row]
+        if of_rivals:
+            takes_best = claim["against"].get("pick") == "best"
+            sides[str(head)] = [of_row, highest_of(of_rivals) if takes_best else of_rivals[0]]
+    return sides
 
 
 def answers_meant(evidence: Evidence, entry: Entry, temperature: float) -> pd.DataFrame:
     """The answers of the rows that fit the entry."""
     answers = evidence.answers
     for name, wanted in {"temperature": temperature, **UNLESS_SAID, **entry}.items():
-        if len(answers) and name not in ("pick", "head"):
+        if name not in ("pick", "head"):
             answers = answers[answers[name].isin(np.atleast_1d(wanted))]
     return answers
-
-
-def sides_of_rows(answers: pd.DataFrame, figure: Entry) -> list[Side]:
-    """A side for each row, in the suite's order."""
-    return [side_of_table(row, figure) for _, row in answers.groupby("row", sort=False)]
 
 
 def deepest_first(answers: pd.DataFrame) -> pd.DataFrame:
@@ -278,37 +316,20 @@ def highest_of(sides: Sequence[Side]) -> Side:
     return Side(pd.concat([side.table for side in sides], axis=1, join="inner"), highest)
 
 
-def estimates_by_rows(evidence: Evidence, claim: Entry, temperature: float) -> dict[str, Estimate]:
-    """By head, the claim's figure of a row, or how much it differs from that of another."""
-    figure = FIGURES[claim["figure"]]
-    answers = answers_meant(evidence, claim["of"], temperature)
-    if len(answers) and claim["of"].get("pick") == "deepest":
-        answers = deepest_first(answers)
-    if not len(answers):
-        return {}
-    estimates = {}
-    for head, of_head in answers.groupby("label", sort=False):
-        row = of_head[of_head["row"] == of_head["row"].iloc[0]]
-        sides = sides_of_rows(row, figure)
-        if "against" in claim:
-            rivals = answers_meant(evidence, claim["against"], temperature)
-            rivals = rivals[~rivals.index.isin(row.index)]
-            if claim["against"].get("head") != "any":
-                rivals = rivals[rivals.label == head]
-            same = list(claim.get("same", ()))  # sizes of the tree
-            rivals = rivals[(rivals[same] == row[same].iloc[0]).all(axis=1)]
-            sides += highest_or_first(sides_of_rows(rivals, figure), claim["against"])
-        if len(sides) == 2 or "against" not in claim:
-            estimates[str(head)] = estimate_of(claim, sides)
-    return {head: measured for head, measured in estimates.items() if measured}
-
-
-def highest_or_first(sides: list[Side], entry: Entry) -> list[Side]:
-    """The one side that the entry picks, if there is any."""
-    return [highest_of(sides)] if sides and entry.get("pick") == "best" else sides[:1]
-
-
 # --- claims about the tables of `aerie calibrate` ---
+
+
+def sides_of_tables(evidence: Evidence, claim: Entry, temperature: float) -> dict[str, list[Side]]:
+    """By head, the claim's figures of its table; a side may name a head of its own."""
+    tables = tables_by_head(evidence, claim, temperature)
+    entries = [{**claim, **claim[side]} for side in ("of", "against") if side in claim]
+    sides = {}
+    for head in tables:
+        heads = [entry.get("head", head) for entry in entries]
+        if heads[0] == head and tables.keys() >= set(heads):
+            pairs = zip(heads, entries, strict=True)
+            sides[f"{head} head"] = [side_of_table(tables[name], entry) for name, entry in pairs]
+    return sides
 
 
 def tables_by_head(evidence: Evidence, entry: Entry, temperature: float) -> dict[str, pd.DataFrame]:
@@ -319,22 +340,3 @@ def tables_by_head(evidence: Evidence, entry: Entry, temperature: float) -> dict
         if fits and entry["table"] in calibration.tables:
             tables.setdefault(calibration.head, calibration.tables[entry["table"]])
     return tables
-
-
-def estimates_by_tables(
-    evidence: Evidence, claim: Entry, temperature: float
-) -> dict[str, Estimate]:
-    """By head, the claim's figure of a table; a side may name a head of its own."""
-    tables = tables_by_head(evidence, claim, temperature)
-    shared = {name: claim[name] for name in ("statistic", "by", "where") if name in claim}
-    entries = [{**shared, **claim[side]} for side in ("of", "against") if side in claim]
-    estimates = {}
-    for head in tables:
-        heads = [entry.get("head", head) for entry in entries]
-        if heads[0] != head or not tables.keys() >= set(heads):
-            continue
-        with suppress(pd.errors.UndefinedVariableError):  # calibrated without oracle lengths
-            pairs = zip(heads, entries, strict=True)
-            sides = [side_of_table(tables[name], entry) for name, entry in pairs]
-            estimates[f"{head} head"] = estimate_of(claim, sides)
-    return {head: measured for head, measured in estimates.items() if measured}

@@ -1,20 +1,16 @@
 """What the papers published: speedup and tau of their models on their machines."""
 
-import csv
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
-from aerie.infer.measure.statistics import ALL_TASKS
-from aerie.infer.report.grids import LEVELS, Grid, Line
+from aerie.infer.measure.statistics import ALL_TASKS, grouped
+from aerie.infer.report.grids import LEVELS
 from aerie.infer.report.tables import SummaryRows, tree_text
 
-CSV_FILE = Path(__file__).with_name("published.csv")
-# A cell is speedup/tau, or speedup/ alone. `key` and `value` say which setting a table varies.
-PUBLISHED_ROWS = list(csv.DictReader(CSV_FILE.read_text(encoding="utf-8").splitlines()))
 TASK_NAMES = {
     "mean": "mean",
     "mt_bench": "MT-bench",
@@ -26,49 +22,31 @@ TASK_NAMES = {
 }
 
 
-class PublishedPoint(NamedTuple):
-    value: Any  # its place along a line: a task, or the value of what varies
-    speedup: float
-    tau: float | None
-    status: str = "published"
+def read_published() -> pd.DataFrame:
+    """A line for each published cell: source, model, method, temperature, task, speedup, tau.
+
+    `key` and `value` say which setting a paper's table varies; both are empty in others.
+    """
+    table = pd.read_csv(Path(__file__).with_name("published.csv"), dtype=str, keep_default_na=False)
+    about = [name for name in table if name not in TASK_NAMES]
+    cells = table.melt(about, var_name="task", value_name="cell")
+    cells = cells[cells.cell != ""]
+    # a cell is speedup/tau, or speedup/ alone
+    cells[["speedup", "tau"]] = cells.cell.str.split("/", expand=True).apply(pd.to_numeric)
+    return cells.astype({"temperature": float})
 
 
-def published_points(cells: Mapping[Any, str]) -> tuple[PublishedPoint, ...]:
-    """The points of cells by value; an empty cell has none."""
-    points = []
-    for value, cell in cells.items():
-        if cell:
-            speedup, tau = cell.split("/")
-            points.append(PublishedPoint(value, float(speedup), float(tau) if tau else None))
-    return tuple(points)
-
-
-def published_grid(key: str) -> Grid:
-    """The papers' figures as one setting varies, by model, method, temperature and task."""
-    lines: dict[str, dict[Any, str]] = {}
-    for row in PUBLISHED_ROWS:
-        for task in ("mt_bench", "gsm8k"):
-            if row["key"] == key and row[task]:
-                name = (
-                    f"{row['model']}, {row['method']}, T {row['temperature']}, {TASK_NAMES[task]}"
-                )
-                lines.setdefault(name, {})[row["value"]] = row[task]
-    values = dict.fromkeys(value for cells in lines.values() for value in cells)
-    points = [Line(name, published_points(cells)) for name, cells in lines.items()]
-    return Grid(key, tuple(points), tuple(values))
+PUBLISHED = read_published()
 
 
 def published_range(figures: Mapping[str, Any], temperature: float, is_ratio: bool) -> str:
     """The range of figures of method `of` against those of `against`, as differences or ratios."""
-    about = [name for name in PUBLISHED_ROWS[0] if name not in TASK_NAMES]
-    table = pd.DataFrame(PUBLISHED_ROWS).melt(about, var_name="task", value_name="cell")
-    part = int(figures["figure"] == "tau")  # of a cell, speedup/tau
-    table["cell"] = pd.to_numeric(table.cell.str.split("/").str[part])
-    table = table[table.source.str.startswith(figures["source"])]
-    table = table[table.temperature.astype(float) == temperature]
+    table = PUBLISHED[PUBLISHED.source.str.startswith(figures["source"])]
+    table = table[table.temperature == temperature]
     if "value" in figures:
         table = table[table["value"] == str(figures["value"])]
-    sides = table.pivot_table("cell", ["model", "key", "value", "task"], "method", "last")
+    about = ["model", "key", "value", "task"]
+    sides = table.pivot_table(figures["figure"], about, "method", "last")
     mine, theirs = sides.reindex(columns=[figures["of"], figures["against"]]).dropna().to_numpy().T
     if len(mine) == 0:
         return ""
@@ -77,31 +55,42 @@ def published_range(figures: Mapping[str, Any], temperature: float, is_ratio: bo
     return f"{form.format(min(values))} to {form.format(max(values))} ({len(values)} figures)"
 
 
-def beside_published(
-    rows: SummaryRows, by_task: Mapping[int, SummaryRows]
-) -> list[tuple[str, float, Line]]:
-    """(method, temperature, line): each method's measured lines, then the published ones.
+class Comparison(NamedTuple):
+    """A line of the table of measured and published figures."""
 
-    A published line's note is its paper.
+    method: str
+    temperature: float
+    of: str  # the measured tree, or the paper's model
+    paper: str  # "": measured here
+    points: Mapping[str, Any]  # task -> a row of the bench, or a line of PUBLISHED
+
+
+def beside_published(rows: SummaryRows, by_task: Mapping[int, SummaryRows]) -> list[Comparison]:
+    """Each method's measured lines, then the published ones; none of a method without these.
+
+    by_task: by position in rows, the row on each task.
     """
-    measured: dict[tuple[str, float], list[Line]] = {}
-    for position, row in enumerate(rows):
-        if row.status == "ok":
-            mean = replace(row, value="mean" if row.task == ALL_TASKS else row.task)
-            tasks = [part for part in by_task.get(position, ()) if part.status == "ok"]
-            line = Line(tree_text(row), (mean, *tasks))
-            measured.setdefault((row.method, row.temperature), []).append(line)
     depths = {str(row.tree.levels) for row in rows if row.tree}
-    published: dict[tuple[str, float], list[Line]] = {}
-    for cells in PUBLISHED_ROWS:
-        # of depths that a paper varies, only those that are measured here
-        if not cells["key"] or (cells["key"] == LEVELS and cells["value"] in depths):
-            name = cells["model"] + (f", {cells['value']} levels" if cells["key"] else "")
-            points = published_points({task: cells[task] for task in TASK_NAMES})
-            key = cells["method"], float(cells["temperature"])
-            published.setdefault(key, []).append(Line(name, points, cells["source"]))
-    shown = []
-    for key, lines in measured.items():
-        if key in published:
-            shown += [(*key, line) for line in lines + published[key]]
-    return shown
+    # of depths that a paper varies, only those that are measured here
+    at_depths = (PUBLISHED.key == LEVELS) & PUBLISHED["value"].isin(depths)
+    published = PUBLISHED[at_depths | (PUBLISHED.key == "")].replace(np.nan, None)
+    comparisons = []
+    measured = [position for position, row in enumerate(rows) if row.status == "ok"]
+    methods = grouped(measured, lambda number: (rows[number].method, rows[number].temperature))
+    for (method, temperature), positions in methods.items():
+        theirs = published[published.method == method]
+        theirs = theirs[theirs.temperature == temperature]
+        if theirs.empty:
+            continue
+        for position in positions:
+            row = rows[position]
+            points = {part.task: part for part in by_task.get(position, ()) if part.status == "ok"}
+            points["mean" if row.task == ALL_TASKS else row.task] = row
+            comparisons.append(Comparison(method, temperature, tree_text(row), "", points))
+        for (source, model, depth), cells in theirs.groupby(
+            ["source", "model", "value"], sort=False
+        ):
+            name = f"{model}, {depth} levels" if depth else model
+            points = {cell.task: cell for cell in cells.itertuples()}
+            comparisons.append(Comparison(method, temperature, name, source, points))
+    return comparisons

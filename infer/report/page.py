@@ -15,7 +15,6 @@ from aerie.configs.errors import UserError
 from aerie.infer.measure import bench_files as files
 from aerie.infer.measure import statistics
 from aerie.infer.measure.bench_files import Record, SummaryRow
-from aerie.infer.measure.stage_facts import ANALYSIS_SCHEMA
 from aerie.infer.report import tables
 from aerie.infer.report.grids import context_grids, sweep_grids, task_grid
 from aerie.infer.report.pictures import draw_pictures
@@ -139,10 +138,6 @@ def read_findings(bench: Path, calibration: Path, seed: int) -> Findings:
         answers = () if members.failed else members.records
         interval = statistics.tau_interval(answers, seed)
         checks.append({"tau_ci95": interval, **asdict(check_answers(answers))})
-    analysis = read_if_there(calibration / "analysis.json")
-    if analysis is not None and analysis["schema"] != ANALYSIS_SCHEMA:
-        fix = "is of another version; make it again: aerie calibrate --overwrite"
-        raise UserError(f"{calibration / 'analysis.json'}: {fix}")
     tune = bench.parent / "tune"
     tuning = read_if_there(tune / "tune.json")
     if tuning is not None:
@@ -157,7 +152,7 @@ def read_findings(bench: Path, calibration: Path, seed: int) -> Findings:
         checks=checks,
         reference=read_if_there(bench / files.REFERENCE, files.Reference),
         calibration=read_if_there(calibration / "calibration.json"),
-        analysis=analysis,
+        analysis=read_if_there(calibration / "analysis.json"),
         tuning=tuning,
     )
 

@@ -78,7 +78,7 @@ def write_calibration(output: Path) -> None:
     observer = PaperObserver(oracle_levels=5)
     observer.attach(decoder, WIDE, 0)
     recorded = calibrate.record_cycles(decoder, questions, SECTION, 0, observer)
-    calibrate.write_calibration(output, recorded, 20, None, "eagle2", observer)
+    calibrate.write_calibration(output, recorded, 20, None, "eagle2")
     Stage("calibration", output, {}).finish()
 
 

@@ -134,8 +134,8 @@ def test_pictures(tmp_path: Path, measured: Path) -> None:
     """Each picture is a file too; those of earlier input go, also the papers' with the papers."""
     usual = {"tau", "speedup", "depth"}
     of_calibration = {"reliability", "calibration-calibrator", "calibration-by-depth"}
-    of_papers = {"calibration-bounds", "calibration-rejections"}
-    of_papers |= {f"claims-{name}" for name in ("figure-6", "drift", "kl")}
+    names = ("figure-6", "drift", "kl", "survival", "bounds", "oracle")
+    of_papers = {f"claims-{name}" for name in names}
     drawn = {path.stem: path for path in (measured / "report").glob("*.svg")}
     assert set(drawn) == usual | of_calibration | of_papers
     for path in drawn.values():
@@ -223,7 +223,6 @@ def test_same_bytes(swept: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("calibration/analysis.json", '{"schema": 99}', r"analysis\.json: .*calibrate --overwrite"),
         ("bench/suite.json", "{", "aerie bench --overwrite"),
         ("bench/records.jsonl", "", r"records\.jsonl: holds no whole record.*aerie bench"),
     ],
