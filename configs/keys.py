@@ -55,7 +55,7 @@ def main() -> int:
         help="such as train, bench.prompts or tree.stop; default: the sections",
     )
     parser.add_argument(
-        "--markdown", action="store_true", help="print Markdown (default: every section)"
+        "--markdown", action="store_true", help="print the page of every section in Markdown"
     )
     arguments = parser.parse_args()
     section = re.sub(r"\.\d+(?=\.|$)", ".*", arguments.section)
@@ -64,7 +64,7 @@ def main() -> int:
         advice = suggestion(section.split("."), Recipe)
         raise UserError(f"{section}: no section or key of a recipe; {advice}")
     if arguments.markdown:
-        _print_markdown(blocks, "" if section else PAGE_HEADER)
+        _print_page(blocks)
         return 0
     for block in blocks if section else blocks[:1]:
         _print_block(block)
@@ -76,26 +76,23 @@ def main() -> int:
     return 0
 
 
-def _print_markdown(blocks: list[KeyBlock], header: str) -> None:
-    pages = [header] if header else []
+def _print_page(blocks: list[KeyBlock]) -> None:
+    pages = [PAGE_HEADER]
     for heading, text, keys in blocks:
         listed = "".join(f"- `{key}`: {words}\n" for key, words in keys.items())
-        pages.append(f"## {heading}\n\n{text}\n\n{listed}" if text else f"## {heading}\n\n{listed}")
+        pages.append("\n\n".join(filter(None, (f"## {heading}", text, listed))))
     print("\n".join(pages), end="")
 
 
 def _print_block(block: KeyBlock) -> None:
     """Prints a block for a terminal, as wide as that but at most 120 columns."""
     width = min(120, shutil.get_terminal_size((120, 24)).columns)
-    heading = block.heading.replace("`", "")
-    print(heading, *textwrap.wrap(block.text, width - 2), sep="\n  ", end="\n\n")
-    indent = " " * (max(map(len, block.keys), default=0) + 4)
+    text = textwrap.wrap(block.text, width - 2)
+    print(block.heading.replace("`", ""), *text, sep="\n  ", end="\n\n")
+    indent = max(map(len, block.keys), default=0) + 2
     for key, words in block.keys.items():
-        first_indent = f"  {key}".ljust(len(indent))
-        wrapper = textwrap.TextWrapper(
-            width, first_indent, subsequent_indent=indent, break_on_hyphens=False
-        )
-        print(wrapper.fill(words))
+        line = f"  {key:<{indent}}{words}"
+        print(textwrap.fill(line, width, subsequent_indent=" " * (indent + 2)))
     print()
 
 

@@ -41,6 +41,24 @@ Many = Annotated[tuple[T, ...], BeforeValidator(_as_list)]  # a list; one value 
 Some = Annotated[tuple[T, ...], Field(min_length=1), BeforeValidator(_as_list)]
 
 
+def _require_ascending(values: tuple[int, ...]) -> tuple[int, ...]:
+    meant = sorted(set(values))
+    if list(values) != meant:
+        raise ValueError(f"must ascend without repeats; did you mean {meant}?")
+    return values
+
+
+def _require_distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    names = [getattr(value, "name", value) for value in values]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{max(names, key=names.count)} stands there twice")
+    return values
+
+
+ascending = AfterValidator(_require_ascending)
+distinct = AfterValidator(_require_distinct)  # by name, where the members have one
+
+
 def key(description: str, **default: Any) -> Any:
     """A key of a section: its meaning, for `aerie keys`, and its `default` or `default_factory`."""
     return dataclasses.field(metadata={"description": description}, **default)
@@ -130,10 +148,9 @@ def read_text(path: Path) -> str:
     try:
         require_regular(path)
         return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"{path}: not UTF-8 text") from error
+    except (OSError, UnicodeDecodeError) as error:
+        problem = getattr(error, "strerror", "not UTF-8 text")
+        raise UserError(f"{path}: {problem}") from error
 
 
 def _parse_yaml(text: str, source: str) -> tuple[Any, Any]:
@@ -142,13 +159,11 @@ def _parse_yaml(text: str, source: str) -> tuple[Any, Any]:
         loader = _Loader(text)
         node = loader.get_single_node()
         return None if node is None else loader.construct_document(node), node
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        problem = error.problem
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date with a thirteenth month
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", str(error).partition(";")[0])
         raise UserError(f"{source}{line}: not YAML ({problem}); check the indentation") from error
-    except (yaml.YAMLError, ValueError) as error:  # such as a date with a thirteenth month
-        problem = str(error).splitlines()[0].partition(";")[0]
-        raise UserError(f"{source}: not YAML ({problem}); check the indentation") from error
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -180,27 +195,24 @@ def override(words: Sequence[str], values: dict[str, Any], lines: dict[str, str]
         name, _, text = word.partition("=")
         value, _ = _parse_yaml(text, f"--{name}")
         parts = name.split(".")
+        lines |= {".".join(parts[:end]): f"--{name}" for end in range(1, len(parts) + 1)}
         section: Any = values
-        for depth, part in enumerate(parts):
-            lines[".".join(parts[: depth + 1])] = f"--{name}"
-            index: Any = part
-            if isinstance(section, list):
-                if not part.isdecimal() or int(part) >= len(section):
-                    raise UserError(
-                        f"--{name}: {part} is no position in a list of {len(section)} "
-                        "(the first is 0)"
-                    )
-                index = int(part)
-            elif not isinstance(section, dict) or part.isdecimal():
-                expected = "list" if part.isdecimal() else "section"
-                raise UserError(f"--{name}: {parts[depth - 1]} is no {expected}")
-            if depth == len(parts) - 1:
-                section[index] = value
-                break
-            inner = section.get(index) if isinstance(section, dict) else section[index]
+        for part in parts[:-1]:
+            index = _index(section, part, name)
             # A copy: other uses of a YAML anchor keep what they have.
-            section[index] = {} if inner is None else copy.copy(inner)
+            section[index] = copy.copy(section[index]) or {}
             section = section[index]
+        section[_index(section, parts[-1], name)] = value
+
+
+def _index(section: Any, part: str, name: str) -> Any:
+    """Where a part of a dotted name is in its section: a key, None if new, or a position."""
+    if isinstance(section, dict) and not part.isdecimal():
+        section.setdefault(part, None)
+        return part
+    if isinstance(section, list) and part in map(str, range(len(section))):
+        return int(part)
+    raise UserError(f"--{name}: there is no {part!r}; positions of a list count from 0")
 
 
 def as_dict(section: Any) -> dict[str, Any]:
@@ -233,20 +245,13 @@ def validate(
         return typing.cast(T, adapter(schema).validate_python(values))
     except ValidationError as error:
         texts = []
-        for problem in _causes(error):
+        problems: list[Any] = error.errors()
+        # A list of wrong items is called too short as well.
+        for problem in [p for p in problems if p["type"] != "too_short"] or problems:
             parts = _key_parts(problem, values)
             advice = _advice(problem, parts, schema)
             texts.append(f"{_location(parts, source, lines)}: {advice}")
         raise UserError("\n".join(texts)) from error
-
-
-def _causes(error: ValidationError) -> list[Any]:
-    """The problems that follow from no other: a list of wrong items is also called too short."""
-    problems: list[Any] = error.errors()
-    outer = set()
-    for problem in problems:
-        outer |= {problem["loc"][:end] for end in range(len(problem["loc"]))}
-    return [p for p in problems if p["type"] != "too_short" or p["loc"] not in outer]
 
 
 def _key_parts(problem: Any, values: Any) -> list[str]:
@@ -272,10 +277,8 @@ def _location(parts: list[str], source: str, lines: dict[str, str]) -> str:
     """Where the key, or the closest section around it that is written somewhere, is set."""
     name = ".".join(parts)
     line = source
-    for end in range(len(parts), 0, -1):
-        if ".".join(parts[:end]) in lines:
-            line = lines[".".join(parts[:end])]
-            break
+    for end in range(1, len(parts) + 1):  # from the outermost section inwards
+        line = lines.get(".".join(parts[:end]), line)
     is_clear = not name or f"{line}.".startswith(f"--{name}.")  # the flag says the name
     return line if is_clear else f"{line}: {name}"
 
@@ -290,30 +293,17 @@ def _advice(problem: Any, parts: list[str], schema: type) -> str:
         case kind if kind.startswith("missing"):
             return "required, and not set"
         case "dataclass_type" | "model_attributes_type":
-            text = "has keys of its own, indented below it"
-        case "tuple_type":
-            text = "input should be a list"
+            return f"has keys of its own, indented below it, not {value!r}"
         case "union_tag_not_found":
-            tag = context["discriminator"].strip("'")
-            kinds = [
-                kind.removeprefix(f"{tag}: ")
-                for _, path, kind in sections(schema)
-                if kind and path == _pattern(parts)
-            ]
-            return f"needs a key {tag!r}: {', '.join(dict.fromkeys(kinds))}"
-        case "union_tag_invalid":
-            tag = context["discriminator"].strip("'")
-            choices = context["expected_tags"].replace("'", "")
-            similar = _similar(context["tag"], choices.split(", "), cutoff=0.5)
-            advice = f"did you mean {similar!r}?" if similar else f"known here: {choices}"
-            return f"unknown {tag} {context['tag']!r}; {advice}"
-        case kind:
-            if kind == "literal_error":
-                similar = _similar(str(value), re.findall("'(.+?)'", context["expected"]))
-                if similar:
-                    return f"unknown {value!r}; did you mean {similar!r}?"
-            message = problem["msg"].removeprefix("Value error, ")
-            text = f"{message[0].lower()}{message[1:]}"
+            return f"needs a key {context['discriminator']}"
+        case "literal_error" | "union_tag_invalid":
+            value = context.get("tag", value)
+            expected = context.get("expected_tags") or context["expected"]
+            similar = _similar(str(value), re.findall("'(.+?)'", expected))
+            advice = f"did you mean {similar!r}?" if similar else f"known here: {expected}"
+            return f"unknown {value!r}; {advice}"
+    message = problem["msg"].removeprefix("Value error, ")
+    text = f"{message[0].lower()}{message[1:]}"
     is_clear = isinstance(value, dict | list) or problem["type"] == "value_error"
     return text if is_clear else f"{text}, not {value!r}"
 
@@ -350,13 +340,5 @@ def _pattern(parts: list[str]) -> str:
     return ".".join("*" if part.isdecimal() else part for part in parts)
 
 
-def _read_aliases() -> dict[str, str]:
-    """Our key for each name that another program calls it."""
-    names, _ = read_yaml(Path(__file__).parent / "schema/aliases.yaml")
-    aliases: dict[str, str] = {}
-    for name, others in names.items():
-        aliases |= dict.fromkeys(others.split(), name)
-    return aliases
-
-
-ALIASES = _read_aliases()
+# Our key for each name that another program calls it.
+ALIASES: dict[str, str] = read_yaml(Path(__file__).parent / "schema/aliases.yaml")[0]

@@ -40,8 +40,8 @@ run => no recipe; name one with --config
 run {bad}/gone.yaml => gone.yaml: No such file or directory
 run {bad} => bad: Is a directory
 run {root}/recipe.yaml --processes many => --processes: invalid int value: 'many'
-run {root}/recipe.yaml --confg x => did you mean --config?
-run {root}/recipe.yaml --data.conversations a b => a list is one word: --data.conversations '[a, b]'
+run {root}/recipe.yaml --confg x => --confg: unknown key; known here: run, target
+run {root}/recipe.yaml --data.conversations a b => b: not an option; overrides look like
 run {root}/recipe.yaml --data.conversations chats
     => no such file or directory; a data set of the Hub is OWNER/NAME
 run {root}/recipe.yaml => none.jsonl: no such file or directory
@@ -63,7 +63,7 @@ distill {recipe} --plan --distill.sources '[{path: {bad}/pipe.jsonl}]'
 distill {recipe} --distill.sources '[{path: {root}/rows.jsonl}]' --merge --retry-failed
     => leave --retry-failed and
 distill {recipe} --distill.sources '[{path: x, ask: problem}]' => ask to personas
-features {recipe} --overwrite --features.after_blocks [2,1] => after_blocks must ascend
+features {recipe} --overwrite --features.after_blocks [2,1] => after_blocks: must ascend
 features {recipe} --overwrite --shard 3/2 => --shard: 3/2 is no share; write i/n
 features {recipe} --plan --data.conversations {root}/rows.jsonl --head.kind eagle3
     => need at least 7; name its taps

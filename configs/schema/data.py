@@ -11,7 +11,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from aerie.configs.read import Many, Place, Section, Some, key
+from aerie.configs.read import Many, Place, Section, Some, ascending, key
 from aerie.configs.schema.heads import Float, Seed, Share
 
 
@@ -60,7 +60,7 @@ class FeaturesConfig(Section):
     mode: Literal["cached", "online"] = key(
         "online: the target runs in the training step", default="cached"
     )
-    after_blocks: Many[NonNegativeInt] | None = key(
+    after_blocks: Annotated[Many[NonNegativeInt], ascending] | None = key(
         "taps, the residual stream after k blocks; null: what the head needs (EAGLE-3: 2, "
         "n//2, n-3)",
         default=None,
@@ -78,11 +78,6 @@ class FeaturesConfig(Section):
     )
 
     def __post_init__(self) -> None:
-        blocks = list(self.after_blocks or ())
-        if blocks != (meant := sorted(set(blocks))):
-            raise ValueError(
-                f"after_blocks must ascend without repeats, not {blocks}; did you mean {meant}?"
-            )
         if self.mode == "online" and (self.storage or self.shuffle_shards):
             raise ValueError(
                 "storage and shuffle_shards are of a cache: leave them out with mode: online"
@@ -151,12 +146,6 @@ class ServerConfig(Section):
     extra_body: dict[str, Any] = key(
         "sent with every request (min_p, chat_template_kwargs)", default_factory=dict
     )
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.extra_body.get("chat_template_kwargs") or {}, dict):
-            raise ValueError(
-                "extra_body.chat_template_kwargs is an object, such as {enable_thinking: false}"
-            )
 
 
 Action = Literal["keep", "drop"]

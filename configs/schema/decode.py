@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -17,7 +17,17 @@ from pydantic import (
 )
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import Many, Place, Section, Some, adapter, key, load_file
+from aerie.configs.read import (
+    Many,
+    Place,
+    Section,
+    Some,
+    adapter,
+    ascending,
+    distinct,
+    key,
+    load_file,
+)
 from aerie.configs.schema.heads import KINDS, Seed, Share
 
 
@@ -63,7 +73,7 @@ class VoteConfig(Section):
     """DEAGLE's vote. Momentum is section 3.4's S_d / S_{d-1}: equation 25's would never vote."""
 
     rule: Literal["vote"] = "vote"
-    signals: Many[Literal["probability", "momentum", "expectation"]] = key(
+    signals: Annotated[Some[Literal["probability", "momentum", "expectation"]], distinct] = key(
         "that vote (table 4 tests each alone)",
         default=("probability", "momentum", "expectation"),
     )
@@ -80,8 +90,6 @@ class VoteConfig(Section):
     )
 
     def __post_init__(self) -> None:
-        if not self.signals or len(set(self.signals)) < len(self.signals):
-            raise ValueError("signals must be at least one signal, each once")
         if self.signals == ("expectation",) and self.bonus <= 0:
             raise ValueError("without a bonus the expectation always votes; raise bonus")
 
@@ -95,12 +103,8 @@ class ProbabilitySumConfig(Section):
     """Dynamic Depth Decoding: stop at some depths if the frontier's summed survival is low."""
 
     rule: Literal["probability_sum"] = "probability_sum"
-    checks: Some[PositiveInt] = key("the depths", default=(5, 7, 9))
+    checks: Annotated[Some[PositiveInt], ascending] = key("the depths", default=(5, 7, 9))
     threshold: Share = key("stop below it (DEAGLE's; DDD tunes it per model)", default=0.15)
-
-    def __post_init__(self) -> None:
-        if list(self.checks) != sorted(set(self.checks)):
-            raise ValueError("checks are depths, in ascending order")
 
 
 class MarginalGainConfig(Section):
@@ -178,10 +182,7 @@ class StaticConfig(Section, kw_only=True):
     )
 
     def __post_init__(self) -> None:
-        try:
-            assert self.paths
-        except UserError as error:  # the recipe's reader adds file and line
-            raise ValueError(str(error)) from error
+        assert self.paths  # which checks the choices
 
     @property
     def file(self) -> Path | None:
@@ -190,35 +191,29 @@ class StaticConfig(Section, kw_only=True):
 
     @cached_property
     def paths(self) -> tuple[Choice, ...]:
-        """The nodes in level order, siblings by rank."""
-        if isinstance(self.choices, str):
-            path = self.file or TREES / f"{self.choices}.yaml"
+        """The nodes in level order, siblings by rank; ValueError for choices that are no tree."""
+        choices = self.choices
+        source = "tree.choices"
+        if isinstance(choices, str):
+            path = self.file or TREES / f"{choices}.yaml"
             if not path.is_file():
                 known = ", ".join(sorted(file.stem for file in TREES.glob("*.yaml")))
-                fault = f"{self.choices}: no such file (published trees: {known})"
-                raise UserError(f"tree.choices: {fault}")
+                raise ValueError(f"{source}: {choices}: no such file (published trees: {known})")
             choices = load_file(path, ChoicesFile, []).choices
-            self._check(choices, f"{path}: choices")
-        else:
-            choices = self.choices
-            self._check(choices, "tree.choices")
-        return tuple(sorted(choices, key=lambda choice: (len(choice), choice)))
-
-    def _check(self, choices: tuple[Choice, ...], place: str) -> None:
+            source = f"{path}: choices"
         nodes = {(), *choices}
         if not choices or len(nodes) != len(choices) + 1 or min(map(min, choices)) < 0:
             rules = "at least one path, each once and none empty, of ranks that count from 0"
-            raise UserError(f"{place}: list {rules}")
-        for choice in choices:
-            *parent, rank = choice
+            raise ValueError(f"{source}: list {rules}")
+        for *parent, rank in choices:
+            fault = f"{source}: {[*parent, rank]} is listed without"
             if tuple(parent) not in nodes:
-                fault = f"{[*choice]} is listed without its parent {parent}; add the parent"
-                raise UserError(f"{place}: {fault}")
-            before = [*parent, rank - 1]
+                raise ValueError(f"{fault} its parent {parent}; add the parent")
             # the child of rank r is the token drawn r-th, so no earlier draw may be left out
-            if self.children == "sampled" and rank > 0 and tuple(before) not in nodes:
-                fault = f"{[*choice]} is listed without {before}, which would bias the output"
-                raise UserError(f"{place}: {fault}; list it too, or use children: best")
+            if self.children == "sampled" and rank and (*parent, rank - 1) not in nodes:
+                fix = "which would bias the output; list it too, or use children: best"
+                raise ValueError(f"{fault} {[*parent, rank - 1]}, {fix}")
+        return tuple(sorted(choices, key=lambda choice: (len(choice), choice)))
 
     @property
     def levels(self) -> int:
@@ -294,18 +289,12 @@ def digests(trees: Iterable[Any]) -> dict[str, dict[str, str]]:
 
 
 class PromptLookupConfig(Section):
-    """Prompt lookup as in transformers 5: what followed an earlier copy of the last n-gram."""
+    """Prompt lookup as in transformers 5: what followed the first copy of the last n-gram."""
 
     ngram: PositiveInt = key(
         "the longest (transformers' default; prompt-lookup-decoding: 3)", default=2
     )
-    min_ngram: PositiveInt = key("the shortest", default=1)
     length: PositiveInt = key("drafted tokens, at most", default=10)
-    match: Literal["first", "last"] = key("which copy of the n-gram counts", default="first")
-
-    def __post_init__(self) -> None:
-        if self.ngram < self.min_ngram:
-            raise ValueError("prompt lookup needs ngram >= min_ngram")
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -314,9 +303,7 @@ class PromptLookupConfig(Section):
 
     @property
     def text(self) -> str:
-        shortest = "" if self.min_ngram == 1 else f", at least {self.min_ngram}"
-        last = "" if self.match == "first" else ", the last match"
-        return f"n-grams up to {self.ngram}{shortest}, {self.length} tokens{last}"
+        return f"n-grams up to {self.ngram}, {self.length} tokens"
 
 
 class LookaheadConfig(Section):
@@ -401,12 +388,13 @@ else:
 
 
 def completed(method: Any, changes: Any) -> Any:
-    """The keys of a method's tree: the published ones with a recipe's changes.
+    """A method's published tree with a recipe's changes; another shape has its own defaults.
 
-    None if the method grows no tree. Another shape than the published one has its own defaults.
-    What is no section, or of no known method, is returned as it is: validation tells of it.
+    None for a method that grows no tree, or that is unknown: `method` is reported for that.
     """
-    if method not in METHODS or not isinstance(changes, dict | None):
+    if method not in METHODS:
+        return None
+    if not isinstance(changes or {}, dict):
         return changes
     changes = {name: value for name, value in (changes or {}).items() if value is not None}
     published = METHODS[method].tree
@@ -414,39 +402,28 @@ def completed(method: Any, changes: Any) -> Any:
         if changes:
             raise ValueError(f"tree: {method} grows no tree; leave it out")
         return None
-    shape = changes.get("shape", published["shape"])
-    published_rule = published["stop"]["rule"]
-    rule = published_rule if shape == published["shape"] else "constant"
-    stop = changes.get("stop")
-    if isinstance(stop, dict):
-        rule = stop.get("rule", rule)
-    elif stop is not None:
-        rule = stop.rule
-    _require_method(method, shape, rule)
-    if shape != published["shape"]:
+    if changes.get("shape", published["shape"]) != published["shape"]:
         return changes
-    if isinstance(stop, dict) and rule == published_rule:
-        changes["stop"] = {"rule": rule, **stop}
+    if isinstance(changes.get("stop"), dict):
+        changes["stop"] = published["stop"] | changes["stop"]
     if method == "opt-tree" and isinstance(changes.get("nodes"), int):
         changes.setdefault("k", changes["nodes"] - 1)  # its frontier is as wide as its budget
     return published | changes
 
 
-def _require_method(method: str, shape: str, rule: str) -> None:
-    """ValueError if trees of this shape and rule have the name of another method."""
-    trees = {name: row.tree for name, row in METHODS.items() if row.tree is not None}
-    if rule not in {tree["stop"]["rule"] for tree in trees.values()}:
-        return
-    heads = set(METHODS[method].heads)
-    names: dict[str, list[str]] = {rule: [], "constant": []}
-    for name, tree in trees.items():
-        if tree["shape"] == shape and heads.intersection(METHODS[name].heads):
-            names.setdefault(tree["stop"]["rule"], []).append(name)
-    # if no method has this shape and rule, the one with this shape and the constant rule counts
-    methods = names[rule] or names["constant"]
-    if methods and method not in methods:
-        known = " or ".join(methods)
-        raise ValueError(f"tree: {shape} with rule {rule} is method {known}, not {method}")
+def fitted(tree: Any, method: str, most: int, where: str, head: str) -> Any:
+    """A TreeConfig no deeper than its head drafts.
+
+    Cuts the method's default depth; UserError for any other depth.
+    """
+    if tree.levels <= most:
+        return tree
+    if method and tree.levels == (METHODS[method].tree or {}).get("levels"):
+        return replace(tree, levels=most)
+    fix = "give tree.choices of at most" if tree.shape == "static" else "set tree.levels to"
+    raise UserError(
+        f"{where}: is {tree.levels} levels deep, and {head} drafts at most {most}; {fix} {most}"
+    )
 
 
 def published_tree(method: str, **changes: Any) -> Any:
@@ -474,17 +451,11 @@ class MethodConfig(Section):
     def _complete(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        method = values.get("method")
-        if not isinstance(method, str) or method not in METHODS:
-            return {**values, "tree": None}  # an unknown method is one mistake, not two
-        return {**values, "tree": completed(method, values.get("tree"))}
+        return values | {"tree": completed(values.get("method"), values.get("tree"))}
 
     def __post_init__(self) -> None:
-        published = METHODS[self.method]
-        if (self.tree is None) != (published.tree is None):
-            raise ValueError(f"tree: {self.method} needs its own; see MethodConfig.of")
         for section in OPTIONS:
-            if getattr(self, section) is not None and published.options != section:
+            if getattr(self, section) is not None and METHODS[self.method].options != section:
                 raise ValueError(f"{section}: {self.method} does not read it; leave it out")
 
     @property

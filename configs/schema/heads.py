@@ -114,14 +114,12 @@ class _TapHead(_LayerSizes, HeadSection, kw_only=True):
     )
 
     def __post_init__(self) -> None:
-        starts = {"lm_head_init": "random", "norm_init": "ones", "fc_init": "random"}
-        begun = [
-            f"{name} {value}"
-            for name, value in starts.items()
-            if getattr(self, name, value) != value
-        ]
-        if self.init_from is not None and begun:
-            raise ValueError(f"init_from is a head that has begun already; set {', '.join(begun)}")
+        starts = (self.norm_init, self.fc_init, getattr(self, "lm_head_init", "random"))
+        if self.init_from is not None and starts != ("ones", "random", "random"):
+            raise ValueError(
+                "init_from is a head that has begun already; set norm_init ones, "
+                "fc_init random and lm_head_init random, or leave them out"
+            )
 
 
 class Eagle3Section(_TapHead, kw_only=True):
@@ -158,9 +156,6 @@ class Eagle3Section(_TapHead, kw_only=True):
                 "fc_norm and norm_before_fc norm the same features, "
                 "and no server does both; choose one"
             )
-        if self.init_from is None:
-            for name in ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc"):
-                object.__setattr__(self, name, bool(getattr(self, name)))
 
 
 class _MultiToken(HeadSection, kw_only=True):
@@ -214,13 +209,8 @@ class DraftLMSection(_LayerSizes, HeadSection, kw_only=True):
     initializer_range: PositiveFloat = key("standard deviation of new matrices", default=0.02)
 
     def __post_init__(self) -> None:
-        needed = (
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "max_position_embeddings",
-        )
-        missing = [name for name in needed if getattr(self, name) is None]
+        needed = "hidden_size intermediate_size num_attention_heads max_position_embeddings"
+        missing = [name for name in needed.split() if getattr(self, name) is None]
         if missing and self.init_from is None:
             raise ValueError(
                 f"a draft_lm trained from scratch needs {', '.join(missing)} (or init_from)"

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from aerie.configs.read import Many, Place, Section, Some, key
+from aerie.configs.read import Many, Place, Section, Some, ascending, distinct, key
 from aerie.configs.schema.data import DataConfig, QuestionsConfig, by_name
 from aerie.configs.schema.decode import Method, MethodConfig, TreeConfig
 from aerie.configs.schema.heads import Seed
@@ -29,7 +29,9 @@ class PromptsConfig(Section):
     num_prompts: PositiveInt | None = key("of the file, or of each task; null: all", default=80)
     max_new_tokens: PositiveInt = key("of each turn", default=512)
     task: str | None = key("one name for all of `path`; null: the file's categories", default=None)
-    tasks: Many[Annotated[TaskConfig, by_name]] = key("in place of path", default=())
+    tasks: Annotated[Many[Annotated[TaskConfig, by_name]], distinct] = key(
+        "in place of path", default=()
+    )
     turns: PositiveInt | None = key(
         "most turns of a question; null: all, but of held-out conversations the first", default=None
     )
@@ -42,9 +44,6 @@ class PromptsConfig(Section):
             raise ValueError(
                 "task names the questions of path, and tasks have names of their own; leave it out"
             )
-        names = [task.name for task in self.tasks]
-        if len(set(names)) < len(names):
-            raise ValueError(f"tasks: {max(names, key=names.count)} stands there twice")
 
 
 class HeldOutPrompts(PromptsConfig, kw_only=True):
@@ -60,7 +59,7 @@ class SamplingConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = key("1: off", default=1.0)
 
 
-CONTEXT = "context"  # the sweep of contexts
+CONTEXT = "context"  # the sweep that `contexts` makes
 
 
 class SweepConfig(Section):
@@ -86,7 +85,7 @@ class BenchConfig(Section):
         "methods, vanilla among them; empty: vanilla, and the head's usual one with `tree`",
         default=(),
     )
-    sampling: Many[SamplingConfig] = key(
+    sampling: Annotated[Some[SamplingConfig], distinct] = key(
         "every row is measured with each of these", default=(SamplingConfig(),)
     )
     warmup_prompts: NonNegativeInt = key(
@@ -99,8 +98,10 @@ class BenchConfig(Section):
     by_task: bool = key(
         "summary.json has a row for each task; false: the tasks pooled", default=False
     )
-    sweeps: Many[SweepConfig] = key("series of rows in which one setting varies", default=())
-    contexts: Many[PositiveInt] = key(
+    sweeps: Annotated[Many[SweepConfig], distinct] = key(
+        "series of rows in which one setting varies", default=()
+    )
+    contexts: Annotated[Many[PositiveInt], ascending] = key(
         "lengths, in tokens of prompt and answer, that split answers for a sweep: up to each, "
         "and between neighbours",
         default=(),
@@ -109,15 +110,6 @@ class BenchConfig(Section):
     def __post_init__(self) -> None:
         if self.rows and not any(row.method == "vanilla" for row in self.rows):
             raise ValueError("rows must contain the vanilla row: speedup is measured against it")
-        if not self.sampling or len(set(self.sampling)) < len(self.sampling):
-            raise ValueError(
-                "sampling is a list of different settings, such as [{temperature: 0.0}]"
-            )
-        names = [sweep.name for sweep in self.sweeps]
-        if len(set(names)) < len(names) or CONTEXT in names:
-            raise ValueError(f"sweeps need names that differ, and {CONTEXT} is that of contexts")
-        if list(self.contexts) != sorted(set(self.contexts)):
-            raise ValueError("contexts are lengths in tokens, ascending")
 
 
 class CalibrateConfig(Section):

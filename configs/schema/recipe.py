@@ -1,7 +1,6 @@
 """The whole recipe and where a run keeps its files: what the four `main.py` share."""
 
 import argparse
-import difflib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,18 +8,9 @@ from typing import Any
 from pydantic import PositiveInt, model_validator
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import (
-    Place,
-    Section,
-    as_dict,
-    key,
-    override,
-    read_yaml,
-    user_path,
-    validate,
-)
+from aerie.configs.read import Place, Section, key, override, read_yaml, user_path, validate
 from aerie.configs.schema.data import DataConfig, DistillConfig, FeaturesConfig, SyntheticConfig
-from aerie.configs.schema.decode import METHODS, USUAL, TreeConfig, completed
+from aerie.configs.schema.decode import USUAL, TreeConfig, completed, fitted
 from aerie.configs.schema.heads import (
     DEFAULT_KIND,
     Eagle1Section,
@@ -32,10 +22,7 @@ from aerie.configs.schema.heads import (
 )
 from aerie.configs.schema.measure import BenchConfig, CalibrateConfig, TuneConfig
 
-# The options of all commands: a misspelt one is told from an override by its likeness to one.
-FLAGS = """--config --target --dtype --device-map --plan --overwrite --is-whole --prompt --prompts
---method --max-new-tokens --temperature --top-k --top-p""".split()
-KEYS_OF_FLAGS = {
+KEYS_OF_FLAGS = {  # an option's name in argparse's result: the key that it overrides
     "run": "run",
     "target": "target.path",
     "dtype": "target.dtype",
@@ -88,14 +75,14 @@ class Recipe(Section):
     def _complete(cls, values: Any) -> Any:
         """Adds the published settings of the trees, and the head's kind to `train`."""
         kind, method = _kind_and_method(values)
-        is_kind = kind in USUAL  # the section `head` reports a wrong kind
-        train = values.get("train")
+        usual = USUAL.get(kind)  # None: the section `head` reports a wrong kind
+        train = values.get("train") or {}
         calibrate = values.get("calibrate")
-        if train is None or isinstance(train, dict):
-            train = {**(train or {}), "kind": kind} if is_kind else {"kind": DEFAULT_KIND}
-        if calibrate and isinstance(calibrate, dict):
-            calibrate = {**calibrate, "tree": completed(method, calibrate.get("tree"))}
-        tree = completed(USUAL[kind], values.get("tree")) if is_kind else None
+        if isinstance(train, dict):
+            train = train | {"kind": kind} if usual else {"kind": DEFAULT_KIND}
+        if isinstance(calibrate, dict):
+            calibrate = calibrate | {"tree": completed(method, calibrate.get("tree"))}
+        tree = completed(usual, values.get("tree"))
         return {**values, "train": train, "tree": tree, "calibrate": calibrate}
 
     @model_validator(mode="after")
@@ -115,21 +102,6 @@ def _kind_and_method(values: dict[str, Any]) -> tuple[str, str | None]:
     kind = head.get("kind", DEFAULT_KIND) if isinstance(head, dict) else DEFAULT_KIND
     method = calibrate.get("method") if isinstance(calibrate, dict) else None
     return str(kind), method or USUAL.get(str(kind))
-
-
-def fitted(tree: Any, method: str, most: int, where: str, head: str) -> Any:
-    """A TreeConfig no deeper than its head drafts.
-
-    Cuts the method's default depth; UserError for any other depth.
-    """
-    if tree.levels <= most:
-        return tree
-    if method and tree.levels == (METHODS[method].tree or {}).get("levels"):
-        return validate(as_dict(tree) | {"levels": most}, type(tree), where, {})
-    fix = "give tree.choices of at most" if tree.shape == "static" else "set tree.levels to"
-    raise UserError(
-        f"{where}: is {tree.levels} levels deep, and {head} drafts at most {most}; {fix} {most}"
-    )
 
 
 class RunPaths:
@@ -183,11 +155,7 @@ def load(
     """
     if arguments.config is None:
         raise UserError("no recipe; name one with --config RECIPE.yaml")
-    overrides = pairs_of(unknown)
-    for flag, name in KEYS_OF_FLAGS.items():
-        value = getattr(arguments, flag, None)
-        if value is not None:
-            overrides.append(f"{name}={value}")
+    overrides = pairs_of(unknown) + pairs_of_flags(arguments)
     values, lines = read_yaml(arguments.config)
     kind, method = _kind_and_method(values)
     first = [pair for pair in overrides if pair.startswith(("head.kind=", "calibrate.method="))]
@@ -202,32 +170,28 @@ def load(
     return validate(values, Recipe, str(arguments.config), lines, overrides)
 
 
+def pairs_of_flags(arguments: argparse.Namespace) -> list[str]:
+    """The overrides for which there are options, such as ['target.path=llama'] for --target."""
+    values = {name: getattr(arguments, flag, None) for flag, name in KEYS_OF_FLAGS.items()}
+    return [f"{name}={value}" for name, value in values.items() if value is not None]
+
+
 def pairs_of(words: list[str]) -> list[str]:
     """['--a.b', '3', '--c=4'] -> ['a.b=3', 'c=4']."""
     pairs: list[str] = []
     rest = iter(words)
     for word in rest:
         if not word.startswith("--"):
-            raise UserError(f"{word}: not an option; {_fix_of_loose_word(word, pairs)}")
-        option, equals, value = word.partition("=")
-        close = difflib.get_close_matches(option, FLAGS, n=1, cutoff=0.85)
-        if close == [option]:
-            raise UserError(f"{word}: this command has no such option")
-        if close:
-            raise UserError(f"{word}: unknown option; did you mean {close[0]}?")
+            raise UserError(
+                f"{word}: not an option; overrides look like --train.learning_rate 1e-4, and a "
+                "list is one word: --features.after_blocks '[2, 8]'"
+            )
+        name, equals, value = word.removeprefix("--").partition("=")
         if not equals:
             value = next(rest, "")
             if not value:
                 raise UserError(f"{word}: needs a value")
-        name = option.removeprefix("--")
         if name.startswith("generation."):
             name = f"target.{name}"
         pairs.append(f"{name}={value}")
     return pairs
-
-
-def _fix_of_loose_word(word: str, pairs: list[str]) -> str:
-    if not pairs:
-        return "overrides look like --train.learning_rate 1e-4"
-    name, _, first = pairs[-1].partition("=")
-    return f"a list is one word: --{name} '[{first.strip('[,')}, {word.strip('],')}]'"

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import METHODS, USUAL, MethodConfig
+from aerie.configs.schema.decode import METHODS, USUAL, MethodConfig, fitted
 from aerie.configs.schema.heads import KINDS
-from aerie.configs.schema.recipe import fitted
 from aerie.model.formats.layouts import recognise, tensor_names
 from aerie.model.hub import head_directory
 from aerie.model.storage import CONFIG, read_json

@@ -124,11 +124,11 @@ def continuation(
 
     As transformers' PromptLookupCandidateGenerator finds it.
     """
-    for size in range(min(config.ngram, len(text) - 1), config.min_ngram - 1, -1):
+    for size in range(min(config.ngram, len(text) - 1), 0, -1):
         ngrams = sliding_window_view(text[:-1], size)  # [n, size]
         starts = np.flatnonzero((ngrams == text[-size:]).all(axis=1)) + size
         if len(starts):
-            start = starts[0 if config.match == "first" else -1]
+            start = starts[0]
             tokens = text[start : start + config.length].tolist()
             return list(itertools.takewhile(lambda token: token not in end_ids, tokens))
     return []

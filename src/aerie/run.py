@@ -23,7 +23,7 @@ from aerie.configs.errors import (
     stop_on_signals,
 )
 from aerie.configs.read import dump, user_path
-from aerie.configs.schema.recipe import Recipe, add_arguments, load
+from aerie.configs.schema.recipe import Recipe, add_arguments, load, pairs_of_flags
 from aerie.data.inputs import feature_stage, is_here, target_inputs
 from aerie.model.storage import ROOT, Stage, digest, sound_record, write_text
 from aerie.train import resume
@@ -38,7 +38,6 @@ STAGES = {  # of a run, in order, with the folder of the run's directory that ho
     "tune": "tune",
     "report": "report",
 }
-FORK = multiprocessing.get_context("fork")
 
 
 @exit_codes()
@@ -95,13 +94,7 @@ def _stage_arguments(arguments: argparse.Namespace, overrides: list[str]) -> lis
     words = ["--config", str(arguments.config), *overrides]
     if arguments.overwrite:
         words.append("--overwrite")
-    flags = {
-        "run": arguments.run,
-        "target": arguments.target,
-        "dtype": arguments.dtype,
-        "device-map": arguments.device_map,
-    }
-    return words + [f"--{name}={value}" for name, value in flags.items() if value is not None]
+    return words + [f"--{pair}" for pair in pairs_of_flags(arguments)]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -179,7 +172,8 @@ def _run_in_child(stage: str, words: list[str], processes: int | None, recipe: R
     """A stage's exit code. Ctrl-C and SIGUSR1 are passed on to it, and raised when it has ended."""
     stop = None
     # A fork: its end frees the stage's memory.
-    child: Any = FORK.Process(target=_run_stage, args=(stage, words, processes, recipe))
+    make_child = multiprocessing.get_context("fork").Process
+    child: Any = make_child(target=_run_stage, args=(stage, words, processes, recipe))
     child.start()
     while child.exitcode is None:
         try:

@@ -26,29 +26,16 @@ class StageState(NamedTuple):
 
 @exit_codes()
 def main() -> int:
+    """Prints a line for each status file, a line for each stage, and what to type next."""
     parser = Arguments("aerie status", description=COMMANDS["status"].summary)
     parser.add_argument("directory", type=user_path, metavar="RUN", help="the run's directory")
-    directory = parser.parse_args().directory
-    # A directory inside a run, such as its head's, means the run.
-    candidates = (directory, *directory.parents[:2])
-    root = next((path for path in candidates if any(path.glob("status*.json"))), directory)
-    of_runs = sorted(root.glob("*/status.json"))
-    if any(root.glob("status*.json")) or not of_runs:
-        _print_run(root)
-        return 0
-    for path in of_runs:
-        report = _report_state(path.parent / "report")
-        print(", ".join([_line_of_status(path, _read_status(path)), *report.facts]))
-    return 0
-
-
-def _print_run(root: Path) -> None:
-    """Prints a line for each status file, a line for each stage, and what to type next."""
+    root = parser.parse_args().directory
     lines = []
     running = ""
     for path in sorted(root.glob("status*.json")):
         status = _read_status(path)
-        lines.append(_line_of_status(path, status))
+        code = f", exit code {status['code']}" if status["code"] else ""
+        lines.append(f"{root}: {status['stage']} {status['state']}{code}")
         if status["state"] == "running":
             running = status["stage"].split()[0]
     recipe = root / "recipe.yaml"
@@ -56,8 +43,7 @@ def _print_run(root: Path) -> None:
     states = {stage.state for stage in stages}
     if states == {"absent"} and not recipe.exists():
         raise UserError(f"{root}: no run; name the directory that a recipe calls `run`")
-    for name, state, facts in stages:
-        lines.append(f"  {name:<14} {state:<8} {', '.join(facts)}".rstrip())
+    lines += [f"  {name:<14} {state:<8} {', '.join(facts)}" for name, state, facts in stages]
     if running:
         lines.append(f"next: wait for {running}")
     elif states == {"whole"}:
@@ -67,6 +53,7 @@ def _print_run(root: Path) -> None:
         command = f"aerie run {recipe if recipe.exists() else f'RECIPE.yaml --run {root}'}"
         lines.append(f"next: {command}{' --overwrite' if 'damaged' in states else ''}")
     print("\n".join(lines))
+    return 0
 
 
 def _read_status(path: Path) -> dict[str, Any]:
@@ -77,11 +64,6 @@ def _read_status(path: Path) -> dict[str, Any]:
             if lock.acquire(wait=False) is True:  # a stage that still runs would hold it
                 status |= {"state": "killed", "code": 137}
     return status
-
-
-def _line_of_status(path: Path, status: dict[str, Any]) -> str:
-    code = f", exit code {status['code']}" if status["code"] else ""
-    return f"{path.parent}: {status['stage']} {status['state']}{code}"
 
 
 def _stage_states(root: Path, running: str) -> list[StageState]:

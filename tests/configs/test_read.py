@@ -83,13 +83,13 @@ MISTAKES = [
     ("optim:\n  steps: 0", "", "r.yaml:2: optim: steps must be at least 1"),
     ("name: b", "", "r.yaml:2: name: set twice"),
     ("optim: [", "", "r.yaml:3: not YAML"),
-    ("figure: {kind: sqare}", "", "r.yaml:2: figure: unknown kind 'sqare'; did you mean 'square'?"),
+    ("figure: {kind: sqare}", "", "r.yaml:2: figure: unknown 'sqare'; did you mean 'square'?"),
     (
         "parts: [{}, {stpes: 2}]",
         "",
         "r.yaml:2: parts.1.stpes: unknown key; did you mean 'parts.1.steps'?",
     ),
-    ("", "parts.5.steps=1", "--parts.5.steps: parts is no list"),
+    ("", "parts.5.steps=1", "--parts.5.steps: there is no '5'"),
     (
         "",
         "learning_rate=1",

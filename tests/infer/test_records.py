@@ -55,10 +55,7 @@ ALIKE: dict[str, list[dict[str, Any]]] = {  # changes of a method's tree that ke
 ROWS = [
     [MethodConfig.of(method, **changes) for changes in every] for method, every in ALIKE.items()
 ] + [
-    [
-        MethodConfig("pld", lookup=lookup)
-        for lookup in (None, LookupConfig(match="last"), LookupConfig(3))
-    ],
+    [MethodConfig("pld", lookup=lookup) for lookup in (None, LookupConfig(3))],
     [
         MethodConfig("lookahead", lookahead=each)
         for each in (None, decode.LookaheadConfig(pool_from_text=True))
