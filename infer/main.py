@@ -54,7 +54,7 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
         rows = (MethodConfig.of("vanilla"), MethodConfig(USUAL[recipe.head.kind], recipe.tree))
     rows += tuple(load_file(path, MethodConfig, []) for path in arguments.row)
     suite = read_suite(replace(section, rows=rows), _run_heads(arguments, recipe).settle)
-    inputs = _machine_inputs(recipe) | decode.digests(row.method.tree for row in suite.rows)
+    inputs = _machine_inputs(recipe) | decode.choice_digests(row.method.tree for row in suite.rows)
     calibrators = {}
     for row in suite.rows:
         if row.head and row.method.tree and row.method.tree.calibrated and not arguments.plan:
@@ -92,7 +92,7 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
     plan = f"{row.method}, {as_dict(row.tree)}, {row.head} -> {output}"
     observer = PaperObserver(section.oracle_levels)
     work = partial(run_calibration, row, section, output, recipe.seed, observer)
-    inputs = decode.digests([row.tree])
+    inputs = decode.choice_digests([row.tree])
     return _measure_stage(arguments, recipe, [row.head], inputs, section, plan, work)
 
 

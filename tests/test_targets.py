@@ -156,7 +156,7 @@ def test_a_narrow_dtype_hides_no_wrong_tree(
         )
         with pytest.raises(UserError, match=refusal):
             check.checked_lm(Target(small("gpt_neo").to(dtype), TargetConfig(path="neo")))
-    monkeypatch.setattr(check, "COPIED", 0)
+    monkeypatch.setattr(check, "MOST_COPIED", 0)
     check.checked_lm(Target(small("llama").to(dtype), TargetConfig(path="llama")))
     warning = "llama: LlamaForCausalLM (llama): no small model of its kind can be built"
     assert warning in capsys.readouterr().err

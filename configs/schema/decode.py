@@ -279,7 +279,7 @@ class DynamicConfig(Section, kw_only=True):
 TreeConfig = Annotated[ChainConfig | StaticConfig | DynamicConfig, Discriminator("shape")]
 
 
-def digests(trees: Iterable[Any]) -> dict[str, dict[str, str]]:
+def choice_digests(trees: Iterable[Any]) -> dict[str, dict[str, str]]:
     """{"choices": {file: digest}} of the files that trees name."""
     choices = {}
     for tree in trees:

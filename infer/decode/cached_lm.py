@@ -1,4 +1,7 @@
-"""A stock transformers LM with a preallocated cache; a tree reaches it as a 4-D mask and positions length + depth."""
+"""A stock transformers LM with a preallocated cache.
+
+A tree reaches it as a 4-D mask and positions: length of the text + depth.
+"""
 
 from dataclasses import dataclass
 from typing import Any, cast
@@ -7,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from aerie.model.kv_cache import KeptRows, KeyValueCache
+from aerie.model.kv_cache import KeptRows, KeyValueCache, LayerRows
 from aerie.model.target import Target
 
 
@@ -20,47 +23,56 @@ class TargetStep:
 
 
 class CachedLM:
+    """The target with the rows that it keeps of a text."""
+
     cache: KeyValueCache  # of the text that `prefill` began
 
     def __init__(self, target: Target, after_blocks: tuple[int, ...] = ()) -> None:
+        """after_blocks: the taps that features are made of; none: last_hidden."""
+        self.target = target
+        self.after_blocks = after_blocks
         self.cache = KeyValueCache({}, KeptRows(0, target.device, target.dtype))
-        self.target, self.after_blocks = target, after_blocks
-        config, lowest = target.config, torch.finfo(target.dtype).min
+        lowest = torch.finfo(target.dtype).min
         self._masked = torch.tensor(lowest, dtype=target.dtype, device=target.device)
         self._visible = torch.zeros_like(self._masked)
+        config = target.config
         self._window = int(getattr(config, "sliding_window", None) or 0)
-        slides = self._window and getattr(config, "use_sliding_window", True)
-        # without a list of kinds all layers slide, or none
-        kinds = getattr(config, "layer_types", None) or [
-            "sliding_attention" if slides else "full_attention"
-        ]
+        kinds = getattr(config, "layer_types", None)
+        if kinds is None:  # without a list of kinds all layers slide, or none
+            slides = self._window and getattr(config, "use_sliding_window", True)
+            kinds = ["sliding_attention" if slides else "full_attention"]
         self._layer_kinds = sorted(set(kinds))
 
     def prefill(self, input_ids: Tensor, kept: KeptRows) -> TargetStep:
-        """Reads a prompt [T]: logits [1, V] of its last token, features of all; the caller advances `kept`."""
-        cache, taps = DynamicCache(), [*self.after_blocks]
-        out = self.target.decoder(
+        """Reads a prompt [T]: logits [1, V] of its last token, features of all.
+
+        The caller advances `kept`.
+        """
+        # The prompt goes through transformers' own cache and causal mask; its rows are then copied.
+        cache = DynamicCache()
+        output = self.target.decoder(
             input_ids=input_ids[None],
             past_key_values=cache,
             use_cache=True,
-            output_hidden_states=taps,
+            output_hidden_states=[*self.after_blocks],
         )
-        # the prompt goes through transformers' own cache and causal mask; its rows are then copied once
-        rows = {  # a layer that shares an earlier layer's rows has none; MLA's values are narrower than its keys
-            (number, name): getattr(layer, name)
-            for number, layer in enumerate(cache.layers)
-            for name in (("keys", "values") if layer.is_initialized else ())
-        }
+        rows: LayerRows = {}
+        for number, layer in enumerate(cache.layers):
+            if layer.is_initialized:  # a layer that shares an earlier layer's rows has none
+                # apart, as the values of latent attention are narrower than its keys
+                rows[number, "keys"] = layer.keys
+                rows[number, "values"] = layer.values
         if self.cache.kept is kept:
             self.cache.write(rows)
         else:
             self.cache = KeyValueCache(rows, kept)
-        return self._step(out, last_only=True)
+        return self._step(output, last_only=True)
 
     def read(self, tokens: Tensor) -> TargetStep:
         """As `prefill`, for the prompt's next tokens [n]."""
         depth = self.cache.kept.positions[: len(tokens)]
-        return self._step(self._forward(tokens, depth, depth[:, None] >= depth), last_only=True)
+        mask = depth[:, None] >= depth  # [n, n] causal
+        return self._step(self._forward(tokens, depth, mask), last_only=True)
 
     @property
     def max_levels(self) -> int:
@@ -73,49 +85,54 @@ class CachedLM:
         return self._step(self._forward(tokens, depth, mask))
 
     def append(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> Tensor:
-        """last_hidden [n, D] of tokens [n], which later calls see until `gather`; depth [m + n], mask [n, m + n].
+        """last_hidden [n, D] of tokens [n], which later calls see until `gather`.
 
-        m: the rows appended since the last `gather`.
+        depth [m + n], mask [n, m + n], with the m rows appended since the last `gather`.
         """
-        out = self._forward(tokens, depth, mask)
+        output = self._forward(tokens, depth, mask)
         self.cache.pending += tokens.shape[0]
-        return cast(Tensor, out.last_hidden_state[0].to(self.target.device))
+        return cast(Tensor, output.last_hidden_state[0].to(self.target.device))
 
     def _forward(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> Any:
-        self.cache.begin(tokens.shape[0])
+        count = tokens.shape[0]
+        self.cache.begin(count)
+        # siblings stand in rows behind one another, but at one position of the text
         positions = depth + self.cache.kept.free[:1]
         return self.target.decoder(
             input_ids=tokens[None],
             attention_mask=self._mask(positions, mask),
-            position_ids=positions[None, -tokens.shape[0] :],
+            position_ids=positions[None, -count:],
             past_key_values=self.cache,
             use_cache=True,
             output_hidden_states=[*self.after_blocks],  # no others are kept
         )
 
-    def _step(self, out: Any, last_only: bool = False) -> TargetStep:
+    def _step(self, output: Any, last_only: bool = False) -> TargetStep:
         device = self.target.device  # the LM head's
-        last_hidden = features = out.last_hidden_state[0].to(device)  # [N, D]
-        if self.after_blocks:
-            features = torch.cat(
-                [out.hidden_states[k][0].to(device) for k in self.after_blocks], dim=-1
-            )
-        return TargetStep(
-            self.target.logits(last_hidden[-1:] if last_only else last_hidden), features
-        )
+        last_hidden = output.last_hidden_state[0].to(device)  # [N, D]
+        logits = self.target.logits(last_hidden[-1:] if last_only else last_hidden)
+        if not self.after_blocks:
+            return TargetStep(logits, last_hidden)
+        taps = [output.hidden_states[block][0].to(device) for block in self.after_blocks]
+        return TargetStep(logits, torch.cat(taps, dim=-1))
 
     def _mask(self, positions: Tensor, mask: Tensor) -> Tensor | dict[str, Tensor]:
-        # additive [1, 1, n, W], or one per kind of layer: the kept rows, and behind them m + n rows at these positions
-        kept, (count, new), width = self.cache.kept, mask.shape, self.cache.width
-        places, own = kept.free[:new], torch.where(mask, self._visible, self._masked)
-        full = kept.mask[:width].expand(count, -1).index_copy(1, places, own)
+        """The additive mask [1, 1, n, W], or one for each kind of layer.
+
+        Of the kept rows, and behind them of the m + n rows at these positions; mask [n, m + n].
+        """
+        kept = self.cache.kept
+        width = self.cache.width
+        num_new, num_drafted = mask.shape
+        rows = kept.free[:num_drafted]
+        drafted = torch.where(mask, self._visible, self._masked)  # [n, m + n]
+        full = kept.mask[:width].expand(num_new, -1).index_copy(1, rows, drafted)  # [n, W]
         masks = {"full_attention": full[None, None]}
-        # the cache is full-length, so the mask alone makes the sliding window, by positions
         if "sliding_attention" in self._layer_kinds:
-            far = (
-                positions[-count:, None] - kept.positions[:width].index_copy(0, places, positions)
-                >= self._window
-            )
-            masks["sliding_attention"] = torch.where(far, self._masked, full)[None, None]
-        kinds = self._layer_kinds
-        return {kind: masks[kind] for kind in kinds} if len(kinds) > 1 else masks[kinds[0]]
+            # The cache is full-length: the mask alone makes the window, by positions of the text.
+            position_of_row = kept.positions[:width].index_copy(0, rows, positions)  # [W]
+            is_far = positions[-num_new:, None] - position_of_row >= self._window
+            masks["sliding_attention"] = torch.where(is_far, self._masked, full)[None, None]
+        if len(self._layer_kinds) == 1:
+            return masks[self._layer_kinds[0]]
+        return {kind: masks[kind] for kind in self._layer_kinds}

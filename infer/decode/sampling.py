@@ -302,10 +302,11 @@ def distinct_draws(law: Tensor, k: int, generator: torch.Generator) -> tuple[Ten
 def draw_children(
     log_q: Tensor, k: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """k draws without replacement from each law q [r, Vd], in order: log chances and columns [r, k], and q.
+    """k draws without replacement from each law q [r, Vd], in order.
 
-    The j-th chance estimates how often the j-th draw is the accepted one. It falls with j and
-    depends on q alone, not on the tokens drawn. -inf: there is no j-th draw.
+    Returns log chances [r, k], columns [r, k] and q. The j-th chance estimates how often the j-th
+    draw is the accepted one. It falls with j and depends on q alone, not on the tokens drawn. -inf:
+    there is no j-th draw.
     """
     q = log_q.exp()
     columns, missing = distinct_draws(q, k, generator)

@@ -81,7 +81,7 @@ class Heuristic(Stop):
 
 
 class Confidence(Stop):
-    """Ends where q of the level's best token is low: transformers' assistant_confidence_threshold."""
+    """Ends where q of the level's best token is below transformers' confidence threshold."""
 
     def ends(self, level: Level) -> Any:
         best = level.frontier[:1]
@@ -158,7 +158,7 @@ class BestSoFar(Stop):
         self._largest: list[Tensor] = []  # at most one: the result of the last call
 
     def best(self, survival: Tensor) -> Tensor:
-        """The largest survivals [at most nodes - 1] up to this level, descending; its own are [n]."""
+        """The nodes - 1 largest survivals up to this level, whose own are [n]; descending."""
         survivals = torch.cat([*self._largest, survival])
         num_best = min(self.nodes - 1, survivals.shape[0])
         self._largest = [survivals.topk(num_best).values]
@@ -183,7 +183,7 @@ class MarginalGain(BestSoFar):
 
 
 class Exact(BestSoFar):
-    """Ends where no deeper node can be in the tree, as no node survives better than one above it."""
+    """Ends where no deeper node can be in the tree: none survives better than one above it."""
 
     keeps_tree = True
 

@@ -84,7 +84,7 @@ def read(judged: Tensor, count: int) -> Verdict:
     )
 
 
-class Order(NamedTuple):
+class PathFirst(NamedTuple):
     """The levels + 1 nodes with the fewest refused nodes on the way to them, fewest first.
 
     At most one child of each node is accepted, so the nodes of count 0 are a path.
@@ -94,16 +94,16 @@ class Order(NamedTuple):
     nodes: Tensor  # [L]
 
 
-def path_first(tree: Tree, refused: Tensor) -> Order:
+def path_first(tree: Tree, refused: Tensor) -> PathFirst:
     """refused [N]: whether each node is refused if its parent is accepted."""
     if tree.passengers is not None:
         refused = refused | tree.passengers
     counts = (tree.mask[:, 1:] & refused[1:]).sum(dim=1)  # [N]
     counts, nodes = counts.sort(stable=True)
-    return Order(counts[: tree.levels + 1], nodes[: tree.levels + 1])
+    return PathFirst(counts[: tree.levels + 1], nodes[: tree.levels + 1])
 
 
-def _judged(tree: Tree, order: Order, written: Tensor) -> Tensor:
+def _judged(tree: Tree, order: PathFirst, written: Tensor) -> Tensor:
     rows = [*order, written]
     if tree.passengers is not None:
         rows.append(tree.passengers.sum().expand_as(written))
@@ -117,7 +117,7 @@ def walk(tree: Tree, choice: Tensor) -> Tensor:
     """`judge` by the target's choice [N] at every node: its argmax, or a draw from p."""
     if len(tree) == 1:
         root = torch.zeros_like(choice)
-        return _judged(tree, Order(root, root), choice)
+        return _judged(tree, PathFirst(root, root), choice)
     refused = tree.tokens != choice.index_select(0, tree.parents)  # [N]
     order = path_first(tree, refused)
     return _judged(tree, order, choice.index_select(0, order.nodes))
