@@ -13,13 +13,13 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-VERIFY, SHAPE, STOP, SAMPLING = (
-    f"infer/decode/{name}.py" for name in ("verify", "shape", "stop", "sampling")
+VERIFY, TREE, STOP, SAMPLING = (
+    f"infer/decode/{name}.py" for name in ("verify", "dynamic_tree", "stop", "sampling")
 )
 LOSSES, CHAT = "train/losses.py", "data/chat.py"
 TESTS = {
     VERIFY: ["tests/infer/test_verify.py", "tests/infer/test_recorder.py"],
-    SHAPE: ["tests/infer/test_verify.py"],
+    TREE: ["tests/infer/test_shape.py", "tests/infer/test_verify.py"],
     STOP: ["tests/infer/test_shape.py"],
     SAMPLING: ["tests/infer/test_verify.py"],
     LOSSES: ["tests/train/test_losses.py"],
@@ -61,7 +61,9 @@ MUTANTS = [  # file, text that occurs once, its replacement
     ),
     (SAMPLING, "dtype=torch.float64) * cumulative[:, -1:]", "dtype=torch.float64)"),
     (SAMPLING, "uniform, right=True)[:, 0]", "uniform, right=True)[:, 0].sub(1).clamp_(min=0)"),
-    (SHAPE, "else best_alone(grown[-1])", "else grown[-1]"),
+    (TREE, "if stop.keeps_tree:", "if True:"),
+    (TREE, "stable=True).indices[: self.nodes]", "stable=False).indices[: self.nodes].flip(0)"),
+    (TREE, "above = level.frontier_survival", "above = level.survival[: len(frontier)]"),
     (STOP, "return next_best <= last_chosen", "return next_best <= last_chosen + 0.1"),
     (LOSSES, "beta=1.0).mean(-1)", "beta=1.0).sum(-1)"),
     (LOSSES, "-(law.inside.exp() * log_q).sum(-1)", "-(log_q.exp() * log_q).sum(-1)"),
