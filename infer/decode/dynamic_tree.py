@@ -77,6 +77,7 @@ class DynamicTree(Shape):
         """
         deepest = min(self.levels, max_levels)
         self.stop.begin(Tensor.tolist if reads == "each" else on_device)
+        # The root's children: the drafter has read the text when it was committed.
         log_q = drafter.start()  # [1, Vd]
         expansion = self._expansion(drafter, log_q.shape[-1], sampler)
         frontier = repeated_range(1, 1, root.device)  # [1] the root
@@ -100,12 +101,14 @@ class DynamicTree(Shape):
             log_q = drafter.step(tokens, level.rows.index_select(0, frontier))  # [r, Vd]
 
     def _ends(self, level: Level) -> Any:
+        # The constant rule never ends a tree; whoever keeps pools still wants to be told so.
         is_asked = self.keeps_pool or type(self.stop) is not Stop
         return self.stop.ends(level) if is_asked else False
 
     def _expansion(
         self, drafter: Drafter, vocab_size: int, sampler: Sampler | None
     ) -> "BestChildren":
+        # A draft vocabulary may be smaller than OPT-Tree's k.
         k = min(self.k, vocab_size)
         if sampler is not None:
             return DrawnChildren(drafter, k, self.calibrate, sampler)
@@ -234,6 +237,7 @@ class BestOfLevel(BestChildren):
     """
 
     def below(self, depth: int, log_q: Tensor, expanded: Tensor, above: Tensor) -> Level:
+        # A cell of [r, Vd] is row * Vd + column.
         survival, cells = (above[:, None] + log_q).flatten().topk(self.k)  # [k]
         rows = cells // log_q.shape[1]
         columns = cells % log_q.shape[1]
@@ -261,6 +265,8 @@ class DrawnChildren(BestChildren):
         self.sampler = sampler
 
     def below(self, depth: int, log_q: Tensor, expanded: Tensor, above: Tensor) -> Level:
+        # Children are drawn from q as the target's processors leave it, so that verification can
+        # compare it with p.
         log_law = self.sampler.log_law(log_q, are_logarithms=True)
         confidence, columns, law = draw_children(log_law, self.k, self.sampler.generator)
         level = self._level(depth, log_q, expanded, above, confidence, columns)
@@ -322,6 +328,7 @@ def last_of(levels: Iterable[Grown]) -> Tree:
     """The tree that ends where its rule says so; an answer in a tensor is read while the next level
     runs.
     """
+    # What the level before answered, if its answer was not waited for, and the tree it ends.
     before: tuple[Callable[[], bool], Callable[[], Tree]] | None = None
     for ends, finish in levels:
         if before is not None:

@@ -196,6 +196,7 @@ class SpeculativeDecoder:
         """
         if unknown := ", ".join(sorted(settings.keys() - set(HONOURED))):
             raise UserError(f"generate() does not know {unknown}; use {', '.join(HONOURED)}")
+        # What was asked for, else the model's own settings, else the defaults.
         decoding = resolve(self.target.generation_config, **settings)
         if isinstance(input_ids, Mapping) and attention_mask is None:
             attention_mask = input_ids.get("attention_mask")
@@ -210,6 +211,7 @@ class SpeculativeDecoder:
         draws_from = self.runners.generator if plan.captured else generator
         draws_from.set_state(generator.get_state())
         sampler = Sampler(decoding, draws_from, prompt)
+        # Until something is drafted, the rule is that of plain decoding.
         statistics = Statistics(len(prompt), decoding, verify=rule_of(None, sampler))
         clock = Clock(statistics.ms, timed and prompt.is_cuda)
         if streamer is not None:
@@ -217,6 +219,7 @@ class SpeculativeDecoder:
         answer = self._decode(prompt, plan, sampler, statistics, clock, streamer, on_cycle)
         if streamer is not None:
             streamer.end()
+        # The caller's generator goes on where this answer's draws ended.
         generator.set_state(draws_from.get_state())
         clock.lap("other")
         statistics.ms["wall"] = sum(statistics.ms.values())
@@ -238,6 +241,7 @@ class SpeculativeDecoder:
         decoding = sampler.decoding
         num_rows = self._num_rows(len(prompt) + decoding.max_new_tokens, plan)
         kept = self._kept(num_rows)
+        # The target reads the prompt and chooses the first token, which nobody drafted.
         root = self._prefill(prompt, kept, sampler)  # [1]
         answer = AnswerSoFar(decoding, prompt, self._stop_strings(decoding))
         new = answer.add(root.tolist())
@@ -253,6 +257,7 @@ class SpeculativeDecoder:
                 tokens = torch.tensor(answer.tokens, device=prompt.device)
                 self.lm.prefill(torch.cat([prompt, tokens]), kept)
             # --- (1) draft; the bonus token takes one place of what is left
+            # A tree deeper than what is left of the answer would be drafted for nothing.
             levels = self._num_levels(answer.remaining - 1, plan, num_rows)
             runner = self.runners.runner_for(levels)
             tree = runner.draft(root, levels)
@@ -262,9 +267,11 @@ class SpeculativeDecoder:
             step = runner.extend(tree.tokens, tree.depth, tree.mask)
             # The processors that read the text and each path change the logits here.
             step = replace(step, logits=sampler.with_text(step.logits, tree))
+            # Everything before runs ahead of the device; only here does the host wait for it.
             verdict = read(runner.judge(tree, step.logits, sampler), len(tree))
             verify_ms = clock.lap("verify")
             chosen = [*verdict.tokens, verdict.bonus][: answer.remaining]
+            # An end token inside the accepted path cuts what follows it.
             new = answer.add(chosen)
             rule = rule_of(tree.draft_laws, sampler)
             cycle = Cycle(
@@ -276,10 +283,12 @@ class SpeculativeDecoder:
                 clock.lap(None)  # the watcher's time counts for no phase
             # --- (3) commit the accepted path; the bonus token, the next root, has no row yet
             count = len(verdict.path)
+            # The path's nodes but the root, and the bonus token: as many as the path has nodes.
             sampler.follow(verdict.new[:count])
             runner.accept(verdict, step.features)
             self.proposer.learn(chosen, cycle)
             kept.advance(count)
+            # A slice of the device's own tensor, as a number would have to be copied back.
             root = verdict.new[count - 1 : count]
             commit_ms += clock.lap("commit")
             statistics.count(cycle, draft_ms + verify_ms + commit_ms)
@@ -334,6 +343,7 @@ class SpeculativeDecoder:
     def _kept(self, num_rows: int) -> KeptRows:
         """The last text's, if it has room: then its caches and graphs are used again."""
         kept = self.lm.cache.kept
+        # A new KeptRows means new caches for the target and the head, and new graphs.
         if len(kept.positions) < num_rows:
             kept = KeptRows(num_rows, self.target.device, self.target.dtype)
         kept.restart()
@@ -351,6 +361,7 @@ class SpeculativeDecoder:
                 following = prompt[end : end + 1]  # [1]
             else:
                 following = sampler.choose(sampler.with_text(step.logits))
+            # A head pairs the feature of each token with the token after it.
             self.proposer.commit(torch.cat([part[1:], following]), step.features)
             kept.advance(len(part))
         sampler.follow(following)

@@ -61,6 +61,7 @@ def plan_cycle(mode: str, on_gpu: bool, traits: Traits, decoding: Decoding) -> C
     reads = traits.reads
     compiled: set[str] = set()
     captured: set[str] = set()
+    # --- as CUDA graphs: one for each size of its arguments, so the sizes must be few
     if mode != "eager" and (mode == "captured" or on_gpu):
         if reads != "anything":
             captured = {"draft", "extend", "judge", "commit"}
@@ -68,6 +69,7 @@ def plan_cycle(mode: str, on_gpu: bool, traits: Traits, decoding: Decoding) -> C
             captured = {"extend", "commit"}
         if decoding.of_text:  # processors of the text run on the host
             captured.discard("judge")
+    # --- by torch.compile, which needs functions without a generator and without reads
     if mode == "compiled":
         compiled.add("extend")
         if reads == "nothing" and not traits.draws:  # torch.compile takes no generator
@@ -129,14 +131,17 @@ class Runners:
         if self.mode == "eager":
             kept.captured.pop(self, None)  # frees graphs of before a failure
             return self.eager
+        # A short tree at the answer's end would be compiled or captured for this one cycle.
         if levels < (self.eager.proposer.levels or 0):
             return self.eager
+        # Graphs see a rounded-up number of columns; the mask hides those without a row.
         if plan.captured:
             kept.visible = kept.positions[: bucket(kept.length)]
         if plan.compiled:  # one compiled form serves all widths
             torch._dynamo.maybe_mark_dynamic(kept.visible, 0)
         if not plan.captured:
             return self._base
+        # Graphs read this text's caches, so they live as long as its rows do.
         by_width = kept.captured.setdefault(self, {})
         key = (len(kept.visible), plan.by_level)
         if key not in by_width:
@@ -211,6 +216,7 @@ class Compiled:
             torch._dynamo.exc.FailOnRecompileLimitHit,
         ) as error:
             name = self._function.__name__
+            # A user's own model may do what torch.compile cannot follow: slower, not wrong.
             warn(f"target.cycle compiled: {name} runs as it is: {first_line(error)}")
             self._run = self._function
             return self._run(*arguments)
@@ -245,6 +251,7 @@ class CapturedRunner(EagerRunner):
             return self.base.draft(root, max_levels)
         if self.plan.by_level:
             return self._draft_by_level(root, max_levels)
+        # The processors' settings are part of the key only where the draft applies them.
         laws = self.laws if self.plan.draws else None
         return cast(Tree, self._replay("draft", laws, self.base.draft, root, max_levels))
 
@@ -256,6 +263,7 @@ class CapturedRunner(EagerRunner):
             except RuntimeError as error:
                 self._fail("a level of the draft", why_not(error))
                 return self.base.draft(root, max_levels)
+        # Reading each answer saves forwards, and reading it late hides the wait for it.
         waits = proposer.shape.stop_read == "each"
         return proposer.with_forwards(last_of(graphs.replay_levels(root, waits)))
 
@@ -266,6 +274,8 @@ class CapturedRunner(EagerRunner):
         num_checked = self.graphs.checked.get(len(tokens), 0)
         if self.has_failed or num_checked == 2:
             return step
+        # A forward that asks the host for the text's length replays the length of its capture: its
+        # logits are right where it was captured and wrong in the next cycle.
         self.graphs.checked[len(tokens)] = num_checked + 1
         plain: TargetStep = self.clock.exclude(super().extend, tokens, depth, mask)
         difference = self.clock.exclude(self.lm.target.difference, step.logits, plain.logits)
@@ -294,6 +304,7 @@ class CapturedRunner(EagerRunner):
     def _replay(self, name: str, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
         if self.has_failed:
             return function(*arguments)
+        # Tensors are told apart by their length: all else about them is the same in every cycle.
         sizes = [len(part) if isinstance(part, Tensor) else part for part in arguments]
         graph_key = (name, key, *sizes)
         if graph_key not in self.graphs.by_key:
@@ -367,6 +378,7 @@ class Graphs:
             state = self.runners.generator.get_state()
             function(*arguments)
             self.runners.generator.set_state(state)  # takes its draws back
+        # The graph reads its arguments from tensors of its own, which each replay fills.
         inputs = [part.clone() if isinstance(part, Tensor) else part for part in arguments]
         play, output = self._capture(partial(function, *inputs))
         self.by_key[key] = Graph(play, inputs, output)
@@ -374,6 +386,7 @@ class Graphs:
     def capture_levels(self, proposer: TreeProposer, root: Tensor, max_levels: int) -> None:
         for grown in proposer.propose_levels(root, max_levels):
             grown.finish()  # runs once as it is, to set libraries and tables up
+        # The generator is advanced one level a graph; it reads the root from a tensor of its own.
         own_root = root.clone()
         growing = proposer.propose_levels(own_root, max_levels)
         levels = []

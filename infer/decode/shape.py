@@ -60,6 +60,7 @@ class TreeForm(NamedTuple):
 @cache
 def form_of(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) -> TreeForm:
     """The form of a tree's paths of ranks, without ranks that the vocabulary lacks."""
+    # A node is the path of ranks that leads to it; the root's is empty.
     nodes: list[Choice] = [(), *(choice for choice in choices if max(choice) < vocab_size)]
     with_children = {node[:-1] for node in nodes[1:]}
     expanded = [node for node in nodes if node in with_children]
@@ -70,6 +71,7 @@ def form_of(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) 
     levels = []
     for above, here in pairwise(by_depth):
         parents = [node for node in above if node in with_children]
+        # All rows get as many children as the highest rank of the level asks for.
         width = 1 + max(node[-1] for node in here)
         cells = tensor([parents.index(node[:-1]) * width + node[-1] for node in here])
         inner = tensor([place for place, node in enumerate(here) if node in with_children])
@@ -119,6 +121,7 @@ class StaticTree(Shape):
             # --- the children of every row, and of these the nodes of the form
             if draws:
                 law = sampler.law(log_q)
+                # Verification divides by q.
                 law = F.threshold(law, SMALLEST, 0.0)
                 columns = drawn_columns(law, here.width, sampler)  # [r, width]
                 confidence = picked(law.gather(-1, columns).flatten(), here.cells).log()  # [n]
@@ -148,6 +151,7 @@ class StaticTree(Shape):
                 law,
             )
             levels.append(level)
+            # The last level is not asked: nothing would be saved.
             ended = depth < deepest and bool(self.stop.ends(level))
             if depth == deepest or ended:
                 break
@@ -186,7 +190,8 @@ class StaticTree(Shape):
         kept = repeated_range(len(tree), 1, tree.tokens.device)
         host_parents: tuple[int, ...] | None = form.host_parents[: len(tree)]
         if not self.is_chain:  # a chain's first draw is never missing
-            kept = (tree.survival > float("-inf")).nonzero()[:, 0]  # waits for the device
+            # The host needs the count, so it waits for the device here.
+            kept = (tree.survival > float("-inf")).nonzero()[:, 0]
             law_rows = picked(law_rows, kept)
         if len(kept) < len(tree):
             tree = _only(tree, kept)

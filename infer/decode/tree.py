@@ -32,8 +32,10 @@ class DraftLaws:
     def over(self, vocab_size: int) -> Tensor:
         """q [N, V] over the target's vocabulary."""
         count, columns = self.laws.shape
+        # A draft vocabulary: tokens outside it are never drafted, so their q is 0.
         if self.ids is not None:
             return self.laws.new_zeros(count, vocab_size).index_copy_(1, self.ids, self.laws)
+        # The head's LM head may lack the padding of the target's.
         if columns == vocab_size:
             return self.laws
         return F.pad(self.laws, (0, vocab_size - columns))
@@ -185,6 +187,7 @@ def _identity(count: int, device: torch.device) -> Tensor:
 def describe(tree: Tree, names: list[str]) -> str:
     """The tree as indented lines, each node below its ancestors (as in EAGLE-2, figure 7)."""
     lines = []
+    # The column of ancestors sorts a node right behind its parent and its elder siblings' subtrees.
     for node in sorted(range(len(tree)), key=lambda node: tree.mask[node].nonzero()[:, 0].tolist()):
         q = float(tree.confidence[node].exp())
         survival = float(tree.survival[node].exp())
