@@ -42,10 +42,8 @@ class StepOutput:
 
     def total(self, weights: dict[str, float], scales: dict[str, float] | None = None) -> Tensor:
         """The weighted sum of all terms; scales: a further factor of each term."""
-        parts = []
-        for name, (value, _) in self.terms.items():
-            scale = scales[name] if scales else 1.0
-            parts.append(weights[name] * value * scale)
+        scales = scales or dict.fromkeys(self.terms, 1.0)
+        parts = [weights[name] * sums[0] * scales[name] for name, sums in self.terms.items()]
         return sum(parts[1:], parts[0])
 
     @classmethod
@@ -112,18 +110,16 @@ class Objective(nn.Module):
         if batch.features is None and batch.num_tokens == 0 and self.target is not None:
             batch = self._with_zero_states(batch)
         if self.is_random:
-            generators = [keyed_generator(self.settings.seed, epoch, row) for row in batch.rows]
-            seeds = tuple(generator.initial_seed() for generator in generators)
-            batch = replace(batch, seeds=seeds)
+            seed = self.settings.seed
+            seeds = [keyed_generator(seed, epoch, row).initial_seed() for row in batch.rows]
+            batch = replace(batch, seeds=tuple(seeds))
         return batch
 
     def _with_zero_states(self, batch: Batch) -> Batch:
         """For a process without rows: it must call the module, too, and padding adds nothing to the
         sums."""
-        embedding = self.target.embedding
         # collate made it two tokens of padding, of which none is supervised.
-        shape = (*batch.input_ids.shape, embedding.shape[1])
-        features = torch.zeros(shape, dtype=embedding.dtype)  # [1, 2, D]
+        features = torch.zeros_like(self.target.embedding[:2], device="cpu")[None]  # [1, 2, D]
         num_taps = len(getattr(self.head.config, "after_blocks", ()))
         taps = features.repeat(1, 1, num_taps) if num_taps else None  # [1, 2, L*D]
         return replace(batch, features=features, taps=taps)
@@ -154,28 +150,22 @@ class Objective(nn.Module):
         choices = chosen_after(batch, batch.features, self.choose)  # [B, T]
         sums = self(batch).sums()
         hits = []
-        counts = []
         for k, tokens in enumerate(self.draft_greedily(batch)):
             alive = batch.supervised(k)[:, :-1]  # [B, T-1]
             wanted = shifted(choices, 1 + k)[:, :-1][alive]  # [S_k]
             hit = torch.zeros(alive.shape, device=choices.device)  # [B, T-1]
             hit[alive] = (tokens == wanted).float()
             hits.append(hit)
-            counts.append(alive.sum())
+            sums[f"accuracy_at_{k + 1}"] = (hit.sum(), alive.sum())
         # A chain ends at its first miss: the product is 1 up to there, and 0 behind.
-        sums["chain"] = (torch.stack(hits).cumprod(0).sum(), counts[0])
-        for k, hit in enumerate(hits):
-            sums[f"accuracy_at_{k + 1}"] = (hit.sum(), counts[k])
+        sums["chain"] = (torch.stack(hits).cumprod(0).sum(), sums["accuracy_at_1"][1])
         return sums
 
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
         """Held-out measures from the means of measure's sums."""
-        summary = {
-            "predicted_tau": 1.0 + means["chain"],
-            "loss": sum(weight * means[name] for name, weight in self.weights.items()),
-        }
+        loss = sum(weight * means[name] for name, weight in self.weights.items())
         rest = {name: value for name, value in means.items() if name != "chain"}
-        return summary | rest
+        return {"predicted_tau": 1.0 + means["chain"], "loss": loss, **rest}
 
 
 def shifted(x: Tensor, by: int) -> Tensor:
@@ -231,8 +221,8 @@ class Slots:
     @classmethod
     def of_batch(cls, batch: Batch, num_steps: int) -> "Slots":
         # A turn has no gaps: a slot that is supervised in step k is so in all steps before.
-        masks = [batch.supervised(k).flatten() for k in range(num_steps)]
-        steps = torch.stack(masks).sum(0)  # [B * T]: how many steps each slot is supervised in
+        # [B * T]: how many steps each slot is supervised in
+        steps = torch.stack([batch.supervised(k).flatten() for k in range(num_steps)]).sum(0)
         sizes = [int((steps > k).sum()) for k in range(num_steps)]
         supervised = steps.argsort(descending=True, stable=True)[: sizes[0]]
         number = torch.zeros_like(steps)  # [B * T], a slot's index in `supervised`
@@ -245,14 +235,13 @@ class Slots:
         lengths = [int((part.flip(0).cumsum(0) > 0).sum()) for part in steps.split(spans)]
         sequence = torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
         number[sequence] = torch.arange(len(sequence))  # from here on the index in `sequence`
-        rows = number[supervised]
         device = batch.input_ids.device
         return cls(
             supervised.to(device, non_blocking=True),
             sizes,
             which,
             sequence.to(device, non_blocking=True),
-            rows.to(device, non_blocking=True),
+            number[supervised].to(device, non_blocking=True),
             tuple(length for length in lengths if length),
         )
 
@@ -275,10 +264,9 @@ def unroll(
     last_position = head.config.max_position_embeddings - 1
     # A slot attends to step 0 up to itself, and of later steps to itself alone. Above the last
     # layer nothing needs the outputs of unsupervised slots.
-    memories = []
-    for layer in head.blocks:
-        is_last = layer is head.blocks[-1]
-        memories.append(UnrollMemory(slots.documents, slots.rows, is_last))
+    memories = [
+        UnrollMemory(slots.documents, slots.rows, layer is head.blocks[-1]) for layer in head.blocks
+    ]
     x = features  # [N, D]
     for step, size in enumerate(slots.sizes):
         if step == 0:
@@ -348,8 +336,9 @@ class Eagle1Objective(Objective):
         # The last column is never supervised, and has no next token.
         slots = batch.supervised()[:, :-1]  # [B, T-1]
         # All slots are computed: later ones attend to them.
-        positions = batch.positions[:, :-1].to(features.device)
-        outputs = self.head(batch.input_ids[:, 1:], features, positions)  # [B, T-1, D]
+        outputs = self.head(  # [B, T-1, D]
+            batch.input_ids[:, 1:], features, batch.positions[:, :-1].to(features.device)
+        )
         predicted = outputs[slots].float()  # [S, D]
         true = batch.features[:, 1:][slots]  # [S, D], the target's states
         # The target's LM head stays in its own dtype, as in decoding.
@@ -378,20 +367,21 @@ class Eagle1Objective(Objective):
             yield self.choose(slots.in_order(outputs))
 
     def work(self, load: Load) -> Work:
-        slots = load.slots[0]
-        shared = self.target.lm_head.numel()
-        products = MatrixSizes.of(self.head).body * load.tokens
-        # the target's law, and the head's with its gradient: the LM head is frozen
-        laws = 2 * shared * slots + 4 * shared * slots
-        return Work(products, attention_operations(self.head.config, load.pairs), laws)
+        return Work(
+            MatrixSizes.of(self.head).body * load.tokens,
+            attention_operations(self.head.config, load.pairs),
+            # the target's law, and the head's with its gradient: the LM head is frozen
+            (2 + 4) * self.target.lm_head.numel() * load.slots[0],
+        )
 
     def activations(self, tokens: int) -> Activations:
         config = self.head.config
         layers = KeptNumbers.of(config, self.settings.gradient_checkpointing)
         ends = 5 * config.hidden_size  # before and behind the layers
-        numbers = tokens * (layers.kept + ends) + tokens * layers.recomputed
         slots = min(tokens, self.chunk_on(is_gpu=True))
-        return Activations(numbers, 6 * config.vocab_size * slots)
+        return Activations(
+            tokens * (layers.kept + layers.recomputed + ends), 6 * config.vocab_size * slots
+        )
 
 
 class PieceWithLaw(NamedTuple):
@@ -418,10 +408,14 @@ class Eagle3Objective(Objective):
     def forward(self, batch: Batch) -> StepOutput:
         slots = Slots.of_batch(batch, self.settings.unroll_steps)
         fused = self.head.fuse(batch.taps.flatten(0, 1)[slots.sequence])  # [N, D]
-        recomputes = self.settings.gradient_checkpointing
-        outputs = list(unroll(self.head, batch, slots, fused, recomputes))  # K x [S_k, D]
+        outputs = list(  # K x [S_k, D]
+            unroll(self.head, batch, slots, fused, self.settings.gradient_checkpointing)
+        )
         states = batch.features.flatten(0, 1)[slots.supervised + 1]  # [S, D]
-        at_once = self._states_at_once(len(states))
+        # The slots of a piece, of all steps, fill a chunk. Pieces are alike.
+        most = max(1, self.chunk // self.settings.unroll_steps)
+        num_pieces = max(1, -(-len(states) // most))
+        at_once = max(1, -(-len(states) // num_pieces))
         # Slots of several steps that learn the same law come in one piece, which computes it once.
         pieces = losses.by_target_state(Piece(states, slots.which, [outputs]), at_once)
         if self.settings.loss == "soft_cross_entropy":
@@ -435,12 +429,6 @@ class Eagle3Objective(Objective):
         metrics["alpha"] = (sums["alpha"], counts[0])
         metrics["in_vocabulary"] = (sums["in_vocabulary"], counts[0])
         return StepOutput(terms, metrics)
-
-    def _states_at_once(self, total: int) -> int:
-        """Target states of a piece: its slots of all steps fill a chunk. Pieces are alike."""
-        most = max(1, self.chunk // self.settings.unroll_steps)
-        num_pieces = max(1, -(-total // most))
-        return max(1, -(-total // num_pieces))
 
     def _with_law(self, piece: Piece) -> PieceWithLaw:
         law, choices = losses.drafted_law(piece.states, self.target, self.ids)
@@ -518,11 +506,11 @@ class Eagle3Objective(Objective):
     def activations(self, tokens: int) -> Activations:
         config = self.head.config
         layers = KeptNumbers.of(config, self.settings.gradient_checkpointing)
-        ends = 7 * config.hidden_size
         slots = tokens * self.settings.unroll_steps
-        numbers = slots * (layers.kept + ends) + tokens * layers.recomputed
-        law_numbers = 4 * config.draft_vocab_size * min(slots, self.chunk_on(is_gpu=True))
-        return Activations(numbers, law_numbers)
+        return Activations(
+            slots * (layers.kept + 7 * config.hidden_size) + tokens * layers.recomputed,
+            4 * config.draft_vocab_size * min(slots, self.chunk_on(is_gpu=True)),
+        )
 
 
 # --- heads of several tokens ---
@@ -572,13 +560,12 @@ class HeadSlots(NamedTuple):
 
 
 def head_slots(batch: Batch, num_heads: int) -> HeadSlots:
-    masks = [batch.supervised(k)[:, :-1] for k in range(num_heads)]
-    supervised = torch.stack(masks)  # [K, B, T-1]
+    supervised = torch.stack([batch.supervised(k)[:, :-1] for k in range(num_heads)])
     # Counts the supervised slots of head 0 in order: the index of each into `states`.
-    number = masks[0].flatten().cumsum(0).view_as(masks[0]) - 1  # [B, T-1], into the states
+    number = supervised[0].flatten().cumsum(0).view_as(supervised[0]) - 1  # [B, T-1]
     # Slot p of head k learns the law that slot p + k of head 0 learns.
     which = [shifted(number, k)[mask] for k, mask in enumerate(supervised)]
-    return HeadSlots(supervised, batch.features[:, 1:][masks[0]], which)
+    return HeadSlots(supervised, batch.features[:, 1:][supervised[0]], which)
 
 
 class MultiTokenObjective(Objective):
@@ -601,16 +588,14 @@ class MultiTokenObjective(Objective):
 
     def forward(self, batch: Batch) -> StepOutput:
         slots = head_slots(batch, self.num_heads)
-        if self.settings.gradient_checkpointing:
-            outputs = checkpoint(self._outputs, batch, slots.supervised, use_reentrant=False)
-        else:
-            outputs = self._outputs(batch, slots.supervised)
+        recomputed = partial(checkpoint, self._outputs, use_reentrant=False)
+        run = recomputed if self.settings.gradient_checkpointing else self._outputs
+        outputs = run(batch, slots.supervised)
         tokens = [  # K x [S_k]
             shifted(batch.input_ids, 2 + k)[:, :-1][mask] for k, mask in enumerate(slots.supervised)
         ]
-        at_once = max(1, self.chunk // self.num_heads)
         piece = Piece(slots.states, slots.which, [outputs, tokens])
-        pieces = losses.by_target_state(piece, at_once)
+        pieces = losses.by_target_state(piece, max(1, self.chunk // self.num_heads))
         sums = losses.added(list(losses.by_piece(self._sums, pieces)))
         counts = slots.supervised.sum((1, 2))  # [K]
         terms = {
@@ -630,19 +615,16 @@ class MultiTokenObjective(Objective):
         drop = None
         outputs = []
         for k, mask in enumerate(supervised):
-            # Held-out rows have no seeds, and no dropout.
-            if self.settings.dropout and batch.seeds is not None:
+            # Without dropout rows have no seeds, and held-out rows have none either.
+            if batch.seeds is not None:
                 drop = KeyedDropout(self.settings.dropout, batch.seeds, mask.sum(1).tolist(), k)
+            path = []
             if isinstance(self.head, HydraHead):
                 # Head k is given the embeddings of the tokens t_{p+1} to t_{p+k+1}.
-                embeddings = []
-                for ahead in range(1, k + 2):
-                    tokens = shifted(batch.input_ids, ahead)[:, :width][mask]  # [S_k]
-                    embeddings.append(F.embedding(tokens, self.target.embedding))  # [S_k, D]
-                path = torch.cat(embeddings, dim=-1)  # [S_k, (k + 1) * D]
-                outputs.append(self.head.state(k, features[mask], path, drop))
-            else:
-                outputs.append(self.head.state(k, features[mask], drop))
+                tokens = [shifted(batch.input_ids, n)[:, :width][mask] for n in range(1, k + 2)]
+                embeddings = F.embedding(torch.stack(tokens, 1), self.target.embedding)
+                path = [embeddings.flatten(1)]  # [S_k, (k + 1) * D]
+            outputs.append(self.head.state(k, features[mask], *path, drop))
         return outputs
 
     def _sums(self, piece: Piece) -> losses.Sums:
@@ -655,7 +637,6 @@ class MultiTokenObjective(Objective):
             self.head.laws(k, output, self.target).float().log_softmax(-1)
             for k, output in enumerate(outputs)
         ]
-        loss_of = losses.LOSSES[self.settings.loss]
         # A part without weight is 0, and no term.
         label = of_law = list(log_qs[0].new_zeros(len(log_qs)))
         if self.settings.label_weight:
@@ -665,8 +646,8 @@ class MultiTokenObjective(Objective):
         if self.settings.law_weight:
             of_law = []
             for log_q, slots in zip(log_qs, piece.which, strict=True):
-                of_slots = replace(law, slots=slots)
-                of_law.append(loss_of(log_q, of_slots, self.settings).sum())
+                loss = losses.LOSSES[self.settings.loss]
+                of_law.append(loss(log_q, replace(law, slots=slots), self.settings).sum())
         with torch.no_grad():
             hits = [
                 (log_q.argmax(-1) == choice[slots]).sum()
@@ -690,8 +671,5 @@ class MultiTokenObjective(Objective):
         sizes = MatrixSizes.of(self.head)
         # LM heads of its own are trained; the target's, which all future tokens may share, is not
         of_heads = 6 * sizes.lm_head or 4 * shared * self.num_heads
-        return Work(
-            sizes.body * slots,
-            attention_operations(self.head.config, load.pairs),
-            2 * shared * slots + of_heads * slots,
-        )
+        attention = attention_operations(self.head.config, load.pairs)
+        return Work(sizes.body * slots, attention, (2 * shared + of_heads) * slots)
