@@ -59,7 +59,7 @@ MUTANTS = [  # file, text that occurs once, its replacement
         "return chances.scatter(-1, q.gather(-1, columns).argmin(-1, keepdim=True), -torch.inf)"
         ".masked",
     ),
-    (SAMPLING, "dtype=torch.float64) * cumulative[:, -1:]", "dtype=torch.float64)"),
+    (SAMPLING, "dtype=torch.float64) * sums[:, -1:]", "dtype=torch.float64)"),
     (SAMPLING, "uniform, right=True)[:, 0]", "uniform, right=True)[:, 0].sub(1).clamp_(min=0)"),
     (TREE, "if stop.keeps_tree:", "if True:"),
     (TREE, "stable=True).indices[: self.nodes]", "stable=False).indices[: self.nodes].flip(0)"),

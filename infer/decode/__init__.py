@@ -1,4 +1,4 @@
-"""One cycle of decoding: draft a tree, verify it in one forward of the target, keep what it accepts.
+"""Decoding: draft a tree, verify it in one forward of the target, keep what the target accepts.
 
 Read engine.py first (`SpeculativeDecoder.generate`, the loop), then roles.py (who does what),
 dynamic_tree.py (EAGLE-2's tree) and verify.py (which drafted tokens are accepted). runners.py says
