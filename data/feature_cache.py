@@ -69,7 +69,7 @@ class Storage:
 
     def token_bytes(self, hidden_size: int, num_states: int) -> int:
         """Bytes of a token in a shard: its id and turn id (int32), its states and their scales."""
-        scale_bytes = 4 if self.values in LARGEST else 0
+        scale_bytes = 4 * (self.values in LARGEST)
         return 8 + num_states * (hidden_size * self.values.itemsize + scale_bytes)
 
     def __str__(self) -> str:
@@ -174,6 +174,10 @@ class CachePlan:
         return self.storage.token_bytes(self.hidden_size, 1 + len(self.after_blocks))
 
     @property
+    def num_rows(self) -> int:
+        return sum(len(shard.rows) for shard in self.shards)
+
+    @property
     def num_tokens(self) -> int:
         return sum(shard.num_tokens for shard in self.shards)
 
@@ -186,14 +190,12 @@ class CachePlan:
     def foreign(self) -> list[Path]:
         """The records of shards that are none of this plan's."""
         inputs = {shard.record: shard.inputs for shard in self.shards}
-        records = []
-        for path in sorted(self.directory.glob("shard-*.json")):
-            checked = Manifest.check(
-                self.directory, inputs.get(path, {}), content=False, name=path.name
-            )
-            if isinstance(checked, Foreign):
-                records.append(path)
-        return records
+
+        def is_foreign(path: Path) -> bool:
+            checked = Manifest.check(self.directory, inputs.get(path, {}), False, path.name)
+            return isinstance(checked, Foreign)
+
+        return [*filter(is_foreign, sorted(self.directory.glob("shard-*.json")))]
 
     def require_own_directory(self, overwrite: bool) -> None:
         if not overwrite and (foreign := self.foreign()):
@@ -221,16 +223,22 @@ class CachePlan:
             "dtype": str(self.storage.dtype).removeprefix("torch."),
             "storage": self.storage.form,
         }
-        facts = {
-            **shape,
-            "splits": {"train": [0, self.num_train], "held_out": [self.num_train, len(lengths)]},
-            "shards": [[shard.path.name, len(shard.rows)] for shard in self.shards],
-            "lengths": lengths,
-            TOKEN_SUMS: token_sums,
-            STATE_SUMS: state_sums,
-        }
         rows = digest([shard.inputs["rows"] for shard in self.shards])
-        index = Manifest(files, {**fingerprint, **shape, "rows": rows}, facts)
+        index = Manifest(
+            files,
+            {**fingerprint, **shape, "rows": rows},
+            {
+                **shape,
+                "splits": {
+                    "train": [0, self.num_train],
+                    "held_out": [self.num_train, len(lengths)],
+                },
+                "shards": [[shard.path.name, len(shard.rows)] for shard in self.shards],
+                "lengths": lengths,
+                TOKEN_SUMS: token_sums,
+                STATE_SUMS: state_sums,
+            },
+        )
         index.write(self.directory, CACHE_INDEX)
         return index
 
@@ -269,12 +277,13 @@ class FeatureCache(Sequence[CachedRow]):
                 f"{directory}: no whole feature cache ({checked.path.name}: {checked.why}); "
                 f"{verb} it with: {FEATURES_COMMAND}"
             )
-        fingerprint = {key: checked.manifest.inputs.get(key) for key in expected or {}}
+        manifest = checked.manifest
+        fingerprint = {key: manifest.inputs.get(key) for key in expected or {}}
         if changed := differences(fingerprint, expected or {}):
             raise UserError(
                 f"{directory}: built with {changed}; rebuild with: {FEATURES_COMMAND} --overwrite"
             )
-        return cls(directory, checked.manifest, range(len(checked.manifest.facts["lengths"])))
+        return cls(directory, manifest, range(len(manifest.facts["lengths"])))
 
     def split(self, name: Literal["train", "held_out"]) -> "FeatureCache":
         return FeatureCache(self.directory, self.manifest, range(*self.facts["splits"][name]))
@@ -305,14 +314,13 @@ class FeatureCache(Sequence[CachedRow]):
         number = self.numbers[position]
         row = self._read(number, TOKEN_NAMES, TOKEN_SUMS)
         row |= self._read(number, STATE_NAMES, STATE_SUMS)
-        is_encoded = self.facts["storage"] is not None
         return CachedRow(
             input_ids=row["input_ids"].long(),
             turn_ids=row["turns"],
             last_hidden=row["last_hidden"],
             taps=row.get("taps"),
             scales=row.get("scales"),
-            dtype=getattr(torch, self.facts["dtype"]) if is_encoded else None,
+            dtype=getattr(torch, self.facts["dtype"]) if self.facts["storage"] else None,
         )
 
     def _read(self, number: int, names: Sequence[str], sums: str) -> dict[str, Tensor]:
@@ -349,5 +357,6 @@ class _OpenShard:
 
     def read(self, names: Sequence[str], span: slice) -> dict[str, Tensor]:
         # Copies: a slice would keep the file's pages.
-        present = [name for name in names if name in self.names]
-        return {name: self.file.get_slice(name)[span].clone() for name in present}
+        return {
+            name: self.file.get_slice(name)[span].clone() for name in names if name in self.names
+        }

@@ -1,6 +1,5 @@
 """The target's states, written to a feature cache by jobs that may die at any time."""
 
-import shutil
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,7 @@ from aerie.data.feature_cache import (
     shard_spans,
 )
 from aerie.data.inputs import CACHE_INDEX, FEATURES_COMMAND, state_inputs
-from aerie.data.progress import WHOLE_JOB, JobShare, format_bytes, start_progress
+from aerie.data.progress import WHOLE_JOB, JobShare, format_bytes, free_bytes, start_progress
 from aerie.data.tokens import TokenisedData, statistics, text_fingerprint, tokenize_for_target
 from aerie.model.heads.eagle import check_size
 from aerie.model.storage import (
@@ -68,18 +67,19 @@ def plan_cache(
     rows = [*data.train, *data.held_out]
     check_rows(rows, text_config, target_path)
     name = config.dtype or origin["target"]["dtype"]
-    if name == "auto":
-        dtype = getattr(hf_config, "dtype", None) or getattr(text_config, "dtype", None)
-    else:
-        dtype = getattr(torch, name)
-    lengths = [len(row.input_ids) for row in rows]
-    shards = []
-    for number, span in enumerate(shard_spans(lengths, config.shard_tokens)):
-        inputs = {"rows": rows_digest(rows[span]), "origin": digest(origin)}
-        shards.append(Shard(directory / f"shard-{number:05d}.safetensors", rows[span], inputs))
+    stored = getattr(hf_config, "dtype", None) or getattr(text_config, "dtype", None)
+    dtype = stored if name == "auto" else getattr(torch, name)
+    spans = shard_spans([len(row.input_ids) for row in rows], config.shard_tokens)
     return CachePlan(
         directory,
-        shards,
+        [
+            Shard(
+                directory / f"shard-{number:05d}.safetensors",
+                rows[span],
+                {"rows": rows_digest(rows[span]), "origin": digest(origin)},
+            )
+            for number, span in enumerate(spans)
+        ],
         num_train=len(data.train),
         hidden_size=text_config.hidden_size,
         after_blocks=config.after_blocks or (),
@@ -101,12 +101,11 @@ def within_context(data: DataConfig, text_config: Any) -> DataConfig:
 
 
 def check_rows(rows: Sequence[TokenRow], text_config: Any, target_path: str) -> None:
-    num_ids = text_config.vocab_size
     for row in rows:
-        if max(row.input_ids) >= num_ids:
+        if max(row.input_ids) >= text_config.vocab_size:
             raise UserError(
                 f"{row.source}: token id {max(row.input_ids):,} is outside "
-                f"{target_path}'s {num_ids:,} rows"
+                f"{target_path}'s {text_config.vocab_size:,} rows"
             )
 
 
@@ -125,24 +124,17 @@ def extract(
 
     state: accelerate's PartialState.
     """
-    number = state.process_index
     world = state.num_processes
-    shards = share.part(plan.shards)[number::world]
+    shards = share.part(plan.shards)[state.process_index :: world]
     num_tokens = sum(shard.num_tokens for shard in shards)
     writer = Writer(target, plan)
     with explained(plan.directory), ExitStack() as stack:
-        lock = stack.enter_context(_announced(plan, overwrite)) if number == 0 else None
+        lock = stack.enter_context(_announced(plan, overwrite)) if state.is_main_process else None
         state.wait_for_everyone()
         with start_progress(num_tokens, "tok", f"features (process 1 of {world})") as progress:
             writer.run(shards, progress)
         state.wait_for_everyone()
-        if lock is None:
-            return None, writer
-        if lost := plan.missing(share):
-            raise UserError(
-                f"{lost[0].path}: not whole after the extraction; run the same command again"
-            )
-        if plan.missing():  # shards of other shares
+        if lock is None or plan.missing():  # not the first process, or other shares are missing
             return None, writer
         index = plan.write_index({**fingerprint, "target": target.fingerprint()})
         if lock.acquire(wait=False) is True:  # nobody else is at work
@@ -179,11 +171,11 @@ def _announced(plan: CachePlan, overwrite: bool) -> Iterator[Lock]:
 
 
 def _remove_stale(plan: CachePlan) -> None:
-    foreign = {path.stem for path in plan.foreign()}
-    kept = {shard.path.stem for shard in plan.shards} - foreign
-    stale = [path for path in plan.directory.glob("shard-*") if path.stem not in kept]
-    stale += plan.directory.glob(".tmp*")  # safetensors' own
-    for path in (*stale, plan.directory / CACHE_INDEX, plan.directory / FILE):
+    directory = plan.directory
+    kept = {shard.path.stem for shard in plan.shards} - {path.stem for path in plan.foreign()}
+    stale = [path for path in directory.glob("shard-*") if path.stem not in kept]
+    safetensors_own = directory.glob(".tmp*")
+    for path in (*stale, *safetensors_own, directory / CACHE_INDEX, directory / FILE):
         path.unlink(missing_ok=True)
 
 
@@ -200,21 +192,17 @@ class Writer:
     def run(self, shards: Sequence[Shard], progress: Any) -> None:
         """Makes the shards that are not whole; waits at the end for those of another job."""
         started = time.perf_counter()
-        left = [shard for shard in shards if not shard.is_whole(content=True)]
-        num_tokens = sum(shard.num_tokens for shard in shards)
-        progress.update(num_tokens - sum(shard.num_tokens for shard in left))
         pending: Future[None] | None = None
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer") as pool:
             for waits in (False, True):
-                shards = left
-                left = []
+                left = list[Shard]()
                 for shard in shards:
-                    lock = Lock(self.plan.directory / WRITING / shard.path.stem)
                     with ExitStack() as stack:
-                        stack.enter_context(lock)
+                        path = self.plan.directory / WRITING / shard.path.stem
+                        lock = stack.enter_context(Lock(path))
                         if not lock.acquire(wait=waits):
                             left.append(shard)  # another job is making it
-                        elif shard.is_whole(content=True):  # another job has made it meanwhile
+                        elif shard.is_whole(content=True):
                             progress.update(shard.num_tokens)
                         else:
                             tensors = self._tensors(shard, progress)
@@ -222,8 +210,9 @@ class Writer:
                                 pending.result()  # at most two shards are in memory
                             pending = pool.submit(_save, shard, tensors, lock)
                             stack.pop_all()  # the thread frees the lock
-                if pending is not None:
-                    pending.result()
+                shards = left
+            if pending is not None:
+                pending.result()
         self.seconds += time.perf_counter() - started
 
     def forward(self, rows: Sequence[TokenRow]) -> Tensor:
@@ -237,8 +226,8 @@ class Writer:
         self.forward_seconds += time.perf_counter() - started
         self.num_tokens += batch.num_tokens
         mask = mask.to(device)
-        parts = [output.last_hidden, output.taps]
-        return torch.cat([part[mask] for part in parts if part is not None], dim=-1)
+        parts = filter(torch.is_tensor, (output.last_hidden, output.taps))
+        return torch.cat([part[mask] for part in parts], dim=-1)
 
     def _tensors(self, shard: Shard, progress: Any) -> dict[str, Tensor]:
         """The tensors of a shard, filled batch by batch, longest rows first."""
@@ -249,8 +238,9 @@ class Writer:
         starts = [0, *accumulate(shard.lengths)]  # each row's first token in the shard
         for positions in group_by_length(shard.lengths, self.plan.batch_tokens):
             states = self.forward([shard.rows[position] for position in positions])  # [N, S * D]
-            spans = [torch.arange(starts[at], starts[at + 1]) for at in positions]
-            token_numbers = torch.cat(spans)  # [N], in the shard
+            token_numbers = torch.cat(  # [N], in the shard
+                [torch.arange(starts[at], starts[at + 1]) for at in positions]
+            )
             encoded, is_finite = self._encoded(states)
             if not is_finite.all():
                 row = bisect_right(starts, int(token_numbers[~is_finite][0])) - 1
@@ -271,10 +261,10 @@ class Writer:
         values, scales = encode(states, 1 + len(self.plan.after_blocks), self.plan.storage)
         # Checks decoded values: a finite scale may still be too large for float16.
         decoded = decode(values, scales, self.plan.storage.dtype)
-        width = self.target.hidden_size
-        parts = {"last_hidden": values[:, :width].cpu()}
+        last_hidden, taps = values.tensor_split([self.target.hidden_size], dim=-1)
+        parts = {"last_hidden": last_hidden.cpu()}
         if self.plan.after_blocks:
-            parts["taps"] = values[:, width:].cpu()
+            parts["taps"] = taps.cpu()
         if scales is not None:
             parts["scales"] = scales.cpu()
         return parts, torch.isfinite(decoded).all(-1).cpu()
@@ -299,31 +289,32 @@ def prepare(
     """(plan, tokenizer, facts), after all checks that need no weights."""
     hf_config = load_config(recipe.target)
     text_config = hf_config.get_text_config()
-    path = recipe.target.path
     if reason := only_trains(hf_config):
-        warn(f"{path}: {reason}")
+        warn(f"{recipe.target.path}: {reason}")
     taps = taps_of(recipe, text_config.num_hidden_layers)
     check_size(getattr(recipe.head, "draft_vocab_size", None), text_config.vocab_size)
-    config = within_context(recipe.data, text_config)
-    data, tokenizer, tally = tokenize_for_target(recipe.target, config)
-    origin = {**state_inputs(stage.inputs), "after_blocks": list(taps)}
-    features = replace(recipe.features, after_blocks=taps)
-    plan = plan_cache(stage.output, data, features, path, hf_config, origin)
+    data, tokenizer, tally = tokenize_for_target(
+        recipe.target, within_context(recipe.data, text_config)
+    )
+    plan = plan_cache(
+        stage.output,
+        data,
+        replace(recipe.features, after_blocks=taps),
+        recipe.target.path,
+        hf_config,
+        {**state_inputs(stage.inputs), "after_blocks": list(taps)},
+    )
     facts = {"train": statistics(data.train), "held_out": statistics(data.held_out)}
 
     missing = plan.missing(share)
     needed = sum(map(plan.bytes_of, missing))
-    output = stage.output.absolute()
-    existing = next(path for path in (output, *output.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = free_bytes(stage.output)
     if rank() == 0:
-        num_rows = len(data.train) + len(data.held_out)
-        largest = max(map(plan.bytes_of, plan.shards))
         print(
             f"{tally.table()}\ntrain: {facts['train']}\nheld_out: {facts['held_out']}\n"
-            f"features: {num_rows:,} rows, {plan.num_tokens:,} tokens x "
-            f"{plan.token_bytes:,} bytes ({plan.storage}); shards: {len(plan.shards):,} "
-            f"of at most {format_bytes(largest)}, two at a time in memory\n"
+            f"features: {plan.num_rows:,} rows, {plan.num_tokens:,} tokens x "
+            f"{plan.token_bytes:,} bytes ({plan.storage}); shards: {len(plan.shards):,} of at most "
+            f"{format_bytes(max(map(plan.bytes_of, plan.shards)))}, two at a time in memory\n"
             f"features: to write: {format_bytes(needed)} (shards: {len(missing):,} "
             f"of share {share}); free: {format_bytes(free)}",
             flush=True,
@@ -346,19 +337,19 @@ def write(recipe: Recipe, stage: Stage, share: JobShare, overwrite: bool, state:
     index, writer = extract(target, plan, state, fingerprint, share, overwrite)
     speed = ""
     if writer.num_tokens:
-        added = writer.seconds / writer.forward_seconds - 1
         speed = (
             f"; {writer.num_tokens / writer.seconds:,.0f} tok/s a process, "
-            f"{added:.1%} above bare forwards"
+            f"{writer.seconds / writer.forward_seconds - 1:.1%} above bare forwards"
         )
     if index is not None:
         num_bytes = sum(num_bytes for num_bytes, _ in index.files.values())
-        facts |= {
-            "rows": sum(len(shard.rows) for shard in plan.shards),
-            "tokens": plan.num_tokens,
-            "bytes": num_bytes,
-        }
-        seconds = stage.finish(**facts, batch_tokens=plan.batch_tokens)["seconds"]
+        seconds = stage.finish(
+            **facts,
+            rows=plan.num_rows,
+            tokens=plan.num_tokens,
+            bytes=num_bytes,
+            batch_tokens=plan.batch_tokens,
+        )["seconds"]
         print(
             f"features: {plan.num_tokens:,} tokens, {format_bytes(num_bytes)} "
             f"in {seconds:,.1f} s{speed}: {stage.output}",
@@ -390,11 +381,10 @@ def storage_error(writer: Writer) -> str:
     relative = (errors / squares).sqrt().unflatten(0, (-1, width)).mean(-1)  # [S]
     p = torch.softmax(target.logits(states[:, :width]).float(), -1)  # [T, V]
     q = torch.softmax(target.logits(restored[:, :width]).float(), -1)  # [T, V]
-    distance = (p - q).abs().sum(-1).mean() / 2
     shown = ", ".join(f"{error:.2%}" for error in relative.tolist())
     return (
         f"{storage}: relative error of a dimension of the last state and the taps: {shown}; "
-        f"the target's law moves by {distance:.2%} ({len(p):,} tokens)"
+        f"the target's law moves by {(p - q).abs().sum(-1).mean() / 2:.2%} ({len(p):,} tokens)"
     )
 
 
@@ -427,7 +417,6 @@ def time_forwards(recipe: Recipe, plan: CachePlan, share: JobShare, device: str)
 def check_cache(directory: Path) -> int:
     """Prints every difference between a cache and its index; returns 1 if there is any."""
     files = dict[str, tuple[int, str]]()
-    problems = list[str]()
     try:
         files = Manifest.read(directory, CACHE_INDEX).files
         surplus = {path.name for path in directory.glob("shard-*")} - set(files)

@@ -5,7 +5,6 @@ section by section.
 """
 
 import os
-import shutil
 import sys
 from dataclasses import replace
 from itertools import chain
@@ -23,7 +22,7 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
 from aerie.data.feature_cache import Storage, StorageForm
 from aerie.data.inputs import is_here
-from aerie.data.progress import format_bytes
+from aerie.data.progress import format_bytes, free_bytes
 from aerie.data.rows import read_rows
 from aerie.data.tokens import tokenize_for_target
 from aerie.model.heads import HEADS
@@ -289,8 +288,7 @@ def features_part(
     machine: Machine,
 ) -> Part:
     """Cached if that takes less than half of the free disk, in int8 if nothing else does."""
-    existing = next(path for path in Path(run).absolute().parents if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = free_bytes(Path(run))
     values: dict[str, Any] = {"mode": "online"}
     comment = "takes no disk: the target runs in the training step"
     forms: tuple[StorageForm | None, ...] = ("int8", None)  # the second is better, where it fits

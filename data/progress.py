@@ -1,9 +1,11 @@
 """How far a stage is: progress bars, bytes for people, and the share of one of several jobs."""
 
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import StringIO
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -24,6 +26,12 @@ def format_bytes(num_bytes: float) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:,.1f} {unit}"
     return f"{num_bytes / 2**10:,.1f} KiB"
+
+
+def free_bytes(path: Path) -> int:
+    """Of the disk that path is on, or will be."""
+    path = path.absolute()
+    return shutil.disk_usage(next(at for at in (path, *path.parents) if at.exists())).free
 
 
 @dataclass(frozen=True)
