@@ -1,11 +1,10 @@
 """Rows -> right-padded batches; seed, epoch and rows per step fix their order."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,6 +15,7 @@ from aerie.configs.errors import UserError
 from aerie.data.chat import TokenRow
 from aerie.data.feature_cache import CachedRow, decode
 from aerie.data.inputs import hashed_number
+from aerie.data.progress import run_ahead
 from aerie.model.miniature import SHORT, lengths_to_check
 from aerie.model.target import Target, TargetOutput, family
 
@@ -88,9 +88,7 @@ class Batch:
         }
         if self.dtype is not None and self.features is not None:
             scales = moved.get("scales")  # [B, T, 1 + L]
-            of_features, of_taps = None, None
-            if scales is not None:
-                of_features, of_taps = scales[..., :1], scales[..., 1:]
+            of_features, of_taps = (None, None) if scales is None else scales.tensor_split([1], -1)
             moved["features"] = decode(moved["features"], of_features, self.dtype)
             if self.taps is not None:
                 moved["taps"] = decode(moved["taps"], of_taps, self.dtype)
@@ -114,10 +112,11 @@ def collate(rows: Sequence[BatchRow], numbers: Sequence[int], packed: bool = Fal
     for name, attribute in (("features", "last_hidden"), ("taps", "taps"), ("scales", "scales")):
         if getattr(rows[0], attribute, None) is not None:
             columns[name] = [getattr(row, attribute) for row in rows]
-    joined: dict[str, Any]
     if packed:
         columns["turn_ids"] = _renumbered(columns["turn_ids"])
-        joined = {name: torch.cat(parts)[None] for name, parts in columns.items()}  # [1, T, ...]
+        joined: dict[str, Any] = {
+            name: torch.cat(parts)[None] for name, parts in columns.items()
+        }  # [1, T, ...]
     else:
         joined = {
             name: pad_sequence(parts, batch_first=True) for name, parts in columns.items()
@@ -225,13 +224,7 @@ def prefetched(make: Callable[[int], Prefetched], numbers: Iterable[int]) -> Ite
     # Rebuilds torch's pool after a fork; two threads cannot do it at once.
     torch.set_num_threads(torch.get_num_threads())
     with ThreadPoolExecutor(max_workers=2, thread_name_prefix="batches") as pool:
-        rest = iter(numbers)
-        pending = deque[Future[Prefetched]]()
-        while True:
-            pending.extend(pool.submit(make, number) for number in islice(rest, 3 - len(pending)))
-            if not pending:
-                return
-            yield pending.popleft().result()
+        yield from run_ahead(pool, make, numbers, 3)
 
 
 def group_by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
@@ -314,6 +307,5 @@ def with_states(
         if states is not None:
             # A copy: autograd cannot keep inference tensors.
             states = states.to(ids.device, dtype, copy=True)  # [N, T, ...]
-            is_padded = documents is None
-            used[name] = states * real if is_padded else states.flatten(0, 1)[real][None]
+            used[name] = states * real if documents is None else states.flatten(0, 1)[real][None]
     return replace(batch, **used)

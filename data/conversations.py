@@ -83,17 +83,17 @@ class Tally:
 
     @property
     def kept(self) -> int:
-        skipped = (count for (kind, _), count in self.counts.items() if kind == "skipped")
-        return self.rows - sum(skipped)
+        return self.rows - sum(n for (kind, _), n in self.counts.items() if kind == "skipped")
 
     def table(self) -> str:
         skipped = self.rows - self.kept
-        lines = [f"conversations: {self.rows:,} read, {self.kept:,} kept, {skipped:,} skipped"]
-        counts = self.counts.most_common()
-        counts.sort(key=lambda entry: get_args(TallyKind).index(entry[0][0]))
-        for (kind, reason), count in counts:
-            lines.append(f"  {kind:<8} {count:>9,}  {reason} ({self.examples[kind, reason]})")
-        return "\n".join(lines)
+        text = f"conversations: {self.rows:,} read, {self.kept:,} kept, {skipped:,} skipped"
+        # By kind, in TallyKind's order; then by count.
+        for (kind, reason), count in sorted(
+            self.counts.most_common(), key=lambda entry: get_args(TallyKind).index(entry[0][0])
+        ):
+            text += f"\n  {kind:<8} {count:>9,}  {reason} ({self.examples[kind, reason]})"
+        return text
 
     def line(self) -> str:
         return "; ".join(" ".join(line.split()) for line in self.table().splitlines())
@@ -119,8 +119,7 @@ def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversatio
         if num_train == config.limit:
             return
     if tally.kept == 0:
-        counts = tally.line().removeprefix("conversations: ")
-        raise UserError(f"{', '.join(config.conversations)}: no usable conversation: {counts}")
+        raise UserError(f"{', '.join(config.conversations)}: no usable {tally.line()}")
 
 
 def read_prompts(path: Path | None, text: str | None, raw: bool = False) -> list[list[Message]]:
@@ -164,15 +163,13 @@ def _prompt_messages(value: Any) -> list[Message]:
 def _conversation_of(row: RawRow, config: DataConfig, tally: Tally) -> Conversation:
     if not isinstance(row.value, dict):
         raise UnusableRow("row is no object", f"is {type(row.value).__name__}")
-    ids, mask = row.value.get("input_ids"), row.value.get("loss_mask")
+    ids, mask = map(row.value.get, ("input_ids", "loss_mask"))
     if ids is not None and mask is not None:
         _check_tokens(ids, mask)
-        is_held_out = _is_held_out([ids, mask], config)
-        return Conversation(row.source, (), None, (ids, mask), is_held_out)
+        return Conversation(row.source, (), None, (ids, mask), _is_held_out([ids, mask], config))
 
-    fields: tuple[str, ...] = ()
-    if config.prompt_field is not None and config.completion_field is not None:
-        fields = (config.prompt_field, config.completion_field)
+    # Both are given, or neither.
+    fields = tuple(filter(None, (config.prompt_field, config.completion_field)))
     messages, changes = mend(to_messages(row.value, fields))
     for change in changes:
         tally.add("mended", change, row.source)
@@ -282,7 +279,9 @@ def _joined_parts(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else content
+    with suppress(TypeError):  # a part is no text
+        return "".join(texts)
+    return content
 
 
 def _tool_call(call: Any) -> Any:

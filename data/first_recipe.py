@@ -182,11 +182,7 @@ def measure_corpus(target: TargetConfig, section: dict[str, Any], context: int) 
 
 def run_name(target_path: str) -> str:
     parent, name = Path(target_path).absolute().parts[-2:]
-    if name in EMPTY_NAMES:
-        name = parent
-    elif name.startswith("checkpoint-"):
-        name = f"{parent}-{name}"
-    return name.lower()
+    return (parent if name in EMPTY_NAMES else name).lower()
 
 
 # --- the head -----------------------------------------------------------------------------------
@@ -270,13 +266,11 @@ def target_part(target: TargetSizes, machine: Machine) -> Part:
 
 def data_part(corpus: Corpus) -> Part:
     values = {"max_length": corpus.max_length, "held_out": corpus.held_out}
-    if not corpus.num_rows:
-        return Part(values, "on the Hub: not counted")
-    return Part(
-        values,
+    counted = (
         f"{corpus.num_rows:,} rows, about {corpus.num_tokens:,.0f} tokens; "
-        f"99 % of the rows have at most {corpus.longest:,}",
+        f"99 % of the rows have at most {corpus.longest:,}"
     )
+    return Part(values, counted if corpus.num_rows else "on the Hub: not counted")
 
 
 def features_part(
@@ -293,11 +287,9 @@ def features_part(
     comment = "takes no disk: the target runs in the training step"
     forms: tuple[StorageForm | None, ...] = ("int8", None)  # the second is better, where it fits
     for form in forms:
-        states = 1 + len(head.taps)
-        token_bytes = Storage(target.dtype, form).token_bytes(
-            target.text_config.hidden_size, states
+        needed = corpus.num_tokens * Storage(target.dtype, form).token_bytes(
+            target.text_config.hidden_size, 1 + len(head.taps)
         )
-        needed = corpus.num_tokens * token_bytes
         if 0 < needed < free / 2 and requested.get("features", {}).get("mode") != "online":
             values = {"mode": "cached"} | ({"storage": form} if form else {})
             comment = f"about {format_bytes(needed)} of the {format_bytes(free)} that are free"
@@ -368,13 +360,13 @@ def _duration(seconds: float, corpus: Corpus) -> str:
 
 def as_text(values: dict[str, Any], parts: dict[str, Part], machine: Machine) -> str:
     """YAML: a line and a comment for each section; first the run, then the parts, then the rest."""
-    lines = [
+    text = (
         f"# By aerie init, for {machine.cores} cores, {machine.gpus} GPUs. "
-        "Hours, sizes and memory are estimates (docs/scale.md)."
-    ]
+        "Hours, sizes and memory are estimates (docs/scale.md).\n"
+    )
     for name in dict.fromkeys(["run", *parts, *values]):
         if name in parts:
-            lines.append(f"# {parts[name].comment}")
+            text += f"# {parts[name].comment}\n"
         flow = yaml.safe_dump(values[name], default_flow_style=True, sort_keys=False, width=inf)
-        lines.append(f"{name}: {flow.splitlines()[0]}")  # a bare value ends with a line "..."
-    return "\n".join(lines) + "\n"
+        text += f"{name}: {flow.splitlines()[0]}\n"  # a bare value ends with a line "..."
+    return text

@@ -5,7 +5,7 @@ Nothing here imports torch.
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,6 @@ CACHE_INDEX = "index.json"  # of a feature cache; written last
 ROW_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")  # owner/name[:[subset:]split]
 
-# sampled digests
-WHOLE_FILE_BYTES = 10**9  # longer files are sampled
-HEADER_BYTES = 2**20  # of a safetensors file, the header
-SAMPLES = 256
-SAMPLE_BYTES = 4096
 
 # the files of a target's directory, as glob patterns
 WEIGHT_FILES = ("*.safetensors", "*.bin")
@@ -42,7 +37,6 @@ OTHER_FILES = (
     "*.py",
 )
 DECISIVE_FILE = re.compile(r"config\.json|.*\.(safetensors|bin|py)")  # decides the states
-READERS_KEYS = ("batch_tokens", "mode", "shuffle_shards")  # of `features`: they change no state
 
 
 # --- digests ------------------------------------------------------------------------------------
@@ -54,19 +48,15 @@ def hashed_number(text: str, bits: int) -> int:
 
 
 def sampled_digest(path: Path) -> str:
-    """16 hex digits over the size, the first MiB and even samples."""
+    """16 hex digits over the size, the first MiB (a safetensors header) and even samples."""
     num_bytes = path.stat().st_size
     hasher = hashlib.sha256(str(num_bytes).encode())
     with path.open("rb") as file:
-        hasher.update(file.read(HEADER_BYTES))
-        for sample in range(SAMPLES):
-            file.seek(num_bytes * sample // SAMPLES)
-            hasher.update(file.read(SAMPLE_BYTES))
+        hasher.update(file.read(2**20))
+        for sample in range(256):
+            file.seek(num_bytes * sample // 256)
+            hasher.update(file.read(4096))
     return hasher.hexdigest()[:16]
-
-
-def sampled_if_large(path: Path) -> str:
-    return file_digest(path) if path.stat().st_size <= WHOLE_FILE_BYTES else sampled_digest(path)
 
 
 def weights_file_digest(path: Path) -> str:
@@ -87,22 +77,16 @@ def target_inputs(config: TargetConfig) -> dict[str, Any]:
     }
     directory = Path(config.path)
     if directory.is_dir():
-        inputs["files"] = _digests_of(directory, OTHER_FILES, sampled_if_large)
-        inputs["files"] |= _digests_of(directory, WEIGHT_FILES, weights_file_digest)
+        inputs["files"] = {}
+        for pattern, digest_of in {
+            **dict.fromkeys(OTHER_FILES, file_digest),
+            **dict.fromkeys(WEIGHT_FILES, weights_file_digest),
+        }.items():
+            for path in filter(Path.is_file, directory.glob(pattern)):
+                inputs["files"][path.name] = digest_of(path)
     if config.chat_template is not None:
         inputs["chat_template"] = file_digest(template_path(config.chat_template))
     return inputs
-
-
-def _digests_of(
-    directory: Path, patterns: Iterable[str], digest_of: Callable[[Path], str]
-) -> dict[str, str]:
-    digests = dict[str, str]()
-    for pattern in patterns:
-        digests |= {
-            path.name: digest_of(path) for path in directory.glob(pattern) if path.is_file()
-        }
-    return digests
 
 
 # --- conversations ------------------------------------------------------------------------------
@@ -125,26 +109,19 @@ def row_files(directory: Path) -> list[Path]:
     """The files of rows below a directory, in order; not hidden ones, nor the project's records."""
     return [
         path
-        for path in sorted(directory.rglob("*"))
-        if path.suffix in ROW_SUFFIXES
-        and path.name != FILE
-        and path.name[0] != "."
-        and path.is_file()
+        for path in sorted(directory.rglob("[!.]*"))
+        if path.suffix in ROW_SUFFIXES and path.name != FILE and path.is_file()
     ]
 
 
-def conversation_inputs(
-    names: Iterable[str], digest_of: Callable[[Path], str] = sampled_if_large
-) -> dict[str, str]:
+def conversation_inputs(names: Iterable[str]) -> dict[str, str]:
     """A digest of each local file of rows, by path."""
     digests = dict[str, str]()
-    for name in names:
-        if Path(name).is_file():
-            digests[name] = digest_of(Path(name))
-        elif Path(name).is_dir():
-            digests |= {str(path): digest_of(path) for path in row_files(Path(name))}
-        else:
-            is_here(name)
+    for name in filter(is_here, names):
+        path = Path(name)
+        for file in row_files(path) if path.is_dir() else [path]:
+            # That of a large file is kept, by its size and time.
+            digests[str(file)] = weights_digest(file)[:16]
     return digests
 
 
@@ -153,8 +130,8 @@ def conversation_inputs(
 
 def feature_stage(recipe: Recipe) -> Stage:
     features = as_dict(recipe.features)
-    for key in READERS_KEYS:  # batch_tokens moves a state by rounding only
-        del features[key]
+    for key in ("batch_tokens", "mode", "shuffle_shards"):
+        del features[key]  # they change no state; batch_tokens moves one by rounding only
     if features["after_blocks"] is None and not recipe.head.reads_taps:
         features["after_blocks"] = []
     inputs = {
@@ -171,11 +148,8 @@ def state_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     target = {key: value for key, value in inputs["target"].items() if key != "chat_template"}
     if "files" in target:
         del target["path"]  # the same files at another path give the same states
-        target["files"] = {
-            name: digest
-            for name, digest in target["files"].items()
-            if DECISIVE_FILE.fullmatch(name)
-        }
+        decisive = filter(DECISIVE_FILE.fullmatch, target["files"])
+        target["files"] = {name: target["files"][name] for name in decisive}
     features = inputs["features"]
     return {"target": target} | {key: features[key] for key in ("after_blocks", "dtype", "storage")}
 

@@ -11,7 +11,6 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")
 
 import argparse
-import json
 import os
 import shlex
 from dataclasses import replace
@@ -143,8 +142,7 @@ def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
         return _reuse(arguments, corpus, paths.status)
     for stage in (corpus, tokenizer):
         stage.require_own_directory(arguments.overwrite)
-        is_used = stage.output.is_dir() and any(stage.output.iterdir())
-        if is_used and not arguments.overwrite and not stage.is_whole():
+        if not arguments.overwrite and not stage.is_whole() and any(stage.output.glob("*")):
             raise UserError(
                 f"{stage.output}: holds other files; choose another --run or --overwrite"
             )
@@ -154,6 +152,7 @@ def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
 
     with status_file(paths.status, "synthetic"):
         quieten()
+        from aerie.data.rows import read_rows
         from aerie.data.synthetic import train_tokenizer, write_corpus
 
         with (
@@ -161,10 +160,9 @@ def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
             directory_atomically(tokenizer.output) as directory,
         ):
             counts = write_corpus(config, conversations)
-            texts = []
-            with (conversations / "train.jsonl").open(encoding="utf-8") as lines:
-                for line in lines:
-                    texts += [turn["value"] for turn in json.loads(line)["conversations"]]
+            texts = list[str]()
+            for row in read_rows(str(conversations / "train.jsonl")):
+                texts += [turn["value"] for turn in row.value["conversations"]]
             trained = train_tokenizer(texts, config.vocab_size)
             trained.save_pretrained(directory)
             replace(tokenizer, output=directory).finish(vocab_size=len(trained))
@@ -187,9 +185,10 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
     share = JobShare.of(arguments.shard)
     quieten()
     status = _status(recipe, "distill", share)
-    target = target_inputs(recipe.target)
     questions = _measuring_questions(recipe, recipe.distill)
-    job = Distillation.of(recipe.paths.distilled, recipe.distill, target, questions)
+    job = Distillation.of(
+        recipe.paths.distilled, recipe.distill, target_inputs(recipe.target), questions
+    )
     if job.stage.is_whole() and not arguments.retry_failed:
         return _reuse(arguments, job.stage, status)
     if arguments.is_whole:
@@ -209,21 +208,18 @@ def _measuring_questions(recipe: Recipe, config: DistillConfig) -> list[str]:
     from aerie.configs.schema.measure import PromptsConfig, TaskConfig
     from aerie.infer.measure.tasks import load_prompts
 
-    measured = []
-    for section in (recipe.bench, recipe.calibrate, recipe.tune):
-        if section is not None:
-            measured.append(section.prompts)
+    sections = (recipe.bench, recipe.calibrate, recipe.tune)
+    excluded = [TaskConfig(task.name, task.path, task.revision) for task in config.exclude]
+    measured = [section.prompts for section in sections if section is not None]
+    measured.append(PromptsConfig(tasks=tuple(excluded)))
     if recipe.tune is not None and recipe.tune.measure is not None:
         measured.append(recipe.tune.measure)
-    excluded = [TaskConfig(task.name, task.path, task.revision) for task in config.exclude]
-    measured.append(PromptsConfig(tasks=tuple(excluded)))
     questions = list[str]()
     for prompts in measured:
         if prompts.path or prompts.tasks:
             # All of a set, also what the recipe does not measure with.
             tasks = tuple(replace(task, num_prompts=None) for task in prompts.tasks)
-            sets = replace(prompts, tasks=tasks, num_prompts=None, turns=None)
-            for prompt in load_prompts(sets):
+            for prompt in load_prompts(replace(prompts, tasks=tasks, num_prompts=None, turns=None)):
                 questions += prompt.turns
     return questions
 
@@ -237,13 +233,12 @@ def _local_target(recipe: Recipe, sampling: AnswerSamplingConfig, thinking: Any)
     from aerie.model.target import Target
 
     target = Target.load(recipe.target, _device(recipe))
-    head = recipe.paths.head(recipe)
-    drafts = (head / "config.json").is_file()
-    decoder = SpeculativeDecoder.from_pretrained(
-        target, str(head) if drafts else None, tree=recipe.tree
+    path = recipe.paths.head(recipe)
+    head = str(path) if (path / "config.json").is_file() else None
+    decoder = SpeculativeDecoder.from_pretrained(target, head, tree=recipe.tree)
+    print(
+        f"distill: {recipe.target.path} answers {f'with {head}' if head else 'alone'}", flush=True
     )
-    helper = f"with {head}" if drafts else "alone"
-    print(f"distill: {recipe.target.path} answers {helper}", flush=True)
     settings: dict[str, Any] = {
         "do_sample": sampling.temperature > 0,
         "temperature": sampling.temperature,
@@ -272,8 +267,9 @@ def show(arguments: argparse.Namespace, recipe: Recipe) -> int:
 
     config = replace(recipe.data, limit=min(limit, recipe.data.limit or limit))
     data, tokenizer, tally = tokenize_for_target(recipe.target, config)
-    rows = [*data.train, *data.held_out][:limit]
-    print(f"{preview(rows, tokenizer, not arguments.plain)}\n\n{tally.table()}")
+    for row in [*data.train, *data.held_out][:limit]:
+        print(f"{preview(row, tokenizer, not arguments.plain)}\n")
+    print(tally.table())
     return 0
 
 
@@ -330,10 +326,9 @@ def _processes(recipe: Recipe) -> Any:
     from accelerate import PartialState
 
     _device(recipe)
-    options: dict[str, Any] = {}
-    if "LOCAL_RANK" in os.environ:  # a launcher has started this process
-        options = {"cpu": not torch.cuda.is_available(), "timeout": BARRIER}
-    state = PartialState(**options)
+    # Settings of a process that a launcher has started.
+    options: dict[str, Any] = {"cpu": not torch.cuda.is_available(), "timeout": BARRIER}
+    state = PartialState(**options if "LOCAL_RANK" in os.environ else {})
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != state.num_processes:
         raise UserError(

@@ -2,9 +2,12 @@
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from io import StringIO
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +16,8 @@ from tqdm import tqdm
 from aerie.configs.errors import UserError, rank
 
 ShareItem = TypeVar("ShareItem")
+WorkItem = TypeVar("WorkItem")
+WorkResult = TypeVar("WorkResult")
 LINE_SECONDS = 10.0  # between two progress lines of a log file
 LOG_LINE = (
     "{desc}: {percentage:3.0f}% of {total_fmt}{unit}, {rate_noinv_fmt}, {remaining} left{postfix}"
@@ -56,6 +61,19 @@ class JobShare:
 
 
 WHOLE_JOB = JobShare()
+
+
+def run_ahead(
+    pool: Executor, work: Callable[[WorkItem], WorkResult], items: Iterable[WorkItem], most: int
+) -> Iterator[WorkResult]:
+    """The results of `work` in the items' order; at most so many are under way or wait."""
+    rest = iter(items)
+    pending = deque[Future[WorkResult]]()
+    while True:
+        pending.extend(pool.submit(work, item) for item in islice(rest, most - len(pending)))
+        if not pending:
+            return
+        yield pending.popleft().result()
 
 
 class _LogLines(StringIO):

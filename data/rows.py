@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,10 +56,9 @@ def _hub_rows(name: str, revision: str | None) -> Any:
     import datasets
 
     identifier, *parts = name.split(":")
-    subset = parts[0] if len(parts) == 2 else None
-    split = parts[-1] if parts else "train"
+    *subset, split = parts or ["train"]
     try:
-        return datasets.load_dataset(identifier, subset, split=split, revision=revision)
+        return datasets.load_dataset(identifier, *subset, split=split, revision=revision)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
             f"{name}: no such data set: {first_line(error)} "
@@ -72,10 +72,8 @@ def _hub_rows(name: str, revision: str | None) -> Any:
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
     from pyarrow import parquet  # type: ignore[import-untyped]
 
-    number = 0
-    for batch in parquet.ParquetFile(path).iter_batches(batch_size=1024):
-        yield from enumerate(batch.to_pylist(), start=number + 1)
-        number += len(batch)
+    batches = parquet.ParquetFile(path).iter_batches(batch_size=1024)
+    yield from enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), start=1)
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, Any]]:

@@ -49,8 +49,7 @@ ENVIRONMENT = Environment(  # noqa: S701
 
 
 def in_words(number: int) -> str:
-    numbers = FRAME["numbers"]
-    return str(numbers[number] if number in range(len(numbers)) else number)
+    return str(dict(enumerate(FRAME["numbers"])).get(number, number))
 
 
 def listing(parts: list[str]) -> str:
@@ -193,8 +192,8 @@ def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
             opening = ""
         files["train.jsonl"].append({"id": f"synthetic-{index}", "conversations": messages})
     for name, rows in files.items():
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-        write_text(directory / name, "".join(lines))
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_text(directory / name, text)
     return {name: len(rows) for name, rows in files.items()}
 
 

@@ -5,14 +5,13 @@ import re
 import sys
 import time
 from array import array
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from datetime import date
 from importlib.metadata import version
-from itertools import chain, groupby, islice, pairwise
+from itertools import chain, groupby, islice, pairwise, tee
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.data.chat import Chat, Rendered, TokenRow, shared_start
 from aerie.data.conversations import Conversation, Tally, UnusableRow, load_conversations
 from aerie.data.inputs import conversation_inputs, is_here
-from aerie.data.progress import start_progress
+from aerie.data.progress import run_ahead, start_progress
 from aerie.data.rows import hub_commit
 from aerie.model.heads.eagle import DEFAULT_SIZE, DraftVocabulary
 from aerie.model.storage import (
@@ -61,8 +60,9 @@ def tokenize_for_target(
 ) -> tuple[TokenisedData, Any, Tally]:
     """The rows, the target's tokenizer and what was counted."""
     tokenizer = load_tokenizer(target)
+    end_ids = target_end_ids(target, tokenizer)
     tally = Tally()
-    return tokenize(config, tokenizer, target_end_ids(target, tokenizer), tally), tokenizer, tally
+    return tokenize(config, tokenizer, end_ids, tally), tokenizer, tally
 
 
 def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally) -> TokenisedData:
@@ -78,7 +78,7 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
     started = time.monotonic()
     data = _make_rows(config, tokenizer, end_ids, tally)
     is_slow = time.monotonic() - started > SLOW_SECONDS
-    if rank() == 0 and is_slow and None not in inputs["conversations"].values():
+    if is_slow and rank() == 0 and None not in inputs["conversations"].values():
         with suppress(OSError, UserError):  # no room, no permission
             _keep(directory, inputs, data, tally)
     return data
@@ -90,14 +90,17 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
 def _inputs_of(config: DataConfig, tokenizer: Any, end_ids: set[int]) -> dict[str, Any]:
     """All that decides the rows; a Hub data set's commit is None if the Hub does not answer."""
     commits = {name: hub_commit(name, None) for name in config.conversations if not is_here(name)}
-    special = [tokenizer.special_tokens_map, tokenizer.all_special_ids, sorted(end_ids)]
     code = [file_digest(Path(__file__).parent / name) for name in CODE]
     writes_date = "strftime_now" in str(tokenizer.chat_template)
     return {
         **text_fingerprint(tokenizer, config),
-        "special_tokens": special,
+        "special_tokens": [
+            tokenizer.special_tokens_map,
+            tokenizer.all_special_ids,
+            sorted(end_ids),
+        ],
         "today": date.today().isoformat() if writes_date else "",
-        "conversations": conversation_inputs(config.conversations, file_digest) | commits,
+        "conversations": conversation_inputs(config.conversations) | commits,
         "code": [version("transformers"), version("tokenizers"), *code],
     }
 
@@ -137,8 +140,11 @@ def _keep(directory: Path, inputs: dict[str, Any], data: TokenisedData, tally: T
         "turn_ids": [np.asarray(row.turn_ids, dtype=np.int32) for row in rows],
         "source": [row.source for row in rows],
     }
-    counts = [[*key, count, tally.examples[key]] for key, count in tally.counts.items()]
-    facts = {"num_train": len(data.train), "rows": tally.rows, "counts": counts}
+    facts = {
+        "num_train": len(data.train),
+        "rows": tally.rows,
+        "counts": [[*key, count, tally.examples[key]] for key, count in tally.counts.items()],
+    }
     with directory_atomically(directory) as temporary:
         parquet.write_table(arrow.table(columns), temporary / ROWS_FILE)
         Manifest.of(temporary, inputs, facts).write(temporary)
@@ -217,9 +223,8 @@ class RowMaker:
             if cut_row.num_slots:
                 learnable.append(cut_row)
                 continue
-            reason = "no answer of at least two tokens"
-            if row.num_slots:
-                reason = f"the answer begins after max_length ({self.max_length:,} tokens)"
+            is_late = f"the answer begins after max_length ({self.max_length:,} tokens)"
+            reason = is_late if row.num_slots else "no answer of at least two tokens"
             reasons.append(reason)
             if len(rows) > 1:
                 self.chat.tally.add("left out", reason, row.source)
@@ -269,15 +274,10 @@ def _in_processes(
         return
     _inherited[:] = [maker]  # forks inherit it: pickling a tokenizer takes long
     with ProcessPoolExecutor(workers, get_context("fork")) as pool:
-        pending = deque[tuple[list[Conversation], Future[tuple[list[list[TokenRow]], Tally]]]]()
-        while True:
-            # At most two batches a worker, so that the corpus is not read into memory.
-            for batch in islice(batches, 2 * workers - len(pending)):
-                pending.append((batch, pool.submit(_forked_rows, batch)))
-            if not pending:
-                return
-            batch, future = pending.popleft()
-            rows, tally = future.result()
+        # At most two batches a worker, so that the corpus is not read into memory.
+        batches, sent = tee(batches)
+        results = run_ahead(pool, _forked_rows, sent, 2 * workers)
+        for (rows, tally), batch in zip(results, batches, strict=True):
             maker.chat.tally.merge(tally)
             yield from zip(batch, rows, strict=True)
 
@@ -315,26 +315,23 @@ def statistics(rows: Sequence[TokenRow]) -> str:
     )
 
 
-def preview(rows: Sequence[TokenRow], tokenizer: Any, color: bool = True) -> str:
-    """For each row a line, then its text with learnt turns in green (or in [turn:...])."""
-    return "\n\n".join(_preview_row(row, tokenizer, color) for row in rows)
-
-
-def _preview_row(row: TokenRow, tokenizer: Any, color: bool) -> str:
-    parts = [f"{row.source}{statistics([row]).removeprefix('1 rows')}\n"]
+def preview(row: TokenRow, tokenizer: Any, color: bool) -> str:
+    """A line about the row, then its text with learnt turns in green (or in [turn:...])."""
+    shown = f"{row.source}{statistics([row]).removeprefix('1 rows')}\n"
     before = ""
     position = 0
     for turn, run in groupby(row.turn_ids):
         position += len(list(run))
         # Decoded from the row's start on: a run alone may lose a blank or half a character.
         text = tokenizer.decode(row.input_ids[:position], clean_up_tokenization_spaces=False)
-        added = text[shared_start(before, text) :]
-        part = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", added)
+        part = CONTROL.sub(
+            lambda match: f"\\x{ord(match[0]):02x}", text[shared_start(before, text) :]
+        )
         before = text
         if turn:
             part = f"{GREEN}{part}{RESET}" if color else f"[{turn}:{part}]"
-        parts.append(part)
-    return "".join(parts)
+        shown += part
+    return shown
 
 
 # --- the draft vocabulary and the mask token ----------------------------------------------------
@@ -355,18 +352,17 @@ def draft_vocabulary(
     counts = np.zeros(vocab_size, dtype=np.int64)  # [V], of the supervised tokens
     for input_ids, turn_ids in rows:
         np.add.at(counts, np.asarray(input_ids)[np.asarray(turn_ids) != 0], 1)
-    vocabulary = warm_start
-    if vocabulary is None:
-        size = min(DEFAULT_SIZE, vocab_size) if size is None else size
-        vocabulary = DraftVocabulary.most_frequent(counts, size, forced)
+    vocabulary = warm_start or DraftVocabulary.most_frequent(
+        counts, size or min(DEFAULT_SIZE, vocab_size), forced
+    )
     coverage = vocabulary.coverage(counts)
     num_tokens = int(counts.sum())
-    facts = {"size": vocabulary.size, "coverage": round(coverage, 6), "counted_tokens": num_tokens}
-    line = (
+    return (
+        vocabulary,
+        {"size": vocabulary.size, "coverage": round(coverage, 6), "counted_tokens": num_tokens},
         f"draft vocabulary: {vocabulary.size:,} of {vocab_size:,} tokens "
-        f"cover {coverage:.2%} of {num_tokens:,} supervised tokens"
+        f"cover {coverage:.2%} of {num_tokens:,} supervised tokens",
     )
-    return vocabulary, facts, line
 
 
 def mask_token(tokenizer: Any, end_ids: Collection[int], embedding: Any) -> int:
@@ -376,13 +372,10 @@ def mask_token(tokenizer: Any, end_ids: Collection[int], embedding: Any) -> int:
     of zeros is not taken: its queries are zero, so all masks of a block would be alike.
     """
     known = {*tokenizer.get_vocab().values()}
-    unnamed = (
-        number
-        for number in range(len(embedding))
-        if number not in known and embedding[number].any()
-    )
+    rows = range(len(embedding))
+    unnamed = (number for number in rows if number not in known and embedding[number].any())
     for number in (tokenizer.mask_token_id, next(unnamed, None), tokenizer.pad_token_id):
-        if number is not None and number < len(embedding) and number not in end_ids:
+        if number is not None and number in rows and number not in end_ids:
             return int(number)
     raise UserError(
         f"head.mask_token_id: each of the {len(embedding):,} rows of the target's embedding "
@@ -394,6 +387,4 @@ def forced_ids(tokenizer: Any, end_ids: Collection[int], vocab_size: int) -> fro
     """Ids in every draft vocabulary: special tokens and the target's end-of-turn tokens."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     # The LM head has no row for special tokens that were added later.
-    return frozenset(
-        number for number in {*special, *tokenizer.all_special_ids, *end_ids} if number < vocab_size
-    )
+    return frozenset({*special, *tokenizer.all_special_ids, *end_ids} & {*range(vocab_size)})

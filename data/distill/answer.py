@@ -100,9 +100,8 @@ class Thinking:
         # A server's blank thinking is none, unless the prompt opens it.
         if thought is not None and (thought.strip() or (self.is_opened and CLOSE not in content)):
             # The line breaks that the server has stripped are put back.
-            is_open = answer.is_cut and not content
             before = "" if self.is_opened else "\n"
-            after = "" if is_open else "\n"
+            after = "" if answer.is_cut and not content else "\n"
             return replace(
                 answer,
                 reasoning=before + thought.strip("\n") + after,
@@ -119,46 +118,38 @@ class Thinking:
         """Why an answer from `read` cannot be what the target wrote after messages; else None."""
         text = f"{answer.reasoning or ''}{answer.content}"
         if answer.token_ids is None:
-            is_special = not self.special_ids.isdisjoint(self.ids(text))
+            is_special = self.special_ids & {*self.ids(text)}
             return "the answer spells a special token" if is_special else None
         ids = [*answer.token_ids, *(answer.prompt_token_ids or ())]
         if not 0 <= min(ids, default=0) <= max(ids, default=0) < self.num_ids:
             return f"token ids outside the {self.num_ids:,} of the target's tokenizer"
-        if answer.prompt_token_ids:
-            question = self.tokenizer.decode(self.ids(messages[-1]["content"]))
-            prompt = self.tokenizer.decode(answer.prompt_token_ids)
-            if _loosely(question) not in _loosely(prompt):
-                return "its prompt token ids do not spell the prompt"
+        decode = self.tokenizer.decode
+        prompt_ids = answer.prompt_token_ids
+        question = decode(self.ids(messages[-1]["content"]))
+        if prompt_ids and _loosely(question) not in _loosely(decode(prompt_ids)):
+            return "its prompt token ids do not spell the prompt"
         ids = [token for token in answer.token_ids if token not in self.end_ids]
-        spelt = {
-            _loosely(answer_text(self.tokenizer, ids)),
-            _loosely(self.tokenizer.decode(ids)),
-        }
-        if spelt.isdisjoint({_loosely(text), _loosely(answer.content)}):
-            return "its token ids do not spell its text"
-        return None
+        spelt = {_loosely(answer_text(self.tokenizer, ids)), _loosely(decode(ids))}
+        is_spelt = spelt & {_loosely(text), _loosely(answer.content)}
+        return None if is_spelt else "its token ids do not spell its text"
 
     def message(self, answer: Answer) -> Message:
         """The answer as the chat template expects it in a conversation."""
         thought = answer.reasoning or ""
-        content = answer.content
-        if answer.reasoning is not None:
-            content = content.lstrip("\n")
+        content = answer.content if answer.reasoning is None else answer.content.lstrip("\n")
+        message = {"role": "assistant", "content": content}
         if thought.strip() and self.has_field:
-            message = {"role": "assistant", "content": content}
-            return message | {"reasoning_content": thought.strip("\n")}
-        if thought.strip():
-            opening = f"{OPEN}\n" if self.is_opened else ""
-            content = opening + self.written(answer)
-        return {"role": "assistant", "content": content}
+            message["reasoning_content"] = thought.strip("\n")
+        elif thought.strip():
+            message["content"] = f"{OPEN}\n" * self.is_opened + self.written(answer)
+        return message
 
     def written(self, answer: Answer) -> str:
         """What the target wrote after the generation prompt, which may have opened the tag."""
         if answer.reasoning is None:
             return answer.content
-        is_open = answer.is_cut and not answer.content
         opening = "" if self.is_opened else OPEN
-        closing = "" if is_open else CLOSE
+        closing = "" if answer.is_cut and not answer.content else CLOSE
         return f"{opening}{answer.reasoning}{closing}{answer.content}"
 
     def prompt(self, messages: Sequence[Message]) -> str:
@@ -195,18 +186,18 @@ class Thinking:
             messages.append({"role": "user", "content": question})
             prompts.append(self.prompt(messages))
             messages.append(self.message(answer))
-            if answer.token_ids is not None or answer.is_cut:
-                is_text = False
-            elif is_text:
-                written = prompts[-1] + self.written(answer)
-                is_text = self.rendered(messages).startswith(written)
+            is_text = (
+                is_text
+                and answer.token_ids is None
+                and not answer.is_cut
+                and self.rendered(messages).startswith(prompts[-1] + self.written(answer))
+            )
         if is_text:
             return [{"id": outcome.id, "messages": messages}]
         rows: list[dict[str, Any]] = []
         ids, mask = list[int](), list[int]()
         for text, answer in zip(prompts, outcome.answers, strict=True):
-            prompt = answer.prompt_token_ids
-            prompt_ids = self.ids(text) if prompt is None else list(prompt)
+            prompt_ids = list(answer.prompt_token_ids or self.ids(text))
             if prompt_ids[: len(ids)] == ids and rows:
                 rows.pop()  # this row goes on
             else:
@@ -275,17 +266,14 @@ class ServedTarget:
         self.under_way = dict.fromkeys(config.urls, 0)  # requests
         self.away = set[str]()  # servers that do not answer
         self.last_answer = 0.0  # by the loop's clock
-        extra = dict(config.extra_body)
-        if sampling.top_k is not None:
-            extra["top_k"] = sampling.top_k
-        if config.token_ids:
-            extra["return_token_ids"] = True
+        extra = {"top_k": sampling.top_k, "return_token_ids": config.token_ids or None}
+        chosen = {name: value for name, value in extra.items() if value is not None}
         self.body: dict[str, Any] = {
             "model": model,
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "extra_body": extra or None,
+            "extra_body": {**config.extra_body, **chosen},
         }
 
     async def __aenter__(self) -> "ServedTarget":
@@ -348,16 +336,16 @@ class ServedTarget:
                 f"{url}: {why}; check distill.server.urls (.../v1), "
                 f"model ({self.body['model']}) and OPENAI_API_KEY"
             ) from error
-        if status in REJECTED and IS_TOO_LONG.search(why):
-            raise Unanswered("skipped", TOO_LONG) from error
         if status in REJECTED:
-            raise Unanswered("failed", why) from error
+            is_long = IS_TOO_LONG.search(why)
+            end = Unanswered("skipped", TOO_LONG) if is_long else Unanswered("failed", why)
+            raise end from error
 
     async def _complete(self, client: Any, **body: Any) -> Answer:
         async with asyncio.timeout(self.limit_s):
             reply = await client.chat.completions.create(**body)
         try:
-            choices = getattr(reply, "choices", None)
+            choices = getattr(reply, "choices", None)  # a proxy's page is a text
             if not choices or choices[0].finish_reason not in ("stop", "length"):
                 raise ValueError("the reply holds no whole answer")
             self.last_answer = asyncio.get_running_loop().time()
@@ -380,6 +368,8 @@ class ServedTarget:
 
 def _answer_of(reply: Any) -> Answer:
     choice = reply.choices[0]
+    ids = getattr(choice, "token_ids", None)
+    prompt_ids = getattr(reply, "prompt_token_ids", None)
     values: dict[str, Any] = {
         "content": choice.message.content or "",
         "finish": choice.finish_reason,
@@ -387,8 +377,6 @@ def _answer_of(reply: Any) -> Answer:
         "reasoning": getattr(choice.message, "reasoning_content", None)
         or getattr(choice.message, "reasoning", None),
     }
-    ids = getattr(choice, "token_ids", None)
-    prompt_ids = getattr(reply, "prompt_token_ids", None)
     if ids and prompt_ids:
         values |= {"token_ids": ids, "prompt_token_ids": prompt_ids}
     return cast(Answer, adapter(Answer).validate_python(values))

@@ -98,32 +98,30 @@ def flaws(outcome: Outcome) -> list[str]:
 
 def _is_loop(text: str) -> bool:
     split = words(text)
-    if _ends_in_rounds(split, LOOP_WORDS) or _ends_in_rounds(
-        "".join(text.split()), LOOP_CHARACTERS
-    ):
-        return True
     runs = [tuple(split[start : start + RUN_WORDS]) for start in range(len(split) - RUN_WORDS + 1)]
-    return len(runs) >= LEAST_RUNS and 1.0 - len(set(runs)) / len(runs) >= REPEATED_SHARE
+    return (
+        _ends_in_rounds(split, LOOP_WORDS)
+        or _ends_in_rounds("".join(text.split()), LOOP_CHARACTERS)
+        or (len(runs) >= LEAST_RUNS and 1.0 - len(set(runs)) / len(runs) >= REPEATED_SHARE)
+    )
 
 
 def _ends_in_rounds(units: Sequence[str], least: int) -> bool:
     """Whether the last units, at least so many, are LOOP_TIMES the same or more."""
     for period in range(1, min(LONGEST_PERIOD, len(units) // LOOP_TIMES) + 1):
         span = max(LOOP_TIMES, -(-least // period)) * period
-        if span <= len(units):
-            end = units[len(units) - span :]
-            if end[period:] == end[:-period]:
-                return True
+        end = units[-span:]
+        if span <= len(units) and end[period:] == end[:-period]:
+            return True
     return False
 
 
 def _is_foreign(question: str, answer: str) -> bool:
     known = set(_scripts(question))
     scripts = _scripts(answer)
-    num_foreign = sum(script not in known for script in scripts)
     if not known or len(scripts) < LEAST_LETTERS:
         return False
-    return num_foreign / len(scripts) >= FOREIGN_SHARE
+    return sum(script not in known for script in scripts) / len(scripts) >= FOREIGN_SHARE
 
 
 def _scripts(text: str) -> list[str]:
@@ -180,17 +178,17 @@ class Merged:
         names = flaws(outcome)
         if outcome.invented is not None:
             key = asked_key(outcome.system, outcome.turns[:1])
-            names += ["repeated"] if key in self.invented else []
+            if key in self.invented:
+                names.append("repeated")
             self.invented.add(key)
         self.flaws.update(names)
-        is_kept = all(getattr(self.gate, name) == "keep" for name in names)
         end |= {
-            "kept": is_kept,
+            "kept": all(getattr(self.gate, name) == "keep" for name in names),
             "flaws": names,
             "answers": len(outcome.answers),
             "tokens": sum(len(thinking.answer_ids(answer)) for answer in outcome.answers),
         }
-        for row in thinking.training_rows(outcome) if is_kept else []:
+        for row in thinking.training_rows(outcome) if end["kept"] else []:
             self.are_tokens.append("input_ids" in row)
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
@@ -231,11 +229,13 @@ class Distillation:
     ) -> "Distillation":
         """target: from data.inputs.target_inputs."""
         section = as_dict(config)
-        keys = ("sources", "ngram", "max_turns", "seed", "sampling")
         # No URLs and no concurrency: they change no answer.
         server = section["server"] or {"model": None, "extra_body": {}, "token_ids": False}
         inputs = {
-            **{name: section[name] for name in keys},
+            **{
+                name: section[name]
+                for name in ("sources", "ngram", "max_turns", "seed", "sampling")
+            },
             "files": conversation_inputs([source.path for source in config.sources]),
             "held_out": storage.digest(sorted(set(questions))),
             "server": {name: server[name] for name in ("model", "extra_body", "token_ids")},
@@ -254,7 +254,7 @@ class Distillation:
     def prompts(self, overwrite: bool) -> list[InputRow]:
         """The input rows, made once; overwrite replaces another recipe's and their answers."""
         path = self.directory / "prompts.jsonl"
-        record = "prompts.json"
+        record = path.with_suffix(".json").name
         with Lock(self.directory / ".prompts.lock") as lock:
             lock.acquire()
             checked = Manifest.check(self.directory, self.inputs, name=record)
@@ -289,9 +289,9 @@ class Distillation:
             if not lock.acquire(wait=False):
                 raise UserError(f"{path}: another process writes it; wait for it")
             rows = share.part(prompts)
-            ended = ended_rows(self.directory)
-            if retry:
-                ended = {name: row for name, row in ended.items() if row.is_done}
+            ended = {
+                name for name, row in ended_rows(self.directory).items() if row.is_done or not retry
+            }
             waiting = [prompt for prompt in rows if prompt.id not in ended]
             if not waiting:
                 return
@@ -299,8 +299,9 @@ class Distillation:
             (self.directory / storage.FILE).unlink(missing_ok=True)
             with path.open("r+b") as file:  # without a torn last line
                 file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
-            num_ended = len(rows) - len(waiting)
-            with start_progress(len(rows), "row", "distill", done=num_ended) as progress:
+            with start_progress(
+                len(rows), "row", "distill", done=len(rows) - len(waiting)
+            ) as progress:
                 asyncio.run(self._interview_all(waiting, path, target, thinking, progress))
 
     async def _interview_all(
@@ -376,10 +377,8 @@ class Distillation:
     def _problem(self, invented: Answer) -> str:
         """The invented problem; Unanswered if it is none to ask."""
         problem = problem_in(invented.content)
-        flaw = self.overlap.reason(problem)
-        if invented.is_cut or not problem:
-            flaw = "is cut or empty"
-        if flaw:
+        is_whole = problem and not invented.is_cut
+        if flaw := self.overlap.reason(problem) if is_whole else "is cut or empty":
             raise Unanswered("skipped", f"the invented problem {flaw}")
         return problem
 
@@ -403,18 +402,23 @@ class Distillation:
                     merged.add(outcome, thinking, file)
             if not merged.are_tokens:
                 counts = (merged.flaws + merged.reasons).most_common()
-                reasons = "; ".join(f"{count:,} {reason}" for reason, count in counts)
-                raise UserError(f"{self.directory}: no row is left to train on: {reasons}")
+                raise UserError(
+                    f"{self.directory}: no row is left to train on: "
+                    + "; ".join(f"{count:,} {reason}" for reason, count in counts)
+                )
 
         storage.write_atomically(self.directory / "conversations.jsonl", write)
-        lines = "".join(json.dumps(end, ensure_ascii=False) + "\n" for end in merged.ends)
-        storage.write_text(self.directory / "outcomes.jsonl", lines)
+        storage.write_text(
+            self.directory / "outcomes.jsonl",
+            "".join(json.dumps(end, ensure_ascii=False) + "\n" for end in merged.ends),
+        )
         summary = merged.summary()
         storage.write_json(self.directory / "summary.json", summary)
-        source = SUMMARY_PAGE.read_text(encoding="utf-8")
-        page = Template(source, autoescape=True, trim_blocks=True)
-        text = page.render(title=self.inputs["target"]["path"], config=self.config, **summary)
-        storage.write_text(self.directory / "summary.html", text)
+        page = Template(SUMMARY_PAGE.read_text(encoding="utf-8"), autoescape=True, trim_blocks=True)
+        storage.write_text(
+            self.directory / "summary.html",
+            page.render(title=self.inputs["target"]["path"], config=self.config, **summary),
+        )
         self.stage.finish(summary=summary)
         return summary
 
@@ -450,10 +454,9 @@ def run_distillation(
             )
             return
     summary = job.merge(prompts, thinking)
-    status = summary["status"]
     print(
         f"distill: {summary['kept']:,} of {len(prompts):,} rows kept "
-        f"({summary['dropped']:,} dropped by the gate, {status['skipped']:,} skipped, "
-        f"{status['failed']:,} failed): {job.directory / 'summary.html'}",
+        f"({summary['dropped']:,} dropped by the gate, {summary['status']['skipped']:,} skipped, "
+        f"{summary['status']['failed']:,} failed): {job.directory / 'summary.html'}",
         flush=True,
     )

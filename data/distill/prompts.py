@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from itertools import groupby
+from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,7 +102,7 @@ def asked_key(system: str | None, turns: Iterable[str]) -> str:
 
 
 def plan_line(prompts: Sequence[InputRow]) -> str:
-    skipped = Counter(prompt.skip for prompt in prompts if prompt.skip)
+    skipped = Counter(filter(None, (prompt.skip for prompt in prompts)))
     reasons = "".join(f"; {count:,} skipped: {why}" for why, count in skipped.most_common())
     return f"{len(prompts):,} rows, {len(prompts) - skipped.total():,} to ask{reasons}"
 
@@ -113,8 +114,7 @@ def _of_persona(row: Mapping[str, Any], source: SourceConfig) -> Questions:
     names = TEXTS["persona_fields"][source.ask]
     text = next((str(row[name]).strip() for name in names if row.get(name)), "")
     if not text:
-        column = "persona" if source.ask == "problem" else "problem"
-        raise UnusableRow(f"row has no {column}", "")
+        raise UnusableRow(f"row has no {'persona' if source.ask == 'problem' else 'problem'}", "")
     if source.ask == "problem":
         return Questions([], invent=TEXTS["invent"].format(persona=text))
     return Questions([TEXTS["solve"].format(problem=problem_in(text))])
@@ -137,14 +137,12 @@ def _of_prompt(row: Mapping[str, Any], source: SourceConfig) -> Questions:
 
 def _of_conversation(row: Mapping[str, Any], source: SourceConfig) -> Questions:
     texts: dict[str, list[str]] = {"system": [], "user": [], "assistant": [], "tool": []}
-    messages = to_messages(row)
-    for role, group in groupby(messages, key=lambda message: str(message["role"])):
+    for role, group in groupby(to_messages(row), key=itemgetter("role")):
         # Two turns in a row are one.
-        contents = [message["content"] for message in group]
-        texts[role].append("\n\n".join(filter(str.strip, contents)))
+        texts[role].append("\n\n".join(filter(str.strip, map(itemgetter("content"), group))))
     if row.get("tools") or texts["tool"]:
         raise UnusableRow("the conversation calls tools", "")
-    turns = [text for text in texts["user"] if text]
+    turns = [*filter(None, texts["user"])]
     if not turns:
         raise UnusableRow("no user turn", "")
     return Questions(turns, next(filter(None, texts["system"]), None))
@@ -188,17 +186,13 @@ class Overlap:
     """
 
     def __init__(self, questions: Iterable[str], size: int) -> None:
-        different = {tuple(words(question)) for question in questions}
-        splits = [list(split) for split in different]
-        counts = Counter[bytes]()
-        self._texts = set[bytes]()  # hashes of all of a question
-        for split in splits:
-            counts.update(_runs(split, size))
-            self._texts |= _runs(split, len(split)) if split else set()
+        splits = {tuple(words(question)) for question in questions} - {()}
+        counts = Counter(chain.from_iterable(_runs(split, size) for split in splits))
         limit = max(COMMON_LEAST, COMMON_SHARE * len(splits))
-        self._known_runs = {
-            size: {run for run, count in counts.items() if count < limit}
-        }  # by length
+        # of all of a question
+        self._texts = set[bytes]().union(*(_runs(split, len(split)) for split in splits))
+        # by length
+        self._known_runs = {size: {run for run, count in counts.items() if count < limit}}
         for split in splits:
             if len(split) >= LEAST_WORDS and self._known_runs[size].isdisjoint(_runs(split, size)):
                 self._known_runs.setdefault(len(split), set()).update(_runs(split, len(split)))
@@ -212,7 +206,7 @@ class Overlap:
         return None
 
 
-def _runs(split: list[str], size: int) -> set[bytes]:
+def _runs(split: Sequence[str], size: int) -> set[bytes]:
     """Hashes of all runs of `size` words."""
     runs = (" ".join(split[start : start + size]) for start in range(len(split) - size + 1))
     return {blake2b(run.encode("utf-8", "replace"), digest_size=8).digest() for run in runs}
