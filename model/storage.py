@@ -76,9 +76,8 @@ def _error_number(error: Exception) -> int:
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Calls write with a temporary path that then takes path's place."""
     with explained(path):
-        # a pipe, a link or /dev/stdout would be replaced by a file
-        is_device = path.absolute().parts[1] in ("dev", "proc")
-        if path.exists() and (is_device or not path.is_file()):
+        # a pipe or a link to one would be replaced by a file
+        if path.exists() and not path.is_file():
             raise NotWritable(f"{path}: is no regular file; name a file, or a new one")
         path.parent.mkdir(parents=True, exist_ok=True)
         # `remove_temporaries` knows this form
@@ -187,8 +186,7 @@ class Lock(AbstractContextManager["Lock"]):
     def acquire(self, shared: bool = False, wait: bool = True) -> bool | Literal["unknown"]:
         """Whether this process has it now; "unknown" (truthy) if the file system has no locks."""
         mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-        if not wait:
-            mode |= fcntl.LOCK_NB
+        mode |= 0 if wait else fcntl.LOCK_NB
         while True:
             try:
                 fcntl.flock(self.file, mode)
@@ -286,11 +284,11 @@ class Manifest:
         inputs: dict[str, Any] | None = None,
         facts: dict[str, Any] | None = None,
     ) -> "Manifest":
-        files = {}
-        for path in sorted(directory.rglob("*")):
-            if path.is_file():
-                name = path.relative_to(directory).as_posix()
-                files[name] = (path.stat().st_size, file_digest(path))
+        files = {
+            path.relative_to(directory).as_posix(): (path.stat().st_size, file_digest(path))
+            for path in sorted(directory.rglob("*"))
+            if path.is_file()
+        }
         return cls(files, inputs or {}, facts or {})
 
     def as_json(self) -> dict[str, Any]:
@@ -327,8 +325,7 @@ class Manifest:
             manifest = cls.read(directory, name)
         except UserError as error:
             return Damaged(directory / name, str(error).removeprefix(f"{directory / name}: "))
-        changed = "" if inputs is None else differences(manifest.inputs, inputs)
-        if changed:
+        if inputs is not None and (changed := differences(manifest.inputs, inputs)):
             return Foreign(manifest, changed)
         return manifest.damage(directory, content) or Whole(manifest)
 
@@ -373,14 +370,13 @@ class Stage:
 
     def finish(self, **facts: Any) -> dict[str, Any]:
         """Writes provenance.json, and returns it."""
-        seconds = round(time.time() - self.started, 1)
-        files = {}
-        if not self.is_indexed:
-            files = Manifest.of(self.output).files
-        for name in [*files]:
-            if Path(name).name in LATER or name.startswith("."):
-                del files[name]
-        own_facts = {"stage": self.name, "seconds": seconds}
+        written = {} if self.is_indexed else Manifest.of(self.output).files
+        files = {
+            name: entry
+            for name, entry in written.items()
+            if Path(name).name not in LATER and not name.startswith(".")
+        }
+        own_facts = {"stage": self.name, "seconds": round(time.time() - self.started, 1)}
         manifest = Manifest(files, self.inputs, {**own_facts, **facts, **environment()})
         manifest.write(self.output)
         return manifest.as_json()
@@ -418,23 +414,14 @@ def _differing(recorded: Any, current: Any, key: str) -> list[str]:
         return _differing(dict(enumerate(recorded)), dict(enumerate(current)), key)
     if key.endswith("after_blocks"):
         key += " (null: those of head.kind)"
-    return [f"{key}: {_shortened(recorded)} there, {_shortened(current)} asked"]
-
-
-def _shortened(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    return [f"{key}: {recorded!s:.40} there, {current!s:.40} asked"]
 
 
 def environment() -> dict[str, Any]:
     """The commit, the command line and the versions of packages; without paths of this machine."""
-    script, *words = sys.argv or [""]
-    path = Path(script).resolve()
-    name = path.name
-    if path.suffix == ".py" and path.is_relative_to(ROOT):
-        name = path.relative_to(ROOT).as_posix()
-    if path.name == "__main__.py":
-        name = "aerie"
+    path = Path(sys.argv[0]).resolve()
+    is_script = path.suffix == ".py" and path.is_relative_to(ROOT)  # of the checkout
+    name = path.relative_to(ROOT).as_posix() if is_script else path.name
     versions = {"python": sys.version.split()[0]}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -442,7 +429,7 @@ def environment() -> dict[str, Any]:
     return {
         "commit": _git("rev-parse", "--short=12", "HEAD"),
         "dirty": is_dirty(),
-        "argv": [name, *words],
+        "argv": ["aerie" if path.name == "__main__.py" else name, *sys.argv[1:]],
         "versions": versions,
     }
 
@@ -494,14 +481,11 @@ def status_file(path: Path, stage: str) -> Iterator[dict[str, Any]]:
 
 def _ending(error: BaseException) -> tuple[str, int]:
     """The state and the exit code of a stage that ended so."""
-    match error:
-        case Requeued():
-            return "requeue", REQUEUE
-        case KeyboardInterrupt():
-            return "interrupted", 130
-        case UserError() | OSError() | SafetensorError():
-            return "failed", 2
-    return "failed", 1
+    if isinstance(error, Requeued):
+        return "requeue", REQUEUE
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 130
+    return "failed", 2 if isinstance(error, UserError | OSError | SafetensorError) else 1
 
 
 CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
@@ -531,11 +515,11 @@ def weight_map(index: Path) -> dict[str, str]:
 
 def digests(directory: Path) -> dict[str, str]:
     """Digests of the files that define a head, by name."""
-    files = {}
-    for pattern in (CONFIG, "*.safetensors", "*.bin", *MULTI_TOKEN):
-        for path in sorted(directory.glob(pattern)):
-            files[path.name] = file_digest(path)
-    return files
+    return {
+        path.name: file_digest(path)
+        for path in sorted(directory.glob("*"))
+        if path.name in (CONFIG, *MULTI_TOKEN) or path.suffix in (".safetensors", ".bin")
+    }
 
 
 def template_path(path: str) -> Path:

@@ -90,10 +90,10 @@ class Target:
         self.decoder = _decoder(model)
         self.decodes = set[str]()  # the forms of drafts that infer.decode.check has shown lossless
         self.rope_switch = rope_switch(self.config)
-        embedding, lm_head = _embedding_and_head(model, config.path)
+        lm_head: Any = model.get_output_embeddings()
         bias = getattr(lm_head, "bias", None)
         self.vocab = VocabWeights(
-            embedding.weight.detach(),
+            cast(nn.Embedding, model.get_input_embeddings()).weight.detach(),
             lm_head.weight.detach(),
             None if bias is None else bias.detach(),
             *final_transform(self.config),
@@ -107,14 +107,11 @@ class Target:
     def _check_logits(self) -> None:
         """UserError where the LM head on last_hidden does not give the model's own logits."""
         name = f"{self.recipe.path}: {family(self.model)}"
-        vocab_size = self.vocab.embedding.shape[0]
-        ids = torch.arange(1, 5, device=self.device).remainder(vocab_size)[None]  # [1, 4]
+        ids = torch.arange(1, 5, device=self.device)[None]  # [1, 4]
         try:
             with torch.inference_mode():
                 expected = self.model(input_ids=ids, use_cache=False).logits.float()
                 logits = self.logits(self.features(ids).last_hidden).float().to(expected.device)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # a model that is no plain causal LM may raise anything
             raise UserError(f"{name} gives no logits: {first_line(error)}") from error
         difference = (expected - logits).abs().max().item()
@@ -157,7 +154,7 @@ class Target:
             if config.device_map is None and device is not None:
                 model = model.to(device)
             target = cls(model, config)
-        rows = target.vocab.embedding.shape[0]
+        rows = len(target.vocab.embedding)
         outside = sorted(end_ids - {*range(rows)})
         if outside:
             warn(
@@ -218,10 +215,8 @@ def require_whole(model: PreTrainedModel, info: Mapping[str, Any], path: str) ->
     owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
     unread: list[str] = []
     for name in sorted(info["unexpected_keys"]):
-        # an extra bias, scale or layer; the scales of a server's cache are harmless
-        is_extra = name.rpartition(".")[0] in owners
-        is_extra = is_extra and not name.endswith((".k_scale", ".v_scale"))
-        if is_extra or _is_extra_layer(model, name):
+        # an extra bias or scale; the scales of a server's cache are harmless
+        if name.rpartition(".")[0] in owners and not name.endswith((".k_scale", ".v_scale")):
             wrong.append(f"{name} has no place")
         else:
             unread.append(name)
@@ -236,18 +231,6 @@ def require_whole(model: PreTrainedModel, info: Mapping[str, Any], path: str) ->
             f"{path}: {len(unread):,} weights of its files are not read: "
             f"{unread[0]} has no place in {type(model).__name__}"
         )
-
-
-def _is_extra_layer(model: PreTrainedModel, name: str) -> bool:
-    """Whether a weight is of a layer beyond the model's, and beyond those that servers draft
-    with."""
-    layer = re.match(r"(.+?)\.(\d+)\.", name)
-    lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    if layer is None or layer[1] not in lists:
-        return False
-    text_config = model.config.get_text_config()
-    for_drafts = getattr(text_config, "num_nextn_predict_layers", None) or 0
-    return int(layer[2]) >= len(cast(nn.ModuleList, model.get_submodule(layer[1]))) + for_drafts
 
 
 def family(model: Any) -> str:
@@ -327,11 +310,8 @@ def only_trains(hf_config: Any) -> str | None:
 
 def context_of(text_config: Any) -> int | None:
     """How many tokens the target can read; None: not known."""
-    for name in ("max_position_embeddings", "max_seq_len"):  # the last is MPT's
-        length = getattr(text_config, name, None) or 0
-        if length > 0:
-            return int(length)
-    return None
+    mpt = getattr(text_config, "max_seq_len", None)
+    return getattr(text_config, "max_position_embeddings", None) or mpt
 
 
 def rope_switch(text_config: Any) -> int | None:
@@ -349,8 +329,7 @@ def load_tokenizer(config: TargetConfig) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(config.path, **_source(config))
     if config.chat_template is not None:
         with _readable(config, f"read target.chat_template {config.chat_template}"):
-            template = template_path(config.chat_template).read_text(encoding="utf-8")
-            tokenizer.chat_template = template
+            tokenizer.chat_template = template_path(config.chat_template).read_text("utf-8")
     return tokenizer
 
 
@@ -407,11 +386,11 @@ def load_vocab(config: TargetConfig) -> tuple[Any, VocabWeights]:
     # None for auto: the configuration's, or the file's
     dtype = getattr(torch, config.dtype, None) or getattr(text_config, "dtype", None)
     dtype = dtype or tensors["embedding"].dtype
-    bias = tensors.get("bias")
+    weights = {role: tensor.to(dtype) for role, tensor in tensors.items()}
     return text_config, VocabWeights(
-        tensors["embedding"].to(dtype),
-        tensors["lm_head"].to(dtype),
-        None if bias is None else bias.to(dtype),
+        weights["embedding"],
+        weights["lm_head"],
+        weights.get("bias"),
         *final_transform(text_config),
     )
 
@@ -423,8 +402,8 @@ def _stored_vocab(config: TargetConfig) -> dict[str, Tensor] | None:
     None where the whole model must be loaded: another format, other names, or what require_whole
     refuses."""
     model = skeleton(config)
-    embedding, lm_head = _embedding_and_head(model, config.path)
-    weights = {"embedding": embedding.weight, "lm_head": lm_head.weight}
+    lm_head = model.get_output_embeddings()
+    weights = {"embedding": model.get_input_embeddings().weight, "lm_head": lm_head.weight}
     if getattr(lm_head, "bias", None) is not None:
         weights["bias"] = lm_head.bias
     # of tied weights the first name, which is the one in the file
@@ -463,11 +442,12 @@ def final_norm(config: TargetConfig) -> Tensor:
     model = skeleton(config)
     with _readable(config, "read the final norm"):
         width = model.get_input_embeddings().weight.shape[1]
-        norms = []
-        for part in _decoder(model).children():
-            weight = getattr(part, "weight", None)
-            if isinstance(weight, Tensor) and weight.shape == (width,):
-                norms.append(part)
+        parts = _decoder(model).children()
+        norms = [
+            part
+            for part in parts
+            if getattr(getattr(part, "weight", None), "shape", None) == (width,)
+        ]
         if norms and getattr(norms[-1], "bias", None) is None:
             norm = norms[-1]  # of several, the last
             parameters = model.named_parameters()
@@ -572,13 +552,6 @@ def require_same_token_ids(
 def _decoder(model: Any) -> Any:
     decoder = model.get_decoder()
     return model.model if decoder is model else decoder  # Llama 4 names no decoder
-
-
-def _embedding_and_head(model: Any, path: str) -> tuple[Any, Any]:
-    embedding, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
-    if embedding is None or lm_head is None:
-        raise UserError(f"{path}: {type(model).__name__} is no causal LM")
-    return embedding, lm_head
 
 
 def _source(config: TargetConfig) -> dict[str, Any]:
