@@ -86,10 +86,10 @@ def config_for(
         "after_blocks": taps,
         "draft_vocab_size": draft_vocab_size,
     }
-    heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
-    if heads % kv_heads:
+    if values["num_attention_heads"] % values["num_key_value_heads"]:
         raise UserError(
-            f"head: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+            f"head: num_attention_heads {values['num_attention_heads']} is no multiple of "
+            f"num_key_value_heads {values['num_key_value_heads']}"
         )
     kind = HEADS[section.kind]
     if kind.adapt is not None:
@@ -106,8 +106,7 @@ def _layer_sizes(chosen: dict[str, Any], text_config: Any, width: int) -> dict[s
     def of_target(name: str) -> Any:
         return getattr(text_config, name, None)
 
-    inner_sizes = [of_target(name) for name in INNER_SIZES if of_target(name)]
-    inner = inner_sizes[0] if inner_sizes else 4 * width
+    inner = next(filter(None, map(of_target, INNER_SIZES)), 4 * width)
     heads = chosen.get("num_attention_heads")
     kv_heads = head_dim = None
     if heads is None:  # the target's grouping fits only its own heads
@@ -230,8 +229,11 @@ def load_head(
     if isinstance(head, MultiTokenHead):
         head.laws.vocab = vocab
     if dtype is None:  # that of its file; the embedding may be the target's
-        weights = [tensor for name, tensor in state.items() if name != EMBEDDING]
-        dtype = next(tensor.dtype for tensor in weights if tensor.is_floating_point())
+        dtype = next(
+            tensor.dtype
+            for name, tensor in state.items()
+            if name != EMBEDDING and tensor.is_floating_point()
+        )
     return head.to(dtype)
 
 
@@ -286,7 +288,7 @@ def check_content(content: HeadContent, path: Path) -> DraftVocabulary | None:
     tensors = content.tensors
     with torch.device("meta"):  # names and shapes without memory for them
         expected = HEADS[content.kind].module(content.config).state_dict()
-    for name in tensors.keys() & expected.keys() - {*VOCABULARY_TABLES}:
+    for name in tensors.keys() - {*VOCABULARY_TABLES}:
         if tensors[name].dtype not in FLOATS:
             raise UserError(
                 f"{path}: {name} holds {tensors[name].dtype}: quantised heads are not read"

@@ -58,10 +58,12 @@ def export(
         to, dataclasses.replace(content, tensors=state), target
     )
     dtype = _name_of(state["fc.weight"].dtype)
-    new_facts = {name: value for name, value in facts.items() if name not in OF_AN_EXPORT}
-    new_facts |= values.get("aerie", {})
-    new_facts["exported_from"] = {"layout": layout, "files": digests(directory)}
-    values |= {"aerie": new_facts, "dtype": dtype, "torch_dtype": dtype}
+    values["aerie"] = {
+        **{name: value for name, value in facts.items() if name not in OF_AN_EXPORT},
+        **values.get("aerie", {}),
+        "exported_from": {"layout": layout, "files": digests(directory)},
+    }
+    values |= {"dtype": dtype, "torch_dtype": dtype}
     with directory_atomically(output) as temporary:
         write_tensors(temporary, tensors, pickled=pickled and to == "safeailab")
         write_json(temporary / CONFIG, values)
@@ -152,19 +154,17 @@ def _is_same(
 ) -> bool:
     """Whether both are the same head, bit for bit; an export may raise the number of positions."""
     positions = again.max_position_embeddings
-    if dataclasses.replace(config, max_position_embeddings=positions) != again:
-        return False
-    if state.keys() != state_again.keys():
-        return False
-    for name, tensor in state.items():
-        tensor_again = state_again[name]
-        if tensor.dtype != tensor_again.dtype:
-            return False
-        # as bytes: 0.0 == -0.0
-        bits = tensor.contiguous().view(torch.uint8)
-        if not torch.equal(bits, tensor_again.contiguous().view(torch.uint8)):
-            return False
-    return True
+    return (
+        dataclasses.replace(config, max_position_embeddings=positions) == again
+        and state.keys() == state_again.keys()
+        and all(_has_same_bits(tensor, state_again[name]) for name, tensor in state.items())
+    )
+
+
+def _has_same_bits(tensor: Tensor, again: Tensor) -> bool:
+    # as bytes: 0.0 == -0.0
+    bits, bits_again = (part.contiguous().view(torch.uint8) for part in (tensor, again))
+    return tensor.dtype == again.dtype and torch.equal(bits, bits_again)
 
 
 def _tensor_notes(old: dict[str, Tensor], new: dict[str, Tensor]) -> list[str]:
@@ -178,11 +178,11 @@ def _tensor_notes(old: dict[str, Tensor], new: dict[str, Tensor]) -> list[str]:
 
 def _key_notes(values: dict[str, Any], carried: set[str]) -> list[str]:
     """What config.json says that the new one does not."""
-    notes = []
-    for name, value in values.items():
-        is_known = name in carried or BOOKKEEPING.fullmatch(name)
-        if not is_known and value not in (None, False):
-            notes.append(f"config.json's {name} left out: its meaning is not known here")
+    notes = [
+        f"config.json's {name} left out: its meaning is not known here"
+        for name, value in values.items()
+        if value not in (None, False) and name not in carried and not BOOKKEEPING.fullmatch(name)
+    ]
     return notes + [f"left out: {sentence}" for sentence in unread(values)]
 
 

@@ -167,11 +167,8 @@ def require_whole_weights(head: Path) -> None:
     """UserError if weights differ from those in a trained head's manifest."""
     for name, (_, checksum) in storage.sound_record(head).get("files", {}).items():
         path = head / name
-        if (
-            name.endswith((".safetensors", ".bin", ".pt"))
-            and path.is_file()
-            and weights_digest(path)[:16] != checksum
-        ):
+        is_weights = name.endswith((".safetensors", ".bin", ".pt")) and path.is_file()
+        if is_weights and weights_digest(path)[:16] != checksum:
             raise UserError(
                 f"{path}: is damaged; train the head anew with --overwrite, or fetch it again"
             )
@@ -207,27 +204,32 @@ def hub_answer(error: BaseException) -> str | None:
     cause = error
     while cause.__cause__ is not None and not isinstance(cause, errors.HfHubHTTPError):
         cause = cause.__cause__
-    if isinstance(cause, errors.GatedRepoError):
-        return "gated on the Hub; ask for access on its page: hf auth login"
-    if isinstance(cause, errors.RepositoryNotFoundError):
-        return (
-            "no such local directory, and no such repository on the Hub "
-            "(if it is private: hf auth login)"
-        )
-    if isinstance(cause, errors.RevisionNotFoundError):
-        return "the repository has no such revision"
     status = getattr(getattr(cause, "response", None), "status_code", None)
-    if status == 401:
-        return "the Hub does not accept this login; run: hf auth login"
-    if status == 403:
-        return (
-            "this login may not do that; use a token that may: hf auth login; "
-            "if a link has expired, run the same command again"
-        )
     is_away = isinstance(cause, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled)
-    if is_away and constants.HF_HUB_OFFLINE:
-        return (
+    answers = (  # the first that applies
+        (
+            isinstance(cause, errors.GatedRepoError),
+            "gated on the Hub; ask for access on its page: hf auth login",
+        ),
+        (
+            isinstance(cause, errors.RepositoryNotFoundError),
+            "no such local directory, and no such repository on the Hub "
+            "(if it is private: hf auth login)",
+        ),
+        (
+            isinstance(cause, errors.RevisionNotFoundError),
+            "the repository has no such revision",
+        ),
+        (status == 401, "the Hub does not accept this login; run: hf auth login"),
+        (
+            status == 403,
+            "this login may not do that; use a token that may: hf auth login; "
+            "if a link has expired, run the same command again",
+        ),
+        (
+            is_away and constants.HF_HUB_OFFLINE,
             "not in the local cache, and HF_HUB_OFFLINE forbids to ask the Hub; "
-            "unset it, or fetch it: hf download"
-        )
-    return None
+            "unset it, or fetch it: hf download",
+        ),
+    )
+    return next((answer for applies, answer in answers if applies), None)

@@ -64,6 +64,7 @@ def inspect_head(
     drafted = getattr(config, "draft_vocab_size", config.vocab_size)
     coverage = nested(facts, "draft_vocabulary").get("coverage")
     switches = [name for name, value in vars(config).items() if value is True]
+    words = [(name, value) for name, value in vars(config).items() if isinstance(value, str)]
     return {
         "path": str(path),
         "layout": layout,
@@ -72,8 +73,10 @@ def inspect_head(
         "target": of_target,
         "taps": None if shown_taps is None else list(shown_taps),
         "taps_open": taps_open,
-        "sizes": _without_nones({name: getattr(config, name) for name in kind.sizes}),
-        "options": [*switches, *_worded_options(config)],
+        "sizes": {
+            name: getattr(config, name) for name in kind.sizes if getattr(config, name) is not None
+        },
+        "options": [*switches, *(f"{name}: {word}" for name, word in words if word != "silu")],
         "parameters": _count_parameters(content.tensors),
         "vocabulary": {
             "draft": drafted,
@@ -166,11 +169,6 @@ def _judge_servers(content: HeadContent, target: TargetFacts | None) -> dict[str
     return servers
 
 
-def _worded_options(config: Any) -> list[str]:
-    words = {name: value for name, value in vars(config).items() if isinstance(value, str)}
-    return [f"{name}: {value}" for name, value in words.items() if value != "silu"]
-
-
 def _describe_embedding(content: HeadContent, target: TargetFacts | None) -> str:
     if EMBEDDING not in content.tensors:
         is_optional = content.is_embedding_optional
@@ -187,19 +185,13 @@ def _count_parameters(tensors: dict[str, Tensor]) -> dict[str, Any]:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             continue
-        part = "own"
-        if name == EMBEDDING:
-            part = "embedding"
-        elif LM_HEAD.fullmatch(name):
+        part = "embedding" if name == EMBEDDING else "own"
+        if LM_HEAD.fullmatch(name):
             part = "lm_head"
         counts[part] += tensor.numel()
         dtypes.add(str(tensor.dtype).removeprefix("torch."))
     size = sum(tensor.nbytes for tensor in tensors.values())
     return {**counts, "dtype": "+".join(sorted(dtypes)), "bytes": size}
-
-
-def _without_nones(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def screen(head: dict[str, Any]) -> str:

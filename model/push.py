@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Collection
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from aerie.model.formats.content import TargetFacts, nested
 from aerie.model.formats.eagle_layouts import CHECKED, LOST, SPECULATIVE_TOKENS
 from aerie.model.heads import HEADS
 from aerie.model.hub import (
+    PROVENANCE,
     SHIPPED_RECORDS,
     TRAINED_FOLDER,
     head_directory,
@@ -43,8 +45,10 @@ DATA_FILES = (".json", ".jsonl", ".parquet")  # on a card stand data sets of the
 ANY_WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx)(\.index\.json)?|config\.json"
 )
-OUR_WEIGHTS = re.compile(
+# of every push
+OUR_FILES = re.compile(
     r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|\w+_lm_head\.pt"
+    rf"|{TRAINED_FOLDER}/.*|summary\.json|" + "|".join(map(re.escape, SHIPPED_RECORDS))
 )
 SERVERS = {  # a layout's tags on a card
     "safeailab": ["eagle", "vllm"],
@@ -83,24 +87,21 @@ def pack(
     # records under public names
     target, target_notes = _public_target(head, directory, target_name)
     recipe_target = nested(records.get("recipe.yaml"), "target").get("path")
-    names: dict[str, str] = {}
-    for spelling in (head["target"]["recorded"], recipe_target):
-        if spelling and not is_on_hub(spelling):
-            names[spelling] = target
+    spellings = (head["target"]["recorded"], recipe_target)
+    names = {local: target for local in spellings if local and not is_on_hub(local)}
     records = {name: public(record, names) for name, record in records.items()}
     files: Files = {name: _as_bytes(name, record) for name, record in records.items()}
     files |= _weight_files(directory / head["weights"])
     _add_calibrator(directory, files)
     stays = sorted(path.name for path in directory.iterdir() if path.name not in files)
     # the layout of a server
-    layout = ""
     if server is not None:
         layout, server_notes = _export_for_server(head, target, *server)
         notes = [*server_notes, *notes]
-    if server is not None and layout:
-        files = _below_server(files, server[0], names)
-        weights = f"{WEIGHTS}; as it was trained, for aerie, in the folder {TRAINED_FOLDER}/"
-        head = {**head, "layout": layout, "weights": weights}
+        if layout:
+            files = _below_server(files, server[0], names)
+            weights = f"{WEIGHTS}; as it was trained, for aerie, in the folder {TRAINED_FOLDER}/"
+            head = {**head, "layout": layout, "weights": weights}
     files["README.md"] = _card(repo, head, target, records, rows, licence).encode()
     return files, [*notes, *target_notes, *(f"{name} stays here" for name in stays)]
 
@@ -109,8 +110,7 @@ def _records(directory: Path, run: Path, without_results: bool) -> tuple[Records
     """What a push tells beside the weights: the head's own records, and what was measured with it;
     notes."""
     notes: list[str] = []
-    names = (CONFIG, "recipe.yaml", "provenance.json")
-    records = {name: _read_record(directory / name) for name in names}
+    records = {name: _read_record(directory / name) for name in (CONFIG, *PROVENANCE)}
     # only what was measured with this head, or with its original
     heads_files = [digests(directory), nested(records[CONFIG], "aerie", "exported_from", "files")]
     for path, stage in (
@@ -141,8 +141,11 @@ def _choose_results(kind: str, records: Records) -> list[dict[str, Any]]:
     """The rows of summary.json for a card; the summary stays in records only if some are of this
     head."""
     summary = records.pop("summary.json", {})
-    rows = [row for row in summary.get("rows", ()) if row["status"] == "ok"]
-    rows = [row for row in rows if row["head"] in (None, kind)]
+    rows = [
+        row
+        for row in summary.get("rows", ())
+        if row["status"] == "ok" and row["head"] in (None, kind)
+    ]
     if any(row["head"] for row in rows):
         if "calibration.json" not in records:  # then it was made with another head
             summary.pop("calibration", None)
@@ -151,12 +154,8 @@ def _choose_results(kind: str, records: Records) -> list[dict[str, Any]]:
 
 
 def _require_commit(directory: Path, records: Records) -> None:
-    dirty = None
-    if is_dirty():
-        dirty = "this checkout"
-    elif records.get("provenance.json", {}).get("dirty"):
-        dirty = "the tree that trained it"
-    if dirty is not None:
+    if is_dirty() or records.get("provenance.json", {}).get("dirty"):
+        dirty = "this checkout" if is_dirty() else "the tree that trained it"
         raise UserError(
             f"{directory}: {dirty} differs from the card's commit; "
             "train from a commit, or --uncommitted"
@@ -180,10 +179,8 @@ def _public_target(
 
 
 def _weight_files(weights: Path) -> Files:
-    files: Files = {weights.name: weights}
-    if weights.suffix == ".json":  # an index of shards
-        files |= {name: weights.with_name(name) for name in set(weight_map(weights).values())}
-    return files
+    shards = weight_map(weights).values() if weights.suffix == ".json" else ()  # of an index
+    return {name: weights.with_name(name) for name in {weights.name, *shards}}
 
 
 def _add_calibrator(directory: Path, files: Files) -> None:
@@ -320,18 +317,15 @@ def public(value: Any, names: dict[str, str], is_secret: bool = False) -> Any:
     """A record without secrets; local paths, also in keys, become public names: from `names`, else
     the last part."""
     if isinstance(value, dict):
-        record = {}
-        for key, entry in value.items():
-            is_secret_entry = is_secret or key in ("extra_body", "headers")
-            record[public(key, names)] = public(entry, names, is_secret_entry)
-        return record
+        return {
+            public(key, names): public(entry, names, is_secret or key in ("extra_body", "headers"))
+            for key, entry in value.items()
+        }
     if isinstance(value, list):
-        entries = []
-        follows_option = False  # the word behind --distill.server.extra_body
-        for entry in value:
-            entries.append(public(entry, names, is_secret or follows_option))
-            follows_option = isinstance(entry, str) and entry.startswith("--distill")
-        return entries
+        return [  # secret is also the word behind --distill.server.extra_body
+            public(entry, names, is_secret or str(option).startswith("--distill"))
+            for option, entry in pairwise([None, *value])
+        ]
     if is_secret:
         return None if value is None else "***"
     if not isinstance(value, str):
@@ -365,7 +359,7 @@ def removals(repo: str, files: Files, revision: str | None = None) -> list[str]:
         except errors.RepositoryNotFoundError:
             return []
     present = [sibling.rfilename for sibling in info.siblings or ()]
-    if not _has_our_card(repo, info.sha, present):
+    if TAG not in (info.tags or ()):
         weights = sorted(name for name in present if ANY_WEIGHTS.fullmatch(name))
         if weights:
             raise UserError(
@@ -373,26 +367,7 @@ def removals(repo: str, files: Files, revision: str | None = None) -> list[str]:
                 f"but no card of {TAG}; name another repository"
             )
         return []
-    return sorted(name for name in present if name not in files and _is_of_a_push(name))
-
-
-def _has_our_card(repo: str, revision: str | None, present: list[str]) -> bool:
-    from huggingface_hub import hf_hub_download, metadata_load
-
-    if "README.md" not in present:
-        return False
-    with readable_errors(repo):
-        card = hf_hub_download(repo, "README.md", revision=revision)
-    try:
-        return TAG in ((metadata_load(card) or {}).get("tags") or ())
-    except (ValueError, yaml.YAMLError):  # front matter that is no table
-        return False
-
-
-def _is_of_a_push(name: str) -> bool:
-    if OUR_WEIGHTS.fullmatch(name) or name.startswith(f"{TRAINED_FOLDER}/"):
-        return True
-    return name in (*SHIPPED_RECORDS, "summary.json")
+    return sorted(name for name in present if name not in files and OUR_FILES.fullmatch(name))
 
 
 def upload(
@@ -403,11 +378,8 @@ def upload(
 
     removed = removals(repo, files, revision)
     # one commit (upload_folder may make several): a repository must never hold two heads
-    operations: list[Any] = []
-    for name, file in sorted(files.items()):
-        content = str(file) if isinstance(file, Path) else file
-        operations.append(CommitOperationAdd(path_in_repo=name, path_or_fileobj=content))
-    operations += [CommitOperationDelete(path_in_repo=name) for name in removed]
+    operations: list[Any] = [CommitOperationAdd(name, file) for name, file in sorted(files.items())]
+    operations += [CommitOperationDelete(name) for name in removed]
     api = HfApi()
     with readable_errors(repo):
         api.create_repo(repo, private=private or None, exist_ok=True)

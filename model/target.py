@@ -1,7 +1,6 @@
 """The target: any stock `AutoModelForCausalLM`, asked for features and logits."""
 
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress

@@ -29,18 +29,18 @@ def read_block(files: content.HeadFiles, layout: str) -> content.HeadContent:
         extra, layer = content.nested(values, "dflash_config"), values
         numbers = [number + 1 for number in extra.get("target_layer_ids") or []]
     is_dspark = values.get(TYPE) == "dspark"
-    correction = values.get("markov_head_type", "vanilla")
     complete_layer = Qwen3Config(**layer).to_dict()  # speculators leaves out Qwen3's defaults
     _refuse_unknown(values, layer, complete_layer, path)
-    named_taps = {**values, content.NUMBERED: numbers or None}
-    taps, guesses = content.read_taps(named_taps, files.after_blocks, path, is_speculators=True)
+    taps, guesses = content.read_taps(
+        {**values, content.NUMBERED: numbers}, files.after_blocks, path, is_speculators=True
+    )
     options = {
         "after_blocks": taps,
         "block_size": values.get("block_size") or extra.get("block_size"),
         "mask_token_id": extra.get("mask_token_id"),
         "sample_from_anchor": values.get("sample_from_anchor", is_dspark),
         "markov_rank": values.get("markov_rank", 256) if is_dspark else 0,
-        "markov_head": correction,
+        "markov_head": values.get("markov_head_type", "vanilla"),
     }
     if any(name.startswith("confidence_head.") for name in files.tensors):
         guesses.append(

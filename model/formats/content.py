@@ -146,14 +146,11 @@ def configured(schema: type[ConfigT], values: dict[str, Any], path: Path) -> Con
 
 def _check_size(name: str, size: Any, path: Path) -> None:
     """UserError for a size with which building the head would fail or fill the memory."""
-    limit: float = 2**24
+    limit: float = 2**10 if name.startswith("num_") else 2**24
     if isinstance(size, float):
         limit = math.inf
-    elif name.startswith("num_"):
-        limit = 2**10
-    below = int(name == "block_size")  # it must be above this
-    if name.endswith(("_id", "_rank")):
-        below = -1
+    # it must be above this
+    below = -1 if name.endswith(("_id", "_rank")) else int(name == "block_size")
     if not below < size < limit:
         raise UserError(f"{path}: {name} is {size:,}; it must be above {below} and below {limit:,}")
 
@@ -180,22 +177,15 @@ def read_rope(values: dict[str, Any], path: Path) -> tuple[float, dict[str, Any]
     not the target's."""
     parameters = values.get("rope_parameters") or {}
     scaling = values.get("rope_scaling") or {}
-    bases: dict[str, float] = {}
-    for name, table in (
-        ("rope_parameters", parameters),
-        ("rope_scaling", scaling),
-        ("config.json", values),
-    ):
-        if table.get("rope_theta"):
-            bases[name] = table["rope_theta"]
+    tables = {"rope_parameters": parameters, "rope_scaling": scaling, "config.json": values}
+    bases = {name: table["rope_theta"] for name, table in tables.items() if table.get("rope_theta")}
     if len(set(bases.values())) > 1:
         spelt = ", ".join(f"{base} in {name}" for name, base in bases.items())
         raise UserError(f"{path}: rope_theta is {spelt}; keep the one of its training")
     scaling = dict(scaling or parameters)
     scaling.pop("rope_theta", None)
-    rope_type = scaling.pop("type", None)  # transformers 4
-    if rope_type:
-        scaling = {"rope_type": rope_type, **scaling}
+    if "type" in scaling:  # transformers 4
+        scaling.setdefault("rope_type", scaling.pop("type"))
     is_plain = scaling.get("rope_type", "default") == "default"
     return next(iter(bases.values()), 10000.0), None if is_plain else scaling
 
@@ -245,9 +235,8 @@ def read_taps(
     _check_numbers(NUMBERED, numbers, path)
     fix = f'entries of transformers\' hidden_states with "tap_convention": {TAP_CONVENTION!r}'
     if after_blocks is not None:
-        convention = values.get("tap_convention")
-        if convention != TAP_CONVENTION:
-            raise UserError(f"{path}: tap_convention is {convention!r}; after_blocks must be {fix}")
+        if values.get("tap_convention") != TAP_CONVENTION:
+            raise UserError(f"{path}: another tap_convention; after_blocks must be {fix}")
         return tuple(after_blocks), []
     if numbers is None:
         if fallback is None:
@@ -267,10 +256,9 @@ def read_taps(
 
 
 def _check_numbers(name: str, numbers: Any, path: Path) -> None:
-    if numbers is None:
-        return
     is_list = isinstance(numbers, list) and all(type(number) is int for number in numbers)
-    if not (is_list and numbers and numbers[0] >= 0 and numbers == sorted(set(numbers))):
+    is_ascending = is_list and numbers and numbers[0] >= 0 and numbers == sorted(set(numbers))
+    if numbers is not None and not is_ascending:
         raise UserError(f"{path}: {name} is {numbers!r}; block numbers must ascend without repeats")
 
 
@@ -279,10 +267,8 @@ def _counts_outputs(
 ) -> bool:
     """Whether numbers count the outputs of blocks: the target's default taps tell, else the first
     number."""
-    if tuple(number + 1 for number in numbers) == default_taps:
-        return True
-    if numbers == default_taps:
-        return False
+    if default_taps in (numbers, tuple(number + 1 for number in numbers)):
+        return default_taps != numbers
     is_trained_so = default_taps is not None and architectures == [COUNTS_OUTPUTS]
     return numbers[0] == 1 or is_trained_so
 

@@ -183,12 +183,11 @@ def _speculators_eagle3(
 ) -> tuple[dict[str, Any], list[str]]:
     config: Any = head.config
     sizes, notes = content.write_sizes(config, target)
-    for name, number in VLLM_SINCE.items():
-        if getattr(config, name):
-            notes.append(
-                f"{name} needs a vLLM with its pull request {number}; "
-                "earlier ones drop it in silence"
-            )
+    notes += [
+        f"{name} needs a vLLM with its pull request {number}; earlier ones drop it in silence"
+        for name, number in VLLM_SINCE.items()
+        if getattr(config, name)
+    ]
     layer = {
         **sizes,
         "model_type": "qwen3" if config.qk_norm else "llama",

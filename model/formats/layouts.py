@@ -110,11 +110,10 @@ def read_content(
         return layout, files, _read_multi_token(files, kind)
     if layout != "aerie":
         return layout, files, HEADS[kind].formats.read(files, layout)
-    schema = HEADS[kind].config
-    if "after_blocks" in values or HEADS[kind].has_draft_vocabulary:
-        values = {**values, "after_blocks": read_taps(values, None, path)[0]}
-    config = configured(schema, values, path)
     is_optional = HEADS[kind].has_draft_vocabulary
+    if "after_blocks" in values or is_optional:
+        values = {**values, "after_blocks": read_taps(values, None, path)[0]}
+    config = configured(HEADS[kind].config, values, path)
     return layout, files, HeadContent(config, tensors, is_embedding_optional=is_optional)
 
 
@@ -167,8 +166,6 @@ def _prefix_sizes(
     guesses = []
     heads = values.get("num_attention_heads")
     if heads is None:
-        if width % HEAD_DIM:
-            raise UserError(f'{path}: add "num_attention_heads" of the target')
         heads = width // HEAD_DIM
         guesses.append(
             f"the prefix layer is taken to have {heads} attention heads of {HEAD_DIM}, "
@@ -206,11 +203,10 @@ def read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
             f"{directory}: holds no weights "
             f"({WEIGHTS} or {PICKLE}, whole or with an index of shards)"
         )
-    if path.suffix != ".json":
-        return path, _read_file(path)
+    shards = storage.weight_map(path).values() if path.suffix == ".json" else [path.name]
     tensors: dict[str, Tensor] = {}
-    for file in sorted(set(storage.weight_map(path).values())):
-        tensors |= _read_file(path.parent / file)
+    for name in sorted(set(shards)):
+        tensors |= _read_file(path.with_name(name))
     return path, tensors
 
 
@@ -249,4 +245,4 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
     is_table = isinstance(tensors, dict)
     if not is_table or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise UserError(f"{path}: is no table of tensors by name; save the state dict alone")
-    return {str(name): value for name, value in tensors.items()}
+    return tensors

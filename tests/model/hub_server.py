@@ -116,7 +116,8 @@ class Hub:
             "sha": commit_of(files),
             "private": repo in self.private,
         }
-        return {**about, "siblings": [{"rfilename": name} for name in files]}
+        tags = re.findall(r"(?m)^- (\S+)$", files.get("README.md", b"").decode())  # of the card
+        return {**about, "tags": tags, "siblings": [{"rfilename": name} for name in files]}
 
     def tree(self, body: bytes, repo: str, revision: str) -> Any:
         files = sorted(self.files(repo, revision).items())
