@@ -134,21 +134,19 @@ def _warm_start(
         )
     check_sizes(head.config, vocab, source, path)
     is_eagle = isinstance(head, EagleHead)
-    positions: dict[str, Any] = {}
-    required: dict[str, Any] = {}  # of the head's config, by key of the recipe
-    if section.reads_taps:
-        required["features.after_blocks"] = after_blocks
-    for key in dataclasses.fields(section):
-        value = getattr(section, key.name)
-        is_default = is_eagle and value == key.default
-        if value is None or is_default or key.name in BEGINNINGS:
-            continue
-        if key.name == "lm_head" and isinstance(head, Eagle3Head):  # frozen, as it was saved
-            head.lm_head.requires_grad_(False)
-        elif is_eagle and key.name in POSITIONS:
-            positions[key.name] = value
-        else:
-            required[f"head.{key.name}"] = value
+    chosen = {
+        key.name: getattr(section, key.name)
+        for key in dataclasses.fields(section)
+        if key.name not in BEGINNINGS
+        and getattr(section, key.name) not in (None, key.default if is_eagle else None)
+    }
+    if isinstance(head, Eagle3Head) and "lm_head" in chosen:  # frozen, as it was saved
+        head.lm_head.requires_grad_(chosen.pop("lm_head") != "frozen")
+    may_change = POSITIONS if is_eagle else ()
+    positions = {name: chosen.pop(name) for name in may_change if name in chosen}
+    # of the head's config, by key of the recipe
+    required: dict[str, Any] = {"features.after_blocks": after_blocks} if section.reads_taps else {}
+    required |= {f"head.{name}": value for name, value in chosen.items()}
     for name, value in required.items():
         saved = getattr(head.config, name.split(".")[1], None)
         if value != saved:
@@ -277,7 +275,8 @@ def optional_of(content: HeadContent) -> set[str]:
     width = getattr(config, "target_hidden_size", config.hidden_size)
     if content.is_embedding_optional and width == config.hidden_size:
         names.add(EMBEDDING)
-    if isinstance(config, Eagle3Config) and config.draft_vocab_size == config.vocab_size:
+    has_table = content.tensors.keys() & {*VOCABULARY_TABLES}  # then it has both
+    if not has_table and getattr(config, "draft_vocab_size", None) == config.vocab_size:
         names.update(VOCABULARY_TABLES)
     return names
 
@@ -307,10 +306,9 @@ def check_content(content: HeadContent, path: Path) -> DraftVocabulary | None:
                 f"{path}: {name} holds {broken:,} of {tensor.numel():,} values that are NaN or "
                 "infinite; take an earlier checkpoint, or fetch the file anew"
             )
-    tables = [name for name in VOCABULARY_TABLES if name in tensors]
-    if len(tables) == 1:
-        raise UserError(f"{path}: has one of d2t and t2d ({tables[0]}); fetch the file anew")
-    return DraftVocabulary.of_tables(tensors["d2t"], tensors["t2d"], str(path)) if tables else None
+    if "d2t" not in tensors:
+        return None
+    return DraftVocabulary.of_tables(tensors["d2t"], tensors["t2d"], str(path))
 
 
 def complete_state(

@@ -51,9 +51,9 @@ def head_directory(path: Path | str) -> Path:
 
 
 def _why_no_head(path: Path) -> str:
-    heads = sorted(path.glob(f"heads/*/{CONFIG}"))
+    heads = [str(config.parent) for config in sorted(path.glob(f"heads/*/{CONFIG}"))]
     if heads:
-        return f"a run and no head; name {' or '.join(str(head.parent) for head in heads)}"
+        return f"a run and no head; name {' or '.join(heads)}"
     neighbours = [config.parent.name for config in path.parent.glob(f"*/{CONFIG}")]
     close = difflib.get_close_matches(path.name, neighbours)
     fix = "train the head: aerie train --config RECIPE"
@@ -76,7 +76,7 @@ def _download_head(repo: str, revision: str | None, path: str) -> Path:
     with readable_errors(path):
         for folder, patterns in choices:
             snapshot = snapshot_download(repo, revision=revision, allow_patterns=list(patterns))
-            directory = Path(snapshot) / folder
+            directory = Path(snapshot, folder)
             if find_weights(directory) is not None:
                 break
     return directory

@@ -52,9 +52,9 @@ def inspect_head(
     if taps_open is not None:
         guesses[0] = UNSURE[taps_open]  # the first one is about the taps
     problems, remarks = _judge(content, directory, files.weights_path, facts, target)
-    recorded = nested(values, "speculators_config", "verifier").get("name_or_path")
+    verifier = nested(values, "speculators_config", "verifier")
     of_target = {
-        "recorded": facts.get("target_path") or recorded,
+        "recorded": facts.get("target_path") or verifier.get("name_or_path"),
         "hidden_size": getattr(config, "target_hidden_size", config.hidden_size),
         "vocab_size": config.vocab_size,
     }
@@ -62,7 +62,6 @@ def inspect_head(
         of_target |= {"given": target.path, "fits": not problems}
     shown_taps = getattr(config, "after_blocks", None) if taps_open is None else None
     drafted = getattr(config, "draft_vocab_size", config.vocab_size)
-    coverage = nested(facts, "draft_vocabulary").get("coverage")
     switches = [name for name, value in vars(config).items() if value is True]
     words = [(name, value) for name, value in vars(config).items() if isinstance(value, str)]
     return {
@@ -81,7 +80,11 @@ def inspect_head(
         "vocabulary": {
             "draft": drafted,
             "target": config.vocab_size,
-            "coverage": 1.0 if drafted == config.vocab_size else coverage,
+            "coverage": (
+                1.0
+                if drafted == config.vocab_size
+                else nested(facts, "draft_vocabulary").get("coverage")
+            ),
         },
         "rope": {
             "theta": getattr(config, "rope_theta", None),

@@ -11,6 +11,7 @@ judged them:
 """
 
 import weakref
+from itertools import product
 from typing import Any
 
 import torch
@@ -95,11 +96,7 @@ class KeyValueCache(Cache):
     def empty(cls, num_layers: int, config: Any, kept: KeptRows, like: Tensor) -> "KeyValueCache":
         """A head's empty cache, of like's dtype and device."""
         nothing = like.new_empty(1, config.num_key_value_heads, 0, config.head_dim)
-        rows: LayerRows = {}
-        for layer in range(num_layers):
-            rows[layer, "keys"] = nothing
-            rows[layer, "values"] = nothing
-        return cls(rows, kept)
+        return cls(dict.fromkeys(product(range(num_layers), ("keys", "values")), nothing), kept)
 
     def write(self, rows: LayerRows) -> None:
         """Writes a new text's first rows."""

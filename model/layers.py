@@ -2,6 +2,7 @@
 weights for drafting."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,14 +36,15 @@ class Rotary:
                 "set head.rope_theta for a plain RoPE"
             )
         self.max_positions = config.max_position_embeddings
-        sizes = {
-            "hidden_size": config.head_dim,
-            "head_dim": config.head_dim,
-            "num_attention_heads": 1,
-            "max_position_embeddings": self.max_positions,
-        }
+        llama = LlamaConfig(
+            hidden_size=config.head_dim,
+            head_dim=config.head_dim,
+            num_attention_heads=1,
+            max_position_embeddings=self.max_positions,
+            rope_parameters=parameters,
+        )
         with torch.device("cpu"):
-            rotary = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=parameters))
+            rotary = LlamaRotaryEmbedding(llama)
         self._frequencies = rotary.inv_freq.float()  # [head_dim / 2]
         self._scale = float(rotary.attention_scaling)
         self._table = (torch.empty(0), torch.empty(0))  # cos and sin [rows, head_dim]
@@ -126,19 +128,15 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, rope: Rope, query_rows: Tensor | None = None) -> Projections:
         """Of x [B, T, inputs]; query_rows: those that have queries (None: all)."""
-        reading = x
-        cos, sin = rope
-        if query_rows is not None:
-            reading = x[:, query_rows]
-            cos = cos[:, :, query_rows]
-            sin = sin[:, :, query_rows]
-        q = self.by_head(self.q_proj(reading))
+        rows = slice(None) if query_rows is None else query_rows
+        q = self.by_head(self.q_proj(x[:, rows]))
         k = self.by_head(self.k_proj(x))
         v = self.by_head(self.v_proj(x))
         if self.has_norms:
             q = self.q_norm(q)
             k = self.k_norm(k)
-        return Projections(rotate(q, cos, sin), rotate(k, *rope), v)
+        cos, sin = rope
+        return Projections(rotate(q, cos[:, :, rows], sin[:, :, rows]), rotate(k, cos, sin), v)
 
     def by_head(self, projected: Tensor) -> Tensor:
         """[B, T, heads * hd] -> [B, heads, T, hd]."""
@@ -230,9 +228,8 @@ class HeadLayer:
         self.kv_heads = len(attention.k_proj.weight) // self.head_dim  # KV
         # [(H + 2 KV) * hd, inputs]
         self.qkv = _merged([projection.weight for projection in projections])
-        self.qkv_bias: Tensor | None = None
-        if attention.q_proj.bias is not None:
-            self.qkv_bias = _merged([projection.bias for projection in projections])
+        biases = [projection.bias for projection in projections]
+        self.qkv_bias = None if biases[0] is None else _merged(biases)
         self.q_norm = attention.q_norm if attention.has_norms else None
         self.k_norm = attention.k_norm if attention.has_norms else None
         self.out = attention.o_proj.weight
@@ -271,7 +268,7 @@ class HeadLayer:
 
 
 @torch.no_grad()
-def _merged(parameters: list[Tensor]) -> Tensor:
+def _merged(parameters: Sequence[Tensor]) -> Tensor:
     """One tensor with these below each other; each parameter becomes a view of it."""
     merged = torch.cat([parameter.detach() for parameter in parameters])
     lengths = [len(parameter) for parameter in parameters]

@@ -127,12 +127,11 @@ def _require_replaceable(out: Path, overwrite: bool) -> None:
     replaced."""
     from aerie.model.formats.content import nested
 
-    files = list(out.iterdir()) if out.is_dir() else []
+    files = list(out.glob("*"))
     if not files:
         return
     values = read_json(out / CONFIG) if out / CONFIG in files else {}
-    is_export = "exported_from" in nested(values, "aerie") and all(path.is_file() for path in files)
-    if not is_export:
+    if "exported_from" not in nested(values, "aerie") or any(path.is_dir() for path in files):
         raise UserError(f"--out {out}: not empty; it is no earlier export; name a new directory")
     if not overwrite:
         raise UserError(f"--out {out}: not empty; replace it with --overwrite")
@@ -153,6 +152,7 @@ def push(arguments: argparse.Namespace) -> int:
         raise UserError(f"--repo {repo}: no repository name; it looks like user/name")
     head = inspect_head(arguments.head, arguments.target, arguments.after_blocks)
     allowed = [name for name in ("without_results", "uncommitted") if getattr(arguments, name)]
+    where = repo if revision is None else f"{repo}@{revision}"
     with TemporaryDirectory() as temporary:
         server = Path(temporary) / "server", arguments.target
         files, notes = pack(
@@ -160,17 +160,17 @@ def push(arguments: argparse.Namespace) -> int:
         )
         _print_notes(notes)
         if arguments.dry_run:
-            _print_push(repo, files, revision)
+            _print_push(repo, files, revision, where)
             return 0
         address, removed = upload(repo, files, revision, arguments.private)
         print(
-            f"push: {len(files)} files to {_where(repo, revision)}, "
+            f"push: {len(files)} files to {where}, "
             f"removed {', '.join(removed) or 'nothing'}: {address}"
         )
     return 0
 
 
-def _print_push(repo: str, files: "Files", revision: str | None) -> None:
+def _print_push(repo: str, files: "Files", revision: str | None, where: str) -> None:
     """Prints what a push would do, with the size of each file and the card."""
     from aerie.model.push import removals
 
@@ -178,15 +178,11 @@ def _print_push(repo: str, files: "Files", revision: str | None) -> None:
         effect = f"remove {', '.join(removals(repo, files, revision)) or 'nothing'}"
     except UserError as error:
         effect = f"fail now ({error})"
-    print(f"push: would {effect}, and ship to {_where(repo, revision)}:")
+    print(f"push: would {effect}, and ship to {where}:")
     for name, file in sorted(files.items()):
         size = len(file) if isinstance(file, bytes) else file.stat().st_size
         print(f"  {size:>16,} bytes  {name}")
     print(f"\nREADME.md:\n{bytes(files['README.md']).decode()}")
-
-
-def _where(repo: str, revision: str | None) -> str:
-    return repo if revision is None else f"{repo}@{revision}"
 
 
 if __name__ == "__main__":

@@ -398,8 +398,7 @@ def _stored_vocab(config: TargetConfig) -> dict[str, Tensor] | None:
     """The tensors "embedding", "lm_head" and, if there is one, "bias", as safetensors files have
     them.
 
-    None where the whole model must be loaded: another format, other names, or what require_whole
-    refuses."""
+    None where the whole model must be loaded: another format, other names or shapes."""
     model = skeleton(config)
     lm_head = model.get_output_embeddings()
     weights = {"embedding": model.get_input_embeddings().weight, "lm_head": lm_head.weight}
@@ -407,32 +406,25 @@ def _stored_vocab(config: TargetConfig) -> dict[str, Tensor] | None:
         weights["bias"] = lm_head.bias
     # of tied weights the first name, which is the one in the file
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    sources = {role: names[id(weight)] for role, weight in weights.items()}
-    ties = model.all_tied_weights_keys
-    tied = {name: source for name, source in ties.items() if source in sources.values()}
-    stored = _stored(config, {*sources.values(), *tied})
-    for role, source in sources.items():
-        if source not in stored or stored[source].shape != weights[role].shape:
-            return None
-    for name, source in tied.items():
-        if not torch.equal(stored.get(name, stored[source]), stored[source]):
-            return None
-    return {role: stored[source] for role, source in sources.items()}
-
-
-def _stored(config: TargetConfig, names: set[str]) -> dict[str, Tensor]:
-    """The tensors with these names, as far as safetensors files have them."""
-    _, shards = weight_files(config)
     stored: dict[str, Tensor] = {}
-    for name in names:
-        with _readable(config, "load the target"):
-            file = _file(config, shards.get(name, WEIGHTS))
-            if file is None or file.suffix != ".safetensors":
-                continue
+    for role, weight in weights.items():
+        tensor = _stored(config, names[id(weight)])
+        if tensor is None or tensor.shape != weight.shape:
+            return None
+        stored[role] = tensor
+    return stored
+
+
+def _stored(config: TargetConfig, name: str) -> Tensor | None:
+    """The tensor with this name, if a safetensors file has it."""
+    _, shards = weight_files(config)
+    with _readable(config, "load the target"):
+        file = _file(config, shards.get(name, WEIGHTS))
+        if file is not None and file.suffix == ".safetensors":
             with safe_open(str(file), framework="pt") as handle:
                 if name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
-                    stored[name] = handle.get_tensor(name).clone()
-    return stored
+                    return handle.get_tensor(name).clone()
+    return None
 
 
 @torch.no_grad()
@@ -451,7 +443,7 @@ def final_norm(config: TargetConfig) -> Tensor:
             norm = norms[-1]  # of several, the last
             parameters = model.named_parameters()
             (name,) = (name for name, parameter in parameters if parameter is norm.weight)
-            weight = _stored(config, {name}).get(name)
+            weight = _stored(config, name)
             if weight is None:  # another format, or other names
                 weight = Target.load(config).model.get_parameter(name)
             weight = weight.float().cpu().detach()

@@ -10,7 +10,7 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
 from aerie.model.formats import content
 from aerie.model.heads import HEADS
-from aerie.model.heads.eagle import EMBEDDING, TAP_CONVENTION, Eagle1Config, Eagle3Config
+from aerie.model.heads.eagle import TAP_CONVENTION, Eagle1Config, Eagle3Config
 
 SPECULATIVE_TOKENS = 5  # speculators' default for EAGLE-3
 LAYER, TYPE = "transformer_layer_config", "speculators_model_type"
@@ -52,8 +52,6 @@ def read_eagle1(files: content.HeadFiles, layout: str) -> content.HeadContent:
     values, path = files.values, files.config_path
     is_early = layout == "speculators"
     tensors = content.renamed(files.tensors, (DERIVED, *(EARLY_NAMES if is_early else ())))
-    if values.get("layernorms"):
-        raise UserError(f"{path}: layernorms is true: a HASS head; such heads are not supported")
     if layout == "safeailab" and "bias" not in values and "fc.bias" not in tensors:
         raise UserError(
             f'{path}: has no "bias", which means true, but the weights have no fc.bias; '
@@ -77,10 +75,6 @@ def read_eagle3(files: content.HeadFiles, layout: str) -> content.HeadContent:
     values, path = files.values, files.config_path
     is_speculators = layout == "speculators"
     extra = content.nested(values, "eagle_config")
-    if extra.get("use_aux_hidden_state") is False:
-        raise UserError(
-            f"{path}: use_aux_hidden_state is false: heads that read no taps are not supported"
-        )
     rules = (DERIVED, *(TO_MIDLAYER if FIRST_LAYER in files.tensors else ()))
     tensors = content.renamed(files.tensors, rules)
     sizes = content.read_sizes(values[LAYER] if is_speculators else values, path)
@@ -141,8 +135,7 @@ def write_eagle3(
     """As `write_eagle1`."""
     config: Any = head.config
     refuse_eagle(layout, config, target)
-    tensors = dict(head.tensors)
-    assert EMBEDDING in tensors  # not every reader takes it from the target
+    tensors = dict(head.tensors)  # with the embedding: not every reader takes the target's
     if config.draft_vocab_size == config.vocab_size:  # readers expect no tables then
         del tensors["d2t"], tensors["t2d"]
     if layout == "speculators":

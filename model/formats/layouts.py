@@ -121,10 +121,6 @@ def _read_multi_token(files: HeadFiles, kind: str) -> HeadContent:
     """A Medusa or Hydra head; sizes come from the weights, as config.json often lags behind
     them."""
     values, path = files.values, files.config_path
-    if values.get("grounded_heads") is False or values.get("hidden_state_offset"):
-        raise UserError(
-            f"{path}: heads with grounded_heads false or a hidden_state_offset are not supported"
-        )
     tensors = renamed(files.tensors, MULTI_TOKEN_NAMES[kind])
     if "laws.lm_heads.0.weight" not in tensors:
         raise UserError(

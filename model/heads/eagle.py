@@ -177,8 +177,7 @@ class EagleHead(nn.Module):
             if name == EMBEDDING and self.shares_embedding:
                 parameter.data.copy_(vocab.embedding)
             elif parameter.ndim == 2:
-                drawn = torch.empty(parameter.shape)
-                parameter.data.copy_(drawn.normal_(0.0, initializer_range, generator=generator))
+                nn.init.normal_(parameter, 0.0, initializer_range, generator)
             elif name.endswith("bias"):
                 parameter.data.zero_()
 
@@ -322,11 +321,10 @@ class Eagle3Head(EagleHead):
             assert vocab.final_norm is not None
             self.norm.weight.data.copy_(vocab.final_norm)
         if "fc_init" in taken:
-            scale: Any = 1.0
-            if section.fc_norm and section.norm_output:
-                # normed taps get the size of the normed outputs that are fed back
-                scale = self.norm.weight.data.square().mean().sqrt()
-            pass_on_highest_tap(self.fc, scale)
+            # normed taps get the size of the normed outputs that are fed back
+            is_normed = section.fc_norm and section.norm_output
+            size = self.norm.weight.data.square().mean().sqrt()
+            pass_on_highest_tap(self.fc, size if is_normed else 1.0)
 
     def fuse(self, taps: Tensor) -> Tensor:
         """Fused features [..., D] of the target's taps [..., L*Dt], low to high."""

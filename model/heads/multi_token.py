@@ -135,21 +135,18 @@ class MultiTokenHead(nn.Module):
         prefix layer."""
         for name, parameter in self.named_parameters():
             if name.startswith("prefix_layer.") and parameter.ndim == 2:
-                drawn = torch.empty(parameter.shape)
-                parameter.data.copy_(drawn.normal_(0.0, initializer_range, generator=generator))
+                nn.init.normal_(parameter, 0.0, initializer_range, generator)
             elif ".linear." in name:
                 parameter.data.zero_()
         for block in self.modules():
             if isinstance(block, ResidualBlock) and block.projection is not None:
                 bound = block.linear.in_features**-0.5
                 for parameter in block.projection.parameters():
-                    drawn = torch.empty(parameter.shape)
-                    parameter.data.copy_(drawn.uniform_(-bound, bound, generator=generator))
+                    nn.init.uniform_(parameter, -bound, bound, generator)
         for linear in cast(Iterable[nn.Linear], self.laws.lm_heads):
             linear.weight.data.copy_(vocab.lm_head)
             if linear.bias is not None:
-                bias = torch.zeros_like(linear.bias) if vocab.bias is None else vocab.bias
-                linear.bias.data.copy_(bias)
+                linear.bias.data.copy_(torch.tensor(0.0) if vocab.bias is None else vocab.bias)
 
     def start_from_target(self, section: Any, vocab: VocabWeights, path: str) -> None:
         """Nothing: these heads always start at the target's LM head."""

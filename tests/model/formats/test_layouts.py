@@ -356,7 +356,7 @@ DAMAGES: list[
     (
         {"draft_vocab_size": 320},
         {"lm_head.weight": torch.ones(320, 32), "d2t": None},
-        "one of d2t and t2d",
+        "d2t: none there",
     ),
 ]
 
@@ -388,17 +388,7 @@ def test_no_head(tmp_path: Path) -> None:
     lone = published.write(
         tmp_path / "lone", {"model_type": "llama"}, {"weight": torch.zeros(2, 2)}
     )
-    for place, message in (
-        (lone, "not a head in a layout that is known here"),
-        (
-            published.hydra(tmp_path / "1", num_attention_heads=None)[1],
-            'add "num_attention_heads" of the target',
-        ),
-        (
-            published.hydra(tmp_path / "3", grounded_heads=False)[1],
-            "or a hidden_state_offset are not supported",
-        ),
-    ):
+    for place, message in ((lone, "not a head in a layout that is known here"),):
         with pytest.raises(UserError, match=message):
             load_head(place)
 
