@@ -80,7 +80,7 @@ def _print_page(blocks: list[KeyBlock]) -> None:
     pages = [PAGE_HEADER]
     for heading, text, keys in blocks:
         listed = "".join(f"- `{key}`: {words}\n" for key, words in keys.items())
-        pages.append("\n\n".join(filter(None, (f"## {heading}", text, listed))))
+        pages.append(f"## {heading}\n\n{text}\n\n{listed}")
     print("\n".join(pages), end="")
 
 
@@ -112,7 +112,8 @@ def documented_keys(section: str = "") -> list[KeyBlock]:
             paths = [parent]
             keys = {key: keys[key]}
         if paths:
-            blocks.append(KeyBlock(_heading(paths, kinds_at), _class_text(schema), keys))
+            text = " ".join(schema.__doc__.split())
+            blocks.append(KeyBlock(_heading(paths, kinds_at), text, keys))
     return blocks
 
 
@@ -126,12 +127,6 @@ def _heading(paths: list[str], kinds_at: dict[str, list[str]]) -> str:
     # 'kind: a | kind: b' becomes 'kind: a | b'.
     choices = re.sub(r"[|] [a-z]+: ", "| ", " | ".join(kinds))
     return f"{names} ({choices})"
-
-
-def _class_text(schema: Any) -> str:
-    """The class's docstring in one line, but not the one that `dataclass` makes."""
-    is_made = schema.__doc__.startswith(f"{schema.__name__}(")
-    return "" if is_made else " ".join(schema.__doc__.split())
 
 
 def _meanings(schema: Any) -> dict[str, str]:

@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import typing
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -105,10 +106,8 @@ def sections(hint: Any, path: str = "", kind: str = "") -> Iterator[tuple[Any, s
 
 def _tag_of(members: tuple[Any, ...]) -> str:
     """The key that tells the members of a union apart; '' where there is none."""
-    for tag in TAGS:
-        if sum(tag in getattr(member, "__dataclass_fields__", ()) for member in members) > 1:
-            return tag
-    return ""
+    keys = Counter(key for member in members for key in getattr(member, "__dataclass_fields__", ()))
+    return next((tag for tag in TAGS if keys[tag] > 1), "")
 
 
 # ---------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from aerie.configs.schema.heads import Float, Seed, Share
 
 
 class SyntheticConfig(Section):
+    """A made-up corpus, with a tokenizer and measuring prompts."""
+
     num_conversations: PositiveInt = key("to train on", default=12000)
     num_prompts: PositiveInt = key(
         "measuring prompts, disjoint from the conversations", default=120
@@ -57,6 +59,8 @@ class DataConfig(Section):
 
 
 class FeaturesConfig(Section):
+    """The target's states, and how they are stored."""
+
     mode: Literal["cached", "online"] = key(
         "online: the target runs in the training step", default="cached"
     )
@@ -76,12 +80,6 @@ class FeaturesConfig(Section):
     shuffle_shards: PositiveInt | None = key(
         "training draws rows from so many shards at a time; null: all", default=None
     )
-
-    def __post_init__(self) -> None:
-        if self.mode == "online" and (self.storage or self.shuffle_shards):
-            raise ValueError(
-                "storage and shuffle_shards are of a cache: leave them out with mode: online"
-            )
 
 
 class SourceConfig(Section):
@@ -119,6 +117,8 @@ class SourceConfig(Section):
 
 
 class AnswerSamplingConfig(Section):
+    """How the tokens of an answer are drawn."""
+
     temperature: NonNegativeFloat = key("1: the target's own law; 0: greedy", default=1.0)
     top_p: Annotated[float, Field(gt=0, le=1)] = key("1: off", default=1.0)
     top_k: Annotated[int, Field(ge=-1)] | None = key(

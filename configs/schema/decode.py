@@ -28,7 +28,7 @@ from aerie.configs.read import (
     key,
     load_file,
 )
-from aerie.configs.schema.heads import KINDS, Seed, Share
+from aerie.configs.schema.heads import KINDS, Share
 
 
 class ConstantConfig(Section):
@@ -44,10 +44,6 @@ class HeuristicConfig(Section):
     start: PositiveInt = key("the first length (SVIP's code)", default=5)
     more: PositiveInt = key("added if all was accepted", default=2)
     fewer: PositiveInt = key("else subtracted, down to one token", default=1)
-    across_prompts: bool = key(
-        'true: keep the length (transformers\' "heuristic"); false: "heuristic_transient"',
-        default=False,
-    )
 
 
 class EntropyConfig(Section):
@@ -88,10 +84,6 @@ class VoteConfig(Section):
         "as printed, at most the depth",
         default=3.0,
     )
-
-    def __post_init__(self) -> None:
-        if self.signals == ("expectation",) and self.bonus <= 0:
-            raise ValueError("without a bonus the expectation always votes; raise bonus")
 
     @property
     def needed(self) -> int:
@@ -257,10 +249,6 @@ class DynamicConfig(Section, kw_only=True):
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, ProbabilitySumConfig) and self.stop.checks[0] >= self.levels:
-            raise ValueError(
-                f"stop.checks {list(self.stop.checks)} are never reached in {self.levels} levels"
-            )
         if self.children == "sampled" and self.rank != "survival":
             # a later draw could have a node expanded that pushes an earlier one out of the tree
             raise ValueError(
@@ -317,7 +305,6 @@ class LookaheadConfig(Section):
     pool_from_text: bool = key(
         "also pool n-grams of prompt and answer (its POOL_FROM_PROMPT)", default=False
     )
-    seed: Seed = key("of the window's first tokens", default=0)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -328,9 +315,7 @@ class LookaheadConfig(Section):
 
     @property
     def text(self) -> str:
-        more = ", pool from the text" * self.pool_from_text + (
-            f", seed {self.seed}" if self.seed else ""
-        )
+        more = ", pool from the text" * self.pool_from_text
         return f"N {self.ngram}, W {self.window}, G {self.guesses}{more}"
 
 
@@ -428,8 +413,7 @@ def fitted(tree: Any, method: str, most: int, where: str, head: str) -> Any:
 
 def published_tree(method: str, **changes: Any) -> Any:
     """The TreeConfig of a method; None if it grows no tree."""
-    tree = completed(method, changes)
-    return None if tree is None else adapter(TreeConfig).validate_python(tree)
+    return adapter(TreeConfig | None).validate_python(completed(method, changes))
 
 
 class MethodConfig(Section):

@@ -64,6 +64,8 @@ class TargetConfig(Section):
 
 
 class HeadSection(Section, kw_only=True):
+    """What every kind of head has."""
+
     methods: ClassVar[tuple[str, ...]]  # that decode with it, the usual one first
     reads_taps: ClassVar[bool] = False  # learns from the target's taps, not from last_hidden
     init_from: Place | None = key(
@@ -105,6 +107,8 @@ class Eagle1Section(_LayerSizes, HeadSection, kw_only=True):
 
 
 class _TapHead(_LayerSizes, HeadSection, kw_only=True):
+    """A head that reads the target's taps."""
+
     reads_taps = True
     norm_init: Literal["ones", "target"] = key(
         "target: the final norm starts as the target's", default="ones"
@@ -123,6 +127,8 @@ class _TapHead(_LayerSizes, HeadSection, kw_only=True):
 
 
 class Eagle3Section(_TapHead, kw_only=True):
+    """EAGLE-3's head, with an LM head over a draft vocabulary."""
+
     methods = ("eagle3", *EAGLE)
     kind: Literal["eagle3"] = "eagle3"
     num_hidden_layers: PositiveInt = key("decoder layers; the paper's head has one", default=1)
@@ -149,16 +155,10 @@ class Eagle3Section(_TapHead, kw_only=True):
     )
     lm_head_init: Literal["random", "target"] = key("target: the target's rows", default="random")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.fc_norm and self.norm_before_fc:
-            raise ValueError(
-                "fc_norm and norm_before_fc norm the same features, "
-                "and no server does both; choose one"
-            )
-
 
 class _MultiToken(HeadSection, kw_only=True):
+    """Heads that each draft one future token."""
+
     num_heads: PositiveInt = key(
         "future tokens, each with its own head (the papers' number)", default=4
     )
@@ -173,6 +173,8 @@ class _MultiToken(HeadSection, kw_only=True):
 
 
 class MedusaSection(_MultiToken, kw_only=True):
+    """Medusa heads."""
+
     methods = ("medusa",)
     kind: Literal["medusa"] = "medusa"
 
@@ -188,15 +190,6 @@ class HydraSection(_LayerSizes, _MultiToken, kw_only=True):
     initializer_range: PositiveFloat = key(
         "deviation of the prefix layer's new matrices", default=0.02
     )
-
-    def __post_init__(self) -> None:
-        sizes = [
-            name for name in _LayerSizes.__dataclass_fields__ if getattr(self, name) is not None
-        ]
-        if sizes and not self.prefix_layer:
-            raise ValueError(
-                f"{sizes[0]} belongs to the prefix layer; set prefix_layer: true, or leave it out"
-            )
 
 
 class DraftLMSection(_LayerSizes, HeadSection, kw_only=True):
@@ -374,11 +367,6 @@ class TrainConfig(Section, kw_only=True):
         "tensorboard, wandb, trackio or another of accelerate's", default=()
     )
 
-    def __post_init__(self) -> None:
-        weights = {name: value for name, value in vars(self).items() if name.endswith("_weight")}
-        if len(weights) > 1 and not any(weights.values()):
-            raise ValueError(f"{' and '.join(weights)} are both zero: nothing would be learnt")
-
 
 class DraftHeadTrain(TrainConfig, kw_only=True):
     """For all heads that read the target's features."""
@@ -391,6 +379,8 @@ class DraftHeadTrain(TrainConfig, kw_only=True):
 
 
 class EagleTrain(DraftHeadTrain, kw_only=True):
+    """For both kinds of EAGLE head."""
+
     compile: bool = key(
         "torch.compile the layers except attention: needs a C++ compiler, and a minute at the "
         "start",
@@ -468,10 +458,6 @@ class DraftLMTrain(TrainConfig, kw_only=True):
     token_weight: NonNegativeFloat = key(
         "of the cross-entropy, where `distill` is set", default=1.0
     )
-
-    def __post_init__(self) -> None:
-        if self.distill is None and (self.distill_weight, self.token_weight) != (1.0, 1.0):
-            raise ValueError("distill_weight and token_weight do nothing without distill; set it")
 
 
 Train = Annotated[

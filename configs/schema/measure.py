@@ -40,10 +40,6 @@ class PromptsConfig(Section):
     def __post_init__(self) -> None:
         if self.path is not None and self.tasks:
             raise ValueError("prompts come from a file (path) or from tasks; set one of them")
-        if self.tasks and self.task is not None:
-            raise ValueError(
-                "task names the questions of path, and tasks have names of their own; leave it out"
-            )
 
 
 class HeldOutPrompts(PromptsConfig, kw_only=True):
@@ -54,6 +50,8 @@ class HeldOutPrompts(PromptsConfig, kw_only=True):
 
 
 class SamplingConfig(Section):
+    """How the target's tokens are drawn."""
+
     temperature: NonNegativeFloat = key("0: greedy", default=0.0)
     top_k: NonNegativeInt = key("0: off", default=0)
     top_p: Annotated[float, Field(gt=0, le=1)] = key("1: off", default=1.0)
@@ -138,6 +136,8 @@ class CalibrateConfig(Section):
 
 
 class TuneConfig(Section):
+    """The search for the fastest tree of a head on this machine."""
+
     prompts: PromptsConfig = key(
         "to predict from; default: at most 24 held-out conversations, 128 new tokens each",
         default=PromptsConfig(num_prompts=24, max_new_tokens=128),

@@ -31,6 +31,8 @@ KEYS_OF_FLAGS = {  # an option's name in argparse's result: the key that it over
 
 
 class Recipe(Section):
+    """The whole recipe."""
+
     run: Place = key("the run's directory")
     target: TargetConfig = key("the model that is sped up")
     data: DataConfig = key("what is trained on, and what is held out")

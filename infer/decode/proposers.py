@@ -194,7 +194,7 @@ class Lookahead(Proposer):
     def reset(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> None:
         config = self.config
         self._text: list[int] = prompt.tolist()
-        generator = torch.Generator().manual_seed(config.seed)
+        generator = torch.Generator().manual_seed(0)
         width = config.window + config.ngram - 2
         indices = torch.randint(len(self._text), (width,), generator=generator)
         self.window = [[self._text[index] for index in indices.tolist()]]

@@ -65,12 +65,9 @@ class Heuristic(Stop):
     """transformers' schedule: gamma levels, then `more` if all were accepted, else `fewer` less."""
 
     reads_only = False  # gamma is a number of the host
-    gamma = 0
 
     def reset(self) -> None:
-        is_first_prompt = self.gamma == 0
-        if is_first_prompt or not self.config.across_prompts:
-            self.gamma = min(self.config.start, self.levels)
+        self.gamma = min(self.config.start, self.levels)
 
     def ends(self, level: Level) -> Any:
         return level.depth >= self.gamma

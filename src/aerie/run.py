@@ -135,9 +135,6 @@ def _require_inputs(recipe: Recipe) -> list[str]:
 def _require_packages(recipe: Recipe, stages: list[str]) -> None:
     if "report" in stages and find_spec("matplotlib") is None:
         raise UserError("report: matplotlib is not installed; pip install aerie[report]")
-    for name in recipe.train.trackers:
-        if find_spec(name) is None and find_spec(f"{name}X") is None:  # tensorboardX serves too
-            raise UserError(f"train.trackers: {name} is not installed; run: pip install {name}")
 
 
 def _require_own_outputs(recipe: Recipe, stages: list[str]) -> None:

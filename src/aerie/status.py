@@ -153,13 +153,11 @@ def _next_of_whole_run(root: Path, kind: str) -> str:
     """What to type when every stage is whole: tune, or push; and where the report is."""
     summary = root / "report/summary.json"
     rows = read_json(summary)["rows"] if summary.is_file() else []
-    speedups = [row.get("speedup") or 0 for row in rows if row["method"] != "vanilla"]
-    if speedups and max(speedups) < 1 and not (root / STAGES["tune"]).is_dir():
+    is_slow = rows and all((row["speedup"] or 0) <= 1 for row in rows)  # vanilla's is 1
+    if is_slow and not (root / STAGES["tune"]).is_dir():
         return (
             f"aerie tune --config {root / 'recipe.yaml'}, for a tree that suits this machine: "
             "none is faster than vanilla yet"
         )
-    push = f"aerie push {root / STAGES['train'] / kind} --repo USER/NAME --dry-run; "
-    push += f"see {root / 'report/index.html'}"
-    tuned = root / STAGES["tune"] / "tuned.yaml"
-    return f"aerie chat --run {root} --row {tuned}; {push}" if tuned.is_file() else push
+    push = f"aerie push {root / STAGES['train'] / kind} --repo USER/NAME --dry-run"
+    return f"{push}; see {root / 'report/index.html'}"

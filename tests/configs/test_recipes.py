@@ -107,13 +107,6 @@ def test_a_number_that_means_nothing_and_a_path_of_nothing_are_refused(word: str
         load(CONFIGS / "embedded.yaml", *distill, f"--{word}")
 
 
-def test_weights_of_a_loss_are_not_all_zero() -> None:
-    for kind, keys in {"eagle1": ("feature", "classification"), "medusa": ("label", "law")}.items():
-        words = [f"--train.{key}_weight=0" for key in keys]
-        with pytest.raises(UserError, match=f"{keys[0]}_weight and {keys[1]}_weight are both zero"):
-            load(CONFIGS / "embedded.yaml", f"--head.kind={kind}", "--train={}", *words)
-
-
 def test_names_of_other_programs_lead_to_ours() -> None:
     for other, key in ALIASES.items():
         advice = suggestion([other], pipeline.Recipe)

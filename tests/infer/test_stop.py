@@ -170,12 +170,11 @@ def test_lengths_are_those_of_transformers() -> None:
         assert rule.gamma == theirs.num_assistant_tokens
 
 
-@pytest.mark.parametrize(("across_prompts", "length"), [(False, 5), (True, 7)])
-def test_a_new_prompt_forgets_the_length_unless_told(across_prompts: bool, length: int) -> None:
-    rule = Heuristic(HeuristicConfig(across_prompts=across_prompts), levels=1000)
+def test_a_new_prompt_forgets_the_length() -> None:
+    rule = Heuristic(HeuristicConfig(), levels=1000)
     rule.learn(5, 5)
     rule.reset()
-    assert rule.gamma == length
+    assert rule.gamma == 5
 
 
 # --- trees: OPT-Tree, Dynamic Depth Decoding, DEAGLE
