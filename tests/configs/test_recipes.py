@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import fields
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,12 @@ def test_every_recipe_loads_keeps_its_run_under_runs_and_drafts_within_its_posit
     path: Path,
 ) -> None:
     recipe = load(path)
-    template, positions = recipe.target.chat_template, recipe.head.max_position_embeddings
+    template = recipe.target.chat_template
     assert recipe.run.startswith("runs/") and recipe.tree is not None
     assert template is None or (ROOT / template).is_file()
-    is_target = recipe.output is not None  # it trains a target, which does not draft
-    assert (
-        is_target or positions is None or positions >= recipe.data.max_length + recipe.tree.levels
-    )
+    positions = recipe.head.max_position_embeddings
+    if positions and recipe.output is None:  # with `output` it trains a target: no drafts
+        assert positions >= recipe.data.max_length + recipe.tree.levels
 
 
 def test_another_kind_of_head_or_method_forgets_the_files_trees() -> None:
@@ -69,30 +69,22 @@ def test_words_for_lists_short_dtypes_and_the_home_directory_are_read_as_meant(
     recipe = load(
         Path("~/recipe.yaml"), "--features.after_blocks", "2", "--features.dtype", "torch.half"
     )
-    target, features, train, bench = recipe.target, recipe.features, recipe.train, recipe.bench
-    assert (recipe.run, target.path, *recipe.data.conversations) == tuple(
-        f"{tmp_path}/{name}" for name in ("run", "target", "rows.jsonl")
-    )
-    assert (target.dtype, features.dtype, features.after_blocks) == ("bfloat16", "float16", (2,))
-    assert (
-        bench is not None
-        and train.trackers == ("wandb",)
-        and bench.rows[0].head == f"{tmp_path}/head"
-    )
-    assert [task.name for task in bench.prompts.tasks] == ["gsm8k"]
+    assert (recipe.run, recipe.target.path) == (f"{tmp_path}/run", f"{tmp_path}/target")
+    assert recipe.data.conversations == (f"{tmp_path}/rows.jsonl",)
+    assert (recipe.target.dtype, recipe.features.dtype) == ("bfloat16", "float16")
+    assert (recipe.features.after_blocks, recipe.train.trackers) == ((2,), ("wandb",))
+    assert recipe.bench is not None and recipe.bench.rows[0].head == f"{tmp_path}/head"
+    assert recipe.bench.prompts.tasks[0].name == "gsm8k"
 
 
 def test_no_number_of_a_recipe_is_negative() -> None:
-    for field in {
-        field
-        for cls, _, _ in sections(pipeline.Recipe)
-        for field in fields(cls)
-        if field.name != "values"
-    }:
-        for value in (-2, [-2], [-2, -2]):
+    """But one of a sweep's values."""
+    keys = chain.from_iterable(fields(section) for section, _, _ in sections(pipeline.Recipe))
+    for key, value in product({*keys}, (-2, [-2], [-2, -2])):
+        if key.name != "values":
             with pytest.raises(ValidationError):
-                TypeAdapter(field.type).validate_python(value)
-                pytest.fail(f"{field.name} takes {value}")
+                TypeAdapter(key.type).validate_python(value)
+                pytest.fail(f"{key.name} takes {value}")
 
 
 OUTSIDE = """train.max_steps=0 data.limit=0 threads=0 seed=1e400 train.betas=[1,0.9]
@@ -114,15 +106,13 @@ def test_names_of_other_programs_lead_to_ours() -> None:
         assert advice.endswith((f".{key}'?", f"'{key}'?")), (other, advice)
 
 
-def test_recipes_that_share_a_cache_agree() -> None:
-    for kind in ("medusa", "hydra"):  # they train on the feature cache of the EAGLE-1 recipe
-        for ours, theirs in (
-            (f"{kind}/embedded", "embedded"),
-            (f"{kind}/vicuna-7b", "eagle1/vicuna-7b"),
-        ):
-            one_head, other_head = (load(CONFIGS / f"{name}.yaml") for name in (ours, theirs))
-            for key in ("run", "data", "features"):
-                assert getattr(one_head, key) == getattr(other_head, key)
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize(("ours", "theirs"), [("embedded", ""), ("vicuna-7b", "eagle1")])
+def test_recipes_that_share_a_cache_agree(kind: str, ours: str, theirs: str) -> None:
+    """They train on the feature cache of the EAGLE-1 recipe."""
+    recipe = load(CONFIGS / kind / f"{ours}.yaml")
+    eagle1 = load(CONFIGS / theirs / f"{ours}.yaml")
+    assert (recipe.run, recipe.data, recipe.features) == (eagle1.run, eagle1.data, eagle1.features)
 
 
 @pytest.mark.parametrize("path", TOPOLOGIES, ids=lambda path: path.stem)
