@@ -39,11 +39,11 @@ from aerie.configs.schema.heads import (
     TargetConfig,
 )
 from aerie.data.batches import Batch
-from aerie.infer.decode.clock import PHASES
 from aerie.infer.decode.drafters import BlockDrafter, EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.proposers import tree_proposer
-from aerie.infer.measure.generate import cycle_work
+from aerie.infer.measure.bench import CYCLE_PHASES
+from aerie.infer.measure.generate import copy_speed, cycle_work
 from aerie.model.checkpoint import new_head
 from aerie.model.heads import DRAFT_MODELS
 from aerie.model.heads.eagle import DraftVocabulary
@@ -257,10 +257,10 @@ def run_decoding(size: Size, target: Target, kind: str, head: Any, prompt: torch
     generate = partial(decoder.generate, prompt, max_new_tokens=size.new_tokens, do_sample=False)
     generate(eos_token_id=[])
     counted = generate(eos_token_id=[], timed=True).statistics
-    phases = [name for name in PHASES if name not in ("prefill", "wall")]
-    split = {name: counted.ms[name] / counted.target_forwards for name in phases}
+    split = {name: counted.ms[name] / counted.target_forwards for name in CYCLE_PHASES}
     method = {"eagle1": "eagle2", "block": "block-tree"}.get(kind, kind)
-    kernels, _, share, _ = cycle_work(decoder, prompt, counted, {"do_sample": False})
+    kernels, read = cycle_work(decoder, prompt, counted.prompt_tokens, {"do_sample": False})
+    bytes_per_s = 1000 * read / sum(split.values())
     return {
         "size": size.name,
         "what": f"decode {method}, {target.recipe.cycle}",
@@ -269,7 +269,7 @@ def run_decoding(size: Size, target: Target, kind: str, head: Any, prompt: torch
         "ms": sum(split.values()),
         "cycle_ms": split,
         "kernels": kernels,
-        "bandwidth": share,
+        "bandwidth": bytes_per_s / copy_speed(target.device),
     }
 
 
