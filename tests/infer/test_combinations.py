@@ -1,4 +1,4 @@
-"""LoadedHeads, shapes and stop rules that no paper combined: accepted ones are lossless, and the rules end trees."""
+"""Drafters, shapes and stop rules that no paper combined are lossless, and the rules end trees."""
 
 from typing import Any
 

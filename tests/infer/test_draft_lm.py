@@ -1,4 +1,4 @@
-"""TreeProposer with a small LM: whatever was accepted, every law is that of a plain forward on the same text."""
+"""A draft LM: whatever was accepted, its laws are those of plain forwards on the same text."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def made(model: Any) -> Target:
 
 
 def draft_of(family: str) -> Target:
-    """A small LM. gemma2: scaled embeddings, softcaps, a window in every other layer; mistral: one in every layer."""
+    """A small LM; of mistral and gemma2 every layer, or every other one, has a window."""
     return made(small_model(AutoConfig.for_model(family), vocab_size=320))
 
 
@@ -53,9 +53,7 @@ def _no_gradient() -> Any:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 @pytest.mark.parametrize("path", [[], [2], [1, 3], [1, 3, 4], [0, 0, 0]])  # the rows of each level
-def test_the_laws_of_a_tree_are_plain_ones_also_after_a_part_of_a_path_was_accepted(
-    family: str, path: list[int]
-) -> None:
+def test_laws_of_trees(family: str, path: list[int]) -> None:
     draft = draft_of(family)
     drafter = drafter_of(draft)
     text = ready(drafter)
@@ -83,7 +81,7 @@ def test_the_laws_of_a_tree_are_plain_ones_also_after_a_part_of_a_path_was_accep
 
 
 @pytest.mark.parametrize(("accepted", "read"), [(0, 1), (2, 1), (3, 1), (4, 2)])
-def test_one_forward_for_each_law_and_no_token_is_read_twice(accepted: int, read: int) -> None:
+def test_forwards(accepted: int, read: int) -> None:
     draft = draft_of("llama")
     drafter = drafter_of(draft)
     ready(drafter)
@@ -102,7 +100,7 @@ def test_one_forward_for_each_law_and_no_token_is_read_twice(accepted: int, read
 
 
 @pytest.mark.parametrize("vocab_size", [300, 320, 340])
-def test_the_logits_of_padded_vocabularies_are_cut_before_the_softmax(vocab_size: int) -> None:
+def test_padded_vocabularies(vocab_size: int) -> None:
     draft = draft_of("llama")
     drafter = drafter_of(draft, vocab_size)
     text = ready(drafter)
@@ -115,7 +113,7 @@ def test_the_logits_of_padded_vocabularies_are_cut_before_the_softmax(vocab_size
     assert drafter.start().isfinite().all()
 
 
-def test_an_lm_with_the_targets_tokenizer_is_loaded_in_its_dtype_and_any_other_refused(
+def test_loading(
     tmp_path: Path,
 ) -> None:
     target = Target.load(TargetConfig(str(tiny.target(tmp_path / "target")), dtype="bfloat16"))

@@ -1,4 +1,4 @@
-"""Methods by name: published trees, what a recipe may change of them, and the heads that they draft with."""
+"""Methods by name: published trees, what a recipe may change of them, and their heads."""
 
 import itertools
 from pathlib import Path
@@ -15,6 +15,7 @@ from aerie.configs.schema.decode import (
     ChainConfig,
     DynamicConfig,
     EntropyConfig,
+    MarginalGainConfig,
     MethodConfig,
     StaticConfig,
     VoteConfig,
@@ -34,7 +35,7 @@ def overridden(*words: str) -> MethodConfig:
     return validate({}, MethodConfig, "command line", {}, words)
 
 
-def test_every_method_has_a_tree_that_can_be_grown_or_none() -> None:
+def test_methods_are_whole() -> None:
     for name, published in METHODS.items():
         tree = MethodConfig.of(name).tree
         assert (tree is None) == (published.tree is None) == (not published.heads)
@@ -48,7 +49,7 @@ def test_every_method_has_a_tree_that_can_be_grown_or_none() -> None:
         assert issubclass(kind.objective, Objective) and issubclass(kind.drafter, Drafter)
 
 
-def test_the_published_trees() -> None:
+def test_published_trees() -> None:
     assert MethodConfig.of("eagle2").tree == DynamicConfig(levels=6, k=10, nodes=60)
     assert MethodConfig.of("eagle3").tree == DynamicConfig(levels=8, k=10, nodes=60)
     assert MethodConfig.of("sps").tree == ChainConfig(levels=5)
@@ -73,6 +74,11 @@ def test_the_published_trees() -> None:
             "method=sps tree.shape=dynamic tree.k=4",
             DynamicConfig(k=4),
         ),  # another shape drops the method's settings
+        # its frontier is as wide as its budget
+        (
+            "method=opt-tree tree.nodes=20",
+            DynamicConfig(levels=9, k=19, nodes=20, stop=MarginalGainConfig()),
+        ),
         (
             "method=medusa tree.shape=static tree.children=sampled",
             StaticConfig(choices="medusa63", children="sampled"),
@@ -83,17 +89,8 @@ def test_the_published_trees() -> None:
         ),
     ],
 )
-def test_a_recipe_changes_what_it_names_and_nothing_else(words: str, tree: Any) -> None:
+def test_changes(words: str, tree: Any) -> None:
     assert overridden(*words.split()).tree == tree
-
-
-def test_opt_trees_frontier_is_as_wide_as_its_budget() -> None:
-    narrow, wide = (
-        overridden("method=opt-tree", "tree.nodes=20").tree,
-        MethodConfig.of("opt-tree").tree,
-    )
-    assert isinstance(narrow, DynamicConfig) and (narrow.nodes, narrow.k) == (20, 19)
-    assert isinstance(wide, DynamicConfig) and (wide.nodes, wide.k) == (60, 59)
 
 
 @pytest.mark.parametrize(
@@ -125,13 +122,13 @@ def test_opt_trees_frontier_is_as_wide_as_its_budget() -> None:
         ("method=eagle tree.choices=[[0],[2]]", r"\[2\] is listed without \[1\].*would bias"),
     ],
 )
-def test_mistakes_are_one_line_each_that_names_the_key(words: str, message: str) -> None:
+def test_mistakes(words: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         overridden(*words.split())
     assert "\n" not in str(error.value)
 
 
-def test_a_file_and_a_list_say_the_same(tmp_path: Path) -> None:
+def test_choices(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump({"choices": [[0, 0], [1], [0]]}), encoding="utf-8")
     listed = StaticConfig(choices=((1,), (0,), (0, 0)))
@@ -147,7 +144,7 @@ def test_a_file_and_a_list_say_the_same(tmp_path: Path) -> None:
         StaticConfig(choices="eagle7")
 
 
-def test_heads_are_found_by_their_kind(tmp_path: Path) -> None:
+def test_find_head(tmp_path: Path) -> None:
     embedding, heads = tiny.vocab().embedding, tmp_path / "heads"
     save_head(tiny.head(embedding), heads / "eagle1")
     save_head(tiny.eagle3_head(embedding), heads / "eagle3")

@@ -1,4 +1,4 @@
-"""Prompt lookup finds what transformers finds; lookahead keeps the window and pool of a naive run."""
+"""Prompt lookup finds what transformers finds; lookahead has a naive run's window and pool."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ SETTINGS = {
 }
 
 
-def test_guesses_share_their_beginning_and_their_confidence_is_their_share() -> None:
+def test_guesses() -> None:
     trie = GuessTree()
     for guess in ((1, 2, 3), (1, 2, 4), (5, 2, 3), (1, 2, 3)):
         trie.guess(guess)
@@ -45,7 +45,7 @@ def test_guesses_share_their_beginning_and_their_confidence_is_their_share() -> 
     torch.testing.assert_close(tree.survival, tree.mask.float() @ tree.confidence)
 
 
-def test_matches_are_those_of_transformers_on_random_texts() -> None:
+def test_matches() -> None:
     chance, ends, lengths = np.random.default_rng(0), frozenset({0, 1}), set()
     for _ in range(400):
         alphabet, size, length = (
@@ -67,7 +67,7 @@ def test_matches_are_those_of_transformers_on_random_texts() -> None:
 
 
 class Naive:
-    """Lookahead as in the paper's figure: each token of the window by its own forward over a plain text."""
+    """Lookahead as in the paper's figure: each of the window's tokens by a plain forward."""
 
     def __init__(self, target: Target, text: list[int], config: LookaheadConfig) -> None:
         self.target, self.text, self.config = target, text, config
@@ -133,8 +133,8 @@ class Naive:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_window_and_pool_are_those_of_the_naive_algorithm(name: str) -> None:
-    """Its trees are also connected, no wider than announced, and no deeper than the rest of the answer."""
+def test_window_and_pool(name: str) -> None:
+    """The naive algorithm's; no tree is wider than announced or deeper than what is left."""
     target, config, ids = make_target(**FEW), SETTINGS[name], torch.arange(5, 15).flip(0)[None]
     lookahead, naive, seen = Lookahead(config), Naive(target, ids[0].tolist(), config), []
     sizes, drafted, left = [], 0, 24 - 1
@@ -173,7 +173,7 @@ def test_window_and_pool_are_those_of_the_naive_algorithm(name: str) -> None:
     assert naive.text == ours.sequences[0, : len(naive.text)].tolist()
 
 
-def test_the_window_never_passes_the_targets_context() -> None:
+def test_context() -> None:
     target, ids = make_target(**FEW), torch.arange(5, 10)[None]
     context, deepest = ids.shape[1] + 16, []
     decoder = SpeculativeDecoder(target, Lookahead(LookaheadConfig(), context))

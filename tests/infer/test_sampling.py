@@ -16,7 +16,7 @@ from tests import tiny
 from tests.infer.laws import node_paths, tree_of
 
 
-def test_what_is_not_asked_comes_from_the_generation_config() -> None:
+def test_defaults() -> None:
     config = GenerationConfig(
         do_sample=True, temperature=0.7, top_k=20, top_p=0.9, max_new_tokens=33, eos_token_id=[3, 4]
     )
@@ -35,7 +35,7 @@ def test_what_is_not_asked_comes_from_the_generation_config() -> None:
 @pytest.mark.parametrize(
     "asked", [{"temperature": 0.0}, {"temperature": 0.0, "do_sample": True}, {"do_sample": False}]
 )
-def test_temperature_zero_is_argmax(asked: dict[str, Any]) -> None:
+def test_greedy(asked: dict[str, Any]) -> None:
     decoding = resolve(GenerationConfig(do_sample=True, temperature=0.7), **asked)
     assert not decoding.do_sample and decoding.temperature == 0.0
     assert resolve(GenerationConfig(), temperature=0.5).do_sample  # an explicit temperature samples
@@ -43,8 +43,8 @@ def test_temperature_zero_is_argmax(asked: dict[str, Any]) -> None:
     assert Sampler(decoding, torch.Generator()).choose(logits).tolist() == [1]
 
 
-def test_the_law_is_the_one_that_generate_samples_from() -> None:
-    """Temperature, then top-k, then top-p, then min-p: compared with the scores that generate returns."""
+def test_law() -> None:
+    """The law is that of generate's scores: temperature, then top-k, then top-p, then min-p."""
     model = tiny.llama(eos_token_id=None)
     ids = torch.tensor([[7, 8, 9]])
     settings: dict[str, Any] = {"temperature": 0.6, "top_k": 12, "top_p": 0.8, "min_p": 0.05}
@@ -86,9 +86,7 @@ OF_TEXT: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", OF_TEXT)
 @pytest.mark.parametrize("length", [2, 7])
-def test_each_nodes_law_looks_at_the_text_and_the_nodes_own_path(
-    settings: dict[str, Any], length: int
-) -> None:
+def test_laws_of_text(settings: dict[str, Any], length: int) -> None:
     """The same as transformers' own processors, given only that text."""
     model, dice = tiny.llama(vocab_size=6), torch.Generator().manual_seed(length)
     config = GenerationConfig(**{"do_sample": False, "eos_token_id": None, **settings})
@@ -111,7 +109,7 @@ def test_each_nodes_law_looks_at_the_text_and_the_nodes_own_path(
     torch.testing.assert_close(first.with_text(alone), theirs(prompt[None], alone), rtol=0, atol=0)
 
 
-def test_what_transformers_itself_refuses_is_a_sentence() -> None:
+def test_refused_by_transformers() -> None:
     for setting in (
         {"repetition_penalty": -1.0},
         {"suppress_tokens": 5},
@@ -146,7 +144,7 @@ OUT_OF_RANGE += [
 
 
 @pytest.mark.parametrize("settings", NOT_APPLIED + OUT_OF_RANGE)
-def test_settings_that_are_not_applied_or_out_of_range_are_refused_by_name(
+def test_refused(
     settings: dict[str, Any],
 ) -> None:
     config = GenerationConfig()
@@ -155,7 +153,7 @@ def test_settings_that_are_not_applied_or_out_of_range_are_refused_by_name(
         resolve(config)
 
 
-def test_settings_without_effect_and_neutral_ones_are_taken() -> None:
+def test_without_effect() -> None:
     settings: dict[str, Any] = {
         "num_beams": 1,
         "no_repeat_ngram_size": 0,
@@ -167,7 +165,7 @@ def test_settings_without_effect_and_neutral_ones_are_taken() -> None:
     )
 
 
-def test_draws_have_their_rows_law_and_none_is_impossible() -> None:
+def test_draws() -> None:
     laws = torch.tensor([[0.0, 5.0, 0.0, 3.0, 2.0, 0.0], [0.0, 0.0, 0.0, 0.0, 1e-30, 0.0]])
     tokens = draw(laws.repeat(20_000, 1), torch.Generator().manual_seed(5)).view(-1, 2)
     counts = tokens[:, 0].bincount(minlength=6)
@@ -178,7 +176,7 @@ def test_draws_have_their_rows_law_and_none_is_impossible() -> None:
     assert bool((tokens[:, 1] == 4).all())
 
 
-def test_distinct_draws_have_the_law_of_draws_without_replacement_in_order() -> None:
+def test_distinct_draws() -> None:
     """Even if a third draw is often missing: those that exist have the law of a third draw."""
     law = torch.tensor([0.56, 0.4, 0.03, 0.01])
     columns, missing = distinct_draws(law.expand(20_000, -1), 3, torch.Generator().manual_seed(3))

@@ -33,7 +33,7 @@ from tests.infer.laws import GREEDY, VOCAB, TableDrafter, paths
 
 
 def level(depth: int, survival: list[float], log_q: Any = None, rows: Any = None) -> Level:
-    """A level of nodes with these survivals, best first, from these rows of log q (by default one)."""
+    """A level of nodes with these survivals, best first, from these rows of log q."""
     log_q = torch.zeros(1, 2) if log_q is None else log_q
     number = torch.arange(len(survival))
     row_of = torch.tensor(rows or [0] * len(survival))

@@ -39,47 +39,46 @@ from aerie.infer.decode.verify import (
     sibling_chances,
     walk,
 )
-from tests.infer.laws import SETTINGS, TableDrafter, node_paths, sampler, tree_of
+from tests.infer.laws import SETTINGS, TableDrafter, sampler, tree_of
 
 VOCAB = 5
 
 
+def descent(tree: Tree, choice: Tensor) -> list[int]:
+    """The path that follows the target's choices, node after node."""
+    path = [0]
+    parents = tree.parents.tolist()
+    tokens = tree.tokens.tolist()
+    rides = [False] * len(tree) if tree.passengers is None else tree.passengers.tolist()
+    for node in range(1, len(tree)):
+        if parents[node] == path[-1] and tokens[node] == int(choice[path[-1]]) and not rides[node]:
+            path.append(node)
+    return path
+
+
 @pytest.mark.parametrize("riding", [False, True])
-def test_the_walk_is_that_of_a_naive_descent(riding: bool) -> None:
+def test_walk(riding: bool) -> None:
     """Random trees, with and without passengers, which look like children but are not."""
     lengths = set()
     for seed in range(300):
         dice = torch.Generator().manual_seed(seed)
         count = int(torch.randint(1, 24, (1,), generator=dice))
-        parents = [
-            0,
-            *(int(torch.randint(0, node, (1,), generator=dice)) for node in range(1, count)),
-        ]
-        rank = [
-            sum(parents[other] == parents[node] for other in range(1, node))
-            for node in range(count)
-        ]
-        rides = [riding and node > 0 and node % 3 == 0 for node in range(count)]
-        tokens = [
-            max(0, each - 1) if ride else each for each, ride in zip(rank, rides, strict=True)
-        ]
+        parents = [0]
+        ranks = [0]
+        for node in range(1, count):
+            parents.append(int(torch.randint(0, node, (1,), generator=dice)))
+            ranks.append(parents[1:-1].count(parents[-1]))
+        rides = torch.arange(count) % 3 == 0
+        rides[0] = False
+        tokens = torch.tensor(ranks)
+        if riding:
+            tokens = torch.where(rides, tokens - 1, tokens).clamp(min=0)
+        tree = tree_of(tokens.tolist(), parents)
+        tree = replace(tree, passengers=rides if riding else None)
         choice = torch.randint(0, 3, (count,), generator=dice)
-        grown = replace(
-            tree_of(tokens, parents), passengers=torch.tensor(rides) if riding else None
-        )
-        path, known = [0], True
-        while known:
-            wanted = int(choice[path[-1]])
-            below = [
-                n
-                for n in range(1, count)
-                if parents[n] == path[-1] and tokens[n] == wanted and not rides[n]
-            ]
-            known = bool(below)
-            path += below[:1]
-        assert read(walk(grown, choice), len(grown)) == Verdict(
-            path, [tokens[node] for node in path[1:]], int(choice[path[-1]])
-        )
+        path = descent(tree, choice)
+        verdict = read(walk(tree, choice), count)
+        assert verdict == Verdict(path, tokens[path[1:]].tolist(), int(choice[path[-1]]))
         lengths.add(len(path))
     assert {1, 2, 3, 4} <= lengths
 
@@ -91,10 +90,8 @@ def all_of_them(rows: int, count: int) -> Families:
 
 @pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_siblings_have_the_targets_law_exactly(
-    count: int, temperature: float, top_p: float
-) -> None:
-    """Enumerates every draw of siblings, which one is accepted, and the bonus token. One child: R1."""
+def test_siblings_exact_law(count: int, temperature: float, top_p: float) -> None:
+    """Of every draw of siblings, which one is accepted, and the bonus token. One child: R1."""
     # target and draft differ by about as much as they agree
     logits, change = 0.8 * torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(5))
     p0, q0 = sampler(temperature, top_p).law(torch.stack([logits, logits + change])).double()
@@ -124,7 +121,7 @@ def test_siblings_have_the_targets_law_exactly(
 
 
 def random_tree(dice: torch.Generator, rule: Any) -> tuple[Tree, Tensor]:
-    """A ragged tree of sampled children, with siblings apart in order, and the target's logits; R1: a chain."""
+    """A ragged tree of drawn children (R1: a chain) and the target's logits."""
     q, parents, depth, tokens = [], [0], [0], [0]
     for node in itertools.count():
         if node == len(parents) or len(parents) > 14:
@@ -141,7 +138,7 @@ def random_tree(dice: torch.Generator, rule: Any) -> tuple[Tree, Tensor]:
 
 
 def textbook(grown: Tree, p: Tensor, uniform: dict[int, list[float]]) -> tuple[list[int], Tensor]:
-    """(path, law of the bonus token), deciding child after child; uniform: a number per child of each node."""
+    """The path and the law of the bonus token, child after child, by these uniform numbers."""
     assert grown.draft_laws is not None
     path, node = [0], 0
     while True:
@@ -162,9 +159,7 @@ def textbook(grown: Tree, p: Tensor, uniform: dict[int, list[float]]) -> tuple[l
 
 
 @pytest.mark.parametrize(("rule", "on_host"), [("R1", True), ("R3", True), ("R3", False)])
-def test_a_tree_is_decided_as_the_textbook_decides_it(
-    rule: str, on_host: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_textbook(rule: str, on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged trees: all nodes at once against child after child, with the same uniform numbers.
 
     on_host: whether the host knows the families, as in static trees.
@@ -206,7 +201,7 @@ Text = tuple[int, ...]
 
 
 class Small(TableDrafter):
-    """Laws over three tokens, of draft and target; narrow: below the first level the draft has only two tokens."""
+    """Laws over three tokens; narrow: below the first level the draft has only two of them."""
 
     def __init__(self, seed: int, narrow: bool = False) -> None:
         super().__init__(seed)
@@ -222,33 +217,6 @@ class Small(TableDrafter):
         if self.narrow and path and not of_target:
             logits[path[-1]] = float("-inf")
         return logits.log_softmax(-1)
-
-
-@pytest.mark.soak
-@pytest.mark.slow
-@pytest.mark.parametrize("narrow", [False, True])
-def test_100_000_drawn_trees_write_the_law_of_the_target(narrow: bool) -> None:
-    """The law of the first two tokens; narrow: nodes have fewer tokens than draws."""
-    drafter, chosen, seen = Small(3, narrow), sampler(1.0, 1.0, 7), Counter[Text]()
-    shape = make_shape(DynamicConfig(levels=3, k=3, nodes=8, children="sampled"))
-    laws = functools.cache(lambda path: drafter.law(path, of_target=True))
-    drafter.law = functools.cache(drafter.law)  # type: ignore
-    for _ in range(100_000):
-        grown = shape.grow(drafter, torch.zeros(1, dtype=torch.long), 3, chosen)
-        verdict = read(
-            judge(grown, torch.stack([laws(path) for path in node_paths(grown)]), chosen),
-            len(grown),
-        )
-        text = (*verdict.tokens, verdict.bonus)[:2]
-        seen[
-            text if len(text) == 2 else (*text, int(draw(laws(text).exp()[None], chosen.generator)))
-        ] += 1
-    pairs = list(itertools.product(range(3), repeat=2))
-    exact = torch.tensor(
-        [float((laws(())[a] + laws((a,))[b]).double().exp()) for a, b in pairs], dtype=torch.float64
-    )
-    counts = [seen[pair] for pair in pairs]
-    assert chisquare(counts, (100_000 * exact / exact.sum()).numpy()).pvalue > 1e-3
 
 
 def every_tree(
@@ -275,13 +243,12 @@ def every_tree(
             for order in itertools.product(itertools.permutations(range(3)), repeat=len(laws)):
                 share = 1.0
                 for row, tokens in zip(laws.double().tolist(), order, strict=True):
-                    for place, token in enumerate(tokens):
-                        left = sum(row[other] for other in tokens[place:])
-                        share *= (
-                            row[token] / left
-                            if left > 0
-                            else list(tokens[place:]) == sorted(tokens[place:])
-                        )
+                    for rank, token in enumerate(tokens):
+                        left = sum(row[later] for later in tokens[rank:])
+                        if left > 0:
+                            share *= row[token] / left
+                        else:  # of the orders of missing tokens one counts
+                            share *= list(tokens[rank:]) == sorted(tokens[rank:])
                 if share > 0:
                     waiting.append(((*script, order), at * share))
             raise LookupError
@@ -300,7 +267,7 @@ def law_of(drafter: Small, chosen: Sampler, path: Text = ()) -> Counter[Text]:
 def written(
     tree: Tree | None, drafter: Small, chosen: Sampler, node: int = 0, path: Text = ()
 ) -> Counter[Text]:
-    """The law of the first three tokens by textbook recursive rejection; tree None: the target's own."""
+    """The law of the first three tokens by recursive rejection; without a tree the target's."""
     if len(path) == 3:
         return Counter({path: 1})
     law, reached = Counter[Text](), 1.0
@@ -330,7 +297,7 @@ def misfit(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> float:
-    """Pearson's statistic if 100,000 texts had exactly the law that is written; should be 0 up to rounding."""
+    """Pearson's statistic of 100,000 texts that have the law that is written exactly."""
     chosen, drafter, law = sampler(temperature, top_p), Small(seed, narrow), Counter[Text]()
     for chance, tree in every_tree(config, chosen, drafter):
         for text, share in written(tree, drafter, chosen).items():
@@ -345,10 +312,11 @@ SIZES = [{"nodes": 3}, {"nodes": 4}, {"nodes": 6, "k": 3}, {"rerank": False}]
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
-def test_drawn_dynamic_trees_write_the_targets_law_exactly(
-    sizes: Any, temperature: float, top_p: float
-) -> None:
-    """Enumerates all draws of children; there are fewer if the processors leave fewer tokens."""
+def test_drawn_trees_exact_law(sizes: Any, temperature: float, top_p: float) -> None:
+    """Drawn trees write the law of the target: all draws of children, enumerated.
+
+    There are fewer draws if the processors leave fewer tokens.
+    """
     assert misfit(drawn(levels=2, **sizes), False, temperature, top_p) < 1e-3
 
 
@@ -364,7 +332,8 @@ RULES = [
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_every_stop_rule_leaves_the_law_of_drawn_trees(rule: Any) -> None:
+def test_stop_rules_exact_law(rule: Any) -> None:
+    """Whatever rule ends drawn trees, they write the law of the target."""
     config = drawn(levels=3, nodes=3 if isinstance(rule, ExactConfig) else 4, stop=rule)
     assert misfit(config, narrow=True, seed=1) < 1e-3
     levels = {
@@ -375,7 +344,8 @@ def test_every_stop_rule_leaves_the_law_of_drawn_trees(rule: Any) -> None:
     assert len(levels) == 2 or isinstance(rule, EntropyConfig | ConfidenceConfig | ExactConfig)
 
 
-def test_equal_laws_refuse_nothing() -> None:
+def test_equal_laws() -> None:
+    """If p is q, nothing is refused."""
     law = torch.randn(2000, VOCAB, generator=torch.Generator().manual_seed(0)).softmax(-1)
     tokens = draw(law, torch.Generator().manual_seed(1))
     chances, end = sibling_chances(law, law, tokens[:, None], all_of_them(2000, 1))
@@ -383,7 +353,7 @@ def test_equal_laws_refuse_nothing() -> None:
     assert bool((chances == 1).all() and left.isfinite().all() and (left.sum(-1) > 0).all())
 
 
-def test_fewer_tokens_than_children_leave_finite_chances() -> None:
+def test_missing_children() -> None:
     """The draft is sure of one token, the target takes another: nine of ten draws are missing."""
     first = torch.zeros(1, dtype=torch.long)
     sure = torch.full((20,), float("-inf")).index_fill(0, first, 0.0)
@@ -394,8 +364,8 @@ def test_fewer_tokens_than_children_leave_finite_chances() -> None:
     assert (acceptance(grown, p) == 0).all()
 
 
-def test_draws_of_hardly_any_chance_leave_the_targets_law() -> None:
-    """If all but the first token have probability 1e-38, refusing the first draw must not bend what follows."""
+def test_tiny_chances() -> None:
+    """A refusal bends nothing if all but the first token have a chance of 1e-38."""
     drafter, law = TableDrafter(0), torch.tensor([8.73, 0.0, 0.05, -0.05]).log_softmax(-1)
     drafter.law = lambda _: law  # type: ignore[method-assign]
     cool, shape = (
