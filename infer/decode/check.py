@@ -48,7 +48,7 @@ def checked_lm(target: Target, after_blocks: tuple[int, ...] = (), form: Form = 
     is_large = target.model.num_parameters() >= LARGE
     record = _record_path(target, form) if is_large else None
     if record is None or not record.is_file():
-        _check(target, form)
+        _require_lossless(target, form)
         if record is not None:
             with suppress(OSError, UserError):  # no room, no permission
                 write_json(record, {"target": target.recipe.path, "decodes": form})
@@ -73,7 +73,7 @@ def _record_path(target: Target, form: Form) -> Path:
     return user_cache() / f"{digest(depends_on)}.json"
 
 
-def _check(target: Target, form: Form) -> None:
+def _require_lossless(target: Target, form: Form) -> None:
     """UserError if the target, or a stand-in for what is too slow or too narrow, has a fault."""
     fault = _fault(target, form)
     seconds = max(lengths_to_check(target).values(), default=0)

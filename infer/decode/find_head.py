@@ -1,4 +1,7 @@
-"""Which head a row drafts with: the kind of a directory, and whether it fits method and tree."""
+"""Which head a row drafts with: the kind of a directory, and whether it fits method and tree.
+
+`source` is where a row was read, as errors name it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,18 +35,18 @@ def kind_at(head: Path | str) -> str:
         raise
 
 
-def check_kind(method: str, kind: str, place: str) -> None:
+def check_kind(method: str, kind: str, source: str) -> None:
     kinds = METHODS[method].heads
     if not kinds:
-        raise UserError(f"{place}: {method} needs no head; leave it out")
+        raise UserError(f"{source}: {method} needs no head; leave it out")
     if kind not in kinds:
         wanted = f"a head of kind {' or '.join(kinds)}, not {kind}"
         fix = f"give another head, or method {USUAL.get(kind, 'vanilla')}"
-        raise UserError(f"{place}: {method} drafts with {wanted}; {fix}")
+        raise UserError(f"{source}: {method} drafts with {wanted}; {fix}")
 
 
 def find_head(
-    row: MethodConfig, directory: Path, preferred: str, option: Path | None, place: str
+    row: MethodConfig, directory: Path, preferred: str, option: Path | None, source: str
 ) -> str | None:
     """The row's own head, else `option` if its kind fits, else a run's; None: it needs no head.
 
@@ -52,7 +55,7 @@ def find_head(
     kinds = sorted(METHODS[row.method].heads, key=lambda kind: kind != preferred)
     if row.head is not None:
         kind = kind_at(row.head) if kinds else "draft"
-        check_kind(row.method, kind, f"{place}: {row.head}")
+        check_kind(row.method, kind, f"{source}: {row.head}")
         return row.head
     if not kinds:
         return None
@@ -62,13 +65,13 @@ def find_head(
         if (directory / kind / CONFIG).is_file():
             return str(directory / kind)
     if option is not None:
-        check_kind(row.method, kind_at(option), f"{place}: {option}")
+        check_kind(row.method, kind_at(option), f"{source}: {option}")
     wanted = f"a head of kind {' or '.join(kinds)}"
     fault = f"{row.method} drafts with {wanted}, and {directory / kinds[0]} holds none"
-    raise UserError(f"{place}: {fault}; give --head")
+    raise UserError(f"{source}: {fault}; give --head")
 
 
-def check_levels(row: MethodConfig, head: str | None, place: str) -> MethodConfig:
+def check_levels(row: MethodConfig, head: str | None, source: str) -> MethodConfig:
     """The row with a tree no deeper than its head drafts; see `fitted`."""
     if row.tree is None or head is None:
         return row
@@ -76,7 +79,7 @@ def check_levels(row: MethodConfig, head: str | None, place: str) -> MethodConfi
     most = KINDS[kind_at(head)].levels_of(config)
     if most is None:
         return row
-    return replace(row, tree=fitted(row.tree, row.method, most, f"{place}: tree", head))
+    return replace(row, tree=fitted(row.tree, row.method, most, f"{source}: tree", head))
 
 
 def heads_by_kind(heads: Sequence[Path], directory: Path | None) -> dict[str, str]:
@@ -88,7 +91,7 @@ def heads_by_kind(heads: Sequence[Path], directory: Path | None) -> dict[str, st
             fault = f"is of kind {kind}, as {by_kind[kind]} is; give one head per kind"
             raise UserError(f"--head {head}: {fault}")
         by_kind[kind] = str(head)
-    in_run: dict[str, str] = {}
+    in_run: dict[str, str] = {}  # in the order of the methods that draft with them
     for published in METHODS.values():
         for kind in published.heads:
             if directory is not None and (directory / kind / CONFIG).is_file():

@@ -53,7 +53,7 @@ def load_head_for(target: Target, head: str) -> Head:
         ends = sorted(token_ids(target.generation_config.eos_token_id))
         module.vocabulary.check_ends(ends, head)
     trained_with = head_facts(head).get("target")
-    other = other_weights(trained_with, target.recipe, target.config, target.vocab)
-    if other:
-        warn(f"{head}: {other}; few drafts will fit: give its target")
+    difference = other_weights(trained_with, target.recipe, target.config, target.vocab)
+    if difference:
+        warn(f"{head}: {difference}; few drafts will fit: give its target")
     return module.to(target.device).eval().requires_grad_(False)

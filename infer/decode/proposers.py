@@ -86,6 +86,7 @@ class GuessTree:
 
     def tree(self, root: Tensor) -> tuple[Tree, dict[Name, int]]:
         """The tree under root [1], and the index in it of each node."""
+        # level by level, as verification wants them; in a level as they were added
         names = sorted(self._nodes, key=lambda name: self._nodes[name].depth)
         index = {name: number for number, name in enumerate(names)}
         if len(names) == 1:
@@ -94,8 +95,10 @@ class GuessTree:
         for name in names:
             node = self._nodes[name]
             rows.append((node.token, index[node.parent], node.depth, name not in self._counts))
+        # one copy to the device for all columns
         tokens, parents, depth, rides = torch.tensor(rows, device=root.device).unbind(1)  # [N] each
         rides[0] = 0
+        # the root's token is on the device alone
         tokens = torch.cat([root, tokens[1:].to(root.dtype)])
         shares = torch.tensor([self._log_shares(name) for name in names], device=root.device)
         confidence, survival = shares.unbind(1)  # [N] each
@@ -215,9 +218,9 @@ class Lookahead(Proposer):
             names.append(())
             for passenger in first[1:]:
                 names.append(guesses.ride(passenger, names[-1]))
-            for row in rows:
+            for row in rows:  # each token below the one above it in its column
                 names = [guesses.ride(*pair) for pair in zip(row, names, strict=True)]
-        if len(self.window) == self.config.ngram - 1:
+        if len(self.window) == self.config.ngram - 1:  # the window is full
             for guess in self.pool.get(token, ()):
                 guesses.guess(guess[:max_levels])
         tree, index = guesses.tree(root)
@@ -229,10 +232,11 @@ class Lookahead(Proposer):
             row = cycle.step.logits[self._last_row].argmax(-1).tolist()
             rows = [*self.window, row]
             if len(rows) == self.config.ngram:
+                # the window was full: its columns are n-grams now, and row 0 leaves
                 self.window = rows[1:]
                 for ngram in zip(*rows, strict=True):
                     self._add(ngram)
-            else:
+            else:  # warm-up: the root leaves, and with it column 0
                 self.window = [row[1:] for row in rows]
         self._last_row = []
         self._text += new
