@@ -250,7 +250,7 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
         "commands": [*commands, f"aerie report {again}"],
         "trainings": trainings,
     }
-    papers = papers_appendix(paths.root)
+    papers = partial(papers_appendix, paths.root)
     rows = write_report(paths.bench, paths.calibration, paths.report, facts, recipe.seed, papers)
     print(console_table(rows))
     for name, words in stopped_by_budget(trainings).items():

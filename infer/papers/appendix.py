@@ -1,6 +1,6 @@
 """The papers' part of a report: their claims, with pictures, and what they published."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +15,7 @@ from aerie.infer.papers.evidence import Entry, Evidence, estimate_of, side_of_ta
 from aerie.infer.papers.published import TASK_NAMES, beside_published
 from aerie.infer.report.grids import is_numeric
 from aerie.infer.report.page import Appendix, Findings
-from aerie.infer.report.pictures import LOOK, SERIES, draw_panels, svg_texts
-
-LEAST_LINES = 10  # of a table, for a point of a picture
+from aerie.infer.report.pictures import LEAST_COUNT, LOOK, SERIES, draw_panels, svg_texts
 
 
 class PicturePoint(NamedTuple):
@@ -29,25 +27,22 @@ class PicturePoint(NamedTuple):
     high: float
 
 
-def papers_appendix(run: Path) -> Callable[[Findings], Appendix]:
-    """What `write_report` calls with the run's figures."""
-
-    def write_appendix(findings: Findings) -> Appendix:
-        evidence = Evidence.read(run)
-        lines = judge_claims(evidence)
-        pictures = claim_pictures(evidence)
-        return Appendix(
-            template=Path(__file__).with_name("papers.html.jinja"),
-            details={"claims": {"lines": [asdict(line) for line in lines], "pictures": pictures}},
-            pictures=draw_claims(pictures),
-            files={"claims.md": claims_table(lines)},
-            values={
-                "comparisons": beside_published(findings.rows, findings.by_task),
-                "task_names": TASK_NAMES,
-            },
-        )
-
-    return write_appendix
+@rc_context(LOOK)
+def papers_appendix(run: Path, findings: Findings) -> Appendix:
+    """findings: the run's figures, which `write_report` has read."""
+    evidence = Evidence.read(run)
+    lines = judge_claims(evidence)
+    pictures = claim_pictures(evidence)
+    return Appendix(
+        template=Path(__file__).with_name("papers.html.jinja"),
+        details={"claims": {"lines": [asdict(line) for line in lines], "pictures": pictures}},
+        pictures=svg_texts({name: draw_claim(picture) for name, picture in pictures.items()}),
+        files={"claims.md": claims_table(lines)},
+        values={
+            "comparisons": beside_published(findings.rows, findings.by_task),
+            "task_names": TASK_NAMES,
+        },
+    )
 
 
 def claim_pictures(evidence: Evidence) -> dict[str, dict[str, Any]]:
@@ -68,16 +63,11 @@ def picture_points(table: pd.DataFrame, entry: Entry) -> list[PicturePoint]:
     """The figure of each group of the table's lines that has an interval."""
     points = []
     for x, lines in table.groupby(table.eval(entry["x"])):
-        if len(lines) >= LEAST_LINES:
+        if len(lines) >= LEAST_COUNT:
             measured = estimate_of(entry, [side_of_table(lines, entry)])
             if measured and np.isfinite(measured.low):
                 points.append(PicturePoint(x, measured.value, measured.low, measured.high))
     return points
-
-
-@rc_context(LOOK)
-def draw_claims(pictures: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    return svg_texts({name: draw_claim(picture) for name, picture in pictures.items()})
 
 
 def draw_claim(picture: Mapping[str, Any]) -> Figure:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -39,11 +39,6 @@ class ClaimLine:
     ours: str | None = None  # the value and its interval in words
 
 
-class Judgement(NamedTuple):
-    verdict: str
-    why: str
-
-
 def all_claims() -> list[dict[str, Any]]:
     """The claims of the register in its order, with their papers."""
     claims = []
@@ -69,11 +64,12 @@ def judge_claims(evidence: Evidence) -> list[ClaimLine]:
             line = replace(line, temperature=temperature)
             estimates = estimates_by_head(evidence, claim, temperature)
             for head, measured in estimates.items():
-                figures = {**measured._asdict(), **judge_estimate(claim, measured)._asdict()}
-                # the interval of one prompt is infinite, which JSON cannot say
-                figures |= {name: None for name in ("low", "high") if np.isinf(figures[name])}
-                words = estimate_words(claim, measured)
-                lines.append(replace(line, head=head, ours=words, **figures))
+                verdict, why = judge_estimate(claim, measured)
+                figures: dict[str, Any] = {"head": head, "verdict": verdict, "why": why}
+                figures |= measured._asdict()
+                if measured.prompts < 2:  # then the interval is infinite, which JSON cannot say
+                    figures |= {"low": None, "high": None}
+                lines.append(replace(line, ours=estimate_words(claim, measured), **figures))
             if not estimates:
                 lines.append(replace(line, why=f"Not measured: {claim['needs']}."))
     return lines
@@ -92,34 +88,34 @@ def estimate_words(claim: Entry, measured: Estimate) -> str:
     return f"{form.format(measured.value)} [{interval}] {claim.get('unit', '')}"
 
 
-def judge_estimate(claim: Entry, measured: Estimate) -> Judgement:
-    """By the rules of claims.yaml."""
+def judge_estimate(claim: Entry, measured: Estimate) -> tuple[str, str]:
+    """The verdict by the rules of claims.yaml, and why."""
     low = claim.get("at_least", -np.inf)
     high = claim.get("at_most", np.inf)
     effect = claim.get("effect", 0.0)
     is_share = claim.get("statistic") == "share"
     if is_share and (low == 1 or high == 0):  # a claim on every answer or law
         if not low <= measured.value <= high:
-            return Judgement("does not hold", "One counterexample is enough.")
+            return "does not hold", "One counterexample is enough."
         if measured.prompts > 1:
-            return Judgement("holds", f"No counterexample on {measured.prompts} prompts.")
+            return "holds", f"No counterexample on {measured.prompts} prompts."
     if measured.prompts < FEWEST_PROMPTS:
-        return Judgement("open", f"Too few prompts: a verdict takes {FEWEST_PROMPTS} at least.")
+        return "open", f"Too few prompts: a verdict takes {FEWEST_PROMPTS} at least."
     limits = [(low, f"at least {low:g}"), (high, f"at most {high:g}")]
     within = " and ".join(words for limit, words in limits if np.isfinite(limit))
     is_inside = low <= measured.low and measured.high <= high
     touches = measured.low == low or measured.high == high
     if is_inside and not (effect and touches):
-        return Judgement("holds", f"The whole interval is {within}.")
+        return "holds", f"The whole interval is {within}."
     if measured.high < low or measured.low > high:
-        return Judgement("does not hold", f"No part of the interval is {within}.")
+        return "does not hold", f"No part of the interval is {within}."
     if measured.high < low + effect or measured.low > high - effect:
         why = f"The interval ends less than {effect:g} beyond the limit, too little to count."
-        return Judgement("does not hold", why)
+        return "does not hold", why
     needed = prompts_needed(claim, measured)
     how_many = f"{needed:,}" if needed else f"more than {MOST_PROMPTS:,}"
     why = f"the interval is partly {within}; {how_many} prompts would settle it."
-    return Judgement("open", f"Too few prompts: {why}")
+    return "open", f"Too few prompts: {why}"
 
 
 def prompts_needed(claim: Entry, measured: Estimate) -> int | None:

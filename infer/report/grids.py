@@ -42,16 +42,14 @@ def sweep_grids(sweeps: SummaryRows) -> list[Grid]:
     grids = []
     for number, (name, points) in enumerate(grouped(own_values, lambda p: str(p.sweep)).items()):
         values = values_along(points)
-        has_picture = is_numeric(values) and len(values) > 1
-        picture = f"sweep-{number}" if has_picture else ""
+        picture = f"sweep-{number}" if is_numeric(values) and len(values) > 1 else ""
         grids.append(Grid(name, sweep_lines(points), values, str(points[0].key), picture))
     return grids
 
 
 def values_along(points: SummaryRows) -> tuple[Any, ...]:
     """The different values of the points; numbers in ascending order."""
-    groups = grouped(points, lambda point: repr(point.value)).values()
-    values = [group[0].value for group in groups]
+    values = list({repr(point.value): point.value for point in points}.values())
     return tuple(sorted(values) if is_numeric(values) else values)
 
 

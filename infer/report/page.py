@@ -29,17 +29,6 @@ PICTURE_STYLE = "<style>svg{background:#fff;font-family:sans-serif}</style>"
 
 
 @dataclass(frozen=True)
-class Checks:
-    """How answers compare with vanilla's and with those of transformers' generate."""
-
-    margin: float | None  # the largest of the differing answers', in units of what rounding makes
-    differing: int  # answers with other tokens than either
-    rounding: int  # of them, those that began with a near-tie
-    identical_to_generate: int | None
-    compared_to_generate: int | None
-
-
-@dataclass(frozen=True)
 class Findings:
     """What the stages of a run measured."""
 
@@ -59,7 +48,7 @@ class Findings:
 class Appendix:
     """A last part of the report, which another package brings along."""
 
-    template: Path  # a part of the page
+    template: Path | None = None  # a part of the page
     details: dict[str, Any] = field(default_factory=dict)  # further keys of details.json
     pictures: dict[str, str] = field(default_factory=dict)  # name -> an <svg> element
     files: dict[str, str] = field(default_factory=dict)  # name -> text
@@ -81,26 +70,23 @@ def write_report(
     by task, summary.json and table.csv have these, the page and table.md the pooled ones.
     """
     findings = read_findings(bench, calibration, seed)
-    appendix = write_appendix(findings) if write_appendix else None
+    appendix = write_appendix(findings) if write_appendix else Appendix()
     details = make_details(findings, facts, bench.parent / "metrics.jsonl")
+    details |= appendix.details
     sweeps = sweep_grids(findings.sweeps)
     contexts = context_grids(findings.sweeps)
-    tasks = task_grid(findings.rows, findings.by_task)
-    grids = {"sweeps": sweeps, "contexts": contexts, "tasks": tasks}
-    pictures = draw_pictures(findings.rows, details, sweeps, contexts)
+    pictures = draw_pictures(findings.rows, details, sweeps, contexts) | appendix.pictures
     texts = {
+        **appendix.files,
         "table.md": tables.markdown_table(findings.rows),
         "table.csv": tables.csv_table(findings.table),
     }
     if findings.sweeps:
         texts["sweeps.csv"] = tables.csv_table(findings.sweeps, are_points=True)
-    if appendix:
-        details |= appendix.details
-        pictures |= appendix.pictures
-        texts |= appendix.files
     for name, svg in pictures.items():
         texts[f"{name}.svg"] = XML + svg.replace(">", f">{PICTURE_STYLE}", 1)
-    texts["index.html"] = render_page(facts, findings, details, grids, pictures, appendix)
+    values = {"sweeps": sweeps, "contexts": contexts, **appendix.values}
+    texts["index.html"] = render_page(facts, findings, details, pictures, values, appendix.template)
     write_json(output / "summary.json", make_summary(findings, facts))
     write_json(output / "details.json", details)
     for name, text in texts.items():
@@ -136,8 +122,9 @@ def read_findings(bench: Path, calibration: Path, seed: int) -> Findings:
         if len(parts) > 1:
             by_task[position] = [replace(part, value=part.task) for part in parts]
         answers = () if members.failed else members.records
-        interval = statistics.tau_interval(answers, seed)
-        checks.append({"tau_ci95": interval, **asdict(check_answers(answers))})
+        checks.append(
+            {"tau_ci95": statistics.tau_interval(answers, seed), **check_answers(answers)}
+        )
     tune = bench.parent / "tune"
     tuning = read_if_there(tune / "tune.json")
     if tuning is not None:
@@ -161,20 +148,25 @@ def read_if_there(path: Path, schema: Any = dict[str, Any]) -> Any:
     return files.read_as(path, schema) if path.is_file() else None
 
 
-def check_answers(answers: Sequence[Record]) -> Checks:
+def check_answers(answers: Sequence[Record]) -> dict[str, Any]:
+    """How answers compare with vanilla's and with those of transformers' generate.
+
+    margin: the largest of the differing answers', in units of what rounding makes. differing:
+    answers with other tokens than either; rounding: of them, those that began with a near-tie.
+    """
     same = [answer.identical_to_generate for answer in answers]
     compared = [is_same for is_same in same if is_same is not None]
     differing = [
         answer for answer in answers if False in (answer.identical, answer.identical_to_generate)
     ]
     margins = [answer.margin for answer in differing if answer.margin is not None]
-    return Checks(
-        margin=max(margins, default=None),
-        differing=len(differing),
-        rounding=sum(margin <= 1 for margin in margins),
-        identical_to_generate=sum(compared) if compared else None,
-        compared_to_generate=len(compared) if compared else None,
-    )
+    return {
+        "margin": max(margins, default=None),
+        "differing": len(differing),
+        "rounding": sum(margin <= 1 for margin in margins),
+        "identical_to_generate": sum(compared) if compared else None,
+        "compared_to_generate": len(compared) if compared else None,
+    }
 
 
 # --- summary.json and details.json ---
@@ -182,16 +174,14 @@ def check_answers(answers: Sequence[Record]) -> Checks:
 
 def make_summary(findings: Findings, facts: Mapping[str, Any]) -> dict[str, Any]:
     calibration = findings.calibration
-    if calibration is not None:
-        names = ("temperature", "ece", "brier", "bins")
-        calibration = {name: calibration[name] for name in names}
+    shown = ("temperature", "ece", "brier", "bins")
     about = ("run", "commit", "target", "head", "hardware")
     return {
         "schema": SCHEMA,
         **{name: facts[name] for name in about},
         "rows": [row.as_dict() for row in findings.table],
         "sweeps": [point.as_dict() for point in findings.sweeps],
-        "calibration": calibration,
+        "calibration": calibration and {name: calibration[name] for name in shown},
     }
 
 
@@ -228,19 +218,23 @@ def render_page(
     facts: Mapping[str, Any],
     findings: Findings,
     details: Mapping[str, Any],
-    grids: Mapping[str, Any],
     pictures: Mapping[str, str],
-    appendix: Appendix | None,
+    values: Mapping[str, Any],  # more that the templates read
+    appendix: Path | None,
 ) -> str:
-    folders = [Path(__file__).parent]
-    if appendix:
-        folders.append(appendix.template.parent)
-    loader = FileSystemLoader(folders)
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, loader=loader, autoescape=True)
-    environment.undefined = StrictUndefined
-    environment.filters["number"] = tables.number
-    environment.filters["method_text"] = tables.method_text
-    environment.filters["fact"] = partial(plainly, nothing=tables.NOTHING)
+    templates = [path for path in (Path(__file__), appendix) if path]
+    environment = Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=FileSystemLoader([path.parent for path in templates]),
+        autoescape=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters |= {
+        "number": tables.number,
+        "method_text": tables.method_text,
+        "fact": partial(plainly, nothing=tables.NOTHING),
+    }
     rows = findings.rows
     kinds = {row.head for row in rows if row.head}
     head = f"{facts['head'].get('kind', 'draft')} head"
@@ -257,9 +251,9 @@ def render_page(
         best_speedup=best_row(rows, "speedup"),
         tints=TINTS,
         sample=sample_answer(findings),
-        appendix=appendix and appendix.template.name,
-        **grids,
-        **(appendix.values if appendix else {}),
+        tasks=task_grid(rows, findings.by_task),
+        appendix=appendix and appendix.name,
+        **values,
     )
     headings = re.findall(r'<(h2|details) id="([\w-]+)">(?:<summary>)?([^<]+)', page)
     links = [f'<a class="{tag}" href="#{name}">{text}</a>' for tag, name, text in headings]
@@ -287,24 +281,26 @@ def lossless_verdict(findings: Findings) -> dict[str, Any]:
     failed = sum(row.status != "ok" for row in findings.rows)
     if not compared:
         state = "unknown"
-    elif checks.differing:
-        state = "bad" if checks.differing > checks.rounding else "rounding"
+    elif checks["differing"]:
+        state = "bad" if checks["differing"] > checks["rounding"] else "rounding"
     else:
         state = "partial" if failed else "good"
-    counts = {"identical": sum(compared), "compared": len(compared), "failed": failed}
-    return {**asdict(checks), **counts, "state": state}
+    return {
+        **checks,
+        "identical": sum(compared),
+        "compared": len(compared),
+        "failed": failed,
+        "state": state,
+    }
 
 
 def sample_answer(findings: Findings) -> dict[str, Any] | None:
     """From the fastest greedy row that drafts, the answer of median tau, cycle by cycle."""
-    fastest: tuple[Record, ...] = ()
-    best = -math.inf
+    by_speedup: dict[float, Sequence[Record]] = {}
     for row, members in zip(findings.rows, findings.groups, strict=True):
-        is_greedy = row.status == "ok" and row.tree is not None and row.temperature == 0
-        speedup = row.speedup or 0.0
-        if is_greedy and speedup >= best:
-            fastest = members.records
-            best = speedup
+        if row.status == "ok" and row.tree is not None and row.temperature == 0:
+            by_speedup[row.speedup or 0.0] = members.records
+    fastest = by_speedup[max(by_speedup)] if by_speedup else ()
     answers = [answer for answer in fastest if answer.cycle_texts and answer.accepted]
     if not answers:
         return None

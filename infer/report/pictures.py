@@ -38,14 +38,11 @@ QUIET = "#98a1ae"
 SERIES = ("#c2570c", "#0f766e", "#5b4fc4", "#b7931a", "#b03a73", "#2f6fb5")
 WIDTH = 332.0  # of a picture, in points
 POINTS_PER_INCH = 72.0
-MOST_ROWS = 4  # in the picture of acceptance by depth
 LEAST_COUNT = 10  # a share or mean of fewer cycles or nodes is not drawn
-MOST_DOTS = 50  # a curve of more points is drawn without dots
 DASHED: Any = (0, (3, 3))
 FIT_NAMES = {"before": "the head’s own", "temperature": "temperature", "isotonic": "isotonic"}
 ACCURACY = "accuracy by depth, and greedy agreement"  # titles of panels
 TAU = "tau by decoding (grey: predicted)"
-UNSIGNED = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # of an SVG's metadata
 SPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
 SHARES: dict[str, Any] = {"ylim": (-0.03, 1.05), "yticks": [0, 0.5, 1]}  # a vertical axis of them
 
@@ -65,7 +62,8 @@ def svg_texts(figures: Mapping[str, Figure]) -> dict[str, str]:
     texts = {}
     for name, figure in figures.items():
         buffer = io.StringIO()
-        FigureCanvasSVG(figure).print_svg(buffer, metadata=UNSIGNED)
+        no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        FigureCanvasSVG(figure).print_svg(buffer, metadata=no_metadata)
         head, rest = buffer.getvalue().split("<svg", 1)[1].split(">", 1)
         box = re.findall(r'viewBox="[^"]+"', head)[0]
         text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", f"<svg {SPACES} {box}>{rest}")
@@ -99,7 +97,7 @@ def draw_panels(
             known = np.isfinite(y)
             if known.any():  # else matplotlib narrows the axes
                 look = {"color": curve.colour, "linestyle": curve.style}
-                dots = "o" if known.sum() < MOST_DOTS else ""
+                dots = "o" if known.sum() < 50 else ""
                 axes.plot(np.array(curve.x)[known], y[known], marker=dots, **look)
     return figure, all_axes
 
@@ -115,12 +113,10 @@ def draw_pictures(
     contexts: Mapping[str, Grid],
 ) -> dict[str, str]:
     """Every picture that the figures allow: name -> an <svg> element. details: details.json."""
-    tau = "tau (tokens per target forward)"
-    speedup = "speedup over vanilla"
-    figures = {
-        "tau": draw_bars(rows, "tau", tau, [row["tau_ci95"] for row in details["rows"]]),
-        "speedup": draw_bars(rows, "speedup", speedup, [row.speedup_ci95 for row in rows], "×"),
-    }
+    intervals = [row["tau_ci95"] for row in details["rows"]]
+    figures = {"tau": draw_bars(rows, "tau", "tau (tokens per target forward)", intervals)}
+    intervals = [row.speedup_ci95 for row in rows]
+    figures["speedup"] = draw_bars(rows, "speedup", "speedup over vanilla", intervals, "×")
     if drafting := [row for row in rows if row.tree and row.target_forwards]:
         figures["depth"] = draw_acceptance(drafting)
     if details["calibration"] is not None and details["calibration"]["nodes"]:
@@ -139,8 +135,9 @@ def draw_pictures(
             "speedup from the start to a length": along_values(contexts["cumulative"], "speedup"),
             "tau between a length and the one before": along_values(contexts["bucket"], "tau"),
         }
-        xlabel = "tokens, the prompt included"
-        figures["sweep-contexts"] = draw_along(panels, contexts["bucket"], xlabel)
+        figures["sweep-contexts"] = draw_along(
+            panels, contexts["bucket"], "tokens, the prompt included"
+        )
     return svg_texts(figures)
 
 
@@ -150,9 +147,10 @@ def draw_bars(
     """tau or speedup with its interval, a band for each row; a failed row has no bar."""
     bands = max(2, len(rows))
     figure, (axes,) = draw_panels({"": ()}, xlabel, height=44.0 * bands)
-    ends = []  # of each row's bar or interval
-    for row, bounds in zip(rows, intervals, strict=True):
-        ends.append(max(getattr(row, key) or 0.0, *(bounds or [0.0])))
+    ends = [  # of each row's bar or interval
+        max(getattr(row, key) or 0.0, *(bounds or [0.0]))
+        for row, bounds in zip(rows, intervals, strict=True)
+    ]
     limit = 1.25 * max([1.0, *ends])
     look: dict[str, Any] = {"va": "center", "in_layout": False}
     for band, (row, bounds) in enumerate(zip(rows, intervals, strict=True)):
@@ -178,7 +176,7 @@ def draw_bars(
 
 def draw_acceptance(rows: SummaryRows) -> Figure:
     """Acceptance by depth of the rows of highest tau."""
-    best = sorted(rows, key=lambda row: row.tau or 0.0, reverse=True)[:MOST_ROWS]
+    best = sorted(rows, key=lambda row: row.tau or 0.0, reverse=True)[:4]
     chosen = [row for row in rows if row in best]  # in the order of the table
     legend = {label(row, rows): colour for row, colour in zip(chosen, SERIES, strict=False)}
     survived = []
@@ -211,8 +209,9 @@ def draw_confidence(
         acceptance = [row["acceptance"] for row in filled]
         lines.append(Curve([row["confidence"] for row in filled], acceptance, colour))
     legend = dict(zip(curves, colours, strict=False)) if len(curves) > 1 else None
-    xlabel = "confidence (q of the drafted token)"
-    figure, (axes,) = draw_panels({title: lines}, xlabel, legend, 190.0)
+    figure, (axes,) = draw_panels(
+        {title: lines}, "confidence (q of the drafted token)", legend, 190.0
+    )
     axes.lines[0].set(marker="", linewidth=1.0)
     axes.set(**SHARES, xlim=(-0.02, 1.02), xticks=[0, 0.25, 0.5, 0.75, 1])
     return figure
@@ -232,12 +231,13 @@ def draw_reliability(bins: Sequence[Mapping[str, Any]]) -> Figure:
 def draw_calibration(analysis: Mapping[str, Any]) -> dict[str, Figure]:
     figures = {}
     if analysis["calibrator"]:
-        curves = {}
-        for fit, scores in analysis["calibrator"]["held_out"].items():
-            curves[f"{FIT_NAMES[fit]}, ECE {scores['ece']:.3f}"] = scores["bins"]
-        title = "acceptance, held-out half"
-        colours = (QUIET, SERIES[1], SERIES[0])
-        figures["calibration-calibrator"] = draw_confidence(title, curves, colours)
+        curves = {
+            f"{FIT_NAMES[fit]}, ECE {scores['ece']:.3f}": scores["bins"]
+            for fit, scores in analysis["calibrator"]["held_out"].items()
+        }
+        figures["calibration-calibrator"] = draw_confidence(
+            "acceptance, held-out half", curves, (QUIET, SERIES[1], SERIES[0])
+        )
     if depths := analysis["by_depth"][:4]:
         curves = {f"depth {row['depth']}, ECE {row['ece']:.3f}": row["bins"] for row in depths}
         figures["calibration-by-depth"] = draw_confidence("acceptance", curves)
@@ -294,8 +294,8 @@ def draw_sweep(grid: Grid) -> Figure:
     panels = {"tau": along_values(grid, "tau")}
     if grid.key == LEVELS:
         wasted = along_values(grid, "draft_forwards_wasted", DASHED)
-        title = "draft forwards per prompt (dashed: wasted)"
-        panels[title] = along_values(grid, "draft_forwards") + wasted
+        forwards = along_values(grid, "draft_forwards")
+        panels["draft forwards per prompt (dashed: wasted)"] = forwards + wasted
     panels["speedup over vanilla"] = along_values(grid, "speedup")
     return draw_along(panels, grid, "largest depth" if grid.key == LEVELS else grid.key)
 

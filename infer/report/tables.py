@@ -150,8 +150,10 @@ def report_results(run: Path, report: Path) -> tuple[str, str]:
     summary = read_json(report / "summary.json")
     try:
         hardware = [f"{key} {value}" for key, value in summary["hardware"].items() if value]
-        about = f"Target `{summary['target']['name']}`; {', '.join(hardware)}"
-        text = f"\n## {summary['run']}\n\n{about}; commit `{summary['commit']}`.\n\n"
+        text = (
+            f"\n## {summary['run']}\n\nTarget `{summary['target']['name']}`; "
+            f"{', '.join(hardware)}; commit `{summary['commit']}`.\n\n"
+        )
         stopped = read_json(report / "details.json")["training"]["stopped"]
         text += "".join(f"- {training}: {words}.\n" for training, words in stopped.items())
     except (KeyError, TypeError, AttributeError) as error:

@@ -21,8 +21,11 @@ CURVE_NAMES = re.compile(r"(held_out_)?(loss|greedy_agreement|accuracy_at_\d+|pr
 def stopped_by_budget(trainings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """'stopped by the time budget at step 483 of 1,050', by name of training."""
     words = "stopped by the time budget at step {steps:,} of {total_steps:,}"
-    ended = {name: facts for name, facts in trainings.items() if facts["ended"] == "budget"}
-    return {name: words.format_map(facts) for name, facts in ended.items()}
+    return {
+        name: words.format_map(facts)
+        for name, facts in trainings.items()
+        if facts["ended"] == "budget"
+    }
 
 
 def count_parameters(directory: Path) -> int | None:

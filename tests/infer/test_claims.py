@@ -67,8 +67,8 @@ def test_votes_claims() -> None:
     assert modelled_ms(records[6:8], COSTS) == pytest.approx(17.0)
     assert judged["deagle-deep"] == (pytest.approx(17 / 24), "does not hold")
     assert judged["deagle-flat"] == (pytest.approx(1.0), "holds")  # more levels make it no slower
-    without_costs = claims.judge_claims(Evidence(records))
-    assert "deagle-flat" not in {line.id for line in without_costs if line.ours}
+    unpriced = [line for line in claims.judge_claims(Evidence(records)) if line.ours]
+    assert "deagle-flat" not in {line.id for line in unpriced}
     failed = [replace(r, **FAILED) if r.method == "deagle" else r for r in records]
     assert "deagle-waste" not in verdicts(failed)
 
@@ -108,42 +108,25 @@ def test_best_row() -> None:
 
 
 @pytest.mark.parametrize("part", ["static/calibration", "calibration", "tune"])
-def test_refusals(part: str, tmp_path: Path, capsys: Any) -> None:
-    """What is damaged, or measured another target or head, is refused by claims and report."""
+@pytest.mark.parametrize("command", ["claims", "report"])
+def test_refusals(part: str, command: str, tmp_path: Path, capsys: Any) -> None:
+    """What is damaged, or measured another target, is refused by claims and report."""
     run = tmp_path / "run"
-    head = tmp_path / "head"
     target: dict[str, Any] = {"path": "some/target", "revision": None, "dtype": "auto"}
-    values = {"run": str(run), "data": {"conversations": ["x.jsonl"]}}
-    config = recipe(tmp_path / "recipe.yaml", {**values, "target": {**target, "path": "some/new"}})
-
-    def stage(name: str, path: str = "some/target", **facts: Any) -> None:
-        directory = run / name
-        (directory / "provenance.json").unlink(missing_ok=True)
-        facts["argv"] = ["main.py", "redo", name]
-        Manifest.of(directory, {"target": {**target, "path": path}}, facts).write(directory)
-
-    def refusals() -> list[str]:
-        errors = []
-        for words in (("claims", run), ("report", "--config", config)):
-            assert call(commands, *words) == 2
-            errors.append(str(capsys.readouterr().err))
-        return errors
-
+    values = {"run": str(run), "target": target, "data": {"conversations": ["x.jsonl"]}}
+    words = [run] if command == "claims" else ["--config", recipe(tmp_path / "a.yaml", values)]
     write_text(run / "bench" / "records.jsonl", line_of(record()) + line_of(drafted((3, 1))))
     write_text(run / part / "measured", "{}")
-    write_text(head / "config.json", "{}")
-    write_text(head / "model.safetensors", "{}")
-    stage("bench")
-    stage(part, path="some/new")
-    assert f"{run / part}: measured another target" in refusals()[0]
-    stage(part, heads={str(head): {"model.safetensors": "0"}})
-    anew = f"{run / part}: measured {head} before it was trained anew; run: aerie redo"
-    assert all(anew in text for text in refusals())
-    stage(part)
+    for name, path in (("bench", "some/target"), (part, "some/new")):
+        inputs = {"target": {**target, "path": path}}
+        Manifest.of(run / name, inputs, {"argv": ["main.py", "redo", name]}).write(run / name)
+    assert call(commands, command, *words) == 2
+    assert f"{run / part}: measured another target" in capsys.readouterr().err
     write_text(run / part / "measured", "{")
-    for text in refusals():
-        assert f"{run / part / 'measured'}: " in text and text.count("\n") == 1
-        assert text.endswith(f"run: aerie redo {part} --overwrite\n")
+    assert call(commands, command, *words) == 2
+    text = capsys.readouterr().err
+    assert f"{run / part / 'measured'}: " in text and text.count("\n") == 1
+    assert text.endswith(f"run: aerie redo {part} --overwrite\n")
 
 
 def test_inverted_confidence() -> None:
@@ -151,8 +134,8 @@ def test_inverted_confidence() -> None:
     chance = np.random.default_rng(0)
     confidence = chance.uniform(0.01, 0.99, 4000)
     nodes = pd.DataFrame({"prompt": np.repeat(np.arange(40), 100), "confidence": confidence})
-    nodes["place"] = "0"
-    nodes["acceptance"] = (chance.uniform(size=4000) < confidence).astype(float)
+    accepted = chance.uniform(size=4000) < confidence
+    nodes = nodes.assign(place="0", acceptance=accepted.astype(float))
 
     def judge_nodes(table: pd.DataFrame, name: str) -> str:
         judged = verdicts((), CalibrationTables("eagle1", "eagle2", 0.0, {"nodes": table}))
@@ -184,8 +167,8 @@ def test_ablations() -> None:
 
 def test_cancelling_lengths() -> None:
     """Lengths that are too long and too short by turns fit the oracle on average alone."""
-    cycles = pd.DataFrame({"prompt": np.arange(40).repeat(2), "levels": [3, 7] * 40})
-    cycles = cycles.assign(oracle=5.0, answered=0)
+    lengths = {"levels": [3, 7] * 40, "oracle": 5.0, "answered": 0}
+    cycles = pd.DataFrame({"prompt": np.arange(40).repeat(2), **lengths})
     judged = verdicts((), CalibrationTables("draft_lm", "sps-svip", 0.0, {"cycles": cycles}))
     assert judged["svip-oracle-fit"] == (0.0, "holds")
     assert judged["svip-oracle-gap"] == (2.0, "does not hold")
@@ -197,15 +180,15 @@ def test_full_bench_links(tmp_path: Path) -> None:
     seeds = tmp_path / "runs" / "seeds"
     full = tmp_path / "runs" / "seeds-full"
     python = tmp_path / ".venv" / "bin" / "python"
-    for name in ("calibration", "svip/calibration"):
-        write_text(seeds / name / "provenance.json", "{}")
-    write_text(seeds / "tune" / "tune.json", "{}")
+    calibrations = ("calibration/provenance.json", "svip/calibration/provenance.json")
+    for name in (*calibrations, "tune/tune.json"):
+        write_text(seeds / name, "{}")
     for name in ("prompts", "calibration"):
         write_text(seeds / "conversations" / f"{name}.jsonl", '{"question_id": 1}\n')
     write_text(python, "#!/bin/sh\n")
     python.chmod(0o755)
-    make = ["make", "-o", "bench", "bench-full"]
     for _ in range(2):
+        make = ["make", "-o", "bench", "bench-full"]
         subprocess.run(make, cwd=tmp_path, check=True, capture_output=True)
     linked = [path.resolve() for path in calibrations_of(full)]
     assert linked == calibrations_of(seeds) and len(linked) == 2
@@ -255,23 +238,21 @@ NONE = {"statistic": "share", "at_most": 0}
 )
 def test_verdict_rules(claim: Any, interval: Any, verdict: str) -> None:
     """A verdict asks for the whole interval; without one, the prompts that settle it are told."""
-    judged = claims.judge_estimate(claim, Estimate(*interval, 40))
+    judged, why = claims.judge_estimate(claim, Estimate(*interval, 40))
     if "prompts" in verdict:
-        assert f" {verdict} would settle it" in judged.why
+        assert f" {verdict} would settle it" in why
         verdict = "open"
-    few = claims.judge_estimate(claim, Estimate(*interval, 5)).verdict
-    assert (judged.verdict, few) == (verdict, verdict if claim in (EVERY, NONE) else "open")
+    few, _ = claims.judge_estimate(claim, Estimate(*interval, 5))
+    assert (judged, few) == (verdict, verdict if claim in (EVERY, NONE) else "open")
 
 
 def test_published_figures() -> None:
     """The tables of the papers are complete, and the claims have different names."""
     rows = PUBLISHED.drop_duplicates(["source", "model", "method", "temperature", "key", "value"])
-    counts = rows.source.value_counts()
-    expected = {"EAGLE-2 table 1": 32, "EAGLE-2 table 2": 8, "EAGLE-2 table 3": 4}
-    expected |= {f"DEAGLE table {number}": 28 for number in (1, 2, 3, 4)}
-    expected |= {f"SVIP table {number}": 24 for number in (2, 3, 5)}
-    assert expected.items() <= counts.to_dict().items()
+    counts = dict.fromkeys([f"DEAGLE table {number}" for number in (1, 2, 3, 4)], 28)
+    counts |= dict.fromkeys([f"SVIP table {number}" for number in (2, 3, 5)], 24)
+    counts |= {"EAGLE-2 table 1": 32, "EAGLE-2 table 2": 8, "EAGLE-2 table 3": 4}
+    assert counts.items() <= rows.source.value_counts().to_dict().items()
     entry = {"source": "EAGLE-2 table 1", "of": "eagle2", "against": "eagle", "figure": "tau"}
     assert published_range(entry, 1.0, is_ratio=False) == "+0.48 to +1.51 (28 figures)"
-    names = [claim["id"] for claim in claims.all_claims()]
-    assert len(set(names)) == len(names)
+    assert pd.DataFrame(claims.all_claims()).id.is_unique
