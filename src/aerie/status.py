@@ -111,9 +111,6 @@ def _folder_state(name: str, folder: Path) -> StageState:
     }
     texts = ["stopped by the time budget"] if facts.get("ended") == "budget" else []
     texts += [f"{count:,} {noun}" for noun, count in counts.items() if count]
-    if (tuned := folder / "tuned.yaml").is_file():
-        first_line = tuned.read_text(encoding="utf-8").partition("\n")[0]
-        texts.append(first_line.partition(": ")[2])
     num_bytes = sum(size for size, _ in checked.manifest.files.values())
     finished = datetime.fromtimestamp((folder / FILE).stat().st_mtime)
     texts += [format_bytes(num_bytes), f"{finished:%Y-%m-%d %H:%M}", f"{facts['seconds']:,.0f} s"]
