@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    sys.path[0] = str(
-        Path(__file__).resolve().parents[1] / "src"
-    )  # the checkout's packages, as aerie.*
+    # the checkout's packages, as aerie.*
+    sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")
 
-from aerie.configs.errors import Arguments, UserError, exit_codes, stop_on_signals, warn
+from aerie.configs.errors import Arguments, UserError, exit_codes, stop_on_signals
 from aerie.configs.read import as_dict, load_file, user_path, validate
 from aerie.configs.schema import decode
 from aerie.configs.schema.decode import METHODS, USUAL, Method, MethodConfig
@@ -36,7 +35,6 @@ from aerie.model.hub import head_directory, is_on_hub, require_target
 # No torch yet: --help and mistakes are answered at once.
 
 SECTIONS = {"bench": BenchConfig, "calibrate": CalibrateConfig, "tune": TuneConfig}
-UNREAD_TREE = {"bench": "bench.rows", "calibrate": "calibrate.tree"}  # what is read in its stead
 ROW_KEYS = ("tree.", "lookup.", "lookahead.")  # of generate and chat: they change the row
 TRAINING_FACTS = ("steps", "total_steps", "tokens", "train_seconds", "ended")
 TUNABLE = tuple(kind for kind, name in USUAL.items() if METHODS[name].tree["shape"] != "static")  # type: ignore[index]
@@ -46,12 +44,10 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
     """tau and speedup of every row of the recipe"""
     recipe, section = _load_section(arguments, unknown)
     from aerie.infer.measure.bench import run_bench
-    from aerie.infer.measure.bench_files import graphs_in
     from aerie.infer.measure.suite import read_suite
 
-    rows = section.rows
-    if not rows:
-        rows = (MethodConfig.of("vanilla"), MethodConfig(USUAL[recipe.head.kind], recipe.tree))
+    usual = MethodConfig(USUAL[recipe.head.kind], recipe.tree)
+    rows = section.rows or (MethodConfig.of("vanilla"), usual)
     rows += tuple(load_file(path, MethodConfig, []) for path in arguments.row)
     suite = read_suite(replace(section, rows=rows), _run_heads(arguments, recipe).settle)
     inputs = _machine_inputs(recipe) | decode.choice_digests(row.method.tree for row in suite.rows)
@@ -63,12 +59,15 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
                 calibrators[row.head] = storage.file_digest(path)
     if calibrators:
         inputs["calibrators"] = calibrators
-    output = recipe.paths.bench
-    graphs = graphs_in(output) if arguments.plan else ""
-    plan = f"{len(suite.rows)} rows x {len(section.sampling)} samplings -> {output}{graphs}"
-    work = partial(run_bench, suite, output, recipe.seed)
-    heads = [row.head for row in suite.rows]
-    return _measure_stage(arguments, recipe, heads, inputs, suite.config, plan, work)
+    return _measure_stage(
+        arguments,
+        recipe,
+        heads=[row.head for row in suite.rows],
+        inputs=inputs,
+        section=suite.config,
+        plan=f"{len(suite.rows)} rows x {len(section.sampling)} samplings",
+        measure=partial(run_bench, suite, recipe.paths.bench, recipe.seed),
+    )
 
 
 def calibrate(arguments: Namespace, unknown: list[str]) -> int:
@@ -88,44 +87,50 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
         check_kind(row.method, kind_at(arguments.head), "--head")
     settled = _run_heads(arguments, recipe).settle(row, "calibrate")
     row = replace(settled.method, head=settled.head)
-    output = recipe.paths.calibration
-    plan = f"{row.method}, {as_dict(row.tree)}, {row.head} -> {output}"
     observer = PaperObserver(section.oracle_levels)
-    work = partial(run_calibration, row, section, output, recipe.seed, observer)
-    inputs = decode.choice_digests([row.tree])
-    return _measure_stage(arguments, recipe, [row.head], inputs, section, plan, work)
+    return _measure_stage(
+        arguments,
+        recipe,
+        heads=[row.head],
+        inputs=decode.choice_digests([row.tree]),
+        section=section,
+        plan=f"{row.method}, {as_dict(row.tree)}, {row.head}",
+        measure=partial(
+            run_calibration, row, section, recipe.paths.calibration, recipe.seed, observer
+        ),
+    )
 
 
 def tune(arguments: Namespace, unknown: list[str]) -> int:
     """the fastest tree for the heads on this machine, as a YAML; its predicted speed"""
     recipe, section = _load_section(arguments, unknown)
     from aerie.infer.decode.find_head import heads_by_kind
-    from aerie.infer.measure.tune import TUNED, check_apart, run_tuning
+    from aerie.infer.measure.tune import check_apart, run_tuning
 
-    if arguments.head:
-        heads = heads_by_kind([arguments.head], None)
-    else:
-        heads = heads_by_kind([], recipe.paths.heads)
-    heads = {kind: head for kind, head in heads.items() if kind in TUNABLE}
+    directory = None if arguments.head else recipe.paths.heads
+    by_kind = heads_by_kind([arguments.head] if arguments.head else [], directory)
+    heads = {kind: head for kind, head in by_kind.items() if kind in TUNABLE}
     if not heads:
         raise UserError(
             f"{arguments.head or recipe.paths.heads}: no head of kind {', '.join(TUNABLE)}; "
             "give --head"
         )
     check_apart(section)
-    output = recipe.paths.tune
-    plan = f"{', '.join(heads)} -> {output / TUNED}"
-    work = partial(run_tuning, heads, section, output, recipe.seed)
-    inputs = _machine_inputs(recipe)
-    return _measure_stage(arguments, recipe, list(heads.values()), inputs, section, plan, work)
+    return _measure_stage(
+        arguments,
+        recipe,
+        heads=list(heads.values()),
+        inputs=_machine_inputs(recipe),
+        section=section,
+        plan=", ".join(heads),
+        measure=partial(run_tuning, heads, section, recipe.paths.tune, recipe.seed),
+    )
 
 
 def _load_section(arguments: Namespace, unknown: list[str]) -> tuple[Recipe, Any]:
     """The recipe, and the command's section of it with its prompts."""
     recipe = load(arguments, unknown)
     command = arguments.command
-    if command in UNREAD_TREE and any(word.startswith("--tree.") for word in unknown):
-        warn(f"--tree: {command} does not read it; set {UNREAD_TREE[command]}")
     section = getattr(recipe, command) or SECTIONS[command]()
     # No prompt is both fitted and measured on: half of the held-out ones are for each.
     part = 0 if command == "bench" else 1
@@ -165,6 +170,7 @@ def _machine_inputs(recipe: Recipe) -> dict[str, Any]:
 def _measure_stage(
     arguments: Namespace,
     recipe: Recipe,
+    *,
     heads: Sequence[str | None],
     inputs: dict[str, Any],
     section: Any,
@@ -179,8 +185,10 @@ def _measure_stage(
     command = arguments.command
     check_sources(section.prompts)
     _check(recipe.target, heads)
+    name = "calibration" if command == "calibrate" else command
+    output = getattr(recipe.paths, name)
     if arguments.plan:
-        print(f"{command}: {plan}")
+        print(f"{command}: {plan} -> {output}")
         return 0
     digests = {head: storage.digests(head_directory(head)) for head in heads if head is not None}
     settings = as_dict(section)
@@ -194,13 +202,12 @@ def _measure_stage(
         "prompts": prompt_inputs(section.prompts),
         "seed": recipe.seed,
     }
-    name = "calibration" if command == "calibrate" else command
-    stage = storage.Stage(name, getattr(recipe.paths, name), inputs)
+    stage = storage.Stage(name, output, inputs)
     if stage.is_whole():
-        print(f"{command}: whole, reused ({stage.output})")
+        print(f"{command}: whole, reused ({output})")
         return 0
     stage.require_own_directory(arguments.overwrite)
-    with storage.working_alone(stage.output, "measuring"):
+    with storage.working_alone(output, "measuring"):
         if name == "bench":
             begin_bench(stage, arguments.overwrite)
         with storage.status_file(recipe.paths.status, command):
@@ -227,7 +234,10 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
     target = Path(recipe.target.path)
     stage_facts = run_facts(paths, again, recipe.target)
     measured = stage_facts[paths.bench]
-    head = arguments.head or _measured_head(measured, paths.head(recipe))
+    head = arguments.head or paths.head(recipe)
+    heads = measured.get("heads", {})
+    if not arguments.head and heads and str(head) not in heads:
+        head = Path(next(iter(heads)))  # that of bench --head
     sources = (target, paths.features, head, *sorted(paths.heads.glob("*")))
     records = {path: storage.sound_record(path) for path in sources} | stage_facts
     trainings = {}
@@ -259,12 +269,6 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
     return 0
 
 
-def _measured_head(facts: dict[str, Any], trained: Path) -> Path:
-    """The head of a bench: the recipe's if it was measured, else the one of bench --head."""
-    heads = [Path(head) for head in facts.get("heads", ())]
-    return trained if trained in heads or not heads else heads[0]
-
-
 def _command_line(words: list[str]) -> str:
     """How a stage was started, from its sys.argv."""
     if words[0] in ("data/main.py", "train/main.py"):
@@ -280,16 +284,15 @@ def results(arguments: Namespace, unknown: list[str]) -> int:
     from aerie.infer.papers.claims import claims_of_report
     from aerie.infer.report.tables import report_results
 
-    for bench in (RunPaths(run).bench for run in arguments.runs):
-        if (bench / storage.FILE).is_file():  # else only the report is left
-            measured_facts(bench, f"--run {bench.parent}")
     names = []
     text = ""
     for run in arguments.runs:
-        report = RunPaths(run).report
-        name, results = report_results(run, report)
+        paths = RunPaths(run)
+        if (paths.bench / storage.FILE).is_file():  # else only the report is left
+            measured_facts(paths.bench, f"--run {run}")
+        name, results = report_results(run, paths.report)
         names.append(name)
-        text += results + claims_of_report(report, name)
+        text += results + claims_of_report(paths.report, name)
     print(
         f"# Results\n\nWritten by `aerie results {shlex.join(names)}` from the runs' reports. "
         f"What the columns mean: [metrics.md](metrics.md).\n{text}",
@@ -326,10 +329,9 @@ def compare(arguments: Namespace, unknown: list[str]) -> int:
     records = read_records(recipe.paths.bench / RECORDS)
     if arguments.temperature is not None:
         records = [record for record in records if record.temperature == arguments.temperature]
-    of = arguments.of
-    against = arguments.against
-    difference = tau_difference(records, of, against, recipe.seed)
-    print(f"{row_labels(records, of)} against {row_labels(records, against)}:\n{difference}")
+    mine, theirs = (row_labels(records, rows) for rows in (arguments.of, arguments.against))
+    difference = tau_difference(records, arguments.of, arguments.against, recipe.seed)
+    print(f"{mine} against {theirs}:\n{difference}")
     return 0
 
 
@@ -341,33 +343,28 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
     from aerie.infer.decode.find_head import heads_by_kind, kind_at
     from aerie.infer.measure.lossless import run_verify
 
-    if recipe is None:
-        target = _target(arguments, "float32")
-        return run_verify(arguments, target, heads_by_kind(arguments.head, None))
-    target = recipe.target if arguments.dtype else replace(recipe.target, dtype="float32")
-    heads = heads_by_kind(arguments.head, recipe.paths.heads)
-    if recipe.bench and not arguments.head:
+    target = recipe.target if recipe else _target(arguments)
+    if not arguments.dtype:  # rounding then explains no difference
+        target = replace(target, dtype="float32")
+    heads = heads_by_kind(arguments.head, recipe.paths.heads if recipe else None)
+    if recipe and recipe.bench and not arguments.head:
         heads |= {kind_at(row.head): row.head for row in recipe.bench.rows if row.head is not None}
-    section = recipe.bench or recipe.calibrate
-    prompts = section.prompts if section else None
-    if prompts and not (prompts.path or prompts.tasks):
-        prompts = None
-    return run_verify(arguments, target, heads, prompts, recipe.threads)
+    section = recipe and (recipe.bench or recipe.calibrate)
+    prompts = section.prompts if section else PromptsConfig()
+    return run_verify(arguments, target, heads, prompts, recipe.threads if recipe else None)
 
 
 def generate(arguments: Namespace, unknown: list[str]) -> int:
     """answers to prompts, streamed (accepted draft tokens are green) or as JSON"""
     pairs_of(unknown)  # reports a mistyped option before a missing one
-    path = arguments.prompts
     text = arguments.prompt
-    if (path is None) == (text is None):
+    if (arguments.prompts is None) == (text is None):
         raise UserError(
             "generate needs either --prompt TEXT (--prompt - reads stdin) or --prompts FILE.jsonl"
         )
-    prompts = read_prompts(
-        path, sys.stdin.read().removesuffix("\n") if text == "-" else text, arguments.raw
-    )
-    return _decode(arguments, unknown, prompts)
+    if text == "-":
+        text = sys.stdin.read().removesuffix("\n")
+    return _decode(arguments, unknown, read_prompts(arguments.prompts, text, arguments.raw))
 
 
 def chat(arguments: Namespace, unknown: list[str]) -> int:
@@ -376,8 +373,6 @@ def chat(arguments: Namespace, unknown: list[str]) -> int:
 
 
 def _check_sampling(arguments: Namespace) -> None:
-    if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
-        raise UserError(f"--max-new-tokens: must be at least 1, not {arguments.max_new_tokens}")
     flags = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
     sampling = {name: value for name, value in flags.items() if value is not None}
     validate(sampling, SamplingConfig, "sampling", {})
@@ -392,16 +387,14 @@ def _decode(
     pairs = pairs_of(unknown)
     if arguments.config is not None:
         row_pairs = [pair for pair in pairs if pair.startswith(ROW_KEYS)]
-        others = [pair for pair in pairs if not pair.startswith(ROW_KEYS)]
-        if arguments.row is None:  # else its file has the tree
-            others += [pair for pair in row_pairs if pair.startswith("tree.")]
-        recipe = load(arguments, [f"--{pair}" for pair in others], arguments.method)
+        unread = ROW_KEYS if arguments.row else ROW_KEYS[1:]  # the recipe has a tree, a row's too
+        others = [f"--{pair}" for pair in pairs if not pair.startswith(unread)]
+        recipe = load(arguments, others, arguments.method)
         target = recipe.target
     elif arguments.target is not None:
         row_pairs = [pair for pair in pairs if not pair.startswith("target.")]
-        others = [pair.removeprefix("target.") for pair in pairs if pair.startswith("target.")]
         recipe = None
-        target = _target(arguments, pairs=others)
+        target = _target(arguments, [pair for pair in pairs if pair.startswith("target.")])
     else:
         raise UserError(
             f"{arguments.command} needs --config RECIPE, or --target with --head or --method"
@@ -412,17 +405,14 @@ def _decode(
     from aerie.infer.decode.loaded_heads import LoadedHeads
     from aerie.infer.measure import generate as answers
     from aerie.infer.measure.bench import load_quietly
-    from aerie.infer.measure.bench_files import graphs_in
     from aerie.model.target import load_tokenizer
 
     row = _row_to_decode(arguments, recipe, row_pairs)
     _check(target, [row.head])
-    method = row.method.method
     if arguments.plan:
         tree = as_dict(row.method.tree) if row.method.tree else "no tree"
-        graphs = graphs_in(recipe.paths.bench, method) if recipe else ""
-        head = row.head or "no head"
-        print(f"{arguments.command}: {target.path}, {method} with {head}, {tree}{graphs}")
+        drafting = f"{row.method.method} with {row.head or 'no head'}, {tree}"
+        print(f"{arguments.command}: {target.path}, {drafting}")
         return 0
     tokenizer = load_tokenizer(target)
     if not (tokenizer.chat_template or getattr(arguments, "raw", False)):
@@ -462,8 +452,7 @@ def _row_to_decode(arguments: Namespace, recipe: Recipe | None, pairs: list[str]
     else:
         row = validate({"method": method}, MethodConfig, "command line", {}, pairs)
     if arguments.head is not None:
-        kind = kind_at(arguments.head) if METHODS[row.method].heads else "draft"
-        check_kind(row.method, kind, "--head")
+        check_kind(row.method, kind_at(arguments.head), "--head")
         row = replace(row, head=str(arguments.head))
     if recipe is not None:
         return _run_heads(arguments, recipe).settle(row, arguments.command)
@@ -472,12 +461,11 @@ def _row_to_decode(arguments: Namespace, recipe: Recipe | None, pairs: list[str]
     return fit_to_head(row, row.head, arguments.command)
 
 
-def _target(
-    arguments: Namespace, dtype: str | None = None, pairs: Sequence[str] = ()
-) -> TargetConfig:
-    words = {"dtype": arguments.dtype or dtype, "device_map": arguments.device_map}
-    pairs = [*pairs, *(f"{key}={word}" for key, word in words.items() if word)]
-    return validate({"path": arguments.target}, TargetConfig, "--target", {}, pairs)
+def _target(arguments: Namespace, pairs: Sequence[str] = ()) -> TargetConfig:
+    flags = {"dtype": arguments.dtype, "device_map": arguments.device_map}
+    values = {"path": arguments.target} | {key: word for key, word in flags.items() if word}
+    overrides = [pair.removeprefix("target.") for pair in pairs]
+    return validate(values, TargetConfig, "--target", {}, overrides)
 
 
 def _check(target: TargetConfig, heads: Sequence[str | None]) -> None:
@@ -486,8 +474,6 @@ def _check(target: TargetConfig, heads: Sequence[str | None]) -> None:
     reason = only_trains(load_config(target))
     if reason:
         raise UserError(f"{target.path}: {reason}")
-    if target.chat_template is not None:
-        storage.template_path(target.chat_template)
     for head in heads:
         if head and not is_on_hub(head) and storage.find_weights(Path(head)) is None:
             raise UserError(

@@ -94,7 +94,7 @@ generate {recipe} --prompt x --generation.repetition_penality null
     => generation: repetition_penality is no setting
 generate {recipe} --prompt x --generation.repetition_penalty -1.5 --max-new-tokens 8
     => strictly positive float, but
-generate {recipe} --prompt x --max-new-tokens 0 => --max-new-tokens: must be at least 1
+generate {recipe} --prompt x --max-new-tokens 0 => max_new_tokens must be at least 1
 generate {recipe} --prompt x --head {bad}/list => list/config.json: has no
 generate {recipe} --prompt x --target {bad}/lost
     => generation_config.json: is no regular file, or a link to none

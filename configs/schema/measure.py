@@ -89,7 +89,7 @@ class BenchConfig(Section):
     warmup_prompts: NonNegativeInt = key(
         "decoded before the clock starts (Spec-Bench: 3)", default=2
     )
-    reference: bool = key("also time transformers' generate and the bare forwards", default=True)
+    reference: bool = key("also answer with transformers' generate, timed", default=True)
     cycles: bool = key(
         "also record every cycle with its nodes and levels (cycles.jsonl)", default=False
     )

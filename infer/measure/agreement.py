@@ -38,10 +38,10 @@ def first_difference(
     target: Target, ids: Tensor, prompt: int, ours: Sequence[int], theirs: Sequence[int]
 ) -> Difference:
     """The first difference between two unlike answers to ids [1, T]; prompt: its number."""
-    pairs = list(itertools.zip_longest(ours, theirs, fillvalue=-1))
-    position = next(n for n, (mine, yours) in enumerate(pairs) if mine != yours)
-    our_token, their_token = pairs[position]
-    if -1 in pairs[position]:
+    pairs = enumerate(itertools.zip_longest(ours, theirs, fillvalue=-1))
+    position, tokens = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
+    our_token, their_token = tokens
+    if -1 in tokens:
         return Difference(prompt, position, our_token, their_token, float("inf"), 0.0)
     text = torch.tensor([[*ids[0].tolist(), *ours[:position]]], device=ids.device)
     sampler = Sampler(resolve(target.generation_config), torch.Generator(), ids[0])

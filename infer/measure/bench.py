@@ -1,15 +1,15 @@
 """The bench: every row answers every prompt in one process; transformers' generate, too."""
 
-import itertools
 import logging
 import os
 import platform
 import re
 import resource
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -27,7 +27,6 @@ from aerie.infer.decode.engine import Generation, SpeculativeDecoder, make_decod
 from aerie.infer.decode.loaded_heads import LoadedHeads
 from aerie.infer.decode.roles import TreeProposer
 from aerie.infer.decode.runners import mode_of
-from aerie.infer.decode.tree import root_only
 from aerie.infer.measure.agreement import with_margin
 from aerie.infer.measure.bench_files import (
     RECORDS,
@@ -47,7 +46,6 @@ from aerie.infer.measure.tasks import Prompt, encode_turn, load_prompts, pinned,
 from aerie.infer.measure.tree_shape import tree_shape
 from aerie.model import storage
 from aerie.model.hub import quieten
-from aerie.model.kv_cache import KeptRows
 from aerie.model.storage import (
     Foreign,
     Manifest,
@@ -62,8 +60,6 @@ from aerie.model.target import Target, context_of
 
 CYCLES = "cycles.jsonl"
 JOB = "job.json"
-WARM_UP_TOKENS = 24
-REFERENCE_PROMPTS = 12  # that are timed
 CYCLE_PHASES = ("draft", "verify", "commit", "other")  # of a cycle; they sum to its time
 
 
@@ -142,15 +138,11 @@ class Bench:
     def settings(self, ids: Tensor) -> dict[str, Any]:
         """Greedy decoding of a prompt [1, T], alike for every row and as long as there is room."""
         length = ids.shape[1]
+        limits = chain.from_iterable(decoder.limits.values() for decoder in self.decoders)
         # A limit that the prompt alone exceeds does not count: its row fails.
-        rooms = [
-            limit - length
-            for decoder in self.decoders
-            for limit in decoder.limits.values()
-            if limit > length
-        ]
+        room = min((limit - length for limit in limits if limit > length), default=1)
         most = self.suite.config.prompts.max_new_tokens
-        return {"max_new_tokens": min([most, *(rooms or [1])]), "do_sample": False}
+        return {"max_new_tokens": min(most, room), "do_sample": False}
 
 
 def run_bench(
@@ -163,13 +155,13 @@ def run_bench(
     write_json(output / SUITE, as_dict(suite_file(suite, prompts, context_of(target.config))))
     records = measure_answers(bench, prompts, seed)
     failed = [record for record in records if record.status == "error"]
-    if failed and len(failed) == len(records):
+    if len(failed) == len(records):
         raise UserError(f"{output}: all {len(records)} answers failed: {failed[0].message}")
     if suite.config.reference:
         records = run_reference(bench, records)
     write_text(output / RECORDS, "".join(map(line_of, records)))
-    reasons = [record.message for record in failed]
-    print(f"bench: {len(records)} answers -> {output}; {len(failed)} failed", *reasons[:1])
+    reason = failed[0].message if failed else ""
+    print(f"bench: {len(records)} answers -> {output}; {len(failed)} failed", reason)
     return {"answers": len(records), "prompts": prompt_inputs(source)}
 
 
@@ -191,12 +183,11 @@ def measure_answers(bench: Bench, prompts: Sequence[Prompt], seed: int) -> list[
     bench.directory.mkdir(parents=True, exist_ok=True)
     records_path = bench.directory / RECORDS
     cycles_path = bench.directory / CYCLES
-    turns = list(turns_of(bench.suite, prompts))
+    turns = turns_of(bench.suite, prompts)
     done = {record.key: record for record in read_good_records(records_path)}
     keep_answers(cycles_path, done)
     warm_up(bench, prompts)
-    count = sum(len(turn.origins) for turn in turns)
-    with start_progress(count, "answers", "bench") as progress:
+    with start_progress(sum(len(turn.origins) for turn in turns), "answers", "bench") as progress:
         for number, turn in enumerate(turns):
             first = number % len(turn.origins)
             for origin in (*turn.origins[first:], *turn.origins[:first]):
@@ -210,20 +201,20 @@ def measure_answers(bench: Bench, prompts: Sequence[Prompt], seed: int) -> list[
     return compared_with_vanilla(bench, done)
 
 
-def turns_of(suite: Suite, prompts: Sequence[Prompt]) -> Iterator[TurnRows]:
+def turns_of(suite: Suite, prompts: Sequence[Prompt]) -> list[TurnRows]:
     """Every turn of every prompt at every sampling, in the order in which they are answered."""
+    turns = []
     rows_of = rows_by_prompt(suite_file(suite, prompts, None), suite.vanilla, prompts)
     for sampling, by_prompt in rows_of.items():
-        for prompt in prompts:
-            rows = by_prompt.get(prompt.key)
-            if rows is None:  # the sampling is that of a sweep over other prompts
-                continue
+        # The sampling of a sweep may be over fewer prompts.
+        for prompt in (prompt for prompt in prompts if prompt.key in by_prompt):
             for turn in range(len(prompt.turns)):
                 origins = [
                     Origin(row, *sampling, suite.rows[row].method.method, *prompt.key, turn)
-                    for row in rows
+                    for row in by_prompt[prompt.key]
                 ]
-                yield TurnRows(prompt, origins)
+                turns.append(TurnRows(prompt, origins))
+    return turns
 
 
 def read_good_records(path: Path) -> list[Record]:
@@ -238,7 +229,7 @@ def read_good_records(path: Path) -> list[Record]:
 
 def warm_up(bench: Bench, prompts: Sequence[Prompt]) -> None:
     config = bench.suite.config
-    most = min(WARM_UP_TOKENS, config.prompts.max_new_tokens)
+    most = min(24, config.prompts.max_new_tokens)
     for prompt in prompts[: config.warmup_prompts]:
         ids = encode_turn(prompt, (), bench.tokenizer, bench.target)
         for decoder in bench.decoders:
@@ -290,8 +281,7 @@ def measure_answer(
     try:
         generation = decode_turn(bench, origin, ids, recorder, seed)
     except (UserError, RuntimeError) as error:
-        fault = first_line(error)
-        return Record(**facts, verify="none", status="error", message=fault), []
+        return Record(**facts, verify="none", status="error", message=first_line(error)), []
     facts |= answer_facts(bench, origin.row, generation)
     return validate(facts, Record, "bench", {}), lines_of(origin, recorder.records)
 
@@ -319,9 +309,9 @@ def answer_facts(bench: Bench, row: int, generation: Generation) -> dict[str, An
     """A record's counts, times and texts."""
     statistics = generation.statistics
     decoder = bench.decoders[row]
-    ends = itertools.accumulate(statistics.cycle_tokens, initial=1)
+    ends = accumulate(statistics.cycle_tokens, initial=1)
     texts = [answer_text(bench.tokenizer, generation.new_ids[:end]) for end in ends]
-    added = [after[len(before) :] for before, after in itertools.pairwise(texts)]
+    added = [after[len(before) :] for before, after in pairwise(texts)]
     counts = asdict(statistics)
     del counts["decoding"]
     return counts | {
@@ -347,41 +337,49 @@ def peak_memory_gib(decoder: SpeculativeDecoder) -> float:
 # --- the reference ---
 
 
-class ReferenceTimes(NamedTuple):
-    """Milliseconds per token of one greedy answer, prefill included."""
-
-    generate: float  # transformers' generate with a static cache, not compiled
-    bare_forward: float  # the target's forwards alone, over the same tokens
-    vanilla: float  # this engine without drafts
-
-
 def run_reference(bench: Bench, records: list[Record]) -> list[Record]:
     """Answers vanilla's greedy prompts with transformers' generate, and writes reference.json.
 
     Returns the records, the greedy ones with `identical_to_generate`.
     """
-    vanilla = SpeculativeDecoder(bench.target)
     greedy = [record for record in records if record.temperature == 0.0 and record.status == "ok"]
     baseline = [record for record in greedy if record.row == bench.suite.vanilla]
     answers: dict[PromptKey, tuple[int, ...]] = {}
-    times: list[ReferenceTimes] = []
+    generate_ms = []  # per token, prefill included
     with start_progress(len(baseline), "prompts", "reference") as progress, torch.inference_mode():
-        for number, record in enumerate(baseline):
+        for record in baseline:
             ids = torch.tensor([record.prompt_ids], device=bench.target.device)  # [1, T]
-            generate_ms, answer = time_generate(bench, ids)
-            answers[record.prompt_key] = tuple(answer.tolist())
-            if number < REFERENCE_PROMPTS:
-                bare_ms, _ = clocked(bench.target.device, forward_alone, vanilla, ids, answer)
-                vanilla_ms = time_vanilla(bench, vanilla, ids)
-                sums = (generate_ms, bare_ms, vanilla_ms)
-                times.append(ReferenceTimes(*(ms / len(answer) for ms in sums)))
+            ms, sequences = clocked(
+                bench.target.device,
+                bench.target.model.generate,
+                ids,
+                attention_mask=torch.ones_like(ids),
+                cache_implementation="static",
+                disable_compile=True,
+                tokenizer=bench.tokenizer,  # for stop strings
+                **bench.settings(ids),
+            )
+            answer = sequences[0, ids.shape[1] :].tolist()
+            answers[record.prompt_key] = tuple(answer)
+            generate_ms.append(ms / len(answer))
             progress.update()
     identical = {
         record.key: record.output_ids == answers[record.prompt_key]
         for record in greedy
         if record.prompt_key in answers
     }
-    write_reference(bench, times, [identical[record.key] for record in baseline])
+    vanilla_ms = [record.ms.wall / record.new_tokens for record in baseline if record.ms]
+    reference = Reference(
+        vanilla_ms_per_token=median(vanilla_ms or [0.0]),
+        generate_static_ms_per_token=median(generate_ms or [0.0]),
+        prompts=len(baseline),
+        identical_to_generate=sum(identical[record.key] for record in baseline),
+    )
+    write_json(bench.directory / REFERENCE, asdict(reference))
+    print(
+        f"ms per token: vanilla {reference.vanilla_ms_per_token:.2f}, "
+        f"transformers' generate {reference.generate_static_ms_per_token:.2f}"
+    )
     compared = []
     for record in records:
         record = replace(record, identical_to_generate=identical.get(record.key))
@@ -389,56 +387,3 @@ def run_reference(bench: Bench, records: list[Record]) -> list[Record]:
             record = with_margin(bench.target, record, answers[record.prompt_key])
         compared.append(record)
     return compared
-
-
-def time_generate(bench: Bench, ids: Tensor) -> tuple[float, Tensor]:
-    """(milliseconds, new tokens) of transformers' greedy answer to ids [1, T]."""
-    ms, sequences = clocked(
-        bench.target.device,
-        bench.target.model.generate,
-        ids,
-        attention_mask=torch.ones_like(ids),
-        cache_implementation="static",
-        disable_compile=True,
-        tokenizer=bench.tokenizer,  # for stop strings
-        **bench.settings(ids),
-    )
-    return ms, sequences[0, ids.shape[1] :]
-
-
-def time_vanilla(bench: Bench, vanilla: SpeculativeDecoder, ids: Tensor) -> float:
-    """Milliseconds of this engine's greedy answer to ids [1, T] without drafts."""
-    if vanilla.runners.mode != "eager":  # the first answer of a length may capture or compile
-        vanilla.generate(ids, **bench.settings(ids))
-    return clocked(bench.target.device, vanilla.generate, ids, **bench.settings(ids))[0]
-
-
-def forward_alone(vanilla: SpeculativeDecoder, ids: Tensor, answer: Tensor) -> None:
-    """The target's forwards over the prompt ids [1, T] and then over the answer, token by token."""
-    length = ids.shape[1] + len(answer) + 1
-    kept = KeptRows(length, ids.device, vanilla.target.dtype)
-    vanilla.lm.prefill(ids[0], kept)
-    kept.advance(ids.shape[1])
-    for position in range(len(answer) - 1):
-        root = root_only(answer[position : position + 1])
-        vanilla.lm.extend(root.tokens, root.depth, root.mask)
-        kept.advance(1)
-
-
-def write_reference(bench: Bench, times: list[ReferenceTimes], identical: list[bool]) -> None:
-    """Writes and prints the medians over prompts; zeros without any prompt."""
-    medians = ReferenceTimes(0.0, 0.0, 0.0)
-    if times:
-        medians = ReferenceTimes(*(median(column) for column in zip(*times, strict=True)))
-    reference = Reference(
-        vanilla_ms_per_token=medians.vanilla,
-        bare_forward_ms_per_token=medians.bare_forward,
-        prompts=len(identical),
-        identical_to_generate=sum(identical),
-        generate_static_ms_per_token=medians.generate,
-    )
-    write_json(bench.directory / REFERENCE, asdict(reference))
-    print(
-        f"ms per token: vanilla {medians.vanilla:.2f}, bare forwards {medians.bare_forward:.2f}, "
-        f"transformers' generate {medians.generate:.2f}"
-    )

@@ -8,11 +8,8 @@ from pydantic import ValidationError
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import adapter, validate
-from aerie.data.progress import format_bytes
 from aerie.infer.measure.tree_shape import TreeShape
-from aerie.model.storage import (
-    read_json,
-)
+from aerie.model.storage import read_json
 
 Schema = TypeVar("Schema")
 Sampling = tuple[float, int, float]  # temperature, top_k, top_p
@@ -167,13 +164,12 @@ class SummaryRow:
 
 @dataclass(frozen=True)
 class Reference:
-    """reference.json: vanilla against transformers' generate and bare forwards."""
+    """reference.json: vanilla against transformers' generate; medians over prompts."""
 
     vanilla_ms_per_token: float
-    bare_forward_ms_per_token: float
     prompts: int
     identical_to_generate: int
-    generate_static_ms_per_token: float | None = None  # with a static cache, not compiled
+    generate_static_ms_per_token: float  # with a static cache, not compiled
 
 
 @dataclass(frozen=True)
@@ -215,17 +211,6 @@ def read_records(path: Path) -> list[Record]:
                 f"{path}:{number}: {problem}; delete the line to measure it again"
             ) from error
     return records
-
-
-def graphs_in(bench: Path, method: str | None = None) -> str:
-    """For a plan: the most memory that a row's CUDA graphs took in a bench; method None: of any."""
-    try:
-        records = read_records(bench / RECORDS)
-    except UserError:  # none there, or a broken one, which the command that needs it reports
-        return ""
-    graphs = [record.graph_bytes for record in records if method in (None, record.method)]
-    most = max(graphs, default=0)
-    return f"; CUDA graphs of a row took up to {format_bytes(most)} in {bench}" if most else ""
 
 
 def read_as(path: Path, schema: type[Schema]) -> Schema:

@@ -81,10 +81,7 @@ def tau_difference(
 ) -> str:
     """How much tau differs between two sets of rows (numbers of bench.rows), each pooled."""
     if len({record.sampling for record in records}) > 1:
-        temperatures = sorted({record.temperature for record in records})
-        raise UserError(
-            f"the bench has several samplings; choose one with --temperature: {temperatures}"
-        )
+        raise UserError("the bench has several samplings; choose one with --temperature")
     prompts = {record.prompt for record in records if record.row in (*rows, *against)}
     good = [record for record in records if record.status == "ok"]
     for row in (*rows, *against):
@@ -94,14 +91,19 @@ def tau_difference(
             )
     sides = []
     for numbers in (rows, against):
-        answers = [record for record in good if record.row in numbers]
-        lines = [(record.target_forwards, record.new_tokens - 1) for record in answers]
-        sums = pd.DataFrame(lines).groupby(pd.Series([record.prompt for record in answers])).sum()
+        lines = [
+            (*record.prompt, record.target_forwards, record.new_tokens - 1)
+            for record in good
+            if record.row in numbers
+        ]
+        sums = pd.DataFrame(lines).groupby([0, 1]).sum()  # by task and prompt_id
         sides.append(Side(sums, lambda sums: sums[..., 1] / sums[..., 0]))
     difference = estimate(sides, seed=seed)
     if difference is None:
         raise UserError("no answer has a cycle in both: all ended with their first token")
     mine, theirs = (float(side.figure(side.table.sum().to_numpy())) for side in sides)
-    interval = f"{difference.value:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}]"
-    method = f"95 %, paired bootstrap over {difference.prompts} prompts"
-    return f"tau {mine:.3f} against {theirs:.3f}: {interval} ({method})"
+    return (
+        f"tau {mine:.3f} against {theirs:.3f}: {difference.value:+.3f} "
+        f"[{difference.low:+.3f}, {difference.high:+.3f}] "
+        f"(95 %, paired bootstrap over {difference.prompts} prompts)"
+    )

@@ -7,11 +7,10 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import pairwise
-from statistics import median
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,11 +72,9 @@ def answer_prompts(
             if message["role"] not in ("user", "tool") or following["role"] != "user":
                 continue
             prompt = decoder.tokenizer(message["content"]) if arguments.raw else history
-            streamer = None
-            if not arguments.json:
-                streamer = ColouredStreamer(decoder.tokenizer)
-                if len(prompts) + len(messages) > 2:
-                    print(f"> {message['content']}")  # which question is answered
+            streamer = None if arguments.json else ColouredStreamer(decoder.tokenizer)
+            if streamer and len(prompts) + len(messages) > 2:
+                print(f"> {message['content']}")  # which question is answered
             generation = answer_turn(decoder, prompt, arguments, generator, streamer)
             history.append({"role": "assistant", "content": generation.text})
             if arguments.json:
@@ -97,8 +94,7 @@ def run_chat(decoder: SpeculativeDecoder, arguments: Namespace) -> None:
     """Answers each line typed or piped in, with the conversation so far."""
     bound, limit = min(decoder.limits.items(), key=lambda item: item[1])
     full = f"{bound} of {limit:,} tokens is full; /reset begins a new conversation"
-    config = decoder.target.generation_config
-    most = resolve(config, max_new_tokens=arguments.max_new_tokens).max_new_tokens
+    settings = resolve(decoder.target.generation_config, max_new_tokens=arguments.max_new_tokens)
     generator = torch.Generator(decoder.target.device).manual_seed(arguments.seed)
     history: list[Message] = []
     if sys.stdin.isatty():
@@ -117,32 +113,24 @@ def run_chat(decoder: SpeculativeDecoder, arguments: Namespace) -> None:
                 history.pop()
                 print(full, file=sys.stderr)
                 continue
-            arguments.max_new_tokens = min(most, room)
+            arguments.max_new_tokens = min(settings.max_new_tokens, room)
             streamer = ColouredStreamer(decoder.tokenizer)
             try:
-                generation = answer_turn(decoder, history, arguments, generator, streamer)
-                if len(generation.new_ids) == room:
-                    print(full, file=sys.stderr)
+                answer_turn(decoder, history, arguments, generator, streamer)
             except KeyboardInterrupt:
                 print("\nstopped", file=sys.stderr)
             history.append({"role": "assistant", "content": streamer.text})
 
 
 def typed_lines() -> Iterator[str]:
-    """The lines of stdin up to its end, or to a Ctrl-C on an empty line; on another it drops it."""
-    is_terminal = sys.stdin.isatty()
-    readline: Any = None
-    if is_terminal:
-        with suppress(ImportError):  # some Pythons are built without it
-            import readline  # input() then edits its line and remembers those before
-    while True:
-        try:
-            yield input("\n> " if is_terminal else "").strip()
-        except (EOFError, KeyboardInterrupt) as error:
-            print(file=sys.stderr)
-            was_typing = readline is not None and bool(readline.get_line_buffer())
-            if isinstance(error, EOFError) or not was_typing:
-                return
+    """The lines of stdin up to its end or a Ctrl-C."""
+    with suppress(ImportError):  # some Pythons are built without it
+        import readline  # noqa: F401  input() then edits its line and remembers those before
+    prompt = "\n> " if sys.stdin.isatty() else ""
+    with suppress(EOFError, KeyboardInterrupt):
+        while True:
+            yield input(prompt).strip()
+    print(file=sys.stderr)
 
 
 class WorkCounter(TorchDispatchMode):
@@ -175,9 +163,8 @@ def cycle_work(
     settings = settings | {"max_new_tokens": more, "eos_token_id": []}
     with patch.object(decoder.runners, "mode", "eager"), counter:  # the same kernels, one by one
         decoder.generate(prompt, on_cycle=watch, **settings)
-    kernels = [after[0] - before[0] for before, after in pairwise(totals)]
-    read = [after[1] - before[1] for before, after in pairwise(totals)]
-    return median(kernels or [0]), median(read or [0])
+    kernels, read = np.median(np.diff(totals, axis=0), axis=0)
+    return kernels, read
 
 
 def copy_speed(device: torch.device) -> float:
@@ -201,13 +188,11 @@ def profile(
     ms = {phase: statistics.ms[phase] / statistics.target_forwards for phase in CYCLE_PHASES}
     phases = ", ".join(f"{phase} {part:.2f}" for phase, part in ms.items())
     when = " before compiling" if decoder.runners.mode == "compiled" else ""
-    text = (
+    return (
         f"a cycle: {sum(ms.values()):.2f} ms ({phases}), {kernels:,.0f} kernels{when}; "
         f"{format_bytes(read)} read by products and attention, "
-        f"at {read / seconds / speed:.0%} of a copy's {speed / 1e9:.1f} GB/s"
-    )
-    return (
-        f"{text}; graphs take {format_bytes(decoder.graph_bytes)}" if decoder.graph_bytes else text
+        f"at {read / seconds / speed:.0%} of a copy's {speed / 1e9:.1f} GB/s; "
+        f"graphs take {format_bytes(decoder.graph_bytes)}"
     )
 
 
@@ -224,8 +209,10 @@ def answer_turn(
             names = [decoder.tokenizer.decode([token]) for token in cycle.tree.tokens.tolist()]
             trees.append(describe(cycle.tree, names))
 
-    names = ("max_new_tokens", "temperature", "top_k", "top_p")
-    settings = {name: getattr(arguments, name) for name in names}
+    settings = {
+        name: getattr(arguments, name)
+        for name in ("max_new_tokens", "temperature", "top_k", "top_p")
+    }
     state = generator.get_state()
     generation = decoder.generate(
         prompt, streamer=streamer, on_cycle=watch, generator=generator, timed=True, **settings
@@ -246,6 +233,9 @@ def answer_turn(
         again = decoder.generate(prompt, generator=generator, timed=True, **settings).statistics
         print(profile(decoder, prompt, again, settings), file=sys.stderr)
     if not generation.text.strip():
-        fix = "a model that thinks first may need a larger --max-new-tokens"
-        print(f"there is no text to show in these tokens: {fix}", file=sys.stderr)
+        print(
+            "there is no text to show in these tokens: "
+            "a model that thinks first may need a larger --max-new-tokens",
+            file=sys.stderr,
+        )
     return generation

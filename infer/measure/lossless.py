@@ -43,7 +43,6 @@ ALPHA = 1e-3  # chance that a proof fails by bad luck, over all its p-values (Bo
 MIN_DRAWS = 200  # fewer leave the law hardly a cell
 EXPECTED = 5.0  # draws that every cell of the chi-square test must expect
 PROOF_SAMPLINGS = (SamplingConfig(1.0), SamplingConfig(0.6, top_p=0.8))
-DRAWS_PER_MINUTE = 30_000  # of a mean method on one core
 LENGTHS = (32, 3, 12, 4, 20, 6)  # max_new_tokens of the prompts, in turn
 # All drafts refused; all accepted to their deepest node; an end token inside an accepted path;
 # max_new_tokens inside an accepted path.
@@ -51,9 +50,6 @@ EDGES = ("rejected", "accepted", "ended", "cut")
 
 VOCABULARY = 8  # of the miniature
 SEED = 4
-SPREAD = 0.38  # standard deviation of its matrices: three or four likely tokens at each position
-DRAFT_NOISE = 0.08  # of the draft LM's matrices around the target's
-HEAD_NOISE = 0.12  # of a new head's matrices, whose laws would else be flat, or the target's
 HEAD_SETTINGS = {
     "hydra": {"prefix_layer": True},
     "block": {"mask_token_id": 0, "markov_rank": 4},
@@ -114,12 +110,13 @@ class ProofRow:
     def judge(self, least_p_value: float, is_exact: bool) -> None:
         """Sets verdict and holds; is_exact: even a difference within rounding fails."""
         differences = self.greedy.differences if self.greedy else []
-        failures = []
+        failures = [
+            f"law at {_setting(law)}"
+            for law in self.laws
+            if not law.p_value >= least_p_value  # it may be NaN
+        ]
         if any(is_exact or difference.gap > difference.rounding for difference in differences):
-            failures.append("greedy")
-        for law in self.laws:
-            if not law.p_value >= least_p_value:  # it may be NaN
-                failures.append(f"law at {_setting(law)}")
+            failures.insert(0, "greedy")
         self.holds = not failures
         if failures:
             self.verdict = f"FAILED: {', '.join(failures)}"
@@ -138,7 +135,7 @@ def run_verify(
     options: Namespace,
     config: TargetConfig,
     heads: dict[str, str],
-    prompts: PromptsConfig | None = None,
+    prompts: PromptsConfig,
     threads: int | None = None,
 ) -> int:
     """The command `verify`; 1 if a row fails. heads: directories by kind."""
@@ -148,24 +145,21 @@ def run_verify(
     if options.plan:
         print(f"verify: {config.path} in {config.dtype}: {', '.join(row.name for row in rows)}")
         return 0
-    minutes = len(rows) * len(PROOF_SAMPLINGS) * options.draws / DRAWS_PER_MINUTE
     print(
         f"verify: {len(rows)} methods, each: {options.prompts} prompts on the target, "
-        f"{len(PROOF_SAMPLINGS)} x {options.draws:,} draws on a miniature; "
-        f"about {minutes:.1f} min for all draws",
+        f"{len(PROOF_SAMPLINGS)} x {options.draws:,} draws on a miniature",
         file=sys.stderr,
         flush=True,
     )
     target = load_quietly(config, threads)
     prove_rows(rows, target, prompts, options)
+    least = ALPHA / (len(rows) * len(PROOF_SAMPLINGS))
     for row in rows:
-        row.judge(
-            ALPHA / (len(rows) * len(PROOF_SAMPLINGS)), is_exact=target.dtype == torch.float32
-        )
+        row.judge(least, is_exact=target.dtype == torch.float32)
     print(proof_table(rows))
     holds = all(row.holds for row in rows)
     if options.json is not None:
-        proof = {
+        facts = {
             "schema": 1,
             "target": config.path,
             "dtype": config.dtype,
@@ -176,8 +170,8 @@ def run_verify(
             "rows": [proof_facts(row) for row in rows],
             "holds": holds,
         }
-        write_json(options.json, proof)
-    return 0 if holds else 1
+        write_json(options.json, facts)
+    return int(not holds)
 
 
 def rows_to_prove(methods: Sequence[str], heads: dict[str, str]) -> list[ProofRow]:
@@ -199,7 +193,7 @@ def rows_to_prove(methods: Sequence[str], heads: dict[str, str]) -> list[ProofRo
 
 
 def prove_rows(
-    rows: list[ProofRow], target: Target, prompts: PromptsConfig | None, options: Namespace
+    rows: list[ProofRow], target: Target, prompts: PromptsConfig, options: Namespace
 ) -> None:
     """Answers greedy prompts on the target, and draws answers on a miniature, for every row."""
     plain = SpeculativeDecoder(target)
@@ -229,11 +223,11 @@ def prove_rows(
             progress.update()
 
 
-def proof_texts(prompts: PromptsConfig | None, count: int) -> list[str]:
+def proof_texts(prompts: PromptsConfig, count: int) -> list[str]:
     """The first turns of the recipe's prompts, else made-up tasks."""
-    if prompts is not None:
+    if prompts.path or prompts.tasks:
         chosen = load_prompts(replace(prompts, num_prompts=count))
-        return [prompt.turns[0] for prompt in chosen][:count]
+        return [prompt.turns[0] for prompt in chosen[:count]]
     pairs = product(DECODED["topics"], DECODED["tasks"])
     return [f"{task} {topic}." for topic, task in pairs][:count]
 
@@ -247,7 +241,7 @@ def proof_table(rows: Sequence[ProofRow]) -> str:
     """A line for each row, then one for each difference."""
     width = max(14, *(len(row.name) for row in rows)) + 1
     line = f"{{:{width}}}{{:10}}{{:18}}{{:10}}{{:14}}{{}}".format
-    p_names = [f"p {_setting(sampling)}" for sampling in PROOF_SAMPLINGS]
+    p_names = (f"p {_setting(sampling)}" for sampling in PROOF_SAMPLINGS)
     lines = [line("method", "head", "greedy identical", *p_names, "verdict")]
     notes = []
     for row in rows:
@@ -306,8 +300,7 @@ class GreedyTrials:
     differences: list[Difference] = field(default_factory=list)
 
     def run(self) -> None:
-        limit = LENGTHS[self.number % len(LENGTHS)]
-        text, cycles = self.answer(limit)
+        text, cycles = self.answer(LENGTHS[self.number % len(LENGTHS)])
         end = self.accepted_token(text, cycles)
         if end is not None:
             again = self.answer(len(text), end)[1]
@@ -330,9 +323,8 @@ class GreedyTrials:
             tree = cycle.tree
             accepted = cycle.verdict.accepted
             depths = tree.depth if tree.passengers is None else tree.depth[~tree.passengers]
-            deepest = int(depths.max())
-            if deepest:
-                drafts.append((accepted, deepest))
+            if depths.any():
+                drafts.append((accepted, int(depths.max())))
             before = cycle.position + 1 - ids.shape[1]
             taken = min(accepted, cycle.new_tokens)
             cycles.append(CountedCycle(before, taken, cycle.new_tokens))
@@ -417,8 +409,12 @@ class SampledProver:
             )
             counts[tuple(answer.new_ids)] += 1
             accepted += sum(answer.statistics.accepted)
-        chance = p_value(self._law(length, sampling), counts)
-        return LawTest(sampling.temperature, sampling.top_p, chance, accepted / draws)
+        return LawTest(
+            sampling.temperature,
+            sampling.top_p,
+            p_value=p_value(self._law(length, sampling), counts),
+            accepted_per_answer=accepted / draws,
+        )
 
 
 def write_miniature(
@@ -442,7 +438,8 @@ def write_miniature(
 
     matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
     for matrix in matrices:
-        matrix.data.normal_(0.0, SPREAD, generator=generator)
+        # three or four tokens are likely at each position
+        matrix.data.normal_(0.0, 0.38, generator=generator)
     save_model("target")
     target_config = TargetConfig(str(directory / "target"), dtype="float32")
     target = Target(model, target_config)
@@ -450,7 +447,7 @@ def write_miniature(
     for kind in KINDS:
         if kind == "draft_lm":
             for matrix in matrices:
-                add_noise(matrix, DRAFT_NOISE, generator)
+                add_noise(matrix, 0.08, generator)
             save_model("heads/draft_lm")
             continue
         section: Any = KINDS[kind](**HEAD_SETTINGS.get(kind, {}))  # type: ignore[arg-type]
@@ -460,7 +457,8 @@ def write_miniature(
         head = new_head(section, target.config, target.vocab, SEED, **settings)
         for name, parameter in head.named_parameters():
             if parameter.ndim == 2 and name != "embed_tokens.weight":
-                add_noise(parameter, HEAD_NOISE, generator)
+                # without noise the laws of a new head are flat, or the target's
+                add_noise(parameter, 0.12, generator)
         save_head(head, directory / "heads" / kind)
     return target_config
 
@@ -496,15 +494,15 @@ def p_value(law: AnswerLaw, counts: Counter[tuple[int, ...]]) -> float:
     if not counts.keys() <= law.keys():
         return 0.0
     draws = counts.total()
-    cells = [(chance * draws, counts[answer]) for answer, chance in law.items()]
-    cells.sort(reverse=True)  # (expected, counted)
-    single = sum(expected >= EXPECTED for expected, _ in cells)
-    if 0 < sum(expected for expected, _ in cells[single:]) < EXPECTED:
-        single = max(single - 1, 0)  # the pool of rare answers needs one more
-    rare = cells[single:]
-    if rare:
-        pool = (sum(expected for expected, _ in rare), sum(count for _, count in rare))
-        cells = [*cells[:single], pool]
+    cells = sorted((chance * draws, counts[answer]) for answer, chance in law.items())
+    expected_rare = 0.0
+    counted_rare = 0
+    while cells and (cells[0][0] < EXPECTED or 0 < expected_rare < EXPECTED):
+        expected, counted = cells.pop(0)
+        expected_rare += expected
+        counted_rare += counted
+    if expected_rare:
+        cells.append((expected_rare, counted_rare))
     if len(cells) == 1:
         return 1.0
     statistic = sum((count - expected) ** 2 / expected for expected, count in cells)

@@ -11,13 +11,7 @@ from aerie.configs.schema.recipe import RunPaths
 from aerie.data.inputs import target_inputs
 from aerie.model import storage
 from aerie.model.hub import head_directory
-from aerie.model.storage import (
-    Manifest,
-    Whole,
-    differences,
-    digests,
-    find_weights,
-)
+from aerie.model.storage import Manifest, Whole, differences, digests, find_weights
 
 
 def calibrations_of(run: Path) -> list[Path]:
@@ -38,9 +32,8 @@ def run_facts(
         expected = target_inputs(target)
     elif expected and Path(expected["path"]).is_dir():
         expected["files"] = target_inputs(TargetConfig(expected["path"]))["files"]
-    stages = [*calibrations_of(run.root), run.bench]
-    if (run.tune / storage.FILE).is_file():
-        stages.append(run.tune)
+    tuned = [run.tune] if (run.tune / storage.FILE).is_file() else []
+    stages = [*calibrations_of(run.root), run.bench, *tuned]
     return {path: measured_facts(path, recipe_words, expected) for path in stages}
 
 

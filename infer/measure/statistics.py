@@ -3,9 +3,9 @@
 The prefill makes the first new token; decoding times are those of the other tokens.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,35 +99,35 @@ def summary_row(members: Group, seed: int = 0) -> SummaryRow:
         return replace(row, status="error", message=message)
     sums = {name: sum(getattr(record, name) for record in records) for name in COUNTS}
     times = milliseconds(records)
-    seconds = (times.wall - times.prefill) / 1000.0
     compared = [record.identical for record in records if record.identical is not None]
-    accepted = np.concatenate([np.array(record.accepted, dtype=np.int64) for record in records])
-    levels = row.tree.levels if row.tree else 0
+    accepted = list(chain.from_iterable(record.accepted for record in records))
     prompts = per_prompt(records)
     has_cycle = prompts.forwards > 0
-    memory = [record.peak_memory_gib for record in records if record.peak_memory_gib is not None]
+    tau_of_prompts = prompts.tokens[has_cycle] / prompts.forwards[has_cycle]
     return replace(
         row,
         **sums,
         **speedups(members.pairs, seed),
         tau=tau(records),
-        tau_macro=_mean(prompts.tokens[has_cycle] / prompts.forwards[has_cycle]),
-        accepted_histogram=np.bincount(accepted, minlength=levels + 1).tolist(),
-        tokens_per_s=_ratio(sums["new_tokens"] - len(records), seconds),
-        accept_rate=_ratio(int(accepted.sum()), sums["draft_nodes"]),
+        tau_macro=float(np.mean(tau_of_prompts)) if len(tau_of_prompts) else None,
+        accepted_histogram=np.bincount(
+            np.array(accepted, dtype=np.int64), minlength=row.tree.levels + 1 if row.tree else 1
+        ).tolist(),
+        tokens_per_s=_ratio(
+            1000.0 * (sums["new_tokens"] - len(records)), times.wall - times.prefill
+        ),
+        accept_rate=_ratio(sum(accepted), sums["draft_nodes"]),
         identical=sum(compared) if compared else None,
         mismatch=compared.count(False) if compared else None,
-        peak_memory_gib=max(memory, default=None),
+        peak_memory_gib=max(
+            filter(None, (record.peak_memory_gib for record in records)), default=None
+        ),
         ms=times,
     )
 
 
 def _ratio(over: float, under: float) -> float | None:
     return over / under if under > 0 else None
-
-
-def _mean(values: FloatArray) -> float | None:
-    return float(np.mean(values)) if len(values) else None
 
 
 def identity(members: Group) -> SummaryRow:
@@ -158,11 +158,11 @@ def told_apart(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
     for row in rows:
         heads = {(twin.head, twin.head_path) for twin in alike[repr((row.method, row.tree))]}
         if row.tree is not None and len(heads) > 1:
-            kinds = {kind for kind, _ in heads}
-            words = f"head {row.head_path or 'of the run'}"
-            if len(kinds) == len(heads):
-                words = f"{row.head} head"
-            variant = f"{row.tree.variant}, {words}" if row.tree.variant else words
+            is_kind_enough = len({kind for kind, _ in heads}) == len(heads)
+            words = (
+                f"{row.head} head" if is_kind_enough else f"head {row.head_path or 'of the run'}"
+            )
+            variant = ", ".join(filter(None, (row.tree.variant, words)))
             row = replace(row, tree=replace(row.tree, variant=variant))
         renamed.append(row)
     return renamed
@@ -178,13 +178,10 @@ def sweep_rows(
     group_of = {(members.first.row, members.first.sampling): members for members in groups}
     rows = []
     for point in suite.points:
-        members = group_of.get((point.row, point.sampling))
-        if members is None:
-            continue
+        members = group_of[point.row, point.sampling]
         records = [record for record in members.records if record.prompt in point.prompts]
-        if records:
-            row = summary_row(replace(members, records=tuple(records)), seed)
-            rows.append(replace(row, sweep=point.sweep, key=point.key, value=point.value))
+        row = summary_row(replace(members, records=tuple(records)), seed)
+        rows.append(replace(row, sweep=point.sweep, key=point.key, value=point.value))
     for members in bench_groups:
         rows += context_rows(members, suite.contexts, suite.max_context, seed)
     return rows
@@ -211,13 +208,12 @@ def speedups(pairs: Sequence[Pair], seed: int = 0) -> dict[str, Any]:
         return dict.fromkeys(SPEEDUPS)
     row = per_prompt([pair.record for pair in decoded])
     base = per_prompt([pair.baseline for pair in decoded])
-    by_prompt = row.tokens * base.ms / (base.tokens * row.ms)
     speed = _speed_with_prefill([pair.record for pair in pairs])
     base_speed = _speed_with_prefill([pair.baseline for pair in pairs])
     return {
         "speedup": float(row.tokens.sum() * base.ms.sum() / (base.tokens.sum() * row.ms.sum())),
         "speedup_ci95": interval([row.tokens, base.ms], [base.tokens, row.ms], seed),
-        "speedup_mean_per_prompt": float(np.mean(by_prompt)),
+        "speedup_mean_per_prompt": float(np.mean(row.tokens * base.ms / (base.tokens * row.ms))),
         "speedup_with_prefill": speed / base_speed,
     }
 
@@ -278,7 +274,7 @@ def context_rows(
     if members.failed:
         return []
     rows = []
-    for before, length in itertools.pairwise([0, *contexts]):
+    for before, length in pairwise([0, *contexts]):
         if limit is not None and length > limit:
             continue
         for span, above in (("cumulative", 0), ("bucket", before)):
@@ -361,14 +357,16 @@ def stretch_of(record: Record, above: int, length: int) -> Stretch | None:
 def diversity(groups: Sequence[Group]) -> dict[str, Any] | None:
     """Distinct 4-grams of vanilla's greedy answers; None without any."""
     for members in groups:
-        is_greedy_vanilla = members.first.method == VANILLA and members.first.temperature == 0
-        if is_greedy_vanilla and not members.failed:
-            counts = [ngrams(record.output_ids) for record in members.records]
+        first = members.first
+        if first.method == VANILLA and first.temperature == 0 and not members.failed:
+            every = list(
+                chain.from_iterable(ngrams(record.output_ids) for record in members.records)
+            )
             return {
                 "method": VANILLA,
                 "answers": len(members.records),
-                "distinct_4grams": len(set(itertools.chain(*counts))),
-                "total_4grams": sum(map(len, counts)),
+                "distinct_4grams": len(set(every)),
+                "total_4grams": len(every),
             }
     return None
 

@@ -42,9 +42,7 @@ class RunHeads:
         kinds = METHODS[row.method].heads
         if self.is_plan and kinds and row.head is not None and is_on_hub(row.head):
             return SettledRow(row, row.head)
-        first = self.option
-        if first is None and self.kind in kinds:
-            first = self.trained
+        first = self.option or (self.trained if self.kind in kinds else None)
         head = find_head(row, self.directory, self.kind, first, location)
         return fit_to_head(row, head, location)
 
@@ -84,10 +82,16 @@ def read_suite(bench: BenchConfig, settle: Callable[[MethodConfig, str], Settled
             samplings = sweep.sampling or bench.sampling
             values = copy.deepcopy(sweep.rows)
             if sweep.vary == "temperature":  # it belongs to the sampling, not to a row
-                samplings = at_temperature(samplings, value, location)
+                heated = (
+                    validate(
+                        asdict(sampling) | {"temperature": value}, SamplingConfig, location, {}
+                    )
+                    for sampling in samplings
+                )
+                samplings = tuple(dict.fromkeys(heated))  # each once
             else:
                 for row_values in values:
-                    set_key(row_values, sweep.vary, value, location)
+                    set_key(row_values, sweep.vary, value)
             numbers = []
             for row_values in values:
                 row = settle(validate(row_values, MethodConfig, location, {}), location)
@@ -99,23 +103,11 @@ def read_suite(bench: BenchConfig, settle: Callable[[MethodConfig, str], Settled
     return Suite(bench, tuple(rows), tuple(swept))
 
 
-def at_temperature(
-    samplings: Sequence[SamplingConfig], temperature: Any, location: str
-) -> tuple[SamplingConfig, ...]:
-    """The samplings at another temperature, each once."""
-    values = [{**asdict(sampling), "temperature": temperature} for sampling in samplings]
-    return tuple(dict.fromkeys(validate(keys, SamplingConfig, location, {}) for keys in values))
-
-
-def set_key(section: dict[str, Any], key: str, value: Any, location: str) -> None:
+def set_key(section: dict[str, Any], key: str, value: Any) -> None:
     """Sets a dotted key of a row's values, and makes sections that are missing."""
     *parents, leaf = key.split(".")
     for parent in parents:
-        if section.get(parent) is None:
-            section[parent] = {}
-        section = section[parent]
-        if not isinstance(section, dict):
-            raise UserError(f"{location}: {parent} is not a section of a row")
+        section = section.setdefault(parent, {})
     section[leaf] = value
 
 
@@ -150,9 +142,9 @@ def sweep_prompts(
     tasks = grouped([prompt.key for prompt in prompts], lambda key: key[0])
     for task in sweep.tasks:
         if task not in tasks:
-            known = ", ".join(tasks)
             raise UserError(
-                f"bench.sweeps.{number}: no prompt is of task {task!r}; tasks are {known}"
+                f"bench.sweeps.{number}: no prompt is of task {task!r}; "
+                f"tasks are {', '.join(tasks)}"
             )
     chosen = {key for task in sweep.tasks or tasks for key in tasks[task][: sweep.num_prompts]}
     return tuple(prompt.key for prompt in prompts if prompt.key in chosen)

@@ -33,12 +33,10 @@ GPQA_ANSWERS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "I
 
 def _multiple_choice(row: Row) -> Row:
     """The question, and its answers in an order that it seeds."""
-    answers = [str(row[name]).strip() for name in GPQA_ANSWERS]
-    random.Random(str(row["Question"])).shuffle(answers)
-    listed = "\n".join(
-        f"{letter}) {answer}" for letter, answer in zip("ABCD", answers, strict=True)
-    )
-    return {"question": str(row["Question"]).strip(), "listed": listed}
+    answers = [row[name].strip() for name in GPQA_ANSWERS]
+    random.Random(row["Question"]).shuffle(answers)
+    listed = "\n".join(map("{}) {}".format, "ABCD", answers))
+    return {"question": row["Question"].strip(), "listed": listed}
 
 
 COLUMNS_OF: dict[str, Callable[[Row], Row]] = {  # columns to fill a task's template from
@@ -74,19 +72,17 @@ def prompt_of(task: str, row: Any, number: int, source: str, config: PromptsConf
             identity = values.get(published.get("identity", ""))
         else:
             names = ("turns", *TEXTS["question_fields"])
-            name = next((name for name in names if name in values), " or ".join(names))
-            turns = values[name]
+            turns = values[next((name for name in names if name in values), " or ".join(names))]
             identity = values.get("question_id")
-        level = published.get("level")
-        if level and (is_published or level in values):
-            task = f"{task}-level{str(values[level]).split()[-1]}"  # 3 or 'Level 3'
+        if "level" in published and (is_published or published["level"] in values):
+            task = f"{task}-level{values[published['level']]}"
     except KeyError as error:
         question = f"a question of {task}" if task else "a question"
         raise UserError(
             f"{source}: {question} needs {error}; this row has {', '.join(values)}"
         ) from error
     texts = [turns] if isinstance(turns, str) else turns
-    if not isinstance(texts, list | tuple) or not texts or not all(map(is_text, texts)):
+    if not isinstance(texts, list) or not texts or not all(map(is_text, texts)):
         raise UserError(f"{source}: a question is a text or a list of texts, none empty")
     prompt_id = str(number if identity is None else identity)
     return Prompt(prompt_id, task, tuple(texts[: config.turns]), config.system_prompt)
@@ -115,11 +111,12 @@ def _held_out(config: HeldOutPrompts) -> list[Prompt]:
     system = config.system_prompt or data.system_prompt
     prompts: dict[tuple[str, ...], Prompt] = {}
     for number, row in enumerate(load_conversations(data, Tally()), start=1):
-        users = [message for message in row.messages if message["role"] == "user"]
-        questions = [str(message["content"]) for message in users]
+        questions = [
+            str(message["content"]) for message in row.messages if message["role"] == "user"
+        ]
         turns = tuple(questions[: config.turns or 1])
-        length = sum(map(len, turns))
-        if row.is_held_out and all(map(is_text, questions)) and 0 < length <= data.max_length:
+        is_short = 0 < sum(map(len, turns)) <= data.max_length
+        if row.is_held_out and is_short and all(map(is_text, questions)):
             prompts.setdefault(turns, Prompt(str(number), "held_out", turns, system))
         if config.num_prompts is not None and len(prompts) == 2 * config.num_prompts:
             break
@@ -132,14 +129,15 @@ def _held_out(config: HeldOutPrompts) -> list[Prompt]:
 
 
 def _of_file(path: Path, config: PromptsConfig) -> list[Prompt]:
-    prompts = []
     if path.suffix not in ROW_SUFFIXES:  # a text with a question a line
-        task = config.task or path.stem
-        lines = read_text(path).split("\n")  # not at U+2028
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                prompts.append(Prompt(str(number), task, (line,), config.system_prompt))
+        lines = enumerate(read_text(path).split("\n"), start=1)  # not at U+2028
+        prompts = [
+            Prompt(str(number), config.task or path.stem, (line,), config.system_prompt)
+            for number, line in lines
+            if line.strip()
+        ]
         return prompts[: config.num_prompts]
+    prompts = []
     for row in read_rows(str(path)):
         prompt = prompt_of("", row.value, row.number, f"{path}:{row.number}", config)
         task = config.task or str(row.value.get("category") or path.stem)
@@ -149,13 +147,12 @@ def _of_file(path: Path, config: PromptsConfig) -> list[Prompt]:
 
 
 def _of_task(task: TaskConfig, config: PromptsConfig) -> list[Prompt]:
-    count = config.num_prompts if task.num_prompts is None else task.num_prompts
+    count = task.num_prompts or config.num_prompts
     questions = (
         prompt_of(task.name, row.value, row.number, row.source, config)
         for row in read_rows(*source_of(task))
     )
-    has_levels = "level" in TASKS.get(task.name, {})
-    if task.seed is None and not has_levels:
+    if task.seed is None and "level" not in TASKS.get(task.name, {}):
         return list(islice(questions, count))
     prompts = list(questions)
     if task.seed is not None:
@@ -167,8 +164,7 @@ def _of_task(task: TaskConfig, config: PromptsConfig) -> list[Prompt]:
 def _taking_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
     """The first prompt of each task, the second of each, and so on."""
     tasks = grouped(prompts, lambda prompt: prompt.task)
-    rounds = chain(*zip_longest(*tasks.values()))
-    return [prompt for prompt in rounds if prompt is not None]
+    return list(filter(None, chain(*zip_longest(*tasks.values()))))
 
 
 def source_of(task: TaskConfig) -> tuple[str, str | None]:
@@ -185,12 +181,10 @@ def source_of(task: TaskConfig) -> tuple[str, str | None]:
 def check_sources(config: PromptsConfig) -> None:
     """UserError for a missing file; the Hub is not asked."""
     sources = [config.path] if config.path else [source_of(task)[0] for task in config.tasks]
-    for source in sources:
-        path = Path(source)
+    for path in map(Path, sources):
         require_regular(path)
-        is_file = config.path or path.suffix in ROW_SUFFIXES
-        if is_file and not path.exists():
-            raise UserError(f"{source}: no such file of prompts")
+        if (config.path or path.suffix in ROW_SUFFIXES) and not path.exists():
+            raise UserError(f"{path}: no such file of prompts")
 
 
 def prompt_inputs(config: PromptsConfig) -> str | list[dict[str, Any]]:
@@ -201,12 +195,9 @@ def prompt_inputs(config: PromptsConfig) -> str | list[dict[str, Any]]:
     inputs = []
     for task in config.tasks:
         source, revision = source_of(task)
-        facts: dict[str, Any] = {"task": task.name, "source": source}
-        if Path(source).is_file():
-            facts["digest"] = file_digest(Path(source))
-        else:
-            facts["revision"] = revision
-        inputs.append(facts)
+        is_file = Path(source).is_file()
+        version = {"digest": file_digest(Path(source))} if is_file else {"revision": revision}
+        inputs.append({"task": task.name, "source": source, **version})
     return inputs
 
 
@@ -222,9 +213,7 @@ def pinned(config: PromptsConfig) -> PromptsConfig:
 
 def encode_turn(prompt: Prompt, answers: Sequence[str], tokenizer: Any, target: Target) -> Tensor:
     """Token ids [1, T] of the turn after these answers, with what came before."""
-    messages = []
-    if prompt.system is not None:
-        messages.append({"role": "system", "content": prompt.system})
+    messages = [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
     for turn, answer in zip(prompt.turns, answers, strict=False):
         messages.append({"role": "user", "content": turn})
         messages.append({"role": "assistant", "content": answer})

@@ -5,9 +5,7 @@ from typing import Any
 
 from aerie.configs.read import as_dict
 from aerie.configs.schema.decode import METHODS, MethodConfig, published_tree
-from aerie.model.storage import (
-    digest,
-)
+from aerie.model.storage import digest, plainly
 
 
 @dataclass(frozen=True)
@@ -25,30 +23,15 @@ class TreeShape:
     @property
     def words(self) -> str:
         """'6 levels, k 8, 16 nodes' or '5 levels, chain, stop entropy' or '4 levels, static, ...'."""
-        match self.shape:
-            case "chain":
-                size = "chain"
-            case "static":
-                size = f"static, {self.nodes} nodes"
-            case _:
-                size = f"k {self.k}, {self.nodes} nodes"
-        sizes = f"{self.levels} levels, {size}"
-        return ", ".join(filter(None, (self.text or sizes, self.variant)))
+        sizes = {"chain": "chain", "static": f"static, {self.nodes} nodes"}
+        size = sizes.get(self.shape, f"k {self.k}, {self.nodes} nodes")
+        text = self.text or f"{self.levels} levels, {size}"
+        return f"{text}, {self.variant}" if self.variant else text
 
     def as_dict(self) -> dict[str, Any]:
         """As summary.json has it."""
-        values = {
-            **self.settings,
-            "shape": self.shape,
-            "levels": self.levels,
-            "k": self.k,
-            "nodes": self.nodes,
-        }
-        if self.text:
-            values["text"] = self.text
-        if self.variant:
-            values["variant"] = self.variant
-        return values
+        values = {key: value for key, value in vars(self).items() if value not in (None, "")}
+        return values.pop("settings") | values
 
 
 def tree_shape(row: MethodConfig) -> TreeShape | None:
@@ -84,13 +67,8 @@ def tree_shape(row: MethodConfig) -> TreeShape | None:
 
 def _words(value: Any) -> str:
     """'stop entropy, h 0.5'."""
-    match value:
-        case dict():
-            return ", ".join(
-                f"{key.replace('_', ' ')} {_words(item)}" for key, item in value.items()
-            )
-        case list():
-            return "/".join(map(str, value))
-        case bool():
-            return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{key.replace('_', ' ')} {_words(part)}" for key, part in value.items())
+    if isinstance(value, list):
+        return "/".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else plainly(value)

@@ -18,7 +18,7 @@ from aerie.configs.schema.decode import (
     Method,
     MethodConfig,
 )
-from aerie.configs.schema.measure import SamplingConfig
+from aerie.configs.schema.measure import PromptsConfig, SamplingConfig
 from aerie.infer.decode import runners, verify
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
 from aerie.infer.decode.loaded_heads import LoadedHeads
@@ -277,7 +277,7 @@ def test_verify(
         methods="vanilla,eagle2", prompts=2, draws=200, seed=0, json=written, plan=False
     )
     heads = {"eagle1": str(wordy.heads / "eagle1")}
-    assert lossless.run_verify(options, wordy.config, heads) == 0
+    assert lossless.run_verify(options, wordy.config, heads, PromptsConfig()) == 0
     _, *rows = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in rows] == ["vanilla", "eagle2", "eagle2"]
     assert all("2/2" in row and row.endswith("lossless") for row in rows)
@@ -292,7 +292,7 @@ def test_verify(
     assert rows[2].startswith("eagle2 drawn")
     assert read_json(written)["holds"]
     monkeypatch.setattr(runners, "judge", second_best)
-    assert lossless.run_verify(options, wordy.config, heads) == 1
+    assert lossless.run_verify(options, wordy.config, heads, PromptsConfig()) == 1
     printed = capsys.readouterr().out
     assert printed.count("FAILED: greedy, law at T=0.6/p=0.8") == printed.count("0/2") == 3
     assert not read_json(written)["holds"]

@@ -14,13 +14,11 @@ import torch
 
 from aerie.infer import main as infer_main
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.measure.bench_files import RECORDS, line_of
 from aerie.infer.measure.generate import ColouredStreamer
 from aerie.model import main as model_main
 from aerie.model.checkpoint import save_head
 from aerie.model.storage import WEIGHTS
 from tests import tiny
-from tests.infer.made_up import drafted, record
 
 TREE = {"levels": 3, "k": 3, "nodes": 8}
 BOATS, OWLS = "Please count 4 boats.", "Please sort 9 owls."
@@ -169,21 +167,9 @@ def test_plan_of_row(plan: Command, shared: Path, tmp_path: Path) -> None:
         assert told in plan("generate", *words, config="--target" not in words)[1], words
     assert f", {heads / 'eagle1'} -> " in plan("calibrate")[1]
     assert "needs --config" in plan("generate", config=False)[2]
-    assert "warning: --tree: bench does not read it" in plan("bench", "--tree.levels", "4")[2]
     assert sorted(path.name for path in (shared / "run").iterdir()) == [
         "heads"
     ]  # a plan writes nothing
-
-
-def test_plan_of_graphs(plan: Command, shared: Path) -> None:
-    """A plan says what memory graphs took in the bench."""
-    bench = shared / "run" / "bench"
-    bench.mkdir()
-    answers = (record(graph_bytes=156 * 2**20), drafted((2, 1), graph_bytes=588 * 2**20))
-    (bench / RECORDS).write_text("".join(map(line_of, answers)))
-    assert f"CUDA graphs of a row took up to 588.0 MiB in {bench}" in plan("bench")[1]
-    assert "156.0 MiB" in plan("generate", "--method", "vanilla")[1]
-    shutil.rmtree(bench)
 
 
 def test_foreign_head(command: Command, tmp_path: Path) -> None:
