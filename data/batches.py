@@ -23,7 +23,6 @@ Shuffled = TypeVar("Shuffled")
 Prefetched = TypeVar("Prefetched")
 BatchRow = TokenRow | CachedRow
 WINDOW_STEPS = 16  # rows of this many steps are sorted by length together: less padding
-ON_HOST = ("turn_ids", "lengths")  # of a batch: they are read there
 
 
 # --- batches ------------------------------------------------------------------------------------
@@ -84,7 +83,7 @@ class Batch:
         moved: dict[str, Any] = {
             name: x.to(device, non_blocking=True)
             for name, x in self._tensors().items()
-            if name not in ON_HOST
+            if name not in ("turn_ids", "lengths")  # these are read on the host
         }
         if self.dtype is not None and self.features is not None:
             scales = moved.get("scales")  # [B, T, 1 + L]

@@ -51,7 +51,6 @@ STATE_NAMES = ("last_hidden", "taps", "scales")
 # Checksums in its record, 8 hex digits per row and group.
 TOKEN_SUMS = "token_checksums"
 STATE_SUMS = "state_checksums"
-OPEN_SHARDS = 128  # at most mapped at once in a process
 ROW_BYTES = 56  # per row, in its shard's record and in the index
 SHARD_BYTES = 2048  # per shard, at most: its header and the rest of its record
 
@@ -265,7 +264,7 @@ class FeatureCache(Sequence[CachedRow]):
         self.lengths = [self.facts["lengths"][number] for number in numbers]  # in tokens
         self._starts = [0, *accumulate(self.facts["lengths"])]  # each row's first token
         self._first_rows = [0, *accumulate(count for _, count in self.facts["shards"])]
-        self._open = lru_cache(OPEN_SHARDS)(_OpenShard)
+        self._open = lru_cache(128)(_OpenShard)  # at most so many are mapped at once in a process
 
     @classmethod
     def open(cls, directory: Path, expected: dict[str, Any] | None = None) -> "FeatureCache":

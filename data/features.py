@@ -44,8 +44,6 @@ from aerie.model.storage import (
 from aerie.model.target import Target, context_of, load_config, only_trains, taps_of
 
 WRITING = ".writing"  # the directory of locks
-SAMPLE_TOKENS = 256  # on which the storage's error is measured
-TIMED_SECONDS = 10.0  # of forwards, for an estimate
 
 
 # --- the plan: which rows go to which shard -----------------------------------------------------
@@ -372,7 +370,7 @@ def storage_error(writer: Writer) -> str:
     storage = writer.plan.storage
     width = target.hidden_size
     states = writer.forward(next(_batches(writer.plan, writer.plan.shards)))
-    states = states[:: -(-len(states) // SAMPLE_TOKENS)]  # [T, S * D]
+    states = states[:: -(-len(states) // 256)]  # [T, S * D], at most 256 tokens
     values, scales = encode(states, states.shape[-1] // width, storage)
     restored = decode(values, scales, storage.dtype).to(states.dtype)  # [T, S * D]
     # Relative to each dimension's root mean square, so that a few huge ones hide no others.
@@ -401,7 +399,7 @@ def time_forwards(recipe: Recipe, plan: CachePlan, share: JobShare, device: str)
     writer = Writer(Target.load(recipe.target, device), plan)
     writer.forward(next(batches))  # warms up
     writer.num_tokens, writer.forward_seconds = 0, 0.0
-    while writer.forward_seconds < TIMED_SECONDS and (rows := next(batches, None)):
+    while writer.forward_seconds < 10.0 and (rows := next(batches, None)):
         writer.forward(rows)
     if not writer.num_tokens:
         raise UserError(f"{plan.directory}: too few rows to time")

@@ -29,7 +29,6 @@ from aerie.model.heads import HEADS
 from aerie.model.heads.eagle import DEFAULT_SIZE
 from aerie.model.target import context_of, default_taps, load_config, weights_size
 
-SAMPLE_ROWS = 1000  # whose lengths are measured
 LONGEST = 4096  # the longest max_length (SpecForge)
 GPU_SPEED = 400e12  # operations a second (assumed; docs/scale.md)
 CORE_SPEED = 15e9
@@ -150,15 +149,13 @@ def target_sizes(config: TargetConfig, machine: Machine) -> TargetSizes:
 def measure_corpus(target: TargetConfig, section: dict[str, Any], context: int) -> Corpus:
     """What the rows are, by a sample of them that is tokenised."""
     data: DataConfig = validate(section, DataConfig, "--data", {})
-    if not all(is_here(name) for name in data.conversations):
+    if not all(map(is_here, data.conversations)):
         max_length = section.get("max_length") or min(LONGEST, context)
         return Corpus(0, 0, data.held_out, max_length, LONGEST, min(LONGEST, max_length))
     num_read = sum(1 for _ in chain.from_iterable(map(read_rows, data.conversations)))
     if "held_out" not in section and 0 < num_read < 800:
         data = replace(data, held_out=min(0.2, round(40 / num_read, 2)))  # enough to measure with
-    sample, _, tally = tokenize_for_target(
-        target, replace(data, max_length=2**20, limit=SAMPLE_ROWS)
-    )
+    sample, _, tally = tokenize_for_target(target, replace(data, max_length=2**20, limit=1000))
     print(tally.table(), file=sys.stderr)
     if len(sample.held_out) < 2:
         warn(
@@ -208,19 +205,17 @@ def choose_head(kind: str, requested: Requested, target: TargetSizes, corpus: Co
     width = text.hidden_size
     inner_width = getattr(text, "intermediate_size", None) or 4 * width
     layer = width * (5 * width + 3 * inner_width)  # parameters of a decoder layer
-    section = {"kind": kind}
     if kind == "eagle3":
-        return _choose_eagle3(section, layer, requested, text, corpus)
+        return _choose_eagle3(layer, requested, text, corpus)
     params = layer if kind in LAYOUT_FOR_VLLM else 4 * width * (width + text.vocab_size)
     # EAGLE's epochs, batch size and learning rate.
     rate = 5e-5 * PUBLISHED_WIDTH / width
-    return HeadChoice(section, (), params, rate, {"epochs": 20, "batch_size": 4})
+    return HeadChoice({"kind": kind}, (), params, rate, {"epochs": 20, "batch_size": 4})
 
 
-def _choose_eagle3(
-    section: dict[str, Any], layer: int, requested: Requested, text: Any, corpus: Corpus
-) -> HeadChoice:
+def _choose_eagle3(layer: int, requested: Requested, text: Any, corpus: Corpus) -> HeadChoice:
     # SpecForge's settings; for a new head, what docs/studies.md found.
+    section: dict[str, Any] = {"kind": "eagle3"}
     blocks = text.num_hidden_layers
     width = text.hidden_size
     taps = default_taps(blocks) or tuple(range(max(blocks - 3, 0), blocks))

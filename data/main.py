@@ -36,8 +36,6 @@ from aerie.model.storage import (
     write_text,
 )
 
-BARRIER = timedelta(hours=12)  # a process waits so long for the others' slowest shard
-
 
 @exit_codes()
 def main() -> int:
@@ -55,8 +53,9 @@ def main() -> int:
 
 
 def make_parser() -> Arguments:
-    about = "Conversations and the feature cache."
-    parser = Arguments("aerie", description=about, allow_abbrev=False)
+    parser = Arguments(
+        "aerie", description="Conversations and the feature cache.", allow_abbrev=False
+    )
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(command: Any, summary: str) -> argparse.ArgumentParser:
@@ -84,10 +83,12 @@ def make_parser() -> Arguments:
     flag("--estimate", help="--plan, and the hours, from timed forwards")
 
     for shared in (caching, distilling):
-        share = "make the I-th of N shares"
-        shared.add_argument("--shard", default="1/1", metavar="I/N", help=share)
-        left = "exit code 1 if something is left to do"
-        shared.add_argument("--is-whole", action="store_true", help=left)
+        shared.add_argument(
+            "--shard", default="1/1", metavar="I/N", help="make the I-th of N shares"
+        )
+        shared.add_argument(
+            "--is-whole", action="store_true", help="exit code 1 if something is left to do"
+        )
 
     add(check, "read the whole feature cache; exit code 1 if a byte is wrong")
 
@@ -100,8 +101,9 @@ def make_parser() -> Arguments:
     option("--target", help="directory or Hub id")
     option("--data", nargs="+", help="files or directories of conversations, or Hub ids")
     option("--out", type=user_path, metavar="RECIPE.yaml", help="what to write")
-    kinds = ("eagle1", "eagle3", "medusa", "hydra")
-    starting.add_argument("--kind", choices=kinds, help="default: by the target")
+    starting.add_argument(
+        "--kind", choices=("eagle1", "eagle3", "medusa", "hydra"), help="default: by the target"
+    )
     starting.add_argument("--run", help="the run's directory (default: runs/TARGET-KIND)")
     return parser
 
@@ -196,9 +198,8 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
     if arguments.plan:
         print(f"distill: {plan_line(make_prompts(recipe.distill, questions))} to {job.directory}")
         return 0
-    name = f"distill {share}" if share.count > 1 else "distill"
     make_local = partial(_local_target, recipe, recipe.distill.sampling)
-    with status_file(status, name):
+    with status_file(status, f"distill {share}" if share.count > 1 else "distill"):
         run_distillation(job, arguments, recipe.target, make_local)
     return 0
 
@@ -327,7 +328,10 @@ def _processes(recipe: Recipe) -> Any:
 
     _device(recipe)
     # Settings of a process that a launcher has started.
-    options: dict[str, Any] = {"cpu": not torch.cuda.is_available(), "timeout": BARRIER}
+    options: dict[str, Any] = {
+        "cpu": not torch.cuda.is_available(),
+        "timeout": timedelta(hours=12),  # so long it waits for the others' slowest shard
+    }
     state = PartialState(**options if "LOCAL_RANK" in os.environ else {})
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != state.num_processes:

@@ -18,7 +18,6 @@ from aerie.configs.errors import UserError, rank
 ShareItem = TypeVar("ShareItem")
 WorkItem = TypeVar("WorkItem")
 WorkResult = TypeVar("WorkResult")
-LINE_SECONDS = 10.0  # between two progress lines of a log file
 LOG_LINE = (
     "{desc}: {percentage:3.0f}% of {total_fmt}{unit}, {rate_noinv_fmt}, {remaining} left{postfix}"
 )
@@ -94,7 +93,7 @@ def start_progress(total: int | None, unit: str, description: str, done: int = 0
         options = {
             "file": _LogLines(),
             "bar_format": LOG_LINE_WITHOUT_TOTAL if total is None else LOG_LINE,
-            "mininterval": LINE_SECONDS,
+            "mininterval": 10.0,  # seconds between two lines
             "delay": 1e-9,  # no line before the first item
         }
     return tqdm(

@@ -179,17 +179,13 @@ def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
         num_turns = generator.choice(NUM_TURNS)
         while len(turns) < num_turns:  # the family has no more to say: go on with another topic
             turns = [*turns, fresh(generator, generator.choice(FAMILIES))[0]]
-        messages = []
-        opening = ""
+        messages = list[dict[str, str]]()
+        for question, answer in turns[:num_turns]:
+            messages += [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
         if generator.random() < SYSTEM_SHARE:
             prompt, opening = generator.choice(FRAME["system_prompts"])
-            messages.append({"from": "system", "value": prompt})
-        for question, answer in turns[:num_turns]:
-            messages += [
-                {"from": "human", "value": question},
-                {"from": "gpt", "value": opening + answer},
-            ]
-            opening = ""
+            messages[1]["value"] = opening + messages[1]["value"]
+            messages.insert(0, {"from": "system", "value": prompt})
         files["train.jsonl"].append({"id": f"synthetic-{index}", "conversations": messages})
     for name, rows in files.items():
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -45,8 +45,6 @@ SLOW_SECONDS = 5.0  # work that takes longer goes to several processes, and its 
 ROWS_FILE = "rows.parquet"
 # The code that decides the rows: kept ones are of no use once it has changed.
 CODE = ("chat.py", "conversations.py", "rows.py", "tokens.py", "shapes.yaml")
-GREEN = "\x1b[32m"
-RESET = "\x1b[0m"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a corpus must not steer the terminal
 
 
@@ -329,7 +327,7 @@ def preview(row: TokenRow, tokenizer: Any, color: bool) -> str:
         )
         before = text
         if turn:
-            part = f"{GREEN}{part}{RESET}" if color else f"[{turn}:{part}]"
+            part = f"\x1b[32m{part}\x1b[0m" if color else f"[{turn}:{part}]"
         shown += part
     return shown
 

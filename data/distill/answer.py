@@ -18,7 +18,6 @@ from aerie.model.storage import first_line
 
 TOO_LONG = "too long for the target's context"
 IS_TOO_LONG = re.compile(r"context length|max_model_len|too long|longer than", re.IGNORECASE)
-CONNECT_S = 10.0
 PAUSE_S = 1.0  # before a server that was away or busy is asked again
 QUESTION: list[Message] = [{"role": "user", "content": "Hi"}]
 OPEN, CLOSE = "<think>", "</think>"
@@ -252,7 +251,7 @@ class ServedTarget:
         self.errors = (openai.APIError, TimeoutError, ValueError)
         # openai's limit is for each read; this one, of all tries, stops a server that drips.
         self.limit_s = config.timeout_s * (config.retries + 1)
-        timeout = openai.Timeout(config.timeout_s, connect=min(CONNECT_S, config.timeout_s))
+        timeout = openai.Timeout(config.timeout_s, connect=min(10.0, config.timeout_s))
         self.clients = {
             url: openai.AsyncOpenAI(
                 base_url=url,

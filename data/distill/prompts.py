@@ -171,7 +171,6 @@ WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+")
 # a run in so many questions is an instruction
 COMMON_SHARE = 0.1
 COMMON_LEAST = 5
-LEAST_WORDS = 4  # shorter questions ("Go on.") are only compared with whole texts
 
 
 def words(text: str) -> list[str]:
@@ -194,7 +193,8 @@ class Overlap:
         # by length
         self._known_runs = {size: {run for run, count in counts.items() if count < limit}}
         for split in splits:
-            if len(split) >= LEAST_WORDS and self._known_runs[size].isdisjoint(_runs(split, size)):
+            # Shorter questions ("Go on.") are only compared with whole texts.
+            if len(split) >= 4 and self._known_runs[size].isdisjoint(_runs(split, size)):
                 self._known_runs.setdefault(len(split), set()).update(_runs(split, len(split)))
 
     def reason(self, *texts: str) -> str | None:

@@ -17,12 +17,11 @@ from aerie.model.target import Target, load_config
 def rows(count: int, seed: int = 0) -> list[TokenRow]:
     """Rows of 3 to 40 random tokens with one turn each."""
     chance, made = random.Random(seed), []
-    for number in range(count):
+    for number in range(1, count + 1):
         ids = [chance.randrange(320) for _ in range(chance.randint(3, 40))]
         border = chance.randint(1, len(ids) - 2)
-        made.append(
-            TokenRow(ids, [0] * border + [1] * (len(ids) - border), f"rows.jsonl: row {number + 1}")
-        )
+        turn_ids = [0] * border + [1] * (len(ids) - border)
+        made.append(TokenRow(ids, turn_ids, f"rows.jsonl: row {number}"))
     return made
 
 

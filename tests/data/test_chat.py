@@ -1,6 +1,7 @@
 """Laws of the loss mask: the answer and its end are learnt, whatever the template adds."""
 
 import random
+from itertools import compress, cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,13 +30,11 @@ TURNS = (
 def talk(*turns: str | tuple[str, str]) -> list[dict[str, str]]:
     """Messages of user and assistant in turn; a pair is (thinking, content)."""
     made: list[dict[str, str]] = []
-    for number, turn in enumerate(turns):
-        fields = (
-            {"content": turn}
-            if isinstance(turn, str)
-            else {"reasoning_content": turn[0], "content": turn[1]}
-        )
-        made.append({"role": ("user", "assistant")[number % 2], **fields})
+    for role, turn in zip(cycle(("user", "assistant")), turns, strict=False):
+        thought, content = turn if isinstance(turn, tuple) else ("", turn)
+        made.append({"role": role, "content": content})
+        if thought:
+            made[-1]["reasoning_content"] = thought
     return made
 
 
@@ -49,10 +48,9 @@ def rows_of(
 
 def learnt(tokenizer: Any, row: TokenRow) -> list[str]:
     """The text of each turn's supervised tokens."""
-    tokens = list(zip(row.input_ids, row.turn_ids, strict=True))
-    numbers = sorted(set(row.turn_ids) - {0})
     return [
-        tokenizer.decode([token for token, turn in tokens if turn == number]) for number in numbers
+        tokenizer.decode([*compress(row.input_ids, (turn == number for turn in row.turn_ids))])
+        for number in sorted(set(row.turn_ids) - {0})
     ]
 
 

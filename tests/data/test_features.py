@@ -60,10 +60,9 @@ def test_foreign_tokens_and_long_texts(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_states_of_a_forward(target: Target, tmp_path: Path) -> None:
     """The cache holds the states of a direct forward whatever the padding."""
-    options = [{"after_blocks": (0, 3), "batch_tokens": tokens} for tokens in (1, 100, 4096)]
     views = [
-        caches.cache(tmp_path / str(at), target, DATA, **option)
-        for at, option in enumerate(options)
+        caches.cache(tmp_path / str(size), target, DATA, after_blocks=(0, 3), batch_tokens=size)
+        for size in (1, 100, 4096)
     ]
     for number, row in enumerate(ROWS):
         with torch.inference_mode():

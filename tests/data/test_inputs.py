@@ -1,4 +1,4 @@
-"""Laws of what a stage counts as its inputs, and of a job's share."""
+"""Laws of what a stage counts as its inputs."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,6 @@ from aerie.configs.schema.data import DataConfig, FeaturesConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
 from aerie.data.inputs import feature_stage, state_inputs
-from aerie.data.progress import JobShare
 from tests import tiny
 
 
@@ -37,14 +36,3 @@ def test_what_decides_the_states(tmp_path: Path) -> None:
         assert inputs() != earlier and state_inputs(inputs()) == state_inputs(before)
     tiny.flip(target / "model.safetensors")
     assert state_inputs(inputs()) != state_inputs(before)
-
-
-def test_job_shares() -> None:
-    """Shares and their processes take every item once."""
-    taken = [
-        number
-        for job in (1, 2, 3)
-        for rank in range(job)
-        for number in JobShare(job, 3).part(range(20))[rank::job]
-    ]
-    assert sorted(taken) == list(range(20))

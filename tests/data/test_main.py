@@ -55,14 +55,10 @@ def features(recipe: Path) -> Path:
 
 
 def refusal(capsys: pytest.CaptureFixture[str]) -> str:
-    """The only line on standard error."""
-    lines = [
-        line
-        for line in capsys.readouterr().err.splitlines()
-        if not line.startswith(("features: ", "check: "))
-    ]
-    assert len(lines) == 1 and lines[0].startswith("error: "), lines
-    return lines[0]
+    """The only line on standard error that is no progress."""
+    (line,) = re.findall(r"^(?!features: |check: ).+$", capsys.readouterr().err, re.MULTILINE)
+    assert line.startswith("error: ")
+    return str(line)
 
 
 def test_features_command(

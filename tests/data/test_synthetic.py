@@ -29,17 +29,12 @@ def test_corpus_bytes(
     for name, digest in DIGESTS.items():
         assert hashlib.sha256((corpus / name).read_bytes()).hexdigest()[:16] == digest
         assert (other / name).read_bytes() != (corpus / name).read_bytes()
-    spoken = [row["conversations"] for row in read_rows(corpus / "train.jsonl")]
-    opened = {
-        opening_key(next(turn["value"] for turn in turns if turn["from"] == "human"))
-        for turns in spoken
-    }
-    measuring = [
-        row["turns"][0]
-        for name in ("prompts", "calibration")
-        for row in read_rows(corpus / f"{name}.jsonl")
-    ]
-    keys = set(map(opening_key, measuring))
+    opened = set[str]()
+    for row in read_rows(corpus / "train.jsonl"):
+        asked = (turn["value"] for turn in row["conversations"] if turn["from"] == "human")
+        opened.add(opening_key(next(asked)))
+    measuring = read_rows(corpus / "prompts.jsonl") + read_rows(corpus / "calibration.jsonl")
+    keys = {opening_key(row["turns"][0]) for row in measuring}
     assert len(keys) == len(measuring) and opened.isdisjoint(keys)
 
 

@@ -77,18 +77,13 @@ class _Handler(BaseHTTPRequestHandler):
             "usage": {"completion_tokens": 3},
         }
         if fault.startswith("{"):
-            made["choices"][0] |= json.loads(fault)
+            choice |= json.loads(fault)
         if status != 200:
-            made = {
-                "error": {
-                    "message": "maximum context length is 9"
-                    if fault == "long"
-                    else f"planted {fault} for {KEY}"
-                }
-            }
-        text = (
-            b"<html>a proxy's own page</html>" if fault == "garbled" else json.dumps(made).encode()
-        )
+            messages = {"long": "maximum context length is 9"}
+            made = {"error": {"message": messages.get(fault, f"planted {fault} for {KEY}")}}
+        text = b"<html>a proxy's own page</html>"
+        if fault != "garbled":
+            text = json.dumps(made).encode()
         with suppress(OSError):  # the client may have gone
             if fault != "cut":
                 self.send_response(status)
@@ -96,9 +91,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_header("Content-Length", str(len(text)))
                 self.send_header("Location", f"http://bob:{KEY}@127.0.0.1:9/v1")
                 self.end_headers()
-                for start in range(len(text) if fault == "drip" else 1):
-                    self.wfile.write(text[start : start + 1] if fault == "drip" else text)
-                    time.sleep(0.1 if fault == "drip" else 0)
+                size = 1 if fault == "drip" else len(text)
+                for start in range(0, len(text), size):
+                    self.wfile.write(text[start : start + size])
+                    time.sleep(0.1 * (size == 1))
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Prints nothing."""
@@ -184,7 +180,6 @@ def test_rows_outlast_an_outage(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """While a server answers no question at all, rows wait; then they are asked again."""
-    """Rows outlast a server that is away and no row fails."""
     with Scripted(lambda *_: "cut" if 1 < len(server.asked) < 12 else "") as server:
         assert ask([server.url], *"abc") == ["re: a", "re: b", "re: c"]
     assert "it is asked again for 900 s" in capfd.readouterr().err

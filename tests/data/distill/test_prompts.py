@@ -102,15 +102,9 @@ def test_seed_draws_rows(tmp_path: Path) -> None:
     rows = [{"prompt": f"Question {n}?"} for n in range(50)]
     keys: dict[str, Any] = {"kind": "prompts", "num_rows": 10, "samples": 2}
     first, again, other = (made(tmp_path, rows, seed=seed, **keys) for seed in (0, 0, 1))
-    assert first == again and {prompt.turns for prompt in first} != {
-        prompt.turns for prompt in other
-    }
-    assert (
-        len(first)
-        == len({prompt.id for prompt in first})
-        == 20
-        == 2 * len({prompt.turns for prompt in first})
-    )
+    questions = {prompt.turns for prompt in first}
+    assert first == again and questions != {prompt.turns for prompt in other}
+    assert len(first) == len({prompt.id for prompt in first}) == 20 == 2 * len(questions)
 
 
 def test_personas(tmp_path: Path) -> None:

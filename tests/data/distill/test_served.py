@@ -1,12 +1,11 @@
 """A real server in front of the target answers as the target."""
 
-import importlib.util
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,9 @@ from tests import tiny
 from tests.data.distill.answering import KEEP, distill, local_recipe, outcomes
 from tests.tiny import read_rows, write_rows
 
-MISSING = [
-    name for name in ("openai", "fastapi", "uvicorn") if importlib.util.find_spec(name) is None
-]
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        bool(MISSING), reason=f"needs {', '.join(MISSING)} (pip install -e .[distill,dev])"
-    ),
-]
+for package in ("openai", "fastapi", "uvicorn"):
+    pytest.importorskip(package, reason=f"needs {package} (pip install -e .[distill,dev])")
+pytestmark = pytest.mark.slow
 ROWS, TOKENS = 24, 16
 JOURNAL = "run/distilled/journal/shard-00001-of-00001.jsonl"
 
@@ -35,16 +28,8 @@ JOURNAL = "run/distilled/journal/shard-00001-of-00001.jsonl"
 def served(target: Path, home: Path, port: int) -> Iterator[None]:
     """Runs `transformers serve` with a target during the block, and kills it at the end."""
     (home / "hub").mkdir(parents=True, exist_ok=True)
-    words = [
-        sys.executable,
-        "-m",
-        "transformers.cli.transformers",
-        "serve",
-        str(target),
-        "--device",
-        "cpu",
-    ]
-    words += ["--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
+    words = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(target)]
+    words += f"--device cpu --dtype float32 --host 127.0.0.1 --port {port}".split()
     settings = {
         "HF_HUB_OFFLINE": "1",
         "DS_ACCELERATOR": "cpu",
@@ -54,21 +39,15 @@ def served(target: Path, home: Path, port: int) -> Iterator[None]:
     with (home / "log").open("ab") as log:
         process = subprocess.Popen(words, env={**os.environ, **settings}, stdout=log, stderr=log)
     try:
-        wait_until(lambda: urlopen(f"http://127.0.0.1:{port}/health").status == 200)
+        for _ in range(1200):
+            with suppress(OSError):
+                urlopen(f"http://127.0.0.1:{port}/health")
+                break
+            time.sleep(0.1)
         yield
     finally:
         process.kill()
         process.wait()
-
-
-def wait_until(is_there: Callable[[], bool]) -> None:
-    until = time.monotonic() + 120.0
-    while time.monotonic() < until:
-        with suppress(OSError):
-            if is_there():
-                return
-        time.sleep(0.01)
-    raise TimeoutError
 
 
 def recipe(place: Path, target: Path, url: str | None) -> Path:
@@ -99,25 +78,24 @@ def test_served_answers_are_the_targets(
     tmp_path: Path,
 ) -> None:
     """A server's answers are the target's own."""
-    target, own, home = tiny.target(tmp_path / "target"), tmp_path / "own", tmp_path / "home"
+    target = tiny.target(tmp_path / "target")
+    own = tmp_path / "own"
     own.mkdir()
     assert distill(recipe(own, target, None)) == 0  # in process
-    model, tokenizer = tiny.llama(), tiny.tokenizer()
+    model = tiny.llama()
     for number, row in enumerate(read_rows(own / "run/distilled/conversations.jsonl")[:4]):
         messages = [{"role": "user", "content": f"Please count {number} boats."}]
-        ids = tokenizer.apply_chat_template(
+        ids = tiny.tokenizer().apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt"
         )["input_ids"]
         written = model.generate(ids, max_new_tokens=TOKENS, do_sample=False)[0].tolist()
+        mask = [0] * ids.shape[1] + [1] * (len(written) - ids.shape[1])
         assert row["input_ids"][: len(written)] == written
-        assert row["loss_mask"][: len(written)] == [0] * ids.shape[1] + [1] * (
-            len(written) - ids.shape[1]
-        )
+        assert row["loss_mask"][: len(written)] == mask
     assert any(len(answers) == 2 for _, answers in texts(own))
 
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
     path = recipe(tmp_path, target, f"http://127.0.0.1:{port}/v1")
-    with served(target, home, port):
+    with served(target, tmp_path / "home", port):
         assert distill(path) == 0 and texts(tmp_path) == texts(own)

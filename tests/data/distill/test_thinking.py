@@ -1,6 +1,7 @@
 """Thinking goes where the template expects it; training rows hold what the target wrote."""
 
 from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,7 @@ def learnt(rows: list[dict[str, Any]], reader: Thinking, path: Path) -> list[str
     """The text of each row that training supervises."""
     config = DataConfig((str(write_rows(path / "rows.jsonl", rows)),), held_out=0.0)
     read = tokenize(config, reader.tokenizer, reader.end_ids, Tally()).train
-    return [
-        reader.tokenizer.decode([t for t, n in zip(row.input_ids, row.turn_ids, strict=True) if n])
-        for row in read
-    ]
+    return [reader.tokenizer.decode([*compress(row.input_ids, row.turn_ids)]) for row in read]
 
 
 @pytest.mark.parametrize(
@@ -95,12 +93,7 @@ def test_ids_are_trained_on() -> None:
         given = Answer("one", "stop", token_ids=tuple(ids), prompt_token_ids=tuple(first))
         [row] = rows_of(reader, given, follow_up)
         assert row["input_ids"] == [*second, 9, end]
-        supervised = [
-            token
-            for token, is_learnt in zip(row["input_ids"], row["loss_mask"], strict=True)
-            if is_learnt
-        ]
-        assert supervised == [*odd, end, 9, end]
+        assert [*compress(row["input_ids"], row["loss_mask"])] == [*odd, end, 9, end]
     moved = Answer("two", "stop", token_ids=(9, end), prompt_token_ids=(1, 2, 3))
     assert [row["input_ids"] for row in rows_of(reader, given, moved)] == [
         [*first, *odd, end],
