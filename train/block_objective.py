@@ -102,7 +102,6 @@ class BlockObjective(Objective):
         """Draws blocks and runs the head over them."""
         device = batch.input_ids.device
         ids = batch.input_ids.flatten()  # [B * T]
-        length = batch.input_ids.shape[1]
         anchors, supervised = self.draw_blocks(batch)
         # All indices are made on the host, from the turn ids: no step waits for the device.
         blocks = [supervised[..., k].flatten().nonzero()[:, 0] for k in self.depths]
@@ -114,7 +113,8 @@ class BlockObjective(Objective):
         states = states.flatten(0, 1)  # [B * A, K, D]
         # (2) the target's laws. That of t_{a+1+k} is at a + k, where the token before it stands.
         # Blocks overlap: a law that several of them learn is computed once.
-        flat_anchors = (torch.arange(len(anchors))[:, None] * length + anchors).flatten()
+        row_starts = torch.arange(0, len(ids), batch.input_ids.shape[1])  # [B]
+        flat_anchors = (row_starts[:, None] + anchors).flatten()
         before = [flat_anchors[numbers] + k for k, numbers in enumerate(blocks)]  # K x [S_k]
         needed, which = torch.cat(before).unique(return_inverse=True)
         # (3) what each position is given, and what it shall draft
@@ -128,9 +128,8 @@ class BlockObjective(Objective):
             previous.append(windows[on_device])
             labels.append(ids[on_device + 1])
         true = batch.features.flatten(0, 1)[needed.to(device, non_blocking=True)]
-        sizes = [len(numbers) for numbers in blocks]
-        piece = Piece(true, list(which.split(sizes)), [outputs, previous, labels])
-        return BlockSlots(supervised, blocks, piece)
+        of_depths = list(which.split([len(numbers) for numbers in blocks]))
+        return BlockSlots(supervised, blocks, Piece(true, of_depths, [outputs, previous, labels]))
 
     def _last_tokens(self, ids: Tensor) -> Tensor:
         """The n tokens [B * T, n] up to each position; they correct the law of the next one."""
@@ -165,10 +164,9 @@ class BlockObjective(Objective):
             alpha = losses.acceptance_rate(log_q, law.whole)
         columns = {"law": of_law, "label": of_label, "hits": hits, "alpha": alpha}
         sizes = [len(output) for output in outputs]
-        sums = {}
         for name, column in columns.items():
-            sums[name] = torch.stack([part.sum() for part in column.split(sizes)])
-        return sums
+            columns[name] = torch.stack([part.sum() for part in column.split(sizes)])
+        return columns
 
     def measure(self, batch: Batch) -> SumsAndCounts:
         """Of greedy chains from the anchors. Each position is given the text's previous tokens."""
@@ -178,12 +176,10 @@ class BlockObjective(Objective):
         # A block's chain ends at its first miss, or where its turn does.
         hits = torch.zeros(slots.supervised.shape[:2].numel(), self.settings.eval_depths)
         for k in self.depths[: self.settings.eval_depths]:
-            drafted = []
-            for start in range(0, max(len(outputs[k]), 1), self.chunk):
-                part = slice(start, start + self.chunk)
-                drafted.append(self._laws(outputs[k][part], previous[k][part]).argmax(-1))
+            parts = zip(outputs[k].split(self.chunk), previous[k].split(self.chunk), strict=True)
+            drafted = torch.cat([self._laws(*part).argmax(-1) for part in parts])
             wanted = choices[slots.piece.which[k].to(choices.device)]
-            hits[slots.blocks[k], k] = (torch.cat(drafted) == wanted).float().cpu()
+            hits[slots.blocks[k], k] = (drafted == wanted).float().cpu()
         sums = self(batch).sums()
         return {**sums, "chain": (hits.cumprod(1).sum(), slots.supervised[..., 0].sum())}
 

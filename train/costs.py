@@ -55,8 +55,7 @@ def _plan_work(recipe: Recipe, job: Job) -> str:
     work = operations(job.objective, load, None if reads_cache(recipe) else job.trunk)
     muon = optimizer_operations(job.objective)
     if muon:  # every process turns the same matrices
-        order, _ = job.order(world_size())
-        work["Muon"] = muon * order.steps_per_epoch * world_size()
+        work["Muon"] = muon * job.order(world_size())[0].steps_per_epoch * world_size()
     total = sum(work.values())
     hours = total / PEAK / MFU / 3600
     return (
@@ -129,18 +128,19 @@ def memory(objective: Objective, tokens: int, itemsize: int, trunk: Any = None) 
     tensors = [*head.parameters(), *head.buffers()]
     trained = [parameter.numel() for parameter in head.parameters() if parameter.requires_grad]
     count = sum(trained)
-    # Embedding and LM head may be one tensor; each counts once.
     shared: dict[int, int] = {}  # bytes of the target's weights, by address
+    precision = 4
     if target is not None:
+        precision = target.lm_head.itemsize
+        # Embedding and LM head may be one tensor; each counts once.
         for weight in (target.embedding, target.lm_head):
             shared[weight.data_ptr()] = weight.nbytes
-    precision = 4 if target is None else target.lm_head.itemsize
     # Trained weights, their gradients and the two moments of AdamW are in float32, also under bf16.
     parts = {"weights": 4 * count, "gradients": 4 * count, "moments": 8 * count}
     if objective.settings.optimizer.kind == "muon":  # Muon has one moment, AdamW two
         parts["moments"] -= 4 * sum(matrix.numel() for matrix in muon_matrices(head))
-    frozen = sum(tensor.nbytes for tensor in tensors) - 4 * count
-    parts["frozen"] = frozen + sum(shared.values())
+    head_bytes = sum(tensor.nbytes for tensor in tensors)
+    parts["frozen"] = head_bytes - 4 * count + sum(shared.values())
     # The loop's twin has the target's dtype, so that it is measured as it will be used.
     parts["copy that is measured"] = sum(
         tensor.numel() * min(precision, tensor.itemsize) for tensor in tensors

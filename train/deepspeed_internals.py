@@ -1,5 +1,6 @@
-"""All that reaches into DeepSpeed's private parts, as they are in one version of it."""
+"""All that reaches into DeepSpeed's private parts, as they are in 0.19."""
 
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -7,16 +8,16 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError
 
-KNOWN_VERSION = "0.19.8"
+KNOWN_VERSIONS = "0.19."  # how they begin
 
 
 def require_known_version() -> None:
     import deepspeed
 
-    if deepspeed.__version__ != KNOWN_VERSION:
+    if not deepspeed.__version__.startswith(KNOWN_VERSIONS):
         raise UserError(
-            f"deepspeed {deepspeed.__version__}: aerie changes private parts of {KNOWN_VERSION}; "
-            f"pip install deepspeed=={KNOWN_VERSION}, or launch with torchrun"
+            f"deepspeed {deepspeed.__version__}: aerie changes private parts of {KNOWN_VERSIONS}*; "
+            f"pip install 'deepspeed=={KNOWN_VERSIONS}*', or launch with torchrun"
         )
 
 
@@ -90,9 +91,8 @@ def _unpartitioned_gradients(zero: Any) -> tuple[dict[Any, list[Tensor]], Tensor
     """The same of ZeRO 1 and 2: partitions them without Muon for the norm, and takes this back."""
     # Partitioning empties this table, so it is kept and put back.
     gradients = dict(zero.all_grad_tensors)
-    matrices: list[Any] = []
-    for group in zero.bit16_groups:
-        matrices += [parameter for parameter in group if getattr(parameter, "use_muon", False)]
+    trained = chain.from_iterable(zero.bit16_groups)
+    matrices = [parameter for parameter in trained if getattr(parameter, "use_muon", False)]
     # Without the mark DeepSpeed takes these for AdamW's and leaves their gradients as they are.
     for parameter in matrices:
         parameter.use_muon = False

@@ -65,9 +65,7 @@ class Job:
             self.rows.pools,
         )
         steps = config.epochs * order.steps_per_epoch
-        if config.max_steps is not None:
-            steps = min(steps, config.max_steps)
-        return order, steps
+        return order, min(steps, config.max_steps or steps)
 
 
 @dataclass(frozen=True)
@@ -108,8 +106,7 @@ def build_job(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = Fal
 
 def _check_launch(recipe: Recipe) -> None:
     # Accelerate silently leaves out trackers that are not installed.
-    installed = {str(tracker) for tracker in get_available_trackers()}
-    for name in sorted({*recipe.train.trackers} - installed):
+    for name in sorted({*recipe.train.trackers} - {*map(str, get_available_trackers())}):
         raise UserError(f"train.trackers: {name} is not installed; run: pip install {name}")
     is_launched = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys()
     if is_launched and "WORLD_SIZE" not in os.environ:
@@ -131,31 +128,30 @@ def _read_target(recipe: Recipe, is_plan: bool) -> Source:
     if not needs_target(recipe):
         return source
     model = None
-    if _runs_target(recipe):
-        if recipe.target.device_map is not None and world_size() > 1:
-            raise UserError(
-                f"target.device_map: {world_size()} processes cannot share a spread target; "
-                "start one"
-            )
-        if not is_plan:
-            model = targets.Target.load(recipe.target, local_device())
-    if model is None:
-        text_config, vocab = targets.load_vocab(recipe.target)
-    else:
+    if _runs_target(recipe) and recipe.target.device_map is not None and world_size() > 1:
+        raise UserError(
+            f"target.device_map: {world_size()} processes cannot share a spread target; start one"
+        )
+    if _runs_target(recipe) and not is_plan:
+        model = targets.Target.load(recipe.target, local_device())
         text_config, vocab = model.config, model.vocab
+    else:
+        text_config, vocab = targets.load_vocab(recipe.target)
     taps = targets.taps_of(recipe, text_config.num_hidden_layers)
     return replace(source, text_config=text_config, vocab=vocab, taps=taps, model=model)
 
 
 def _read_cache(recipe: Recipe, source: Source) -> Rows:
     directory = recipe.paths.features
-    made_of = {
-        "data": as_dict(recipe.data),
-        "after_blocks": list(source.taps),
-        "storage": recipe.features.storage,
-    }
     # The cache knows what it was built from, and refuses data, taps or storage that differ.
-    cache = FeatureCache.open(directory, made_of)
+    cache = FeatureCache.open(
+        directory,
+        {
+            "data": as_dict(recipe.data),
+            "after_blocks": list(source.taps),
+            "storage": recipe.features.storage,
+        },
+    )
     difference = targets.other_weights(
         cache.fingerprint["target"], recipe.target, source.text_config, source.vocab
     )
@@ -175,8 +171,9 @@ def _read_cache(recipe: Recipe, source: Source) -> Rows:
 
 def _tokenise_rows(recipe: Recipe, source: Source) -> Rows:
     # No row is longer than the target can read.
-    config = within_context(recipe.data, source.text_config)
-    data = tokens.tokenize(config, source.tokenizer, source.end_ids, Tally())
+    data = tokens.tokenize(
+        within_context(recipe.data, source.text_config), source.tokenizer, source.end_ids, Tally()
+    )
     if source.text_config is not None:
         check_rows([*data.train, *data.held_out], source.text_config, recipe.target.path)
     if rank() == 0:
@@ -208,7 +205,7 @@ def _build_draft_lm(recipe: Recipe, source: Source, rows: Rows) -> Trained:
     settings: Any = recipe.train
     section: Any = recipe.head
     # A draft LM has a row for each of its target's ids.
-    vocab_size = None if source.vocab is None else len(source.vocab.embedding)
+    vocab_size = len(source.tokenizer if source.vocab is None else source.vocab.embedding)
     head = lm.new_causal_lm(section, source.tokenizer, settings.seed, vocab_size)
     objective = lm.LMObjective(head, source.vocab, settings)
     _require_positions(objective, recipe, source)
@@ -256,13 +253,11 @@ def _build_head(recipe: Recipe, source: Source, rows: Rows) -> Trained:
         if line:
             print(line, flush=True)
     # (3) what is saved beside the weights; it lets a loader refuse another target
-    known: dict[str, Any] = {
-        "target_path": recipe.target.path,
-        "target": targets.fingerprint(recipe.target, source.text_config, vocab),
-    }
-    if facts:
-        known["draft_vocabulary"] = facts
-    return objective, partial(save_head, **known)
+    fingerprint = targets.fingerprint(recipe.target, source.text_config, vocab)
+    known = {"draft_vocabulary": facts} if facts else {}
+    return objective, partial(
+        save_head, target_path=recipe.target.path, target=fingerprint, **known
+    )
 
 
 def _complete_section(recipe: Recipe, source: Source) -> tuple[Any, VocabWeights]:
@@ -276,8 +271,8 @@ def _complete_section(recipe: Recipe, source: Source) -> tuple[Any, VocabWeights
         section = replace(section, mask_token_id=mask)
     if section.max_position_embeddings is None:
         context = targets.context_of(source.text_config) or 0
-        needed = sum(_needed_positions(recipe, source))
-        section = replace(section, max_position_embeddings=max(context, needed))
+        positions = max(context, sum(_needed_positions(recipe, source)))
+        section = replace(section, max_position_embeddings=positions)
     return section, vocab
 
 

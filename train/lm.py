@@ -109,21 +109,17 @@ class LMObjective(Objective):
         return {"loss": means["cross_entropy"], "accuracy": means["token_accuracy"]}
 
     def work(self, load: Load) -> Work:
-        slots = load.slots[0]
         lm_head = self.head.get_output_embeddings().weight.numel()
         shared = 0 if self.target is None else self.target.lm_head.numel()
         return Work(
             MatrixSizes.of(self.head).body * load.tokens,
             attention_operations(self.head.config, load.pairs),
-            2 * shared * slots + 6 * lm_head * slots,
+            (2 * shared + 6 * lm_head) * load.slots[0],
         )
 
 
-def new_causal_lm(
-    config: DraftLMSection, tokenizer: Any, seed: int, vocab_size: int | None = None
-) -> Any:
-    """A Llama with tied embeddings of vocab_size rows (None: the tokenizer's size), or the LM of
-    config.init_from."""
+def new_causal_lm(config: DraftLMSection, tokenizer: Any, seed: int, vocab_size: int) -> Any:
+    """A Llama with tied embeddings of vocab_size rows, or the LM of config.init_from."""
     if config.init_from is not None:
         try:
             return _load_causal_lm(config.init_from, tokenizer)
@@ -132,8 +128,7 @@ def new_causal_lm(
     # A small Llama of the section's sizes.
     sizes = as_dict(config)
     del sizes["kind"], sizes["init_from"]
-    sizes["rope_theta"] = config.rope_theta or 10000.0
-    sizes["vocab_size"] = vocab_size or len(tokenizer)
+    sizes |= {"rope_theta": config.rope_theta or 10000.0, "vocab_size": vocab_size}
     llama = LlamaConfig(
         **sizes, rms_norm_eps=1e-6, tie_word_embeddings=True, **_special_tokens(tokenizer)
     )

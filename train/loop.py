@@ -41,11 +41,10 @@ def means(sums: SumsAndCounts, device: torch.device) -> dict[str, float]:
     flat: list[Tensor] = []
     for name in names:
         flat += [part.double().to(device) for part in sums[name]]
-    totals = processes.all_reduce(torch.stack(flat)).tolist()
-    averages = {}
-    for name, value, count in zip(names, totals[::2], totals[1::2], strict=True):
-        averages[name] = value / count if count else 0.0
-    return {name: averages[name] for name in sums}
+    totals = processes.all_reduce(torch.stack(flat)).view(-1, 2)
+    averages = (totals[:, 0] / totals[:, 1].clamp(min=1.0)).tolist()
+    by_name = dict(zip(names, averages, strict=True))
+    return {name: by_name[name] for name in sums}
 
 
 def add_sums(totals: SumsAndCounts, sums: SumsAndCounts) -> None:
@@ -127,18 +126,15 @@ class Loop:
         self.sums = SumsAndCounts()
         self.clock: Any = Counter()
         self.held_out: dict[str, float] = {}  # of the last evaluation
-        engine, machine = processes.engine_and_machine(accelerator)
         made_of = {**made_of, "rows": job.rows.digest}
-        self.progress = self._resume(resume.Progress(made_of, self.world, engine, machine))
-        self.file = None
-        if self.rank == 0:
-            self.file = MetricsFile(job.metrics, job.kind, self.progress.step)
+        engine_and_machine = processes.engine_and_machine(accelerator)
+        self.progress = self._resume(resume.Progress(made_of, self.world, *engine_and_machine))
+        self.file = None if self.rank else MetricsFile(job.metrics, job.kind, self.progress.step)
         if accelerator.log_with:
             self._init_trackers()
         # Prints a line above the bar, on the first process.
         self.say: Callable[[str], None] = lambda text: None
         self._grad_norm: Any = 0.0
-        self._is_timed = False
         self._said_at = -math.inf
         self._since = time.monotonic() - self.progress.seconds
         self._saved_at = self.progress.step  # or started there, with nothing to save
@@ -148,8 +144,7 @@ class Loop:
         objective = self.job.objective
         dtype = torch.float32 if objective.target is None else objective.target.lm_head.dtype
         head = copy.deepcopy(objective.head)
-        twin: Objective = type(objective)(head, objective.target, self.config)
-        return twin.to(self.device, dtype).eval()
+        return type(objective)(head, objective.target, self.config).to(self.device, dtype).eval()
 
     def _prepare_module(self) -> None:
         objective = self.job.objective
@@ -209,10 +204,10 @@ class Loop:
             "trackio": {"name": f"{name}-{run_id}", "resume": "allow"},  # its id is the name
         }
         # Trackers take flat tables of numbers and texts.
-        flat = json_normalize(self.progress.made_of).to_dict("records")[0]
-        for key, value in flat.items():
-            if not isinstance(value, int | float | str):
-                flat[key] = str(value)
+        flat = {
+            key: value if isinstance(value, int | float | str) else str(value)
+            for key, value in json_normalize(self.progress.made_of).to_dict("records")[0].items()
+        }
         self.accelerator.init_trackers("aerie", None if step else flat, options)
 
     def run(self, stop: resume.StopRequest) -> str:
@@ -267,7 +262,7 @@ class Loop:
                     ending = wish
                     break
                 if (step + 1) % self.config.log_every == 0:
-                    self._log(goes_on=True)
+                    self._log()
                 if self.config.eval_every and (step + 1) % self.config.eval_every == 0:
                     self._evaluate()
                 if (step + 1) % self.config.save_every == 0:
@@ -297,16 +292,14 @@ class Loop:
     def _read(self, step: int) -> tuple[list[Batch], UserError | None]:
         """This process's batches of a step; runs in the prefetching threads."""
         # An error is returned, not raised: first every process has to know of it.
-        # EAGLE-3's unroll alone keeps packed conversations apart.
-        is_packed = bool(getattr(self.config, "packing", False))
         batches = []
         try:
             for numbers in self.order.parts(step, self.rank):
                 rows = [self.job.rows.train[number] for number in numbers]
-                batch = collate(rows, numbers, is_packed)
-                batches.append(self.job.objective.prepare(batch, self.order.epoch_of(step)))
-            if self.device.type == "cuda":
-                batches = [batch.pinned() for batch in batches]
+                # EAGLE-3's unroll alone keeps packed conversations apart.
+                batch = collate(rows, numbers, getattr(self.config, "packing", False))
+                batch = self.job.objective.prepare(batch, self.order.epoch_of(step))
+                batches.append(batch.pinned() if self.device.type == "cuda" else batch)
             return batches, None
         except UserError as error:
             return [collate([], ())], error
@@ -340,7 +333,7 @@ class Loop:
         num_errors, tokens, requeue, interrupted, over_budget, *sums = totals.tolist()
         processes.raise_together(error, num_errors, self.device)
         wishes = {"requeue": requeue, "interrupted": interrupted, "budget": over_budget}
-        ending = next((name for name, value in wishes.items() if value), "")
+        ending = next(filter(wishes.get, wishes), "")
         return Agreement(dict(zip(names, sums, strict=True)), int(tokens), ending)
 
     def _loss_scales(self, counts: dict[str, float]) -> dict[str, float]:
@@ -359,53 +352,37 @@ class Loop:
     def _clip(self) -> None:
         # Under DeepSpeed this only reads the norm: the engine itself clips.
         if self.accelerator.sync_gradients:
-            parameters = self.module.parameters()
-            self._grad_norm = self.accelerator.clip_grad_norm_(parameters, self.config.clip_norm)
+            self._grad_norm = self.accelerator.clip_grad_norm_(
+                self.module.parameters(), self.config.clip_norm
+            )
 
-    def _log(self, goes_on: bool = False) -> None:
+    def _log(self) -> None:
         """Writes the means since the last line."""
         if not self.clock["steps"]:
             return
         clock = self.clock
-        step = self.progress.step
+        last = self.progress.step - 1  # counts from 0
         averages = means(self.sums, self.device)
         self.sums = {}
         self.clock = Counter()
         weights = self.job.objective.weights
-        seconds = max(clock["seconds"], 1e-9)
         record = {
-            "epoch": self.order.epoch_of(step - 1),
+            "epoch": self.order.epoch_of(last),
             "loss": sum(weight * averages[name] for name, weight in weights.items()),
             **averages,
             # Before clipping; None under DeepSpeed without ZeRO.
             "grad_norm": None if self._grad_norm is None else float(self._grad_norm),
-            "learning_rate": learning_rate(step - 1, self.total, self.config),
+            "learning_rate": learning_rate(last, self.total, self.config),
         }
         if self.is_muon:
-            record["matrix_rate"] = learning_rate(step - 1, self.total, self.config, is_muon=True)
+            record["matrix_rate"] = learning_rate(last, self.total, self.config, is_muon=True)
         record |= {
-            "data_wait_share": clock["waited"] / seconds,
-            "tokens_per_s": clock["tokens"] / seconds,
-            "step_ms": 1000.0 * seconds / clock["steps"],
+            "data_wait_share": clock["waited"] / clock["seconds"],
+            "tokens_per_s": clock["tokens"] / clock["seconds"],
+            "step_ms": 1000.0 * clock["seconds"] / clock["steps"],
             "peak_memory_gib": peak_bytes(self.device) / 2**30,
         }
         self._record(record, "train")
-        if goes_on and not self._is_timed:  # once a sitting
-            self._is_timed = True
-            self._say_duration(seconds / clock["steps"])
-
-    def _say_duration(self, step_seconds: float) -> None:
-        step = self.progress.step
-        rest = self.total - step
-        needed = rest * step_seconds
-        duration = f"{needed:,.0f} s" if needed < 120 else f"{needed / 60:,.0f} min"
-        text = f"about {duration} for the other {rest:,} steps"
-        budget = self.config.max_seconds
-        left = (budget or math.inf) - self.progress.seconds
-        if left < needed:
-            last = step + rest * left / needed
-            text += f"; train.max_seconds {budget} will end them near step {last:,.0f}"
-        self.say(text)
 
     def _record(self, values: dict[str, Any], section: str) -> None:
         """Writes a line of metrics; UserError if one is not finite."""
@@ -415,8 +392,9 @@ class Loop:
             self.say(" | ".join([f"step {step:,}/{self.total:,}", *grouped_by_stem(numbers)]))
             self._said_at = time.monotonic()
         if self.file is not None:
-            line = {"kind": self.job.kind, "step": step, "total_steps": self.total, **values}
-            self.file.write(line)
+            self.file.write(
+                {"kind": self.job.kind, "step": step, "total_steps": self.total, **values}
+            )
             curves = {f"{section}/{name}": value for name, value in numbers.items()}
             for tracker in self.accelerator.trackers:
                 # trackio cannot drop what it has of steps after the save.
@@ -425,16 +403,13 @@ class Loop:
                         tracker.log(curves, step=step)
         for name, value in numbers.items():
             if not math.isfinite(value) and name != "grad_norm":
-                raise self._divergence(name, value)
-
-    def _divergence(self, name: str, value: float) -> UserError:
-        best = self.progress.best_step
-        kept = f"step {best:,} is kept" if best else "nothing was kept"
-        of_muon = ", train.optimizer.matrix_rate" if self.is_muon else ""
-        return UserError(
-            f"train: {name} is {value} at step {self.progress.step:,}: the training diverged "
-            f"({kept}); lower train.learning_rate{of_muon} or train.clip_norm"
-        )
+                best = self.progress.best_step
+                kept = f"step {best:,} is kept" if best else "nothing was kept"
+                of_muon = ", train.optimizer.matrix_rate" if self.is_muon else ""
+                raise UserError(
+                    f"train: {name} is {value} at step {step:,}: the training diverged ({kept}); "
+                    f"lower train.learning_rate{of_muon} or train.clip_norm"
+                )
 
     def _evaluate(self) -> None:
         """Measures the weights; the best so far become the output."""
@@ -450,8 +425,7 @@ class Loop:
             # By measured tau, else by the predicted one, else by the loss.
             predicted = self.held_out.get("predicted_tau", -self.held_out["loss"])
             score = self.held_out.get("tau", predicted)
-            line = {f"held_out_{name}": value for name, value in self.held_out.items()}
-            self._record(line, "held_out")
+            self._record({f"held_out_{k}": value for k, value in self.held_out.items()}, "held_out")
         best = self.progress.best_score
         # Without a score the latest weights are the best.
         if score is None or best is None or score > best:
@@ -472,26 +446,22 @@ class Loop:
 
     def _measure_held_out(self, rows: Sequence[BatchRow]) -> dict[str, float]:
         # Every process needs a row, to have the same names of sums; few rows are measured by all.
-        numbers = range(len(rows))
-        if len(rows) >= self.world:
-            numbers = range(self.rank, len(rows), self.world)
-        size = self.config.batch_size
+        is_shared = len(rows) >= self.world
+        numbers = range(len(rows))[self.rank :: self.world] if is_shared else range(len(rows))
         sums = SumsAndCounts()
         error = None
         try:
-            for first in range(0, len(numbers), size):
-                part = numbers[first : first + size]
-                batch = self._load(collate([rows[number] for number in part], part))
+            for first in range(0, len(numbers), self.config.batch_size):
+                part = numbers[first : first + self.config.batch_size]
                 with torch.no_grad():
+                    batch = self._load(collate([rows[number] for number in part], part))
                     add_sums(sums, self.twin.measure(batch))
         except UserError as raised:
             error = raised
         failed = torch.tensor(float(error is not None), device=self.device)
         processes.raise_together(error, float(processes.all_reduce(failed)), self.device)
         measured = self.twin.summarise(means(sums, self.device))
-        if self.measure is not None:
-            measured |= self.measure(self.twin.head)
-        return measured
+        return measured | (self.measure(self.twin.head) if self.measure else {})
 
     def _save_state(self) -> None:
         def fill(folder: Path) -> None:
@@ -502,8 +472,13 @@ class Loop:
                 resume.publish(self.job.output, folder / "best")
 
         self.progress = replace(self.progress, seconds=time.monotonic() - self._since)
-        wait = self.accelerator.wait_for_everyone
-        resume.save(self.job.state, self.progress, fill, wait, self.config.keep_last)
+        resume.save(
+            self.job.state,
+            self.progress,
+            fill,
+            self.accelerator.wait_for_everyone,
+            self.config.keep_last,
+        )
         self._saved_at = self.progress.step
 
 

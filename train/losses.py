@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise, starmap
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -41,10 +41,8 @@ class TargetLaw:
         """From logits [S, Vd] and the full vocabulary's log-sum-exp [S] (None: their own)."""
         log_p = logits.float().log_softmax(-1)
         if log_normaliser is None:
-            log_mass = log_p.new_zeros(log_p.shape[:1])
-        else:
-            log_mass = logits.float().logsumexp(-1) - log_normaliser
-        return cls(log_p, log_mass)
+            return cls(log_p, log_p.new_zeros(log_p.shape[:1]))
+        return cls(log_p, logits.float().logsumexp(-1) - log_normaliser)
 
     @property
     def inside(self) -> Tensor:
@@ -137,18 +135,18 @@ def drafted_law(
     best = normaliser.clone()  # [S], the highest logit so far
     choice = torch.zeros_like(normaliser, dtype=torch.long)  # [S], its token
     total = target.lm_head.shape[0]
-    firsts = list(range(0, total, chunk))
     # The ids ascend, so those of a chunk are neighbours: ids[borders[n] : borders[n + 1]].
-    borders = torch.searchsorted(ids, torch.tensor([*firsts, total])).tolist()
+    borders = torch.searchsorted(ids, torch.tensor([*range(0, total, chunk), total])).tolist()
     with torch.autocast(states.device.type, enabled=False):
-        for number, first in enumerate(firsts):
+        for first, inside in zip(
+            range(0, total, chunk), starmap(slice, pairwise(borders)), strict=True
+        ):
             logits = target.logits(states, slice(first, first + chunk)).float()  # [S, chunk]
             normaliser = torch.logaddexp(normaliser, logits.logsumexp(-1))
             highest, column = logits.max(-1)
             # Of equal logits the first one counts, as in argmax.
             choice = torch.where(highest > best, column + first, choice)
             best = torch.maximum(highest, best)
-            inside = slice(borders[number], borders[number + 1])
             columns = (ids[inside] - first).to(states.device, non_blocking=True)
             drafted[:, inside] = logits[:, columns]
     return TargetLaw.of_logits(drafted, normaliser), choice

@@ -51,7 +51,7 @@ def main() -> int:
             return 1
         raise
     if arguments.is_whole:
-        return 0 if is_whole else 1
+        return int(not is_whole)
     if is_whole:
         # A kill may have left saves after the record was written.
         if rank() == 0:
@@ -98,8 +98,9 @@ def _train(
     # Before the Accelerator: under ZeRO-3, whatever is loaded later is sharded.
     job = jobs.build_job(recipe, stage.output, overwrite)
     measure = tau_measure(recipe, job) if getattr(recipe.train, "measure_prompts", 0) else None
-    trackers = recipe.paths.root / "trackers" / job.kind
-    accelerator = processes.build_accelerator(recipe.train, trackers)
+    accelerator = processes.build_accelerator(
+        recipe.train, recipe.paths.root / "trackers" / job.kind
+    )
     is_first = accelerator.is_main_process
     with working_alone(job.state, "training") if is_first else nullcontext():
         if job.objective.target is not None:
@@ -154,9 +155,8 @@ def tau_measure(recipe: Recipe, job: "Job") -> "Measure":
     from aerie.model.heads import HEADS
     from aerie.train.processes import all_reduce, world_size
 
-    target = job.target
-    tree = recipe.tree
-    assert target is not None and tree is not None
+    target: Any = job.target
+    tree: Any = recipe.tree
     # A tree needs a mask over its branches, which not every model reads.
     checked_lm(target, form="chain" if tree.shape == "chain" else "tree")
     prompts = _held_out_prompts(recipe, job)[rank() :: world_size()]
@@ -170,9 +170,10 @@ def tau_measure(recipe: Recipe, job: "Job") -> "Measure":
         totals = torch.zeros(2, dtype=torch.float64)  # new tokens after the first, cycles
         # Batches of one prompt: tau is a count, and does not depend on speed.
         for ids in prompts:
-            prompt = torch.tensor([ids], device=target.device)
             answer = decoder.generate(
-                prompt, max_new_tokens=settings.measure_new_tokens, do_sample=False
+                torch.tensor([ids], device=target.device),
+                max_new_tokens=settings.measure_new_tokens,
+                do_sample=False,
             )
             cycle_tokens = answer.statistics.cycle_tokens
             totals += torch.tensor([sum(cycle_tokens), len(cycle_tokens)])
@@ -185,21 +186,21 @@ def tau_measure(recipe: Recipe, job: "Job") -> "Measure":
 def _held_out_prompts(recipe: Recipe, job: "Job") -> list[list[int]]:
     """The tokens before the first answer of held-out conversations, where head and target have room
     for them and what is generated."""
+    import torch
+
     from aerie.model.target import context_of
 
-    assert job.target is not None
+    target: Any = job.target
     settings: Any = recipe.train
     positions = job.objective.config.max_position_embeddings
-    context = context_of(job.target.config) or positions
+    context = context_of(target.config) or positions
     room = min(context, positions) - settings.measure_new_tokens
     prompts: list[list[int]] = []
     # A prompt is all that stands before a conversation's first answer.
     for row in job.rows.held_out:
-        if len(prompts) == settings.measure_prompts:
-            break
-        first = next(number for number, turn in enumerate(list(row.turn_ids)) if turn)
-        if 0 < first <= room:
-            prompts.append([int(token) for token in row.input_ids[:first]])
+        first = int(torch.as_tensor(row.turn_ids).nonzero()[0])
+        if 0 < first <= room and len(prompts) < settings.measure_prompts:
+            prompts.append(torch.as_tensor(row.input_ids[:first]).tolist())
     if not prompts:
         raise UserError(
             f"train.measure_prompts: no held-out conversation opens with at most {room:,} tokens; "

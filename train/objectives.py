@@ -440,21 +440,19 @@ class Eagle3Objective(Objective):
         """H(p, q) = log sum_v exp(w_v h) - (p^T W) h, so no law is copied for a step."""
         slots = torch.cat(piece.which).to(piece.choices.device, non_blocking=True)  # [S]
         out = self.head.normed(torch.cat(piece.outputs))  # [S, D]
-        choice = piece.choices[slots]  # [S]
         normaliser, log_q = losses.LogNormaliser.apply(self.head.lm_head(out).float())
         loss = normaliser - (piece.mean_rows[slots].float() * out.float()).sum(-1)  # [S]
-        return self._step_sums(loss, log_q, choice, piece.outputs, piece.laws)
+        return self._step_sums(loss, log_q, piece.choices[slots], piece.outputs, piece.laws)
 
     def _sums(self, piece: Piece) -> losses.Sums:
         """With any other loss. To save memory the backward pass recomputes the law, too."""
         law, choices = losses.drafted_law(piece.states, self.target, self.ids)
         slots = torch.cat(piece.which).to(choices.device, non_blocking=True)  # [S]
         out = self.head.normed(torch.cat(piece.columns[0]))  # [S, D]
-        choice = choices[slots]  # [S]
         log_q = self.head.lm_head(out).float().log_softmax(-1)  # [S, Vd]
         of_slots = replace(law, slots=slots)
         loss = losses.LOSSES[self.settings.loss](log_q, of_slots, self.settings)  # [S]
-        return self._step_sums(loss, log_q, choice, piece.columns[0], [law])
+        return self._step_sums(loss, log_q, choices[slots], piece.columns[0], [law])
 
     def _step_sums(
         self,

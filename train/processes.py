@@ -27,9 +27,8 @@ def world_size() -> int:
 
 def local_device() -> str:
     """The GPU that a launcher gave this process, or 'cpu'."""
-    if not torch.cuda.is_available():
-        return "cpu"
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    gpu = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    return gpu if torch.cuda.is_available() else "cpu"
 
 
 def be_quiet() -> None:
@@ -63,14 +62,6 @@ def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
             "accelerate launch: trains in float32; add --mixed_precision bf16, "
             "unless that is what you want"
         )
-    _require_all_processes(accelerator)
-    if isinstance(config.optimizer, MuonSection):
-        _prepare_for_muon(accelerator)
-    _configure_deepspeed(accelerator, config)
-    return accelerator
-
-
-def _require_all_processes(accelerator: Accelerator) -> None:
     # Without a kind of distribution each process trains alone, whatever the launcher has started.
     is_alone = accelerator.distributed_type == DistributedType.NO
     count = 1 if is_alone else accelerator.num_processes
@@ -79,6 +70,10 @@ def _require_all_processes(accelerator: Accelerator) -> None:
             f"WORLD_SIZE: the launcher asked for {world_size()} processes and {count} trains; "
             "launch with --config_file configs/accelerate/zero2.yaml, or with torchrun"
         )
+    if isinstance(config.optimizer, MuonSection):
+        _prepare_for_muon(accelerator)
+    _configure_deepspeed(accelerator, config)
+    return accelerator
 
 
 def _prepare_for_muon(accelerator: Accelerator) -> None:
@@ -127,17 +122,12 @@ def engine_and_machine(accelerator: Accelerator) -> tuple[str, str]:
     """('ZeRO-2 bf16', 'cpu with 2 threads, torch 2.13.0')."""
     plugin = accelerator.state.deepspeed_plugin
     engine = "plain" if plugin is None else f"ZeRO-{plugin.zero_stage}"
-    precision = accelerator.mixed_precision
+    precision = accelerator.mixed_precision.replace("no", "float32")
     device = accelerator.device
+    machine = f"{device.type} with {torch.get_num_threads()} threads"
     if device.type == "cuda":
         machine = torch.cuda.get_device_name(device)
-    else:
-        threads = torch.get_num_threads()
-        machine = f"{device.type} with {threads} {'thread' if threads == 1 else 'threads'}"
-    return (
-        f"{engine} {'float32' if precision == 'no' else precision}",
-        f"{machine}, torch {torch.__version__}",
-    )
+    return f"{engine} {precision}", f"{machine}, torch {torch.__version__}"
 
 
 def load_state(accelerator: Accelerator, folder: Path) -> None:

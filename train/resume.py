@@ -50,12 +50,11 @@ def reads_online(recipe: Recipe) -> bool:
 
 def stage_inputs(recipe: Recipe) -> dict[str, Any]:
     """All that the trained weights depend on, JSON-ready; a feature cache stands for its data."""
-    settings = as_dict(recipe.train)
     features = as_dict(recipe.features)
     inputs: dict[str, Any] = {
         "target": target_inputs(recipe.target),
         "head": as_dict(recipe.head),
-        "train": {name: value for name, value in settings.items() if name not in LOGGING_ONLY},
+        "train": without(as_dict(recipe.train), LOGGING_ONLY),
     }
     if reads_cache(recipe):
         inputs["features"] = cache_record(recipe).get("inputs_digest")
@@ -66,8 +65,9 @@ def stage_inputs(recipe: Recipe) -> dict[str, Any]:
         inputs["data"] = as_dict(recipe.data)
         inputs["conversations"] = conversation_inputs(recipe.data.conversations)
         if needs_target(recipe):
-            names = ("mode", "after_blocks", "dtype")
-            inputs["features"] = {name: features[name] for name in names}
+            inputs["features"] = {
+                name: features[name] for name in ("mode", "after_blocks", "dtype")
+            }
     if recipe.head.init_from is not None:
         inputs["init_from"] = storage.digests(head_directory(recipe.head.init_from))
     # The measured tau, which chooses the weights, depends on this tree.
@@ -153,8 +153,10 @@ def find(directory: Path, fresh: Progress, overwrite: bool) -> Found:
         return Found(fresh, None, [])
     warnings = [f"{text}; going on from {folder.name}, the newest whole save" for text in broken]
     if saved.machine != fresh.machine:
-        what = f"saved with {saved.machine}, this is {fresh.machine}"
-        warnings.append(f"{folder}: {what}: not bit for bit as there")
+        warnings.append(
+            f"{folder}: saved with {saved.machine}, this is {fresh.machine}: "
+            "not bit for bit as there"
+        )
     return Found(replace(saved, made_of=fresh.made_of, machine=fresh.machine), folder, warnings)
 
 
@@ -178,9 +180,11 @@ def _refusal(saved: Progress, fresh: Progress) -> str:
 
 def decisive(made_of: dict[str, Any]) -> dict[str, Any]:
     """made_of without the settings that may change between sittings."""
-    settings = made_of.get("train", {})
-    kept = {name: value for name, value in settings.items() if name not in FREE}
-    return {**made_of, "train": kept}
+    return {**made_of, "train": without(made_of.get("train", {}), FREE)}
+
+
+def without(settings: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in names}
 
 
 def save(
@@ -217,8 +221,8 @@ def clear(directory: Path, keep: Sequence[Path] = ()) -> None:
 def publish(source: Path, output: Path) -> None:
     """Copies all files, the weights first; a kill leaves each file old or new, never half."""
     # Without hidden files, which are temporaries.
-    files = sorted(path for path in source.rglob("[!.]*") if path.is_file())
-    for path in sorted(files, key=lambda path: ".safetensors" not in path.suffixes):
+    files = [path for path in source.rglob("[!.]*") if path.is_file()]
+    for path in sorted(files, key=lambda path: (path.suffix != ".safetensors", path)):
         storage.write_atomically(output / path.relative_to(source), partial(shutil.copyfile, path))
     storage.remove_temporaries(output)
 

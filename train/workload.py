@@ -20,17 +20,16 @@ class Load:
     @classmethod
     def of_rows(cls, rows: Iterable[tuple[Any, Any]], num_steps: int) -> "Load":
         """From rows of (input_ids, turn_ids)."""
-        tokens = pairs = count = 0
+        lengths = []
         slots = np.zeros(num_steps, dtype=np.int64)
         for input_ids, turn_ids in rows:
-            count += 1
-            tokens += len(input_ids)
-            pairs += len(input_ids) ** 2
+            lengths.append(len(input_ids))
             # Unroll step k supervises all slots of a turn but its last k + 1.
             # the tokens of each turn, without the row's first token, which nothing predicts
             sizes = np.bincount(np.asarray(turn_ids)[1:])[1:]
             slots += np.clip(sizes[:, None] - 1 - np.arange(num_steps), 0, None).sum(0)
-        return cls(tokens, pairs, slots.tolist(), count)
+        pairs = sum(length**2 for length in lengths)
+        return cls(sum(lengths), pairs, slots.tolist(), len(lengths))
 
 
 class Work(NamedTuple):
@@ -59,10 +58,11 @@ class MatrixSizes(NamedTuple):
 
     @classmethod
     def of(cls, head: Any) -> "MatrixSizes":
-        sizes: dict[str, int] = {}
-        for name, parameter in head.named_parameters():
-            if parameter.ndim == 2 and "embed" not in name:
-                sizes[name] = parameter.numel()
+        sizes = {
+            name: parameter.numel()
+            for name, parameter in head.named_parameters()
+            if parameter.ndim == 2 and "embed" not in name
+        }
 
         # By name: the same parts have the same names in all heads.
         def of_names(*parts: str) -> int:
@@ -71,8 +71,13 @@ class MatrixSizes(NamedTuple):
         lm_head = of_names("lm_head")
         path_correction = of_names("markov_w")
         body = sum(sizes.values()) - lm_head - path_correction
-        keys_and_values = of_names("k_proj", "v_proj")
-        return cls(body, lm_head, path_correction, sizes.get("fc.weight", 0), keys_and_values)
+        return cls(
+            body=body,
+            lm_head=lm_head,
+            path_correction=path_correction,
+            fc=sizes.get("fc.weight", 0),
+            keys_and_values=of_names("k_proj", "v_proj"),
+        )
 
 
 def attention_width(config: Any) -> int:

@@ -38,7 +38,7 @@ def test_saved_directory(tmp_path: Path) -> None:
     """A new lm is saved as an ordinary directory and goes on from one."""
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
     config, tokenizer = DraftLMSection(max_position_embeddings=64, **sizes), tiny.tokenizer()
-    lm = new_causal_lm(config, tokenizer, 0).eval()
+    lm = new_causal_lm(config, tokenizer, 0, len(tokenizer)).eval()
     weight = lm.get_input_embeddings().weight
     assert weight is lm.get_output_embeddings().weight
     save_causal_lm(tokenizer, lm, tmp_path)
@@ -46,7 +46,7 @@ def test_saved_directory(tmp_path: Path) -> None:
     assert loaded(ids).logits.equal(lm(ids).logits)
     assert loaded.generation_config.eos_token_id == tokenizer.eos_token_id
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == tokenizer.chat_template
-    warm = new_causal_lm(DraftLMSection(init_from=str(tmp_path)), tokenizer, 0)
+    warm = new_causal_lm(DraftLMSection(init_from=str(tmp_path)), tokenizer, 0, 0)
     assert warm.get_input_embeddings().weight.equal(weight) and all(
         p.requires_grad for p in warm.parameters()
     )
