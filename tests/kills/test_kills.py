@@ -66,7 +66,8 @@ WARM.set_forkserver_preload(
 def become(words: list[str], below: str, fatal: int | None) -> None:
     """Runs a command, counts its changes to names below a directory, and dies just before change
     number `fatal`."""
-    count, lock = 0, threading.Lock()
+    count = 0
+    lock = threading.Lock()
 
     def on_event(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal count
@@ -121,18 +122,13 @@ class World:
         its log."""
         if code != 0:
             return [log_of(run).read_text(errors="replace")[-2000:]]
-        wrong = (
-            [str(path) for path in (run / "state").glob("*/step-*")]
-            if self.stage == "train"
-            else []
-        )
+        # Of the stages, training alone leaves saves.
+        wrong = [str(path) for path in (run / "state").glob("*/step-*")]
+        undisturbed = self.root / "undisturbed"
         for output in OUTPUTS[self.stage]:
-            old, new = (
-                content_of(place / output, place) for place in (self.root / "undisturbed", run)
-            )
-            wrong += [
-                name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)
-            ]
+            old = content_of(undisturbed / output, undisturbed)
+            new = content_of(run / output, run)
+            wrong += [name for name in {**old, **new} if old.get(name) != new.get(name)]
         return wrong
 
 
@@ -169,49 +165,52 @@ def prepare(root: Path) -> None:
         "batch_size": 4,
         "accumulation": 2,
         "learning_rate": 1e-3,
-    }
-    train |= {
         "warmup_steps": 8,
         "log_every": 1,
         "save_every": 6,
         "eval_every": 18,
         "eval_conversations": 24,
+        "measure_prompts": 4,
+        "measure_new_tokens": 16,
     }
-    prompts = {"path": str(root / "questions.jsonl"), "num_prompts": PROMPTS, "max_new_tokens": 20}
-    measured = [
-        {"method": "vanilla"},
-        {"method": "eagle2", "tree": tree},
-        {"method": "eagle-chain"},
-    ]
-    sampling = [{"temperature": 0.0}, {"temperature": 1.0}]
     bench = {
-        "prompts": prompts,
+        "prompts": {
+            "path": str(root / "questions.jsonl"),
+            "num_prompts": PROMPTS,
+            "max_new_tokens": 20,
+        },
         "warmup_prompts": 1,
         "cycles": True,
-        "sampling": sampling,
-        "rows": measured,
+        "sampling": [{"temperature": 0.0}, {"temperature": 1.0}],
+        "rows": [
+            {"method": "vanilla"},
+            {"method": "eagle2", "tree": tree},
+            {"method": "eagle-chain"},
+        ],
     }
-    sections = {"run": str(root / "undisturbed"), "tree": tree, "bench": bench}
-    sections["features"] = {"batch_tokens": 1024, "shard_tokens": 1024}
     write_recipe(
         root / "recipe.yaml",
         root,
-        train | {"measure_prompts": 4, "measure_new_tokens": 16},
-        **sections,
+        train,
+        run=str(root / "undisturbed"),
+        tree=tree,
+        bench=bench,
+        features={"batch_tokens": 1024, "shard_tokens": 1024},
     )
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
-    root, made = tmp_path_factory.mktemp("kills"), dict[str, World]()
+    root = tmp_path_factory.mktemp("kills")
     prepare(root)
-    for stage in SOAK:
-        made[stage], began = World(root, stage), time.monotonic()
-        code = made[stage].start(root / "undisturbed")
+    made = {stage: World(root, stage) for stage in SOAK}
+    for world in made.values():
+        began = time.monotonic()
+        code = world.start(root / "undisturbed")
         log = log_of(root / "undisturbed").read_text(errors="replace")
         assert code == 0, log[-2000:]
-        made[stage].seconds = time.monotonic() - began
-        made[stage].changes = int(log.split()[-1])  # `become` prints it last
+        world.seconds = time.monotonic() - began
+        world.changes = int(log.split()[-1])  # `become` prints it last
     return made
 
 
@@ -219,7 +218,8 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
 @pytest.mark.parametrize("name", SOAK)
 def test_killed_stage(name: str, worlds: dict[str, World], tmp_path: Path) -> None:
     """A stage that is killed goes on to the same bytes."""
-    world, chance = worlds[name], random.Random(name)
+    world = worlds[name]
+    chance = random.Random(name)
     run = world.fresh(tmp_path / "run")
     assert world.start(run, fatal=chance.randrange(2, world.changes // 2)) == -9
     assert world.differences(run)  # the comparison finds what is missing

@@ -123,11 +123,7 @@ def forked(launcher: str, log: Path, *words: object, command: Any = train_main) 
     """Two processes that run the command in the environment that a launcher sets."""
     environment: dict[str, str] = {}
     if launcher != "torchrun":
-        config = [
-            "--config_file",
-            str(ROOT / f"configs/accelerate/{launcher}.yaml"),
-            "train/main.py",
-        ]
+        config = f"--config_file {ROOT}/configs/accelerate/{launcher}.yaml train/main.py".split()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("torch.distributed.run.run", lambda _: environment.update(os.environ))
             launch.launch_command(launch.launch_command_parser().parse_args(config))
@@ -168,22 +164,16 @@ def test_two_are_one(root: Path, name: str) -> None:
     recipe, two = recipe_for(root, name), root / f"{name}-two"
     assert call(train_main, "--config", recipe, "--train.accumulation", 2) == 0
     if name == "eagle1":  # the launcher itself
-        start = [
-            str(BIN / "accelerate"),
-            "launch",
-            "--config_file",
-            f"configs/accelerate/{launcher}.yaml",
-        ]
+        words = f"launch --config_file configs/accelerate/{launcher}.yaml train/main.py --config"
+        start = [str(BIN / "accelerate"), *words.split(), str(recipe), "--run", str(two)]
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PATH": f"{BIN}:{os.environ['PATH']}"}
-        words = ["train/main.py", "--config", str(recipe), "--run", str(two)]
-        subprocess.run([*start, *words], cwd=ROOT, env=environment, check=True, timeout=600)
+        subprocess.run(start, cwd=ROOT, env=environment, check=True, timeout=600)
     else:
         together(launcher, two, "--config", recipe)
-    pairs = [
-        [record for record in lines(place) if "loss" in record] for place in (root / name, two)
-    ]
-    assert len(pairs[0]) == train.get("max_steps", STEPS)
-    for first, second in zip(*pairs, strict=True):
+    records = zip(lines(root / name), lines(two), strict=True)
+    pairs = [pair for pair in records if "loss" in pair[0]]
+    assert len(pairs) == train.get("max_steps", STEPS)
+    for first, second in pairs:
         # Muon's rounds are in bf16; over the steps the rounding adds up to 1e-4.
         assert second["loss"] == pytest.approx(first["loss"], rel=2e-4)
         assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-3)
@@ -214,7 +204,8 @@ def test_two_go_on(
     root: Path, name: str, number: signal.Signals, state: str, code: int, capsys: Any
 ) -> None:
     """Two stopped processes go on bit for bit and not as one."""
-    (launcher, head, _), cut = CASES[name], root / f"{name}-cut"
+    launcher, head, _ = CASES[name]
+    cut = root / f"{name}-cut"
     words = ("--config", recipe_for(root, name))
     children = forked(launcher, root / f"{name}.log", *words, "--run", cut)
     while not (cut / "metrics.jsonl").exists() or len(lines(cut)) < 4:
@@ -239,29 +230,19 @@ def test_clipping(root: Path) -> None:
     recipe = recipe_for(root, "eagle1")
     # A constant factor does not change Adam's steps, unless gradients get far below its eps of
     # 1e-8.
-    words = (
-        "--train.clip_norm",
-        "1e-9",
-        "--train.optimizer",
-        "{kind: adamw}",
-        "--train.max_steps",
-        8,
-    )
-    together("zero1", root / "clipped", "--config", recipe, *words)
-    begun = jobs.build_job(
-        load(recipe), root / "none", overwrite=False, is_plan=True
-    ).objective.head.fc.weight
-    moved = [
-        (head_of(root / name)["fc.weight"] - begun).abs().max()
-        for name in ("clipped", "eagle1-two")
-    ]
-    assert moved[0] < 0.2 * moved[1]
+    words = ("--train.clip_norm", "1e-9", "--train.optimizer", "{kind: adamw}")
+    together("zero1", root / "clipped", "--config", recipe, *words, "--train.max_steps", 8)
+    begun = jobs.build_job(load(recipe), root / "none", overwrite=False, is_plan=True)
+    before = begun.objective.head.fc.weight
+    clipped = (head_of(root / "clipped")["fc.weight"] - before).abs().max()
+    assert clipped < 0.2 * (head_of(root / "eagle1-two")["fc.weight"] - before).abs().max()
 
 
 @pytest.mark.parametrize("split", ["train", "held_out"])
 def test_unreadable_row(root: Path, split: Any) -> None:
     """A row that one process cannot read ends both with the same code."""
-    recipe, run = recipe_for(root, "eagle1", "cached"), root / f"broken-{split}"
+    recipe = recipe_for(root, "eagle1", "cached")
+    run = root / f"broken-{split}"
     assert call(data_main, "features", "--config", recipe, "--run", run) == 0
     cache = FeatureCache.open(run / "features")
     order = Order(cache.split("train").lengths, 0, 1, world_size=2)
