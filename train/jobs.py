@@ -254,7 +254,7 @@ def _build_head(recipe: Recipe, source: Source, rows: Rows) -> Trained:
             print(line, flush=True)
     # (3) what is saved beside the weights; it lets a loader refuse another target
     fingerprint = targets.fingerprint(recipe.target, source.text_config, vocab)
-    known = {"draft_vocabulary": facts} if facts else {}
+    known: dict[str, Any] = {"draft_vocabulary": facts} if facts else {}
     return objective, partial(
         save_head, target_path=recipe.target.path, target=fingerprint, **known
     )
