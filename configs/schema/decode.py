@@ -114,7 +114,7 @@ class ExactConfig(Section):
     rule: Literal["exact"] = "exact"
 
 
-# The first four suit chains and trees; the others judge a tree by its frontier's survival.
+# The first four suit chains and trees, the others trees alone: they judge by the frontier.
 StopConfig = Annotated[
     ConstantConfig
     | HeuristicConfig

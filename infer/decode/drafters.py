@@ -288,7 +288,7 @@ class DraftLMDrafter(Drafter):
     in its forward, so that no token is read twice and no forward is added.
     """
 
-    is_fixed = False  # which rows were accepted is found on the host
+    reads_no_device = False  # which rows were accepted is found on the host
 
     def __init__(self, draft: Target, target: Target) -> None:
         self.draft = draft

@@ -9,7 +9,7 @@ levels and six nodes:
 
     level        0 |   1 |       2 |        3
     candidates   0 | 1 2 | 3 4 5 6 | 7 8 9 10   numbers
-    expanded       |   0 |     0 1 |      3 0   places in the level above: the numbers 0; 1 2; 6 3
+    expanded       |   0 |     0 1 |      3 0   the frontier above; as numbers 0; 1 2; 6 3
     rows           | 0 0 | 0 0 1 1 | 0 0 1  1   which expanded node a candidate stands below
     frontier       | 0 1 |     3 0 |            places in this level: the k best, expanded next
 
@@ -56,6 +56,7 @@ class DynamicTree(Shape):
 
     def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler) -> Tree:
         draws = self.draws and sampler.decoding.do_sample
+        # A pool tells whether the rule ended the tree, and draws must not run ahead of a stop.
         reads: StopRead = "each" if self.keeps_pool or draws else self.stop_read
         return last_of(self._levels(drafter, root, max_levels, reads, sampler if draws else None))
 
@@ -80,30 +81,25 @@ class DynamicTree(Shape):
         # The root's children: the drafter has read the text when it was committed.
         log_q = drafter.start()  # [1, Vd]
         expansion = self._expansion(drafter, log_q.shape[-1], sampler)
-        frontier = repeated_range(1, 1, root.device)  # [1] the root
+        expanded = repeated_range(1, 1, root.device)  # [1] the root
         above = zeros(1, root.device)  # [1] its log survival
         levels: list[Level] = []
         for depth in range(1, deepest + 1):
             # --- the children of every expanded node (section 4.1)
-            level = expansion.below(depth, log_q, frontier, above)
+            level = expansion.below(depth, log_q, expanded, above)
             if depth < deepest or self.keeps_pool:
                 level = expansion.with_frontier(level)
             levels.append(level)
-            ends = depth < deepest and self._ends(expansion.shown(level, self.stop))
-            # A copy of the list: a tree that is made later must not see deeper levels.
+            ends = depth < deepest and self.stop.ends(expansion.shown(level, self.stop))
+            # A copy of the list: `last_of` may make this tree when deeper levels are in the list.
             yield Grown(ends, partial(self._finish, tuple(levels), root, expansion, ends))
             if depth == deepest:
                 return
             # --- the k best of the level are expanded next
-            frontier = level.frontier  # [r]
+            expanded = level.frontier  # [r]
             above = level.frontier_survival  # [r]
-            tokens = level.tokens.index_select(0, frontier)
-            log_q = drafter.step(tokens, level.rows.index_select(0, frontier))  # [r, Vd]
-
-    def _ends(self, level: Level) -> Any:
-        # The constant rule never ends a tree; whoever keeps pools still wants to be told so.
-        is_asked = self.keeps_pool or type(self.stop) is not Stop
-        return self.stop.ends(level) if is_asked else False
+            tokens = level.tokens.index_select(0, expanded)
+            log_q = drafter.step(tokens, level.rows.index_select(0, expanded))  # [r, Vd]
 
     def _expansion(
         self, drafter: Drafter, vocab_size: int, sampler: Sampler | None

@@ -47,7 +47,7 @@ class Drafter:
     forwards_per_tree: int | None = None  # 1 if one forward serves all levels; None: one per level
     # [Vd] the target's ids of the columns of log q; None: they are the target's own
     ids: Tensor | None = None
-    is_fixed: bool = True  # reads nothing from the device
+    reads_no_device: bool = True
     # (owner, attribute) of every function that runs a model, for those who time or count forwards
     forwards: tuple[tuple[Any, str], ...] = ()
 
@@ -188,12 +188,12 @@ class TreeProposer(Proposer):
 
     def traits(self, decoding: Decoding) -> Traits:
         draws = self.shape.draws and decoding.do_sample
-        has_few_sizes = self.is_chain and self.drafter.is_fixed
+        has_few_sizes = self.is_chain and self.drafter.reads_no_device
         return Traits(self._reads(draws, decoding), draws, has_few_sizes)
 
     def _reads(self, draws: bool, decoding: Decoding) -> DraftReads:
         shape, stop = self.shape, self.shape.stop
-        if not (self.drafter.is_fixed and stop.reads_only) or shape.keeps_pool:
+        if not (self.drafter.reads_no_device and stop.reads_only) or shape.keeps_pool:
             return "anything"
         ends_early = type(stop) is not Stop
         if draws:
@@ -203,6 +203,7 @@ class TreeProposer(Proposer):
             return "anything" if reads_more else "nothing"
         if not ends_early:
             return "nothing"
+        # Chains and static trees read their rule inside `grow`, in the middle of a draft.
         return "stop rule" if shape.is_dynamic else "anything"
 
     def reset(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> None:

@@ -52,8 +52,10 @@ def plan_cycle(mode: str, on_gpu: bool, traits: Traits, decoding: Decoding) -> C
     |--------------------------|------------------------------|---------------------------------|
     | reads nothing            | draft, extend, judge, commit | draft (if none is drawn),       |
     |                          |                              | extend, commit                  |
-    | reads the stop rule      | the same, a graph a level    | extend                          |
-    | reads anything, a chain  | extend, commit               | extend                          |
+    | reads the stop rule      | the same, a graph a level;   | extend                          |
+    |                          | dynamic trees alone          |                                 |
+    | reads anything, a chain, | extend, commit               | extend                          |
+    | as with a stop rule      |                              |                                 |
     | reads anything, else     | nothing: too many sizes      | extend                          |
 
     On a GPU, the mode compiled captures what torch.compile made of draft and extend.

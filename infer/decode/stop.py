@@ -1,7 +1,8 @@
 """When to end a draft: after each level a stop rule is asked whether that level is the last one.
 
 To add a rule: its settings in configs/schema/decode.py (a class, and a member of StopConfig), and
-here its class and a row of STOPS.
+here its class and a row of STOPS. `aerie keys --markdown` then writes docs/recipes.md anew, and
+docs/methods.md names the rule.
 
 A rule may look only at the draft and at past cycles, and it drops no drawn token. Anything else
 would bias the answers.

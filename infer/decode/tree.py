@@ -53,8 +53,9 @@ class Level(NamedTuple):
     rows: Tensor  # [n] which of the r expanded nodes each candidate stands below
     tokens: Tensor  # [n] target ids
     confidence: Tensor  # [n] log q, calibrated where the tree is
-    survival: Tensor  # [n] the sum of log q down the path: EAGLE-2's value
-    # [f] which of the n may be expanded next, the best first; empty where nobody asked
+    survival: Tensor  # [n] the sum of confidence down the path: EAGLE-2's value
+    # [f] which of the n may be expanded next, the best first; empty where nobody asked. In a static
+    # tree only nodes with children, so that the level's best may be missing.
     frontier: Tensor = torch.empty(0, dtype=torch.long)
     frontier_survival: Tensor = torch.empty(0)  # [f]
     drawn_from: Tensor | None = None  # [r, Vd] what drawn candidates were drawn from

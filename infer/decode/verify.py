@@ -3,7 +3,7 @@
 How the children of a tree were made decides how they are judged (docs/lossless.md has the proofs):
 
     R0  temperature 0, any children    a child is kept if it is the target's argmax at its parent
-    R2  q's most probable tokens       ... if it is what the target draws from p at its parent
+    R2  q's most probable tokens       a child is kept if the target draws it from p at its parent
     R1  a chain, each drawn from q     with the chance min(1, p/q): speculative sampling
     R3  siblings, drawn from q         R1 for one sibling after the other, each with what the
         without replacement            refusals before it left of p
@@ -47,16 +47,17 @@ def judge(tree: Tree, logits: Tensor, sampler: Sampler) -> Tensor:
     """What `read` makes a verdict of: a matrix [3 or 4, L]; logits [N, V] are the target's.
 
     A column is a node, and those of the accepted path come first. Take a root (token 5) with the
-    children 1 (token 8) and 2 (token 3), node 3 below 1, and node 4 (token 6) below 2. The target
-    writes 3 after the root, 7 after node 1 and 9 after node 2. Then node 2 is accepted, and 1 and 4
-    are refused. A path of two levels has at most L = 3 nodes:
+    children 1 (token 8) and 2 (token 3), node 3 (token 4) below 1, and node 4 (token 6) below 2.
+    The target writes 3 after the root, 7 after node 1 and 9 after node 2. Then node 2 is accepted,
+    and 1, 3 and 4 are refused. A path of two levels has at most L = 3 nodes:
 
         refused nodes on the way, itself included   0 0 1
         node                                        0 2 1
         token that is written after it              3 9 7
 
-    The zeros of the first row are the path 0, 2; it writes 3, and then 9, the bonus token. A fourth
-    row has the number of the tree's passengers, if it has any.
+    The zeros of the first row are the path 0, 2; it writes 3, and then 9, the bonus token. Nodes 1,
+    3 and 4 have 1, 2 and 1 refused nodes; of equals the lower number comes first. A fourth row has
+    the number of the tree's passengers, if it has any.
     """
     if rule_of(tree.draft_laws, sampler) in ("R0", "R2"):
         return walk(tree, sampler.choose(logits))
@@ -151,6 +152,7 @@ def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Tensor:
     q, families, accept, weight = _chances(tree, p)
     # --- every parent takes the first child whose uniform number is below its chance
     uniform = torch.rand(accept.shape, generator=generator, device=p.device)
+    # Which sibling comes first: max gives the first of equals.
     takes_one, rank = (uniform < accept).byte().max(-1)  # [M]
     # a parent that takes none takes the root instead, which is never refused
     taken = families.children.gather(1, rank[:, None])[:, 0] * takes_one
@@ -207,8 +209,8 @@ def sibling_chances(
     #   q_i+1 = norm(q_i without x_i), as the draws are without replacement.
     # So for all x but those refused
     #   q_i(x) = q(x) / c_i    and    p_i(x) = max(0, p(x) - s_i q(x)) / t_i
-    # with s_0 = 0, t_0 = c_0 = 1, and s_i+1 = s_i + t_i / c_i; c_i and t_i make both sum to 1. They
-    # take two sums over the vocabulary for each rank.
+    # with s_0 = 0, t_0 = c_0 = 1, and s_i+1 = s_i + t_i / c_i; c_i and t_i make q_i and p_i sum to 1,
+    # and cost two sums over the vocabulary for each rank.
     cells = families.inner[:, None] * p.shape[1] + tokens  # [M, K]
     p_x = p.take(cells)
     q_x = q.take(cells)
@@ -239,7 +241,8 @@ def sibling_chances(
     accept = (p_x - s * q_x).clamp_(min=0.0) * c / (q_x * t).clamp_(min=tiny)  # p_i(x) / q_i(x)
     # for a missing child s, t and c mean nothing and may be infinite
     accept = torch.where(is_there, accept.clamp_(max=1.0), 0.0)
-    weight = torch.where(is_there, s.addcdiv(t, c), 0.0).amax(1, keepdim=True)  # s never falls
+    # s never falls with the rank, so the largest is the last child's.
+    weight = torch.where(is_there, s.addcdiv(t, c), 0.0).amax(1, keepdim=True)
     return accept, weight
 
 
