@@ -167,8 +167,9 @@ def test_ablations() -> None:
 
 def test_cancelling_lengths() -> None:
     """Lengths that are too long and too short by turns fit the oracle on average alone."""
-    lengths = {"levels": [3, 7] * 40, "oracle": 5.0, "answered": 0}
-    cycles = pd.DataFrame({"prompt": np.arange(40).repeat(2), **lengths})
+    cycles = pd.DataFrame(
+        {"prompt": np.arange(40).repeat(2), "levels": [3, 7] * 40, "oracle": 5.0, "answered": 0}
+    )
     judged = verdicts((), CalibrationTables("draft_lm", "sps-svip", 0.0, {"cycles": cycles}))
     assert judged["svip-oracle-fit"] == (0.0, "holds")
     assert judged["svip-oracle-gap"] == (2.0, "does not hold")
@@ -180,16 +181,16 @@ def test_full_bench_links(tmp_path: Path) -> None:
     seeds = tmp_path / "runs" / "seeds"
     full = tmp_path / "runs" / "seeds-full"
     python = tmp_path / ".venv" / "bin" / "python"
-    calibrations = ("calibration/provenance.json", "svip/calibration/provenance.json")
-    for name in (*calibrations, "tune/tune.json"):
-        write_text(seeds / name, "{}")
+    for name in ("calibration/provenance", "svip/calibration/provenance", "tune/tune"):
+        write_text(seeds / f"{name}.json", "{}")
     for name in ("prompts", "calibration"):
         write_text(seeds / "conversations" / f"{name}.jsonl", '{"question_id": 1}\n')
     write_text(python, "#!/bin/sh\n")
     python.chmod(0o755)
     for _ in range(2):
-        make = ["make", "-o", "bench", "bench-full"]
-        subprocess.run(make, cwd=tmp_path, check=True, capture_output=True)
+        subprocess.run(
+            ["make", "-o", "bench", "bench-full"], cwd=tmp_path, check=True, capture_output=True
+        )
     linked = [path.resolve() for path in calibrations_of(full)]
     assert linked == calibrations_of(seeds) and len(linked) == 2
     assert (full / "tune" / "tune.json").is_file()
