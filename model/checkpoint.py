@@ -155,8 +155,9 @@ def _warm_start(
                 "set it to that, or drop init_from"
             )
     if isinstance(head, EagleHead):
-        scaling = None if "rope_theta" in positions else head.config.rope_scaling
-        head.config = dataclasses.replace(head.config, **positions, rope_scaling=scaling)
+        if "rope_theta" in positions:
+            positions["rope_scaling"] = None
+        head.config = dataclasses.replace(head.config, **positions)
         head.rotary = Rotary(head.config)
     elif isinstance(head, MultiTokenHead):
         head.laws.vocab = None  # training sets it

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Collection
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -286,23 +286,19 @@ def _eval_results(rows: list[dict[str, Any]]) -> list[Any]:
     """The card's metadata about what was measured, as the Hub shows it."""
     from huggingface_hub import EvalResult
 
-    results = []
-    for row in rows:
-        for metric in ("tau", "speedup"):
-            if not row["head"] or row[metric] is None:
-                continue
-            results.append(
-                EvalResult(
-                    "text-generation",
-                    row["task"],
-                    row["task"],
-                    metric,
-                    round(row[metric], 4),
-                    metric_name=f"{metric} ({row['method']}, {row['tree']['nodes']} nodes, "
-                    f"temperature {row['temperature']:g})",
-                )
-            )
-    return results
+    return [
+        EvalResult(
+            "text-generation",
+            row["task"],
+            row["task"],
+            metric,
+            round(row[metric], 4),
+            metric_name=f"{metric} ({row['method']}, {row['tree']['nodes']} nodes, "
+            f"temperature {row['temperature']:g})",
+        )
+        for row, metric in product(rows, ("tau", "speedup"))
+        if row["head"] and row[metric] is not None
+    ]
 
 
 # a text that is one local path, perhaps behind --option=

@@ -213,7 +213,6 @@ def working_alone(directory: Path, doing: str) -> Lock:
         lock = Lock(directory / ".lock")
     held = lock.acquire(wait=False)
     if not held:
-        lock.file.close()
         raise UserError(
             f"{directory}: another process is {doing} there; wait, or choose another --run"
         )
@@ -360,9 +359,8 @@ class Stage:
             return
         match Manifest.check(self.output, self.inputs):
             case Foreign(manifest, changed):
-                fix = "choose another --run"
-                if not changed.startswith("target.path:"):
-                    fix += ", or add --overwrite"
+                is_targets = changed.startswith("target.path:")
+                fix = "choose another --run" + ("" if is_targets else ", or add --overwrite")
                 stage = manifest.facts.get("stage", "output")
                 raise UserError(f"{self.output}: holds another {stage} ({changed}); {fix}")
             case Damaged() as damaged:
@@ -505,11 +503,11 @@ def weight_map(index: Path) -> dict[str, str]:
     """The file of each tensor; UserError if an index names none, or one in another folder."""
     values = read_json(index)
     files = values.get("weight_map") if isinstance(values, dict) else None
-    if not files or not isinstance(files, dict):
+    if not isinstance(files, dict):
         raise UserError(f"{index}: has no weight_map from tensors to files; fetch it anew")
-    for name in files.values():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise UserError(f"{index}: names {name!r}, which is no file beside it; fetch it anew")
+    outside = [name for name in files.values() if Path(name).name != name]
+    if outside:
+        raise UserError(f"{index}: names {outside[0]!r}, which is no file beside it; fetch it anew")
     return files
 
 

@@ -57,10 +57,9 @@ class VocabWeights:
 
     def logits(self, last_hidden: Tensor, rows: Tensor | slice | None = None) -> Tensor:
         """Logits [..., V or rows] of states [..., D] after the final norm."""
-        weight, bias = self.lm_head, self.bias
-        if rows is not None:
-            weight = weight[rows]
-            bias = None if bias is None else bias[rows]
+        rows = slice(None) if rows is None else rows
+        weight = self.lm_head[rows]
+        bias = None if self.bias is None else self.bias[rows]
         out = nn.functional.linear(last_hidden.to(weight.dtype), weight, bias)
         return transformed(out, self.scale, self.softcap)
 
@@ -468,12 +467,8 @@ def fingerprint(config: TargetConfig, text_config: Any, vocab: VocabWeights) -> 
     if names:
         files = sorted(weights_digests(config.path, config.revision, names))
         return f"sha256:{digest([sizes, files])}"
-    samples = []
-    for weight in (vocab.embedding, vocab.lm_head):
-        numbers = weight.detach().reshape(-1)
-        sample = numbers[:: max(1, len(numbers) // 64)][:64].float().tolist()
-        samples.append([round(number, 5) for number in sample])
-    return digest([sizes, samples])
+    numbers = torch.stack([vocab.embedding, vocab.lm_head]).flatten()
+    return digest([sizes, numbers[:: max(1, len(numbers) // 128)].float().tolist()])
 
 
 def other_weights(

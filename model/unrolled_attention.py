@@ -52,10 +52,8 @@ class UnrollMemory:
         """Attention [1, n, H * hd] of the next unroll step; the queries q [1, H, n, hd] are those
         of `query_rows`."""
         count = q.shape[2]
-        if self.keys or self.is_last:
-            rows = self.rows[:count]
-        else:
-            rows = torch.arange(count, device=q.device)  # step 0 of a lower layer: all rows
+        is_partial = self.keys or self.is_last  # else step 0 of a lower layer: all rows
+        rows = self.rows[:count] if is_partial else torch.arange(count, device=q.device)
         self.keys.append(k.to(v.dtype))  # under autocast RoPE's tables make k float32
         self.values.append(v)
         columns: list[Tensor] = []

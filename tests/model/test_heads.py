@@ -154,10 +154,10 @@ def test_most_frequent() -> None:
 
 def test_d2t() -> None:
     """D2t holds offsets, and t2d marks the same tokens."""
-    some = DraftVocabulary.of_ids(torch.tensor([9, 2, 5]), 12)
-    assert some.d2t.tolist() == [2, 4, 7] and some.t2d.nonzero().flatten().tolist() == [2, 5, 9]
-    assert some.target_ids(torch.tensor([[2, 0], [1, 1]])).tolist() == [[9, 2], [5, 5]]
-    assert DraftVocabulary.of_tables(some.d2t, some.t2d, "file").ids.equal(some.ids)
+    vocabulary = DraftVocabulary.of_ids(torch.tensor([9, 2, 5]), 12)
+    assert vocabulary.d2t.tolist() == [2, 4, 7]
+    assert vocabulary.t2d.nonzero().flatten().tolist() == [2, 5, 9]
+    assert vocabulary.target_ids(torch.tensor([[2, 0], [1, 1]])).tolist() == [[9, 2], [5, 5]]
 
 
 # Medusa and Hydra: how they begin, what they compute.
