@@ -1,7 +1,6 @@
 """The Hugging Face Hub: fetches heads by repository name, explains errors, hides tokens."""
 
 import difflib
-import hashlib
 import os
 import re
 import sys
@@ -125,26 +124,19 @@ def weights_digest(path: Path) -> str:
         return file.name
     status = file.stat()
     if status.st_size < KEPT_BYTES:
-        return _sha256(file)
+        return storage.file_digest(file, 64)
     key = storage.digest([str(file), status.st_size, status.st_mtime_ns, status.st_ctime_ns])
     kept = storage.user_cache() / "digests" / key
-    with suppress(OSError, ValueError):
-        text = kept.read_text(encoding="utf-8")
-        if SHA256.fullmatch(text):
-            return text
+    with suppress(OSError):
+        return kept.read_text(encoding="utf-8")  # written whole or not at all
     if status.st_size >= ANNOUNCED_BYTES:
         print(
             f"{path}: is hashed once ({status.st_size / 1e9:.1f} GB)", file=sys.stderr, flush=True
         )
-    text = _sha256(file)
+    text = storage.file_digest(file, 64)
     with suppress(OSError, UserError):  # no room, no permission
         storage.write_text(kept, text)
     return text
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def weights_digests(path: str, revision: str | None, names: Sequence[str]) -> list[str]:

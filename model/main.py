@@ -117,7 +117,7 @@ def convert(arguments: argparse.Namespace) -> int:
     layout, notes = export(
         arguments.head, to, out, arguments.target, arguments.after_blocks, arguments.any_target
     )
-    _print_notes(notes)
+    print("".join(f"note: {note}\n" for note in notes), end="")
     print(f"convert: {layout} -> {to}: {out}, read back and equal bit for bit")
     return 0
 
@@ -137,10 +137,6 @@ def _require_replaceable(out: Path, overwrite: bool) -> None:
         raise UserError(f"--out {out}: not empty; replace it with --overwrite")
 
 
-def _print_notes(notes: list[str]) -> None:
-    print("".join(f"note: {note}\n" for note in notes), end="")
-
-
 def push(arguments: argparse.Namespace) -> int:
     from tempfile import TemporaryDirectory
 
@@ -158,7 +154,7 @@ def push(arguments: argparse.Namespace) -> int:
         files, notes = pack(
             head, repo, arguments.run, arguments.target_name, arguments.license, allowed, server
         )
-        _print_notes(notes)
+        print("".join(f"note: {note}\n" for note in notes), end="")
         if arguments.dry_run:
             _print_push(repo, files, revision, where)
             return 0

@@ -68,9 +68,7 @@ def _error_number(error: Exception) -> int:
     if isinstance(error, RuntimeError) and any(word in text for word in TORCH_WRITER):
         return errno.ENOSPC
     from_safetensors = re.search(r"\(os error (\d+)\)", text)
-    if from_safetensors:
-        return int(from_safetensors[1])
-    return getattr(error, "errno", None) or 0
+    return int(from_safetensors[1]) if from_safetensors else getattr(error, "errno", None) or 0
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -235,9 +233,9 @@ def content_digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def file_digest(path: Path) -> str:
+def file_digest(path: Path, digits: int = 16) -> str:
     with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()[:16]
+        return hashlib.file_digest(handle, "sha256").hexdigest()[:digits]
 
 
 def user_cache() -> Path:

@@ -275,13 +275,9 @@ def load_config(config: TargetConfig) -> Any:
                     f"quantization_config: quant_method {settings.get('quant_method')!r} "
                     "is not known"
                 )
-    if Path(config.path).is_dir():
-        _check_files(config)
-    return hf_config
-
-
-def _check_files(config: TargetConfig) -> None:
-    """UserError where a local target has no weights, or a truncated file."""
+    if not Path(config.path).is_dir():
+        return hf_config
+    # a local target has its weights, and no truncated file
     names, _ = weight_files(config)
     if not names:
         raise UserError(
@@ -291,6 +287,7 @@ def _check_files(config: TargetConfig) -> None:
         if not name.endswith(".bin"):
             with _readable(config, f"read {name}"):
                 safe_open(Path(config.path, name), framework="pt")
+    return hf_config
 
 
 def only_trains(hf_config: Any) -> str | None:
