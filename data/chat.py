@@ -47,7 +47,10 @@ class TokenRow:
 
     @property
     def num_slots(self) -> int:
-        """The number of slots p that learn: tokens p + 1 and p + 2 are of one turn."""
+        """The number of slots p that learn: tokens p + 1 and p + 2 are of one turn.
+
+        A slot p has the feature of token p and the token p + 1 (docs/words.md).
+        """
         return sum(1 for first, second in pairwise(self.turn_ids[1:]) if first == second != 0)
 
 
@@ -117,7 +120,10 @@ class Chat:
     # --- where the answers are ------------------------------------------------------------------
 
     def render(self, conversation: Conversation) -> list[Rendered]:
-        """One text with all answers, or a text per answer if the template rewrites earlier text."""
+        """One text with all answers, or a text per answer if the template rewrites earlier text.
+
+        The conversation has at least one answer.
+        """
         texts, spans = list[str](), list[tuple[int, int]]()
         for index, message in enumerate(conversation.messages):
             if message["role"] == "assistant":
@@ -151,7 +157,8 @@ class Chat:
         if start < len(prompt):
             # The prompt may open '<think>' for an answer without thinking, which then begins
             # where the two differ. That must be inside what the generation prompt adds.
-            if start <= len(self.text(conversation, index)):
+            before_generation_prompt = self.text(conversation, index)
+            if start <= len(before_generation_prompt):
                 raise UnusableRow(
                     "the template rewrites what stands before an answer", f"message {index + 1}"
                 )
@@ -177,8 +184,8 @@ class Chat:
         ends = [end for _, end in encoding.offsets]
         for number, (start, end) in enumerate(rendered.answers, start=1):
             first = bisect_left(starts, start)
-            stop = bisect_right(ends, end)
-            if first > 0 and ends[first - 1] > start:  # that token is not learnt
+            stop = bisect_right(ends, end)  # a token that straddles the end is not the answer's
+            if first > 0 and ends[first - 1] > start:  # the token before `first` is not learnt
                 reason = "a token straddles prompt and answer"
                 self.tally.add("left out", reason, rendered.source)
             last = self._end_of_turn(ids, range(first, stop), rendered.source)

@@ -61,7 +61,7 @@ class TargetSizes(NamedTuple):
 
 class Corpus(NamedTuple):
     num_rows: int  # 0: a data set on the Hub, which is not counted
-    num_train: int  # of these
+    num_train: int  # of num_rows: not held out
     held_out: float  # share
     max_length: int  # tokens
     longest: int  # tokens that 99 % of the rows do not exceed
@@ -118,7 +118,8 @@ def recipe_text(requested: Requested) -> str:
     values: dict[str, Any] = {**requested, "run": run}
     for name, part in parts.items():
         section = requested.get(name, {})
-        values[name] = section | part.values | section  # what was requested comes first, and wins
+        # What was requested comes first in order, and its values win.
+        values[name] = section | part.values | section
     validate(values, Recipe, "--out", {})
     return as_text(values, parts, machine)
 
@@ -280,7 +281,8 @@ def features_part(
     free = free_bytes(Path(run))
     values: dict[str, Any] = {"mode": "online"}
     comment = "takes no disk: the target runs in the training step"
-    forms: tuple[StorageForm | None, ...] = ("int8", None)  # the second is better, where it fits
+    # In rising quality: the last that fits is taken.
+    forms: tuple[StorageForm | None, ...] = ("int8", None)
     for form in forms:
         needed = corpus.num_tokens * Storage(target.dtype, form).token_bytes(
             target.text_config.hidden_size, 1 + len(head.taps)

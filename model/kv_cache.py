@@ -60,7 +60,7 @@ class KeptRows:
             self.mask[length : self.length] = self._lowest
         self.length = length
         self.free.add_(count)
-        self.visible = self.positions[:length]
+        self.visible = self.positions[:length]  # exact again; a captured cycle widens it
 
 
 class KeyValueCache(Cache):
@@ -73,7 +73,8 @@ class KeyValueCache(Cache):
         """rows: with what each layer begins."""
         super().__init__(layers=[])
         self.kept = kept
-        self.pending = 0  # rows of this cycle's draft
+        # Rows of this cycle's draft so far: who drafts into this cache adds to it.
+        self.pending = 0
         self.width = 0  # rows that the next forward sees, with its own
         kept.captured.clear()  # these graphs read the buffers of an older cache
         # Tensors of one device, dtype and shape share a buffer, so that `gather` moves all of them
@@ -106,17 +107,17 @@ class KeyValueCache(Cache):
     def begin(self, count: int) -> Tensor:
         """The positions [count] at which the next forward's rows are written."""
         self.width = self.get_seq_length() + count
-        self.positions = self.kept.free[self.pending : self.pending + count]
-        return self.positions
+        self.written_at = self.kept.free[self.pending : self.pending + count]
+        return self.written_at
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> Any:
-        """Writes a layer's rows [B, KV, count, head_dim] at `positions`; returns all rows up to
+        """Writes a layer's rows [B, KV, count, head_dim] at `written_at`; returns all rows up to
         them."""
         keys = self._rows[layer_idx, "keys"]
         values = self._rows[layer_idx, "values"]
-        positions = self.positions.to(keys.device)
+        positions = self.written_at.to(keys.device)
         keys.index_copy_(2, positions, key_states)
         values.index_copy_(2, positions, value_states)
         return keys.narrow(2, 0, self.width), values.narrow(2, 0, self.width)
@@ -124,7 +125,9 @@ class KeyValueCache(Cache):
     def gather(self, offsets: Tensor) -> None:
         """Moves the free rows at these ascending offsets [n] to the first n free positions.
 
-        So the rows of an accepted path stand one behind the other, ready to be kept."""
+        So the rows of an accepted path stand one behind the other, ready to be kept, and no draft's
+        row is pending.
+        """
         self.pending = 0
         destinations = self.kept.free[: offsets.shape[0]]
         sources = self.kept.free.index_select(0, offsets)
@@ -134,4 +137,5 @@ class KeyValueCache(Cache):
             buffer.index_copy_(3, destinations.to(buffer.device), accepted)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The width that transformers takes for the mask; see `KeptRows.visible`."""
         return self.kept.visible.shape[0] + self.pending

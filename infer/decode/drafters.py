@@ -130,7 +130,7 @@ def keep_last(state: Tensor, rows: Tensor, last: Tensor | None) -> Tensor:
 
 def causal_mask(features: Tensor, cache: KeyValueCache) -> Tensor:
     """The additive mask [1, 1, n, W] of new rows."""
-    seen = cache.kept.positions[: cache.width] <= cache.positions[:, None]
+    seen = cache.kept.positions[: cache.width] <= cache.written_at[:, None]
     return torch.where(seen, 0.0, float("-inf")).to(features.dtype)[None, None]
 
 

@@ -209,8 +209,8 @@ def sibling_chances(
     #   q_i+1 = norm(q_i without x_i), as the draws are without replacement.
     # So for all x but those refused
     #   q_i(x) = q(x) / c_i    and    p_i(x) = max(0, p(x) - s_i q(x)) / t_i
-    # with s_0 = 0, t_0 = c_0 = 1, and s_i+1 = s_i + t_i / c_i; c_i and t_i make q_i and p_i sum to 1,
-    # and cost two sums over the vocabulary for each rank.
+    # with s_0 = 0, t_0 = c_0 = 1, and s_i+1 = s_i + t_i / c_i. c_i and t_i make q_i and p_i sum to
+    # 1, and cost two sums over the vocabulary for each rank.
     cells = families.inner[:, None] * p.shape[1] + tokens  # [M, K]
     p_x = p.take(cells)
     q_x = q.take(cells)
