@@ -160,10 +160,8 @@ def test_sampled(
     sampled: SampledProver, of_text: SampledProver, method: Method, kind: str | None
 ) -> None:
     """Sampled answers have the target's law, also where it looks at the text."""
-    setting, at_text = (
-        PROOF_SAMPLINGS[ROWS.index((method, kind)) % len(PROOF_SAMPLINGS)],
-        SamplingConfig(0.7, top_k=20, top_p=0.8),
-    )
+    setting = PROOF_SAMPLINGS[ROWS.index((method, kind)) % len(PROOF_SAMPLINGS)]
+    at_text = SamplingConfig(0.7, top_k=20, top_p=0.8)
     for prover, sampling, draws in ((sampled, setting, 500), (of_text, at_text, 300)):
         law = prover.prove(MethodConfig.of(method), kind, sampling, draws, seed=0)
         assert law.p_value > LEVEL
@@ -214,25 +212,21 @@ def test_wrong_token(terse: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gap", "is_exact", "verdict"),
+    ("gap", "is_exact", "p_value", "verdict"),
     [
-        (0.06, True, "FAILED: greedy"),
-        (0.06, False, "lossless up to rounding"),
-        (0.2, False, "FAILED: greedy"),
+        (0.06, True, 0.5, "FAILED: greedy"),
+        (0.06, False, 0.5, "lossless up to rounding"),
+        (0.2, False, 0.5, "FAILED: greedy"),
+        (0.06, False, math.nan, "FAILED: law at T=0.6/p=0.8"),
     ],
 )
-def test_rounding_verdicts(gap: float, is_exact: bool, verdict: str) -> None:
-    """A difference within rounding fails only where answers must be exact."""
+def test_verdicts(gap: float, is_exact: bool, p_value: float, verdict: str) -> None:
+    """A difference within rounding fails only where answers must be exact; a p-value may be NaN."""
     greedy = GreedyResult(2, 1, {}, [Difference(0, 3, 1, 2, gap, rounding=0.1)])
-    row = lossless.ProofRow(MethodConfig.of("pld"), None, greedy=greedy)
+    laws = (LawTest(0.6, 0.8, p_value, 0.3),)
+    row = lossless.ProofRow(MethodConfig.of("pld"), None, greedy=greedy, laws=laws)
     row.judge(1e-3, is_exact)
     assert (row.verdict, row.holds) == (verdict, not verdict.startswith("FAILED"))
-
-
-def test_p_value_that_is_none_fails() -> None:
-    row = lossless.ProofRow(MethodConfig.of("pld"), None, laws=(LawTest(0.6, 0.8, math.nan, 0.3),))
-    row.judge(1e-3, is_exact=True)
-    assert row.verdict == "FAILED: law at T=0.6/p=0.8"
 
 
 def test_answer_law(sampled: SampledProver) -> None:
