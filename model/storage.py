@@ -74,8 +74,9 @@ def _error_number(error: Exception) -> int:
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Calls write with a temporary path that then takes path's place."""
     with explained(path):
-        # a pipe or a link to one would be replaced by a file
-        if path.exists() and not path.is_file():
+        # a pipe, a link or /dev/stdout would be replaced by a file
+        is_device = path.absolute().parts[1] in ("dev", "proc")
+        if path.exists() and (is_device or not path.is_file()):
             raise NotWritable(f"{path}: is no regular file; name a file, or a new one")
         path.parent.mkdir(parents=True, exist_ok=True)
         # `remove_temporaries` knows this form

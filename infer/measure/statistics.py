@@ -178,8 +178,12 @@ def sweep_rows(
     group_of = {(members.first.row, members.first.sampling): members for members in groups}
     rows = []
     for point in suite.points:
-        members = group_of[point.row, point.sampling]
+        members = group_of.get((point.row, point.sampling))
+        if members is None:  # a bench that was ended before it measured this point
+            continue
         records = [record for record in members.records if record.prompt in point.prompts]
+        if not records:
+            continue
         row = summary_row(replace(members, records=tuple(records)), seed)
         rows.append(replace(row, sweep=point.sweep, key=point.key, value=point.value))
     for members in bench_groups:

@@ -52,6 +52,8 @@ def read_eagle1(files: content.HeadFiles, layout: str) -> content.HeadContent:
     values, path = files.values, files.config_path
     is_early = layout == "speculators"
     tensors = content.renamed(files.tensors, (DERIVED, *(EARLY_NAMES if is_early else ())))
+    if values.get("layernorms"):
+        raise UserError(f"{path}: layernorms is true: a HASS head; such heads are not supported")
     if layout == "safeailab" and "bias" not in values and "fc.bias" not in tensors:
         raise UserError(
             f'{path}: has no "bias", which means true, but the weights have no fc.bias; '
@@ -75,6 +77,10 @@ def read_eagle3(files: content.HeadFiles, layout: str) -> content.HeadContent:
     values, path = files.values, files.config_path
     is_speculators = layout == "speculators"
     extra = content.nested(values, "eagle_config")
+    if extra.get("use_aux_hidden_state") is False:
+        raise UserError(
+            f"{path}: use_aux_hidden_state is false: heads that read no taps are not supported"
+        )
     rules = (DERIVED, *(TO_MIDLAYER if FIRST_LAYER in files.tensors else ()))
     tensors = content.renamed(files.tensors, rules)
     sizes = content.read_sizes(values[LAYER] if is_speculators else values, path)

@@ -121,6 +121,10 @@ def _read_multi_token(files: HeadFiles, kind: str) -> HeadContent:
     """A Medusa or Hydra head; sizes come from the weights, as config.json often lags behind
     them."""
     values, path = files.values, files.config_path
+    if values.get("grounded_heads") is False or values.get("hidden_state_offset"):
+        raise UserError(
+            f"{path}: heads with grounded_heads false or a hidden_state_offset are not supported"
+        )
     tensors = renamed(files.tensors, MULTI_TOKEN_NAMES[kind])
     if "laws.lm_heads.0.weight" not in tensors:
         raise UserError(
@@ -162,6 +166,8 @@ def _prefix_sizes(
     guesses = []
     heads = values.get("num_attention_heads")
     if heads is None:
+        if width % HEAD_DIM:
+            raise UserError(f'{path}: add "num_attention_heads" of the target')
         heads = width // HEAD_DIM
         guesses.append(
             f"the prefix layer is taken to have {heads} attention heads of {HEAD_DIM}, "

@@ -384,10 +384,19 @@ def test_damaged_head(tmp_path: Path, values: Any, state: Any, message: str) -> 
 
 
 def test_no_head(tmp_path: Path) -> None:
-    """What is no head is refused."""
-    path = published.write(tmp_path, {"model_type": "llama"}, {"weight": torch.zeros(2, 2)})
-    with pytest.raises(UserError, match="not a head in a layout that is known here"):
-        load_head(path)
+    """What is no head is refused, and a head that would be read wrongly."""
+    lone = published.write(
+        tmp_path / "lone", {"model_type": "llama"}, {"weight": torch.zeros(2, 2)}
+    )
+    narrow = published.hydra(tmp_path / "narrow", num_attention_heads=None)[1]
+    offset = published.hydra(tmp_path / "offset", grounded_heads=False)[1]
+    for path, message in (
+        (lone, "not a head in a layout that is known here"),
+        (narrow, 'add "num_attention_heads" of the target'),
+        (offset, "or a hidden_state_offset are not supported"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_head(path)
 
 
 def test_other_target(tmp_path: Path) -> None:
