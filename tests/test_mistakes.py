@@ -68,7 +68,7 @@ features {recipe} --overwrite --shard 3/2 => --shard: 3/2 is no share; write i/n
 features {recipe} --plan --data.conversations {root}/rows.jsonl --head.kind eagle3
     => need at least 7; name its taps
 features {data} {bad}/numbers.jsonl
-    => no usable conversation: 1 read, 0 kept, 1 skipped; skipped 1 turn is not text
+    => no usable conversations: 1 read, 0 kept, 1 skipped; skipped 1 turn is not text
 features {data} {bad}/text.jsonl --data.prompt_field a --data.completion_field b
     => has keys text; expected a and b
 features {data} /dev/zero => /dev/zero: a pipe or a device

@@ -155,6 +155,14 @@ class Eagle3Section(_TapHead, kw_only=True):
     )
     lm_head_init: Literal["random", "target"] = key("target: the target's rows", default="random")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError(
+                "fc_norm and norm_before_fc norm the same features, and no server does both; "
+                "choose one"
+            )
+
 
 class _MultiToken(HeadSection, kw_only=True):
     """Heads that each draft one future token."""
