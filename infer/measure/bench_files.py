@@ -144,9 +144,16 @@ class SummaryRow:
     span: str | None = None  # cumulative or bucket, of context lengths
     repeated: float | None = None  # share of 4-grams that came before
     NOT_BY_CONTEXT: ClassVar = [
-        "tau_macro", "accepted_histogram", "speedup_with_prefill", "draft_forwards", "draft_forwards_wasted",
-        "identical", "mismatch", "peak_memory_gib", "ms",
-    ]  # fmt: skip
+        "tau_macro",
+        "accepted_histogram",
+        "speedup_with_prefill",
+        "draft_forwards",
+        "draft_forwards_wasted",
+        "identical",
+        "mismatch",
+        "peak_memory_gib",
+        "ms",
+    ]
 
     def as_dict(self) -> dict[str, Any]:
         """As summary.json has it, without the fields that rows of its sort lack."""

@@ -1,4 +1,4 @@
-"""What the finished stages of a run recorded, if their target, heads and files are still the same."""
+"""What a run's finished stages recorded, if target, heads and files are still the same."""
 
 import shlex
 from collections.abc import Mapping

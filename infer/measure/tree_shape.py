@@ -22,7 +22,7 @@ class TreeShape:
 
     @property
     def words(self) -> str:
-        """'6 levels, k 8, 16 nodes' or '5 levels, chain, stop entropy' or '4 levels, static, ...'."""
+        """Such as '6 levels, k 8, 16 nodes' or '5 levels, chain, stop entropy'."""
         sizes = {"chain": "chain", "static": f"static, {self.nodes} nodes"}
         size = sizes.get(self.shape, f"k {self.k}, {self.nodes} nodes")
         text = self.text or f"{self.levels} levels, {size}"

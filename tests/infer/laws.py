@@ -74,7 +74,7 @@ def paths(tree: Tree) -> dict[Path, float]:
 
 
 def check_connected(tree: Tree) -> None:
-    """Asserts that every parent is in the tree, earlier and one level above, and that the mask shows all ancestors."""
+    """Every parent is in the tree, earlier and one level above; the mask shows all ancestors."""
     parents = tree.parents[1:]
     assert bool((parents >= 0).all()) and bool((parents < torch.arange(1, len(tree))).all())
     assert bool((tree.depth[1:] == tree.depth[parents] + 1).all())

@@ -18,11 +18,14 @@ TREES = {
 }
 GREEDY: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
 FAILED: dict[str, Any] = {"status": "error", "message": "no memory", "ms": None}
-WORDS = "Each crate holds 12 jars , so 7 crates hold 84 . <b>Bold</b> & then she gives away 9 of them ; 75 stay".split()
+WORDS = (
+    "Each crate holds 12 jars , so 7 crates hold 84 . <b>Bold</b> & then she gives away "
+    "9 of them ; 75 stay"
+).split()
 
 
 def record(cycles: int = 4, **changes: Any) -> Record:
-    """A greedy vanilla answer to a prompt: a token by prefill in 10 ms, then one per cycle in 40 ms altogether."""
+    """A greedy vanilla answer: a token by prefill in 10 ms, then one per cycle in 40 ms in all."""
     values = {
         "row": 0,
         "method": "vanilla",
@@ -65,7 +68,7 @@ def drafted(tokens: tuple[int, ...], **changes: Any) -> Record:
 
 
 def write_run(root: Path) -> None:
-    """Writes the bench of a made-up run at two temperatures, of 12 prompts in three tasks; its last row fails once."""
+    """Writes a bench at two temperatures, of 12 prompts in three tasks; its last row fails once."""
     generator, lines = np.random.default_rng(0), list[str]()
     for temperature, prompt in product((0.0, 1.0), range(12)):
         output = generator.integers(0, 400, size=64).tolist()

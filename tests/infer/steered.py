@@ -1,4 +1,4 @@
-"""A drafter that is always right, or always wrong, as it is told, so that edge cases need no luck."""
+"""A drafter that is always right or always wrong, as told, so that edge cases need no luck."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The bench: its suite of rows and sweeps, measuring through turns, kills and failures, and the references."""
+"""The bench: its rows and sweeps, measuring through turns, kills and failures, references."""
 
 import json
 from collections.abc import Sequence
@@ -241,7 +241,8 @@ def test_sweep(place: Place, tmp_path: Path) -> None:
     records = measure_answers(bench(place, tmp_path, config), PROMPTS, seed=3)
     found = {(r.row, r.temperature, r.task, r.prompt_id) for r in records if r.turn == 0}
     main = {(row, 0.0, p.task, p.prompt_id) for row in range(5) for p in PROMPTS}
-    # level 3 is the bench's own row; level 1 gets each task's first prompt; 0.7 gets that of `draw`, as vanilla does
+    # level 3 is the bench's own row; level 1 gets each task's first prompt; 0.7 gets that of
+    # `draw`, as vanilla does
     extra = {
         (5, 0.0, "count", "a"),
         (5, 0.0, "draw", "a"),

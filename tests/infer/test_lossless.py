@@ -42,7 +42,8 @@ from tests.infer.steered import steered
 ROWS = [(method, (published.heads or (None,))[0]) for method, published in METHODS.items()]
 LEVEL = ALPHA / (len(ROWS) * len(PROOF_SAMPLINGS))
 NUM_PROMPTS, MOST_PROMPTS = 6, 120  # answered by each row; at most, to meet every edge case
-# settings of Qwen2.5's instruction models, without their end ids; then every setting that looks at the text
+# settings of Qwen2.5's instruction models, without their end ids; then every setting that looks
+# at the text
 QWEN = {
     "repetition_penalty": 1.05,
     "temperature": 0.7,
@@ -92,7 +93,7 @@ class Prompts:
         return make_decoder(LoadedHeads(self.target), MethodConfig.of(method), head)
 
     def edges(self, method: Method, kind: str | None, count: int = NUM_PROMPTS) -> set[str]:
-        """Asserts that the answers to the last prompts of `count` are generate's; returns the edge cases they met.
+        """The answers to the last prompts of `count` are generate's; returns the edge cases met.
 
         With a head's own drafts, and with steered ones.
         """

@@ -1,4 +1,4 @@
-"""The commands on a tiny run: bench, calibrate, report, compare and generate, their errors, and a kill."""
+"""The commands on a tiny run: bench, calibrate, report, compare, generate, errors, and a kill."""
 
 import io
 import json
@@ -113,23 +113,46 @@ def plan(command: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
 
 ROWS = "--bench.rows '[{{method: vanilla}}, {{{}}}]'"
 WRONG: list[tuple[str, str, str | None]] = [  # command line, message, options that work
-    ("generate --method medusa --tree.shape dynamic", "drafts at most 2; set tree.levels to 2",
-     "--method medusa --tree.shape dynamic --tree.levels 2"),
+    (
+        "generate --method medusa --tree.shape dynamic",
+        "drafts at most 2; set tree.levels to 2",
+        "--method medusa --tree.shape dynamic --tree.levels 2",
+    ),
     ("generate --top-k 5", "--top-k and --top-p: greedy decoding", "--top-k 5 --temperature 1"),
-    ("generate --head {root}/run", "run: a run and no head; name {root}/run/heads/draft_lm or {root}/run/heads/eagle1",
-     "--head {root}/run/heads/eagle1"),
+    (
+        "generate --head {root}/run",
+        "run: a run and no head; name {root}/run/heads/draft_lm or {root}/run/heads/eagle1",
+        "--head {root}/run/heads/eagle1",
+    ),
     ("generate --prompts {root}/rows.jsonl --prompt x", "needs either --prompt TEXT", None),
-    ("generate --prompts {root}/rows.jsonl --raw", "several turns need the chat template; leave --raw out", None),
+    (
+        "generate --prompts {root}/rows.jsonl --raw",
+        "several turns need the chat template; leave --raw out",
+        None,
+    ),
     ("generate --prompts {root}/q.txt", "q.txt: cannot be read; expected .json", None),
-    ("generate --method svip --head {root}/run/heads/medusa", "with a head of kind eagle1 or eagle3",
-     "--method svip --head {root}/run/heads/eagle3"),
-    (f"bench {ROWS.format('method: medusa, tree: {choices: {root}/deep.yaml}')}", "bench.rows.1: tree: is 3",
-     ROWS.format("method: medusa, tree: {choices: {root}/shallow.yaml}")),
-    (f"bench {ROWS.format('method: eagle2, head: {root}/run/heads/eagle3')}", "of kind eagle1, not eagle3",
-     ROWS.format("method: eagle3, head: {root}/run/heads/eagle3")),
+    (
+        "generate --method svip --head {root}/run/heads/medusa",
+        "with a head of kind eagle1 or eagle3",
+        "--method svip --head {root}/run/heads/eagle3",
+    ),
+    (
+        f"bench {ROWS.format('method: medusa, tree: {choices: {root}/deep.yaml}')}",
+        "bench.rows.1: tree: is 3",
+        ROWS.format("method: medusa, tree: {choices: {root}/shallow.yaml}"),
+    ),
+    (
+        f"bench {ROWS.format('method: eagle2, head: {root}/run/heads/eagle3')}",
+        "of kind eagle1, not eagle3",
+        ROWS.format("method: eagle3, head: {root}/run/heads/eagle3"),
+    ),
     ("generate --head {root}/run/heads/eagel1", "did you mean {root}/run/heads/eagle1?", None),
-    ("verify --methods eagle4", "--methods: method: unknown 'eagle4'; did you mean", "--methods eagle2"),
-]  # fmt: skip
+    (
+        "verify --methods eagle4",
+        "--methods: method: unknown 'eagle4'; did you mean",
+        "--methods eagle2",
+    ),
+]
 
 
 @pytest.mark.parametrize(("line", "message", "remedy"), WRONG)
@@ -194,7 +217,7 @@ def test_generate(command: Command) -> None:
 
 
 def written(*turns: str) -> list[str]:
-    """The greedy answers of transformers' generate to each turn of a conversation, at most 12 tokens each."""
+    """The greedy answers of transformers' generate to each turn, at most 12 tokens each."""
     model, tokenizer = tiny.llama(), tiny.tokenizer()
     history: list[dict[str, str]] = []
     for turn in turns:

@@ -1,4 +1,4 @@
-"""Trees against brute force: chains, static trees, EAGLE-2's expansion and reranking, node by node."""
+"""Trees against brute force: chains, static trees, EAGLE-2's expansion and reranking."""
 
 import itertools
 from itertools import count
@@ -39,7 +39,7 @@ LINE = ((0,), (0, 0), (0, 0, 0))
 
 
 def brute_force(drafter: TableDrafter, config: DynamicConfig) -> dict[tuple[int, ...], float]:
-    """path -> log survival of EAGLE-2's tree or of an ablation, built node by node; without the root."""
+    """path -> log survival of EAGLE-2's tree or of an ablation, without the root."""
     order, by_value = count(), config.rank == "survival"
     pool: list[Any] = []
     picked: dict[tuple[int, ...], float] = {}

@@ -1,4 +1,4 @@
-"""Laws of tau, speedup, contexts and the rows of summary.json; the expected numbers are worked out by hand."""
+"""Laws of tau, speedup, contexts and the rows of summary.json; numbers worked out by hand."""
 
 import re
 from dataclasses import replace
@@ -21,7 +21,7 @@ from tests.infer.made_up import FAILED, drafted, milliseconds, record
 
 
 def two_prompts() -> list[Record]:
-    """Vanilla: 4 decoded tokens in 40 ms, 8 in 80 ms; eagle2: the same tokens in 10 ms (2 cycles) and 40 ms (4)."""
+    """Vanilla: 4 tokens in 40 ms, 8 in 80 ms; eagle2: in 10 ms (2 cycles) and 40 ms (4)."""
     return [
         record(prompt_id="a"),
         record(8, prompt_id="b", ms=milliseconds(prefill=10.0, wall=90.0)),
@@ -165,7 +165,8 @@ def test_contexts() -> None:
     measured = {
         (one.value, one.span): one for one in context_rows(members, (103, 111, 131, 141), None)
     }
-    # the prefill's token is at 101; ten tokens, to 111, take vanilla 100 ms, and eagle2 2.5 cycles of 16 ms
+    # the prefill's token is at 101; ten tokens, to 111, take vanilla 100 ms, and eagle2 2.5
+    # cycles of 16 ms
     assert measured[111, "cumulative"].speedup == pytest.approx(100 / 40)
     assert measured[131, "bucket"].speedup == pytest.approx(
         200 / (40 + 20)

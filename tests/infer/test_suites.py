@@ -1,4 +1,4 @@
-"""Every suite of configs/bench runs to its end, on miniatures with the quirks of the real models."""
+"""Every suite of configs/bench runs to its end, on miniatures with quirks of real models."""
 
 from pathlib import Path
 from typing import Any
