@@ -66,6 +66,7 @@ def _plan_work(recipe: Recipe, job: Job) -> str:
 
 
 def _plan_memory(recipe: Recipe, job: Job) -> str:
+    # The worst batch: as many of the longest rows as one batch has, with their padding.
     largest = job.objective.settings.batch_size * max(job.rows.lengths)  # tokens of a batch
     parts = memory(job.objective, largest, 2, job.trunk)
     # A spread target shares no GPU with the head that is trained.
@@ -148,6 +149,7 @@ def memory(objective: Objective, tokens: int, itemsize: int, trunk: Any = None) 
     if trunk is not None:
         weights = sum(parameter.numel() for parameter in trunk.parameters())
         parts["target"] = weights * precision - sum(shared.values())
+    # The two peaks add up: the laws of a chunk are held while all activations are.
     activations = objective.activations(tokens)
     if activations is not None:
         parts["activations"] = itemsize * activations.numbers

@@ -56,6 +56,7 @@ class Job:
     def order(self, world: int) -> tuple[Order, int]:
         """The rows of each optimiser step, and the number of steps."""
         config = self.objective.settings
+        # A step's rows are drawn for all processes together, then dealt out.
         order = Order(
             self.rows.lengths,
             config.seed,
@@ -137,6 +138,7 @@ def _read_target(recipe: Recipe, is_plan: bool) -> Source:
         text_config, vocab = model.config, model.vocab
     else:
         text_config, vocab = targets.load_vocab(recipe.target)
+    # Taps need the number of blocks, so a wrong one is found only now.
     taps = targets.taps_of(recipe, text_config.num_hidden_layers)
     return replace(source, text_config=text_config, vocab=vocab, taps=taps, model=model)
 
@@ -152,6 +154,7 @@ def _read_cache(recipe: Recipe, source: Source) -> Rows:
             "storage": recipe.features.storage,
         },
     )
+    # The cache's states are of the weights with which it was built, whatever their path.
     difference = targets.other_weights(
         cache.fingerprint["target"], recipe.target, source.text_config, source.vocab
     )
@@ -244,6 +247,7 @@ def _build_head(recipe: Recipe, source: Source, rows: Rows) -> Trained:
         _, facts, line = tokens.draft_vocabulary(
             rows.tokens(), len(head.vocabulary.t2d), warm_start=head.vocabulary
         )
+    # The head is in float32 from here on; autocast or DeepSpeed narrow what they compute.
     objective = kind.objective(head, vocab, recipe.train)
     _require_positions(objective, recipe, source)
     if rank() == 0:
@@ -265,10 +269,12 @@ def _complete_section(recipe: Recipe, source: Source) -> tuple[Any, VocabWeights
     section: Any = recipe.head
     vocab = source.vocab
     if getattr(section, "norm_init", None) == "target":
+        # Read apart: no other kind of start needs this weight.
         vocab = replace(vocab, final_norm=targets.final_norm(recipe.target))
     if getattr(section, "mask_token_id", 0) is None:
         mask = tokens.mask_token(source.tokenizer, source.end_ids, vocab.embedding)
         section = replace(section, mask_token_id=mask)
+    # A draft goes on behind the longest row: its positions need RoPE, too.
     if section.max_position_embeddings is None:
         context = targets.context_of(source.text_config) or 0
         positions = max(context, sum(_needed_positions(recipe, source)))

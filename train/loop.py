@@ -102,7 +102,9 @@ class Agreement(NamedTuple):
 
     counts: dict[str, float]  # of each term: the slots that its loss is divided by
     tokens: int
-    ending: str  # "": none; "requeue", "interrupted": before the step; "budget": after it
+    # The ending that some process asks for; "" if none does. "requeue" and "interrupted" are
+    # granted before the step, "budget" after it.
+    wish: str
 
 
 class Loop:
@@ -118,6 +120,7 @@ class Loop:
         self.device = accelerator.device
         self.rank = accelerator.process_index
         self.world = accelerator.num_processes
+        # The order depends on the seed and the rows alone, so a sitting can begin at any step.
         self.order, self.total = job.order(self.world)
         # Before accelerate wraps the module and DeepSpeed shards it.
         self.twin = self._copied_objective()
@@ -174,6 +177,7 @@ class Loop:
         saved: resume.Found = answer[0]
         folder = saved.folder
         if folder is not None:
+            # Each process loads its own part: ZeRO has cut weights and moments into shards.
             processes.load_state(self.accelerator, folder)
             self.sums = torch.load(folder / METER.format(self.rank), self.device, weights_only=True)
         if self.rank == 0:
@@ -227,7 +231,8 @@ class Loop:
                 # -------------------------------------------------------------------
                 # Before the step: all processes agree on its divisors and whether to go on.
                 counts, tokens, wish = self._agree(batches, stop, error)
-                if wish in resume.CODES:
+                if wish in resume.EXIT_CODES:
+                    # The batches that were read are dropped: the next sitting reads them again.
                     ending = wish
                     break
                 # -------------------------------------------------------------------
@@ -241,7 +246,8 @@ class Loop:
                         self.accelerator.backward(loss)
                         add_sums(self.sums, output.sums())
                         self._clip()
-                        # accelerate's optimisers do both only with the last of the batches.
+                        # accelerate's optimisers step and clear only at the last of the
+                        # accumulated batches.
                         for optimizer in self.optimizers:
                             optimizer.step()
                             optimizer.zero_grad()
@@ -256,9 +262,11 @@ class Loop:
                 )
                 self.clock.update(steps=1, tokens=tokens, waited=waited, seconds=now - began)
                 progress_bar.update(1)
+                # The last step is logged and evaluated in `_end`, whatever the intervals are. No save:
+                # after it there is nothing to go on with.
                 if step + 1 == self.total:
                     break
-                if wish:
+                if wish:  # a budget
                     ending = wish
                     break
                 if (step + 1) % self.config.log_every == 0:
@@ -267,6 +275,7 @@ class Loop:
                     self._evaluate()
                 if (step + 1) % self.config.save_every == 0:
                     self._save_state()
+                # Logging, evaluating and saving are not timed.
                 began = time.monotonic()
             self._end(ending)
         stop.is_stepping = False
@@ -274,7 +283,7 @@ class Loop:
 
     def _end(self, ending: str) -> None:
         """Leaves what the next sitting, or the user, needs."""
-        if ending in resume.CODES:
+        if ending in resume.EXIT_CODES:
             # No log line: its sums are saved, and it comes at the same step as in an unbroken run.
             step = self.progress.step
             if step != self._saved_at:
@@ -284,6 +293,7 @@ class Loop:
             )
             return
         self._log()
+        # Before the save, which takes the best weights along.
         self._evaluate()
         if ending == "budget":
             self._save_state()
@@ -305,6 +315,7 @@ class Loop:
             return [collate([], ())], error
 
     def _load(self, batch: Batch) -> Batch:
+        # Online features are made here, on the device, and not in the prefetching threads.
         batch = batch.to(self.device)
         return batch if self.job.features is None else self.job.features(batch)
 
@@ -333,8 +344,9 @@ class Loop:
         num_errors, tokens, requeue, interrupted, over_budget, *sums = totals.tolist()
         processes.raise_together(error, num_errors, self.device)
         wishes = {"requeue": requeue, "interrupted": interrupted, "budget": over_budget}
-        ending = next(filter(wishes.get, wishes), "")
-        return Agreement(dict(zip(names, sums, strict=True)), int(tokens), ending)
+        # The first wish that a process has: a signal comes before the budget.
+        wish = next(filter(wishes.get, wishes), "")
+        return Agreement(dict(zip(names, sums, strict=True)), int(tokens), wish)
 
     def _loss_scales(self, counts: dict[str, float]) -> dict[str, float]:
         """What turns a batch's sum of each term into its part of the mean over the step's slots."""
@@ -362,6 +374,7 @@ class Loop:
             return
         clock = self.clock
         last = self.progress.step - 1  # counts from 0
+        # On all processes, although only the first one writes: it is an all-reduce.
         averages = means(self.sums, self.device)
         self.sums = {}
         self.clock = Counter()
@@ -401,6 +414,7 @@ class Loop:
                 if tracker.name != "trackio" or step > self.file.reached:
                     with explained(Path(self.accelerator.project_dir)):
                         tracker.log(curves, step=step)
+        # Only after the line, so that the file shows where the training diverged.
         for name, value in numbers.items():
             if not math.isfinite(value) and name != "grad_norm":
                 best = self.progress.best_step

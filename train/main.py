@@ -102,20 +102,23 @@ def _train(
         recipe.train, recipe.paths.root / "trackers" / job.kind
     )
     is_first = accelerator.is_main_process
+    # One process holds the lock for all: the others would find it taken.
     with working_alone(job.state, "training") if is_first else nullcontext():
         if job.objective.target is not None:
             job.objective.target = job.objective.target.to(accelerator.device)
         loop = Loop(job, accelerator, stage.inputs, measure)
+        # Only now: a save that is refused leaves an earlier output as it was.
         if is_first:
             resume.begin_output(stage.output, job.state)
         ending = loop.run(stop)
-        if is_first and ending not in resume.CODES:
+        # After a signal the output keeps its marker, so that the next sitting goes on.
+        if is_first and ending not in resume.EXIT_CODES:
             _finish(recipe, stage, loop, ending)
         # Free the module first: the end of the process group could wait for it.
         del loop
         accelerator.free_memory()
         accelerator.end_training()
-    return ending if ending in resume.CODES else "done", resume.CODES.get(ending, 0)
+    return ending if ending in resume.EXIT_CODES else "done", resume.EXIT_CODES.get(ending, 0)
 
 
 def _finish(recipe: Recipe, stage: Stage, loop: "Loop", ending: str) -> None:
@@ -159,6 +162,7 @@ def tau_measure(recipe: Recipe, job: "Job") -> "Measure":
     tree: Any = recipe.tree
     # A tree needs a mask over its branches, which not every model reads.
     checked_lm(target, form="chain" if tree.shape == "chain" else "tree")
+    # Every process decodes a share; the sums below are over all of them.
     prompts = _held_out_prompts(recipe, job)[rank() :: world_size()]
     settings: Any = recipe.train
 

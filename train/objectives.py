@@ -274,6 +274,7 @@ def unroll(
         else:
             computed = slots.supervised[:size]  # [S_k]
             x = x[:size]  # [S_k, D]: the slots that drop out were the last of the step before
+        # No index passes the end: behind the last computed slot stand the tokens that it learns.
         tokens = ids[computed + 1 + step]  # t_{p+1+k}
         # Outputs beyond the head's positions are not used; clamping makes the look-up valid.
         at = (positions[computed] + step).clamp(max=last_position)
@@ -345,6 +346,7 @@ class Eagle1Objective(Objective):
         with torch.autocast(outputs.device.type, enabled=False):
             pieces = losses.in_chunks({"predicted": predicted, "true": true}, self.chunk)
             sums = losses.added(list(losses.by_piece(self._sums, pieces)))
+        # Outside of the pieces: features are small, only laws must be cut.
         sums["feature"] = losses.smooth_l1(predicted, true).sum()
         return StepOutput.of_sums(sums, slots.sum(), self.weights)
 
@@ -411,6 +413,7 @@ class Eagle3Objective(Objective):
         outputs = list(  # K x [S_k, D]
             unroll(self.head, batch, slots, fused, self.settings.gradient_checkpointing)
         )
+        # Slot p's law in step 0 is the target's after t_{p+1}.
         states = batch.features.flatten(0, 1)[slots.supervised + 1]  # [S, D]
         # The slots of a piece, of all steps, fill a chunk. Pieces are alike.
         most = max(1, self.chunk // self.settings.unroll_steps)
@@ -423,6 +426,7 @@ class Eagle3Objective(Objective):
         else:
             parts = losses.by_piece(self._sums, pieces)
         sums = losses.added(list(parts))
+        # Losses of all steps are divided by the first step's slots, accuracies by their own.
         counts = torch.tensor(slots.sizes).unbind()
         terms = {name: (sums["loss"][k], counts[0]) for k, name in enumerate(self.weights)}
         metrics = {f"accuracy_at_{k + 1}": (sums["hits"][k], n) for k, n in enumerate(counts)}

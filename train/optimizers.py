@@ -44,6 +44,7 @@ def build_optimizers(
         "momentum": muon.momentum,
         "weight_decay": muon.weight_decay,
     }
+    # Two optimisers, each with its own rate; ZeRO takes one, with a group of each.
     return [Muon([group]), adamw] if join is None else [join(group, adamw)]
 
 

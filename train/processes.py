@@ -99,6 +99,7 @@ def _configure_deepspeed(accelerator: Accelerator, config: TrainConfig) -> None:
             "train.compile: ZeRO-3 gathers weights inside of what would be compiled; "
             "use configs/accelerate/zero2.yaml, or leave it out"
         )
+    # The recipe decides these; accelerate's file leaves them out.
     plugin.deepspeed_config |= {
         # accelerator.clip_grad_norm_ clips nothing under DeepSpeed.
         "gradient_clipping": config.clip_norm,
@@ -123,6 +124,7 @@ def engine_and_machine(accelerator: Accelerator) -> tuple[str, str]:
     plugin = accelerator.state.deepspeed_plugin
     engine = "plain" if plugin is None else f"ZeRO-{plugin.zero_stage}"
     precision = accelerator.mixed_precision.replace("no", "float32")
+    # The number of threads moves the last bits of sums on a CPU.
     device = accelerator.device
     machine = f"{device.type} with {torch.get_num_threads()} threads"
     if device.type == "cuda":

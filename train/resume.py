@@ -137,6 +137,7 @@ def find(directory: Path, fresh: Progress, overwrite: bool) -> Found:
     broken: list[str] = []
     # A kill or a bad disk may have left the newest in pieces; the one before is as good.
     for folder in folders(directory):
+        # Checks every file's digest, as a kill of the machine may leave files of the right size.
         checked = Manifest.check(folder, name=RECORD)
         if isinstance(checked, Whole):
             break
@@ -145,6 +146,7 @@ def find(directory: Path, fresh: Progress, overwrite: bool) -> Found:
         if broken and not overwrite:
             raise UserError(f"{broken[0]}; no other save is whole: start anew with --overwrite")
         return Found(fresh, None, [f"{text}; starting anew" for text in broken])
+    # An older whole save is never tried for another recipe: the newest tells whose saves these are.
     saved = Progress(**checked.manifest.facts)
     refusal = _refusal(saved, fresh)
     if refusal:
@@ -157,6 +159,7 @@ def find(directory: Path, fresh: Progress, overwrite: bool) -> Found:
             f"{folder}: saved with {saved.machine}, this is {fresh.machine}: "
             "not bit for bit as there"
         )
+    # The settings that may change between sittings, and the machine, are those of this sitting.
     return Found(replace(saved, made_of=fresh.made_of, machine=fresh.machine), folder, warnings)
 
 
@@ -201,6 +204,7 @@ def save(
     folder = state / f"step-{progress.step:08d}"
     with storage.directory_atomically(folder, wait) as temporary:
         fill(temporary)
+        # All parts must be there before the manifest, which digests them.
         wait()
         if rank() == 0:
             Manifest.of(temporary, facts=asdict(progress)).write(temporary, RECORD)
@@ -249,12 +253,14 @@ def require_own_output(stage: Stage, state: Path) -> None:
 def begin_output(output: Path, state: Path) -> None:
     # A relative path, because a run can be moved.
     storage.write_text(output / BEGUN, f"{os.path.relpath(state, output)}\n")
+    # After the marker: a kill between them must not leave files that no run has made.
     (output / FILE).unlink(missing_ok=True)
     storage.remove_temporaries(output)
 
 
 def forget_saves(output: Path, state: Path) -> None:
     """Removes a finished training's saves; after a budget they stay, to go on."""
+    # The record is written by now. A kill here leaves saves, which the next start removes.
     (output / BEGUN).unlink(missing_ok=True)
     if sound_record(output).get("ended") == "finished":
         clear(state)
@@ -262,7 +268,7 @@ def forget_saves(output: Path, state: Path) -> None:
 
 # After its signal a scheduler repeats the command; after Ctrl-C the user decides.
 SIGNAL_STATES = {signal.SIGINT: "interrupted", signal.SIGTERM: "requeue", signal.SIGUSR1: "requeue"}
-CODES = {"interrupted": 130, "requeue": 75}
+EXIT_CODES = {"interrupted": 130, "requeue": 75}
 PATIENCE_SECONDS = 5.0
 
 
