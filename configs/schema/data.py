@@ -136,7 +136,8 @@ class ServerConfig(Section):
     model: str | None = key("its name on the servers; null: target.path", default=None)
     concurrency: PositiveInt = key("requests under way at each URL", default=64)
     timeout_s: PositiveFloat = key(
-        "of one request, once connected; thinking can take long", default=1800.0
+        "a request may take timeout_s * (retries + 1) in all; thinking can take long",
+        default=1800.0,
     )
     retries: NonNegativeInt = key("of one request, by openai's client", default=5)
     patience_s: PositiveFloat = key("without any answer for so long, the run stops", default=900.0)
