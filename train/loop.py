@@ -262,8 +262,8 @@ class Loop:
                 )
                 self.clock.update(steps=1, tokens=tokens, waited=waited, seconds=now - began)
                 progress_bar.update(1)
-                # The last step is logged and evaluated in `_end`, whatever the intervals are. No save:
-                # after it there is nothing to go on with.
+                # The last step is logged and evaluated in `_end`, whatever the intervals are, and
+                # never saved: there is nothing to go on with.
                 if step + 1 == self.total:
                     break
                 if wish:  # a budget
