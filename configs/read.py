@@ -195,23 +195,28 @@ def override(words: Sequence[str], values: dict[str, Any], lines: dict[str, str]
         value, _ = _parse_yaml(text, f"--{name}")
         parts = name.split(".")
         lines |= {".".join(parts[:end]): f"--{name}" for end in range(1, len(parts) + 1)}
-        section: Any = values
-        for part in parts[:-1]:
-            index = _index(section, part, name)
-            # A copy: other uses of a YAML anchor keep what they have.
-            section[index] = copy.copy(section[index]) or {}
-            section = section[index]
-        section[_index(section, parts[-1], name)] = value
+        set_key(values, name, value, f"--{name}")
 
 
-def _index(section: Any, part: str, name: str) -> Any:
+def set_key(section: Any, name: str, value: Any, source: str) -> None:
+    """Sets a dotted key, and makes sections that are missing; source: what an error names."""
+    *parents, leaf = name.split(".")
+    for part in parents:
+        index = _index(section, part, source)
+        # A copy: other uses of a YAML anchor keep what they have.
+        section[index] = copy.copy(section[index]) or {}
+        section = section[index]
+    section[_index(section, leaf, source)] = value
+
+
+def _index(section: Any, part: str, source: str) -> Any:
     """Where a part of a dotted name is in its section: a key, None if new, or a position."""
     if isinstance(section, dict) and not part.isdecimal():
         section.setdefault(part, None)
         return part
     if isinstance(section, list) and part in map(str, range(len(section))):
         return int(part)
-    raise UserError(f"--{name}: there is no {part!r}; positions of a list count from 0")
+    raise UserError(f"{source}: there is no {part!r}; positions of a list count from 0")
 
 
 def as_dict(section: Any) -> dict[str, Any]:

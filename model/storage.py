@@ -523,6 +523,7 @@ def template_path(path: str) -> Path:
     """The file of target.chat_template, from the working directory or the checkout."""
     for file in (Path(path).expanduser(), ROOT / path):
         if file.is_file():
+            read_text(file)  # UserError for a file that is no text
             return file
     raise UserError(
         f"target.chat_template: {path}: no such file; {SHIPPED_TEMPLATE} ships for Vicuna"

@@ -45,6 +45,7 @@ run {root}/recipe.yaml --data.conversations a b => b: not an option; overrides l
 run {root}/recipe.yaml --data.conversations chats
     => no such file or directory; a data set of the Hub is OWNER/NAME
 run {root}/recipe.yaml => none.jsonl: no such file or directory
+run {root}/recipe.yaml --plan --target.chat_template {bad}/latin.jsonl => latin.jsonl: not UTF-8
 status {bad}/nowhere => nowhere: no run
 init => the following arguments are required: --target, --data, --out
 init --target {root}/target --data {bad}/gone.jsonl --out {root}/new.yaml

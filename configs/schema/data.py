@@ -81,6 +81,10 @@ class FeaturesConfig(Section):
         "training draws rows from so many shards at a time; null: all", default=None
     )
 
+    def __post_init__(self) -> None:
+        if self.mode == "online" and (self.storage or self.shuffle_shards):
+            raise ValueError("storage and shuffle_shards are a cache's; drop them, or mode: online")
+
 
 class SourceConfig(Section):
     """Where prompts come from."""

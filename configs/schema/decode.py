@@ -85,6 +85,10 @@ class VoteConfig(Section):
         default=3.0,
     )
 
+    def __post_init__(self) -> None:
+        if self.signals == ("expectation",) and not self.bonus:
+            raise ValueError("without a bonus the expectation always votes; raise bonus")
+
     @property
     def needed(self) -> int:
         """Votes that end a tree: two, or one if there is one signal."""

@@ -199,6 +199,13 @@ class HydraSection(_LayerSizes, _MultiToken, kw_only=True):
         "deviation of the prefix layer's new matrices", default=0.02
     )
 
+    def __post_init__(self) -> None:
+        sizes = [key for key in _LayerSizes.__dataclass_fields__ if getattr(self, key) is not None]
+        if sizes and not self.prefix_layer:
+            raise ValueError(
+                f"{sizes[0]} is the prefix layer's; set prefix_layer: true, or drop it"
+            )
+
 
 class DraftLMSection(_LayerSizes, HeadSection, kw_only=True):
     """A small language model with the target's tokenizer."""
@@ -375,6 +382,11 @@ class TrainConfig(Section, kw_only=True):
         "tensorboard, wandb, trackio or another of accelerate's", default=()
     )
 
+    def __post_init__(self) -> None:
+        weights = {key: value for key, value in vars(self).items() if key.endswith("_weight")}
+        if weights and not any(weights.values()):
+            raise ValueError(f"{' and '.join(weights)} are zero: nothing would be learnt")
+
 
 class DraftHeadTrain(TrainConfig, kw_only=True):
     """For all heads that read the target's features."""
@@ -466,6 +478,13 @@ class DraftLMTrain(TrainConfig, kw_only=True):
     token_weight: NonNegativeFloat = key(
         "of the cross-entropy, where `distill` is set", default=1.0
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.distill is None and (self.distill_weight, self.token_weight) != (1.0, 1.0):
+            raise ValueError(
+                "distill_weight and token_weight weigh nothing without distill; set it"
+            )
 
 
 Train = Annotated[

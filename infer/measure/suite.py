@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import validate
+from aerie.configs.read import set_key, validate
 from aerie.configs.schema.decode import METHODS, MethodConfig
 from aerie.configs.schema.measure import BenchConfig, SamplingConfig, SweepConfig
 from aerie.infer.decode.find_head import check_levels, find_head, kind_at
@@ -91,7 +91,7 @@ def read_suite(bench: BenchConfig, settle: Callable[[MethodConfig, str], Settled
                 samplings = tuple(dict.fromkeys(heated))  # each once
             else:
                 for row_values in values:
-                    set_key(row_values, sweep.vary, value)
+                    set_key(row_values, sweep.vary, value, location)
             numbers = []
             for row_values in values:
                 row = settle(validate(row_values, MethodConfig, location, {}), location)
@@ -101,14 +101,6 @@ def read_suite(bench: BenchConfig, settle: Callable[[MethodConfig, str], Settled
             for sampling, row_number in product(samplings, numbers):
                 swept.append(SweptRow(number, value, row_number, sampling))
     return Suite(bench, tuple(rows), tuple(swept))
-
-
-def set_key(section: dict[str, Any], key: str, value: Any) -> None:
-    """Sets a dotted key of a row's values, and makes sections that are missing."""
-    *parents, leaf = key.split(".")
-    for parent in parents:
-        section = section.setdefault(parent, {})
-    section[leaf] = value
 
 
 def suite_file(suite: Suite, prompts: Sequence[Prompt], max_context: int | None) -> SuiteFile:

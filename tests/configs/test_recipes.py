@@ -99,6 +99,23 @@ def test_a_number_that_means_nothing_and_a_path_of_nothing_are_refused(word: str
         load(CONFIGS / "embedded.yaml", *distill, f"--{word}")
 
 
+CONTRADICTIONS = """
+embedded train.feature_weight=0 train.classification_weight=0 => nothing would be learnt
+embedded features.mode=online features.storage=fp8 => are a cache's
+embedded tree.stop.rule=vote tree.stop.signals=expectation tree.stop.bonus=0 => raise bonus
+hydra/embedded head.prefix_layer=false head.head_dim=8 => head_dim is the prefix layer's
+draft_lm/embedded train.distill=null train.distill_weight=2 => weigh nothing without distill
+"""
+
+
+@pytest.mark.parametrize("line", CONTRADICTIONS.strip().splitlines())
+def test_keys_that_mean_nothing_together_are_refused(line: str) -> None:
+    words, _, message = line.partition(" => ")
+    name, *overrides = words.split()
+    with pytest.raises(UserError, match=rf"^--{overrides[-1].split('=')[0]}.*{message}"):
+        load(CONFIGS / f"{name}.yaml", *(f"--{word}" for word in overrides))
+
+
 def test_names_of_other_programs_lead_to_ours() -> None:
     for other, key in ALIASES.items():
         advice = suggestion([other], pipeline.Recipe)

@@ -258,6 +258,7 @@ def test_sweep(place: Place, tmp_path: Path) -> None:
     first = (("count", "a"), ("draw", "a"))
     assert points == [(5, 0.0, 1, first), (1, 0.0, 3, first), (2, 0.7, 0.7, first[1:])]
     for wrong, message in (
+        (replace(sweep, vary="method.k"), r"bench\.sweeps\.0 \(method\.k 1\): there is no 'k'"),
         (replace(sweep, vary="tree.depth"), r"bench\.sweeps\.0 \(tree\.depth 1\): .*: unknown key"),
         (replace(warm, tasks=("math",)), r"bench\.sweeps\.0: no prompt is of task 'math'"),
     ):

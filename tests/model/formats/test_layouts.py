@@ -353,6 +353,7 @@ DAMAGES: list[
         "holds torch.int8: quantised heads are not read",
     ),
     ({}, {"d2t": torch.arange(107) * 3}, "d2t holds offsets"),
+    ({}, {"t2d": None}, "t2d: none there"),
     (
         {"draft_vocab_size": 320},
         {"lm_head.weight": torch.ones(320, 32), "d2t": None},
