@@ -32,6 +32,7 @@ class CachedLM:
         self.target = target
         self.after_blocks = after_blocks
         self.cache = KeyValueCache({}, KeptRows(0, target.device, target.dtype))
+        # finite, because a row that sees nothing must not become nan in softmax
         lowest = torch.finfo(target.dtype).min
         self._masked = torch.tensor(lowest, dtype=target.dtype, device=target.device)
         self._visible = torch.zeros_like(self._masked)
@@ -56,6 +57,7 @@ class CachedLM:
             use_cache=True,
             output_hidden_states=[*self.after_blocks],
         )
+        # by layer and part, as layers may differ in heads and widths
         rows: LayerRows = {}
         for number, layer in enumerate(cache.layers):
             if layer.is_initialized:  # a layer that shares an earlier layer's rows has none
@@ -71,12 +73,14 @@ class CachedLM:
     def read(self, tokens: Tensor) -> TargetStep:
         """As `prefill`, for the prompt's next tokens [n]."""
         depth = self.cache.kept.positions[: len(tokens)]
+        # among themselves; the kept rows before them are all visible
         mask = depth[:, None] >= depth  # [n, n] causal
         return self._step(self._forward(tokens, depth, mask), last_only=True)
 
     @property
     def max_levels(self) -> int:
         """The deepest tree: with LongRoPE it may not reach where kept rows must be rotated anew."""
+        # negative, and so no limit, without a switch and beyond it
         left = (self.target.rope_switch or 0) - self.cache.kept.length - 1
         return left if left >= 0 else 2**31
 
@@ -95,6 +99,7 @@ class CachedLM:
 
     def _forward(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> Any:
         count = tokens.shape[0]
+        # where the new rows are written: behind the kept and the pending ones
         self.cache.begin(count)
         # siblings stand in rows behind one another, but at one position of the text
         positions = depth + self.cache.kept.free[:1]
@@ -124,6 +129,7 @@ class CachedLM:
         kept = self.cache.kept
         width = self.cache.width
         num_new, num_drafted = mask.shape
+        # the numbers, on the device, of the rows behind the kept ones
         rows = kept.free[:num_drafted]
         drafted = torch.where(mask, self._visible, self._masked)  # [n, m + n]
         full = kept.mask[:width].expand(num_new, -1).index_copy(1, rows, drafted)  # [n, W]
@@ -135,4 +141,5 @@ class CachedLM:
             masks["sliding_attention"] = torch.where(is_far, self._masked, full)[None, None]
         if len(self._layer_kinds) == 1:
             return masks[self._layer_kinds[0]]
+        # such as Gemma and gpt-oss, whose layers alternate
         return {kind: masks[kind] for kind in self._layer_kinds}

@@ -41,11 +41,13 @@ class Calibrator(Section):
         return self._scaled if kind == "temperature" else self._isotonic
 
     def _scaled(self, log_q: Tensor) -> Tensor:
+        # log(q / (1 - q)), from log q
         logit = log_q - torch.log1p(-log_q.exp().clamp(max=1.0))  # +inf at q = 1
         return F.logsigmoid(logit / self.temperature)
 
     def _isotonic(self, log_q: Tensor) -> Tensor:
         """Linear between the knots, level outside."""
+        # copied to the device once: this runs in every level
         knots, heights = _knots(self.confidence, self.acceptance, log_q.device)  # [K] each
         q = log_q.exp()
         right = torch.searchsorted(knots, q.contiguous()).clamp(max=knots.shape[0] - 1)
@@ -53,6 +55,7 @@ class Calibrator(Section):
         width = (knots[right] - knots[left]).clamp(min=torch.finfo(knots.dtype).tiny)
         share = ((q - knots[left]) / width).clamp(0.0, 1.0)
         chance = torch.lerp(heights[left], heights[right], share).clamp(min=FLOOR)
+        # a draw that is missing stays impossible
         return torch.where(log_q == float("-inf"), log_q, chance.log())
 
 

@@ -41,11 +41,13 @@ def checked_lm(target: Target, after_blocks: tuple[int, ...] = (), form: Form = 
     UserError if drafts of this form are not lossless. A large target is checked once, and the
     result is kept in the user's cache.
     """
+    # once in a process, whatever its size
     if form in target.decodes:
         return CachedLM(target, after_blocks)
     if why := only_trains(target.model.config):
         raise UserError(f"{target.recipe.path}: {why}")
     is_large = target.model.num_parameters() >= LARGE
+    # a small target is checked in a moment: there is nothing worth keeping
     record = _record_path(target, form) if is_large else None
     if record is None or not record.is_file():
         _require_lossless(target, form)
@@ -70,6 +72,7 @@ def _record_path(target: Target, form: Form) -> Path:
         target.config._attn_implementation,
         *(file_digest(here.with_name(name)) for name in ("cached_lm.py", "check.py")),
     ]
+    # what changes the arithmetic, or this check, makes another file
     return user_cache() / f"{digest(depends_on)}.json"
 
 
@@ -77,11 +80,13 @@ def _require_lossless(target: Target, form: Form) -> None:
     """UserError if the target, or a stand-in for what is too slow or too narrow, has a fault."""
     fault = _fault(target, form)
     seconds = max(lengths_to_check(target).values(), default=0)
+    # a second, narrower look: bfloat16 hides small differences, and long texts take too long
     if fault is None and (target.dtype != torch.float32 or seconds > 1):
         stand_in = _stand_in(target)
         fault = None if stand_in is None else _fault(stand_in, form)
     if fault is not None:
         fix = "heads can be trained and exported for it"
+        # a model that ignores the mask but keeps positions still decodes chains
         if form == "tree" and _fault(target, "chain") is None:
             fix = "use a method that drafts a chain (eagle-chain, sps, pld), or vanilla"
         raise UserError(f"{target.recipe.path}: {family(target.model)}: {fault}; {fix}")
@@ -142,16 +147,19 @@ def _difference(target: Target, length: int, draft: Draft) -> float | None:
     mask = ancestors(parents, num_nodes - 1)  # [N, N]
     depth = mask.sum(-1) - 1
     kept = KeptRows(length + num_nodes + count, device, target.dtype)
+    # the rows of the text, as `generate` leaves them
     lm.prefill(text, kept)
     kept.advance(length)
     drafted: list[Tensor] = []
     plain: list[Tensor] = []
     for _ in range(2):  # the second time after rows were gathered out of order
         step = lm.extend(tokens, depth, mask)
+        # the same paths as plain texts, each read from its beginning without a cache
         texts = torch.cat([text.expand(len(paths), -1), tokens[paths]], dim=-1)
         last_hidden = target.features(texts).last_hidden[:, -num_nodes:]
         drafted.append(step.logits[paths])
         plain.append(target.logits(last_hidden))
+        # the first path is accepted: the next round starts from rows that were moved
         lm.cache.gather(paths[0])
         kept.advance(num_nodes)
         text = texts[0]

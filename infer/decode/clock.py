@@ -20,6 +20,7 @@ class Clock:
     def lap(self, phase: str | None) -> float:
         """Ends a phase, adds its milliseconds to ms and returns them; None: adds them nowhere."""
         if self.waits:
+            # else a phase's kernels would be counted where the host next waits
             torch.cuda.synchronize()
         now = time.perf_counter()
         ms = 1000 * (now - self._last)
@@ -35,4 +36,5 @@ class Clock:
             return work(*arguments)
         finally:
             self.lap(None)
+            # the phase goes on as if the call had taken no time
             self._last -= before / 1000

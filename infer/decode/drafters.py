@@ -45,6 +45,7 @@ class LayeredDrafter(Drafter):
         weight = self.head.fc.weight
         config = self.head.config
         self._cache = KeyValueCache.empty(config.num_hidden_layers, config, kept, weight)
+        # once for all positions, as a captured cycle may not look at the host's length
         rotary = self.head.rotary.table(len(kept.positions), weight)
         self._rotary = torch.stack(rotary)  # [2, positions, head_dim] cosines and sines
 
@@ -63,6 +64,7 @@ class EagleDrafter(LayeredDrafter):
         self.forwards = ((self, "_forward"), (self, "_log_q"))
         if isinstance(head, Eagle3Head):
             self.after_blocks = head.config.after_blocks
+            # EAGLE-3 has an LM head of its own, over the draft vocabulary
             self._logits = head.logits
             self._fuse = head.fuse
             self.forwards += ((self, "_fuse"),)
@@ -82,6 +84,7 @@ class EagleDrafter(LayeredDrafter):
         mask = causal_mask(features, self._cache)
         rotary = self._rotary.index_select(1, positions)
         outputs = self._forward(tokens, features, rotary, mask, self._cache)  # [n, D]
+        # the first draft needs this output alone
         self._last = keep_last(self._last, outputs, last)
 
     def start(self) -> Tensor:
@@ -150,6 +153,7 @@ class MedusaDrafter(Drafter):
 
     def start(self) -> Tensor:
         self._level = 0
+        # all levels at once: `step` only looks them up
         self._log_q = self.head(self._feature).float().log_softmax(-1)  # [num_heads, 1, V]
         return self._log_q[0]
 
@@ -197,6 +201,7 @@ class HydraDrafter(Drafter):
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         self._level += 1
+        # a node's path is its parent's and its own token
         above = self._paths.index_select(0, parents)
         self._paths = torch.cat([above, F.embedding(tokens, self._embedding)], dim=1)
         return self._log_q()
@@ -314,8 +319,10 @@ class DraftLMDrafter(Drafter):
     def commit(
         self, tokens: Tensor, features: Tensor | None = None, last: Tensor | None = None
     ) -> None:
+        # the prefill has read these already
         tokens = tokens[self._num_repeated :]
         self._num_repeated = 0
+        # accepted rows are kept where drafting read them
         rows = self._rows_read(tokens)
         self._keep(torch.tensor(rows, dtype=torch.long, device=tokens.device))
         self._unread = torch.cat([self._unread, tokens[len(rows) :]])
@@ -332,6 +339,7 @@ class DraftLMDrafter(Drafter):
         first = 0  # the number of the level's first row
         for token, level in zip(path.tolist(), levels, strict=False):
             nodes = level.view(-1, 2).tolist()
+            # the rest was not drafted, or is below a node that was not
             if [token, row_above] not in nodes:
                 break
             row_above = nodes.index([token, row_above])

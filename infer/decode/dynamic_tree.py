@@ -47,11 +47,14 @@ class DynamicTree(Shape):
     is_dynamic = True
 
     def __init__(self, stop: Stop, config: DynamicConfig, calibrate: Calibrate) -> None:
+        # draft_slots: the drafter keeps a row for each of the k nodes that a level hands to it. The
+        # last level hands over none, so these are k too many; the width of a mask depends on them.
         super().__init__(stop, config.levels, config.nodes, config.levels * config.k)
         self.calibrate = calibrate
         self.k = config.k
         self.nodes = config.nodes
         self.draws = config.children == "sampled"
+        # a rule that keeps its state on the host cannot be read late
         self.stop_read = config.stop_read if stop.reads_only else "each"
 
     def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler) -> Tree:
@@ -118,9 +121,11 @@ class DynamicTree(Shape):
     ) -> Tree:
         """The tree of the best candidates of these levels."""
         certain = zeros(1, root.device)
+        # the root, which is certain, is candidate 0
         confidence = [certain, *(level.confidence for level in levels)]
         survival = [certain, *(level.survival for level in levels)]
         scores = torch.cat([*confidence, *survival]).view(2, -1)  # [2, C] of all candidates
+        # by survival; the ablations have another order
         kept = self._kept(levels, scores[1])  # [N]
         tree = tree_of_kept(kept, scores, levels, root, expansion)
         if levels[0].drawn_from is not None:
@@ -178,6 +183,7 @@ class BestChildren:
 
         log_q [r, Vd]: their distributions; above [r]: their log survivals.
         """
+        # k of each row: only then does the level have k times k candidates
         confidence, columns = log_q.topk(self.k, dim=-1)  # [r, k]
         return self._level(depth, log_q, expanded, above, confidence, columns)
 
@@ -199,6 +205,7 @@ class BestChildren:
 
     def with_frontier(self, level: Level) -> Level:
         """The k best of the level are expanded next."""
+        # of ties any may be expanded: no candidate is lost, only its children
         survival, frontier = level.survival.topk(self.k)
         return level._replace(frontier=frontier, frontier_survival=survival)
 
@@ -345,6 +352,7 @@ def promise(answer: Tensor) -> Callable[[], bool]:
     """
     if not answer.is_cuda:
         return lambda: bool(answer)
+    # pinned, as other memory would make the copy wait for the device
     on_host = torch.empty_like(answer, device="cpu", pin_memory=True)
     on_host.copy_(answer, non_blocking=True)
     event = torch.cuda.Event()

@@ -53,8 +53,10 @@ class Statistics:
         if len(tree) > 1:
             self.verify = cycle.rule
         self.cycle_tokens.append(cycle.new_tokens)
+        # an end token may cut the accepted path
         self.accepted.append(min(verdict.accepted, cycle.new_tokens))
         self.draft_forwards += tree.draft_forwards
+        # Medusa and block heads give all levels in one forward
         self.draft_levels += max(tree.draft_forwards, tree.levels)
         self.draft_forwards_wasted += max(tree.draft_forwards - verdict.accepted, 0)
         self.draft_nodes += verdict.drafted
@@ -63,6 +65,7 @@ class Statistics:
 
     @property
     def new_tokens(self) -> int:
+        # the prefill's token comes first
         return 1 + sum(self.cycle_tokens)
 
     @property
@@ -147,6 +150,7 @@ class SpeculativeDecoder:
         default that of the target's directory or Hub id. device (by default the GPU, if there is
         one) and keys (TargetConfig's: dtype, ...) are for loading the target.
         """
+        # --- the target: loaded here, or taken as it is
         if not isinstance(target, Target | PreTrainedModel):
             dtype = str(keys.get("dtype", "auto")).removeprefix("torch.")
             values = {"path": str(target), **keys, "dtype": dtype}
@@ -158,17 +162,20 @@ class SpeculativeDecoder:
         if isinstance(target, PreTrainedModel):
             path = target.name_or_path or f"a loaded {type(target).__name__}"
             target = Target(target, TargetConfig(path=path))
+        # --- the row: the head's usual method, unless another is named
         kind = kind_at(str(head)) if head else "none"
         values = {
             "method": method or USUAL.get(kind, "vanilla"),
             "tree": tree if head else None,
         }
         row = validate(values, MethodConfig, "from_pretrained", {})
+        # a head for a method without one is refused as well
         if head or METHODS[row.method].heads:
             check_kind(row.method, kind, "from_pretrained")
         path = str(head) if head else None
         row = check_levels(row, path, "from_pretrained")
         decoder = make_decoder(LoadedHeads(target), row, path)
+        # takes the place of the cached property, which would look at the target's directory
         if tokenizer is not None:
             decoder.tokenizer = tokenizer
         return decoder
@@ -238,12 +245,11 @@ class SpeculativeDecoder:
     ) -> list[int]:
         """The answer's token ids."""
         # --- prefill: the answer's first token, which is the first root
-        decoding = sampler.decoding
-        num_rows = self._num_rows(len(prompt) + decoding.max_new_tokens, plan)
+        num_rows = self._num_rows(len(prompt) + sampler.decoding.max_new_tokens, plan)
         kept = self._kept(num_rows)
         # The target reads the prompt and chooses the first token, which nobody drafted.
         root = self._prefill(prompt, kept, sampler)  # [1]
-        answer = AnswerSoFar(decoding, prompt, self._stop_strings(decoding))
+        answer = AnswerSoFar(sampler.decoding, prompt, self._stop_strings(sampler.decoding))
         new = answer.add(root.tolist())
         self.proposer.learn(new, None)
         clock.lap("prefill")
@@ -254,14 +260,13 @@ class SpeculativeDecoder:
             if answer.has_ended:
                 return answer.tokens
             if kept.length == self.target.rope_switch:  # LongRoPE: all rows must be rotated anew
-                tokens = torch.tensor(answer.tokens, device=prompt.device)
-                self.lm.prefill(torch.cat([prompt, tokens]), kept)
+                self._prefill_again(prompt, answer, kept)
             # --- (1) draft; the bonus token takes one place of what is left
             # A tree deeper than what is left of the answer would be drafted for nothing.
             levels = self._num_levels(answer.remaining - 1, plan, num_rows)
+            # short trees at the answer's end run eagerly, whatever the plan
             runner = self.runners.runner_for(levels)
             tree = runner.draft(root, levels)
-            position = kept.length
             draft_ms = clock.lap("draft")
             # --- (2) verify all nodes in one forward of the target
             step = runner.extend(tree.tokens, tree.depth, tree.mask)
@@ -273,9 +278,16 @@ class SpeculativeDecoder:
             chosen = [*verdict.tokens, verdict.bonus][: answer.remaining]
             # An end token inside the accepted path cuts what follows it.
             new = answer.add(chosen)
-            rule = rule_of(tree.draft_laws, sampler)
             cycle = Cycle(
-                tree, step, verdict, sampler, rule, position, len(new), draft_ms, verify_ms
+                tree,
+                step,
+                verdict,
+                sampler,
+                rule=rule_of(tree.draft_laws, sampler),
+                position=kept.length,
+                new_tokens=len(new),
+                draft_ms=draft_ms,
+                verify_ms=verify_ms,
             )
             commit_ms = clock.lap("commit")
             if on_cycle is not None:
@@ -309,6 +321,7 @@ class SpeculativeDecoder:
             raise UserError(
                 f"generate() takes {known}, not this {type(prompt).__name__}"
             ) from error
+        # one prompt's ids without a batch dimension
         return ids[None] if ids.ndim == 1 else ids
 
     def _check(self, input_ids: Tensor, attention_mask: Any, num_new: int) -> None:
@@ -351,6 +364,7 @@ class SpeculativeDecoder:
 
     def _prefill(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> Tensor:
         """Reads the prompt [T] in parts; returns the answer's first token [1]."""
+        # before the forwards: the head reads each part as the target has read it
         self.proposer.reset(prompt, kept, sampler)
         # LongRoPE's factors depend on the length, so one forward reads all of the prompt.
         size = CHUNK if self.target.rope_switch is None else len(prompt)
@@ -366,6 +380,11 @@ class SpeculativeDecoder:
             kept.advance(len(part))
         sampler.follow(following)
         return following
+
+    def _prefill_again(self, prompt: Tensor, answer: "AnswerSoFar", kept: KeptRows) -> None:
+        """Writes the rows of prompt and answer anew, where LongRoPE turns to its other factors."""
+        tokens = torch.tensor(answer.tokens, device=prompt.device)
+        self.lm.prefill(torch.cat([prompt, tokens]), kept)
 
     def _num_levels(self, room: int, plan: CyclePlan, num_rows: int) -> int:
         """How deep the next tree may be; room: tokens that the answer may have beside the bonus

@@ -24,6 +24,7 @@ def kind_at(head: Path | str) -> str:
     if config.get("aerie_kind") in USUAL:
         return str(config["aerie_kind"])
     try:
+        # a published head says its kind by the names and shapes of its tensors
         return recognise(config, tensor_names(path.parent), path)[1]
     except UserError:
         # no head, but a causal LM that transformers loads: a draft LM
@@ -54,16 +55,19 @@ def find_head(
     """
     kinds = sorted(METHODS[row.method].heads, key=lambda kind: kind != preferred)
     if row.head is not None:
+        # of a method without heads none is read; check_kind refuses it whatever it is
         kind = kind_at(row.head) if kinds else "draft"
         check_kind(row.method, kind, f"{source}: {row.head}")
         return row.head
     if not kinds:
         return None
+    # one --head serves a bench of several methods: rows of other kinds take the run's
     if option is not None and kind_at(option) in kinds:
         return str(option)
     for kind in kinds:
         if (directory / kind / CONFIG).is_file():
             return str(directory / kind)
+    # nothing else fits: say what is wrong with the head that was given
     if option is not None:
         check_kind(row.method, kind_at(option), f"{source}: {option}")
     wanted = f"a head of kind {' or '.join(kinds)}"
@@ -76,6 +80,7 @@ def check_levels(row: MethodConfig, head: str | None, source: str) -> MethodConf
     if row.tree is None or head is None:
         return row
     config = read_json(head_directory(head) / CONFIG)
+    # Medusa, Hydra and block heads have a module or a row for each level; others have no limit
     most = KINDS[kind_at(head)].levels_of(config)
     if most is None:
         return row
@@ -96,4 +101,5 @@ def heads_by_kind(heads: Sequence[Path], directory: Path | None) -> dict[str, st
         for kind in published.heads:
             if directory is not None and (directory / kind / CONFIG).is_file():
                 in_run[kind] = str(directory / kind)
+    # a head that was given stands in for the run's of its kind
     return in_run | by_kind

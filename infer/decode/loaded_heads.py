@@ -29,6 +29,7 @@ class LoadedHeads:
         if head not in self._models:
             load = load_draft_lm if kind == "draft_lm" else load_head_for
             self._models[head] = load(self.target, head)
+        # a drafter holds the caches of one text, so decoders share the weights alone
         drafter: Drafter = DRAFT_MODELS[kind].drafter(self._models[head], self.target)
         return drafter
 
@@ -45,13 +46,16 @@ def load_head_for(target: Target, head: str) -> Head:
     check_sizes(module.config, target.vocab, head, path, target.config)
     for sentence in position_warnings(module.config, target.config, head):
         warn(sentence)
+    # a head for a deeper model of the same width would read a block that is not there
     taps = getattr(module.config, "after_blocks", ())
     if max(taps, default=0) >= target.num_blocks:
         fault = f"reads the target's states after blocks {taps}, and {path} has"
         raise UserError(f"{head}: {fault} {target.num_blocks} blocks; give its target")
     if isinstance(module, Eagle3Head):
         ends = sorted(token_ids(target.generation_config.eos_token_id))
+        # a draft vocabulary without the end token can never draft an answer's end
         module.vocabulary.check_ends(ends, head)
+    # drafts stay lossless with any weights, so this is no error
     trained_with = head_facts(head).get("target")
     difference = other_weights(trained_with, target.recipe, target.config, target.vocab)
     if difference:

@@ -74,12 +74,14 @@ class GuessTree:
     def guess(self, tokens: Sequence[int]) -> None:
         self._counts[()] += 1
         for depth, token in enumerate(tokens, start=1):
+            # guesses that begin alike share these nodes
             path = tuple(tokens[:depth])
             self._nodes[path] = Node(token, depth, path[:-1])
             self._counts[path] += 1
 
     def ride(self, token: int, parent: Name) -> Name:
         """Adds a passenger."""
+        # a number, as a passenger may repeat the path of a guess; paths are tuples
         name = len(self._nodes)
         self._nodes[name] = Node(token, self._nodes[parent].depth + 1, parent)
         return name
@@ -103,6 +105,7 @@ class GuessTree:
         shares = torch.tensor([self._log_shares(name) for name in names], device=root.device)
         confidence, survival = shares.unbind(1)  # [N] each
         mask = ancestors(parents, self._nodes[names[-1]].depth)
+        # the depth of the guesses alone: no path is accepted through a passenger
         levels = max((self._nodes[name].depth for name in self._counts), default=0)
         has_passengers = any(isinstance(name, int) for name in names)
         passengers = rides.bool() if has_passengers else None
@@ -127,10 +130,13 @@ def continuation(
 
     As transformers' PromptLookupCandidateGenerator finds it.
     """
+    # the longest n-gram first; the text without its last token must have room for a copy
     for size in range(min(config.ngram, len(text) - 1), 0, -1):
         ngrams = sliding_window_view(text[:-1], size)  # [n, size]
+        # where the copies end, which is where their continuations begin
         starts = np.flatnonzero((ngrams == text[-size:]).all(axis=1)) + size
         if len(starts):
+            # the first copy, as in transformers
             start = starts[0]
             tokens = text[start : start + config.length].tolist()
             return list(itertools.takewhile(lambda token: token not in end_ids, tokens))
@@ -151,6 +157,7 @@ class PromptLookup(Proposer):
 
     def reset(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> None:
         self._length = len(prompt)
+        # written in place: a list would be made an array anew in every cycle
         self._text = np.zeros(len(kept.positions), dtype=np.int64)  # room for the answer as well
         self._text[: self._length] = prompt.cpu().numpy()
         self._end_ids = sampler.decoding.eos_token_ids
@@ -197,7 +204,9 @@ class Lookahead(Proposer):
     def reset(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> None:
         config = self.config
         self._text: list[int] = prompt.tolist()
+        # random tokens of the prompt, as in the published code, but the same ones in every run
         generator = torch.Generator().manual_seed(0)
+        # one column more than W for each row that is still to come, as each drops one
         width = config.window + config.ngram - 2
         indices = torch.randint(len(self._text), (width,), generator=generator)
         self.window = [[self._text[index] for index in indices.tolist()]]
@@ -214,6 +223,7 @@ class Lookahead(Proposer):
         names: list[Name] = []
         # all passengers must fit the context
         if len(self._text) + len(rows) + len(first) - 1 <= self._context:
+            # column 0 of row 0 is the root, which changes with every cycle
             first[0] = token
             names.append(())
             for passenger in first[1:]:
@@ -222,6 +232,7 @@ class Lookahead(Proposer):
                 names = [guesses.ride(*pair) for pair in zip(row, names, strict=True)]
         if len(self.window) == self.config.ngram - 1:  # the window is full
             for guess in self.pool.get(token, ()):
+                # the pool is keyed by the first token, so that a guess goes on from the root
                 guesses.guess(guess[:max_levels])
         tree, index = guesses.tree(root)
         self._last_row = [index[name] for name in names]
@@ -229,6 +240,7 @@ class Lookahead(Proposer):
 
     def learn(self, new: list[int], cycle: Cycle | None) -> None:
         if cycle is not None and self._last_row:
+            # what the target writes after the last row, one token a column
             row = cycle.step.logits[self._last_row].argmax(-1).tolist()
             rows = [*self.window, row]
             if len(rows) == self.config.ngram:
@@ -247,6 +259,7 @@ class Lookahead(Proposer):
         if not self.config.pool_from_text:
             return
         size = self.config.ngram
+        # n-grams that ended before were pooled with the tokens before
         first = max(len(self._text) - num_new + 1, size)
         for end in range(first, len(self._text) + 1):
             self._add(tuple(self._text[end - size : end]))
@@ -256,4 +269,5 @@ class Lookahead(Proposer):
         continuations.pop(ngram[1:], None)  # it becomes the newest
         continuations[ngram[1:]] = None
         if len(continuations) > self.config.guesses:
+            # a dict keeps its order: its first is the one that nothing has confirmed for longest
             del continuations[next(iter(continuations))]

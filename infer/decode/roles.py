@@ -180,6 +180,7 @@ class TreeProposer(Proposer):
         self.drafter = drafter
         self.shape = shape
         self.max_nodes = shape.max_nodes
+        # a block head writes its whole block behind the text
         self.draft_slots = max(shape.draft_slots, drafter.draft_rows)
         self.max_positions = drafter.max_positions
         self.after_blocks = drafter.after_blocks

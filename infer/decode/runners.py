@@ -95,6 +95,7 @@ def mode_of(target: Target) -> str:
 
 def bucket(length: int) -> int:
     """The columns that a captured cycle looks at: length plus at most 64 or a quarter."""
+    # finer steps would be more graphs, and coarser ones more columns for attention
     step = max(64, 1 << max(length.bit_length() - 3, 0))
     return -(-length // step) * step
 
@@ -120,6 +121,7 @@ class Runners:
         self._kept = kept
         self._clock = clock
         self._sampler = sampler
+        # what a captured cycle falls back to
         self._base = self.eager
         if plan.compiled:
             for name in plan.compiled - self._compiled.keys():
@@ -147,6 +149,7 @@ class Runners:
         by_width = kept.captured.setdefault(self, {})
         key = (len(kept.visible), plan.by_level)
         if key not in by_width:
+            # graphs of all widths share memory, as they never run at once
             pool = next((graphs.pool for graphs in by_width.values()), None)
             by_width[key] = Graphs(self, pool)
         return CapturedRunner(self._base, plan, by_width[key], self._clock, self._sampler)
@@ -203,11 +206,13 @@ class Compiled:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         # apart from other decoders' versions of the same code, of which torch keeps at most eight
+        # a function that breaks in two would be slower than as it is
         options: Any = {"fullgraph": True, "isolate_recompiles": True}
         self._function = function
         self._run = torch.compile(function, **options)
 
     def __call__(self, *arguments: Any) -> Any:
+        # the numbers of nodes and of accepted tokens change from cycle to cycle
         for argument in arguments:
             if isinstance(argument, Tensor) and len(argument) > 1:  # compiled once for all lengths
                 torch._dynamo.maybe_mark_dynamic(argument, 0)
@@ -350,6 +355,7 @@ class Graph(NamedTuple):
     def replay(self, arguments: tuple[Any, ...] = ()) -> Any:
         for argument, read_from in zip(arguments, self.inputs, strict=True):
             if isinstance(argument, Tensor):
+                # the graph looks where its arguments stood when it was captured
                 read_from.copy_(argument)
         self.play()
         return self.output
@@ -395,6 +401,7 @@ class Graphs:
         for _ in range(max_levels):
             play, grown = self._capture(partial(next, growing))
             play_tree, tree = self._capture(grown.finish)
+            # its own root is the only input: later levels read what earlier graphs wrote
             levels.append((Graph(play, [own_root], grown.ends), Graph(play_tree, [], tree)))
         self.levels = levels
 
@@ -402,6 +409,7 @@ class Graphs:
         """`record_graph`, counting its memory."""
         if self.device.type != "cuda":
             return record_graph(function, self.device, self.pool, self.runners.generator)
+        # so that what the capture reserves is not hidden by freed blocks
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
         try:

@@ -65,8 +65,10 @@ def resolve(config: GenerationConfig, **overrides: Any) -> Decoding:
     do_sample = overrides.get("do_sample", config.do_sample or "temperature" in overrides)
     do_sample = bool(do_sample) and settings["temperature"] > 0.0
     _check_ranges(settings, do_sample)
+    # neutral values, so that graphs of greedy answers are shared whatever was set
     if not do_sample:
         settings |= GREEDY
+    # penalties and bans: p then differs along a path, and from text to text
     of_text = {name: settings[name] for name in SETTINGS["of_text"] if name in settings}
     stop_strings = settings.get("stop_strings", ())
     return Decoding(
@@ -119,6 +121,7 @@ class MinLengths(logits_process.MinLengthLogitsProcessor):
     """transformers' processor, for texts of different lengths."""
 
     def __call__(self, texts: Tensor, scores: Tensor) -> Tensor:
+        # PAD in front of a shorter text is no token
         is_short = (texts != PAD).sum(-1, keepdim=True) < self.min_length
         return torch.where(is_short, super().__call__(texts[:, :0], scores), scores)
 

@@ -1,7 +1,7 @@
 """Trees of a known form (a chain, EAGLE-1's 25 nodes); from any tree's settings to its shape."""
 
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
@@ -68,22 +68,31 @@ def form_of(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) 
     for node in nodes:
         by_depth[len(node)].append(node)
     tensor = partial(torch.tensor, dtype=torch.long, device=device)
-    levels = []
-    for above, here in pairwise(by_depth):
-        parents = [node for node in above if node in with_children]
-        # All rows get as many children as the highest rank of the level asks for.
-        width = 1 + max(node[-1] for node in here)
-        cells = tensor([parents.index(node[:-1]) * width + node[-1] for node in here])
-        inner = tensor([place for place, node in enumerate(here) if node in with_children])
-        rows = cells // width
-        places = tensor([above.index(node) for node in parents])
-        levels.append(FormLevel(places, rows, cells, inner, rows[inner], width))
+    levels = [_form_level(above, here, with_children, tensor) for above, here in pairwise(by_depth)]
+    # --- all levels together
     host_parents = tuple(nodes.index(node[:-1]) for node in nodes)
     parents_of = tensor(host_parents)
     law_rows = tensor([expanded.index(node) if node in with_children else 0 for node in nodes])
     depth = tensor([len(node) for node in nodes])
     mask = ancestors(parents_of, len(levels))
     return TreeForm(levels, parents_of, depth, mask, law_rows, host_parents)
+
+
+def _form_level(
+    above: list[Choice],
+    here: list[Choice],
+    with_children: set[Choice],
+    tensor: Callable[[Any], Tensor],
+) -> FormLevel:
+    """The level of the nodes `here`, below those of the level above that have children."""
+    parents = [node for node in above if node in with_children]
+    # All rows get as many children as the highest rank of the level asks for.
+    width = 1 + max(node[-1] for node in here)
+    cells = tensor([parents.index(node[:-1]) * width + node[-1] for node in here])
+    inner = tensor([place for place, node in enumerate(here) if node in with_children])
+    rows = cells // width
+    places = tensor([above.index(node) for node in parents])
+    return FormLevel(places, rows, cells, inner, rows[inner], width)
 
 
 class StaticTree(Shape):
@@ -109,6 +118,7 @@ class StaticTree(Shape):
         self.draws = children == "sampled"
 
     def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler) -> Tree:
+        # at temperature 0 nothing is drawn: the children are the best tokens
         draws = self.draws and sampler.decoding.do_sample
         self.stop.begin()
         log_q = drafter.start()  # [1, Vd]
@@ -156,6 +166,7 @@ class StaticTree(Shape):
             if depth == deepest or ended:
                 break
             log_q = drafter.step(picked(tokens, here.inner), here.inner_rows)
+        # --- the tree, with what its children were drawn from
         tree = self._tree(form, levels, root)
         kept = repeated_range(len(tree), 1, root.device)
         if draws:
@@ -170,6 +181,7 @@ class StaticTree(Shape):
         tokens = torch.cat([root, *(level.tokens for level in levels)])  # [N]
         confidences = [certain, *(level.confidence for level in levels)]
         survivals = [certain, *(level.survival for level in levels)]
+        # one cat for both: these kernels are short, and each launch costs as much
         confidence, survival = torch.cat([*confidences, *survivals]).view(2, -1)
         count = len(tokens)
         mask = form.mask[:count, :count]
@@ -222,12 +234,14 @@ def _only(tree: Tree, kept: Tensor) -> Tree:
 def drawn_columns(law: Tensor, width: int, sampler: Sampler) -> Tensor:
     """`width` draws without replacement [r, width] from each distribution [r, Vd]."""
     if width == 1:
+        # a chain draws as the target does, with one random number
         return draw(law, sampler.generator)[:, None]
     return race(law, sampler.generator).topk(width).indices
 
 
 def best_columns(log_q: Tensor, width: int) -> Tensor:
     """The `width` most probable columns [r, width] of each distribution [r, Vd]."""
+    # for one column argmax is much faster than topk
     return argmax(log_q)[:, None] if width == 1 else log_q.topk(width).indices
 
 
@@ -246,6 +260,7 @@ def make_shape(config: TreeConfig, calibrate: Calibrate = unchanged) -> Shape:
     """A tree's shape with its stop rule; calibrate maps log q to log confidence."""
     stop = STOPS[type(config.stop)](config.stop, config.levels, config.nodes)
     if isinstance(config, ChainConfig):
+        # a chain is the static tree of first children
         line = tuple((0,) * depth for depth in range(1, config.levels + 1))
         return StaticTree(stop, line, config.children, calibrate)
     if isinstance(config, StaticConfig):

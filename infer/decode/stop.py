@@ -82,6 +82,7 @@ class Confidence(Stop):
     """Ends where q of the level's best token is below transformers' confidence threshold."""
 
     def ends(self, level: Level) -> Any:
+        # the frontier stands best first
         best = level.frontier[:1]
         [q] = self.read(level.confidence[best].exp())
         return q < self.config.threshold
@@ -187,6 +188,7 @@ class Exact(BestSoFar):
 
     def ends(self, level: Level) -> Any:
         chosen = self.best(level.survival)
+        # the tree is not full yet
         if chosen.shape[0] < self.nodes - 1:
             return False
         next_best, last_chosen = self.read(torch.stack([level.frontier_survival[0], chosen[-1]]))
