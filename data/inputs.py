@@ -140,7 +140,7 @@ def feature_stage(recipe: Recipe) -> Stage:
         "conversations": conversation_inputs(recipe.data.conversations),
         "features": features,
     }
-    return Stage("features", recipe.paths.features, inputs, is_indexed=True)
+    return Stage("features", recipe.root / "features", inputs, is_indexed=True)
 
 
 def state_inputs(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -132,16 +132,15 @@ def init(arguments: argparse.Namespace, unknown: list[str]) -> int:
 
 def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
     config = recipe.synthetic
-    paths = recipe.paths
     if config is None:
         raise UserError(
             f"{arguments.config}: no section 'synthetic'; see configs/embedded.yaml for one"
         )
     inputs = {"synthetic": as_dict(config)}
-    corpus = Stage("corpus", paths.conversations, inputs)
-    tokenizer = Stage("tokenizer", paths.root / "tokenizer", inputs)
+    corpus = Stage("corpus", recipe.root / "conversations", inputs)
+    tokenizer = Stage("tokenizer", recipe.root / "tokenizer", inputs)
     if corpus.is_whole() and tokenizer.is_whole():
-        return _reuse(arguments, corpus, paths.status)
+        return _reuse(arguments, corpus, recipe.root / "status.json")
     for stage in (corpus, tokenizer):
         stage.require_own_directory(arguments.overwrite)
         if not arguments.overwrite and not stage.is_whole() and any(stage.output.glob("*")):
@@ -152,7 +151,7 @@ def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
         print(f"synthetic: {config.num_conversations:,} conversations to {corpus.output}")
         return 0
 
-    with status_file(paths.status, "synthetic"):
+    with status_file(recipe.root / "status.json", "synthetic"):
         quieten()
         from aerie.data.rows import read_rows
         from aerie.data.synthetic import train_tokenizer, write_corpus
@@ -189,7 +188,7 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
     status = _status(recipe, "distill", share)
     questions = _measuring_questions(recipe, recipe.distill)
     job = Distillation.of(
-        recipe.paths.distilled, recipe.distill, target_inputs(recipe.target), questions
+        recipe.root / "distilled", recipe.distill, target_inputs(recipe.target), questions
     )
     if job.stage.is_whole() and not arguments.retry_failed:
         return _reuse(arguments, job.stage, status)
@@ -234,7 +233,7 @@ def _local_target(recipe: Recipe, sampling: AnswerSamplingConfig, thinking: Any)
     from aerie.model.target import Target
 
     target = Target.load(recipe.target, _device(recipe))
-    path = recipe.paths.head(recipe)
+    path = recipe.head_output
     head = str(path) if (path / "config.json").is_file() else None
     decoder = SpeculativeDecoder.from_pretrained(target, head, tree=recipe.tree)
     print(
@@ -348,16 +347,16 @@ def _processes(recipe: Recipe) -> Any:
 
 def check(arguments: argparse.Namespace, recipe: Recipe) -> int:
     if arguments.plan:
-        print(f"check: {recipe.paths.features}")
+        print(f"check: {recipe.root / 'features'}")
         return 0
     from aerie.data.features import check_cache
 
-    return check_cache(recipe.paths.features)
+    return check_cache(recipe.root / "features")
 
 
 def _status(recipe: Recipe, stage: str, share: JobShare) -> Path:
     name = f"status-{stage}-{share.index}-of-{share.count}.json"
-    return recipe.paths.root / name if share.count > 1 else recipe.paths.status
+    return recipe.root / name if share.count > 1 else recipe.root / "status.json"
 
 
 def _reuse(arguments: argparse.Namespace, stage: Stage, status: Path) -> int:

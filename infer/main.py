@@ -26,7 +26,7 @@ from aerie.configs.schema.measure import (
     SamplingConfig,
     TuneConfig,
 )
-from aerie.configs.schema.recipe import Recipe, RunPaths, add_arguments, load, pairs_of
+from aerie.configs.schema.recipe import Recipe, add_arguments, load, pairs_of
 from aerie.data.conversations import Message, read_prompts
 from aerie.data.inputs import target_inputs
 from aerie.model import storage
@@ -66,7 +66,7 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
         inputs=inputs,
         section=suite.config,
         plan=f"{len(suite.rows)} rows x {len(section.sampling)} samplings",
-        measure=partial(run_bench, suite, recipe.paths.bench, recipe.seed),
+        measure=partial(run_bench, suite, recipe.root / "bench", recipe.seed),
     )
 
 
@@ -96,7 +96,7 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
         section=section,
         plan=f"{row.method}, {as_dict(row.tree)}, {row.head}",
         measure=partial(
-            run_calibration, row, section, recipe.paths.calibration, recipe.seed, observer
+            run_calibration, row, section, recipe.root / "calibration", recipe.seed, observer
         ),
     )
 
@@ -107,13 +107,12 @@ def tune(arguments: Namespace, unknown: list[str]) -> int:
     from aerie.infer.decode.find_head import heads_by_kind
     from aerie.infer.measure.tune import check_apart, run_tuning
 
-    directory = None if arguments.head else recipe.paths.heads
+    directory = None if arguments.head else recipe.root / "heads"
     by_kind = heads_by_kind([arguments.head] if arguments.head else [], directory)
     heads = {kind: head for kind, head in by_kind.items() if kind in TUNABLE}
     if not heads:
         raise UserError(
-            f"{arguments.head or recipe.paths.heads}: no head of kind {', '.join(TUNABLE)}; "
-            "give --head"
+            f"{directory or arguments.head}: no head of kind {', '.join(TUNABLE)}; give --head"
         )
     check_apart(section)
     return _measure_stage(
@@ -123,7 +122,7 @@ def tune(arguments: Namespace, unknown: list[str]) -> int:
         inputs=_machine_inputs(recipe),
         section=section,
         plan=", ".join(heads),
-        measure=partial(run_tuning, heads, section, recipe.paths.tune, recipe.seed),
+        measure=partial(run_tuning, heads, section, recipe.root / "tune", recipe.seed),
     )
 
 
@@ -151,9 +150,9 @@ def _run_heads(arguments: Namespace, recipe: Recipe) -> Any:
     from aerie.infer.measure.suite import RunHeads
 
     return RunHeads(
-        directory=recipe.paths.heads,
+        directory=recipe.root / "heads",
         kind=recipe.head.kind,
-        trained=recipe.paths.head(recipe),
+        trained=recipe.head_output,
         option=arguments.head,
         is_plan=arguments.plan,
     )
@@ -186,7 +185,7 @@ def _measure_stage(
     check_sources(section.prompts)
     _check(recipe.target, heads)
     name = "calibration" if command == "calibrate" else command
-    output = getattr(recipe.paths, name)
+    output = recipe.root / name
     if arguments.plan:
         print(f"{command}: {plan} -> {output}")
         return 0
@@ -210,7 +209,7 @@ def _measure_stage(
     with storage.working_alone(output, "measuring"):
         if name == "bench":
             begin_bench(stage, arguments.overwrite)
-        with storage.status_file(recipe.paths.status, command):
+        with storage.status_file(recipe.root / "status.json", command):
             target = load_quietly(recipe.target, recipe.threads)
             facts = measure(target, load_tokenizer(recipe.target))
             stage.finish(hardware=describe_machine(target), heads=digests, **facts)
@@ -220,9 +219,9 @@ def _measure_stage(
 def report(arguments: Namespace, unknown: list[str]) -> int:
     """summary.json and index.html from what was measured"""
     recipe = load(arguments, unknown)
-    paths = recipe.paths
+    run = recipe.root
     if arguments.plan:
-        print(f"report: {paths.bench} and {paths.calibration} -> {paths.report}")
+        print(f"report: {run / 'bench'} and {run / 'calibration'} -> {run / 'report'}")
         return 0
     from aerie.infer.measure.stage_facts import run_facts
     from aerie.infer.papers.appendix import papers_appendix
@@ -232,13 +231,13 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
 
     again = f"--config {arguments.config}"
     target = Path(recipe.target.path)
-    stage_facts = run_facts(paths, again, recipe.target)
-    measured = stage_facts[paths.bench]
-    head = arguments.head or paths.head(recipe)
+    stage_facts = run_facts(run, again, recipe.target)
+    measured = stage_facts[run / "bench"]
+    head = arguments.head or recipe.head_output
     heads = measured.get("heads", {})
     if not arguments.head and heads and str(head) not in heads:
         head = Path(next(iter(heads)))  # that of bench --head
-    sources = (target, paths.features, head, *sorted(paths.heads.glob("*")))
+    sources = (target, run / "features", head, *sorted(run.glob("heads/*")))
     records = {path: storage.sound_record(path) for path in sources} | stage_facts
     trainings = {}
     for path, record in records.items():
@@ -260,12 +259,14 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
         "commands": [*commands, f"aerie report {again}"],
         "trainings": trainings,
     }
-    papers = partial(papers_appendix, paths.root)
-    rows = write_report(paths.bench, paths.calibration, paths.report, facts, recipe.seed, papers)
+    papers = partial(papers_appendix, run)
+    rows = write_report(
+        run / "bench", run / "calibration", run / "report", facts, recipe.seed, papers
+    )
     print(console_table(rows))
     for name, words in stopped_by_budget(trainings).items():
         print(f"{name}: training {words}")
-    print(f"\nreport: {paths.report / 'index.html'}")
+    print(f"\nreport: {run / 'report/index.html'}")
     return 0
 
 
@@ -287,12 +288,11 @@ def results(arguments: Namespace, unknown: list[str]) -> int:
     names = []
     text = ""
     for run in arguments.runs:
-        paths = RunPaths(run)
-        if (paths.bench / storage.FILE).is_file():  # else only the report is left
-            measured_facts(paths.bench, f"--run {run}")
-        name, results = report_results(run, paths.report)
+        if (run / "bench" / storage.FILE).is_file():  # else only the report is left
+            measured_facts(run / "bench", f"--run {run}")
+        name, results = report_results(run, run / "report")
         names.append(name)
-        text += results + claims_of_report(paths.report, name)
+        text += results + claims_of_report(run / "report", name)
     print(
         f"# Results\n\nWritten by `aerie results {shlex.join(names)}` from the runs' reports. "
         f"What the columns mean: [metrics.md](metrics.md).\n{text}",
@@ -307,11 +307,11 @@ def claims(arguments: Namespace, unknown: list[str]) -> int:
     from aerie.infer.papers.claims import claims_table, judge_claims
     from aerie.infer.papers.evidence import Evidence
 
-    paths = RunPaths(arguments.claims_of)
-    run_facts(paths, f"--run {paths.root}")
-    print(claims_table(judge_claims(Evidence.read(paths.root))))
+    run = arguments.claims_of
+    run_facts(run, f"--run {run}")
+    print(claims_table(judge_claims(Evidence.read(run))))
     print(
-        f"Pictures beside the published points: {paths.report / 'index.html'}#claims (aerie report)"
+        f"Pictures beside the published points: {run / 'report/index.html'}#claims (aerie report)"
     )
     return 0
 
@@ -324,9 +324,9 @@ def compare(arguments: Namespace, unknown: list[str]) -> int:
     from aerie.infer.measure.stage_facts import measured_facts
     from aerie.infer.report.tables import row_labels
 
-    if (recipe.paths.bench / storage.FILE).is_file():  # else it is under way
-        measured_facts(recipe.paths.bench, f"--config {arguments.config}")
-    records = read_records(recipe.paths.bench / RECORDS)
+    if (recipe.root / "bench" / storage.FILE).is_file():  # else it is under way
+        measured_facts(recipe.root / "bench", f"--config {arguments.config}")
+    records = read_records(recipe.root / "bench" / RECORDS)
     if arguments.temperature is not None:
         records = [record for record in records if record.temperature == arguments.temperature]
     mine, theirs = (row_labels(records, rows) for rows in (arguments.of, arguments.against))
@@ -346,7 +346,7 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
     target = recipe.target if recipe else _target(arguments)
     if not arguments.dtype:  # rounding then explains no difference
         target = replace(target, dtype="float32")
-    heads = heads_by_kind(arguments.head, recipe.paths.heads if recipe else None)
+    heads = heads_by_kind(arguments.head, recipe.root / "heads" if recipe else None)
     if recipe and recipe.bench and not arguments.head:
         heads |= {kind_at(row.head): row.head for row in recipe.bench.rows if row.head is not None}
     section = recipe and (recipe.bench or recipe.calibrate)

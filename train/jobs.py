@@ -95,8 +95,8 @@ def build_job(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = Fal
         objective=objective,
         rows=rows,
         output=output,
-        state=recipe.paths.state(state_name(recipe)),
-        metrics=recipe.paths.root / "metrics.jsonl",
+        state=recipe.root / "state" / state_name(recipe),
+        metrics=recipe.root / "metrics.jsonl",
         save=save,
         features=features,
         target=source.model,
@@ -144,7 +144,7 @@ def _read_target(recipe: Recipe, is_plan: bool) -> Source:
 
 
 def _read_cache(recipe: Recipe, source: Source) -> Rows:
-    directory = recipe.paths.features
+    directory = recipe.root / "features"
     # The cache knows what it was built from, and refuses data, taps or storage that differ.
     cache = FeatureCache.open(
         directory,

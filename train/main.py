@@ -40,11 +40,10 @@ def main() -> int:
     )
     arguments, unknown = parser.parse_known_args()
     recipe = load(arguments, unknown)
-    paths = recipe.paths
     # The saves lie beside the output, so that the output holds nothing but the head.
-    state = paths.state(resume.state_name(recipe))
+    state = recipe.root / "state" / resume.state_name(recipe)
     try:
-        stage = Stage("train", paths.head(recipe), resume.stage_inputs(recipe))
+        stage = Stage("train", recipe.head_output, resume.stage_inputs(recipe))
         is_whole = resume.is_whole(recipe, stage)
     except UserError:
         if arguments.is_whole:  # an earlier stage may not have written the target
@@ -63,7 +62,7 @@ def main() -> int:
     if arguments.plan:
         _print_plan(recipe, stage, arguments.overwrite)
         return 0
-    with resume.StopRequest() as stop, status_file(paths.status, "train") as ended:
+    with resume.StopRequest() as stop, status_file(recipe.root / "status.json", "train") as ended:
         ended["state"], code = _train(recipe, stage, arguments.overwrite, stop)
         ended["code"] = code
     return code
@@ -76,7 +75,7 @@ def _print_plan(recipe: Recipe, stage: Stage, overwrite: bool) -> None:
     job = jobs.build_job(recipe, stage.output, overwrite, is_plan=True)
     text = costs.plan_text(recipe, job)
     if "LOCAL_RANK" in os.environ:  # a launcher's processes have to connect once
-        processes.build_accelerator(recipe.train, recipe.paths.root).end_training()
+        processes.build_accelerator(recipe.train, recipe.root).end_training()
     if rank() == 0:
         print(text, flush=True)
 
@@ -98,9 +97,7 @@ def _train(
     # Before the Accelerator: under ZeRO-3, whatever is loaded later is sharded.
     job = jobs.build_job(recipe, stage.output, overwrite)
     measure = tau_measure(recipe, job) if getattr(recipe.train, "measure_prompts", 0) else None
-    accelerator = processes.build_accelerator(
-        recipe.train, recipe.paths.root / "trackers" / job.kind
-    )
+    accelerator = processes.build_accelerator(recipe.train, recipe.root / "trackers" / job.kind)
     is_first = accelerator.is_main_process
     # One process holds the lock for all: the others would find it taken.
     with working_alone(job.state, "training") if is_first else nullcontext():

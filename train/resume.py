@@ -78,7 +78,7 @@ def stage_inputs(recipe: Recipe) -> dict[str, Any]:
 
 def cache_record(recipe: Recipe) -> dict[str, Any]:
     """The feature cache's provenance, {} without one."""
-    directory = recipe.paths.features
+    directory = recipe.root / "features"
     if not reads_cache(recipe) or not (directory / FILE).is_file():
         return {}
     record = sound_record(directory)
@@ -99,7 +99,7 @@ def is_whole(recipe: Recipe, stage: Stage) -> bool:
         changed = changed_since(made_of, stage.inputs["target"], conversation_inputs(present))
         if changed:
             raise UserError(
-                f"{recipe.paths.features}: made before {changed} changed; "
+                f"{recipe.root / 'features'}: made before {changed} changed; "
                 f"rebuild with: {FEATURES_COMMAND} --overwrite"
             )
     return stage.is_whole()

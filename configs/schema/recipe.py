@@ -69,8 +69,13 @@ class Recipe(Section):
     )
 
     @property
-    def paths(self) -> "RunPaths":
-        return RunPaths(Path(self.run))
+    def root(self) -> Path:
+        return Path(self.run)
+
+    @property
+    def head_output(self) -> Path:
+        """What a training writes."""
+        return Path(self.output or self.root / "heads" / self.head.kind)
 
     @model_validator(mode="before")
     @classmethod
@@ -104,30 +109,6 @@ def _kind_and_method(values: dict[str, Any]) -> tuple[str, str | None]:
     kind = head.get("kind", DEFAULT_KIND) if isinstance(head, dict) else DEFAULT_KIND
     method = calibrate.get("method") if isinstance(calibrate, dict) else None
     return str(kind), method or USUAL.get(str(kind))
-
-
-class RunPaths:
-    """Where a run keeps its files."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.status = root / "status.json"
-        self.conversations = root / "conversations"
-        self.distilled = root / "distilled"
-        self.features = root / "features"
-        self.heads = root / "heads"
-        self.calibration = root / "calibration"
-        self.bench = root / "bench"
-        self.tune = root / "tune"
-        self.report = root / "report"
-
-    def state(self, kind: str) -> Path:
-        """The saves of a training."""
-        return self.root / "state" / kind
-
-    def head(self, recipe: Recipe) -> Path:
-        """What a training writes."""
-        return Path(recipe.output) if recipe.output else self.heads / recipe.head.kind
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

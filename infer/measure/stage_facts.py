@@ -7,7 +7,6 @@ from typing import Any
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import TargetConfig
-from aerie.configs.schema.recipe import RunPaths
 from aerie.data.inputs import target_inputs
 from aerie.model import storage
 from aerie.model.hub import head_directory
@@ -21,19 +20,19 @@ def calibrations_of(run: Path) -> list[Path]:
 
 
 def run_facts(
-    run: RunPaths, recipe_words: str, target: TargetConfig | None = None
+    run: Path, recipe_words: str, target: TargetConfig | None = None
 ) -> dict[Path, dict[str, Any]]:
     """`measured_facts` of a run's calibrations, bench and tuning, which must be of one target.
 
     target: None stands for the bench's.
     """
-    expected = storage.sound_record(run.bench).get("inputs", {}).get("target")
+    expected = storage.sound_record(run / "bench").get("inputs", {}).get("target")
     if target and Path(target.path).is_dir():
         expected = target_inputs(target)
     elif expected and Path(expected["path"]).is_dir():
         expected["files"] = target_inputs(TargetConfig(expected["path"]))["files"]
-    tuned = [run.tune] if (run.tune / storage.FILE).is_file() else []
-    stages = [*calibrations_of(run.root), run.bench, *tuned]
+    tuned = [run / "tune"] if (run / "tune" / storage.FILE).is_file() else []
+    stages = [*calibrations_of(run), run / "bench", *tuned]
     return {path: measured_facts(path, recipe_words, expected) for path in stages}
 
 

@@ -61,7 +61,7 @@ def main() -> int:
     if arguments.plan:
         print("\n".join(f"aerie {stage} {shlex.join(words)}" for stage in stages))
         return 0
-    write_text(recipe.paths.root / "recipe.yaml", dump(recipe))
+    write_text(recipe.root / "recipe.yaml", dump(recipe))
     # Imports torch too. The stages, which are forks, start sooner; the import touches no GPU.
     import_module("transformers.models.auto")
     for number, stage in enumerate(stages, start=1):
@@ -120,7 +120,7 @@ def _require_inputs(recipe: Recipe) -> list[str]:
     for section in (recipe.calibrate, recipe.bench, recipe.tune):
         if section and section.prompts.path:
             names.append(section.prompts.path)
-    root = recipe.paths.root.absolute()
+    root = recipe.root.absolute()
     made_here = []
     for name in names:
         if Path(name).absolute().is_relative_to(root):
@@ -140,15 +140,15 @@ def _require_packages(recipe: Recipe, stages: list[str]) -> None:
 def _require_own_outputs(recipe: Recipe, stages: list[str]) -> None:
     """UserError if an output belongs to another recipe, another target or another head."""
     features = feature_stage(recipe)
-    train = Stage("train", recipe.paths.head(recipe), resume.stage_inputs(recipe))
+    train = Stage("train", recipe.head_output, resume.stage_inputs(recipe))
     if resume.reads_cache(recipe):
         features.require_own_directory(overwrite=False)
         train.inputs["features"] = train.inputs["features"] or digest(features.inputs)
-    resume.require_own_output(train, recipe.paths.state(resume.state_name(recipe)))
+    resume.require_own_output(train, recipe.root / "state" / resume.state_name(recipe))
     for stage in stages:
         if stage not in ("distill", "calibrate", "bench", "tune"):
             continue
-        folder = recipe.paths.root / STAGES[stage]
+        folder = recipe.root / STAGES[stage]
         made_of = sound_record(folder).get("inputs")
         if not made_of:
             continue
