@@ -376,6 +376,8 @@ def _check_sampling(arguments: Namespace) -> None:
     flags = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
     sampling = {name: value for name, value in flags.items() if value is not None}
     validate(sampling, SamplingConfig, "sampling", {})
+    if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
+        raise UserError(f"max_new_tokens must be at least 1, not {arguments.max_new_tokens}")
     if not arguments.temperature and ("top_k" in sampling or "top_p" in sampling):
         raise UserError("--top-k and --top-p: greedy decoding draws nothing; add --temperature 1")
 

@@ -83,6 +83,7 @@ train {recipe} --lr 1 => --lr: unknown key; did you mean 'train.learning_rate'
 train {recipe} --train.max_steps 0 => --train.max_steps: input should be greater than 0
 train {recipe} --target {bad}/nowhere/x => no such target directory
 train {recipe} --train.betas '[0.9]' => --train.betas: train.betas.1: required, and not set
+bench {recipe} --plan --bench.prompts '{tasks: [gsm8k], task: x}' => set one of them
 generate {recipe} => generate needs either --prompt TEXT
 generate {recipe} --prompt - => --prompt: the prompt is empty, or no text
 generate {recipe} --prompts {bad}/pipe.jsonl => pipe.jsonl: a pipe or a device
@@ -95,7 +96,7 @@ generate {recipe} --prompt x --generation.repetition_penality null
     => generation: repetition_penality is no setting
 generate {recipe} --prompt x --generation.repetition_penalty -1.5 --max-new-tokens 8
     => strictly positive float, but
-generate {recipe} --prompt x --max-new-tokens 0 => max_new_tokens must be at least 1
+generate {recipe} --prompt x --max-new-tokens 0 --plan => max_new_tokens must be at least 1
 generate {recipe} --prompt x --head {bad}/list => list/config.json: has no
 generate {recipe} --prompt x --target {bad}/lost
     => generation_config.json: is no regular file, or a link to none

@@ -253,6 +253,10 @@ class DynamicConfig(Section, kw_only=True):
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, ProbabilitySumConfig) and self.stop.checks[0] >= self.levels:
+            raise ValueError(
+                f"stop.checks {list(self.stop.checks)} are never reached in {self.levels} levels"
+            )
         if self.children == "sampled" and self.rank != "survival":
             # a later draw could have a node expanded that pushes an earlier one out of the tree
             raise ValueError(
@@ -260,7 +264,7 @@ class DynamicConfig(Section, kw_only=True):
             )
         if isinstance(self.stop, ExactConfig) and not (self.rank == "survival" and self.rerank):
             raise ValueError("stop.rule: exact needs rank: survival and rerank: true")
-        if not self.rerank:
+        if not self.rerank:  # however it is made, its caches have room for all of them
             object.__setattr__(self, "nodes", self.k * self.levels + 1)
 
     @property
@@ -407,7 +411,7 @@ def fitted(tree: Any, method: str, most: int, where: str, head: str) -> Any:
     """
     if tree.levels <= most:
         return tree
-    if method and tree.levels == (METHODS[method].tree or {}).get("levels"):
+    if tree.levels == (METHODS[method].tree or {}).get("levels"):
         return replace(tree, levels=most)
     fix = "give tree.choices of at most" if tree.shape == "static" else "set tree.levels to"
     raise UserError(

@@ -38,8 +38,10 @@ class PromptsConfig(Section):
     system_prompt: str | None = key("before each conversation", default=None)
 
     def __post_init__(self) -> None:
-        if self.path is not None and self.tasks:
-            raise ValueError("prompts come from a file (path) or from tasks; set one of them")
+        if self.tasks and (self.path, self.task) != (None, None):
+            raise ValueError(
+                "prompts come from a file (path, with task) or from tasks; set one of them"
+            )
 
 
 class HeldOutPrompts(PromptsConfig, kw_only=True):

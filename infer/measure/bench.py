@@ -185,6 +185,7 @@ def measure_answers(bench: Bench, prompts: Sequence[Prompt], seed: int) -> list[
     cycles_path = bench.directory / CYCLES
     turns = turns_of(bench.suite, prompts)
     done = {record.key: record for record in read_good_records(records_path)}
+    require_same_texts(turns, done, records_path)
     keep_answers(cycles_path, done)
     warm_up(bench, prompts)
     with start_progress(sum(len(turn.origins) for turn in turns), "answers", "bench") as progress:
@@ -215,6 +216,15 @@ def turns_of(suite: Suite, prompts: Sequence[Prompt]) -> list[TurnRows]:
                 ]
                 turns.append(TurnRows(prompt, origins))
     return turns
+
+
+def require_same_texts(turns: Sequence[TurnRows], done: Mapping[Key, Record], path: Path) -> None:
+    """UserError where a recorded answer is to another text, as of a data set without a commit."""
+    for prompt, origins in turns:
+        for record in filter(None, (done.get(origin.key) for origin in origins)):
+            if record.prompt_text != prompt.turns[record.turn]:
+                fault = f"{path}: prompt {record.prompt_id!r} of {record.task!r} has changed"
+                raise UserError(f"{fault}; delete the file to measure anew")
 
 
 def read_good_records(path: Path) -> list[Record]:

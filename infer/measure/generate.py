@@ -123,14 +123,19 @@ def run_chat(decoder: SpeculativeDecoder, arguments: Namespace) -> None:
 
 
 def typed_lines() -> Iterator[str]:
-    """The lines of stdin up to its end or a Ctrl-C."""
+    """The lines of stdin up to its end; a Ctrl-C drops a line that is being typed, or leaves."""
+    readline: Any = None
     with suppress(ImportError):  # some Pythons are built without it
-        import readline  # noqa: F401  input() then edits its line and remembers those before
+        import readline  # input() then edits its line and remembers those before
     prompt = "\n> " if sys.stdin.isatty() else ""
-    with suppress(EOFError, KeyboardInterrupt):
-        while True:
+    while True:
+        try:
             yield input(prompt).strip()
-    print(file=sys.stderr)
+        except (EOFError, KeyboardInterrupt) as error:
+            print(file=sys.stderr)
+            is_typing = readline is not None and readline.get_line_buffer()
+            if isinstance(error, EOFError) or not is_typing:
+                return
 
 
 class WorkCounter(TorchDispatchMode):

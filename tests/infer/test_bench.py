@@ -179,8 +179,13 @@ def test_killed(place: Place, tmp_path: Path, measured: Measured) -> None:
     assert answers(measure_answers(bench(place, tmp_path), PROMPTS, seed=3)) == answers(measured[1])
     assert [record.status for record in read_records(records)] == ["ok"] * len(again)
     (tmp_path / module.CYCLES).write_text("".join(cycles[:3]) + "{}\n")
-    with pytest.raises(UserError, match=r"cycles.jsonl: a line is damaged .*; add --overwrite"):
-        measure_answers(bench(place, tmp_path), PROMPTS, seed=3)
+    edited = [replace(PROMPTS[0], turns=("Please count 5 boats.",)), *PROMPTS[1:]]
+    for prompts, message in (
+        (PROMPTS, r"cycles.jsonl: a line is damaged .*; add --overwrite"),
+        (edited, r"records.jsonl: prompt 'a' of 'count' has changed; delete the file"),
+    ):
+        with pytest.raises(UserError, match=message):
+            measure_answers(bench(place, tmp_path), prompts, seed=3)
 
 
 def test_sampling(

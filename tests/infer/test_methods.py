@@ -115,6 +115,7 @@ def test_changes(words: str, tree: Any) -> None:
         ("method=deagle tree.stop.signals=[]", "should have at least 1 item"),
         ("method=deagle tree.stop.signals=[momentum,momentum]", "momentum stands there twice"),
         ("method=ddd tree.stop.checks=[7,5]", "must ascend"),
+        ("method=ddd tree.levels=5", r"stop.checks \[5, 7, 9\] are never reached in 5 levels"),
         ("method=eagle tree.choices=[]", "at least one path"),
         ("method=eagle tree.choices=[[0],[0]]", "each once"),
         ("method=eagle tree.choices=[[0],[-1]]", "ranks that count from 0"),
