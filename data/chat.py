@@ -9,13 +9,20 @@ at messages[i]:
 What `text` adds to `prompt` is learnt, up to its first end-of-turn token. One row carries all
 answers if every `text` is a prefix of the last one. Otherwise (a template drops earlier thinking)
 each answer has a row of its own.
+
+A template may leave out what a message says. So each text of the row (contents, thoughts, the names
+and arguments of calls, tools) is looked up in what was rendered of it; a row that loses one is
+given in the other forms that templates read (forms.py), and is left out if none keeps all.
 """
 
+import json
 import re
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from os.path import commonprefix
 from typing import Any, NamedTuple
@@ -25,6 +32,14 @@ from tokenizers import Tokenizer
 
 from aerie.configs.errors import UserError
 from aerie.data.conversations import Conversation, Message, Tally, UnusableRow
+from aerie.data.forms import (
+    PROBE_ANSWER,
+    PROBE_CALL,
+    PROBE_QUESTION,
+    PROBE_RESULT,
+    Forms,
+    split_thought,
+)
 from aerie.model.storage import SHIPPED_TEMPLATE, first_line
 
 # gpt-oss's harmony format: a channel's name is ordinary text between two special tokens
@@ -54,12 +69,27 @@ class TokenRow:
         return sum(1 for first, second in pairwise(self.turn_ids[1:]) if first == second != 0)
 
 
+class Span(NamedTuple):
+    """Where an answer is in a rendered text, in characters."""
+
+    start: int
+    said_end: int  # behind the last text of the message; what follows is the template's
+    end: int
+
+
 class Rendered(NamedTuple):
     """A row's text, before it is tokenised."""
 
     text: str
-    answers: list[tuple[int, int]]  # ascending (start, end) in characters; the end is exclusive
+    answers: list[Span]  # ascending
     source: str
+
+
+class Said(NamedTuple):
+    """A text that a message says."""
+
+    part: str  # what it is, for a reader
+    text: str
 
 
 def shared_start(first: str, second: str) -> int:
@@ -96,6 +126,109 @@ def answer_text(tokenizer: Any, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
+# --- what a message says, and whether a text holds it ---------------------------------------------
+
+PARTS = {"user": "a user's turn", "system": "a system turn", "tool": "the result of a tool"}
+# Other spellings of JSON's words, as Python has them.
+WORDS = {"true": "True", "false": "False", "null": "None"}
+
+
+def said_by(message: Message, with_thoughts: bool = True) -> Iterator[Said]:
+    """The texts of a message: its content, its thoughts, the names and arguments of its calls."""
+    if message["role"] != "assistant":
+        yield Said(PARTS[message["role"]], message["content"])
+        return
+    thoughts, content = split_thought(message)
+    yield Said("the text of an answer", content)
+    if with_thoughts:
+        yield from (Said("the thought of an answer", thought) for thought in thoughts)
+    for call in message.get("tool_calls") or ():
+        texts = [call["function"]["name"], *_leaves(call["function"]["arguments"])]
+        yield from (Said("the call of a tool", text) for text in texts)
+
+
+def said_by_tools(tools: Iterable[Any]) -> Iterator[Said]:
+    """The names and descriptions of tools and of their parameters."""
+    for tool in tools:
+        yield from (Said("the tools", text) for text in _described(tool.get("function") or tool))
+
+
+def _described(schema: Mapping[str, Any]) -> Iterator[str]:
+    yield from (schema[key] for key in ("name", "description") if isinstance(schema.get(key), str))
+    for key in ("parameters", "items"):
+        if isinstance(schema.get(key), Mapping):
+            yield from _described(schema[key])
+    properties = schema.get("properties")
+    for name, part in properties.items() if isinstance(properties, Mapping) else ():
+        yield name
+        if isinstance(part, Mapping):
+            yield from _described(part)
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """The keys and values of a call's arguments, also if they are JSON text."""
+    if isinstance(value, str):
+        parsed: Any = value
+        with suppress(ValueError):
+            parsed = json.loads(value)
+        if isinstance(parsed, dict | list):
+            yield from _leaves(parsed)
+        else:
+            yield value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield str(key)
+            yield from _leaves(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _leaves(part)
+    else:
+        yield json.dumps(value)  # a number, true, false or null
+
+
+def find_said(said: Iterable[Said], text: str) -> tuple[Said | None, int]:
+    """The first thing that a text leaves out, else None; and where the last one ends in it.
+
+    Blanks and JSON's way of writing do not count. The longest are looked up first, and each place
+    counts once: two equal calls need two places.
+    """
+    last_end = 0
+    items = sorted((item for item in said if item.text.strip()), key=lambda item: -len(item.text))
+    for number, item in enumerate(items):
+        spelling = next((spelt for spelt in _spellings(item.text) if spelt in text), None)
+        if spelling is not None:
+            start = text.index(spelling)
+            end = start + len(spelling)
+            last_end = max(last_end, end)
+            if number + 1 < len(items):
+                text = text[:start] + "\0" * len(spelling) + text[end:]
+        elif "".join(item.text.split()) in "".join(text.split()):
+            last_end = len(text)  # with other blanks: where, is not known
+        else:
+            return item, last_end
+    return None, last_end
+
+
+def _spellings(text: str) -> Iterator[str]:
+    """A text as it is, and as JSON writes it."""
+    text = text.strip()
+    yield text
+    yield json.dumps(text, ensure_ascii=False)[1:-1]
+    yield json.dumps(text)[1:-1]
+    if text in WORDS:
+        yield WORDS[text]
+
+
+def _writes_python(message: Message, text: str) -> bool:
+    """Whether a template wrote a call's arguments as Python writes an object, not as JSON."""
+    calls = message.get("tool_calls") or ()
+    objects = [call["function"]["arguments"] for call in calls]
+    return any(str(value) in text for value in objects if isinstance(value, dict) and value)
+
+
+# --- conversations as tokens ----------------------------------------------------------------------
+
+
 class Chat:
     """Renders and tokenises conversations; end_ids are the target's end-of-turn tokens."""
 
@@ -111,31 +244,86 @@ class Chat:
         added = tokenizer.added_tokens_decoder.items()
         self.special_ids = {number for number, token in added if token.special}
         self.special_ids.update(tokenizer.all_special_ids)
+        self.special_texts = [token.content for _, token in added if token.special]
+        self.end_texts = [tokenizer.decode([number]) for number in sorted(self.end_ids)]
         # Without the post-processor, which adds special tokens and trims blanks off the offsets.
         self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.backend.post_processor = None
         self.backend.no_truncation()
         self.backend.no_padding()
+        self.forms = Forms(self.holds)
+        self.closer = cache(self._find_closer)
 
     # --- where the answers are ------------------------------------------------------------------
 
     def render(self, conversation: Conversation) -> list[Rendered]:
         """One text with all answers, or a text per answer if the template rewrites earlier text.
 
-        The conversation has at least one answer.
+        The conversation has at least one answer. UnusableRow if the template loses a text of it
+        in every form.
         """
-        texts, spans = list[str](), list[tuple[int, int]]()
-        for index, message in enumerate(conversation.messages):
-            if message["role"] == "assistant":
-                text = self.text(conversation, index + 1)
-                texts.append(text)
-                spans.append((self._answer_start(conversation, index, text), len(text)))
-        if all(texts[-1].startswith(text) for text in texts):
-            return [Rendered(texts[-1], spans, conversation.source)]
+        try:
+            rendered, notes = self._render(conversation)
+        except UnusableRow:
+            other = self._render_other_form(conversation)
+            if other is None:
+                raise
+            rendered, notes = other
+        for note in notes:
+            self.tally.add("left out", note, conversation.source)
+        answers = [turn for turn in conversation.messages if turn["role"] == "assistant"]
+        return [self._closed(row, bool(answers[-1].get("tool_calls"))) for row in rendered]
+
+    def _render_other_form(
+        self, conversation: Conversation
+    ) -> tuple[list[Rendered], list[str]] | None:
+        for name, other in self.forms.of(conversation):
+            with suppress(UnusableRow):
+                rendered, notes = self._render(other)
+                self.tally.add("mended", name, conversation.source)
+                return rendered, notes
+        return None
+
+    def holds(self, conversation: Conversation) -> bool:
+        """Whether the template renders all that a conversation says, as it is given."""
+        try:
+            self._render(conversation)
+        except UnusableRow:
+            return False
+        return True
+
+    def _render(self, conversation: Conversation) -> tuple[list[Rendered], list[str]]:
+        """The texts, and what was left out of them."""
+        messages = conversation.messages
+        texts, spans, notes = list[str](), list[Span](), list[str]()
+        is_one_text = True
+        first = 0  # the first message that is not yet looked up in the text
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant" or index in conversation.context_only:
+                continue
+            text = self.text(conversation, index + 1)
+            start, note = self._answer_start(conversation, index, text)
+            notes += [note] if note else []
+            before = texts[-1] if texts else ""
+            if not text.startswith(before):
+                is_one_text = False
+                first = 0
+                before = ""
+            self._require_context(conversation, range(first, index), text[len(before) : start])
+            said_end = start + self._require(said_by(message), text[start:], index)
+            if _writes_python(message, text[start:]):
+                raise UnusableRow(
+                    "the template writes the arguments of a call as Python", f"message {index + 1}"
+                )
+            texts.append(text)
+            spans.append(Span(start, said_end, len(text)))
+            first = index + 1
+        if is_one_text:
+            return [Rendered(texts[-1], spans, conversation.source)], notes
         return [
             Rendered(text, [span], f"{conversation.source}, answer {number}")
             for number, (text, span) in enumerate(zip(texts, spans, strict=True), start=1)
-        ]
+        ], notes
 
     def text(
         self, conversation: Conversation, end: int, add_generation_prompt: bool = False
@@ -150,24 +338,76 @@ class Chat:
             )
         )
 
-    def _answer_start(self, conversation: Conversation, index: int, text: str) -> int:
-        """Where the answer messages[index] begins in `text`, the conversation up to its end."""
+    def _require_context(self, conversation: Conversation, indices: range, text: str) -> None:
+        """UnusableRow if a text before an answer is not in its prompt (or in its new part).
+
+        Templates may well leave out the thoughts of earlier answers: so the target reads them.
+        """
+        if indices.start == 0 and conversation.tools:
+            self._require(said_by_tools(conversation.tools), text, None)
+        for index in indices:
+            said = said_by(conversation.messages[index], with_thoughts=False)
+            self._require(said, text, index)
+
+    def _require(self, said: Iterable[Said], text: str, index: int | None) -> int:
+        """Where the last thing said ends in `text`; UnusableRow if one is not there."""
+        missing, end = find_said(said, text)
+        if missing is not None:
+            place = "" if index is None else f"message {index + 1}"
+            raise UnusableRow(f"the template leaves out {missing.part}", place)
+        return end
+
+    def _answer_start(
+        self, conversation: Conversation, index: int, text: str
+    ) -> tuple[int, str | None]:
+        """Where messages[index] begins in `text`, the conversation up to its end; what is lost."""
         prompt = self.text(conversation, index, add_generation_prompt=True)
         start = shared_start(prompt, text)
-        if start < len(prompt):
-            # The prompt may open '<think>' for an answer without thinking, which then begins
-            # where the two differ. That must be inside what the generation prompt adds.
-            before_generation_prompt = self.text(conversation, index)
-            if start <= len(before_generation_prompt):
-                raise UnusableRow(
-                    "the template rewrites what stands before an answer", f"message {index + 1}"
-                )
-            self.tally.add(
-                "left out",
-                "the generation prompt's last part is not in the answer's render",
-                conversation.source,
+        if start == len(prompt):
+            return start, None
+        # The prompt may open '<think>' for an answer without thinking, which then begins
+        # where the two differ. That must be inside what the generation prompt adds.
+        before_generation_prompt = self.text(conversation, index)
+        if start <= len(before_generation_prompt):
+            raise UnusableRow(
+                "the template rewrites what stands before an answer", f"message {index + 1}"
             )
-        return start
+        # Not inside a token: '<think>' and '<tool_call>' share their first character.
+        for special in self.special_texts:
+            begin = text.find(special, max(0, start - len(special) + 1), start + len(special) - 1)
+            start = begin if 0 <= begin < start else start
+        return start, "the generation prompt's last part is not in the answer's render"
+
+    # --- how a turn ends ------------------------------------------------------------------------
+
+    def _closed(self, rendered: Rendered, is_call: bool) -> Rendered:
+        """With the end of the last turn, if the template writes it with the next message only."""
+        start, said_end, end = rendered.answers[-1]
+        closer = self.closer(is_call)
+        if not closer or any(text in rendered.text[said_end:] for text in self.end_texts):
+            return rendered
+        last = Span(start, said_end, end + len(closer))
+        return rendered._replace(
+            text=rendered.text + closer, answers=[*rendered.answers[:-1], last]
+        )
+
+    def _find_closer(self, is_call: bool) -> str:
+        """The end-of-turn token that is the next message's header (GLM), or ""."""
+        answer, following = (PROBE_ANSWER, PROBE_QUESTION)
+        if is_call:
+            answer, following = (PROBE_CALL, PROBE_RESULT)
+        talk = Conversation("", (PROBE_QUESTION, answer, following))
+        for _, given in [("", talk), *self.forms.of(talk)]:
+            with suppress(UnusableRow):
+                start = len(self.text(given, 1, add_generation_prompt=True))
+                before = self.text(given, 2)
+                after = self.text(given, 3)
+                has_end = any(text in before[start:] for text in self.end_texts)
+                if has_end or not after.startswith(before):
+                    return ""
+                header = after.removeprefix(before).lstrip()
+                return next((text for text in self.end_texts if header.startswith(text)), "")
+        return ""
 
     # --- which tokens they are ------------------------------------------------------------------
 
@@ -182,25 +422,32 @@ class Chat:
         turn_ids = array("i", [0]) * len(ids)
         starts = [start for start, _ in encoding.offsets]
         ends = [end for _, end in encoding.offsets]
-        for number, (start, end) in enumerate(rendered.answers, start=1):
+        for number, (start, said_end, end) in enumerate(rendered.answers, start=1):
             first = bisect_left(starts, start)
             stop = bisect_right(ends, end)  # a token that straddles the end is not the answer's
             if first > 0 and ends[first - 1] > start:  # the token before `first` is not learnt
                 reason = "a token straddles prompt and answer"
                 self.tally.add("left out", reason, rendered.source)
-            last = self._end_of_turn(ids, range(first, stop), rendered.source)
+            said = bisect_left(ends, said_end)
+            last = self._end_of_turn(ids, range(first, stop), said, rendered.source)
             turn_ids[first : last + 1] = array("i", [number]) * (last + 1 - first)
         return TokenRow(ids, turn_ids, rendered.source)
 
-    def _end_of_turn(self, ids: Sequence[int], answer: range, source: str) -> int:
-        """The position of an answer's first end-of-turn token, the last one that is learnt."""
+    def _end_of_turn(self, ids: Sequence[int], answer: range, said: int, source: str) -> int:
+        """The position of an answer's end-of-turn token, the last one that is learnt.
+
+        said: the position of the last token that holds a text of the answer.
+        """
         for position in answer:
             if ids[position] in self.end_ids:
                 return position
+        # The next message's header may end the turn.
+        if answer.stop < len(ids) and ids[answer.stop] in self.end_ids:
+            return answer.stop
         reason = "the answer's end is none of the target's end-of-turn tokens"
         self.tally.add("left out", reason, source)
-        # As of base models: learnt up to the answer's last special token.
-        for position in reversed(answer):
+        # As of base models: learnt up to the first special token behind its text.
+        for position in range(said, answer.stop):
             if ids[position] in self.special_ids:
                 return position
         return answer.stop - 1

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
@@ -24,22 +24,37 @@ from aerie.data.rows import RawRow, read_rows
 from aerie.model.storage import digest
 
 Message = dict[str, Any]  # role (user, assistant, system or tool), content, and maybe EXTRA_KEYS
-TallyKind = Literal["skipped", "mended", "left out"]  # 'left out': turns or tokens
+TallyKind = Literal["skipped", "mended", "left out"]  # 'left out': turns, tokens or keys
 
-MAX_REASONS = 40  # a template's refusal may quote the text
+MAX_REASONS = 60  # a template's refusal may quote the text
 UNKNOWN_KEYS = "keys of no known shape"
 
 SHAPES = read_yaml(Path(__file__).with_name("shapes.yaml"))[0]
 ROLES: dict[str, str] = {}  # the role of each name that data sets use
 for _role, _names in SHAPES["roles"].items():
     ROLES |= dict.fromkeys(_names.split(), _role)
+CALLERS = frozenset(SHAPES["calls"].split())
 PAIRS = [tuple(pair) for pair in SHAPES["pairs"]]  # columns of a question and its answer
 LISTS = ("conversations", "messages", "conversation")  # columns of turns
 SYSTEM_COLUMNS = ("system", "system_prompt")
+TOOL_COLUMNS = ("tools", "functions")
 
 # What a turn may hold beside its text: a turn with one of SPOKEN_KEYS needs no text.
-SPOKEN_KEYS = ("reasoning_content", "reasoning", "thinking", "tool_calls")
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
+SPOKEN_KEYS = (*THOUGHT_KEYS, "tool_calls")
 EXTRA_KEYS = (*SPOKEN_KEYS, "tool_call_id", "name")
+
+IS_CONTEXT = "is_context"  # of a message while its row is read; no template sees it
+LEARN_KEYS = frozenset(SHAPES["learn"].split())
+UNREADABLE_KEYS = frozenset(SHAPES["unreadable"].split())
+MESSAGE_KEYS = frozenset(
+    {"from", "role", "value", "content", "text", "function_call", *EXTRA_KEYS}
+    | LEARN_KEYS
+    | set(SHAPES["idle_of_message"].split())
+)
+ROW_KEYS = frozenset(
+    {*LISTS, *SYSTEM_COLUMNS, *TOOL_COLUMNS} | LEARN_KEYS | set(SHAPES["idle_of_row"].split())
+)
 
 
 class UnusableRow(UserError):
@@ -59,6 +74,15 @@ class Conversation(NamedTuple):
     tools: list[Any] | None = None
     tokens: tuple[list[int], list[int]] | None = None  # ids, and 1 for each that is learnt
     is_held_out: bool = False
+    context_only: frozenset[int] = frozenset()  # answers that are not learnt, by index
+
+
+class RowTurns(NamedTuple):
+    """What a row says, before it is mended."""
+
+    messages: list[Message]  # with the key IS_CONTEXT in an answer that is not to be learnt
+    tools: list[Any] | None
+    unread: set[str]  # what the row also holds, as reasons to count
 
 
 @dataclass
@@ -88,10 +112,7 @@ class Tally:
     def table(self) -> str:
         skipped = self.rows - self.kept
         text = f"conversations: {self.rows:,} read, {self.kept:,} kept, {skipped:,} skipped"
-        # By kind, in TallyKind's order; then by count.
-        for (kind, reason), count in sorted(
-            self.counts.most_common(), key=lambda entry: get_args(TallyKind).index(entry[0][0])
-        ):
+        for (kind, reason), count in self.counts.most_common():
             text += f"\n  {kind:<8} {count:>9,}  {reason} ({self.examples[kind, reason]})"
         return text
 
@@ -154,7 +175,7 @@ def _prompt_messages(value: Any) -> list[Message]:
         if row.get(name) is not None:
             turns = row[name] if isinstance(row[name], list) else [row[name]]
             return [{"role": "user", "content": turn} for turn in turns]
-    messages = to_messages(row)
+    messages = read_turns(row).messages
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()  # the target answers anew
     return messages
@@ -170,17 +191,20 @@ def _conversation_of(row: RawRow, config: DataConfig, tally: Tally) -> Conversat
 
     # Both are given, or neither.
     fields = tuple(filter(None, (config.prompt_field, config.completion_field)))
-    messages, changes = mend(to_messages(row.value, fields))
+    turns = read_turns(row.value, fields)
+    messages, changes = mend(turns.messages)
     for change in changes:
         tally.add("mended", change, row.source)
-    tools = _unpacked(row.value.get("tools")) or None
-    if not isinstance(tools, list | None):
-        raise UnusableRow("tools are no list", f"'tools' is {type(tools).__name__}")
+    for reason in turns.unread:
+        tally.add("left out", reason, row.source)
+    is_context = [message.pop(IS_CONTEXT, False) for message in messages]
     # By what the row says, not by the recipe's system prompt: another prompt moves no row.
-    is_held_out = _is_held_out([messages, tools], config)
+    is_held_out = _is_held_out([messages, turns.tools], config)
     if config.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": config.system_prompt}, *messages]
-    return Conversation(row.source, tuple(messages), tools, None, is_held_out)
+        is_context = [False, *is_context]
+    context_only = frozenset(index for index, flag in enumerate(is_context) if flag)
+    return Conversation(row.source, tuple(messages), turns.tools, None, is_held_out, context_only)
 
 
 def _check_tokens(ids: Any, mask: Any) -> None:
@@ -203,44 +227,61 @@ def _is_held_out(content: Any, config: DataConfig) -> bool:
 # --- a row's turns ------------------------------------------------------------------------------
 
 
-def to_messages(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> list[Message]:
-    """The row's messages, not mended yet; fields: the recipe's prompt and completion columns."""
-    turns = _turns_of(row, fields)
+def read_turns(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> RowTurns:
+    """What a row says; fields: the recipe's prompt and completion columns."""
+    turns, columns = _turns_of(row, fields)
     messages = [_message(turn, number) for number, turn in enumerate(turns, start=1)]
+    unread = _unread_keys(row, turns, columns)
+    unread |= _mark_context(row, turns, messages)
+    tools = _tools_of(row, turns)
     system = next((row[name] for name in SYSTEM_COLUMNS if is_text(row.get(name))), None)
-    if system and not any(message["role"] == "system" for message in messages):
+    said = [message["content"] for message in messages if message["role"] == "system"]
+    if system and not said:
         messages.insert(0, {"role": "system", "content": system})
-    return messages
+    elif system and system not in said:
+        unread.add("a system column beside a system turn is not read")
+    return RowTurns(messages, tools, unread)
 
 
-def _turns_of(row: Mapping[str, Any], fields: tuple[str, ...]) -> list[Any]:
-    """Turns as they stand in the row: from the recipe's columns, else a list, else a known pair."""
+def _turns_of(row: Mapping[str, Any], fields: tuple[str, ...]) -> tuple[list[Any], tuple[str, ...]]:
+    """Turns as they stand in the row, and their columns: the recipe's, else a list, else a pair."""
     pairs = [fields, *PAIRS] if fields else PAIRS
     filled = {name for name, value in row.items() if value is not None}
     pair = next((pair for pair in pairs if filled.issuperset(pair)), ())
-    if pair and pair == fields:
+    if pair and pair == fields:  # the recipe's word for what the row's meaning needs
         return _turns_of_pair(row, pair)
     for name in LISTS:
-        turns = _unpacked(row.get(name))
+        turns = _transposed(_unpacked(row.get(name)))
         if isinstance(turns, list):
-            return turns
+            return turns, (name,)
     if pair:
+        for name in SHAPES["needed_by_pairs"].split():
+            if name not in pair and not _is_empty(row.get(name)):
+                raise UnusableRow(f'row key "{name}" cannot be read', "its question needs it")
         return _turns_of_pair(row, pair)
+    for name in filled.intersection(LISTS):
+        raise UnusableRow("the turns are no list", f"{name!r} is {type(row[name]).__name__}")
     if any(name in row for name in LISTS):
-        return []
+        return [], ()
     expected = " and ".join(fields) or (
         "conversations, messages or a pair that data.prompt_field and data.completion_field name"
     )
     raise UnusableRow(UNKNOWN_KEYS, f"has keys {', '.join(map(str, row))}; expected {expected}")
 
 
-def _turns_of_pair(row: Mapping[str, Any], pair: tuple[str, ...]) -> list[Any]:
-    prompt, completion = (row[name] for name in pair)
+def _turns_of_pair(
+    row: Mapping[str, Any], pair: tuple[str, ...]
+) -> tuple[list[Any], tuple[str, ...]]:
+    prompt, completion = (_unpacked(row[name]) for name in pair)
     if isinstance(prompt, list) and isinstance(completion, list):  # of messages
-        return [*prompt, *completion]
-    if pair[0] == "instruction" and is_text(row.get("input")):  # Alpaca's
+        return [*prompt, *completion], pair
+    columns = pair
+    prompt, completion = (row[name] for name in pair)
+    if "input" not in pair and is_text(row.get("input")):  # Alpaca's
         prompt = f"{prompt}\n\n{row['input']}"
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        columns = (*pair, "input")
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    return turns, columns
 
 
 def _unpacked(value: Any) -> Any:
@@ -252,44 +293,197 @@ def _unpacked(value: Any) -> Any:
     return value
 
 
+def _transposed(turns: Any) -> Any:
+    """The list of turns, also where a data set keeps a list for each key of a turn."""
+    if not isinstance(turns, Mapping) or not all(isinstance(part, list) for part in turns.values()):
+        return turns
+    return [dict(zip(turns, parts, strict=True)) for parts in zip(*turns.values(), strict=True)]
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a value says nothing; Arrow fills in nulls where another row has a value."""
+    if isinstance(value, Mapping):
+        return all(map(_is_empty, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_empty, value))
+    return value is None or value == ""
+
+
+# --- a turn ---------------------------------------------------------------------------------------
+
+
 def _message(turn: Any, number: int) -> Message:
-    turn = turn if isinstance(turn, Mapping) else {"from": turn}
+    if not isinstance(turn, Mapping):
+        raise UnusableRow("a turn is no object", f"turn {number} is {type(turn).__name__}")
     speaker = turn.get("from") or turn.get("role")
-    role = ROLES.get(str(speaker).strip().lower())
+    if speaker is None:
+        keys = ", ".join(map(str, turn))
+        raise UnusableRow(
+            "a turn names no speaker",
+            f"turn {number} has keys {keys}; expected from and value, or role and content",
+        )
+    name = str(speaker).strip().lower()
+    role = "assistant" if name in CALLERS else ROLES.get(name)
     if role is None:
         raise UnusableRow(
             "unknown role",
             f"turn {number} is from {speaker!r:.60}; expected human, gpt, system or tool",
         )
-    content = turn.get("value")
-    content = _joined_parts(turn.get("content") if content is None else content)
-    if not isinstance(content, str | None):
-        raise UnusableRow(
-            "turn is not text", f"turn {number} holds {type(content).__name__}; images are not read"
-        )
-    message: Message = {"role": role, "content": content or ""}
+    text, thought = _text_of(turn, number)
+    message: Message = {"role": role, "content": text}
+    if thought:
+        message["reasoning_content"] = thought
     message |= {key: turn[key] for key in EXTRA_KEYS if turn.get(key) is not None}
-    if isinstance(message.get("tool_calls"), list):
-        message["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
+    calls = text if name in CALLERS else message.get("tool_calls") or turn.get("function_call")
+    if name in CALLERS:
+        message["content"] = ""
+    message.pop("tool_calls", None)
+    if calls := _tool_calls(calls, number):
+        message["tool_calls"] = calls
+    for key in THOUGHT_KEYS:
+        if not isinstance(message.get(key, ""), str):
+            raise UnusableRow("turn is not text", f"turn {number}: {key} is no text")
     return message
 
 
-def _joined_parts(content: Any) -> Any:
-    """The text of content in parts ({type: text, text: ...}); any other content as it is."""
-    if not isinstance(content, list):
-        return content
-    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-    with suppress(TypeError):  # a part is no text
-        return "".join(texts)
-    return content
+def _text_of(turn: Mapping[str, Any], number: int) -> tuple[str, str]:
+    """A turn's text and, from content in parts, its thought."""
+    names = [name for name in ("value", "content", "text") if turn.get(name) is not None]
+    has_text = not turn.keys().isdisjoint(("value", "content", "text"))
+    if not has_text and all(_is_empty(turn.get(key)) for key in (*SPOKEN_KEYS, "function_call")):
+        keys = ", ".join(map(str, turn))
+        raise UnusableRow("a turn has no text", f"turn {number} has keys {keys}; expected content")
+    content = turn[names[0]] if names else ""
+    thought = ""
+    if isinstance(content, list):
+        content, thought = _joined_parts(content, number)
+    if not isinstance(content, str):
+        raise UnusableRow(
+            "turn is not text", f"turn {number} holds {type(content).__name__}; images are not read"
+        )
+    return content, thought
 
 
-def _tool_call(call: Any) -> Any:
-    # Makes the arguments an object: a template would quote JSON text twice.
-    with suppress(TypeError, KeyError, ValueError):
-        if isinstance(arguments := json.loads(call["function"]["arguments"]), dict):
-            return {**call, "function": {**call["function"], "arguments": arguments}}
-    return call
+def _joined_parts(parts: list[Any], number: int) -> tuple[str, str]:
+    """The text and the thought of content in parts ({type: text, text: ...})."""
+    texts: dict[str, list[str]] = {"text": [], "thinking": []}
+    for part in parts:
+        kind = part.get("type") or "text" if isinstance(part, Mapping) else "text"
+        kind = {"input_text": "text", "output_text": "text", "reasoning": "thinking"}.get(
+            kind, kind
+        )
+        text = part
+        if isinstance(part, Mapping):
+            text = part.get(kind) if part.get(kind) is not None else part.get("text")
+        if isinstance(text, list):  # Mistral's thought is in parts itself
+            text = _joined_parts(text, number)[0]
+        if kind not in texts or not isinstance(text, str):
+            raise UnusableRow("turn is not text", f"turn {number} has a part of type {kind!r}")
+        texts[kind].append(text)
+    return "".join(texts["text"]), "".join(texts["thinking"])
+
+
+def _tool_calls(calls: Any, number: int) -> list[Any]:
+    """The calls as OpenAI writes them, with arguments as an object where they are one.
+
+    A template would quote JSON text twice.
+    """
+    if isinstance(calls, str) and calls.strip():
+        with suppress(ValueError):
+            calls = json.loads(calls)
+    if isinstance(calls, Mapping):
+        calls = [calls]
+    made = []
+    for call in () if _is_empty(calls) else calls:
+        function = call.get("function") or call if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not is_text(function.get("name")):
+            raise UnusableRow("a tool call names no function", f"turn {number}")
+        arguments = function.get("arguments", function.get("parameters"))
+        with suppress(TypeError, ValueError):
+            if isinstance(value := json.loads(arguments), dict):
+                arguments = value
+        rest = {key: value for key, value in call.items() if key in ("id", "type", "index")}
+        named = {"name": function["name"], "arguments": arguments}
+        made.append({**rest, "type": "function", "function": named})
+    return made
+
+
+def _tools_of(row: Mapping[str, Any], turns: list[Any]) -> list[Any] | None:
+    """The tools of a row or of one of its turns, each as OpenAI writes it."""
+    holders = [row, *(turn for turn in turns if isinstance(turn, Mapping))]
+    columns = [_unpacked(holder.get(name)) for holder in holders for name in TOOL_COLUMNS]
+    tools = next((column for column in columns if not _is_empty(column)), None)
+    if tools is None:
+        return None
+    if not isinstance(tools, list):
+        raise UnusableRow("tools are no list", f"'tools' is {type(tools).__name__}")
+    made = []
+    for tool in tools:
+        if isinstance(tool, str):
+            with suppress(ValueError):
+                tool = json.loads(tool)
+        if not isinstance(tool, Mapping):
+            raise UnusableRow("tools are no list", f"a tool is {type(tool).__name__}")
+        is_bare = "function" not in tool and "name" in tool
+        made.append({"type": "function", "function": tool} if is_bare else tool)
+    return made
+
+
+# --- keys beside the text -------------------------------------------------------------------------
+
+
+def _unread_keys(row: Mapping[str, Any], turns: list[Any], columns: tuple[str, ...]) -> set[str]:
+    """Reasons for keys that are not read; UnusableRow for one that a turn's meaning needs."""
+    said = {text for turn in turns for text in turn.values() if isinstance(text, str)}
+    unread = set[str]()
+    known = ROW_KEYS.union(columns)
+    holders = [("row", row, known)] + [("message", turn, MESSAGE_KEYS) for turn in turns]
+    for holder, values, read in holders:
+        for key in values.keys() - read:
+            value = values[key]
+            if _is_empty(value) or (holder == "row" and isinstance(value, str) and value in said):
+                continue
+            if key in UNREADABLE_KEYS:
+                raise UnusableRow(f'{holder} key "{key}" cannot be read', "")
+            if key not in TOOL_COLUMNS:
+                unread.add(f'{holder} key "{key}" is not read')
+    return unread
+
+
+def _mark_context(row: Mapping[str, Any], turns: list[Any], messages: list[Message]) -> set[str]:
+    """Marks the answers that their data set does not want to be learnt; reasons for odd marks."""
+    unread = set[str]()
+    answers = [message for message in messages if message["role"] == "assistant"]
+    marks = [(message, turn) for message, turn in zip(messages, turns, strict=True)]
+    for name in LEARN_KEYS & row.keys():
+        flags = _unpacked(row[name])
+        if isinstance(flags, list):
+            marked = {len(messages): messages, len(answers): answers}.get(len(flags))
+            if marked is None:
+                raise UnusableRow(
+                    "the marks of turns to learn do not fit the turns",
+                    f"{name!r} has {len(flags)} of them, for {len(messages)} turns",
+                )
+            marks += [(message, {name: flag}) for message, flag in zip(marked, flags, strict=True)]
+        elif _is_no(flags):
+            raise UnusableRow("the row is marked as not to be learnt", name)
+        elif not (_is_empty(flags) or flags in (1, True, "1", "true", "True")):
+            unread.add(f'row key "{name}" is not read')
+    for message, flags in marks:
+        names = LEARN_KEYS & flags.keys()
+        if message["role"] == "assistant":
+            if any(_is_no(flags[name]) for name in names):
+                message[IS_CONTEXT] = True
+        elif any(not _is_no(flags[name]) and not _is_empty(flags[name]) for name in names):
+            unread.add("a turn that is no answer is marked as to be learnt")
+    return unread
+
+
+def _is_no(flag: Any) -> bool:
+    """Whether a mark says no: 0, false or their text."""
+    if isinstance(flag, str):
+        return flag.strip().lower() in ("0", "0.0", "false", "no")
+    return isinstance(flag, bool | int | float) and not flag
 
 
 # --- mending ------------------------------------------------------------------------------------
@@ -312,17 +506,15 @@ def mend(messages: list[Message]) -> tuple[list[Message], set[str]]:
 
 
 def _before_empty_turn(messages: list[Message], changes: set[str]) -> list[Message]:
-    """Without empty system turns, up to an empty turn: what follows it has lost its context."""
+    """Up to an empty turn: what follows it has lost its context."""
     kept = list[Message]()
     for message in messages:
         is_said = message["content"].strip() or any(message.get(key) for key in SPOKEN_KEYS)
-        if is_said or message["role"] == "tool":  # a tool may well return nothing
-            kept.append(message)
-        elif message["role"] == "system":
-            changes.add("empty system turn dropped")
-        else:
+        # A tool may return nothing; an empty system turn switches off a template's own prompt.
+        if not is_said and message["role"] not in ("tool", "system"):
             changes.add("cut before an empty turn")
             break
+        kept.append(message)
     return kept
 
 
@@ -345,7 +537,8 @@ def _joined_speakers(messages: list[Message], changes: set[str]) -> list[Message
         are_texts = message.keys() == before.keys() == {"role", "content"}
         if are_texts and before["role"] == role != "tool":
             # A new message: the old one is the row's.
-            joined[-1] = {"role": role, "content": f"{before['content']}\n\n{message['content']}"}
+            texts = [text for text in (before["content"], message["content"]) if text.strip()]
+            joined[-1] = {"role": role, "content": "\n\n".join(texts)}
             changes.add(f"two turns of the {role} in a row joined")
         else:
             joined.append(message)

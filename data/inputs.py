@@ -18,7 +18,9 @@ from aerie.model.storage import FILE, Stage, file_digest, template_path
 
 FEATURES_COMMAND = "aerie features --config RECIPE"  # builds and mends a feature cache
 CACHE_INDEX = "index.json"  # of a feature cache; written last
-ROW_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
+ROW_SUFFIXES = (".json", ".jsonl", ".parquet", ".arrow", ".csv")
+# Files that datasets' save_to_disk writes beside the rows.
+DATASET_RECORDS = ("dataset_info.json", "dataset_dict.json", "state.json")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")  # owner/name[:[subset:]split]
 
 
@@ -110,7 +112,9 @@ def row_files(directory: Path) -> list[Path]:
     return [
         path
         for path in sorted(directory.rglob("[!.]*"))
-        if path.suffix in ROW_SUFFIXES and path.name != FILE and path.is_file()
+        if path.suffix in ROW_SUFFIXES
+        and path.name not in (FILE, *DATASET_RECORDS)
+        and path.is_file()
     ]
 
 

@@ -27,7 +27,7 @@ def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
     The split is 'train' if none is named.
     """
     if not is_here(name):
-        rows = enumerate(_hub_rows(name, revision), start=1)
+        rows = enumerate(map(_columns, _hub_rows(name, revision)), start=1)
         yield from (RawRow(f"{name}: row {number:,}", number, value) for number, value in rows)
         return
     path = Path(name).expanduser()
@@ -73,7 +73,37 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
     from pyarrow import parquet  # type: ignore[import-untyped]
 
     batches = parquet.ParquetFile(path).iter_batches(batch_size=1024)
-    yield from enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), start=1)
+    yield from enumerate(chain.from_iterable(map(_arrow_rows, batches)), start=1)
+
+
+def _arrow_file_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Of a file that datasets' save_to_disk has written: a stream of batches, or Arrow's file."""
+    from pyarrow import ArrowInvalid, ipc
+
+    with path.open("rb") as file:
+        try:
+            batches: Any = ipc.open_stream(file)
+        except ArrowInvalid:
+            opened = ipc.open_file(file)
+            batches = map(opened.get_batch, range(opened.num_record_batches))
+        yield from enumerate(chain.from_iterable(map(_arrow_rows, batches)), start=1)
+
+
+def _arrow_rows(batch: Any) -> Iterator[Any]:
+    return map(_columns, batch.to_pylist(maps_as_pydicts="strict"))
+
+
+def _columns(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: without_nulls(value) for name, value in row.items()}
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without the nulls that Arrow fills in for keys that only other rows have."""
+    if isinstance(value, dict):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    if isinstance(value, list):
+        return [without_nulls(part) for part in value]
+    return value
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -117,6 +147,7 @@ def _not_json(path: Path, line: int, error: json.JSONDecodeError) -> UserError:
 
 READERS = {
     ".parquet": _parquet_rows,
+    ".arrow": _arrow_file_rows,
     ".csv": _csv_rows,
     ".json": _json_rows,
     ".jsonl": _jsonl_rows,

@@ -44,7 +44,7 @@ CONVERSATIONS_PER_CALL = 256  # of the tokenizer
 SLOW_SECONDS = 5.0  # work that takes longer goes to several processes, and its rows are kept
 ROWS_FILE = "rows.parquet"
 # The code that decides the rows: kept ones are of no use once it has changed.
-CODE = ("chat.py", "conversations.py", "rows.py", "tokens.py", "shapes.yaml")
+CODE = ("chat.py", "forms.py", "conversations.py", "rows.py", "tokens.py", "shapes.yaml")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a corpus must not steer the terminal
 
 
@@ -235,7 +235,7 @@ class RowMaker:
             return []
         try:
             if self.supervises_all:
-                text = self.chat.text(conversation, len(conversation.messages))
+                text = self.chat.render(conversation)[-1].text
                 return [Rendered(text, [], conversation.source)]
             return self.chat.render(conversation)
         except UnusableRow as error:

@@ -14,13 +14,13 @@ from aerie.configs.read import adapter
 from aerie.configs.schema.data import AnswerSamplingConfig, ServerConfig
 from aerie.data.chat import answer_text, apply_template
 from aerie.data.conversations import Message
+from aerie.data.forms import CLOSE, OPEN
 from aerie.model.storage import first_line
 
 TOO_LONG = "too long for the target's context"
 IS_TOO_LONG = re.compile(r"context length|max_model_len|too long|longer than", re.IGNORECASE)
 PAUSE_S = 1.0  # before a server that was away or busy is asked again
 QUESTION: list[Message] = [{"role": "user", "content": "Hi"}]
-OPEN, CLOSE = "<think>", "</think>"
 # Left out where a text is compared with its tokens.
 LOOSE = re.compile(rf"\s|\ufffd|{OPEN}|{CLOSE}")
 # HTTP statuses, by what they mean here

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
 from aerie.configs.schema.data import DistillConfig, SourceConfig
-from aerie.data.conversations import UNKNOWN_KEYS, UnusableRow, is_text, to_messages
+from aerie.data.conversations import UNKNOWN_KEYS, UnusableRow, is_text, read_turns
 from aerie.data.inputs import hashed_number
 from aerie.data.rows import RawRow, read_rows
 from aerie.model.storage import digest
@@ -137,7 +137,7 @@ def _of_prompt(row: Mapping[str, Any], source: SourceConfig) -> Questions:
 
 def _of_conversation(row: Mapping[str, Any], source: SourceConfig) -> Questions:
     texts: dict[str, list[str]] = {"system": [], "user": [], "assistant": [], "tool": []}
-    for role, group in groupby(to_messages(row), key=itemgetter("role")):
+    for role, group in groupby(read_turns(row).messages, key=itemgetter("role")):
         # Two turns in a row are one.
         texts[role].append("\n\n".join(filter(str.strip, map(itemgetter("content"), group))))
     if row.get("tools") or texts["tool"]:

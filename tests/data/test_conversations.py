@@ -15,6 +15,7 @@ from aerie.data.rows import read_rows
 from tests import tiny
 
 HELLO = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}]
+PAIR = ("question", "answer")
 ROWS: list[dict[str, Any]] = [
     {"question": "one", "answer": "eins"},
     {"question": "two", "answer": "zwei \N{OWL}"},
@@ -80,7 +81,9 @@ def test_shapes(tmp_path: Path, row: dict[str, Any]) -> None:
     """Every shape gives the same conversation."""
     fields = {"prompt_field": "ask", "completion_field": "say"} if "ask" in row else {}
     (conversation,), tally = load(tmp_path, row, **fields)
-    assert list(conversation.messages) == HELLO and not tally.counts
+    unread = [f'row key "{key}" is not read' for key in row if fields and key in PAIR]
+    assert list(conversation.messages) == HELLO
+    assert set(tally.counts) == {("left out", reason) for reason in unread}
 
 
 def test_beside_turns(tmp_path: Path) -> None:

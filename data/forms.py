@@ -1,0 +1,192 @@
+"""The forms in which chat templates want to be given the same conversation.
+
+One template reads the arguments of a call as JSON text, another as an object; one reads a thought
+in `reasoning_content`, another in `thinking`. A template that gets another form than its own
+leaves the text out, or refuses the row.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from itertools import product
+from typing import NamedTuple
+
+from aerie.data.conversations import THOUGHT_KEYS, Conversation, Message
+
+OPEN, CLOSE = "<think>", "</think>"  # of a thought inside the content
+TAGS = "<think> tags"  # the form of a thought that has no field
+
+
+class Form(NamedTuple):
+    """One way to give what a message says; `change` leaves messages that it is not about."""
+
+    name: str  # for a reader; "": as the row gives it
+    change: Callable[[Message], Message]
+
+
+# --- thoughts -------------------------------------------------------------------------------------
+
+
+def split_thought(message: Message) -> tuple[list[str], str]:
+    """An answer's thoughts, from its fields or from tags in its content, and the other content."""
+    content = message["content"] or ""
+    thoughts = [message[key] for key in THOUGHT_KEYS if message.get(key)]
+    before, closed, after = content.partition(CLOSE)
+    if not thoughts and closed:
+        opening, _, thought = before.rpartition(OPEN)  # the prompt may have opened the tag
+        return [thought], opening + after
+    return list(dict.fromkeys(thoughts)), content
+
+
+def _thought_as(key: str, message: Message) -> Message:
+    thoughts, content = split_thought(message)
+    if not thoughts:
+        return message
+    rest = {name: value for name, value in message.items() if name not in THOUGHT_KEYS}
+    if key == TAGS:
+        thought = thoughts[0].strip("\n")
+        return rest | {"content": f"{OPEN}\n{thought}\n{CLOSE}\n\n{content.lstrip()}"}
+    return rest | {"content": content.lstrip("\n"), key: thoughts[0].strip("\n")}
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+def _arguments_as_text(message: Message) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        if not isinstance(function["arguments"], str):
+            text = json.dumps(function["arguments"], ensure_ascii=False)
+            function = {**function, "arguments": text}
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}
+
+
+def _null_content(message: Message) -> Message:
+    has_calls = message.get("tool_calls") and not message["content"]
+    return {**message, "content": None} if has_calls else message
+
+
+def _as_given(message: Message) -> Message:
+    return message
+
+
+def one_by_one(conversation: Conversation) -> Conversation | None:
+    """Parallel calls as calls one after another, each with its result; None if one has none."""
+    messages = list[Message]()
+    context_only = set[int]()
+    rest = list(enumerate(conversation.messages))
+    while rest:
+        index, message = rest.pop(0)
+        calls = message.get("tool_calls") or [None]
+        if len(calls) == 1:
+            parts = [message]
+        else:
+            results = [following for _, following in rest[: len(calls)]]
+            if [result["role"] for result in results] != ["tool"] * len(calls):
+                return None
+            del rest[: len(calls)]
+            parts = _single_calls(message, results)
+        if index in conversation.context_only:
+            context_only.update(
+                len(messages) + number
+                for number, part in enumerate(parts)
+                if part["role"] == "assistant"
+            )
+        messages += parts
+    return conversation._replace(messages=tuple(messages), context_only=frozenset(context_only))
+
+
+def _single_calls(message: Message, results: list[Message]) -> list[Message]:
+    """A message for each call and its result, by the call's id or else in their order."""
+    calls = message["tool_calls"]
+    by_id = {result.get("tool_call_id"): result for result in results}
+    if all(call.get("id") in by_id for call in calls):
+        results = [by_id[call["id"]] for call in calls]
+    parts = list[Message]()
+    for call, result in zip(calls, results, strict=True):
+        spoken = message if not parts else {"role": "assistant", "content": ""}
+        parts += [{**spoken, "tool_calls": [call]}, result]
+    return parts
+
+
+# --- a template's forms ---------------------------------------------------------------------------
+
+CALL_FORMS = (
+    Form("", _as_given),
+    Form("the arguments of calls given as text", _arguments_as_text),
+    Form("the content of calls given as null", _null_content),
+    Form(
+        "the arguments of calls given as text, their content as null",
+        lambda message: _null_content(_arguments_as_text(message)),
+    ),
+)
+THOUGHT_FORMS = (
+    Form("", _as_given),
+    *(Form(f"thoughts given in {key}", partial(_thought_as, key)) for key in THOUGHT_KEYS),
+    Form(f"thoughts given in {TAGS}", partial(_thought_as, TAGS)),
+)
+PROBE_QUESTION: Message = {"role": "user", "content": "probequestion"}
+PROBE_CALL: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": "probecall",
+            "type": "function",
+            "function": {"name": "probename", "arguments": {"probekey": "probevalue"}},
+        }
+    ],
+}
+PROBE_RESULT: Message = {
+    "role": "tool",
+    "content": "proberesult",
+    "tool_call_id": "probecall",
+    "name": "probename",
+}
+PROBE_ANSWER: Message = {"role": "assistant", "content": "probeanswer"}
+PROBE_THOUGHT: Message = {**PROBE_ANSWER, "reasoning_content": "probethought"}
+
+
+class Forms:
+    """Which forms a template reads; holds: whether it renders all that a conversation says."""
+
+    def __init__(self, holds: Callable[[Conversation], bool]) -> None:
+        self.holds = holds
+
+    @cached_property
+    def calls(self) -> list[Form]:
+        return [form for form in CALL_FORMS if self._reads(form, PROBE_CALL)]
+
+    @cached_property
+    def thoughts(self) -> list[Form]:
+        return [form for form in THOUGHT_FORMS if self._reads(form, PROBE_THOUGHT)]
+
+    def _reads(self, form: Form, answer: Message) -> bool:
+        return self.holds(Conversation("", (PROBE_QUESTION, form.change(answer))))
+
+    def of(self, conversation: Conversation) -> Iterator[tuple[str, Conversation]]:
+        """The conversation in other forms that the template reads, each with its name."""
+        answers = [turn for turn in conversation.messages if turn["role"] == "assistant"]
+        has_calls = any(answer.get("tool_calls") for answer in answers)
+        has_thoughts = any(split_thought(answer)[0] for answer in answers)
+        call_forms = self.calls if has_calls else CALL_FORMS[:1]
+        thought_forms = self.thoughts if has_thoughts else THOUGHT_FORMS[:1]
+        orders: list[tuple[str, Conversation]] = [("", conversation)]
+        if any(len(answer.get("tool_calls") or ()) > 1 for answer in answers):
+            single = one_by_one(conversation)
+            orders += [("parallel calls given one by one", single)] if single else []
+        # Both are as given first, so that a row changes as little as it can.
+        as_given = [Form("", _as_given)]
+        for calls, thoughts, (order, ordered) in product(
+            dict.fromkeys([*as_given, *call_forms]),
+            dict.fromkeys([*as_given, *thought_forms]),
+            orders,
+        ):
+            names = [name for name in (calls.name, thoughts.name, order) if name]
+            if names:
+                messages = [thoughts.change(calls.change(turn)) for turn in ordered.messages]
+                yield "; ".join(names), ordered._replace(messages=tuple(messages))
