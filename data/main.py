@@ -297,6 +297,7 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
         return 0
     try_in_miniature(recipe)
     plan, _, _ = prepare(recipe, stage, share, arguments.overwrite)
+    rehearse_training(recipe)
     if arguments.estimate:
         time_forwards(recipe, plan, share, _device(recipe))
     return 0
@@ -319,6 +320,20 @@ def try_in_miniature(recipe: Recipe) -> None:
     except UserError as error:
         if not only_trains(hf_config):  # `prepare` says so
             warn(str(error))
+
+
+def rehearse_training(recipe: Recipe) -> None:
+    """UserError if the recipe's new head could not be trained on the states."""
+    from aerie.model.heads import HEADS
+    from aerie.model.target import load_config, taps_of
+    from aerie.train.rehearsal import planned_config, rehearse_head
+
+    # A warm start's head may have to be downloaded, and a small LM reads tokens.
+    if recipe.head.kind not in HEADS or recipe.head.init_from is not None:
+        return
+    text_config = load_config(recipe.target).get_text_config()
+    taps = taps_of(recipe, text_config.num_hidden_layers)
+    rehearse_head(planned_config(recipe.head, text_config, taps), recipe.train)
 
 
 def _processes(recipe: Recipe) -> Any:

@@ -22,7 +22,7 @@ from aerie.model.heads.eagle import (
 )
 from aerie.model.heads.multi_token import MultiTokenHead
 from aerie.model.hub import head_directory
-from aerie.model.layers import Rotary
+from aerie.model.layers import FIXED_SCALING, Rotary, fixed_scaling
 from aerie.model.storage import CONFIG, read_json, write_json
 from aerie.model.target import VocabWeights, context_of
 
@@ -165,15 +165,46 @@ def _warm_start(
 
 
 def rope_of(text_config: Any) -> tuple[float, dict[str, Any] | None]:
-    """RoPE's base and scaling (None: plain), for any transformers version."""
+    """RoPE's base and scaling (None: plain) of a head for this target.
+
+    A head's layers attend to all of the text and rotate all of each attention head, by one fixed
+    table. So a head has the base of the target's full attention, and its scaling if no length
+    changes it.
+    """
+    parameters = _parameters_of_full_attention(text_config)
+    theta = parameters.get("rope_theta") or getattr(text_config, "rope_theta", None) or 10000.0
+    return float(theta), fixed_scaling(parameters, context_of(text_config))
+
+
+def rope_notes(text_config: Any) -> list[str]:
+    """A line that says which RoPE a new head has, if it is not its target's in all."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
-    if "full_attention" in parameters:  # Gemma-3 has one per kind of layer
-        parameters = parameters["full_attention"] or {}
-    theta = parameters.get("rope_theta", getattr(text_config, "rope_theta", None)) or 10000.0
-    scaling = {name: value for name, value in parameters.items() if value is not None}
-    scaling.pop("rope_theta", None)
-    is_plain = scaling.get("rope_type", "default") == "default"
-    return float(theta), None if is_plain else scaling
+    of_full_attention = _parameters_of_full_attention(text_config)
+    rope_type = of_full_attention.get("rope_type", "default")
+    partial = of_full_attention.get("partial_rotary_factor") or 1.0
+    differs = {
+        "has one RoPE per kind of layer": of_full_attention is not parameters,
+        f"rotates {partial:g} of each attention head": partial != 1.0,
+        f"has RoPE of type {rope_type}": rope_type not in ("default", *FIXED_SCALING),
+        "has positions in three rows (mrope)": "mrope_section" in of_full_attention,
+    }
+    sentences = [sentence for sentence, applies in differs.items() if applies]
+    if not sentences:
+        return []
+    theta, scaling = rope_of(text_config)
+    kind = "plain" if scaling is None else scaling["rope_type"]
+    return [
+        f"RoPE: the target {', '.join(sentences)}; the head has one table for all of each "
+        f"attention head: {kind}, base {theta:,.0f}"
+    ]
+
+
+def _parameters_of_full_attention(text_config: Any) -> dict[str, Any]:
+    parameters: dict[str, Any] = getattr(text_config, "rope_parameters", None) or {}
+    by_layer = {name: part for name, part in parameters.items() if isinstance(part, dict)}
+    if not by_layer:
+        return parameters
+    return by_layer.get("full_attention") or next(iter(by_layer.values()))
 
 
 def position_warnings(config: Any, text_config: Any, path: str) -> list[str]:

@@ -15,9 +15,44 @@ from aerie.configs.errors import UserError
 from aerie.model.kv_cache import KeyValueCache
 from aerie.model.unrolled_attention import UnrollMemory
 
-FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ORIGINAL = "original_max_position_embeddings"
+# The scalings of RoPE whose table no length changes, with the keys that a head has of each.
+FIXED_SCALING = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
+    "yarn": ("factor", ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "truncate"),
+}
 Rope = tuple[Tensor, Tensor]  # cos and sin, broadcast over heads
 Memory = tuple[KeyValueCache, int] | UnrollMemory | None  # a cache with the layer's number
+
+
+def fixed_scaling(parameters: dict[str, Any], context: int | None) -> dict[str, Any] | None:
+    """A head's rope_scaling: of a configuration's RoPE, what makes a fixed table (None: plain).
+
+    Every value is spelt out that transformers would take from elsewhere in a configuration, and
+    none is left that a server would read otherwise (a part of each attention head, mrope).
+    """
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type not in FIXED_SCALING:
+        return None
+    keys = FIXED_SCALING[rope_type]
+    scaling = {key: parameters[key] for key in keys if parameters.get(key) is not None}
+    if ORIGINAL in keys:
+        scaling.setdefault(ORIGINAL, context)
+    if rope_type == "yarn":
+        if "factor" not in scaling and context is not None:
+            scaling["factor"] = context / scaling[ORIGINAL]
+        numerator, divisor = parameters.get("mscale"), parameters.get("mscale_all_dim")
+        if numerator and divisor:  # DeepSeek's
+            factor = scaling["factor"]
+            of_both = yarn_factor(factor, numerator) / yarn_factor(factor, divisor)
+            scaling.setdefault("attention_factor", of_both)
+    return {"rope_type": rope_type, **scaling}
+
+
+def yarn_factor(factor: float, weight: float = 1.0) -> float:
+    """YaRN's factor of cosines and sines (Peng et al., arXiv 2309.00071, equation 22)."""
+    return 0.1 * weight * math.log(max(1.0, factor)) + 1.0
 
 
 class Rotary:
@@ -30,10 +65,9 @@ class Rotary:
             "rope_theta": config.rope_theta,
         }
         rope_type = parameters["rope_type"]
-        if rope_type not in FIXED_ROPE_TYPES:
+        if rope_type not in ("default", *FIXED_SCALING):
             raise UserError(
-                f"rope_scaling: {rope_type!r} changes with the length; "
-                "set head.rope_theta for a plain RoPE"
+                f"rope_scaling: {rope_type!r}; heads have default, {' or '.join(FIXED_SCALING)}"
             )
         self.max_positions = config.max_position_embeddings
         llama = LlamaConfig(
@@ -46,7 +80,7 @@ class Rotary:
         with torch.device("cpu"):
             rotary = LlamaRotaryEmbedding(llama)
         self._frequencies = rotary.inv_freq.float()  # [head_dim / 2]
-        self._scale = float(rotary.attention_scaling)
+        self.scale = float(rotary.attention_scaling)  # a factor of cosines and sines
         self._table = (torch.empty(0), torch.empty(0))  # cos and sin [rows, head_dim]
 
     def at(self, positions: Tensor, length: int, like: Tensor) -> Rope:
@@ -69,8 +103,8 @@ class Rotary:
         positions = torch.arange(rows, dtype=torch.float32)
         angles = torch.outer(positions, self._frequencies)  # [rows, head_dim / 2]
         angles = torch.cat([angles, angles], dim=-1)  # [rows, head_dim]
-        cos = angles.cos() * self._scale
-        sin = angles.sin() * self._scale
+        cos = angles.cos() * self.scale
+        sin = angles.sin() * self.scale
         self._table = (cos.to(like.device, like.dtype), sin.to(like.device, like.dtype))
         return self._table
 

@@ -20,7 +20,7 @@ from aerie.data.feature_cache import FeatureCache, rows_digest
 from aerie.data.features import check_rows, within_context
 from aerie.data.inputs import FEATURES_COMMAND
 from aerie.model import target as targets
-from aerie.model.checkpoint import new_head, position_warnings, save_head
+from aerie.model.checkpoint import new_head, position_warnings, rope_notes, save_head
 from aerie.model.heads import DRAFT_MODELS, HEADS
 from aerie.model.target import VocabWeights
 from aerie.train import lm
@@ -254,8 +254,11 @@ def _build_head(recipe: Recipe, source: Source, rows: Rows) -> Trained:
         origin = section.init_from or "head"
         for sentence in position_warnings(head.config, source.text_config, origin):
             warn(sentence)
-        if line:
-            print(line, flush=True)
+        lines = [line] if line else []
+        if section.init_from is None and hasattr(head.config, "rope_theta"):
+            lines += rope_notes(source.text_config)
+        for sentence in lines:
+            print(sentence, flush=True)
     # (3) what is saved beside the weights; it lets a loader refuse another target
     fingerprint = targets.fingerprint(recipe.target, source.text_config, vocab)
     known: dict[str, Any] = {"draft_vocabulary": facts} if facts else {}

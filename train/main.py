@@ -69,10 +69,18 @@ def main() -> int:
 
 
 def _print_plan(recipe: Recipe, stage: Stage, overwrite: bool) -> None:
-    from aerie.train import costs, jobs, processes
+    from aerie.data.main import try_in_miniature
+    from aerie.model.heads import HEADS
+    from aerie.train import costs, jobs, processes, rehearsal
 
     processes.be_quiet()
     job = jobs.build_job(recipe, stage.output, overwrite, is_plan=True)
+    if recipe.head.kind in HEADS:
+        rehearsal.rehearse_head(job.objective.head.config, recipe.train)
+    else:
+        rehearsal.rehearse(job.objective)
+    if resume.reads_online(recipe):
+        try_in_miniature(recipe)
     text = costs.plan_text(recipe, job)
     if "LOCAL_RANK" in os.environ:  # a launcher's processes have to connect once
         processes.build_accelerator(recipe.train, recipe.root).end_training()

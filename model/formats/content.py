@@ -14,7 +14,7 @@ from aerie.configs.read import validate
 from aerie.configs.schema.heads import TargetConfig
 from aerie.model.heads import HEADS, AnyConfig
 from aerie.model.heads.eagle import TAP_CONVENTION, Eagle1Config, Eagle3Config
-from aerie.model.layers import Rotary
+from aerie.model.layers import Rotary, fixed_scaling, yarn_factor
 from aerie.model.storage import first_line
 from aerie.model.target import (
     VocabWeights,
@@ -119,6 +119,8 @@ def proposed_tokens(values: dict[str, Any]) -> int | None:
 
 NUMBERED = "eagle_aux_hidden_state_layer_ids"
 COUNTS_OUTPUTS = "LlamaForCausalLMEagle3"  # SpecForge's and SGLang's architecture
+DEFAULT_POSITIONS = 2048  # of SafeAILab's EConfig
+ATTENTION_FACTOR = "attn_factor"  # as vLLM and SGLang read it
 LLAMA_KEYS = (  # that EAGLE heads have
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
     "head_dim vocab_size hidden_act rms_norm_eps max_position_embeddings rope_theta"
@@ -163,7 +165,7 @@ def read_sizes(values: dict[str, Any], path: Path) -> dict[str, Any]:
         "num_hidden_layers": 1,
         "num_key_value_heads": heads,
         "rms_norm_eps": 1e-6,
-        "max_position_embeddings": values.get("max_sequence_length") or 2048,
+        "max_position_embeddings": values.get("max_sequence_length") or DEFAULT_POSITIONS,
     }
     if isinstance(width, int) and isinstance(heads, int) and heads:
         sizes["head_dim"] = width // heads
@@ -184,10 +186,23 @@ def read_rope(values: dict[str, Any], path: Path) -> tuple[float, dict[str, Any]
         raise UserError(f"{path}: rope_theta is {spelt}; keep the one of its training")
     scaling = dict(scaling or parameters)
     scaling.pop("rope_theta", None)
+    partial = scaling.pop("partial_rotary_factor", None) or values.get("partial_rotary_factor")
+    if partial not in (None, 1.0):
+        raise UserError(
+            f"{path}: partial_rotary_factor is {partial}: heads rotate all of each attention head"
+        )
     if "type" in scaling:  # transformers 4
         scaling.setdefault("rope_type", scaling.pop("type"))
+    context = values.get("max_position_embeddings") or values.get("max_sequence_length")
+    try:
+        if ATTENTION_FACTOR in scaling:
+            factor = scaling[ATTENTION_FACTOR] * yarn_factor(scaling["factor"])
+            scaling.setdefault("attention_factor", factor)
+        complete = fixed_scaling(scaling, context or DEFAULT_POSITIONS)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path}: rope_scaling {scaling}: {first_line(error)}") from error
     is_plain = scaling.get("rope_type", "default") == "default"
-    return next(iter(bases.values()), 10000.0), None if is_plain else scaling
+    return next(iter(bases.values()), 10000.0), None if is_plain else complete or scaling
 
 
 def write_sizes(
@@ -205,6 +220,9 @@ def write_sizes(
             "the target's: servers stop there"
         )
         positions = target_positions
+    if "attention_factor" in scaling:  # which vLLM and SGLang do not read
+        factor = scaling["attention_factor"] / yarn_factor(scaling["factor"])
+        scaling = {**scaling, ATTENTION_FACTOR: factor}
     return {
         "model_type": "llama",
         **{name: getattr(config, name) for name in LLAMA_KEYS},
