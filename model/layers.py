@@ -242,12 +242,6 @@ class DecoderLayer(nn.Module):
         residual, projections = self.before(x, embedded, rope, query_rows)
         return self.after(residual, attend(*projections, mask, memory))
 
-    def compile_parts(self) -> None:
-        """Compiles what stands before and after attention, each once for all lengths; parameter
-        names stay."""
-        for name in ("before", "after"):
-            setattr(self, name, torch.compile(getattr(self, name), dynamic=True))
-
 
 class HeadLayer:
     """A decoder layer for drafting. Projections that read the same input are one matrix product; a

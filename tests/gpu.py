@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,6 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import DynamicConfig
 from aerie.configs.schema.heads import (
     BlockSection,
@@ -198,18 +196,12 @@ def run_size(size: Size, accelerator: Accelerator) -> Iterator[Row]:
         "eagle3": (RECIPE, eagle3),
         "block": (BlockSection(mask_token_id=0), block),
     }
-    with suppress(UserError):  # no such row without a C++ compiler
-        processes.check_compiler()
-        sections["compiled eagle3"] = (RECIPE, replace(eagle3, compile=True))
     trained: dict[str, Any] = {}
     for name, (section, settings) in sections.items():
         draft_vocabulary = vocabulary if section.kind == "eagle3" else None
         head = new_head(section, config, target.vocab, 0, size.name, taps, draft_vocabulary)
         make_objective = DRAFT_MODELS[section.kind].objective
         objective = make_objective(head.float(), target.vocab, settings)
-        if "compiled" in name:
-            for layer in head.blocks:
-                layer.compile_parts()
         parts = costs.memory(objective, size.rows * size.length, dtype.itemsize, model)
         operations = sum(costs.operations(objective, load).values())
         step = training_step(accelerator, objective, settings, batch)

@@ -16,7 +16,7 @@ from aerie.data.batches import Batch
 from aerie.model import target as targets
 from aerie.model.target import Target, VocabWeights, load_tokenizer
 from aerie.train import losses
-from aerie.train.losses import SumsAndCounts, argmax_in_chunks
+from aerie.train.losses import Piece, SumsAndCounts, argmax_in_chunks
 from aerie.train.objectives import Objective, StepOutput, chosen_after, shifted
 from aerie.train.workload import Load, MatrixSizes, Work, attention_operations
 
@@ -43,33 +43,32 @@ class LMObjective(Objective):
         # All tokens with a turn are learnt, but a row's first, which nothing predicts.
         mask = batch.turn_ids[:, 1:] != 0  # [B, T-1]
         tokens = batch.input_ids[:, 1:][mask]  # [S]
+        states = self.states(batch.input_ids)[mask]  # [S, D], the LM's
+        # The target's states [S, Dt]; on tokens alone nothing reads them.
+        true = states.detach() if self.target is None else batch.features[:, :-1][mask]
         # Cut into pieces by slots, because logits [S, V] of a batch would not fit.
-        slots = {
-            "states": self.states(batch.input_ids)[mask],  # [S, D], the LM's
-            "tokens": tokens,
-            "known": tokens < self.num_columns,
-        }
-        if self.target is not None:
-            slots["true"] = batch.features[:, :-1][mask]  # [S, Dt], the target's states
-        pieces = losses.in_chunks(slots, self.chunk)
+        slots = Piece.of_own_states(true, states, tokens)
+        pieces = losses.by_target_state(slots, self.chunk)
         sums = losses.added(list(losses.by_piece(self._sums, pieces)))
         return StepOutput.of_sums(sums, mask.sum(), self.weights)
 
-    def _sums(self, slots: losses.Columns) -> losses.Sums:
-        log_q = self.logits(slots["states"]).float().log_softmax(-1)  # [S, num_columns]
+    def _sums(self, piece: Piece) -> losses.Sums:
+        (states,), (tokens,) = piece.columns
+        log_q = self.logits(states).float().log_softmax(-1)  # [S, num_columns]
         choice = log_q.detach().argmax(-1)  # [S]
         # A token without a column cannot be learnt; the law at its slot still is.
-        columns = slots["tokens"].clamp(max=self.num_columns - 1)[:, None]
+        is_known = tokens < self.num_columns
+        columns = tokens.clamp(max=self.num_columns - 1)[:, None]
         of_text = log_q.gather(1, columns)[:, 0]  # [S]
         sums = {
-            "cross_entropy": -(of_text * slots["known"]).sum(),
-            "token_accuracy": ((choice == slots["tokens"]) & slots["known"]).sum(),
+            "cross_entropy": -(of_text * is_known).sum(),
+            "token_accuracy": ((choice == tokens) & is_known).sum(),
         }
         if self.target is None:
             return sums
         # The target's softmax is over all its tokens; what the LM lacks is outside mass.
         law, target_choice = losses.drafted_law(
-            slots["true"], self.target, torch.arange(self.num_columns)
+            piece.states, self.target, torch.arange(self.num_columns)
         )
         loss = losses.LOSSES[self.settings.distill](log_q, law, self.settings)  # [S]
         sums["distill"] = loss.sum()

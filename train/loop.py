@@ -151,9 +151,6 @@ class Loop:
 
     def _prepare_module(self) -> None:
         objective = self.job.objective
-        if getattr(self.config, "compile", False):
-            for layer in objective.head.blocks:
-                layer.compile_parts()
         is_zero = self.accelerator.state.deepspeed_plugin is not None
         optimizers = build_optimizers(objective, self.config, zero_muon if is_zero else None)
         # From here on parameters may be sharded: the loop calls self.module, never the objective.

@@ -23,7 +23,6 @@ from aerie.train.processes import world_size
 
 SumsAndCounts = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count) of a mean
 P = TypeVar("P")  # a piece: what is known of some of the slots
-Columns = dict[str, Tensor]  # what is known of slots, by name [S, ...]
 Sums = dict[str, Tensor]  # over the slots of a piece, by name
 
 
@@ -163,6 +162,11 @@ class Piece(NamedTuple):
     which: list[Tensor]  # of each k, on the host: the state [n_k] of each slot
     columns: list[list[Tensor]]  # more about the slots: of each column and k, [n_k, ...]
 
+    @classmethod
+    def of_own_states(cls, states: Tensor, *columns: Tensor) -> "Piece":
+        """Of slots with a state each."""
+        return cls(states, [torch.arange(len(states))], [[column] for column in columns])
+
 
 def by_piece(
     sums_of: Callable[[Any], Sums],
@@ -195,16 +199,6 @@ def _agreed_count(count: int, device: torch.device) -> int:
     most = torch.tensor(count, device=device)
     torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
     return int(most)
-
-
-def in_chunks(slots: Columns, chunk: int) -> list[Columns]:
-    """Slots in pieces of at most `chunk`, equally many in every process."""
-    splits = zip(*(column.split(chunk) for column in slots.values()), strict=True)
-    pieces = [dict(zip(slots, parts, strict=True)) for parts in splits]
-    device = next(iter(slots.values())).device
-    missing = _agreed_count(len(pieces), device) - len(pieces)
-    # A process with fewer slots than others ends in empty pieces.
-    return pieces + [{name: column[:0] for name, column in slots.items()}] * missing
 
 
 def by_target_state(slots: Piece, at_once: int) -> list[Piece]:

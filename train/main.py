@@ -100,8 +100,6 @@ def _train(
     processes.be_quiet()
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
-    if getattr(recipe.train, "compile", False):
-        processes.check_compiler()
     # Before the Accelerator: under ZeRO-3, whatever is loaded later is sharded.
     job = jobs.build_job(recipe, stage.output, overwrite)
     measure = tau_measure(recipe, job) if getattr(recipe.train, "measure_prompts", 0) else None

@@ -344,16 +344,17 @@ class Eagle1Objective(Objective):
         true = batch.features[:, 1:][slots]  # [S, D], the target's states
         # The target's LM head stays in its own dtype, as in decoding.
         with torch.autocast(outputs.device.type, enabled=False):
-            pieces = losses.in_chunks({"predicted": predicted, "true": true}, self.chunk)
+            pieces = losses.by_target_state(Piece.of_own_states(true, predicted), self.chunk)
             sums = losses.added(list(losses.by_piece(self._sums, pieces)))
         # Outside of the pieces: features are small, only laws must be cut.
         sums["feature"] = losses.smooth_l1(predicted, true).sum()
         return StepOutput.of_sums(sums, slots.sum(), self.weights)
 
-    def _sums(self, slots: losses.Columns) -> losses.Sums:
+    def _sums(self, piece: Piece) -> losses.Sums:
+        ((predicted,),) = piece.columns
         with torch.no_grad():
-            law = losses.TargetLaw.of_logits(self.target.logits(slots["true"]))
-        log_q = self.target.logits(slots["predicted"]).float().log_softmax(-1)  # [S, V]
+            law = losses.TargetLaw.of_logits(self.target.logits(piece.states))
+        log_q = self.target.logits(predicted).float().log_softmax(-1)  # [S, V]
         loss = losses.LOSSES[self.settings.loss](log_q, law, self.settings).sum()
         with torch.no_grad():
             return {

@@ -93,12 +93,6 @@ def _configure_deepspeed(accelerator: Accelerator, config: TrainConfig) -> None:
     plugin = accelerator.state.deepspeed_plugin
     if plugin is None:
         return
-    # With both, two processes waited for each other forever.
-    if getattr(config, "compile", False) and plugin.zero_stage == 3:
-        raise UserError(
-            "train.compile: ZeRO-3 gathers weights inside of what would be compiled; "
-            "use configs/accelerate/zero2.yaml, or leave it out"
-        )
     # The recipe decides these; accelerate's file leaves them out.
     plugin.deepspeed_config |= {
         # accelerator.clip_grad_norm_ clips nothing under DeepSpeed.
@@ -106,17 +100,6 @@ def _configure_deepspeed(accelerator: Accelerator, config: TrainConfig) -> None:
         "gradient_accumulation_steps": config.accumulation,
         "train_micro_batch_size_per_gpu": config.batch_size,
     }
-
-
-def check_compiler() -> None:
-    """UserError, before the first step, if torch.compile fails, as without a C++ compiler."""
-    try:
-        torch.compile(torch.sin)(torch.ones(2, device=local_device()))
-    except RuntimeError as error:
-        reason = str(getattr(error, "inner_exception", error)).strip().split("\n", 1)[0]
-        raise UserError(
-            f"train.compile: {reason}; install a C++ compiler (g++), or leave train.compile out"
-        ) from error
 
 
 def engine_and_machine(accelerator: Accelerator) -> tuple[str, str]:

@@ -25,7 +25,7 @@ RECORD = "progress.json"  # a save's manifest
 BEGUN = ".training"  # marks an output while its training is under way; says where the saves are
 LOGGING_ONLY = {"log_every", "save_every", "keep_last", "trackers"}  # of the section train
 # May change between sittings: they change weights only by rounding, or only the run's end.
-FREE = LOGGING_ONLY | {"max_seconds", "loss_chunk_slots", "gradient_checkpointing", "compile"}
+FREE = LOGGING_ONLY | {"max_seconds", "loss_chunk_slots", "gradient_checkpointing"}
 
 
 def state_name(recipe: Recipe) -> str:

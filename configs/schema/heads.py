@@ -398,17 +398,7 @@ class DraftHeadTrain(TrainConfig, kw_only=True):
     measure_new_tokens: PositiveInt = key("of each such prompt", default=64)
 
 
-class EagleTrain(DraftHeadTrain, kw_only=True):
-    """For both kinds of EAGLE head."""
-
-    compile: bool = key(
-        "torch.compile the layers except attention: needs a C++ compiler, and a minute at the "
-        "start",
-        default=False,
-    )
-
-
-class Eagle1Train(EagleTrain, kw_only=True):
+class Eagle1Train(DraftHeadTrain, kw_only=True):
     """EAGLE (arXiv 2401.15077), section 4.1."""
 
     kind: Literal["eagle1"] = "eagle1"
@@ -421,7 +411,7 @@ class Eagle1Train(EagleTrain, kw_only=True):
     )
 
 
-class Eagle3Train(EagleTrain, kw_only=True):
+class Eagle3Train(DraftHeadTrain, kw_only=True):
     """The training-time test (EAGLE-3, arXiv 2503.01840)."""
 
     kind: Literal["eagle3"] = "eagle3"

@@ -4,7 +4,6 @@ what it logs."""
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from aerie.configs.errors import Requeued, UserError
@@ -78,43 +76,6 @@ def test_best_head_stays(tmp_path: Path) -> None:
     assert load_head(tmp_path / "unmeasured/head").fc.weight.equal(
         weights(loop)["fc.weight"].bfloat16()
     )
-
-
-def test_compiled_is_plain(tmp_path: Path, monkeypatch: Any) -> None:
-    """A compiled training is the plain one and goes on as it."""
-    monkeypatch.setattr("torch.compile", partial(torch.compile, backend="eager"))
-    settings = config(max_steps=6, save_every=3, eval_every=3)
-    with pytest.raises(RuntimeError, match="power cut"):
-        sitting(job(tmp_path / "compiled", replace(settings, compile=True), (6, 0)))
-    _, loop = sitting(job(tmp_path / "compiled", settings))
-    _, plain = sitting(job(tmp_path / "plain", settings))
-    pairs = zip(lines(tmp_path / "compiled"), lines(tmp_path / "plain"), strict=True)
-    for first, second in pairs:
-        assert first.keys() == second.keys() and first["step"] == second["step"]
-        numbers = [name for name in first if name.startswith(("loss", "grad_norm", "held_out"))]
-        assert [first[name] for name in numbers] == pytest.approx(
-            [second[name] for name in numbers], rel=1e-5
-        )
-    assert all(
-        weights(loop)[name].allclose(value, atol=1e-5) for name, value in weights(plain).items()
-    )
-    assert sorted(load_file(tmp_path / "compiled/head/model.safetensors")) == sorted(
-        load_file(tmp_path / "plain/head/model.safetensors")
-    )
-
-
-@pytest.mark.slow
-def test_no_compiler() -> None:
-    """A training that would compile says first that there is no compiler."""
-    torch._dynamo.reset()
-    gone = torch._inductor.config.patch({"cpp.cxx": (None, "/gone/g++")})
-    with (
-        gone,
-        pytest.raises(
-            UserError, match=r"train.compile: .*; install a C\+\+ compiler \(g\+\+\), or leave"
-        ),
-    ):
-        processes.check_compiler()
 
 
 def test_divergence(tmp_path: Path, monkeypatch: Any) -> None:
@@ -204,7 +165,7 @@ def test_muon(
     assert not {id(gpt2.wte.weight), id(gpt2.wpe.weight)} & {id(p) for p in muon_matrices(gpt2)}
 
 
-MUON, COMPILED = {"optimizer": MuonSection()}, {"compile": True}
+MUON = {"optimizer": MuonSection()}
 OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 
 
@@ -214,13 +175,12 @@ OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
         (MUON, "fp16", None, r"train.optimizer: muon trains in float32 or bf16"),
         (MUON, "no", {"stage": 0}, r"train.optimizer: muon trains in float32 or bf16"),
         (MUON, "bf16", OFFLOADED, r"train.optimizer: muon trains in float32 or bf16"),
-        (COMPILED, "bf16", {"stage": 3}, r"train.compile: ZeRO-3 gathers weights inside"),
     ],
 )
 def test_refused_engines(
     changes: Any, precision: str, zero: Any, said: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """Muon needs one scale of gradients and whole matrices; ZeRO-3 cannot be compiled."""
+    """Muon needs one scale of gradients and whole matrices."""
     plugin = zero and SimpleNamespace(
         deepspeed_config={"zero_optimization": zero}, zero_stage=zero["stage"]
     )

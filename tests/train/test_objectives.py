@@ -2,17 +2,14 @@
 other rows, chunks and recomputation change nothing; every loss trains; noise and dropout depend on
 keys."""
 
-import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
@@ -285,57 +282,13 @@ def test_chunk_memory(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: Any = HEADS[kind].objective(head, vocab, SETTINGS[kind]).to("meta")
     with Peak([*head.parameters(), *head.buffers(), table, states]) as peak:
         if kind == "eagle1":
-            slots = {"predicted": outputs[: made.chunk].float(), "true": states[: made.chunk]}
-            made._sums(slots)["classification"].backward()
+            piece = Piece.of_own_states(states[: made.chunk], outputs[: made.chunk].float())
+            made._sums(piece)["classification"].backward()
         else:
             n = made.chunk // STEPS
             piece = Piece(states[:n], [torch.arange(n)] * STEPS, [[outputs[:n]] * STEPS])
             made._soft_cross_entropy_sums(made._with_law(piece))["loss"].sum().backward()
     assert 2**28 < peak.most <= 2**30
-
-
-INDUCTOR = [
-    *(pytest.mark.slow, pytest.mark.soak),  # a minute or two each
-    pytest.mark.skipif(
-        shutil.which("g++") is None, reason="no g++: inductor's graphs are not checked"
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "backend"),
-    [
-        ("eagle1", {}, "eager"),
-        ("eagle3", {"gradient_checkpointing": True, "loss_chunk_slots": 11}, "eager"),
-        pytest.param("eagle1", {"gradient_checkpointing": True}, "inductor", marks=INDUCTOR),
-        pytest.param("eagle3-deep", {}, "inductor", marks=INDUCTOR),
-    ],
-)
-def test_compiled_layers(
-    kind: str, changes: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compiled layers have the same loss and gradients by few graphs for all lengths."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    torch._dynamo.reset()
-    counters.clear()
-    plain = objective(kind, **changes)
-    compiled = objective(kind, **changes)
-    for layer in compiled.head.blocks:
-        layer.compile_parts()
-    assert [*compiled.state_dict()] == [*plain.state_dict()]
-    for numbers in ((0,), (1, 2), (3, 4, 5), (6,), (7, 8, 9, 10), (11, 0)):
-        found = []
-        for made in (plain, compiled):
-            made.zero_grad()
-            loss, gradient = loss_and_gradient(made, [prepared(plain, rows_with_taps(12), numbers)])
-            found.append([loss.item(), gradient.norm().item()])
-        assert found[1] == pytest.approx(found[0], rel=1e-5)
-    # Before and after attention: graphs for one row and for several, or for the first step and the
-    # others.
-    assert (
-        counters["stats"]["unique_graphs"] <= 5 * len(compiled.head.blocks)
-        and not counters["graph_break"]
-    )
 
 
 def test_term_weights() -> None:

@@ -77,11 +77,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {"unroll_steps": 3, **SMALL, **MUON},
     ),
-    "eagle3-compiled": (
-        "zero2",
-        {"kind": "eagle3", "draft_vocab_size": 256},
-        {"unroll_steps": 3, "compile": True, **SMALL},
-    ),
     "draft_lm": (
         "zero1",
         {"kind": "draft_lm", **LM},
@@ -154,10 +149,7 @@ def head_of(run: Path, kind: str = "eagle1") -> Any:
     return load_file(run / "heads" / kind / "model.safetensors")
 
 
-SOAKS = {"eagle3-compiled": (pytest.mark.soak,)}
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SOAKS.get(name, ())) for name in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_two_are_one(root: Path, name: str) -> None:
     """Two processes have the losses of one."""
     launcher, head, train = CASES[name]
