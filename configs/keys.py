@@ -2,8 +2,6 @@
 
 import dataclasses
 import re
-import shutil
-import textwrap
 import types
 import typing
 from itertools import chain
@@ -52,7 +50,8 @@ def main() -> int:
         "section",
         nargs="?",
         default="",
-        help="such as train, bench.prompts or tree.stop; default: the sections",
+        help="such as train, bench.prompts or tree.stop; default: the sections; a command line can "
+        "set each key: --section.key VALUE",
     )
     parser.add_argument(
         "--markdown", action="store_true", help="print the page of every section in Markdown"
@@ -64,36 +63,13 @@ def main() -> int:
         advice = suggestion(section.split("."), Recipe)
         raise UserError(f"{section}: no section or key of a recipe; {advice}")
     if arguments.markdown:
-        _print_page(blocks)
-        return 0
-    for block in blocks if section else blocks[:1]:
-        _print_block(block)
-    if not section:
-        print(
-            "aerie keys SECTION prints the keys of one; a command line can set each of them: "
-            "--section.key VALUE"
-        )
-    return 0
-
-
-def _print_page(blocks: list[KeyBlock]) -> None:
-    pages = [PAGE_HEADER]
-    for heading, text, keys in blocks:
+        print(PAGE_HEADER)
+    elif not section:
+        del blocks[1:]  # those of its sections
+    for number, (heading, text, keys) in enumerate(blocks):
         listed = "".join(f"- `{key}`: {words}\n" for key, words in keys.items())
-        pages.append(f"## {heading}\n\n{text}\n\n{listed}")
-    print("\n".join(pages), end="")
-
-
-def _print_block(block: KeyBlock) -> None:
-    """Prints a block for a terminal, as wide as that but at most 120 columns."""
-    width = min(120, shutil.get_terminal_size((120, 24)).columns)
-    text = textwrap.wrap(block.text, width - 2)
-    print(block.heading.replace("`", ""), *text, sep="\n  ", end="\n\n")
-    indent = max(map(len, block.keys), default=0) + 2
-    for key, words in block.keys.items():
-        line = f"  {key:<{indent}}{words}"
-        print(textwrap.fill(line, width, subsequent_indent=" " * (indent + 2)))
-    print()
+        print("\n" * (number > 0) + f"## {heading}\n\n{text}\n\n{listed}", end="")
+    return 0
 
 
 def documented_keys(section: str = "") -> list[KeyBlock]:

@@ -26,14 +26,14 @@ def test_the_page_of_recipes_is_fresh_and_every_key_has_a_meaning(
 
 def test_keys_tells_a_section_a_key_and_their_kinds(capsys: pytest.CaptureFixture[str]) -> None:
     expected = {
-        "": ["  train  "],
+        "": ["- `train`: "],
         "train": [
             "(kind: eagle1 | eagle3 | medusa | hydra | block | draft_lm)",
             "(kind: eagle3)\n",
-            "  unroll_steps  ",
+            "- `unroll_steps`: ",
         ],
-        "tree.stop": ["tree.stop (rule: entropy)\n"],
-        "bench.rows.0.tree.nodes": ["bench.rows.*.tree (shape: dynamic)\n"],
+        "tree.stop": ["`tree.stop` (rule: entropy)\n"],
+        "bench.rows.0.tree.nodes": ["`bench.rows.*.tree` (shape: dynamic)\n"],
     }
     for section, texts in expected.items():
         assert call(keys, *filter(None, [section])) == 0
