@@ -502,7 +502,7 @@ DECODING: dict[str, dict[str, Any]] = {
     "--row": {**YAML_FILE, "help": "a method and its tree"},
     "--max-new-tokens": {"type": int},
     "--temperature": {"type": float},
-    "--top-k": {"type": int},
+    "--top-k": {"type": int, "help": "default: the generation_config's, else 0: all tokens"},
     "--top-p": {"type": float},
     "--seed": {"type": int, "default": 0},
     "--show-tree": {"action": "store_true", "help": "print the first draft tree of each answer"},

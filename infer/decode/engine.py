@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from aerie.configs.errors import UserError
+from aerie.configs.errors import UserError, warn
 from aerie.configs.read import validate
 from aerie.configs.schema.decode import METHODS, USUAL, MethodConfig, TreeConfig
 from aerie.configs.schema.heads import TargetConfig
@@ -96,6 +96,18 @@ class Generation:
     def text(self) -> str:
         """The answer as a reader should see it; `new_ids` holds all its tokens."""
         return answer_text(self.decoder.tokenizer, self.new_ids)
+
+
+def raw_ids(tokenizer: Any, text: str) -> list[int]:
+    """Token ids [T] of a text without the chat template; warns if the text spells the tokens that
+    the tokenizer puts before every text."""
+    ids: list[int] = tokenizer(text)["input_ids"]
+    spelt = tokenizer(text, add_special_tokens=False)["input_ids"]
+    count = next((n for n in range(1, len(ids)) if ids[n : n + len(spelt)] == spelt), 0)
+    if count and ids[:count] == spelt[:count]:
+        added = tokenizer.decode(ids[:count])
+        warn(f"the prompt begins with {added} twice: the tokenizer adds it; leave it out")
+    return ids
 
 
 class SpeculativeDecoder:
@@ -196,8 +208,9 @@ class SpeculativeDecoder:
 
         input_ids: a text, messages, token ids [T] or [1, T] (list or tensor), or what a tokenizer
         returns. A text is a user's turn in the chat template; a tokenizer without one takes it as
-        it is. settings: HONOURED, by default the generation_config's. timed: waits for the device
-        in each phase. on_cycle sees each cycle, whose tensors the next one may overwrite.
+        it is. settings: HONOURED, by default the generation_config's; what neither sets is off,
+        top_k too. timed: waits for the device in each phase. on_cycle sees each cycle, whose
+        tensors the next one may overwrite.
         UserError: padding, several prompts, ids outside the vocabulary, no room in the context,
         unknown settings.
         """
@@ -309,7 +322,7 @@ class SpeculativeDecoder:
         """Token ids [1, T] of any prompt that `generate` takes."""
         if isinstance(prompt, str):
             user_turn = [{"role": "user", "content": prompt}]
-            prompt = user_turn if self.tokenizer.chat_template else self.tokenizer(prompt)
+            prompt = user_turn if self.tokenizer.chat_template else raw_ids(self.tokenizer, prompt)
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
             prompt = apply_template(
                 self.tokenizer, prompt, tokenize=True, add_generation_prompt=True

@@ -21,6 +21,8 @@ from aerie.model.storage import first_line
 # Lists of generation settings: applied, of_text, without_effect, neutral.
 SETTINGS, _ = read_yaml(Path(__file__).with_name("settings.yaml"))
 HONOURED = (*SETTINGS["applied"], *SETTINGS["of_text"])
+# Where neither the caller nor the model's generation_config says anything. All tokens can be drawn,
+# as in the papers, vLLM and SGLang; transformers' `generate` would keep the 50 likeliest.
 DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 512}
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 COLDEST = 1e-6  # logits / temperature stay finite in float32

@@ -20,9 +20,9 @@ from transformers.generation.streamers import BaseStreamer
 from aerie.data.chat import answer_text
 from aerie.data.conversations import Message
 from aerie.data.progress import format_bytes
-from aerie.infer.decode.engine import Generation, SpeculativeDecoder, Statistics
+from aerie.infer.decode.engine import Generation, SpeculativeDecoder, Statistics, raw_ids
 from aerie.infer.decode.roles import Cycle
-from aerie.infer.decode.sampling import resolve
+from aerie.infer.decode.sampling import Decoding, resolve
 from aerie.infer.decode.tree import describe
 from aerie.infer.measure.bench import CYCLE_PHASES, clocked
 
@@ -71,7 +71,8 @@ def answer_prompts(
             history.append(message)
             if message["role"] not in ("user", "tool") or following["role"] != "user":
                 continue
-            prompt = decoder.tokenizer(message["content"]) if arguments.raw else history
+            content = message["content"]
+            prompt = raw_ids(decoder.tokenizer, content) if arguments.raw else history
             streamer = None if arguments.json else ColouredStreamer(decoder.tokenizer)
             if streamer and len(prompts) + len(messages) > 2:
                 print(f"> {message['content']}")  # which question is answered
@@ -201,6 +202,19 @@ def profile(
     )
 
 
+def sampling_words(decoding: Decoding) -> str:
+    """What draws an answer: 'T 0', 'T 0.6, of all tokens', 'T 0.6, top-k 20, top-p 0.8'."""
+    if not decoding.do_sample:
+        return "T 0"
+    cuts = {
+        "top-k": decoding.top_k or None,
+        "top-p": decoding.top_p if decoding.top_p < 1 else None,
+        "min-p": decoding.min_p or None,
+    }
+    words = [f"{name} {value:g}" for name, value in cuts.items() if value is not None]
+    return ", ".join([f"T {decoding.temperature:g}", *(words or ["of all tokens"])])
+
+
 def answer_turn(
     decoder: SpeculativeDecoder, prompt: Any, arguments: Namespace, generator: Any, streamer: Any
 ) -> Generation:
@@ -229,7 +243,7 @@ def answer_turn(
         f"\n{statistics.new_tokens} tokens in {statistics.target_forwards} target forwards: "
         f"tau {statistics.tau:.2f}, {statistics.tokens_per_s:.1f} tokens/s "
         f"(prefill {statistics.ms['prefill']:.0f} ms), "
-        f"{statistics.verify} at T {statistics.decoding.temperature:g}",
+        f"{statistics.verify} at {sampling_words(statistics.decoding)}",
         file=sys.stderr,
     )
     if arguments.profile and statistics.target_forwards:

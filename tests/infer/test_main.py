@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from aerie.infer import main as infer_main
 from aerie.infer.decode.engine import SpeculativeDecoder
@@ -292,6 +293,23 @@ def test_no_template(command: Command, tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text(tiny.TEMPLATE)
     for fix in (("--raw",), ("--target.chat_template", str(tmp_path / "own.jinja"))):
         assert command("generate", *plain, *fix, config=False)[0] == 0
+
+
+def test_a_doubled_beginning_of_text_is_said(command: Command, tmp_path: Path) -> None:
+    """A raw prompt that spells what the tokenizer adds is read as it is, with a warning."""
+    target = tiny.target(tmp_path / "target")
+    tokenizer = tiny.tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|system|> $A", special_tokens=[("<|system|>", tiny.SPECIAL.index("<|system|>"))]
+    )
+    tokenizer.save_pretrained(target)
+    words = ("generate", "--target", str(target), "--raw", "--max-new-tokens", "2", "--json")
+    for prompt, times in (("count", 0), ("<|system|>count", 1)):
+        code, _, err = command(*words, "--prompt", prompt, config=False)
+        assert code == 0 and err.count("begins with <|system|> twice") == times
+    sampled = command(*words, "--prompt", "count", "--temperature", "0.6", config=False)
+    assert "at T 0.6, of all tokens" in sampled[2]
+    assert json.loads(sampled[1])["statistics"]["decoding"]["top_k"] == 0
 
 
 def test_stages(command: Command, shared: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,6 +64,29 @@ def test_law() -> None:
     assert (law > 0).sum() < 12  # top-p cut more than top-k did
 
 
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.6}, {"top_p": 0.95}], ids=str)
+def test_what_nobody_sets_is_off(settings: dict[str, Any]) -> None:
+    """A generation_config without top_k leaves all of 320 tokens, as generate does with top_k 0;
+    no other default of generate changes the law."""
+    model = tiny.llama(eos_token_id=None, initializer_range=0.02)
+    model.generation_config = GenerationConfig(do_sample=True, **settings)
+    ids = torch.tensor([[7, 8, 9]])
+
+    def generate(**told: Any) -> Any:
+        return model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, pad_token_id=0,
+            output_scores=True, output_logits=True, return_dict_in_generate=True, **told,
+        )  # fmt: skip
+
+    def ours(**told: Any) -> torch.Tensor:
+        decoding = resolve(model.generation_config, **told)
+        return Sampler(decoding, torch.Generator()).law(generate().logits[0])
+
+    torch.testing.assert_close(ours(), generate(top_k=0).scores[0].softmax(-1))
+    torch.testing.assert_close(ours(top_k=50), generate().scores[0].softmax(-1))
+    assert (ours() > 0).sum() > 50 >= (ours(top_k=50) > 0).sum()
+
+
 OF_TEXT: list[dict[str, Any]] = [
     {"repetition_penalty": 1.4},
     {"no_repeat_ngram_size": 1},
