@@ -26,7 +26,7 @@ from aerie.model.target import VocabWeights
 from aerie.train import lm
 from aerie.train.objectives import Objective
 from aerie.train.processes import local_device, world_size
-from aerie.train.resume import needs_target, reads_cache, reads_online, state_name
+from aerie.train.resume import needs_target, reads_cache, reads_online, runs_target, state_name
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def build_job(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = Fal
         save=save,
         features=features,
         target=source.model,
-        trunk=targets.skeleton(recipe.target) if is_plan and _runs_target(recipe) else None,
+        trunk=targets.skeleton(recipe.target) if is_plan and runs_target(recipe) else None,
         overwrite=overwrite,
     )
 
@@ -117,23 +117,17 @@ def _check_launch(recipe: Recipe) -> None:
         )
 
 
-def _runs_target(recipe: Recipe) -> bool:
-    """Whether training needs the target's blocks, for features or to measure tau. Otherwise its
-    embedding and LM head are enough: 2 GB instead of 140 for a 70B target."""
-    return reads_online(recipe) or bool(getattr(recipe.train, "measure_prompts", 0))
-
-
 def _read_target(recipe: Recipe, is_plan: bool) -> Source:
     tokenizer = targets.load_tokenizer(recipe.target)
     source = Source(tokenizer, targets.target_end_ids(recipe.target, tokenizer))
     if not needs_target(recipe):
         return source
     model = None
-    if _runs_target(recipe) and recipe.target.device_map is not None and world_size() > 1:
+    if runs_target(recipe) and recipe.target.device_map is not None and world_size() > 1:
         raise UserError(
             f"target.device_map: {world_size()} processes cannot share a spread target; start one"
         )
-    if _runs_target(recipe) and not is_plan:
+    if runs_target(recipe) and not is_plan:
         model = targets.Target.load(recipe.target, local_device())
         text_config, vocab = model.config, model.vocab
     else:

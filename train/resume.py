@@ -48,6 +48,12 @@ def reads_online(recipe: Recipe) -> bool:
     return needs_target(recipe) and not reads_cache(recipe)
 
 
+def runs_target(recipe: Recipe) -> bool:
+    """Whether training needs the target's blocks, for features or to measure tau. Otherwise its
+    embedding and LM head are enough: 2 GB instead of 140 for a 70B target."""
+    return reads_online(recipe) or bool(getattr(recipe.train, "measure_prompts", 0))
+
+
 def stage_inputs(recipe: Recipe) -> dict[str, Any]:
     """All that the trained weights depend on, JSON-ready; a feature cache stands for its data."""
     features = as_dict(recipe.features)

@@ -70,18 +70,6 @@ class HeadKind(Kind):
         return None if self.formats_name is None else resolve_name(self.formats_name)
 
 
-def of_one_forward(head: Any, train: Any) -> int:
-    return 0
-
-
-def of_unroll(head: Any, train: Any) -> int:
-    return int(train.unroll_steps)
-
-
-def of_block(head: Any, train: Any) -> int:
-    return int(head.block_size)
-
-
 LAYER_SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -100,7 +88,7 @@ _KINDS = (
         sizes=(*LAYER_SIZES, "num_hidden_layers"),
         objective_name="aerie.train.objectives.Eagle1Objective",
         drafter_name="aerie.infer.decode.drafters.EagleDrafter",
-        positions_ahead=of_one_forward,
+        positions_ahead=lambda head, train: 0,
         formats_name="aerie.model.formats.eagle_layouts.EAGLE1",
         servers={"vLLM": "safeailab", "SGLang": "sglang"},
         init_blocks=0,
@@ -115,7 +103,7 @@ _KINDS = (
         has_draft_vocabulary=True,
         objective_name="aerie.train.objectives.Eagle3Objective",
         drafter_name="aerie.infer.decode.drafters.EagleDrafter",
-        positions_ahead=of_unroll,
+        positions_ahead=lambda head, train: int(train.unroll_steps),
         formats_name="aerie.model.formats.eagle_layouts.EAGLE3",
         servers={"vLLM": "speculators", "SGLang": "sglang"},
         init_blocks=7,  # three taps
@@ -150,7 +138,7 @@ _KINDS = (
         sizes=(*LAYER_SIZES, "num_hidden_layers", "block_size", "markov_rank", "markov_order"),
         objective_name="aerie.train.block_objective.BlockObjective",
         drafter_name="aerie.infer.decode.drafters.BlockDrafter",
-        positions_ahead=of_block,
+        positions_ahead=lambda head, train: int(head.block_size),
         formats_name="aerie.model.formats.block_layouts.BLOCK",
         servers={"vLLM": "speculators", "SGLang": "sglang"},
     ),
