@@ -26,7 +26,7 @@ from aerie.configs.schema.decode import METHODS, DynamicConfig, MethodConfig
 from aerie.configs.schema.heads import KINDS, TargetConfig
 from aerie.configs.schema.measure import PromptsConfig, SamplingConfig
 from aerie.data.progress import start_progress
-from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
+from aerie.infer.decode.engine import SpeculativeDecoder, Statistics, make_decoder
 from aerie.infer.decode.find_head import check_levels
 from aerie.infer.decode.loaded_heads import LoadedHeads
 from aerie.infer.decode.roles import Cycle
@@ -283,12 +283,6 @@ def compare_greedy(
     return GreedyResult(len(references), len(references) - len(differences), edges, differences)
 
 
-class CountedCycle(NamedTuple):
-    before: int  # new tokens before the cycle
-    taken: int  # of its draft tokens, after the cut at an end
-    new: int  # tokens that it gave, after the same cut
-
-
 @dataclass
 class GreedyTrials:
     """The answers to one prompt: where they differ from the reference, and the edges they met."""
@@ -300,34 +294,29 @@ class GreedyTrials:
     differences: list[Difference] = field(default_factory=list)
 
     def run(self) -> None:
-        text, cycles = self.answer(LENGTHS[self.number % len(LENGTHS)])
-        end = self.accepted_token(text, cycles)
+        text, statistics = self.answer(LENGTHS[self.number % len(LENGTHS)])
+        end = self.accepted_token(text, statistics)
         if end is not None:
             again = self.answer(len(text), end)[1]
-            self.edges["ended"] += bool(again) and again[-1].taken == again[-1].new
-        if cycles:
-            longest = max(cycles, key=lambda cycle: cycle.new)
-            if longest.taken and longest.new > 1:
-                self.answer(longest.before + longest.new - 1)
+            is_cut = again.accepted[-1:] == again.cycle_tokens[-1:]  # no bonus token follows
+            self.edges["ended"] += bool(again.accepted) and is_cut
+        counts = statistics.cycle_tokens
+        if counts:
+            longest = counts.index(max(counts))
+            if statistics.accepted[longest] and counts[longest] > 1:
+                self.answer(sum(counts[: longest + 1]))  # the prefill's token, and all but one
                 self.edges["cut"] += 1
 
-    def answer(
-        self, max_new_tokens: int, end: int | None = None
-    ) -> tuple[list[int], list[CountedCycle]]:
+    def answer(self, max_new_tokens: int, end: int | None = None) -> tuple[list[int], Statistics]:
         """The decoder's answer and its cycles; end: one more end token."""
         ids = self.reference.ids
-        cycles: list[CountedCycle] = []
         drafts: list[tuple[int, int]] = []  # accepted tokens, and the deepest drafted node
 
         def watch(cycle: Cycle) -> None:
             tree = cycle.tree
-            accepted = cycle.verdict.accepted
             depths = tree.depth if tree.passengers is None else tree.depth[~tree.passengers]
             if depths.any():
-                drafts.append((accepted, int(depths.max())))
-            before = cycle.position + 1 - ids.shape[1]
-            taken = min(accepted, cycle.new_tokens)
-            cycles.append(CountedCycle(before, taken, cycle.new_tokens))
+                drafts.append((cycle.verdict.accepted, int(depths.max())))
 
         settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
         expected = self.reference.answer[:max_new_tokens]
@@ -335,24 +324,27 @@ class GreedyTrials:
             settings["eos_token_id"] = [end, *self.end_ids()]
             if end in expected:
                 expected = expected[: expected.index(end) + 1]
-        ours = self.decoder.generate(ids, on_cycle=watch, **settings).new_ids
+        generation = self.decoder.generate(ids, on_cycle=watch, **settings)
+        ours = generation.new_ids
         if ours != expected:
             target = self.decoder.target
             self.differences.append(first_difference(target, ids, self.number, ours, expected))
         if drafts:
             self.edges["rejected"] += not any(accepted for accepted, _ in drafts)
             self.edges["accepted"] += all(accepted == deepest for accepted, deepest in drafts)
-        return ours, cycles
+        return ours, generation.statistics
 
-    def accepted_token(self, text: Sequence[int], cycles: Sequence[CountedCycle]) -> int | None:
+    def accepted_token(self, text: Sequence[int], statistics: Statistics) -> int | None:
         """The first token of the answer that was drafted and accepted, and may be its end."""
         least = self.decoder.target.generation_config.min_new_tokens or 0  # no end before it
-        for cycle in cycles:
-            for position in range(cycle.before, cycle.before + cycle.taken):
+        start = 1  # of the cycle's tokens; the prefill's token stands before them
+        for count, accepted in zip(statistics.cycle_tokens, statistics.accepted, strict=True):
+            for position in range(start, start + accepted):
                 token = text[position]
                 is_new = text.index(token) == position  # else the answer would end earlier
                 if is_new and position >= least and token not in self.end_ids():
                     return token
+            start += count
         return None
 
     def end_ids(self) -> frozenset[int]:

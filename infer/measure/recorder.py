@@ -229,8 +229,6 @@ def _compare_laws(
     """Columns [M] of p [M, V] against q [M, Vd], also given over the target's vocabulary [M, V]."""
     p = log_p.exp()
     q = log_q.exp()
-    width = q.shape[-1]
-    ranks = [2**power - 1 for power in range(width.bit_length()) if 2**power <= width]
     return {
         "top_q": q.max(-1).values,  # DEAGLE's c
         "agrees": ids[log_q.argmax(-1)] == log_p.argmax(-1),  # DEAGLE's alpha
@@ -240,7 +238,6 @@ def _compare_laws(
         "kl_pq": torch.where(p > 0, p * (log_p - log_q_wide), 0.0).sum(-1).clamp(min=0.0),
         "kl_qp": torch.where(q > 0, q * (log_q - log_p[:, ids]), 0.0).sum(-1).clamp(min=0.0),
         "entropy": entropy(q),
-        "ranked": log_q.sort(-1, descending=True).values[:, ranks],  # [M, 1 + log2 Vd]
     }
 
 
@@ -295,7 +292,7 @@ Tables = dict[str, pd.DataFrame]
 FEATURE_COLUMNS = ("feature_error", "feature_norm", "kl_bound")
 LAW_COLUMNS = (
     "node", "depth", "token", "q", "p", "acceptance", "top_q", "agrees", "tvd", "kl_pq", "kl_qp",
-    "entropy", "ranked", "accepted", "followed", "largest_gap", *FEATURE_COLUMNS,
+    "entropy", "accepted", "followed", "largest_gap", *FEATURE_COLUMNS,
 )  # fmt: skip
 COLUMNS = {  # of the tables, after `prompt` and `cycle`, which identify a row
     "cycles": ("position", "answered", "levels", "accepted", "rule"),

@@ -358,32 +358,12 @@ def stretch_of(record: Record, above: int, length: int) -> Stretch | None:
     )
 
 
-def diversity(groups: Sequence[Group]) -> dict[str, Any] | None:
-    """Distinct 4-grams of vanilla's greedy answers; None without any."""
-    for members in groups:
-        first = members.first
-        if first.method == VANILLA and first.temperature == 0 and not members.failed:
-            every = list(
-                chain.from_iterable(ngrams(record.output_ids) for record in members.records)
-            )
-            return {
-                "method": VANILLA,
-                "answers": len(members.records),
-                "distinct_4grams": len(set(every)),
-                "total_4grams": len(every),
-            }
-    return None
-
-
-def ngrams(answer: Sequence[int]) -> list[tuple[int, ...]]:
-    return [tuple(answer[start : start + NGRAM]) for start in range(len(answer) - NGRAM + 1)]
-
-
 def repeated_ngrams(answer: Sequence[int]) -> list[bool]:
     """For each n-gram of an answer, by its start, whether the answer has had it before."""
     earlier = set[tuple[int, ...]]()
     repeats = []
-    for ngram in ngrams(answer):
+    for start in range(len(answer) - NGRAM + 1):
+        ngram = tuple(answer[start : start + NGRAM])
         repeats.append(ngram in earlier)
         earlier.add(ngram)
     return repeats

@@ -43,9 +43,6 @@ from aerie.infer.decode.runners import mode_of
 from aerie.infer.measure.bench import Bench, describe_machine, measure_answers
 from aerie.infer.measure.bench_files import RECORDS
 from aerie.infer.measure.prices import (
-    PRICE_REPETITIONS,
-    PRICED_PROMPTS,
-    PRICED_TREES,
     Costs,
     cycle_ms,
     measure_costs,
@@ -256,7 +253,12 @@ class GreedyTuning(HeadTuning):
     """Replays all fixed trees from greedy answers; then tries stop rules on the best one."""
 
     def search(self) -> None:
-        self.announce()
+        print(
+            f"tune: {self.kind}: every tree of up to {self.config.levels} levels and k {self.k} on "
+            f"{len(self.prompts)} answers of up to {self.max_new_tokens} tokens, then stop rules",
+            file=sys.stderr,
+            flush=True,
+        )
         self.drafts = record_drafts(
             self.target,
             self.drafter,
@@ -270,31 +272,6 @@ class GreedyTuning(HeadTuning):
         self.trees = self.replay(trees)[: SEARCH["shown"]]
         self.choice = self.trees[0]
         (self.published,) = self.replay([self.usual_tree()])
-
-    def announce(self) -> None:
-        """Says what will be tried, and about how long it takes.
-
-        The estimate comes from the time of one answer with the widest tree.
-        """
-        levels = self.config.levels
-        widest = sized_tree(levels, self.k, SEARCH["nodes"][-1], self.stop)
-        for ids in self.prompts[:2]:  # the first warms up
-            answer = self.decoder(widest).generate(
-                ids, max_new_tokens=self.max_new_tokens, do_sample=False
-            )
-        rules = len(rules_for(self.kind, widest, levels))
-        # recording moves on by one token a cycle, tau times as slowly as decoding
-        answers = len(self.prompts) * (answer.statistics.tau + SEARCH["finalists"])
-        answers += (rules + SEARCH["calibrated"]) * SEARCH["screening_prompts"]
-        answers += (1 + len(PRICED_TREES)) * PRICED_PROMPTS * PRICE_REPETITIONS
-        minutes = answers * answer.statistics.ms["wall"] / 60_000
-        print(
-            f"tune: {self.kind}: every tree of up to {levels} levels and k {self.k} on "
-            f"{len(self.prompts)} answers of up to {self.max_new_tokens} tokens, "
-            f"then {rules} stop rules; about {minutes:.1f} min",
-            file=sys.stderr,
-            flush=True,
-        )
 
     def replay(self, trees: Iterable[GrownConfig]) -> list[Prediction]:
         """Predictions of fixed trees, the fastest first.

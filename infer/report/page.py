@@ -195,7 +195,6 @@ def make_details(findings: Findings, facts: Mapping[str, Any], metrics: Path) ->
         "schema": SCHEMA,
         "rows": findings.checks,
         "by_task": by_task,
-        "diversity": statistics.diversity(findings.groups),
         "reference": findings.reference and asdict(findings.reference),
         "calibration": findings.calibration,
         "analysis": findings.analysis,
