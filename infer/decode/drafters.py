@@ -60,12 +60,13 @@ class EagleDrafter(LayeredDrafter):
     def __init__(self, head: Eagle1Head | Eagle3Head, target: Target) -> None:
         super().__init__(head)
         self._forward = EagleForward(head)
-        self._logits: Callable[[Tensor], Tensor] = target.logits
+        # from the head's outputs; the papers' observer of features watches it
+        self.logits: Callable[[Tensor], Tensor] = target.logits
         self.forwards = ((self, "_forward"), (self, "_log_q"))
         if isinstance(head, Eagle3Head):
             self.after_blocks = head.config.after_blocks
             # EAGLE-3 has an LM head of its own, over the draft vocabulary
-            self._logits = head.logits
+            self.logits = head.logits
             self._fuse = head.fuse
             self.forwards += ((self, "_fuse"),)
             self.ids = head.vocabulary.ids
@@ -113,7 +114,7 @@ class EagleDrafter(LayeredDrafter):
         return self._log_q()
 
     def _log_q(self) -> Tensor:
-        return self._logits(self._outputs).float().log_softmax(-1)
+        return self.logits(self._outputs).float().log_softmax(-1)
 
 
 def rows_at(x: Tensor, dim: int, indices: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from aerie.infer.decode.sampling import Sampler, resolve, token_ids
 from aerie.infer.measure.agreement import Difference, first_difference
 from aerie.infer.measure.bench import load_quietly
 from aerie.infer.measure.tasks import load_prompts
+from aerie.infer.measure.tree_shape import aligned
 from aerie.model.checkpoint import new_head, save_head
 from aerie.model.heads.eagle import DraftVocabulary
 from aerie.model.storage import write_json
@@ -239,22 +240,21 @@ def proof_facts(row: ProofRow) -> dict[str, Any]:
 
 def proof_table(rows: Sequence[ProofRow]) -> str:
     """A line for each row, then one for each difference."""
-    width = max(14, *(len(row.name) for row in rows)) + 1
-    line = f"{{:{width}}}{{:10}}{{:18}}{{:10}}{{:14}}{{}}".format
     p_names = (f"p {_setting(sampling)}" for sampling in PROOF_SAMPLINGS)
-    lines = [line("method", "head", "greedy identical", *p_names, "verdict")]
+    lines = []
     notes = []
     for row in rows:
         p_values = [f"{law.p_value:.3g}" for law in row.laws] or ["–"] * len(PROOF_SAMPLINGS)
         identical = f"{row.greedy.identical}/{row.greedy.prompts}" if row.greedy else "–"
-        lines.append(line(row.name, row.kind or "–", identical, *p_values, row.verdict))
+        lines.append([row.name, row.kind or "–", identical, *p_values, row.verdict])
         for difference in row.greedy.differences if row.greedy else ():
             notes.append(
                 f"{row.name}: prompt {difference.prompt}, new token {difference.position}: "
                 f"{difference.ours} instead of {difference.theirs}, "
                 f"logits {difference.gap:.3g} apart (rounding: up to {difference.rounding:.3g})"
             )
-    return "\n".join([*lines, *notes])
+    headings = ["method", "head", "greedy identical", *p_names, "verdict"]
+    return "\n".join([aligned(headings, lines), *notes])
 
 
 # --- greedy answers ---

@@ -1,5 +1,6 @@
-"""How a row's tree is named in records, summaries and tables."""
+"""How a row's tree is named in records, summaries and tables; a table for a terminal."""
 
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +64,19 @@ def tree_shape(row: MethodConfig) -> TreeShape | None:
     for key in ("shape", "levels", "k", "nodes"):
         settings.pop(key, None)
     return TreeShape(tree.shape, tree.levels, tree.k, tree.nodes, settings, variant=_words(changes))
+
+
+def aligned(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], to_the_right: Collection[str] = ()
+) -> str:
+    """A table for a terminal; headings are underlined, and those `to_the_right` hold numbers."""
+    columns = []
+    for heading, *cells in zip(headings, *rows, strict=True):
+        width = max(map(len, [heading, *cells]))
+        pad = str.rjust if heading in to_the_right else str.ljust
+        texts = [heading, "─" * width if heading else "", *cells]
+        columns.append([pad(text, width) for text in texts])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 def _words(value: Any) -> str:

@@ -56,18 +56,18 @@ class Features:
         target = decoder.target
         self.true = torch.empty(0)  # [N, D] of the tree's nodes
         self.drafted: list[Tensor] = []  # [rows, D] by level
-        drafter_logits = vars(drafter)["_logits"]
+        drafter_logits = drafter.logits
         target_logits = target.logits
 
         def draft_logits_watched(hidden: Tensor) -> Tensor:
             self.drafted.append(hidden)
-            return cast(Tensor, drafter_logits(hidden))
+            return drafter_logits(hidden)
 
         def target_logits_watched(last_hidden: Tensor, *rows: Any) -> Tensor:
             self.true = last_hidden
             return target_logits(last_hidden, *rows)
 
-        vars(drafter)["_logits"] = draft_logits_watched
+        drafter.logits = draft_logits_watched
         vars(target)["logits"] = target_logits_watched
         lm_head = target.vocab.lm_head.float()  # [V, D]
         # its spectral norm, without its singular vectors

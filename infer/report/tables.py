@@ -10,6 +10,7 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import read_text, read_yaml
 from aerie.infer.measure.bench_files import Record, SummaryRow
 from aerie.infer.measure.statistics import VANILLA, group, identity, told_apart
+from aerie.infer.measure.tree_shape import aligned
 from aerie.model.storage import read_json
 
 SummaryRows = Sequence[SummaryRow]
@@ -102,16 +103,12 @@ def text_cells(row: SummaryRow) -> dict[str, str]:
 
 
 def console_table(rows: SummaryRows) -> str:
-    cells = [text_cells(row) for row in rows]
-    columns = []
-    for name in [*TEXT_COLUMNS["console"], "error"]:
-        heading = "" if name == "error" else name
-        texts = [heading, *(line.get(name, "") for line in cells)]
-        width = max(map(len, texts))
-        texts.insert(1, "─" * width if heading else "")
-        pad = str.rjust if name in ("tau", "speedup", "identical") else str.ljust
-        columns.append([pad(text, width) for text in texts])
-    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+    names = [*TEXT_COLUMNS["console"], "error"]
+    lines = []
+    for row in rows:
+        cells = text_cells(row)
+        lines.append([cells.get(name, "") for name in names])
+    return aligned([*names[:-1], ""], lines, to_the_right=("tau", "speedup", "identical"))
 
 
 def markdown_table(rows: SummaryRows) -> str:

@@ -273,7 +273,7 @@ def test_verify(
     )
     heads = {"eagle1": str(wordy.heads / "eagle1")}
     assert lossless.run_verify(options, wordy.config, heads, PromptsConfig()) == 0
-    _, *rows = capsys.readouterr().out.splitlines()
+    _, _, *rows = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in rows] == ["vanilla", "eagle2", "eagle2"]
     assert all("2/2" in row and row.endswith("lossless") for row in rows)
     longer = [
@@ -282,7 +282,7 @@ def test_verify(
     ]
     longer.append(replace(longer[0], config=MethodConfig.of("block-tree", children="sampled")))
     assert (
-        len({line.index(" block ") for line in lossless.proof_table(longer).splitlines()[1:]}) == 1
+        len({line.index(" block ") for line in lossless.proof_table(longer).splitlines()[2:]}) == 1
     )
     assert rows[2].startswith("eagle2 drawn")
     assert read_json(written)["holds"]
