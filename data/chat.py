@@ -38,6 +38,7 @@ from aerie.data.forms import (
     PROBE_QUESTION,
     PROBE_RESULT,
     Forms,
+    content_text,
     split_thought,
 )
 from aerie.model.storage import SHIPPED_TEMPLATE, first_line
@@ -136,7 +137,7 @@ WORDS = {"true": "True", "false": "False", "null": "None"}
 def said_by(message: Message, with_thoughts: bool = True) -> Iterator[Said]:
     """The texts of a message: its content, its thoughts, the names and arguments of its calls."""
     if message["role"] != "assistant":
-        yield Said(PARTS[message["role"]], message["content"])
+        yield Said(PARTS[message["role"]], content_text(message))
         return
     thoughts, content = split_thought(message)
     yield Said("the text of an answer", content)
@@ -292,6 +293,23 @@ class Chat:
             return False
         return True
 
+    def prompt(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
+        """What the target reads before it answers; UnusableRow if the template loses a text."""
+        asked = Conversation("", tuple(messages), tools)
+        try:
+            return self._prompt(asked)
+        except UnusableRow:
+            for _, other in self.forms.of(asked):
+                with suppress(UnusableRow):
+                    return self._prompt(other)
+            raise
+
+    def _prompt(self, asked: Conversation) -> str:
+        indices = range(len(asked.messages))
+        text = self.text(asked, len(indices), add_generation_prompt=True)
+        self._require_context(asked, indices, text)
+        return text
+
     def _render(self, conversation: Conversation) -> tuple[list[Rendered], list[str]]:
         """The texts, and what was left out of them."""
         messages = conversation.messages
@@ -301,8 +319,7 @@ class Chat:
         for index, message in enumerate(messages):
             if message["role"] != "assistant" or index in conversation.context_only:
                 continue
-            text = self.text(conversation, index + 1)
-            start, note = self._answer_start(conversation, index, text)
+            text, start, note = self._with_answer(conversation, index)
             notes += [note] if note else []
             before = texts[-1] if texts else ""
             if not text.startswith(before):
@@ -357,26 +374,42 @@ class Chat:
             raise UnusableRow(f"the template leaves out {missing.part}", place)
         return end
 
-    def _answer_start(
-        self, conversation: Conversation, index: int, text: str
-    ) -> tuple[int, str | None]:
-        """Where messages[index] begins in `text`, the conversation up to its end; what is lost."""
+    def _with_answer(self, conversation: Conversation, index: int) -> tuple[str, int, str | None]:
+        """The conversation up to the answer messages[index], where that begins, what is lost."""
         prompt = self.text(conversation, index, add_generation_prompt=True)
+        text = self.text(conversation, index + 1)
         start = shared_start(prompt, text)
         if start == len(prompt):
-            return start, None
-        # The prompt may open '<think>' for an answer without thinking, which then begins
-        # where the two differ. That must be inside what the generation prompt adds.
+            return text, start, None
         before_generation_prompt = self.text(conversation, index)
         if start <= len(before_generation_prompt):
-            raise UnusableRow(
-                "the template rewrites what stands before an answer", f"message {index + 1}"
-            )
-        # Not inside a token: '<think>' and '<tool_call>' share their first character.
+            return self._with_rewritten_answer(conversation, index, prompt, text)
+        # The prompt may open '<think>' for an answer without thinking, which then begins where
+        # the two differ; not inside a token: '<think>' and '<tool_call>' share a character.
         for special in self.special_texts:
             begin = text.find(special, max(0, start - len(special) + 1), start + len(special) - 1)
             start = begin if 0 <= begin < start else start
-        return start, "the generation prompt's last part is not in the answer's render"
+        return text, start, "the generation prompt's last part is not in the answer's render"
+
+    def _with_rewritten_answer(
+        self, conversation: Conversation, index: int, prompt: str, text: str
+    ) -> tuple[str, int, str | None]:
+        """As _with_answer, if the template rewrites earlier turns once it has the answer.
+
+        gpt-oss leaves out the thoughts of calls as soon as an answer follows. The target read
+        the prompt, so the answer's render follows that.
+        """
+        opening = prompt.removeprefix(self.text(conversation, index))
+        message = conversation.messages[index]
+        begin = text.rfind(opening) if 0 < len(opening) < len(prompt) else -1
+        while begin >= 0:
+            answer = text[begin + len(opening) :]
+            if find_said(said_by(message), answer)[0] is None:
+                return prompt + answer, len(prompt), None
+            begin = text.rfind(opening, 0, begin)
+        raise UnusableRow(
+            "the template rewrites what stands before an answer", f"message {index + 1}"
+        )
 
     # --- how a turn ends ------------------------------------------------------------------------
 

@@ -27,9 +27,15 @@ class Form(NamedTuple):
 # --- thoughts -------------------------------------------------------------------------------------
 
 
+def content_text(message: Message) -> str:
+    """A message's content, which is a text, null or one part of text."""
+    content = message["content"]
+    return content[0]["text"] if isinstance(content, list) else content or ""
+
+
 def split_thought(message: Message) -> tuple[list[str], str]:
     """An answer's thoughts, from its fields or from tags in its content, and the other content."""
-    content = message["content"] or ""
+    content = content_text(message)
     thoughts = [message[key] for key in THOUGHT_KEYS if message.get(key)]
     before, closed, after = content.partition(CLOSE)
     if not thoughts and closed:
@@ -74,6 +80,11 @@ def _as_given(message: Message) -> Message:
     return message
 
 
+def _in_parts(message: Message) -> Message:
+    """As processors of images take it."""
+    return {**message, "content": [{"type": "text", "text": content_text(message)}]}
+
+
 def one_by_one(conversation: Conversation) -> Conversation | None:
     """Parallel calls as calls one after another, each with its result; None if one has none."""
     messages = list[Message]()
@@ -115,6 +126,7 @@ def _single_calls(message: Message, results: list[Message]) -> list[Message]:
 
 # --- a template's forms ---------------------------------------------------------------------------
 
+CONTENT_FORMS = (Form("", _as_given), Form("contents given in parts", _in_parts))
 CALL_FORMS = (
     Form("", _as_given),
     Form("the arguments of calls given as text", _arguments_as_text),
@@ -158,6 +170,13 @@ class Forms:
         self.holds = holds
 
     @cached_property
+    def content(self) -> Form:
+        """The form of all contents; as it is given if the template reads none."""
+        talk = Conversation("", (PROBE_QUESTION, PROBE_ANSWER))
+        known = (form for form in CONTENT_FORMS if self.holds(changed(talk, form)))
+        return next(known, CONTENT_FORMS[0])
+
+    @cached_property
     def calls(self) -> list[Form]:
         return [form for form in CALL_FORMS if self._reads(form, PROBE_CALL)]
 
@@ -166,27 +185,38 @@ class Forms:
         return [form for form in THOUGHT_FORMS if self._reads(form, PROBE_THOUGHT)]
 
     def _reads(self, form: Form, answer: Message) -> bool:
-        return self.holds(Conversation("", (PROBE_QUESTION, form.change(answer))))
+        return self.holds(changed(Conversation("", (PROBE_QUESTION, answer)), form, self.content))
 
     def of(self, conversation: Conversation) -> Iterator[tuple[str, Conversation]]:
         """The conversation in other forms that the template reads, each with its name."""
         answers = [turn for turn in conversation.messages if turn["role"] == "assistant"]
         has_calls = any(answer.get("tool_calls") for answer in answers)
         has_thoughts = any(split_thought(answer)[0] for answer in answers)
-        call_forms = self.calls if has_calls else CALL_FORMS[:1]
-        thought_forms = self.thoughts if has_thoughts else THOUGHT_FORMS[:1]
+        # As given first, so that a row changes as little as it can.
+        call_forms = dict.fromkeys([CALL_FORMS[0], *(self.calls if has_calls else ())])
+        thought_forms = dict.fromkeys([THOUGHT_FORMS[0], *(self.thoughts if has_thoughts else ())])
         orders: list[tuple[str, Conversation]] = [("", conversation)]
         if any(len(answer.get("tool_calls") or ()) > 1 for answer in answers):
             single = one_by_one(conversation)
             orders += [("parallel calls given one by one", single)] if single else []
-        # Both are as given first, so that a row changes as little as it can.
-        as_given = [Form("", _as_given)]
-        for calls, thoughts, (order, ordered) in product(
-            dict.fromkeys([*as_given, *call_forms]),
-            dict.fromkeys([*as_given, *thought_forms]),
-            orders,
-        ):
-            names = [name for name in (calls.name, thoughts.name, order) if name]
-            if names:
-                messages = [thoughts.change(calls.change(turn)) for turn in ordered.messages]
-                yield "; ".join(names), ordered._replace(messages=tuple(messages))
+        first = conversation.messages[0]
+        if first["role"] == "system" and not content_text(first).strip():
+            orders += [("an empty system turn left out", _without_first(conversation))]
+        for calls, thoughts, (order, ordered) in product(call_forms, thought_forms, orders):
+            names = [calls.name, thoughts.name, self.content.name, order]
+            if any(names):
+                given = changed(ordered, calls, thoughts, self.content)
+                yield "; ".join(filter(None, names)), given
+
+
+def _without_first(conversation: Conversation) -> Conversation:
+    context_only = frozenset(index - 1 for index in conversation.context_only)
+    return conversation._replace(messages=conversation.messages[1:], context_only=context_only)
+
+
+def changed(conversation: Conversation, *forms: Form) -> Conversation:
+    """The conversation with each message in these forms, the last one changed last."""
+    messages = conversation.messages
+    for form in forms:
+        messages = tuple(map(form.change, messages))
+    return conversation._replace(messages=messages)

@@ -177,7 +177,6 @@ def test_refused_templates() -> None:
     rewritten = "the template rewrites what stands before an answer"
     for template, reason in (
         (targets.NO_SYSTEM, "the chat template refuses it: No system role"),
-        ("{{ messages | length }}" + targets.CHATML, rewritten),
         (
             targets.CHATML.replace("<|im_start|>assistant\\n", "bot: "),
             rewritten,
@@ -194,6 +193,16 @@ def test_refused_templates() -> None:
             rows_of(broken, "</s>")
     with pytest.raises(UserError, match="a slow tokenizer has no character offsets"):
         Chat(SimpleNamespace(is_fast=False, name_or_path="slow"), set(), Tally())
+
+
+def test_rewritten_prompts() -> None:
+    """An answer follows the prompt that asked for it, also if the template then rewrites that."""
+    template = "{{ messages | length }}" + targets.CHATML
+    tokenizer, rows, _ = rows_of(template, "<|im_end|>")
+    answers = [turn["content"] for turn in TURNS if turn["role"] == "assistant"]
+    assert [learnt(tokenizer, row) for row in rows] == [[text + "<|im_end|>"] for text in answers]
+    prompts = [tokenizer.decode(row.input_ids)[0] for row in rows]
+    assert prompts == ["2", "4"]  # messages before the answer; with it there are 3 and 5
 
 
 def test_end_of_turn(tmp_path: Path) -> None:
