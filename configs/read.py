@@ -42,7 +42,7 @@ Many = Annotated[tuple[T, ...], BeforeValidator(_as_list)]  # a list; one value 
 Some = Annotated[tuple[T, ...], Field(min_length=1), BeforeValidator(_as_list)]
 
 
-def _require_ascending(values: tuple[int, ...]) -> tuple[int, ...]:
+def require_ascending(values: tuple[int, ...]) -> tuple[int, ...]:
     meant = sorted(set(values))
     if list(values) != meant:
         raise ValueError(f"must ascend without repeats; did you mean {meant}?")
@@ -56,7 +56,7 @@ def _require_distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
-ascending = AfterValidator(_require_ascending)
+ascending = AfterValidator(require_ascending)
 distinct = AfterValidator(_require_distinct)  # by name, where the members have one
 
 

@@ -14,7 +14,7 @@ from os.path import expanduser
 from typing import TYPE_CHECKING
 
 from aerie.configs.errors import Arguments, UserError, exit_codes
-from aerie.configs.read import user_path
+from aerie.configs.read import require_ascending, user_path
 from aerie.model.hub import HUB_ID, quieten
 from aerie.model.storage import CONFIG, read_json
 
@@ -94,10 +94,7 @@ def main() -> int:
 
 def taps(text: str) -> tuple[int, ...]:
     """ValueError, which argparse explains, unless the numbers ascend."""
-    numbers = tuple(map(int, text.split(",")))
-    if list(numbers) != sorted(set(numbers)):
-        raise ValueError
-    return numbers
+    return require_ascending(tuple(map(int, text.split(","))))
 
 
 def inspect(arguments: argparse.Namespace) -> int:

@@ -140,17 +140,22 @@ class ChoicesFile(Section):
 
 
 # Of every shape `levels` is the limit, whatever the stop rule, and `nodes` counts the root.
-class ChainConfig(Section, kw_only=True):
+class _AnyShape(Section, kw_only=True):
+    """A tree of any shape; a chain is one, too."""
+
+    stop: StopConfig = key("when to end a draft early", default=ConstantConfig())
+    calibrated: Fit | None = key(
+        "correct confidences by this fit of `aerie calibrate`", default=None
+    )
+
+
+class ChainConfig(_AnyShape, kw_only=True):
     """`levels` tokens in a row: drawn from q if the target samples (R1), or q's most probable."""
 
     shape: Literal["chain"] = "chain"
     levels: PositiveInt = key("drafted tokens, at most", default=6)
     children: Literal["best", "sampled"] = key(
         "sampled: drawn from q if the target samples; best: q's most probable", default="sampled"
-    )
-    stop: StopConfig = key("when to end a draft early", default=ConstantConfig())
-    calibrated: Fit | None = key(
-        "correct confidences by this fit of `aerie calibrate`", default=None
     )
     k = 1  # a path does not branch
 
@@ -159,7 +164,7 @@ class ChainConfig(Section, kw_only=True):
         return self.levels + 1
 
 
-class StaticConfig(Section, kw_only=True):
+class StaticConfig(_AnyShape, kw_only=True):
     """A tree whose form is fixed before drafting."""
 
     shape: Literal["static"] = "static"
@@ -171,10 +176,6 @@ class StaticConfig(Section, kw_only=True):
         "sampled: drawn without replacement if the target samples (R3); best: q's most "
         "probable (R2)",
         default="sampled",
-    )
-    stop: StopConfig = key("when to end a draft early", default=ConstantConfig())
-    calibrated: Fit | None = key(
-        "correct confidences by this fit of `aerie calibrate`", default=None
     )
 
     def __post_init__(self) -> None:
@@ -224,7 +225,7 @@ class StaticConfig(Section, kw_only=True):
         return 1 + len(self.paths)
 
 
-class DynamicConfig(Section, kw_only=True):
+class DynamicConfig(_AnyShape, kw_only=True):
     """EAGLE-2's tree of q's most probable tokens, or of drawn tokens."""
 
     shape: Literal["dynamic"] = "dynamic"
@@ -242,14 +243,10 @@ class DynamicConfig(Section, kw_only=True):
     rerank: bool = key(
         "false (table 3): verify every level's k best, k * levels + 1 nodes", default=True
     )
-    stop: StopConfig = key("when to end a draft early", default=ConstantConfig())
     stop_read: Literal["each", "late"] = key(
         "when to read `stop`: before each level, or late, once the next level runs. The tree "
         "is the same",
         default="each",
-    )
-    calibrated: Fit | None = key(
-        "correct confidences by this fit of `aerie calibrate`", default=None
     )
 
     def __post_init__(self) -> None:
