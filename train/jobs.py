@@ -109,6 +109,7 @@ def _check_launch(recipe: Recipe) -> None:
     # Accelerate silently leaves out trackers that are not installed.
     for name in sorted({*recipe.train.trackers} - {*map(str, get_available_trackers())}):
         raise UserError(f"train.trackers: {name} is not installed; run: pip install {name}")
+    # `accelerate launch` sets both, and WORLD_SIZE only where it starts several processes.
     is_launched = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys()
     if is_launched and "WORLD_SIZE" not in os.environ:
         warn(
@@ -220,6 +221,7 @@ def _build_head(recipe: Recipe, source: Source, rows: Rows) -> Trained:
     if section.init_from is None:
         if kind.has_draft_vocabulary:
             num_tokens = len(vocab.embedding)
+            # A draft must be able to write what ends a turn, however rare it is in the rows.
             forced = tokens.forced_ids(source.tokenizer, source.end_ids, num_tokens)
             vocabulary, facts, line = tokens.draft_vocabulary(
                 rows.tokens(), num_tokens, section.draft_vocab_size, forced
@@ -244,6 +246,7 @@ def _build_head(recipe: Recipe, source: Source, rows: Rows) -> Trained:
     # The head is in float32 from here on; autocast or DeepSpeed narrow what they compute.
     objective = kind.objective(head, vocab, recipe.train)
     _require_positions(objective, recipe, source)
+    # Said only now, when nothing is refused any more.
     if rank() == 0:
         origin = section.init_from or "head"
         for sentence in position_warnings(head.config, source.text_config, origin):
@@ -287,6 +290,7 @@ def _needed_positions(recipe: Recipe, source: Source) -> tuple[int, int]:
     positions_ahead = DRAFT_MODELS[recipe.head.kind].positions_ahead
     if positions_ahead is None or recipe.tree is None:
         return length, 0
+    # Whatever drafts furthest: decoding, evaluation or training.
     ahead = positions_ahead(recipe.head, recipe.train)
     return length, max(recipe.tree.levels, recipe.train.eval_depths, ahead)
 

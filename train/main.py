@@ -79,6 +79,7 @@ def _print_plan(recipe: Recipe, stage: Stage, overwrite: bool) -> None:
         rehearsal.rehearse_head(job.objective.head.config, recipe.train)
     else:
         rehearsal.rehearse(job.objective)
+    # Training would also run the target, which a plan does not load.
     if resume.reads_online(recipe):
         try_in_miniature(recipe)
     text = costs.plan_text(recipe, job)

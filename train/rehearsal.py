@@ -44,6 +44,7 @@ def rehearse_head(config: AnyConfig, settings: TrainConfig) -> None:
     matrix = torch.randn(VOCABULARY, WIDTH, generator=generator)  # [V, D]
     bias = torch.zeros(VOCABULARY) if getattr(config, "lm_head_bias", False) else None
     vocab = VocabWeights(matrix, matrix, bias, 1.0, None)
+    # Without the target's weights: only whether a step can be taken is asked.
     head: Any = kind.module(replace(config, **small))
     head.initialise(vocab, generator)
     rehearse(kind.objective(head, vocab, settings))
@@ -56,11 +57,13 @@ def rehearse(objective: Objective) -> None:
         output = objective(objective.prepare(_made_up(objective), epoch=0))
         loss = output.total(objective.weights)
         loss.backward()
+    # What torch raises for shapes, sizes and indices that do not fit each other.
     except (RuntimeError, ValueError, TypeError, LookupError) as error:
         raise UserError(
             f"head: a {kind} head of this form takes no training step "
             f"({type(error).__name__}: {first_line(error)}); change the keys of section head"
         ) from error
+    # A small LM is rehearsed itself: its gradients must not stay.
     objective.zero_grad()
     if not loss.isfinite():
         raise UserError(f"head: the loss of a {kind} head of this form is {loss:g}")
