@@ -43,6 +43,7 @@ TUNABLE = tuple(kind for kind, name in USUAL.items() if METHODS[name].tree["shap
 def bench(arguments: Namespace, unknown: list[str]) -> int:
     """tau and speedup of every row of the recipe"""
     recipe, section = _load_section(arguments, unknown)
+    from aerie.infer.decode.calibrator import load_calibrator
     from aerie.infer.measure.bench import run_bench
     from aerie.infer.measure.suite import read_suite
 
@@ -51,14 +52,12 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
     rows += tuple(load_file(path, MethodConfig, []) for path in arguments.row)
     suite = read_suite(replace(section, rows=rows), _run_heads(arguments, recipe).settle)
     inputs = _machine_inputs(recipe) | decode.choice_digests(row.method.tree for row in suite.rows)
-    calibrators = {}
     for row in suite.rows:
         if row.head and row.method.tree and row.method.tree.calibrated and not arguments.plan:
-            path = head_directory(row.head) / storage.CALIBRATOR
-            if path.is_file():  # else the decoder reports it
-                calibrators[row.head] = storage.file_digest(path)
-    if calibrators:
-        inputs["calibrators"] = calibrators
+            directory = head_directory(row.head)
+            load_calibrator(directory)  # so that a missing one is told before the target is loaded
+            digest = storage.file_digest(directory / storage.CALIBRATOR)
+            inputs.setdefault("calibrators", {})[row.head] = digest
     return _measure_stage(
         arguments,
         recipe,
