@@ -470,11 +470,11 @@ def _mark_context(row: Mapping[str, Any], turns: list[Any], messages: list[Messa
         elif not (_is_empty(flags) or flags in (1, True, "1", "true", "True")):
             unread.add(f'row key "{name}" is not read')
     for message, flags in marks:
-        names = LEARN_KEYS & flags.keys()
+        given = [flags[name] for name in LEARN_KEYS & flags.keys()]
         if message["role"] == "assistant":
-            if any(_is_no(flags[name]) for name in names):
+            if any(map(_is_no, given)):
                 message[IS_CONTEXT] = True
-        elif any(not _is_no(flags[name]) and not _is_empty(flags[name]) for name in names):
+        elif any(flag is True for flag in given):
             unread.add("a turn that is no answer is marked as to be learnt")
     return unread
 

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as arrow  # type: ignore[import-untyped]
 import pytest
 from pyarrow import parquet
@@ -150,6 +151,10 @@ def test_unusable(tmp_path: Path) -> None:
     """Unusable rows are skipped and counted."""
     reasons: dict[str, Any] = {
         "unknown role": {"conversations": turns("human=hello|gtp=fine")},
+        "a turn names no speaker": {"conversations": [{"human": "hello", "assistant": "fine"}]},
+        "a turn is no object": {"conversations": [["hello", "fine"]]},
+        "a turn has no text": {"messages": [HELLO[0], {"role": "assistant", "message": "fine"}]},
+        "the turns are no list": {"messages": "hello"},
         "no answer to a user's turn": {"conversations": turns("human=hello|gpt=")},
         "turn is not text": {
             "messages": [{"role": "user", "content": [{"type": "image"}]}, HELLO[1]]
@@ -175,3 +180,112 @@ def test_held_out(tmp_path: Path) -> None:
     out = {row.messages[0]["content"] for row in forward if row.is_held_out}
     assert out == {row.messages[1]["content"] for row in backward if row.is_held_out}
     assert 20 <= len(out) <= 60  # 40 expected, standard deviation 6
+
+
+CALLS = [
+    {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "exact": True}}},
+    {"type": "function", "function": {"name": "find", "arguments": {"where": {"city": "Köln"}}}},
+]
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "number"}}}},
+    {"type": "function", "function": {"name": "find", "description": "a city"}},
+]
+SHAPES_OF_ROWS: dict[str, list[dict[str, Any]]] = {
+    "calls": [
+        {"messages": HELLO, "id": 1},
+        {
+            "messages": [
+                HELLO[0],
+                {"role": "assistant", "content": None, "tool_calls": CALLS, "weight": 1},
+                {"role": "tool", "content": "1", "name": "add"},
+                {"role": "tool", "content": "Köln", "name": "find"},
+                {"role": "assistant", "content": "bad", "reasoning_content": "hm", "weight": 0},
+                {"role": "user", "content": "again"},
+                HELLO[1],
+            ],
+            "tools": TOOLS,
+        },
+    ],
+    "sharegpt": [
+        {"conversations": turns("system=|human=hello|gpt=fine"), "system": "be short"},
+        {"conversations": turns("human=hello|gpt=no|human=again|gpt=fine"), "train": [0, 0, 0, 1]},
+    ],
+    "function_call": [
+        {
+            "conversations": turns('human=hello|function_call={"name": "add", "arguments": {}}')
+            + turns("observation=1|gpt=fine"),
+            "tools": json.dumps(TOOLS[0]["function"] | {"extra": None}).join("[]"),
+        }
+    ],
+    "pairs": [
+        {"instruction": "Sort.", "input": "3 1", "output": "1 3"},
+        {"instruction": "hello", "input": "", "output": "fine"},
+    ],
+    "parts": [
+        {"prompt": [HELLO[0]], "completion": [HELLO[1]]},
+        {"prompt": [{"role": "system", "content": "be short"}, HELLO[0]], "completion": [HELLO[1]]},
+    ],
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES_OF_ROWS)
+def test_containers(tmp_path: Path, shape: str) -> None:
+    """Parquet and Arrow, which fill in nulls, and CSV give the messages that JSONL gives."""
+    rows = SHAPES_OF_ROWS[shape]
+    expected, told = load(tmp_path, *rows)
+    assert len(expected) == len(rows) and all(row.messages for row in expected)
+    names = sorted({name for row in rows for name in row})
+    filled = [{name: row.get(name) for name in names} for row in rows]
+    parquet.write_table(arrow.Table.from_pylist(filled), tmp_path / "a.parquet")
+    datasets.Dataset.from_list(filled).save_to_disk(str(tmp_path / "saved"))
+    with (tmp_path / "a.csv").open("w", encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(file, names)
+        table.writeheader()
+        for row in rows:
+            cells = {name: value for name, value in row.items() if isinstance(value, str | int)}
+            table.writerow({name: json.dumps(value) for name, value in row.items()} | cells)
+    for name in ("a.parquet", "saved", "a.csv"):
+        tally = Tally()
+        read = load_conversations(DataConfig((str(tmp_path / name),)), tally)
+        for row, same in zip(read, expected, strict=True):
+            assert row._replace(source=name) == same._replace(source=name)
+        assert set(tally.counts) == set(told.counts)
+
+
+@pytest.mark.parametrize(
+    ("key", "mark"),
+    [("weight", 0), ("loss", 0.0), ("train", False), ("trainable", False), ("loss_mask", "0")],
+)
+def test_marked_turns(tmp_path: Path, key: str, mark: Any) -> None:
+    """An answer that its data set marks, in the turn or beside the turns, is only context."""
+    talk = turns("human=hello|gpt=no|human=again|gpt=fine")
+    marked = [turn | ({key: mark} if turn["value"] == "no" else {}) for turn in talk]
+    rows = [{"conversations": marked}]
+    rows += [{"conversations": talk, key: marks} for marks in ([1, mark, 1, 1], [mark, 1])]
+    read, tally = load(tmp_path, *rows, {"conversations": talk, key: mark})
+    assert [row.context_only for row in read] == [frozenset({1})] * 3
+    assert {key for row in read for turn in row.messages for key in turn} == {"role", "content"}
+    assert [reason for _, reason in tally.counts] == ["the row is marked as not to be learnt"]
+
+
+def test_unread_keys(tmp_path: Path) -> None:
+    """Keys that are not read are counted once a row; without some a row means something else."""
+    odd = [HELLO[0] | {"mood": "good"}, HELLO[1] | {"mood": "bad", "id": 3}]
+    rows: list[dict[str, Any]] = [
+        {"messages": odd, "rejected": "so-so", "source": "here", "empty": [None]},
+        {"messages": HELLO, "images": ["cat.png"]},
+        {"messages": [HELLO[0] | {"audio": {"id": 1}}, HELLO[1]]},
+        {"instruction": "more", "output": "fine", "history": [["hello", "hi"]]},
+        {"question": "who", "context": "She said", "answer": "she"},
+        {"messages": HELLO, "images": []},
+    ]
+    read, tally = load(tmp_path, *rows)
+    assert len(read) == 2
+    assert tally.counts == {
+        ("left out", 'message key "mood" is not read'): 1,
+        ("left out", 'row key "rejected" is not read'): 1,
+        ("skipped", 'row key "images" cannot be read'): 1,
+        ("skipped", 'message key "audio" cannot be read'): 1,
+        ("skipped", 'row key "history" cannot be read'): 1,
+        ("skipped", 'row key "context" cannot be read'): 1,
+    }
