@@ -227,14 +227,54 @@ def _writes_python(message: Message, text: str) -> bool:
     return any(str(value) in text for value in objects if isinstance(value, dict) and value)
 
 
+def render_prompt(tokenizer: Any, conversation: Conversation, **settings: Any) -> str:
+    """What the target reads before it answers, in the first form in which nothing is lost.
+
+    UnusableRow if the template refuses or loses a text of the conversation in every form.
+    """
+
+    def render(given: Conversation) -> str:
+        text = apply_template(
+            tokenizer, given.messages, tools=given.tools, **settings, add_generation_prompt=True
+        )
+        said = list(said_by_tools(given.tools or ()))
+        for message in given.messages:
+            said += said_by(message, with_thoughts=False)
+        missing, _ = find_said(said, text)
+        if missing is not None:
+            raise UnusableRow(f"the template leaves out {missing.part}", "")
+        return str(text)
+
+    def holds(given: Conversation) -> bool:
+        with suppress(UnusableRow):
+            render(given)
+            return True
+        return False
+
+    try:
+        return render(conversation)
+    except UnusableRow:
+        for _, other in Forms(holds).of(conversation):
+            with suppress(UnusableRow):
+                return render(other)
+        raise
+
+
 # --- conversations as tokens ----------------------------------------------------------------------
 
 
 class Chat:
     """Renders and tokenises conversations; end_ids are the target's end-of-turn tokens."""
 
-    def __init__(self, tokenizer: Any, end_ids: Collection[int], tally: Tally) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        end_ids: Collection[int],
+        tally: Tally,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.template_arguments = dict(template_arguments or {})
         self.end_ids = frozenset(end_ids)
         self.tally = tally
         if not getattr(tokenizer, "is_fast", False):
@@ -351,6 +391,7 @@ class Chat:
                 self.tokenizer,
                 conversation.messages[:end],
                 tools=conversation.tools,
+                **self.template_arguments,
                 add_generation_prompt=add_generation_prompt,
             )
         )

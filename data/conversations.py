@@ -338,7 +338,7 @@ def _message(turn: Any, number: int) -> Message:
     if name in CALLERS:
         message["content"] = ""
     message.pop("tool_calls", None)
-    if calls := _tool_calls(calls, number):
+    if calls := tool_calls_of(calls, number):
         message["tool_calls"] = calls
     for key in THOUGHT_KEYS:
         if not isinstance(message.get(key, ""), str):
@@ -383,7 +383,7 @@ def _joined_parts(parts: list[Any], number: int) -> tuple[str, str]:
     return "".join(texts["text"]), "".join(texts["thinking"])
 
 
-def _tool_calls(calls: Any, number: int) -> list[Any]:
+def tool_calls_of(calls: Any, number: int) -> list[Any]:
     """The calls as OpenAI writes them, with arguments as an object where they are one.
 
     A template would quote JSON text twice.

@@ -145,8 +145,10 @@ class ServerConfig(Section):
     )
     retries: NonNegativeInt = key("of one request, by openai's client", default=5)
     patience_s: PositiveFloat = key("without any answer for so long, the run stops", default=900.0)
-    token_ids: bool = key(
-        "ask for the ids (vLLM: return_token_ids), which are then trained on", default=False
+    token_ids: bool | Literal["auto"] = key(
+        "ask for the ids (vLLM: return_token_ids), which are then trained on; "
+        "auto: if the server gives them",
+        default="auto",
     )
     extra_body: dict[str, Any] = key(
         "sent with every request (min_p, chat_template_kwargs)", default_factory=dict

@@ -4,21 +4,25 @@ import asyncio
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from functools import cache, cached_property
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 from pydantic import ValidationError
 
 from aerie.configs.errors import UserError, masked, warn
 from aerie.configs.read import adapter
 from aerie.configs.schema.data import AnswerSamplingConfig, ServerConfig
-from aerie.data.chat import answer_text, apply_template
-from aerie.data.conversations import Message
-from aerie.data.forms import CLOSE, OPEN
+from aerie.data.chat import Chat, answer_text, find_said, render_prompt, said_by
+from aerie.data.conversations import Conversation, Message, Tally, UnusableRow, tool_calls_of
+from aerie.data.forms import CLOSE, OPEN, PROBE_ANSWER, PROBE_CALL, THOUGHT_FORMS, Form
 from aerie.model.storage import first_line
 
 TOO_LONG = "too long for the target's context"
 IS_TOO_LONG = re.compile(r"context length|max_model_len|too long|longer than", re.IGNORECASE)
+IDS_KEY = "return_token_ids"  # vLLM's
+WITHOUT_IDS = "an answer is learnt if the chat template gives it back as it was written"
 PAUSE_S = 1.0  # before a server that was away or busy is asked again
 QUESTION: list[Message] = [{"role": "user", "content": "Hi"}]
 # Left out where a text is compared with its tokens.
@@ -28,6 +32,7 @@ REDIRECTS = (301, 302, 303, 307, 308)
 WRONG_ADDRESS = (401, 403, 404)
 REJECTED = (400, 413, 422)  # this row
 BUSY = (429, 503)
+FINISHES = {"stop": "stop", "tool_calls": "stop", "length": "length"}  # reasons, as kept here
 
 
 @dataclass(frozen=True)
@@ -37,10 +42,19 @@ class Answer:
     reasoning: str | None = None  # thinking, split from the content; blanks kept
     token_ids: tuple[int, ...] | None = None  # some servers leave out the end-of-turn token
     prompt_token_ids: tuple[int, ...] | None = None
+    tool_calls: tuple[Any, ...] = ()  # that a server has split from the content
+    text: str | None = None  # thinking and content, where they were split here
 
     @property
     def is_cut(self) -> bool:
         return self.finish != "stop"
+
+    @property
+    def exact_text(self) -> str | None:
+        """What the target wrote; None if a server has split it and has lost what stood between."""
+        if self.text is None and (self.reasoning is not None or self.tool_calls):
+            return None
+        return self.content if self.text is None else self.text
 
 
 @dataclass(frozen=True)
@@ -55,10 +69,15 @@ class Outcome:
     turns: tuple[str, ...] = ()  # the questions that were asked
     answers: tuple[Answer, ...] = ()
     invented: Answer | None = None  # holds the first question
+    tools: list[Any] | None = None
 
 
-# (conversation that ends with the user, seed) -> the answer
-Ask = Callable[[Sequence[Message], int], Awaitable[Answer]]
+class Ask(Protocol):
+    """Answers a conversation that ends with the user; the seed draws the answer's tokens."""
+
+    def __call__(
+        self, messages: Sequence[Message], seed: int, tools: list[Any] | None = None
+    ) -> Awaitable[Answer]: ...
 
 
 class Unanswered(Exception):
@@ -68,56 +87,63 @@ class Unanswered(Exception):
         self.why = why
 
 
-# --- thinking -----------------------------------------------------------------------------------
+# --- thinking, and what is learnt -----------------------------------------------------------------
+
+
+class Written(NamedTuple):
+    """An answer as tokens."""
+
+    prompt_ids: list[int]  # what the target has read
+    answer_ids: list[int]  # with the end-of-turn token, unless the answer is cut
+
+
+class Learnt(NamedTuple):
+    """What is learnt from an outcome."""
+
+    rows: list[dict[str, Any]]  # JSON-ready training rows
+    answers: list[Written]  # up to the first that cannot be learnt
+    why: str | None  # why that one cannot be learnt
 
 
 class Thinking:
-    """Splits thinking from answers and puts it back, as one tokenizer's chat template does."""
+    """Splits thinking from answers and puts it back, as one tokenizer's chat template does.
+
+    An answer's tokens are the server's, or they are the template's own render of the answer, in
+    which all that it says is found again. Texts are never put together here.
+    """
 
     def __init__(
         self, tokenizer: Any, end_ids: set[int], template_arguments: Mapping[str, Any] | None = None
     ) -> None:
         self.tokenizer = tokenizer
         self.end_ids = end_ids
-        self.template_arguments = dict(template_arguments or {})
+        # As the target reads, and as training reads, which has no arguments of a server.
+        self.chat = Chat(tokenizer, end_ids, Tally(), template_arguments)
+        self.training = Chat(tokenizer, end_ids, Tally()) if template_arguments else self.chat
         # The generation prompt may open the thinking.
         self.is_opened = self.prompt(QUESTION).rstrip().endswith(OPEN)
-        # The template's own field for it; without one, thinking is in the content.
-        self.has_field = "reasoning_content" in str(tokenizer.chat_template)
-        probe: Message = {"role": "assistant", "content": "contentprobe"}
-        after_answer = self.rendered([*QUESTION, probe]).rpartition("contentprobe")[2]
-        ends = (token for token in self.ids(after_answer) if token in end_ids)
-        self.end_id = next(ends, tokenizer.eos_token_id)
         self.num_ids = max(tokenizer.get_vocab().values()) + 1
-        added = tokenizer.added_tokens_decoder.items()
-        self.special_ids = {number for number, token in added if token.special}
+        self.end_id = cache(self._find_end_id)
 
     def read(self, answer: Answer) -> Answer:
-        """The answer, with its thinking split from its content."""
+        """The answer, with its thinking split from its content if the server has not done so."""
         content = answer.content
         thought = answer.reasoning
         # A server's blank thinking is none, unless the prompt opens it.
         if thought is not None and (thought.strip() or (self.is_opened and CLOSE not in content)):
-            # The line breaks that the server has stripped are put back.
-            before = "" if self.is_opened else "\n"
-            after = "" if answer.is_cut and not content else "\n"
-            return replace(
-                answer,
-                reasoning=before + thought.strip("\n") + after,
-                content=content and "\n\n" + content.lstrip("\n"),
-            )
+            return answer
         thought, closed, rest = content.partition(CLOSE)
         begins_with_it = self.is_opened or thought.lstrip().startswith(OPEN)
         if begins_with_it and (closed or answer.is_cut):
             thought = thought if self.is_opened else thought.partition(OPEN)[2]
-            return replace(answer, reasoning=thought, content=rest)
+            return replace(answer, reasoning=thought, content=rest, text=content)
         return replace(answer, reasoning=None)
 
     def problem(self, answer: Answer, messages: Sequence[Message]) -> str | None:
         """Why an answer from `read` cannot be what the target wrote after messages; else None."""
         text = f"{answer.reasoning or ''}{answer.content}"
         if answer.token_ids is None:
-            is_special = self.special_ids & {*self.ids(text)}
+            is_special = self.chat.special_ids & {*self.ids(text)}
             return "the answer spells a special token" if is_special else None
         ids = [*answer.token_ids, *(answer.prompt_token_ids or ())]
         if not 0 <= min(ids, default=0) <= max(ids, default=0) < self.num_ids:
@@ -129,83 +155,151 @@ class Thinking:
             return "its prompt token ids do not spell the prompt"
         ids = [token for token in answer.token_ids if token not in self.end_ids]
         spelt = {_loosely(answer_text(self.tokenizer, ids)), _loosely(decode(ids))}
-        is_spelt = spelt & {_loosely(text), _loosely(answer.content)}
+        is_spelt = bool(spelt & {_loosely(text), _loosely(answer.content)})
+        if answer.exact_text is None and not is_spelt:  # other marks stand between its parts
+            is_spelt = find_said(said_by(self.message(answer)), decode(ids))[0] is None
         return None if is_spelt else "its token ids do not spell its text"
+
+    # --- as the template reads it -----------------------------------------------------------------
+
+    @cached_property
+    def thought_form(self) -> Form:
+        """How the template reads thoughts; tags in the content if it reads them in no field."""
+        return next(iter(self.chat.forms.thoughts), THOUGHT_FORMS[-1])
 
     def message(self, answer: Answer) -> Message:
         """The answer as the chat template expects it in a conversation."""
-        thought = answer.reasoning or ""
+        thought = (answer.reasoning or "").strip("\n")
         content = answer.content if answer.reasoning is None else answer.content.lstrip("\n")
-        message = {"role": "assistant", "content": content}
-        if thought.strip() and self.has_field:
-            message["reasoning_content"] = thought.strip("\n")
-        elif thought.strip():
-            message["content"] = f"{OPEN}\n" * self.is_opened + self.written(answer)
-        return message
+        message: Message = {"role": "assistant", "content": content}
+        if answer.tool_calls:
+            message["tool_calls"] = list(answer.tool_calls)
+        if not thought.strip():
+            return message
+        if self.thought_form == THOUGHT_FORMS[-1] and answer.text is not None:
+            return message | {"content": f"{OPEN}\n" * self.is_opened + answer.text}
+        return self.thought_form.change({**message, "reasoning_content": thought})
 
-    def written(self, answer: Answer) -> str:
-        """What the target wrote after the generation prompt, which may have opened the tag."""
-        if answer.reasoning is None:
-            return answer.content
-        opening = "" if self.is_opened else OPEN
-        closing = "" if answer.is_cut and not answer.content else CLOSE
-        return f"{opening}{answer.reasoning}{closing}{answer.content}"
-
-    def prompt(self, messages: Sequence[Message]) -> str:
-        """What the target reads before it answers."""
-        settings = {**self.template_arguments, "add_generation_prompt": True}
-        return str(apply_template(self.tokenizer, messages, **settings))
-
-    def rendered(self, messages: Sequence[Message]) -> str:
-        """The conversation as training renders it."""
-        return str(apply_template(self.tokenizer, messages, add_generation_prompt=False))
+    def prompt(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
+        """What the target reads before it answers; UnusableRow if a text of it would be lost."""
+        conversation = Conversation("", tuple(messages), tools)
+        return render_prompt(self.tokenizer, conversation, **self.chat.template_arguments)
 
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def answer_ids(self, answer: Answer) -> list[int]:
-        """The answer's tokens, with the end-of-turn token, which some servers leave out."""
-        ids = self.ids(self.written(answer)) if answer.token_ids is None else list(answer.token_ids)
-        has_end = bool(answer.token_ids) and ids[-1] in self.end_ids
-        if answer.is_cut or has_end or self.end_id is None:
-            return ids
-        return [*ids, self.end_id]
+    # --- as tokens --------------------------------------------------------------------------------
+
+    def written(
+        self, answer: Answer, messages: Sequence[Message], tools: list[Any] | None = None
+    ) -> Written:
+        """An answer from `read` after messages, as tokens; UnusableRow if they are not known."""
+        if answer.token_ids is not None:
+            ids = list(answer.token_ids)
+            prompt_ids = list(answer.prompt_token_ids or self.ids(self.prompt(messages, tools)))
+            if not answer.is_cut and not self.end_ids.intersection(ids[-1:]):
+                end = self.end_id(bool(answer.tool_calls))
+                ids += [] if end is None else [end]
+            return Written(prompt_ids, ids)
+        if answer.is_cut:
+            raise UnusableRow("an answer is cut and came without token ids", "")
+        earlier = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        told = Conversation(
+            "", (*messages, self.message(answer)), tools, context_only=frozenset(earlier)
+        )
+        self.chat.tally = Tally()
+        [rendered] = self.chat.render(told)
+        [row] = self.chat.encode([rendered])
+        for kind, reason in self.chat.tally.counts:
+            if kind == "left out":
+                raise UnusableRow(reason, "")
+        first = row.turn_ids.index(1)
+        ids = list(row.input_ids[first : first + row.num_supervised])
+        start, _, end = rendered.answers[0]
+        body = rendered.text[start:end]
+        for end_text in self.chat.end_texts:
+            body = body.partition(end_text)[0]
+        # Some tokenizers drop a text's first blank.
+        spelt = self.tokenizer.decode(ids[:-1], clean_up_tokenization_spaces=False)
+        if answer.exact_text not in (None, body, spelt):
+            raise UnusableRow("the template writes an answer otherwise than the target did", "")
+        if find_said(said_by(told.messages[-1]), self.tokenizer.decode(ids))[0] is not None:
+            raise UnusableRow("an end-of-turn token stands inside an answer", "")
+        return Written(list(row.input_ids[:first]), ids)
+
+    def _find_end_id(self, is_call: bool) -> int | None:
+        """The token with which the template ends an answer, or a call of a tool."""
+        probe = PROBE_CALL if is_call else PROBE_ANSWER
+        with suppress(UnusableRow):
+            [row] = self.chat.encode(self.chat.render(Conversation("", (*QUESTION, probe))))
+            last = row.input_ids[row.turn_ids.index(1) + row.num_supervised - 1]
+            if last in self.end_ids:
+                return last
+        if is_call:
+            return self.end_id(False)
+        return min(self.end_ids) if len(self.end_ids) == 1 else None
+
+    # --- training rows ----------------------------------------------------------------------------
 
     def training_rows(self, outcome: Outcome) -> list[dict[str, Any]]:
-        """JSON-ready training rows of a done row.
+        """JSON-ready training rows of a done row; none if nothing of it can be learnt."""
+        return self.learnt(outcome).rows
 
-        They are text if training renders it as the target wrote it; else (token ids, a cut answer,
-        a template that rewrites) tokens. A row of tokens holds all answers, unless a later prompt
-        rewrites earlier tokens: then another row begins.
+    def learnt(self, outcome: Outcome) -> Learnt:
+        """The training rows of a done row: up to the first answer whose tokens are not known.
+
+        They are text if training renders it as the target wrote it, else token ids.
         """
         messages = system_turns(outcome.system)
-        prompts = list[str]()
-        is_text = True
+        answers = list[Written]()
+        why = None
         for question, answer in zip(outcome.turns, outcome.answers, strict=True):
-            messages.append({"role": "user", "content": question})
-            prompts.append(self.prompt(messages))
-            messages.append(self.message(answer))
-            is_text = (
-                is_text
-                and answer.token_ids is None
-                and not answer.is_cut
-                and self.rendered(messages).startswith(prompts[-1] + self.written(answer))
-            )
-        if is_text:
-            return [{"id": outcome.id, "messages": messages}]
-        rows: list[dict[str, Any]] = []
-        ids, mask = list[int](), list[int]()
-        for text, answer in zip(prompts, outcome.answers, strict=True):
-            prompt_ids = list(answer.prompt_token_ids or self.ids(text))
-            if prompt_ids[: len(ids)] == ids and rows:
-                rows.pop()  # this row goes on
-            else:
-                mask = []
-            answer_ids = self.answer_ids(answer)
+            asked = [*messages, {"role": "user", "content": question}]
+            try:
+                answers.append(self.written(answer, asked, outcome.tools))
+            except UnusableRow as error:
+                why = error.reason
+                break
+            messages = [*asked, self.message(answer)]
+        if not answers:
+            return Learnt([], answers, why)
+        are_ids = any(answer.token_ids is not None for answer in outcome.answers)
+        told = Conversation("", tuple(messages), outcome.tools)
+        if are_ids or not self._is_rendered_in_training(told, answers):
+            return Learnt(_rows_of_tokens(outcome.id, answers), answers, why)
+        tools = {"tools": outcome.tools} if outcome.tools else {}
+        return Learnt([{"id": outcome.id, **tools, "messages": messages}], answers, why)
+
+    def _is_rendered_in_training(self, told: Conversation, answers: Sequence[Written]) -> bool:
+        """Whether training makes the very tokens of the answers and of what stands before them."""
+        try:
+            rows = self.training.encode(self.training.render(told))
+        except UnusableRow:
+            return False
+        rows = rows * len(answers) if len(rows) == 1 else rows  # one row has all answers
+        for row, (prompt_ids, answer_ids) in zip(rows, answers, strict=True):
             ids = [*prompt_ids, *answer_ids]
-            mask = [*mask, *[0] * (len(prompt_ids) - len(mask)), *[1] * len(answer_ids)]
-            rows.append({"id": outcome.id, "input_ids": ids, "loss_mask": mask})
-        return rows
+            if list(row.input_ids[: len(ids)]) != ids:
+                return False
+            are_learnt = [turn > 0 for turn in row.turn_ids[len(prompt_ids) - 1 : len(ids)]]
+            if are_learnt != [False] + [True] * len(answer_ids):
+                return False
+        return True
+
+
+def _rows_of_tokens(name: str, answers: Sequence[Written]) -> list[dict[str, Any]]:
+    """One row with all answers, unless a later prompt rewrites earlier tokens: then another."""
+    rows: list[dict[str, Any]] = []
+    ids, mask = list[int](), list[int]()
+    for prompt_ids, answer_ids in answers:
+        if prompt_ids[: len(ids)] == ids and rows:
+            rows.pop()  # this row goes on
+        else:
+            mask = []
+        ids = [*prompt_ids, *answer_ids]
+        mask = [*mask, *[0] * (len(prompt_ids) - len(mask)), *[1] * len(answer_ids)]
+        rows.append({"id": name, "input_ids": ids, "loss_mask": mask})
+    return rows
 
 
 def _loosely(text: str) -> str:
@@ -213,7 +307,7 @@ def _loosely(text: str) -> str:
 
 
 def system_turns(system: str | None) -> list[Message]:
-    return [{"role": "system", "content": system}] if system else []
+    return [] if system is None else [{"role": "system", "content": system}]
 
 
 # --- who answers --------------------------------------------------------------------------------
@@ -224,8 +318,8 @@ def local_target(
 ) -> Ask:
     """decode: (prompt ids, seed) -> answer ids; room: a prompt's most tokens."""
 
-    async def ask(messages: Sequence[Message], seed: int) -> Answer:
-        prompt = thinking.ids(thinking.prompt(messages))
+    async def ask(messages: Sequence[Message], seed: int, tools: list[Any] | None = None) -> Answer:
+        prompt = thinking.ids(thinking.prompt(messages, tools))
         if len(prompt) > room:
             raise Unanswered("skipped", TOO_LONG)
         ids = decode(prompt, seed)
@@ -265,7 +359,7 @@ class ServedTarget:
         self.under_way = dict.fromkeys(config.urls, 0)  # requests
         self.away = set[str]()  # servers that do not answer
         self.last_answer = 0.0  # by the loop's clock
-        extra = {"top_k": sampling.top_k, "return_token_ids": config.token_ids or None}
+        extra = {"top_k": sampling.top_k, IDS_KEY: bool(config.token_ids) or None}
         chosen = {name: value for name, value in extra.items() if value is not None}
         self.body: dict[str, Any] = {
             "model": model,
@@ -277,27 +371,41 @@ class ServedTarget:
 
     async def __aenter__(self) -> "ServedTarget":
         self.last_answer = asyncio.get_running_loop().time()
+        is_auto = self.config.token_ids == "auto"
         try:
-            await self(QUESTION, 0)  # if it fails, all rows would
+            try:
+                answer = await self(QUESTION, 0)  # if it fails, all rows would
+            except Unanswered as error:
+                if error.status == "skipped" or not is_auto:
+                    raise
+                self.body["extra_body"].pop(IDS_KEY)  # the server may reject a key of vLLM's
+                answer = await self(QUESTION, 0)
         except Unanswered as error:
             raise UserError(
                 f"{', '.join(self.clients)}: no answer to a question: {error.why}; "
                 "check distill.sampling (max_tokens) and distill.server.extra_body"
             ) from error
+        if answer.token_ids is None:
+            if is_auto:
+                self.body["extra_body"].pop(IDS_KEY, None)
+            print(f"distill: the server gives no token ids: {WITHOUT_IDS}", flush=True)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         for client in self.clients.values():
             await client.close()
 
-    async def __call__(self, messages: Sequence[Message], seed: int) -> Answer:
+    async def __call__(
+        self, messages: Sequence[Message], seed: int, tools: list[Any] | None = None
+    ) -> Answer:
+        body = self.body | ({"tools": tools} if tools else {})
         strikes = 0
         while True:
             url = min(self.clients, key=lambda url: self.under_way[url] + (url in self.away))
             self.under_way[url] += 1
             try:
                 answer = await self._complete(
-                    self.clients[url], messages=list(messages), seed=seed, **self.body
+                    self.clients[url], messages=list(messages), seed=seed, **body
                 )
                 self.away.discard(url)
                 return answer
@@ -345,7 +453,7 @@ class ServedTarget:
             reply = await client.chat.completions.create(**body)
         try:
             choices = getattr(reply, "choices", None)  # a proxy's page is a text
-            if not choices or choices[0].finish_reason not in ("stop", "length"):
+            if not choices or choices[0].finish_reason not in FINISHES:
                 raise ValueError("the reply holds no whole answer")
             self.last_answer = asyncio.get_running_loop().time()
             return _answer_of(reply)
@@ -367,14 +475,17 @@ class ServedTarget:
 
 def _answer_of(reply: Any) -> Answer:
     choice = reply.choices[0]
+    message = choice.message
     ids = getattr(choice, "token_ids", None)
     prompt_ids = getattr(reply, "prompt_token_ids", None)
+    calls = [call.model_dump(exclude_unset=True) for call in message.tool_calls or ()]
     values: dict[str, Any] = {
-        "content": choice.message.content or "",
-        "finish": choice.finish_reason,
+        "content": message.content or "",
+        "finish": FINISHES[choice.finish_reason],
         # vLLM has used both names.
-        "reasoning": getattr(choice.message, "reasoning_content", None)
-        or getattr(choice.message, "reasoning", None),
+        "reasoning": getattr(message, "reasoning_content", None)
+        or getattr(message, "reasoning", None),
+        "tool_calls": tuple(tool_calls_of(calls, 1)),
     }
     if ids and prompt_ids:
         values |= {"token_ids": ids, "prompt_token_ids": prompt_ids}

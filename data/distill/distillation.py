@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -88,7 +88,7 @@ def flaws(outcome: Outcome) -> list[str]:
         parts += [(question, answer.reasoning or ""), (question, answer.content)]
     rules = {
         "cut": any(answer.is_cut for answer in answers),
-        "empty": not all(answer.content.strip() for answer in answers),
+        "empty": not all(answer.content.strip() or answer.tool_calls for answer in answers),
         "loop": any(_is_loop(part) for _, part in parts),
         "language": any(_is_foreign(question, part) for question, part in parts),
         "refusal": any(REFUSAL.search(answer.content.strip()[:OPENING]) for answer in answers),
@@ -182,13 +182,21 @@ class Merged:
                 names.append("repeated")
             self.invented.add(key)
         self.flaws.update(names)
+        is_kept = all(getattr(self.gate, name) == "keep" for name in names)
+        learnt = thinking.learnt(outcome)
+        if is_kept and not learnt.rows:
+            end |= {"status": "skipped", "why": learnt.why}
+            self.reasons[f"skipped: {learnt.why}"] += 1
+            return
+        if is_kept and learnt.why is not None:
+            self.reasons[f"ends early: {learnt.why}"] += 1
         end |= {
-            "kept": all(getattr(self.gate, name) == "keep" for name in names),
+            "kept": is_kept,
             "flaws": names,
-            "answers": len(outcome.answers),
-            "tokens": sum(len(thinking.answer_ids(answer)) for answer in outcome.answers),
+            "answers": len(learnt.answers),
+            "tokens": sum(len(answer.answer_ids) for answer in learnt.answers),
         }
-        for row in thinking.training_rows(outcome) if end["kept"] else []:
+        for row in learnt.rows if is_kept else []:
             self.are_tokens.append("input_ids" in row)
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
@@ -331,16 +339,20 @@ class Distillation:
 
     async def interview(self, prompt: InputRow, ask: Ask, thinking: Thinking) -> Outcome:
         """Asks a row's questions, each after the new answers to those before."""
+        if prompt.tools:
+            ask = partial(ask, tools=prompt.tools)
 
-        async def draw(messages: Sequence[Message], turn: str) -> Answer:
+        async def draw(messages: Sequence[Message], turn: str, is_learnt: bool = True) -> Answer:
             seed = hashed_number(f"{self.config.seed}/{prompt.id}/{turn}", bits=31)
             try:
-                thinking.prompt(messages)
+                thinking.prompt(messages, prompt.tools)
+                answer = thinking.read(await ask(messages, seed))
+                if problem := thinking.problem(answer, messages):
+                    raise Unanswered("skipped", problem)
+                if is_learnt and not answer.is_cut:  # the gate judges one that is cut
+                    thinking.written(answer, messages, prompt.tools)
             except UnusableRow as error:
                 raise Unanswered("skipped", error.reason) from error
-            answer = thinking.read(await ask(messages, seed))
-            if problem := thinking.problem(answer, messages):
-                raise Unanswered("skipped", problem)
             return answer
 
         if prompt.skip is not None:
@@ -351,14 +363,16 @@ class Distillation:
         turns = prompt.turns
         try:
             if prompt.invent is not None:
-                invented = await draw([{"role": "user", "content": prompt.invent}], "invent")
+                request = [{"role": "user", "content": prompt.invent}]
+                invented = await draw(request, "invent", is_learnt=False)
                 turns = (TEXTS["solve"].format(problem=self._problem(invented)),)
             for turn in turns:
                 messages.append({"role": "user", "content": turn})
                 answer = await draw(messages, str(len(answers)))
                 answers.append(answer)
                 messages.append(thinking.message(answer))
-                if answer.is_cut:  # the next question would follow half an answer
+                # The next question would follow half an answer, or a call without its result.
+                if answer.is_cut or answer.tool_calls:
                     break
         except Unanswered as error:
             # A conversation that has outgrown the context keeps its answers.
@@ -372,6 +386,7 @@ class Distillation:
             turns=turns[: len(answers)],
             answers=tuple(answers),
             invented=invented,
+            tools=prompt.tools,
         )
 
     def _problem(self, invented: Answer) -> str:

@@ -33,6 +33,7 @@ class InputRow:
     system: str | None = None
     invent: str | None = None  # a request for the first question
     skip: str | None = None  # why it is not asked
+    tools: list[Any] | None = None
 
 
 class Questions(NamedTuple):

@@ -267,3 +267,33 @@ def test_request_and_answer() -> None:
     assert (
         first["temperature"] == 0.0 and first["max_tokens"] == 9 and second.items() >= drawn.items()
     )
+
+
+def test_ids_are_asked_for_once() -> None:
+    """`auto`: a server that gives ids is asked for them; others are asked without."""
+    rejects = lambda question, tries: "400" if (question, tries) == ("Hi", 0) else ""  # noqa: E731
+    for fault, extra, are_asked in (
+        (rejects, {}, [True, False, False]),
+        (lambda *_: "", {}, [True, False]),
+        (lambda *_: "", {"token_ids": [7]}, [True, True]),
+    ):
+        with Scripted(fault, **extra) as server:
+            ask([server.url], "a")
+        assert ["return_token_ids" in body for body in server.bodies] == are_asked
+
+
+def test_calls_are_recorded() -> None:
+    """A call of a tool is an answer, and the tools go to the server."""
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+
+    async def run() -> Answer:
+        config = ServerConfig((server.url,), retries=0)
+        async with ServedTarget(config, "m", AnswerSamplingConfig()) as served:
+            return await served([{"role": "user", "content": "a"}], 1, [{"type": "function"}])
+
+    with Scripted(message=message, finish_reason="tool_calls") as server:
+        answer = asyncio.run(run())
+    assert not answer.is_cut and answer.content == ""
+    assert answer.tool_calls[0]["function"] == {"name": "add", "arguments": {"a": 2}}
+    assert server.bodies[-1]["tools"] == [{"type": "function"}]

@@ -218,8 +218,9 @@ def test_gate(
 ) -> None:
     """Flaws are counted, the recipe says which are dropped, and the page says it all."""
     good, problem = row(SOUND), Answer("Problem: 2 + 2?", "stop")
+    cut = Answer("", "length", None, (9,), (8,))
     made = [
-        *(good, row(Answer("", "length")), row(Answer("I cannot help with that.", "stop"))),
+        *(good, row(cut), row(Answer("I cannot help with that.", "stop"))),
         *(
             replace(good, invented=problem, turns=(turn,))
             for turn in ("2 + 2?", "2  + 2?", "2 - 2?")

@@ -39,7 +39,7 @@ def learnt(rows: list[dict[str, Any]], reader: Thinking, path: Path) -> list[str
 
 
 @pytest.mark.parametrize(
-    ("template", "text", "is_text"),
+    ("template", "text", "is_rendered"),
     [
         (THINK_OPENING, "2 + 2\n</think>\n\nfour", True),
         (THINK_OPENING, "2 + 2</think>four", False),
@@ -49,17 +49,15 @@ def learnt(rows: list[dict[str, Any]], reader: Thinking, path: Path) -> list[str
         (THINK_LESS, "<think>2 + 2</think>four", False),
     ],
 )
-def test_learnt_is_written(template: str, text: str, is_text: bool, tmp_path: Path) -> None:
-    """What is learnt is what the target wrote."""
+def test_learnt_is_written(template: str, text: str, is_rendered: bool, tmp_path: Path) -> None:
+    """What is learnt is what the target wrote: by its ids, or where the template writes it."""
     reader = of(template)
     read = reader.read(Answer(text, "stop"))
-    assert ((read.reasoning or "").strip(), read.content.strip(), reader.written(read)) == (
-        "2 + 2",
-        "four",
-        text,
-    )
+    parts = ((read.reasoning or "").strip(), read.content.strip(), read.exact_text)
+    assert parts == ("2 + 2", "four", text)
     rows = rows_of(reader, read)
-    assert ("messages" in rows[0]) == is_text
+    assert ["messages" in row for row in rows] == [True] * is_rendered
+    rows = rows or rows_of(reader, replace(read, token_ids=tuple(reader.ids(text))))
     assert learnt(rows, reader, tmp_path)[0].endswith(f"{text}<|im_end|>")
     # thinking that a server returns separately goes where the template looks for it
     told_apart = reader.message(reader.read(Answer("four", "stop", reasoning="2 + 2")))
@@ -76,10 +74,76 @@ def test_cut_and_blank_thinking() -> None:
     """Thinking may be cut or blank, and content may hold a closing tag."""
     opened, plain, blank = of(THINK_OPENING), of(CHATML), Answer("four", "stop", reasoning="\n")
     cut = opened.read(Answer("2 +", "length"))
-    assert (cut.reasoning, cut.content, opened.written(cut)) == ("2 +", "", "2 +")
+    assert (cut.reasoning, cut.content, cut.exact_text) == ("2 +", "", "2 +")
     closing = Answer("DeepSeek ends its thoughts with </think>.", "stop")
     assert plain.read(closing) == closing and plain.read(blank) == Answer("four", "stop")
-    assert opened.written(opened.read(blank)) == "\n</think>\n\nfour"
+    assert rows_of(opened, opened.read(blank)) == []  # the prompt has opened the tag
+
+
+def outcome_of(*answers: Answer, **keys: Any) -> Outcome:
+    return Outcome("0:1", "done", "x", None, None, ("a?", "b?")[: len(answers)], answers, **keys)
+
+
+def test_headers_are_the_templates() -> None:
+    """What a template writes around an answer comes from the template, or nothing is learnt."""
+    header = "<|im_start|>final<s>"
+    reader = of(
+        CHATML.replace(
+            "m['content'] +",
+            "(('<think>' + m['thought'] + '</think>' if m['thought'] else '') + '@@'"
+            " if m['role'] == 'assistant' else '') + m['content'] +",
+        ).replace("@@", header)
+    )
+    parted = reader.learnt(outcome_of(Answer("four", "stop", reasoning="2 + 2")))
+    written = reader.tokenizer.decode(parted.answers[0].answer_ids)
+    assert written == f"<think>2 + 2</think>{header}four<|im_end|>"
+    assert parted.rows[0]["messages"][-1]["thought"] == "2 + 2"
+    for answer, reason in (
+        (Answer("four", "stop"), "the template writes an answer otherwise than the target did"),
+        (Answer("fo", "length"), "an answer is cut and came without token ids"),
+    ):
+        assert reader.learnt(outcome_of(answer)) == ([], [], reason)
+    lossy = of(CHATML).learnt(outcome_of(Answer("", "stop", tool_calls=(CALL,))))
+    assert lossy.why == "the template leaves out the call of a tool"
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+# As in GLM's: a turn ends with the header of the next one.
+NEXT_HEADER = (
+    "{% set headers = {'user': '<|im_start|>', 'tool': '<s>', 'assistant': '<|im_end|>'} %}"
+    "{% for m in messages %}{{ headers[m['role']] }}"
+    "{{ m['content'] }}{% for c in m['tool_calls'] or [] %}{{ c['function'] | tojson }}{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_end|>{% endif %}"
+)
+
+
+def test_an_answer_ends_as_the_template_ends_it() -> None:
+    """The end-of-turn token is the template's, also where it is the next message's header."""
+    tokenizer = build_tokenizer(NEXT_HEADER, "<|end|>")
+    ends = {tokenizer.convert_tokens_to_ids(text) for text in ("<|end|>", "<|im_start|>", "<s>")}
+    reader = Thinking(tokenizer, ends)
+    said = Answer("four", "stop")
+    called = Answer("", "stop", tool_calls=(CALL,))
+    by_ids = replace(called, token_ids=tuple(reader.ids("call")))
+    for answer, end in (
+        (said, "<|im_start|>"),
+        (replace(said, token_ids=tuple(reader.ids("four"))), "<|im_start|>"),
+        (called, "<s>"),
+        (by_ids, "<s>"),
+    ):
+        [written] = reader.learnt(outcome_of(answer)).answers
+        assert tokenizer.decode(written.answer_ids[-1]) == end
+
+
+def test_arguments_of_the_template() -> None:
+    """What a server renders with other arguments than training is kept as tokens."""
+    tokenizer = build_tokenizer("{{ mode or '' }}" + CHATML, "<|im_end|>")
+    for mode, is_text in (("quick", False), ("", True)):
+        reader = Thinking(tokenizer, {tokenizer.eos_token_id}, {"mode": mode})
+        [row] = reader.training_rows(outcome_of(Answer("four", "stop")))
+        assert ("messages" in row) == is_text
+        if not is_text:
+            assert tokenizer.decode(row["input_ids"]).startswith("quick<|im_start|>user")
 
 
 def test_ids_are_trained_on() -> None:
@@ -104,16 +168,17 @@ def test_ids_are_trained_on() -> None:
 def test_text_or_tokens(
     tmp_path: Path,
 ) -> None:
-    """Rows are text where the template gives the answers back, and tokens elsewhere."""
+    """Rows are text where the template gives the answers back; others need ids."""
     reader, trimming = thinking(), of(TRIMMING)
     rows = rows_of(reader, Answer("one.", "stop"), Answer("½ “two”", "stop"))
     assert [message["role"] for message in rows[0]["messages"]] == ["user", "assistant"] * 2
     assert learnt(rows, reader, tmp_path) == ["one.<|end|>½ “two”<|end|>"]
     cut = rows_of(reader, Answer("one.", "stop"), Answer("and tw", "length"))
-    assert learnt(cut, reader, tmp_path) == ["one.<|end|>and tw"]
-    assert learnt(rows_of(trimming, Answer(" four\n", "stop")), trimming, tmp_path) == [
-        " four\n<|im_end|>"
-    ]
+    assert learnt(cut, reader, tmp_path) == ["one.<|end|>"]
+    blanks = Answer(" four\n", "stop")
+    assert rows_of(trimming, blanks) == []
+    blanks = replace(blanks, token_ids=tuple(trimming.ids(" four\n")))
+    assert learnt(rows_of(trimming, blanks), trimming, tmp_path) == [" four\n<|im_end|>"]
 
 
 def test_wrong_ids_are_named() -> None:
