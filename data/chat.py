@@ -41,6 +41,7 @@ from aerie.data.forms import (
     content_text,
     split_thought,
 )
+from aerie.data.rendering import settings_of
 from aerie.model.storage import SHIPPED_TEMPLATE, first_line
 
 # gpt-oss's harmony format: a channel's name is ordinary text between two special tokens
@@ -109,7 +110,7 @@ def apply_template(tokenizer: Any, messages: Sequence[Message], **settings: Any)
             f"{name}: the tokenizer has no chat template; "
             f"name one with target.chat_template, such as {SHIPPED_TEMPLATE} for Vicuna"
         )
-    settings = {"tokenize": False, "return_dict": False, **settings}
+    settings = {"tokenize": False, "return_dict": False, **settings_of(tokenizer), **settings}
     try:
         return tokenizer.apply_chat_template(list(messages), **settings)
     except TemplateSyntaxError as error:

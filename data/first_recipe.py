@@ -23,11 +23,18 @@ from aerie.configs.schema.recipe import Recipe
 from aerie.data.feature_cache import Storage, StorageForm
 from aerie.data.inputs import is_here
 from aerie.data.progress import format_bytes, free_bytes
+from aerie.data.rendering import names_read
 from aerie.data.rows import read_rows
 from aerie.data.tokens import tokenize_for_target
 from aerie.model.heads import HEADS
 from aerie.model.heads.eagle import DEFAULT_SIZE
-from aerie.model.target import context_of, default_taps, load_config, weights_size
+from aerie.model.target import (
+    context_of,
+    default_taps,
+    load_config,
+    load_tokenizer,
+    weights_size,
+)
 
 LONGEST = 4096  # the longest max_length (SpecForge)
 GPU_SPEED = 400e12  # operations a second (assumed; docs/scale.md)
@@ -108,7 +115,7 @@ def recipe_text(requested: Requested) -> str:
     features = features_part(requested, run, head, target, corpus, machine)
     parts = {
         "target": target_part(target, machine),
-        "data": data_part(corpus),
+        "data": data_part(corpus, target_config),
         "features": features,
         "head": Part(head.section, f"{reason}; {servers_of(kind)}"),
         "train": train_part(requested, features.values, head, target, corpus, machine),
@@ -260,13 +267,18 @@ def target_part(target: TargetSizes, machine: Machine) -> Part:
     )
 
 
-def data_part(corpus: Corpus) -> Part:
+def data_part(corpus: Corpus, target: TargetConfig) -> Part:
     values = {"max_length": corpus.max_length, "held_out": corpus.held_out}
     counted = (
         f"{corpus.num_rows:,} rows, about {corpus.num_tokens:,.0f} tokens; "
         f"99 % of the rows have at most {corpus.longest:,}"
     )
-    return Part(values, counted if corpus.num_rows else "on the Hub: not counted")
+    comment = counted if corpus.num_rows else "on the Hub: not counted"
+    arguments = names_read(load_tokenizer(target).chat_template).arguments
+    if arguments:
+        names = ", ".join(sorted(arguments))
+        comment += f"; data.template_arguments: the chat template reads {names}"
+    return Part(values, comment)
 
 
 def features_part(

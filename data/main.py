@@ -182,14 +182,17 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
         raise UserError(f"{arguments.config}: no section 'distill'; see configs/distill for some")
     from aerie.data.distill.distillation import Distillation, run_distillation
     from aerie.data.distill.prompts import make_prompts, plan_line
+    from aerie.data.rendering import facts_of, with_template_arguments
 
     share = JobShare.of(arguments.shard)
     quieten()
     status = _status(recipe, "distill", share)
     questions = _measuring_questions(recipe, recipe.distill)
+    config = with_template_arguments(recipe.distill, recipe.data)
     job = Distillation.of(
-        recipe.root / "distilled", recipe.distill, target_inputs(recipe.target), questions
+        recipe.root / "distilled", config, target_inputs(recipe.target), questions
     )
+    job.inputs.update(facts_of(recipe.data))
     if job.stage.is_whole() and not arguments.retry_failed:
         return _reuse(arguments, job.stage, status)
     if arguments.is_whole:
@@ -199,7 +202,7 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
         return 0
     make_local = partial(_local_target, recipe, recipe.distill.sampling)
     with status_file(status, f"distill {share}" if share.count > 1 else "distill"):
-        run_distillation(job, arguments, recipe.target, make_local)
+        run_distillation(job, arguments, recipe.target, make_local, recipe.data)
     return 0
 
 

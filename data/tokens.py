@@ -28,6 +28,7 @@ from aerie.data.chat import Chat, Rendered, TokenRow, shared_start
 from aerie.data.conversations import Conversation, Tally, UnusableRow, load_conversations
 from aerie.data.inputs import conversation_inputs, is_here
 from aerie.data.progress import run_ahead, start_progress
+from aerie.data.rendering import recipe_tokenizer
 from aerie.data.rows import hub_commit
 from aerie.model.heads.eagle import DEFAULT_SIZE, DraftVocabulary
 from aerie.model.storage import (
@@ -38,13 +39,21 @@ from aerie.model.storage import (
     file_digest,
     user_cache,
 )
-from aerie.model.target import load_tokenizer, target_end_ids
+from aerie.model.target import target_end_ids
 
 CONVERSATIONS_PER_CALL = 256  # of the tokenizer
 SLOW_SECONDS = 5.0  # work that takes longer goes to several processes, and its rows are kept
 ROWS_FILE = "rows.parquet"
 # The code that decides the rows: kept ones are of no use once it has changed.
-CODE = ("chat.py", "forms.py", "conversations.py", "rows.py", "tokens.py", "shapes.yaml")
+CODE = (
+    "chat.py",
+    "forms.py",
+    "rendering.py",
+    "conversations.py",
+    "rows.py",
+    "tokens.py",
+    "shapes.yaml",
+)
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a corpus must not steer the terminal
 
 
@@ -57,7 +66,7 @@ def tokenize_for_target(
     target: TargetConfig, config: DataConfig
 ) -> tuple[TokenisedData, Any, Tally]:
     """The rows, the target's tokenizer and what was counted."""
-    tokenizer = load_tokenizer(target)
+    tokenizer = recipe_tokenizer(target, config)
     end_ids = target_end_ids(target, tokenizer)
     tally = Tally()
     return tokenize(config, tokenizer, end_ids, tally), tokenizer, tally

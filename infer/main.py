@@ -16,6 +16,7 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 from aerie.configs.errors import Arguments, UserError, exit_codes, stop_on_signals
 from aerie.configs.read import as_dict, load_file, user_path, validate
 from aerie.configs.schema import decode
+from aerie.configs.schema.data import RenderConfig
 from aerie.configs.schema.decode import METHODS, USUAL, Method, MethodConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.measure import (
@@ -176,9 +177,9 @@ def _measure_stage(
     measure: Callable[..., dict[str, Any]],  # (target, tokenizer) -> facts
 ) -> int:
     """Runs a stage unless it is done; reports mistakes before it loads a model."""
+    from aerie.data.rendering import facts_of, recipe_tokenizer, warn_of_other_arguments
     from aerie.infer.measure.bench import begin_bench, describe_machine, load_quietly
     from aerie.infer.measure.tasks import check_sources, prompt_inputs
-    from aerie.model.target import load_tokenizer
 
     command = arguments.command
     check_sources(section.prompts)
@@ -197,6 +198,7 @@ def _measure_stage(
         "head": list(digests.values()),
         command: settings,
         **inputs,
+        **facts_of(recipe.data),
         "prompts": prompt_inputs(section.prompts),
         "seed": recipe.seed,
     }
@@ -205,12 +207,13 @@ def _measure_stage(
         print(f"{command}: whole, reused ({output})")
         return 0
     stage.require_own_directory(arguments.overwrite)
+    warn_of_other_arguments(recipe.data, heads)
     with storage.working_alone(output, "measuring"):
         if name == "bench":
             begin_bench(stage, arguments.overwrite)
         with storage.status_file(recipe.root / "status.json", command):
             target = load_quietly(recipe.target, recipe.threads)
-            facts = measure(target, load_tokenizer(recipe.target))
+            facts = measure(target, recipe_tokenizer(recipe.target, recipe.data))
             stage.finish(hardware=describe_machine(target), heads=digests, **facts)
     return 0
 
@@ -350,7 +353,9 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
         heads |= {kind_at(row.head): row.head for row in recipe.bench.rows if row.head is not None}
     section = recipe and (recipe.bench or recipe.calibrate)
     prompts = section.prompts if section else PromptsConfig()
-    return run_verify(arguments, target, heads, prompts, recipe.threads if recipe else None)
+    render = recipe.data if recipe else RenderConfig()
+    threads = recipe.threads if recipe else None
+    return run_verify(arguments, target, heads, prompts, render, threads)
 
 
 def generate(arguments: Namespace, unknown: list[str]) -> int:
@@ -386,6 +391,7 @@ def _decode(
 ) -> int:
     """Answers the prompts (None: chats), as the command line or its recipe says."""
     pairs = pairs_of(unknown)
+    template_pairs = [pair for pair in pairs if pair.startswith("data.")]
     if arguments.config is not None:
         row_pairs = [pair for pair in pairs if pair.startswith(ROW_KEYS)]
         unread = ROW_KEYS if arguments.row else ROW_KEYS[1:]  # the recipe has a tree, a row's too
@@ -393,7 +399,7 @@ def _decode(
         recipe = load(arguments, others, arguments.method)
         target = recipe.target
     elif arguments.target is not None:
-        row_pairs = [pair for pair in pairs if not pair.startswith("target.")]
+        row_pairs = [pair for pair in pairs if not pair.startswith(("target.", "data."))]
         recipe = None
         target = _target(arguments, [pair for pair in pairs if pair.startswith("target.")])
     else:
@@ -402,11 +408,11 @@ def _decode(
         )
     require_target(target.path)
     _check_sampling(arguments)
+    from aerie.data.rendering import recipe_tokenizer, warn_of_other_arguments
     from aerie.infer.decode.engine import make_decoder
     from aerie.infer.decode.loaded_heads import LoadedHeads
     from aerie.infer.measure import generate as answers
     from aerie.infer.measure.bench import load_quietly
-    from aerie.model.target import load_tokenizer
 
     row = _row_to_decode(arguments, recipe, row_pairs)
     _check(target, [row.head])
@@ -415,7 +421,9 @@ def _decode(
         drafting = f"{row.method.method} with {row.head or 'no head'}, {tree}"
         print(f"{arguments.command}: {target.path}, {drafting}")
         return 0
-    tokenizer = load_tokenizer(target)
+    render = recipe.data if recipe else _render_config(row.head, template_pairs)
+    warn_of_other_arguments(render, [row.head])
+    tokenizer = recipe_tokenizer(target, render)
     if not (tokenizer.chat_template or getattr(arguments, "raw", False)):
         raise UserError(
             f"{target.path}: the tokenizer has no chat template; "
@@ -460,6 +468,20 @@ def _row_to_decode(arguments: Namespace, recipe: Recipe | None, pairs: list[str]
     if row.head is None and METHODS[row.method].heads:
         raise UserError(f"{row.method} needs a head; give --head")
     return fit_to_head(row, row.head, arguments.command)
+
+
+def _render_config(head: str | None, pairs: Sequence[str]) -> RenderConfig:
+    """What the template gets without a recipe: what the head was trained with, and the options."""
+    from aerie.data.rendering import ARGUMENTS, trained_arguments
+
+    values = {ARGUMENTS: (trained_arguments(head) if head else None) or {}}
+    return validate(
+        values,
+        RenderConfig,
+        "command line",
+        {},
+        [pair.removeprefix("data.") for pair in pairs],
+    )
 
 
 def _target(arguments: Namespace, pairs: Sequence[str] = ()) -> TargetConfig:

@@ -19,6 +19,7 @@ from aerie.data.conversations import Tally
 from aerie.data.feature_cache import FeatureCache, rows_digest
 from aerie.data.features import check_rows, within_context
 from aerie.data.inputs import FEATURES_COMMAND
+from aerie.data.rendering import facts_of, recipe_tokenizer
 from aerie.model import target as targets
 from aerie.model.checkpoint import new_head, position_warnings, rope_notes, save_head
 from aerie.model.heads import DRAFT_MODELS, HEADS
@@ -119,7 +120,7 @@ def _check_launch(recipe: Recipe) -> None:
 
 
 def _read_target(recipe: Recipe, is_plan: bool) -> Source:
-    tokenizer = targets.load_tokenizer(recipe.target)
+    tokenizer = recipe_tokenizer(recipe.target, recipe.data)
     source = Source(tokenizer, targets.target_end_ids(recipe.target, tokenizer))
     if not needs_target(recipe):
         return source
@@ -259,6 +260,7 @@ def _build_head(recipe: Recipe, source: Source, rows: Rows) -> Trained:
     # (3) what is saved beside the weights; it lets a loader refuse another target
     fingerprint = targets.fingerprint(recipe.target, source.text_config, vocab)
     known: dict[str, Any] = {"draft_vocabulary": facts} if facts else {}
+    known |= facts_of(recipe.data)
     return objective, partial(
         save_head, target_path=recipe.target.path, target=fingerprint, **known
     )

@@ -127,6 +127,8 @@ def _train(
 
 def _finish(recipe: Recipe, stage: Stage, loop: "Loop", ending: str) -> None:
     """Records the finished output, and removes the saves that led to it."""
+    from aerie.data.rendering import facts_of
+
     progress = loop.progress
     write_text(stage.output / "recipe.yaml", dump(recipe))
     stage.finish(
@@ -138,6 +140,7 @@ def _finish(recipe: Recipe, stage: Stage, loop: "Loop", ending: str) -> None:
         train_seconds=round(progress.seconds, 1),
         ended=ending,
         held_out=loop.held_out,
+        **facts_of(recipe.data),
     )
     # Only now: a kill before this goes on from the last save.
     resume.forget_saves(stage.output, loop.job.state)

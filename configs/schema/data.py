@@ -1,10 +1,12 @@
 """The sections `synthetic`, `data`, `features` and `distill` of a recipe."""
 
+import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
     Field,
+    JsonValue,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -28,7 +30,57 @@ class SyntheticConfig(Section):
     seed: Seed = key("of the draws", default=0)
 
 
-class DataConfig(Section):
+# What the chat template gets from transformers, or from another key.
+TAKEN = (
+    "messages",
+    "conversation",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "strftime_now",
+    "tokenize",
+    "tokenizer_kwargs",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "sanitize_control_tokens",
+)
+
+
+def _without_dates(values: Any) -> Any:
+    """YAML reads 2026-11-27 as a date; a template gets it as text."""
+    if not isinstance(values, dict):
+        return values
+    is_date = datetime.date
+    return {key: str(v) if isinstance(v, is_date) else v for key, v in values.items()}
+
+
+# Left out of what is recorded while they say nothing, so that older records stay valid.
+unless_set = Field(exclude_if=lambda value: not value)
+
+
+class RenderConfig(Section, kw_only=True):
+    """What the chat template gets beside the conversation."""
+
+    template_arguments: Annotated[
+        dict[str, JsonValue], BeforeValidator(_without_dates), unless_set
+    ] = key(
+        "given to the chat template by all stages, such as {enable_thinking: false}; on the "
+        "command line: --data.template_arguments.KEY VALUE",
+        default_factory=dict,
+    )
+
+    def __post_init__(self) -> None:
+        taken = sorted(self.template_arguments.keys() & {*TAKEN})
+        if taken:
+            raise ValueError(f"template_arguments: {taken[0]} is no argument of one's own")
+
+
+class DataConfig(RenderConfig):
     """Which conversations, and how they become tokens and a loss mask."""
 
     conversations: Some[Place] = key(
@@ -54,6 +106,7 @@ class DataConfig(Section):
     min_supervised_share: Share = key("of the tokens; an error if less", default=0.01)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.prompt_field is None) != (self.completion_field is None):
             raise ValueError("prompt_field and completion_field go together")
 

@@ -54,7 +54,9 @@ class TargetConfig(Section):
         "true runs the Python files that come with the checkpoint", default=False
     )
     chat_template: Place | None = key(
-        "a .jinja file, for targets whose tokenizer has none", default=None
+        "a .jinja file, for targets whose tokenizer has none (its arguments: "
+        "data.template_arguments)",
+        default=None,
     )
     generation: dict[str, Any] = key(
         "replaces settings of the model's generation_config (null: unset); on the command "

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
-from aerie.configs.schema.data import DistillConfig, GateConfig
+from aerie.configs.schema.data import DistillConfig, GateConfig, RenderConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data.conversations import Message, UnusableRow
 from aerie.data.distill.answer import (
@@ -42,9 +42,10 @@ from aerie.data.distill.prompts import (
 )
 from aerie.data.inputs import conversation_inputs, hashed_number
 from aerie.data.progress import JobShare, start_progress
+from aerie.data.rendering import recipe_tokenizer
 from aerie.model import storage
 from aerie.model.storage import Lock, Manifest, Stage
-from aerie.model.target import load_tokenizer, target_end_ids
+from aerie.model.target import target_end_ids
 
 # of a row in a journal
 JOURNAL_LINE = re.compile(rb'\{"id": "([\w:.-]+)", "status": "(done|skipped|failed)", .*\}\n')
@@ -443,13 +444,14 @@ def run_distillation(
     options: Namespace,
     target: TargetConfig,
     make_local: Callable[[Thinking], Ask],
+    render: RenderConfig,
 ) -> None:
     """Runs `aerie distill`; make_local loads the target if the recipe has no server."""
     share = JobShare.of(options.shard)
     server = job.config.server
     if options.merge and (options.retry_failed or share.count > 1):
         raise UserError("--merge asks nothing; leave --retry-failed and --shard out")
-    tokenizer = load_tokenizer(target)
+    tokenizer = recipe_tokenizer(target, render)
     arguments = server.extra_body.get("chat_template_kwargs") if server else None
     thinking = Thinking(tokenizer, target_end_ids(target, tokenizer), arguments)
     job.stage.require_own_directory(options.overwrite)

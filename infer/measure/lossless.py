@@ -22,10 +22,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml, validate
+from aerie.configs.schema.data import RenderConfig
 from aerie.configs.schema.decode import METHODS, DynamicConfig, MethodConfig
 from aerie.configs.schema.heads import KINDS, TargetConfig
 from aerie.configs.schema.measure import PromptsConfig, SamplingConfig
 from aerie.data.progress import start_progress
+from aerie.data.rendering import recipe_tokenizer
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics, make_decoder
 from aerie.infer.decode.find_head import check_levels
 from aerie.infer.decode.loaded_heads import LoadedHeads
@@ -137,6 +139,7 @@ def run_verify(
     config: TargetConfig,
     heads: dict[str, str],
     prompts: PromptsConfig,
+    render: RenderConfig = RenderConfig(),  # noqa: B008
     threads: int | None = None,
 ) -> int:
     """The command `verify`; 1 if a row fails. heads: directories by kind."""
@@ -153,7 +156,7 @@ def run_verify(
         flush=True,
     )
     target = load_quietly(config, threads)
-    prove_rows(rows, target, prompts, options)
+    prove_rows(rows, target, recipe_tokenizer(config, render), prompts, options)
     least = ALPHA / (len(rows) * len(PROOF_SAMPLINGS))
     for row in rows:
         row.judge(least, is_exact=target.dtype == torch.float32)
@@ -194,11 +197,15 @@ def rows_to_prove(methods: Sequence[str], heads: dict[str, str]) -> list[ProofRo
 
 
 def prove_rows(
-    rows: list[ProofRow], target: Target, prompts: PromptsConfig, options: Namespace
+    rows: list[ProofRow],
+    target: Target,
+    tokenizer: Any,
+    prompts: PromptsConfig,
+    options: Namespace,
 ) -> None:
     """Answers greedy prompts on the target, and draws answers on a miniature, for every row."""
     plain = SpeculativeDecoder(target)
-    plain.tokenizer = load_tokenizer(target.recipe)
+    plain.tokenizer = tokenizer
     references = [
         greedy_reference(target, plain.encode(text).to(target.device))
         for text in proof_texts(prompts, options.prompts)
