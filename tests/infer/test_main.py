@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from aerie.infer import main as infer_main
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.measure.generate import ColouredStreamer
+from aerie.infer.measure.generate import ColouredStreamer, typed_lines
 from aerie.model import main as model_main
 from aerie.model.checkpoint import save_head
 from aerie.model.storage import WEIGHTS
@@ -277,6 +277,22 @@ def test_ctrl_c(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{BOATS}\n{OWLS}\n"))
     code, _, err = command("chat", "--max-new-tokens", "4")
     assert code == 0 and "stopped" in err and err.count("tau") == 1
+
+
+def test_ctrl_c_at_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C drops a line that is being typed; on an empty line it leaves."""
+    events = iter([KeyboardInterrupt, " owls", KeyboardInterrupt, "never"])
+    typed = iter(["half a line", ""])
+
+    def typing(_: str) -> str:
+        event = next(events)
+        if isinstance(event, str):
+            return event
+        raise event
+
+    monkeypatch.setattr("builtins.input", typing)
+    monkeypatch.setattr("readline.get_line_buffer", lambda: next(typed))
+    assert list(typed_lines()) == ["owls"]
 
 
 def test_no_template(command: Command, tmp_path: Path) -> None:
