@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as arrow  # type: ignore[import-untyped]
 from pyarrow import parquet
+from tokenizers.pre_tokenizers import ByteLevel
 
 from aerie.configs.errors import UserError, rank
 from aerie.configs.read import as_dict
@@ -54,6 +55,7 @@ CODE = (
     "tokens.py",
     "shapes.yaml",
 )
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # of SentencePiece's byte fallback
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a corpus must not steer the terminal
 
 
@@ -350,26 +352,58 @@ def draft_vocabulary(
     size: int | None = None,
     forced: Collection[int] = (),
     warm_start: DraftVocabulary | None = None,
+    held_out: Iterable[tuple[Any, Any]] = (),
+    tokenizer: Any = None,
 ) -> tuple[DraftVocabulary, dict[str, Any], str]:
     """The draft vocabulary, facts about it and a line to print.
 
     It has `size` tokens (None: at most 32,000): the forced ids and the most frequent supervised
-    tokens of rows (input_ids, turn_ids). Of a warm start's vocabulary only the coverage is counted.
+    tokens of rows (input_ids, turn_ids). A warm start keeps its vocabulary. The coverage is that of
+    the held-out rows, as the vocabulary was chosen on the others; without any, that of rows.
     """
-    counts = np.zeros(vocab_size, dtype=np.int64)  # [V], of the supervised tokens
-    for input_ids, turn_ids in rows:
-        np.add.at(counts, np.asarray(input_ids)[np.asarray(turn_ids) != 0], 1)
+    counts = _supervised_counts(rows, vocab_size)  # [V]
     vocabulary = warm_start or DraftVocabulary.most_frequent(
         counts, size or min(DEFAULT_SIZE, vocab_size), forced
     )
-    coverage = vocabulary.coverage(counts)
-    num_tokens = int(counts.sum())
-    return (
-        vocabulary,
-        {"size": vocabulary.size, "coverage": round(coverage, 6), "counted_tokens": num_tokens},
-        f"draft vocabulary: {vocabulary.size:,} of {vocab_size:,} tokens "
-        f"cover {coverage:.2%} of {num_tokens:,} supervised tokens",
+    measured = _supervised_counts(held_out, vocab_size)  # [V]
+    of_rows = "held-out" if measured.any() else "training"
+    measured = measured if measured.any() else counts
+    coverage = vocabulary.coverage(measured)
+    num_tokens = int(measured.sum())
+    line = (
+        f"draft vocabulary: {vocabulary.size:,} of {vocab_size:,} tokens cover {coverage:.2%} of "
+        f"{num_tokens:,} supervised tokens of the {of_rows} rows"
     )
+    missing = np.where(vocabulary.t2d.cpu().numpy(), 0, measured)  # [V]
+    if tokenizer is not None and vocabulary.size < vocab_size:
+        line += f"\n{_never_drafted(missing, vocabulary, tokenizer)}"
+    facts = {"size": vocabulary.size, "coverage": round(coverage, 6), "counted_tokens": num_tokens}
+    return vocabulary, {**facts, "coverage_of": of_rows}, line
+
+
+def _supervised_counts(rows: Iterable[tuple[Any, Any]], vocab_size: int) -> Any:
+    counts = np.zeros(vocab_size, dtype=np.int64)  # [V]
+    for input_ids, turn_ids in rows:
+        np.add.at(counts, np.asarray(input_ids)[np.asarray(turn_ids) != 0], 1)
+    return counts
+
+
+def _never_drafted(missing: Any, vocabulary: DraftVocabulary, tokenizer: Any) -> str:
+    """What a head with this vocabulary drafts never, by counts [V] of the tokens outside it."""
+    words = [
+        f"{tokenizer.decode([number])!r} ({missing[number]:,})"
+        for number in np.argsort(-missing, kind="stable")[:5].tolist()
+        if missing[number]
+    ]
+    text = f"never drafted: {', '.join(words) or 'no token of these rows'}"
+    known = {*vocabulary.ids.tolist()}
+    lost = [number for number in alphabet_ids(tokenizer) if number not in known]
+    if lost:
+        text += (
+            f"; nor {len(lost):,} of the bytes that spell other scripts (accents, CJK, emoji); "
+            "a larger head.draft_vocab_size has them"
+        )
+    return text
 
 
 def mask_token(tokenizer: Any, end_ids: Collection[int], embedding: Any) -> int:
@@ -390,8 +424,26 @@ def mask_token(tokenizer: Any, end_ids: Collection[int], embedding: Any) -> int:
     )
 
 
-def forced_ids(tokenizer: Any, end_ids: Collection[int], vocab_size: int) -> frozenset[int]:
-    """Ids in every draft vocabulary: special tokens and the target's end-of-turn tokens."""
+def forced_ids(
+    tokenizer: Any, end_ids: Collection[int], vocab_size: int, size: int | None = None
+) -> frozenset[int]:
+    """Ids in every draft vocabulary: special tokens, the target's end-of-turn tokens, and the bytes
+    that spell every text, unless a vocabulary of this size has no room for them."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     # The LM head has no row for special tokens that were added later.
-    return frozenset({*special, *tokenizer.all_special_ids, *end_ids} & {*range(vocab_size)})
+    rows = {*range(vocab_size)}
+    needed = {*special, *tokenizer.all_special_ids, *end_ids} & rows
+    complete = needed | (alphabet_ids(tokenizer) & rows)
+    has_room = size is None or len(complete) <= size
+    return frozenset(complete if has_room else needed)
+
+
+def alphabet_ids(tokenizer: Any) -> set[int]:
+    """The tokens of single bytes, of a byte-level or a byte-fallback vocabulary; else none."""
+    token_ids = tokenizer.get_vocab()
+    fallback = {number for token, number in token_ids.items() if BYTE.fullmatch(token)}
+    alphabet = set(ByteLevel.alphabet())
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    is_byte_level = alphabet <= token_ids.keys() or "ByteLevel" in repr(decoder)
+    letters = alphabet & token_ids.keys() if is_byte_level else set()
+    return fallback | {token_ids[letter] for letter in letters}

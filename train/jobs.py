@@ -38,6 +38,7 @@ class Rows:
     tokens: Callable[[], Iterable[tuple[Any, Any]]]  # (input_ids, turn_ids) of the training rows
     digest: str  # of the training rows' ids
     pools: ShardPools | None = None  # None: one pool, the whole cache
+    held_out_tokens: Callable[[], Iterable[tuple[Any, Any]]] = tuple  # as tokens
 
 
 @dataclass(frozen=True)
@@ -158,11 +159,13 @@ def _read_cache(recipe: Recipe, source: Source) -> Rows:
         raise UserError(f"{directory}: {difference}; rebuild with: {FEATURES_COMMAND} --overwrite")
     train = cache.split("train")
     at_once = recipe.features.shuffle_shards
+    held_out = cache.split("held_out")
     return Rows(
         train=train,
-        held_out=cache.split("held_out"),
+        held_out=held_out,
         lengths=train.lengths,
         tokens=train.tokens,
+        held_out_tokens=held_out.tokens,
         digest=cache.fingerprint["rows"],
         pools=None if at_once is None else ShardPools(train.shards, at_once),
     )
@@ -182,6 +185,7 @@ def _tokenise_rows(recipe: Recipe, source: Source) -> Rows:
         held_out=data.held_out,
         lengths=[len(row.input_ids) for row in data.train],
         tokens=lambda: ((row.input_ids, row.turn_ids) for row in data.train),
+        held_out_tokens=lambda: ((row.input_ids, row.turn_ids) for row in data.held_out),
         digest=rows_digest(data.train),
     )
 
@@ -223,9 +227,15 @@ def _build_head(recipe: Recipe, source: Source, rows: Rows) -> Trained:
         if kind.has_draft_vocabulary:
             num_tokens = len(vocab.embedding)
             # A draft must be able to write what ends a turn, however rare it is in the rows.
-            forced = tokens.forced_ids(source.tokenizer, source.end_ids, num_tokens)
+            size = section.draft_vocab_size
+            forced = tokens.forced_ids(source.tokenizer, source.end_ids, num_tokens, size)
             vocabulary, facts, line = tokens.draft_vocabulary(
-                rows.tokens(), num_tokens, section.draft_vocab_size, forced
+                rows.tokens(),
+                num_tokens,
+                size,
+                forced,
+                held_out=rows.held_out_tokens(),
+                tokenizer=source.tokenizer,
             )
         section, vocab = _complete_section(recipe, source)
     # (2) the head
@@ -242,7 +252,11 @@ def _build_head(recipe: Recipe, source: Source, rows: Rows) -> Trained:
         # A warm start keeps its vocabulary, which must be able to end a turn.
         head.vocabulary.check_ends(source.end_ids, f"head.init_from: {section.init_from}")
         _, facts, line = tokens.draft_vocabulary(
-            rows.tokens(), len(head.vocabulary.t2d), warm_start=head.vocabulary
+            rows.tokens(),
+            len(head.vocabulary.t2d),
+            warm_start=head.vocabulary,
+            held_out=rows.held_out_tokens(),
+            tokenizer=source.tokenizer,
         )
     # The head is in float32 from here on; autocast or DeepSpeed narrow what they compute.
     objective = kind.objective(head, vocab, recipe.train)

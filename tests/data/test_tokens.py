@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
@@ -190,15 +192,52 @@ ROWS = [([7, 3, 3, 4, 3], [0, 1, 1, 0, 2]), ([4, 9], [0, 1]), ([5], [0])]
 def test_draft_vocabulary() -> None:
     """Supervised tokens are counted, and special ones are always drafted."""
     special = set(range(len(tiny.SPECIAL)))
-    forced = forced_ids(tiny.tokenizer(), {300, 4000}, 320)  # the LM head has no row for 4000
+    # the LM head has no row for 4000, and 8 tokens have no room for bytes
+    forced = forced_ids(tiny.tokenizer(), {300, 4000}, 320, 8)
     assert forced == {*special, 300}
     with_forced, _, _ = draft_vocabulary(ROWS, 320, 8, forced)
     # 3 is frequent but special; 5 comes first among the rest
     assert set(with_forced.ids.tolist()) == {*forced, 9, 5}
     counted, facts, _ = draft_vocabulary(ROWS, 10, 1)
     assert counted.ids.tolist() == [3]
-    assert facts == {"size": 1, "coverage": 0.75, "counted_tokens": 4}
+    expected: dict[str, Any] = {"size": 1, "coverage": 0.75, "counted_tokens": 4}
+    assert facts == {**expected, "coverage_of": "training"}
     assert draft_vocabulary(ROWS, 10, warm_start=counted)[1] == facts
+    held_out = [([3, 4, 4, 4], [0, 1, 1, 1])]
+    _, facts, _ = draft_vocabulary(ROWS, 10, 1, held_out=held_out)
+    assert facts["coverage"] == 0.0 and facts["coverage_of"] == "held-out"
+
+
+def with_byte_fallback() -> PreTrainedTokenizerFast:
+    vocabulary = {"<unk>": 0, "a": 1, **{f"<0x{byte:02X}>": 2 + byte for byte in range(256)}}
+    rules = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    return PreTrainedTokenizerFast(tokenizer_object=rules, unk_token="<unk>")
+
+
+@pytest.mark.parametrize("make", [tiny.tokenizer, with_byte_fallback])
+def test_a_draft_writes_every_script(make: Any) -> None:
+    """The bytes of the alphabet are drafted, whatever the rows hold."""
+    tokenizer = make()
+    size = len(tokenizer)
+    ids = tokenizer("a")["input_ids"]
+    forced = forced_ids(tokenizer, set(), size, 270)
+    vocabulary, _, line = draft_vocabulary(
+        [(ids, [1] * len(ids))], size, min(size, 270), forced, tokenizer=tokenizer
+    )
+    drafted = {*vocabulary.ids.tolist()}
+    for text in ("é", "你好", "🙂"):
+        assert drafted.issuperset(tokenizer(text)["input_ids"])
+    assert "other scripts" not in line
+
+
+def test_what_no_draft_writes_is_named() -> None:
+    tokenizer = tiny.tokenizer()
+    ids = tokenizer("boats boats")["input_ids"]
+    _, _, line = draft_vocabulary(
+        [([0, 1], [0, 1])], 320, 8, held_out=[(ids, [1] * len(ids))], tokenizer=tokenizer
+    )
+    assert f"cover 0.00% of {len(ids)} supervised tokens of the held-out rows" in line
+    assert "never drafted: " in line and "of the bytes that spell other scripts" in line
 
 
 def test_mask_token() -> None:
