@@ -51,8 +51,8 @@ MEASURED = re.compile(r"/(loss|grad_norm|held_out)[^/]*$")
 TREE = "shape levels k nodes stop children rule".split()  # `timeless` keeps these of a tree
 CYCLE = "pos_start verify draft_forwards drafted depth nodes accepted bonus_id new_tokens".split()
 NODE = "token parent depth q survival entropy p accepted passenger".split()
-COUNTS = "verify target_forwards draft_forwards draft_forwards_wasted draft_nodes accepted".split()
-COUNTS += "cycle_tokens cycle_nodes identical identical_to_generate prompt_ids".split()
+COUNTS = """verify target_forwards draft_forwards draft_forwards_wasted draft_nodes accepted
+cycle_tokens cycle_nodes identical identical_to_generate prompt_ids""".split()
 DIGESTS = re.compile(r'("(?:key|seal|config\.json|target)": )"(?:sha256:)?[0-9a-f]{16}"')
 
 # Every layout can hold such a head.
@@ -106,6 +106,7 @@ ROWS: list[dict[str, Any]] = [  # every published method, then other options of 
     {"method": "medusa", "tree": {"shape": "chain", "levels": 4}},
     {"method": "eagle2", "tree": {"calibrated": "isotonic"}},
 ]
+ONLINE = {"features.mode": "online", "train.max_steps": 5}
 GREEDY = {"temperature": 0.0}
 SAMPLED = {"temperature": 1.0}
 CUT = {"temperature": 0.7, "top_k": 40, "top_p": 0.9}
@@ -161,8 +162,8 @@ class Net:
         return text.replace(str(self.work), "WORK").replace(str(self.checkout), "CHECKOUT")
 
     def prompts(self, file: str, count: int, tokens: int, **more: Any) -> dict[str, Any]:
-        path = self.main / "conversations" / f"{file}.jsonl"
-        return {"path": str(path), "num_prompts": count, "max_new_tokens": tokens, **more}
+        path = f"{self.main}/conversations/{file}.jsonl"
+        return {"path": path, "num_prompts": count, "max_new_tokens": tokens, **more}
 
     def remove(self, *names: str) -> None:
         for path in (self.work / name for name in names):
@@ -207,12 +208,13 @@ class Net:
 
 def corpus(net: Net) -> None:
     net.remove("run")
-    sizes = {
-        "synthetic.num_conversations": 700,
-        "synthetic.num_prompts": 14,
-        "synthetic.vocab_size": 600,
-    }
-    net.call("data synthetic", "eagle1", net.main, **sizes)
+    net.call(
+        "data synthetic",
+        "eagle1",
+        net.main,
+        **{"synthetic.num_conversations": 700, "synthetic.num_prompts": 14},
+        **{"synthetic.vocab_size": 600},
+    )
     for name in ("conversations", "tokenizer"):
         net.take_files(name, net.main / name)
     words = ("--plain", "--limit", "20")
@@ -256,8 +258,7 @@ def heads(net: Net) -> None:
         net.train(kind, kind, run, net.main / "heads" / kind, **fixed)
     for name, (kind, options) in VARIANTS.items():
         run = net.work / "variants" / name
-        more = {"features.mode": "online", "train.max_steps": 5, **options}
-        net.train(name, kind, run, run / "head", **more)
+        net.train(name, kind, run, run / "head", **ONLINE, **options)
 
 
 def exports(net: Net) -> None:
@@ -288,14 +289,13 @@ def decode(net: Net) -> None:
     """The answers; then, of a smaller bench, the trees, what was accepted, and why drafts ended."""
     net.remove("run/bench", "cycles")
     rows = [with_head(row, net.main / "heads") for row in ROWS]
-    eagle3_rows = [row for row in rows if row["method"] == "eagle3"]
     options = {
         "bench.rows": rows,
         "bench.warmup_prompts": 1,
         "bench.prompts": net.prompts("prompts", 3, 28),
         "bench.sampling": [GREEDY, SAMPLED, CUT],
         "bench.contexts": [64, 96],
-        "bench.sweeps": [{**SWEEP, "rows": eagle3_rows}],
+        "bench.sweeps": [{**SWEEP, "rows": [row for row in rows if row["method"] == "eagle3"]}],
     }
     net.call("infer bench", "eagle1", net.main, **options)
     for record in lines(net.main / "bench" / "records.jsonl"):
@@ -316,9 +316,12 @@ def decode(net: Net) -> None:
     net.call("infer bench", "eagle1", net.work / "cycles", **options)
     for record in lines(net.work / "cycles" / "bench" / "cycles.jsonl"):
         name = f"{record['row']} {record['method']}/T {record['temperature']:g}"
-        cycle = {key: record[key] for key in CYCLE}
-        cycle |= {key: record["node"][key] for key in NODE}
-        cycle |= {**record["level"], "stop_reason": record["stop_reason"]}
+        cycle = {
+            **{key: record[key] for key in CYCLE},
+            **{key: record["node"][key] for key in NODE},
+            **record["level"],
+            "stop_reason": record["stop_reason"],
+        }
         net.results.setdefault(f"cycles/{name}/{record['prompt_id']}", []).append(cycle)
 
 
@@ -348,8 +351,7 @@ def tune(net: Net) -> None:
             sizes = [replayed["tree"][key] for key in ("levels", "k", "nodes")]
             net.results[f"tau/{sizes}"] = replayed["tau"]
     measured = json.loads(net.read(net.main / "tune" / "measured.json"))
-    timed_rows = zip(measured["names"], measured["rows"], strict=True)
-    for number, (name, row) in enumerate(timed_rows):
+    for number, (name, row) in enumerate(zip(measured["names"], measured["rows"], strict=True)):
         if number != 1:
             net.results[f"tau/{name}"] = row["tau"]
 

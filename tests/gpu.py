@@ -178,7 +178,6 @@ def run_size(size: Size, accelerator: Accelerator) -> Iterator[Row]:
     forward = costs.operations(objective, load, model)["target"]
     yield timed_row("features with taps", lambda: target.features(ids, taps), forward)
     states = target.features(ids, taps)
-    assert states.taps is not None
     lengths = torch.full((size.rows,), size.length)
     batch = replace(
         Batch(ids.cpu(), turn_ids, lengths, tuple(range(size.rows))).to(device),
@@ -200,14 +199,12 @@ def run_size(size: Size, accelerator: Accelerator) -> Iterator[Row]:
     for name, (section, settings) in sections.items():
         draft_vocabulary = vocabulary if section.kind == "eagle3" else None
         head = new_head(section, config, target.vocab, 0, size.name, taps, draft_vocabulary)
-        make_objective = DRAFT_MODELS[section.kind].objective
-        objective = make_objective(head.float(), target.vocab, settings)
+        objective = DRAFT_MODELS[section.kind].objective(head.float(), target.vocab, settings)
         parts = costs.memory(objective, size.rows * size.length, dtype.itemsize, model)
         operations = sum(costs.operations(objective, load).values())
         step = training_step(accelerator, objective, settings, batch)
         row = timed_row(f"{name} training", step, operations)
-        planned = sum(parts.values()) - parts["copy that is measured"]
-        yield {**row, "planned_gib": planned / 2**30}
+        yield {**row, "planned_gib": (sum(parts.values()) - parts["copy that is measured"]) / 2**30}
         trained[section.kind] = objective.head.to(dtype).eval().requires_grad_(False)
         accelerator.free_memory()
         del objective, step

@@ -1,19 +1,31 @@
-"""Every command line of README.md and docs/: its command accepts it, with stand-in files."""
+"""Every command line of README.md and docs/: its command accepts it, with stand-in files.
 
+The code of README.md and the notebook runs on a tiny target; and which prompts are accepted.
+"""
+
+import json
 import re
 import subprocess
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from transformers import AutoTokenizer
 
 from aerie.__main__ import ALONE, COMMANDS
+from aerie.configs.schema.heads import TargetConfig
+from aerie.infer import SpeculativeDecoder
+from aerie.model.checkpoint import save_head
 from aerie.model.storage import ROOT
+from aerie.model.target import Target
 from tests import tiny
 from tests.infer.test_main import write_recipe
+from tests.tiny import refused
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 OTHERS = ("accelerate", "make", "pip", "python", "sbatch", "vllm")
@@ -77,28 +89,36 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, name in enumerate(
         ("FILE", "gsm8k", "gsm8k_1200", "gsm8k_train", "questions/gsm8k")
     ):
-        questions = [
-            {"question": f"What are {n} and {number}?", "answer": f"It is {n}."} for n in range(12)
-        ]
-        tiny.write_rows(root / f"{name}.jsonl", questions)
+        tiny.write_rows(
+            root / f"{name}.jsonl",
+            [
+                {"question": f"What are {n} and {number}?", "answer": f"It is {n}."}
+                for n in range(12)
+            ],
+        )
     tiny.write_conversations(root / "runs/distilled/distilled/conversations.jsonl", 12)
-    values = yaml.safe_load((root / "recipe.yaml").read_text())
-    values["data"]["conversations"] = [str(rows)]
-    values["distill"] = {"sources": [{"path": str(rows)}]}
-    values["tune"] = {"prompts": {"path": str(root / "q.txt")}}
-    tiny.recipe(root / "recipe.yaml", values)
-    (root / "RUN/tune").mkdir(parents=True)
+    values = {
+        **yaml.safe_load((root / "recipe.yaml").read_text()),
+        "data": {"conversations": [str(rows)]},
+        "distill": {"sources": [{"path": str(rows)}]},
+        "tune": {"prompts": {"path": str(root / "q.txt")}},
+    }
+    for name in ("recipe.yaml", "RUN/recipe.yaml"):
+        tiny.recipe(root / name, values)
+    (root / "RUN/tune").mkdir()
     heads = root / "run/heads"
     (root / "RUN/tune/tuned.yaml").write_text(f"method: eagle-chain\nhead: {heads / 'eagle1'}\n")
     (root / "RUN/heads").symlink_to(heads)
-    tiny.recipe(root / "RUN/recipe.yaml", values)
-    names = dict.fromkeys(
-        ("TARGET", "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-8B"), root / "target"
-    )
-    names |= {"HEAD": heads / "eagle1", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": heads / "eagle3"}
-    names |= dict.fromkeys(("runs/my", "runs/NAME", "runs/qwen3-8b-eagle3"), root / "run")
-    names |= dict.fromkeys(("RECIPE", "my.yaml", "qwen3-8b.yaml"), root / "recipe.yaml")
-    names["configs"] = ROOT / "configs"
+    names = {
+        **dict.fromkeys(
+            ("TARGET", "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-8B"), root / "target"
+        ),
+        "HEAD": heads / "eagle1",
+        "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": heads / "eagle3",
+        **dict.fromkeys(("runs/my", "runs/NAME", "runs/qwen3-8b-eagle3"), root / "run"),
+        **dict.fromkeys(("RECIPE", "my.yaml", "qwen3-8b.yaml"), root / "recipe.yaml"),
+        "configs": ROOT / "configs",
+    }
     for name, stand_in in names.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).symlink_to(stand_in)
@@ -137,3 +157,73 @@ def test_a_command_line_of_the_docs_is_taken(
     output = "".join(capsys.readouterr())
     is_waiting = re.search(FIRST.get(command, "nothing else"), output)
     assert code == 0 or "--is-whole" in words or is_waiting, output
+
+
+TEXT = "Please count 4 boats."
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target and an EAGLE-1 head."""
+    root = tmp_path_factory.mktemp("examples")
+    embedding = tiny.llama().get_input_embeddings().weight.detach()
+    target = tiny.target(root / "target")
+    save_head(tiny.head(embedding, scale=8.0), root / "head")
+    return target, root / "head"
+
+
+def test_the_first_python_of_the_readme_and_the_notebook_run_as_they_stand(
+    paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    code = re.sub(r"tokens=\d+", "tokens=8", block[1])
+    call = 'from_pretrained("{}", "{}"'.format(*paths)
+    code, replaced = re.subn(r'from_pretrained\(\s*"[^"]+",\s*"[^"]+"', call, code)
+    exec(compile(code, "README.md", "exec"), {})  # noqa: S102
+    assert replaced == 1 and capsys.readouterr().out.strip()
+    for name, value in (("TARGET", paths[0]), ("HEAD", paths[1]), ("MAX_NEW_TOKENS", 8)):
+        monkeypatch.setenv(f"AERIE_{name}", str(value))
+    namespace: dict[str, Any] = {}
+    for cell in json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "quickstart.ipynb", "exec"), namespace)  # noqa: S102
+    out = capsys.readouterr().out
+    assert "same tokens: True" in out and "survival" in out and out.count("tau") == 2 + 5 + 3
+
+
+def test_every_kind_of_prompt_and_of_target_gives_the_same_answer(paths: tuple[Path, Path]) -> None:
+    target, head = paths
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    messages = [{"role": "user", "content": TEXT}]
+    batch = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    ids = batch["input_ids"]
+    model = tiny.llama()
+    expected = model.generate(**batch, do_sample=False, max_new_tokens=12).tolist()
+    kinds = [
+        TEXT,
+        messages,
+        batch,
+        {"input_ids": ids[0].tolist()},
+        ids,
+        ids[0],
+        ids.tolist(),
+        ids[0].tolist(),
+    ]
+    for decoder in (
+        SpeculativeDecoder.from_pretrained(target, head, device="cpu", dtype=torch.float32),
+        SpeculativeDecoder.from_pretrained(
+            Target.load(TargetConfig(path=str(target))), head, method="svip"
+        ),
+        SpeculativeDecoder.from_pretrained(model, method="pld", tokenizer=tokenizer),
+    ):
+        for prompt in kinds:
+            generation = decoder.generate(prompt, do_sample=False, max_new_tokens=12)
+            assert generation.sequences.tolist() == expected
+        assert generation.text == tokenizer.decode(generation.new_ids, skip_special_tokens=True)
+    half = SpeculativeDecoder.from_pretrained(model.to(torch.bfloat16))
+    assert half.target.dtype == torch.bfloat16
+    assert half.generate([5, 6], max_new_tokens=2).statistics.new_tokens == 2
+    refused("tokenizer=", half.generate, TEXT)
+    refused("leave dtype out", SpeculativeDecoder.from_pretrained, model, dtype="bfloat16")

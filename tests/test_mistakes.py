@@ -33,8 +33,11 @@ TEXTS = {  # the files in {bad}
     "list/config.json": "[1]",
     "model.gguf": "GGUF",
 }
-SHORT = {"{data}": "{recipe} --plan --data.max_length 256 --data.conversations"}
-SHORT |= {"{recipe}": "--config {root}/recipe.yaml", "{bad}": "{root}/bad"}
+SHORT = {
+    "{data}": "{recipe} --plan --data.max_length 256 --data.conversations",
+    "{recipe}": "--config {root}/recipe.yaml",
+    "{bad}": "{root}/bad",
+}
 MISTAKES = r"""
 run => no recipe; name one with --config
 run {bad}/gone.yaml => gone.yaml: No such file or directory

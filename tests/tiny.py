@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState, GradientState
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import KINDS
 from aerie.data.feature_cache import CachedRow
 from aerie.model.checkpoint import new_head
@@ -45,11 +47,10 @@ def _tokenizer_json(vocab_size: int) -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=SPECIAL,
-        initial_alphabet=alphabet,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     texts = [turn["value"] for row in conversations(64, seed=0) for turn in row["conversations"]]
@@ -61,9 +62,8 @@ def tokenizer(
     vocab_size: int = 320, chat_template: str | None = TEMPLATE
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with eos <|end|>, pad <|pad|> and a chat template, if not None."""
-    rules = Tokenizer.from_str(_tokenizer_json(vocab_size))
     return PreTrainedTokenizerFast(
-        tokenizer_object=rules,
+        tokenizer_object=Tokenizer.from_str(_tokenizer_json(vocab_size)),
         eos_token="<|end|>",
         pad_token="<|pad|>",
         chat_template=chat_template,
@@ -216,6 +216,13 @@ def call(module: Any, *words: object) -> int:
         sys.argv = before
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+
+
+def refused(message: str, function: Any, /, *arguments: Any, **options: Any) -> None:
+    """Asserts that a call ends in a user's error of one line, in which this pattern is found."""
+    with pytest.raises(UserError, match=message) as caught:
+        function(*arguments, **options)
+    assert "\n" not in str(caught.value)
 
 
 def recipe(path: Path, values: dict[str, Any]) -> Path:

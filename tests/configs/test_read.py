@@ -78,33 +78,33 @@ def test_overrides_reach_their_keys_and_the_resolved_recipe_loads_back_equal(
     assert read(tmp_path / "s.yaml", dump(expected)) == expected
 
 
-MISTAKES = [
-    ("optim:\n  steps: many", "", "r.yaml:3: optim.steps: input should be a valid integer"),
-    ("optim:\n  steps: 0", "", "r.yaml:2: optim: steps must be at least 1"),
-    ("name: b", "", "r.yaml:2: name: set twice"),
-    ("optim: [", "", "r.yaml:3: not YAML"),
-    ("figure: {kind: sqare}", "", "r.yaml:2: figure: unknown 'sqare'; did you mean 'square'?"),
-    (
-        "parts: [{}, {stpes: 2}]",
-        "",
-        "r.yaml:2: parts.1.stpes: unknown key; did you mean 'parts.1.steps'?",
-    ),
-    ("", "parts.5.steps=1", "--parts.5.steps: there is no '5'"),
-    (
-        "",
-        "learning_rate=1",
-        "--learning_rate: unknown key; did you mean 'optim.learning_rate'?",
-    ),  # another section's
-    (  # every problem is said at once
-        "optim:\n  lerning_rate: 1\n  stpes: 2",
-        "",
-        "r.yaml:3: optim.lerning_rate: unknown key; did you mean 'optim.learning_rate'?\n"
-        "r.yaml:4: optim.stpes: unknown key; did you mean 'optim.steps'?",
-    ),
-]
-
-
-@pytest.mark.parametrize(("text", "override", "problem"), MISTAKES)
+@pytest.mark.parametrize(
+    ("text", "override", "problem"),
+    [
+        ("optim:\n  steps: many", "", "r.yaml:3: optim.steps: input should be a valid integer"),
+        ("optim:\n  steps: 0", "", "r.yaml:2: optim: steps must be at least 1"),
+        ("name: b", "", "r.yaml:2: name: set twice"),
+        ("optim: [", "", "r.yaml:3: not YAML"),
+        ("figure: {kind: sqare}", "", "r.yaml:2: figure: unknown 'sqare'; did you mean 'square'?"),
+        (
+            "parts: [{}, {stpes: 2}]",
+            "",
+            "r.yaml:2: parts.1.stpes: unknown key; did you mean 'parts.1.steps'?",
+        ),
+        ("", "parts.5.steps=1", "--parts.5.steps: there is no '5'"),
+        (
+            "",
+            "learning_rate=1",
+            "--learning_rate: unknown key; did you mean 'optim.learning_rate'?",
+        ),  # another section's
+        (  # every problem is said at once
+            "optim:\n  lerning_rate: 1\n  stpes: 2",
+            "",
+            "r.yaml:3: optim.lerning_rate: unknown key; did you mean 'optim.learning_rate'?\n"
+            "r.yaml:4: optim.stpes: unknown key; did you mean 'optim.steps'?",
+        ),
+    ],
+)
 def test_a_mistake_is_named_by_line_or_flag_with_a_suggestion(
     tmp_path: Path, text: str, override: str, problem: str
 ) -> None:

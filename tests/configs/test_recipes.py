@@ -1,4 +1,4 @@
-"""Every recipe in configs/ loads."""
+"""Every recipe in configs/ loads; the keys of a recipe, and the page that lists them."""
 
 import argparse
 from dataclasses import fields
@@ -11,9 +11,10 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from pydantic import TypeAdapter, ValidationError
 
-from aerie.configs.errors import UserError
+from aerie.configs import keys
 from aerie.configs.read import ALIASES, sections, suggestion
 from aerie.configs.schema import recipe as pipeline
+from tests.tiny import call, refused
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -95,8 +96,7 @@ calibrate.temperature=.inf distill.server.timeout_s=.inf run= data.conversations
 @pytest.mark.parametrize("word", OUTSIDE.split())
 def test_a_number_that_means_nothing_and_a_path_of_nothing_are_refused(word: str) -> None:
     distill = ("--distill.server.urls", "http://a", "--distill.sources", "[{path: a}]")
-    with pytest.raises(UserError, match=rf"^--{word.split('=')[0]}.*\Z"):
-        load(CONFIGS / "embedded.yaml", *distill, f"--{word}")
+    refused(rf"^--{word.split('=')[0]}.*\Z", load, CONFIGS / "embedded.yaml", *distill, f"--{word}")
 
 
 CONTRADICTIONS = """
@@ -143,3 +143,42 @@ def test_every_topology_is_one_that_accelerate_reads(path: Path) -> None:
     )  # set by the loop
     if path.stem.startswith("zero"):
         assert deepspeed["zero_stage"] == int(path.stem.removeprefix("zero"))
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
+
+
+def test_the_page_of_recipes_is_fresh_and_every_key_has_a_meaning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert call(keys, "--markdown") == 0
+    fresh = PAGE.read_text(encoding="utf-8") == capsys.readouterr().out
+    assert fresh, "renew it: aerie keys --markdown > docs/recipes.md"
+    assert [
+        key
+        for _, _, rows in keys.documented_keys()
+        for key, words in rows.items()
+        if words.startswith("(")
+    ] == []
+
+
+def test_keys_tells_a_section_a_key_and_their_kinds(capsys: pytest.CaptureFixture[str]) -> None:
+    for section, texts in {
+        "": ["- `train`: "],
+        "train": [
+            "(kind: eagle1 | eagle3 | medusa | hydra | block | draft_lm)",
+            "(kind: eagle3)\n",
+            "- `unroll_steps`: ",
+        ],
+        "tree.stop": ["`tree.stop` (rule: entropy)\n"],
+        "bench.rows.0.tree.nodes": ["`bench.rows.*.tree` (shape: dynamic)\n"],
+    }.items():
+        assert call(keys, *filter(None, [section])) == 0
+        out = capsys.readouterr().out
+        assert all(text in out for text in texts), (section, out)
+    for wrong, meant in {
+        "trian": "train",
+        "tree.depth": "tree.levels",
+        "lr": "train.learning_rate",
+    }.items():
+        assert call(keys, wrong) == 2 and f"did you mean '{meant}'?" in capsys.readouterr().err

@@ -1,7 +1,10 @@
 """Synthetic laws, and checks of trees that are made from them."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from aerie.infer.decode.roles import Drafter
 from aerie.infer.decode.sampling import Decoding, Sampler
@@ -82,3 +85,25 @@ def check_connected(tree: Tree) -> None:
     for node, parent in enumerate(tree.parents.tolist()):
         walked[node] |= walked[parent]
     assert tree.mask.equal(walked)
+
+
+FREE = "detach empty empty_like flatten item lift_fresh resolve_conj resolve_neg to view".split()
+
+
+class Counting(TorchDispatchMode):
+    """Counts reads from the device, and kernels outside the models' forwards."""
+
+    reads = kernels = inside = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::").rstrip("_")
+        self.reads += name in ("item", "_local_scalar_dense", "masked_select", "nonzero")
+        self.kernels += not (self.inside or name in FREE or func.is_view)
+        return func(*args, **(kwargs or {}))
+
+    def around(self, reads: int, function: Any, *arguments: Any, **keys: Any) -> Any:
+        self.inside += 1
+        self.reads += reads
+        result = function(*arguments, **keys)
+        self.inside -= 1
+        return result

@@ -1,4 +1,4 @@
-"""Made-up answers and reference times for the tests of aggregation and report."""
+"""Made-up answers, reference times and tunings for the tests of aggregation, report and claims."""
 
 from itertools import pairwise, product
 from pathlib import Path
@@ -6,8 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from aerie.infer.measure.bench_files import Milliseconds, Record, line_of
-from aerie.infer.measure.tree_shape import TreeShape
+from aerie.configs.schema.decode import Method, MethodConfig
+from aerie.infer.measure.bench_files import (
+    Cell,
+    Milliseconds,
+    Record,
+    SuiteFile,
+    SweepPoint,
+    line_of,
+)
+from aerie.infer.measure.tree_shape import TreeShape, tree_shape
 from aerie.model.storage import write_json, write_text
 
 TREES = {
@@ -34,9 +42,12 @@ def record(cycles: int = 4, **changes: Any) -> Record:
         **GREEDY,
         "task": "sums",
         "prompt_id": "0",
+        "new_tokens": 1 + cycles,
+        "accepted": (0,) * cycles,
+        "cycle_tokens": (1,) * cycles,
+        "target_forwards": cycles,
+        "ms": milliseconds(prefill=10.0, wall=50.0),
     }
-    values |= {"new_tokens": 1 + cycles, "accepted": (0,) * cycles, "cycle_tokens": (1,) * cycles}
-    values |= {"target_forwards": cycles, "ms": milliseconds(prefill=10.0, wall=50.0)}
     return Record(**{**values, **changes})  # type: ignore[arg-type]
 
 
@@ -135,3 +146,67 @@ def _answer(
         identical_to_generate=is_greedy,
         peak_memory_gib=0.6,
     )
+
+
+PROMPTS = (("sums", "a"), ("sums", "b"))
+# A level costs 1 ms, verifying 2 ms for one node and 4 for 60, the rest 0.5 a cycle; a cycle
+# without a draft costs 3 ms.
+COSTS = {
+    "draft": {"1": [1.0, 1.0], "10": [1.0, 1.0]},
+    "verify": {"1": 2.0, "60": 4.0},
+    "rest": 0.5,
+    "plain": 3.0,
+}
+TREE_NAME = "eagle2, 6 levels, k 10, 60 nodes"
+PREDICTED = {"name": TREE_NAME, "tau": 3.0, "ms_per_token": 2.0, "speedup": 1.5}
+PREDICTIONS = {"choice": PREDICTED, "published": PREDICTED, "trees": [PREDICTED], "rules": []}
+TUNING: dict[str, Any] = {
+    "chosen": "eagle1",
+    "heads": [{"kind": "eagle1", "costs_ms": COSTS, **PREDICTIONS}],
+}
+
+
+def tree_of(method: Method, **changes: Any) -> TreeShape:
+    """A record's entry for a method's tree with these changes."""
+    return tree_shape(MethodConfig.of(method, **changes))  # type: ignore[return-value]
+
+
+def voting_answers() -> list[Record]:
+    """Vanilla (row 0), then a fixed and a voting tree of 2 levels, then both of 4, on two prompts.
+
+    Each tree also answers prompt c.
+    """
+    spent: list[tuple[Method, int, tuple[int, ...], int, int, float]] = [
+        # method, levels, tokens of the cycles, draft forwards, wasted ones, decode ms
+        ("eagle2", 2, (3, 1), 4, 2, 20.0),
+        ("deagle", 2, (3, 1), 3, 1, 20.0),
+        ("eagle2", 4, (4,), 4, 4, 10.0),
+        ("deagle", 4, (3, 1), 3, 2, 16.0),
+    ]
+    records = [record(prompt_id=name) for _, name in PROMPTS]  # 4 decoded tokens in 40 ms
+    for row, (method, levels, tokens, forwards, wasted, ms) in enumerate(spent, start=1):
+        about: dict[str, Any] = {
+            "row": row,
+            "method": method,
+            "tree": tree_of(method, levels=levels),
+            "head": "eagle1",
+        }
+        drafts: dict[str, Any] = {
+            "draft_forwards": forwards,
+            "draft_forwards_wasted": wasted,
+            "draft_nodes": 59 * len(tokens),
+            "cycle_nodes": (59,) * len(tokens),
+            "ms": milliseconds(10.0, 10.0 + ms),
+        }
+        records += [drafted(tokens, prompt_id=name, **about, **drafts) for _, name in PROMPTS]
+        records.append(drafted((9, 9), prompt_id="c", **about))
+    return records
+
+
+def voting_suite() -> SuiteFile:
+    """A sweep over the levels of `voting_answers` without prompt c; trees of 2 are also rows."""
+    points = [
+        SweepPoint(row, **GREEDY, sweep="d", key="tree.levels", value=levels, prompts=PROMPTS)
+        for row, levels in enumerate((2, 2, 4, 4), start=1)
+    ]
+    return SuiteFile(tuple(Cell(row, **GREEDY) for row in (0, 1, 2)), tuple(points))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -204,8 +205,7 @@ def test_sampling(
     assert answers(measure_answers(made, PROMPTS, seed=3)) == answers(measured[1])
 
 
-def broken(*_: Any, **__: Any) -> Any:
-    raise torch.OutOfMemoryError("no memory\nsecond line")
+OUT_OF_MEMORY = torch.OutOfMemoryError("no memory\nsecond line")
 
 
 @pytest.mark.parametrize("wrong", [0, 1])  # later turns need vanilla's answer
@@ -214,7 +214,7 @@ def test_failed_row(
 ) -> None:
     """A failed row has a message and no time, and the others go on."""
     made = bench(place, tmp_path, GREEDY)
-    monkeypatch.setattr(made.decoders[wrong], "generate", broken)
+    monkeypatch.setattr(made.decoders[wrong], "generate", Mock(side_effect=OUT_OF_MEMORY))
     for r in measure_answers(made, PROMPTS, seed=3):
         if r.row == wrong and (r.turn == 0 or wrong):
             assert (r.status, r.message, r.ms, r.new_tokens) == ("error", "no memory", None, 0)
@@ -248,13 +248,12 @@ def test_sweep(place: Place, tmp_path: Path) -> None:
     main = {(row, 0.0, p.task, p.prompt_id) for row in range(5) for p in PROMPTS}
     # level 3 is the bench's own row; level 1 gets each task's first prompt; 0.7 gets that of
     # `draw`, as vanilla does
-    extra = {
+    assert found == main | {
         (5, 0.0, "count", "a"),
         (5, 0.0, "draw", "a"),
         (0, 0.7, "draw", "a"),
         (2, 0.7, "draw", "a"),
     }
-    assert found == main | extra
     written = suite_file(bench(place, tmp_path, config).suite, PROMPTS, None)
     assert len(written.main) == 5
     points = [
@@ -267,7 +266,6 @@ def test_sweep(place: Place, tmp_path: Path) -> None:
         (replace(sweep, vary="tree.depth"), r"bench\.sweeps\.0 \(tree\.depth 1\): .*: unknown key"),
         (replace(warm, tasks=("math",)), r"bench\.sweeps\.0: no prompt is of task 'math'"),
     ):
+        config = replace(GREEDY, sweeps=(wrong,))
         with pytest.raises(UserError, match=message):
-            measure_answers(
-                bench(place, tmp_path, replace(GREEDY, sweeps=(wrong,))), PROMPTS, seed=3
-            )
+            measure_answers(bench(place, tmp_path, config), PROMPTS, seed=3)

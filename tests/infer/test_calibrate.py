@@ -1,7 +1,10 @@
-"""Calibration: summaries of recorded tables, calibrators, and static trees rebuilt from ranks."""
+"""Calibration: summaries of recorded tables, calibrators, and static trees rebuilt from ranks.
+
+What the papers' claims need beside recorded cycles: oracle lengths and feature errors.
+"""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +13,26 @@ import pandas as pd
 import pytest
 import torch
 
-from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import ChainConfig, DynamicConfig, StaticConfig, TreeConfig
 from aerie.configs.schema.measure import CalibrateConfig, PromptsConfig
+from aerie.infer.decode.cached_lm import TargetStep
 from aerie.infer.decode.calibrator import FLOOR, Calibrator, load_calibrator
 from aerie.infer.decode.proposers import tree_proposer
 from aerie.infer.decode.roles import Cycle, unchanged
+from aerie.infer.decode.tree import DraftLaws, Tree
+from aerie.infer.decode.verify import Verdict
 from aerie.infer.measure import calibrate
 from aerie.infer.measure.calibrate import Question, RecordedCycles
+from aerie.infer.measure.recorder import FEATURE_COLUMNS
+from aerie.infer.papers import analysis
 from aerie.infer.papers.analysis import PaperObserver
 from aerie.model.checkpoint import save_head
 from aerie.model.storage import Stage, digests, write_json
 from tests import tiny
 from tests.infer.draws import decoder_of, make_target
+from tests.infer.laws import sampler, tree_of
 from tests.infer.test_main import Command, command, shared
+from tests.tiny import refused
 
 __all__ = ["command", "shared"]
 WIDE = DynamicConfig(levels=3, k=4, nodes=8)
@@ -41,8 +50,7 @@ def nodes_of(confidence: Any, acceptance: Any, **more: Any) -> pd.DataFrame:
 
 
 def test_ece_and_brier_follow_from_the_bins() -> None:
-    nodes = nodes_of([0.1, 0.2, 0.6, 0.8, 1.0], [0.0, 1.0, 1.0, 0.0, 1.0])
-    table = calibrate.reliability(nodes, 2)
+    table = calibrate.reliability(nodes_of([0.1, 0.2, 0.6, 0.8, 1.0], [0.0, 1.0, 1.0, 0.0, 1.0]), 2)
     low, high = table["bins"]
     # the last bin includes its upper edge
     assert (low["high"], low["count"], high["count"]) == (0.5, 2, 3)
@@ -88,7 +96,6 @@ def test_a_fit_lowers_the_ece_of_prompts_it_has_not_seen() -> None:
     accepted = (uniform < confidence**2).astype(np.float64)  # confidence c is accepted with c ** 2
     nodes = nodes_of(confidence, accepted, prompt=np.arange(4000) % 40)
     scored = calibrate.fit_and_score(RecordedCycles({"nodes": nodes}, (), 0.0), bins=20)
-    assert scored is not None
     before, after = (scored.facts["held_out"][name] for name in ("before", "isotonic"))
     assert before["ece"] > 0.12 and after["ece"] < 0.06
     assert after["brier"] < before["brier"] and after["log_loss"] < before["log_loss"]
@@ -162,8 +169,7 @@ def test_a_foreign_damaged_or_missing_calibrator_is_refused(
     good = asdict(Calibrator(1.5, (0.1, 0.9), (0.2, 0.8), head=digests(tmp_path)))
     if change is not None:
         write_json(tmp_path / "calibrator.json", {**good, **change})
-    with pytest.raises(UserError, match=message):
-        load_calibrator(tmp_path)
+    refused(message, load_calibrator, tmp_path)
 
 
 def test_ranks_count_where_they_were_judged() -> None:
@@ -194,3 +200,74 @@ def test_a_rebuilt_tree_stands_beside_the_head_and_writes_the_same_text(
     assert code == 0 and f"--tree.choices {choices}" in out
     rebuilt = ("--method", "medusa", "--tree.choices", choices)
     assert command("generate", *rebuilt)[:2] == command("generate", "--method", "vanilla")[:2]
+
+
+@pytest.mark.parametrize(
+    ("tree", "kind"), [(WIDE, "eagle1"), (CHAIN, "eagle3"), (CHAIN, "draft_lm"), (MEDUSA, "medusa")]
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_an_observer_adds_columns_and_changes_nothing(
+    tree: TreeConfig, kind: str, temperature: float
+) -> None:
+    """Every kind of draft has an analysis."""
+    section = replace(SECTION, temperature=temperature)
+    runs = []
+    for observer in (calibrate.Observer(), analysis.PaperObserver(oracle_levels=5)):
+        decoder = decoder_of(make_target(), tree, kind)
+        observer.attach(decoder, tree, 3)
+        runs.append(calibrate.record_cycles(decoder, QUESTIONS, section, 3, observer))
+    plain, tables = (run.tables for run in runs)
+    for name in plain:
+        old = plain[name].drop(columns=list(FEATURE_COLUMNS), errors="ignore")
+        pd.testing.assert_frame_equal(old, tables[name][list(old.columns)])
+    cycles, laws = tables["cycles"], tables["laws"]
+    drafted = cycles.dropna(subset="oracle")
+    assert len(drafted) == (cycles.levels > 0).sum() > 0
+    assert (drafted.oracle >= drafted.accepted).all()
+    assert (laws.largest_gap <= laws.tvd + 1e-9).all()
+    assert laws.feature_error.notna().all() == kind.startswith("eagle")
+    if kind == "draft_lm":  # a target that drafts for itself is always right
+        room = SECTION.prompts.max_new_tokens - drafted.answered - 1
+        assert (drafted.oracle == room.clip(upper=5)).all() and drafted.oracle.max() == 5
+        assert laws.tvd.max() < 1e-5 and laws.agrees.all() and laws.accepted.all()
+    if kind == "eagle1" and temperature == 0:  # both laws come from one LM head: DEAGLE, equation 4
+        assert (laws.kl_pq <= laws.kl_bound).all() and (laws.kl_pq > 0).any()
+    parts = calibrate.analyse(runs[1])
+    assert sum(row["nodes"] for row in parts["by_task"]) == len(tables["nodes"])
+
+
+P, Q = torch.tensor([0.5, 0.3, 0.2, 0.0]), torch.tensor([0.2, 0.6, 0.1, 0.1])
+VERDICTS = {
+    "R0": Verdict([0, 1], [0], 0),
+    "R1": Verdict([0, 1], [0], 3),
+    "R2": Verdict([0, 1], [0], 1),
+}
+
+
+def chain(tokens: list[int], rule: str) -> Tree:
+    count = len(tokens)
+    draft_laws = DraftLaws("R1", Q.expand(count + 1, -1)) if rule == "R1" else None
+    return replace(tree_of([0, *tokens], [0, *range(count)]), draft_laws=draft_laws)
+
+
+@pytest.mark.parametrize(
+    ("rule", "drafted", "deep", "shares"),
+    [
+        # the whole draft accepted: token 1 is accepted with .3 / .6, twice; token 2 always
+        ("R1", [0], [0, 1, 1, 2], [0.0, 0.5, 0.25, 0.0, 0.25]),
+        ("R1", [0, 1], [0, 1, 1, 2], [0.0, 1.0, 0.0, 0.0, 0.0]),  # a refusal keeps its own length
+        ("R1", [2], [0, 1, 1, 2], [0.0, 1.0, 0.0, 0.0, 0.0]),  # another chain is not followed
+        # the bonus is the second token, then draws follow
+        ("R2", [0], [0, 1, 0, 0], [0.0, 0.0, 0.5, 0.25, 0.25]),
+        ("R0", [0], [0, 0, 0, 1], [0.0, 0.0, 0.0, 1.0, 0.0]),  # argmax
+    ],
+)
+def test_an_oracle_length_has_the_law_of_the_targets_choices(
+    rule: str, drafted: list[int], deep: list[int], shares: list[float]
+) -> None:
+    longer, trials = chain(deep, rule), 1200
+    logits, generator = P.log().expand(len(longer), -1), torch.Generator().manual_seed(0)
+    step, draws = TargetStep(logits, logits), sampler(float(rule != "R0"), 1.0)
+    cycle = Cycle(chain(drafted, rule), step, VERDICTS[rule], draws, rule)
+    lengths = [analysis.oracle_length(cycle, longer, logits, generator) for _ in range(trials)]
+    assert np.bincount(lengths, minlength=5) / trials == pytest.approx(shares, abs=0.045)

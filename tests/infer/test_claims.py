@@ -27,8 +27,7 @@ from aerie.infer.papers.evidence import (
 )
 from aerie.infer.papers.published import PUBLISHED, published_range
 from aerie.model.storage import ROOT, Manifest, write_text
-from tests.infer.made_up import FAILED, drafted, record
-from tests.infer.voting import PROMPTS, TUNING, tree_of, voting_answers
+from tests.infer.made_up import FAILED, PROMPTS, TUNING, drafted, record, tree_of, voting_answers
 from tests.tiny import call, recipe
 
 COSTS = read_costs(TUNING)
@@ -94,8 +93,7 @@ def test_depth_alone(changes: dict[str, Any]) -> None:
 )
 def test_rounding(margin: float | None, verdict: str) -> None:
     """A difference between equal logits is rounding, and no counterexample."""
-    answers = answers_of(1, (2, 2), identical=False, margin=margin)
-    assert verdicts(answers)["lossless"][1] == verdict
+    assert verdicts(answers_of(1, (2, 2), identical=False, margin=margin))["lossless"][1] == verdict
 
 
 def test_best_row() -> None:
@@ -103,8 +101,7 @@ def test_best_row() -> None:
     values = ([2, 5], [4, 1])
     best = highest_of([Side(pd.DataFrame({"count": 1.0, "x": row}), mean) for row in values])
     table = best.table.to_numpy()
-    drawn = [best.figure(table[chosen].sum(0)) for chosen in ([0], [1], [0, 1])]
-    assert drawn == [4, 5, 3.5]
+    assert [best.figure(table[chosen].sum(0)) for chosen in ([0], [1], [0, 1])] == [4, 5, 3.5]
 
 
 @pytest.mark.parametrize("part", ["static/calibration", "calibration", "tune"])
@@ -138,8 +135,7 @@ def test_inverted_confidence() -> None:
     nodes = nodes.assign(place="0", acceptance=accepted.astype(float))
 
     def judge_nodes(table: pd.DataFrame, name: str) -> str:
-        judged = verdicts((), CalibrationTables("eagle1", "eagle2", 0.0, {"nodes": table}))
-        return judged[name][1]
+        return verdicts((), CalibrationTables("eagle1", "eagle2", 0.0, {"nodes": table}))[name][1]
 
     inverted = nodes.assign(confidence=1 - confidence)
     for name in ("eagle2-correlation", "eagle2-calibrated", "eagle2-sure"):
@@ -206,12 +202,11 @@ def test_intervals() -> None:
         return side_of_table(table, {"value": "x"})
 
     once, repeated, more = (estimate([side(*size)]) for size in ((50, 1), (50, 30), (200, 1)))
-    assert once and repeated and more
     assert once[:3] == pytest.approx(repeated[:3])
     assert (more.high - more.low) / (once.high - once.low) == pytest.approx(0.5, abs=0.1)
     assert once.high - once.low == pytest.approx(2 * 1.96 / np.sqrt(50), rel=0.25)
     paired = estimate([side(50, 1), side(50, 1)])
-    assert paired and paired[:3] == (0.0, 0.0, 0.0)
+    assert paired[:3] == (0.0, 0.0, 0.0)
 
 
 GAIN = {"at_least": 0, "effect": 0.2}
@@ -250,9 +245,11 @@ def test_verdict_rules(claim: Any, interval: Any, verdict: str) -> None:
 def test_published_figures() -> None:
     """The tables of the papers are complete, and the claims have different names."""
     rows = PUBLISHED.drop_duplicates(["source", "model", "method", "temperature", "key", "value"])
-    counts = dict.fromkeys([f"DEAGLE table {number}" for number in (1, 2, 3, 4)], 28)
-    counts |= dict.fromkeys([f"SVIP table {number}" for number in (2, 3, 5)], 24)
-    counts |= {"EAGLE-2 table 1": 32, "EAGLE-2 table 2": 8, "EAGLE-2 table 3": 4}
+    counts = {
+        **dict.fromkeys([f"DEAGLE table {number}" for number in (1, 2, 3, 4)], 28),
+        **dict.fromkeys([f"SVIP table {number}" for number in (2, 3, 5)], 24),
+        **{"EAGLE-2 table 1": 32, "EAGLE-2 table 2": 8, "EAGLE-2 table 3": 4},
+    }
     assert counts.items() <= rows.source.value_counts().to_dict().items()
     entry = {"source": "EAGLE-2 table 1", "of": "eagle2", "against": "eagle", "figure": "tau"}
     assert published_range(entry, 1.0, is_ratio=False) == "+0.48 to +1.51 (28 figures)"

@@ -1,4 +1,7 @@
-"""`verify` passes for every method, and finds each planted fault."""
+"""`verify` passes for every method, and finds each planted fault.
+
+Drafters, shapes and stop rules that no paper combined are lossless, too, and the rules end trees.
+"""
 
 import math
 from argparse import Namespace
@@ -15,8 +18,17 @@ from torch import Tensor
 
 from aerie.configs.schema.decode import (
     METHODS,
+    ConfidenceConfig,
+    ConstantConfig,
+    EntropyConfig,
+    ExactConfig,
+    HeuristicConfig,
+    MarginalGainConfig,
     Method,
     MethodConfig,
+    ProbabilitySumConfig,
+    StopConfig,
+    VoteConfig,
 )
 from aerie.configs.schema.measure import PromptsConfig, SamplingConfig
 from aerie.infer.decode import runners, verify
@@ -29,6 +41,7 @@ from aerie.infer.measure.lossless import (
     ALPHA,
     EDGES,
     PROOF_SAMPLINGS,
+    VOCABULARY,
     Difference,
     GreedyReference,
     GreedyResult,
@@ -37,7 +50,7 @@ from aerie.infer.measure.lossless import (
 )
 from aerie.model.storage import read_json
 from aerie.model.target import Target
-from tests.infer.steered import steered
+from tests.infer.draws import greedy, steered
 
 ROWS = [(method, (published.heads or (None,))[0]) for method, published in METHODS.items()]
 LEVEL = ALPHA / (len(ROWS) * len(PROOF_SAMPLINGS))
@@ -55,8 +68,6 @@ OF_TEXT: dict[str, Any] = {
     "repetition_penalty": 1.5,
     "no_repeat_ngram_size": 3,
     "min_new_tokens": 5,
-}
-OF_TEXT |= {
     "suppress_tokens": [7],
     "bad_words_ids": [[5], [8, 9]],
     "sequence_bias": [[[11], 2.0], [[11, 12], 4.0]],
@@ -99,16 +110,23 @@ class Prompts:
         """
         known = self.first(count)[-NUM_PROMPTS:]
         few, met = known[: NUM_PROMPTS // 2], set[str]()
-        trials = [(self.decoder(method, kind), known)]
-        trials += [
-            (steered(self.decoder(method, kind), few, right), few)
-            for right in (True, False)
-            if kind
+        trials = [
+            (self.decoder(method, kind), known),
+            *(
+                (steered(self.decoder(method, kind), few, right), few)
+                for right in (True, False)
+                if kind
+            ),
         ]
         for result in (lossless.compare_greedy(*trial) for trial in trials):
             assert result.identical == result.prompts and not result.differences
             met |= {edge for edge, times in result.edges.items() if times}
         return met
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> SampledProver:
+    return SampledProver(tmp_path_factory.mktemp("miniature"))
 
 
 @pytest.fixture(scope="module")
@@ -291,3 +309,92 @@ def test_verify(
     printed = capsys.readouterr().out
     assert printed.count("FAILED: greedy, law at T=0.6/p=0.8") == printed.count("0/2") == 3
     assert not read_json(written)["holds"]
+
+
+RULES: dict[str, StopConfig] = {
+    "constant": ConstantConfig(),
+    "heuristic": HeuristicConfig(start=2),
+    "entropy": EntropyConfig(h=0.5),
+    "confidence": ConfidenceConfig(threshold=0.5),
+    "vote": VoteConfig(signals=("probability",), probability_threshold=0.6),
+    "probability_sum": ProbabilitySumConfig(checks=(1, 2), threshold=0.7),
+    "marginal_gain": MarginalGainConfig(threshold=0.6),
+    "exact": ExactConfig(),
+}
+SHAPES: dict[str, tuple[Method, str, dict[str, Any]]] = {  # method, kind of head, tree
+    "draft LM, dynamic": (
+        "sps",
+        "draft_lm",
+        {"shape": "dynamic", "levels": 4, "k": 3, "nodes": 10},
+    ),
+    "draft LM, static": ("sps", "draft_lm", {"shape": "static", "choices": "eagle1"}),
+    "EAGLE-3, static": ("eagle", "eagle3", {}),
+    "EAGLE-3, chain": ("eagle-chain", "eagle3", {}),
+    "Medusa": ("medusa", "medusa", {}),
+    "Hydra": ("hydra", "hydra", {}),
+    "Medusa, dynamic": ("medusa", "medusa", {"shape": "dynamic", "levels": 4, "k": 3, "nodes": 10}),
+    "draft LM, drawn": (
+        "sps",
+        "draft_lm",
+        {"shape": "dynamic", "levels": 4, "k": 2, "nodes": 5, "children": "sampled"},
+    ),
+    "Medusa, drawn": (
+        "medusa",
+        "medusa",
+        {"shape": "dynamic", "levels": 4, "k": 3, "nodes": 9, "children": "sampled"},
+    ),
+    "Hydra, chain": ("hydra", "hydra", {"shape": "chain", "levels": 4}),
+    "block": ("block-tree", "block", {"levels": 4, "k": 3, "nodes": 10}),
+    "block, chain": ("block-chain", "block", {"levels": 4}),
+    "block, static": ("block-tree", "block", {"shape": "static", "choices": "eagle1"}),
+}
+DRAWN = """entropy vote confidence marginal_gain probability_sum heuristic vote
+exact marginal_gain entropy marginal_gain confidence entropy""".split()
+SAMPLED = dict(zip(SHAPES, DRAWN, strict=True))  # the rule with which each shape is sampled
+
+
+def asked(shape: str, rule: str) -> MethodConfig:
+    method, _, changes = SHAPES[shape]
+    return MethodConfig.of(method, **changes, stop=RULES[rule])
+
+
+@pytest.mark.parametrize(
+    ("shape", "rule"),
+    [
+        pytest.param(shape, rule, marks=() if SAMPLED[shape] == rule else pytest.mark.slow)
+        for shape in SHAPES
+        for rule in RULES
+    ],
+)
+def test_combined_greedy(shape: str, rule: str, sampled: SampledProver) -> None:
+    """Greedy answers are those of transformers, and the rule ends some trees."""
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(0, VOCABULARY, (1, 3 + 2 * n), generator=generator) for n in range(3)]
+    decoder = sampled.decoder(asked(shape, rule), SHAPES[shape][1])
+    trees: list[Tree] = []
+    for ids in prompts:
+        settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16}
+        written = decoder.generate(
+            ids, on_cycle=lambda cycle: trees.append(cycle.tree), **settings
+        ).sequences
+        assert written.tolist() == greedy(sampled.target, ids, 16)
+    deepest = decoder.proposer.shape.levels  # type: ignore[union-attr]
+    levels = [tree.levels for tree in trees]
+    assert (
+        sum(0 < level < deepest for level in levels) > 2
+        if rule != "constant"
+        else max(levels) == deepest
+    )
+    for tree in trees:  # if one forward gives all laws, a rule saves only nodes to verify
+        assert tree.draft_forwards == (
+            min(tree.levels, 1) if shape.startswith(("Medusa", "block")) else tree.levels
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "rule"), SAMPLED.items())
+def test_combined_sampled(shape: str, rule: str, sampled: SampledProver) -> None:
+    """Sampled answers have the target's law."""
+    found = sampled.prove(asked(shape, rule), SHAPES[shape][1], SamplingConfig(1.0), 1500, seed=0)
+    assert found.accepted_per_answer > 0.1
+    assert found.p_value > ALPHA / len(SAMPLED)

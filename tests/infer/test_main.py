@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -45,29 +46,27 @@ def write_recipe(root: Path) -> None:
     save_head(tiny.eagle3_head(embedding, ids=torch.arange(200), scale=8.0), heads / "eagle3")
     save_head(tiny.multi_token_head("medusa", tiny.vocab(), num_heads=2), heads / "medusa")
     tiny.target(heads / "draft_lm")
-    trees = {"deep": "[0], [0, 0], [0, 0, 0]", "shallow": "[0], [1], [0, 0]"}
-    for name, paths in trees.items():
+    for name, paths in {"deep": "[0], [0, 0], [0, 0, 0]", "shallow": "[0], [1], [0, 0]"}.items():
         (root / f"{name}.yaml").write_text(f"choices: [{paths}]\n")
     (root / "q.txt").write_text("Please count 2 boats.\nPlease count 3 boats.\n")
     tiny.write_rows(root / "rows.jsonl", ROWS_OF_PROMPTS)
     prompts = {"path": str(root / "q.txt"), "num_prompts": 2, "max_new_tokens": 8}
-    rows = [
-        {"method": "vanilla"},
-        {"method": "eagle2", "tree": TREE},
-        {"method": "eagle-chain", "tree": {"levels": 3}},
-    ]
     measured = {
         "warmup_prompts": 1,
         "sampling": [{"temperature": 0.0}, {"temperature": 1.0}],
-        "rows": rows,
+        "rows": [
+            {"method": "vanilla"},
+            {"method": "eagle2", "tree": TREE},
+            {"method": "eagle-chain", "tree": {"levels": 3}},
+        ],
     }
     values: dict[str, Any] = {
         "run": str(root / "run"),
         "threads": 1,
         "target": {"path": str(target)},
-    }
-    values |= {"data": {"conversations": ["none.jsonl"]}, "head": {"kind": "eagle1"}, "tree": TREE}
-    values |= {
+        "data": {"conversations": ["none.jsonl"]},
+        "head": {"kind": "eagle1"},
+        "tree": TREE,
         "calibrate": {"prompts": prompts, "tree": TREE},
         "bench": {"prompts": prompts, **measured},
     }
@@ -103,60 +102,59 @@ def command(shared: Path) -> Command:
 @pytest.fixture
 def plan(command: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
     """The same with --plan; the test fails if a model is loaded."""
-
-    def forbidden(*_: Any, **__: Any) -> None:
-        raise AssertionError("a plan loads no model")
-
+    forbidden = Mock(side_effect=AssertionError("a plan loads no model"))
     monkeypatch.setattr("aerie.model.target.Target.load", forbidden)
     monkeypatch.setattr("aerie.model.checkpoint.load_head", forbidden)
     return lambda name, *words, **changes: command(name, "--plan", *words, **changes)
 
 
 ROWS = "--bench.rows '[{{method: vanilla}}, {{{}}}]'"
-WRONG: list[tuple[str, str, str | None]] = [  # command line, message, options that work
-    (
-        "generate --method medusa --tree.shape dynamic",
-        "drafts at most 2; set tree.levels to 2",
-        "--method medusa --tree.shape dynamic --tree.levels 2",
-    ),
-    ("generate --top-k 5", "--top-k and --top-p: greedy decoding", "--top-k 5 --temperature 1"),
-    (
-        "generate --head {root}/run",
-        "run: a run and no head; name {root}/run/heads/draft_lm or {root}/run/heads/eagle1",
-        "--head {root}/run/heads/eagle1",
-    ),
-    ("generate --prompts {root}/rows.jsonl --prompt x", "needs either --prompt TEXT", None),
-    (
-        "generate --prompts {root}/rows.jsonl --raw",
-        "several turns need the chat template; leave --raw out",
-        None,
-    ),
-    ("generate --prompts {root}/q.txt", "q.txt: cannot be read; expected .json", None),
-    (
-        "generate --method svip --head {root}/run/heads/medusa",
-        "with a head of kind eagle1 or eagle3",
-        "--method svip --head {root}/run/heads/eagle3",
-    ),
-    (
-        f"bench {ROWS.format('method: medusa, tree: {choices: {root}/deep.yaml}')}",
-        "bench.rows.1: tree: is 3",
-        ROWS.format("method: medusa, tree: {choices: {root}/shallow.yaml}"),
-    ),
-    (
-        f"bench {ROWS.format('method: eagle2, head: {root}/run/heads/eagle3')}",
-        "of kind eagle1, not eagle3",
-        ROWS.format("method: eagle3, head: {root}/run/heads/eagle3"),
-    ),
-    ("generate --head {root}/run/heads/eagel1", "did you mean {root}/run/heads/eagle1?", None),
-    (
-        "verify --methods eagle4",
-        "--methods: method: unknown 'eagle4'; did you mean",
-        "--methods eagle2",
-    ),
-]
 
 
-@pytest.mark.parametrize(("line", "message", "remedy"), WRONG)
+@pytest.mark.parametrize(
+    ("line", "message", "remedy"),
+    [  # command line, message, options that work
+        (
+            "generate --method medusa --tree.shape dynamic",
+            "drafts at most 2; set tree.levels to 2",
+            "--method medusa --tree.shape dynamic --tree.levels 2",
+        ),
+        ("generate --top-k 5", "--top-k and --top-p: greedy decoding", "--top-k 5 --temperature 1"),
+        (
+            "generate --head {root}/run",
+            "run: a run and no head; name {root}/run/heads/draft_lm or {root}/run/heads/eagle1",
+            "--head {root}/run/heads/eagle1",
+        ),
+        ("generate --prompts {root}/rows.jsonl --prompt x", "needs either --prompt TEXT", None),
+        (
+            "generate --prompts {root}/rows.jsonl --raw",
+            "several turns need the chat template; leave --raw out",
+            None,
+        ),
+        ("generate --prompts {root}/q.txt", "q.txt: cannot be read; expected .json", None),
+        (
+            "generate --method svip --head {root}/run/heads/medusa",
+            "with a head of kind eagle1 or eagle3",
+            "--method svip --head {root}/run/heads/eagle3",
+        ),
+        (
+            f"bench {ROWS.format('method: medusa, tree: {choices: {root}/deep.yaml}')}",
+            "bench.rows.1: tree: is 3",
+            ROWS.format("method: medusa, tree: {choices: {root}/shallow.yaml}"),
+        ),
+        (
+            f"bench {ROWS.format('method: eagle2, head: {root}/run/heads/eagle3')}",
+            "of kind eagle1, not eagle3",
+            ROWS.format("method: eagle3, head: {root}/run/heads/eagle3"),
+        ),
+        ("generate --head {root}/run/heads/eagel1", "did you mean {root}/run/heads/eagle1?", None),
+        (
+            "verify --methods eagle4",
+            "--methods: method: unknown 'eagle4'; did you mean",
+            "--methods eagle2",
+        ),
+    ],
+)
 def test_plan_refuses(
     line: str, message: str, remedy: str | None, plan: Command, shared: Path
 ) -> None:
@@ -377,7 +375,7 @@ def test_stages(command: Command, shared: Path, capsys: pytest.CaptureFixture[st
         assert code == 2 and "is damaged" in err and err.count("\n") == 1
     assert "run: aerie bench --config" in err
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SpeculativeDecoder, "generate", failing)
+        patch.setattr(SpeculativeDecoder, "generate", Mock(side_effect=RuntimeError("no memory")))
         code, _, err = command("bench", "--overwrite")
         assert code == 2 and "bench: all 12 answers failed: no memory\n" in err
     assert command("bench")[0] == 0  # what failed is measured again
@@ -388,10 +386,6 @@ def test_stages(command: Command, shared: Path, capsys: pytest.CaptureFixture[st
         assert fault in command("report")[2]
         shutil.rmtree(shared / "run" / stage)
     (head / WEIGHTS).write_bytes(weights)
-
-
-def failing(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("no memory")
 
 
 def test_short_recipe(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -414,10 +408,10 @@ def test_short_recipe(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert tiny.call(infer_main, "bench", "--config", config, *few, "--head", head) == 0
     assert tiny.call(infer_main, "report", "--config", config) == 0  # on the head that was measured
     summary = json.loads((tmp_path / "report" / "summary.json").read_text())
-    rows = [(row["method"], row["task"]) for row in summary["rows"]]
-    assert rows == [("vanilla", "held_out"), ("eagle2", "held_out")] and summary["head"][
-        "name"
-    ] == str(head)
+    assert [(row["method"], row["task"]) for row in summary["rows"]] == [
+        ("vanilla", "held_out"),
+        ("eagle2", "held_out"),
+    ] and summary["head"]["name"] == str(head)
     other = tiny.target(tmp_path / "other", seed=5)
     assert tiny.call(infer_main, "report", "--config", config, "--target", other) == 2
     assert "measured another target (target.path:" in capsys.readouterr().err

@@ -29,6 +29,7 @@ from aerie.model.heads import DRAFT_MODELS
 from aerie.model.storage import ROOT
 from aerie.train.objectives import Objective
 from tests import tiny
+from tests.tiny import refused
 
 
 def overridden(*words: str) -> MethodConfig:
@@ -139,8 +140,7 @@ def test_choices(tmp_path: Path) -> None:
         (2,),
     )  # the best may skip a rank
     path.write_text("choices: [[0], [zero]]\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"mine.yaml:1.*integer.*'zero'"):
-        StaticConfig(choices=str(path))
+    refused(r"mine.yaml:1.*integer.*'zero'", StaticConfig, choices=str(path))
     with pytest.raises(ValueError, match=r"eagle7: no such file.*eagle1, medusa63"):
         StaticConfig(choices="eagle7")
 
@@ -163,9 +163,7 @@ def test_find_head(tmp_path: Path) -> None:
     assert find("eagle3", given=heads / "eagle1") == str(heads / "eagle3")
     named = MethodConfig.of("sps", head=str(tmp_path / "lm"))
     assert find_head(named, heads, "eagle1", None, "x") == str(tmp_path / "lm")
-    with pytest.raises(
-        UserError, match=r"x: sps drafts with a head of kind draft_lm, and .*draft_lm holds none"
-    ):
-        find("sps")
-    with pytest.raises(UserError, match="sps drafts with a head of kind draft_lm, not eagle1"):
-        find("sps", given=heads / "eagle1")
+    refused(r"x: sps drafts with a head of kind draft_lm, and .*draft_lm holds none", find, "sps")
+    refused(
+        "sps drafts with a head of kind draft_lm, not eagle1", find, "sps", given=heads / "eagle1"
+    )

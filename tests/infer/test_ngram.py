@@ -176,8 +176,7 @@ def test_window_and_pool(name: str) -> None:
 def test_context() -> None:
     target, ids = make_target(**FEW), torch.arange(5, 10)[None]
     context, deepest = ids.shape[1] + 16, []
-    decoder = SpeculativeDecoder(target, Lookahead(LookaheadConfig(), context))
-    ours = decoder.generate(
+    ours = SpeculativeDecoder(target, Lookahead(LookaheadConfig(), context)).generate(
         ids,
         do_sample=False,
         max_new_tokens=16,

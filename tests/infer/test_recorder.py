@@ -23,7 +23,6 @@ from aerie.infer.measure.recorder import (
 from tests.infer.draws import decoder_of, make_target
 
 WIDE = DynamicConfig(levels=5, k=6, nodes=24)
-UNSURE = replace(WIDE, stop=schema.EntropyConfig(c=1.0, h=0.01))
 CHAIN = schema.ChainConfig(levels=4)
 STATIC = StaticConfig(choices="eagle1")
 FORM = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1))
@@ -152,7 +151,10 @@ def test_a_chains_branches_are_accepted_as_deep_as_its_tokens(temperature: float
     assert (rows.accepted == (rows.depth <= rows.accepted_length)).all()
 
 
-@pytest.mark.parametrize(("tree", "reason", "depth"), [(UNSURE, "entropy", 1), (WIDE, "levels", 5)])
+@pytest.mark.parametrize(
+    ("tree", "reason", "depth"),
+    [(replace(WIDE, stop=schema.EntropyConfig(c=1.0, h=0.01)), "entropy", 1), (WIDE, "levels", 5)],
+)
 def test_the_rule_that_ends_a_tree_is_its_stop_reason(
     tree: TreeConfig, reason: str, depth: int
 ) -> None:

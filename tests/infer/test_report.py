@@ -16,7 +16,6 @@ import pandas as pd
 import pytest
 from safetensors.numpy import save_file
 
-from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
 from aerie.infer import main as commands
 from aerie.infer.measure.bench_files import SUITE, Cell, Record, SuiteFile, line_of
@@ -24,10 +23,19 @@ from aerie.infer.papers.appendix import papers_appendix
 from aerie.infer.papers.claims import all_claims
 from aerie.infer.report.page import write_report
 from aerie.model.storage import Manifest, read_json, write_json, write_text
-from tests.infer.made_up import FAILED, GREEDY, drafted, record, write_run
+from tests.infer.made_up import (
+    FAILED,
+    GREEDY,
+    TREE_NAME,
+    TUNING,
+    drafted,
+    record,
+    voting_answers,
+    voting_suite,
+    write_run,
+)
 from tests.infer.test_calibrate import write_calibration
-from tests.infer.voting import TREE_NAME, TUNING, voting_answers, voting_suite
-from tests.tiny import call, recipe
+from tests.tiny import call, recipe, refused
 
 ROW_KEYS = set(
     "method head head_path task temperature top_k top_p prompts verify tree new_tokens tau "
@@ -252,8 +260,7 @@ def test_damaged_input(name: str, text: str, message: str, tmp_path: Path) -> No
     """Input that is damaged or missing is an error with the command that mends it."""
     write_records(tmp_path, record())
     write_text(tmp_path / name, text)
-    with pytest.raises(UserError, match=message):
-        make_report(tmp_path)
+    refused(message, make_report, tmp_path)
 
 
 DRAFTED = drafted((3, 1))

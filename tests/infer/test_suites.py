@@ -102,13 +102,14 @@ def small(path: Path, made: Miniatures, target: str | None) -> Path:
     values["run"] = str(root / f"run-{path.stem}-{Path(named).name}")
     section = values.get("bench") or values["calibrate"]
     prompts = section["prompts"]
+    prompts |= {"max_new_tokens": 5, "num_prompts": 1}
     question = {
         "question_id": 1,
         "turns": ["Please count 4 boats.", "Please sort 9 owls."],
         "level": 3,
+        "category": "count",
     }
-    questions = str(tiny.write_rows(root / "questions.jsonl", [question | {"category": "count"}]))
-    prompts |= {"max_new_tokens": 5, "num_prompts": 1}
+    questions = str(tiny.write_rows(root / "questions.jsonl", [question]))
     if "tasks" in prompts:
         prompts["tasks"] = [{"name": task["name"], "path": questions} for task in prompts["tasks"]]
     else:
@@ -138,11 +139,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Miniatures:
 
 
 CASES = [
-    pytest.param(path, None, id=path.stem, marks=[pytest.mark.slow] * (path.stem in LONG))
-    for path in SUITES
+    *(
+        pytest.param(path, None, id=path.stem, marks=[pytest.mark.slow] * (path.stem in LONG))
+        for path in SUITES
+    ),
+    pytest.param(
+        ROOT / "configs/bench/eagle2-t2.yaml",
+        "meta-llama/Llama-2-70b-chat-hf",
+        id="eagle2-t2-llama2-70b",
+    ),
 ]
-T2 = next(path for path in SUITES if path.stem == "eagle2-t2")
-CASES += [pytest.param(T2, "meta-llama/Llama-2-70b-chat-hf", id="eagle2-t2-llama2-70b")]
 
 
 @pytest.mark.parametrize(("path", "target"), CASES)

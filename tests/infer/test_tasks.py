@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.measure import HeldOutPrompts, PromptsConfig, TaskConfig
 from aerie.data.conversations import Tally, load_conversations
 from aerie.infer.measure import tasks
 from aerie.infer.measure.tasks import TASKS, Prompt, load_prompts, pinned, prompt_inputs, prompt_of
 from tests import tiny
+from tests.tiny import refused
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 GPQA = {"Question": "Which?", "Correct Answer": "a"} | {
@@ -58,8 +58,15 @@ def test_rows_of_tasks(name: str, row: dict[str, Any], identity: str, turns: obj
     prompt = prompt_of(name, row, 5, "file: row 5", ANY)
     assert (prompt.prompt_id, prompt.turns) == (identity, turns)
     assert prompt.task == ("math500-level3" if name == "math500" else name)
-    with pytest.raises(UserError, match=rf"file: row 5: a question of {name} needs '\w+'"):
-        prompt_of(name, {"foreign": 1}, 5, "file: row 5", ANY)
+    refused(
+        rf"file: row 5: a question of {name} needs '\w+'",
+        prompt_of,
+        name,
+        {"foreign": 1},
+        5,
+        "file: row 5",
+        ANY,
+    )
 
 
 def test_held_out(
@@ -85,10 +92,11 @@ def test_held_out(
         2,
         3,
     }
-    with pytest.raises(
-        UserError, match="too few held-out conversations to measure with; raise data"
-    ):
-        load_prompts(HeldOutPrompts(data=replace(data, held_out=0.0), part=0))
+    refused(
+        "too few held-out conversations to measure with; raise data",
+        load_prompts,
+        HeldOutPrompts(data=replace(data, held_out=0.0), part=0),
+    )
 
 
 def test_gpqa_order() -> None:
@@ -98,18 +106,16 @@ def test_gpqa_order() -> None:
     assert text == prompt_of("gpqa_diamond", dict(reversed(GPQA.items())), 9, "y", ANY).turns[0]
     rows = [{**GPQA, "Question": f"{n}?"} for n in range(20)]
     texts = [prompt_of("gpqa_diamond", row, 1, "x", ANY).turns[0] for row in rows]
-    letters = [re.findall(r"^(\w)\) a$", text, re.MULTILINE)[0] for text in texts]
-    assert set(letters) == set("ABCD")
+    assert {re.findall(r"^(\w)\) a$", text, re.MULTILINE)[0] for text in texts} == set("ABCD")
 
 
 def test_categories(
     tmp_path: Path,
 ) -> None:
     """Spec-Bench's file lists its tasks one after another."""
-    names = [*["qa"] * 5, *["rag"] * 5, "math"]
     rows = [
         {"question_id": n, "category": name, "turns": ["a\u2028b", "c"]}
-        for n, name in enumerate(names)
+        for n, name in enumerate([*["qa"] * 5, *["rag"] * 5, "math"])
     ]
     path = str(tmp_path / "question.jsonl")
     Path(path).write_text(
@@ -125,8 +131,10 @@ def test_categories(
     mine = loaded(TaskConfig("mine", path), turns=1, system_prompt="Be brief.")
     assert mine[4] == Prompt("4", "mine", ("a\u2028b",), "Be brief.") and len(mine) == 11
     (tmp_path / "p.txt").write_text("one\n\ntwo \nthree\n")
-    prompts = load_prompts(PromptsConfig(str(tmp_path / "p.txt"), num_prompts=2))
-    assert [(prompt.prompt_id, prompt.turns[0]) for prompt in prompts] == [
+    assert [
+        (prompt.prompt_id, prompt.turns[0])
+        for prompt in load_prompts(PromptsConfig(str(tmp_path / "p.txt"), num_prompts=2))
+    ] == [
         ("1", "one"),
         ("3", "two "),
     ]
@@ -144,8 +152,9 @@ def test_chosen_rows(tmp_path: Path) -> None:
     assert drawn != loaded(TaskConfig("gsm8k", path, num_prompts=6, seed=2))
     levels = [{"problem": f"p{n}", "level": 1 + (n > 5), "unique_id": str(n)} for n in range(9)]
     path = str(tiny.write_rows(tmp_path / "m.jsonl", levels))
-    chosen = loaded(TaskConfig("math500", path), num_prompts=4)
-    assert [(p.task[-1], p.prompt_id) for p in chosen] == [
+    assert [
+        (p.task[-1], p.prompt_id) for p in loaded(TaskConfig("math500", path), num_prompts=4)
+    ] == [
         ("1", "0"),
         ("2", "6"),
         ("1", "1"),
@@ -163,8 +172,7 @@ def test_broken(tmp_path: Path) -> None:
         twice + twice: "stands there 2 times",
     }.items():
         (tmp_path / "q.jsonl").write_text(text)
-        with pytest.raises(UserError, match=message):
-            load_prompts(PromptsConfig(str(tmp_path / "q.jsonl")))
+        refused(message, load_prompts, PromptsConfig(str(tmp_path / "q.jsonl")))
 
 
 def test_subset_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,8 +187,9 @@ def test_subset_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     files = [{"split": split, "path": f"main/{split}.jsonl"} for split in ("train", "test")]
     configs = json.dumps([{"config_name": "main", "data_files": files}])
     (repository / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
-    prompts = loaded(TaskConfig("gsm8k"), num_prompts=2)
-    assert [(prompt.prompt_id, prompt.turns[0]) for prompt in prompts] == [
+    assert [
+        (prompt.prompt_id, prompt.turns[0]) for prompt in loaded(TaskConfig("gsm8k"), num_prompts=2)
+    ] == [
         ("1", "test 0"),
         ("2", "test 1"),
     ]
@@ -197,5 +206,4 @@ def test_pinned_commits(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {gsm8k: "2" * 40}  # alpaca is not reachable: its commit stays
     monkeypatch.setattr(tasks, "hub_commit", lambda name, revision: known.get(name))
     assert [task.revision for task in pinned(config).tasks] == ["2" * 40, "2" * 40, "v1"]
-    with pytest.raises(UserError, match="give the path"):
-        tasks.check_sources(PromptsConfig(tasks=(TaskConfig("mt-bench"),)))
+    refused("give the path", tasks.check_sources, PromptsConfig(tasks=(TaskConfig("mt-bench"),)))

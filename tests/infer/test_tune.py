@@ -51,8 +51,7 @@ def test_a_replay_counts_what_the_decoder_does(miniature: Any, kind: str) -> Non
     drafted_levels = {"constant": 0, "exact": 0}
     for size, stop in product(sizes, (ConstantConfig(), ExactConfig())):
         tree = tune.sized_tree(*size, stop)
-        path = replay.path_ranks(drafts, tree.levels, tree.k)
-        replayed = replay.replay_tree(drafts, path, tree)
+        replayed = replay.replay_tree(drafts, replay.path_ranks(drafts, tree.levels, tree.k), tree)
         decoder = SpeculativeDecoder(target, tree_proposer(drafter, tree))
         answers = [decoder.generate(p, max_new_tokens=NEW, do_sample=False) for p in prompts]
         real = replay.count_cycles([answer.statistics for answer in answers])

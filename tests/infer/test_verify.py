@@ -139,7 +139,6 @@ def random_tree(dice: torch.Generator, rule: Any) -> tuple[Tree, Tensor]:
 
 def textbook(grown: Tree, p: Tensor, uniform: dict[int, list[float]]) -> tuple[list[int], Tensor]:
     """The path and the law of the bonus token, child after child, by these uniform numbers."""
-    assert grown.draft_laws is not None
     path, node = [0], 0
     while True:
         left, q = p[node].double(), grown.draft_laws.laws[node].double()
@@ -180,7 +179,6 @@ def test_textbook(rule: str, on_host: bool, monkeypatch: pytest.MonkeyPatch) -> 
         if not on_host:
             above = grown.parents.tolist()
             ranks = torch.tensor([above[1:node].count(above[node]) for node in range(len(above))])
-            assert grown.draft_laws is not None
             grown = replace(grown, draft_laws=replace(grown.draft_laws, ranks=ranks, width=3))
             inner = sorted(range(len(above)), key=lambda node: -families[node])[:-1]
             width = min(3, len(above) - 1)
@@ -307,10 +305,11 @@ def misfit(
 
 
 drawn = functools.partial(DynamicConfig, k=2, children="sampled")
-SIZES = [{"nodes": 3}, {"nodes": 4}, {"nodes": 6, "k": 3}, {"rerank": False}]
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(
+    "sizes", [{"nodes": 3}, {"nodes": 4}, {"nodes": 6, "k": 3}, {"rerank": False}]
+)
 @pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
 def test_drawn_trees_exact_law(sizes: Any, temperature: float, top_p: float) -> None:
     """Drawn trees write the law of the target: all draws of children, enumerated.
@@ -320,18 +319,18 @@ def test_drawn_trees_exact_law(sizes: Any, temperature: float, top_p: float) -> 
     assert misfit(drawn(levels=2, **sizes), False, temperature, top_p) < 1e-3
 
 
-RULES = [
-    ProbabilitySumConfig(checks=(2,), threshold=0.6244),
-    ProbabilitySumConfig(checks=(1, 2), threshold=0.6),
-    VoteConfig(signals=("probability",), probability_threshold=0.6),
-    MarginalGainConfig(threshold=0.6),
-    ConfidenceConfig(threshold=0.77),
-    EntropyConfig(h=0.3),
-    ExactConfig(),
-]
-
-
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        ProbabilitySumConfig(checks=(2,), threshold=0.6244),
+        ProbabilitySumConfig(checks=(1, 2), threshold=0.6),
+        VoteConfig(signals=("probability",), probability_threshold=0.6),
+        MarginalGainConfig(threshold=0.6),
+        ConfidenceConfig(threshold=0.77),
+        EntropyConfig(h=0.3),
+        ExactConfig(),
+    ],
+)
 def test_stop_rules_exact_law(rule: Any) -> None:
     """Whatever rule ends drawn trees, they write the law of the target."""
     config = drawn(levels=3, nodes=3 if isinstance(rule, ExactConfig) else 4, stop=rule)

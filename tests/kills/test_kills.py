@@ -102,8 +102,14 @@ class World:
     def start(self, run: Path, seconds: float = 600.0, fatal: int | None = None) -> int | None:
         """Exit code of one start; -9 if it was killed, after `seconds` or just before change number
         `fatal`."""
-        words = [f"{SCRIPTS[self.stage]}/main.py", *([] if self.stage == "train" else [self.stage])]
-        words += ["--config", str(self.root / "recipe.yaml"), "--run", str(run)]
+        words = [
+            f"{SCRIPTS[self.stage]}/main.py",
+            *([] if self.stage == "train" else [self.stage]),
+            "--config",
+            str(self.root / "recipe.yaml"),
+            "--run",
+            str(run),
+        ]
         child = WARM.Process(target=become, args=(words, str(run), fatal))
         child.start()
         child.join(seconds)
@@ -158,43 +164,32 @@ def prepare(root: Path) -> None:
         {"question_id": n, "category": "count", "turns": [f"Please count {n + 2} boats."]}
         for n in range(PROMPTS)
     ]
-    tiny.write_rows(root / "questions.jsonl", rows)
     tree = {"levels": 3, "k": 3, "nodes": 8}
-    train: dict[str, Any] = {
-        "max_steps": STEPS,
-        "batch_size": 4,
-        "accumulation": 2,
-        "learning_rate": 1e-3,
-        "warmup_steps": 8,
-        "log_every": 1,
-        "save_every": 6,
-        "eval_every": 18,
-        "eval_conversations": 24,
-        "measure_prompts": 4,
-        "measure_new_tokens": 16,
-    }
-    bench = {
-        "prompts": {
-            "path": str(root / "questions.jsonl"),
-            "num_prompts": PROMPTS,
-            "max_new_tokens": 20,
-        },
-        "warmup_prompts": 1,
-        "cycles": True,
-        "sampling": [{"temperature": 0.0}, {"temperature": 1.0}],
-        "rows": [
-            {"method": "vanilla"},
-            {"method": "eagle2", "tree": tree},
-            {"method": "eagle-chain"},
-        ],
-    }
     write_recipe(
         root / "recipe.yaml",
         root,
-        train,
+        {
+            **{"max_steps": STEPS, "batch_size": 4, "accumulation": 2, "learning_rate": 1e-3},
+            **{"warmup_steps": 8, "log_every": 1, "save_every": 6, "eval_every": 18},
+            **{"eval_conversations": 24, "measure_prompts": 4, "measure_new_tokens": 16},
+        },
         run=str(root / "undisturbed"),
         tree=tree,
-        bench=bench,
+        bench={
+            "prompts": {
+                "path": str(tiny.write_rows(root / "questions.jsonl", rows)),
+                "num_prompts": PROMPTS,
+                "max_new_tokens": 20,
+            },
+            "warmup_prompts": 1,
+            "cycles": True,
+            "sampling": [{"temperature": 0.0}, {"temperature": 1.0}],
+            "rows": [
+                {"method": "vanilla"},
+                {"method": "eagle2", "tree": tree},
+                {"method": "eagle-chain"},
+            ],
+        },
         features={"batch_tokens": 1024, "shard_tokens": 1024},
     )
 

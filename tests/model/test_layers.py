@@ -14,25 +14,32 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from aerie.configs.errors import UserError
 from aerie.model import layers, unrolled_attention
 from aerie.model.kv_cache import KeptRows, KeyValueCache
 from aerie.model.layers import DecoderLayer, HeadLayer, Rotary
 from aerie.model.unrolled_attention import UnrollMemory
+from tests.tiny import refused
 
 GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: its kernels wait"),
 ]
-SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-SIZES |= {
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 128,
 }
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3 |= {"original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 def sized(scaling: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -90,10 +97,8 @@ def test_kept_mask() -> None:
 def test_rope_limits() -> None:
     """A position beyond the head's length and a rope that changes with the length are refused."""
     rotary = Rotary(sized(max_position_embeddings=32))
-    with pytest.raises(UserError, match="max_position_embeddings 32"):
-        rotary.at(torch.arange(33), 33, torch.zeros(1))
-    with pytest.raises(UserError, match="dynamic"):
-        Rotary(sized({"rope_type": "dynamic", "factor": 2.0}))
+    refused("max_position_embeddings 32", rotary.at, torch.arange(33), 33, torch.zeros(1))
+    refused("dynamic", Rotary, sized({"rope_type": "dynamic", "factor": 2.0}))
 
 
 STEPS = 3  # of the unroll
@@ -214,8 +219,9 @@ def _efficient_backward(*given: Any) -> Any:
     return *(x.transpose(1, 2) for x in _backward(*cuts, logs[..., :count])), torch.empty(0)
 
 
-CUDA = {"_flash_attention_forward": _flash, "_flash_attention_backward": _flash_backward}
-CUDA |= {
+CUDA = {
+    "_flash_attention_forward": _flash,
+    "_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention": _efficient,
     "_efficient_attention_backward": _efficient_backward,
 }

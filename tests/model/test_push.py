@@ -1,5 +1,5 @@
-"""Pushing and fetching heads with huggingface_hub and a Hub on loopback: what is sent, what is
-not, what fails."""
+"""The commands inspect, convert and push; pushing and fetching heads with huggingface_hub and a Hub
+on loopback: what is sent, what is not, what fails."""
 
 import json
 import shutil
@@ -15,7 +15,9 @@ from huggingface_hub import constants
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import TargetConfig
+from aerie.infer import main as inference
 from aerie.infer.decode.calibrator import Calibrator, load_calibrator
+from aerie.model import main as commands
 from aerie.model import push
 from aerie.model.checkpoint import load_head, save_head
 from aerie.model.export import export
@@ -30,6 +32,7 @@ from tests import tiny
 from tests.model.formats import published
 from tests.model.formats.published import TAPS, safeailab_eagle3, same, target_facts
 from tests.model.hub_server import Hub, served
+from tests.tiny import call, refused
 
 TOKEN = "hf_madeUpForTheTests0123456789abcdefg"
 CARD = b"---\ntags:\n- draft-head\n- aerie\n---\n"
@@ -60,12 +63,11 @@ FAILED = {
 def hub(tmp_path: Path, monkeypatch: Any) -> Iterator[Hub]:
     """A Hub to which huggingface_hub in this process connects, with its own login and cache."""
     with served() as running:
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(
-            "https://huggingface.co", running.address
-        )
         changes = {
             "ENDPOINT": running.address,
-            "HUGGINGFACE_CO_URL_TEMPLATE": template,
+            "HUGGINGFACE_CO_URL_TEMPLATE": constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(
+                "https://huggingface.co", running.address
+            ),
             "HF_HUB_OFFLINE": False,
         }
         for name, value in {
@@ -114,25 +116,25 @@ def head(tmp_path: Path) -> Path:
         str(home / "chats" / "train.jsonl"),
         "~/chats/more.jsonl",
     ]
-    recipe: Any = {
+    recipe = {
         "run": str(run),
         "target": {"path": target},
         "data": {"conversations": conversations},
+        "distill": {
+            "server": {
+                "urls": ["http://bob:hunter2@host:8000/v1?key=hunter2"],
+                "extra_body": {"pin": 4321, "key": "hunter2"},
+            }
+        },
+        "head": {"init_from": str(home)},
     }
-    server = {
-        "urls": ["http://bob:hunter2@host:8000/v1?key=hunter2"],
-        "extra_body": {"pin": 4321, "key": "hunter2"},
-    }
-    recipe["distill"] = {"server": server}
-    (place / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "head": {"init_from": str(home)}}))
+    (place / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     argv = [
         "main.py",
         "--config",
         str(home / "c.yaml"),
         f"--run={run}",
         f"--data.conversations=[{conversations[1]}]",
-    ]
-    argv += [
         "--distill.server.extra_body",
         "{headers: {x: hunter2}}",
         "--distill.server.urls=[http://hunter2@host]",
@@ -142,17 +144,19 @@ def head(tmp_path: Path) -> Path:
         "dirty": False,
         "argv": argv,
         "inputs": {"files": {conversations[1]: "01"}},
+        "tokens": 1627195,
+        "versions": {"torch": "2.13.0"},
     }
-    write_json(
-        place / "provenance.json", {**facts, "tokens": 1627195, "versions": {"torch": "2.13.0"}}
-    )
+    write_json(place / "provenance.json", facts)
     (place / "conversations.jsonl").write_text('{"text": "a private conversation"}\n')
     summary = {
         "commit": "0123456789ab",
         "hardware": {"device": "a CPU", "threads": 2},
         "run": str(run),
+        "head": {"name": str(place)},
+        "target": {"name": target},
+        "rows": [ROW, FAILED],
     }
-    summary |= {"head": {"name": str(place)}, "target": {"name": target}, "rows": [ROW, FAILED]}
     write_json(run / "report" / "summary.json", summary)
     for stage in ("bench", "calibration"):
         write_json(run / stage / "provenance.json", {"inputs": {"head": [digests(place)]}})
@@ -174,8 +178,10 @@ def test_card(
         and "aerie" in front["tags"]
     )
     assert front["datasets"] == ["HuggingFaceH4/ultrachat_200k"]
-    metrics = front["model-index"][0]["results"][0]["metrics"]
-    assert {metric["type"]: metric["value"] for metric in metrics} == {
+    assert {
+        metric["type"]: metric["value"]
+        for metric in front["model-index"][0]["results"][0]["metrics"]
+    } == {
         "tau": 4.0812,
         "speedup": 2.314,
     }
@@ -232,11 +238,10 @@ def test_private(head: Path, tmp_path: Path, monkeypatch: Any, layout: str) -> N
             == (not name)
         )
         recipe = yaml.safe_load(texts["recipe.yaml"])
-        server = {
+        assert recipe["run"] == "mine" and recipe["distill"]["server"] == {
             "urls": ["http://***@host:8000/v1?key=***"],
             "extra_body": {"pin": "***", "key": "***"},
         }
-        assert recipe["run"] == "mine" and recipe["distill"]["server"] == server
         assert recipe["data"]["conversations"] == [
             "HuggingFaceH4/ultrachat_200k",
             "train.jsonl",
@@ -262,21 +267,13 @@ def test_public_paths() -> None:
     ]
 
 
-def test_calibrator(one: Path, tmp_path: Path) -> None:
-    """A calibrator goes along and fits the head as it is fetched."""
-    save_head(
-        tiny.head(tiny.vocab().embedding), one, target_path=str(tmp_path)
-    )  # the shipped config.json differs
-    write_json(
-        one / "calibrator.json", asdict(Calibrator(1.5, (0.1, 0.9), (0.2, 0.8), head=digests(one)))
-    )
-    out = tmp_path / "out"
-    out.mkdir()
-    for name, file in pack(inspect_head(one), "me/head", **UNMEASURED)[0].items():
-        (out / name).write_bytes(file if isinstance(file, bytes) else file.read_bytes())
-    assert load_calibrator(out).temperature == 1.5
-    save_head(tiny.head(tiny.vocab().embedding, seed=3), one, target_path="a/b")  # another head
-    assert "calibrator.json" not in packed(one, **UNMEASURED)["names"]
+def test_calibrator(one: Path) -> None:
+    """A calibrator of another head stays here."""
+    made_for = Calibrator(1.5, (0.1, 0.9), (0.2, 0.8), head=digests(one))
+    write_json(one / "calibrator.json", asdict(made_for))
+    assert "calibrator.json" in packed(one, target_name="a/b", **UNMEASURED)["names"]
+    save_head(tiny.head(tiny.vocab().embedding, seed=3), one)
+    assert "calibrator.json" not in packed(one, target_name="a/b", **UNMEASURED)["names"]
 
 
 def test_misleading(head: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -294,11 +291,9 @@ def test_misleading(head: Path, tmp_path: Path, monkeypatch: Any) -> None:
         (published.specforge(tmp_path / "taps", numbered), "give it with --target"),
         (head, "the tree that trained it differs from the card's commit"),
     ):
-        with pytest.raises(UserError, match=message):
-            packed(place, target_name="a/b", **UNMEASURED)
+        refused(message, packed, place, target_name="a/b", **UNMEASURED)
     monkeypatch.setattr(push, "is_dirty", lambda: True)
-    with pytest.raises(UserError, match="this checkout differs from the card's commit"):
-        packed(head)
+    refused("this checkout differs from the card's commit", packed, head)
 
 
 def test_pickled(hub: Hub, tmp_path: Path) -> None:
@@ -311,8 +306,13 @@ def test_pickled(hub: Hub, tmp_path: Path) -> None:
     assert load_head("me/pickle", vocab=tiny.vocab(), after_blocks=TAPS).kind == "eagle3"
     upload("me/both", {**files_of(pickle), **files_of(safe)})
     assert not (head_directory("me/both") / "pytorch_model.bin").exists()
-    with pytest.raises(UserError, match="me/both: exists and is public; make it private"):
-        upload("me/both", files_of(safe), private=True)
+    refused(
+        "me/both: exists and is public; make it private",
+        upload,
+        "me/both",
+        files_of(safe),
+        private=True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -433,8 +433,7 @@ def test_strangers(hub: Hub, one: Path) -> None:
         {"consolidated.safetensors": b"1", ".gitattributes": b""},
     ):
         hub.repositories["me/model"] = {"main": dict(files)}
-        with pytest.raises(UserError, match="me/model: is somebody else's: it holds "):
-            upload("me/model", files_of(one))
+        refused("me/model: is somebody else's: it holds ", upload, "me/model", files_of(one))
         assert hub.repositories["me/model"]["main"] == files and hub.count("POST|PUT") == 0
 
 
@@ -446,10 +445,9 @@ def test_hub_target(hub: Hub, monkeypatch: Any) -> None:
     }
     hub.repositories["me/one"] = {"main": {"model.safetensors": b"123456789"}}
     hub.gated.add("me/gated")
-    sizes = [
+    assert [
         weights_size(TargetConfig(name)) for name in ("me/two", "me/one", "me/none", "me/gated")
-    ]
-    assert sizes == [16_400_000_000, 9, 0, 0]
+    ] == [16_400_000_000, 9, 0, 0]
     for name, is_offline, message in (
         ("me/none", False, "no such local directory, and no such repository on the Hub"),
         ("me/gated", False, "gated on the Hub; ask for access on its page"),
@@ -457,8 +455,7 @@ def test_hub_target(hub: Hub, monkeypatch: Any) -> None:
         ("me/two", True, "not in the local cache, and HF_HUB_OFFLINE forbids to ask"),
     ):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
-        with pytest.raises(UserError, match=f"^{name}: {message}"):
-            load_config(TargetConfig(name))
+        refused(f"^{name}: {message}", load_config, TargetConfig(name))
 
 
 def test_nowhere(hub: Hub, one: Path, monkeypatch: Any) -> None:
@@ -471,8 +468,7 @@ def test_nowhere(hub: Hub, one: Path, monkeypatch: Any) -> None:
             r"holds no head \(no config.json\); train the head",
         ),  # too many parts for a repository
     ):
-        with pytest.raises(UserError, match=f"{name}: {message}"):
-            load_head(name)
+        refused(f"{name}: {message}", load_head, name)
     asked = len(hub.requests)
     monkeypatch.chdir(one.parents[1])
     assert (
@@ -483,3 +479,131 @@ def test_nowhere(hub: Hub, one: Path, monkeypatch: Any) -> None:
         readable_errors("me/head"),
     ):
         raise RuntimeError(f"bad credentials '{TOKEN}'\nand more")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: Any) -> Path:
+    return tiny.target(tmp_path_factory.mktemp("target"), num_blocks=8)
+
+
+def test_inspect_and_convert(tmp_path: Path, target: Path, capsys: Any) -> None:
+    """A published head is inspected and converted to every layout."""
+    head = published.safeailab_eagle3(tmp_path / "head")
+    assert call(commands, "inspect", head, "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["layout"], shown["taps"], shown["left_out"]) == (
+        "safeailab",
+        None,
+        ["embed_tokens.weight"],
+    )
+    assert (
+        shown["vocabulary"] == {"draft": 107, "target": 320, "coverage": None}
+        and shown["problems"] == []
+    )
+    for to in ("safeailab", "sglang", "speculators"):
+        assert (
+            call(commands, "convert", head, "--to", to, "--target", target, "--out", tmp_path / to)
+            == 0
+        )
+        out = capsys.readouterr().out
+        assert "note: names no taps; [2, 4, 5] are taken" in out and "equal bit for bit" in out
+    save_head(tiny.head(tiny.vocab(vocab_size=400).embedding), tmp_path / "other")
+    assert call(commands, "inspect", tmp_path / "other", "--target", target) == 1
+
+
+def test_convert_overwrites(tmp_path: Path, target: Path, capsys: Any) -> None:
+    """An export replaces an earlier one alone and only where that is asked."""
+    head, out, new = (
+        published.safeailab_eagle3(tmp_path / "head"),
+        tmp_path / "out",
+        tmp_path / "new",
+    )
+    convert = ("convert", head, "--to", "sglang", "--target", target, "--overwrite", "--out")
+    out.mkdir()
+    (out / "precious").write_text("do not touch")
+    assert call(commands, *convert, out) == 2 and (out / "precious").exists()
+    assert "it is no earlier export; name a new directory" in capsys.readouterr().err
+    assert (
+        call(commands, *convert, new) == 0
+        and call(commands, *convert[:-2], *convert[-1:], new) == 2
+    )
+    assert call(commands, *convert, new) == 0 and (new / "config.json").exists()
+
+
+def test_push(hub: Hub, tmp_path: Path, target: Path, capfd: Any) -> None:
+    """A push is shown broken off repeated and fetched and the token is nowhere."""
+    head, said = tmp_path / "head", ""
+    save_head(published.eagle3(), head, target_path=str(target))
+    (head / "conversations.jsonl").write_text("private\n")
+    push = (
+        "push",
+        head,
+        "--repo",
+        "me/head",
+        "--without-results",
+        "--uncommitted",
+        "--private",
+        "--revision",
+        "v2",
+    )
+    convert = (
+        "convert",
+        "me/head@v2",
+        "--to",
+        "speculators",
+        "--target",
+        target,
+        "--out",
+        tmp_path / "out",
+    )
+    hub.failures |= {
+        ("POST", "/repos/create"): [401],
+        ("PUT", "/upload/"): [403],
+        ("POST", "/commit/"): [500],
+    }
+    for command, code, expected in (
+        ((*push, "--dry-run"), 0, "push: would remove nothing, and ship to me/head@v2:"),
+        (push, 2, "error: me/head: the Hub does not accept this login; run: hf auth login"),
+        (push, 2, "error: me/head: this login may not do that; use a token that may"),
+        (push, 2, "error: me/head: the Hub is out of reach, refused or broke off"),
+        (push, 0, "5 files to me/head@v2"),
+        (("inspect", "me/head@v2", "--target", target), 0, "taps        hidden_states [2, 4, 5]"),
+        (convert, 0, "bit for bit"),
+    ):
+        assert call(commands, *command) == code
+        out = "".join(capfd.readouterr())
+        assert expected in out and ("conversations.jsonl stays here" in out) == (
+            command[0] == "push"
+        )
+        assert ("--dry-run" in command) <= (hub.count("POST|PUT") == 0)
+        assert code == 0 or not any(
+            hub.repositories.get("me/head", {}).values()
+        )  # nothing half uploaded
+        said += out
+    files = {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "aerie/config.json",
+        "aerie/model.safetensors",
+    }
+    assert hub.repositories["me/head"]["v2"].keys() == files
+    words = (
+        "generate",
+        "--target",
+        target,
+        "--head",
+        "me/head@v2",
+        "--prompt",
+        "Hi",
+        "--max-new-tokens",
+        "4",
+    )
+    assert call(inference, *words) == 0
+    assert hub.private == {"me/head"} and hub.tokens == {f"Bearer {TOKEN}"}
+    assert hub.count("PUT /upload/") == 3  # two, and a failed one; arrived files are not sent again
+    contents = [
+        content for files in hub.repositories["me/head"].values() for content in files.values()
+    ]
+    contents += [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(TOKEN.encode() in content for content in [*contents, said.encode()])

@@ -28,15 +28,17 @@ from aerie.model.storage import (
     working_alone,
     write_text,
 )
-
-ENDS = [
-    (UserError("a mistake"), "failed", 2),
-    (signal.SIGTERM, "interrupted", 130),
-    (signal.SIGUSR1, "requeue", 75),
-]
+from tests.tiny import refused
 
 
-@pytest.mark.parametrize(("event", "state", "code"), ENDS)
+@pytest.mark.parametrize(
+    ("event", "state", "code"),
+    [
+        (UserError("a mistake"), "failed", 2),
+        (signal.SIGTERM, "interrupted", 130),
+        (signal.SIGUSR1, "requeue", 75),
+    ],
+)
 def test_exit_status(event: Any, state: str, code: int, tmp_path: Path) -> None:
     """A command's end is its exit code and its status."""
 
@@ -133,18 +135,22 @@ def test_stage(tmp_path: Path) -> None:
         and record["versions"]["python"]
     )
     other.require_own_directory(overwrite=True)
-    with pytest.raises(
-        UserError, match=r"holds another features .rows: these there, those asked.; choose another"
-    ):
-        other.require_own_directory(overwrite=False)
+    refused(
+        r"holds another features .rows: these there, those asked.; choose another",
+        other.require_own_directory,
+        overwrite=False,
+    )
     (tmp_path / "rows").write_text("[]")
     stage.finish()
     (tmp_path / "calibrator.json").touch()
     assert stage.is_whole()
     for name, said in (("rows", "rows: is damaged"), (FILE, r"its checksum differs\)")):
         (tmp_path / name).write_text("{}")
-        with pytest.raises(UserError, match=f"{said}; write it anew with --overwrite"):
-            stage.require_own_directory(overwrite=stage.is_whole())
+        refused(
+            f"{said}; write it anew with --overwrite",
+            stage.require_own_directory,
+            overwrite=stage.is_whole(),
+        )
 
 
 def test_atomic(tmp_path: Path, monkeypatch: Any) -> None:
@@ -177,13 +183,10 @@ def test_irregular(tmp_path: Path) -> None:
         (tmp_path / ("a" * 300), "cannot be written .File name too long"),
         (tmp_path / "pipe/below", "cannot be written .File exists"),
     ):
-        with pytest.raises(NotWritable, match=said):
-            write_text(path, "{}")
+        refused(said, write_text, path, "{}")
     assert (tmp_path / "pipe").is_fifo()
-    with pytest.raises(
-        NotWritable, match=r"cannot be written .Not a directory.*choose another --run"
-    ):
-        working_alone(tmp_path / "pipe/run", "measuring")
+    said = r"cannot be written .Not a directory.*choose another --run"
+    refused(said, working_alone, tmp_path / "pipe/run", "measuring")
 
 
 def test_full_disk(small_disk: Path) -> None:

@@ -110,9 +110,11 @@ def started() -> Iterator[Cluster]:
     root = Path(tempfile.mkdtemp(prefix="aerie-slurm-"))
     root.chmod(0o755)  # munged runs as another user
     environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "AERIE"))
-    }
-    environment |= {
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SLURM", "AERIE"))
+        },
         "SLURM_CONF": str(root / "slurm.conf"),
         "AERIE_LOGS": str(root / "logs"),
         "AERIE_VENV": sys.prefix,

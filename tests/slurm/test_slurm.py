@@ -42,18 +42,18 @@ def morning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Morning]:
         pytest.skip(f"SLURM is not tested here: {why}")
     with started() as cluster:
         root = tmp_path_factory.mktemp("slurm")
-        jobs = {}
         recipe = recipe_for(root)
-        jobs["features"] = cluster.submit("features", recipe, options="--array=1-2")
-        jobs["train"] = cluster.submit(
-            "train", recipe, options=f"--nodes=2 --dependency=afterok:{jobs['features']}"
-        )
-        jobs["bench"] = cluster.submit(
-            "bench", recipe, options=f"--dependency=afterok:{jobs['train']}"
-        )
-        jobs["distill"] = cluster.submit("distill", recipe, "--run", root / "distilled")
-        jobs["mistake"] = cluster.submit("train", recipe, "--train.bath_size", 3)
-        jobs["part"] = cluster.submit("features", recipe, options="--array=2-3")
+        features = cluster.submit("features", recipe, options="--array=1-2")
+        after = f"--nodes=2 --dependency=afterok:{features}"
+        train = cluster.submit("train", recipe, options=after)
+        jobs = {
+            "features": features,
+            "train": train,
+            "bench": cluster.submit("bench", recipe, options=f"--dependency=afterok:{train}"),
+            "distill": cluster.submit("distill", recipe, "--run", root / "distilled"),
+            "mistake": cluster.submit("train", recipe, "--train.bath_size", 3),
+            "part": cluster.submit("features", recipe, options="--array=2-3"),
+        }
         assert call(data_main, "features", "--config", recipe, "--run", root / "alone") == 0
 
         cluster.until(lambda: state(root / "distilled/status.json") == "running", jobs["distill"])
@@ -73,17 +73,30 @@ def recipe_for(root: Path) -> Path:
     rows = str(tiny.write_conversations(root / "train.jsonl", 60, seed=2))
     (root / "questions.jsonl").write_text('{"turns": ["How many owls are two lamps?"]}\n')
     tree = {"levels": 3, "k": 2, "nodes": 6}
-    train = {"max_steps": STEPS, "epochs": STEPS, "batch_size": 2, "learning_rate": 2e-3}
-    train |= {"eval_every": 0, "log_every": 5, "save_every": 10 * STEPS}
-    distill: dict[str, Any] = {"sources": [{"path": rows, "num_rows": 8}], "max_turns": 1}
-    distill["gate"] = dict.fromkeys(("cut", "empty", "loop", "language", "repeated"), "keep")
-    prompts = {"path": str(root / "questions.jsonl"), "num_prompts": 1, "max_new_tokens": 8}
+    train = {
+        "max_steps": STEPS,
+        "epochs": STEPS,
+        "batch_size": 2,
+        "learning_rate": 2e-3,
+        "eval_every": 0,
+        "log_every": 5,
+        "save_every": 10 * STEPS,
+    }
     sections: dict[str, Any] = {
         "features": {"shard_tokens": 512, "batch_tokens": 512},
         "tree": tree,
-        "distill": {**distill, "sampling": {"temperature": 0.0, "max_tokens": 8}},
+        "distill": {
+            "sources": [{"path": rows, "num_rows": 8}],
+            "max_turns": 1,
+            "gate": dict.fromkeys(("cut", "empty", "loop", "language", "repeated"), "keep"),
+            "sampling": {"temperature": 0.0, "max_tokens": 8},
+        },
         "bench": {
-            "prompts": prompts,
+            "prompts": {
+                "path": str(root / "questions.jsonl"),
+                "num_prompts": 1,
+                "max_new_tokens": 8,
+            },
             "rows": [{"method": "vanilla"}, {"method": "eagle2", "tree": tree}],
         },
     }

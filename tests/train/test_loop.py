@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from aerie.configs.errors import Requeued, UserError
+from aerie.configs.errors import Requeued
 from aerie.configs.schema.heads import AdamWSection, Eagle1Train, MuonSection, RateScaling
 from aerie.data.batches import collate
 from aerie.model.checkpoint import load_head
@@ -24,6 +24,7 @@ from aerie.train.loop import MetricsFile
 from aerie.train.objectives import Eagle1Objective
 from aerie.train.optimizers import build_optimizers, learning_rate, muon_matrices
 from tests import tiny
+from tests.tiny import refused
 from tests.train.sittings import VOCAB, config, job, lines, sitting, weights
 
 
@@ -83,10 +84,11 @@ def test_divergence(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(
         "aerie.train.losses.smooth_l1", lambda predicted, true: predicted.sum(-1) * float("nan")
     )
-    with pytest.raises(
-        UserError, match=r"the training diverged \(nothing was kept\); lower train.learning_rate"
-    ):
-        sitting(job(tmp_path, config()))
+    refused(
+        r"the training diverged \(nothing was kept\); lower train.learning_rate",
+        sitting,
+        job(tmp_path, config()),
+    )
     assert not (tmp_path / "head/model.safetensors").exists()
 
 
@@ -191,8 +193,7 @@ def test_refused_engines(
         distributed_type="any",
     )
     monkeypatch.setattr(processes, "Accelerator", lambda **_: accelerator)
-    with pytest.raises(UserError, match=said):
-        processes.build_accelerator(config(**changes), tmp_path)
+    refused(said, processes.build_accelerator, config(**changes), tmp_path)
 
 
 def test_metrics_file(
@@ -239,5 +240,9 @@ def test_deepspeed_version(monkeypatch: Any) -> None:
         monkeypatch.setattr("deepspeed.__version__", version)
         deepspeed_internals.require_known_version()
     monkeypatch.setattr("deepspeed.__version__", "0.20.0")
-    with pytest.raises(UserError, match=r"0.20.0: .*pip install 'deepspeed==0.19.\*', or launch"):
-        deepspeed_internals.clip_before_muon(None, 1.0)
+    refused(
+        r"0.20.0: .*pip install 'deepspeed==0.19.\*', or launch",
+        deepspeed_internals.clip_before_muon,
+        None,
+        1.0,
+    )

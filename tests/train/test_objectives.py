@@ -119,7 +119,6 @@ def laws_of(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
     """log q [steps, V or Vd] of a head or small LM that drafts from a slot on, given the row's own
     tokens."""
     tokens = row.input_ids[: slot + 1 + steps]
-    assert row.taps is not None
     if not hasattr(head, "kind"):
         return head(tokens[None]).logits[0, slot + 1 :].log_softmax(-1)
     return log_laws(head, VOCAB, tokens, row.last_hidden[: slot + 1], row.taps[: slot + 1])
@@ -329,7 +328,6 @@ def test_gradient_is_slope(
 
 def filled(batch: Batch) -> Batch:
     """The batch with values in its padding, which must not matter."""
-    assert batch.features is not None and batch.taps is not None
     padding = torch.arange(batch.input_ids.shape[1]) >= batch.lengths[:, None]  # [B, T]
     return replace(
         batch,

@@ -162,8 +162,7 @@ def test_two_are_one(root: Path, name: str) -> None:
         subprocess.run(start, cwd=ROOT, env=environment, check=True, timeout=600)
     else:
         together(launcher, two, "--config", recipe)
-    records = zip(lines(root / name), lines(two), strict=True)
-    pairs = [pair for pair in records if "loss" in pair[0]]
+    pairs = [pair for pair in zip(lines(root / name), lines(two), strict=True) if "loss" in pair[0]]
     assert len(pairs) == train.get("max_steps", STEPS)
     for first, second in pairs:
         # Muon's rounds are in bf16; over the steps the rounding adds up to 1e-4.

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,13 +16,12 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from aerie.configs.errors import NotWritable, UserError
 from aerie.configs.schema.heads import Eagle1Train, MuonSection
 from aerie.model import storage
 from aerie.train import processes, resume
 from aerie.train.loop import Loop
 from aerie.train.resume import Progress, folders
-from tests.tiny import flip
+from tests.tiny import flip, refused
 from tests.train.sittings import (
     config,
     ended,
@@ -161,13 +159,10 @@ def test_tracker(tmp_path: Path) -> None:
     (place,) = {path.parent for path in tmp_path.rglob("aerie/events.out.tfevents.*")}
     (settings_there,) = tmp_path.rglob("hparams.yml")
     assert "train.learning_rate: 0.01" in settings_there.read_text()
-    curve = [
+    assert [
         (event.step, event.value)
         for event in EventAccumulator(str(place)).Reload().Scalars("train/loss")
-    ]
-    assert curve == [
-        (line["step"], pytest.approx(line["loss"])) for line in lines(tmp_path) if "loss" in line
-    ]
+    ] == [(line["step"], pytest.approx(line["loss"])) for line in lines(tmp_path) if "loss" in line]
 
 
 def test_other_recipe_or_engine(tmp_path: Path, undisturbed: Any) -> None:
@@ -176,17 +171,15 @@ def test_other_recipe_or_engine(tmp_path: Path, undisturbed: Any) -> None:
         {"rows": "r", "train": {"log_every": 1, "seed": 0}}, 2, "ZeRO-2 bf16", "NVIDIA A"
     )
     resume.save(tmp_path, replace(fresh, step=7), lambda folder: None, lambda: None, 2)
-    others = {
+    for said, other in {
         r"\(rows: r there, s asked; train.seed: 0 there": replace(
             fresh, made_of={"rows": "s", "train": {"seed": 1}}
         ),
         "saved under ZeRO-2 bf16, now it is plain bf16; go on as there, or": replace(
             fresh, engine="plain bf16"
         ),
-    }
-    for said, other in others.items():
-        with pytest.raises(UserError, match=said):
-            resume.find(tmp_path, other, overwrite=False)
+    }.items():
+        refused(said, resume.find, tmp_path, other, overwrite=False)
         assert resume.find(tmp_path, other, overwrite=True) == (other, None, [])
     progress, _, warnings = resume.find(
         tmp_path, replace(fresh, machine="NVIDIA B"), overwrite=False
@@ -208,11 +201,12 @@ def test_pickle(tmp_path: Path) -> None:
     accelerator: Any = Mock(
         load_state=lambda folder: torch.load(Path(folder, "state.pt"), weights_only=False)
     )
-    with pytest.raises(
-        UserError,
-        match="holds more than tensors and plain values, which is never loaded; remove it",
-    ):
-        processes.load_state(accelerator, tmp_path)
+    refused(
+        "holds more than tensors and plain values, which is never loaded; remove it",
+        processes.load_state,
+        accelerator,
+        tmp_path,
+    )
 
 
 def test_broken_saves(tmp_path: Path) -> None:
@@ -225,10 +219,13 @@ def test_broken_saves(tmp_path: Path) -> None:
 
     flip(save(3), 200)
     flip(save(6), 200)
-    with pytest.raises(
-        UserError, match=r"6/weights.bin: is damaged; no other save is whole: start anew with --ov"
-    ):
-        resume.find(tmp_path, FRESH, overwrite=False)
+    refused(
+        r"6/weights.bin: is damaged; no other save is whole: start anew with --ov",
+        resume.find,
+        tmp_path,
+        FRESH,
+        overwrite=False,
+    )
     assert resume.find(tmp_path, FRESH, overwrite=True)[:2] == (FRESH, None)
     save(5)  # as by a run that went on from step 3 with another save_every
     assert [folder.name for folder in folders(tmp_path)] == ["step-00000005", "step-00000003"]
@@ -242,17 +239,11 @@ def test_full_disk(small_disk: Path) -> None:
     free = shutil.disk_usage(small_disk).free
     for room in (size // 10, size - 5000):  # the weights, or only the last files, do not fit
         (small_disk / "filler").write_bytes(b"0" * (free - room))
-        with pytest.raises(
-            NotWritable, match=r"step-00000004: cannot be written .*free some space"
-        ):
-            sitting(job(run, settings))
+        refused("step-00000004: cannot be written .*free some space", sitting, job(run, settings))
         assert [path.name for path in (run / "state").glob("*step*")] == ["step-00000002"]
         (small_disk / "filler").unlink()
-    for mode in ("ro", "rw"):
-        subprocess.run(["mount", "-o", f"remount,{mode}", str(small_disk)], check=True)
-        with (
-            pytest.raises(NotWritable, match=r"cannot be written .Read-only")
-            if mode == "ro"
-            else nullcontext()
-        ):
-            assert sitting(job(run, settings))[0] == "finished"
+    remount = ["mount", str(small_disk), "-o"]
+    subprocess.run([*remount, "remount,ro"], check=True)
+    refused("cannot be written .Read-only", sitting, job(run, settings))
+    subprocess.run([*remount, "remount,rw"], check=True)
+    assert sitting(job(run, settings))[0] == "finished"

@@ -1,4 +1,7 @@
-"""Interviews, journals, gate and command: every row ends once, whatever stops the job."""
+"""Interviews, journals, gate and command: every row ends once, whatever stops the job.
+
+Input rows: each is asked or skipped with a reason; none is close to an evaluation question.
+"""
 
 import asyncio
 import random
@@ -16,14 +19,14 @@ from aerie.configs.schema.data import DistillConfig, GateConfig, ServerConfig, S
 from aerie.data.conversations import Message
 from aerie.data.distill.answer import Answer, Ask, Outcome, Unanswered
 from aerie.data.distill.distillation import Distillation, flaws
-from aerie.data.distill.prompts import InputRow
+from aerie.data.distill.prompts import InputRow, make_prompts, plan_line
 from aerie.data.progress import JobShare
 from aerie.model.target import Target
 from tests import tiny
 from tests.data.chat_targets import NO_SYSTEM
 from tests.data.distill import answering
 from tests.data.distill.answering import KEEP, distill, echo, outcomes, thinking
-from tests.tiny import read_rows, write_rows
+from tests.tiny import read_rows, refused, write_rows
 
 ROWS = [
     InputRow(f"0:{n}", f"rows: row {n}", tuple(f"Question {n}, {t}?" for t in range(2)))
@@ -81,8 +84,7 @@ def test_killed_run(tmp_path: Path, whole: bytes) -> None:
         alive[0] = chance.randint(2, 5)
         with pytest.raises(Killed):
             sit(tmp_path, dying, share)
-        with pytest.raises(UserError, match=r"of 12 rows have not ended \(first: 0:"):
-            merged(tmp_path)
+        refused(r"of 12 rows have not ended \(first: 0:", merged, tmp_path)
         torn = b'{"id": "0:11", "status": "done", "place": "rows: row 11", "tu'[
             : chance.randint(0, 60)
         ]
@@ -235,8 +237,7 @@ def test_gate(
 
     def kept(**gate: Any) -> tuple[dict[str, Any], str]:
         asked = [InputRow(end.id, end.place) for end in rows]
-        summary = job(tmp_path, gate=GateConfig(**gate)).merge(asked, thinking())
-        return summary, "".join(
+        return job(tmp_path, gate=GateConfig(**gate)).merge(asked, thinking()), "".join(
             row["id"][-1] for row in read_rows(tmp_path / "conversations.jsonl")
         )
 
@@ -265,10 +266,9 @@ def recipe(tmp_path: Path, target: Target) -> Path:
     rows = write_rows(
         tmp_path / "questions.jsonl", [{"prompt": f"Please count {n} boats."} for n in range(6)]
     )
-    sampling = {"temperature": 0.0, "max_tokens": 12}
     section = {
         "sources": [{"path": str(rows), "kind": "prompts"}],
-        "sampling": sampling,
+        "sampling": {"temperature": 0.0, "max_tokens": 12},
         "gate": KEEP,
     }
     return answering.local_recipe(tmp_path, Path(target.recipe.path), section)
@@ -308,10 +308,126 @@ def test_measuring_prompts_are_excluded(recipe: Path, tmp_path: Path) -> None:
         return {"path": str(write_rows(tmp_path / f"{number}.jsonl", rows)), "num_prompts": 1}
 
     values = yaml.safe_load(recipe.read_text())
-    values["bench"] = {"prompts": measured(1), "rows": [{"method": "vanilla"}]}
-    values["tune"] = {"prompts": measured(2), "measure": measured(3)}
-    values["distill"]["exclude"] = [{"name": "ours", "path": measured(4)["path"]}]
-    path = tiny.recipe(tmp_path / "measured.yaml", values)
+    exclude = [{"name": "ours", "path": measured(4)["path"]}]
+    measuring = {
+        "bench": {"prompts": measured(1), "rows": [{"method": "vanilla"}]},
+        "tune": {"prompts": measured(2), "measure": measured(3)},
+        "distill": {**values["distill"], "exclude": exclude},
+    }
+    path = tiny.recipe(tmp_path / "measured.yaml", {**values, **measuring})
     assert distill(path, "--plan") == 0 and not (tmp_path / "run").exists()
     assert distill(path) == 0
     assert [row.status for row in outcomes(tmp_path / "run")] == ["done", *["skipped"] * 4, "done"]
+
+
+LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
+SHARED = tuple(f"{LONG} question {n} about {n * n}" for n in range(20))
+NEAR = "overlaps an evaluation question"
+
+
+def made(
+    path: Path, rows: list[Any], questions: tuple[str, ...] = (), seed: int = 0, **keys: Any
+) -> list[InputRow]:
+    source = SourceConfig(str(write_rows(path / "rows.jsonl", rows)), **keys)
+    return make_prompts(DistillConfig(sources=(source,), ngram=8, seed=seed), questions)
+
+
+def skips(path: Path, texts: list[Any], questions: tuple[str, ...] = ()) -> list[str | None]:
+    rows = [{"prompt": text} if isinstance(text, str) else text for text in texts]
+    return [prompt.skip for prompt in made(path, rows, questions, kind="prompts")]
+
+
+def said(*turns: tuple[str, str | None]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def test_human_turns_are_asked(
+    tmp_path: Path,
+) -> None:
+    """Human turns are asked; rows that cannot be are skipped with their reason."""
+    row = said(
+        ("system", "Be brief."),
+        ("human", "First?"),
+        ("gpt", "An old answer."),
+        ("human", "Second?"),
+    )
+    joined, place = said(("user", "a"), ("user", "b")), f"{tmp_path}/rows.jsonl: row"
+    assert made(tmp_path, [row, joined]) == [
+        InputRow("0:1", f"{place} 1", ("First?", "Second?"), system="Be brief."),
+        InputRow("0:2", f"{place} 2", ("a\n\nb",)),
+    ]
+    rows = {
+        None: said(("user", "Why?")),
+        "no user turn": said(("assistant", "Because.")),
+        "the same prompt as an earlier row": said(("user", " WHY? ")),
+        "the conversation calls tools": said(("user", "x"), ("tool", None)),
+        "row is no object": "text",
+    }
+    prompts = made(tmp_path, list(rows.values()))
+    assert [prompt.skip for prompt in prompts] == list(rows)
+    assert plan_line(prompts).startswith("5 rows, 1 to ask; 1 skipped: ")
+    empty = [
+        {"prompt": None},
+        {"turns": []},
+        {"prompt": 5},
+        {"turns": ["a", None]},
+        {"prompt": "Why?", "system": 5},
+    ]
+    usable = ["Why?", {"turns": None, "question": "a?"}]
+    assert skips(tmp_path, usable + empty) == [None] * 2 + ["an empty question, or no text"] * 5
+
+
+@pytest.mark.parametrize(
+    ("questions", "texts", "expected"),
+    [
+        (
+            (f"Say: {LONG}", "why so"),
+            [f"Well, {LONG.upper()}!", LONG[:30], "Why so?"],
+            [NEAR, None, NEAR],
+        ),
+        ((LONG,), [{"prompt": "a", "system": LONG}, "b"], [NEAR, None]),
+        # instructions that many questions share do not count
+        (SHARED, [f"Prove it. {LONG}"], [None]),
+        # a short question must match whole
+        ((*SHARED, LONG), [f"Prove it. {LONG}!", LONG[4:]], [NEAR, None]),
+        (
+            # each character is a word
+            ("一列火车以每小时六十公里的速度行驶，多久到达？", "为什么？"),
+            ["请回答：一列火车以每小时六十公里的速度行驶，", "一列火车每天行驶", "为什么"],
+            [NEAR, None, NEAR],
+        ),
+    ],
+)  # fmt: skip
+def test_overlap(
+    tmp_path: Path, questions: tuple[str, ...], texts: list[Any], expected: list[str | None]
+) -> None:
+    """No prompt shares a run of words with an evaluation question."""
+    assert skips(tmp_path, texts, questions) == expected
+    refused("no row can be asked", skips, tmp_path, [questions[-1]], (questions[-1],))
+
+
+def test_seed_draws_rows(tmp_path: Path) -> None:
+    """The seed draws the rows and samples have ids of their own."""
+    rows = [{"prompt": f"Question {n}?"} for n in range(50)]
+    keys: dict[str, Any] = {"kind": "prompts", "num_rows": 10, "samples": 2}
+    first, again, other = (made(tmp_path, rows, seed=seed, **keys) for seed in (0, 0, 1))
+    questions = {prompt.turns for prompt in first}
+    assert first == again and questions != {prompt.turns for prompt in other}
+    assert len(first) == len({prompt.id for prompt in first}) == 20 == 2 * len(questions)
+
+
+def test_personas(tmp_path: Path) -> None:
+    """Personas are asked for a problem or for the solution of theirs."""
+    row = {
+        "input persona": f"One who says {LONG}",
+        "synthesized text": "**Math problem:** 3 hives hold 9 frames each.",
+    }
+    solved, unsolved = made(tmp_path, [row, {"input persona": "A baker"}], kind="personas")
+    assert (
+        solved.turns[0].startswith("3 hives hold 9 frames each.\n\n")
+        and unsolved.skip == "row has no problem"
+    )
+    near, invented = made(
+        tmp_path, [row, {"persona": "A baker"}], (LONG,), kind="personas", ask="problem"
+    )
+    assert "A baker" in (invented.invent or "") and invented.turns == () and near.skip == NEAR

@@ -61,10 +61,9 @@ def test_learnt_is_written(template: str, text: str, is_rendered: bool, tmp_path
     assert learnt(rows, reader, tmp_path)[0].endswith(f"{text}<|im_end|>")
     # thinking that a server returns separately goes where the template looks for it
     told_apart = reader.message(reader.read(Answer("four", "stop", reasoning="2 + 2")))
-    has_field = template in (THINK_OPENING, THINK_DROPPING)
     fields = (
         {"content": "four", "reasoning_content": "2 + 2"}
-        if has_field
+        if template in (THINK_OPENING, THINK_DROPPING)
         else {"content": THOUGHT_FOUR}
     )
     assert told_apart == {"role": "assistant", **fields}

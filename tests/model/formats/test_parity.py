@@ -26,16 +26,6 @@ speculators = pytest.importorskip(
     "speculators", reason="speculators is not installed; that it loads our export is not checked"
 )
 STEPS, LENGTH = 3, 24
-FLAVOURS: list[dict[str, Any]] = [
-    *(
-        {},
-        {"norm_before_residual": True},
-        {"norm_before_fc": True},
-        {"qk_norm": True, "num_hidden_layers": 2},
-    ),
-    *({"fc_norm": True, "norm_output": True}, {"ids": torch.arange(320)}),
-    {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
-]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +48,19 @@ def _drafted(head: Eagle3Head, taps: torch.Tensor, ids: torch.Tensor) -> list[to
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", FLAVOURS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *(
+            {},
+            {"norm_before_residual": True},
+            {"norm_before_fc": True},
+            {"qk_norm": True, "num_hidden_layers": 2},
+        ),
+        *({"fc_norm": True, "norm_output": True}, {"ids": torch.arange(320)}),
+        {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
+    ],
+)
 def test_speculators_eagle3(target: TargetFacts, tmp_path: Path, changes: dict[str, Any]) -> None:
     """The exported directory loads in speculators with every tensor and drafts the same tokens."""
     head = published.eagle3(**changes)
@@ -133,8 +135,6 @@ def test_speculators_block(target: TargetFacts, tmp_path: Path, keys: dict[str, 
         "input_ids": ids,
         "loss_mask": mask,
         "verifier_last_hidden_states": raw,
-    }
-    given |= {
         "document_ids": torch.zeros(1, LENGTH).long(),
         "max_anchors": (count := last + 1 - first),
     }

@@ -1,4 +1,7 @@
-"""Drafters of heads: laws in the right places, only true features, and heads that do not fit."""
+"""Drafters of heads: laws in the right places, only true features, and heads that do not fit.
+
+A draft LM: whatever was accepted, its laws are those of plain forwards on the same text.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -6,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
-from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import (
     DynamicConfig,
     MethodConfig,
@@ -16,17 +19,18 @@ from aerie.configs.schema.decode import (
     published_tree,
 )
 from aerie.configs.schema.heads import TargetConfig
+from aerie.infer.decode.drafters import DraftLMDrafter, load_draft_lm
 from aerie.infer.decode.find_head import check_levels
 from aerie.infer.decode.loaded_heads import load_head_for
-from aerie.infer.decode.roles import Cycle
 from aerie.model.checkpoint import save_head
 from aerie.model.heads import DRAFT_MODELS
 from aerie.model.kv_cache import KeptRows
+from aerie.model.miniature import small_model
 from aerie.model.target import Target
 from tests import tiny
-from tests.infer.draws import TREES, decoder_of, greedy, make_head, make_target, prompts
-from tests.infer.steered import steered
+from tests.infer.draws import TREES, decoder_of, greedy, make_head, make_target, prompts, steered
 from tests.model.drafted import log_laws
+from tests.tiny import refused
 
 LOADED = [  # kind, options
     ("eagle1", {}),
@@ -76,31 +80,20 @@ def test_laws_below_nodes(kind: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("kind", "options"), LOADED)
 @pytest.mark.parametrize("tree", [TREES["wide"], StaticConfig(choices="medusa63", children="best")])
 def test_verified_nodes_were_drafted(kind: str, options: dict[str, Any], tree: TreeConfig) -> None:
-    """Each node has a token from the drafter's law at its parent, and the target reads it once."""
+    """The target reads each drafted node once, and accepts those that it would have written."""
     target, ids, read = make_target(), prompts(3)[-1], []
     if isinstance(tree, DynamicConfig) and kind not in ("eagle1", "eagle3"):
         tree = DynamicConfig(levels=4, k=6, nodes=40)
     decoder, nodes = decoder_of(target, tree, kind, **options), []
-    proposer: Any = decoder.proposer
-    proposer.shape.keeps_pool = True
-
-    def watch(cycle: Cycle) -> None:
-        nodes.append(cycle.tree.num_drafted)
-        grown = cycle.tree
-        laws = {} if grown.pool is None else grown.pool.log_laws()
-        for node in range(1, len(grown)):
-            law = laws[int(grown.parents[node])]
-            column = (
-                proposer.drafter.target_ids(torch.arange(len(law)))
-                .tolist()
-                .index(int(grown.tokens[node]))
-            )
-            assert float(grown.confidence[node]) == pytest.approx(float(law[column]), abs=1e-5)
-
     hook = target.decoder.register_forward_pre_hook(
         lambda _, __, keywords: read.append(keywords["input_ids"].shape[1]), with_kwargs=True
     )
-    found = decoder.generate(ids, do_sample=False, max_new_tokens=12, on_cycle=watch)
+    found = decoder.generate(
+        ids,
+        do_sample=False,
+        max_new_tokens=12,
+        on_cycle=lambda cycle: nodes.append(cycle.tree.num_drafted),
+    )
     hook.remove()
     statistics = found.statistics
     assert [width - 1 for width in read[1:]] == nodes == statistics.cycle_nodes and sum(nodes) > 50
@@ -131,24 +124,32 @@ def test_true_features(kind: str, options: dict[str, Any]) -> None:
 def test_misfits(tmp_path: Path) -> None:
     target = make_target()
     save_head(make_head(target, "eagle3", after_blocks=(1, 4)), tmp_path / "deep")
-    with pytest.raises(UserError, match=r"states after blocks \(1, 4\), and tiny has 4 blocks"):
-        load_head_for(target, str(tmp_path / "deep"))
+    refused(
+        r"states after blocks \(1, 4\), and tiny has 4 blocks",
+        load_head_for,
+        target,
+        str(tmp_path / "deep"),
+    )
     target.generation_config.eos_token_id = [7, 8]
     save_head(make_head(target, "eagle3", ids=torch.tensor([1, 2, 9])), tmp_path / "endless")
-    with pytest.raises(
-        UserError,
-        match=r"none of the target's end-of-turn tokens \[7, 8\] is in the draft vocabulary",
-    ):
-        load_head_for(target, str(tmp_path / "endless"))
+    refused(
+        r"none of the target's end-of-turn tokens \[7, 8\] is in the draft vocabulary",
+        load_head_for,
+        target,
+        str(tmp_path / "endless"),
+    )
     save_head(make_head(target, "block", block_size=5), tmp_path / "short")
     short = str(tmp_path / "short")
     for method in ("block-tree", "block-chain"):  # their default depth is 7
         cut = check_levels(MethodConfig.of(method), short, "here").tree
         assert cut == published_tree(method, levels=4)
-        with pytest.raises(
-            UserError, match=r"here: tree: is 5 levels deep, and .*/short drafts at most 4"
-        ):
-            check_levels(MethodConfig.of(method, levels=5), short, "here")
+        refused(
+            r"here: tree: is 5 levels deep, and .*/short drafts at most 4",
+            check_levels,
+            MethodConfig.of(method, levels=5),
+            short,
+            "here",
+        )
 
 
 def load(path: Path, dtype: Any = "float32") -> Target:
@@ -189,10 +190,127 @@ def test_other_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         and "max_position_embeddings is 64, its target's 256" in longest
     )
     # the same weights in another precision than the head was trained with are the same target
-    tied = tiny.target(tmp_path / "tied", tie_word_embeddings=True)
     for path, trained, used in (
         (tmp_path / "own", "bfloat16", "float32"),
-        (tied, "float32", "bfloat16"),
+        (tiny.target(tmp_path / "tied", tie_word_embeddings=True), "float32", "bfloat16"),
     ):
         head = saved(load(path, trained), tmp_path / f"{path.name} {trained}")
         assert warnings(load(path, used), head) == []
+
+
+PROMPT = torch.arange(20, 40)
+
+
+def made(model: Any) -> Target:
+    return Target(model, TargetConfig("made"))
+
+
+def draft_of(family: str) -> Target:
+    """A small LM; of mistral and gemma2 every layer, or every other one, has a window."""
+    return made(small_model(AutoConfig.for_model(family), vocab_size=320))
+
+
+def drafter_of(draft: Target, vocab_size: int = 320) -> DraftLMDrafter:
+    return DraftLMDrafter(draft, made(tiny.llama(vocab_size=vocab_size, num_blocks=1, seed=1)))
+
+
+def after_prompt(drafter: DraftLMDrafter, first: int = 50) -> list[int]:
+    """(the drafter after a prompt and the answer's first token, both as one text)."""
+    drafter.reset(PROMPT, KeptRows(128, PROMPT.device, torch.float32), 8)
+    drafter.commit(torch.cat([PROMPT[1:], torch.tensor([first])]), torch.zeros(len(PROMPT), 32))
+    return [*PROMPT.tolist(), first]
+
+
+def assert_law(law: Tensor, draft: Target, text: list[int]) -> None:
+    """Asserts that law is log q [Vd] after the text, by the model's own forward without a cache."""
+    logits = draft.model(torch.tensor([text])).logits[0, -1, : len(law)]
+    torch.testing.assert_close(law, logits.log_softmax(-1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("path", [[], [2], [1, 3], [1, 3, 4], [0, 0, 0]])  # the rows of each level
+@torch.inference_mode()
+def test_laws_of_trees(family: str, path: list[int]) -> None:
+    draft = draft_of(family)
+    drafter = drafter_of(draft)
+    text = after_prompt(drafter)
+    levels = [
+        [[0, 0, 0], [61, 62, 63]],
+        [[0, 2, 1, 1, 0], [71, 72, 73, 74, 75]],
+        [[0, 3, 3, 4, 3], [81, 82, 83, 84, 85]],
+    ]
+    for first in (0, 100):  # a second tree, when the first one's cache rows have been gathered
+        paths: list[list[int]] = [[]]
+        assert_law(drafter.start()[0], draft, text)
+        for parents, tokens in levels:
+            laws = drafter.step(torch.tensor(tokens) + first, torch.tensor(parents))
+            paths = [
+                [*paths[parent], token + first]
+                for parent, token in zip(parents, tokens, strict=True)
+            ]
+            for law, below in zip(laws, paths, strict=True):
+                assert_law(law, draft, text + below)
+        kept = [tokens[row] + first for row, (_, tokens) in zip(path, levels, strict=False)]
+        unread = [250] if len(path) == len(levels) else []  # a leaf, whose law was never computed
+        drafter.commit(torch.tensor([*kept, *unread, 300]))
+        text += [*kept, *unread, 300]
+    assert_law(drafter.start()[0], draft, text)
+
+
+@pytest.mark.parametrize(("accepted", "read"), [(0, 1), (2, 1), (3, 1), (4, 2)])
+@torch.inference_mode()
+def test_forwards(accepted: int, read: int) -> None:
+    draft = draft_of("llama")
+    drafter = drafter_of(draft)
+    after_prompt(drafter)
+    widths: list[int] = []
+    hook = draft.decoder.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    zero = torch.zeros(1, dtype=torch.long)
+    drafter.start()
+    for token in (60, 61, 62):
+        drafter.step(torch.tensor([token]), zero)
+    drafter.commit(torch.tensor([*[60, 61, 62, 63][:accepted], 99]))
+    drafter.start()
+    hook.remove()
+    assert widths == [1, 1, 1, 1, read]
+
+
+@pytest.mark.parametrize("vocab_size", [300, 320, 340])
+@torch.inference_mode()
+def test_padded_vocabularies(vocab_size: int) -> None:
+    draft = draft_of("llama")
+    drafter = drafter_of(draft, vocab_size)
+    text = after_prompt(drafter)
+    law = drafter.start()[0]
+    assert law.shape == (min(320, vocab_size),)
+    assert_law(law, draft, text)
+    drafter.commit(
+        torch.tensor([vocab_size - 1])
+    )  # an id from the target's padding, if its vocabulary is larger
+    assert drafter.start().isfinite().all()
+
+
+@torch.inference_mode()
+def test_loading(
+    tmp_path: Path,
+) -> None:
+    target = Target.load(TargetConfig(str(tiny.target(tmp_path / "target")), dtype="bfloat16"))
+    padded = tiny.target(tmp_path / "padded", num_blocks=2)
+    tiny.llama(vocab_size=336, num_blocks=2).save_pretrained(padded)
+    drafter = DraftLMDrafter(load_draft_lm(target, str(padded)), target)
+    assert drafter.draft.dtype == torch.bfloat16 and drafter.draft.num_blocks == 2
+    after_prompt(drafter)
+    assert drafter.start().shape == (1, 320)
+    small = tiny.target(tmp_path / "small", num_blocks=2)
+    tiny.llama(vocab_size=300, num_blocks=2).save_pretrained(small)
+    refused(
+        r"has 300 token embeddings, and .*target has tokens beyond them",
+        load_draft_lm,
+        target,
+        str(small),
+    )
+    text = (padded / "tokenizer.json").read_text(encoding="utf-8")
+    (padded / "tokenizer.json").write_text(text.replace("<|system|>", "<|tool|>"), encoding="utf-8")
+    refused(r"token '<\|tool\|>' has id 2, in .*target another", load_draft_lm, target, str(padded))
