@@ -124,9 +124,9 @@ def test_a_run_goes_to_its_report(folder: Path, capfd: Any) -> None:
         assert status(run_name) == 0
         return str(capfd.readouterr().out)
 
-    options = "--run run --bench.reference false --train.epochs 1"
-    for stage in ("bench", "calibrate"):
-        options += f" --{stage}.prompts.path questions.jsonl --{stage}.prompts.max_new_tokens 8"
+    options = """--run run --bench.reference false --train.epochs 1
+    --bench.prompts.path questions.jsonl --bench.prompts.max_new_tokens 8
+    --calibrate.prompts.path questions.jsonl --calibrate.prompts.max_new_tokens 8"""
     assert init("--target", "target", *options.split()) == 0
     assert run("--bench.prompts.path", "no.jsonl") == 2 and run("--plan") == 0
     assert "no.jsonl: no such" in capfd.readouterr().err and not Path("run").exists()

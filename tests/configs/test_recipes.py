@@ -145,14 +145,11 @@ def test_every_topology_is_one_that_accelerate_reads(path: Path) -> None:
         assert deepspeed["zero_stage"] == int(path.stem.removeprefix("zero"))
 
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
-
-
 def test_the_page_of_recipes_is_fresh_and_every_key_has_a_meaning(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert call(keys, "--markdown") == 0
-    fresh = PAGE.read_text(encoding="utf-8") == capsys.readouterr().out
+    fresh = (ROOT / "docs/recipes.md").read_text(encoding="utf-8") == capsys.readouterr().out
     assert fresh, "renew it: aerie keys --markdown > docs/recipes.md"
     assert [
         key

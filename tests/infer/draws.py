@@ -73,8 +73,6 @@ class Steered:
             None if vocabulary is None else vocabulary.t2d.nonzero()[:, 0]
         )  # not read from d2t
         self._answers = {tuple(ids[0].tolist()): answer for ids, answer in known}
-        self._answer: list[int] = []
-        self._place = self._level = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)

@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Files = dict[str, bytes]
+LARGE = (".safetensors", ".bin")
 
 
 class Refused(Exception):
@@ -68,13 +69,15 @@ class Hub:
         return {}
 
     def preupload(self, body: bytes, repo: str, revision: str) -> Any:
-        paths = [file["path"] for file in json.loads(body)["files"]]
-        modes = ["lfs" if path.endswith((".safetensors", ".bin")) else "regular" for path in paths]
-        answer = {"shouldIgnore": False, "oid": None}
         return {
             "files": [
-                {"path": path, "uploadMode": mode, **answer}
-                for path, mode in zip(paths, modes, strict=True)
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if file["path"].endswith(LARGE) else "regular",
+                    "shouldIgnore": False,
+                    "oid": None,
+                }
+                for file in json.loads(body)["files"]
             ]
         }
 
@@ -110,20 +113,22 @@ class Hub:
 
     def information(self, body: bytes, repo: str, revision: str | None) -> Any:
         files = self.files(repo, revision or "main")
-        about = {
+        card = files.get("README.md", b"").decode()
+        return {
             "id": repo,
             "modelId": repo,
             "sha": commit_of(files),
             "private": repo in self.private,
+            "tags": re.findall(
+                r"(?m)^- (\S+)$", files.get("README.md", b"").decode()
+            ),  # the card's
+            "siblings": [{"rfilename": name} for name in files],
         }
-        tags = re.findall(r"(?m)^- (\S+)$", files.get("README.md", b"").decode())  # of the card
-        return {**about, "tags": tags, "siblings": [{"rfilename": name} for name in files]}
 
     def tree(self, body: bytes, repo: str, revision: str) -> Any:
-        files = sorted(self.files(repo, revision).items())
         return [
             {"type": "file", "path": n, "size": len(c), "oid": hashlib.sha256(c).hexdigest()}
-            for n, c in files
+            for n, c in sorted(self.files(repo, revision).items())
         ]
 
     def resolve(self, body: bytes, repo: str, revision: str, name: str) -> Any:

@@ -40,14 +40,16 @@ ATTENTION = {
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_plan_is_torchs_count(kind: str, inner: int) -> None:
     """Operations and peak memory are what torch counts."""
-    generator, rows = torch.Generator().manual_seed(0), []
-    for _ in range(COUNT):
-        ids, turn_ids = (
+    generator = torch.Generator().manual_seed(0)
+    rows = [
+        CachedRow(
             torch.randint(5, 320, (LENGTH,), generator=generator),
             torch.ones(LENGTH, dtype=torch.int32),
+            torch.randn(LENGTH, 64),
+            torch.randn(LENGTH, 128),
         )
-        rows.append(CachedRow(ids, turn_ids, torch.randn(LENGTH, 64), torch.randn(LENGTH, 128)))
-    objective: Any
+        for _ in range(COUNT)
+    ]
     if kind == "eagle1":
         head = tiny.head(VOCAB.embedding, intermediate_size=inner)
         objective = Eagle1Objective(head, VOCAB, Eagle1Train(feature_noise=0.0)).train()

@@ -258,8 +258,8 @@ def test_planned_trained_reused(made: Path, capsys: Any, monkeypatch: Any) -> No
         and (head / "model.safetensors").read_bytes() != written
     )
     code = "import sys; from aerie.train import main; main.main(); sys.exit('torch' in sys.modules)"
-    asked = [sys.executable, "-c", code, "--config", str(recipe), "--is-whole"]
-    assert subprocess.run(asked, cwd=ROOT, timeout=60, check=False).returncode == 0
+    words = [sys.executable, "-c", code, "--config", str(recipe), "--is-whole"]
+    subprocess.run(words, cwd=ROOT, timeout=60, check=True)
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3", "medusa", "hydra", "block", "draft_lm"])
