@@ -113,7 +113,6 @@ class Hub:
 
     def information(self, body: bytes, repo: str, revision: str | None) -> Any:
         files = self.files(repo, revision or "main")
-        card = files.get("README.md", b"").decode()
         return {
             "id": repo,
             "modelId": repo,
