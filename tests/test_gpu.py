@@ -20,11 +20,12 @@ def test_features_training_and_decoding_are_timed_and_their_memory_is_planned(
     )  # needs no compiler
     assert call(gpu, "--device", "cpu", "--tiny", "--out", tmp_path) == 0
     rows = {row["what"]: row for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]}
-    decoding = [row for name, row in rows.items() if name.startswith("decode ")]
-    training = ["eagle1 training", "eagle3 training", "block training", "compiled eagle3 training"]
-    assert [*rows][:5] == ["features with taps", *training] and len(decoding) == len(rows) - 5 == 6
+    eager = [f"decode {method}, eager" for method in ("vanilla", "eagle2", "eagle3", "block-tree")]
+    decoding = [*eager, "decode vanilla, compiled", "decode eagle3, compiled"]
+    training = [f"{kind} training" for kind in ("eagle1", "eagle3", "block")]
+    assert [*rows] == ["features with taps", *training, *decoding]
     assert all(row["tokens_per_s"] > 0 and row["ms"] > 0 for row in rows.values())
-    for row in decoding:
+    for row in (rows[what] for what in decoding):
         assert {*row["cycle_ms"]} == {"draft", "verify", "commit", "other"}
         assert row["kernels"] > 0 and 0 < row["bandwidth"] < 1
     assert capsys.readouterr().out == (tmp_path / "gpu.md").read_text()
