@@ -340,8 +340,8 @@ def _message(turn: Any, number: int) -> Message:
     message.pop("tool_calls", None)
     if calls := tool_calls_of(calls, number):
         message["tool_calls"] = calls
-    for key in THOUGHT_KEYS:
-        if not isinstance(message.get(key, ""), str):
+    for key in message.keys() & THOUGHT_KEYS:
+        if not isinstance(message[key], str):
             raise UnusableRow("turn is not text", f"turn {number}: {key} is no text")
     return message
 
@@ -411,7 +411,9 @@ def tool_calls_of(calls: Any, number: int) -> list[Any]:
 def _tools_of(row: Mapping[str, Any], turns: list[Any]) -> list[Any] | None:
     """The tools of a row or of one of its turns, each as OpenAI writes it."""
     holders = [row, *(turn for turn in turns if isinstance(turn, Mapping))]
-    columns = [_unpacked(holder.get(name)) for holder in holders for name in TOOL_COLUMNS]
+    columns = [
+        _unpacked(holder[name]) for name in TOOL_COLUMNS for holder in holders if name in holder
+    ]
     tools = next((column for column in columns if not _is_empty(column)), None)
     if tools is None:
         return None
@@ -453,6 +455,8 @@ def _unread_keys(row: Mapping[str, Any], turns: list[Any], columns: tuple[str, .
 def _mark_context(row: Mapping[str, Any], turns: list[Any], messages: list[Message]) -> set[str]:
     """Marks the answers that their data set does not want to be learnt; reasons for odd marks."""
     unread = set[str]()
+    if all(map(LEARN_KEYS.isdisjoint, [row, *turns])):
+        return unread
     answers = [message for message in messages if message["role"] == "assistant"]
     marks = [(message, turn) for message, turn in zip(messages, turns, strict=True)]
     for name in LEARN_KEYS & row.keys():
