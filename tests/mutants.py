@@ -16,14 +16,20 @@ ROOT = Path(__file__).resolve().parents[1]
 VERIFY, TREE, STOP, SAMPLING = (
     f"infer/decode/{name}.py" for name in ("verify", "dynamic_tree", "stop", "sampling")
 )
-LOSSES, CHAT = "train/losses.py", "data/chat.py"
+LOSSES = "train/losses.py"
+CHAT, FORMS, CONVERSATIONS, ROWS = (
+    f"data/{name}.py" for name in ("chat", "forms", "conversations", "rows")
+)
 TESTS = {
     VERIFY: ["tests/infer/test_verify.py", "tests/infer/test_recorder.py"],
     TREE: ["tests/infer/test_shape.py", "tests/infer/test_verify.py"],
     STOP: ["tests/infer/test_shape.py"],
     SAMPLING: ["tests/infer/test_verify.py"],
     LOSSES: ["tests/train/test_losses.py"],
-    CHAT: ["tests/data/test_chat.py"],
+    CHAT: ["tests/data/test_chat.py", "tests/data/test_templates.py"],
+    FORMS: ["tests/data/test_chat.py", "tests/data/test_templates.py"],
+    CONVERSATIONS: ["tests/data/test_conversations.py"],
+    ROWS: ["tests/data/test_conversations.py"],
 }
 MUTANTS = [  # file, text that occurs once, its replacement
     (VERIFY, "tree.tokens != choice.index_select(0, tree.parents)", "tree.tokens < 0"),
@@ -74,9 +80,30 @@ MUTANTS = [  # file, text that occurs once, its replacement
     (LOSSES, "logits.float().logsumexp(-1) - log_normaliser", "0 * log_normaliser"),
     (CHAT, "if first > 0 and ends[first - 1] > start:", "if False:"),
     (CHAT, "turn_ids[first : last + 1]", "turn_ids[first + 1 : last + 2]"),
-    (CHAT, "if ids[position] in self.end_ids", "if ids[position] in self.special_ids"),
-    (CHAT, "if all(texts[-1].startswith(text) for text in texts):", "if True:"),
-    (CHAT, "(self._answer_start(conversation, index, text), len", "(0, len"),
+    (
+        CHAT,
+        "for position in answer:\n            if ids[position] in self.end_ids",
+        "for position in answer:\n            if ids[position] in self.special_ids",
+    ),
+    (CHAT, "                is_one_text = False\n", ""),
+    (CHAT, "start, said_end, len(text))", "0, said_end, len(text))"),
+    # A word of a row that the template loses: of an answer, of what stands before it, of a tool.
+    (CHAT, "start + self._require(said_by(message), text[start:], index)", "len(text)"),
+    (CHAT, "self._require(said, text, index)", "pass"),
+    (CHAT, "if indices.start == 0 and conversation.tools:", "if False:"),
+    (CHAT, "if with_thoughts:", "if False:"),
+    (CHAT, '*_leaves(call["function"]["arguments"])', ""),
+    (CHAT, "if _writes_python(message, text[start:]):", "if False:"),
+    (CHAT, "if answer.stop < len(ids) and ids[answer.stop] in self.end_ids:", "if False:"),
+    (CHAT, "text=rendered.text + closer", "text=rendered.text"),
+    (FORMS, 'text = json.dumps(function["arguments"], ensure_ascii=False)', "text = str(function)"),
+    (FORMS, 'results = [by_id[call["id"]] for call in calls]', "results = results[::-1]"),
+    (FORMS, 'parts += [{**spoken, "tool_calls": [call]}, result]', "parts += [spoken, result]"),
+    (CONVERSATIONS, "message[IS_CONTEXT] = True", "pass"),
+    (CONVERSATIONS, "unread.add(f'{holder} key \"{key}\" is not read')", "pass"),
+    (CONVERSATIONS, "if key in UNREADABLE_KEYS:", "if False:"),
+    (CONVERSATIONS, 'message["role"] not in ("tool", "system")', 'message["role"] != "tool"'),
+    (ROWS, " if part is not None", ""),
 ]
 
 

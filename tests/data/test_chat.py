@@ -232,3 +232,108 @@ def test_channels() -> None:
         ids = tokenizer(text)["input_ids"]
         parts = [answer_text(tokenizer, ids[:end]) for end in range(1, len(ids) + 1)]
         assert parts[-1] == shown and all(shown.startswith(part) for part in parts)
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds up"}}]
+CALLING = targets.CHATML.replace(
+    "+ m['content']",
+    "+ (m['content'] or '') + (m.tool_calls[0].function | tojson if m.tool_calls else '')",
+)
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"id-{name}", "type": "function", "function": function}
+
+
+def calling(*calls: dict[str, Any]) -> list[dict[str, Any]]:
+    """A conversation with calls; their results stand in another order than they."""
+    results = [
+        {"role": "tool", "content": f"result of {made['id']}", "tool_call_id": made["id"]}
+        for made in reversed(calls)
+    ]
+    asked = [TURNS[0], TURNS[1], {"role": "assistant", "content": "", "tool_calls": [*calls]}]
+    return [*asked, *results, {"role": "assistant", "content": "three"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "part"),
+    [
+        (CALLING.replace("(m['content'] or '')", "m['role']"), "a system turn"),
+        (CALLING.replace("in messages", "in messages[:1] + messages[2:]"), "a user's turn"),
+        (CALLING.replace("if m.tool_calls", "if m.tools"), "the call of a tool"),
+        (CALLING.replace("function | tojson", "function.name"), "the call of a tool"),
+        (CALLING.replace("'] or ''", "'] if m.role != 'tool' else ''"), "the result of a tool"),
+    ],
+)
+def test_the_template_leaves_out(template: str, part: str) -> None:
+    """A row that the template loses a text of is left out, and the part is named."""
+    with pytest.raises(UnusableRow) as caught:
+        rows_of(template, "<|im_end|>", calling(call("add", a=1.5, b="zwei")))
+    assert caught.value.reason == f"the template leaves out {part}"
+
+
+def test_lost_tools() -> None:
+    """A template that does not read tools leaves their row out; one that does keeps it."""
+    tally = Tally()
+    for template, is_kept in ((CALLING, False), ("{{ tools | tojson }}" + CALLING, True)):
+        tokenizer = targets.build_tokenizer(template, "<|im_end|>")
+        chat = Chat(tokenizer, {tokenizer.eos_token_id}, tally)
+        conversation = Conversation("here: row 1", tuple(calling(call("add"))), TOOLS)
+        assert chat.holds(conversation) is is_kept
+
+
+def test_other_forms() -> None:
+    """Calls are given as the template reads them: as text, or one by one, with their results."""
+    as_text = CALLING.replace(
+        "function | tojson", "function.name + ' ' + m.tool_calls[0].function.arguments"
+    )
+    as_python = CALLING.replace(
+        "function | tojson", "function.name ~ m.tool_calls[0].function.arguments"
+    )
+    for template, calls, expected, form in (
+        (as_text, [call("add", a=1)], ['add {"a": 1}', "three"], "the arguments of calls"),
+        (as_python, [call("add", a=1)], ['add{"a": 1}', "three"], "the arguments of calls"),
+        (
+            CALLING,
+            [call("add", a=1), call("sub")],
+            ['{"name": "add", "arguments": {"a": 1}}', '{"name": "sub", "arguments": {}}', "three"],
+            "parallel calls given one by one",
+        ),
+    ):
+        tokenizer, (row,), tally = rows_of(template, "<|im_end|>", calling(*calls))
+        assert learnt(tokenizer, row) == [text + "<|im_end|>" for text in expected]
+        assert [reason.startswith(form) for _, reason in tally.counts] == [True]
+        text = tokenizer.decode(row.input_ids)
+        for made in calls:
+            assert text.index(made["function"]["name"] + '"' * (len(calls) - 1)) < text.index(
+                f"result of {made['id']}"
+            )
+
+
+def test_marked_answers_are_context() -> None:
+    """An answer that is only context is read, not learnt, and numbers no turn."""
+    tokenizer = targets.build_tokenizer(targets.CHATML, "<|im_end|>")
+    chat = Chat(tokenizer, {tokenizer.eos_token_id}, Tally())
+    marked = Conversation("here: row 1", tuple(TURNS), context_only=frozenset({2}))
+    (row,) = chat.encode(chat.render(marked))
+    assert learnt(tokenizer, row) == [TURNS[4]["content"] + "<|im_end|>"]
+    assert str(TURNS[2]["content"]) in tokenizer.decode(row.input_ids)
+
+
+def test_a_header_ends_the_turn() -> None:
+    """Where the next message's header is the end of a turn (GLM), every answer ends with it."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<|im_end|>' if "
+        "m.role == 'tool' else '' }}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function | tojson }}{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '' }}{% endif %}"
+    )
+    tokenizer = targets.build_tokenizer(template, "</s>")
+    ends = set(tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "</s>"]))
+    chat = Chat(tokenizer, ends, Tally())
+    messages = (*talk("hello", "Fine.", "more"), *calling(call("add", a=1))[2:4])
+    for end, last in ((2, "<|im_start|>"), (4, "<|im_end|>")):
+        (row,) = chat.encode(chat.render(Conversation("here: row 1", messages[:end])))
+        assert [text[-len(last) :] for text in learnt(tokenizer, row)][-1] == last
+        assert learnt(tokenizer, row)[0] == "Fine.<|im_start|>"
