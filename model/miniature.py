@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from aerie.configs.read import read_yaml
 from aerie.configs.schema.heads import TargetConfig
-from aerie.model.target import Target, context_of
+from aerie.model.target import Target, auto_class, context_of
 
 PARAMETERS = 8_000_000  # at most
 SHORT = 16  # tokens of a prompt
@@ -39,12 +38,12 @@ def small_model(config: Any, **changes: Any) -> Any:
     small = type(config)(**(special | _sizes(config) | of_kind | changes))
     small.is_decoder = True
     with torch.device("meta"):
-        size = AutoModelForCausalLM.from_config(small).num_parameters()
+        size = auto_class(small).from_config(small).num_parameters()
     if size > PARAMETERS:
         raise ValueError(f"{size / 1e6:,.0f} million parameters")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
+        model = auto_class(small).from_config(small, dtype=torch.float32).eval()
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")
     return model
@@ -65,6 +64,8 @@ def _sizes(config: Any) -> dict[str, Any]:
         factors = {name: rope[name][:pairs] for name in ("short_factor", "long_factor")}
         switch = {"original_max_position_embeddings": 28}
         values |= {"rope_parameters": rope | factors | switch, **switch}
+    if "mrope_section" in rope:  # the pairs that turn by time, height and width
+        values |= {"rope_parameters": rope | {"mrope_section": [2, 1, 1]}}
     for name in BY_LAYER:
         kinds = _value(config, name)
         if isinstance(kinds, list) and len(kinds) >= 4:

@@ -1,4 +1,5 @@
-"""The target: any stock `AutoModelForCausalLM`, asked for features and logits."""
+"""The target: any stock `AutoModelForCausalLM`, or the text part of a model that also reads images
+or sound, asked for features and logits."""
 
 import os
 import sys
@@ -13,8 +14,11 @@ from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
@@ -101,6 +105,30 @@ class Target:
         self.num_blocks = int(self.config.num_hidden_layers)
         self.generation_config = cast(GenerationConfig, model.generation_config)
         self._check_logits()
+        if self.config is not model.config and not model.config.is_encoder_decoder:
+            self._keep_the_text_part()
+
+    @torch.inference_mode()
+    def _keep_the_text_part(self) -> None:
+        """Frees what reads images or sound; logits are those of decoder and LM head, as checked."""
+        needed = {self.decoder, self.model.get_output_embeddings()}
+        freed: list[tuple[nn.Module, str, nn.Module]] = []
+        parents: list[nn.Module] = [self.model]
+        for parent in parents:
+            for name, child in parent.named_children():
+                if child in needed:
+                    continue
+                if any(part in needed for part in child.modules()):
+                    parents.append(child)
+                else:
+                    freed.append((parent, name, child))
+        for parent, name, _ in freed:
+            setattr(parent, name, nn.Module())  # to call it is an error
+        try:
+            self.model(input_ids=torch.ones(1, 2, dtype=torch.long, device=self.device))
+        except Exception:  # Gemma-3n's forward asks them about text, too
+            for parent, name, child in freed:
+                setattr(parent, name, child)
 
     def _check_logits(self) -> None:
         """UserError where the LM head on last_hidden does not give the model's own logits."""
@@ -132,7 +160,8 @@ class Target:
         }
         if config.device_map is not None:
             arguments["device_map"] = config.device_map
-        text_config = load_config(config).get_text_config()
+        hf_config = load_config(config)
+        text_config = hf_config.get_text_config()
         if getattr(text_config, "attn_logit_softcapping", None) is not None:
             arguments["attn_implementation"] = "eager"  # sdpa has no softcap
         size = weights_size(config)
@@ -140,7 +169,7 @@ class Target:
             print(f"loading {config.path} ({size / 1e9:.1f} GB)", file=sys.stderr, flush=True)
         end_ids = target_end_ids(config)  # transformers ignores a damaged generation_config.json
         with _readable(config, "load the target"):
-            model, info = AutoModelForCausalLM.from_pretrained(config.path, **arguments)
+            model, info = auto_class(hf_config).from_pretrained(config.path, **arguments)
             require_whole(model, info, config.path)
         for name, value in config.generation.items():
             if not hasattr(model.generation_config, name):
@@ -290,6 +319,21 @@ def load_config(config: TargetConfig) -> Any:
     return hf_config
 
 
+def auto_class(hf_config: Any) -> Any:
+    """What builds the model: as a causal LM, else as one that also reads images or sound."""
+    kind = type(hf_config)
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(hf_config, "auto_map", None):
+        return AutoModelForCausalLM
+    if kind in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        return AutoModelForMultimodalLM
+    if hasattr(hf_config, "vision_config") or hasattr(hf_config, "audio_config"):
+        raise UserError(
+            f"{hf_config.model_type} reads images or sound, and transformers builds no model of it "
+            "with a text part; name the checkpoint of its text model"
+        )
+    return AutoModelForCausalLM
+
+
 def only_trains(hf_config: Any) -> str | None:
     """A sentence if some layers are not plain attention (recurrent ones), else None."""
     text = hf_config.get_text_config()
@@ -366,8 +410,9 @@ def _file(config: TargetConfig, name: str) -> Path | None:
 def skeleton(config: TargetConfig) -> Any:
     """The target's model without weights."""
     with _readable(config, "build the target"), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            load_config(config), trust_remote_code=config.trust_remote_code
+        hf_config = load_config(config)
+        return auto_class(hf_config).from_config(
+            hf_config, trust_remote_code=config.trust_remote_code
         )
 
 
