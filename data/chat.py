@@ -110,8 +110,9 @@ def apply_template(tokenizer: Any, messages: Sequence[Message], **settings: Any)
             f"{name}: the tokenizer has no chat template; "
             f"name one with target.chat_template, such as {SHIPPED_TEMPLATE} for Vicuna"
         )
-    settings = {"tokenize": False, "return_dict": False, **settings_of(tokenizer), **settings}
     try:
+        bound = settings_of(tokenizer, settings.get("tools"))
+        settings = {"tokenize": False, "return_dict": False, **bound, **settings}
         return tokenizer.apply_chat_template(list(messages), **settings)
     except TemplateSyntaxError as error:
         raise UserError(f"{name}: chat template: line {error.lineno}: {error.message}") from error

@@ -280,7 +280,8 @@ class FeatureCache(Sequence[CachedRow]):
         fingerprint = {key: manifest.inputs.get(key) for key in expected or {}}
         if changed := differences(fingerprint, expected or {}):
             raise UserError(
-                f"{directory}: built with {changed}; rebuild with: {FEATURES_COMMAND} --overwrite"
+                f"{directory}: built otherwise: {changed}; "
+                f"rebuild with: {FEATURES_COMMAND} --overwrite"
             )
         return cls(directory, manifest, range(len(manifest.facts["lengths"])))
 

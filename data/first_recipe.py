@@ -23,7 +23,7 @@ from aerie.configs.schema.recipe import Recipe
 from aerie.data.feature_cache import Storage, StorageForm
 from aerie.data.inputs import is_here
 from aerie.data.progress import format_bytes, free_bytes
-from aerie.data.rendering import names_read
+from aerie.data.rendering import CLOCK, names_read
 from aerie.data.rows import read_rows
 from aerie.data.tokens import tokenize_for_target
 from aerie.model.heads import HEADS
@@ -274,10 +274,12 @@ def data_part(corpus: Corpus, target: TargetConfig) -> Part:
         f"99 % of the rows have at most {corpus.longest:,}"
     )
     comment = counted if corpus.num_rows else "on the Hub: not counted"
-    arguments = names_read(load_tokenizer(target).chat_template).arguments
-    if arguments:
-        names = ", ".join(sorted(arguments))
-        comment += f"; data.template_arguments: the chat template reads {names}"
+    names = names_read(load_tokenizer(target).chat_template)
+    if names.arguments:
+        listed = ", ".join(sorted(names.arguments))
+        comment += f"; data.template_arguments: the chat template reads {listed}"
+    if CLOCK in names.all:
+        comment += "; data.date: it writes the date"
     return Part(values, comment)
 
 

@@ -178,32 +178,42 @@ def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
 
 def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
     """Makes RUN/distilled, or a job's share of it; --plan counts the prompts."""
-    if recipe.distill is None:
+    section = recipe.distill
+    if section is None:
         raise UserError(f"{arguments.config}: no section 'distill'; see configs/distill for some")
-    from aerie.data.distill.distillation import Distillation, run_distillation
+    from aerie.data.distill.distillation import run_distillation
     from aerie.data.distill.prompts import make_prompts, plan_line
-    from aerie.data.rendering import facts_of, with_template_arguments
+    from aerie.data.rendering import fix_date
 
     share = JobShare.of(arguments.shard)
     quieten()
     status = _status(recipe, "distill", share)
-    questions = _measuring_questions(recipe, recipe.distill)
-    config = with_template_arguments(recipe.distill, recipe.data)
-    job = Distillation.of(
-        recipe.root / "distilled", config, target_inputs(recipe.target), questions
-    )
-    job.inputs.update(facts_of(recipe.data))
+    questions = _measuring_questions(recipe, section)
+    job = _distillation(recipe, section, questions)
     if job.stage.is_whole() and not arguments.retry_failed:
         return _reuse(arguments, job.stage, status)
     if arguments.is_whole:
         return 1
     if arguments.plan:
-        print(f"distill: {plan_line(make_prompts(recipe.distill, questions))} to {job.directory}")
+        print(f"distill: {plan_line(make_prompts(section, questions))} to {job.directory}")
         return 0
-    make_local = partial(_local_target, recipe, recipe.distill.sampling)
+    recipe = fix_date(recipe)
+    job = _distillation(recipe, section, questions)
+    make_local = partial(_local_target, recipe, section.sampling)
     with status_file(status, f"distill {share}" if share.count > 1 else "distill"):
         run_distillation(job, arguments, recipe.target, make_local, recipe.data)
     return 0
+
+
+def _distillation(recipe: Recipe, config: DistillConfig, questions: list[str]) -> Any:
+    from aerie.data.distill.distillation import Distillation
+    from aerie.data.rendering import facts_of, with_template_arguments
+
+    config = with_template_arguments(config, recipe.data)
+    target = target_inputs(recipe.target)
+    job = Distillation.of(recipe.root / "distilled", config, target, questions)
+    job.inputs.update(facts_of(recipe.data))
+    return job
 
 
 def _measuring_questions(recipe: Recipe, config: DistillConfig) -> list[str]:
@@ -266,8 +276,10 @@ def show(arguments: argparse.Namespace, recipe: Recipe) -> int:
         print(f"show: {limit:,} rows")
         return 0
     quieten()
+    from aerie.data.rendering import fix_date
     from aerie.data.tokens import preview, tokenize_for_target
 
+    recipe = fix_date(recipe, is_stage=False)
     config = replace(recipe.data, limit=min(limit, recipe.data.limit or limit))
     data, tokenizer, tally = tokenize_for_target(recipe.target, config)
     for row in [*data.train, *data.held_out][:limit]:
@@ -290,11 +302,15 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
         return _reuse(arguments, stage, status)
     if arguments.is_whole:
         return 1
-    stage.require_own_directory(arguments.overwrite)
     quieten()
     from aerie.data.features import prepare, time_forwards, write
+    from aerie.data.rendering import fix_date
 
-    if not (arguments.plan or arguments.estimate):
+    only_tells = arguments.plan or arguments.estimate
+    recipe = fix_date(recipe, is_stage=not only_tells)
+    stage = feature_stage(recipe)
+    stage.require_own_directory(arguments.overwrite)
+    if not only_tells:
         with status_file(status, "features") as ended:
             ended["state"] = write(recipe, stage, share, arguments.overwrite, _processes(recipe))
         return 0

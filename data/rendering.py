@@ -1,29 +1,42 @@
-"""What a chat template gets beside the messages: the arguments of `data.template_arguments`.
+"""What a chat template gets beside the messages: the recipe's arguments and a date.
 
 They are bound to the tokenizer where it is loaded for a recipe, and `chat.apply_template`, which
-renders everything, hands them over.
+renders everything, hands them over. A run keeps its date, so that it can go on after midnight.
 """
 
+import datetime
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, TemplateSyntaxError, meta, nodes
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 
-from aerie.configs.errors import warn
+from aerie.configs.errors import UserError, rank, warn
+from aerie.configs.read import as_dict
 from aerie.configs.schema.data import DistillConfig, RenderConfig
 from aerie.configs.schema.heads import TargetConfig
+from aerie.configs.schema.recipe import Recipe, read_date, with_date
 from aerie.model.formats.content import nested
 from aerie.model.hub import head_directory
-from aerie.model.storage import CONFIG, read_json, sound_record
+from aerie.model.storage import (
+    CONFIG,
+    Lock,
+    date_change,
+    explained,
+    read_json,
+    sound_record,
+    write_text,
+)
 from aerie.model.target import load_tokenizer
 
 ARGUMENTS = "template_arguments"  # the key of the recipe, and of a head's record
 SENT_AS = "chat_template_kwargs"  # to a server
+CLOCK = "strftime_now"  # the function that transformers gives a template
 # transformers' own tag, which marks answers
 GENERATION_TAG = re.compile(r"{%[-+]?\s*(end)?generation\s*[-+]?%}")
 # What transformers gives every template, beside the special tokens.
@@ -33,13 +46,40 @@ GIVEN = {
     "documents",
     "add_generation_prompt",
     "raise_exception",
-    "strftime_now",
+    CLOCK,
 }
+# Stands before a template with a clock, whose function it takes the place of.
+FIXED_CLOCK = """\
+{%- macro strftime_now(format) -%}
+{%- set made = namespace(text=format) -%}
+{%- for directive, value in aerie_date.items() -%}
+{%- set made.text = made.text.replace(directive, value) -%}
+{%- endfor -%}
+{{- made.text -}}
+{%- endmacro %}
+"""
+DIRECTIVE = re.compile("%[-_0^#]?[A-Za-z]")  # of strftime
+OTHER_DATE = datetime.date(1999, 12, 31)
+# Two talks, as some templates write a date only where there is no system turn.
+PROBES = [
+    [{"role": "user", "content": "Hi"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
+]
+
+
+class Bound(NamedTuple):
+    """What `apply_template` gives a tokenizer's template."""
+
+    arguments: dict[str, Any]
+    date: datetime.date
 
 
 def recipe_tokenizer(target: TargetConfig, config: RenderConfig) -> Any:
-    """The target's tokenizer, whose chat template gets the recipe's arguments."""
-    tokenizer = load_tokenizer(target)
+    """The target's tokenizer, whose chat template gets the recipe's arguments and its date.
+
+    It says once which date the template writes, and which arguments it does not read.
+    """
+    tokenizer = bind(load_tokenizer(target), config)
     names = names_read(tokenizer.chat_template)
     unread = sorted(config.template_arguments.keys() - names.all)
     if unread and tokenizer.chat_template:
@@ -48,18 +88,39 @@ def recipe_tokenizer(target: TargetConfig, config: RenderConfig) -> Any:
             f"data.template_arguments: the chat template of {target.path} does not read "
             f"{', '.join(unread)} (arguments that it reads: {readable})"
         )
-    return bind(tokenizer, config)
-
-
-def bind(tokenizer: Any, config: RenderConfig) -> Any:
-    """The same tokenizer, whose chat template gets what the section says."""
-    tokenizer.aerie_settings = dict(config.template_arguments)
+    if rank() == 0 and writes_date(tokenizer):
+        date = bound_to(tokenizer).date
+        print(f"the chat template writes the date {date} (data.date)", file=sys.stderr, flush=True)
     return tokenizer
 
 
-def settings_of(tokenizer: Any) -> dict[str, Any]:
+def bind(tokenizer: Any, config: RenderConfig) -> Any:
+    """The same tokenizer, whose chat template gets what the section says from now on."""
+    tokenizer.aerie_bound = Bound(dict(config.template_arguments), config.date or today())
+    return tokenizer
+
+
+def bound_to(tokenizer: Any) -> Bound:
+    if "aerie_bound" not in vars(tokenizer):
+        bind(tokenizer, RenderConfig())  # the date stays when the clock goes on
+    bound: Bound = tokenizer.aerie_bound
+    return bound
+
+
+def settings_of(tokenizer: Any, tools: Any = None) -> dict[str, Any]:
     """What `apply_chat_template` of a tokenizer gets beside the messages."""
-    return dict(vars(tokenizer).get("aerie_settings", {}))
+    return _settings(tokenizer, bound_to(tokenizer), tools)
+
+
+def _settings(tokenizer: Any, bound: Bound, tools: Any = None) -> dict[str, Any]:
+    template = tokenizer.get_chat_template(tools=tools)
+    if CLOCK not in names_read(template).all:
+        return bound.arguments
+    return {
+        **bound.arguments,
+        "chat_template": FIXED_CLOCK + template,
+        "aerie_date": _written(bound.date, template, str(bound.arguments)),
+    }
 
 
 def with_template_arguments(config: DistillConfig, render: RenderConfig) -> DistillConfig:
@@ -69,6 +130,69 @@ def with_template_arguments(config: DistillConfig, render: RenderConfig) -> Dist
         return config
     sent = {**render.template_arguments, **(server.extra_body.get(SENT_AS) or {})}
     return replace(config, server=replace(server, extra_body={**server.extra_body, SENT_AS: sent}))
+
+
+# --- the date -------------------------------------------------------------------------------------
+
+
+def today() -> datetime.date:
+    """Asks the clock; nothing else does."""
+    return datetime.date.today()
+
+
+@cache
+def _written(date: datetime.date, *texts: str) -> dict[str, str]:
+    """What each of strftime's directives in the texts writes at midnight of the date."""
+    midnight = datetime.datetime.combine(date, datetime.time())
+    directives = [name for text in texts for name in DIRECTIVE.findall(text)]
+    return {directive: midnight.strftime(directive) for directive in directives}
+
+
+def writes_date(tokenizer: Any) -> bool:
+    """Whether the date changes what the template writes; its arguments may take the place of it."""
+    bound = bound_to(tokenizer)
+    if CLOCK not in names_read(tokenizer.chat_template).all:
+        return False
+    if not bound.arguments:
+        return True
+    other = bound._replace(date=OTHER_DATE)
+    try:
+        return any(
+            _probe(tokenizer, bound, talk) != _probe(tokenizer, other, talk) for talk in PROBES
+        )
+    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError):
+        return True  # not known
+
+
+def _probe(tokenizer: Any, bound: Bound, talk: list[dict[str, str]]) -> str:
+    return str(tokenizer.apply_chat_template(talk, tokenize=False, **_settings(tokenizer, bound)))
+
+
+def fix_date(recipe: Recipe, is_stage: bool = True) -> Recipe:
+    """The recipe with the date that the template writes in this run: the recipe's, else the run's.
+
+    The first stage of a run decides, and keeps the date for the others.
+    """
+    try:
+        tokenizer = bind(load_tokenizer(recipe.target), recipe.data)
+    except UserError:
+        return recipe  # who needs the tokenizer reports it
+    asked = recipe.data.date
+    if not writes_date(tokenizer):
+        if asked is not None and not recipe.date_file.exists():
+            warn(f"data.date: the chat template of {recipe.target.path} writes no date")
+        return recipe
+    kept = bound_to(tokenizer).date
+    if is_stage:
+        with explained(recipe.root), Lock(recipe.date_file.with_name(".date.lock")) as lock:
+            lock.acquire()  # the shares of a stage may begin at the same time
+            if not recipe.date_file.exists():
+                write_text(recipe.date_file, f"{kept}\n")
+    if recipe.date_file.exists():
+        kept = read_date(recipe.date_file)
+    if asked is not None and asked != kept:
+        warn(f"{recipe.root}: {date_change(kept, asked)}")
+    return with_date(recipe, asked or kept)
 
 
 # --- what a template reads ------------------------------------------------------------------------
@@ -84,18 +208,24 @@ class NamesRead(NamedTuple):
 def names_read(template: Any) -> NamesRead:
     """Of a template, or of several by name; none if it is no Jinja, which rendering reports."""
     texts = template.values() if isinstance(template, Mapping) else [template or ""]
-    names = NamesRead(set(), set())
+    parts = list(map(_names_in, texts))
+    return NamesRead(
+        set().union(*(part.all for part in parts)), set().union(*(part.arguments for part in parts))
+    )
+
+
+@cache
+def _names_in(text: str) -> NamesRead:
     environment = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True)
-    for text in texts:
-        with suppress(TemplateSyntaxError):
-            tree = environment.parse(GENERATION_TAG.sub("", text))
-            read = meta.find_undeclared_variables(tree)
-            own = {node.name for node in tree.find_all(nodes.Name) if node.ctx != "load"}
-            own -= set(_with_default(tree))
-            is_token = {name for name in read if name.endswith("_token")}
-            names.all.update(read)
-            names.arguments.update(read - own - is_token - GIVEN)
-    return names
+    try:
+        tree = environment.parse(GENERATION_TAG.sub("", text))
+    except TemplateSyntaxError:
+        return NamesRead(set(), set())
+    read = meta.find_undeclared_variables(tree)
+    own = {node.name for node in tree.find_all(nodes.Name) if node.ctx != "load"}
+    own -= set(_with_default(tree))
+    is_token = {name for name in read if name.endswith("_token")}
+    return NamesRead(read, read - own - is_token - GIVEN)
 
 
 def _with_default(tree: nodes.Template) -> Iterator[str]:
@@ -109,8 +239,9 @@ def _with_default(tree: nodes.Template) -> Iterator[str]:
 
 
 def facts_of(config: RenderConfig) -> dict[str, Any]:
-    """For a record: what the templates of its rows got; nothing if they got nothing."""
-    return {ARGUMENTS: config.template_arguments} if config.template_arguments else {}
+    """For a record: what the template of its rows got; nothing if it got nothing."""
+    values = as_dict(config)
+    return {name: values[name] for name in (ARGUMENTS, "date") if name in values}
 
 
 def trained_arguments(head: str | Path) -> dict[str, Any] | None:

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from datetime import date
 from importlib.metadata import version
 from itertools import chain, groupby, islice, pairwise, tee
 from multiprocessing import get_context
@@ -29,7 +28,7 @@ from aerie.data.chat import Chat, Rendered, TokenRow, shared_start
 from aerie.data.conversations import Conversation, Tally, UnusableRow, load_conversations
 from aerie.data.inputs import conversation_inputs, is_here
 from aerie.data.progress import run_ahead, start_progress
-from aerie.data.rendering import recipe_tokenizer
+from aerie.data.rendering import bound_to, recipe_tokenizer, writes_date
 from aerie.data.rows import hub_commit
 from aerie.model.heads.eagle import DEFAULT_SIZE, DraftVocabulary
 from aerie.model.storage import (
@@ -100,7 +99,7 @@ def _inputs_of(config: DataConfig, tokenizer: Any, end_ids: set[int]) -> dict[st
     """All that decides the rows; a Hub data set's commit is None if the Hub does not answer."""
     commits = {name: hub_commit(name, None) for name in config.conversations if not is_here(name)}
     code = [file_digest(Path(__file__).parent / name) for name in CODE]
-    writes_date = "strftime_now" in str(tokenizer.chat_template)
+    is_dated = writes_date(tokenizer)
     return {
         **text_fingerprint(tokenizer, config),
         "special_tokens": [
@@ -108,7 +107,7 @@ def _inputs_of(config: DataConfig, tokenizer: Any, end_ids: set[int]) -> dict[st
             tokenizer.all_special_ids,
             sorted(end_ids),
         ],
-        "today": date.today().isoformat() if writes_date else "",
+        "today": bound_to(tokenizer).date.isoformat() if is_dated else "",
         "conversations": conversation_inputs(config.conversations) | commits,
         "code": [version("transformers"), version("tokenizers"), *code],
     }

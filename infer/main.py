@@ -143,7 +143,8 @@ def _prompts(prompts: PromptsConfig, recipe: Recipe, part: int) -> PromptsConfig
     """The prompts that a section names, else a part of the held-out conversations."""
     if prompts.path is not None or prompts.tasks:
         return prompts
-    return HeldOutPrompts(**vars(prompts), data=recipe.data, part=part)
+    data = replace(recipe.data, date=None)  # decides no question
+    return HeldOutPrompts(**vars(prompts), data=data, part=part)
 
 
 def _run_heads(arguments: Namespace, recipe: Recipe) -> Any:
@@ -177,7 +178,12 @@ def _measure_stage(
     measure: Callable[..., dict[str, Any]],  # (target, tokenizer) -> facts
 ) -> int:
     """Runs a stage unless it is done; reports mistakes before it loads a model."""
-    from aerie.data.rendering import facts_of, recipe_tokenizer, warn_of_other_arguments
+    from aerie.data.rendering import (
+        facts_of,
+        fix_date,
+        recipe_tokenizer,
+        warn_of_other_arguments,
+    )
     from aerie.infer.measure.bench import begin_bench, describe_machine, load_quietly
     from aerie.infer.measure.tasks import check_sources, prompt_inputs
 
@@ -206,6 +212,8 @@ def _measure_stage(
     if stage.is_whole():
         print(f"{command}: whole, reused ({output})")
         return 0
+    recipe = fix_date(recipe)
+    stage.inputs.update(facts_of(recipe.data))
     stage.require_own_directory(arguments.overwrite)
     warn_of_other_arguments(recipe.data, heads)
     with storage.working_alone(output, "measuring"):
@@ -342,6 +350,7 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
     recipe = load(arguments, unknown) if arguments.config else None
     if recipe is None and (arguments.target is None or unknown):
         raise UserError("verify needs --config RECIPE, or --target without keys of a recipe")
+    from aerie.data.rendering import fix_date
     from aerie.infer.decode.find_head import heads_by_kind, kind_at
     from aerie.infer.measure.lossless import run_verify
 
@@ -353,7 +362,7 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
         heads |= {kind_at(row.head): row.head for row in recipe.bench.rows if row.head is not None}
     section = recipe and (recipe.bench or recipe.calibrate)
     prompts = section.prompts if section else PromptsConfig()
-    render = recipe.data if recipe else RenderConfig()
+    render = fix_date(recipe, is_stage=False).data if recipe else RenderConfig()
     threads = recipe.threads if recipe else None
     return run_verify(arguments, target, heads, prompts, render, threads)
 
@@ -408,7 +417,7 @@ def _decode(
         )
     require_target(target.path)
     _check_sampling(arguments)
-    from aerie.data.rendering import recipe_tokenizer, warn_of_other_arguments
+    from aerie.data.rendering import fix_date, recipe_tokenizer, warn_of_other_arguments
     from aerie.infer.decode.engine import make_decoder
     from aerie.infer.decode.loaded_heads import LoadedHeads
     from aerie.infer.measure import generate as answers
@@ -421,7 +430,10 @@ def _decode(
         drafting = f"{row.method.method} with {row.head or 'no head'}, {tree}"
         print(f"{arguments.command}: {target.path}, {drafting}")
         return 0
-    render = recipe.data if recipe else _render_config(row.head, template_pairs)
+    if recipe:
+        render: RenderConfig = fix_date(recipe, is_stage=False).data
+    else:
+        render = _render_config(row.head, template_pairs)
     warn_of_other_arguments(render, [row.head])
     tokenizer = recipe_tokenizer(target, render)
     if not (tokenizer.chat_template or getattr(arguments, "raw", False)):

@@ -390,7 +390,7 @@ def differences(recorded: dict[str, Any], current: dict[str, Any]) -> str:
     """'key: 1 there, 2 asked' for at most three keys that differ; target.path comes first, digests
     last."""
     rows = sorted(
-        _differing(recorded, current, ""),
+        dict.fromkeys(_differing(recorded, current, "")),
         key=lambda row: (not row.startswith("target.path:"), bool(OF_DIGESTS.search(row))),
     )
     return "; ".join(rows[:3])
@@ -409,9 +409,20 @@ def _differing(recorded: Any, current: Any, key: str) -> list[str]:
     are_lists = isinstance(recorded, list) and isinstance(current, list)
     if are_lists and any(isinstance(entry, dict) for entry in [*recorded, *current]):
         return _differing(dict(enumerate(recorded)), dict(enumerate(current)), key)
+    if key == "date" or key.endswith(".date"):
+        # What was made of a template without a date is of any date.
+        return [date_change(recorded, current)] if recorded else []
     if key.endswith("after_blocks"):
         key += " (null: those of head.kind)"
     return [f"{key}: {recorded!s:.40} there, {current!s:.40} asked"]
+
+
+def date_change(before: Any, now: Any) -> str:
+    """A sentence for a reader about two dates (None: not known)."""
+    return (
+        f"the date that the template writes was {before or 'not recorded'}, "
+        f"is {now or 'not known'} (data.date)"
+    )
 
 
 def environment() -> dict[str, Any]:

@@ -57,6 +57,11 @@ def main() -> int:
             resume.forget_saves(stage.output, state)
             print(f"train {recipe.head.kind}: whole, reused ({stage.output})", flush=True)
         return 0
+    if not resume.reads_cache(recipe):  # a cache has its rows
+        from aerie.data.rendering import fix_date
+
+        recipe = fix_date(recipe, is_stage=not arguments.plan)
+        stage = Stage("train", recipe.head_output, resume.stage_inputs(recipe))
     if not arguments.overwrite:
         resume.require_own_output(stage, state)
     if arguments.plan:

@@ -98,7 +98,7 @@ def cache_record(recipe: Recipe) -> dict[str, Any]:
 def is_whole(recipe: Recipe, stage: Stage) -> bool:
     made_of = cache_record(recipe).get("inputs")
     if made_of:
-        if digest(made_of["data"]) != digest(as_dict(recipe.data)):
+        if storage.differences(made_of["data"], as_dict(recipe.data)):
             return False  # of other data: opening the cache says so
         # Conversations that are not here are on another machine, where the cache was built.
         present = [name for name in recipe.data.conversations if Path(name).exists()]

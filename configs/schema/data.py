@@ -73,6 +73,11 @@ class RenderConfig(Section, kw_only=True):
         "command line: --data.template_arguments.KEY VALUE",
         default_factory=dict,
     )
+    date: Annotated[datetime.date | None, unless_set] = key(
+        "that a chat template with today's date writes; null: the day on which the run began, "
+        "which the run keeps in RUN/date.txt",
+        default=None,
+    )
 
     def __post_init__(self) -> None:
         taken = sorted(self.template_arguments.keys() & {*TAKEN})

@@ -1,6 +1,7 @@
 """The whole recipe and where a run keeps its files: what the four `main.py` share."""
 
 import argparse
+import datetime
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,16 @@ from typing import Any
 from pydantic import PositiveInt, model_validator
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import Place, Section, key, override, read_yaml, user_path, validate
+from aerie.configs.read import (
+    Place,
+    Section,
+    key,
+    override,
+    read_text,
+    read_yaml,
+    user_path,
+    validate,
+)
 from aerie.configs.schema.data import DataConfig, DistillConfig, FeaturesConfig, SyntheticConfig
 from aerie.configs.schema.decode import USUAL, TreeConfig, completed, fitted
 from aerie.configs.schema.heads import (
@@ -73,6 +83,11 @@ class Recipe(Section):
         return Path(self.run)
 
     @property
+    def date_file(self) -> Path:
+        """Keeps the date that the chat template writes in this run's rows."""
+        return self.root / "date.txt"
+
+    @property
     def head_output(self) -> Path:
         """What a training writes."""
         return Path(self.output or self.root / "heads" / self.head.kind)
@@ -131,7 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def load(
     arguments: argparse.Namespace, unknown: list[str], method_of_tree: str | None = None
 ) -> Recipe:
-    """The recipe with the command line's overrides.
+    """The recipe with the command line's overrides, and the date that its run has kept.
 
     Another kind of head or another method there drops the file's tree. method_of_tree: what
     overrides of `tree` are meant for; they count if it is the usual method (None) of the head.
@@ -150,7 +165,23 @@ def load(
         values["calibrate"] = {**values["calibrate"], "tree": None}
     if method_of_tree not in (None, USUAL.get(new_kind)):
         overrides = [pair for pair in overrides if not pair.startswith("tree.")]
-    return validate(values, Recipe, str(arguments.config), lines, overrides)
+    recipe = validate(values, Recipe, str(arguments.config), lines, overrides)
+    if recipe.data.date is None and recipe.date_file.is_file():
+        recipe = with_date(recipe, read_date(recipe.date_file))
+    return recipe
+
+
+def with_date(recipe: Recipe, date: datetime.date) -> Recipe:
+    return replace(recipe, data=replace(recipe.data, date=date))
+
+
+def read_date(path: Path) -> datetime.date:
+    """The date in a run's date_file."""
+    text = read_text(path).strip()
+    try:
+        return datetime.date.fromisoformat(text)
+    except ValueError as error:
+        raise UserError(f"{path}: {text[:40]!r} is no date like 2026-11-27; mend it") from error
 
 
 def pairs_of_flags(arguments: argparse.Namespace) -> list[str]:
