@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -80,6 +81,12 @@ def warn(message: str) -> None:
     """Only the first process prints it."""
     if rank() == 0:
         print(f"warning: {masked(message)}", file=sys.stderr, flush=True)
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Says it once in a process."""
+    warn(message)
 
 
 @contextmanager

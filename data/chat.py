@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError, TemplateSyntaxError
 from tokenizers import Tokenizer
 
-from aerie.configs.errors import UserError
+from aerie.configs.errors import UserError, warn_once
 from aerie.data.conversations import Conversation, Message, Tally, UnusableRow
 from aerie.data.forms import (
     PROBE_ANSWER,
@@ -85,6 +85,10 @@ class Rendered(NamedTuple):
     text: str
     answers: list[Span]  # ascending
     source: str
+
+
+class LostText(UnusableRow):
+    """The template leaves out a text of the prompt."""
 
 
 class Said(NamedTuple):
@@ -232,7 +236,7 @@ def _writes_python(message: Message, text: str) -> bool:
 def render_prompt(tokenizer: Any, conversation: Conversation, **settings: Any) -> str:
     """What the target reads before it answers, in the first form in which nothing is lost.
 
-    UnusableRow if the template refuses or loses a text of the conversation in every form.
+    UnusableRow if the template refuses, LostText if it loses a text of it, in every form.
     """
 
     def render(given: Conversation) -> str:
@@ -244,7 +248,7 @@ def render_prompt(tokenizer: Any, conversation: Conversation, **settings: Any) -
             said += said_by(message, with_thoughts=False)
         missing, _ = find_said(said, text)
         if missing is not None:
-            raise UnusableRow(f"the template leaves out {missing.part}", "")
+            raise LostText(f"the template leaves out {missing.part}", "")
         return str(text)
 
     def holds(given: Conversation) -> bool:
@@ -260,6 +264,21 @@ def render_prompt(tokenizer: Any, conversation: Conversation, **settings: Any) -
             with suppress(UnusableRow):
                 return render(other)
         raise
+
+
+def encode_prompt(
+    tokenizer: Any, messages: Sequence[Message], tools: list[Any] | None = None
+) -> list[int]:
+    """Token ids of what the target reads before it answers.
+
+    What a template leaves out of a prompt in every form is told once.
+    """
+    try:
+        text = render_prompt(tokenizer, Conversation("", tuple(messages), tools))
+    except LostText as error:
+        warn_once(f"{tokenizer.name_or_path}: {error.reason}")
+        text = apply_template(tokenizer, messages, tools=tools, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 # --- conversations as tokens ----------------------------------------------------------------------

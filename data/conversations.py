@@ -61,7 +61,7 @@ class UnusableRow(UserError):
     """Carries a reason, which is counted, and a sentence about this row."""
 
     def __init__(self, reason: str, sentence: str) -> None:
-        super().__init__(sentence or reason)
+        super().__init__(": ".join(filter(None, (reason, sentence))))
         self.reason = reason
         self.sentence = sentence
 
@@ -143,42 +143,13 @@ def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversatio
         raise UserError(f"{', '.join(config.conversations)}: no usable {tally.line()}")
 
 
-def read_prompts(path: Path | None, text: str | None, raw: bool = False) -> list[list[Message]]:
-    """Prompts from a file's rows, or of a text; UserError if one is empty.
-
-    raw: they get no chat template, so they have one turn each.
-    """
-    prompts = []
-    for row in read_rows(str(path)) if path else [RawRow("--prompt", 1, text)]:
-        try:
-            messages = _prompt_messages(row.value)
-        except UnusableRow as error:
-            raise UserError(f"{row.source}: {error}; or prompt, question or turns") from error
-        questions = [message["content"] for message in messages if message["role"] == "user"]
-        if not questions or not all(map(is_text, questions)):
-            raise UserError(f"{row.source}: the prompt is empty, or no text")
-        if raw and len(messages) > 1:
-            raise UserError(f"{row.source}: several turns need the chat template; leave --raw out")
-        prompts.append(messages)
-    if not prompts:
-        raise UserError(f"{path}: holds no prompts")
-    return prompts
+def system_turns(system: str | None) -> list[Message]:
+    """No turn, or one; an empty text is a turn that switches off a template's own."""
+    return [] if system is None else [{"role": "system", "content": system}]
 
 
 def is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
-
-
-def _prompt_messages(value: Any) -> list[Message]:
-    row = value if isinstance(value, dict) else {"prompt": value}
-    for name in ("turns", "question", "prompt"):
-        if row.get(name) is not None:
-            turns = row[name] if isinstance(row[name], list) else [row[name]]
-            return [{"role": "user", "content": turn} for turn in turns]
-    messages = read_turns(row).messages
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()  # the target answers anew
-    return messages
 
 
 def _conversation_of(row: RawRow, config: DataConfig, tally: Tally) -> Conversation:
@@ -229,11 +200,18 @@ def _is_held_out(content: Any, config: DataConfig) -> bool:
 
 def read_turns(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> RowTurns:
     """What a row says; fields: the recipe's prompt and completion columns."""
-    turns, columns = _turns_of(row, fields)
+    return messages_of(row, *_turns_of(row, fields))
+
+
+def messages_of(row: Mapping[str, Any], turns: list[Any], columns: tuple[str, ...]) -> RowTurns:
+    """What a row's turns say, with its system turn and its tools; columns: those of the turns."""
     messages = [_message(turn, number) for number, turn in enumerate(turns, start=1)]
     unread = _unread_keys(row, turns, columns)
     unread |= _mark_context(row, turns, messages)
     tools = _tools_of(row, turns)
+    for name in SYSTEM_COLUMNS:
+        if not isinstance(row.get(name), str | None):
+            raise UnusableRow("a system column is no text", name)
     system = next((row[name] for name in SYSTEM_COLUMNS if is_text(row.get(name))), None)
     said = [message["content"] for message in messages if message["role"] == "system"]
     if system and not said:
@@ -251,16 +229,15 @@ def _turns_of(row: Mapping[str, Any], fields: tuple[str, ...]) -> tuple[list[Any
     if pair and pair == fields:  # the recipe's word for what the row's meaning needs
         return _turns_of_pair(row, pair)
     for name in LISTS:
-        turns = _transposed(_unpacked(row.get(name)))
+        turns = _transposed(unpacked(row.get(name)))
         if isinstance(turns, list):
             return turns, (name,)
     if pair:
-        for name in SHAPES["needed_by_pairs"].split():
-            if name not in pair and not _is_empty(row.get(name)):
-                raise UnusableRow(f'row key "{name}" cannot be read', "its question needs it")
+        require_context_columns(row, pair)
         return _turns_of_pair(row, pair)
-    for name in filled.intersection(LISTS):
-        raise UnusableRow("the turns are no list", f"{name!r} is {type(row[name]).__name__}")
+    for name in LISTS:
+        if name in filled:
+            return turns_in_list(row, name), (name,)
     if any(name in row for name in LISTS):
         return [], ()
     expected = " and ".join(fields) or (
@@ -269,10 +246,25 @@ def _turns_of(row: Mapping[str, Any], fields: tuple[str, ...]) -> tuple[list[Any
     raise UnusableRow(UNKNOWN_KEYS, f"has keys {', '.join(map(str, row))}; expected {expected}")
 
 
+def turns_in_list(row: Mapping[str, Any], name: str) -> list[Any]:
+    """The turns in a column; UnusableRow if it holds no list."""
+    turns = _transposed(unpacked(row[name]))
+    if not isinstance(turns, list):
+        raise UnusableRow("the turns are no list", f"{name!r} is {type(row[name]).__name__}")
+    return turns
+
+
+def require_context_columns(row: Mapping[str, Any], read: tuple[str, ...]) -> None:
+    """UnusableRow if a column without which the question means nothing is not read."""
+    for name in SHAPES["needed_by_pairs"].split():
+        if name not in read and not _is_empty(row.get(name)):
+            raise UnusableRow(f'row key "{name}" cannot be read', "its question needs it")
+
+
 def _turns_of_pair(
     row: Mapping[str, Any], pair: tuple[str, ...]
 ) -> tuple[list[Any], tuple[str, ...]]:
-    prompt, completion = (_unpacked(row[name]) for name in pair)
+    prompt, completion = (unpacked(row[name]) for name in pair)
     if isinstance(prompt, list) and isinstance(completion, list):  # of messages
         return [*prompt, *completion], pair
     columns = pair
@@ -284,7 +276,7 @@ def _turns_of_pair(
     return turns, columns
 
 
-def _unpacked(value: Any) -> Any:
+def unpacked(value: Any) -> Any:
     """The list in a column, also if it is JSON or, as pandas writes into a CSV cell, Python."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         for read in (json.loads, ast.literal_eval):
@@ -412,7 +404,7 @@ def _tools_of(row: Mapping[str, Any], turns: list[Any]) -> list[Any] | None:
     """The tools of a row or of one of its turns, each as OpenAI writes it."""
     holders = [row, *(turn for turn in turns if isinstance(turn, Mapping))]
     columns = [
-        _unpacked(holder[name]) for name in TOOL_COLUMNS for holder in holders if name in holder
+        unpacked(holder[name]) for name in TOOL_COLUMNS for holder in holders if name in holder
     ]
     tools = next((column for column in columns if not _is_empty(column)), None)
     if tools is None:
@@ -460,7 +452,7 @@ def _mark_context(row: Mapping[str, Any], turns: list[Any], messages: list[Messa
     answers = [message for message in messages if message["role"] == "assistant"]
     marks = [(message, turn) for message, turn in zip(messages, turns, strict=True)]
     for name in LEARN_KEYS & row.keys():
-        flags = _unpacked(row[name])
+        flags = unpacked(row[name])
         if isinstance(flags, list):
             marked = {len(messages): messages, len(answers): answers}.get(len(flags))
             if marked is None:
@@ -497,8 +489,8 @@ def mend(messages: list[Message]) -> tuple[list[Message], set[str]]:
     """Messages that a template can render, and what changed; UnusableRow without an answer."""
     changes = set[str]()
     mended = _before_empty_turn(messages, changes)
-    mended = _from_first_question(mended, changes)
-    mended = _joined_speakers(mended, changes)
+    mended = from_first_question(mended, changes)
+    mended = joined_speakers(mended, changes)
     ends = [index for index, message in enumerate(mended, 1) if message["role"] == "assistant"]
     if not ends:
         roles = [message["role"] for message in messages]
@@ -522,7 +514,7 @@ def _before_empty_turn(messages: list[Message], changes: set[str]) -> list[Messa
     return kept
 
 
-def _from_first_question(messages: list[Message], changes: set[str]) -> list[Message]:
+def from_first_question(messages: list[Message], changes: set[str]) -> list[Message]:
     """The system turns before the first question, and all turns from there on."""
     roles = [message["role"] for message in messages]
     first = roles.index("user") if "user" in roles else len(roles)
@@ -532,7 +524,7 @@ def _from_first_question(messages: list[Message], changes: set[str]) -> list[Mes
     return [*leading, *messages[first:]]
 
 
-def _joined_speakers(messages: list[Message], changes: set[str]) -> list[Message]:
+def joined_speakers(messages: list[Message], changes: set[str]) -> list[Message]:
     """With turns in a row by one speaker as one turn; turns with more than a text stay apart."""
     joined = list[Message]()
     for message in messages:

@@ -28,8 +28,8 @@ from aerie.configs.schema.measure import (
     TuneConfig,
 )
 from aerie.configs.schema.recipe import Recipe, add_arguments, load, pairs_of
-from aerie.data.conversations import Message, read_prompts
 from aerie.data.inputs import target_inputs
+from aerie.data.questions import RowQuestion, read_prompts
 from aerie.model import storage
 from aerie.model.hub import head_directory, is_on_hub, require_target
 
@@ -396,7 +396,7 @@ def _check_sampling(arguments: Namespace) -> None:
 
 
 def _decode(
-    arguments: Namespace, unknown: list[str], prompts: list[list[Message]] | None = None
+    arguments: Namespace, unknown: list[str], prompts: list[RowQuestion] | None = None
 ) -> int:
     """Answers the prompts (None: chats), as the command line or its recipe says."""
     pairs = pairs_of(unknown)

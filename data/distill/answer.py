@@ -15,7 +15,14 @@ from aerie.configs.errors import UserError, masked, warn
 from aerie.configs.read import adapter
 from aerie.configs.schema.data import AnswerSamplingConfig, ServerConfig
 from aerie.data.chat import Chat, answer_text, find_said, render_prompt, said_by
-from aerie.data.conversations import Conversation, Message, Tally, UnusableRow, tool_calls_of
+from aerie.data.conversations import (
+    Conversation,
+    Message,
+    Tally,
+    UnusableRow,
+    system_turns,
+    tool_calls_of,
+)
 from aerie.data.forms import CLOSE, OPEN, PROBE_ANSWER, PROBE_CALL, THOUGHT_FORMS, Form
 from aerie.model.storage import first_line
 
@@ -304,10 +311,6 @@ def _rows_of_tokens(name: str, answers: Sequence[Written]) -> list[dict[str, Any
 
 def _loosely(text: str) -> str:
     return LOOSE.sub("", text)
-
-
-def system_turns(system: str | None) -> list[Message]:
-    return [] if system is None else [{"role": "system", "content": system}]
 
 
 # --- who answers --------------------------------------------------------------------------------

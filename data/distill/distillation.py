@@ -20,7 +20,7 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
 from aerie.configs.schema.data import DistillConfig, GateConfig, RenderConfig
 from aerie.configs.schema.heads import TargetConfig
-from aerie.data.conversations import Message, UnusableRow
+from aerie.data.conversations import Message, UnusableRow, system_turns
 from aerie.data.distill.answer import (
     Answer,
     Ask,
@@ -28,7 +28,6 @@ from aerie.data.distill.answer import (
     ServedTarget,
     Thinking,
     Unanswered,
-    system_turns,
 )
 from aerie.data.distill.prompts import (
     TEXTS,

@@ -1,21 +1,22 @@
 """The input rows of a distillation: each is asked, or skipped for a reason."""
 
 import heapq
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from itertools import chain, groupby
-from operator import itemgetter
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
 from aerie.configs.schema.data import DistillConfig, SourceConfig
-from aerie.data.conversations import UNKNOWN_KEYS, UnusableRow, is_text, read_turns
+from aerie.data.conversations import UNKNOWN_KEYS, UnusableRow
 from aerie.data.inputs import hashed_number
+from aerie.data.questions import read_question, tell_unread
 from aerie.data.rows import RawRow, read_rows
 from aerie.model.storage import digest
 
@@ -42,6 +43,8 @@ class Questions(NamedTuple):
     turns: list[str]
     system: str | None = None
     invent: str | None = None
+    tools: list[Any] | None = None
+    unread: frozenset[str] = frozenset()  # what the row also holds
 
 
 def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[InputRow]:
@@ -50,16 +53,20 @@ def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[InputR
     seen = set[str]()
     prompts = list[InputRow]()
     for number, source in enumerate(config.sources):
+        unread = list[frozenset[str]]()
         for count, row in _drawn_rows(source, f"{config.seed}/{number}"):
             prompt = InputRow(f"{number}:{count}", row.source)
             try:
-                prompt = _with_questions(prompt, row.value, source, config.max_turns)
+                questions_of_row = _questions_of(row.value, source)
+                prompt = _with_questions(prompt, questions_of_row, source, config.max_turns)
+                unread.append(questions_of_row.unread)
             except UnusableRow as error:
                 if error.reason == UNKNOWN_KEYS and row.number == 1:  # so will be all others
                     raise UserError(f"{row.source} {error.sentence}") from error
                 prompts.append(replace(prompt, skip=error.reason))
                 continue
-            key = asked_key(prompt.system, (*prompt.turns, prompt.invent or ""))
+            tools = [json.dumps(prompt.tools)] if prompt.tools else []
+            key = asked_key(prompt.system, (*prompt.turns, prompt.invent or "", *tools))
             skip = overlap.reason(prompt.invent or "", prompt.system or "", *prompt.turns)
             if key in seen:
                 skip = "the same prompt as an earlier row"
@@ -67,6 +74,7 @@ def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[InputR
             prompts.append(replace(prompt, skip=skip))
             for copy in range(1, 1 if skip else source.samples):
                 prompts.append(replace(prompt, id=f"{prompt.id}:{copy}"))
+        tell_unread(source.path, unread)
     if all(prompt.skip for prompt in prompts):
         first = f"; the first: {prompts[0].place}: {prompts[0].skip}" if prompts else ""
         raise UserError(f"distill.sources: no row can be asked ({len(prompts):,} read{first})")
@@ -83,17 +91,22 @@ def _drawn_rows(source: SourceConfig, seed: str) -> Iterable[tuple[int, RawRow]]
     )
 
 
-def _with_questions(
-    prompt: InputRow, row: Any, source: SourceConfig, max_turns: int | None
-) -> InputRow:
+def _questions_of(row: Any, source: SourceConfig) -> Questions:
     if not isinstance(row, Mapping):
         raise UnusableRow("row is no object", "")
-    questions = QUESTIONS_OF[source.kind](row, source)
+    return QUESTIONS_OF[source.kind](row, source)
+
+
+def _with_questions(
+    prompt: InputRow, questions: Questions, source: SourceConfig, max_turns: int | None
+) -> InputRow:
+    system = questions.system  # an empty one switches off a template's own
     return replace(
         prompt,
         turns=tuple(questions.turns[:max_turns]),
-        system=questions.system or source.system_prompt or None,
+        system=source.system_prompt if system is None else system,
         invent=questions.invent,
+        tools=questions.tools,
     )
 
 
@@ -121,38 +134,23 @@ def _of_persona(row: Mapping[str, Any], source: SourceConfig) -> Questions:
     return Questions([TEXTS["solve"].format(problem=problem_in(text))])
 
 
-def _of_prompt(row: Mapping[str, Any], source: SourceConfig) -> Questions:
-    names = [source.field] if source.field else ["turns", *TEXTS["question_fields"]]
-    if not row.keys() & set(names):
-        raise UnusableRow(
-            UNKNOWN_KEYS,
-            f"has keys {', '.join(map(str, row))}; the prompt must be in {' or '.join(names)}",
-        )
-    value = next((row[name] for name in names if row.get(name)), "")
-    turns = list(value) if isinstance(value, list | tuple) else [value]
-    system = row.get("system")
-    if not isinstance(system, str | None) or not all(map(is_text, turns)):
-        raise UnusableRow("an empty question, or no text", "")
-    return Questions(turns, system)
-
-
-def _of_conversation(row: Mapping[str, Any], source: SourceConfig) -> Questions:
-    texts: dict[str, list[str]] = {"system": [], "user": [], "assistant": [], "tool": []}
-    for role, group in groupby(read_turns(row).messages, key=itemgetter("role")):
-        # Two turns in a row are one.
-        texts[role].append("\n\n".join(filter(str.strip, map(itemgetter("content"), group))))
-    if row.get("tools") or texts["tool"]:
+def _of_row(row: Mapping[str, Any], source: SourceConfig) -> Questions:
+    question = read_question(row, source.field)
+    if question.calls_tools:  # nobody has the results of the target's own calls
         raise UnusableRow("the conversation calls tools", "")
-    turns = [*filter(None, texts["user"])]
-    if not turns:
-        raise UnusableRow("no user turn", "")
-    return Questions(turns, next(filter(None, texts["system"]), None))
+    system = [message["content"] for message in question.before]
+    return Questions(
+        list(question.turns),
+        "\n\n".join(system) if system else None,
+        tools=question.tools,
+        unread=question.unread,
+    )
 
 
 QUESTIONS_OF = {
     "personas": _of_persona,
-    "prompts": _of_prompt,
-    "conversations": _of_conversation,
+    "prompts": _of_row,
+    "conversations": _of_row,
 }
 
 

@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.generation.streamers import BaseStreamer
 
-from aerie.data.chat import answer_text
+from aerie.data.chat import answer_text, encode_prompt
 from aerie.data.conversations import Message
 from aerie.data.progress import format_bytes
+from aerie.data.questions import RowQuestion
 from aerie.infer.decode.engine import Generation, SpeculativeDecoder, Statistics, raw_ids
 from aerie.infer.decode.roles import Cycle
 from aerie.infer.decode.sampling import Decoding, resolve
@@ -60,28 +61,30 @@ class ColouredStreamer(BaseStreamer):
 
 
 def answer_prompts(
-    prompts: list[list[Message]], decoder: SpeculativeDecoder, arguments: Namespace
+    prompts: list[RowQuestion], decoder: SpeculativeDecoder, arguments: Namespace
 ) -> None:
-    """Answers every turn of the user that has no answer yet; each prompt begins with the seed."""
-    for messages in prompts:
+    """Answers every turn of each prompt, which begins with the seed."""
+    for question in prompts:
         generator = torch.Generator(decoder.target.device).manual_seed(arguments.seed)
-        history: list[Message] = []
-        # a last turn of the user has no answer, as if another one followed
-        for message, following in zip(messages, [*messages[1:], {"role": "user"}], strict=True):
-            history.append(message)
-            if message["role"] not in ("user", "tool") or following["role"] != "user":
-                continue
-            content = message["content"]
-            prompt = raw_ids(decoder.tokenizer, content) if arguments.raw else history
+        history = list(question.before)
+        # A prompt without turns ends with the result of a tool.
+        for turn in question.turns or (None,):
+            if turn is not None:
+                history.append({"role": "user", "content": turn})
+            text = history[-1]["content"]
+            if arguments.raw:
+                prompt = raw_ids(decoder.tokenizer, text)
+            else:
+                prompt = encode_prompt(decoder.tokenizer, history, question.tools)
             streamer = None if arguments.json else ColouredStreamer(decoder.tokenizer)
-            if streamer and len(prompts) + len(messages) > 2:
-                print(f"> {message['content']}")  # which question is answered
+            if streamer and len(prompts) + len(question.before) + len(question.turns) > 2:
+                print(f"> {text}")  # which question is answered
             generation = answer_turn(decoder, prompt, arguments, generator, streamer)
             history.append({"role": "assistant", "content": generation.text})
             if arguments.json:
                 statistics = generation.statistics
                 facts = {
-                    "prompt": message["content"],
+                    "prompt": text,
                     "text": generation.text,
                     "new_ids": generation.new_ids,
                     "tau": statistics.tau,

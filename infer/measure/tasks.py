@@ -3,10 +3,11 @@
 The sets are those of EAGLE-2 (2406.16858, section 5) and SVIP (2411.18462, section 3.2).
 """
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,17 @@ from torch import Tensor
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_text, read_yaml, require_regular
 from aerie.configs.schema.measure import HeldOutPrompts, PromptsConfig, TaskConfig
-from aerie.data.chat import apply_template
-from aerie.data.conversations import Tally, is_text, load_conversations
-from aerie.data.distill.prompts import TEXTS
+from aerie.data.chat import encode_prompt
+from aerie.data.conversations import (
+    Message,
+    Tally,
+    UnusableRow,
+    is_text,
+    load_conversations,
+    system_turns,
+)
 from aerie.data.inputs import ROW_SUFFIXES
+from aerie.data.questions import RowQuestion, each_turn, read_question, tell_unread
 from aerie.data.rows import hub_commit, read_rows
 from aerie.infer.measure.statistics import grouped
 from aerie.model.storage import digest, file_digest
@@ -50,7 +58,9 @@ class Prompt:
     prompt_id: str
     task: str
     turns: tuple[str, ...]
-    system: str | None = None
+    before: tuple[Message, ...] = ()  # read before the first turn
+    tools: list[Any] | None = None
+    unread: frozenset[str] = field(default=frozenset(), compare=False)  # what its row also holds
 
     @property
     def key(self) -> tuple[str, str]:
@@ -61,31 +71,44 @@ def prompt_of(task: str, row: Any, number: int, source: str, config: PromptsConf
     """A row's prompt; one with `turns` (Spec-Bench) is taken as it is."""
     values: Row = row if isinstance(row, Mapping) else {}
     published = TASKS.get(task, {})
-    is_published = bool(published) and "turns" not in values
+    if published and "turns" not in values:
+        question, identity = _published_question(task, values, source)
+    else:
+        try:
+            question = read_question(values)
+        except UnusableRow as error:
+            raise UserError(f"{source}: {error}") from error
+        identity = values.get("question_id")
+    if published.get("level") in values:
+        task = f"{task}-level{values[published['level']]}"
+    return Prompt(
+        str(number if identity is None else identity),
+        task,
+        question.turns[: config.turns],
+        question.before or tuple(system_turns(config.system_prompt)),
+        question.tools,
+        question.unread,
+    )
+
+
+def _published_question(task: str, row: Row, source: str) -> tuple[RowQuestion, Any]:
+    """The question of a published set's row, and what names it there."""
+    published = TASKS[task]
     try:
-        if is_published:
-            columns = COLUMNS_OF.get(task, dict)(values)
-            if "turns" in published:
-                turns = columns[published["turns"]]
-            else:
-                turns = published["text"].format_map(columns)
-            identity = values.get(published.get("identity", ""))
+        columns = COLUMNS_OF.get(task, dict)(row)
+        if "turns" in published:
+            turns = columns[published["turns"]]
         else:
-            names = ("turns", *TEXTS["question_fields"])
-            turns = values[next((name for name in names if name in values), " or ".join(names))]
-            identity = values.get("question_id")
-        if "level" in published and (is_published or published["level"] in values):
-            task = f"{task}-level{values[published['level']]}"
+            turns = [published["text"].format_map(columns)]
+        if "level" in published:
+            row[published["level"]]
     except KeyError as error:
-        question = f"a question of {task}" if task else "a question"
         raise UserError(
-            f"{source}: {question} needs {error}; this row has {', '.join(values)}"
+            f"{source}: a question of {task} needs {error}; this row has {', '.join(row)}"
         ) from error
-    texts = [turns] if isinstance(turns, str) else turns
-    if not isinstance(texts, list) or not texts or not all(map(is_text, texts)):
+    if not isinstance(turns, list) or not turns or not all(map(is_text, turns)):
         raise UserError(f"{source}: a question is a text or a list of texts, none empty")
-    prompt_id = str(number if identity is None else identity)
-    return Prompt(prompt_id, task, tuple(texts[: config.turns]), config.system_prompt)
+    return RowQuestion((), tuple(turns)), row.get(published.get("identity", ""))
 
 
 def load_prompts(config: PromptsConfig) -> list[Prompt]:
@@ -99,6 +122,7 @@ def load_prompts(config: PromptsConfig) -> list[Prompt]:
         prompts = [prompt for task in config.tasks for prompt in _of_task(task, config)]
     if not prompts:
         raise UserError(f"{source}: holds no prompts")
+    tell_unread(source, (prompt.unread for prompt in prompts))
     (task, prompt_id), count = Counter(prompt.key for prompt in prompts).most_common(1)[0]
     if count > 1:
         raise UserError(f"{source}: question_id {prompt_id} of {task!r} stands there {count} times")
@@ -107,17 +131,20 @@ def load_prompts(config: PromptsConfig) -> list[Prompt]:
 
 def _held_out(config: HeldOutPrompts) -> list[Prompt]:
     """Questions that training never sees, none as long as max_length, so that answers fit."""
-    data = config.data
-    system = config.system_prompt or data.system_prompt
+    # The system prompt of the questions comes before that of the data; a row's own before both.
+    data = replace(config.data, system_prompt=None)
+    system = config.system_prompt or config.data.system_prompt
     prompts: dict[tuple[str, ...], Prompt] = {}
     for number, row in enumerate(load_conversations(data, Tally()), start=1):
-        questions = [
-            str(message["content"]) for message in row.messages if message["role"] == "user"
-        ]
-        turns = tuple(questions[: config.turns or 1])
-        is_short = 0 < sum(map(len, turns)) <= data.max_length
-        if row.is_held_out and is_short and all(map(is_text, questions)):
-            prompts.setdefault(turns, Prompt(str(number), "held_out", turns, system))
+        if row.is_held_out and row.messages:
+            question = each_turn(row.messages)
+            turns = question.turns[: config.turns or 1]
+            before = question.before or tuple(system_turns(system))
+            texts = [*turns, *(message["content"] for message in question.before)]
+            length = sum(map(len, texts)) + len(json.dumps(row.tools or ""))
+            if length <= data.max_length:
+                prompt = Prompt(str(number), "held_out", turns, before, row.tools)
+                prompts.setdefault(turns, prompt)
         if config.num_prompts is not None and len(prompts) == 2 * config.num_prompts:
             break
     if len(prompts) <= config.part:
@@ -131,8 +158,9 @@ def _held_out(config: HeldOutPrompts) -> list[Prompt]:
 def _of_file(path: Path, config: PromptsConfig) -> list[Prompt]:
     if path.suffix not in ROW_SUFFIXES:  # a text with a question a line
         lines = enumerate(read_text(path).split("\n"), start=1)  # not at U+2028
+        before = tuple(system_turns(config.system_prompt))
         prompts = [
-            Prompt(str(number), config.task or path.stem, (line,), config.system_prompt)
+            Prompt(str(number), config.task or path.stem, (line,), before)
             for number, line in lines
             if line.strip()
         ]
@@ -191,7 +219,11 @@ def prompt_inputs(config: PromptsConfig) -> str | list[dict[str, Any]]:
     if config.path is not None:
         return file_digest(Path(config.path))
     if isinstance(config, HeldOutPrompts):
-        return digest([prompt.turns for prompt in load_prompts(config)])
+        asked = []
+        for prompt in load_prompts(config):
+            has_more = prompt.before or prompt.tools
+            asked.append([prompt.turns, prompt.before, prompt.tools] if has_more else prompt.turns)
+        return digest(asked)
     inputs = []
     for task in config.tasks:
         source, revision = source_of(task)
@@ -213,10 +245,10 @@ def pinned(config: PromptsConfig) -> PromptsConfig:
 
 def encode_turn(prompt: Prompt, answers: Sequence[str], tokenizer: Any, target: Target) -> Tensor:
     """Token ids [1, T] of the turn after these answers, with what came before."""
-    messages = [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
+    messages = list(prompt.before)
     for turn, answer in zip(prompt.turns, answers, strict=False):
         messages.append({"role": "user", "content": turn})
         messages.append({"role": "assistant", "content": answer})
     messages.append({"role": "user", "content": prompt.turns[len(answers)]})
-    ids = apply_template(tokenizer, messages, tokenize=True, add_generation_prompt=True)
+    ids = encode_prompt(tokenizer, messages, prompt.tools)
     return torch.tensor([ids], device=target.device)

@@ -21,6 +21,7 @@ GPQA = {"Question": "Which?", "Correct Answer": "a"} | {
     f"Incorrect Answer {n}": "abcd"[n] for n in (1, 2, 3)
 }
 ANY = PromptsConfig("q.jsonl")
+SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 def loaded(task: TaskConfig, **changes: Any) -> list[Prompt]:
@@ -129,7 +130,7 @@ def test_categories(
         and len(load_prompts(PromptsConfig(path, num_prompts=99))) == 11
     )
     mine = loaded(TaskConfig("mine", path), turns=1, system_prompt="Be brief.")
-    assert mine[4] == Prompt("4", "mine", ("a\u2028b",), "Be brief.") and len(mine) == 11
+    assert mine[4] == Prompt("4", "mine", ("a\u2028b",), (SYSTEM,)) and len(mine) == 11
     (tmp_path / "p.txt").write_text("one\n\ntwo \nthree\n")
     assert [
         (prompt.prompt_id, prompt.turns[0])
@@ -166,7 +167,7 @@ def test_broken(tmp_path: Path) -> None:
     """Broken questions are one sentence."""
     twice = '{"question_id": 1, "turns": ["a"]}\n'
     for text, message in {
-        '{"answer": "a"}\n': "a question needs 'turns or prompt or question",
+        '{"answer": "a"}\n': "the question must be in turns or conversations or messages",
         '{"turns": []}\n': "a text or a list of texts",
         "": "holds no prompts",
         twice + twice: "stands there 2 times",

@@ -150,6 +150,26 @@ def test_later_questions() -> None:
     )
 
 
+def test_tools_are_asked_with() -> None:
+    """Tools reach the server and the rows, and a call ends its conversation."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"in": "Paris"}}}
+    template = "{{ tools | tojson if tools }}{% for m in messages %}{{ m['content'] }}"
+    template += "{{ m['tool_calls'] | tojson if m['tool_calls'] }}"
+    template += "{% if m['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+    asked = list[Any]()
+
+    async def ask(messages: Sequence[Message], seed: int, tools: list[Any]) -> Answer:
+        asked.append(tools)
+        return Answer("", "stop", tool_calls=(call,))
+
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    prompt = InputRow("0:1", "x", ("a", "b"), tools=tools)
+    ended = asyncio.run(job(Path()).interview(prompt, ask, thinking(template)))
+    assert asked == [tools] and ended.turns == ("a",) and flaws(ended) == []
+    [row] = thinking(template).training_rows(ended)
+    assert row["tools"] == tools and row["messages"][-1]["tool_calls"] == [call]
+
+
 def test_invented_problem() -> None:
     """An invented problem is solved in a conversation of its own."""
     prompt = InputRow("0:1", "x", invent="Invent.")
@@ -374,7 +394,8 @@ def test_human_turns_are_asked(
         {"prompt": "Why?", "system": 5},
     ]
     usable = ["Why?", {"turns": None, "question": "a?"}]
-    assert skips(tmp_path, usable + empty) == [None] * 2 + ["an empty question, or no text"] * 5
+    reasons = ["an empty question, or no text"] * 4 + ["a system column is no text"]
+    assert skips(tmp_path, usable + empty) == [None] * 2 + reasons
 
 
 @pytest.mark.parametrize(
