@@ -38,6 +38,8 @@ PAIRS = [tuple(pair) for pair in SHAPES["pairs"]]  # columns of a question and i
 LISTS = ("conversations", "messages", "conversation")  # columns of turns
 SYSTEM_COLUMNS = ("system", "system_prompt")
 TOOL_COLUMNS = ("tools", "functions")
+SPEAKER_KEYS = ("from", "role", "speaker")
+TEXT_KEYS = ("value", "content", "text")
 
 # What a turn may hold beside its text: a turn with one of SPOKEN_KEYS needs no text.
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
@@ -46,10 +48,12 @@ EXTRA_KEYS = (*SPOKEN_KEYS, "tool_call_id", "name")
 
 IS_CONTEXT = "is_context"  # of a message while its row is read; no template sees it
 LEARN_KEYS = frozenset(SHAPES["learn"].split())
+IGNORE_KEYS = frozenset(SHAPES["ignore"].split())
 UNREADABLE_KEYS = frozenset(SHAPES["unreadable"].split())
 MESSAGE_KEYS = frozenset(
-    {"from", "role", "value", "content", "text", "function_call", *EXTRA_KEYS}
+    {*SPEAKER_KEYS, *TEXT_KEYS, "function_call", *EXTRA_KEYS}
     | LEARN_KEYS
+    | IGNORE_KEYS
     | set(SHAPES["idle_of_message"].split())
 )
 ROW_KEYS = frozenset(
@@ -264,16 +268,30 @@ def require_context_columns(row: Mapping[str, Any], read: tuple[str, ...]) -> No
 def _turns_of_pair(
     row: Mapping[str, Any], pair: tuple[str, ...]
 ) -> tuple[list[Any], tuple[str, ...]]:
-    prompt, completion = (unpacked(row[name]) for name in pair)
-    if isinstance(prompt, list) and isinstance(completion, list):  # of messages
-        return [*prompt, *completion], pair
     columns = pair
-    prompt, completion = (row[name] for name in pair)
-    if "input" not in pair and is_text(row.get("input")):  # Alpaca's
-        prompt = f"{prompt}\n\n{row['input']}"
-        columns = (*pair, "input")
-    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-    return turns, columns
+    asked = _turn_list(row[pair[0]])
+    if asked is None:
+        prompt = row[pair[0]]
+        if "input" not in pair and is_text(row.get("input")):  # Alpaca's
+            prompt = f"{prompt}\n\n{row['input']}"
+            columns = (*columns, "input")
+        asked = [{"role": "user", "content": prompt}]
+    answers = _turn_list(row[pair[1]])
+    if answers is None:
+        thoughts = [name for name in THOUGHT_KEYS if is_text(row.get(name)) and name not in pair]
+        columns = (*columns, *thoughts)
+        answer = {"role": "assistant", "content": row[pair[1]]}
+        answers = [answer | {name: row[name] for name in thoughts}]
+    return [*asked, *answers], columns
+
+
+def _turn_list(value: Any) -> list[Any] | None:
+    """A column's list of turns; None if it holds something else."""
+    turns = unpacked(value)
+    are_turns = isinstance(turns, list) and all(
+        isinstance(turn, Mapping) and any(key in turn for key in SPEAKER_KEYS) for turn in turns
+    )
+    return turns if are_turns else None
 
 
 def unpacked(value: Any) -> Any:
@@ -307,7 +325,7 @@ def _is_empty(value: Any) -> bool:
 def _message(turn: Any, number: int) -> Message:
     if not isinstance(turn, Mapping):
         raise UnusableRow("a turn is no object", f"turn {number} is {type(turn).__name__}")
-    speaker = turn.get("from") or turn.get("role")
+    speaker = next((turn[key] for key in SPEAKER_KEYS if turn.get(key)), None)
     if speaker is None:
         keys = ", ".join(map(str, turn))
         raise UnusableRow(
@@ -340,8 +358,8 @@ def _message(turn: Any, number: int) -> Message:
 
 def _text_of(turn: Mapping[str, Any], number: int) -> tuple[str, str]:
     """A turn's text and, from content in parts, its thought."""
-    names = [name for name in ("value", "content", "text") if turn.get(name) is not None]
-    has_text = not turn.keys().isdisjoint(("value", "content", "text"))
+    names = [name for name in TEXT_KEYS if turn.get(name) is not None]
+    has_text = not turn.keys().isdisjoint(TEXT_KEYS)
     if not has_text and all(_is_empty(turn.get(key)) for key in (*SPOKEN_KEYS, "function_call")):
         keys = ", ".join(map(str, turn))
         raise UnusableRow("a turn has no text", f"turn {number} has keys {keys}; expected content")
@@ -390,7 +408,7 @@ def tool_calls_of(calls: Any, number: int) -> list[Any]:
         function = call.get("function") or call if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not is_text(function.get("name")):
             raise UnusableRow("a tool call names no function", f"turn {number}")
-        arguments = function.get("arguments", function.get("parameters"))
+        arguments: Any = function.get("arguments", function.get("parameters")) or {}
         with suppress(TypeError, ValueError):
             if isinstance(value := json.loads(arguments), dict):
                 arguments = value
@@ -447,7 +465,7 @@ def _unread_keys(row: Mapping[str, Any], turns: list[Any], columns: tuple[str, .
 def _mark_context(row: Mapping[str, Any], turns: list[Any], messages: list[Message]) -> set[str]:
     """Marks the answers that their data set does not want to be learnt; reasons for odd marks."""
     unread = set[str]()
-    if all(map(LEARN_KEYS.isdisjoint, [row, *turns])):
+    if all(map((LEARN_KEYS | IGNORE_KEYS).isdisjoint, [row, *turns])):
         return unread
     answers = [message for message in messages if message["role"] == "assistant"]
     marks = [(message, turn) for message, turn in zip(messages, turns, strict=True)]
@@ -468,7 +486,10 @@ def _mark_context(row: Mapping[str, Any], turns: list[Any], messages: list[Messa
     for message, flags in marks:
         given = [flags[name] for name in LEARN_KEYS & flags.keys()]
         if message["role"] == "assistant":
-            if any(map(_is_no, given)):
+            ignored = [flags[name] for name in IGNORE_KEYS & flags.keys()]
+            if any(map(_is_no, given)) or not all(
+                _is_no(flag) or _is_empty(flag) for flag in ignored
+            ):
                 message[IS_CONTEXT] = True
         elif any(flag is True for flag in given):
             unread.add("a turn that is no answer is marked as to be learnt")

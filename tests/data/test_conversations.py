@@ -72,6 +72,7 @@ def test_formats(tmp_path: Path) -> None:
             ]
         },
         {"prompt": HELLO[:1], "completion": HELLO[1:]},
+        {"prompt": json.dumps(HELLO[:1]), "response": "fine"},
         {"messages": json.dumps(HELLO)},
         {"messages": str(HELLO)},
         {"instruction": "hello", "input": "", "output": "fine"},
@@ -254,7 +255,14 @@ def test_containers(tmp_path: Path, shape: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "mark"),
-    [("weight", 0), ("loss", 0.0), ("train", False), ("trainable", False), ("loss_mask", "0")],
+    [
+        ("step_loss_mask", 0),
+        ("weight", 0),
+        ("loss", 0.0),
+        ("train", False),
+        ("trainable", False),
+        ("loss_mask", "0"),
+    ],
 )
 def test_marked_turns(tmp_path: Path, key: str, mark: Any) -> None:
     """An answer that its data set marks, in the turn or beside the turns, is only context."""
