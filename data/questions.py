@@ -109,8 +109,8 @@ def _asked_in(row: Mapping[str, Any], field: str | None) -> tuple[list[Any], tup
     if name in LISTS:
         return turns_in_list(row, name), (name,), False
     texts = unpacked(row[name])
-    if isinstance(texts, list) and texts and all(isinstance(text, Mapping) for text in texts):
-        return texts, (name,), False  # messages
+    if isinstance(texts, list) and texts and all(map(_is_message, texts)):
+        return texts, (name,), False
     texts = texts if name == "turns" else row[name]
     if isinstance(texts, list | tuple):
         if not texts or not all(map(is_text, texts)):
@@ -125,6 +125,10 @@ def _asked_in(row: Mapping[str, Any], field: str | None) -> tuple[list[Any], tup
             texts = f"{texts}\n\n{row['input']}"
             columns = (name, "input")
     return [{"role": "user", "content": texts}], columns, True
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and not value.keys().isdisjoint(("role", "from"))
 
 
 def _no_question() -> UnusableRow:

@@ -23,13 +23,14 @@ from aerie.data.conversations import (
     system_turns,
     tool_calls_of,
 )
-from aerie.data.forms import CLOSE, OPEN, PROBE_ANSWER, PROBE_CALL, THOUGHT_FORMS, Form
+from aerie.data.forms import CLOSE, OPEN, PROBE_ANSWER, PROBE_CALL, TAGS, THOUGHT_FORMS, Form
 from aerie.model.storage import first_line
 
 TOO_LONG = "too long for the target's context"
 IS_TOO_LONG = re.compile(r"context length|max_model_len|too long|longer than", re.IGNORECASE)
 IDS_KEY = "return_token_ids"  # vLLM's
 WITHOUT_IDS = "an answer is learnt if the chat template gives it back as it was written"
+UNKNOWN_MARKS = "the template does not say how the target writes a thought"
 PAUSE_S = 1.0  # before a server that was away or busy is asked again
 QUESTION: list[Message] = [{"role": "user", "content": "Hi"}]
 # Left out where a text is compared with its tokens.
@@ -210,6 +211,11 @@ class Thinking:
             return Written(prompt_ids, ids)
         if answer.is_cut:
             raise UnusableRow("an answer is cut and came without token ids", "")
+        has_thought = bool((answer.reasoning or "").strip())
+        # Tags would be ours, unless the prompt opens one: the target may write [THINK].
+        knows_no_tags = answer.exact_text is None and has_thought and not self.is_opened
+        if knows_no_tags and self.thought_form == THOUGHT_FORMS[-1]:
+            raise UnusableRow(UNKNOWN_MARKS, "")
         earlier = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         told = Conversation(
             "", (*messages, self.message(answer)), tools, context_only=frozenset(earlier)
@@ -218,6 +224,8 @@ class Thinking:
         [rendered] = self.chat.render(told)
         [row] = self.chat.encode([rendered])
         for kind, reason in self.chat.tally.counts:
+            if knows_no_tags and TAGS in reason:
+                raise UnusableRow(UNKNOWN_MARKS, "")
             if kind == "left out":
                 raise UnusableRow(reason, "")
         first = row.turn_ids.index(1)
@@ -228,7 +236,9 @@ class Thinking:
             body = body.partition(end_text)[0]
         # Some tokenizers drop a text's first blank.
         spelt = self.tokenizer.decode(ids[:-1], clean_up_tokenization_spaces=False)
-        if answer.exact_text not in (None, body, spelt):
+        # Without a thought, a server may have dropped an empty one, or the target wrote none.
+        has_empty_thought = answer.exact_text is None and not has_thought and CLOSE in body
+        if has_empty_thought or answer.exact_text not in (None, body, spelt):
             raise UnusableRow("the template writes an answer otherwise than the target did", "")
         if find_said(said_by(told.messages[-1]), self.tokenizer.decode(ids))[0] is not None:
             raise UnusableRow("an end-of-turn token stands inside an answer", "")
@@ -490,6 +500,6 @@ def _answer_of(reply: Any) -> Answer:
         or getattr(message, "reasoning", None),
         "tool_calls": tuple(tool_calls_of(calls, 1)),
     }
-    if ids and prompt_ids:
+    if ids:
         values |= {"token_ids": ids, "prompt_token_ids": prompt_ids}
     return cast(Answer, adapter(Answer).validate_python(values))

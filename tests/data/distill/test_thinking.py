@@ -93,7 +93,8 @@ def test_headers_are_the_templates() -> None:
             " if m['role'] == 'assistant' else '') + m['content'] +",
         ).replace("@@", header)
     )
-    parted = reader.learnt(outcome_of(Answer("four", "stop", reasoning="2 + 2")))
+    split = Answer("four", "stop", reasoning="2 + 2")
+    parted = reader.learnt(outcome_of(split))
     written = reader.tokenizer.decode(parted.answers[0].answer_ids)
     assert written == f"<think>2 + 2</think>{header}four<|im_end|>"
     assert parted.rows[0]["messages"][-1]["thought"] == "2 + 2"
@@ -102,6 +103,8 @@ def test_headers_are_the_templates() -> None:
         (Answer("fo", "length"), "an answer is cut and came without token ids"),
     ):
         assert reader.learnt(outcome_of(answer)) == ([], [], reason)
+    unknown = of(CHATML).learnt(outcome_of(split))  # no tags of ours
+    assert unknown.why == "the template does not say how the target writes a thought"
     lossy = of(CHATML).learnt(outcome_of(Answer("", "stop", tool_calls=(CALL,))))
     assert lossy.why == "the template leaves out the call of a tool"
 
