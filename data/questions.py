@@ -33,6 +33,8 @@ QUESTION_COLUMNS = SHAPES["questions"].split()
 # The columns of an answer, which is not read where a question is asked.
 IDLE_COLUMNS = (*(answer for _, answer in PAIRS), *SHAPES["idle_of_question"].split())
 
+NO_QUESTION = "an empty question, or no text"
+
 
 class RowQuestion(NamedTuple):
     """What a row asks."""
@@ -133,7 +135,7 @@ def _is_message(value: Any) -> bool:
 
 def _no_question() -> UnusableRow:
     sentence = "a question is a text or a list of texts, none empty"
-    return UnusableRow("an empty question, or no text", sentence)
+    return UnusableRow(NO_QUESTION, sentence)
 
 
 # --- of a file, or of the command line ------------------------------------------------------------
@@ -149,7 +151,9 @@ def read_prompts(path: Path | None, text: str | None, raw: bool = False) -> list
         try:
             question = read_question(row.value, last_only=True)
         except UnusableRow as error:
-            raise UserError(f"{row.source}: {error}") from error
+            is_empty = error.reason == NO_QUESTION
+            why = "the prompt is empty, or no text" if is_empty else str(error)
+            raise UserError(f"{row.source}: {why}") from error
         if raw and (question.before or question.tools or len(question.turns) > 1):
             raise UserError(f"{row.source}: several turns need the chat template; leave --raw out")
         prompts.append(question)
