@@ -13,9 +13,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from aerie.configs.errors import UserError, warn
 from aerie.configs.read import validate
+from aerie.configs.schema.data import RenderConfig
 from aerie.configs.schema.decode import METHODS, USUAL, MethodConfig, TreeConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data.chat import answer_text, apply_template
+from aerie.data.rendering import bind, trained_arguments
 from aerie.infer.decode.cached_lm import CachedLM
 from aerie.infer.decode.check import Form, checked_lm
 from aerie.infer.decode.clock import PHASES, Clock
@@ -120,6 +122,7 @@ class SpeculativeDecoder:
         lm = checked_lm(target, proposer.after_blocks, form)
         self.eager = EagerRunner(lm, proposer, form)
         self.runners = Runners(self.eager)
+        self.render = RenderConfig()  # what the chat template gets
 
     @property
     def lm(self) -> CachedLM:
@@ -139,7 +142,7 @@ class SpeculativeDecoder:
     def tokenizer(self) -> Any:
         """The target's own, unless from_pretrained was given one."""
         try:
-            return load_tokenizer(self.target.recipe)
+            return bind(load_tokenizer(self.target.recipe), self.render)
         except UserError as error:
             raise UserError(f"{error}; give from_pretrained tokenizer=") from error
 
@@ -159,8 +162,9 @@ class SpeculativeDecoder:
 
         target: a directory, a Hub id, or a loaded Target or transformers model (with sdpa or eager
         attention; it is frozen). method, tree: by default the head's usual ones. tokenizer: by
-        default that of the target's directory or Hub id. device (by default the GPU, if there is
-        one) and keys (TargetConfig's: dtype, ...) are for loading the target.
+        default that of the target's directory or Hub id; its chat template gets the arguments of
+        the head's training. device (by default the GPU, if there is one) and keys (TargetConfig's:
+        dtype, ...) are for loading the target.
         """
         # --- the target: loaded here, or taken as it is
         if not isinstance(target, Target | PreTrainedModel):
@@ -187,6 +191,9 @@ class SpeculativeDecoder:
         path = str(head) if head else None
         row = check_levels(row, path, "from_pretrained")
         decoder = make_decoder(LoadedHeads(target), row, path)
+        if path:
+            arguments = trained_arguments(path) or {}
+            decoder.render = RenderConfig(template_arguments=arguments)
         # takes the place of the cached property, which would look at the target's directory
         if tokenizer is not None:
             decoder.tokenizer = tokenizer

@@ -24,6 +24,7 @@ from aerie.data.chat import apply_template
 from aerie.data.distill.answer import Thinking
 from aerie.data.rendering import bind, fix_date, names_read, with_template_arguments, writes_date
 from aerie.infer import main as infer
+from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.train import main as train
 from tests import tiny
 from tests.tiny import call
@@ -118,6 +119,8 @@ def test_a_head_knows_its_arguments(recipe: Path, tmp_path: Path, capsys: Any) -
         assert counted == len(ids(text)["input_ids"])
         assert err.count("warning") == warnings
         assert not warnings or '{"enable_thinking": false}' in err
+    decoder = SpeculativeDecoder.from_pretrained(tmp_path / "target", head)
+    assert decoder.tokenizer.decode(decoder.encode("2 + 2?")[0]).endswith(THOUGHT)
     assert call(infer, "bench", "--config", recipe) == 0
     assert capsys.readouterr().err.count("was trained with data.template_arguments") == 1
     assert call(infer, "bench", "--config", recipe, SWITCH, "false") == 2  # another bench
