@@ -159,13 +159,14 @@ def test_tools_are_asked_with() -> None:
     asked = list[Any]()
 
     async def ask(messages: Sequence[Message], seed: int, tools: list[Any]) -> Answer:
-        asked.append(tools)
+        asked.append((tools, messages[0]))
         return Answer("", "stop", tool_calls=(call,))
 
     tools = [{"type": "function", "function": {"name": "weather"}}]
-    prompt = InputRow("0:1", "x", ("a", "b"), tools=tools)
+    prompt = InputRow("0:1", "x", ("a", "b"), system="", tools=tools)
     ended = asyncio.run(job(Path()).interview(prompt, ask, thinking(template)))
-    assert asked == [tools] and ended.turns == ("a",) and flaws(ended) == []
+    silent = {"role": "system", "content": ""}  # it switches off a template's own
+    assert asked == [(tools, silent)] and ended.turns == ("a",) and flaws(ended) == []
     [row] = thinking(template).training_rows(ended)
     assert row["tools"] == tools and row["messages"][-1]["tool_calls"] == [call]
 
