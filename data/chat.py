@@ -88,7 +88,12 @@ class Rendered(NamedTuple):
 
 
 class LostText(UnusableRow):
-    """The template leaves out a text of the prompt."""
+    """The template leaves out a text of messages[index]; None: of the tools."""
+
+    def __init__(self, part: str, index: int | None = None) -> None:
+        place = "" if index is None else f"message {index + 1}"
+        super().__init__(f"the template leaves out {part}", place)
+        self.index = index
 
 
 class Said(NamedTuple):
@@ -248,7 +253,7 @@ def render_prompt(tokenizer: Any, conversation: Conversation, **settings: Any) -
             said += said_by(message, with_thoughts=False)
         missing, _ = find_said(said, text)
         if missing is not None:
-            raise LostText(f"the template leaves out {missing.part}", "")
+            raise LostText(missing.part)
         return str(text)
 
     def holds(given: Conversation) -> bool:
@@ -321,20 +326,33 @@ class Chat:
     def render(self, conversation: Conversation) -> list[Rendered]:
         """One text with all answers, or a text per answer if the template rewrites earlier text.
 
-        The conversation has at least one answer. UnusableRow if the template loses a text of it
-        in every form.
+        The conversation has at least one answer. It ends before the first message of which the
+        template loses a text in every form; UnusableRow if no answer is left.
         """
         try:
             rendered, notes = self._render(conversation)
-        except UnusableRow:
+        except UnusableRow as error:
             other = self._render_other_form(conversation)
             if other is None:
-                raise
+                return self._render_before(error, conversation)
             rendered, notes = other
         for note in notes:
             self.tally.add("left out", note, conversation.source)
         answers = [turn for turn in conversation.messages if turn["role"] == "assistant"]
         return [self._closed(row, bool(answers[-1].get("tool_calls"))) for row in rendered]
+
+    def _render_before(self, error: UnusableRow, conversation: Conversation) -> list[Rendered]:
+        """Up to the last answer before the lost text; raises the error if there is none."""
+        lost = getattr(error, "index", None) or 0
+        ends = [
+            index
+            for index, message in enumerate(conversation.messages[:lost], start=1)
+            if message["role"] == "assistant" and index - 1 not in conversation.context_only
+        ]
+        if not ends:
+            raise error
+        self.tally.add("left out", error.reason, conversation.source, error.sentence)
+        return self.render(conversation._replace(messages=conversation.messages[: ends[-1]]))
 
     def _render_other_form(
         self, conversation: Conversation
@@ -353,23 +371,6 @@ class Chat:
         except UnusableRow:
             return False
         return True
-
-    def prompt(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
-        """What the target reads before it answers; UnusableRow if the template loses a text."""
-        asked = Conversation("", tuple(messages), tools)
-        try:
-            return self._prompt(asked)
-        except UnusableRow:
-            for _, other in self.forms.of(asked):
-                with suppress(UnusableRow):
-                    return self._prompt(other)
-            raise
-
-    def _prompt(self, asked: Conversation) -> str:
-        indices = range(len(asked.messages))
-        text = self.text(asked, len(indices), add_generation_prompt=True)
-        self._require_context(asked, indices, text)
-        return text
 
     def _render(self, conversation: Conversation) -> tuple[list[Rendered], list[str]]:
         """The texts, and what was left out of them."""
@@ -432,8 +433,7 @@ class Chat:
         """Where the last thing said ends in `text`; UnusableRow if one is not there."""
         missing, end = find_said(said, text)
         if missing is not None:
-            place = "" if index is None else f"message {index + 1}"
-            raise UnusableRow(f"the template leaves out {missing.part}", place)
+            raise LostText(missing.part, index)
         return end
 
     def _with_answer(self, conversation: Conversation, index: int) -> tuple[str, int, str | None]:

@@ -126,10 +126,17 @@ def lost_texts(kind: Kind, rows: list[Rendered]) -> list[str]:
     return lost + [value for value in VALUES.get(kind.calls, []) if value not in learnt]
 
 
+def is_cut(tally: Tally) -> bool:
+    """Whether a conversation ends where the template loses a text, which is then counted."""
+    return any(reason.startswith("the template leaves out") for _, reason in tally.counts)
+
+
 def outcome(template: str, kind: Kind) -> str:
     try:
         _, tally = render(template, kind)
     except UnusableRow:
+        return "no"
+    if is_cut(tally):
         return "no"
     return "in another form" if any(sort == "mended" for sort, _ in tally.counts) else "yes"
 

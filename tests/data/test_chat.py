@@ -250,7 +250,7 @@ def calling(*calls: dict[str, Any]) -> list[dict[str, Any]]:
     """A conversation with calls; their results stand in another order than they."""
     results = [
         {"role": "tool", "content": f"result of {made['id']}", "tool_call_id": made["id"]}
-        for made in reversed(calls)
+        for made in (*calls[1:], *calls[:1])
     ]
     asked = [TURNS[0], TURNS[1], {"role": "assistant", "content": "", "tool_calls": [*calls]}]
     return [*asked, *results, {"role": "assistant", "content": "three"}]
@@ -267,10 +267,24 @@ def calling(*calls: dict[str, Any]) -> list[dict[str, Any]]:
     ],
 )
 def test_the_template_leaves_out(template: str, part: str) -> None:
-    """A row that the template loses a text of is left out, and the part is named."""
-    with pytest.raises(UnusableRow) as caught:
-        rows_of(template, "<|im_end|>", calling(call("add", a=1.5, b="zwei")))
-    assert caught.value.reason == f"the template leaves out {part}"
+    """What the template loses is left out, and the part is named."""
+    reasons = []
+    try:
+        _, _, tally = rows_of(template, "<|im_end|>", calling(call("add", a=1.5, b="zwei")))
+        reasons = [reason for _, reason in tally.counts]
+    except UnusableRow as error:
+        reasons = [error.reason]
+    assert reasons == [f"the template leaves out {part}"]
+
+
+def test_a_row_ends_before_a_lost_text() -> None:
+    """What stands before a text that the template loses is learnt; the rest is counted."""
+    template = CALLING.replace("function | tojson", "function.name")
+    messages = [*talk("hello", "Fine."), *calling(call("add", a=1))[1:]]
+    tokenizer, (row,), tally = rows_of(template, "<|im_end|>", messages)
+    assert learnt(tokenizer, row) == ["Fine.<|im_end|>"]
+    assert tally.counts == {("left out", "the template leaves out the call of a tool"): 1}
+    assert tally.examples.popitem()[1].endswith("message 4")
 
 
 def test_lost_tools() -> None:
@@ -289,15 +303,20 @@ def test_other_forms() -> None:
         "function | tojson", "function.name + ' ' + m.tool_calls[0].function.arguments"
     )
     as_python = CALLING.replace(
-        "function | tojson", "function.name ~ m.tool_calls[0].function.arguments"
+        "function | tojson", "function.name ~ ' ' ~ m.tool_calls[0].function.arguments"
     )
     for template, calls, expected, form in (
         (as_text, [call("add", a=1)], ['add {"a": 1}', "three"], "the arguments of calls"),
-        (as_python, [call("add", a=1)], ['add{"a": 1}', "three"], "the arguments of calls"),
+        (as_python, [call("add", a=1)], ['add {"a": 1}', "three"], "the arguments of calls"),
         (
             CALLING,
-            [call("add", a=1), call("sub")],
-            ['{"name": "add", "arguments": {"a": 1}}', '{"name": "sub", "arguments": {}}', "three"],
+            [call("add", a=1), call("sub"), call("mul")],
+            [
+                '{"name": "add", "arguments": {"a": 1}}',
+                '{"name": "sub", "arguments": {}}',
+                '{"name": "mul", "arguments": {}}',
+                "three",
+            ],
             "parallel calls given one by one",
         ),
     ):
@@ -306,9 +325,8 @@ def test_other_forms() -> None:
         assert [reason.startswith(form) for _, reason in tally.counts] == [True]
         text = tokenizer.decode(row.input_ids)
         for made in calls:
-            assert text.index(made["function"]["name"] + '"' * (len(calls) - 1)) < text.index(
-                f"result of {made['id']}"
-            )
+            name, result = made["function"]["name"], f"result of {made['id']}"
+            assert text.index(f"{name} {{" if len(calls) == 1 else f'"{name}"') < text.index(result)
 
 
 def test_marked_answers_are_context() -> None:
