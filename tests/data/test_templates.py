@@ -26,7 +26,7 @@ def test_no_silent_loss(path: Path) -> None:
         kept += 1
         lost = templates.lost_texts(kind, rows)
         assert bool(lost) == templates.is_cut(tally), kind
-        assert not any("question" in text or "system" in text for text in lost), kind
+        assert not any(text.startswith(("question0", "system")) for text in lost), kind
     assert kept >= 4
 
 
