@@ -89,7 +89,7 @@ class DataConfig(RenderConfig):
     """Which conversations, and how they become tokens and a loss mask."""
 
     conversations: Some[Place] = key(
-        ".json, .jsonl, .parquet or .csv files, directories or Hub ids"
+        ".json, .jsonl, .parquet, .arrow or .csv files, directories or Hub ids"
     )
     prompt_field: str | None = key(
         "for prompt/completion rows; null: the usual names are tried", default=None
@@ -148,7 +148,7 @@ class SourceConfig(Section):
     """Where prompts come from."""
 
     path: Place = key(
-        "a file (.json, .jsonl, .parquet, .csv), a directory or a Hub data set "
+        "a file (.json, .jsonl, .parquet, .arrow, .csv), a directory or a Hub data set "
         "(owner/name:subset:split)"
     )
     kind: Literal["conversations", "prompts", "personas"] = key(
