@@ -148,7 +148,7 @@ WORDS = {"true": "True", "false": "False", "null": "None"}
 def said_by(message: Message, with_thoughts: bool = True) -> Iterator[Said]:
     """The texts of a message: its content, its thoughts, the names and arguments of its calls."""
     if message["role"] != "assistant":
-        yield Said(PARTS[message["role"]], content_text(message))
+        yield Said(PARTS.get(message["role"], "a turn"), content_text(message))
         return
     thoughts, content = split_thought(message)
     yield Said("the text of an answer", content)

@@ -28,9 +28,11 @@ class Form(NamedTuple):
 
 
 def content_text(message: Message) -> str:
-    """A message's content, which is a text, null or one part of text."""
-    content = message["content"]
-    return content[0]["text"] if isinstance(content, list) else content or ""
+    """A message's content, which is a text, null or parts of text."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or "" for part in content)
 
 
 def split_thought(message: Message) -> tuple[list[str], str]:

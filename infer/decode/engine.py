@@ -16,7 +16,7 @@ from aerie.configs.read import validate
 from aerie.configs.schema.data import RenderConfig
 from aerie.configs.schema.decode import METHODS, USUAL, MethodConfig, TreeConfig
 from aerie.configs.schema.heads import TargetConfig
-from aerie.data.chat import answer_text, apply_template
+from aerie.data.chat import answer_text, encode_prompt
 from aerie.data.rendering import bind, trained_arguments
 from aerie.infer.decode.cached_lm import CachedLM
 from aerie.infer.decode.check import Form, checked_lm
@@ -331,9 +331,7 @@ class SpeculativeDecoder:
             user_turn = [{"role": "user", "content": prompt}]
             prompt = user_turn if self.tokenizer.chat_template else raw_ids(self.tokenizer, prompt)
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
-            prompt = apply_template(
-                self.tokenizer, prompt, tokenize=True, add_generation_prompt=True
-            )
+            prompt = encode_prompt(self.tokenizer, prompt)
         try:
             ids = torch.as_tensor(prompt["input_ids"] if isinstance(prompt, Mapping) else prompt)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
