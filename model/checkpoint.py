@@ -258,13 +258,16 @@ def load_head(
     head.load_state_dict(state)
     if isinstance(head, MultiTokenHead):
         head.laws.vocab = vocab
-    if dtype is None:  # that of its file; the embedding may be the target's
-        dtype = next(
-            tensor.dtype
-            for name, tensor in state.items()
-            if name != EMBEDDING and tensor.is_floating_point()
-        )
-    return head.to(dtype)
+    return head.to(dtype or dtype_of(state))
+
+
+def dtype_of(state: dict[str, Tensor]) -> torch.dtype:
+    """A head's own; its embedding may be the target's."""
+    return next(
+        tensor.dtype
+        for name, tensor in state.items()
+        if name != EMBEDDING and tensor.is_floating_point()
+    )
 
 
 def head_facts(directory: Path | str) -> dict[str, Any]:

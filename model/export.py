@@ -29,7 +29,7 @@ BOOKKEEPING = re.compile(
     r"|(use_)?sliding_window|max_window_layers|layer_types|max_sequence_length|layernorms"
     r"|base_model_name_or_path|pretraining_tp|(attention|mlp)_bias|quantization_config"
     r"|(eagle_)?aux_hidden_state_layer_ids|dflash_config|num_target_layers|tap_convention"
-    r"|draft_vocab_size|markov_head_type"
+    r"|draft_vocab_size|markov_head_type|medusa_\w+"
 )
 
 
@@ -51,13 +51,13 @@ def export(
     mismatch = target.other_weights(facts.get("target"))
     if mismatch is not None and not any_target:
         raise UserError(f"{source}: {mismatch}; give its own target, or --any-target")
-    formats = HEADS[content.kind].formats
-    if formats is None:
-        raise UserError(f"--to {to}: carries EAGLE heads, and this is a {content.kind} head")
-    values, tensors, layout_notes = formats.write(
+    kind = HEADS[content.kind]
+    if to == "vllm":
+        to = kind.servers.get("vLLM", to)
+    values, tensors, layout_notes = kind.formats.write(
         to, dataclasses.replace(content, tensors=state), target
     )
-    dtype = _name_of(state["fc.weight"].dtype)
+    dtype = _name_of(checkpoint.dtype_of(state))
     values["aerie"] = {
         **{name: value for name, value in facts.items() if name not in OF_AN_EXPORT},
         **values.get("aerie", {}),
@@ -119,7 +119,7 @@ def _complete(files: HeadFiles, content: HeadContent, target: TargetFacts) -> di
     )
     state = checkpoint.complete_state(content, target.vocab, files.weights_path)
     if EMBEDDING not in content.tensors and EMBEDDING in state:
-        state[EMBEDDING] = state[EMBEDDING].to(state["fc.weight"].dtype)
+        state[EMBEDDING] = state[EMBEDDING].to(checkpoint.dtype_of(state))
     return state
 
 

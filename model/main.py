@@ -47,9 +47,8 @@ def parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--to",
         required=True,
-        choices=("safeailab", "sglang", "speculators"),
-        type=lambda name: name.replace("vllm", "speculators"),
-        help="the layout (vllm: speculators)",
+        choices=("safeailab", "sglang", "speculators", "vllm"),
+        help="the layout (vllm: the one that vLLM loads)",
     )
     convert.add_argument("--out", required=True, type=user_path, help="the directory to write")
     convert.add_argument("--target-name", help="what servers load, if not --target")

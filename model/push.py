@@ -54,6 +54,7 @@ SERVERS = {  # a layout's tags on a card
     "safeailab": ["eagle", "vllm"],
     "sglang": ["eagle", "sglang"],
     "speculators": ["speculators", "vllm"],
+    "vllm": ["medusa", "vllm"],
 }
 
 

@@ -1,7 +1,5 @@
-"""Recognises a head's layout; reads Medusa's, Hydra's and ours (others: the files beside this),
-and tensors."""
+"""Recognises a head's layout; reads ours (others: the files beside this), and tensors."""
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,9 @@ from aerie.model import storage
 from aerie.model.formats.content import (
     HeadContent,
     HeadFiles,
-    RenameRule,
     configured,
     nested,
-    read_rope,
     read_taps,
-    renamed,
 )
 from aerie.model.formats.eagle_layouts import FIRST_LAYER, TYPE
 from aerie.model.heads import HEADS
@@ -43,25 +38,6 @@ SGLANG = {"LlamaForCausalLMEagle": "eagle1", "LlamaForCausalLMEagle3": "eagle3"}
 SGLANG |= {"Eagle3LlamaForCausalLM": "eagle3"}  # AngelSlim and ModelOpt write vLLM's name
 WHOLE_MODEL = ("model.layers.", "transformer.h.", "model.decoder.layers.")
 
-NO_LIMIT = 2**20  # of positions, without attention
-HEAD_DIM = 128  # Vicuna's
-MULTI_TOKEN_NAMES: dict[str, tuple[RenameRule, ...]] = {  # FasterDecoding/Medusa, zankner/Hydra
-    "medusa": (  # {future token}.{block}.linear and {future token}.{number of blocks}.weight
-        (r"^(\d+)\.(\d+)\.linear\.", r"branches.\1.blocks.\2.linear."),
-        (r"^(\d+)\.(\d+)\.weight$", r"laws.lm_heads.\1.weight"),
-    ),
-    "hydra": (  # every second module is a dropout; "embeding" is their spelling
-        (r"^prefix_embeding_layer\.(embed_tokens\.weight|.*rotary_emb\.inv_freq)$", ""),
-        (r"^prefix_embeding_layer\.(layers\.0\.)?", "prefix_layer."),
-        (
-            r"^hydra_mlp\.(\d+)\.(\d+)\.",
-            lambda match: f"branches.{match[1]}.blocks.{int(match[2]) // 2}.",
-        ),
-        (r"\.res_connection\.", ".projection."),
-        (r"^hydra_lm_head\.(\d+)\.1\.", r"laws.lm_heads.\1."),
-    ),
-}
-
 
 def recognise(values: dict[str, Any], names: set[str], path: Path) -> tuple[str, str]:
     """The layout and the head's kind."""
@@ -78,6 +54,7 @@ def recognise(values: dict[str, Any], names: set[str], path: Path) -> tuple[str,
     signs = (
         (KIND in values, "aerie", values.get(KIND)),
         (TYPE in values, "speculators", SPECULATORS.get(values.get(TYPE, ""))),
+        (values.get("model_type") == "medusa", "vllm", "medusa"),
         ("medusa_num_heads" in values or "0.0.linear.weight" in names, "medusa", "medusa"),
         ("hydra_num_heads" in values or has("hydra_mlp."), "hydra", "hydra"),
         ("dflash_config" in values, "z-lab", "block"),
@@ -106,8 +83,6 @@ def read_content(
     weights, tensors = read_tensors(directory)
     layout, kind = recognise(values, set(tensors), path)
     files = HeadFiles(path, values, weights, tensors, after_blocks)
-    if layout in MULTI_TOKEN_NAMES:
-        return layout, files, _read_multi_token(files, kind)
     if layout != "aerie":
         return layout, files, HEADS[kind].formats.read(files, layout)
     is_optional = HEADS[kind].has_draft_vocabulary
@@ -115,77 +90,6 @@ def read_content(
         values = {**values, "after_blocks": read_taps(values, None, path)[0]}
     config = configured(HEADS[kind].config, values, path)
     return layout, files, HeadContent(config, tensors, is_embedding_optional=is_optional)
-
-
-def _read_multi_token(files: HeadFiles, kind: str) -> HeadContent:
-    """A Medusa or Hydra head; sizes come from the weights, as config.json often lags behind
-    them."""
-    values, path = files.values, files.config_path
-    if values.get("grounded_heads") is False or values.get("hidden_state_offset"):
-        raise UserError(
-            f"{path}: heads with grounded_heads false or a hidden_state_offset are not supported"
-        )
-    tensors = renamed(files.tensors, MULTI_TOKEN_NAMES[kind])
-    if "laws.lm_heads.0.weight" not in tensors:
-        raise UserError(
-            f"{files.weights_path}: has no LM head of the first future token ('0.L.weight')"
-        )
-    vocab_size, width = tensors["laws.lm_heads.0.weight"].shape
-    sizes: dict[str, Any] = {
-        "hidden_size": width,
-        "vocab_size": vocab_size,
-        "max_position_embeddings": NO_LIMIT,
-    }
-    guesses: list[str] = []
-    for name, pattern in (
-        ("heads", r"laws\.lm_heads\.(\d+)\.weight"),
-        ("layers", r"branches\.0\.blocks\.(\d+)\..*"),
-    ):
-        matches = [re.fullmatch(pattern, key) for key in tensors]
-        count = 1 + max((int(match[1]) for match in matches if match), default=-1)
-        sizes[f"num_{name}"] = count
-        recorded = values.get(f"{kind}_num_{name}")
-        if recorded not in (None, count):
-            guesses.append(
-                f"{kind}_num_{name} is {recorded}, the weights have {count}: all are taken"
-            )
-    if kind == "hydra":
-        sizes["lm_head_bias"] = "laws.lm_heads.0.bias" in tensors
-    if "prefix_layer.mlp.up_proj.weight" in tensors:  # Hydra++
-        prefix_sizes, prefix_guesses = _prefix_sizes(values, tensors, width, path)
-        sizes |= prefix_sizes
-        guesses += prefix_guesses
-    config = configured(HEADS[kind].config, sizes, path)
-    return HeadContent(config, tensors, tuple(guesses))
-
-
-def _prefix_sizes(
-    values: dict[str, Any], tensors: dict[str, Tensor], width: int, path: Path
-) -> tuple[dict[str, Any], list[str]]:
-    """The sizes of Hydra++'s decoder layer, and what was guessed."""
-    guesses = []
-    heads = values.get("num_attention_heads")
-    if heads is None:
-        if width % HEAD_DIM:
-            raise UserError(f'{path}: add "num_attention_heads" of the target')
-        heads = width // HEAD_DIM
-        guesses.append(
-            f"the prefix layer is taken to have {heads} attention heads of {HEAD_DIM}, "
-            "as Vicuna has"
-        )
-    head_dim = width // heads
-    theta, scaling = read_rope(values, path)
-    return {
-        "prefix_layer": True,
-        "intermediate_size": tensors["prefix_layer.mlp.up_proj.weight"].shape[0],
-        "num_attention_heads": heads,
-        "num_key_value_heads": tensors["prefix_layer.self_attn.k_proj.weight"].shape[0] // head_dim,
-        "head_dim": head_dim,
-        "rms_norm_eps": values.get("rms_norm_eps", 1e-6),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "max_position_embeddings": values.get("max_position_embeddings", 2048),
-    }, guesses
 
 
 def tensor_names(directory: Path) -> set[str]:

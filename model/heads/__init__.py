@@ -58,16 +58,14 @@ class HeadKind(Kind):
     has_draft_vocabulary: bool = (
         False  # it drafts some of the target's tokens, the most frequent ones
     )
-    formats_name: str | None = (
-        None  # its `Formats`: how other programs lay it out; None: no other does
-    )
+    formats_name: str  # its `Formats`: how other programs lay it out
     servers: dict[str, str] = field(default_factory=dict)  # the layout that each server loads
     # `aerie init` takes the last kind of the table for which the target has this many blocks
     init_blocks: float = math.inf  # never, unless asked
 
     @property
     def formats(self) -> Any:
-        return None if self.formats_name is None else resolve_name(self.formats_name)
+        return resolve_name(self.formats_name)
 
 
 LAYER_SIZES = (
@@ -117,6 +115,8 @@ _KINDS = (
         sizes=("hidden_size", "num_heads", "num_layers"),
         objective_name="aerie.train.objectives.MultiTokenObjective",
         drafter_name="aerie.infer.decode.drafters.MedusaDrafter",
+        formats_name="aerie.model.formats.multi_token_layouts.MULTI_TOKEN",
+        servers={"vLLM": "vllm"},
     ),
     HeadKind(
         section=sections.HydraSection,
@@ -128,6 +128,7 @@ _KINDS = (
         sizes=(*LAYER_SIZES, "num_heads", "num_layers"),
         objective_name="aerie.train.objectives.MultiTokenObjective",
         drafter_name="aerie.infer.decode.drafters.HydraDrafter",
+        formats_name="aerie.model.formats.multi_token_layouts.MULTI_TOKEN",
     ),
     HeadKind(
         section=sections.BlockSection,

@@ -293,6 +293,26 @@ def test_block_layouts(
         assert not any("meaning is not known" in note for note in notes)
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+def test_medusa_for_vllm(tmp_path: Path, layers: int) -> None:
+    """A Medusa head, ours or a published one, goes to vLLM and back bit for bit."""
+    head, place = published.medusa(tmp_path / "published", layers)
+    save_head(head, tmp_path / "head")
+    for number, source in enumerate((tmp_path / "head", place)):
+        out = tmp_path / f"out{number}"
+        export(source, "vllm", out, target_facts())
+        values = json.loads((out / "config.json").read_text())
+        names = {"hidden_size": 32, "vocab_size": 320, "num_heads": 4, "medusa_fc_bias": True}
+        names |= {"architectures": ["MedusaModel"], "model_type": "medusa"}
+        assert {**values, **names, "num_hidden_layers": layers} == values
+        assert f"blocks.3.layers.{layers - 1}.bias" in tensor_names(out)
+        assert "lm_heads.3.weight" in tensor_names(out)
+        same_tensors(load_head(out, vocab=tiny.vocab()).state_dict(), head.state_dict())
+    facts = inspect_head(tmp_path / "out0", target_facts())
+    assert (facts["layout"], facts["kind"], facts["problems"]) == ("vllm", "medusa", [])
+    assert load_head(tmp_path / "out0").config == head.config
+
+
 def test_misread(tmp_path: Path) -> None:
     """What a server would misread in silence is refused."""
 
@@ -314,7 +334,9 @@ def test_misread(tmp_path: Path) -> None:
         "an EAGLE-1 head; vLLM serves it from --to safeailab",
     )
     for to in SERVERS:
-        cannot_ship(tiny.multi_token_head("medusa", tiny.vocab()), to, "this is a medusa head")
+        for kind in ("medusa", "hydra"):
+            said = f"--to {to}: cannot carry a {kind.capitalize()} head"
+            cannot_ship(tiny.multi_token_head(kind, tiny.vocab()), to, said)
         for own in ({"in_block": "causal"}, {"anchor_feature": True}, {"markov_order": 2}):
             cannot_ship(
                 tiny.multi_token_head("block", tiny.vocab(), **own),
@@ -330,6 +352,9 @@ def test_misread(tmp_path: Path) -> None:
         "sglang",
         "cannot carry markov_rank; serve it with vLLM",
     )
+    borrowing = tiny.multi_token_head("medusa", tiny.vocab(), lm_head="target")
+    cannot_ship(borrowing, "vllm", "cannot carry lm_head: target; decode it with aerie")
+    cannot_ship(tiny.multi_token_head("hydra", tiny.vocab()), "vllm", "cannot carry a Hydra head")
 
 
 @pytest.mark.parametrize(
