@@ -12,7 +12,15 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.model import checkpoint
-from aerie.model.formats.content import HeadContent, HeadFiles, TargetFacts, nested, unread
+from aerie.model.formats.content import (
+    TARGET_DTYPE,
+    HeadContent,
+    HeadFiles,
+    TargetFacts,
+    dtype_name,
+    nested,
+    unread,
+)
 from aerie.model.formats.eagle_layouts import SERVER, ZERO_BIAS
 from aerie.model.formats.layouts import read_content, write_tensors
 from aerie.model.heads import HEADS, AnyConfig
@@ -52,16 +60,20 @@ def export(
     if mismatch is not None and not any_target:
         raise UserError(f"{source}: {mismatch}; give its own target, or --any-target")
     kind = HEADS[content.kind]
+    vllm_faults = content.vllm_faults
     if to == "vllm":
+        if vllm_faults:
+            raise UserError(f"--to vllm: {vllm_faults[0]}; decode it with aerie")
         to = kind.servers.get("vLLM", to)
     values, tensors, layout_notes = kind.formats.write(
         to, dataclasses.replace(content, tensors=state), target
     )
-    dtype = _name_of(checkpoint.dtype_of(state))
+    dtype = dtype_name(checkpoint.dtype_of(state))
     values["aerie"] = {
         **{name: value for name, value in facts.items() if name not in OF_AN_EXPORT},
         **values.get("aerie", {}),
         "exported_from": {"layout": layout, "files": digests(directory)},
+        TARGET_DTYPE: dtype_name(target.vocab.lm_head.dtype),
     }
     values |= {"dtype": dtype, "torch_dtype": dtype}
     with directory_atomically(output) as temporary:
@@ -70,6 +82,8 @@ def export(
         _copy_records(directory, temporary)
         _check_written(temporary, to, content, state, target)
     notes = [] if mismatch is None else [f"{mismatch}: few of its drafts will be accepted"]
+    if to == kind.servers.get("vLLM"):
+        notes += [f"{fault}: this directory is not for vLLM" for fault in vllm_faults]
     notes += content.guesses
     notes += _tensor_notes(files.tensors, tensors)
     notes += _key_notes(files.values, vars(content.config).keys() | values.keys())
@@ -170,7 +184,7 @@ def _has_same_bits(tensor: Tensor, again: Tensor) -> bool:
 def _tensor_notes(old: dict[str, Tensor], new: dict[str, Tensor]) -> list[str]:
     notes = []
     if EMBEDDING in new and EMBEDDING not in old:
-        notes.append(f"{EMBEDDING} is added, the target's in {_name_of(new[EMBEDDING].dtype)}")
+        notes.append(f"{EMBEDDING} is added, the target's in {dtype_name(new[EMBEDDING].dtype)}")
     if "d2t" in old and "d2t" not in new:
         notes.append("d2t and t2d left out: both vocabularies are equal")
     return notes
@@ -184,7 +198,3 @@ def _key_notes(values: dict[str, Any], carried: set[str]) -> list[str]:
         if value not in (None, False) and name not in carried and not BOOKKEEPING.fullmatch(name)
     ]
     return notes + [f"left out: {sentence}" for sentence in unread(values)]
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,6 +1,8 @@
 """Tells what a head's files hold, whether it fits its target, and which servers load it."""
 
+import json
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +15,10 @@ from aerie.model import checkpoint
 from aerie.model.export import check_taps
 from aerie.model.formats.content import (
     COUNTS_OUTPUTS,
+    TARGET_DTYPE,
     HeadContent,
     TargetFacts,
+    dtype_name,
     nested,
     tap_numbers,
     unread,
@@ -30,6 +34,11 @@ UNSURE = {  # why the taps of an EAGLE-3 head are in doubt
     "unnamed": "names no taps: the target's default ones will be taken",
     "ambiguous": "only the target tells how its taps are numbered; give it with --target",
 }
+LLAMA_CPP = (
+    "llama.cpp's converter reads such taps from the layout speculators alone, and since its pull "
+    "request 25794 (July 2026); else the head gets hidden_states (2, n // 2, n - 3), in silence"
+)
+SGLANG_ALGORITHMS = {"eagle1": "EAGLE", "eagle3": "EAGLE3"}
 SCORES = ("step", "predicted_tau", "tau", "loss")
 LM_HEAD = re.compile(r"(laws\.lm_heads\.\d+|lm_head)\.\w+")
 
@@ -57,9 +66,11 @@ def inspect_head(
         "recorded": facts.get("target_path") or verifier.get("name_or_path"),
         "hidden_size": getattr(config, "target_hidden_size", config.hidden_size),
         "vocab_size": config.vocab_size,
+        "dtype": facts.get(TARGET_DTYPE),
     }
     if target is not None:
-        of_target |= {"given": target.path, "fits": not problems}
+        dtype = dtype_name(target.vocab.lm_head.dtype)
+        of_target |= {"dtype": dtype, "given": target.path, "fits": not problems}
     shown_taps = getattr(config, "after_blocks", None) if taps_open is None else None
     drafted = getattr(config, "draft_vocab_size", config.vocab_size)
     switches = [name for name, value in vars(config).items() if value is True]
@@ -98,6 +109,8 @@ def inspect_head(
         },
         "made_for": facts.get("made_for"),
         "servers": _judge_servers(content, target),
+        "method": content.method,
+        "drafts": content.drafts,
         "guesses": guesses,
         "remarks": [*unread(values), *remarks],
         "problems": problems,
@@ -154,7 +167,10 @@ def _judge(
     mismatch = target.other_weights(facts.get("target"))
     if mismatch is not None:
         problems.append(f"{directory}: {mismatch}")
-    return problems, checkpoint.position_warnings(config, target.text_config, str(directory))
+    remarks = checkpoint.position_warnings(config, target.text_config, str(directory))
+    if content.kind == "eagle3" and getattr(config, "after_blocks", None) != target.default_taps:
+        remarks.append(LLAMA_CPP)
+    return problems, remarks
 
 
 def _judge_servers(content: HeadContent, target: TargetFacts | None) -> dict[str, Any]:
@@ -164,8 +180,8 @@ def _judge_servers(content: HeadContent, target: TargetFacts | None) -> dict[str
     servers = {}
     for server, layout in kind.servers.items():
         refused: list[str] = []
-        if layout == "safeailab" and config.bias:
-            refused.append("vLLM stops at fc.bias")
+        if server == "vLLM":
+            refused += content.vllm_faults
         with _collected(refused):
             kind.formats.refuse(layout, config, target)
         servers[server] = {"layout": layout, "refused": refused}
@@ -192,9 +208,31 @@ def _count_parameters(tensors: dict[str, Tensor]) -> dict[str, Any]:
         if LM_HEAD.fullmatch(name):
             part = "lm_head"
         counts[part] += tensor.numel()
-        dtypes.add(str(tensor.dtype).removeprefix("torch."))
+        dtypes.add(dtype_name(tensor.dtype))
     size = sum(tensor.nbytes for tensor in tensors.values())
     return {**counts, "dtype": "+".join(sorted(dtypes)), "bytes": size}
+
+
+def serve_command(head: dict[str, Any], server: str, target: str | None, draft: str) -> str:
+    """The command that serves a head with its server; "": it is not known.
+
+    head: of inspect_head; draft: the head in the server's layout; target None: as draft names it.
+    """
+    drafts = head["drafts"]
+    if server == "vLLM":
+        speculative = {"model": draft, "method": head["method"], "num_speculative_tokens": drafts}
+        words = ["vllm", "serve", target or draft]
+        words += ["--speculative-config", json.dumps(speculative)] if target else []
+    elif head["kind"] in SGLANG_ALGORITHMS:
+        words = ["python", "-m", "sglang.launch_server", "--model-path", str(target)]
+        words += ["--speculative-algorithm", SGLANG_ALGORITHMS[head["kind"]]]
+        words += ["--speculative-draft-model-path", draft, "--speculative-num-steps", str(drafts)]
+        words += ["--speculative-eagle-topk", "8", "--speculative-num-draft-tokens", "32"]
+    else:
+        return ""
+    # servers turn float32 into a narrower dtype: some greedy answers would change
+    words += ["--dtype", "float32"] if head["target"]["dtype"] == "float32" else []
+    return shlex.join(words)
 
 
 def screen(head: dict[str, Any]) -> str:
@@ -215,9 +253,15 @@ def screen(head: dict[str, Any]) -> str:
         ("left out", ", ".join(head["left_out"]) or "nothing"),
         ("made for", head["made_for"] or "not recorded"),
     ]
+    target = head["target"].get("given") or head["target"]["recorded"] or "TARGET"
     for name, server in head["servers"].items():
-        loads = f"loads it in the layout {server['layout']} (aerie convert)"
+        layout = server["layout"]
+        draft = head["path"] if head["layout"] == layout else "EXPORT"
+        loads = f"loads it in the layout {layout} (aerie convert --out EXPORT)"
         lines.append((name, "; ".join(server["refused"]) or loads))
+        command = serve_command(head, name, target, draft)
+        if command and not server["refused"]:
+            lines.append(("", command))
     for name, key in (("guessed", "guesses"), ("remark", "remarks"), ("PROBLEM", "problems")):
         lines += [(name, sentence) for sentence in head[key]]
     return "\n".join(f"{name:<11} {text}" for name, text in lines)

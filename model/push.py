@@ -14,8 +14,8 @@ import yaml
 from aerie.configs.errors import UserError, masked
 from aerie.configs.read import read_yaml
 from aerie.model.export import export
-from aerie.model.formats.content import TargetFacts, nested
-from aerie.model.formats.eagle_layouts import CHECKED, LOST, SPECULATIVE_TOKENS
+from aerie.model.formats.content import TARGET_DTYPE, TargetFacts, nested
+from aerie.model.formats.eagle_layouts import CHECKED
 from aerie.model.heads import HEADS
 from aerie.model.hub import (
     PROVENANCE,
@@ -25,6 +25,7 @@ from aerie.model.hub import (
     is_on_hub,
     readable_errors,
 )
+from aerie.model.inspection import serve_command
 from aerie.model.storage import (
     CALIBRATOR,
     CONFIG,
@@ -102,7 +103,9 @@ def pack(
         if layout:
             files = _below_server(files, server[0], names)
             weights = f"{WEIGHTS}; as it was trained, for aerie, in the folder {TRAINED_FOLDER}/"
-            head = {**head, "layout": layout, "weights": weights}
+            dtype = nested(_read_record(server[0] / CONFIG), "aerie")[TARGET_DTYPE]
+            of_target = {**head["target"], "dtype": dtype}
+            head = {**head, "layout": layout, "weights": weights, "target": of_target}
     files["README.md"] = _card(repo, head, target, records, rows, licence).encode()
     return files, [*notes, *target_notes, *(f"{name} stays here" for name in stays)]
 
@@ -264,7 +267,13 @@ def _card(
         model_name=repo.split("/")[1],
         eval_results=_eval_results(rows) or None,
     )
-    block_size = head["sizes"].get("block_size", SPECULATIVE_TOKENS + 1)
+    path = target if is_on_hub(target) else "TARGET"
+    served = {}
+    for server, entry in head["servers"].items():
+        layout = entry["layout"]
+        names_target = layout == "speculators" and is_on_hub(target)  # then it is in config.json
+        draft = repo if head["layout"] == layout else "draft"
+        served[server] = serve_command(head, server, None if names_target else path, draft)
     return ModelCard.from_template(
         data,
         template_path=str(Path(__file__).with_name("card.md.jinja")),
@@ -277,9 +286,9 @@ def _card(
         records=records,
         rows=rows if "summary.json" in records else [],
         licence=licence,
-        drafts=block_size - ("sample_from_anchor" not in head["options"]),
+        path=path,
+        served=served,
         sglang=head["made_for"] or f"SGLang {CHECKED}",
-        sglang_lacks=[name for name in LOST["sglang"] if name in head["options"]],
     ).content
 
 

@@ -83,11 +83,14 @@ def refuse_block(layout: str, config: Any, target: content.TargetFacts | None = 
         "in_block causal": config.in_block == "causal",
         "anchor_feature": config.anchor_feature,
         f"markov_order {config.markov_order}": config.markov_rank and config.markov_order > 1,
+        # vLLM drafts rubbish with runner V1, and stops with V2
+        "sample_from_anchor without markov_rank": config.sample_from_anchor
+        and not config.markov_rank,
     }
     lost = [name for name, is_on in nowhere.items() if is_on]
     fix = "decode it with aerie" if lost else "serve it with vLLM (--to speculators)"
     if layout == "sglang":
-        lost += [name for name in ("markov_rank", "sample_from_anchor") if getattr(config, name)]
+        lost += ["markov_rank"] if config.markov_rank else []
         if 0 in config.after_blocks:
             lost.append("the tap 0")
     if layout == "safeailab":
@@ -118,14 +121,9 @@ def write_block(
         }
         return values, head.tensors, notes
     is_dspark = bool(config.markov_rank)
-    if config.sample_from_anchor and not is_dspark:
-        notes.append(
-            "sample_from_anchor: speculators warns that servers may not draft so from a dflash head"
-        )
-    drafts = head.speculative_tokens or config.num_drafted
     values = {
         "architectures": ["DSparkDraftModel" if is_dspark else "DFlashDraftModel"],
-        **speculators_values("dspark" if is_dspark else "dflash", config, target, drafts, sizes),
+        **speculators_values(head, target, sizes),
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor,

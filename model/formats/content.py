@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from aerie.configs.errors import UserError
@@ -26,6 +27,12 @@ from aerie.model.target import (
 )
 
 ConfigT = TypeVar("ConfigT", bound=AnyConfig)
+TARGET_DTYPE = "target_dtype"  # under "aerie" of an export
+SPECULATIVE_TOKENS = 5  # speculators' default for EAGLE-3
+VLLM_FAULTS = {  # by option and value: of vLLM 0.32
+    ("bias", True): "vLLM drops fc.bias in silence, and drafts rubbish",
+    ("markov_head", "gated"): "vLLM stops at the tensor gate_proj of markov_head: gated",
+}
 RenameRule = tuple[str, str | Callable[[re.Match[str]], str]]  # for re.sub
 
 
@@ -51,6 +58,27 @@ class HeadContent:
     @property
     def kind(self) -> str:
         return next(name for name, kind in HEADS.items() if kind.config is type(self.config))
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that a server is told to draft per cycle: what its file says, else its places."""
+        config: Any = self.config
+        levels = getattr(config, "num_heads", SPECULATIVE_TOKENS)
+        return int(self.speculative_tokens or getattr(config, "num_drafted", levels))
+
+    @property
+    def method(self) -> str:
+        """What vLLM calls its way to draft; "": it has none."""
+        return "dspark" if getattr(self.config, "markov_rank", 0) else HEADS[self.kind].method
+
+    @property
+    def vllm_faults(self) -> list[str]:
+        """Why vLLM does not draft as this head does, although its layout has a place for all."""
+        return [
+            fault
+            for (option, value), fault in VLLM_FAULTS.items()
+            if getattr(self.config, option, None) == value
+        ]
 
 
 @dataclass(frozen=True)
@@ -94,6 +122,10 @@ class Formats(NamedTuple):
     refuse: Callable[[str, Any, TargetFacts | None], None]
     # (layout, head, target) -> config.json's values, tensors and notes
     write: Callable[[str, HeadContent, TargetFacts], Export]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def nested(values: Any, *keys: str) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from aerie.model.formats import content
 from aerie.model.heads import HEADS
 from aerie.model.heads.eagle import TAP_CONVENTION, Eagle1Config, Eagle3Config
 
-SPECULATIVE_TOKENS = 5  # speculators' default for EAGLE-3
 LAYER, TYPE = "transformer_layer_config", "speculators_model_type"
 SERVER = "made_for"  # under "aerie": the versions that count taps this way
 ZERO_BIAS = "fc_bias_is_padding"  # under "aerie": fc.bias is zeros, only for SGLang
@@ -39,6 +38,7 @@ LOST: dict[str, tuple[str, ...]] = {  # options that readers would silently drop
     "sglang": ("qkv_bias", "qk_norm", "norm_before_residual", "norm_before_fc"),
     "speculators": (),
 }
+PUBLISHED_TAPS = 3  # of EAGLE-3
 VLLM_SINCE = {
     "norm_before_fc": 38111,
     "fc_norm": 46488,
@@ -124,8 +124,6 @@ def write_eagle1(
     tensors = dict(head.tensors)
     if layout == "safeailab":
         values |= {"bias": config.bias, "qkv_bias": config.qkv_bias}
-        if config.bias:
-            notes.append("vLLM stops at fc.bias; SafeAILab's code and SGLang read it")
         return values, tensors, notes
     values["bias"] = False
     if not config.bias:
@@ -193,11 +191,12 @@ def _speculators_eagle3(
         "attention_bias": False,
         "mlp_bias": False,
     }
-    drafts = head.speculative_tokens or SPECULATIVE_TOKENS
+    if len(config.after_blocks) != PUBLISHED_TAPS:  # else vLLM's fc has another shape
+        layer["num_aux_hidden_states"] = len(config.after_blocks)
     is_as_wide = config.target_hidden_size == config.hidden_size
     return {
         "architectures": ["Eagle3DraftModel"],
-        **speculators_values("eagle3", config, target, drafts, layer),
+        **speculators_values(head, target, layer),
         **{name: getattr(config, name) for name in SPECULATORS_FLAGS},
         content.NUMBERED: list(config.after_blocks),
         "target_hidden_size": None if is_as_wide else config.target_hidden_size,
@@ -250,22 +249,23 @@ def refuse_eagle(layout: str, config: Any, target: content.TargetFacts | None) -
 
 
 def speculators_values(
-    algorithm: str, config: Any, target: content.TargetFacts, drafts: int, layer: dict[str, Any]
+    head: content.HeadContent, target: content.TargetFacts, layer: dict[str, Any]
 ) -> dict[str, Any]:
-    """What config.json has for all heads of speculators 0.9; drafts: tokens that servers draft per
-    cycle."""
-    proposal = {"proposal_type": "greedy", "speculative_tokens": drafts, "verifier_accept_k": 1}
+    """What config.json has for all heads of speculators 0.9."""
+    config: Any = head.config
+    proposal = {"proposal_type": "greedy", "speculative_tokens": head.drafts}
+    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
-        TYPE: algorithm,
+        TYPE: head.method,
         "speculators_version": "0.9.0",
         "draft_vocab_size": getattr(config, "draft_vocab_size", config.vocab_size),
         "tie_word_embeddings": False,
         "after_blocks": list(config.after_blocks),
         "tap_convention": TAP_CONVENTION,
         "speculators_config": {
-            "algorithm": algorithm,
+            "algorithm": head.method,
             "default_proposal_method": "greedy",
-            "proposal_methods": [{**proposal, "accept_tolerance": 0.0}],
+            "proposal_methods": [proposal],
             "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
         },
         LAYER: layer,

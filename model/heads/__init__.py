@@ -60,6 +60,7 @@ class HeadKind(Kind):
     )
     formats_name: str  # its `Formats`: how other programs lay it out
     servers: dict[str, str] = field(default_factory=dict)  # the layout that each server loads
+    method: str = ""  # vLLM's name for its way to draft; "": it has none
     # `aerie init` takes the last kind of the table for which the target has this many blocks
     init_blocks: float = math.inf  # never, unless asked
 
@@ -89,6 +90,7 @@ _KINDS = (
         positions_ahead=lambda head, train: 0,
         formats_name="aerie.model.formats.eagle_layouts.EAGLE1",
         servers={"vLLM": "safeailab", "SGLang": "sglang"},
+        method="eagle",
         init_blocks=0,
     ),
     HeadKind(
@@ -104,6 +106,7 @@ _KINDS = (
         positions_ahead=lambda head, train: int(train.unroll_steps),
         formats_name="aerie.model.formats.eagle_layouts.EAGLE3",
         servers={"vLLM": "speculators", "SGLang": "sglang"},
+        method="eagle3",
         init_blocks=7,  # three taps
     ),
     HeadKind(
@@ -117,6 +120,7 @@ _KINDS = (
         drafter_name="aerie.infer.decode.drafters.MedusaDrafter",
         formats_name="aerie.model.formats.multi_token_layouts.MULTI_TOKEN",
         servers={"vLLM": "vllm"},
+        method="medusa",
     ),
     HeadKind(
         section=sections.HydraSection,
@@ -142,6 +146,7 @@ _KINDS = (
         positions_ahead=lambda head, train: int(head.block_size),
         formats_name="aerie.model.formats.block_layouts.BLOCK",
         servers={"vLLM": "speculators", "SGLang": "sglang"},
+        method="dflash",  # dspark with a correction
     ),
 )
 HEADS = {kind.section.kind: kind for kind in _KINDS}

@@ -227,7 +227,7 @@ def test_private(head: Path, tmp_path: Path, monkeypatch: Any, layout: str) -> N
         assert ("base_model: someone/tiny-llama" in texts["README.md"]) == (name is not None)
         assert json.loads(texts["config.json"])["aerie"]["target_path"] == (name or "tiny-llama")
         served = (
-            "vllm serve me/head\n"
+            "vllm serve me/head --dtype float32\n"
             if name
             else """vllm serve TARGET --speculative-config '{"model": "me/head","""
         )
@@ -318,7 +318,12 @@ def test_pickled(hub: Hub, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "layout", "command"),
     [
-        (published.eagle3, "speculators", "vllm serve me/head\n"),
+        (published.eagle3, "speculators", "vllm serve me/head --dtype float32\n"),
+        (
+            lambda: tiny.multi_token_head("medusa", tiny.vocab(), noise=0.2),
+            "vllm",
+            """'{"model": "me/head", "method": "medusa", "num_speculative_tokens": 4}' --dtype""",
+        ),
         (
             lambda: tiny.head(tiny.vocab().embedding),
             "safeailab",
@@ -327,7 +332,7 @@ def test_pickled(hub: Hub, tmp_path: Path) -> None:
         (
             lambda: tiny.multi_token_head("block", tiny.vocab()),
             "speculators",
-            "vllm serve me/head\n",
+            "vllm serve me/head --dtype float32\n",
         ),
         (
             lambda: tiny.head(tiny.vocab().embedding, bias=True),
@@ -373,7 +378,7 @@ def test_repository(hub: Hub, tmp_path: Path, make: Any, layout: str, command: s
     card = huggingface_hub.ModelCard.load(root / "README.md")
     card.validate()
     assert command in card.text and "tiny --out draft\n" + command not in card.text
-    assert ("vLLM's EAGLE-1 has no fc.bias" in card.text) == (layout == "sglang")
+    assert ("# not possible: vLLM drops fc.bias in silence" in card.text) == (layout == "sglang")
     assert "No licence was given" in card.text and "Nothing was measured" in card.text
     assert card.data.base_model == "someone/tiny" and card.data.datasets == ["a/chats"]
     assert set(SERVERS[layout]) < set(card.data.tags)

@@ -187,6 +187,40 @@ def test_every_layout(tmp_path: Path, make: Any, layouts: tuple[str, ...]) -> No
         assert torch.equal(read_tensors(tmp_path / "sglang")[1]["fc.bias"], torch.zeros(32))
 
 
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: tiny.head(tiny.vocab().embedding), ("eagle", 5)),
+        (published.eagle3, ("eagle3", 5)),
+        (lambda: tiny.multi_token_head("medusa", tiny.vocab(), num_heads=3), ("medusa", 3)),
+        (
+            lambda: tiny.multi_token_head("block", tiny.vocab(), block_size=6, markov_rank=0),
+            ("dflash", 5),
+        ),
+        (
+            lambda: tiny.multi_token_head(
+                "block", tiny.vocab(), block_size=6, sample_from_anchor=True
+            ),
+            ("dspark", 6),
+        ),
+    ],
+)
+def test_commands(tmp_path: Path, make: Any, words: tuple[str, int]) -> None:
+    """A printed command has vLLM's method, the head's own number of drafts and a wide target's
+    dtype."""
+    head, out, target = make(), tmp_path / "out", target_facts()
+    save_head(head, tmp_path / "head")
+    export(tmp_path / "head", "vllm", out, target)
+    speculative = {"model": str(out), "method": words[0], "num_speculative_tokens": words[1]}
+    command = f"vllm serve {target.path} --speculative-config '{json.dumps(speculative)}'"
+    assert f"{command} --dtype float32" in screen(inspect_head(out, target))
+    recorded = inspect_head(out)  # an export knows its target's dtype
+    assert recorded["target"]["dtype"] == "float32" and "--dtype float32" in screen(recorded)
+    narrow = replace(target, vocab=replace(target.vocab, lm_head=target.vocab.lm_head.bfloat16()))
+    assert screen(inspect_head(out, narrow)).count(command) == 1
+    assert "--dtype" not in screen(inspect_head(out, narrow))
+
+
 def test_disputed_keys(tmp_path: Path) -> None:
     """Every key on which vLLM and speculators disagree is written."""
     save_head(published.eagle3(), tmp_path / "head")
@@ -201,6 +235,13 @@ def test_disputed_keys(tmp_path: Path) -> None:
     )
     assert layer["max_position_embeddings"] == 4096  # the target's: vLLM cannot draft beyond it
     assert layer["rope_theta"] == layer["rope_parameters"]["rope_theta"] == 10000.0
+    assert "num_aux_hidden_states" not in layer  # but for another number of taps than three
+    save_head(published.eagle3(after_blocks=(1, 3)), tmp_path / "two")
+    export(tmp_path / "two", "speculators", tmp_path / "two-out", target_facts())
+    layer = json.loads((tmp_path / "two-out/config.json").read_text())["transformer_layer_config"]
+    assert layer["num_aux_hidden_states"] == 2
+    assert "llama.cpp's converter" in screen(inspect_head(tmp_path / "two", target_facts()))
+    assert "llama.cpp" not in screen(inspect_head(tmp_path / "head", target_facts()))
     for name in FLAGS:  # keys that need a later vLLM are named
         save_head(published.eagle3(**{name: True}), tmp_path / name)
         _, notes = export(tmp_path / name, "speculators", tmp_path / f"{name}-out", target_facts())
@@ -265,6 +306,7 @@ def test_sglang_numbers() -> None:
             "dspark",
             {"markov_head": "gated", "sample_from_anchor": True},
         ),
+        ("speculators", "speculators", "dspark", {"sample_from_anchor": True}),
         ("speculators", "speculators", "dflash", {"markov_rank": 0, "num_hidden_layers": 2}),
         ("sglang", "z-lab", "DFlashDraftModel", {"markov_rank": 0}),
     ],
@@ -285,6 +327,9 @@ def test_block_layouts(
     assert (facts["kind"], facts["taps"], facts["problems"]) == ("block", [1, 2], [])
     assert facts["made_for"] == {"speculators": "vLLM", "z-lab": "SGLang"}[layout]
     for server, other in (("vLLM", "speculators"), ("SGLang", "sglang")):
+        if server == "vLLM" and "markov_head" in keys:
+            assert f"{server:<12}vLLM stops at the tensor gate_proj" in screen(facts)
+            continue
         if server == "SGLang" and named == "dspark":
             assert f"{server:<12}--to sglang: cannot carry markov_rank" in screen(facts)
             continue
@@ -352,6 +397,21 @@ def test_misread(tmp_path: Path) -> None:
         "sglang",
         "cannot carry markov_rank; serve it with vLLM",
     )
+    anchored = tiny.multi_token_head("block", tiny.vocab(), sample_from_anchor=True, markov_rank=0)
+    cannot_ship(anchored, "speculators", "sample_from_anchor without markov_rank; decode it with")
+    for faulty, layout, fault in (
+        (tiny.head(tiny.vocab().embedding, bias=True), "safeailab", "vLLM drops fc.bias"),
+        (
+            tiny.multi_token_head("block", tiny.vocab(), markov_head="gated"),
+            "speculators",
+            "vLLM stops at the tensor gate_proj",
+        ),
+    ):
+        cannot_ship(faulty, "vllm", f"--to vllm: {fault}.*; decode it with aerie")
+        # the layout has other readers
+        notes = export(tmp_path / "head", layout, tmp_path / layout, target_facts())[1]
+        assert any(fault in note and "is not for vLLM" in note for note in notes)
+        assert fault in screen(inspect_head(tmp_path / "head"))
     borrowing = tiny.multi_token_head("medusa", tiny.vocab(), lm_head="target")
     cannot_ship(borrowing, "vllm", "cannot carry lm_head: target; decode it with aerie")
     cannot_ship(tiny.multi_token_head("hydra", tiny.vocab()), "vllm", "cannot carry a Hydra head")
