@@ -63,8 +63,9 @@ class HeadContent:
     def drafts(self) -> int:
         """Tokens that a server is told to draft per cycle: what its file says, else its places."""
         config: Any = self.config
-        levels = getattr(config, "num_heads", SPECULATIVE_TOKENS)
-        return int(self.speculative_tokens or getattr(config, "num_drafted", levels))
+        levels: int = getattr(config, "num_heads", SPECULATIVE_TOKENS)
+        places: int = getattr(config, "num_drafted", levels)
+        return self.speculative_tokens or places
 
     @property
     def method(self) -> str:
