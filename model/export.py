@@ -20,6 +20,7 @@ from aerie.model.formats.content import (
     dtype_name,
     nested,
     unread,
+    vllm_faults,
 )
 from aerie.model.formats.eagle_layouts import SERVER, ZERO_BIAS
 from aerie.model.formats.layouts import read_content, write_tensors
@@ -60,10 +61,10 @@ def export(
     if mismatch is not None and not any_target:
         raise UserError(f"{source}: {mismatch}; give its own target, or --any-target")
     kind = HEADS[content.kind]
-    vllm_faults = content.vllm_faults
+    faults = vllm_faults(content.config)
     if to == "vllm":
-        if vllm_faults:
-            raise UserError(f"--to vllm: {vllm_faults[0]}; decode it with aerie")
+        if faults:
+            raise UserError(f"--to vllm: {faults[0]}; decode it with aerie")
         to = kind.servers.get("vLLM", to)
     values, tensors, layout_notes = kind.formats.write(
         to, dataclasses.replace(content, tensors=state), target
@@ -83,7 +84,7 @@ def export(
         _check_written(temporary, to, content, state, target)
     notes = [] if mismatch is None else [f"{mismatch}: few of its drafts will be accepted"]
     if to == kind.servers.get("vLLM"):
-        notes += [f"{fault}: this directory is not for vLLM" for fault in vllm_faults]
+        notes += [f"{fault}: this directory is not for vLLM" for fault in faults]
     notes += content.guesses
     notes += _tensor_notes(files.tensors, tensors)
     notes += _key_notes(files.values, vars(content.config).keys() | values.keys())

@@ -22,6 +22,7 @@ from aerie.model.formats.content import (
     nested,
     tap_numbers,
     unread,
+    vllm_faults,
 )
 from aerie.model.formats.layouts import read_content
 from aerie.model.heads import HEADS
@@ -181,7 +182,7 @@ def _judge_servers(content: HeadContent, target: TargetFacts | None) -> dict[str
     for server, layout in kind.servers.items():
         refused: list[str] = []
         if server == "vLLM":
-            refused += content.vllm_faults
+            refused += vllm_faults(config)
         with _collected(refused):
             kind.formats.refuse(layout, config, target)
         servers[server] = {"layout": layout, "refused": refused}

@@ -88,7 +88,8 @@ def refuse_block(layout: str, config: Any, target: content.TargetFacts | None = 
         and not config.markov_rank,
     }
     lost = [name for name, is_on in nowhere.items() if is_on]
-    fix = "decode it with aerie" if lost else "serve it with vLLM (--to speculators)"
+    has_server = not lost and not content.vllm_faults(config)
+    fix = "serve it with vLLM (--to speculators)" if has_server else "decode it with aerie"
     if layout == "sglang":
         lost += ["markov_rank"] if config.markov_rank else []
         if 0 in config.after_blocks:

@@ -72,15 +72,6 @@ class HeadContent:
         """What vLLM calls its way to draft; "": it has none."""
         return "dspark" if getattr(self.config, "markov_rank", 0) else HEADS[self.kind].method
 
-    @property
-    def vllm_faults(self) -> list[str]:
-        """Why vLLM does not draft as this head does, although its layout has a place for all."""
-        return [
-            fault
-            for (option, value), fault in VLLM_FAULTS.items()
-            if getattr(self.config, option, None) == value
-        ]
-
 
 @dataclass(frozen=True)
 class TargetFacts:
@@ -123,6 +114,15 @@ class Formats(NamedTuple):
     refuse: Callable[[str, Any, TargetFacts | None], None]
     # (layout, head, target) -> config.json's values, tensors and notes
     write: Callable[[str, HeadContent, TargetFacts], Export]
+
+
+def vllm_faults(config: AnyConfig) -> list[str]:
+    """Why vLLM does not draft as this head does, although its layout has a place for all."""
+    return [
+        fault
+        for (option, value), fault in VLLM_FAULTS.items()
+        if getattr(config, option, None) == value
+    ]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

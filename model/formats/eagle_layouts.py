@@ -242,6 +242,8 @@ def refuse_eagle(layout: str, config: Any, target: content.TargetFacts | None) -
                 f"the taps {list(config.after_blocks)}: "
                 f"SafeAILab's code reads {target.default_taps}"
             )
+    if content.vllm_faults(config):
+        instead = "decode it with aerie"
     if lost:
         raise UserError(f"--to {layout}: cannot carry {', '.join(lost)}; {instead}")
     if layout == "sglang" and target and not is_eagle1:

@@ -412,6 +412,7 @@ def test_misread(tmp_path: Path) -> None:
         notes = export(tmp_path / "head", layout, tmp_path / layout, target_facts())[1]
         assert any(fault in note and "is not for vLLM" in note for note in notes)
         assert fault in screen(inspect_head(tmp_path / "head"))
+        assert "serve it with vLLM" not in screen(inspect_head(tmp_path / "head"))
     borrowing = tiny.multi_token_head("medusa", tiny.vocab(), lm_head="target")
     cannot_ship(borrowing, "vllm", "cannot carry lm_head: target; decode it with aerie")
     cannot_ship(tiny.multi_token_head("hydra", tiny.vocab()), "vllm", "cannot carry a Hydra head")
