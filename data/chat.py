@@ -27,7 +27,7 @@ from itertools import pairwise
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer
 
 from aerie.configs.errors import UserError, warn_once
@@ -41,7 +41,7 @@ from aerie.data.forms import (
     content_text,
     split_thought,
 )
-from aerie.data.rendering import settings_of
+from aerie.data.rendering import REFUSALS, bound_to
 from aerie.model.storage import SHIPPED_TEMPLATE, first_line
 
 # gpt-oss's harmony format: a channel's name is ordinary text between two special tokens
@@ -87,20 +87,21 @@ class Rendered(NamedTuple):
     source: str
 
 
-class LostText(UnusableRow):
-    """The template leaves out a text of messages[index]; None: of the tools."""
-
-    def __init__(self, part: str, index: int | None = None) -> None:
-        place = "" if index is None else f"message {index + 1}"
-        super().__init__(f"the template leaves out {part}", place)
-        self.index = index
-
-
 class Said(NamedTuple):
-    """A text that a message says."""
+    """A text that a message says; -1: that the tools say."""
 
     part: str  # what it is, for a reader
     text: str
+    message_index: int = -1
+
+
+class LostText(UnusableRow):
+    """The template leaves out a text."""
+
+    def __init__(self, lost: Said) -> None:
+        sentence = f"message {lost.message_index + 1}" if lost.message_index >= 0 else ""
+        super().__init__(f"the template leaves out {lost.part}", sentence)
+        self.index = lost.message_index
 
 
 def shared_start(first: str, second: str) -> int:
@@ -120,12 +121,13 @@ def apply_template(tokenizer: Any, messages: Sequence[Message], **settings: Any)
             f"name one with target.chat_template, such as {SHIPPED_TEMPLATE} for Vicuna"
         )
     try:
-        bound = settings_of(tokenizer, settings.get("tools"))
+        template = tokenizer.get_chat_template(tools=settings.get("tools"))
+        bound = bound_to(tokenizer).settings(template)
         settings = {"tokenize": False, "return_dict": False, **bound, **settings}
         return tokenizer.apply_chat_template(list(messages), **settings)
     except TemplateSyntaxError as error:
         raise UserError(f"{name}: chat template: line {error.lineno}: {error.message}") from error
-    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+    except REFUSALS as error:
         raise UnusableRow(f"the chat template refuses it: {first_line(error)[:120]}", "") from error
 
 
@@ -140,29 +142,35 @@ def answer_text(tokenizer: Any, ids: Sequence[int]) -> str:
 
 # --- what a message says, and whether a text holds it ---------------------------------------------
 
-PARTS = {"user": "a user's turn", "system": "a system turn", "tool": "the result of a tool"}
+SPEAKERS = {"user": "a user's turn", "system": "a system turn", "tool": "the result of a tool"}
 # Other spellings of JSON's words, as Python has them.
 WORDS = {"true": "True", "false": "False", "null": "None"}
 
 
-def said_by(message: Message, with_thoughts: bool = True) -> Iterator[Said]:
+def said_by(message: Message, index: int = 0, with_thoughts: bool = True) -> Iterator[Said]:
     """The texts of a message: its content, its thoughts, the names and arguments of its calls."""
     if message["role"] != "assistant":
-        yield Said(PARTS.get(message["role"], "a turn"), content_text(message))
+        yield Said(SPEAKERS.get(message["role"], "a turn"), content_text(message), index)
         return
     thoughts, content = split_thought(message)
-    yield Said("the text of an answer", content)
-    if with_thoughts:
-        yield from (Said("the thought of an answer", thought) for thought in thoughts)
+    yield Said("the text of an answer", content, index)
+    for thought in thoughts if with_thoughts else ():
+        yield Said("the thought of an answer", thought, index)
     for call in message.get("tool_calls") or ():
-        texts = [call["function"]["name"], *_leaves(call["function"]["arguments"])]
-        yield from (Said("the call of a tool", text) for text in texts)
+        for text in (call["function"]["name"], *_leaves(call["function"]["arguments"])):
+            yield Said("the call of a tool", text, index)
 
 
-def said_by_tools(tools: Iterable[Any]) -> Iterator[Said]:
-    """The names and descriptions of tools and of their parameters."""
-    for tool in tools:
-        yield from (Said("the tools", text) for text in _described(tool.get("function") or tool))
+def said_before(conversation: Conversation, indices: range) -> Iterator[Said]:
+    """The texts of messages that stand before an answer; before the first one, also the tools'.
+
+    Templates may well leave out the thoughts of earlier answers: so the target reads them.
+    """
+    for tool in (conversation.tools or ()) if indices.start == 0 else ():
+        for text in _described(tool.get("function") or tool):
+            yield Said("the tools", text)
+    for index in indices:
+        yield from said_by(conversation.messages[index], index, with_thoughts=False)
 
 
 def _described(schema: Mapping[str, Any]) -> Iterator[str]:
@@ -198,12 +206,13 @@ def _leaves(value: Any) -> Iterator[str]:
         yield json.dumps(value)  # a number, true, false or null
 
 
-def find_said(said: Iterable[Said], text: str) -> tuple[Said | None, int]:
-    """The first thing that a text leaves out, else None; and where the last one ends in it.
+def find_said(said: Iterable[Said], text: str) -> tuple[list[Said], int]:
+    """What of it a text leaves out, and where the last thing that it holds ends in it.
 
     Blanks and JSON's way of writing do not count. The longest are looked up first, and each place
     counts once: two equal calls need two places.
     """
+    lost = list[Said]()
     last_end = 0
     items = sorted((item for item in said if item.text.strip()), key=lambda item: -len(item.text))
     for number, item in enumerate(items):
@@ -217,8 +226,16 @@ def find_said(said: Iterable[Said], text: str) -> tuple[Said | None, int]:
         elif "".join(item.text.split()) in "".join(text.split()):
             last_end = len(text)  # with other blanks: where, is not known
         else:
-            return item, last_end
-    return None, last_end
+            lost.append(item)
+    return lost, last_end
+
+
+def require_said(said: Iterable[Said], text: str) -> int:
+    """Where the last thing said ends in a text; LostText if one is not there."""
+    lost, end = find_said(said, text)
+    if lost:
+        raise LostText(min(lost, key=lambda item: item.message_index))  # of the first message
+    return end
 
 
 def _spellings(text: str) -> Iterator[str]:
@@ -244,31 +261,15 @@ def render_prompt(tokenizer: Any, conversation: Conversation, **settings: Any) -
     UnusableRow if the template refuses, LostText if it loses a text of it, in every form.
     """
 
-    def render(given: Conversation) -> str:
+    def render(formed: Conversation) -> str:
+        messages = formed.messages
         text = apply_template(
-            tokenizer, given.messages, tools=given.tools, **settings, add_generation_prompt=True
+            tokenizer, messages, tools=formed.tools, **settings, add_generation_prompt=True
         )
-        said = list(said_by_tools(given.tools or ()))
-        for message in given.messages:
-            said += said_by(message, with_thoughts=False)
-        missing, _ = find_said(said, text)
-        if missing is not None:
-            raise LostText(missing.part)
+        require_said(said_before(formed, range(len(messages))), text)
         return str(text)
 
-    def holds(given: Conversation) -> bool:
-        with suppress(UnusableRow):
-            render(given)
-            return True
-        return False
-
-    try:
-        return render(conversation)
-    except UnusableRow:
-        for _, other in Forms(holds).of(conversation):
-            with suppress(UnusableRow):
-                return render(other)
-        raise
+    return Forms(render).first(render, conversation)[1]
 
 
 def encode_prompt(
@@ -318,7 +319,7 @@ class Chat:
         self.backend.post_processor = None
         self.backend.no_truncation()
         self.backend.no_padding()
-        self.forms = Forms(self.holds)
+        self.forms = Forms(self._render)
         self.closer = cache(self._find_closer)
 
     # --- where the answers are ------------------------------------------------------------------
@@ -330,20 +331,19 @@ class Chat:
         template loses a text in every form; UnusableRow if no answer is left.
         """
         try:
-            rendered, notes = self._render(conversation)
+            form, (rendered, notes) = self.forms.first(self._render, conversation)
         except UnusableRow as error:
-            other = self._render_other_form(conversation)
-            if other is None:
-                return self._render_before(error, conversation)
-            rendered, notes = other
+            return self._render_before(error, conversation)
+        if form:
+            self.tally.add("mended", form, conversation.source)
         for note in notes:
             self.tally.add("left out", note, conversation.source)
-        answers = [turn for turn in conversation.messages if turn["role"] == "assistant"]
-        return [self._closed(row, bool(answers[-1].get("tool_calls"))) for row in rendered]
+        calls_tools = bool(conversation.messages[-1].get("tool_calls"))
+        return [self._closed(row, calls_tools) for row in rendered]
 
     def _render_before(self, error: UnusableRow, conversation: Conversation) -> list[Rendered]:
         """Up to the last answer before the lost text; raises the error if there is none."""
-        lost = getattr(error, "index", None) or 0
+        lost = max(getattr(error, "index", 0), 0)
         ends = [
             index
             for index, message in enumerate(conversation.messages[:lost], start=1)
@@ -353,24 +353,6 @@ class Chat:
             raise error
         self.tally.add("left out", error.reason, conversation.source, error.sentence)
         return self.render(conversation._replace(messages=conversation.messages[: ends[-1]]))
-
-    def _render_other_form(
-        self, conversation: Conversation
-    ) -> tuple[list[Rendered], list[str]] | None:
-        for name, other in self.forms.of(conversation):
-            with suppress(UnusableRow):
-                rendered, notes = self._render(other)
-                self.tally.add("mended", name, conversation.source)
-                return rendered, notes
-        return None
-
-    def holds(self, conversation: Conversation) -> bool:
-        """Whether the template renders all that a conversation says, as it is given."""
-        try:
-            self._render(conversation)
-        except UnusableRow:
-            return False
-        return True
 
     def _render(self, conversation: Conversation) -> tuple[list[Rendered], list[str]]:
         """The texts, and what was left out of them."""
@@ -388,8 +370,9 @@ class Chat:
                 is_one_text = False
                 first = 0
                 before = ""
-            self._require_context(conversation, range(first, index), text[len(before) : start])
-            said_end = start + self._require(said_by(message), text[start:], index)
+            context = said_before(conversation, range(first, index))
+            require_said(context, text[len(before) : start])
+            said_end = start + require_said(said_by(message, index), text[start:])
             if _writes_python(message, text[start:]):
                 raise UnusableRow(
                     "the template writes the arguments of a call as Python", f"message {index + 1}"
@@ -417,24 +400,6 @@ class Chat:
                 add_generation_prompt=add_generation_prompt,
             )
         )
-
-    def _require_context(self, conversation: Conversation, indices: range, text: str) -> None:
-        """UnusableRow if a text before an answer is not in its prompt (or in its new part).
-
-        Templates may well leave out the thoughts of earlier answers: so the target reads them.
-        """
-        if indices.start == 0 and conversation.tools:
-            self._require(said_by_tools(conversation.tools), text, None)
-        for index in indices:
-            said = said_by(conversation.messages[index], with_thoughts=False)
-            self._require(said, text, index)
-
-    def _require(self, said: Iterable[Said], text: str, index: int | None) -> int:
-        """Where the last thing said ends in `text`; UnusableRow if one is not there."""
-        missing, end = find_said(said, text)
-        if missing is not None:
-            raise LostText(missing.part, index)
-        return end
 
     def _with_answer(self, conversation: Conversation, index: int) -> tuple[str, int, str | None]:
         """The conversation up to the answer messages[index], where that begins, what is lost."""
@@ -466,7 +431,7 @@ class Chat:
         begin = text.rfind(opening) if 0 < len(opening) < len(prompt) else -1
         while begin >= 0:
             answer = text[begin + len(opening) :]
-            if find_said(said_by(message), answer)[0] is None:
+            if not find_said(said_by(message), answer)[0]:
                 return prompt + answer, len(prompt), None
             begin = text.rfind(opening, 0, begin)
         raise UnusableRow(
@@ -488,20 +453,20 @@ class Chat:
 
     def _find_closer(self, is_call: bool) -> str:
         """The end-of-turn token that is the next message's header (GLM), or ""."""
-        answer, following = (PROBE_ANSWER, PROBE_QUESTION)
-        if is_call:
-            answer, following = (PROBE_CALL, PROBE_RESULT)
-        talk = Conversation("", (PROBE_QUESTION, answer, following))
-        for _, given in [("", talk), *self.forms.of(talk)]:
-            with suppress(UnusableRow):
-                start = len(self.text(given, 1, add_generation_prompt=True))
-                before = self.text(given, 2)
-                after = self.text(given, 3)
-                has_end = any(text in before[start:] for text in self.end_texts)
-                if has_end or not after.startswith(before):
-                    return ""
-                header = after.removeprefix(before).lstrip()
-                return next((text for text in self.end_texts if header.startswith(text)), "")
+        turns = [PROBE_CALL, PROBE_RESULT] if is_call else [PROBE_ANSWER, PROBE_QUESTION]
+
+        def find(talk: Conversation) -> str:
+            start = len(self.text(talk, 1, add_generation_prompt=True))
+            before = self.text(talk, 2)
+            after = self.text(talk, 3)
+            has_end = any(text in before[start:] for text in self.end_texts)
+            if has_end or not after.startswith(before):
+                return ""
+            header = after.removeprefix(before).lstrip()
+            return next((text for text in self.end_texts if header.startswith(text)), "")
+
+        with suppress(UnusableRow):
+            return self.forms.first(find, Conversation("", (PROBE_QUESTION, *turns)))[1]
         return ""
 
     # --- which tokens they are ------------------------------------------------------------------

@@ -56,7 +56,7 @@ MESSAGE_KEYS = frozenset(
     | IGNORE_KEYS
     | set(SHAPES["idle_of_message"].split())
 )
-ROW_KEYS = frozenset(
+ROW_KEYS_READ = frozenset(
     {*LISTS, *SYSTEM_COLUMNS, *TOOL_COLUMNS} | LEARN_KEYS | set(SHAPES["idle_of_row"].split())
 )
 
@@ -448,7 +448,7 @@ def _unread_keys(row: Mapping[str, Any], turns: list[Any], columns: tuple[str, .
     """Reasons for keys that are not read; UnusableRow for one that a turn's meaning needs."""
     said = {text for turn in turns for text in turn.values() if isinstance(text, str)}
     unread = set[str]()
-    known = ROW_KEYS.union(columns)
+    known = ROW_KEYS_READ.union(columns)
     holders = [("row", row, known)] + [("message", turn, MESSAGE_KEYS) for turn in turns]
     for holder, values, read in holders:
         for key in values.keys() - read:

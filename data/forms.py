@@ -7,17 +7,20 @@ leaves the text out, or refuses the row.
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cached_property, partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from aerie.data.conversations import THOUGHT_KEYS, Conversation, Message
+from aerie.data.conversations import THOUGHT_KEYS, Conversation, Message, UnusableRow
+
+Rendering = TypeVar("Rendering")
 
 OPEN, CLOSE = "<think>", "</think>"  # of a thought inside the content
-TAGS = "<think> tags"  # the form of a thought that has no field
+IN_TAGS = "<think> tags"  # the form of a thought that has no field
 
 
-class Form(NamedTuple):
+class MessageForm(NamedTuple):
     """One way to give what a message says; `change` leaves messages that it is not about."""
 
     name: str  # for a reader; "": as the row gives it
@@ -51,7 +54,7 @@ def _thought_as(key: str, message: Message) -> Message:
     if not thoughts:
         return message
     rest = {name: value for name, value in message.items() if name not in THOUGHT_KEYS}
-    if key == TAGS:
+    if key == IN_TAGS:
         thought = thoughts[0].strip("\n")
         return rest | {"content": f"{OPEN}\n{thought}\n{CLOSE}\n\n{content.lstrip()}"}
     return rest | {"content": content.lstrip("\n"), key: thoughts[0].strip("\n")}
@@ -128,20 +131,20 @@ def _single_calls(message: Message, results: list[Message]) -> list[Message]:
 
 # --- a template's forms ---------------------------------------------------------------------------
 
-CONTENT_FORMS = (Form("", _as_given), Form("contents given in parts", _in_parts))
+CONTENT_FORMS = (MessageForm("", _as_given), MessageForm("contents given in parts", _in_parts))
 CALL_FORMS = (
-    Form("", _as_given),
-    Form("the arguments of calls given as text", _arguments_as_text),
-    Form("the content of calls given as null", _null_content),
-    Form(
+    MessageForm("", _as_given),
+    MessageForm("the arguments of calls given as text", _arguments_as_text),
+    MessageForm("the content of calls given as null", _null_content),
+    MessageForm(
         "the arguments of calls given as text, their content as null",
         lambda message: _null_content(_arguments_as_text(message)),
     ),
 )
 THOUGHT_FORMS = (
-    Form("", _as_given),
-    *(Form(f"thoughts given in {key}", partial(_thought_as, key)) for key in THOUGHT_KEYS),
-    Form(f"thoughts given in {TAGS}", partial(_thought_as, TAGS)),
+    MessageForm("", _as_given),
+    *(MessageForm(f"thoughts given in {key}", partial(_thought_as, key)) for key in THOUGHT_KEYS),
+    MessageForm(f"thoughts given in {IN_TAGS}", partial(_thought_as, IN_TAGS)),
 )
 PROBE_QUESTION: Message = {"role": "user", "content": "probequestion"}
 PROBE_CALL: Message = {
@@ -166,27 +169,53 @@ PROBE_THOUGHT: Message = {**PROBE_ANSWER, "reasoning_content": "probethought"}
 
 
 class Forms:
-    """Which forms a template reads; holds: whether it renders all that a conversation says."""
+    """Which forms a template reads.
 
-    def __init__(self, holds: Callable[[Conversation], bool]) -> None:
-        self.holds = holds
+    render: UnusableRow where the template leaves out a part of what a conversation says.
+    """
+
+    def __init__(self, render: Callable[[Conversation], Any]) -> None:
+        self.render = render
+
+    def holds(self, conversation: Conversation) -> bool:
+        """Whether the template renders all that a conversation says, as it is given."""
+        try:
+            self.render(conversation)
+        except UnusableRow:
+            return False
+        return True
+
+    def first(
+        self, render: Callable[[Conversation], Rendering], conversation: Conversation
+    ) -> tuple[str, Rendering]:
+        """The first form that can be rendered, with what `render` makes of it.
+
+        UnusableRow if there is none: that of the conversation as it is given.
+        """
+        try:
+            return "", render(conversation)
+        except UnusableRow:
+            for name, formed in self.of(conversation):
+                with suppress(UnusableRow):
+                    return name, render(formed)
+            raise
 
     @cached_property
-    def content(self) -> Form:
+    def content(self) -> MessageForm:
         """The form of all contents; as it is given if the template reads none."""
         talk = Conversation("", (PROBE_QUESTION, PROBE_ANSWER))
         known = (form for form in CONTENT_FORMS if self.holds(changed(talk, form)))
         return next(known, CONTENT_FORMS[0])
 
     @cached_property
-    def calls(self) -> list[Form]:
+    def calls(self) -> list[MessageForm]:
         return [form for form in CALL_FORMS if self._reads(form, PROBE_CALL)]
 
     @cached_property
-    def thoughts(self) -> list[Form]:
+    def thoughts(self) -> list[MessageForm]:
         return [form for form in THOUGHT_FORMS if self._reads(form, PROBE_THOUGHT)]
 
-    def _reads(self, form: Form, answer: Message) -> bool:
+    def _reads(self, form: MessageForm, answer: Message) -> bool:
         return self.holds(changed(Conversation("", (PROBE_QUESTION, answer)), form, self.content))
 
     def of(self, conversation: Conversation) -> Iterator[tuple[str, Conversation]]:
@@ -206,9 +235,8 @@ class Forms:
             orders += [("an empty system turn left out", _without_first(conversation))]
         for calls, thoughts, (order, ordered) in product(call_forms, thought_forms, orders):
             names = [calls.name, thoughts.name, self.content.name, order]
-            if any(names):
-                given = changed(ordered, calls, thoughts, self.content)
-                yield "; ".join(filter(None, names)), given
+            if name := "; ".join(filter(None, names)):
+                yield name, changed(ordered, calls, thoughts, self.content)
 
 
 def _without_first(conversation: Conversation) -> Conversation:
@@ -216,7 +244,7 @@ def _without_first(conversation: Conversation) -> Conversation:
     return conversation._replace(messages=conversation.messages[1:], context_only=context_only)
 
 
-def changed(conversation: Conversation, *forms: Form) -> Conversation:
+def changed(conversation: Conversation, *forms: MessageForm) -> Conversation:
     """The conversation with each message in these forms, the last one changed last."""
     messages = conversation.messages
     for form in forms:

@@ -39,16 +39,8 @@ SENT_AS = "chat_template_kwargs"  # to a server
 CLOCK = "strftime_now"  # the function that transformers gives a template
 # transformers' own tag, which marks answers
 GENERATION_TAG = re.compile(r"{%[-+]?\s*(end)?generation\s*[-+]?%}")
-# What transformers gives every template, beside the special tokens.
-GIVEN = {
-    "messages",
-    "tools",
-    "documents",
-    "add_generation_prompt",
-    "raise_exception",
-    CLOCK,
-}
-# Stands before a template with a clock, whose function it takes the place of.
+# Stands before a template with a clock, whose function it takes the place of: a template can be
+# given plain data only, so what each of strftime's directives writes.
 FIXED_CLOCK = """\
 {%- macro strftime_now(format) -%}
 {%- set made = namespace(text=format) -%}
@@ -59,6 +51,17 @@ FIXED_CLOCK = """\
 {%- endmacro %}
 """
 DIRECTIVE = re.compile("%[-_0^#]?[A-Za-z]")  # of strftime
+# What a template raises that refuses its messages
+REFUSALS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError)
+# What transformers gives every template, beside the special tokens.
+GIVEN = {
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "raise_exception",
+    CLOCK,
+}
 OTHER_DATE = datetime.date(1999, 12, 31)
 # Two talks, as some templates write a date only where there is no system turn.
 PROBES = [
@@ -72,6 +75,16 @@ class Bound(NamedTuple):
 
     arguments: dict[str, Any]
     date: datetime.date
+
+    def settings(self, template: str) -> dict[str, Any]:
+        """What `apply_chat_template` gets beside the messages, to render with a template."""
+        if CLOCK not in names_read(template).all:
+            return self.arguments
+        return {
+            **self.arguments,
+            "chat_template": FIXED_CLOCK + template,
+            "aerie_date": _written(self.date, template, str(self.arguments)),
+        }
 
 
 def recipe_tokenizer(target: TargetConfig, config: RenderConfig) -> Any:
@@ -107,22 +120,6 @@ def bound_to(tokenizer: Any) -> Bound:
     return bound
 
 
-def settings_of(tokenizer: Any, tools: Any = None) -> dict[str, Any]:
-    """What `apply_chat_template` of a tokenizer gets beside the messages."""
-    return _settings(tokenizer, bound_to(tokenizer), tools)
-
-
-def _settings(tokenizer: Any, bound: Bound, tools: Any = None) -> dict[str, Any]:
-    template = tokenizer.get_chat_template(tools=tools)
-    if CLOCK not in names_read(template).all:
-        return bound.arguments
-    return {
-        **bound.arguments,
-        "chat_template": FIXED_CLOCK + template,
-        "aerie_date": _written(bound.date, template, str(bound.arguments)),
-    }
-
-
 def with_template_arguments(config: DistillConfig, render: RenderConfig) -> DistillConfig:
     """config, whose servers are sent the arguments, too; its own extra_body wins."""
     server = config.server
@@ -155,17 +152,15 @@ def writes_date(tokenizer: Any) -> bool:
         return False
     if not bound.arguments:
         return True
-    other = bound._replace(date=OTHER_DATE)
+    template = tokenizer.get_chat_template()
+    renders = []
     try:
-        return any(
-            _probe(tokenizer, bound, talk) != _probe(tokenizer, other, talk) for talk in PROBES
-        )
-    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError):
+        for tried in (bound, bound._replace(date=OTHER_DATE)):
+            settings = tried.settings(template)
+            renders.append(tokenizer.apply_chat_template(PROBES, tokenize=False, **settings))
+        return bool(renders[0] != renders[1])
+    except REFUSALS:
         return True  # not known
-
-
-def _probe(tokenizer: Any, bound: Bound, talk: list[dict[str, str]]) -> str:
-    return str(tokenizer.apply_chat_template(talk, tokenize=False, **_settings(tokenizer, bound)))
 
 
 def fix_date(recipe: Recipe, is_stage: bool = True) -> Recipe:
@@ -177,9 +172,9 @@ def fix_date(recipe: Recipe, is_stage: bool = True) -> Recipe:
         tokenizer = bind(load_tokenizer(recipe.target), recipe.data)
     except UserError:
         return recipe  # who needs the tokenizer reports it
-    asked = recipe.data.date
+    requested = recipe.data.date
     if not writes_date(tokenizer):
-        if asked is not None and not recipe.date_file.exists():
+        if requested is not None and not recipe.date_file.exists():
             warn(f"data.date: the chat template of {recipe.target.path} writes no date")
         return recipe
     kept = bound_to(tokenizer).date
@@ -190,9 +185,9 @@ def fix_date(recipe: Recipe, is_stage: bool = True) -> Recipe:
                 write_text(recipe.date_file, f"{kept}\n")
     if recipe.date_file.exists():
         kept = read_date(recipe.date_file)
-    if asked is not None and asked != kept:
-        warn(f"{recipe.root}: {date_change(kept, asked)}")
-    return with_date(recipe, asked or kept)
+    if requested is not None and requested != kept:
+        warn(f"{recipe.root}: {date_change(kept, requested)}")
+    return with_date(recipe, requested or kept)
 
 
 # --- what a template reads ------------------------------------------------------------------------
@@ -222,10 +217,10 @@ def _names_in(text: str) -> NamesRead:
     except TemplateSyntaxError:
         return NamesRead(set(), set())
     read = meta.find_undeclared_variables(tree)
-    own = {node.name for node in tree.find_all(nodes.Name) if node.ctx != "load"}
-    own -= set(_with_default(tree))
+    assigned = {node.name for node in tree.find_all(nodes.Name) if node.ctx != "load"}
+    assigned -= set(_with_default(tree))
     is_token = {name for name in read if name.endswith("_token")}
-    return NamesRead(read, read - own - is_token - GIVEN)
+    return NamesRead(read, read - assigned - is_token - GIVEN)
 
 
 def _with_default(tree: nodes.Template) -> Iterator[str]:

@@ -15,7 +15,7 @@ from aerie.model.target import VocabWeights
 from aerie.train.objectives import Objective
 
 TOKENS, WIDTH, VOCABULARY = 40, 32, 64  # of the miniature, and of its row
-SMALL = {
+SMALL_HEAD = {
     "hidden_size": WIDTH,
     "target_hidden_size": WIDTH,
     "intermediate_size": 2 * WIDTH,
@@ -39,7 +39,7 @@ def rehearse_head(config: AnyConfig, settings: TrainConfig) -> None:
     layers, taps, RoPE), and its widths and vocabularies are small."""
     kind = HEADS[settings.kind]
     names = {field.name for field in fields(config)}
-    small: dict[str, Any] = {name: size for name, size in SMALL.items() if name in names}
+    small: dict[str, Any] = {name: size for name, size in SMALL_HEAD.items() if name in names}
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(VOCABULARY, WIDTH, generator=generator)  # [V, D]
     bias = torch.zeros(VOCABULARY) if getattr(config, "lm_head_bias", False) else None

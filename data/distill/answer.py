@@ -23,7 +23,15 @@ from aerie.data.conversations import (
     system_turns,
     tool_calls_of,
 )
-from aerie.data.forms import CLOSE, OPEN, PROBE_ANSWER, PROBE_CALL, TAGS, THOUGHT_FORMS, Form
+from aerie.data.forms import (
+    CLOSE,
+    IN_TAGS,
+    OPEN,
+    PROBE_ANSWER,
+    PROBE_CALL,
+    THOUGHT_FORMS,
+    MessageForm,
+)
 from aerie.model.storage import first_line
 
 TOO_LONG = "too long for the target's context"
@@ -165,13 +173,13 @@ class Thinking:
         spelt = {_loosely(answer_text(self.tokenizer, ids)), _loosely(decode(ids))}
         is_spelt = bool(spelt & {_loosely(text), _loosely(answer.content)})
         if answer.exact_text is None and not is_spelt:  # other marks stand between its parts
-            is_spelt = find_said(said_by(self.message(answer)), decode(ids))[0] is None
+            is_spelt = not find_said(said_by(self.message(answer)), decode(ids))[0]
         return None if is_spelt else "its token ids do not spell its text"
 
     # --- as the template reads it -----------------------------------------------------------------
 
     @cached_property
-    def thought_form(self) -> Form:
+    def thought_form(self) -> MessageForm:
         """How the template reads thoughts; tags in the content if it reads them in no field."""
         return next(iter(self.chat.forms.thoughts), THOUGHT_FORMS[-1])
 
@@ -224,7 +232,7 @@ class Thinking:
         [rendered] = self.chat.render(told)
         [row] = self.chat.encode([rendered])
         for kind, reason in self.chat.tally.counts:
-            if knows_no_tags and TAGS in reason:
+            if knows_no_tags and IN_TAGS in reason:
                 raise UnusableRow(UNKNOWN_MARKS, "")
             if kind == "left out":
                 raise UnusableRow(reason, "")
@@ -240,7 +248,7 @@ class Thinking:
         has_empty_thought = answer.exact_text is None and not has_thought and CLOSE in body
         if has_empty_thought or answer.exact_text not in (None, body, spelt):
             raise UnusableRow("the template writes an answer otherwise than the target did", "")
-        if find_said(said_by(told.messages[-1]), self.tokenizer.decode(ids))[0] is not None:
+        if find_said(said_by(told.messages[-1]), self.tokenizer.decode(ids))[0]:
             raise UnusableRow("an end-of-turn token stands inside an answer", "")
         return Written(list(row.input_ids[:first]), ids)
 

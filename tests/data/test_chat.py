@@ -294,7 +294,7 @@ def test_lost_tools() -> None:
         tokenizer = targets.build_tokenizer(template, "<|im_end|>")
         chat = Chat(tokenizer, {tokenizer.eos_token_id}, tally)
         conversation = Conversation("here: row 1", tuple(calling(call("add"))), TOOLS)
-        assert chat.holds(conversation) is is_kept
+        assert chat.forms.holds(conversation) is is_kept
 
 
 def test_other_forms() -> None:
