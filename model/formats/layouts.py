@@ -54,7 +54,7 @@ def recognise(values: dict[str, Any], names: set[str], path: Path) -> tuple[str,
     signs = (
         (KIND in values, "aerie", values.get(KIND)),
         (TYPE in values, "speculators", SPECULATORS.get(values.get(TYPE, ""))),
-        (values.get("model_type") == "medusa", "vllm", "medusa"),
+        ("lm_heads.0.weight" in names, "vllm", "medusa"),
         ("medusa_num_heads" in values or "0.0.linear.weight" in names, "medusa", "medusa"),
         ("hydra_num_heads" in values or has("hydra_mlp."), "hydra", "hydra"),
         ("dflash_config" in values, "z-lab", "block"),

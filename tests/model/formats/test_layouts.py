@@ -341,7 +341,7 @@ def test_block_layouts(
 @pytest.mark.parametrize("layers", [1, 2])
 def test_medusa_for_vllm(tmp_path: Path, layers: int) -> None:
     """A Medusa head, ours or a published one, goes to vLLM and back bit for bit."""
-    head, place = published.medusa(tmp_path / "published", layers)
+    head, place = published.medusa(tmp_path / "published", layers, model_type="medusa")
     save_head(head, tmp_path / "head")
     for number, source in enumerate((tmp_path / "head", place)):
         out = tmp_path / f"out{number}"
