@@ -31,7 +31,7 @@ from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer
 
 from aerie.configs.errors import UserError, warn_once
-from aerie.data.conversations import Conversation, Message, Tally, UnusableRow
+from aerie.data.conversations import Conversation, Message, Tally, UnusableRow, from_json
 from aerie.data.forms import (
     PROBE_ANSWER,
     PROBE_CALL,
@@ -187,21 +187,16 @@ def _described(schema: Mapping[str, Any]) -> Iterator[str]:
 
 def _leaves(value: Any) -> Iterator[str]:
     """The keys and values of a call's arguments, also if they are JSON text."""
-    if isinstance(value, str):
-        parsed: Any = value
-        with suppress(ValueError):
-            parsed = json.loads(value)
-        if isinstance(parsed, dict | list):
-            yield from _leaves(parsed)
-        else:
-            yield value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
+    parts = from_json(value)
+    if isinstance(parts, Mapping):
+        for key, part in parts.items():
             yield str(key)
             yield from _leaves(part)
-    elif isinstance(value, list):
-        for part in value:
+    elif isinstance(parts, list):
+        for part in parts:
             yield from _leaves(part)
+    elif isinstance(value, str):
+        yield value
     else:
         yield json.dumps(value)  # a number, true, false or null
 

@@ -269,20 +269,20 @@ def _turns_of_pair(
     row: Mapping[str, Any], pair: tuple[str, ...]
 ) -> tuple[list[Any], tuple[str, ...]]:
     columns = pair
-    asked = _turn_list(row[pair[0]])
-    if asked is None:
+    questions = _turn_list(row[pair[0]])
+    if questions is None:
         prompt = row[pair[0]]
         if "input" not in pair and is_text(row.get("input")):  # Alpaca's
             prompt = f"{prompt}\n\n{row['input']}"
             columns = (*columns, "input")
-        asked = [{"role": "user", "content": prompt}]
+        questions = [{"role": "user", "content": prompt}]
     answers = _turn_list(row[pair[1]])
     if answers is None:
         thoughts = [name for name in THOUGHT_KEYS if is_text(row.get(name)) and name not in pair]
         columns = (*columns, *thoughts)
         answer = {"role": "assistant", "content": row[pair[1]]}
         answers = [answer | {name: row[name] for name in thoughts}]
-    return [*asked, *answers], columns
+    return [*questions, *answers], columns
 
 
 def _turn_list(value: Any) -> list[Any] | None:
@@ -292,6 +292,14 @@ def _turn_list(value: Any) -> list[Any] | None:
         isinstance(turn, Mapping) and any(key in turn for key in SPEAKER_KEYS) for turn in turns
     )
     return turns if are_turns else None
+
+
+def from_json(value: Any) -> Any:
+    """What a text of JSON holds; anything else as it is."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return json.loads(value)
+    return value
 
 
 def unpacked(value: Any) -> Any:
@@ -344,10 +352,10 @@ def _message(turn: Any, number: int) -> Message:
     if thought:
         message["reasoning_content"] = thought
     message |= {key: turn[key] for key in EXTRA_KEYS if turn.get(key) is not None}
-    calls = text if name in CALLERS else message.get("tool_calls") or turn.get("function_call")
+    calls = message.pop("tool_calls", None) or turn.get("function_call")
     if name in CALLERS:
+        calls = text
         message["content"] = ""
-    message.pop("tool_calls", None)
     if calls := tool_calls_of(calls, number):
         message["tool_calls"] = calls
     for key in message.keys() & THOUGHT_KEYS:
@@ -398,24 +406,22 @@ def tool_calls_of(calls: Any, number: int) -> list[Any]:
 
     A template would quote JSON text twice.
     """
-    if isinstance(calls, str) and calls.strip():
-        with suppress(ValueError):
-            calls = json.loads(calls)
+    calls = from_json(calls)
     if isinstance(calls, Mapping):
         calls = [calls]
-    made = []
+    as_openai = []
     for call in () if _is_empty(calls) else calls:
         function = call.get("function") or call if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not is_text(function.get("name")):
             raise UnusableRow("a tool call names no function", f"turn {number}")
         arguments: Any = function.get("arguments", function.get("parameters")) or {}
-        with suppress(TypeError, ValueError):
-            if isinstance(value := json.loads(arguments), dict):
-                arguments = value
+        value = from_json(arguments)
+        if isinstance(value, dict):
+            arguments = value
         rest = {key: value for key, value in call.items() if key in ("id", "type", "index")}
-        named = {"name": function["name"], "arguments": arguments}
-        made.append({**rest, "type": "function", "function": named})
-    return made
+        named_call = {"name": function["name"], "arguments": arguments}
+        as_openai.append({**rest, "type": "function", "function": named_call})
+    return as_openai
 
 
 def _tools_of(row: Mapping[str, Any], turns: list[Any]) -> list[Any] | None:
@@ -429,16 +435,13 @@ def _tools_of(row: Mapping[str, Any], turns: list[Any]) -> list[Any] | None:
         return None
     if not isinstance(tools, list):
         raise UnusableRow("tools are no list", f"'tools' is {type(tools).__name__}")
-    made = []
-    for tool in tools:
-        if isinstance(tool, str):
-            with suppress(ValueError):
-                tool = json.loads(tool)
+    as_openai = []
+    for tool in map(from_json, tools):
         if not isinstance(tool, Mapping):
             raise UnusableRow("tools are no list", f"a tool is {type(tool).__name__}")
         is_bare = "function" not in tool and "name" in tool
-        made.append({"type": "function", "function": tool} if is_bare else tool)
-    return made
+        as_openai.append({"type": "function", "function": tool} if is_bare else tool)
+    return as_openai
 
 
 # --- keys beside the text -------------------------------------------------------------------------
@@ -468,7 +471,7 @@ def _mark_context(row: Mapping[str, Any], turns: list[Any], messages: list[Messa
     if all(map((LEARN_KEYS | IGNORE_KEYS).isdisjoint, [row, *turns])):
         return unread
     answers = [message for message in messages if message["role"] == "assistant"]
-    marks = [(message, turn) for message, turn in zip(messages, turns, strict=True)]
+    marks = list(zip(messages, turns, strict=True))
     for name in LEARN_KEYS & row.keys():
         flags = unpacked(row[name])
         if isinstance(flags, list):
@@ -484,14 +487,14 @@ def _mark_context(row: Mapping[str, Any], turns: list[Any], messages: list[Messa
         elif not (_is_empty(flags) or flags in (1, True, "1", "true", "True")):
             unread.add(f'row key "{name}" is not read')
     for message, flags in marks:
-        given = [flags[name] for name in LEARN_KEYS & flags.keys()]
+        learn_flags = [flags[name] for name in LEARN_KEYS & flags.keys()]
         if message["role"] == "assistant":
             ignored = [flags[name] for name in IGNORE_KEYS & flags.keys()]
-            if any(map(_is_no, given)) or not all(
+            if any(map(_is_no, learn_flags)) or not all(
                 _is_no(flag) or _is_empty(flag) for flag in ignored
             ):
                 message[IS_CONTEXT] = True
-        elif any(flag is True for flag in given):
+        elif any(flag is True for flag in learn_flags):
             unread.add("a turn that is no answer is marked as to be learnt")
     return unread
 

@@ -73,11 +73,13 @@ def each_turn(messages: Sequence[Message]) -> RowQuestion:
     """Each turn of the user, up to one that a tool's result comes before."""
     messages = joined_speakers(from_first_question(list(messages), set()), set())
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
-    own = list(takewhile(lambda message: not _is_of_tools(message), messages))
-    turns = tuple(message["content"] for message in own if message["role"] == "user")
+    before_tools = list(takewhile(lambda message: not _is_of_tools(message), messages))
+    turns = tuple(message["content"] for message in before_tools if message["role"] == "user")
     if not turns:
         raise UnusableRow("no user turn", "")
-    return RowQuestion(tuple(messages[:first]), turns, calls_tools=len(own) < len(messages))
+    return RowQuestion(
+        tuple(messages[:first]), turns, calls_tools=len(before_tools) < len(messages)
+    )
 
 
 def _last_turn(messages: Sequence[Message]) -> RowQuestion:

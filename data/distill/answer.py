@@ -225,11 +225,11 @@ class Thinking:
         if knows_no_tags and self.thought_form == THOUGHT_FORMS[-1]:
             raise UnusableRow(UNKNOWN_MARKS, "")
         earlier = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        told = Conversation(
+        conversation = Conversation(
             "", (*messages, self.message(answer)), tools, context_only=frozenset(earlier)
         )
         self.chat.tally = Tally()
-        [rendered] = self.chat.render(told)
+        [rendered] = self.chat.render(conversation)
         [row] = self.chat.encode([rendered])
         for kind, reason in self.chat.tally.counts:
             if knows_no_tags and IN_TAGS in reason:
@@ -248,7 +248,7 @@ class Thinking:
         has_empty_thought = answer.exact_text is None and not has_thought and CLOSE in body
         if has_empty_thought or answer.exact_text not in (None, body, spelt):
             raise UnusableRow("the template writes an answer otherwise than the target did", "")
-        if find_said(said_by(told.messages[-1]), self.tokenizer.decode(ids))[0]:
+        if find_said(said_by(conversation.messages[-1]), self.tokenizer.decode(ids))[0]:
             raise UnusableRow("an end-of-turn token stands inside an answer", "")
         return Written(list(row.input_ids[:first]), ids)
 
@@ -266,10 +266,6 @@ class Thinking:
 
     # --- training rows ----------------------------------------------------------------------------
 
-    def training_rows(self, outcome: Outcome) -> list[dict[str, Any]]:
-        """JSON-ready training rows of a done row; none if nothing of it can be learnt."""
-        return self.learnt(outcome).rows
-
     def learnt(self, outcome: Outcome) -> Learnt:
         """The training rows of a done row: up to the first answer whose tokens are not known.
 
@@ -279,26 +275,28 @@ class Thinking:
         answers = list[Written]()
         why = None
         for question, answer in zip(outcome.turns, outcome.answers, strict=True):
-            asked = [*messages, {"role": "user", "content": question}]
+            before = [*messages, {"role": "user", "content": question}]
             try:
-                answers.append(self.written(answer, asked, outcome.tools))
+                answers.append(self.written(answer, before, outcome.tools))
             except UnusableRow as error:
                 why = error.reason
                 break
-            messages = [*asked, self.message(answer)]
+            messages = [*before, self.message(answer)]
         if not answers:
             return Learnt([], answers, why)
         are_ids = any(answer.token_ids is not None for answer in outcome.answers)
-        told = Conversation("", tuple(messages), outcome.tools)
-        if are_ids or not self._is_rendered_in_training(told, answers):
+        conversation = Conversation("", tuple(messages), outcome.tools)
+        if are_ids or not self._is_rendered_in_training(conversation, answers):
             return Learnt(_rows_of_tokens(outcome.id, answers), answers, why)
         tools = {"tools": outcome.tools} if outcome.tools else {}
         return Learnt([{"id": outcome.id, **tools, "messages": messages}], answers, why)
 
-    def _is_rendered_in_training(self, told: Conversation, answers: Sequence[Written]) -> bool:
+    def _is_rendered_in_training(
+        self, conversation: Conversation, answers: Sequence[Written]
+    ) -> bool:
         """Whether training makes the very tokens of the answers and of what stands before them."""
         try:
-            rows = self.training.encode(self.training.render(told))
+            rows = self.training.encode(self.training.render(conversation))
         except UnusableRow:
             return False
         rows = rows * len(answers) if len(rows) == 1 else rows  # one row has all answers

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
@@ -37,16 +37,6 @@ class InputRow:
     tools: list[Any] | None = None
 
 
-class Questions(NamedTuple):
-    """What a row asks."""
-
-    turns: list[str]
-    system: str | None = None
-    invent: str | None = None
-    tools: list[Any] | None = None
-    unread: frozenset[str] = frozenset()  # what the row also holds
-
-
 def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[InputRow]:
     """Every input row of the sources; rows that overlap the evaluation's questions are skipped."""
     overlap = Overlap(questions, config.ngram)
@@ -57,9 +47,8 @@ def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[InputR
         for count, row in _drawn_rows(source, f"{config.seed}/{number}"):
             prompt = InputRow(f"{number}:{count}", row.source)
             try:
-                questions_of_row = _questions_of(row.value, source)
-                prompt = _with_questions(prompt, questions_of_row, source, config.max_turns)
-                unread.append(questions_of_row.unread)
+                prompt, unread_keys = _with_question(prompt, row.value, source, config.max_turns)
+                unread.append(unread_keys)
             except UnusableRow as error:
                 if error.reason == UNKNOWN_KEYS and row.number == 1:  # so will be all others
                     raise UserError(f"{row.source} {error.sentence}") from error
@@ -91,25 +80,6 @@ def _drawn_rows(source: SourceConfig, seed: str) -> Iterable[tuple[int, RawRow]]
     )
 
 
-def _questions_of(row: Any, source: SourceConfig) -> Questions:
-    if not isinstance(row, Mapping):
-        raise UnusableRow("row is no object", "")
-    return QUESTIONS_OF[source.kind](row, source)
-
-
-def _with_questions(
-    prompt: InputRow, questions: Questions, source: SourceConfig, max_turns: int | None
-) -> InputRow:
-    system = questions.system  # an empty one switches off a template's own
-    return replace(
-        prompt,
-        turns=tuple(questions.turns[:max_turns]),
-        system=source.system_prompt if system is None else system,
-        invent=questions.invent,
-        tools=questions.tools,
-    )
-
-
 def asked_key(system: str | None, turns: Iterable[str]) -> str:
     """A key that ignores case and the number of blanks."""
     return digest([" ".join(text.casefold().split()) for text in (system or "", *turns)])
@@ -124,34 +94,34 @@ def plan_line(prompts: Sequence[InputRow]) -> str:
 # --- a row's questions, by the kind of its source -----------------------------------------------
 
 
-def _of_persona(row: Mapping[str, Any], source: SourceConfig) -> Questions:
-    names = TEXTS["persona_fields"][source.ask]
-    text = next((str(row[name]).strip() for name in names if row.get(name)), "")
-    if not text:
-        raise UnusableRow(f"row has no {'persona' if source.ask == 'problem' else 'problem'}", "")
-    if source.ask == "problem":
-        return Questions([], invent=TEXTS["invent"].format(persona=text))
-    return Questions([TEXTS["solve"].format(problem=problem_in(text))])
-
-
-def _of_row(row: Mapping[str, Any], source: SourceConfig) -> Questions:
+def _with_question(
+    prompt: InputRow, row: Any, source: SourceConfig, max_turns: int | None
+) -> tuple[InputRow, frozenset[str]]:
+    """The prompt with what a row asks, and what the row also holds, as reasons to count."""
+    if not isinstance(row, Mapping):
+        raise UnusableRow("row is no object", "")
+    prompt = replace(prompt, system=source.system_prompt)
+    if source.kind == "personas":
+        return _with_persona(prompt, row, source.ask == "problem"), frozenset()
     question = read_question(row, source.field)
     if question.calls_tools:  # nobody has the results of the target's own calls
         raise UnusableRow("the conversation calls tools", "")
-    system = [message["content"] for message in question.before]
-    return Questions(
-        list(question.turns),
-        "\n\n".join(system) if system else None,
-        tools=question.tools,
-        unread=question.unread,
-    )
+    prompt = replace(prompt, turns=question.turns[:max_turns], tools=question.tools)
+    if question.before:  # an empty system turn switches off a template's own
+        system = "\n\n".join(message["content"] for message in question.before)
+        prompt = replace(prompt, system=system)
+    return prompt, question.unread
 
 
-QUESTIONS_OF = {
-    "personas": _of_persona,
-    "prompts": _of_row,
-    "conversations": _of_row,
-}
+def _with_persona(prompt: InputRow, row: Mapping[str, Any], is_invented: bool) -> InputRow:
+    """With the row's problem, or with the request to invent one for its persona."""
+    kind = "persona" if is_invented else "problem"
+    text = next((str(row[name]).strip() for name in TEXTS["fields"][kind] if row.get(name)), "")
+    if not text:
+        raise UnusableRow(f"row has no {kind}", "")
+    if is_invented:
+        return replace(prompt, invent=TEXTS["invent"].format(persona=text))
+    return replace(prompt, turns=(TEXTS["solve"].format(problem=problem_in(text)),))
 
 
 def problem_in(text: str) -> str:

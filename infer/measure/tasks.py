@@ -219,11 +219,13 @@ def prompt_inputs(config: PromptsConfig) -> str | list[dict[str, Any]]:
     if config.path is not None:
         return file_digest(Path(config.path))
     if isinstance(config, HeldOutPrompts):
-        asked = []
+        content = []
         for prompt in load_prompts(config):
             has_more = prompt.before or prompt.tools
-            asked.append([prompt.turns, prompt.before, prompt.tools] if has_more else prompt.turns)
-        return digest(asked)
+            content.append(
+                [prompt.turns, prompt.before, prompt.tools] if has_more else prompt.turns
+            )
+        return digest(content)
     inputs = []
     for task in config.tasks:
         source, revision = source_of(task)

@@ -167,7 +167,7 @@ def test_tools_are_asked_with() -> None:
     ended = asyncio.run(job(Path()).interview(prompt, ask, thinking(template)))
     silent = {"role": "system", "content": ""}  # it switches off a template's own
     assert asked == [(tools, silent)] and ended.turns == ("a",) and flaws(ended) == []
-    [row] = thinking(template).training_rows(ended)
+    [row] = thinking(template).learnt(ended).rows
     assert row["tools"] == tools and row["messages"][-1]["tool_calls"] == [call]
 
 

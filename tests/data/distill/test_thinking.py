@@ -26,9 +26,8 @@ def of(template: str) -> Thinking:
 
 
 def rows_of(reader: Thinking, *answers: Answer) -> list[dict[str, Any]]:
-    return reader.training_rows(
-        Outcome("0:1", "done", "x", None, None, ("a?", "b?")[: len(answers)], answers)
-    )
+    questions = ("a?", "b?")[: len(answers)]
+    return reader.learnt(Outcome("0:1", "done", "x", None, None, questions, answers)).rows
 
 
 def learnt(rows: list[dict[str, Any]], reader: Thinking, path: Path) -> list[str]:
@@ -142,7 +141,7 @@ def test_arguments_of_the_template() -> None:
     tokenizer = build_tokenizer("{{ mode or '' }}" + CHATML, "<|im_end|>")
     for mode, is_text in (("quick", False), ("", True)):
         reader = Thinking(tokenizer, {tokenizer.eos_token_id}, {"mode": mode})
-        [row] = reader.training_rows(outcome_of(Answer("four", "stop")))
+        [row] = reader.learnt(outcome_of(Answer("four", "stop"))).rows
         assert ("messages" in row) == is_text
         if not is_text:
             assert tokenizer.decode(row["input_ids"]).startswith("quick<|im_start|>user")
