@@ -60,13 +60,8 @@ def export(
     mismatch = target.other_weights(facts.get("target"))
     if mismatch is not None and not any_target:
         raise UserError(f"{source}: {mismatch}; give its own target, or --any-target")
-    kind = HEADS[content.kind]
-    faults = vllm_faults(content.config)
-    if to == "vllm":
-        if faults:
-            raise UserError(f"--to vllm: {faults[0]}; decode it with aerie")
-        to = kind.servers.get("vLLM", to)
-    values, tensors, layout_notes = kind.formats.write(
+    to, server_notes = _layout_for(to, content)
+    values, tensors, layout_notes = HEADS[content.kind].formats.write(
         to, dataclasses.replace(content, tensors=state), target
     )
     dtype = dtype_name(checkpoint.dtype_of(state))
@@ -83,9 +78,7 @@ def export(
         _copy_records(directory, temporary)
         _check_written(temporary, to, content, state, target)
     notes = [] if mismatch is None else [f"{mismatch}: few of its drafts will be accepted"]
-    if to == kind.servers.get("vLLM"):
-        notes += [f"{fault}: this directory is not for vLLM" for fault in faults]
-    notes += content.guesses
+    notes += [*server_notes, *content.guesses]
     notes += _tensor_notes(files.tensors, tensors)
     notes += _key_notes(files.values, vars(content.config).keys() | values.keys())
     is_speculators = "speculators_config" in values
@@ -100,6 +93,18 @@ def export(
             "give its Hub id with --target-name"
         )
     return layout, [*notes, *layout_notes]
+
+
+def _layout_for(to: str, content: HeadContent) -> tuple[str, list[str]]:
+    """The layout that `to` means for this head, and notes; UserError if vLLM cannot draft so."""
+    vllm_layout = HEADS[content.kind].servers.get("vLLM", to)
+    faults = vllm_faults(content.config)
+    if to != "vllm":
+        faults = faults if to == vllm_layout else []
+        return to, [f"{fault}: this directory is not for vLLM" for fault in faults]
+    if faults:
+        raise UserError(f"--to vllm: {faults[0]}; decode it with aerie")
+    return vllm_layout, []
 
 
 def check_taps(

@@ -70,8 +70,8 @@ def inspect_head(
         "dtype": facts.get(TARGET_DTYPE),
     }
     if target is not None:
-        dtype = dtype_name(target.vocab.lm_head.dtype)
-        of_target |= {"dtype": dtype, "given": target.path, "fits": not problems}
+        of_target["dtype"] = dtype_name(target.vocab.lm_head.dtype)
+        of_target |= {"given": target.path, "fits": not problems}
     shown_taps = getattr(config, "after_blocks", None) if taps_open is None else None
     drafted = getattr(config, "draft_vocab_size", config.vocab_size)
     switches = [name for name, value in vars(config).items() if value is True]

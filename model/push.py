@@ -102,10 +102,7 @@ def pack(
         notes = [*server_notes, *notes]
         if layout:
             files = _below_server(files, server[0], names)
-            weights = f"{WEIGHTS}; as it was trained, for aerie, in the folder {TRAINED_FOLDER}/"
-            dtype = nested(_read_record(server[0] / CONFIG), "aerie")[TARGET_DTYPE]
-            of_target = {**head["target"], "dtype": dtype}
-            head = {**head, "layout": layout, "weights": weights, "target": of_target}
+            head = _as_served(head, layout, server[0])
     files["README.md"] = _card(repo, head, target, records, rows, licence).encode()
     return files, [*notes, *target_notes, *(f"{name} stays here" for name in stays)]
 
@@ -217,6 +214,14 @@ def _export_for_server(
         else:
             return server["layout"], export_notes
     return "", list(notes)
+
+
+def _as_served(head: dict[str, Any], layout: str, folder: Path) -> dict[str, Any]:
+    """What the card tells of the head in folder, a server's layout."""
+    weights = f"{WEIGHTS}; as it was trained, for aerie, in the folder {TRAINED_FOLDER}/"
+    dtype = nested(_read_record(folder / CONFIG), "aerie")[TARGET_DTYPE]
+    target = {**head["target"], "dtype": dtype}
+    return {**head, "layout": layout, "weights": weights, "target": target}
 
 
 def _below_server(files: Files, folder: Path, names: dict[str, str]) -> Files:

@@ -153,4 +153,4 @@ def write_multi_token(
     return values, content.renamed(head.tensors, TO_VLLM), []
 
 
-MULTI_TOKEN = content.Formats(read_multi_token, refuse_multi_token, write_multi_token)
+MULTI_TOKEN_FORMATS = content.Formats(read_multi_token, refuse_multi_token, write_multi_token)

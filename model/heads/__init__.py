@@ -118,7 +118,7 @@ _KINDS = (
         sizes=("hidden_size", "num_heads", "num_layers"),
         objective_name="aerie.train.objectives.MultiTokenObjective",
         drafter_name="aerie.infer.decode.drafters.MedusaDrafter",
-        formats_name="aerie.model.formats.multi_token_layouts.MULTI_TOKEN",
+        formats_name="aerie.model.formats.multi_token_layouts.MULTI_TOKEN_FORMATS",
         servers={"vLLM": "vllm"},
         method="medusa",
     ),
@@ -132,7 +132,7 @@ _KINDS = (
         sizes=(*LAYER_SIZES, "num_heads", "num_layers"),
         objective_name="aerie.train.objectives.MultiTokenObjective",
         drafter_name="aerie.infer.decode.drafters.HydraDrafter",
-        formats_name="aerie.model.formats.multi_token_layouts.MULTI_TOKEN",
+        formats_name="aerie.model.formats.multi_token_layouts.MULTI_TOKEN_FORMATS",
     ),
     HeadKind(
         section=sections.BlockSection,
