@@ -124,7 +124,12 @@ def apply_template(tokenizer: Any, messages: Sequence[Message], **settings: Any)
         template = tokenizer.get_chat_template(tools=settings.get("tools"))
         bound = bound_to(tokenizer).settings(template)
         settings = {"tokenize": False, "return_dict": False, **bound, **settings}
-        return tokenizer.apply_chat_template(list(messages), **settings)
+        text = tokenizer.apply_chat_template(list(messages), **settings)
+        if isinstance(text, str):
+            text.encode()
+        return text
+    except UnicodeEncodeError as error:
+        raise UnusableRow("a text has half of a surrogate pair", "") from error
     except TemplateSyntaxError as error:
         raise UserError(f"{name}: chat template: line {error.lineno}: {error.message}") from error
     except REFUSALS as error:
@@ -174,15 +179,23 @@ def said_before(conversation: Conversation, indices: range) -> Iterator[Said]:
 
 
 def _described(schema: Mapping[str, Any]) -> Iterator[str]:
-    yield from (schema[key] for key in ("name", "description") if isinstance(schema.get(key), str))
-    for key in ("parameters", "items"):
-        if isinstance(schema.get(key), Mapping):
-            yield from _described(schema[key])
-    properties = schema.get("properties")
-    for name, part in properties.items() if isinstance(properties, Mapping) else ():
-        yield name
-        if isinstance(part, Mapping):
-            yield from _described(part)
+    """What a JSON schema says in words: names, descriptions and the values to choose from."""
+    for key, part in schema.items():
+        if key in ("name", "description", "const") and isinstance(part, str):
+            yield part
+        elif key == "enum" and isinstance(part, list):
+            yield from (choice for choice in part if isinstance(choice, str))
+        elif isinstance(part, Mapping):
+            if key == "properties":
+                yield from part
+            inner = part.values() if key in ("properties", "$defs", "definitions") else [part]
+            for schema_part in inner:
+                if isinstance(schema_part, Mapping):
+                    yield from _described(schema_part)
+        elif isinstance(part, list):  # anyOf, oneOf, allOf
+            for choice in part:
+                if isinstance(choice, Mapping):
+                    yield from _described(choice)
 
 
 def _leaves(value: Any) -> Iterator[str]:
@@ -218,10 +231,8 @@ def find_said(said: Iterable[Said], text: str) -> tuple[list[Said], int]:
             last_end = max(last_end, end)
             if number + 1 < len(items):
                 text = text[:start] + "\0" * len(spelling) + text[end:]
-        elif "".join(item.text.split()) in "".join(text.split()):
-            last_end = len(text)  # with other blanks: where, is not known
-        else:
-            lost.append(item)
+        elif "".join(item.text.split()) not in "".join(text.split()):
+            lost.append(item)  # else it is there with other blanks; where, is not known
     return lost, last_end
 
 
@@ -367,7 +378,11 @@ class Chat:
                 before = ""
             context = said_before(conversation, range(first, index))
             require_said(context, text[len(before) : start])
-            said_end = start + require_said(said_by(message, index), text[start:])
+            said = list(said_by(message, index))
+            said_end = start + require_said(said, text[start:])
+            if any(end in item.text for item in said for end in self.end_texts):
+                notes.append("text behind an end-of-turn token that an answer spells")
+                said_end = start
             if _writes_python(message, text[start:]):
                 raise UnusableRow(
                     "the template writes the arguments of a call as Python", f"message {index + 1}"
@@ -493,7 +508,8 @@ class Chat:
 
         said: the position of the last token that holds a text of the answer.
         """
-        for position in answer:
+        # Before the last text there may be the end of a message within the answer (a thought's).
+        for position in range(max(said, answer.start), answer.stop):
             if ids[position] in self.end_ids:
                 return position
         # The next message's header may end the turn.

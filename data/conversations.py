@@ -40,6 +40,13 @@ SYSTEM_COLUMNS = ("system", "system_prompt")
 TOOL_COLUMNS = ("tools", "functions")
 SPEAKER_KEYS = ("from", "role", "speaker")
 TEXT_KEYS = ("value", "content", "text")
+# The first of each that is filled is read.
+SAME_KEYS = {
+    "row": (LISTS, SYSTEM_COLUMNS, TOOL_COLUMNS),
+    "message": (TEXT_KEYS, SPEAKER_KEYS, ("tool_calls", "function_call")),
+}
+ARGUMENT_KEYS = ("arguments", "parameters", "input", "args", "kwargs")  # of a call
+CALL_KEYS = {"name", "id", "type", "index", "description", *ARGUMENT_KEYS}
 
 # What a turn may hold beside its text: a turn with one of SPOKEN_KEYS needs no text.
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
@@ -159,7 +166,7 @@ def is_text(value: Any) -> bool:
 def _conversation_of(row: RawRow, config: DataConfig, tally: Tally) -> Conversation:
     if not isinstance(row.value, dict):
         raise UnusableRow("row is no object", f"is {type(row.value).__name__}")
-    ids, mask = map(row.value.get, ("input_ids", "loss_mask"))
+    ids, mask = (unpacked(row.value.get(name)) for name in ("input_ids", "loss_mask"))
     if ids is not None and mask is not None:
         _check_tokens(ids, mask)
         return Conversation(row.source, (), None, (ids, mask), _is_held_out([ids, mask], config))
@@ -173,6 +180,13 @@ def _conversation_of(row: RawRow, config: DataConfig, tally: Tally) -> Conversat
     for reason in turns.unread:
         tally.add("left out", reason, row.source)
     is_context = [message.pop(IS_CONTEXT, False) for message in messages]
+    answers = [
+        flag
+        for message, flag in zip(messages, is_context, strict=True)
+        if message["role"] == "assistant"
+    ]
+    if all(answers):
+        raise UnusableRow("every answer is marked as not to be learnt", "")
     # By what the row says, not by the recipe's system prompt: another prompt moves no row.
     is_held_out = _is_held_out([messages, turns.tools], config)
     if config.system_prompt is not None and messages[0]["role"] != "system":
@@ -187,7 +201,7 @@ def _check_tokens(ids: Any, mask: Any) -> None:
     if not (
         are_lists
         and all(isinstance(number, int) for number in ids)
-        and all(bit in (0, 1) for bit in mask)
+        and all(isinstance(bit, int) and bit in (0, 1) for bit in mask)
     ):
         raise UnusableRow(
             "token ids and their mask do not fit", "expected integers, and as many 0 and 1"
@@ -204,13 +218,19 @@ def _is_held_out(content: Any, config: DataConfig) -> bool:
 
 def read_turns(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> RowTurns:
     """What a row says; fields: the recipe's prompt and completion columns."""
-    return messages_of(row, *_turns_of(row, fields))
+    turns, columns = _turns_of(row, fields)
+    return messages_of(row, turns, columns, are_chosen=columns[:2] == fields)
 
 
-def messages_of(row: Mapping[str, Any], turns: list[Any], columns: tuple[str, ...]) -> RowTurns:
-    """What a row's turns say, with its system turn and its tools; columns: those of the turns."""
+def messages_of(
+    row: Mapping[str, Any], turns: list[Any], columns: tuple[str, ...], are_chosen: bool = False
+) -> RowTurns:
+    """What a row's turns say, with its system turn and its tools.
+
+    columns: those of the turns; are_chosen: the recipe names them, so no other column is needed.
+    """
     messages = [_message(turn, number) for number, turn in enumerate(turns, start=1)]
-    unread = _unread_keys(row, turns, columns)
+    unread = _unread_keys(row, turns, columns, are_chosen)
     unread |= _mark_context(row, turns, messages)
     tools = _tools_of(row, turns)
     for name in SYSTEM_COLUMNS:
@@ -315,6 +335,8 @@ def _transposed(turns: Any) -> Any:
     """The list of turns, also where a data set keeps a list for each key of a turn."""
     if not isinstance(turns, Mapping) or not all(isinstance(part, list) for part in turns.values()):
         return turns
+    if len({len(part) for part in turns.values()}) > 1:
+        return turns
     return [dict(zip(turns, parts, strict=True)) for parts in zip(*turns.values(), strict=True)]
 
 
@@ -324,7 +346,7 @@ def _is_empty(value: Any) -> bool:
         return all(map(_is_empty, value.values()))
     if isinstance(value, list | tuple):
         return all(map(_is_empty, value))
-    return value is None or value == ""
+    return value is None or (isinstance(value, str) and value.strip() in ("", "[]", "{}"))
 
 
 # --- a turn ---------------------------------------------------------------------------------------
@@ -377,7 +399,7 @@ def _text_of(turn: Mapping[str, Any], number: int) -> tuple[str, str]:
         content, thought = _joined_parts(content, number)
     if not isinstance(content, str):
         raise UnusableRow(
-            "turn is not text", f"turn {number} holds {type(content).__name__}; images are not read"
+            "turn is not text", f"turn {number} holds {type(content).__name__}; expected text"
         )
     return content, thought
 
@@ -386,7 +408,7 @@ def _joined_parts(parts: list[Any], number: int) -> tuple[str, str]:
     """The text and the thought of content in parts ({type: text, text: ...})."""
     texts: dict[str, list[str]] = {"text": [], "thinking": []}
     for part in parts:
-        kind = part.get("type") or "text" if isinstance(part, Mapping) else "text"
+        kind = str(part.get("type") or "text") if isinstance(part, Mapping) else "text"
         kind = {"input_text": "text", "output_text": "text", "reasoning": "thinking"}.get(
             kind, kind
         )
@@ -409,12 +431,18 @@ def tool_calls_of(calls: Any, number: int) -> list[Any]:
     calls = from_json(calls)
     if isinstance(calls, Mapping):
         calls = [calls]
+    if not _is_empty(calls) and not isinstance(calls, list):
+        raise UnusableRow("tool calls are no list", f"turn {number}")
     as_openai = []
     for call in () if _is_empty(calls) else calls:
         function = call.get("function") or call if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not is_text(function.get("name")):
             raise UnusableRow("a tool call names no function", f"turn {number}")
-        arguments: Any = function.get("arguments", function.get("parameters")) or {}
+        if odd := function.keys() - CALL_KEYS:
+            raise UnusableRow(f'call key "{min(odd)}" cannot be read', f"turn {number}")
+        holders = [call, function]
+        values = [holder[key] for holder in holders for key in ARGUMENT_KEYS if holder.get(key)]
+        arguments: Any = values[0] if values else {}
         value = from_json(arguments)
         if isinstance(value, dict):
             arguments = value
@@ -437,8 +465,8 @@ def _tools_of(row: Mapping[str, Any], turns: list[Any]) -> list[Any] | None:
         raise UnusableRow("tools are no list", f"'tools' is {type(tools).__name__}")
     as_openai = []
     for tool in map(from_json, tools):
-        if not isinstance(tool, Mapping):
-            raise UnusableRow("tools are no list", f"a tool is {type(tool).__name__}")
+        if not isinstance(tool, Mapping) or not isinstance(tool.get("function", {}), Mapping):
+            raise UnusableRow("a tool is no object", f"{tool!r:.60}")
         is_bare = "function" not in tool and "name" in tool
         as_openai.append({"type": "function", "function": tool} if is_bare else tool)
     return as_openai
@@ -447,7 +475,9 @@ def _tools_of(row: Mapping[str, Any], turns: list[Any]) -> list[Any] | None:
 # --- keys beside the text -------------------------------------------------------------------------
 
 
-def _unread_keys(row: Mapping[str, Any], turns: list[Any], columns: tuple[str, ...]) -> set[str]:
+def _unread_keys(
+    row: Mapping[str, Any], turns: list[Any], columns: tuple[str, ...], are_chosen: bool
+) -> set[str]:
     """Reasons for keys that are not read; UnusableRow for one that a turn's meaning needs."""
     said = {text for turn in turns for text in turn.values() if isinstance(text, str)}
     unread = set[str]()
@@ -458,10 +488,17 @@ def _unread_keys(row: Mapping[str, Any], turns: list[Any], columns: tuple[str, .
             value = values[key]
             if _is_empty(value) or (holder == "row" and isinstance(value, str) and value in said):
                 continue
-            if key in UNREADABLE_KEYS:
+            if key in UNREADABLE_KEYS and not (are_chosen and holder == "row"):
                 raise UnusableRow(f'{holder} key "{key}" cannot be read', "")
             if key not in TOOL_COLUMNS:
                 unread.add(f'{holder} key "{key}" is not read')
+        for same in SAME_KEYS[holder]:
+            first, *rest = [key for key in same if not _is_empty(values.get(key))] or [""]
+            unread.update(
+                f'{holder} key "{key}" is not read, as there is "{first}"'
+                for key in rest
+                if values[key] != values[first] and key not in columns
+            )
     return unread
 
 
@@ -501,8 +538,10 @@ def _mark_context(row: Mapping[str, Any], turns: list[Any], messages: list[Messa
 
 def _is_no(flag: Any) -> bool:
     """Whether a mark says no: 0, false or their text."""
+    if isinstance(flag, list):
+        return bool(flag) and all(map(_is_no, flag))
     if isinstance(flag, str):
-        return flag.strip().lower() in ("0", "0.0", "false", "no")
+        return flag.strip().lower() in ("0", "0.0", "false", "f", "no", "n", "off")
     return isinstance(flag, bool | int | float) and not flag
 
 

@@ -7,7 +7,6 @@ leaves the text out, or refuses the row.
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import cached_property, partial
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
@@ -50,8 +49,10 @@ def split_thought(message: Message) -> tuple[list[str], str]:
 
 
 def _thought_as(key: str, message: Message) -> Message:
+    if message["role"] != "assistant":
+        return message
     thoughts, content = split_thought(message)
-    if not thoughts:
+    if len(thoughts) != 1:  # of two different ones, a field would lose one
         return message
     rest = {name: value for name, value in message.items() if name not in THOUGHT_KEYS}
     if key == IN_TAGS:
@@ -120,8 +121,9 @@ def _single_calls(message: Message, results: list[Message]) -> list[Message]:
     """A message for each call and its result, by the call's id or else in their order."""
     calls = message["tool_calls"]
     by_id = {result.get("tool_call_id"): result for result in results}
-    if all(call.get("id") in by_id for call in calls):
-        results = [by_id[call["id"]] for call in calls]
+    ids = [call.get("id") for call in calls]
+    if None not in ids and by_id.keys() == set(ids) and len(by_id) == len(ids):
+        results = [by_id[number] for number in ids]
     parts = list[Message]()
     for call, result in zip(calls, results, strict=True):
         spoken = message if not parts else {"role": "assistant", "content": ""}
@@ -190,15 +192,18 @@ class Forms:
     ) -> tuple[str, Rendering]:
         """The first form that can be rendered, with what `render` makes of it.
 
-        UnusableRow if there is none: that of the conversation as it is given.
+        UnusableRow if there is none: that of the form in which the first text is lost last.
         """
         try:
             return "", render(conversation)
-        except UnusableRow:
-            for name, formed in self.of(conversation):
-                with suppress(UnusableRow):
-                    return name, render(formed)
-            raise
+        except UnusableRow as error:
+            last = error
+        for name, formed in self.of(conversation):
+            try:
+                return name, render(formed)
+            except UnusableRow as error:
+                last = max(last, error, key=lambda lost: getattr(lost, "index", -1))
+        raise last
 
     @cached_property
     def content(self) -> MessageForm:

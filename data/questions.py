@@ -74,6 +74,8 @@ def each_turn(messages: Sequence[Message]) -> RowQuestion:
     messages = joined_speakers(from_first_question(list(messages), set()), set())
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
     before_tools = list(takewhile(lambda message: not _is_of_tools(message), messages))
+    if any(message["role"] == "system" for message in before_tools[first:]):
+        raise UnusableRow("a system turn stands between the questions", "")
     turns = tuple(message["content"] for message in before_tools if message["role"] == "user")
     if not turns:
         raise UnusableRow("no user turn", "")

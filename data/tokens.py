@@ -245,12 +245,21 @@ class RowMaker:
             return []
         try:
             if self.supervises_all:
-                text = self.chat.render(conversation)[-1].text
-                return [Rendered(text, [], conversation.source)]
+                return [self._whole(conversation)]
             return self.chat.render(conversation)
         except UnusableRow as error:
             self.chat.tally.add("skipped", error.reason, conversation.source, error.sentence)
             return []
+
+    def _whole(self, conversation: Conversation) -> Rendered:
+        """The conversation's whole text, of which every token is learnt."""
+        if conversation.context_only:
+            raise UnusableRow("an answer is not to be learnt, and data.supervise is all", "")
+        *rewritten, last = self.chat.render(conversation)
+        if rewritten:
+            reason = "what the template leaves out of earlier answers, as data.supervise is all"
+            self.chat.tally.add("left out", reason, conversation.source)
+        return Rendered(last.text, [], conversation.source)
 
     def _pretokenised(self, source: str, ids: list[int], mask: list[int]) -> TokenRow:
         """A row of token ids; each run of ones in its mask is a turn."""

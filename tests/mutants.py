@@ -97,7 +97,7 @@ MUTANTS = [  # file, text that occurs once, its replacement
     (CHAT, "if answer.stop < len(ids) and ids[answer.stop] in self.end_ids:", "if False:"),
     (CHAT, "text=rendered.text + closer", "text=rendered.text"),
     (FORMS, 'text = json.dumps(function["arguments"], ensure_ascii=False)', "text = str(function)"),
-    (FORMS, 'results = [by_id[call["id"]] for call in calls]', "results = results[::-1]"),
+    (FORMS, "results = [by_id[number] for number in ids]", "results = results[::-1]"),
     (FORMS, 'parts += [{**spoken, "tool_calls": [call]}, result]', "parts += [spoken, result]"),
     (CONVERSATIONS, "message[IS_CONTEXT] = True", "pass"),
     (CONVERSATIONS, "unread.add(f'{holder} key \"{key}\" is not read')", "pass"),

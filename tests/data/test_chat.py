@@ -152,7 +152,13 @@ STRADDLING = (
             " are fine</s>",
             "a token straddles prompt and answer",
         ),
-        (targets.CHATML, "<|im_end|>", "Fine.<|im_end|> And more.", "Fine.<|im_end|>", None),
+        (
+            targets.CHATML,
+            "<|im_end|>",
+            "Fine.<|im_end|> And more.",
+            "Fine.<|im_end|>",
+            "text behind an end-of-turn token that an answer spells",
+        ),
         # base models' EOS: learn up to the answer's last special token
         (
             targets.CHATML,
@@ -358,3 +364,23 @@ def test_a_header_ends_the_turn() -> None:
         (row,) = chat.encode(chat.render(Conversation("here: row 1", messages[:end])))
         assert [text[-len(last) :] for text in learnt(tokenizer, row)][-1] == last
         assert learnt(tokenizer, row)[0] == "Fine.<|im_start|>"
+
+
+def test_thoughts_change_no_other_turn() -> None:
+    """A thought in another form leaves a system turn that speaks of the tags as it is."""
+    system = {"role": "system", "content": "Reason inside <think> and </think>, then answer."}
+    messages = [system, *talk("hello", ("a thought", "Fine."))]
+    tokenizer, (row,), tally = rows_of(targets.CHATML, "<|im_end|>", messages)
+    assert system["content"] in tokenizer.decode(row.input_ids)
+    assert learnt(tokenizer, row) == ["<think>\na thought\n</think>\n\nFine.<|im_end|>"]
+    assert [reason for _, reason in tally.counts] == ["thoughts given in <think> tags"]
+
+
+def test_an_end_within_an_answer() -> None:
+    """An answer of two messages is learnt to its last end, as its first text is not its last."""
+    template = targets.CHATML.replace(
+        "+ m['content']", "+ ((m.thinking + '<|im_end|>') if m.thinking else '') + m['content']"
+    )
+    messages = talk("hello", ("a thought", "Fine."))
+    tokenizer, (row,), _ = rows_of(template, "<|im_end|>", messages)
+    assert learnt(tokenizer, row) == ["a thought<|im_end|>Fine.<|im_end|>"]

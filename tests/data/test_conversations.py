@@ -297,3 +297,34 @@ def test_unread_keys(tmp_path: Path) -> None:
         ("skipped", 'row key "history" cannot be read'): 1,
         ("skipped", 'row key "context" cannot be read'): 1,
     }
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [HELLO[0], HELLO[1] | {"tool_calls": 5}]},
+        {"messages": [HELLO[0], HELLO[1] | {"tool_calls": [{"name": "add", "blob": 1}]}]},
+        {"messages": HELLO, "tools": [{"function": "add"}]},
+        {"messages": [{"role": "user", "content": [{"type": ["a"], "text": "x"}]}, HELLO[1]]},
+        {"messages": {"role": ["user"], "content": ["hello", "fine"]}},
+        {"messages": [HELLO[0], HELLO[1] | {"weight": 0}]},
+        {"messages": HELLO, "weights": [0]},
+        {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1.0]},
+        {"question": "hello", "answer": "a", "choices": ["a", "b"]},
+    ],
+)
+def test_odd_rows(tmp_path: Path, row: dict[str, Any]) -> None:
+    """A row of an odd form is skipped and counted, and the others are kept."""
+    read, tally = load(tmp_path, {"messages": HELLO}, row)
+    assert len(read) == 1 and [kind for kind, _ in tally.counts] == ["skipped"]
+
+
+def test_second_texts(tmp_path: Path) -> None:
+    """Of two keys for one thing the first is read, and the other is counted."""
+    row = {"messages": [HELLO[0] | {"text": "hi"}, HELLO[1]], "system": "a", "system_prompt": "b"}
+    (conversation,), tally = load(tmp_path, row)
+    assert [turn["content"] for turn in conversation.messages] == ["a", "hello", "fine"]
+    assert {reason for _, reason in tally.counts} == {
+        'message key "text" is not read, as there is "content"',
+        'row key "system_prompt" is not read, as there is "system"',
+    }
