@@ -291,6 +291,10 @@ class Thinking:
         tools = {"tools": outcome.tools} if outcome.tools else {}
         return Learnt([{"id": outcome.id, **tools, "messages": messages}], answers, why)
 
+    def training_rows(self, outcome: Outcome) -> list[dict[str, Any]]:
+        """JSON-ready training rows of a done row; none if no answer of it can be learnt."""
+        return self.learnt(outcome).rows
+
     def _is_rendered_in_training(
         self, conversation: Conversation, answers: Sequence[Written]
     ) -> bool:

@@ -27,7 +27,7 @@ def of(template: str) -> Thinking:
 
 def rows_of(reader: Thinking, *answers: Answer) -> list[dict[str, Any]]:
     questions = ("a?", "b?")[: len(answers)]
-    return reader.learnt(Outcome("0:1", "done", "x", None, None, questions, answers)).rows
+    return reader.training_rows(Outcome("0:1", "done", "x", None, None, questions, answers))
 
 
 def learnt(rows: list[dict[str, Any]], reader: Thinking, path: Path) -> list[str]:
