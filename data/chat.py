@@ -160,7 +160,7 @@ def said_by(message: Message, index: int = 0, with_thoughts: bool = True) -> Ite
     thoughts, content = split_thought(message)
     yield Said("the text of an answer", content, index)
     for thought in thoughts if with_thoughts else ():
-        yield Said("the thought of an answer", thought, index)
+        yield Said("the thinking of an answer", thought, index)
     for call in message.get("tool_calls") or ():
         for text in (call["function"]["name"], *_leaves(call["function"]["arguments"])):
             yield Said("the call of a tool", text, index)
