@@ -82,13 +82,15 @@ MUTANTS = [  # file, text that occurs once, its replacement
     (CHAT, "turn_ids[first : last + 1]", "turn_ids[first + 1 : last + 2]"),
     (
         CHAT,
-        "for position in answer:\n            if ids[position] in self.end_ids",
-        "for position in answer:\n            if ids[position] in self.special_ids",
+        "answer.stop):\n            if ids[position] in self.end_ids",
+        "answer.stop):\n            if ids[position] in self.special_ids",
     ),
     (CHAT, "                is_one_text = False\n", ""),
     (CHAT, "start, said_end, len(text))", "0, said_end, len(text))"),
     # A word of a row that the template loses: of an answer, of what stands before it, of a tool.
-    (CHAT, "start + require_said(said_by(message, index), text[start:])", "len(text)"),
+    (CHAT, "start + require_said(said, text[start:])", "len(text)"),
+    (CHAT, "max(said, answer.start)", "answer.start"),
+    (CHAT, "                said_end = start\n", ""),
     (CHAT, "require_said(context, text[len(before) : start])", "pass"),
     (CHAT, "(conversation.tools or ()) if indices.start == 0 else ()", "()"),
     (CHAT, "thoughts if with_thoughts else ()", "()"),
@@ -101,7 +103,7 @@ MUTANTS = [  # file, text that occurs once, its replacement
     (FORMS, 'parts += [{**spoken, "tool_calls": [call]}, result]', "parts += [spoken, result]"),
     (CONVERSATIONS, "message[IS_CONTEXT] = True", "pass"),
     (CONVERSATIONS, "unread.add(f'{holder} key \"{key}\" is not read')", "pass"),
-    (CONVERSATIONS, "if key in UNREADABLE_KEYS:", "if False:"),
+    (CONVERSATIONS, "if key in UNREADABLE_KEYS and", "if False and"),
     (CONVERSATIONS, 'message["role"] not in ("tool", "system")', 'message["role"] != "tool"'),
     (ROWS, " if part is not None", ""),
 ]

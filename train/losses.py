@@ -194,7 +194,9 @@ def added(parts: list[Sums]) -> Sums:
 def _agreed_count(count: int, device: torch.device) -> int:
     """The largest count of all processes: ZeRO-3 gathers the LM head at each call, so every process
     must call it equally often. Evaluation has complete copies."""
-    if world_size() == 1 or not torch.is_grad_enabled():
+    # A plan rehearses a step in one process, also inside a job that will have several.
+    is_alone = world_size() == 1 or not torch.distributed.is_initialized()
+    if is_alone or not torch.is_grad_enabled():
         return count
     most = torch.tensor(count, device=device)
     torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)

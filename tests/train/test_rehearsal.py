@@ -146,3 +146,10 @@ def test_a_published_head_that_rotates_a_part_is_refused() -> None:
         {"rope_parameters": {"partial_rotary_factor": 0.5}},
         Path("config.json"),
     )
+
+
+def test_a_plan_inside_a_job_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan takes its step in one process, also where a launcher will start several."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = planned_config(Eagle1Section(), target_config("default", 1.0), ())
+    rehearse_head(config, Eagle1Train())
