@@ -378,7 +378,7 @@ def _message(turn: Any, number: int) -> Message:
     if name in CALLERS:
         calls = text
         message["content"] = ""
-    if calls := tool_calls_of(calls, number):
+    if calls is not None and (calls := tool_calls_of(calls, number)):
         message["tool_calls"] = calls
     for key in message.keys() & THOUGHT_KEYS:
         if not isinstance(message[key], str):
@@ -431,10 +431,12 @@ def tool_calls_of(calls: Any, number: int) -> list[Any]:
     calls = from_json(calls)
     if isinstance(calls, Mapping):
         calls = [calls]
-    if not _is_empty(calls) and not isinstance(calls, list):
+    if _is_empty(calls):
+        return []
+    if not isinstance(calls, list):
         raise UnusableRow("tool calls are no list", f"turn {number}")
     as_openai = []
-    for call in () if _is_empty(calls) else calls:
+    for call in calls:
         function = call.get("function") or call if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not is_text(function.get("name")):
             raise UnusableRow("a tool call names no function", f"turn {number}")
@@ -479,26 +481,25 @@ def _unread_keys(
     row: Mapping[str, Any], turns: list[Any], columns: tuple[str, ...], are_chosen: bool
 ) -> set[str]:
     """Reasons for keys that are not read; UnusableRow for one that a turn's meaning needs."""
-    said = {text for turn in turns for text in turn.values() if isinstance(text, str)}
     unread = set[str]()
     known = ROW_KEYS_READ.union(columns)
     holders = [("row", row, known)] + [("message", turn, MESSAGE_KEYS) for turn in turns]
     for holder, values, read in holders:
         for key in values.keys() - read:
             value = values[key]
-            if _is_empty(value) or (holder == "row" and isinstance(value, str) and value in said):
+            is_said = holder == "row" and any(value in turn.values() for turn in turns)
+            if _is_empty(value) or is_said:
                 continue
             if key in UNREADABLE_KEYS and not (are_chosen and holder == "row"):
                 raise UnusableRow(f'{holder} key "{key}" cannot be read', "")
             if key not in TOOL_COLUMNS:
                 unread.add(f'{holder} key "{key}" is not read')
         for same in SAME_KEYS[holder]:
-            first, *rest = [key for key in same if not _is_empty(values.get(key))] or [""]
-            unread.update(
-                f'{holder} key "{key}" is not read, as there is "{first}"'
-                for key in rest
-                if values[key] != values[first] and key not in columns
-            )
+            filled = [key for key in same if key in values and not _is_empty(values[key])]
+            for key in filled[1:]:
+                if values[key] != values[filled[0]] and key not in columns:
+                    reason = f'{holder} key "{key}" is not read, as there is "{filled[0]}"'
+                    unread.add(reason)
     return unread
 
 
