@@ -31,7 +31,7 @@ from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer
 
 from aerie.configs.errors import UserError, warn_once
-from aerie.data.conversations import Conversation, Message, Tally, UnusableRow, from_json
+from aerie.data.conversations import Conversation, Tally
 from aerie.data.forms import (
     PROBE_ANSWER,
     PROBE_CALL,
@@ -42,6 +42,7 @@ from aerie.data.forms import (
     split_thought,
 )
 from aerie.data.rendering import REFUSALS, bound_to
+from aerie.data.turns import Message, UnusableRow, from_json
 from aerie.model.storage import SHIPPED_TEMPLATE, first_line
 
 # gpt-oss's harmony format: a channel's name is ordinary text between two special tokens

@@ -11,7 +11,8 @@ from functools import cached_property, partial
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
-from aerie.data.conversations import THOUGHT_KEYS, Conversation, Message, UnusableRow
+from aerie.data.conversations import Conversation
+from aerie.data.turns import THOUGHT_KEYS, Message, UnusableRow
 
 Rendering = TypeVar("Rendering")
 

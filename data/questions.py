@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from aerie.configs.errors import UserError, warn_once
-from aerie.data.conversations import (
+from aerie.data.conversations import from_first_question, joined_speakers
+from aerie.data.rows import RawRow, read_rows
+from aerie.data.turns import (
     IS_CONTEXT,
     LISTS,
     PAIRS,
@@ -19,15 +21,12 @@ from aerie.data.conversations import (
     UNKNOWN_KEYS,
     Message,
     UnusableRow,
-    from_first_question,
     is_text,
-    joined_speakers,
     messages_of,
     require_context_columns,
     turns_in_list,
     unpacked,
 )
-from aerie.data.rows import RawRow, read_rows
 
 QUESTION_COLUMNS = SHAPES["questions"].split()
 # The columns of an answer, which is not read where a question is asked.

@@ -25,11 +25,12 @@ from aerie.configs.read import as_dict
 from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data.chat import Chat, Rendered, TokenRow, shared_start
-from aerie.data.conversations import Conversation, Tally, UnusableRow, load_conversations
+from aerie.data.conversations import Conversation, Tally, load_conversations
 from aerie.data.inputs import conversation_inputs, is_here
 from aerie.data.progress import run_ahead, start_progress
 from aerie.data.rendering import bound_to, recipe_tokenizer, writes_date
 from aerie.data.rows import hub_commit
+from aerie.data.turns import UnusableRow
 from aerie.model.heads.eagle import DEFAULT_SIZE, DraftVocabulary
 from aerie.model.storage import (
     Manifest,
@@ -50,6 +51,7 @@ CODE = (
     "forms.py",
     "rendering.py",
     "conversations.py",
+    "turns.py",
     "rows.py",
     "tokens.py",
     "shapes.yaml",

@@ -17,8 +17,8 @@ VERIFY, TREE, STOP, SAMPLING = (
     f"infer/decode/{name}.py" for name in ("verify", "dynamic_tree", "stop", "sampling")
 )
 LOSSES = "train/losses.py"
-CHAT, FORMS, CONVERSATIONS, ROWS = (
-    f"data/{name}.py" for name in ("chat", "forms", "conversations", "rows")
+CHAT, FORMS, TURNS, CONVERSATIONS, ROWS = (
+    f"data/{name}.py" for name in ("chat", "forms", "turns", "conversations", "rows")
 )
 TESTS = {
     VERIFY: ["tests/infer/test_verify.py", "tests/infer/test_recorder.py"],
@@ -29,6 +29,7 @@ TESTS = {
     CHAT: ["tests/data/test_chat.py", "tests/data/test_templates.py"],
     FORMS: ["tests/data/test_chat.py", "tests/data/test_templates.py"],
     CONVERSATIONS: ["tests/data/test_conversations.py"],
+    TURNS: ["tests/data/test_conversations.py"],
     ROWS: ["tests/data/test_conversations.py"],
 }
 MUTANTS = [  # file, text that occurs once, its replacement
@@ -101,9 +102,9 @@ MUTANTS = [  # file, text that occurs once, its replacement
     (FORMS, 'text = json.dumps(function["arguments"], ensure_ascii=False)', "text = str(function)"),
     (FORMS, "results = [by_id[number] for number in ids]", "results = results[::-1]"),
     (FORMS, 'parts += [{**spoken, "tool_calls": [call]}, result]', "parts += [spoken, result]"),
-    (CONVERSATIONS, "message[IS_CONTEXT] = True", "pass"),
-    (CONVERSATIONS, "unread.add(f'{holder} key \"{key}\" is not read')", "pass"),
-    (CONVERSATIONS, "if key in UNREADABLE_KEYS and", "if False and"),
+    (TURNS, "message[IS_CONTEXT] = True", "pass"),
+    (TURNS, "unread.add(f'{holder} key \"{key}\" is not read')", "pass"),
+    (TURNS, "if key in UNREADABLE_KEYS and", "if False and"),
     (CONVERSATIONS, 'message["role"] not in ("tool", "system")', 'message["role"] != "tool"'),
     (ROWS, " if part is not None", ""),
 ]

@@ -15,14 +15,7 @@ from aerie.configs.errors import UserError, masked, warn
 from aerie.configs.read import adapter
 from aerie.configs.schema.data import AnswerSamplingConfig, ServerConfig
 from aerie.data.chat import Chat, answer_text, find_said, render_prompt, said_by
-from aerie.data.conversations import (
-    Conversation,
-    Message,
-    Tally,
-    UnusableRow,
-    system_turns,
-    tool_calls_of,
-)
+from aerie.data.conversations import Conversation, Tally, system_turns
 from aerie.data.forms import (
     CLOSE,
     IN_TAGS,
@@ -32,6 +25,7 @@ from aerie.data.forms import (
     THOUGHT_FORMS,
     MessageForm,
 )
+from aerie.data.turns import Message, UnusableRow, tool_calls_of
 from aerie.model.storage import first_line
 
 TOO_LONG = "too long for the target's context"
@@ -210,13 +204,19 @@ class Thinking:
         self, answer: Answer, messages: Sequence[Message], tools: list[Any] | None = None
     ) -> Written:
         """An answer from `read` after messages, as tokens; UnusableRow if they are not known."""
-        if answer.token_ids is not None:
-            ids = list(answer.token_ids)
-            prompt_ids = list(answer.prompt_token_ids or self.ids(self.prompt(messages, tools)))
-            if not answer.is_cut and not self.end_ids.intersection(ids[-1:]):
-                end = self.end_id(bool(answer.tool_calls))
-                ids += [] if end is None else [end]
-            return Written(prompt_ids, ids)
+        if answer.token_ids is None:
+            return self._rendered(answer, messages, tools)
+        ids = list(answer.token_ids)
+        prompt_ids = list(answer.prompt_token_ids or self.ids(self.prompt(messages, tools)))
+        if not answer.is_cut and not self.end_ids.intersection(ids[-1:]):
+            end = self.end_id(bool(answer.tool_calls))
+            ids += [] if end is None else [end]
+        return Written(prompt_ids, ids)
+
+    def _rendered(
+        self, answer: Answer, messages: Sequence[Message], tools: list[Any] | None
+    ) -> Written:
+        """An answer without ids, as the template renders it; UnusableRow if that is another."""
         if answer.is_cut:
             raise UnusableRow("an answer is cut and came without token ids", "")
         has_thought = bool((answer.reasoning or "").strip())
@@ -304,6 +304,8 @@ class Thinking:
         except UnusableRow:
             return False
         rows = rows * len(answers) if len(rows) == 1 else rows  # one row has all answers
+        if len(rows) != len(answers):  # training ends the conversation earlier
+            return False
         for row, (prompt_ids, answer_ids) in zip(rows, answers, strict=True):
             ids = [*prompt_ids, *answer_ids]
             if list(row.input_ids[: len(ids)]) != ids:

@@ -20,7 +20,7 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
 from aerie.configs.schema.data import DistillConfig, GateConfig, RenderConfig
 from aerie.configs.schema.heads import TargetConfig
-from aerie.data.conversations import Message, UnusableRow, system_turns
+from aerie.data.conversations import system_turns
 from aerie.data.distill.answer import (
     Answer,
     Ask,
@@ -42,6 +42,7 @@ from aerie.data.distill.prompts import (
 from aerie.data.inputs import conversation_inputs, hashed_number
 from aerie.data.progress import JobShare, start_progress
 from aerie.data.rendering import recipe_tokenizer
+from aerie.data.turns import Message, UnusableRow
 from aerie.model import storage
 from aerie.model.storage import Lock, Manifest, Stage
 from aerie.model.target import target_end_ids

@@ -14,10 +14,10 @@ from typing import Any
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
 from aerie.configs.schema.data import DistillConfig, SourceConfig
-from aerie.data.conversations import UNKNOWN_KEYS, UnusableRow
 from aerie.data.inputs import hashed_number
 from aerie.data.questions import read_question, tell_unread
 from aerie.data.rows import RawRow, read_rows
+from aerie.data.turns import UNKNOWN_KEYS, UnusableRow
 from aerie.model.storage import digest
 
 TEXTS = read_yaml(Path(__file__).with_name("prompts.yaml"))[0]

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from transformers.generation.streamers import BaseStreamer
 
 from aerie.data.chat import answer_text, encode_prompt
-from aerie.data.conversations import Message
 from aerie.data.progress import format_bytes
 from aerie.data.questions import RowQuestion
+from aerie.data.turns import Message
 from aerie.infer.decode.engine import Generation, SpeculativeDecoder, Statistics, raw_ids
 from aerie.infer.decode.roles import Cycle
 from aerie.infer.decode.sampling import Decoding, resolve

@@ -19,17 +19,11 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import read_text, read_yaml, require_regular
 from aerie.configs.schema.measure import HeldOutPrompts, PromptsConfig, TaskConfig
 from aerie.data.chat import encode_prompt
-from aerie.data.conversations import (
-    Message,
-    Tally,
-    UnusableRow,
-    is_text,
-    load_conversations,
-    system_turns,
-)
+from aerie.data.conversations import Tally, load_conversations, system_turns
 from aerie.data.inputs import ROW_SUFFIXES
 from aerie.data.questions import RowQuestion, each_turn, read_question, tell_unread
 from aerie.data.rows import hub_commit, read_rows
+from aerie.data.turns import Message, UnusableRow, is_text
 from aerie.infer.measure.statistics import grouped
 from aerie.model.storage import digest, file_digest
 from aerie.model.target import Target

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from aerie.data.chat import Chat, Rendered
-from aerie.data.conversations import Conversation, Message, Tally, UnusableRow
+from aerie.data.conversations import Conversation, Tally
+from aerie.data.turns import Message, UnusableRow
 from tests.data.chat_targets import build_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs/data.md"

@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from aerie.data import main
-from aerie.data.conversations import Message
 from aerie.data.distill.answer import Answer, Outcome, Thinking
+from aerie.data.turns import Message
 from tests import tiny
 from tests.tiny import call, read_rows
 

@@ -214,3 +214,15 @@ def test_wrong_ids_are_named() -> None:
         ),
     ):
         assert str(reader.problem(replace(right, **changes), asked)).startswith(problem), changes
+
+
+def test_training_that_ends_earlier() -> None:
+    """Rows are tokens where training, which lacks a server's argument, would lose a later turn."""
+    kept = "(m['content'] if keep is defined or loop.index0 != 4 else '')"
+    template = "{{ messages | length }}" + CHATML.replace("m['content']", kept)
+    tokenizer = build_tokenizer(template, "<|im_end|>")
+    reader = Thinking(tokenizer, {tokenizer.eos_token_id}, {"keep": True})
+    answers = (Answer("one", "stop"), Answer("two", "stop"), Answer("three", "stop"))
+    ended = Outcome("0:1", "done", "x", None, None, ("a?", "b?", "c?"), answers)
+    texts = [tokenizer.decode(row["input_ids"]) for row in reader.training_rows(ended)]
+    assert ["three" in text for text in texts] == [False, False, True]
