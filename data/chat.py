@@ -320,7 +320,8 @@ class Chat:
         self.special_ids = {number for number, token in added if token.special}
         self.special_ids.update(tokenizer.all_special_ids)
         self.special_texts = [token.content for _, token in added if token.special]
-        self.end_texts = [tokenizer.decode([number]) for number in sorted(self.end_ids)]
+        texts = [tokenizer.decode([number]) for number in sorted(self.end_ids)]
+        self.end_texts = [text for text in texts if text]  # none for an id of another tokenizer
         # Without the post-processor, which adds special tokens and trims blanks off the offsets.
         self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.backend.post_processor = None

@@ -117,9 +117,6 @@ def _conversation_of(row: RawRow, config: DataConfig, tally: Tally) -> Conversat
     fields = tuple(filter(None, (config.prompt_field, config.completion_field)))
     turns = read_turns(row.value, fields)
     messages, changes = mend(turns.messages)
-    answers = [message for message in messages if message["role"] == "assistant"]
-    if all(IS_CONTEXT in answer for answer in answers):
-        raise UnusableRow("every answer is marked as not to be learnt", "")
     is_context = [message.pop(IS_CONTEXT, False) for message in messages]
     for change in changes:
         tally.add("mended", change, row.source)
@@ -160,13 +157,19 @@ def mend(messages: list[Message]) -> tuple[list[Message], set[str]]:
     mended = _before_empty_turn(messages, changes)
     mended = from_first_question(mended, changes)
     mended = joined_speakers(mended, changes)
-    ends = [index for index, message in enumerate(mended, 1) if message["role"] == "assistant"]
+    ends = [
+        index
+        for index, message in enumerate(mended, start=1)
+        if message["role"] == "assistant" and IS_CONTEXT not in message
+    ]
     if not ends:
         roles = [message["role"] for message in messages]
         reason = "no answer to a user's turn" if "assistant" in roles else "no assistant turn"
+        if any(IS_CONTEXT in message for message in mended):
+            reason = "every answer is marked as not to be learnt"
         raise UnusableRow(reason, f"turns: {', '.join([*roles, *sorted(changes)])}")
     if ends[-1] < len(mended):
-        changes.add("turns after the last answer cut")
+        changes.add("turns after the last answer that is learnt cut")
     return mended[: ends[-1]], changes
 
 

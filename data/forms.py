@@ -203,7 +203,9 @@ class Forms:
             try:
                 return name, render(formed)
             except UnusableRow as error:
-                last = max(last, error, key=lambda lost: getattr(lost, "index", -1))
+                # In more or fewer messages, an index is not one of this conversation.
+                if len(formed.messages) == len(conversation.messages):
+                    last = max(last, error, key=lambda lost: getattr(lost, "index", -1))
         raise last
 
     @cached_property

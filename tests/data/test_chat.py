@@ -385,3 +385,22 @@ def test_an_end_within_an_answer() -> None:
     messages = talk("hello", ("a thought", "Fine."))
     tokenizer, (row,), _ = rows_of(template, "<|im_end|>", messages)
     assert learnt(tokenizer, row) == ["a thought<|im_end|>Fine.<|im_end|>"]
+
+
+def test_a_loss_in_calls_one_by_one() -> None:
+    """What is lost in a form with more messages than the row names no message of the row."""
+    template = CALLING.replace("(m['content'] or '')", "(m['content'] or '').split('</think>')[-1]")
+    refusal = "{% if m.tool_calls | length > 1 %}{{ raise_exception('One call') }}{% endif %}"
+    template = template.replace("{{ '<|im_start|>' + m", f"{refusal}{{{{ '<|im_start|>' + m")
+    messages = calling(call("add", a=1), call("sub"))
+    messages[-1] |= {"reasoning_content": "a thought"}
+    with pytest.raises(UnusableRow, match="the chat template refuses it: One call"):
+        rows_of(template, "<|im_end|>", messages)
+
+
+def test_an_end_without_a_text() -> None:
+    """An end-of-turn id that the tokenizer does not know changes nothing."""
+    tokenizer, tally = targets.build_tokenizer(targets.CHATML, "<|im_end|>"), Tally()
+    chat = Chat(tokenizer, {tokenizer.eos_token_id, len(tokenizer) + 7}, tally)
+    (row,) = chat.encode(chat.render(Conversation("here: row 1", tuple(TURNS[:3]))))
+    assert learnt(tokenizer, row) == [TURNS[2]["content"] + "<|im_end|>"] and not tally.counts

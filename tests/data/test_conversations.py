@@ -133,7 +133,11 @@ def test_beside_turns(tmp_path: Path) -> None:
             "began with the assistant; that turn dropped",
         ),
         ("human=hello|gpt=fine|human= |gpt=what", ["hello", "fine"], "cut before an empty turn"),
-        ("human=hello|gpt=fine|human=more", ["hello", "fine"], "turns after the last answer cut"),
+        (
+            "human=hello|gpt=fine|human=more",
+            ["hello", "fine"],
+            "turns after the last answer that is learnt cut",
+        ),
         (
             "human=hello|human=there|gpt=fine",
             ["hello\n\nthere", "fine"],
@@ -328,3 +332,11 @@ def test_second_texts(tmp_path: Path) -> None:
         'message key "text" is not read, as there is "content"',
         'row key "system_prompt" is not read, as there is "system"',
     }
+
+
+def test_context_behind_the_last_answer(tmp_path: Path) -> None:
+    """A conversation ends with an answer that is learnt."""
+    talk = turns("human=hello|gpt=fine|human=again|gpt=no")
+    (conversation,), tally = load(tmp_path, {"conversations": talk, "weight": [1, 1, 1, 0]})
+    assert list(conversation.messages) == HELLO and not conversation.context_only
+    assert [kind for kind, _ in tally.counts] == ["mended"]
