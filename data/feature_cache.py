@@ -148,8 +148,9 @@ class Shard:
         checked = Manifest.check(self.path.parent, self.inputs, content, self.record.name)
         return isinstance(checked, Whole)
 
-    def save(self, tensors: dict[str, Tensor]) -> None:
-        facts: dict[str, Any] = {"lengths": self.lengths}
+    def save(self, tensors: dict[str, Tensor], source: dict[str, Any]) -> None:
+        """Writes the shard and its record; source: what gave the states."""
+        facts: dict[str, Any] = {"lengths": self.lengths, **source}
         for sums, names in ((TOKEN_SUMS, TOKEN_NAMES), (STATE_SUMS, STATE_NAMES)):
             parts = [tensors[name].split(self.lengths) for name in names if name in tensors]
             facts[sums] = "".join(map(checksum, zip(*parts, strict=True)))

@@ -2,13 +2,13 @@
 
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from aerie.data.feature_cache import (
 )
 from aerie.data.inputs import CACHE_INDEX, FEATURES_COMMAND, state_inputs
 from aerie.data.progress import WHOLE_JOB, JobShare, format_bytes, free_bytes, start_progress
+from aerie.data.served_states import ServedStates
 from aerie.data.tokens import TokenisedData, statistics, text_fingerprint, tokenize_for_target
 from aerie.model.heads.eagle import check_size
 from aerie.model.storage import (
@@ -110,8 +111,60 @@ def check_rows(rows: Sequence[TokenRow], text_config: Any, target_path: str) -> 
 # --- writing ------------------------------------------------------------------------------------
 
 
+class StateSource(Protocol):
+    """Who gives the states of rows: the target in this process, or on servers."""
+
+    seconds: float  # that forwards in this process took
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a shard's record says of the source."""
+
+    def states(self, batches: Iterable[Sequence[TokenRow]]) -> Iterator[Tensor]:
+        """States [N, S * D] of each batch's tokens, row by row: last_hidden, then the taps."""
+
+    def logits(self, last_hidden: Tensor) -> Tensor: ...
+
+    def fingerprint(self) -> str: ...
+
+
+class LocalStates:
+    """The target in this process, with one forward for each batch."""
+
+    def __init__(self, target: Target, after_blocks: tuple[int, ...]) -> None:
+        self.target = target
+        self.after_blocks = after_blocks
+        self.hidden_size = target.hidden_size
+        self.facts = dict[str, Any]()
+        self.seconds = 0.0
+
+    def states(self, batches: Iterable[Sequence[TokenRow]]) -> Iterator[Tensor]:
+        return map(self._forward, batches)
+
+    def _forward(self, rows: Sequence[TokenRow]) -> Tensor:
+        batch = collate(rows, range(len(rows)))
+        device = self.target.device
+        started = time.perf_counter()
+        output, mask = forward(self.target, batch.input_ids, batch.lengths, self.after_blocks)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self.seconds += time.perf_counter() - started
+        mask = mask.to(device)
+        parts = filter(torch.is_tensor, (output.last_hidden, output.taps))
+        return torch.cat([part[mask] for part in parts], dim=-1)
+
+    def logits(self, last_hidden: Tensor) -> Tensor:
+        return self.target.logits(last_hidden)
+
+    def fingerprint(self) -> str:
+        return self.target.fingerprint()
+
+
 def extract(
-    target: Target,
+    source: StateSource,
     plan: CachePlan,
     state: Any,
     fingerprint: Any,
@@ -125,7 +178,7 @@ def extract(
     world = state.num_processes
     shards = share.part(plan.shards)[state.process_index :: world]
     num_tokens = sum(shard.num_tokens for shard in shards)
-    writer = Writer(target, plan)
+    writer = Writer(source, plan)
     with explained(plan.directory), ExitStack() as stack:
         lock = stack.enter_context(_announced(plan, overwrite)) if state.is_main_process else None
         state.wait_for_everyone()
@@ -134,7 +187,7 @@ def extract(
         state.wait_for_everyone()
         if lock is None or plan.missing():  # not the first process, or other shares are missing
             return None, writer
-        index = plan.write_index({**fingerprint, "target": target.fingerprint()})
+        index = plan.write_index({**fingerprint, "target": source.fingerprint()})
         if lock.acquire(wait=False) is True:  # nobody else is at work
             remove_tree(plan.directory / WRITING)
     return index, writer
@@ -178,14 +231,13 @@ def _remove_stale(plan: CachePlan) -> None:
 
 
 class Writer:
-    """Makes shards: forwards on the target's device, while a thread writes the shard before."""
+    """Makes shards, while a thread writes the shard before."""
 
-    def __init__(self, target: Target, plan: CachePlan) -> None:
-        self.target = target
+    def __init__(self, source: StateSource, plan: CachePlan) -> None:
+        self.source = source
         self.plan = plan
-        self.num_tokens = 0  # that went through a forward
+        self.num_tokens = 0  # whose states were made
         self.seconds = 0.0
-        self.forward_seconds = 0.0
 
     def run(self, shards: Sequence[Shard], progress: Any) -> None:
         """Makes the shards that are not whole; waits at the end for those of another job."""
@@ -206,26 +258,12 @@ class Writer:
                             tensors = self._tensors(shard, progress)
                             if pending is not None:
                                 pending.result()  # at most two shards are in memory
-                            pending = pool.submit(_save, shard, tensors, lock)
+                            pending = pool.submit(self._save, shard, tensors, lock)
                             stack.pop_all()  # the thread frees the lock
                 shards = left
             if pending is not None:
                 pending.result()
         self.seconds += time.perf_counter() - started
-
-    def forward(self, rows: Sequence[TokenRow]) -> Tensor:
-        """States [N, S * D] of the rows' tokens, row by row: last_hidden, then the taps."""
-        batch = collate(rows, range(len(rows)))
-        device = self.target.device
-        started = time.perf_counter()
-        output, mask = forward(self.target, batch.input_ids, batch.lengths, self.plan.after_blocks)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        self.forward_seconds += time.perf_counter() - started
-        self.num_tokens += batch.num_tokens
-        mask = mask.to(device)
-        parts = filter(torch.is_tensor, (output.last_hidden, output.taps))
-        return torch.cat([part[mask] for part in parts], dim=-1)
 
     def _tensors(self, shard: Shard, progress: Any) -> dict[str, Tensor]:
         """The tensors of a shard, filled batch by batch, longest rows first."""
@@ -234,8 +272,9 @@ class Writer:
             "turns": _concatenated([row.turn_ids for row in shard.rows]),
         }
         starts = [0, *accumulate(shard.lengths)]  # each row's first token in the shard
-        for positions in group_by_length(shard.lengths, self.plan.batch_tokens):
-            states = self.forward([shard.rows[position] for position in positions])  # [N, S * D]
+        groups = group_by_length(shard.lengths, self.plan.batch_tokens)
+        batches = ([shard.rows[position] for position in positions] for positions in groups)
+        for positions, states in zip(groups, self.source.states(batches), strict=True):
             token_numbers = torch.cat(  # [N], in the shard
                 [torch.arange(starts[at], starts[at + 1]) for at in positions]
             )
@@ -250,16 +289,17 @@ class Writer:
                 if name not in tensors:
                     tensors[name] = torch.empty(starts[-1], part.shape[-1], dtype=part.dtype)
                 tensors[name][token_numbers] = part
+            self.num_tokens += len(states)
             progress.update(len(token_numbers))
         return tensors
 
     def _encoded(self, states: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """States [N, S * D] as the tensors of a shard, and which of them are finite [N]."""
-        # On the target's device, so that fewer bytes are copied.
+        # On the states' device, so that fewer bytes are copied.
         values, scales = encode(states, 1 + len(self.plan.after_blocks), self.plan.storage)
         # Checks decoded values: a finite scale may still be too large for float16.
         decoded = decode(values, scales, self.plan.storage.dtype)
-        last_hidden, taps = values.tensor_split([self.target.hidden_size], dim=-1)
+        last_hidden, taps = values.tensor_split([self.source.hidden_size], dim=-1)
         parts = {"last_hidden": last_hidden.cpu()}
         if self.plan.after_blocks:
             parts["taps"] = taps.cpu()
@@ -267,15 +307,14 @@ class Writer:
             parts["scales"] = scales.cpu()
         return parts, torch.isfinite(decoded).all(-1).cpu()
 
+    def _save(self, shard: Shard, tensors: dict[str, Tensor], lock: Lock) -> None:
+        with lock:
+            shard.save(tensors, self.source.facts)
+            lock.path.unlink(missing_ok=True)
+
 
 def _concatenated(parts: Sequence[Sequence[int]]) -> Tensor:
     return torch.tensor([*chain.from_iterable(parts)], dtype=torch.int32)
-
-
-def _save(shard: Shard, tensors: dict[str, Tensor], lock: Lock) -> None:
-    with lock:
-        shard.save(tensors)
-        lock.path.unlink(missing_ok=True)
 
 
 # --- the stage ----------------------------------------------------------------------------------
@@ -291,13 +330,16 @@ def prepare(
         warn(f"{recipe.target.path}: {reason}")
     taps = taps_of(recipe, text_config.num_hidden_layers)
     check_size(getattr(recipe.head, "draft_vocab_size", None), text_config.vocab_size)
+    features = replace(recipe.features, after_blocks=taps)
+    if features.server is not None:
+        features = replace(features, batch_tokens=1)  # a server makes batches of single rows
     data, tokenizer, tally = tokenize_for_target(
         recipe.target, within_context(recipe.data, text_config)
     )
     plan = plan_cache(
         stage.output,
         data,
-        replace(recipe.features, after_blocks=taps),
+        features,
         recipe.target.path,
         hf_config,
         {**state_inputs(stage.inputs), "after_blocks": list(taps)},
@@ -329,16 +371,17 @@ def prepare(
 def write(recipe: Recipe, stage: Stage, share: JobShare, overwrite: bool, state: Any) -> str:
     """Makes the cache, or a share of it; returns the state for status.json."""
     plan, tokenizer, facts = prepare(recipe, stage, share, overwrite)
-    target = Target.load(recipe.target, state.device)
-    check_padding(target)
     fingerprint = text_fingerprint(tokenizer, recipe.data)
-    index, writer = extract(target, plan, state, fingerprint, share, overwrite)
+    with open_source(recipe, plan, state.device) as source:
+        index, writer = extract(source, plan, state, fingerprint, share, overwrite)
+        facts |= source.facts
+        if index is not None and plan.storage.form is not None:
+            print(f"features: {storage_error(source, plan)}", flush=True)
     speed = ""
     if writer.num_tokens:
-        speed = (
-            f"; {writer.num_tokens / writer.seconds:,.0f} tok/s a process, "
-            f"{writer.seconds / writer.forward_seconds - 1:.1%} above bare forwards"
-        )
+        speed = f"; {writer.num_tokens / writer.seconds:,.0f} tok/s a process"
+        if source.seconds:
+            speed += f", {writer.seconds / source.seconds - 1:.1%} above bare forwards"
     if index is not None:
         num_bytes = sum(num_bytes for num_bytes, _ in index.files.values())
         seconds = stage.finish(
@@ -353,8 +396,6 @@ def write(recipe: Recipe, stage: Stage, share: JobShare, overwrite: bool, state:
             f"in {seconds:,.1f} s{speed}: {stage.output}",
             flush=True,
         )
-        if plan.storage.form is not None:
-            print(f"features: {storage_error(writer)}", flush=True)
     elif state.is_main_process:
         print(
             f"features: share {share} is written{speed}; shards left: {len(plan.missing()):,}",
@@ -364,12 +405,25 @@ def write(recipe: Recipe, stage: Stage, share: JobShare, overwrite: bool, state:
     return "done" if share.count == 1 or index is not None else "share-done"
 
 
-def storage_error(writer: Writer) -> str:
+@contextmanager
+def open_source(recipe: Recipe, plan: CachePlan, device: Any) -> Iterator[StateSource]:
+    """Who gives the plan's states, by the recipe; UserError if that is not its target."""
+    server = recipe.features.server
+    if server is None:
+        target = Target.load(recipe.target, device)
+        check_padding(target)
+        yield LocalStates(target, plan.after_blocks)
+        return
+    rows = [row for shard in plan.shards for row in shard.rows]
+    with ServedStates(server, recipe.target, plan.after_blocks, rows, plan.directory) as source:
+        yield source
+
+
+def storage_error(source: StateSource, plan: CachePlan) -> str:
     """A line to print: what storing the target's states changes, measured on some tokens."""
-    target = writer.target
-    storage = writer.plan.storage
-    width = target.hidden_size
-    states = writer.forward(next(_batches(writer.plan, writer.plan.shards)))
+    storage = plan.storage
+    width = source.hidden_size
+    states = next(source.states(_batches(plan, plan.shards)))
     states = states[:: -(-len(states) // 256)]  # [T, S * D], at most 256 tokens
     values, scales = encode(states, states.shape[-1] // width, storage)
     restored = decode(values, scales, storage.dtype).to(states.dtype)  # [T, S * D]
@@ -377,8 +431,8 @@ def storage_error(writer: Writer) -> str:
     squares = states.double().square().sum(0).clamp_min(1e-300)  # [S * D]
     errors = (restored.double() - states.double()).square().sum(0)  # [S * D]
     relative = (errors / squares).sqrt().unflatten(0, (-1, width)).mean(-1)  # [S]
-    p = torch.softmax(target.logits(states[:, :width]).float(), -1)  # [T, V]
-    q = torch.softmax(target.logits(restored[:, :width]).float(), -1)  # [T, V]
+    p = torch.softmax(source.logits(states[:, :width]).float(), -1)  # [T, V]
+    q = torch.softmax(source.logits(restored[:, :width]).float(), -1)  # [T, V]
     shown = ", ".join(f"{error:.2%}" for error in relative.tolist())
     return (
         f"{storage}: relative error of a dimension of the last state and the taps: {shown}; "
@@ -395,16 +449,19 @@ def _batches(plan: CachePlan, shards: Sequence[Shard]) -> Iterator[list[TokenRow
 def time_forwards(recipe: Recipe, plan: CachePlan, share: JobShare, device: str) -> None:
     """Times some forwards; prints the hours for the missing shards (if there are none: for all)."""
     shards = plan.missing(share) or plan.shards
-    batches = _batches(plan, shards)
-    writer = Writer(Target.load(recipe.target, device), plan)
-    writer.forward(next(batches))  # warms up
-    writer.num_tokens, writer.forward_seconds = 0, 0.0
-    while writer.forward_seconds < 10.0 and (rows := next(batches, None)):
-        writer.forward(rows)
-    if not writer.num_tokens:
+    num_timed = 0
+    with open_source(recipe, plan, device) as source:
+        parts = source.states(_batches(plan, shards))
+        next(parts)  # warms up
+        started = time.perf_counter()
+        seconds = 0.0
+        while seconds < 10.0 and (states := next(parts, None)) is not None:
+            num_timed += len(states)
+            seconds = time.perf_counter() - started
+    if not num_timed:
         raise UserError(f"{plan.directory}: too few rows to time")
     num_tokens = sum(shard.num_tokens for shard in shards)
-    speed = writer.num_tokens / writer.forward_seconds
+    speed = num_timed / seconds
     print(
         f"features: {num_tokens:,} tokens at {speed:,.0f} tok/s (measured now) take "
         f"{num_tokens / speed / 3600:,.2f} h; each of n jobs (--shard i/n) takes 1/n of it",

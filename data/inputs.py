@@ -134,8 +134,9 @@ def conversation_inputs(names: Iterable[str]) -> dict[str, str]:
 
 def feature_stage(recipe: Recipe) -> Stage:
     features = as_dict(recipe.features)
-    for key in ("batch_tokens", "mode", "shuffle_shards"):
-        del features[key]  # they change no state; batch_tokens moves one by rounding only
+    # They change no state; batch_tokens and a server move one by rounding only.
+    for key in ("batch_tokens", "mode", "shuffle_shards", "server"):
+        features.pop(key, None)
     if features["after_blocks"] is None and not recipe.head.reads_taps:
         features["after_blocks"] = []
     inputs = {

@@ -472,31 +472,76 @@ def _stored(config: TargetConfig, name: str) -> Tensor | None:
 def final_norm(config: TargetConfig) -> Tensor:
     """The weight [D] of the RMS norm that makes last_hidden; UserError for another kind of norm."""
     model = skeleton(config)
-    with _readable(config, "read the final norm"):
-        width = model.get_input_embeddings().weight.shape[1]
-        parts = _decoder(model).children()
-        norms = [
-            part
-            for part in parts
-            if getattr(getattr(part, "weight", None), "shape", None) == (width,)
-        ]
-        if norms and getattr(norms[-1], "bias", None) is None:
-            norm = norms[-1]  # of several, the last
-            parameters = model.named_parameters()
-            (name,) = (name for name, parameter in parameters if parameter is norm.weight)
-            weight = _stored(config, name)
-            if weight is None:  # another format, or other names
-                weight = Target.load(config).model.get_parameter(name)
-            weight = weight.float().cpu().detach()
-            norm.load_state_dict({"weight": weight}, assign=True)
-            x = torch.linspace(0.0, 1.0, width)
-            for factor in (weight, weight + 1.0):  # Gemma's files store it minus one
-                expected = nn.functional.rms_norm(x, (width,), factor)
-                if torch.allclose(norm(x), expected, rtol=1e-3, atol=1e-3):
-                    return factor
+    norm = _final_norm(config, model)
+    if norm is not None and getattr(norm, "bias", None) is None:
+        norm = norm.float()
+        weight = cast(Tensor, norm.weight)
+        width = len(weight)
+        x = torch.linspace(0.0, 1.0, width)
+        for factor in (weight, weight + 1.0):  # Gemma's files store it minus one
+            expected = nn.functional.rms_norm(x, (width,), factor)
+            if torch.allclose(norm(x), expected, rtol=1e-3, atol=1e-3):
+                return factor.detach()
     raise UserError(
         f"head.norm_init: {config.path}: {family(model)} ends in no RMS norm; leave norm_init out"
     )
+
+
+def _final_norm(config: TargetConfig, model: Any) -> nn.Module | None:
+    """The norm that makes last_hidden, of a model without weights, with the weights of the files.
+
+    None where the model has no such norm."""
+    with _readable(config, "read the final norm"):
+        width = model.get_input_embeddings().weight.shape[1]
+        norms = [
+            name
+            for name, part in _decoder(model).named_children()
+            if getattr(getattr(part, "weight", None), "shape", None) == (width,)
+        ]
+        if not norms:
+            return None
+        norm: nn.Module = getattr(_decoder(model), norms[-1])  # of several, the last
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        weights = {
+            role: _stored(config, names[id(parameter)])
+            for role, parameter in norm.named_parameters()
+        }
+        if any(weight is None for weight in weights.values()):  # another format, or other names
+            norm = getattr(Target.load(config).decoder, norms[-1]).cpu()
+        else:
+            norm.load_state_dict(weights, assign=True)
+        return norm.requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class TargetShell:
+    """A target without its blocks: what goes before them and after them."""
+
+    recipe: TargetConfig
+    config: Any  # of its text part
+    vocab: VocabWeights
+    norm: nn.Module  # makes last_hidden of the last block's output
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.vocab.lm_head.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.vocab.embedding.shape[1])
+
+    def fingerprint(self) -> str:
+        return fingerprint(self.recipe, self.config, self.vocab)
+
+
+def load_shell(config: TargetConfig) -> TargetShell:
+    """The shell, if possible read without the blocks; UserError if no norm follows them."""
+    text_config, vocab = load_vocab(config)
+    model = skeleton(config)
+    norm = _final_norm(config, model)
+    if norm is None:
+        raise UserError(f"{config.path}: {family(model)} has no norm after its blocks")
+    return TargetShell(config, text_config, vocab, norm.to(vocab.lm_head.dtype))
 
 
 def fingerprint(config: TargetConfig, text_config: Any, vocab: VocabWeights) -> str:

@@ -116,6 +116,24 @@ class DataConfig(RenderConfig):
             raise ValueError("prompt_field and completion_field go together")
 
 
+class StateServersConfig(Section):
+    """vLLM servers of the target that give its states (extract_hidden_states)."""
+
+    urls: Some[Annotated[str, Field(pattern="^https?://")]] = key(
+        "base URLs, such as http://host:8000/v1"
+    )
+    states: Place = key(
+        "the folder to which the servers write (their shared_storage_path), as it is named here"
+    )
+    concurrency: PositiveInt = key("requests under way at each URL", default=16)
+    timeout_s: PositiveFloat = key("a server may take for one row", default=600.0)
+    retries: NonNegativeInt = key(
+        "of one row, on another server if there is one, with pauses of 1, 2, 4, ... s where "
+        "none answers",
+        default=5,
+    )
+
+
 class FeaturesConfig(Section):
     """The target's states, and how they are stored."""
 
@@ -137,6 +155,9 @@ class FeaturesConfig(Section):
     )
     shuffle_shards: PositiveInt | None = key(
         "training draws rows from so many shards at a time; null: all", default=None
+    )
+    server: Annotated[StateServersConfig | None, unless_set] = key(
+        "null: the target runs in this process", default=None
     )
 
     def __post_init__(self) -> None:

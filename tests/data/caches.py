@@ -9,7 +9,7 @@ from accelerate import PartialState
 from aerie.configs.schema.data import FeaturesConfig
 from aerie.data.chat import TokenRow
 from aerie.data.feature_cache import CachePlan, FeatureCache
-from aerie.data.features import extract, plan_cache
+from aerie.data.features import LocalStates, extract, plan_cache
 from aerie.data.tokens import TokenisedData
 from aerie.model.target import Target, load_config
 
@@ -36,7 +36,8 @@ def plan(directory: Path, target: Target, data: TokenisedData, **features: Any) 
 
 def write(target: Target, plan: CachePlan, **options: Any) -> Any:
     """Writes the cache in this process and returns its index."""
-    return extract(target, plan, PartialState(), {"data": {"max_length": 40}}, **options)[0]
+    source = LocalStates(target, plan.after_blocks)
+    return extract(source, plan, PartialState(), {"data": {"max_length": 40}}, **options)[0]
 
 
 def cache(directory: Path, target: Target, data: TokenisedData, **features: Any) -> FeatureCache:

@@ -1,0 +1,591 @@
+"""The target's states from vLLM servers, which write them to files (extract_hidden_states).
+
+A request is a row's token ids. The reply names a file in a folder that this machine sees, too. The
+file is whole once its lock is free, and nobody but its reader removes it.
+"""
+
+import fcntl
+import itertools
+import json
+import os
+import re
+import secrets
+import shlex
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from aerie.configs.errors import UserError, rank, warn
+from aerie.configs.schema.data import StateServersConfig
+from aerie.configs.schema.heads import TargetConfig
+from aerie.data.chat import TokenRow
+from aerie.data.connector import CONNECTOR
+from aerie.data.progress import run_ahead
+from aerie.model.storage import Lock, digest, explained, first_line
+from aerie.model.target import (
+    Target,
+    context_of,
+    load_config,
+    load_shell,
+    weights_size,
+)
+
+PROBE_TOKENS = 32  # of a row that is compared at the start
+PROBE_ROWS = 8  # whose next tokens are compared, where the target's blocks are not loaded here
+FITS_BYTES = 4 * 10**9  # of weights: a target up to this size is loaded for the comparison
+CONNECT_S = 10.0
+AWAY_S = 30.0  # a server that failed is asked again after so long, or if no other answers
+LONGEST_PAUSE_S = 30.0
+BUSY = (408, 429)  # HTTP statuses after which the same request may succeed; and those from 500 on
+# How far states may be from our own: root mean square, relative to the state's.
+CLOSE = {torch.float64: 1e-3, torch.float32: 1e-3}
+CLOSE_IF_NARROW = 0.05
+REQUEST = re.compile(r"aerie-(?P<run>[0-9a-f]{8})-(?P<session>[0-9a-f]{8})-")  # in a file's name
+
+
+# --- how a server is started --------------------------------------------------------------------
+
+
+def state_ids(after_blocks: Sequence[int], num_blocks: int, has_own: bool) -> tuple[int, ...]:
+    """The states to ask for: vLLM's id k is the state after k blocks, the last before the norm.
+
+    has_own: our own forward is compared with them; else the embedding (id 0) is asked for, too.
+    """
+    return tuple(sorted({*after_blocks, num_blocks} | (set() if has_own else {0})))
+
+
+def server_command(
+    target: TargetConfig,
+    dtype: torch.dtype,
+    ids: Sequence[int],
+    states: Path | str,
+    max_length: int | None = None,
+    is_cpu: bool = False,
+) -> str:
+    """The shell command that starts a server which gives these states.
+
+    max_length: of the longest row, in tokens; is_cpu: for vLLM's CPU build.
+    """
+    draft = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(ids)}}
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": draft,
+    }
+    transfer: dict[str, Any] = {
+        "kv_connector": "ExampleHiddenStatesConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(Path(states).absolute())},
+    }
+    words = ["vllm", "serve", target.path]
+    if target.revision is not None:
+        words += ["--revision", target.revision]
+    if target.trust_remote_code:
+        words += ["--trust-remote-code"]
+    words += ["--dtype", str(dtype).removeprefix("torch.")]
+    if max_length is not None:
+        words += ["--max-model-len", str(max_length + 1)]  # a request generates one token
+    if is_cpu:
+        transfer |= {"kv_connector": CONNECTOR.name, "kv_connector_module_path": CONNECTOR.module}
+        words = [f"PYTHONPATH={CONNECTOR.folder}", *words]
+    words += ["--speculative-config", json.dumps(speculative)]
+    words += ["--kv-transfer-config", json.dumps(transfer)]
+    return " ".join(map(shlex.quote, words))
+
+
+# --- the folder of files ------------------------------------------------------------------------
+
+
+class ServerFault(Exception):
+    """A server did not give a row's states; another one, or a later try, may."""
+
+
+class StatesFolder:
+    """The files that servers write for this process.
+
+    A run's name and a session's stand in each file's name. While a process lives it holds its
+    session's lock, so that the next one of the run knows which files nobody will read.
+    """
+
+    def __init__(self, path: Path, run: Path) -> None:
+        with explained(path):
+            path.mkdir(parents=True, exist_ok=True)
+            self.path = path
+            self.run = digest(str(run.absolute()))[:8]
+            self.session = secrets.token_hex(4)
+            self.numbers = itertools.count()
+            self.lock = Lock(self._lock_of(self.session))
+            self.lock.acquire()
+            self.sweep()
+
+    def next_request(self) -> str:
+        return f"aerie-{self.run}-{self.session}-{next(self.numbers)}"
+
+    def close(self) -> None:
+        self.sweep(is_over=True)
+        self.lock.path.unlink(missing_ok=True)
+        self.lock.file.close()
+
+    def sweep(self, is_over: bool = False) -> None:
+        """Removes the files of the run's dead sessions; is_over: and of this one."""
+        dead = {self.session: is_over}  # whether nobody reads a session's files
+        for path in self.path.iterdir():
+            match = REQUEST.search(path.name)
+            if match is None or match["run"] != self.run:
+                continue
+            session = match["session"]
+            if session not in dead:
+                dead[session] = self._is_dead(session)
+            if dead[session]:
+                path.unlink(missing_ok=True)
+
+    def _lock_of(self, session: str) -> Path:
+        return self.path / f".aerie-{self.run}-{session}-lock"
+
+    def _is_dead(self, session: str) -> bool:
+        path = self._lock_of(session)
+        if not path.exists():
+            return True
+        with Lock(path) as lock:
+            return lock.acquire(wait=False) is True  # not where locks are unknown
+
+    def read(self, name: str, deadline: float, is_closed: Callable[[], bool]) -> dict[str, Tensor]:
+        """The tensors of a file as soon as it is whole; the file and its lock are removed."""
+        path = self.path / name
+        lock = self.path / f"{name}.lock"
+        try:
+            with _patiently(lock, deadline, is_closed).open("rb") as file:
+                _lock_shared(file.fileno(), deadline, is_closed)
+                return load(path.read_bytes())
+        except (OSError, SafetensorError) as error:
+            raise ServerFault(f"{path} cannot be read ({first_line(error)})") from error
+        finally:
+            for left in (path, lock):
+                with suppress(OSError):
+                    left.unlink()
+
+
+def _patiently(path: Path, deadline: float, is_closed: Callable[[], bool]) -> Path:
+    """The path, once it exists: network file systems show a new file late."""
+    pause = 0.001
+    while not path.exists():
+        if time.monotonic() > deadline or is_closed():
+            raise ServerFault(
+                f"{path} is not there: features.server.states must be the servers' "
+                "shared_storage_path"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+    return path
+
+
+def _lock_shared(descriptor: int, deadline: float, is_closed: Callable[[], bool]) -> None:
+    """Waits until the file's writer has let go of its lock."""
+    pause = 0.0005
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline or is_closed():
+                raise ServerFault("a file of states was not finished in time") from None
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+
+
+# --- one server ---------------------------------------------------------------------------------
+
+
+class Reply(NamedTuple):
+    states: Tensor  # [T, ids, D], in the server's dtype
+    next_token: int
+
+
+class StateServer:
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.timeout_s = timeout_s
+        self.under_way = 0  # requests
+        self.away_until = 0.0  # by time.monotonic(); others are asked first
+        self.model = ""  # as the server calls it; "": it is not known to be the right one
+        self.checking = threading.Lock()
+        self._connections = set[HTTPConnection]()
+
+    def listing(self) -> dict[str, Any]:
+        """What the server says of its (first) model, with its version."""
+        models = self.exchange("GET", "/v1/models")
+        version = self.exchange("GET", "/version")
+        with suppress(LookupError, TypeError):
+            entry = {**models["data"][0], "version": str(version["version"])}
+            if isinstance(entry.get("id"), str):
+                return entry
+        raise ServerFault("what answers there is no vLLM server")
+
+    def exchange(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The JSON of the server's answer."""
+        parts = urlsplit(self.url)
+        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        connection = kind(parts.netloc, timeout=min(CONNECT_S, self.timeout_s))
+        headers = {"Content-Type": "application/json"}
+        if os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
+        content = None if body is None else json.dumps(body)
+        self._connections.add(connection)
+        try:
+            connection.connect()
+            connection.sock.settimeout(self.timeout_s)
+            connection.request(method, parts.path + path, content, headers)
+            response = connection.getresponse()
+            status = response.status
+            text = response.read().decode("utf-8", "replace")
+        except (OSError, HTTPException, ValueError) as error:
+            raise ServerFault(first_line(error)) from error
+        finally:
+            self._connections.discard(connection)
+            connection.close()
+        if status == 200:
+            with suppress(ValueError):
+                return json.loads(text)
+            raise ServerFault("its answer is no JSON")
+        said = f"HTTP {status}: {_message(text)}"
+        if status in BUSY or status >= 500:
+            raise ServerFault(said)
+        raise UserError(f"{self.url}: {said}; check features.server.urls and OPENAI_API_KEY")
+
+    def hang_up(self) -> None:
+        """Ends the exchanges under way in other threads."""
+        for connection in [*self._connections]:
+            if connection.sock is not None:
+                with suppress(OSError):
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def _message(text: str) -> str:
+    """The message of a server's error."""
+    with suppress(ValueError, LookupError, TypeError):
+        text = str(json.loads(text)["error"]["message"])
+    return " ".join(text.split())[:200]
+
+
+# --- all servers --------------------------------------------------------------------------------
+
+
+class Expected(NamedTuple):
+    """What a right server gives for some short rows."""
+
+    rows: list[list[int]]
+    own: Tensor | None  # [T, S * D], of our own forward of the first; None: it was not made
+    how: str  # what is compared, in words
+
+
+class ServedStates:
+    """Asks the target's servers for states; a context that ends what is under way."""
+
+    def __init__(
+        self,
+        config: StateServersConfig,
+        target: TargetConfig,
+        after_blocks: tuple[int, ...],
+        rows: Sequence[TokenRow],
+        run: Path,
+    ) -> None:
+        """rows: all that will be asked for; run: the directory for which the states are made."""
+        self.config = config
+        self.shell = load_shell(target)
+        self.after_blocks = after_blocks
+        self.longest = max(len(row.input_ids) for row in rows)
+        self.has_own = can_run_here(target)
+        self.ids = state_ids(after_blocks, self.shell.config.num_hidden_layers, self.has_own)
+        self.expected = self._expect([[*row.input_ids[:PROBE_TOKENS]] for row in rows[:PROBE_ROWS]])
+        self.servers = [StateServer(url, config.timeout_s) for url in dict.fromkeys(config.urls)]
+        self.versions = set[str]()
+        self.seconds = 0.0  # of forwards in this process
+        self._choosing = threading.Lock()
+        self._closing = threading.Event()
+        self.folder = StatesFolder(Path(config.states), run)
+        workers = config.concurrency * len(self.servers)
+        self.pool = ThreadPoolExecutor(workers, thread_name_prefix="states")
+        self.most_ahead = 2 * workers  # so that a slow row leaves no worker idle
+
+    def __enter__(self) -> "ServedStates":
+        try:
+            self._check_all()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._closing.set()
+        for server in self.servers:
+            server.hang_up()
+        self.pool.shutdown(cancel_futures=True)
+        self.folder.close()
+
+    # --- what a cache needs of a source of states
+
+    @property
+    def hidden_size(self) -> int:
+        return self.shell.hidden_size
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Of the servers, for the record of a shard."""
+        dtype = str(self.shell.dtype).removeprefix("torch.")
+        return {"server": {"vllm": sorted(self.versions), "dtype": dtype, "state_ids": [*self.ids]}}
+
+    def fingerprint(self) -> str:
+        return self.shell.fingerprint()
+
+    def logits(self, last_hidden: Tensor) -> Tensor:
+        return self.shell.vocab.logits(last_hidden)
+
+    def states(self, batches: Iterable[Sequence[TokenRow]]) -> Iterator[Tensor]:
+        """States [N, S * D] of each batch's tokens: last_hidden, then the taps."""
+        return run_ahead(self.pool, self._of_batch, batches, self.most_ahead)
+
+    def _of_batch(self, rows: Sequence[TokenRow]) -> Tensor:
+        return torch.cat([self.of_row(row.input_ids) for row in rows])
+
+    def of_row(self, input_ids: Sequence[int]) -> Tensor:
+        """States [T, S * D] of a row's tokens."""
+        return self._arranged(self._fetch(input_ids).states)
+
+    @torch.inference_mode()
+    def _arranged(self, states: Tensor) -> Tensor:
+        """[T, ids, D] as servers give them -> [T, S * D]: last_hidden, then the taps."""
+        taps = [self.ids.index(tap) for tap in self.after_blocks]
+        last_hidden = self.shell.norm(states[:, -1])  # [T, D]
+        return torch.cat([last_hidden, states[:, taps].flatten(1)], dim=-1)
+
+    # --- a row's states from whoever gives them
+
+    def _fetch(self, input_ids: Sequence[int]) -> Reply:
+        attempts = 0
+        while True:
+            attempts += 1
+            with self._turn() as server:
+                try:
+                    if not server.model:
+                        self._check(server)
+                    return self._ask(server, input_ids)
+                except ServerFault as fault:
+                    self._leave(server, fault, attempts)
+            if self._closing.wait(self._pause(attempts)):
+                raise UserError(f"{server.url}: is not asked any more")
+
+    @contextmanager
+    def _turn(self) -> Iterator[StateServer]:
+        """The server with the fewest requests, of those that answer."""
+        now = time.monotonic()
+        with self._choosing:
+            server = min(self.servers, key=lambda other: (other.away_until > now, other.under_way))
+            server.under_way += 1
+        try:
+            yield server
+        finally:
+            with self._choosing:
+                server.under_way -= 1
+
+    def _leave(self, server: StateServer, fault: ServerFault, attempts: int) -> None:
+        """Turns to other servers for a while; UserError after the last attempt."""
+        if self._closing.is_set():
+            raise UserError(f"{server.url}: is not asked any more") from fault
+        if attempts > self.config.retries:
+            raise UserError(
+                f"{server.url}: {fault}; after {attempts:,} attempts nothing is left to try; "
+                "start a server, then run the same command, which goes on: "
+                f"{self.command()}"
+            ) from fault
+        now = time.monotonic()
+        with self._choosing:
+            is_news = server.away_until <= now
+            server.away_until = now + AWAY_S
+            server.model = ""  # another server may be started there
+        if is_news:
+            warn(f"{server.url}: {fault}; its rows are asked again")
+
+    def _pause(self, attempts: int) -> float:
+        """Seconds before the next attempt: none while another server answers."""
+        now = time.monotonic()
+        if any(server.away_until <= now for server in self.servers):
+            return 0.0
+        return min(2.0 ** (attempts - 1), LONGEST_PAUSE_S)
+
+    def _ask(self, server: StateServer, input_ids: Sequence[int]) -> Reply:
+        """A row's states from this server; ServerFault if they are not what its ids ask for."""
+        reply = self._raw(server, input_ids)
+        shape = (len(input_ids), len(self.ids), self.hidden_size)
+        states = reply.states
+        if states.shape != shape or states.dtype != self.shell.dtype:
+            found = f"{states.dtype} {[*states.shape]}".removeprefix("torch.")
+            raise ServerFault(f"it gave other states than before ({found})")
+        return reply
+
+    def _raw(self, server: StateServer, input_ids: Sequence[int]) -> Reply:
+        """Whatever states this server gives for a row."""
+        deadline = time.monotonic() + self.config.timeout_s
+        body = {
+            "model": server.model,
+            "prompt": [*input_ids],
+            "max_tokens": 1,
+            "temperature": 0,
+            "detokenize": False,
+            "return_token_ids": True,
+            "request_id": self.folder.next_request(),
+        }
+        answer = server.exchange("POST", "/v1/completions", body)
+        try:
+            path = answer["kv_transfer_params"]["hidden_states_path"]
+            (next_token,) = answer["choices"][0]["token_ids"]
+            # The folder has another name on the server; a file lies directly in it.
+            name = PurePosixPath(path).name
+        except (LookupError, TypeError, ValueError) as error:
+            raise ServerFault("its answer names no file of states") from error
+        if REQUEST.search(name) is None:
+            raise ServerFault(f"its answer names {name}, which is no file of this request")
+        tensors = self.folder.read(name, deadline, self._closing.is_set)
+        states = tensors.get("hidden_states")
+        token_ids = tensors.get("token_ids")
+        if states is None or token_ids is None or token_ids.tolist() != [*input_ids]:
+            raise ServerFault("its file holds the states of other tokens")
+        return Reply(states, int(next_token))
+
+    # --- whether servers are the right ones
+
+    def command(self) -> str:
+        """How a server for these states is started."""
+        states = self.config.states
+        is_cpu = not torch.cuda.is_available()
+        context = context_of(self.shell.config)
+        is_short = context is None or self.longest < context
+        longest = self.longest if is_short else None
+        return server_command(
+            self.shell.recipe, self.shell.dtype, self.ids, states, longest, is_cpu
+        )
+
+    def _expect(self, rows: list[list[int]]) -> Expected:
+        if not self.has_own:
+            return Expected(rows, None, f"their embedding and next tokens ({len(rows)} rows)")
+        target = Target.load(self.shell.recipe)
+        output = target.features(torch.tensor(rows[:1]), self.after_blocks)
+        parts = [part[0] for part in (output.last_hidden, output.taps) if part is not None]
+        how = f"our own forward of {len(rows[0])} tokens"
+        return Expected(rows[:1], torch.cat(parts, dim=-1), how)
+
+    def _check_all(self) -> None:
+        """UserError for a wrong server, or if none answers; a warning for one that does not."""
+        for attempts in itertools.count(1):
+            for server in self.servers:
+                if not server.model:
+                    try:
+                        self._check(server)
+                    except ServerFault as fault:
+                        self._leave(server, fault, attempts)
+            if any(server.model for server in self.servers):
+                return
+            time.sleep(self._pause(attempts))
+
+    def _check(self, server: StateServer) -> None:
+        """UserError if this is no server of the target's states; ServerFault if it cannot say."""
+        with server.checking:
+            if server.model:  # meanwhile another thread has looked
+                return
+            entry = server.listing()
+            room = entry.get("max_model_len")
+            if room is not None and self.longest + 1 > room:
+                raise UserError(
+                    f"{server.url}: has room for {room:,} tokens (max_model_len), and the longest "
+                    f"row needs {self.longest + 1:,}; lower data.max_length to {room - 1:,}, or "
+                    f"start it anew: {self.command()}"
+                )
+            probe = StateServer(server.url, self.config.timeout_s)
+            probe.model = entry["id"]
+            replies = [self._raw(probe, row) for row in self.expected.rows]
+            why = self._difference(replies)
+            if why is not None:
+                raise UserError(f"{server.url}: {why}; start it anew: {self.command()}")
+            self.versions.add(entry["version"])
+            server.away_until = 0.0
+            server.model = probe.model
+            if rank() == 0:
+                print(
+                    f"states: {server.url}: vLLM {entry['version']} with {server.model}: "
+                    f"as {self.expected.how}",
+                    flush=True,
+                )
+
+    def _difference(self, replies: Sequence[Reply]) -> str | None:
+        """Why these are not the target's states, or None."""
+        states = replies[0].states
+        dtype = self.shell.dtype
+        wanted = f"[0, ..., {self.ids[-1]}]" if len(self.ids) > 8 else str([*self.ids])
+        if states.dtype != dtype:
+            names = [str(name).removeprefix("torch.") for name in (states.dtype, dtype)]
+            return f"computes in {names[0]}, and the target is {names[1]}"
+        if states.ndim != 3 or states.shape[2] != self.hidden_size:
+            return f"serves another model (states {[*states.shape]}, not of {self.hidden_size})"
+        if states.shape[1] != len(self.ids):
+            return f"gives {states.shape[1]} states of a token, and the ids are {wanted}"
+        if self.expected.own is not None:
+            return self._difference_from_own(states)
+        return self._difference_in_law(replies)
+
+    def _difference_from_own(self, states: Tensor) -> str | None:
+        assert self.expected.own is not None
+        width = self.hidden_size
+        ours = self.expected.own.float().unflatten(-1, (-1, width))  # [T, S, D]
+        theirs = self._arranged(states).float().unflatten(-1, (-1, width))  # [T, S, D]
+        squares = (theirs - ours).square().mean((0, 2)) / ours.square().mean((0, 2))  # [S]
+        names = ["final norm", *(f"{tap} blocks" for tap in self.after_blocks)]
+        limit = CLOSE.get(self.shell.dtype, CLOSE_IF_NARROW)
+        for name, error in zip(names, squares.sqrt().tolist(), strict=True):
+            if not error <= limit:
+                return (
+                    f"its states after {name} differ by {error:.2g} from our own forward's: "
+                    "another model, or other ids"
+                )
+        return None
+
+    def _difference_in_law(self, replies: Sequence[Reply]) -> str | None:
+        """As above, from the embedding and from each row's next token."""
+        limit = CLOSE.get(self.shell.dtype, CLOSE_IF_NARROW)
+        for row, reply in zip(self.expected.rows, replies, strict=True):
+            ours = self.shell.vocab.embedding[row].float()  # [T, D]
+            theirs = reply.states[:, 0].float()  # [T, D]
+            # Some targets scale their embedding by a factor of the configuration.
+            factor = (ours * theirs).sum() / ours.square().sum()
+            error = (theirs - factor * ours).square().mean().sqrt() / theirs.square().mean().sqrt()
+            if not error <= limit:
+                return f"its states after 0 blocks are not the target's embedding ({error:.2g})"
+            last_hidden = self._arranged(reply.states)[-1, : self.hidden_size]  # [D]
+            logits = self.logits(last_hidden).float()  # [V]
+            if not logits.max() - logits[reply.next_token] <= limit * logits.std():
+                return (
+                    f"its next token is {reply.next_token}, and the target's norm and LM head make "
+                    f"{int(logits.argmax())} of its last state: another model"
+                )
+        return None
+
+
+def can_run_here(target: TargetConfig) -> bool:
+    """Whether the target's weights are here and small enough to be loaded for a comparison."""
+    if not Path(target.path).is_dir() or not 0 < weights_size(target) <= FITS_BYTES:
+        return False
+    # Its weights may be in a form that needs a GPU.
+    return getattr(load_config(target), "quantization_config", None) is None
