@@ -58,51 +58,67 @@ REQUEST = re.compile(r"aerie-(?P<run>[0-9a-f]{8})-(?P<session>[0-9a-f]{8})-")  #
 # --- how a server is started --------------------------------------------------------------------
 
 
-def state_ids(after_blocks: Sequence[int], num_blocks: int, has_own: bool) -> tuple[int, ...]:
+def state_ids(
+    target: TargetConfig, after_blocks: Sequence[int], num_blocks: int
+) -> tuple[int, ...]:
     """The states to ask for: vLLM's id k is the state after k blocks, the last before the norm.
 
-    has_own: our own forward is compared with them; else the embedding (id 0) is asked for, too.
+    Where no forward of ours can be compared with them, the embedding (id 0) is asked for, too.
     """
-    return tuple(sorted({*after_blocks, num_blocks} | (set() if has_own else {0})))
+    compared = set[int]() if can_run_here(target) else {0}
+    return tuple(sorted({*after_blocks, num_blocks} | compared))
+
+
+def can_run_here(target: TargetConfig) -> bool:
+    """Whether the target's weights are here and small enough to be loaded for a comparison."""
+    if not Path(target.path).is_dir() or not 0 < weights_size(target) <= FITS_BYTES:
+        return False
+    # Its weights may be in a form that needs a GPU.
+    return getattr(load_config(target), "quantization_config", None) is None
 
 
 def server_command(
     target: TargetConfig,
-    dtype: torch.dtype,
-    ids: Sequence[int],
-    states: Path | str,
-    max_length: int | None = None,
-    is_cpu: bool = False,
+    after_blocks: Sequence[int],
+    states: str,
+    longest: int | None = None,
+    is_cpu: bool | None = None,
 ) -> str:
-    """The shell command that starts a server which gives these states.
+    """The shell command that starts a server of the target's states after these blocks.
 
-    max_length: of the longest row, in tokens; is_cpu: for vLLM's CPU build.
+    states: the folder that it writes to; longest: of the rows, in tokens; is_cpu: for vLLM's CPU
+    build (None: where no GPU is here).
     """
-    draft = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(ids)}}
+    text_config = load_config(target).get_text_config()
+    ids = state_ids(target, after_blocks, text_config.num_hidden_layers)
     speculative = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
-        "draft_model_config": draft,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [*ids]}},
     }
     transfer: dict[str, Any] = {
         "kv_connector": "ExampleHiddenStatesConnector",
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": str(Path(states).absolute())},
     }
+    dtype = target.dtype if target.dtype != "auto" else getattr(text_config, "dtype", None)
     words = ["vllm", "serve", target.path]
     if target.revision is not None:
         words += ["--revision", target.revision]
     if target.trust_remote_code:
         words += ["--trust-remote-code"]
-    words += ["--dtype", str(dtype).removeprefix("torch.")]
-    if max_length is not None:
-        words += ["--max-model-len", str(max_length + 1)]  # a request generates one token
-    if is_cpu:
+    # vLLM's own choice narrows float32.
+    words += ["--dtype", str(dtype or "auto").removeprefix("torch.")]
+    context = context_of(text_config)
+    if longest is not None and (context is None or longest < context):
+        words += ["--max-model-len", str(longest + 1)]  # a request generates one token
+    environment = ""
+    if not torch.cuda.is_available() if is_cpu is None else is_cpu:
         transfer |= {"kv_connector": CONNECTOR.name, "kv_connector_module_path": CONNECTOR.module}
-        words = [f"PYTHONPATH={CONNECTOR.folder}", *words]
+        environment = f"PYTHONPATH={shlex.quote(str(CONNECTOR.folder))} "
     words += ["--speculative-config", json.dumps(speculative)]
     words += ["--kv-transfer-config", json.dumps(transfer)]
-    return " ".join(map(shlex.quote, words))
+    return environment + shlex.join(words)
 
 
 # --- the folder of files ------------------------------------------------------------------------
@@ -306,8 +322,7 @@ class ServedStates:
         self.shell = load_shell(target)
         self.after_blocks = after_blocks
         self.longest = max(len(row.input_ids) for row in rows)
-        self.has_own = can_run_here(target)
-        self.ids = state_ids(after_blocks, self.shell.config.num_hidden_layers, self.has_own)
+        self.ids = state_ids(target, after_blocks, self.shell.config.num_hidden_layers)
         self.expected = self._expect([[*row.input_ids[:PROBE_TOKENS]] for row in rows[:PROBE_ROWS]])
         self.servers = [StateServer(url, config.timeout_s) for url in dict.fromkeys(config.urls)]
         self.versions = set[str]()
@@ -381,9 +396,7 @@ class ServedStates:
             attempts += 1
             with self._turn() as server:
                 try:
-                    if not server.model:
-                        self._check(server)
-                    return self._ask(server, input_ids)
+                    return self._ask(server, server.model or self._check(server), input_ids)
                 except ServerFault as fault:
                     self._leave(server, fault, attempts)
             if self._closing.wait(self._pause(attempts)):
@@ -408,9 +421,8 @@ class ServedStates:
             raise UserError(f"{server.url}: is not asked any more") from fault
         if attempts > self.config.retries:
             raise UserError(
-                f"{server.url}: {fault}; after {attempts:,} attempts nothing is left to try; "
-                "start a server, then run the same command, which goes on: "
-                f"{self.command()}"
+                f"{server.url}: {fault} (attempts: {attempts:,}); run the same command again, "
+                f"which goes on, once a server answers; to start one: {self.command()}"
             ) from fault
         now = time.monotonic()
         with self._choosing:
@@ -427,9 +439,9 @@ class ServedStates:
             return 0.0
         return min(2.0 ** (attempts - 1), LONGEST_PAUSE_S)
 
-    def _ask(self, server: StateServer, input_ids: Sequence[int]) -> Reply:
+    def _ask(self, server: StateServer, model: str, input_ids: Sequence[int]) -> Reply:
         """A row's states from this server; ServerFault if they are not what its ids ask for."""
-        reply = self._raw(server, input_ids)
+        reply = self._raw(server, model, input_ids)
         shape = (len(input_ids), len(self.ids), self.hidden_size)
         states = reply.states
         if states.shape != shape or states.dtype != self.shell.dtype:
@@ -437,11 +449,11 @@ class ServedStates:
             raise ServerFault(f"it gave other states than before ({found})")
         return reply
 
-    def _raw(self, server: StateServer, input_ids: Sequence[int]) -> Reply:
+    def _raw(self, server: StateServer, model: str, input_ids: Sequence[int]) -> Reply:
         """Whatever states this server gives for a row."""
         deadline = time.monotonic() + self.config.timeout_s
         body = {
-            "model": server.model,
+            "model": model,
             "prompt": [*input_ids],
             "max_tokens": 1,
             "temperature": 0,
@@ -469,18 +481,12 @@ class ServedStates:
     # --- whether servers are the right ones
 
     def command(self) -> str:
-        """How a server for these states is started."""
-        states = self.config.states
-        is_cpu = not torch.cuda.is_available()
-        context = context_of(self.shell.config)
-        is_short = context is None or self.longest < context
-        longest = self.longest if is_short else None
         return server_command(
-            self.shell.recipe, self.shell.dtype, self.ids, states, longest, is_cpu
+            self.shell.recipe, self.after_blocks, self.config.states, self.longest
         )
 
     def _expect(self, rows: list[list[int]]) -> Expected:
-        if not self.has_own:
+        if not can_run_here(self.shell.recipe):
             return Expected(rows, None, f"their embedding and next tokens ({len(rows)} rows)")
         target = Target.load(self.shell.recipe)
         output = target.features(torch.tensor(rows[:1]), self.after_blocks)
@@ -501,11 +507,12 @@ class ServedStates:
                 return
             time.sleep(self._pause(attempts))
 
-    def _check(self, server: StateServer) -> None:
-        """UserError if this is no server of the target's states; ServerFault if it cannot say."""
+    def _check(self, server: StateServer) -> str:
+        """Its model; UserError if it gives other states than the target's; ServerFault if none."""
         with server.checking:
-            if server.model:  # meanwhile another thread has looked
-                return
+            model = server.model
+            if model:  # meanwhile another thread has looked
+                return model
             entry = server.listing()
             room = entry.get("max_model_len")
             if room is not None and self.longest + 1 > room:
@@ -514,21 +521,21 @@ class ServedStates:
                     f"row needs {self.longest + 1:,}; lower data.max_length to {room - 1:,}, or "
                     f"start it anew: {self.command()}"
                 )
-            probe = StateServer(server.url, self.config.timeout_s)
-            probe.model = entry["id"]
-            replies = [self._raw(probe, row) for row in self.expected.rows]
+            model = entry["id"]
+            replies = [self._raw(server, model, row) for row in self.expected.rows]
             why = self._difference(replies)
             if why is not None:
                 raise UserError(f"{server.url}: {why}; start it anew: {self.command()}")
             self.versions.add(entry["version"])
             server.away_until = 0.0
-            server.model = probe.model
+            server.model = model
             if rank() == 0:
                 print(
-                    f"states: {server.url}: vLLM {entry['version']} with {server.model}: "
+                    f"states: {server.url}: vLLM {entry['version']} with {model}: "
                     f"as {self.expected.how}",
                     flush=True,
                 )
+            return model
 
     def _difference(self, replies: Sequence[Reply]) -> str | None:
         """Why these are not the target's states, or None."""
@@ -581,11 +588,3 @@ class ServedStates:
                     f"{int(logits.argmax())} of its last state: another model"
                 )
         return None
-
-
-def can_run_here(target: TargetConfig) -> bool:
-    """Whether the target's weights are here and small enough to be loaded for a comparison."""
-    if not Path(target.path).is_dir() or not 0 < weights_size(target) <= FITS_BYTES:
-        return False
-    # Its weights may be in a form that needs a GPU.
-    return getattr(load_config(target), "quantization_config", None) is None

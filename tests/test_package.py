@@ -42,6 +42,7 @@ def test_an_installed_wheel_works_beside_a_users_own_modules(tmp_path: Path) -> 
 
     assert python("-c", CODE).strip() == f"{site / 'aerie/__init__.py'} SpeculativeDecoder"
     assert "  chat        talk with the target" in python("-m", "aerie", "--help")
+    assert (site / "aerie/data/connector/cpu_states.py").is_file()
     assert (site / "bin" / "aerie").is_file() and (site / "aerie/data/corpus/words.yaml").is_file()
     for template in ROOT.glob("[dim]*/**/*.jinja"):
         assert (site / "aerie" / template.relative_to(ROOT)).is_file()

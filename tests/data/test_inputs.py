@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from aerie.configs.schema.data import DataConfig, FeaturesConfig
+from aerie.configs.schema.data import DataConfig, FeaturesConfig, StateServersConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
 from aerie.data.inputs import feature_stage, state_inputs
@@ -23,7 +23,8 @@ def test_what_decides_the_states(tmp_path: Path) -> None:
         ).inputs
 
     before = inputs()
-    assert inputs(batch_tokens=64, shuffle_shards=2) == before
+    server = StateServersConfig(("http://host:8000",), "/states")
+    assert inputs(batch_tokens=64, shuffle_shards=2, server=server) == before
     for change in ({"after_blocks": (1,)}, {"storage": "int8"}):
         assert state_inputs(inputs(**change)) != state_inputs(before)
     for path in (
