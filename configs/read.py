@@ -25,7 +25,7 @@ from pydantic import (
 from aerie.configs.errors import UserError
 
 T = TypeVar("T")
-TAGS = ("kind", "shape", "rule")  # the key that tells the members of a union apart
+TAGS = ("kind", "shape", "rule", "method")  # the key that tells the members of a union apart
 
 
 # ---------------------------------------------------------------------------------------------
@@ -324,7 +324,8 @@ def suggestion(parts: list[str], schema: Any, loc: Sequence[Any] = ()) -> str:
             if "*" not in path:
                 full_names.setdefault(field.name, f"{path}.{field.name}".lstrip("."))
     if leaf in here:  # a key of another kind
-        return f"it belongs to another kind of {section[-1]} than {loc[-2]}, leave it out"
+        name = next(part for part in reversed(section) if not part.isdecimal())
+        return f"it belongs to another kind of {name} than {loc[-2]}, leave it out"
     full_names |= {name: ".".join([*section, name]) for name in here}
     name = ALIASES.get(leaf.lower().replace("-", "_"), "")
     if name.rpartition(".")[2] not in full_names:

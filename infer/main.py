@@ -50,7 +50,8 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
 
     usual = MethodConfig(USUAL[recipe.head.kind], recipe.tree)
     rows = section.rows or (MethodConfig.of("vanilla"), usual)
-    rows += tuple(load_file(path, MethodConfig, []) for path in arguments.row)
+    row_schema: Any = decode.BenchRow
+    rows += tuple(load_file(path, row_schema, []) for path in arguments.row)
     suite = read_suite(replace(section, rows=rows), _run_heads(arguments, recipe).settle)
     inputs = _machine_inputs(recipe) | decode.choice_digests(row.method.tree for row in suite.rows)
     for row in suite.rows:
@@ -331,8 +332,9 @@ def compare(arguments: Namespace, unknown: list[str]) -> int:
     recipe = load(arguments, unknown)
     from aerie.infer.measure.bench_files import RECORDS, read_records
     from aerie.infer.measure.bootstrap import tau_difference
+    from aerie.infer.measure.served import compare_with_chains
     from aerie.infer.measure.stage_facts import measured_facts
-    from aerie.infer.report.tables import row_labels
+    from aerie.infer.report.tables import DraftsText, row_labels
 
     if (recipe.root / "bench" / storage.FILE).is_file():  # else it is under way
         measured_facts(recipe.root / "bench", f"--config {arguments.config}")
@@ -342,6 +344,8 @@ def compare(arguments: Namespace, unknown: list[str]) -> int:
     mine, theirs = (row_labels(records, rows) for rows in (arguments.of, arguments.against))
     difference = tau_difference(records, arguments.of, arguments.against, recipe.seed)
     print(f"{mine} against {theirs}:\n{difference}")
+    for comparison in compare_with_chains(records, {*arguments.of, *arguments.against}):
+        print(": ".join(DraftsText.of(comparison)))
     return 0
 
 

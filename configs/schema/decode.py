@@ -451,3 +451,24 @@ class MethodConfig(Section):
     def options(self) -> Options | None:
         section = METHODS[self.method].options
         return None if section is None else getattr(self, section) or OPTIONS[section]()
+
+
+class ServedConfig(Section):
+    """A row that an OpenAI-compatible server of the target answers: vLLM, SGLang."""
+
+    method: Literal["served"] = key("the server drafts as it was started to")
+    url: Annotated[str, Field(pattern="^https?://")] = key(
+        "its base URL, such as http://host:8000/v1"
+    )
+    name: Annotated[str, Field(min_length=1)] = key("of the row in tables", default="server")
+    model: str | None = key("its name on the server; null: the only one", default=None)
+    at_once: Annotated[Many[PositiveInt], ascending] = key(
+        "then also this many requests at once; empty: only one by one", default=(8, 32)
+    )
+    timeout_s: PositiveFloat = key("of a request", default=600.0)
+    extra_body: dict[str, Any] = key("sent with every request", default_factory=dict)
+    head = None  # the server's own
+    tree = None
+
+
+BenchRow = Annotated[MethodConfig | ServedConfig, Discriminator("method")]

@@ -6,7 +6,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from aerie.configs.read import Many, Place, Section, Some, ascending, distinct, key
 from aerie.configs.schema.data import DataConfig, QuestionsConfig, by_name
-from aerie.configs.schema.decode import Method, MethodConfig, TreeConfig
+from aerie.configs.schema.decode import BenchRow, Method, TreeConfig
 from aerie.configs.schema.heads import Seed
 
 
@@ -81,8 +81,9 @@ class BenchConfig(Section):
     """Runs every row on every prompt, interleaved, in one process."""
 
     prompts: PromptsConfig = key("what is asked", default=PromptsConfig())
-    rows: Many[MethodConfig] = key(
-        "methods, vanilla among them; empty: vanilla, and the head's usual one with `tree`",
+    rows: Many[BenchRow] = key(
+        "methods, vanilla among them, and servers; empty: vanilla, and the head's usual one with "
+        "`tree`",
         default=(),
     )
     sampling: Annotated[Some[SamplingConfig], distinct] = key(

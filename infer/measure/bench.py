@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from statistics import median
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict, validate
+from aerie.configs.schema.decode import ServedConfig
 from aerie.data.chat import answer_text
+from aerie.data.distill.answer import Unanswered
 from aerie.data.progress import start_progress
 from aerie.infer.decode.cached_lm import CachedLM
 from aerie.infer.decode.clock import Clock
@@ -27,11 +30,14 @@ from aerie.infer.decode.engine import Generation, SpeculativeDecoder, make_decod
 from aerie.infer.decode.loaded_heads import LoadedHeads
 from aerie.infer.decode.roles import TreeProposer
 from aerie.infer.decode.runners import mode_of
+from aerie.infer.decode.sampling import Decoding, resolve
 from aerie.infer.measure.agreement import with_margin
 from aerie.infer.measure.bench_files import (
     RECORDS,
     REFERENCE,
+    SERVED,
     SUITE,
+    Cell,
     Key,
     Origin,
     PromptKey,
@@ -41,9 +47,17 @@ from aerie.infer.measure.bench_files import (
     read_records,
 )
 from aerie.infer.measure.recorder import Recorder, append_lines, keep_answers, lines_of
+from aerie.infer.measure.served import (
+    keep_facts,
+    measure_loads,
+    record_facts,
+    require_same_target,
+    served_tree,
+)
+from aerie.infer.measure.server import Server
 from aerie.infer.measure.suite import Suite, rows_by_prompt, suite_file
 from aerie.infer.measure.tasks import Prompt, encode_turn, load_prompts, pinned, prompt_inputs
-from aerie.infer.measure.tree_shape import tree_shape
+from aerie.infer.measure.tree_shape import TreeShape, tree_shape
 from aerie.model import storage
 from aerie.model.hub import quieten
 from aerie.model.storage import (
@@ -60,6 +74,7 @@ from aerie.model.target import Target, context_of
 
 CYCLES = "cycles.jsonl"
 JOB = "job.json"
+CHECKED_PROMPTS, CHECKED_TOKENS = 4, 16  # with which a server shows that it has the target
 CYCLE_PHASES = ("draft", "verify", "commit", "other")  # of a cycle; they sum to its time
 
 
@@ -73,7 +88,7 @@ def begin_bench(stage: Stage, overwrite: bool) -> None:
             changed = checked.differences if isinstance(checked, Foreign) else str(checked)
             fix = "choose another --run, or add --overwrite"
             raise UserError(f"{records}: answers another recipe ({changed}); {fix}")
-        for name in (storage.FILE, RECORDS, CYCLES, SUITE):
+        for name in (storage.FILE, RECORDS, CYCLES, SUITE, SERVED):
             (stage.output / name).unlink(missing_ok=True)
     remove_temporaries(stage.output)
     Manifest(inputs=stage.inputs).write(stage.output, JOB)
@@ -118,31 +133,60 @@ class Bench:
     target: Target
     tokenizer: Any
     suite: Suite
-    decoders: list[SpeculativeDecoder]  # of the suite's rows
     directory: Path
+    # by row of the suite; a row has either
+    decoders: dict[int, SpeculativeDecoder]
+    servers: dict[int, Server]
 
     @classmethod
     def open(cls, target: Target, tokenizer: Any, suite: Suite, directory: Path) -> "Bench":
         """A decoder for each row; those that read the same target states share a cache."""
         drafters = LoadedHeads(target)
         caches: dict[tuple[int, ...], CachedLM] = {}
-        decoders = []
-        for row in suite.rows:
+        decoders = {}
+        servers = {}
+        for number, row in enumerate(suite.rows):
+            if isinstance(row.method, ServedConfig):
+                servers[number] = Server(row.method, f"bench row {number}")
+                continue
             decoder = make_decoder(drafters, row.method, row.head)
             decoder.eager.lm = caches.setdefault(decoder.lm.after_blocks, decoder.lm)
             if suite.config.cycles and isinstance(decoder.proposer, TreeProposer):
                 decoder.proposer.shape.keeps_pool = True  # its candidates, for the recorder
-            decoders.append(decoder)
-        return cls(target, tokenizer, suite, decoders, directory)
+            decoders[number] = decoder
+        return cls(target, tokenizer, suite, directory, decoders, servers)
+
+    def tree_of(self, row: int) -> TreeShape | None:
+        method = self.suite.rows[row].method
+        if isinstance(method, ServedConfig):
+            return served_tree(self.servers[row].facts)
+        return tree_shape(method)
 
     def settings(self, ids: Tensor) -> dict[str, Any]:
         """Greedy decoding of a prompt [1, T], alike for every row and as long as there is room."""
         length = ids.shape[1]
-        limits = chain.from_iterable(decoder.limits.values() for decoder in self.decoders)
+        limits = list(
+            chain.from_iterable(decoder.limits.values() for decoder in self.decoders.values())
+        )
+        limits += filter(None, (server.facts.max_positions for server in self.servers.values()))
         # A limit that the prompt alone exceeds does not count: its row fails.
         room = min((limit - length for limit in limits if limit > length), default=1)
         most = self.suite.config.prompts.max_new_tokens
         return {"max_new_tokens": min(most, room), "do_sample": False}
+
+    def sampled(self, ids: Tensor, cell: Cell) -> dict[str, Any]:
+        """The settings of a row's answer to a prompt [1, T].
+
+        What draws a token is the suite's own; penalties and stop strings are those of the target's
+        generation_config.
+        """
+        return self.settings(ids) | {
+            "do_sample": cell.temperature > 0,
+            "temperature": cell.temperature,
+            "top_k": cell.top_k,
+            "top_p": cell.top_p,
+            "min_p": 0.0,
+        }
 
 
 def run_bench(
@@ -181,6 +225,7 @@ def measure_answers(bench: Bench, prompts: Sequence[Prompt], seed: int) -> list[
     Rows take turns, so that a slower minute meets them all. Later turns follow vanilla's answers.
     """
     bench.directory.mkdir(parents=True, exist_ok=True)
+    keep_facts(bench.directory, bench.servers)
     records_path = bench.directory / RECORDS
     cycles_path = bench.directory / CYCLES
     turns = turns_of(bench.suite, prompts)
@@ -188,6 +233,7 @@ def measure_answers(bench: Bench, prompts: Sequence[Prompt], seed: int) -> list[
     require_same_texts(turns, done, records_path)
     keep_answers(cycles_path, done)
     warm_up(bench, prompts)
+    check_servers(bench, prompts)
     with start_progress(sum(len(turn.origins) for turn in turns), "answers", "bench") as progress:
         for number, turn in enumerate(turns):
             first = number % len(turn.origins)
@@ -199,7 +245,14 @@ def measure_answers(bench: Bench, prompts: Sequence[Prompt], seed: int) -> list[
                     append_lines(records_path, [line_of(record)])
                     done[origin.key] = record
                 progress.update()
-    return compared_with_vanilla(bench, done)
+    records = compared_with_vanilla(bench, done)
+    measure_loads(bench.directory, bench.servers, records, partial(decoding_of, bench), seed)
+    return records
+
+
+def decoding_of(bench: Bench, record: Record) -> Decoding:
+    ids = torch.tensor([record.prompt_ids])  # [1, T]
+    return resolve(bench.target.generation_config, **bench.sampled(ids, record))
 
 
 def turns_of(suite: Suite, prompts: Sequence[Prompt]) -> list[TurnRows]:
@@ -242,9 +295,23 @@ def warm_up(bench: Bench, prompts: Sequence[Prompt]) -> None:
     most = min(24, config.prompts.max_new_tokens)
     for prompt in prompts[: config.warmup_prompts]:
         ids = encode_turn(prompt, (), bench.tokenizer, bench.target)
-        for decoder in bench.decoders:
+        for decoder in bench.decoders.values():
             with suppress(UserError, RuntimeError):  # the records will say why
                 decoder.generate(ids, max_new_tokens=most, do_sample=False)
+
+
+def check_servers(bench: Bench, prompts: Sequence[Prompt]) -> None:
+    """UserError for a server of another target. Its first answers also warm it up."""
+    if not bench.servers:
+        return
+    texts = []
+    for prompt in prompts[:CHECKED_PROMPTS]:
+        texts.append(encode_turn(prompt, (), bench.tokenizer, bench.target)[0].tolist())
+    settings = bench.settings(torch.tensor([max(texts, key=len)]))
+    settings["max_new_tokens"] = min(CHECKED_TOKENS, settings["max_new_tokens"])
+    decoding = resolve(bench.target.generation_config, **settings)
+    for server in bench.servers.values():
+        require_same_target(server, bench.target, texts, decoding)
 
 
 def compared_with_vanilla(bench: Bench, done: Mapping[Key, Record]) -> list[Record]:
@@ -252,7 +319,8 @@ def compared_with_vanilla(bench: Bench, done: Mapping[Key, Record]) -> list[Reco
     records = []
     for record in done.values():
         baseline = done[replace(record, row=bench.suite.vanilla).key]
-        if record.temperature == 0 and record.status == baseline.status == "ok":
+        # some servers give no token ids
+        if record.temperature == 0 and record.output_ids and baseline.status == "ok":
             identical = record.output_ids == baseline.output_ids
             record = replace(record, identical=identical, margin=None)
             if not identical:
@@ -273,7 +341,7 @@ def measure_answer(
         **asdict(origin),
         "head": row.kind,
         "head_path": row.method.head,
-        "tree": tree_shape(row.method),
+        "tree": bench.tree_of(origin.row),
         "prompt_text": prompt.turns[origin.turn],
     }
     history = []
@@ -285,6 +353,8 @@ def measure_answer(
         history.append(earlier.text)
     ids = encode_turn(prompt, history, bench.tokenizer, bench.target)  # [1, T]
     facts |= {"prompt_tokens": ids.shape[1], "prompt_ids": tuple(ids[0].tolist())}
+    if origin.row in bench.servers:
+        return ask_server(bench, origin, ids, facts, seed), []
     recorder = Recorder()
     for device in range(torch.cuda.device_count()):
         torch.cuda.reset_peak_memory_stats(device)
@@ -296,18 +366,23 @@ def measure_answer(
     return validate(facts, Record, "bench", {}), lines_of(origin, recorder.records)
 
 
+def ask_server(
+    bench: Bench, origin: Origin, ids: Tensor, facts: dict[str, Any], seed: int
+) -> Record:
+    """A server's answer, or why it gives none to this prompt; UserError if it is away."""
+    decoding = resolve(bench.target.generation_config, **bench.sampled(ids, origin))
+    try:
+        answer = bench.servers[origin.row].answer(ids[0].tolist(), decoding, seed)
+    except Unanswered as error:
+        return Record(**facts, verify="server", status="error", message=error.why)
+    text = answer_text(bench.tokenizer, answer.token_ids) if answer.token_ids else answer.text
+    return validate(facts | record_facts(answer, text), Record, "bench", {})
+
+
 def decode_turn(
     bench: Bench, origin: Origin, ids: Tensor, recorder: Recorder, seed: int
 ) -> Generation:
-    # What draws a token is the suite's own; penalties and stop strings are those of the target's
-    # generation_config.
-    settings = bench.settings(ids) | {
-        "do_sample": origin.temperature > 0,
-        "temperature": origin.temperature,
-        "top_k": origin.top_k,
-        "top_p": origin.top_p,
-        "min_p": 0.0,
-    }
+    settings = bench.sampled(ids, origin)
     if bench.suite.config.cycles:
         settings["on_cycle"] = recorder
     generator = torch.Generator(bench.target.device).manual_seed(seed)
@@ -376,7 +451,7 @@ def run_reference(bench: Bench, records: list[Record]) -> list[Record]:
     identical = {
         record.key: record.output_ids == answers[record.prompt_key]
         for record in greedy
-        if record.prompt_key in answers
+        if record.prompt_key in answers and record.output_ids
     }
     vanilla_ms = [record.ms.wall / record.new_tokens for record in baseline if record.ms]
     reference = Reference(

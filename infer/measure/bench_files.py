@@ -18,6 +18,7 @@ Key = tuple[int, Sampling, PromptKey]
 RECORDS = "records.jsonl"
 SUITE = "suite.json"
 REFERENCE = "reference.json"
+SERVED = "served.json"
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Record(Origin):
     """One answer. `new_tokens` counts the prefill's token; `cycle_tokens` does not."""
 
     tree: TreeShape | None
-    verify: str  # R0 to R3 (decode/verify.py) or none
+    verify: str  # R0 to R3 (decode/verify.py), server or none
     head: str | None = None
     head_path: str | None = None
     prompt_tokens: int = 0
@@ -138,6 +139,7 @@ class SummaryRow:
     mismatch: int | None = None
     peak_memory_gib: float | None = None
     ms: Milliseconds | None = None
+    served: dict[str, Any] | None = None  # what is known of a server's row alone
     sweep: str | None = None  # None: a row of the bench
     key: str | None = None
     value: Any = None
@@ -165,6 +167,8 @@ class SummaryRow:
         left_out = figures if self.status == "error" else ["message"]
         if self.sweep is None:
             left_out += ["sweep", "key", "value"]
+        if self.served is None:
+            left_out.append("served")
         left_out += ["span", "repeated"] if self.span is None else self.NOT_BY_CONTEXT
         return {name: value for name, value in values.items() if name not in left_out}
 
@@ -196,6 +200,42 @@ class SuiteFile:
     by_task: bool = False
     contexts: tuple[int, ...] = ()
     max_context: int | None = None
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What a served row is asked of."""
+
+    name: str  # of the row
+    url: str
+    model: str
+    root: str | None  # the model's directory or Hub id, as the server was given it
+    server: str  # such as 'vllm 0.32.0'
+    draft_tokens: int  # of a cycle; 0: none, or unknown
+    max_positions: int | None  # of prompt and answer
+
+
+@dataclass(frozen=True)
+class Load(Cell):
+    """The answers of a served row, asked so many at once."""
+
+    at_once: int
+    answers: int
+    failed: int
+    new_tokens: int
+    seconds: float
+    compared: int  # greedy answers with token ids
+    identical: int  # of them, to vanilla's
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.new_tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class ServedFile:
+    servers: dict[int, ServerFacts]  # by row
+    loads: tuple[Load, ...] = ()
 
 
 def line_of(record: Record) -> str:

@@ -17,6 +17,7 @@ from aerie.infer.measure.bench_files import Milliseconds, PromptKey, Record, Sui
 FloatArray = NDArray[np.float64]
 RESAMPLES = 2000
 VANILLA = "vanilla"
+SERVED = "served"  # rows that a server answers
 ALL_TASKS = "all"
 NGRAM = 4  # tokens whose return counts as repetition
 COUNTS = (
@@ -206,9 +207,12 @@ def tau_interval(records: Sequence[Record], seed: int = 0) -> list[float] | None
 
 
 def speedups(pairs: Sequence[Pair], seed: int = 0) -> dict[str, Any]:
-    """The speedup fields of a row; the interval is a bootstrap paired by prompt."""
+    """The speedup fields of a row; the interval is a bootstrap paired by prompt.
+
+    None for a server's row: vanilla ran in another engine.
+    """
     decoded = [pair for pair in pairs if min(pair.record.new_tokens, pair.baseline.new_tokens) > 1]
-    if not decoded:
+    if not decoded or decoded[0].record.method == SERVED:
         return dict.fromkeys(SPEEDUPS)
     row = per_prompt([pair.record for pair in decoded])
     base = per_prompt([pair.baseline for pair in decoded])
@@ -275,7 +279,7 @@ def context_rows(
     members: Group, contexts: Sequence[int], limit: int | None, seed: int = 0
 ) -> list[SummaryRow]:
     """A row's points of `sweeps` by context length: up to each, and from the one before it."""
-    if members.failed:
+    if members.failed or members.first.method == SERVED:  # a server times no cycle
         return []
     rows = []
     for before, length in pairwise([0, *contexts]):

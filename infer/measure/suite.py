@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import set_key, validate
-from aerie.configs.schema.decode import METHODS, MethodConfig
+from aerie.configs.schema.decode import METHODS, BenchRow, MethodConfig, ServedConfig
 from aerie.configs.schema.measure import BenchConfig, SamplingConfig, SweepConfig
 from aerie.infer.decode.find_head import check_levels, find_head, kind_at
 from aerie.infer.measure.bench_files import Cell, Sampling, SuiteFile, SweepPoint
@@ -17,12 +17,15 @@ from aerie.infer.measure.statistics import grouped
 from aerie.infer.measure.tasks import Prompt
 from aerie.model.hub import is_on_hub
 
+ROW: Any = BenchRow  # as validate takes it
+
 
 @dataclass(frozen=True)
 class SettledRow:
     """A row as it is decoded; nothing that reads it changes it again."""
 
-    method: MethodConfig  # with the published values, and no deeper than the head drafts
+    # with the published values, and no deeper than the head drafts; or a server
+    method: MethodConfig | ServedConfig
     head: str | None = None  # its directory or Hub id: the row's, --head, or the run's
     kind: str | None = None  # of that head
 
@@ -37,8 +40,10 @@ class RunHeads:
     option: Path | None = None  # --head
     is_plan: bool = False  # nothing is downloaded
 
-    def settle(self, row: MethodConfig, location: str) -> SettledRow:
+    def settle(self, row: MethodConfig | ServedConfig, location: str) -> SettledRow:
         """The row with a head that fits its method, and a tree that fits the head; or UserError."""
+        if isinstance(row, ServedConfig):
+            return SettledRow(row)
         kinds = METHODS[row.method].heads
         if self.is_plan and kinds and row.head is not None and is_on_hub(row.head):
             return SettledRow(row, row.head)
@@ -71,7 +76,9 @@ class Suite(NamedTuple):
         return next(n for n, row in enumerate(self.rows) if row.method.method == "vanilla")
 
 
-def read_suite(bench: BenchConfig, settle: Callable[[MethodConfig, str], SettledRow]) -> Suite:
+def read_suite(
+    bench: BenchConfig, settle: Callable[[MethodConfig | ServedConfig, str], SettledRow]
+) -> Suite:
     """Settles every row of a bench and of its sweeps."""
     rows = [settle(row, f"bench.rows.{number}") for number, row in enumerate(bench.rows)]
     bench = replace(bench, rows=tuple(row.method for row in rows))
@@ -94,7 +101,7 @@ def read_suite(bench: BenchConfig, settle: Callable[[MethodConfig, str], Settled
                     set_key(row_values, sweep.vary, value, location)
             numbers = []
             for row_values in values:
-                row = settle(validate(row_values, MethodConfig, location, {}), location)
+                row = settle(validate(row_values, ROW, location, {}), location)
                 if row not in rows:
                     rows.append(row)
                 numbers.append(rows.index(row))

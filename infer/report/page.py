@@ -15,6 +15,7 @@ from aerie.configs.errors import UserError
 from aerie.infer.measure import bench_files as files
 from aerie.infer.measure import statistics
 from aerie.infer.measure.bench_files import Record, SummaryRow
+from aerie.infer.measure.served import served_figures
 from aerie.infer.report import tables
 from aerie.infer.report.grids import context_grids, sweep_grids, task_grid
 from aerie.infer.report.pictures import draw_pictures
@@ -109,15 +110,25 @@ def read_findings(bench: Path, calibration: Path, seed: int) -> Findings:
         suite = files.SuiteFile(tuple(files.Cell(r.row, *r.sampling) for r in records))
     main = {(cell.row, cell.sampling) for cell in suite.main}
     all_groups = statistics.group(records)
+    served = read_if_there(bench / files.SERVED, files.ServedFile)
+
+    def summary_row(members: statistics.Group, is_whole: bool = True) -> SummaryRow:
+        row = statistics.summary_row(members, seed)
+        if row.method != statistics.SERVED or row.status != "ok":
+            return row
+        file = served if is_whole else replace(served, loads=())
+        return replace(row, served=served_figures(members, all_groups, file))
+
     groups = [
         members for members in all_groups if (members.first.row, members.first.sampling) in main
     ]
-    rows = statistics.told_apart([statistics.summary_row(members, seed) for members in groups])
+    rows = statistics.told_apart([summary_row(members) for members in groups])
     table = []
     by_task = {}
     checks = []
     for position, members in enumerate(groups):
-        parts = [statistics.summary_row(part, seed) for part in members.by_task()]
+        tasks = members.by_task()
+        parts = [summary_row(part, is_whole=len(tasks) == 1) for part in tasks]
         table += parts
         if len(parts) > 1:
             by_task[position] = [replace(part, value=part.task) for part in parts]
@@ -266,18 +277,20 @@ def best_row(rows: SummaryRows, key: str) -> SummaryRow | None:
 
 
 def lossless_verdict(findings: Findings) -> dict[str, Any]:
-    """Counts of compared greedy answers of drafting rows, and what they come to.
+    """Counts of compared greedy answers of rows that draft here, and what they come to.
 
     state: good, partial, rounding (every difference is a near-tie of a 16-bit dtype), bad or
     unknown.
     """
     answers: list[Record] = []
     for row, members in zip(findings.rows, findings.groups, strict=True):
-        if row.status == "ok" and row.tree is not None and row.identical is not None:
+        is_drafting = row.tree is not None and row.method != statistics.SERVED
+        if row.status == "ok" and is_drafting and row.identical is not None:
             answers += members.records
     compared = [answer.identical for answer in answers if answer.identical is not None]
     checks = check_answers(answers)
-    failed = sum(row.status != "ok" for row in findings.rows)
+    own = [row for row in findings.rows if row.method != statistics.SERVED]
+    failed = sum(row.status != "ok" for row in own)
     if not compared:
         state = "unknown"
     elif checks["differing"]:

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
-from aerie.infer.measure.statistics import VANILLA
+from aerie.infer.measure.statistics import SERVED, VANILLA
 from aerie.infer.report.grids import LEVELS, Grid, is_numeric
 from aerie.infer.report.tables import SummaryRows, label
 
@@ -115,9 +115,11 @@ def draw_pictures(
     """Every picture that the figures allow: name -> an <svg> element. details: details.json."""
     intervals = [row["tau_ci95"] for row in details["rows"]]
     figures = {"tau": draw_bars(rows, "tau", "tau (tokens per target forward)", intervals)}
-    intervals = [row.speedup_ci95 for row in rows]
-    figures["speedup"] = draw_bars(rows, "speedup", "speedup over vanilla", intervals, "×")
-    if drafting := [row for row in rows if row.tree and row.target_forwards]:
+    own = [row for row in rows if row.method != SERVED]
+    intervals = [row.speedup_ci95 for row in own]
+    figures["speedup"] = draw_bars(own, "speedup", "speedup over vanilla", intervals, "×")
+    # some servers count cycles, and not what they accept
+    if drafting := [row for row in rows if row.tree and any(row.accepted_histogram or ())]:
         figures["depth"] = draw_acceptance(drafting)
     if details["calibration"] is not None and details["calibration"]["nodes"]:
         figures["reliability"] = draw_reliability(details["calibration"]["bins"])

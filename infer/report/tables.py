@@ -1,8 +1,8 @@
 """Rows of the summary in words and as text tables."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -108,7 +108,75 @@ def console_table(rows: SummaryRows) -> str:
     for row in rows:
         cells = text_cells(row)
         lines.append([cells.get(name, "") for name in names])
-    return aligned([*names[:-1], ""], lines, to_the_right=("tau", "speedup", "identical"))
+    table = aligned([*names[:-1], ""], lines, to_the_right=("tau", "speedup", "identical"))
+    columns, served = served_table(rows)
+    return f"{table}\n\n{aligned(columns, served)}" if served else table
+
+
+def shares_text(shares: Sequence[float] | None) -> str:
+    """'.62 .41 .30': by position."""
+    return " ".join(f"{share:.2f}".lstrip("0") for share in shares) if shares else NOTHING
+
+
+def load_texts(row: SummaryRow) -> dict[str, tuple[str, str]]:
+    """By '8 at once': tokens/s, and how many answers were vanilla's or failed."""
+    texts = {}
+    for load in row.served["at_once"] if row.served else ():
+        words = []
+        if load["compared"]:
+            words.append(f"identical {load['identical']}/{load['compared']}")
+        if load["failed"]:
+            words.append(f"{load['failed']} failed")
+        texts[f"{load['at_once']} at once"] = (number(load["tokens_per_s"], 1), ", ".join(words))
+    return texts
+
+
+def load_names(rows: SummaryRows) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in load_texts(row)))
+
+
+class DraftsText(NamedTuple):
+    """A served row's drafts beside those of a chain."""
+
+    verdict: str  # 'the same drafts'
+    cycles: str  # '362 = 362 cycles of row 1 in 20 answers'
+
+    @classmethod
+    def of(cls, chain: Mapping[str, Any]) -> "DraftsText":
+        """chain: of SummaryRow.served."""
+        verdict = "the same drafts"
+        sign = "="
+        if chain["differing"]:
+            verdict = "other drafts"
+            sign = "against"
+        if chain["other_from"] is not None:
+            verdict += f" from position {chain['other_from']} on"
+        cycles = f"{chain['cycles']} {sign} {chain['chain_cycles']} cycles"
+        return cls(verdict, f"{cycles} of row {chain['row']} in {chain['answers']} answers")
+
+
+def served_cells(row: SummaryRow) -> dict[str, str]:
+    """What is known of a served row alone, by column."""
+    served = row.served or {}
+    loads = {name: " ".join(filter(None, texts)) for name, texts in load_texts(row).items()}
+    return {
+        "row": served["name"],
+        "T": sampling_text(row),
+        "server": f"{served['server']}, {served['model']}",
+        "tau": number(row.tau),
+        "server's own": number(served["mean_acceptance_length"]),
+        "accepted by position": shares_text(served["accepted_by_position"]),
+        "tokens/s": number(row.tokens_per_s, 1),
+        **loads,
+        "drafts": ": ".join(DraftsText.of(served["chain"])) if served["chain"] else NOTHING,
+    }
+
+
+def served_table(rows: SummaryRows) -> tuple[list[str], list[list[str]]]:
+    """The columns and lines of the rows that a server answered."""
+    lines = [served_cells(row) for row in rows if row.served]
+    columns = list(dict.fromkeys(name for line in lines for name in line))
+    return columns, [[line.get(name, NOTHING) for name in columns] for line in lines]
 
 
 def markdown_table(rows: SummaryRows) -> str:
@@ -119,6 +187,10 @@ def markdown_table(rows: SummaryRows) -> str:
         cells.setdefault("tau", cells.get("error", NOTHING))
         line = " | ".join(cells.get(name, NOTHING).replace("|", "\\|") for name in columns)
         text += f"| {' '.join(line.splitlines())} |\n"
+    columns, served = served_table(rows)
+    if served:
+        text += f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
+        text += "".join(f"| {' | '.join(cells)} |\n" for cells in served)
     return text
 
 
