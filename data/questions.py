@@ -4,7 +4,7 @@ A row's question may stand in a column of texts to be asked in turn (`turns`), i
 messages, or in one of QUESTION_COLUMNS. Its system turn and its tools come with it.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -150,6 +150,7 @@ def read_prompts(path: Path | None, text: str | None, raw: bool = False) -> list
     raw: they get no chat template, so they are one turn each.
     """
     prompts = []
+    unread = []
     for row in read_rows(str(path)) if path else [RawRow("--prompt", 1, text)]:
         try:
             question = read_question(row.value, last_only=True)
@@ -160,15 +161,23 @@ def read_prompts(path: Path | None, text: str | None, raw: bool = False) -> list
         if raw and (question.before or question.tools or len(question.turns) > 1):
             raise UserError(f"{row.source}: several turns need the chat template; leave --raw out")
         prompts.append(question)
+        unread.append((row.source, question.unread))
     if not prompts:
         raise UserError(f"{path}: holds no prompts")
-    tell_unread(str(path), (question.unread for question in prompts))
+    tell_unread(str(path), unread)
     return prompts
 
 
-def tell_unread(source: str, unread: Iterable[Iterable[str]]) -> None:
-    """Says once what the rows of a source also hold, and that nobody reads it."""
-    counts = Counter(reason for reasons in unread for reason in sorted(reasons))
-    if counts:
-        listed = "; ".join(f"{reason} ({count:,} rows)" for reason, count in counts.most_common())
-        warn_once(f"{source}: {listed}")
+def tell_unread(source: str, unread: Iterable[tuple[str, Iterable[str]]]) -> None:
+    """Says once what the rows of a source also hold, and that nobody reads it.
+
+    unread: each row's place and the reasons to count.
+    """
+    places = defaultdict[str, list[str]](list)  # of each reason
+    for place, reasons in unread:
+        for reason in sorted(reasons):
+            places[reason].append(place)
+    largest_first = sorted(places.items(), key=lambda item: -len(item[1]))
+    listed = [f"{why} ({len(rows):,} rows, first: {rows[0]})" for why, rows in largest_first]
+    if listed:
+        warn_once(f"{source}: {'; '.join(listed)}")

@@ -43,12 +43,12 @@ def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[InputR
     seen = set[str]()
     prompts = list[InputRow]()
     for number, source in enumerate(config.sources):
-        unread = list[frozenset[str]]()
+        unread = list[tuple[str, frozenset[str]]]()
         for count, row in _drawn_rows(source, f"{config.seed}/{number}"):
             prompt = InputRow(f"{number}:{count}", row.source)
             try:
                 prompt, unread_keys = _with_question(prompt, row.value, source, config.max_turns)
-                unread.append(unread_keys)
+                unread.append((row.source, unread_keys))
             except UnusableRow as error:
                 if error.reason == UNKNOWN_KEYS and row.number == 1:  # so will be all others
                     raise UserError(f"{row.source} {error.sentence}") from error
@@ -87,8 +87,11 @@ def asked_key(system: str | None, turns: Iterable[str]) -> str:
 
 def plan_line(prompts: Sequence[InputRow]) -> str:
     skipped = Counter(filter(None, (prompt.skip for prompt in prompts)))
-    reasons = "".join(f"; {count:,} skipped: {why}" for why, count in skipped.most_common())
-    return f"{len(prompts):,} rows, {len(prompts) - skipped.total():,} to ask{reasons}"
+    firsts = {prompt.skip: prompt.place for prompt in reversed(prompts)}
+    reasons = [
+        f"; {count:,} skipped: {why} (first: {firsts[why]})" for why, count in skipped.most_common()
+    ]
+    return f"{len(prompts):,} rows, {len(prompts) - skipped.total():,} to ask{''.join(reasons)}"
 
 
 # --- a row's questions, by the kind of its source -----------------------------------------------

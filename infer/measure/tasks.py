@@ -116,7 +116,7 @@ def load_prompts(config: PromptsConfig) -> list[Prompt]:
         prompts = [prompt for task in config.tasks for prompt in _of_task(task, config)]
     if not prompts:
         raise UserError(f"{source}: holds no prompts")
-    tell_unread(source, (prompt.unread for prompt in prompts))
+    tell_unread(source, ((f"question {prompt.prompt_id}", prompt.unread) for prompt in prompts))
     (task, prompt_id), count = Counter(prompt.key for prompt in prompts).most_common(1)[0]
     if count > 1:
         raise UserError(f"{source}: question_id {prompt_id} of {task!r} stands there {count} times")

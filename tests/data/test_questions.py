@@ -93,7 +93,10 @@ def test_what_is_not_read_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[
     load_prompts(PromptsConfig(path=str(path)))
     load_prompts(PromptsConfig(path=str(path)))
     told = capsys.readouterr().err
-    assert told.count('row key "mood" is not read (2 rows)') == 1 and "answer" not in told
+    assert (
+        told.count('row key "mood" is not read (2 rows, first: question 1)') == 1
+        and "answer" not in told
+    )
     for row in ({"question": "a", "context": "b"}, {"prompt": "a", "images": ["b"]}):
         with pytest.raises(UserError, match="cannot be read"):
             read_prompts(write_rows(path, [row]), None)
