@@ -17,7 +17,7 @@ SPEED = {"cpu": 2e10, "cuda": 1e15}  # operations a second (assumed)
 TABLE = read_yaml(Path(__file__).with_name("miniature.yaml"))[0]
 SMALL = {name: int(size) for size, names in TABLE["sizes"].items() for name in names.split()}
 BY_LAYER = ("layer_types", "activation_sparsity_pattern", "mlp_layer_types")
-PARTS = ("text_config", "decoder")
+PARTS = ("text_config", "decoder", "vision_config", "audio_config")
 
 
 def miniature(config: Any, recipe: TargetConfig) -> Target | None:
@@ -65,7 +65,9 @@ def _sizes(config: Any) -> dict[str, Any]:
         switch = {"original_max_position_embeddings": 28}
         values |= {"rope_parameters": rope | factors | switch, **switch}
     if "mrope_section" in rope:  # the pairs that turn by time, height and width
-        values |= {"rope_parameters": rope | {"mrope_section": [2, 1, 1]}}
+        pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+        sections = [pairs // 2, pairs // 4, pairs - pairs // 2 - pairs // 4]
+        values |= {"rope_parameters": rope | {"mrope_section": sections}}
     for name in BY_LAYER:
         kinds = _value(config, name)
         if isinstance(kinds, list) and len(kinds) >= 4:

@@ -45,6 +45,11 @@ from aerie.model.storage import (
 LARGE = 10**8
 # of `difference`; narrower dtypes: 0.25
 TOLERANCE = {torch.float64: 3e-3, torch.float32: 3e-3, torch.float16: 0.1}
+# The keys of config.json that scale a target's logits, before a softcap.
+FACTORS = ("logit_scale", "output_multiplier")
+DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+# transformers' models of them leave out their text part's scale
+WITHOUT_THE_SCALE = ("aya_vision", "cohere2_vision")
 
 
 @dataclass(frozen=True)
@@ -92,13 +97,13 @@ class Target:
         self.decoder = _decoder(model)
         self.decodes = set[str]()  # the forms of drafts that infer.decode.check has shown lossless
         self.rope_switch = rope_switch(self.config)
-        lm_head: Any = model.get_output_embeddings()
+        embedding, lm_head = _vocab_layers(model, config.path)
         bias = getattr(lm_head, "bias", None)
         self.vocab = VocabWeights(
-            cast(nn.Embedding, model.get_input_embeddings()).weight.detach(),
+            embedding.weight.detach(),
             lm_head.weight.detach(),
             None if bias is None else bias.detach(),
-            *final_transform(self.config),
+            *final_transform(model.config),
         )
         self.dtype = self.vocab.lm_head.dtype
         self.hidden_size = int(self.vocab.embedding.shape[1])
@@ -270,10 +275,15 @@ def transformed(out: Tensor, scale: float, softcap: float | None) -> Tensor:
     return out if softcap is None else torch.tanh(out / softcap) * softcap
 
 
-def final_transform(text_config: Any) -> tuple[float, float | None]:
-    """(scale, softcap) of the logits."""
-    scale = float(getattr(text_config, "logit_scale", None) or 1.0)
-    scale /= float(getattr(text_config, "logits_scaling", None) or 1.0)
+def final_transform(config: Any) -> tuple[float, float | None]:
+    """(scale, softcap) of the logits of a model with this config."""
+    text_config = config.get_text_config()
+    scale = 1.0
+    if config.model_type not in WITHOUT_THE_SCALE:
+        for factor in FACTORS:
+            scale *= float(getattr(text_config, factor, None) or 1.0)
+        for divisor in DIVISORS:
+            scale /= float(getattr(text_config, divisor, None) or 1.0)
     softcap = getattr(text_config, "final_logit_softcapping", None)
     return scale, None if softcap is None else float(softcap)
 
@@ -418,7 +428,8 @@ def skeleton(config: TargetConfig) -> Any:
 
 def load_vocab(config: TargetConfig) -> tuple[Any, VocabWeights]:
     """The text config and VocabWeights, if possible read without the decoder blocks."""
-    text_config = load_config(config).get_text_config()
+    hf_config = load_config(config)
+    text_config = hf_config.get_text_config()
     tensors = _stored_vocab(config)
     if tensors is None:
         target = Target.load(config)
@@ -431,7 +442,7 @@ def load_vocab(config: TargetConfig) -> tuple[Any, VocabWeights]:
         weights["embedding"],
         weights["lm_head"],
         weights.get("bias"),
-        *final_transform(text_config),
+        *final_transform(hf_config),
     )
 
 
@@ -441,8 +452,8 @@ def _stored_vocab(config: TargetConfig) -> dict[str, Tensor] | None:
 
     None where the whole model must be loaded: another format, other names or shapes."""
     model = skeleton(config)
-    lm_head = model.get_output_embeddings()
-    weights = {"embedding": model.get_input_embeddings().weight, "lm_head": lm_head.weight}
+    embedding, lm_head = _vocab_layers(model, config.path)
+    weights = {"embedding": embedding.weight, "lm_head": lm_head.weight}
     if getattr(lm_head, "bias", None) is not None:
         weights["bias"] = lm_head.bias
     # of tied weights the first name, which is the one in the file
@@ -620,6 +631,20 @@ def require_same_token_ids(
             f"{draft_name}: has {num_rows:,} token embeddings, "
             f"and {name} has tokens beyond them; {fix}"
         )
+
+
+def _vocab_layers(model: Any, path: str) -> tuple[Any, Any]:
+    """The embedding and the LM head of a model's text part."""
+    try:
+        layers = model.get_input_embeddings(), model.get_output_embeddings()
+    except NotImplementedError:
+        layers = None, None
+    if None in layers:
+        raise UserError(
+            f"{path}: transformers finds no embedding or no LM head in {family(model)}; "
+            "name the checkpoint of its text model"
+        )
+    return layers
 
 
 def _decoder(model: Any) -> Any:

@@ -1,6 +1,7 @@
 """For every family of targets, drafts give the tokens of plain decoding, or are refused by name.
 
-It tries every causal LM of transformers, in miniature:
+It tries every causal LM of transformers, and the text part of every model that also reads images or
+sound, in miniature:
 python -m tests.test_targets > docs/targets.md
 """
 
@@ -18,7 +19,10 @@ import torch
 import transformers
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import ChainConfig, DynamicConfig
@@ -46,8 +50,17 @@ FAST = {
     **dict.fromkeys(("deepseek_v3", "phi3"), "tree"),
     **dict.fromkeys(("mpt", "gpt_neo"), "chain"),
     **dict.fromkeys(("qwen3_next", "rwkv"), "trained"),
-    "bert": "refused",
+    **dict.fromkeys(("aya_vision", "qwen2_5_vl"), "tree"),
+    **dict.fromkeys(("bert", "blip"), "refused"),
 }
+MULTIMODAL = [
+    name
+    for name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+]
+# Families whose positions turn by time, height and width; their configurations leave it out.
+MROPE = """glm46v glm4v glm4v_moe glm_ocr glmga paddleocr_vl qwen2_5_vl qwen2_vl
+qwen2_5_omni_thinker qwen3_omni_moe_thinker""".split()
 ALL_STATES = ("falcon", "gpt_neo", "mpt", "rwkv")  # they take no list of the states to keep
 
 
@@ -57,7 +70,7 @@ def test_a_family_decodes_as_it_does_alone_or_is_refused_by_name(name: str) -> N
     assert result.word == FAST[name] and (result.word == "tree" or name in result.why), result
 
 
-@pytest.mark.parametrize("name", sorted({*FAST} - {"bert"}))
+@pytest.mark.parametrize("name", sorted({*FAST} - {"bert", "blip"}))
 def test_states_of_right_padded_rows_need_no_mask_and_only_the_taps_are_kept(name: str) -> None:
     target = Target(small(name), TargetConfig(path=name))
     counts: list[int] = []  # of the states that a forward gives
@@ -78,8 +91,9 @@ def test_states_of_right_padded_rows_need_no_mask_and_only_the_taps_are_kept(nam
 
 @pytest.mark.slow
 def test_no_family_is_wrong_and_none_ends_in_a_traceback() -> None:
-    names = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
-    assert "WRONG" not in table(names) and sum(outcome(name).word == "tree" for name in names) >= 80
+    names = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MULTIMODAL]
+    assert "WRONG" not in page()
+    assert sum(outcome(name).word == "tree" for name in names) >= 130
 
 
 def test_a_hybrid_target_trains_and_exports_a_head_and_says_that_it_does_not_decode(
@@ -224,7 +238,15 @@ class Outcome:
 
 
 def small(name: str) -> Any:
-    return small_model(CONFIG_MAPPING[name](), **(PHI3 if name == "phi3" else {}))
+    config = CONFIG_MAPPING[name]()
+    if name in MROPE:
+        text_config = config.get_text_config()
+        text_config.rope_parameters = {
+            **(text_config.rope_parameters or {}),
+            "mrope_section": [16, 24, 24],
+        }
+        config.vision_start_token_id = 5
+    return small_model(config, **(PHI3 if name == "phi3" else {}))
 
 
 @cache
@@ -277,18 +299,27 @@ def _outcome(model: Any, name: str) -> Outcome:
     return Outcome("trained", refusals[-1])
 
 
+def page() -> str:
+    """docs/targets.md."""
+    return (
+        f"# Targets\n\nWritten by `python -m tests.test_targets` with transformers "
+        f"{transformers.__version__}: every architecture of\n"
+        "`AutoModelForCausalLM`, in miniature with random weights in float32.\n"
+        f"{table([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])}\n"
+        "# Text parts of models that also read images or sound\n\n"
+        "The other architectures of `AutoModelForMultimodalLM`, tried on text in the same way.\n"
+        f"{table(MULTIMODAL)}"
+    )
+
+
 def table(names: list[str]) -> str:
-    """The page docs/targets.md for these families."""
+    """What holds for these families, in sections."""
     reasons = defaultdict[str, dict[str, str]](dict)  # word -> family -> why
     for name in names:
         result = outcome(name)
         why = re.split(r"; decoding would|[;:] heads can", result.why.removeprefix(f"{name}: "))
-        reasons[result.word][name] = why[0]
-    text = (
-        f"# Targets\n\nWritten by `python -m tests.test_targets` with transformers "
-        f"{transformers.__version__}: every architecture of\n"
-        "`AutoModelForCausalLM`, in miniature with random weights in float32.\n"
-    )
+        reasons[result.word][name] = " ".join(why[0].split())
+    text = ""
     for word in (word for word in WORDS if reasons[word]):
         text += f"\n## {len(reasons[word])} {WORDS[word]}\n\n"
         if any(reasons[word].values()):
@@ -300,4 +331,4 @@ def table(names: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    print(table(sys.argv[1:] or [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]), end="")
+    print(table(sys.argv[1:]) if sys.argv[1:] else page(), end="")
