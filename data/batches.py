@@ -16,6 +16,7 @@ from aerie.data.chat import TokenRow
 from aerie.data.feature_cache import CachedRow, decode
 from aerie.data.inputs import hashed_number
 from aerie.data.progress import run_ahead
+from aerie.data.served_states import ServedRows
 from aerie.model.miniature import SHORT, lengths_to_check
 from aerie.model.target import Target, TargetOutput, family
 
@@ -218,12 +219,28 @@ class Order:
         return shuffled
 
 
-def prefetched(make: Callable[[int], Prefetched], numbers: Iterable[int]) -> Iterator[Prefetched]:
-    """Yields make(number) for each number; two threads work ahead."""
+def prefetched(
+    make: Callable[[int], Prefetched], numbers: Iterable[int], threads: int
+) -> Iterator[Prefetched]:
+    """Yields make(number) for each number; so many threads work ahead."""
     # Rebuilds torch's pool after a fork; two threads cannot do it at once.
     torch.set_num_threads(torch.get_num_threads())
-    with ThreadPoolExecutor(max_workers=2, thread_name_prefix="batches") as pool:
-        yield from run_ahead(pool, make, numbers, 3)
+    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="batches") as pool:
+        yield from run_ahead(pool, make, numbers, threads + 1)
+
+
+def rows_at(rows: Sequence[BatchRow], positions: Sequence[int]) -> Sequence[BatchRow]:
+    """Several rows; those of servers are asked for at once."""
+    if isinstance(rows, ServedRows):
+        return rows.at(positions)
+    return [rows[position] for position in positions]
+
+
+def threads_for(rows: Sequence[BatchRow], rows_per_step: int) -> int:
+    """How many threads read steps ahead: enough to keep servers busy."""
+    if isinstance(rows, ServedRows):
+        return 1 + -(-rows.source.workers // rows_per_step)
+    return 2
 
 
 def group_by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:

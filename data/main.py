@@ -372,7 +372,8 @@ def _processes(recipe: Recipe) -> Any:
             f"WORLD_SIZE: {world_size} processes were asked for and {state.num_processes} answer; "
             "on a CPU use configs/accelerate/zero1.yaml or torchrun"
         )
-    if recipe.target.device_map is not None and state.num_processes > 1:
+    is_local = recipe.features.server is None
+    if is_local and recipe.target.device_map is not None and state.num_processes > 1:
         raise UserError(
             f"target.device_map: {recipe.target.device_map} takes all GPUs; start one process"
         )

@@ -32,6 +32,7 @@ from aerie.configs.schema.data import StateServersConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data.chat import TokenRow
 from aerie.data.connector import CONNECTOR
+from aerie.data.feature_cache import CachedRow
 from aerie.data.progress import run_ahead
 from aerie.model.storage import Lock, digest, explained, first_line
 from aerie.model.target import (
@@ -329,12 +330,12 @@ class ServedStates:
         self.seconds = 0.0  # of forwards in this process
         self._choosing = threading.Lock()
         self._closing = threading.Event()
-        self.folder = StatesFolder(Path(config.states), run)
-        workers = config.concurrency * len(self.servers)
-        self.pool = ThreadPoolExecutor(workers, thread_name_prefix="states")
-        self.most_ahead = 2 * workers  # so that a slow row leaves no worker idle
+        self.run = run
+        self.workers = config.concurrency * len(self.servers)
+        self.pool = ThreadPoolExecutor(self.workers, thread_name_prefix="states")
 
     def __enter__(self) -> "ServedStates":
+        self.folder = StatesFolder(Path(self.config.states), self.run)
         try:
             self._check_all()
         except BaseException:
@@ -372,7 +373,8 @@ class ServedStates:
 
     def states(self, batches: Iterable[Sequence[TokenRow]]) -> Iterator[Tensor]:
         """States [N, S * D] of each batch's tokens: last_hidden, then the taps."""
-        return run_ahead(self.pool, self._of_batch, batches, self.most_ahead)
+        # Twice as many as workers: a slow row leaves none idle.
+        return run_ahead(self.pool, self._of_batch, batches, 2 * self.workers)
 
     def _of_batch(self, rows: Sequence[TokenRow]) -> Tensor:
         return torch.cat([self.of_row(row.input_ids) for row in rows])
@@ -588,3 +590,40 @@ class ServedStates:
                     f"{int(logits.argmax())} of its last state: another model"
                 )
         return None
+
+
+# --- rows for online training -------------------------------------------------------------------
+
+
+class ServedRows(Sequence[CachedRow]):
+    """Rows whose states come from servers whenever they are read."""
+
+    def __init__(self, rows: Sequence[TokenRow], source: ServedStates, dtype: torch.dtype) -> None:
+        """dtype: of the states that training reads."""
+        self.rows = rows
+        self.source = source
+        self.dtype = dtype
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, position: Any) -> Any:
+        if isinstance(position, slice):
+            return ServedRows(self.rows[position], self.source, self.dtype)
+        return self.at([position])[0]
+
+    def at(self, positions: Sequence[int]) -> list[CachedRow]:
+        """Several rows, which are all asked for at once."""
+        rows = [self.rows[position] for position in positions]
+        states = self.source.states([row] for row in rows)
+        return [self._cached(*pair) for pair in zip(rows, states, strict=True)]
+
+    def _cached(self, row: TokenRow, states: Tensor) -> CachedRow:
+        states = states.to(self.dtype)  # [T, S * D]
+        last_hidden, taps = states.tensor_split([self.source.hidden_size], dim=-1)
+        return CachedRow(
+            input_ids=torch.tensor(row.input_ids),
+            turn_ids=torch.tensor(row.turn_ids, dtype=torch.int32),
+            last_hidden=last_hidden,
+            taps=taps if self.source.after_blocks else None,
+        )

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from aerie.data.feature_cache import FeatureCache, rows_digest
 from aerie.data.features import check_rows, within_context
 from aerie.data.inputs import FEATURES_COMMAND
 from aerie.data.rendering import facts_of, recipe_tokenizer
+from aerie.data.served_states import ServedRows, ServedStates
 from aerie.model import target as targets
 from aerie.model.checkpoint import new_head, position_warnings, rope_notes, save_head
 from aerie.model.heads import DRAFT_MODELS, HEADS
@@ -27,7 +29,14 @@ from aerie.model.target import VocabWeights
 from aerie.train import lm
 from aerie.train.objectives import Objective
 from aerie.train.processes import local_device, world_size
-from aerie.train.resume import needs_target, reads_cache, reads_online, runs_target, state_name
+from aerie.train.resume import (
+    needs_target,
+    reads_cache,
+    reads_online,
+    reads_servers,
+    runs_target,
+    state_name,
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,7 @@ class Job:
     target: targets.Target | None = None  # if its blocks are loaded, too
     trunk: Any = None  # in a plan: the target's model without weights, if training would load it
     overwrite: bool = False
+    servers: ServedStates | None = None  # that give the rows' states; to be entered
 
     def order(self, world: int) -> tuple[Order, int]:
         """The rows of each optimiser step, and the number of steps."""
@@ -90,6 +100,9 @@ def build_job(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = Fal
     source = _read_target(recipe, is_plan)
     rows = _read_cache(recipe, source) if reads_cache(recipe) else _tokenise_rows(recipe, source)
     features = _online_features(recipe, source)
+    servers = None
+    if reads_servers(recipe) and not is_plan:
+        rows, servers = _serve_rows(recipe, source, rows)
     build = _build_head if recipe.head.kind in HEADS else _build_draft_lm
     objective, save = build(recipe, source, rows)
     return Job(
@@ -104,6 +117,7 @@ def build_job(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = Fal
         target=source.model,
         trunk=targets.skeleton(recipe.target) if is_plan and runs_target(recipe) else None,
         overwrite=overwrite,
+        servers=servers,
     )
 
 
@@ -199,6 +213,17 @@ def _online_features(recipe: Recipe, source: Source) -> Callable[[Batch], Batch]
     check_padding(model)
     dtype = getattr(torch, recipe.features.dtype or "", model.dtype)
     return partial(with_states, model, source.taps, dtype)
+
+
+def _serve_rows(recipe: Recipe, source: Source, rows: Rows) -> tuple[Rows, ServedStates]:
+    """The rows with states from servers, and these."""
+    config: Any = recipe.features.server
+    splits: Any = (rows.train, rows.held_out)
+    run = recipe.root / "state" / state_name(recipe)
+    servers = ServedStates(config, recipe.target, source.taps, [*chain(*splits)], run)
+    dtype = getattr(torch, recipe.features.dtype or "", servers.shell.dtype)
+    train, held_out = (ServedRows(split, servers, dtype) for split in splits)
+    return replace(rows, train=train, held_out=held_out), servers
 
 
 Trained = tuple[Objective, Callable[..., None]]  # what is trained, and what saves it

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.heads import MuonSection, TrainConfig
-from aerie.data.batches import Batch, BatchRow, collate, prefetched
+from aerie.data.batches import Batch, BatchRow, collate, prefetched, rows_at, threads_for
 from aerie.data.progress import start_progress
 from aerie.model.storage import Lock, explained, remove_tree, write_text
 from aerie.train import processes, resume
@@ -223,7 +224,9 @@ class Loop:
                 self.say = progress_bar.write
             # The prefetching threads work ahead, so `waited` is time in which they were too slow.
             began = time.monotonic()
-            for step, (batches, error) in zip(steps, prefetched(self._read, steps), strict=True):
+            threads = threads_for(job.rows.train, self.order.rows_per_step // self.world)
+            read_ahead = prefetched(self._read, steps, threads)
+            for step, (batches, error) in zip(steps, read_ahead, strict=True):
                 waited = time.monotonic() - began
                 # -------------------------------------------------------------------
                 # Before the step: all processes agree on its divisors and whether to go on.
@@ -301,10 +304,12 @@ class Loop:
         # An error is returned, not raised: first every process has to know of it.
         batches = []
         try:
-            for numbers in self.order.parts(step, self.rank):
-                rows = [self.job.rows.train[number] for number in numbers]
+            parts = self.order.parts(step, self.rank)
+            rows = iter(rows_at(self.job.rows.train, [*chain.from_iterable(parts)]))
+            for numbers in parts:
+                of_part = [*islice(rows, len(numbers))]
                 # EAGLE-3's unroll alone keeps packed conversations apart.
-                batch = collate(rows, numbers, getattr(self.config, "packing", False))
+                batch = collate(of_part, numbers, getattr(self.config, "packing", False))
                 batch = self.job.objective.prepare(batch, self.order.epoch_of(step))
                 batches.append(batch.pinned() if self.device.type == "cuda" else batch)
             return batches, None
@@ -465,7 +470,7 @@ class Loop:
             for first in range(0, len(numbers), self.config.batch_size):
                 part = numbers[first : first + self.config.batch_size]
                 with torch.no_grad():
-                    batch = self._load(collate([rows[number] for number in part], part))
+                    batch = self._load(collate(rows_at(rows, part), part))
                     add_sums(sums, self.twin.measure(batch))
         except UserError as raised:
             error = raised

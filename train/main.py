@@ -101,7 +101,6 @@ def _train(
     import torch
 
     from aerie.train import jobs, processes
-    from aerie.train.loop import Loop
 
     processes.be_quiet()
     if recipe.threads is not None:
@@ -109,6 +108,16 @@ def _train(
     # Before the Accelerator: under ZeRO-3, whatever is loaded later is sharded.
     job = jobs.build_job(recipe, stage.output, overwrite)
     measure = tau_measure(recipe, job) if getattr(recipe.train, "measure_prompts", 0) else None
+    with job.servers or nullcontext():
+        return _run_loop(recipe, stage, job, measure, stop)
+
+
+def _run_loop(
+    recipe: Recipe, stage: Stage, job: "Job", measure: "Measure | None", stop: resume.StopRequest
+) -> tuple[str, int]:
+    from aerie.train import processes
+    from aerie.train.loop import Loop
+
     accelerator = processes.build_accelerator(recipe.train, recipe.root / "trackers" / job.kind)
     is_first = accelerator.is_main_process
     # One process holds the lock for all: the others would find it taken.
@@ -213,10 +222,10 @@ def _held_out_prompts(recipe: Recipe, job: "Job") -> list[list[int]]:
     room = min(context, positions) - settings.measure_new_tokens
     prompts: list[list[int]] = []
     # A prompt is all that stands before a conversation's first answer.
-    for row in job.rows.held_out:
-        first = int(torch.as_tensor(row.turn_ids).nonzero()[0])
+    for input_ids, turn_ids in job.rows.held_out_tokens():
+        first = int(torch.as_tensor(turn_ids).nonzero()[0])
         if 0 < first <= room and len(prompts) < settings.measure_prompts:
-            prompts.append(torch.as_tensor(row.input_ids[:first]).tolist())
+            prompts.append(torch.as_tensor(input_ids[:first]).tolist())
     if not prompts:
         raise UserError(
             f"train.measure_prompts: no held-out conversation opens with at most {room:,} tokens; "

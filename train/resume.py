@@ -45,7 +45,13 @@ def reads_cache(recipe: Recipe) -> bool:
 
 def reads_online(recipe: Recipe) -> bool:
     """Whether each step runs the target for its features."""
-    return needs_target(recipe) and not reads_cache(recipe)
+    is_local = recipe.features.server is None
+    return needs_target(recipe) and not reads_cache(recipe) and is_local
+
+
+def reads_servers(recipe: Recipe) -> bool:
+    """Whether servers give each step its features."""
+    return needs_target(recipe) and not reads_cache(recipe) and not reads_online(recipe)
 
 
 def runs_target(recipe: Recipe) -> bool:

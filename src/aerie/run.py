@@ -225,7 +225,8 @@ def _stop_with_parent() -> None:
 
 def _number_of_processes(stage: str, processes: int | None, recipe: Recipe) -> int | None:
     """One, if the stage spreads its target over all GPUs; otherwise what was asked for."""
-    loads_target = stage == "features" or resume.runs_target(recipe)
+    makes_features = stage == "features" and recipe.features.server is None
+    loads_target = makes_features or resume.runs_target(recipe)
     return 1 if recipe.target.device_map is not None and loads_target else processes
 
 

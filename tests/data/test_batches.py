@@ -86,7 +86,7 @@ def test_prefetched() -> None:
             both.wait(timeout=60)  # two run at once
         return number
 
-    seen = [(number, len(made)) for number in prefetched(make, range(9))]
+    seen = [(number, len(made)) for number in prefetched(make, range(9), 2)]
     assert [number for number, _ in seen] == [*range(9)] and all(
         count <= number + 3 for number, count in seen
     )
