@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import get_context
@@ -16,7 +17,10 @@ from typing import Any
 
 import pytest
 
+from aerie.configs.schema.heads import TargetConfig
+from aerie.model.target import Target
 from tests import tiny
+from tests.data.state_server import StateStandIn
 from tests.train.test_main import write_recipe
 
 PROMPTS, STEPS = 7, 72
@@ -35,18 +39,15 @@ RECORDS = (
     "recipe.yaml",
     "reference.json",
 )  # not compared: they name the run, or contain times
-SOAK = {"features": 17, "train": 17, "bench": 16}
+# Kills of each stage; of the served ones the states come from a server, online for the training.
+SOAK = {"features": 17, "train": 17, "bench": 16, "served features": 10, "served train": 10}
 SCRIPTS = {"features": "data", "train": "train", "bench": "infer"}
 OUTPUTS = {
     "features": ("features",),
     "train": ("heads/eagle1", "metrics.jsonl"),
     "bench": ("bench",),
 }
-BEFORE = {
-    "features": (),
-    "train": ("features",),
-    "bench": ("heads",),
-}  # stages that a run needs before it
+BEFORE = {"train": ("features",), "bench": ("heads",)}  # what a run needs before a stage
 CHANGES = (
     "open",
     "os.rename",
@@ -95,9 +96,18 @@ class World:
     """Starts one stage again and again, and compares with the undisturbed run."""
 
     root: Path
-    stage: str
+    name: str
+    words: tuple[str, ...] = ()  # of the command, beside the usual ones
     seconds: float = 0.0  # of an undisturbed start
     changes: int = 0  # to files below the run, of an undisturbed start
+
+    @property
+    def stage(self) -> str:
+        return self.name.split()[-1]
+
+    @property
+    def undisturbed(self) -> Path:
+        return self.root / ("undisturbed served" if self.words else "undisturbed")
 
     def start(self, run: Path, seconds: float = 600.0, fatal: int | None = None) -> int | None:
         """Exit code of one start; -9 if it was killed, after `seconds` or just before change number
@@ -109,6 +119,7 @@ class World:
             str(self.root / "recipe.yaml"),
             "--run",
             str(run),
+            *self.words,
         ]
         child = WARM.Process(target=become, args=(words, str(run), fatal))
         child.start()
@@ -119,8 +130,8 @@ class World:
 
     def fresh(self, run: Path) -> Path:
         run.mkdir()
-        for name in BEFORE[self.stage]:
-            shutil.copytree(self.root / "undisturbed" / name, run / name)
+        for name in BEFORE.get(self.name, ()):
+            shutil.copytree(self.undisturbed / name, run / name)
         return run
 
     def differences(self, run: Path, code: int | None = 0) -> list[str]:
@@ -130,7 +141,7 @@ class World:
             return [log_of(run).read_text(errors="replace")[-2000:]]
         # Of the stages, training alone leaves saves.
         wrong = [str(path) for path in (run / "state").glob("*/step-*")]
-        undisturbed = self.root / "undisturbed"
+        undisturbed = self.undisturbed
         for output in OUTPUTS[self.stage]:
             old = content_of(undisturbed / output, undisturbed)
             new = content_of(run / output, run)
@@ -195,18 +206,25 @@ def prepare(root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, World]]:
     root = tmp_path_factory.mktemp("kills")
     prepare(root)
-    made = {stage: World(root, stage) for stage in SOAK}
-    for world in made.values():
-        began = time.monotonic()
-        code = world.start(root / "undisturbed")
-        log = log_of(root / "undisturbed").read_text(errors="replace")
-        assert code == 0, log[-2000:]
-        world.seconds = time.monotonic() - began
-        world.changes = int(log.split()[-1])  # `become` prints it last
-    return made
+    target = Target.load(TargetConfig(str(root / "target")))
+    states = root / "states"
+    with StateStandIn(target.model, (target.num_blocks,), states) as server:
+        served = [f"--features.server.urls=[{server.url}]", f"--features.server.states={states}"]
+        made = {name: World(root, name) for name in SOAK}
+        made["served features"].words = tuple(served)
+        made["served train"].words = (*served, "--features.mode=online")
+        for world in made.values():
+            began = time.monotonic()
+            code = world.start(world.undisturbed)
+            log = log_of(world.undisturbed).read_text(errors="replace")
+            assert code == 0, log[-2000:]
+            world.seconds = time.monotonic() - began
+            world.changes = int(log.split()[-1])  # `become` prints it last
+        yield made
+        assert [*states.iterdir()] == []  # each start removes what a killed one left
 
 
 @pytest.mark.slow
@@ -229,7 +247,7 @@ def test_killed_stage(name: str, worlds: dict[str, World], tmp_path: Path) -> No
 def test_random_moments(name: str, worlds: dict[str, World], tmp_path: Path) -> None:
     """Kills at random moments leave no trace."""
     world, chance, kills, runs = worlds[name], random.Random(f"soak {name}"), 0, 0
-    whole = f"{OUTPUTS[name][0]}/provenance.json"  # marks the end of the stage
+    whole = f"{OUTPUTS[world.stage][0]}/provenance.json"  # marks the end of the stage
     while kills < SOAK[name]:
         run, runs = world.fresh(tmp_path / str(runs)), runs + 1
         code: int | None = -9
