@@ -108,6 +108,7 @@ def inspect_head(
         "training": {
             name: facts[name] for name in SCORES if isinstance(facts.get(name), int | float)
         },
+        "template_arguments": facts.get("template_arguments") or {},
         "made_for": facts.get("made_for"),
         "servers": _judge_servers(content, target),
         "method": content.method,
@@ -233,6 +234,9 @@ def serve_command(head: dict[str, Any], server: str, target: str | None, draft: 
         return ""
     # servers turn float32 into a narrower dtype: some greedy answers would change
     words += ["--dtype", "float32"] if head["target"]["dtype"] == "float32" else []
+    arguments = head["template_arguments"]
+    if arguments and server == "vLLM":  # a request to SGLang gives them itself
+        words += ["--default-chat-template-kwargs", json.dumps(arguments)]
     return shlex.join(words)
 
 

@@ -209,7 +209,7 @@ def test_commands(tmp_path: Path, make: Any, words: tuple[str, int]) -> None:
     """A printed command has vLLM's method, the head's own number of drafts and a wide target's
     dtype."""
     head, out, target = make(), tmp_path / "out", target_facts()
-    save_head(head, tmp_path / "head")
+    save_head(head, tmp_path / "head", template_arguments={"enable_thinking": False})
     export(tmp_path / "head", "vllm", out, target)
     speculative = {"model": str(out), "method": words[0], "num_speculative_tokens": words[1]}
     command = f"vllm serve {target.path} --speculative-config '{json.dumps(speculative)}'"
@@ -217,7 +217,8 @@ def test_commands(tmp_path: Path, make: Any, words: tuple[str, int]) -> None:
     recorded = inspect_head(out)  # an export knows its target's dtype
     assert recorded["target"]["dtype"] == "float32" and "--dtype float32" in screen(recorded)
     narrow = replace(target, vocab=replace(target.vocab, lm_head=target.vocab.lm_head.bfloat16()))
-    assert screen(inspect_head(out, narrow)).count(command) == 1
+    as_trained = "--default-chat-template-kwargs '{\"enable_thinking\": false}'"
+    assert f"{command} {as_trained}" in screen(inspect_head(out, narrow))
     assert "--dtype" not in screen(inspect_head(out, narrow))
 
 
