@@ -352,8 +352,9 @@ def compare(arguments: Namespace, unknown: list[str]) -> int:
 def verify(arguments: Namespace, unknown: list[str]) -> int:
     """prove that methods are lossless; exit code 1 where one is not"""
     recipe = load(arguments, unknown) if arguments.config else None
-    if recipe is None and (arguments.target is None or unknown):
-        raise UserError("verify needs --config RECIPE, or --target without keys of a recipe")
+    pairs = pairs_of(unknown)
+    if recipe is None and not (arguments.target and all(map(is_of_template, pairs))):
+        raise UserError("verify needs --config RECIPE, or --target with no key but those of data")
     from aerie.data.rendering import fix_date
     from aerie.infer.decode.find_head import heads_by_kind, kind_at
     from aerie.infer.measure.lossless import run_verify
@@ -366,7 +367,9 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
         heads |= {kind_at(row.head): row.head for row in recipe.bench.rows if row.head is not None}
     section = recipe and (recipe.bench or recipe.calibrate)
     prompts = section.prompts if section else PromptsConfig()
-    render = fix_date(recipe, is_stage=False).data if recipe else RenderConfig()
+    render = _render_config(None, pairs)
+    if recipe:
+        render = fix_date(recipe, is_stage=False).data
     threads = recipe.threads if recipe else None
     return run_verify(arguments, target, heads, prompts, render, threads)
 
@@ -404,7 +407,7 @@ def _decode(
 ) -> int:
     """Answers the prompts (None: chats), as the command line or its recipe says."""
     pairs = pairs_of(unknown)
-    template_pairs = [pair for pair in pairs if pair.startswith("data.")]
+    template_pairs = [pair for pair in pairs if is_of_template(pair)]
     if arguments.config is not None:
         row_pairs = [pair for pair in pairs if pair.startswith(ROW_KEYS)]
         unread = ROW_KEYS if arguments.row else ROW_KEYS[1:]  # the recipe has a tree, a row's too
@@ -484,6 +487,10 @@ def _row_to_decode(arguments: Namespace, recipe: Recipe | None, pairs: list[str]
     if row.head is None and METHODS[row.method].heads:
         raise UserError(f"{row.method} needs a head; give --head")
     return fit_to_head(row, row.head, arguments.command)
+
+
+def is_of_template(pair: str) -> bool:
+    return pair.startswith("data.")
 
 
 def _render_config(head: str | None, pairs: Sequence[str]) -> RenderConfig:
