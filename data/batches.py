@@ -229,7 +229,7 @@ def prefetched(
         yield from run_ahead(pool, make, numbers, threads + 1)
 
 
-def rows_at(rows: Sequence[BatchRow], positions: Sequence[int]) -> Sequence[BatchRow]:
+def fetch_rows(rows: Sequence[BatchRow], positions: Sequence[int]) -> Sequence[BatchRow]:
     """Several rows; those of servers are asked for at once."""
     if isinstance(rows, ServedRows):
         return rows.at(positions)

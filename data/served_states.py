@@ -49,7 +49,10 @@ FITS_BYTES = 4 * 10**9  # of weights: a target up to this size is loaded for the
 CONNECT_S = 10.0
 AWAY_S = 30.0  # a server that failed is asked again after so long, or if no other answers
 LONGEST_PAUSE_S = 30.0
-BUSY = (408, 429)  # HTTP statuses after which the same request may succeed; and those from 500 on
+TEMPORARY = (
+    408,
+    429,
+)  # HTTP statuses after which the same request may succeed; and those from 500 on
 # How far states may be from our own: root mean square, relative to the state's.
 CLOSE = {torch.float64: 1e-3, torch.float32: 1e-3}
 CLOSE_IF_NARROW = 0.05
@@ -276,8 +279,8 @@ class StateServer:
             with suppress(ValueError):
                 return json.loads(text)
             raise ServerFault("its answer is no JSON")
-        said = f"HTTP {status}: {_message(text)}"
-        if status in BUSY or status >= 500:
+        said = f"HTTP {status}: {_error_text(text)}"
+        if status in TEMPORARY or status >= 500:
             raise ServerFault(said)
         raise UserError(f"{self.url}: {said}; check features.server.urls and OPENAI_API_KEY")
 
@@ -289,7 +292,7 @@ class StateServer:
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
 
-def _message(text: str) -> str:
+def _error_text(text: str) -> str:
     """The message of a server's error."""
     with suppress(ValueError, LookupError, TypeError):
         text = str(json.loads(text)["error"]["message"])

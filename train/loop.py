@@ -21,7 +21,7 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.heads import MuonSection, TrainConfig
-from aerie.data.batches import Batch, BatchRow, collate, prefetched, rows_at, threads_for
+from aerie.data.batches import Batch, BatchRow, collate, fetch_rows, prefetched, threads_for
 from aerie.data.progress import start_progress
 from aerie.model.storage import Lock, explained, remove_tree, write_text
 from aerie.train import processes, resume
@@ -305,7 +305,7 @@ class Loop:
         batches = []
         try:
             parts = self.order.parts(step, self.rank)
-            rows = iter(rows_at(self.job.rows.train, [*chain.from_iterable(parts)]))
+            rows = iter(fetch_rows(self.job.rows.train, [*chain.from_iterable(parts)]))
             for numbers in parts:
                 of_part = [*islice(rows, len(numbers))]
                 # EAGLE-3's unroll alone keeps packed conversations apart.
@@ -470,7 +470,7 @@ class Loop:
             for first in range(0, len(numbers), self.config.batch_size):
                 part = numbers[first : first + self.config.batch_size]
                 with torch.no_grad():
-                    batch = self._load(collate(rows_at(rows, part), part))
+                    batch = self._load(collate(fetch_rows(rows, part), part))
                     add_sums(sums, self.twin.measure(batch))
         except UserError as raised:
             error = raised
