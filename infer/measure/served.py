@@ -274,7 +274,8 @@ def compare_drafts(members: Group, chain: Group) -> dict[str, Any] | None:
     here = drafted((ours for _, ours in pairs), levels)
     differing = sum(record.target_forwards != ours.target_forwards for record, ours in pairs)
     position = None
-    if differing and served.accepted.any():
+    says_accepted = any(record.accepted for record, _ in pairs)
+    if differing and says_accepted:
         gaps = np.abs(np.subtract(served.shares, here.shares))
         is_other = gaps > len(pairs) / min(served.cycles, here.cycles)
         position = int(is_other.argmax()) + 1 if is_other.any() else None

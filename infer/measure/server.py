@@ -113,11 +113,12 @@ class Server:
         except ImportError as error:
             raise UserError(f"{location}: needs openai: pip install -e .[distill]") from error
         self.config = config
-        self.url = config.url.rstrip("/").removesuffix("/v1")
+        self.base_url = config.url.rstrip("/").removesuffix("/v1")
+        self.url = masked(self.base_url)  # as messages and files name it
         self.errors = openai.APIError
         timeout = openai.Timeout(config.timeout_s, connect=min(10.0, config.timeout_s))
         self.client = openai.OpenAI(
-            base_url=f"{self.url}/v1",
+            base_url=f"{self.base_url}/v1",
             api_key=os.environ.get("OPENAI_API_KEY") or "none",
             timeout=timeout,
             max_retries=RETRIES,
@@ -165,7 +166,7 @@ class Server:
             return None
 
     def _get(self, page: str, kind: Any) -> Any:
-        return self.client.with_options(base_url=self.url).get(f"/{page}", cast_to=kind)
+        return self.client.with_options(base_url=self.base_url).get(f"/{page}", cast_to=kind)
 
     # --- answers ---
 
