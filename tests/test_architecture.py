@@ -24,6 +24,8 @@ LADDER = {
 ROOF = sorted((ROOT / "src/aerie").glob("*.py"))  # the command; its modules import from everywhere
 SOURCES = ROOF + sorted(path for package in LADDER for path in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
+# vLLM's Python runs these
+OF_VLLM = [ROOT / "data/connector/cpu_states.py", ROOT / "tests/served/engine.py"]
 ENTRIES = ("main", "__main__", "__init__")
 MAX_SINGLE_IMPORTERS = 14
 distributions = cache(packages_distributions)  # by top-level module
@@ -79,6 +81,12 @@ def test_imports_go_down_the_ladder(path: Path) -> None:
     assert [*forbidden(path)] == []
 
 
+@pytest.mark.parametrize("path", OF_VLLM, ids=dotted)
+def test_what_vllm_runs_imports_torch_and_vllm_alone(path: Path) -> None:
+    names = {name.split(".")[0] for name in imported(path)}
+    assert names - set(sys.stdlib_module_names) <= {"torch", "vllm"}
+
+
 def test_modules_are_shared_and_import_in_no_circle() -> None:
     """A module with one importer belongs in that importer; the commands' modules may have none."""
     modules = {dotted(path): path for path in SOURCES}
@@ -99,8 +107,8 @@ def test_a_file_has_a_name_of_its_own() -> None:
 @pytest.mark.parametrize(("paths", "extras"), [(SOURCES, ""), (TESTS, "dev")], ids=["src", "tests"])
 def test_every_third_party_import_is_declared(paths: list[Path], extras: str) -> None:
     known = declared("report", "distill", *extras.split())
-    names = {name.split(".")[0] for path in paths for name in imported(path)}
-    names -= {"vllm"}  # of the connector, which a server imports in an environment of its own
+    ours = [path for path in paths if path not in OF_VLLM]
+    names = {name.split(".")[0] for path in ours for name in imported(path)}
     undeclared = []
     for name in names - {"aerie", "tests"} - set(sys.stdlib_module_names):
         providers = distributions().get(name, [name])

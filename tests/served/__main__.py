@@ -1,0 +1,207 @@
+"""Exports heads of every kind and compares what vLLM drafts with them to what is drafted here.
+
+`python -m tests.served` writes the table of docs/served.md; `make served` compares it.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any, NamedTuple
+
+from aerie.configs.errors import UserError
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.model.export import export
+from aerie.model.formats.content import TargetFacts
+from aerie.model.inspection import inspect_head, serve_command
+from tests import tiny
+from tests.served.rows import OTHER, REFUSED, ROWS, SAME, STOPS, Row
+from tests.served.training import HEAD_STEPS, make_corpus, train_head, train_target
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/served.md"
+MARKERS = ("<!-- heads -->\n", "<!-- /heads -->\n")
+PYTHON = ROOT / ".venv-served/bin/python"
+PROMPTS = 24
+AT_ONCE = 8  # requests
+NEW_TOKENS = 48
+CHAIN = 5  # drafted tokens, where no head has a number of its own
+CHAINS = {  # by kind of head: the method that drafts a chain
+    "eagle1": "eagle-chain",
+    "eagle3": "eagle-chain",
+    "block": "block-chain",
+    "medusa": "medusa",
+    "draft_lm": "sps",
+    "": "pld",
+}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engines one after another, in one process
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class Answers(NamedTuple):
+    ids: list[list[int]]  # new tokens of each prompt
+    cycles: int  # that verified a draft
+
+
+class Ready(NamedTuple):
+    """An export that vLLM is given, and what its head drafts here."""
+
+    layout: str
+    speculative: dict[str, Any]  # vLLM's configuration
+    ours: Answers
+
+
+class Outcome(NamedTuple):
+    row: Row
+    layout: str
+    method: str  # vLLM's
+    state: str  # SAME, OTHER, STOPS or REFUSED
+    note: str  # the numbers of cycles, or why not
+
+
+# --- here ---------------------------------------------------------------------------------------
+
+
+class Workshop:
+    """Trains heads for one target, exports them, and decodes with them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.tokenizer = tiny.tokenizer()
+        self.corpus = make_corpus(self.tokenizer, PROMPTS)
+        self.target = train_target(directory / "target", self.tokenizer, self.corpus.batches)
+        self.facts = TargetFacts.load(str(directory / "target"), "me/target")
+        self._heads: dict[Any, Path] = {}  # by `Row.trained`
+
+    def make(self, row: Row) -> Ready:
+        """UserError if the export is refused."""
+        if not row.kind:
+            speculative = {**(row.speculative or {}), "num_speculative_tokens": CHAIN}
+            return Ready("-", speculative, self._decode(row, None, CHAIN))
+        head = self._head(row)
+        if row.kind == "draft_lm":  # vLLM loads it as it is
+            speculative = {"model": str(head), "method": "draft_model"}
+            speculative["num_speculative_tokens"] = CHAIN
+            return Ready("its own", speculative, self._decode(row, head, CHAIN))
+        output = self.directory / f"export{len(list(self.directory.iterdir()))}"
+        export(head, row.to, output, self.facts, pickled=row.pickled)
+        described = inspect_head(output, self.facts)
+        command = serve_command(described, "vLLM", "me/target", str(output))  # as it is printed
+        words = shlex.split(command)
+        speculative = json.loads(words[words.index("--speculative-config") + 1])
+        drafts = speculative["num_speculative_tokens"]
+        return Ready(described["layout"], speculative, self._decode(row, head, drafts))
+
+    def _head(self, row: Row) -> Path:
+        if row.trained not in self._heads:
+            directory = self.directory / f"head{len(self._heads)}"
+            steps = 0 if row.expected == REFUSED else HEAD_STEPS
+            batches = self.corpus.batches
+            train_head(row, self.target, self.tokenizer, batches, steps, directory)
+            self._heads[row.trained] = directory
+        return self._heads[row.trained]
+
+    def _decode(self, row: Row, head: Path | None, drafts: int) -> Answers:
+        """The answers, with chains of this length."""
+        tree = {"shape": "chain", "levels": drafts} if head else None
+        decoder = SpeculativeDecoder.from_pretrained(
+            self.target, head, method=CHAINS[row.kind], tree=tree, tokenizer=self.tokenizer
+        )
+        answers = []
+        cycles = 0
+        for prompt in self.corpus.prompts:
+            answer = decoder.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
+            answers.append(answer.new_ids)
+            cycles += answer.statistics.target_forwards
+        return Answers(answers, cycles)
+
+
+# --- vLLM ---------------------------------------------------------------------------------------
+
+
+class Engine:
+    """A process of vLLM that drafts with one configuration after another."""
+
+    def __init__(self, directory: Path) -> None:
+        self.results = directory / "results.jsonl"
+        self.log = directory / "vllm.log"
+        environment = {**os.environ, **ENVIRONMENT, "VLLM_CACHE_ROOT": str(directory / "cache")}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # imports would take 20 s each time
+        script = Path(__file__).with_name("engine.py")
+        command = [PYTHON, script, directory / "target", directory / "job.json", self.results]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, env=environment, text=True, stdin=PIPE, stdout=log, stderr=log
+            )
+
+    def give(self, speculative: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        print(json.dumps(speculative), file=self.process.stdin, flush=True)
+
+    def finish(self) -> list[dict[str, Any]]:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        if self.process.wait():
+            end = self.log.read_text(errors="replace")[-3000:]
+            raise RuntimeError(f"vLLM ended with {self.process.returncode}:\n{end}")
+        return tiny.read_rows(self.results)
+
+
+# --- both ---------------------------------------------------------------------------------------
+
+
+def run(directory: Path) -> list[Outcome]:
+    """What became of each row; vLLM works while the next heads are trained."""
+    engine = Engine(directory)
+    workshop = Workshop(directory)
+    job = {"ids": workshop.corpus.prompts, "at_once": AT_ONCE, "max_new_tokens": NEW_TOKENS}
+    (directory / "job.json").write_text(json.dumps(job))
+    exports: list[Ready | UserError] = []
+    for row in ROWS:
+        try:
+            ready = workshop.make(row)
+        except UserError as error:
+            exports.append(error)
+            continue
+        engine.give(ready.speculative)
+        exports.append(ready)
+    results = iter(engine.finish())
+    outcomes = []
+    for row, ready_or_error in zip(ROWS, exports, strict=True):
+        if isinstance(ready_or_error, UserError):
+            outcomes.append(Outcome(row, "-", "-", REFUSED, str(ready_or_error)))
+        else:
+            outcomes.append(judge(row, ready_or_error, next(results)))
+        print(*outcomes[-1][1:], row.name, sep=" | ", flush=True)
+    return outcomes
+
+
+def judge(row: Row, ready: Ready, result: dict[str, Any]) -> Outcome:
+    """Compares vLLM's answers and cycles with ours; AssertionError if an answer differs."""
+    method = ready.speculative["method"]
+    if "error" in result:
+        return Outcome(row, ready.layout, method, STOPS, result["error"])
+    cycles = [ready.ours.cycles]
+    for how in ("alone", "together"):
+        assert result[how]["ids"] == ready.ours.ids, f"{row.name}: another answer, {how}"
+        cycles.append(result[how]["cycles"])
+    state = SAME if len(set(cycles)) == 1 else OTHER
+    numbers = " = ".join(map(str, cycles)) if state == SAME else ", ".join(map(str, cycles))
+    return Outcome(row, ready.layout, method, state, f"{numbers} cycles")
+
+
+if __name__ == "__main__":
+    import sys
+    import time
+
+    started = time.time()
+    run(Path(sys.argv[1]))
+    print(time.time() - started)
