@@ -44,6 +44,7 @@ from aerie.model.target import (
 )
 
 PROBE_TOKENS = 32  # of a row that is compared at the start
+PROBE_S = 60.0  # for its file: network file systems may show a new one so late
 PROBE_ROWS = 8  # whose next tokens are compared, where the target's blocks are not loaded here
 FITS_BYTES = 4 * 10**9  # of weights: a target up to this size is loaded for the comparison
 CONNECT_S = 10.0
@@ -120,6 +121,7 @@ def server_command(
     if not torch.cuda.is_available() if is_cpu is None else is_cpu:
         transfer |= {"kv_connector": CONNECTOR.name, "kv_connector_module_path": CONNECTOR.module}
         environment = f"PYTHONPATH={shlex.quote(str(CONNECTOR.folder))} "
+    words += ["--disable-uvicorn-access-log"]  # a line for each row
     words += ["--speculative-config", json.dumps(speculative)]
     words += ["--kv-transfer-config", json.dumps(transfer)]
     return environment + shlex.join(words)
@@ -130,6 +132,10 @@ def server_command(
 
 class ServerFault(Exception):
     """A server did not give a row's states; another one, or a later try, may."""
+
+
+class NoFile(ServerFault):
+    """The file that a server has named is not in the folder."""
 
 
 class StatesFolder:
@@ -202,10 +208,7 @@ def _patiently(path: Path, deadline: float, is_closed: Callable[[], bool]) -> Pa
     pause = 0.001
     while not path.exists():
         if time.monotonic() > deadline or is_closed():
-            raise ServerFault(
-                f"{path} is not there: features.server.states must be the servers' "
-                "shared_storage_path"
-            )
+            raise NoFile(f"{path} is not there")
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
     return path
@@ -257,7 +260,10 @@ class StateServer:
         """The JSON of the server's answer."""
         parts = urlsplit(self.url)
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        connection = kind(parts.netloc, timeout=min(CONNECT_S, self.timeout_s))
+        try:
+            connection = kind(parts.netloc, timeout=min(CONNECT_S, self.timeout_s))
+        except HTTPException as error:  # a port that is no number
+            raise UserError(f"{self.url}: {error}; check features.server.urls") from error
         headers = {"Content-Type": "application/json"}
         if os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
@@ -446,7 +452,7 @@ class ServedStates:
 
     def _ask(self, server: StateServer, model: str, input_ids: Sequence[int]) -> Reply:
         """A row's states from this server; ServerFault if they are not what its ids ask for."""
-        reply = self._raw(server, model, input_ids)
+        reply = self._raw(server, model, input_ids, self.config.timeout_s)
         shape = (len(input_ids), len(self.ids), self.hidden_size)
         states = reply.states
         if states.shape != shape or states.dtype != self.shell.dtype:
@@ -454,9 +460,11 @@ class ServedStates:
             raise ServerFault(f"it gave other states than before ({found})")
         return reply
 
-    def _raw(self, server: StateServer, model: str, input_ids: Sequence[int]) -> Reply:
-        """Whatever states this server gives for a row."""
-        deadline = time.monotonic() + self.config.timeout_s
+    def _raw(
+        self, server: StateServer, model: str, input_ids: Sequence[int], limit_s: float
+    ) -> Reply:
+        """Whatever states this server gives for a row; limit_s: for its file."""
+        deadline = time.monotonic() + limit_s
         body = {
             "model": model,
             "prompt": [*input_ids],
@@ -502,13 +510,16 @@ class ServedStates:
     def _check_all(self) -> None:
         """UserError for a wrong server, or if none answers; a warning for one that does not."""
         for attempts in itertools.count(1):
+            faults = list[tuple[StateServer, ServerFault]]()
             for server in self.servers:
-                if not server.model:
-                    try:
-                        self._check(server)
-                    except ServerFault as fault:
-                        self._leave(server, fault, attempts)
-            if any(server.model for server in self.servers):
+                try:
+                    self._check(server)
+                except ServerFault as fault:
+                    faults.append((server, fault))
+            one_answers = len(faults) < len(self.servers)
+            for server, failure in faults:
+                self._leave(server, failure, 0 if one_answers else attempts)
+            if one_answers:
                 return
             time.sleep(self._pause(attempts))
 
@@ -527,7 +538,14 @@ class ServedStates:
                     f"start it anew: {self.command()}"
                 )
             model = entry["id"]
-            replies = [self._raw(server, model, row) for row in self.expected.rows]
+            try:
+                rows = self.expected.rows
+                replies = [self._raw(server, model, row, PROBE_S) for row in rows]
+            except NoFile as fault:
+                raise UserError(
+                    f"{server.url}: {fault}; features.server.states must name the folder to which "
+                    "it writes (shared_storage_path) as this machine sees it"
+                ) from fault
             why = self._difference(replies)
             if why is not None:
                 raise UserError(f"{server.url}: {why}; start it anew: {self.command()}")

@@ -200,6 +200,25 @@ def test_another_server_at_the_same_address(target: Target, plan: CachePlan, sta
         tiny.refused("differ by .*another model", write, plan, target.recipe, server)
 
 
+def test_another_folder(
+    target: Target, plan: CachePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder to which the server does not write is refused."""
+    monkeypatch.setattr(served_states, "PROBE_S", 0.1)
+    with StateStandIn(target.model, IDS, tmp_path / "theirs") as server:
+        config = StateServersConfig((server.url,), str(tmp_path / "ours"))
+        source = ServedStates(config, target.recipe, TAPS, ROWS, plan.directory)
+        tiny.refused("is not there; features.server.states must name", source.__enter__)
+
+
+def test_one_of_two_answers(target: Target, plan: CachePlan, states: Path) -> None:
+    """A server that is not there at the start is done without."""
+    away = StateStandIn(target.model, IDS, states)
+    away.server_close()
+    with StateStandIn(target.model, IDS, states) as server:
+        assert write(plan, target.recipe, away, server, retries=0) is not None
+
+
 def test_nobody_answers(target: Target, plan: CachePlan, states: Path) -> None:
     """The line has the command that starts a server."""
     server = StateStandIn(target.model, IDS, states)
@@ -215,7 +234,7 @@ def test_the_command_of_a_server(target: Target, monkeypatch: pytest.MonkeyPatch
     words = shlex.split(server_command(narrow, TAPS, "/some states", 40, is_cpu=False))
     assert words[:6] == ["vllm", "serve", path, "--revision", "abc", "--trust-remote-code"]
     assert words[6:10] == ["--dtype", "bfloat16", "--max-model-len", "41"]
-    draft, transfer = json.loads(words[11]), json.loads(words[13])
+    draft, transfer = json.loads(words[12]), json.loads(words[14])
     assert draft["draft_model_config"]["hf_config"] == {
         "eagle_aux_hidden_state_layer_ids": [1, 3, 4]
     }
@@ -225,7 +244,7 @@ def test_the_command_of_a_server(target: Target, monkeypatch: pytest.MonkeyPatch
     # A row as long as the context cannot be asked for; the server keeps the model's own limit.
     command = server_command(target.recipe, TAPS, "/states", 256, is_cpu=True)
     assert command.startswith("PYTHONPATH=/") and "[0, 1, 3, 4]" in command
-    assert " --dtype float32 --speculative-config" in command and '"cpu_states"' in command
+    assert " --dtype float32 --disable" in command and '"cpu_states"' in command
 
 
 def test_a_shell_is_the_target(target: Target) -> None:
