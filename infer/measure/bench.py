@@ -35,7 +35,7 @@ from aerie.infer.measure.agreement import with_margin
 from aerie.infer.measure.bench_files import (
     RECORDS,
     REFERENCE,
-    SERVED,
+    SERVED_FILE,
     SUITE,
     Cell,
     Key,
@@ -88,7 +88,7 @@ def begin_bench(stage: Stage, overwrite: bool) -> None:
             changed = checked.differences if isinstance(checked, Foreign) else str(checked)
             fix = "choose another --run, or add --overwrite"
             raise UserError(f"{records}: answers another recipe ({changed}); {fix}")
-        for name in (storage.FILE, RECORDS, CYCLES, SUITE, SERVED):
+        for name in (storage.FILE, RECORDS, CYCLES, SUITE, SERVED_FILE):
             (stage.output / name).unlink(missing_ok=True)
     remove_temporaries(stage.output)
     Manifest(inputs=stage.inputs).write(stage.output, JOB)

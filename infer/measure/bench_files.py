@@ -18,7 +18,7 @@ Key = tuple[int, Sampling, PromptKey]
 RECORDS = "records.jsonl"
 SUITE = "suite.json"
 REFERENCE = "reference.json"
-SERVED = "served.json"
+SERVED_FILE = "served.json"
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class ServerFacts:
 
 
 @dataclass(frozen=True)
-class Load(Cell):
+class ServedLoad(Cell):
     """The answers of a served row, asked so many at once."""
 
     at_once: int
@@ -235,7 +235,7 @@ class Load(Cell):
 @dataclass(frozen=True)
 class ServedFile:
     servers: dict[int, ServerFacts]  # by row
-    loads: tuple[Load, ...] = ()
+    loads: tuple[ServedLoad, ...] = ()
 
 
 def line_of(record: Record) -> str:

@@ -6,7 +6,7 @@ Its drafts are compared with those of a chain of equal length that was decoded h
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from itertools import cycle, islice, permutations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,12 +20,12 @@ from aerie.data.distill.answer import Unanswered
 from aerie.infer.decode.sampling import Decoding
 from aerie.infer.measure import statistics
 from aerie.infer.measure.bench_files import (
-    SERVED,
+    SERVED_FILE,
     Cell,
-    Load,
     Milliseconds,
     Record,
     ServedFile,
+    ServedLoad,
     ServerFacts,
     read_as,
 )
@@ -67,7 +67,9 @@ def record_facts(answer: ServedAnswer, text: str) -> dict[str, Any]:
 
 def keep_facts(directory: Path, servers: Mapping[int, Server]) -> None:
     """Writes what the servers are; UserError if an earlier call of the bench asked others."""
-    path = directory / SERVED
+    if not servers:
+        return
+    path = directory / SERVED_FILE
     facts = {row: server.facts for row, server in servers.items()}
     kept = read_as(path, ServedFile) if path.is_file() else ServedFile(facts)
     for row, server in facts.items():
@@ -118,7 +120,7 @@ def measure_loads(
     seed: int,
 ) -> None:
     """Asks each row's prompts again, several at once, unless served.json has it."""
-    path = directory / SERVED
+    path = directory / SERVED_FILE
     for row, server in servers.items():
         answers = [record for record in records if record.row == row and record.status == "ok"]
         for sampling in dict.fromkeys(record.sampling for record in answers):
@@ -131,7 +133,7 @@ def measure_loads(
                     write_json(path, as_dict(replace(kept, loads=(*kept.loads, load))))
 
 
-def load_cell(load: Load) -> tuple[Cell, int]:
+def load_cell(load: ServedLoad) -> tuple[Cell, int]:
     return Cell(load.row, *load.sampling), load.at_once
 
 
@@ -143,7 +145,7 @@ def measure_load(
     records: Sequence[Record],
     decoding_of: Callable[[Record], Decoding],
     seed: int,
-) -> Load:
+) -> ServedLoad:
     """Wall-clock of the row's prompts, each at least once, prefill included."""
     asked = list(islice(cycle(answers), max(len(answers), 2 * at_once)))
 
@@ -166,7 +168,7 @@ def measure_load(
     for record, reply in zip(asked, replies, strict=True):
         if cell.temperature == 0 and reply is not None and reply.token_ids:
             same.append(reply.token_ids == vanilla.get(record.prompt_key))
-    return Load(
+    return ServedLoad(
         **asdict(cell),
         at_once=at_once,
         answers=len(asked),
@@ -212,16 +214,16 @@ def served_figures(members: Group, groups: Sequence[Group], file: ServedFile) ->
     at_once = []
     for load in file.loads:
         if (load.row, load.sampling) == (first.row, first.sampling):
-            at_once.append({**asdict(load), "tokens_per_s": load.tokens_per_s})
+            values = {**asdict(load), "tokens_per_s": load.tokens_per_s}
+            for part in fields(Cell):
+                del values[part.name]
+            at_once.append(values)
     return {
         **asdict(server),
         # before an answer is cut at its end, as the server itself says it
         "accepted_by_position": total.shares if tells else None,
         "mean_acceptance_length": 1 + sum(total.shares) if tells else None,
-        "at_once": [
-            {key: load[key] for key in load if key not in asdict(Cell(0, 0, 0, 0))}
-            for load in at_once
-        ],
+        "at_once": at_once,
         "chain": beside_chain(members, groups),
     }
 

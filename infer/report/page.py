@@ -110,7 +110,7 @@ def read_findings(bench: Path, calibration: Path, seed: int) -> Findings:
         suite = files.SuiteFile(tuple(files.Cell(r.row, *r.sampling) for r in records))
     main = {(cell.row, cell.sampling) for cell in suite.main}
     all_groups = statistics.group(records)
-    served = read_if_there(bench / files.SERVED, files.ServedFile)
+    served = read_if_there(bench / files.SERVED_FILE, files.ServedFile)
 
     def summary_row(members: statistics.Group, is_whole: bool = True) -> SummaryRow:
         row = statistics.summary_row(members, seed)

@@ -102,6 +102,7 @@ def test_records(
     """Every row answers every turn once, rows take turns, and a record says what it cost."""
     directory, records = measured
     written = read_records(directory / "records.jsonl")
+    assert not (directory / "served.json").exists()  # no row is a server's
     assert len(records) == len(ROWS) * 2 * (3 + 1 + 2) == len(answers(records))
     assert answers(written) == answers(records)
     assert [record.row for record in written[:: len(ROWS)]] == [

@@ -28,7 +28,7 @@ from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.measure.bench import Bench, measure_answers, run_reference
 from aerie.infer.measure.bench_files import (
     RECORDS,
-    SERVED,
+    SERVED_FILE,
     Record,
     ServedFile,
     line_of,
@@ -487,5 +487,5 @@ def test_vllm(models: Models, tmp_path: Path) -> None:
     assert all(record.identical for record in records)
     [comparison] = compare_with_chains(records, {1, 2})
     assert comparison["differing"] == 0 and comparison["answers"] == 4
-    [load] = read_as(tmp_path / SERVED, ServedFile).loads
+    [load] = read_as(tmp_path / SERVED_FILE, ServedFile).loads
     assert load.identical == load.compared == 16
