@@ -33,6 +33,7 @@ from tokenizers import Tokenizer
 from aerie.configs.errors import UserError, warn_once
 from aerie.data.conversations import Conversation, Tally
 from aerie.data.forms import (
+    INVENTED,
     PROBE_ANSWER,
     PROBE_CALL,
     PROBE_QUESTION,
@@ -42,7 +43,7 @@ from aerie.data.forms import (
     split_thought,
 )
 from aerie.data.rendering import REFUSALS, bound_to
-from aerie.data.turns import Message, UnusableRow, from_json
+from aerie.data.turns import THOUGHT_KEYS, Message, UnusableRow, from_json
 from aerie.model.storage import SHIPPED_TEMPLATE, first_line
 
 # gpt-oss's harmony format: a channel's name is ordinary text between two special tokens
@@ -96,13 +97,21 @@ class Said(NamedTuple):
     message_index: int = -1
 
 
-class LostText(UnusableRow):
+class UnusableMessage(UnusableRow):
+    """What is wrong with a message; the conversation may end before it."""
+
+    def __init__(self, reason: str, index: int) -> None:
+        super().__init__(reason, f"message {index + 1}")
+        self.index = index
+
+
+class LostText(UnusableMessage):
     """The template leaves out a text."""
 
     def __init__(self, lost: Said) -> None:
-        sentence = f"message {lost.message_index + 1}" if lost.message_index >= 0 else ""
-        super().__init__(f"the template leaves out {lost.part}", sentence)
-        self.index = lost.message_index
+        super().__init__(f"the template leaves out {lost.part}", lost.message_index)
+        if lost.message_index < 0:  # of the tools: no message says it
+            UnusableRow.__init__(self, self.reason, json.dumps(lost.text[:60]))
 
 
 def shared_start(first: str, second: str) -> int:
@@ -128,6 +137,8 @@ def apply_template(tokenizer: Any, messages: Sequence[Message], **settings: Any)
         text = tokenizer.apply_chat_template(list(messages), **settings)
         if isinstance(text, str):
             text.encode()
+            if any(number in text for number in _invented_ids(messages)):
+                raise UnusableRow("the template writes the id of a call, and the row has none", "")
         return text
     except UnicodeEncodeError as error:
         raise UnusableRow("a text has half of a surrogate pair", "") from error
@@ -135,6 +146,13 @@ def apply_template(tokenizer: Any, messages: Sequence[Message], **settings: Any)
         raise UserError(f"{name}: chat template: line {error.lineno}: {error.message}") from error
     except REFUSALS as error:
         raise UnusableRow(f"the chat template refuses it: {first_line(error)[:120]}", "") from error
+
+
+def _invented_ids(messages: Sequence[Message]) -> Iterator[str]:
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            if str(call.get("id") or "").startswith(INVENTED):
+                yield call["id"]
 
 
 def answer_text(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -145,6 +163,9 @@ def answer_text(tokenizer: Any, ids: Sequence[int]) -> str:
             return "".join(FINAL.findall(text))
     return str(tokenizer.decode(ids, skip_special_tokens=True))
 
+
+MARK = "\ue000"  # of private use, as those that follow: no text has them
+SHORT = 12  # characters: a text that may also be a part of what the template itself writes
 
 # --- what a message says, and whether a text holds it ---------------------------------------------
 
@@ -165,6 +186,35 @@ def said_by(message: Message, index: int = 0, with_thoughts: bool = True) -> Ite
     for call in message.get("tool_calls") or ():
         for text in (call["function"]["name"], *_leaves(call["function"]["arguments"])):
             yield Said("the call of a tool", text, index)
+
+
+def with_marks(message: Message, index: int) -> tuple[Message, dict[str, Said]]:
+    """An answer with a mark on each of its texts, and what each mark is on."""
+    marks = dict[str, Said]()
+
+    def mark(part: str, value: Any) -> Any:
+        if isinstance(value, str) and value.strip():
+            sign = chr(ord(MARK) + 1 + len(marks))
+            marks[sign] = Said(part, value, index)
+            return value + sign
+        if isinstance(value, Mapping):
+            return {key: mark(part, inner) for key, inner in value.items()}
+        return [mark(part, inner) for inner in value] if isinstance(value, list) else value
+
+    marked = dict(message)
+    if isinstance(message["content"], str):
+        marked["content"] = mark("the text of an answer", message["content"])
+    for key in THOUGHT_KEYS:
+        if key in message:
+            marked[key] = mark("the thinking of an answer", message[key])
+    calls = []
+    for call in message.get("tool_calls") or ():
+        given = call["function"]["arguments"]
+        arguments = mark("the call of a tool", from_json(given))
+        if isinstance(given, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return (marked | {"tool_calls": calls} if calls else marked), marks
 
 
 def said_before(conversation: Conversation, indices: range) -> Iterator[Said]:
@@ -382,12 +432,14 @@ class Chat:
             require_said(context, text[len(before) : start])
             said = list(said_by(message, index))
             said_end = start + require_said(said, text[start:])
+            if len(said) > 1 and any(len(item.text.strip()) < SHORT for item in said):
+                self._require_short(conversation, index)
             if any(end in item.text for item in said for end in self.end_texts):
                 notes.append("text behind an end-of-turn token that an answer spells")
                 said_end = start
             if _writes_python(message, text[start:]):
-                raise UnusableRow(
-                    "the template writes the arguments of a call as Python", f"message {index + 1}"
+                raise UnusableMessage(
+                    "the template writes the arguments of a call as Python", index
                 )
             texts.append(text)
             spans.append(Span(start, said_end, len(text)))
@@ -398,6 +450,19 @@ class Chat:
             Rendered(text, [span], f"{conversation.source}, answer {number}")
             for number, (text, span) in enumerate(zip(texts, spans, strict=True), start=1)
         ], notes
+
+    def _require_short(self, conversation: Conversation, index: int) -> None:
+        """LostText if the answer's short texts are the template's own words ("id", "to").
+
+        A mark on each thought, content and value of an argument must come out again.
+        """
+        messages = list(conversation.messages)
+        messages[index], marked = with_marks(messages[index], index)
+        answer = conversation._replace(messages=tuple(messages))
+        text, start, _ = self._with_answer(answer, index)
+        for mark, item in marked.items():
+            if mark not in text[start:] and json.dumps(mark)[1:-1] not in text[start:]:
+                raise LostText(item)
 
     def text(
         self, conversation: Conversation, end: int, add_generation_prompt: bool = False
@@ -444,11 +509,25 @@ class Chat:
         while begin >= 0:
             answer = text[begin + len(opening) :]
             if not find_said(said_by(message), answer)[0]:
+                if self._joins_answers(conversation, index, opening, text[begin:].count(opening)):
+                    raise UnusableMessage("the template joins an answer with an earlier one", index)
                 return prompt + answer, len(prompt), None
             begin = text.rfind(opening, 0, begin)
-        raise UnusableRow(
-            "the template rewrites what stands before an answer", f"message {index + 1}"
+        raise UnusableMessage("the template rewrites what stands before an answer", index)
+
+    def _joins_answers(
+        self, conversation: Conversation, index: int, opening: str, num_openings: int
+    ) -> bool:
+        """Whether a mark on each earlier answer shows up behind the last openings (Gemma 4)."""
+        marked = tuple(
+            message | {"content": content_text(message) + MARK}
+            if message["role"] == "assistant" and content_text(message)
+            else message
+            for message in conversation.messages[:index]
         )
+        messages = (*marked, *conversation.messages[index:])
+        text = self.text(conversation._replace(messages=messages), index + 1)
+        return any(MARK in part for part in text.split(opening)[-num_openings:])
 
     # --- how a turn ends ------------------------------------------------------------------------
 

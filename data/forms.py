@@ -16,6 +16,8 @@ from aerie.data.turns import THOUGHT_KEYS, Message, UnusableRow
 
 Rendering = TypeVar("Rendering")
 
+BY_ORDER = "results of parallel calls paired with them by their order"
+INVENTED = "pair"  # an id of nine letters and digits, as some templates want it
 OPEN, CLOSE = "<think>", "</think>"  # of a thought inside the content
 IN_TAGS = "<think> tags"  # the form of a thought that has no field
 
@@ -118,6 +120,53 @@ def one_by_one(conversation: Conversation) -> Conversation | None:
     return conversation._replace(messages=tuple(messages), context_only=frozenset(context_only))
 
 
+def pairings(conversation: Conversation) -> Iterator[tuple[str, Conversation]]:
+    """The conversation as it is; before that, with results that are paired with their calls.
+
+    Templates find a result's call by the call's id, or write the result's own name. Rows often have
+    neither: the order tells. A text with an invented id is none (chat.py).
+    """
+    results_of = dict[int, list[int]]()  # the indices of a message with calls and of its results
+    for index, message in enumerate(conversation.messages):
+        if message.get("tool_calls"):
+            results = results_of[index] = []
+        elif message["role"] == "tool" and results_of:
+            results.append(index)
+    for with_ids in (True, False) if results_of else ():
+        messages = [dict(message) for message in conversation.messages]
+        for index, results in results_of.items():
+            _pair(messages[index], [messages[number] for number in results], with_ids)
+        if tuple(messages) != conversation.messages:
+            unnamed = [
+                sum(not conversation.messages[number].get("tool_call_id") for number in results)
+                for results in results_of.values()
+            ]
+            note = (
+                "results of parallel calls paired with them by their order"
+                if max(unnamed) > 1
+                else ""
+            )
+            yield note, conversation._replace(messages=tuple(messages))
+    yield "", conversation
+
+
+def _pair(caller: Message, results: list[Message], with_ids: bool) -> None:
+    """Gives results the names of their calls, and both the ids that neither has."""
+    calls = caller["tool_calls"]
+    if len(results) > len(calls):
+        return
+    ids = [call.get("id") for call in calls] + [result.get("tool_call_id") for result in results]
+    if with_ids and not any(ids):
+        calls = [{**call, "id": f"{INVENTED}{n:05d}"} for n, call in enumerate(calls)]
+        caller["tool_calls"] = calls
+        for result, call in zip(results, calls, strict=False):
+            result["tool_call_id"] = call["id"]
+    by_id = {call.get("id"): call for call in calls}
+    for result, in_order in zip(results, calls, strict=False):
+        call = by_id.get(result.get("tool_call_id") or "", in_order)
+        result.setdefault("name", call["function"]["name"])
+
+
 def _single_calls(message: Message, results: list[Message]) -> list[Message]:
     """A message for each call and its result, by the call's id or else in their order."""
     calls = message["tool_calls"]
@@ -195,6 +244,17 @@ class Forms:
 
         UnusableRow if there is none: that of the form in which the first text is lost last.
         """
+        for note, paired in pairings(conversation):
+            try:
+                name, rendered = self._first(render, paired)
+                return "; ".join(filter(None, (note, name))), rendered
+            except UnusableRow as error:
+                last = error
+        raise last
+
+    def _first(
+        self, render: Callable[[Conversation], Rendering], conversation: Conversation
+    ) -> tuple[str, Rendering]:
         try:
             return "", render(conversation)
         except UnusableRow as error:

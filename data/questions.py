@@ -14,7 +14,9 @@ from aerie.configs.errors import UserError, warn_once
 from aerie.data.conversations import from_first_question, joined_speakers
 from aerie.data.rows import RawRow, read_rows
 from aerie.data.turns import (
+    IGNORE_KEYS,
     IS_CONTEXT,
+    LEARN_KEYS,
     LISTS,
     PAIRS,
     SHAPES,
@@ -31,6 +33,8 @@ from aerie.data.turns import (
 QUESTION_COLUMNS = SHAPES["questions"].split()
 # The columns of an answer, which is not read where a question is asked.
 IDLE_COLUMNS = (*(answer for _, answer in PAIRS), *SHAPES["idle_of_question"].split())
+
+MARK_KEYS = LEARN_KEYS | IGNORE_KEYS  # what a row says of learning is nothing to whoever asks
 
 NO_QUESTION = "an empty question, or no text"
 
@@ -52,6 +56,7 @@ def read_question(value: Any, field: str | None = None, last_only: bool = False)
     before it; otherwise each turn of the user is, after the target's own answers.
     """
     row = value if isinstance(value, Mapping) else {"prompt": value}
+    row = {name: cell for name, cell in row.items() if name not in MARK_KEYS}
     turns, columns, are_texts = _asked_in(row, field)
     read = messages_of(row, turns, (*columns, *IDLE_COLUMNS))
     for message in read.messages:
@@ -102,7 +107,9 @@ def _is_of_tools(message: Message) -> bool:
 
 def _asked_in(row: Mapping[str, Any], field: str | None) -> tuple[list[Any], tuple[str, ...], bool]:
     """The turns that a row asks, their columns, and whether they are texts, all to be asked."""
-    names = [field] if field else ["turns", *LISTS, *QUESTION_COLUMNS]
+    filled = {name for name, cell in row.items() if cell is not None}
+    trained = [prompt for prompt, answer in PAIRS if filled.issuperset((prompt, answer))]
+    names = [field] if field else ["turns", *LISTS, *trained, *QUESTION_COLUMNS]
     name = next((name for name in names if row.get(name) is not None), None)
     if name is None:
         if row.keys() & set(names):
@@ -144,28 +151,45 @@ def _no_question() -> UnusableRow:
 # --- of a file, or of the command line ------------------------------------------------------------
 
 
-def read_prompts(path: Path | None, text: str | None, raw: bool = False) -> list[RowQuestion]:
+def read_prompts(
+    path: Path | None,
+    text: str | None,
+    raw: bool = False,
+    field: str | None = None,
+    system_prompt: str | None = None,
+) -> list[RowQuestion]:
     """Prompts from a file's rows, or of a text; UserError if one is empty.
 
-    raw: they get no chat template, so they are one turn each.
+    raw: they get no chat template, so they are one turn each. field, system_prompt: the recipe's
+    column of questions, for rows that have it, and its system turn, for prompts without one.
     """
     prompts = []
     unread = []
     for row in read_rows(str(path)) if path else [RawRow("--prompt", 1, text)]:
         try:
-            question = read_question(row.value, last_only=True)
+            has_field = isinstance(row.value, Mapping) and field in row.value
+            question = read_question(row.value, field if has_field else None, last_only=True)
         except UnusableRow as error:
             is_empty = error.reason == NO_QUESTION
             why = "the prompt is empty, or no text" if is_empty else str(error)
             raise UserError(f"{row.source}: {why}") from error
         if raw and (question.before or question.tools or len(question.turns) > 1):
             raise UserError(f"{row.source}: several turns need the chat template; leave --raw out")
+        if system_prompt is not None and not raw:
+            question = question._replace(before=with_system(question.before, system_prompt))
         prompts.append(question)
         unread.append((row.source, question.unread))
     if not prompts:
         raise UserError(f"{path}: holds no prompts")
     tell_unread(str(path), unread)
     return prompts
+
+
+def with_system(before: tuple[Message, ...], prompt: str) -> tuple[Message, ...]:
+    """What is read before a question, with a system turn; one of its own stays."""
+    if before and before[0]["role"] == "system":
+        return before
+    return {"role": "system", "content": prompt}, *before
 
 
 def tell_unread(source: str, unread: Iterable[tuple[str, Iterable[str]]]) -> None:

@@ -50,7 +50,8 @@ FIXED_CLOCK = """\
 {{- made.text -}}
 {%- endmacro %}
 """
-DIRECTIVE = re.compile("%[-_0^#]?[A-Za-z]")  # of strftime
+DIRECTIVE = re.compile("%[-_0^#][A-Za-z]")  # of strftime, beside the plain ones
+PLAIN_DIRECTIVES = [f"%{letter}" for letter in "aAbBcCdDeFgGhHIjmMnpPrRsStTuUVwWxXyYzZ"]
 # What a template raises that refuses its messages
 REFUSALS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError)
 # What transformers gives every template, beside the special tokens.
@@ -68,6 +69,7 @@ PROBES = [
     [{"role": "user", "content": "Hi"}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
 ]
+PROBE_TOOLS = [{"type": "function", "function": {"name": "look", "description": "looks"}}]
 
 
 class Bound(NamedTuple):
@@ -142,7 +144,9 @@ def _written(date: datetime.date, *texts: str) -> dict[str, str]:
     """What each of strftime's directives in the texts writes at midnight of the date."""
     midnight = datetime.datetime.combine(date, datetime.time())
     directives = [name for text in texts for name in DIRECTIVE.findall(text)]
-    return {directive: midnight.strftime(directive) for directive in directives}
+    written = {name: midnight.strftime(name) for name in [*directives, *PLAIN_DIRECTIVES]}
+    # A written percent sign begins no directive: it stands aside while the others are replaced.
+    return {"%%": "\0", **written, "\0": "%"}
 
 
 def writes_date(tokenizer: Any) -> bool:
@@ -157,8 +161,12 @@ def writes_date(tokenizer: Any) -> bool:
     try:
         for tried in (bound, bound._replace(date=OTHER_DATE)):
             settings = tried.settings(template)
-            renders.append(tokenizer.apply_chat_template(PROBES, tokenize=False, **settings))
-        return bool(renders[0] != renders[1])
+            for tools in (None, PROBE_TOOLS):
+                text = tokenizer.apply_chat_template(
+                    PROBES, tools=tools, tokenize=False, **settings
+                )
+                renders.append(text)
+        return bool(renders[:2] != renders[2:])
     except REFUSALS:
         return True  # not known
 
@@ -224,9 +232,18 @@ def _names_in(text: str) -> NamesRead:
 
 
 def _with_default(tree: nodes.Template) -> Iterator[str]:
-    """The names that a template asks whether they are defined: it sets those that are not."""
+    """The names that a template asks whether they are defined, and sets where they are not.
+
+    Not those of a macro's parameters or of what it takes from the messages.
+    """
+    local = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "param"}
+    for assign in tree.find_all(nodes.Assign):
+        names = list(assign.find_all(nodes.Name))
+        if any(name.ctx == "load" and name.name not in GIVEN - {"messages"} for name in names):
+            local.update(name.name for name in names if name.ctx == "store")
     for node in tree.find_all((nodes.Test, nodes.Filter)):
-        if node.name in ("defined", "undefined", "default") and isinstance(node.node, nodes.Name):
+        is_asked = node.name in ("defined", "undefined", "default")
+        if is_asked and isinstance(node.node, nodes.Name) and node.node.name not in local:
             yield node.node.name
 
 

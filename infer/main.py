@@ -384,7 +384,9 @@ def generate(arguments: Namespace, unknown: list[str]) -> int:
         )
     if text == "-":
         text = sys.stdin.read().removesuffix("\n")
-    return _decode(arguments, unknown, read_prompts(arguments.prompts, text, arguments.raw))
+    return _decode(
+        arguments, unknown, partial(read_prompts, arguments.prompts, text, arguments.raw)
+    )
 
 
 def chat(arguments: Namespace, unknown: list[str]) -> int:
@@ -403,9 +405,9 @@ def _check_sampling(arguments: Namespace) -> None:
 
 
 def _decode(
-    arguments: Namespace, unknown: list[str], prompts: list[RowQuestion] | None = None
+    arguments: Namespace, unknown: list[str], read: Callable[..., list[RowQuestion]] | None = None
 ) -> int:
-    """Answers the prompts (None: chats), as the command line or its recipe says."""
+    """Answers the prompts (read None: chats), as the command line or its recipe says."""
     pairs = pairs_of(unknown)
     template_pairs = [pair for pair in pairs if is_of_template(pair)]
     if arguments.config is not None:
@@ -422,6 +424,9 @@ def _decode(
         raise UserError(
             f"{arguments.command} needs --config RECIPE, or --target with --head or --method"
         )
+    system_prompt = recipe.data.system_prompt if recipe else None
+    field = recipe.data.prompt_field if recipe else None
+    prompts = read(field, system_prompt) if read else None
     require_target(target.path)
     _check_sampling(arguments)
     from aerie.data.rendering import fix_date, recipe_tokenizer, warn_of_other_arguments
@@ -452,7 +457,7 @@ def _decode(
     decoder = make_decoder(LoadedHeads(loaded), row.method, row.head)
     decoder.tokenizer = tokenizer
     if prompts is None:
-        answers.run_chat(decoder, arguments)
+        answers.run_chat(decoder, arguments, system_prompt)
     else:
         answers.answer_prompts(prompts, decoder, arguments)
     return 0

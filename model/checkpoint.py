@@ -30,6 +30,7 @@ VOCABULARY_TABLES = ("d2t", "t2d")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # keys of the section `head` that say how a head starts
 BEGINNINGS = ("kind", "init_from", "lm_head_init", "norm_init", "fc_init", "initializer_range")
+UNLIMITED = 2048  # positions of a head whose target has no limit
 POSITIONS = ("rope_theta", "max_position_embeddings")  # a warm start may change EAGLE's
 INNER_SIZES = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner")  # Falcon, OPT, GPT-2
 
@@ -75,7 +76,8 @@ def config_for(
         "hidden_size": width,
         "target_hidden_size": width,
         "vocab_size": vocab_size,
-        "max_position_embeddings": context_of(text_config),
+        # A target without a limit (BLOOM) gives none: training sets it by its rows.
+        "max_position_embeddings": context_of(text_config) or UNLIMITED,
         "rope_theta": theta,
         "rope_scaling": None if "rope_theta" in chosen else scaling,
         "qk_norm": str(getattr(text_config, "model_type", "")).startswith("qwen3"),

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from transformers.generation.streamers import BaseStreamer
 
 from aerie.data.chat import answer_text, encode_prompt
+from aerie.data.conversations import system_turns
 from aerie.data.progress import format_bytes
 from aerie.data.questions import RowQuestion
-from aerie.data.turns import Message
 from aerie.infer.decode.engine import Generation, SpeculativeDecoder, Statistics, raw_ids
 from aerie.infer.decode.roles import Cycle
 from aerie.infer.decode.sampling import Decoding, resolve
@@ -94,20 +94,22 @@ def answer_prompts(
                 print(json.dumps(facts, default=sorted), flush=True)
 
 
-def run_chat(decoder: SpeculativeDecoder, arguments: Namespace) -> None:
+def run_chat(
+    decoder: SpeculativeDecoder, arguments: Namespace, system_prompt: str | None = None
+) -> None:
     """Answers each line typed or piped in, with the conversation so far."""
     bound, limit = min(decoder.limits.items(), key=lambda item: item[1])
     full = f"{bound} of {limit:,} tokens is full; /reset begins a new conversation"
     settings = resolve(decoder.target.generation_config, max_new_tokens=arguments.max_new_tokens)
     generator = torch.Generator(decoder.target.device).manual_seed(arguments.seed)
-    history: list[Message] = []
+    history = system_turns(system_prompt)
     if sys.stdin.isatty():
         print(CHAT_HELP, file=sys.stderr)
     for text in typed_lines():
         if text == "/exit":
             break
         if text == "/reset":
-            history = []
+            history = system_turns(system_prompt)
         elif re.fullmatch(r"/\w*", text):
             print(CHAT_HELP, file=sys.stderr)
         elif text:

@@ -128,8 +128,9 @@ def lost_texts(kind: Kind, rows: list[Rendered]) -> list[str]:
 
 
 def is_cut(tally: Tally) -> bool:
-    """Whether a conversation ends where the template loses a text, which is then counted."""
-    return any(reason.startswith("the template leaves out") for _, reason in tally.counts)
+    """Whether a conversation ends before what the template loses, which is then counted."""
+    losses = ("the template leaves out", "the template rewrites", "the template joins")
+    return any(reason.startswith(losses) for _, reason in tally.counts)
 
 
 def outcome(template: str, kind: Kind) -> str:

@@ -404,3 +404,56 @@ def test_an_end_without_a_text() -> None:
     chat = Chat(tokenizer, {tokenizer.eos_token_id, len(tokenizer) + 7}, tally)
     (row,) = chat.encode(chat.render(Conversation("here: row 1", tuple(TURNS[:3]))))
     assert learnt(tokenizer, row) == [TURNS[2]["content"] + "<|im_end|>"] and not tally.counts
+
+
+JOINING = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
+    "<|im_start|>model\n{% else %}{{ m.content }}{% if loop.last or loop.nextitem.role == 'user' %}"
+    "<|im_end|>\n{% endif %}{% endif %}{% endfor %}"
+    "{% if messages[-1].role != 'user' %}<|im_start|>model\n{% endif %}"
+)
+
+
+def test_joined_answers() -> None:
+    """Of two answers that a template joins, nothing is learnt that the prompt has already."""
+    tokenizer = targets.build_tokenizer(
+        JOINING.replace("messages[-1]", "add_generation_prompt and messages[-1]"), "<|im_end|>"
+    )
+    messages = (*talk("hello", "the first"), {"role": "assistant", "content": "the second"})
+    tally = Tally()
+    chat = Chat(tokenizer, {tokenizer.eos_token_id}, tally)
+    rendered = chat.render(Conversation("here: row 1", messages))
+    assert learnt(tokenizer, chat.encode(rendered)[0]) == ["the first<|im_end|>"]
+    assert [*tally.counts] == [("left out", "the template joins an answer with an earlier one")]
+    marked = Conversation("here: row 1", messages, context_only=frozenset({1}))
+    with pytest.raises(UnusableRow, match="joins an answer with an earlier one: message 3"):
+        chat.render(marked)
+
+
+@pytest.mark.parametrize("word", ["a", "name"])
+def test_a_short_text_beside_a_call(word: str) -> None:
+    """A text is not taken for one that the template writes itself."""
+    template = CALLING.replace("(m['content'] or '')", "('' if m.tool_calls else m['content'])")
+    messages = calling(call("add", a=1))
+    messages[2] |= {"content": word}
+    with pytest.raises(UnusableRow, match="leaves out the text of an answer: message 3"):
+        rows_of(template, "<|im_end|>", messages)
+
+
+@pytest.mark.parametrize("field", ["name", "tool_call_id"])
+def test_results_without_ids(field: str) -> None:
+    """Results are paired with their calls by their order; no id is made up in a text."""
+    template = targets.CHATML.replace(
+        "+ m['content']",
+        "+ m['content'] + (m.tool_calls | map(attribute='function') | list | tojson "
+        f"if m.tool_calls else '') + ('(' ~ m.{field} ~ ')' if m.role == 'tool' else '')",
+    )
+    messages = calling(call("add", a=1), call("sub", b=2))
+    for message in messages:
+        message.pop("tool_call_id", None)
+        for made in message.get("tool_calls", ()):
+            made.pop("id", None)
+    tokenizer, (row,), tally = rows_of(template, "<|im_end|>", messages)
+    text = tokenizer.decode(row.input_ids)
+    assert text.count("(add)") == text.count("(sub)") == (field == "name")
+    assert "pair" not in text and [kind for kind, _ in tally.counts] == ["mended"]

@@ -102,3 +102,18 @@ def test_what_is_not_read_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[
             read_prompts(write_rows(path, [row]), None)
     encode_prompt(build_tokenizer(CHATML, "<|im_end|>"), [USER], TOOLS)
     assert "the template leaves out the tools" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "turn"),
+    [
+        ({"instruction": "Do.", "input": "It", "output": "x", "prompt": "All"}, "Do.\n\nIt"),
+        ({"prompt": "", "question": "Why?", "answer": "x"}, "Why?"),
+        ({"prompt": "Why?", "completion": "x", "train": False}, "Why?"),
+        ({"ask": "Why?", "reply": "x", "prompt": "No"}, "Why?"),
+    ],
+)
+def test_the_column_of_training(row: dict[str, Any], turn: str, tmp_path: Path) -> None:
+    """A question stands where training reads it; marks are nothing to whoever asks."""
+    [asked] = read_prompts(write_rows(tmp_path / "rows.jsonl", [row]), None, False, "ask", "Hush.")
+    assert asked.turns == (turn,) and asked.before[0]["content"] == "Hush."

@@ -86,6 +86,8 @@ def test_names_that_a_template_reads() -> None:
     template = (
         "{% if tools %}{% set text = 1 %}{% endif %}{{ text }}{{ bos_token }}{% break %}"
         "{% if day is not defined %}{% set day = 2 %}{% endif %}{{ day }}{{ effort }}"
+        "{% macro show(part) %}{% if part is undefined %}{% endif %}{% endmacro %}"
+        "{% if tools %}{% set told = messages[0] %}{% endif %}{% if told is defined %}{% endif %}"
     )
     generation = "{%- generation -%}x{% endgeneration %}"
     for given in (f"{template}{generation}", {"default": "", "tool_use": template}):
@@ -171,9 +173,12 @@ def written(out: str) -> set[str]:
 
 def test_the_clock_stands_still(day: Any) -> None:
     """A template writes the date, at midnight, in every format; what surrounds it is as before."""
-    template = "  {% if true %}\n\n{{ strftime_now('%d' ~ '.%m %H:%M:%S') }}{% endif %}{{ '%d' }}"
+    template = (
+        "  {% if true %}\n\n{{ strftime_now('%d' ~ '.%m %H:%M:%S %%d ' ~ '%' ~ 'B') }}{% endif %}"
+        "{{ '%d' }}"
+    )
     tokenizer = bind(tiny.tokenizer(chat_template=template), RenderConfig(date=FIRST))
-    assert apply_template(tokenizer, QUESTION) == "\n27.11 00:00:00%d"
+    assert apply_template(tokenizer, QUESTION) == "\n27.11 00:00:00 %d November%d"
     unbound = tiny.tokenizer(chat_template=DATED)
     texts = []
     for days in (0, 1):  # one that nobody has bound keeps its first date
@@ -191,6 +196,10 @@ def test_templates_that_write_a_date() -> None:
     for arguments, expected in (({}, True), ({"a": 1}, True), ({"date_string": "now"}, False)):
         tokenizer = tiny.tokenizer(chat_template=template)
         assert writes_date(bind(tokenizer, RenderConfig(template_arguments=arguments))) == expected
+    beside_tools = tiny.tokenizer(
+        chat_template="{% if tools %}{{ strftime_now('%Y') ~ a }}{% endif %}" + tiny.TEMPLATE
+    )
+    assert writes_date(bind(beside_tools, RenderConfig(template_arguments={"a": 1})))
     assert not writes_date(tiny.tokenizer(chat_template="{# strftime_now #}" + tiny.TEMPLATE))
 
 
