@@ -25,7 +25,6 @@ from aerie.model.storage import ROOT
 from aerie.model.target import Target
 from tests import tiny
 from tests.infer.test_main import write_recipe
-from tests.tiny import refused
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 OTHERS = ("accelerate", "make", "pip", "python", "sbatch", "vllm")
@@ -225,5 +224,5 @@ def test_every_kind_of_prompt_and_of_target_gives_the_same_answer(paths: tuple[P
     half = SpeculativeDecoder.from_pretrained(model.to(torch.bfloat16))
     assert half.target.dtype == torch.bfloat16
     assert half.generate([5, 6], max_new_tokens=2).statistics.new_tokens == 2
-    refused("tokenizer=", half.generate, TEXT)
-    refused("leave dtype out", SpeculativeDecoder.from_pretrained, model, dtype="bfloat16")
+    tiny.refused("tokenizer=", half.generate, TEXT)
+    tiny.refused("leave dtype out", SpeculativeDecoder.from_pretrained, model, dtype="bfloat16")

@@ -27,7 +27,6 @@ from aerie.model.storage import ROOT, Stage, write_status
 from aerie.train import main as train_main
 from tests import tiny
 from tests.configs.test_recipes import load
-from tests.tiny import call
 from tests.train.sittings import ended, fork
 
 ENDS = {"eos": "end", "pad": "pad"}
@@ -174,7 +173,7 @@ def test_the_scripts_read_the_status_that_a_command_writes_of_one_stage_of_one_s
     (tmp_path / "since").touch()
     for shard in ((), ("--shard", "2/3")):
         assert said(tmp_path, "features", *words, *shard) == "unknown"
-        assert call(data_main, "features", *words, *shard) == 2
+        assert tiny.call(data_main, "features", *words, *shard) == 2
         assert said(tmp_path, "features", *words, *shard) == "failed 2"
     write_status(run / "status-distill-2-of-8.json", "distill 2/8", "requeue", 75)
     assert said(tmp_path, "distill", *words, "--shard", "2/8") == "requeue 75"

@@ -42,7 +42,6 @@ from aerie.model.target import Target
 from aerie.train import main as train
 from tests import tiny
 from tests.infer.draws import steered
-from tests.tiny import refused
 from tests.train.test_main import write_recipe
 
 FAST = {
@@ -175,7 +174,7 @@ def test_a_narrow_dtype_hides_no_wrong_tree(
         monkeypatch.setattr(
             check, "miniature", check.miniature if can_be_small else lambda *_: None
         )
-        refused(
+        tiny.refused(
             refusal, check.checked_lm, Target(small("gpt_neo").to(dtype), TargetConfig(path="neo"))
         )
     monkeypatch.setattr(check, "MOST_COPIED", 0)
@@ -200,7 +199,7 @@ def test_a_large_target_is_checked_once_and_again_where_its_weights_change(
     assert len(checked) == 4
     monkeypatch.setattr(check, "_fault", lambda target, form: "is wrong")
     for _ in range(2):  # a refusal is not cached
-        refused(
+        tiny.refused(
             r"LlamaForCausalLM .llama.: is wrong; heads can be",
             SpeculativeDecoder.from_pretrained,
             Target.load(config),

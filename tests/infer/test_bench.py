@@ -35,7 +35,6 @@ from aerie.model.storage import ROOT, digests, write_json
 from aerie.model.target import Target, load_tokenizer
 from tests import tiny
 from tests.infer.draws import make_head
-from tests.tiny import refused
 
 TREE = {"levels": 3, "k": 2, "nodes": 6}
 TREES: dict[Method, dict[str, int]] = {
@@ -196,7 +195,7 @@ def test_killed(place: Place, tmp_path: Path, measured: Measured) -> None:
         (PROMPTS, r"cycles.jsonl: a line is damaged .*; add --overwrite"),
         (edited, r"records.jsonl: prompt 'a' of 'count' has changed; delete the file"),
     ):
-        refused(message, measure_answers, bench(place, tmp_path), prompts, seed=3)
+        tiny.refused(message, measure_answers, bench(place, tmp_path), prompts, seed=3)
 
 
 def test_sampling(

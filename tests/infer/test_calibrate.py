@@ -32,7 +32,6 @@ from tests import tiny
 from tests.infer.draws import decoder_of, make_target
 from tests.infer.laws import sampler, tree_of
 from tests.infer.test_main import Command, command, shared
-from tests.tiny import refused
 
 __all__ = ["command", "shared"]
 WIDE = DynamicConfig(levels=3, k=4, nodes=8)
@@ -169,7 +168,7 @@ def test_a_foreign_damaged_or_missing_calibrator_is_refused(
     good = asdict(Calibrator(1.5, (0.1, 0.9), (0.2, 0.8), head=digests(tmp_path)))
     if change is not None:
         write_json(tmp_path / "calibrator.json", {**good, **change})
-    refused(message, load_calibrator, tmp_path)
+    tiny.refused(message, load_calibrator, tmp_path)
 
 
 def test_ranks_count_where_they_were_judged() -> None:

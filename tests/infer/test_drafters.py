@@ -30,7 +30,6 @@ from aerie.model.target import Target
 from tests import tiny
 from tests.infer.draws import TREES, decoder_of, greedy, make_head, make_target, prompts, steered
 from tests.model.drafted import log_laws
-from tests.tiny import refused
 
 LOADED = [  # kind, options
     ("eagle1", {}),
@@ -124,7 +123,7 @@ def test_true_features(kind: str, options: dict[str, Any]) -> None:
 def test_misfits(tmp_path: Path) -> None:
     target = make_target()
     save_head(make_head(target, "eagle3", after_blocks=(1, 4)), tmp_path / "deep")
-    refused(
+    tiny.refused(
         r"states after blocks \(1, 4\), and tiny has 4 blocks",
         load_head_for,
         target,
@@ -132,7 +131,7 @@ def test_misfits(tmp_path: Path) -> None:
     )
     target.generation_config.eos_token_id = [7, 8]
     save_head(make_head(target, "eagle3", ids=torch.tensor([1, 2, 9])), tmp_path / "endless")
-    refused(
+    tiny.refused(
         r"none of the target's end-of-turn tokens \[7, 8\] is in the draft vocabulary",
         load_head_for,
         target,
@@ -143,7 +142,7 @@ def test_misfits(tmp_path: Path) -> None:
     for method in ("block-tree", "block-chain"):  # their default depth is 7
         cut = check_levels(MethodConfig.of(method), short, "here").tree
         assert cut == published_tree(method, levels=4)
-        refused(
+        tiny.refused(
             r"here: tree: is 5 levels deep, and .*/short drafts at most 4",
             check_levels,
             MethodConfig.of(method, levels=5),
@@ -305,7 +304,7 @@ def test_loading(
     assert drafter.start().shape == (1, 320)
     small = tiny.target(tmp_path / "small", num_blocks=2)
     tiny.llama(vocab_size=300, num_blocks=2).save_pretrained(small)
-    refused(
+    tiny.refused(
         r"has 300 token embeddings, and .*target has tokens beyond them",
         load_draft_lm,
         target,
@@ -313,4 +312,6 @@ def test_loading(
     )
     text = (padded / "tokenizer.json").read_text(encoding="utf-8")
     (padded / "tokenizer.json").write_text(text.replace("<|system|>", "<|tool|>"), encoding="utf-8")
-    refused(r"token '<\|tool\|>' has id 2, in .*target another", load_draft_lm, target, str(padded))
+    tiny.refused(
+        r"token '<\|tool\|>' has id 2, in .*target another", load_draft_lm, target, str(padded)
+    )

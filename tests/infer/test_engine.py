@@ -34,7 +34,6 @@ from tests import tiny
 from tests.infer.draws import TREES, decoder_of, greedy, make_target, prompts, steered
 from tests.infer.laws import Counting, sampler
 from tests.test_targets import small
-from tests.tiny import refused
 
 LAST_PROMPT = prompts(6)[-1]
 WHOLE_DRAFTS = {
@@ -161,7 +160,7 @@ def test_a_streamer_and_the_clock() -> None:
 )
 def test_what_cannot_be_decoded(change: dict[str, Any], message: str) -> None:
     decoder = decoder_of(make_target(), TREES["small"], max_position_embeddings=48)
-    refused(
+    tiny.refused(
         message, decoder.generate, **{"input_ids": prompts(1)[0], "max_new_tokens": 8, **change}
     )
 

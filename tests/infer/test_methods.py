@@ -29,7 +29,6 @@ from aerie.model.heads import DRAFT_MODELS
 from aerie.model.storage import ROOT
 from aerie.train.objectives import Objective
 from tests import tiny
-from tests.tiny import refused
 
 
 def overridden(*words: str) -> MethodConfig:
@@ -140,7 +139,7 @@ def test_choices(tmp_path: Path) -> None:
         (2,),
     )  # the best may skip a rank
     path.write_text("choices: [[0], [zero]]\n", encoding="utf-8")
-    refused(r"mine.yaml:1.*integer.*'zero'", StaticConfig, choices=str(path))
+    tiny.refused(r"mine.yaml:1.*integer.*'zero'", StaticConfig, choices=str(path))
     with pytest.raises(ValueError, match=r"eagle7: no such file.*eagle1, medusa63"):
         StaticConfig(choices="eagle7")
 
@@ -163,7 +162,9 @@ def test_find_head(tmp_path: Path) -> None:
     assert find("eagle3", given=heads / "eagle1") == str(heads / "eagle3")
     named = MethodConfig.of("sps", head=str(tmp_path / "lm"))
     assert find_head(named, heads, "eagle1", None, "x") == str(tmp_path / "lm")
-    refused(r"x: sps drafts with a head of kind draft_lm, and .*draft_lm holds none", find, "sps")
-    refused(
+    tiny.refused(
+        r"x: sps drafts with a head of kind draft_lm, and .*draft_lm holds none", find, "sps"
+    )
+    tiny.refused(
         "sps drafts with a head of kind draft_lm, not eagle1", find, "sps", given=heads / "eagle1"
     )

@@ -13,7 +13,6 @@ from transformers import GenerationConfig
 from aerie.infer.decode.sampling import Sampler, distinct_draws, draw, resolve
 from tests import tiny
 from tests.infer.laws import node_paths, tree_of
-from tests.tiny import refused
 
 
 def test_defaults() -> None:
@@ -141,7 +140,7 @@ def test_refused_by_transformers() -> None:
         config = GenerationConfig()
         vars(config).update(setting)
         sampler = Sampler(resolve(config), torch.Generator(), torch.tensor([1]))
-        refused(
+        tiny.refused(
             f"transformers refuses {next(iter(setting))}=", sampler.with_text, torch.zeros(1, 6)
         )
 
@@ -172,7 +171,7 @@ def test_refused(
 ) -> None:
     config = GenerationConfig()
     vars(config).update(settings)  # a file's values; transformers does not check all
-    refused(rf"^(generation_config sets )?{next(iter(settings))}", resolve, config)
+    tiny.refused(rf"^(generation_config sets )?{next(iter(settings))}", resolve, config)
 
 
 def test_without_effect() -> None:

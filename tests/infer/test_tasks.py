@@ -14,7 +14,6 @@ from aerie.data.conversations import Tally, load_conversations
 from aerie.infer.measure import tasks
 from aerie.infer.measure.tasks import TASKS, Prompt, load_prompts, pinned, prompt_inputs, prompt_of
 from tests import tiny
-from tests.tiny import refused
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 GPQA = {"Question": "Which?", "Correct Answer": "a"} | {
@@ -59,7 +58,7 @@ def test_rows_of_tasks(name: str, row: dict[str, Any], identity: str, turns: obj
     prompt = prompt_of(name, row, 5, "file: row 5", ANY)
     assert (prompt.prompt_id, prompt.turns) == (identity, turns)
     assert prompt.task == ("math500-level3" if name == "math500" else name)
-    refused(
+    tiny.refused(
         rf"file: row 5: a question of {name} needs '\w+'",
         prompt_of,
         name,
@@ -93,7 +92,7 @@ def test_held_out(
         2,
         3,
     }
-    refused(
+    tiny.refused(
         "too few held-out conversations to measure with; raise data",
         load_prompts,
         HeldOutPrompts(data=replace(data, held_out=0.0), part=0),
@@ -173,7 +172,7 @@ def test_broken(tmp_path: Path) -> None:
         twice + twice: "stands there 2 times",
     }.items():
         (tmp_path / "q.jsonl").write_text(text)
-        refused(message, load_prompts, PromptsConfig(str(tmp_path / "q.jsonl")))
+        tiny.refused(message, load_prompts, PromptsConfig(str(tmp_path / "q.jsonl")))
 
 
 def test_subset_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,4 +206,6 @@ def test_pinned_commits(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {gsm8k: "2" * 40}  # alpaca is not reachable: its commit stays
     monkeypatch.setattr(tasks, "hub_commit", lambda name, revision: known.get(name))
     assert [task.revision for task in pinned(config).tasks] == ["2" * 40, "2" * 40, "v1"]
-    refused("give the path", tasks.check_sources, PromptsConfig(tasks=(TaskConfig("mt-bench"),)))
+    tiny.refused(
+        "give the path", tasks.check_sources, PromptsConfig(tasks=(TaskConfig("mt-bench"),))
+    )

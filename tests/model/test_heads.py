@@ -40,7 +40,6 @@ from tests import tiny
 from tests.model.formats import published
 from tests.model.formats.published import TAPS, eagle3, same
 from tests.model.test_layers import LLAMA3
-from tests.tiny import refused
 
 
 def expected_output(made: Eagle3Head, tokens: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,7 +153,7 @@ def test_start_from_target(
     begun = BlockSection(fc_init="highest_tap", mask_token_id=319)
     block = new_head(begun, model.config, vocab, 1, after_blocks=(0, 1, 3))
     torch.testing.assert_close(block.fuse(taps), F.rms_norm(taps[..., -32:], [32], eps=1e-6))
-    refused(
+    tiny.refused(
         "HEAD: mask_token_id: 320 is beyond TARGET's last token, 319",
         check_sizes,
         replace(block.config, mask_token_id=320),
@@ -162,7 +161,7 @@ def test_start_from_target(
         "HEAD",
         "TARGET",
     )
-    refused(
+    tiny.refused(
         "HEAD: block_size: 257 is beyond TARGET's context, 256",
         check_sizes,
         replace(block.config, block_size=257),
@@ -303,7 +302,7 @@ def test_damaged_config(
         save_head(MADE[name](), tmp_path)
         place = tmp_path / "config.json"
         place.write_text(json.dumps({**json.loads(place.read_text()), **change}))
-        refused(said, load_head, tmp_path)
+        tiny.refused(said, load_head, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +369,7 @@ def test_sizes_of_target() -> None:
     assert position_warnings(config, LONG, "head") == []
     (warning,) = position_warnings(replace(config, rope_scaling=None), LONG, "head")
     assert "with scaling None" in warning
-    refused(
+    tiny.refused(
         "num_attention_heads 4 is no multiple of num_key_value_heads 3",
         config_for,
         Eagle1Section(num_key_value_heads=3),
@@ -426,4 +425,4 @@ def test_warm_start(
         ),
     ]
     for section, taps, said in table:
-        refused(said, new_head, section, TEXT, VOCAB, 9, after_blocks=taps)
+        tiny.refused(said, new_head, section, TEXT, VOCAB, 9, after_blocks=taps)

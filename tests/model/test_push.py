@@ -32,7 +32,6 @@ from tests import tiny
 from tests.model.formats import published
 from tests.model.formats.published import TAPS, safeailab_eagle3, same, target_facts
 from tests.model.hub_server import Hub, served
-from tests.tiny import call, refused
 
 TOKEN = "hf_madeUpForTheTests0123456789abcdefg"
 CARD = b"---\ntags:\n- draft-head\n- aerie\n---\n"
@@ -291,9 +290,9 @@ def test_misleading(head: Path, tmp_path: Path, monkeypatch: Any) -> None:
         (published.specforge(tmp_path / "taps", numbered), "give it with --target"),
         (head, "the tree that trained it differs from the card's commit"),
     ):
-        refused(message, packed, place, target_name="a/b", **UNMEASURED)
+        tiny.refused(message, packed, place, target_name="a/b", **UNMEASURED)
     monkeypatch.setattr(push, "is_dirty", lambda: True)
-    refused("this checkout differs from the card's commit", packed, head)
+    tiny.refused("this checkout differs from the card's commit", packed, head)
 
 
 def test_pickled(hub: Hub, tmp_path: Path) -> None:
@@ -306,7 +305,7 @@ def test_pickled(hub: Hub, tmp_path: Path) -> None:
     assert load_head("me/pickle", vocab=tiny.vocab(), after_blocks=TAPS).kind == "eagle3"
     upload("me/both", {**files_of(pickle), **files_of(safe)})
     assert not (head_directory("me/both") / "pytorch_model.bin").exists()
-    refused(
+    tiny.refused(
         "me/both: exists and is public; make it private",
         upload,
         "me/both",
@@ -438,7 +437,7 @@ def test_strangers(hub: Hub, one: Path) -> None:
         {"consolidated.safetensors": b"1", ".gitattributes": b""},
     ):
         hub.repositories["me/model"] = {"main": dict(files)}
-        refused("me/model: is somebody else's: it holds ", upload, "me/model", files_of(one))
+        tiny.refused("me/model: is somebody else's: it holds ", upload, "me/model", files_of(one))
         assert hub.repositories["me/model"]["main"] == files and hub.count("POST|PUT") == 0
 
 
@@ -460,7 +459,7 @@ def test_hub_target(hub: Hub, monkeypatch: Any) -> None:
         ("me/two", True, "not in the local cache, and HF_HUB_OFFLINE forbids to ask"),
     ):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
-        refused(f"^{name}: {message}", load_config, TargetConfig(name))
+        tiny.refused(f"^{name}: {message}", load_config, TargetConfig(name))
 
 
 def test_nowhere(hub: Hub, one: Path, monkeypatch: Any) -> None:
@@ -473,7 +472,7 @@ def test_nowhere(hub: Hub, one: Path, monkeypatch: Any) -> None:
             r"holds no head \(no config.json\); train the head",
         ),  # too many parts for a repository
     ):
-        refused(f"{name}: {message}", load_head, name)
+        tiny.refused(f"{name}: {message}", load_head, name)
     asked = len(hub.requests)
     monkeypatch.chdir(one.parents[1])
     assert (
@@ -494,7 +493,7 @@ def target(tmp_path_factory: Any) -> Path:
 def test_inspect_and_convert(tmp_path: Path, target: Path, capsys: Any) -> None:
     """A published head is inspected and converted to every layout."""
     head = published.safeailab_eagle3(tmp_path / "head")
-    assert call(commands, "inspect", head, "--json") == 0
+    assert tiny.call(commands, "inspect", head, "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["layout"], shown["taps"], shown["left_out"]) == (
         "safeailab",
@@ -507,13 +506,15 @@ def test_inspect_and_convert(tmp_path: Path, target: Path, capsys: Any) -> None:
     )
     for to in ("safeailab", "sglang", "speculators"):
         assert (
-            call(commands, "convert", head, "--to", to, "--target", target, "--out", tmp_path / to)
+            tiny.call(
+                commands, "convert", head, "--to", to, "--target", target, "--out", tmp_path / to
+            )
             == 0
         )
         out = capsys.readouterr().out
         assert "note: names no taps; [2, 4, 5] are taken" in out and "equal bit for bit" in out
     save_head(tiny.head(tiny.vocab(vocab_size=400).embedding), tmp_path / "other")
-    assert call(commands, "inspect", tmp_path / "other", "--target", target) == 1
+    assert tiny.call(commands, "inspect", tmp_path / "other", "--target", target) == 1
 
 
 def test_convert_overwrites(tmp_path: Path, target: Path, capsys: Any) -> None:
@@ -526,13 +527,13 @@ def test_convert_overwrites(tmp_path: Path, target: Path, capsys: Any) -> None:
     convert = ("convert", head, "--to", "sglang", "--target", target, "--overwrite", "--out")
     out.mkdir()
     (out / "precious").write_text("do not touch")
-    assert call(commands, *convert, out) == 2 and (out / "precious").exists()
+    assert tiny.call(commands, *convert, out) == 2 and (out / "precious").exists()
     assert "it is no earlier export; name a new directory" in capsys.readouterr().err
     assert (
-        call(commands, *convert, new) == 0
-        and call(commands, *convert[:-2], *convert[-1:], new) == 2
+        tiny.call(commands, *convert, new) == 0
+        and tiny.call(commands, *convert[:-2], *convert[-1:], new) == 2
     )
-    assert call(commands, *convert, new) == 0 and (new / "config.json").exists()
+    assert tiny.call(commands, *convert, new) == 0 and (new / "config.json").exists()
 
 
 def test_push(hub: Hub, tmp_path: Path, target: Path, capfd: Any) -> None:
@@ -575,7 +576,7 @@ def test_push(hub: Hub, tmp_path: Path, target: Path, capfd: Any) -> None:
         (("inspect", "me/head@v2", "--target", target), 0, "taps        hidden_states [2, 4, 5]"),
         (convert, 0, "bit for bit"),
     ):
-        assert call(commands, *command) == code
+        assert tiny.call(commands, *command) == code
         out = "".join(capfd.readouterr())
         assert expected in out and ("conversations.jsonl stays here" in out) == (
             command[0] == "push"
@@ -604,7 +605,7 @@ def test_push(hub: Hub, tmp_path: Path, target: Path, capfd: Any) -> None:
         "--max-new-tokens",
         "4",
     )
-    assert call(inference, *words) == 0
+    assert tiny.call(inference, *words) == 0
     assert hub.private == {"me/head"} and hub.tokens == {f"Bearer {TOKEN}"}
     assert hub.count("PUT /upload/") == 3  # two, and a failed one; arrived files are not sent again
     contents = [

@@ -31,7 +31,6 @@ from aerie.model.target import (
 )
 from tests import tiny
 from tests.infer.laws import tree_of
-from tests.tiny import refused
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -122,7 +121,7 @@ def test_final_norm(tmp_path: Path, name: str) -> None:
             parameter.add_(torch.rand(parameter.shape, generator=torch.Generator().manual_seed(1)))
     model.save_pretrained(tmp_path)
     if name in ("gpt2", "cohere", "olmo"):  # norms that subtract a mean
-        refused(
+        tiny.refused(
             rf"ForCausalLM|LMHeadModel \({name}\) ends in no RMS norm; leave norm_init",
             final_norm,
             config,
@@ -247,7 +246,7 @@ def test_broken_target(count: int, said: str, files: Any, tmp_path: Path) -> Non
     config = TargetConfig(str(tiny.target(tmp_path / "t")))
     change(tmp_path / "t", files)
     for read in (Target.load, load_vocab, load_config)[:count]:
-        refused(f"^{config.path}.*{said}", read, config)
+        tiny.refused(f"^{config.path}.*{said}", read, config)
 
 
 def test_generation_config(tmp_path: Path, capsys: Any) -> None:
@@ -267,14 +266,14 @@ def test_generation_config(tmp_path: Path, capsys: Any) -> None:
         )
     assert not torch.equal(*answers)
     said = r"num_beams=2, which aerie does not apply; .*--generation.num_beams null"
-    refused(said, SpeculativeDecoder(Target.load(TargetConfig(str(path)))).generate, ids)
+    tiny.refused(said, SpeculativeDecoder(Target.load(TargetConfig(str(path)))).generate, ids)
 
 
 def test_final_transform(monkeypatch: Any) -> None:
     """A final transform that is not known is refused."""
     target = family("granite")
     monkeypatch.setattr("aerie.model.target.final_transform", lambda config: (1.0, None))
-    refused("would not be lossless", Target, target.model, target.recipe)
+    tiny.refused("would not be lossless", Target, target.model, target.recipe)
 
 
 def test_no_whole_model(tmp_path: Path) -> None:
@@ -286,7 +285,7 @@ def test_no_whole_model(tmp_path: Path) -> None:
         ("words.json", {}, "merge a LoRA adapter into its own first; GGUF is not read"),
     ):
         write_json(tmp_path / Path(name).stem / name, content)
-        refused(said, load_config, TargetConfig(str(tmp_path / Path(name).stem)))
+        tiny.refused(said, load_config, TargetConfig(str(tmp_path / Path(name).stem)))
 
 
 @pytest.mark.parametrize("kind", ["mamba", "qwen3_next", "rwkv"])
@@ -303,7 +302,7 @@ def test_token_ids() -> None:
     """A target may have more tokens than a draft but no other ids."""
     draft = {"a": 0, "b": 1, "c": 2}
     require_same_token_ids({**draft, "<tool>": 3}, draft, 3, "draft", "target")
-    refused(
+    tiny.refused(
         "token 'b' has id 2, in target another",
         require_same_token_ids,
         {"a": 0, "b": 2, "c": 1},

@@ -12,7 +12,6 @@ from aerie.data import main as data_main
 from tests import tiny
 from tests.data.caches import contents
 from tests.slurm.cluster import Cluster, missing, started
-from tests.tiny import call
 from tests.train.test_main import write_recipe
 from tests.train.test_processes import together
 
@@ -54,7 +53,7 @@ def morning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Morning]:
             "mistake": cluster.submit("train", recipe, "--train.bath_size", 3),
             "part": cluster.submit("features", recipe, options="--array=2-3"),
         }
-        assert call(data_main, "features", "--config", recipe, "--run", root / "alone") == 0
+        assert tiny.call(data_main, "features", "--config", recipe, "--run", root / "alone") == 0
 
         cluster.until(lambda: state(root / "distilled/status.json") == "running", jobs["distill"])
         cluster.run(*SIGNAL, jobs["distill"])

@@ -24,7 +24,6 @@ from aerie.train.loop import MetricsFile
 from aerie.train.objectives import Eagle1Objective
 from aerie.train.optimizers import build_optimizers, learning_rate, muon_matrices
 from tests import tiny
-from tests.tiny import refused
 from tests.train.sittings import VOCAB, config, job, lines, sitting, weights
 
 
@@ -84,7 +83,7 @@ def test_divergence(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(
         "aerie.train.losses.smooth_l1", lambda predicted, true: predicted.sum(-1) * float("nan")
     )
-    refused(
+    tiny.refused(
         r"the training diverged \(nothing was kept\); lower train.learning_rate",
         sitting,
         job(tmp_path, config()),
@@ -193,7 +192,7 @@ def test_refused_engines(
         distributed_type="any",
     )
     monkeypatch.setattr(processes, "Accelerator", lambda **_: accelerator)
-    refused(said, processes.build_accelerator, config(**changes), tmp_path)
+    tiny.refused(said, processes.build_accelerator, config(**changes), tmp_path)
 
 
 def test_metrics_file(
@@ -240,7 +239,7 @@ def test_deepspeed_version(monkeypatch: Any) -> None:
         monkeypatch.setattr("deepspeed.__version__", version)
         deepspeed_internals.require_known_version()
     monkeypatch.setattr("deepspeed.__version__", "0.20.0")
-    refused(
+    tiny.refused(
         r"0.20.0: .*pip install 'deepspeed==0.19.\*', or launch",
         deepspeed_internals.clip_before_muon,
         None,

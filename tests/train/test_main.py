@@ -28,7 +28,6 @@ from aerie.train import jobs, resume
 from aerie.train import main as train_main
 from tests import tiny
 from tests.configs.test_recipes import load
-from tests.tiny import call
 from tests.train.sittings import killed_at, lines
 
 TAPS = (2, 3, 4)  # the default for seven blocks
@@ -81,7 +80,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         sections = {"run": str(root / run), "head": head, "tree": {"levels": 4}}
         recipe = write_recipe(root / f"{head['kind']}.yaml", root, train, **sections)
-        assert call(data_main, "features", "--config", recipe) == 0
+        assert tiny.call(data_main, "features", "--config", recipe) == 0
     return root
 
 
@@ -91,7 +90,7 @@ def run(made: Path, tmp_path: Path) -> partial[int]:
     shutil.copytree(made / "run/features", tmp_path / "run/features")
     short = ("--train.max_steps", 3, "--train.eval_every", 0, "--train.save_every", 1)
     return partial(
-        call, train_main, "--config", made / "eagle1.yaml", "--run", tmp_path / "run", *short
+        tiny.call, train_main, "--config", made / "eagle1.yaml", "--run", tmp_path / "run", *short
     )
 
 
@@ -211,7 +210,7 @@ def test_mistakes(
     save_head(tiny.multi_token_head("block", vocab_of(made), block_size=5), tmp_path / "FIVE")
     words = re.sub("OTHER|ENDLESS|FIVE", lambda name: str(tmp_path / name[0]), words)
     config = ("--config", made / f"{recipe}.yaml", "--output", tmp_path / "new")
-    assert call(train_main, *config, "--plan", *words.split()) == 2
+    assert tiny.call(train_main, *config, "--plan", *words.split()) == 2
     error = capsys.readouterr().err
     assert (
         said.replace("TARGET", str(made / "target")) in error
@@ -223,7 +222,7 @@ def test_mistakes(
 def test_planned_trained_reused(made: Path, capsys: Any, monkeypatch: Any) -> None:
     """A run is planned trained once and reused."""
     recipe, head, status = made / "eagle1.yaml", made / "run/heads/eagle1", made / "run/status.json"
-    train, before = partial(call, train_main, "--config", recipe), sorted(made.rglob("*"))
+    train, before = partial(tiny.call, train_main, "--config", recipe), sorted(made.rglob("*"))
     assert train("--plan") == 0 and sorted(made.rglob("*")) == before and train("--is-whole") == 1
     out = capsys.readouterr().out
     assert "steps: 6 of 8 rows x 1 x 1 process" in out
@@ -243,7 +242,9 @@ def test_planned_trained_reused(made: Path, capsys: Any, monkeypatch: Any) -> No
     capsys.readouterr()
     assert train() == 0 and "train eagle1: whole, reused" in capsys.readouterr().out
     assert (
-        call(train_main, "--config", head / "recipe.yaml", "--train.keep_last", 1, "--is-whole")
+        tiny.call(
+            train_main, "--config", head / "recipe.yaml", "--train.keep_last", 1, "--is-whole"
+        )
         == 0
     )
     written = (head / "model.safetensors").read_bytes()
@@ -274,14 +275,14 @@ def test_every_kind(made: Path, tmp_path: Path, kind: str) -> None:
     if kind == "block":  # its default depth is cut
         words += ["--features.mode=online", "--features.after_blocks=[1,2]", "--head.block_size=4"]
     recipe = made / f"{kind if kind in ('eagle3', 'draft_lm') else 'eagle1'}.yaml"
-    assert call(train_main, "--config", recipe, *words) == 0
+    assert tiny.call(train_main, "--config", recipe, *words) == 0
     if kind != "draft_lm":
         assert min(head_facts(head)[name] for name in ("predicted_tau", "tau")) >= 1
 
 
 def test_small_lm(made: Path, tmp_path: Path) -> None:
     """A small lm learns tokens or laws."""
-    train = partial(call, train_main, "--config", made / "draft_lm.yaml")
+    train = partial(tiny.call, train_main, "--config", made / "draft_lm.yaml")
     alone = ("--train.distill", "null", "--train.token_weight", 1, "--data.supervise", "all")
     assert train("--run", tmp_path / "lm", *alone) == 0 and train() == 0
     for run, loss in ((tmp_path / "lm", "held_out_loss"), (made / "run", "held_out_distill")):
@@ -296,7 +297,7 @@ def test_small_lm(made: Path, tmp_path: Path) -> None:
 def test_eagle3_cached_online_packed(made: Path, tmp_path: Path, capsys: Any) -> None:
     """Eagle3 is trained from the cache and alike online and packed."""
     measuring = ("--train.measure_prompts", 3, "--train.measure_new_tokens", 12)
-    train = partial(call, train_main, "--config", made / "eagle3.yaml", *measuring)
+    train = partial(tiny.call, train_main, "--config", made / "eagle3.yaml", *measuring)
     assert train() == 0 and "draft vocabulary: 160 of 320 tokens cover" in capsys.readouterr().out
     target = Target.load(TargetConfig(str(made / "target"), dtype="float32"))
     facts, head = (
@@ -331,7 +332,7 @@ def test_stale_cache(made: Path, tmp_path: Path, capsys: Any, changed: str) -> N
     """A cache does not outlive its data or tokenizer."""
     file, before = made / changed, (made / changed).read_text()
     train = partial(
-        call, train_main, "--config", made / "eagle3.yaml", "--output", tmp_path / "head"
+        tiny.call, train_main, "--config", made / "eagle3.yaml", "--output", tmp_path / "head"
     )
     assert train("--plan") == 0
     file.write_text(
@@ -364,7 +365,8 @@ def test_warm_start(made: Path, tmp_path: Path) -> None:
         "frozen",
     )
     assert (
-        call(train_main, "--config", made / "eagle3.yaml", "--output", tmp_path / "new", *warm) == 0
+        tiny.call(train_main, "--config", made / "eagle3.yaml", "--output", tmp_path / "new", *warm)
+        == 0
     )
     stored = head_facts(tmp_path / "new")["draft_vocabulary"]
     assert stored["size"] == 100 and 0.0 < stored["coverage"] < 1.0
@@ -397,7 +399,7 @@ def test_foreign_files_and_moved_runs(run: Any, tmp_path: Path, capsys: Any) -> 
     ):
         other = (*choosing, f"--{key}", value)
         assert (
-            call(data_main, "features", *run.args[1:], *other, "--overwrite") == 0
+            tiny.call(data_main, "features", *run.args[1:], *other, "--overwrite") == 0
             and run(*other) == 2
         )
         assert re.search(

@@ -28,7 +28,7 @@ from aerie.train import main as train_main
 from tests import tiny
 from tests.configs.test_recipes import load
 from tests.train.sittings import ended, fork, lines, timeless
-from tests.train.test_main import call, write_recipe
+from tests.train.test_main import write_recipe
 
 BIN = Path(sys.executable).parent
 STEPS = 24
@@ -133,7 +133,7 @@ def forked(launcher: str, log: Path, *words: object, command: Any = train_main) 
     def one(rank: str) -> int:
         os.environ.update(environment | {"RANK": rank, "LOCAL_RANK": rank, "DS_ACCELERATOR": "cpu"})
         sys.stdout = sys.stderr = log.open("a", buffering=1)
-        return call(command, *words)
+        return tiny.call(command, *words)
 
     return [fork(partial(one, rank)) for rank in ("0", "1")]
 
@@ -154,7 +154,7 @@ def test_two_are_one(root: Path, name: str) -> None:
     """Two processes have the losses of one."""
     launcher, head, train = CASES[name]
     recipe, two = recipe_for(root, name), root / f"{name}-two"
-    assert call(train_main, "--config", recipe, "--train.accumulation", 2) == 0
+    assert tiny.call(train_main, "--config", recipe, "--train.accumulation", 2) == 0
     if name == "eagle1":  # the launcher itself
         words = f"launch --config_file configs/accelerate/{launcher}.yaml train/main.py --config"
         start = [str(BIN / "accelerate"), *words.split(), str(recipe), "--run", str(two)]
@@ -205,7 +205,7 @@ def test_two_go_on(
         os.kill(child, number)
     assert [*map(ended, children)] == [code, code]
     assert json.loads((cut / "status.json").read_text())["state"] == state
-    assert call(train_main, *words, "--run", cut) == 2
+    assert tiny.call(train_main, *words, "--run", cut) == 2
     assert (
         "saved by 2 processes, now there are 1; go on with --num_processes 2"
         in capsys.readouterr().err
@@ -234,7 +234,7 @@ def test_unreadable_row(root: Path, split: Any) -> None:
     """A row that one process cannot read ends both with the same code."""
     recipe = recipe_for(root, "eagle1", "cached")
     run = root / f"broken-{split}"
-    assert call(data_main, "features", "--config", recipe, "--run", run) == 0
+    assert tiny.call(data_main, "features", "--config", recipe, "--run", run) == 0
     cache = FeatureCache.open(run / "features")
     order = Order(cache.split("train").lengths, 0, 1, world_size=2)
     # A row, of a step or held out, that only rank 1 reads.

@@ -25,7 +25,6 @@ from aerie.model.formats.content import read_rope, write_sizes
 from aerie.model.layers import Rotary
 from aerie.train.rehearsal import planned_config, rehearse_head
 from tests import tiny
-from tests.tiny import refused
 
 ORIGINAL = 64
 FACTORS = {
@@ -79,7 +78,7 @@ def test_heads_with_layers_learn_beside_yarn_of_a_part(kind: str) -> None:
 
 def test_a_form_that_cannot_learn_is_named() -> None:
     config: Any = planned_config(Eagle1Section(), tiny.llama().config, ())
-    refused(
+    tiny.refused(
         "eagle1 head of this form takes no training step",
         rehearse_head,
         replace(config, num_key_value_heads=3),
@@ -140,7 +139,7 @@ def test_a_head_has_the_base_of_full_attention() -> None:
 
 
 def test_a_published_head_that_rotates_a_part_is_refused() -> None:
-    refused(
+    tiny.refused(
         "partial_rotary_factor is",
         read_rope,
         {"rope_parameters": {"partial_rotary_factor": 0.5}},

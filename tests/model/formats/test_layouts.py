@@ -30,7 +30,6 @@ from tests.model.formats.published import (
     target_facts,
     tensors,
 )
-from tests.tiny import refused
 
 NUMBERED = "eagle_aux_hidden_state_layer_ids"
 SERVERS = ("safeailab", "sglang", "speculators")
@@ -132,7 +131,7 @@ def test_biases(
     assert all(head.state_dict()[name].eq(1).all() for name in biases)
     del own["fc.bias"]
     load_head(published.write(tmp_path / "llama", {**config, "bias": False}, own))
-    refused(
+    tiny.refused(
         'has no "bias", which means true',
         load_head,
         published.write(tmp_path / "silent", config, own),
@@ -273,7 +272,7 @@ def test_numberings() -> None:
     named = {"after_blocks": [3, 4, 5], "tap_convention": "hidden_states", NUMBERED: [1, 3, 4]}
     assert read_taps(named, default, place) == ((3, 4, 5), [])
     assert read_taps({NUMBERED: [1, 7, 9]}, default, place, is_speculators=True) == ((1, 7, 9), [])
-    refused("names no taps; load it with its target", read_taps, {}, None, place)
+    tiny.refused("names no taps; load it with its target", read_taps, {}, None, place)
 
 
 def test_sglang_numbers() -> None:
@@ -289,7 +288,7 @@ def test_sglang_numbers() -> None:
         ),  # earlier ones add one
     ):
         assert sglang_numbers(taps, (2, 16, 29), (architecture,)) == expected
-    refused(
+    tiny.refused(
         "no rule known for UnheardOfForCausalLM; serve it with vLLM",
         sglang_numbers,
         (8, 16, 24),
@@ -364,7 +363,7 @@ def test_misread(tmp_path: Path) -> None:
 
     def cannot_ship(head: Any, to: str, said: str) -> None:
         save_head(head, tmp_path / "head")
-        refused(said, export, tmp_path / "head", to, tmp_path / "out", target_facts())
+        tiny.refused(said, export, tmp_path / "head", to, tmp_path / "out", target_facts())
         assert not (tmp_path / "out").exists()
 
     for to, names in (("safeailab", FLAGS), ("sglang", FLAGS[:3])):
@@ -463,8 +462,8 @@ def test_damaged_head(tmp_path: Path, values: Any, state: Any, message: str) -> 
         tmp_path / "head", {**published.EAGLE3_CONFIG, **values}, state, published.PICKLE
     )
     message = rf"{place}.*{message}|{message}.*{place}"
-    refused(message, load_head, place, vocab=tiny.vocab(), after_blocks=TAPS)
-    refused(message, export, place, "speculators", tmp_path / "out", target_facts())
+    tiny.refused(message, load_head, place, vocab=tiny.vocab(), after_blocks=TAPS)
+    tiny.refused(message, export, place, "speculators", tmp_path / "out", target_facts())
     assert not (tmp_path / "out").exists()
 
 
@@ -480,7 +479,7 @@ def test_no_head(tmp_path: Path) -> None:
         (narrow, 'add "num_attention_heads" of the target'),
         (offset, "or a hidden_state_offset are not supported"),
     ):
-        refused(message, load_head, path)
+        tiny.refused(message, load_head, path)
 
 
 def test_other_target(tmp_path: Path) -> None:
@@ -499,12 +498,12 @@ def test_other_target(tmp_path: Path) -> None:
         ({"seed": 5}, "made for a target with other weight files than tiny"),
     ]
     for changes, message in others:
-        refused(message, export, head, "speculators", out, target_facts(**changes))
+        tiny.refused(message, export, head, "speculators", out, target_facts(**changes))
         assert any(
             re.search(message, problem)
             for problem in inspect_head(head, target_facts(**changes))["problems"]
         )
-    refused(
+    tiny.refused(
         r"--after-blocks 2,3,6: .*json says that the head reads \[2, 4, 5\]",
         export,
         head,
@@ -559,7 +558,7 @@ def test_pickle_code(tmp_path: Path) -> None:
         ({"state": {}}, "is no table of tensors"),
     ):
         torch.save(content, tmp_path / "pytorch_model.bin")
-        refused(said, read_tensors, tmp_path)
+        tiny.refused(said, read_tensors, tmp_path)
     assert not trace.exists()
 
 
@@ -569,4 +568,4 @@ def test_truncated(tmp_path: Path, pickled: bool) -> None:
     for kept in (0, 7, -200):
         place = write_tensors(tmp_path, STATE, pickled)
         place.write_bytes(place.read_bytes()[:kept])
-        refused(rf"{place.name}: cannot read the weights: [^\n]*$", read_tensors, tmp_path)
+        tiny.refused(rf"{place.name}: cannot read the weights: [^\n]*$", read_tensors, tmp_path)
