@@ -1,6 +1,6 @@
 """The golden net: two checkouts do the same jobs on one machine; their results are compared.
 
-python tests/golden.py run CHECKOUT WORKDIR [--only STEP ...]  does the jobs: WORKDIR/digests.json
+python tests/golden.py run CHECKOUT WORKDIR [STEP ...]  does the jobs: WORKDIR/digests.json
 python tests/golden.py compare BEFORE.json AFTER.json   prints every difference; exit code 1 if any
 python tests/golden.py against COMMIT                   a commit and this checkout, run and compared
 
@@ -49,9 +49,10 @@ TIMED = re.compile(
 )
 MEASURED = re.compile(r"/(loss|grad_norm|held_out)[^/]*$")
 TREE = "shape levels k nodes stop children rule".split()  # `timeless` keeps these of a tree
-CYCLE = "pos_start verify draft_forwards drafted depth nodes accepted bonus_id new_tokens".split()
+CYCLE = """pos_start verify draft_forwards drafted depth nodes accepted bonus_id new_tokens
+stop_reason""".split()
 NODE = "token parent depth q survival entropy p accepted passenger".split()
-COUNTS = """verify target_forwards draft_forwards draft_forwards_wasted draft_nodes accepted
+ANSWER = """output_ids verify target_forwards draft_forwards draft_forwards_wasted draft_nodes accepted
 cycle_tokens cycle_nodes identical identical_to_generate prompt_ids""".split()
 DIGESTS = re.compile(r'("(?:key|seal|config\.json|target)": )"(?:sha256:)?[0-9a-f]{16}"')
 
@@ -189,16 +190,14 @@ class Net:
         self.results |= flat(timeless(json.loads(self.read(path))), name, 3)
 
     def train(self, name: str, kind: str, run: Path, output: Path, **more: Any) -> None:
-        """Trains; takes the files, and the losses of the first five steps and the last."""
+        """Trains; takes the files, and the losses of every step."""
         fixed = {"train.max_seconds": "null", "train.log_every": 1, "train.eval_conversations": 16}
         self.call("train", kind, run, output=output, **fixed | more)
         logged_kind = "draft_lm" if kind == "target" else kind
-        records = [r for r in lines(run / "metrics.jsonl") if r["kind"] == logged_kind]
-        for record in records:
-            if record["step"] in (1, 2, 3, 4, 5, records[-1]["step"]):
-                for key, value in flat(record, f"{name}/{record['step']}", 1).items():
-                    if MEASURED.search(key):
-                        self.results[key] = value
+        for record in lines(run / "metrics.jsonl"):
+            if record["kind"] == logged_kind:
+                values = flat(record, f"{name}/{record['step']}", 1)
+                self.results |= {key: values[key] for key in filter(MEASURED.search, values)}
         self.take_files(name, output)
 
 
@@ -286,8 +285,8 @@ def calibrate(net: Net) -> None:
 
 
 def decode(net: Net) -> None:
-    """The answers; then, of a smaller bench, the trees, what was accepted, and why drafts ended."""
-    net.remove("run/bench", "cycles")
+    """The answers; and of each cycle the tree, what was accepted, and why the draft ended."""
+    net.remove("run/bench")
     rows = [with_head(row, net.main / "heads") for row in ROWS]
     options = {
         "bench.rows": rows,
@@ -296,33 +295,26 @@ def decode(net: Net) -> None:
         "bench.sampling": [GREEDY, SAMPLED, CUT],
         "bench.contexts": [64, 96],
         "bench.sweeps": [{**SWEEP, "rows": [row for row in rows if row["method"] == "eagle3"]}],
+        "bench.cycles": "true",
     }
     net.call("infer bench", "eagle1", net.main, **options)
     for record in lines(net.main / "bench" / "records.jsonl"):
         if record["status"] != "ok":
             raise SystemExit(f"{record['method']}: {record['message']}")
-        sampling = f"T {record['temperature']:g}, {record['top_k']}, {record['top_p']:g}"
-        answer = f"{sampling}/{record['prompt_id']}/{record['turn']}"
-        name = f"answers/{record['row']} {record['method']}/{answer}"
-        net.results[f"{name}/ids"] = record["output_ids"]
-        net.results[f"{name}/counts"] = {key: record[key] for key in COUNTS}
-    options = {
-        "bench.rows": rows,
-        "bench.warmup_prompts": 1,
-        "bench.prompts": net.prompts("prompts", 1, 16, turns=1),
-        "bench.sampling": [GREEDY, SAMPLED],
-        "bench.cycles": "true",
-    }
-    net.call("infer bench", "eagle1", net.work / "cycles", **options)
-    for record in lines(net.work / "cycles" / "bench" / "cycles.jsonl"):
-        name = f"{record['row']} {record['method']}/T {record['temperature']:g}"
+        net.results[f"answers/{answer_of(record)}"] = {key: record[key] for key in ANSWER}
+    for record in lines(net.main / "bench" / "cycles.jsonl"):
         cycle = {
             **{key: record[key] for key in CYCLE},
             **{key: record["node"][key] for key in NODE},
             **record["level"],
-            "stop_reason": record["stop_reason"],
         }
-        net.results.setdefault(f"cycles/{name}/{record['prompt_id']}", []).append(cycle)
+        net.results[f"cycles/{answer_of(record)}/{record['cycle']}"] = cycle
+
+
+def answer_of(record: dict[str, Any]) -> str:
+    """The name of an answer, from its record or one of its cycles."""
+    names = "row method temperature top_k top_p task prompt_id turn".split()
+    return "/".join(str(record.get(name)) for name in names)
 
 
 def with_head(row: dict[str, Any], heads: Path) -> dict[str, Any]:
@@ -391,8 +383,7 @@ def run(checkout: Path, work: Path, steps: list[str]) -> dict[str, Any]:
         started = time.monotonic()
         net.results = {}
         STEPS[name](net)
-        results = {key: value for key, value in results.items() if not key.startswith(f"{name}/")}
-        results |= {f"{name}/{key}": value for key, value in net.results.items()}
+        results[name] = net.results
         path.write_text(json.dumps(results, indent=0), encoding="utf-8")
         seconds = time.monotonic() - started
         print(f"{name}: {len(net.results):,} values in {seconds:.0f} s", flush=True)
@@ -418,10 +409,11 @@ def against(commit: str) -> int:
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
     """Prints every value that differs; returns the exit code."""
-    names = sorted(before.keys() | after.keys())
+    pair = [flat(results, "", 2) for results in (before, after)]
+    names = sorted({*pair[0], *pair[1]})
     num_different = 0
     for name in names:
-        values = before.get(name, "missing"), after.get(name, "missing")
+        values = [results.get(name, "missing") for results in pair]
         if not alike(name, *values):
             num_different += 1
             print(name, *(f"  {json.dumps(value):.300}" for value in values), sep="\n")
@@ -437,7 +429,7 @@ def alike(name: str, before: Any, after: Any) -> bool:
         return len(before) == len(after) and all(map(alike, [name] * len(before), before, after))
     if not (isinstance(before, float) and isinstance(after, float)):
         return bool(before == after)
-    if name.startswith("decode/cycles/"):  # the file rounds them
+    if name.startswith("/decode/cycles/"):  # the file rounds them
         return math.isclose(before, after, rel_tol=2e-4, abs_tol=2e-4)
     return math.isclose(before, after, rel_tol=1e-6 if MEASURED.search(name) else 1e-9)
 
@@ -472,7 +464,7 @@ def lines(path: Path) -> list[Any]:
 def main(words: list[str]) -> int:
     match words:
         case ["run", checkout, work, *steps]:
-            run(Path(checkout), Path(work), [step for step in steps if step != "--only"])
+            run(Path(checkout), Path(work), steps)
             return 0
         case ["compare", *files] if len(files) == 2:
             return compare(*(json.loads(Path(file).read_text("utf-8")) for file in files))

@@ -30,13 +30,10 @@ from aerie.infer.decode.sampling import Sampler, draw
 from aerie.infer.decode.shape import make_shape
 from aerie.infer.decode.tree import DraftLaws, Tree
 from aerie.infer.decode.verify import (
-    Families,
     Verdict,
     acceptance,
     judge,
-    left_of,
     read,
-    sibling_chances,
     walk,
 )
 from tests.infer.laws import SETTINGS, TableDrafter, sampler, tree_of
@@ -56,70 +53,6 @@ def descent(tree: Tree, choice: Tensor) -> list[int]:
     return path
 
 
-@pytest.mark.parametrize("riding", [False, True])
-def test_walk(riding: bool) -> None:
-    """Random trees, with and without passengers, which look like children but are not."""
-    lengths = set()
-    for seed in range(300):
-        dice = torch.Generator().manual_seed(seed)
-        count = int(torch.randint(1, 24, (1,), generator=dice))
-        parents = [0]
-        ranks = [0]
-        for node in range(1, count):
-            parents.append(int(torch.randint(0, node, (1,), generator=dice)))
-            ranks.append(parents[1:-1].count(parents[-1]))
-        rides = torch.arange(count) % 3 == 0
-        rides[0] = False
-        tokens = torch.tensor(ranks)
-        if riding:
-            tokens = torch.where(rides, tokens - 1, tokens).clamp(min=0)
-        tree = tree_of(tokens.tolist(), parents)
-        tree = replace(tree, passengers=rides if riding else None)
-        choice = torch.randint(0, 3, (count,), generator=dice)
-        path = descent(tree, choice)
-        verdict = read(walk(tree, choice), count)
-        assert verdict == Verdict(path, tokens[path[1:]].tolist(), int(choice[path[-1]]))
-        lengths.add(len(path))
-    assert {1, 2, 3, 4} <= lengths
-
-
-def all_of_them(rows: int, count: int) -> Families:
-    there = torch.ones(rows, count, dtype=torch.bool)
-    return Families(torch.arange(rows), torch.zeros(rows, count), there, (rows,) * count)
-
-
-@pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_siblings_exact_law(count: int, temperature: float, top_p: float) -> None:
-    """Of every draw of siblings, which one is accepted, and the bonus token. One child: R1."""
-    # target and draft differ by about as much as they agree
-    logits, change = 0.8 * torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(5))
-    p0, q0 = sampler(temperature, top_p).law(torch.stack([logits, logits + change])).double()
-    count = min(count, int((q0 > 0).sum()))  # fewer tokens, fewer siblings
-    rows, chances = [], []
-    for tokens in itertools.product(range(VOCAB), repeat=count):
-        chance, left = 1.0, q0.clone()
-        for token in tokens:
-            chance *= float(left[token] / left.sum()) if left.sum() > 0 else 0.0
-            left[token] = 0.0
-        if chance > 0:
-            rows.append(tokens)
-            chances.append(chance)
-    tokens, families = torch.tensor(rows), all_of_them(len(rows), count)
-    p, q = p0.expand(len(rows), -1), q0.expand(len(rows), -1)
-    alive, written = (
-        torch.tensor(chances, dtype=torch.double),
-        torch.zeros(VOCAB, dtype=torch.double),
-    )
-    shares, end = sibling_chances(p, q, tokens, families)
-    for rank, share in enumerate(shares.unbind(1)):
-        written.index_add_(0, tokens[:, rank], alive * share)
-        alive = alive * (1 - share)
-    left = left_of(p, q, end)
-    written += alive @ (left / left.sum(-1, keepdim=True))
-    torch.testing.assert_close(written, p0, atol=1e-6, rtol=0)
-
-
 def random_tree(dice: torch.Generator, rule: Any) -> tuple[Tree, Tensor]:
     """A ragged tree of drawn children (R1: a chain) and the target's logits."""
     q, parents, depth, tokens = [], [0], [0], [0]
@@ -135,6 +68,22 @@ def random_tree(dice: torch.Generator, rule: Any) -> tuple[Tree, Tensor]:
     laws = torch.cat([torch.stack(q), torch.zeros(len(parents) - len(q), VOCAB)])
     grown = replace(tree_of(tokens, parents), draft_laws=DraftLaws(rule, laws))
     return grown, torch.randn(len(parents), VOCAB, generator=dice)
+
+
+@pytest.mark.parametrize("riding", [False, True])
+def test_walk(riding: bool) -> None:
+    """Random trees, with and without passengers, which look like children but are not."""
+    lengths = set()
+    for seed in range(300):
+        tree, logits = random_tree(torch.Generator().manual_seed(seed), "R3")
+        rides = torch.arange(len(tree)) % 3 == 2
+        tree = replace(tree, passengers=rides if riding else None, draft_laws=None)
+        choice = logits.argmax(-1)
+        path = descent(tree, choice)
+        verdict = read(walk(tree, choice), len(tree))
+        assert verdict == Verdict(path, tree.tokens[path[1:]].tolist(), int(choice[path[-1]]))
+        lengths.add(len(path))
+    assert lengths == {1, 2, 3, 4}
 
 
 def textbook(grown: Tree, p: Tensor, uniform: dict[int, list[float]]) -> tuple[list[int], Tensor]:
@@ -341,15 +290,6 @@ def test_stop_rules_exact_law(rule: Any) -> None:
     if isinstance(rule, ExactConfig):
         assert levels == {2}
     assert len(levels) == 2 or isinstance(rule, EntropyConfig | ConfidenceConfig | ExactConfig)
-
-
-def test_equal_laws() -> None:
-    """If p is q, nothing is refused."""
-    law = torch.randn(2000, VOCAB, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    tokens = draw(law, torch.Generator().manual_seed(1))
-    chances, end = sibling_chances(law, law, tokens[:, None], all_of_them(2000, 1))
-    left = left_of(law, law, end)
-    assert bool((chances == 1).all() and left.isfinite().all() and (left.sum(-1) > 0).all())
 
 
 def test_missing_children() -> None:
