@@ -1,16 +1,12 @@
-"""The golden net: two checkouts do the same jobs on one machine; their results are compared.
+"""The golden net: two checkouts do the same jobs on one machine; what they leave is compared.
 
-python tests/golden.py run CHECKOUT WORKDIR [STEP ...]  does the jobs: WORKDIR/digests.json
-python tests/golden.py compare BEFORE.json AFTER.json   prints every difference; exit code 1 if any
-python tests/golden.py against COMMIT                   a commit and this checkout, run and compared
+python tests/golden.py run CHECKOUT WORKDIR      does the jobs: all files are below WORKDIR
+python tests/golden.py compare BEFORE AFTER      compares two WORKDIRs; exit code 1 if they differ
+python tests/golden.py against COMMIT            a commit and this checkout, run and compared
 
 Training's numbers may differ by 1e-6 of their size, recorded cycles by 2e-4 (the file rounds them),
 other fractions by 1e-9. Left out: times and what depends on them (speeds, costs, the tree that
-`tune` chooses), memory, commits, hardware, paths. Of trees and cycles we compare only keys that
-every version of the files has.
-
-A step reads the files of earlier steps in WORKDIR; `calibrate` must follow `heads`, which removes
-the calibrators.
+`tune` chooses), memory, commits, hardware, paths; and keys that only one version's files have.
 """
 
 import hashlib
@@ -27,6 +23,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +42,12 @@ LIBRARIES = (
     "matplotlib",
 )
 TIMED = re.compile(
-    "^t_|_ms|ms_|^ms$|seconds|speed|tokens_per_s|memory|commit|hardware|^reference$|^overhead$|^tuning$"
+    "^t_|_ms|ms_|^ms$|seconds|speed|per_s|memory|commit|hardware|^reference$|^overhead$|^tuning$"
+    "|^data_wait|^key$|^seal$|^config.json$|^made_of$|^target$|^path$|^run$"
 )
-MEASURED = re.compile(r"/(loss|grad_norm|held_out)[^/]*$")
-TREE = "shape levels k nodes stop children rule".split()  # `timeless` keeps these of a tree
-CYCLE = """pos_start verify draft_forwards drafted depth nodes accepted bonus_id new_tokens
-stop_reason""".split()
-NODE = "token parent depth q survival entropy p accepted passenger".split()
-ANSWER = """output_ids verify target_forwards draft_forwards draft_forwards_wasted draft_nodes accepted
-cycle_tokens cycle_nodes identical identical_to_generate prompt_ids""".split()
-DIGESTS = re.compile(r'("(?:key|seal|config\.json|target)": )"(?:sha256:)?[0-9a-f]{16}"')
+TRAINED = re.compile(r"/(loss|grad_norm|held_out)[^/]*$")
+# Not compared: where a file comes from, how a stage ended, what has times on every line.
+OTHERS = re.compile(r"^(provenance|recipe|status|details|stages|\.)")
 
 # Every layout can hold such a head.
 PLAIN = {"fc_norm": False, "norm_output": False, "norm_before_residual": False}
@@ -72,7 +65,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # recipe, changes to its secti
     "hydra": ("hydra/embedded", {}),
     "draft_lm": ("draft_lm/sps-embedded", {"hidden_size": 32, "num_attention_heads": 2}),
 }
-HEADS = [kind for kind in KINDS if kind != "target"]
+HEADS = ("eagle1", "eagle3", "medusa", "hydra", "draft_lm")
 # Heads with other options, trained on online features.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle1-lk": ("eagle1", {"train.loss": "lk_hybrid"}),
@@ -107,214 +100,112 @@ ROWS: list[dict[str, Any]] = [  # every published method, then other options of 
     {"method": "medusa", "tree": {"shape": "chain", "levels": 4}},
     {"method": "eagle2", "tree": {"calibrated": "isotonic"}},
 ]
+CORPUS = {
+    "synthetic.num_conversations": 700,
+    "synthetic.num_prompts": 14,
+    "synthetic.vocab_size": 600,
+}
+TARGET = {
+    "train.max_steps": 220,
+    "train.warmup_steps": 10,
+    "train.learning_rate": 0.01,
+    "head.max_position_embeddings": 512,
+}
+CACHED = {"features.mode": "cached", "train.max_steps": 100, "train.warmup_steps": 5}
 ONLINE = {"features.mode": "online", "train.max_steps": 5}
 GREEDY = {"temperature": 0.0}
 SAMPLED = {"temperature": 1.0}
 CUT = {"temperature": 0.7, "top_k": 40, "top_p": 0.9}
 SWEEP = {"name": "depth", "vary": "tree.levels", "values": [2, 5], "sampling": [GREEDY]}
+BENCH = {
+    "bench.warmup_prompts": 1,
+    "bench.sampling": [GREEDY, SAMPLED, CUT],
+    "bench.contexts": [64, 96],
+    "bench.cycles": "true",
+}
+TUNE = {"tune.levels": 3, "tune.k": 2, "tune.grid": "true"}
 
 
-class Net:
-    """One checkout at work in one directory; `results` has what its step computed, by name."""
+# ---------------------------------------------------------------------------------------------
+# The jobs
 
-    def __init__(self, checkout: Path, work: Path) -> None:
-        self.checkout = checkout.resolve()
-        self.work = work.resolve()
-        self.main = self.work / "run"
-        self.results: dict[str, Any] = {}  # of the step that is running
 
-    def call(self, command: str, kind: str, run: Path, *words: str, **options: Any) -> str:
-        """Runs a command on a kind of head's recipe, with overrides; returns what it prints."""
+def jobs(work: Path) -> Iterator[tuple[str, list[str]]]:
+    """(name, command line) of each job; where the name is a file's, it keeps what is printed."""
+    main, taps = work / "run", work / "taps"
+
+    def job(command: str, kind: str, run: Path, **options: Any) -> list[str]:
+        """A command on a kind of head's recipe, with overrides."""
         recipe, sizes = KINDS[kind]
         fixed = {
             "config": f"configs/{recipe}.yaml",
             "run": run,
-            "target": self.main / "target",
-            "data.conversations": [str(self.main / "conversations/train.jsonl")],
+            "target": main / "target",
+            "data.conversations": [str(main / "conversations/train.jsonl")],
             "data.max_length": 160,
             "data.held_out": 0.1,
             **{f"head.{key}": value for key, value in sizes.items()},
         }
         if kind == "eagle3":
             fixed |= {"features.after_blocks": [2, 3, 4], "train.batch_size": 4}
-        return self.bare(command, *words, **fixed | options)
+        if command == "train":
+            fixed |= {"train.max_seconds": "null", "train.log_every": 1}
+            fixed |= {"train.eval_conversations": 16}
+        return line(command, **fixed | options)
 
-    def bare(self, command: str, *words: str, **options: Any) -> str:
-        """What `python SCRIPT/main.py ...` prints, without local paths.
-
-        It runs in a fork, which has the libraries already.
-        """
-        script, *first = command.split()
-        call = [f"{script}/main.py", *first, *words]
-        for key, value in options.items():
-            call.append(f"--{key}={json.dumps(value) if isinstance(value, dict | list) else value}")
-        context = multiprocessing.get_context("fork")
-        child = context.Process(target=become, args=(self.checkout, call, self.work))
-        child.start()
-        child.join()
-        if child.exitcode:
-            errors = (self.work / "errors.txt").read_text()[-4000:]
-            raise SystemExit(f"{' '.join(call)}\n{errors}\n{child.exitcode}")
-        return self.read(self.work / "output.txt")
-
-    def read(self, path: Path) -> str:
-        """A file's text without local paths, and without digests of files that contain some."""
-        text = DIGESTS.sub(r'\1""', path.read_text(encoding="utf-8"))
-        return text.replace(str(self.work), "WORK").replace(str(self.checkout), "CHECKOUT")
-
-    def prompts(self, file: str, count: int, tokens: int, **more: Any) -> dict[str, Any]:
-        path = f"{self.main}/conversations/{file}.jsonl"
+    def prompts(file: str, count: int, tokens: int, **more: Any) -> dict[str, Any]:
+        path = str(main / f"conversations/{file}.jsonl")
         return {"path": path, "num_prompts": count, "max_new_tokens": tokens, **more}
 
-    def remove(self, *names: str) -> None:
-        for path in (self.work / name for name in names):
-            path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
-
-    def take_files(self, name: str, directory: Path) -> None:
-        """Takes the sha256 of every file below a directory, except those on its origin."""
-        for path in sorted(directory.rglob("*")):
-            if path.is_dir() or path.name.startswith(("provenance", "recipe", "status")):
-                continue
-            content = path.read_bytes()
-            if path.suffix in (".json", ".jsonl", ".yaml"):
-                content = self.read(path).encode()
-            if path.suffix in (".bin", ".npz"):
-                # torch names its archive after a temporary file, and zlib has versions.
-                with zipfile.ZipFile(path) as archive:
-                    content = b"".join(archive.read(member) for member in archive.namelist())
-            file_name = f"{name}/{path.relative_to(directory)}"
-            self.results[file_name] = hashlib.sha256(content).hexdigest()
-
-    def take_table(self, name: str, path: Path) -> None:
-        """Takes a JSON file without times: a value per path of three keys, with all below it."""
-        self.results |= flat(timeless(json.loads(self.read(path))), name, 3)
-
-    def train(self, name: str, kind: str, run: Path, output: Path, **more: Any) -> None:
-        """Trains; takes the files, and the losses of every step."""
-        fixed = {"train.max_seconds": "null", "train.log_every": 1, "train.eval_conversations": 16}
-        self.call("train", kind, run, output=output, **fixed | more)
-        logged_kind = "draft_lm" if kind == "target" else kind
-        for record in lines(run / "metrics.jsonl"):
-            if record["kind"] == logged_kind:
-                values = flat(record, f"{name}/{record['step']}", 1)
-                self.results |= {key: values[key] for key in filter(MEASURED.search, values)}
-        self.take_files(name, output)
-
-
-# ---------------------------------------------------------------------------------------------
-# The steps
-
-
-def corpus(net: Net) -> None:
-    net.remove("run")
-    net.call(
-        "data synthetic",
-        "eagle1",
-        net.main,
-        **{"synthetic.num_conversations": 700, "synthetic.num_prompts": 14},
-        **{"synthetic.vocab_size": 600},
-    )
-    for name in ("conversations", "tokenizer"):
-        net.take_files(name, net.main / name)
-    words = ("--plain", "--limit", "20")
-    shown = net.call("data show", "eagle1", net.main, *words, target=net.main / "tokenizer")
-    net.results["masks"] = shown.splitlines()
-
-
-def target(net: Net) -> None:
-    net.remove("run/target", "lm")
-    more = {
-        "train.max_steps": 220,
-        "train.warmup_steps": 10,
-        "train.learning_rate": 0.01,
-        "target": net.main / "tokenizer",
-        "head.max_position_embeddings": 512,
-    }
-    net.train("target", "target", net.work / "lm", net.main / "target", **more)
-
-
-def features(net: Net) -> None:
-    """Only the states of the caches: tokens and offsets may be stored elsewhere."""
-    import torch
-    from safetensors.torch import load_file
-
-    net.remove("run/features", "taps/features")
-    for kind, run in (("eagle1", net.main), ("eagle3", net.work / "taps")):
-        net.call("data features", kind, run, **{"features.mode": "cached"})
-        for shard in sorted((run / "features").glob("shard-*.safetensors")):
-            for tensor, states in load_file(shard).items():
-                if states.ndim == 2:
-                    digest = hashlib.sha256(states.view(torch.uint8).numpy())
-                    net.results[f"{kind}/{shard.name}/{tensor}"] = digest.hexdigest()
-
-
-def heads(net: Net) -> None:
-    net.remove("run/heads", "run/state", "taps/state", "variants")
-    net.remove("run/metrics.jsonl", "taps/metrics.jsonl")
-    fixed = {"features.mode": "cached", "train.max_steps": 100, "train.warmup_steps": 5}
+    yield "corpus", job("data synthetic", "eagle1", main, **CORPUS)
+    plain = {"plain": None, "limit": 20, "target": main / "tokenizer"}
+    yield "masks.txt", job("data show", "eagle1", main, **plain)
+    lm = {**TARGET, "target": main / "tokenizer", "output": main / "target"}
+    yield "target", job("train", "target", work / "lm", **lm)
+    for kind, run in (("eagle1", main), ("eagle3", taps)):
+        yield f"features {kind}", job("data features", kind, run, **{"features.mode": "cached"})
     for kind in HEADS:
-        run = net.work / "taps" if kind == "eagle3" else net.main
-        net.train(kind, kind, run, net.main / "heads" / kind, **fixed)
+        run = taps if kind == "eagle3" else main
+        yield kind, job("train", kind, run, output=main / "heads" / kind, **CACHED)
     for name, (kind, options) in VARIANTS.items():
-        run = net.work / "variants" / name
-        net.train(name, kind, run, run / "head", **ONLINE, **options)
-
-
-def exports(net: Net) -> None:
-    net.remove("exports")
+        run = work / "variants" / name
+        yield name, job("train", kind, run, output=run / "head", **ONLINE, **options)
     for kind in HEADS[:-1]:
-        head = str(net.main / "heads" / kind)
-        shown = net.bare("model inspect", head, "--json", target=net.main / "target")
-        net.results[f"{kind}/inspect"] = json.loads(shown)
+        head, target = str(main / "heads" / kind), main / "target"
+        yield f"{kind}.txt", line("model inspect", head, json=None, target=target)
         for layout in LAYOUTS.get(kind, ()):
-            out = net.work / "exports" / f"{kind}-{layout}"
-            options = {"to": layout, "target": net.main / "target", "out": out}
-            net.bare("model convert", head, **options, **{"target-name": "some/target"})
-            net.take_files(out.name, out)
-
-
-def calibrate(net: Net) -> None:
-    net.remove("run/calibration", "calibrate")
-    prompts = net.prompts("calibration", 6, 24)
+            named = {"to": layout, "target": target, "target-name": "some/target"}
+            out = work / "exports" / f"{kind}-{layout}"
+            yield f"{kind} for {layout}", line("model convert", head, out=out, **named)
     for kind, more in CALIBRATIONS.items():
-        run = net.main if kind == "eagle1" else net.work / "calibrate" / kind
-        options = {"head": net.main / "heads" / kind, "calibrate.prompts": prompts, **more}
-        net.call("infer calibrate", kind, run, **options)
-        for name in ("calibration", "calibrator"):
-            net.take_table(f"{kind}/{name}", run / "calibration" / f"{name}.json")
-
-
-def decode(net: Net) -> None:
-    """The answers; and of each cycle the tree, what was accepted, and why the draft ended."""
-    net.remove("run/bench")
-    rows = [with_head(row, net.main / "heads") for row in ROWS]
-    options = {
+        run = main if kind == "eagle1" else work / "calibrate" / kind
+        about = {"head": main / "heads" / kind, "calibrate.prompts": prompts("calibration", 6, 24)}
+        yield f"calibrate {kind}", job("infer calibrate", kind, run, **about, **more)
+    rows = [with_head(row, main / "heads") for row in ROWS]
+    sweep = {**SWEEP, "rows": [row for row in rows if row["method"] == "eagle3"]}
+    answers = {
         "bench.rows": rows,
-        "bench.warmup_prompts": 1,
-        "bench.prompts": net.prompts("prompts", 3, 28),
-        "bench.sampling": [GREEDY, SAMPLED, CUT],
-        "bench.contexts": [64, 96],
-        "bench.sweeps": [{**SWEEP, "rows": [row for row in rows if row["method"] == "eagle3"]}],
-        "bench.cycles": "true",
+        "bench.sweeps": [sweep],
+        "bench.prompts": prompts("prompts", 3, 28),
     }
-    net.call("infer bench", "eagle1", net.main, **options)
-    for record in lines(net.main / "bench" / "records.jsonl"):
-        if record["status"] != "ok":
-            raise SystemExit(f"{record['method']}: {record['message']}")
-        net.results[f"answers/{answer_of(record)}"] = {key: record[key] for key in ANSWER}
-    for record in lines(net.main / "bench" / "cycles.jsonl"):
-        cycle = {
-            **{key: record[key] for key in CYCLE},
-            **{key: record["node"][key] for key in NODE},
-            **record["level"],
-        }
-        net.results[f"cycles/{answer_of(record)}/{record['cycle']}"] = cycle
+    yield "bench", job("infer bench", "eagle1", main, **BENCH, **answers)
+    measured = {
+        "tune.measure": prompts("prompts", 2, 16, turns=1),
+        "tune.prompts": prompts("calibration", 3, 20, turns=1),
+        "head": main / "heads" / "eagle1",
+    }
+    yield "tune", job("infer tune", "eagle1", main, **TUNE, **measured)
+    yield "report", job("infer report", "eagle1", main)
 
 
-def answer_of(record: dict[str, Any]) -> str:
-    """The name of an answer, from its record or one of its cycles."""
-    names = "row method temperature top_k top_p task prompt_id turn".split()
-    return "/".join(str(record.get(name)) for name in names)
+def line(command: str, *words: str, **options: Any) -> list[str]:
+    """The command line of SCRIPT/main.py; an option whose value is None is a flag."""
+    script, *first = command.split()
+    parts = [f"{script}/main.py", *first, *words]
+    for key, value in options.items():
+        text = json.dumps(value) if isinstance(value, dict | list) else value
+        parts.append(f"--{key}" if value is None else f"--{key}={text}")
+    return parts
 
 
 def with_head(row: dict[str, Any], heads: Path) -> dict[str, Any]:
@@ -326,68 +217,33 @@ def with_head(row: dict[str, Any], heads: Path) -> dict[str, Any]:
     return {**row, "head": str(heads / row.get("head", usual))}
 
 
-def tune(net: Net) -> None:
-    """The tau of every replayed tree, and of timed ones except the second, which costs choose."""
-    net.remove("run/tune")
-    options = {
-        "tune.levels": 3,
-        "tune.k": 2,
-        "tune.grid": "true",
-        "tune.measure": net.prompts("prompts", 2, 16, turns=1),
-        "tune.prompts": net.prompts("calibration", 3, 20, turns=1),
-        "head": net.main / "heads" / "eagle1",
-    }
-    net.call("infer tune", "eagle1", net.main, **options)
-    for head in json.loads(net.read(net.main / "tune" / "tune.json"))["heads"]:
-        for replayed in (head["published"], *head["trees"]):
-            sizes = [replayed["tree"][key] for key in ("levels", "k", "nodes")]
-            net.results[f"tau/{sizes}"] = replayed["tau"]
-    measured = json.loads(net.read(net.main / "tune" / "measured.json"))
-    for number, (name, row) in enumerate(zip(measured["names"], measured["rows"], strict=True)):
-        if number != 1:
-            net.results[f"tau/{name}"] = row["tau"]
-
-
-def report(net: Net) -> None:
-    net.remove("run/report")
-    net.call("infer report", "eagle1", net.main)
-    net.take_table("summary", net.main / "report" / "summary.json")
-
-
-STEPS = {
-    step.__name__: step
-    for step in (corpus, target, features, heads, exports, calibrate, decode, tune, report)
-}
-
-
-def become(checkout: Path, call: list[str], work: Path) -> None:
-    """Turns this process into a command of the checkout."""
-    for number, name in ((1, "output.txt"), (2, "errors.txt")):
-        os.dup2(os.open(work / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    os.chdir(checkout)
-    sys.argv = call
-    sys.path[:1] = [str(checkout / Path(call[0]).parent), str(checkout), str(checkout / "src")]
-    runpy.run_path(call[0], run_name="__main__")
-
-
-def run(checkout: Path, work: Path, steps: list[str]) -> dict[str, Any]:
-    """Does the steps (none: all), and writes their results to WORKDIR/digests.json."""
+def run(checkout: Path, work: Path) -> Path:
+    """Does the jobs, each in a fork, which has the libraries already; returns the directory."""
     os.environ |= ENVIRONMENT  # before the libraries are loaded
     for library in LIBRARIES:
         importlib.import_module(library)
-    work.mkdir(parents=True, exist_ok=True)
-    path = work / "digests.json"
-    net = Net(checkout, work)
-    results: dict[str, Any] = json.loads(path.read_text()) if steps and path.is_file() else {}
-    for name in steps or STEPS:
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    for name, words in jobs(work):
         started = time.monotonic()
-        net.results = {}
-        STEPS[name](net)
-        results[name] = net.results
-        path.write_text(json.dumps(results, indent=0), encoding="utf-8")
-        seconds = time.monotonic() - started
-        print(f"{name}: {len(net.results):,} values in {seconds:.0f} s", flush=True)
-    return results
+        context = multiprocessing.get_context("fork")
+        child = context.Process(target=become, args=(checkout, words, work / name))
+        child.start()
+        child.join()
+        print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
+        if child.exitcode:
+            raise SystemExit((work / "errors").read_text()[-4000:])
+    return work
+
+
+def become(checkout: Path, words: list[str], output: Path) -> None:
+    """Turns this process into a command of the checkout."""
+    for number, path in ((1, output), (2, output.with_name("errors"))):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.chdir(checkout)
+    sys.argv = words
+    sys.path[:1] = [str(checkout / Path(words[0]).parent), str(checkout), str(checkout / "src")]
+    runpy.run_path(words[0], run_name="__main__")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -401,73 +257,88 @@ def against(commit: str) -> int:
         tree = Path(directory) / "tree"
         subprocess.run([*worktree, "add", "--detach", str(tree), commit], check=True)
         try:
-            before = run(tree, Path(directory) / "before", [])
-            return compare(before, run(ROOT, Path(directory) / "after", []))
+            before = run(tree, Path(directory) / "before")
+            return compare(before, run(ROOT, Path(directory) / "after"))
         finally:
             subprocess.run([*worktree, "remove", "--force", str(tree)], check=True)
 
 
-def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
+def compare(before: Path, after: Path) -> int:
     """Prints every value that differs; returns the exit code."""
-    pair = [flat(results, "", 2) for results in (before, after)]
-    names = sorted({*pair[0], *pair[1]})
-    num_different = 0
-    for name in names:
-        values = [results.get(name, "missing") for results in pair]
-        if not alike(name, *values):
-            num_different += 1
-            print(name, *(f"  {json.dumps(value):.300}" for value in values), sep="\n")
-    print(f"{num_different:,} of {len(names):,} values differ")
-    return 1 if num_different or not names else 0
+    found = [*differences("", contents(before), contents(after))]
+    print(*found, f"{len(found):,} values differ", sep="\n")
+    return 1 if found else 0
 
 
-def alike(name: str, before: Any, after: Any) -> bool:
+def contents(work: Path) -> dict[str, Any]:
+    """The content of each file that is compared."""
+    found = {}
+    for path in sorted(work.rglob("*")):
+        if path.is_file() and path.suffix and not OTHERS.search(path.name):
+            found[str(path.relative_to(work))] = content(path, str(work))
+    return found
+
+
+def content(path: Path, work: str) -> Any:
+    """A file's values, or the text without local paths, or the digest of its bytes."""
+    match path.suffix:
+        case ".bin" | ".npz":  # torch names its archive after a temporary file; zlib has versions
+            with zipfile.ZipFile(path) as archive:
+                members = b"".join(archive.read(member) for member in archive.namelist())
+            return hashlib.sha256(members).hexdigest()
+        case ".safetensors":
+            return hashlib.sha256(path.read_bytes()).hexdigest()
+        case ".json" | ".jsonl" | ".txt" | ".jinja" | ".yaml":
+            text = path.read_text(encoding="utf-8").replace(work, "WORK")
+        case _:
+            return None
+    if path.name in ("tune.json", "measured.json"):
+        return taus(json.loads(text))
+    if path.suffix == ".json":
+        return json.loads(text)
+    return [*map(json.loads, text.splitlines())] if path.suffix == ".jsonl" else text
+
+
+def taus(tuning: dict[str, Any]) -> dict[str, float]:
+    """The tau of every tree that was replayed or timed. Costs choose one of them, and its name."""
+    names = tuning.get("names", ())
+    found = dict(zip(names, (row["tau"] for row in tuning.get("rows", ())), strict=True))
+    for head in tuning.get("heads", ()):
+        for replayed in (head["published"], *head["trees"]):
+            found[str(replayed["tree"])] = replayed["tau"]
+    return found
+
+
+def differences(name: str, before: Any, after: Any) -> Iterator[str]:
+    """Yields a line for each value that differs."""
     if isinstance(before, dict) and isinstance(after, dict):
-        same_keys = before.keys() == after.keys()
-        return same_keys and all(alike(name, before[key], after[key]) for key in before)
-    if isinstance(before, list) and isinstance(after, list):
-        return len(before) == len(after) and all(map(alike, [name] * len(before), before, after))
+        alone = before.keys() ^ after.keys() if not name else ()
+        yield from (f"{key}: only one has it" for key in sorted(alone))
+        for key in sorted(before.keys() & after.keys()):
+            if not TIMED.search(key):
+                yield from differences(f"{name}/{key}", before[key], after[key])
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for number, pair in enumerate(zip(before, after, strict=True)):
+            yield from differences(f"{name}/{number}", *pair)
+    elif before != after and not are_close(name, before, after):
+        yield f"{name}\n  {before!s:.300}\n  {after!s:.300}"
+
+
+def are_close(name: str, before: Any, after: Any) -> bool:
     if not (isinstance(before, float) and isinstance(after, float)):
-        return bool(before == after)
-    if name.startswith("/decode/cycles/"):  # the file rounds them
+        return False
+    if "cycles.jsonl/" in name:  # the file rounds them
         return math.isclose(before, after, rel_tol=2e-4, abs_tol=2e-4)
-    return math.isclose(before, after, rel_tol=1e-6 if MEASURED.search(name) else 1e-9)
-
-
-def timeless(value: Any) -> Any:
-    """A JSON value without keys of times, and of what else depends on the machine."""
-    if isinstance(value, list):
-        return [timeless(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if "shape" in value and "levels" in value:  # a tree
-        value = {key: item for key, item in value.items() if key in TREE}
-        if "stop" in value:
-            value["stop"] = value["stop"]["rule"]
-    return {key: timeless(item) for key, item in value.items() if not TIMED.search(key)}
-
-
-def flat(value: Any, name: str, depth: int) -> dict[str, Any]:
-    """The values of a JSON table, named by the keys that lead to them."""
-    if depth == 0 or not isinstance(value, dict | list):
-        return {name: value}
-    values: dict[str, Any] = {}
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-        values |= flat(inner, f"{name}/{key}", depth - 1)
-    return values
-
-
-def lines(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return math.isclose(before, after, rel_tol=1e-6 if TRAINED.search(name) else 1e-9)
 
 
 def main(words: list[str]) -> int:
     match words:
-        case ["run", checkout, work, *steps]:
-            run(Path(checkout), Path(work), steps)
+        case ["run", checkout, work]:
+            run(Path(checkout).resolve(), Path(work).resolve())
             return 0
-        case ["compare", *files] if len(files) == 2:
-            return compare(*(json.loads(Path(file).read_text("utf-8")) for file in files))
+        case ["compare", before, after]:
+            return compare(Path(before).resolve(), Path(after).resolve())
         case ["against", commit]:
             return against(commit)
     raise SystemExit(__doc__)

@@ -4,7 +4,7 @@ python -m tests.gpu [--out DIR]            # make gpu: 10 to 20 minutes; the dri
 python -m tests.gpu --device cpu --tiny    # the same code in seconds
 
 Weights are random and made in memory: tau means nothing here, but the shares of a cycle do.
-MFU: of dense bf16.
+mfu: of dense bf16. bandwidth: that of a cycle, as a share of a copy's.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -50,7 +51,7 @@ from aerie.train import costs, processes
 from aerie.train.optimizers import build_optimizers
 from aerie.train.workload import Load
 
-Row = dict[str, Any]  # size, what, tokens_per_s and ms; for most also what a column of the table is
+Row = dict[str, Any]  # size, what, tokens_per_s, ms, and other figures of what was timed
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=summary)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small sizes, and no tests first")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/gpu"), help="where gpu.json and gpu.md go"
-    )
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="where gpu.json goes")
     arguments = parser.parse_args()
     hardware = f"a CPU, {torch.get_num_threads()} threads"
     if arguments.device == "cpu":
@@ -135,14 +134,10 @@ def main() -> int:
     for size in [SMALL] if arguments.tiny else SIZES:
         for row in run_size(size, accelerator):
             rows.append(row)
-            write(facts, arguments.out)  # kept, if a later row runs out of memory
-    print(table(facts), end="")
+            # Written at once: a later row may run out of memory.
+            (arguments.out / "gpu.json").write_text(json.dumps(facts, indent=1) + "\n")
+    print(pd.json_normalize(rows).round(3).to_string(na_rep=""))
     return code
-
-
-def write(facts: Row, directory: Path) -> None:
-    (directory / "gpu.json").write_text(json.dumps(facts, indent=1) + "\n")
-    (directory / "gpu.md").write_text(table(facts))
 
 
 def run_size(size: Size, accelerator: Accelerator) -> Iterator[Row]:
@@ -279,35 +274,6 @@ def timed(work: Callable[[], Any], count: int, device: torch.device) -> tuple[fl
     seconds = (time.perf_counter() - started) / count
     process_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return seconds, torch.cuda.max_memory_allocated() if is_cuda else process_bytes
-
-
-COLUMNS = {  # key of a row, or of its cycle_ms: the heading and the form of its column
-    "size": ("size", "{}"),
-    "what": ("what", "{}"),
-    "tokens_per_s": ("tokens/s", "{:,.0f}"),
-    "ms": ("ms", "{:.2f}"),
-    "mfu": ("MFU", "{:.1%}"),
-    "peak_gib": ("peak GiB", "{:.1f}"),
-    "planned_gib": ("planned GiB", "{:.1f}"),
-    "kernels": ("kernels", "{:,.0f}"),
-    "bandwidth": ("of a copy's bandwidth", "{:.0%}"),
-    "draft": ("draft ms", "{:.2f}"),
-    "verify": ("verify ms", "{:.2f}"),
-    "commit": ("commit ms", "{:.2f}"),
-    "other": ("other ms", "{:.2f}"),
-}
-
-
-def table(facts: Row) -> str:
-    """The rows in Markdown."""
-    title = f"{facts['hardware']}, torch {facts['torch']}, CUDA {facts['cuda']}; random weights"
-    headings = " | ".join(heading for heading, _ in COLUMNS.values())
-    lines = [title, "", f"| {headings} |", "|---" * len(COLUMNS) + "|"]
-    for row in facts["rows"]:
-        row = row | row.get("cycle_ms", {})
-        cells = [form.format(row[key]) if key in row else "" for key, (_, form) in COLUMNS.items()]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -39,6 +39,10 @@ class TableDrafter(Drafter):
         dice = torch.Generator().manual_seed(hash((self.seed, path)) % 2**31)
         return (self.sharpness * torch.randn(VOCAB, generator=dice)).log_softmax(-1)
 
+    def survival(self, path: Path) -> float:
+        """The sum of log q down the path."""
+        return sum(float(self.law(path[:at])[token]) for at, token in enumerate(path))
+
     def start(self) -> Tensor:
         self.rows, self.calls = [()], 1
         return self.law(())[None]

@@ -5,9 +5,10 @@ Stop rules: each against its source; whatever ends a tree, the answer is the tar
 
 import itertools
 import math
-from itertools import count
+from collections import Counter
+from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from aerie.configs.schema.decode import (
     StopConfig,
     VoteConfig,
 )
-from aerie.infer.decode.roles import Shape, unchanged
+from aerie.infer.decode.roles import unchanged
 from aerie.infer.decode.sampling import Sampler, entropy
 from aerie.infer.decode.shape import StaticTree, make_shape
 from aerie.infer.decode.stop import STOPS, Entropy, Heuristic, ProbabilitySum, Stop, Vote
@@ -52,34 +53,38 @@ EAGLE1, MEDUSA = StaticConfig(choices="eagle1").paths, StaticConfig(choices="med
 LINE = ((0,), (0, 0), (0, 0, 0))
 
 
+class Node(NamedTuple):
+    path: tuple[int, ...]
+    survival: float
+    smallest: float  # confidence on the path
+    confidence: float
+
+
 def brute_force(drafter: TableDrafter, config: DynamicConfig) -> dict[tuple[int, ...], float]:
     """path -> log survival of EAGLE-2's tree or of an ablation, without the root."""
-    order, by_value = count(), config.rank == "survival"
-    pool: list[Any] = []
-    picked: dict[tuple[int, ...], float] = {}
-    frontier: list[tuple[tuple[int, ...], float, float]] = [
-        ((), 0.0, 0.0)
-    ]  # path, survival, smallest confidence
+    is_by_value = config.rank == "survival"
+    expanded = "survival" if is_by_value else "confidence"
+    reranked = "survival" if is_by_value else "smallest"
+    pool: list[Node] = []
+    picked: list[Node] = []
+    frontier = [Node((), 0.0, 0.0, 0.0)]
     for _ in range(config.levels):
-        level = []
-        for path, value, smallest in frontier:
-            law = drafter.law(path).tolist()
-            for token in sorted(range(VOCAB), key=lambda t: -law[t])[: config.k]:
-                level.append(
-                    ((*path, token), value + law[token], min(smallest, law[token]), law[token])
-                )
-        pool += [
-            (-(value if by_value else low), next(order), path, value)
-            for path, value, low, _ in level
+        level = [
+            Node((*path, token), survival + q, min(smallest, q), q)
+            for path, survival, smallest, _ in frontier
+            for token, q in best_of(enumerate(drafter.law(path).tolist()), 1, config.k)
         ]
-        best = sorted(level, key=lambda item: -(item[1] if by_value else item[3]))[: config.k]
-        picked |= {path: value for path, value, _, _ in best}
-        frontier = [(path, value, low) for path, value, low, _ in best]
-    return (
-        {path: value for _, _, path, value in sorted(pool)[: config.nodes - 1]}
-        if config.rerank
-        else picked
-    )
+        frontier = best_of(level, Node._fields.index(expanded), config.k)
+        pool += level
+        picked += frontier
+    if config.rerank:
+        picked = best_of(pool, Node._fields.index(reranked), config.nodes - 1)
+    return {node.path: node.survival for node in picked}
+
+
+def best_of(items: Iterable[Any], place: int, count: int) -> list[Any]:
+    """The items with the largest values at this place; the earlier one of equals."""
+    return sorted(items, key=lambda item: -item[place])[:count]
 
 
 @pytest.mark.parametrize(
@@ -151,16 +156,12 @@ def test_a_kept_pool_holds_the_laws_and_frontiers_of_the_same_tree(
     name: str, temperature: float
 ) -> None:
     drafter = TableDrafter(5)
-
-    def growing(keeps_pool: bool) -> Shape:
+    trees = []
+    for keeps_pool in (True, False):
         shape = make_shape(KEPT[name])
         shape.keeps_pool = keeps_pool
-        return shape
-
-    tree, plain = (
-        growing(keeps_pool).grow(TableDrafter(5), ROOT, 4, sampler(temperature, 0.9, 3))
-        for keeps_pool in (True, False)
-    )
+        trees.append(shape.grow(drafter, ROOT, 4, sampler(temperature, 0.9, 3)))
+    tree, plain = trees
     assert plain.pool is None and tree.tokens.equal(plain.tokens) and tree.mask.equal(plain.mask)
     pool, names = tree.pool, node_paths(tree)
     assert pool is not None and len(pool.levels) == tree.levels
@@ -169,13 +170,10 @@ def test_a_kept_pool_holds_the_laws_and_frontiers_of_the_same_tree(
     assert all(law.equal(drafter.law(names[node])) for node, law in laws.items())
     assert pool.stopped_by == ("probability_sum" if name == "chain" else None)
     for depth, (branches, survival) in enumerate(pool.frontiers(), start=1):
-        below = [
-            sum(float(drafter.law(path[:at])[path[at]]) for at in range(depth)) for path in branches
-        ]
+        below = [drafter.survival(path) for path in branches]
         assert temperature > 0 or survival.tolist() == pytest.approx(below, abs=1e-4)
-        assert name not in ("all levels", "chain") or {*branches} == {
-            path for path in names if len(path) == depth
-        }
+        if name in ("all levels", "chain"):
+            assert {*branches} == {path for path in names if len(path) == depth}
         assert name != "dynamic" or len(branches) == 3
 
 
@@ -195,73 +193,48 @@ def test_best_children_are_those_of_the_ranks(
 ) -> None:
     drafter = TableDrafter(5)
     tree = grow(drafter, sampler(temperature, 1.0), choices, children)
-    expected: dict[tuple[int, ...], float] = {}
+    expected: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}  # ranks -> tokens
     for choice in choices:
-        path: tuple[int, ...] = ()
-        value = 0.0
-        for rank in choice:
-            law = drafter.law(path)
-            path = (*path, int(law.sort(descending=True).indices[rank]))
-            value += float(law[path[-1]])
-        expected[path] = value
-    assert paths(tree) == pytest.approx(expected, abs=1e-4)
+        above = expected[choice[:-1]]
+        ranked = drafter.law(above).sort(descending=True).indices
+        expected[choice] = (*above, int(ranked[choice[-1]]))
+    survival = {path: drafter.survival(path) for path in expected.values() if path}
+    assert paths(tree) == pytest.approx(survival, abs=1e-4)
     check_connected(tree)
     assert tree.draft_laws is None and len(tree) == len(choices) + 1
     assert tree.draft_forwards == drafter.calls == tree.levels == max(map(len, choices))
 
 
-@pytest.mark.parametrize(
-    ("choices", "rule"),
-    [(LINE, "R1"), (EAGLE1, "R3")],
-)
+@pytest.mark.parametrize(("choices", "rule"), [(LINE, "R1"), (EAGLE1, "R3")])
 @pytest.mark.parametrize(
     ("temperature", "top_p", "mapped"), [(1.0, 1.0, False), (1.0, 1.0, True), (0.6, 0.8, False)]
 )
 def test_drawn_children_keep_the_form_and_record_their_laws(
-    choices: tuple[Choice, ...],
-    rule: str,
-    temperature: float,
-    top_p: float,
-    mapped: bool,
+    choices: tuple[Choice, ...], rule: str, temperature: float, top_p: float, mapped: bool
 ) -> None:
     """If the processors leave too few tokens, a node has fewer children; all are distinct."""
+    form = Counter(choice[:-1] for choice in choices)
     fewer = 0
     for seed in range(8):
-        drafter, chosen = (
-            TableDrafter(seed, sharpness=1.0, mapped=mapped),
-            sampler(temperature, top_p, seed),
-        )
+        drafter = TableDrafter(seed, sharpness=1.0, mapped=mapped)
+        chosen = sampler(temperature, top_p, seed)
         tree = grow(drafter, chosen, choices)
         check_connected(tree)
-        assert (
-            tree.draft_laws is not None
-            and tree.draft_laws.rule == rule
-            and len(tree.draft_laws.laws) == len(tree)
-        )
-        assert (
-            int(tree.depth.max()) == tree.levels == len(choices[-1])
-        )  # the path of first draws is never cut
+        assert tree.draft_laws is not None and tree.draft_laws.rule == rule
+        # the path of first draws is never cut
+        assert int(tree.depth.max()) == tree.levels == len(choices[-1])
         laws, names = tree.draft_laws.over(2 * VOCAB), node_paths(tree)
-        family_of: dict[int, list[int]] = {}
-        for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
-            family_of.setdefault(parent, []).append(node)
-        for parent, family in family_of.items():
+        families = Counter(tree.parents.tolist()[1:])
+        for parent in families:
             law = torch.zeros(2 * VOCAB)
-            law[drafter.target_ids(torch.arange(VOCAB))] = chosen.law(
-                drafter.law(names[parent])[None]
-            )[0]
+            ids = drafter.target_ids(torch.arange(VOCAB))
+            law[ids] = chosen.law(drafter.law(names[parent])[None])[0]
             torch.testing.assert_close(laws[parent], law)
-            tokens = tree.tokens[family]
-            assert len(set(tokens.tolist())) == len(tokens)
-            torch.testing.assert_close(tree.confidence[family], law[tokens].log())
-        assert bool(tree.survival.isfinite().all())
-        wanted, survivors = sum(len(choice) == 1 for choice in choices), int((laws[0] > 0).sum())
-        assert len(family_of[0]) == min(wanted, survivors)
-        form = [
-            len(list(group))
-            for _, group in itertools.groupby(sorted(choice[:-1] for choice in choices))
-        ]
-        fewer += sorted(map(len, family_of.values())) != sorted(form)
+            family = (tree.parents == parent) & (tree.depth > 0)
+            torch.testing.assert_close(tree.confidence[family], law[tree.tokens[family]].log())
+        assert len({*names}) == len(tree) and bool(tree.survival.isfinite().all())
+        assert families[0] == min(form[()], int((laws[0] > 0).sum()))
+        fewer += sorted(families.values()) != sorted(form.values())
     assert fewer > 4 if rule == "R3" and top_p < 1 else fewer == 0
 
 
@@ -417,30 +390,23 @@ def released_tree(
     drafter: TableDrafter, budget: int, threshold: float, max_depth: int
 ) -> tuple[Nodes, int]:
     """The tree of OPT-Tree's released code, built node by node, and its number of forwards."""
-    levels: list[Nodes] = []
-    frontier: Nodes = {(): 0.0}
+    kept: list[tuple[tuple[int, ...], float]] = []  # without the newest level, which is not counted
+    frontier: Any = [((), 0.0)]
     weight = 0.0
-    while True:
-        candidates: Nodes = {}
-        for path, value in frontier.items():
-            law = drafter.law(path).tolist()
-            for token in sorted(range(VOCAB), key=lambda t: -law[t])[:budget]:
-                candidates[(*path, token)] = value + law[token]
-        frontier = dict(best_of(candidates.items(), budget))
-        levels.append(frontier)
-        if len(levels) == 1:
-            continue
-        # the newest level is not counted
-        before = itertools.chain.from_iterable(nodes.items() for nodes in levels[:-1])
-        best = best_of(before, budget)
-        total = sum(math.exp(value) for _, value in best)
-        if total - weight <= threshold or len(levels) == max_depth:
-            return dict(best), len(levels)
-        weight = total
-
-
-def best_of(nodes: Any, count: int) -> list[tuple[tuple[int, ...], float]]:
-    return sorted(nodes, key=lambda node: -node[1])[:count]
+    for forwards in range(1, max_depth + 1):
+        candidates = [
+            ((*path, token), value + q)
+            for path, value in frontier
+            for token, q in best_of(enumerate(drafter.law(path).tolist()), 1, budget)
+        ]
+        if forwards > 1:
+            kept = best_of(kept + frontier, 1, budget)
+            gain = sum(math.exp(value) for _, value in kept) - weight
+            if gain <= threshold:
+                break
+            weight += gain
+        frontier = best_of(candidates, 1, budget)
+    return dict(kept), forwards
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.2, 0.5, 0.8])
