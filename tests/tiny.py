@@ -2,7 +2,11 @@
 
 import json
 import random
+import re
+import shlex
+import subprocess
 import sys
+import textwrap
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from aerie import __main__ as aerie_command
 from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import KINDS
 from aerie.data.feature_cache import CachedRow
@@ -216,6 +221,37 @@ def call(module: Any, *words: object) -> int:
         sys.argv = before
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+
+
+def session(text: str, capsys: Any, **names: object) -> str:
+    """Types command lines one after another; returns what the last one writes to stdout.
+
+    Below a command stand parts of what it prints, indented, and `exit CODE` where it is not 0.
+    aerie runs in this process, other commands in a shell. {name} stands for one of the names.
+    """
+    out = ""
+    for block in re.split(r"\n(?=\S)", textwrap.dedent(text).strip()):
+        line, *expected = (part.strip() for part in block.format(**names).splitlines())
+        code, out, err = typed(line, capsys)
+        if not any(part.startswith("exit ") for part in expected):
+            expected.append("exit 0")
+        for part in expected:
+            assert part == f"exit {code}" or part in out + err, f"{line}\n{part}\n{out}{err}"
+        assert code != 2 or err.splitlines()[-1].startswith("error: "), err
+    return out
+
+
+def typed(line: str, capsys: Any) -> tuple[int, str, str]:
+    """The exit code of a command line, and what it writes to stdout and stderr."""
+    if not line.startswith("aerie "):
+        done = subprocess.run(line, shell=True, check=False, capture_output=True, text=True)  # noqa: S602
+        return done.returncode, done.stdout, done.stderr
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch:
+        for package in ("data", "infer"):
+            patch.setattr(f"aerie.{package}.main.stop_on_signals", lambda: None)
+        code = call(aerie_command, *shlex.split(line)[1:])
+    return code, *capsys.readouterr()
 
 
 def refused(message: str, function: Any, /, *arguments: Any, **options: Any) -> None:

@@ -67,11 +67,8 @@ class Steered:
     """
 
     def __init__(self, drafter: Any, known: Sequence[GreedyReference], right: bool) -> None:
-        self._drafter, self._right = drafter, right
-        vocabulary = getattr(getattr(drafter, "head", None), "vocabulary", None)
-        self._ids = (
-            None if vocabulary is None else vocabulary.t2d.nonzero()[:, 0]
-        )  # not read from d2t
+        self._drafter = drafter
+        self._nats = SURE if right else -SURE
         self._answers = {tuple(ids[0].tolist()): answer for ids, answer in known}
 
     def __getattr__(self, name: str) -> Any:
@@ -82,9 +79,8 @@ class Steered:
         self._drafter.reset(prompt, *rest)
 
     def commit(self, tokens: Tensor, features: Tensor, last: Any = None) -> None:
-        self._place += (
-            len(tokens) if self._place else 1
-        )  # first come the prompt's tokens and one new one
+        # first come the prompt's tokens and one new one
+        self._place += len(tokens) if self._place else 1
         self._drafter.commit(tokens, features, last)
 
     def start(self) -> Tensor:
@@ -96,11 +92,12 @@ class Steered:
         return self._steer(self._drafter.step(tokens, parents))
 
     def _steer(self, log_q: Tensor) -> Tensor:
-        place = self._place + self._level
-        if place >= len(self._answer):
-            return log_q
-        ids = torch.arange(log_q.shape[-1]) if self._ids is None else self._ids
-        told = torch.where(ids == self._answer[place], SURE if self._right else -SURE, 0.0)
+        wanted = self._answer[self._place + self._level :][:1]
+        vocabulary = getattr(getattr(self._drafter, "head", None), "vocabulary", None)
+        ids = torch.arange(log_q.shape[-1])
+        if vocabulary is not None:
+            ids = vocabulary.t2d.nonzero()[:, 0]  # not read from d2t
+        told = torch.where(torch.isin(ids, torch.tensor(wanted)), self._nats, 0.0)
         return (log_q + told).log_softmax(-1)
 
 

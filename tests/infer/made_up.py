@@ -105,27 +105,19 @@ def write_run(root: Path) -> None:
 def _answer(
     generator: np.random.Generator, row: int, temperature: float, prompt: int, output: list[int]
 ) -> Record:
+    """An answer of 64 tokens: one by prefill, then geometric draws of tokens per cycle."""
     method, tree = list(TREES.items())[row]
+    levels, nodes = (tree.levels, tree.nodes) if tree else (0, 1)
     tokens: list[int] = []
     while sum(tokens) < 63:
-        longest = 1 if tree is None else tree.levels + 1
-        tokens.append(min(int(generator.geometric(0.2)), longest, 63 - sum(tokens)))
-    cycles, is_greedy = len(tokens), True if temperature == 0 else None
-    verify = (
-        cycles
-        * (4.8 if tree is None else 5.0 + 0.09 * tree.nodes)
-        * float(generator.uniform(0.95, 1.05))
-    )
-    parts = (
-        9.0,
-        0.0 if tree is None else cycles * 0.62 * tree.levels,
-        verify,
-        0.15 * cycles,
-        0.2 * cycles,
-    )
-    words = [str(word) for word in generator.choice(WORDS, size=64)]
-    ends = np.cumsum([1, *tokens])
-    texts = (words[0], *("".join(f" {w}" for w in words[a:b]) for a, b in pairwise(ends)))
+        tokens.append(min(int(generator.geometric(0.2)), levels + 1, 63 - sum(tokens)))
+    cycles = len(tokens)
+    is_greedy = True if temperature == 0 else None
+    noise = float(generator.uniform(0.95, 1.05))
+    parts = (9.0, 0.6 * levels * cycles, (5.0 + 0.09 * nodes) * cycles * noise, 0.3 * cycles, 0.0)
+    words = [f" {word}" for word in generator.choice(WORDS, size=64)]
+    ends = np.cumsum([0, 1, *tokens])
+    texts = tuple("".join(words[first:end]) for first, end in pairwise(ends))
     return drafted(
         tuple(tokens),
         row=row,
@@ -139,8 +131,8 @@ def _answer(
         output_ids=tuple(output),
         text="".join(texts),
         cycle_texts=texts,
-        draft_forwards=0 if tree is None else tree.levels * cycles,
-        draft_nodes=0 if tree is None else (tree.nodes - 1) * cycles,
+        draft_forwards=levels * cycles,
+        draft_nodes=(nodes - 1) * cycles,
         ms=Milliseconds(*parts, sum(parts)),
         identical=is_greedy,
         identical_to_generate=is_greedy,

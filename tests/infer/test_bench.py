@@ -3,6 +3,7 @@
 Every suite of configs/bench runs to its end, on miniatures with quirks of real models.
 """
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
@@ -23,18 +24,17 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.measure import BenchConfig, PromptsConfig, SamplingConfig, SweepConfig
 from aerie.infer import main as infer
 from aerie.infer.decode.calibrator import Calibrator
-from aerie.infer.measure import bench as module
 from aerie.infer.measure.agreement import first_difference
-from aerie.infer.measure.bench import Bench, measure_answers, run_reference
+from aerie.infer.measure.bench import CYCLES, Bench, measure_answers, run_reference
 from aerie.infer.measure.bench_files import RECORDS, Record, line_of, read_records
 from aerie.infer.measure.suite import SettledRow, read_suite, suite_file
 from aerie.infer.measure.tasks import Prompt
 from aerie.model.checkpoint import save_head
-from aerie.model.miniature import small_model
 from aerie.model.storage import ROOT, digests, write_json
 from aerie.model.target import Target, load_tokenizer
 from tests import tiny
 from tests.infer.draws import make_head
+from tests.infer.test_lossless import QWEN
 
 TREE = {"levels": 3, "k": 2, "nodes": 6}
 TREES: dict[Method, dict[str, int]] = {
@@ -140,7 +140,7 @@ def test_later_turns(place: Place, measured: Measured) -> None:
 
 
 def cycles_of(directory: Path) -> list[dict[str, Any]]:
-    return tiny.read_rows(directory / module.CYCLES)
+    return tiny.read_rows(directory / CYCLES)
 
 
 def test_cycles_and_records(measured: Measured) -> None:
@@ -149,9 +149,8 @@ def test_cycles_and_records(measured: Measured) -> None:
     every = cycles_of(directory)
     names = ("row", "temperature", "task", "prompt_id", "turn")
     for record in records:
-        cycles = [
-            line for line in every if all(line[name] == getattr(record, name) for name in names)
-        ]
+        key = [getattr(record, name) for name in names]
+        cycles = [line for line in every if [line[name] for name in names] == key]
         text = [*record.prompt_ids, *record.output_ids]
         assert [line["cycle"] for line in cycles] == list(range(record.target_forwards))
         assert cycles[0]["pos_start"] == record.prompt_tokens
@@ -159,22 +158,21 @@ def test_cycles_and_records(measured: Measured) -> None:
         assert (kept, record.draft_nodes) == (record.accepted, sum(c["drafted"] for c in cycles))
         for line in cycles:
             node = line["node"]
+            path = list(itertools.compress(node["token"], node["accepted"]))
             start, count = line["pos_start"], 1 + line["new_tokens"]
-            accepted = zip(node["token"], node["accepted"], strict=True)
-            path = [token for token, is_accepted in accepted if is_accepted]
             assert text[start : start + count] == [*path, line["bonus_id"]][:count]
 
 
 def test_killed(place: Place, tmp_path: Path, measured: Measured) -> None:
     """A killed bench measures only what is missing."""
     lines = (measured[0] / RECORDS).read_text().splitlines(keepends=True)
-    cycles = (measured[0] / module.CYCLES).read_text().splitlines(keepends=True)
+    cycles = (measured[0] / CYCLES).read_text().splitlines(keepends=True)
     records = tmp_path / RECORDS
     records.write_text("".join(lines[:7]) + lines[7][:50])
     whole = 1 + sum(
         json.loads(line)["target_forwards"] for line in lines[:7]
     )  # and one cycle of the unrecorded answer
-    (tmp_path / module.CYCLES).write_text("".join(cycles[:whole]) + cycles[whole][:50])
+    (tmp_path / CYCLES).write_text("".join(cycles[:whole]) + cycles[whole][:50])
     assert answers(measure_answers(bench(place, tmp_path), PROMPTS, seed=3)) == answers(measured[1])
     again = records.read_text().splitlines(keepends=True)
     assert again[:7] == lines[:7] and again[7:] != lines[7:]  # other times
@@ -186,10 +184,10 @@ def test_killed(place: Place, tmp_path: Path, measured: Measured) -> None:
     # answers that failed are measured again
     failed = line_of(replace(read_records(records)[3], status="error", message="no memory"))
     records.write_text("".join([*again[:3], failed, *again[4:]]))
-    (tmp_path / module.CYCLES).write_text("".join(cycles + cycles[whole:]))
+    (tmp_path / CYCLES).write_text("".join(cycles + cycles[whole:]))
     assert answers(measure_answers(bench(place, tmp_path), PROMPTS, seed=3)) == answers(measured[1])
     assert [record.status for record in read_records(records)] == ["ok"] * len(again)
-    (tmp_path / module.CYCLES).write_text("".join(cycles[:3]) + "{}\n")
+    (tmp_path / CYCLES).write_text("".join(cycles[:3]) + "{}\n")
     edited = [replace(PROMPTS[0], turns=("Please count 5 boats.",)), *PROMPTS[1:]]
     for prompts, message in (
         (PROMPTS, r"cycles.jsonl: a line is damaged .*; add --overwrite"),
@@ -288,75 +286,42 @@ class Miniatures:
     """Model name -> directory of a miniature target, draft or head."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.made = root, dict[tuple[str, str], str]()
+        self.root = root
 
     def of(self, name: str, target: str = "") -> str:
         """The directory for a target or draft, or for a head of a target."""
         kinds = ("eagle3", "eagle1", "medusa", "hydra", "block")
         kind = next((kind for kind in kinds if kind.removesuffix("1") in name.lower()), None)
-        key = (kind or name, target if kind else "")
-        if key not in self.made:
-            place = self.root / f"made-{len(self.made)}"
-            self.made[key] = str(place)
-            self._head(kind, target, place) if kind else self._target(name, place)
-        return self.made[key]
+        place = self.root / (f"{kind} of {target}" if kind else name).replace("/", "-")
+        if place.is_dir():
+            return str(place)
+        if kind is None:
+            self._target(name, place)
+        else:
+            recipe = TargetConfig(self.of(target), dtype="float32")
+            save_head(make_head(Target.load(recipe), kind), place)
+            calibrator = Calibrator(1.0, (0.0, 1.0), (0.0, 1.0), head=digests(place))
+            write_json(place / "calibrator.json", as_dict(calibrator))
+        return str(place)
 
     def _target(self, name: str, place: Path) -> None:
+        """Has rows beyond the tokenizer's; Vicuna has no template, and Qwen settings of its own."""
         tokenizer = tiny.tokenizer(chat_template=None if "vicuna" in name else tiny.TEMPLATE)
-        if "Llama-3" in name:  # its own special tokens; two of them end an answer
-            words = ["<|begin_of_text|>", "<|eot_id|>"]
-            tokenizer.add_special_tokens(
-                {"additional_special_tokens": words, "bos_token": words[0]}
-            )
-            tokenizer.chat_template = "{{ bos_token }}" + tiny.TEMPLATE
-        if "vicuna" in name:
-            tokenizer.add_special_tokens({"bos_token": "<s>"})
-        if name.split("/")[-1].startswith(
-            "Q"
-        ):  # Qwen2.5, QwQ: padded vocabularies of two sizes, repetition penalty
-            rows = 151_936 if any(size in name for size in ("0.5B", "1.5B", "3B")) else 152_064
-            model: Any = small_model(AutoConfig.for_model("qwen2"), vocab_size=rows, hidden_size=16)
-            settings = {
-                "repetition_penalty": 1.05,
-                "temperature": 0.7,
-                "top_p": 0.8,
-                "top_k": 20,
-                "do_sample": True,
-            }
-            ends = {
-                "eos_token_id": [tokenizer.eos_token_id, 151_643],
-                "pad_token_id": tokenizer.pad_token_id,
-            }
-            model.generation_config = GenerationConfig(**settings, **ends)
-        else:
-            grouped = (
-                {"num_attention_heads": 8, "num_key_value_heads": 1}
-                if "70b" in name.lower()
-                else {}
-            )
-            model = tiny.llama(
-                vocab_size=len(tokenizer) + 8, **grouped
-            )  # rows beyond the tokenizer's
-            if "Llama-3" in name:
-                model.generation_config.eos_token_id = [tokenizer.eos_token_id, len(tokenizer) - 1]
+        model = tiny.llama(vocab_size=len(tokenizer) + 8)
+        if name.startswith("Qwen"):
+            ends = {"eos_token_id": [tokenizer.eos_token_id, 5], "pad_token_id": 4}
+            model.generation_config = GenerationConfig(**QWEN, **ends)
         model.save_pretrained(place)
         tokenizer.save_pretrained(place)
 
-    def _head(self, kind: str, target: str, place: Path) -> None:
-        save_head(
-            make_head(Target.load(TargetConfig(self.of(target), dtype="float32")), kind), place
-        )
-        calibrator = Calibrator(1.0, (0.0, 1.0), (0.0, 1.0), head=digests(place))
-        write_json(place / "calibrator.json", as_dict(calibrator))
 
-
-def small(path: Path, made: Miniatures, target: str | None) -> Path:
+def small(path: Path, made: Miniatures) -> Path:
     """The suite with miniatures for its models, one question per task and five new tokens."""
     values = yaml.safe_load(path.read_text())
-    root, named = made.root, target or values["target"]["path"]
+    root, named = made.root, values["target"]["path"]
     values["target"]["path"] = made.of(named)
     values["target"].pop("device_map", None)
-    values["run"] = str(root / f"run-{path.stem}-{Path(named).name}")
+    values["run"] = str(root / f"run-{path.stem}")
     section = values.get("bench") or values["calibrate"]
     prompts = section["prompts"]
     prompts |= {"max_new_tokens": 5, "num_prompts": 1}
@@ -395,23 +360,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Miniatures:
     return Miniatures(tmp_path_factory.mktemp("suites"))
 
 
-CASES = [
-    *(
-        pytest.param(path, None, id=path.stem, marks=[pytest.mark.slow] * (path.stem in LONG))
-        for path in SUITES
-    ),
-    pytest.param(
-        ROOT / "configs/bench/eagle2-t2.yaml",
-        "meta-llama/Llama-2-70b-chat-hf",
-        id="eagle2-t2-llama2-70b",
-    ),
-]
-
-
-@pytest.mark.parametrize(("path", "target"), CASES)
-def test_suite(path: Path, target: str | None, made: Miniatures, capsys: Any) -> None:
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem in LONG)) for path in SUITES],
+    ids=lambda path: path.stem,
+)
+def test_suite(path: Path, made: Miniatures, capsys: Any) -> None:
     """A suite of configs/bench runs to its end."""
-    recipe = small(path, made, target)
+    recipe = small(path, made)
     values = yaml.safe_load(recipe.read_text())
     run = Path(values["run"])
     if "bench" not in values:

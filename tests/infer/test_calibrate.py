@@ -22,24 +22,22 @@ from aerie.infer.decode.roles import Cycle, unchanged
 from aerie.infer.decode.tree import DraftLaws, Tree
 from aerie.infer.decode.verify import Verdict
 from aerie.infer.measure import calibrate
-from aerie.infer.measure.calibrate import Question, RecordedCycles
 from aerie.infer.measure.recorder import FEATURE_COLUMNS
 from aerie.infer.papers import analysis
-from aerie.infer.papers.analysis import PaperObserver
 from aerie.model.checkpoint import save_head
 from aerie.model.storage import Stage, digests, write_json
 from tests import tiny
 from tests.infer.draws import decoder_of, make_target
 from tests.infer.laws import sampler, tree_of
-from tests.infer.test_main import Command, command, shared
+from tests.infer.test_main import Typing, shared, typing
 
-__all__ = ["command", "shared"]
+__all__ = ["shared", "typing"]
 WIDE = DynamicConfig(levels=3, k=4, nodes=8)
 CHAIN = ChainConfig(levels=2)
 MEDUSA = StaticConfig(choices=((0,), (1,), (0, 0)), children="best")
 QUESTIONS = [
-    Question(torch.tensor([[7, 9, 11, 23, 5]]), "count"),
-    Question(torch.tensor([[8, 30, 12]]), "sort"),
+    calibrate.Question(torch.tensor([[7, 9, 11, 23, 5]]), "count"),
+    calibrate.Question(torch.tensor([[8, 30, 12]]), "sort"),
 ]
 SECTION = CalibrateConfig(PromptsConfig("none", max_new_tokens=14), ranks=6)
 
@@ -69,20 +67,22 @@ def test_the_summary_counts_by_depth() -> None:
     confidence, acceptance = [0.9, 0.7, 0.5, 0.6, 0.2], [1.0, 1.0, 0.0, 0.0, 0.0]
     nodes = nodes_of(confidence, acceptance, prompt=0, depth=[1, 2, 3, 1, 1])
     tables = {"nodes": nodes, "cycles": pd.DataFrame({"accepted": [2, 0]})}
-    summary = calibrate.summarise(RecordedCycles(tables, (), 0.0))
+    summary = calibrate.summarise(calibrate.RecordedCycles(tables, (), 0.0))
     names = ["nodes", "cycles", "survived", "conditional"]
     rows = pd.DataFrame(summary["by_depth"])[names].to_numpy().tolist()
     assert rows == [[3, 2, 0.5, 0.5], [1, 1, 0.5, 1.0], [1, 1, 0.0, 0.0]]
-    nothing = RecordedCycles({name: rows[:0] for name, rows in tables.items()}, (), 0.0)
+    nothing = calibrate.RecordedCycles({name: rows[:0] for name, rows in tables.items()}, (), 0.0)
     assert '"ece": null' in json.dumps(calibrate.summarise(nothing), allow_nan=False)
 
 
 def write_calibration(output: Path) -> None:
     """The files that `calibrate` writes for a tiny head, on 12 prompts of two tasks."""
     ids = [torch.tensor([[7, 9, 11 + number, 23, 5]]) for number in range(12)]
-    questions = [Question(tokens, ("sums", "code")[n % 2]) for n, tokens in enumerate(ids)]
+    questions = [
+        calibrate.Question(tokens, ("sums", "code")[n % 2]) for n, tokens in enumerate(ids)
+    ]
     decoder = decoder_of(make_target(), WIDE)
-    observer = PaperObserver(oracle_levels=5)
+    observer = analysis.PaperObserver(oracle_levels=5)
     observer.attach(decoder, WIDE, 0)
     recorded = calibrate.record_cycles(decoder, questions, SECTION, 0, observer)
     calibrate.write_calibration(output, recorded, 20, None, "eagle2")
@@ -94,11 +94,11 @@ def test_a_fit_lowers_the_ece_of_prompts_it_has_not_seen() -> None:
     confidence, uniform = generator.random(4000), generator.random(4000)
     accepted = (uniform < confidence**2).astype(np.float64)  # confidence c is accepted with c ** 2
     nodes = nodes_of(confidence, accepted, prompt=np.arange(4000) % 40)
-    scored = calibrate.fit_and_score(RecordedCycles({"nodes": nodes}, (), 0.0), bins=20)
+    scored = calibrate.fit_and_score(calibrate.RecordedCycles({"nodes": nodes}, (), 0.0), bins=20)
     before, after = (scored.facts["held_out"][name] for name in ("before", "isotonic"))
     assert before["ece"] > 0.12 and after["ece"] < 0.06
     assert after["brier"] < before["brier"] and after["log_loss"] < before["log_loss"]
-    lonely = RecordedCycles({"nodes": nodes.assign(prompt=0)}, (), 0.0)
+    lonely = calibrate.RecordedCycles({"nodes": nodes.assign(prompt=0)}, (), 0.0)
     assert calibrate.fit_and_score(lonely, bins=20) is None  # one prompt has no other half
 
 
@@ -190,15 +190,18 @@ def test_a_rank_is_left_out_only_where_children_are_not_drawn(
 
 
 def test_a_rebuilt_tree_stands_beside_the_head_and_writes_the_same_text(
-    command: Command, shared: Path
+    typing: Typing, shared: Path
 ) -> None:
-    shallow = "{choices: {root}/shallow.yaml}"
-    words = ("--calibrate.method", "medusa", "--calibrate.tree", shallow, "--overwrite")
-    code, out, _ = command("calibrate", *words)
-    choices = str(shared / "run" / "heads" / "medusa" / calibrate.CHOICES)
-    assert code == 0 and f"--tree.choices {choices}" in out
-    rebuilt = ("--method", "medusa", "--tree.choices", choices)
-    assert command("generate", *rebuilt)[:2] == command("generate", "--method", "vanilla")[:2]
+    text = """
+    aerie calibrate {config} --calibrate.method medusa --calibrate.tree '{shallow}' --overwrite
+        --tree.choices {choices}
+    {ask} --method medusa --tree.choices {choices}
+    """
+    choices = "{root}/run/heads/medusa/" + calibrate.CHOICES
+    rebuilt = typing(
+        text.replace("{choices}", choices), shallow=f"{{choices: {shared}/shallow.yaml}}"
+    )
+    assert rebuilt == typing("{ask} --method vanilla")
 
 
 @pytest.mark.parametrize(

@@ -37,23 +37,12 @@ from aerie.infer.decode.loaded_heads import LoadedHeads
 from aerie.infer.decode.sampling import Sampler
 from aerie.infer.decode.tree import Tree
 from aerie.infer.measure import lossless
-from aerie.infer.measure.lossless import (
-    ALPHA,
-    EDGES,
-    PROOF_SAMPLINGS,
-    VOCABULARY,
-    Difference,
-    GreedyReference,
-    GreedyResult,
-    LawTest,
-    SampledProver,
-)
 from aerie.model.storage import read_json
 from aerie.model.target import Target
 from tests.infer.draws import greedy, steered
 
 ROWS = [(method, (published.heads or (None,))[0]) for method, published in METHODS.items()]
-LEVEL = ALPHA / (len(ROWS) * len(PROOF_SAMPLINGS))
+LEVEL = lossless.ALPHA / (len(ROWS) * len(lossless.PROOF_SAMPLINGS))
 NUM_PROMPTS, MOST_PROMPTS = 6, 120  # answered by each row; at most, to meet every edge case
 # settings of Qwen2.5's instruction models, without their end ids; then every setting that looks
 # at the text
@@ -86,9 +75,9 @@ class Prompts:
         self.heads, self.config = directory / "heads", replace(written, generation=generation or {})
         self.target, self._vocabulary = Target.load(self.config), vocabulary
         self._generator = torch.Generator().manual_seed(7)
-        self._known: list[GreedyReference] = []
+        self._known: list[lossless.GreedyReference] = []
 
-    def first(self, count: int) -> list[GreedyReference]:
+    def first(self, count: int) -> list[lossless.GreedyReference]:
         while len(self._known) < count:
             ids = torch.randint(
                 0,
@@ -125,8 +114,8 @@ class Prompts:
 
 
 @pytest.fixture(scope="module")
-def sampled(tmp_path_factory: pytest.TempPathFactory) -> SampledProver:
-    return SampledProver(tmp_path_factory.mktemp("miniature"))
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> lossless.SampledProver:
+    return lossless.SampledProver(tmp_path_factory.mktemp("miniature"))
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +134,7 @@ def terse(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
 @pytest.mark.parametrize(("method", "kind"), ROWS)
 def test_greedy(wordy: Prompts, terse: Prompts, method: Method, kind: str | None) -> None:
     """Greedy answers of every row are those of transformers in every edge case."""
-    met, wanted = set[str](), set() if method == "vanilla" else set(EDGES)
+    met, wanted = set[str](), set() if method == "vanilla" else set(lossless.EDGES)
     if method == "pld":  # it cuts its guesses before an end token
         wanted -= {"ended"}
     for count in range(NUM_PROMPTS, MOST_PROMPTS + 1, NUM_PROMPTS):
@@ -168,18 +157,23 @@ def test_greedy_of_text(penalised: Prompts, method: Method, kind: str | None) ->
 
 
 @pytest.fixture(scope="module")
-def of_text(tmp_path_factory: pytest.TempPathFactory) -> SampledProver:
+def of_text(tmp_path_factory: pytest.TempPathFactory) -> lossless.SampledProver:
     laws = {**QWEN, "repetition_penalty": 1.5, "no_repeat_ngram_size": 2}
-    return SampledProver(tmp_path_factory.mktemp("of_text"), laws, "qwen2", prompt=(1, 5, 3))
+    return lossless.SampledProver(
+        tmp_path_factory.mktemp("of_text"), laws, "qwen2", prompt=(1, 5, 3)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "kind"), ROWS)
 def test_sampled(
-    sampled: SampledProver, of_text: SampledProver, method: Method, kind: str | None
+    sampled: lossless.SampledProver,
+    of_text: lossless.SampledProver,
+    method: Method,
+    kind: str | None,
 ) -> None:
     """Sampled answers have the target's law, also where it looks at the text."""
-    setting = PROOF_SAMPLINGS[ROWS.index((method, kind)) % len(PROOF_SAMPLINGS)]
+    setting = lossless.PROOF_SAMPLINGS[ROWS.index((method, kind)) % len(lossless.PROOF_SAMPLINGS)]
     at_text = SamplingConfig(0.7, top_k=20, top_p=0.8)
     for prover, sampling, draws in ((sampled, setting, 500), (of_text, at_text, 300)):
         law = prover.prove(MethodConfig.of(method), kind, sampling, draws, seed=0)
@@ -192,7 +186,7 @@ def test_sampled(
         )
 
 
-def test_lost_law(of_text: SampledProver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_law(of_text: lossless.SampledProver, monkeypatch: pytest.MonkeyPatch) -> None:
     """A law that is lost on the way down a tree is found."""
 
     def roots_for_all(self: Any, logits: Tensor, tree: Tree | None = None) -> Tensor:
@@ -241,14 +235,14 @@ def test_wrong_token(terse: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_verdicts(gap: float, is_exact: bool, p_value: float, verdict: str) -> None:
     """A difference within rounding fails only where answers must be exact; a p-value may be NaN."""
-    greedy = GreedyResult(2, 1, {}, [Difference(0, 3, 1, 2, gap, rounding=0.1)])
-    laws = (LawTest(0.6, 0.8, p_value, 0.3),)
+    greedy = lossless.GreedyResult(2, 1, {}, [lossless.Difference(0, 3, 1, 2, gap, rounding=0.1)])
+    laws = (lossless.LawTest(0.6, 0.8, p_value, 0.3),)
     row = lossless.ProofRow(MethodConfig.of("pld"), None, greedy=greedy, laws=laws)
     row.judge(1e-3, is_exact)
     assert (row.verdict, row.holds) == (verdict, not verdict.startswith("FAILED"))
 
 
-def test_answer_law(sampled: SampledProver) -> None:
+def test_answer_law(sampled: lossless.SampledProver) -> None:
     """The law of an answer is the product of its tokens' laws."""
     law = lossless.answer_law(sampled.target, sampled.ids, 3, SamplingConfig(0.7))
     assert len(law) == 8**3 and math.isclose(sum(law.values()), 1.0, rel_tol=1e-6)
@@ -358,10 +352,12 @@ def asked(shape: str, rule: str) -> MethodConfig:
         for rule in RULES
     ],
 )
-def test_combined_greedy(shape: str, rule: str, sampled: SampledProver) -> None:
+def test_combined_greedy(shape: str, rule: str, sampled: lossless.SampledProver) -> None:
     """Greedy answers are those of transformers, and the rule ends some trees."""
     generator = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(0, VOCABULARY, (1, 3 + 2 * n), generator=generator) for n in range(3)]
+    prompts = [
+        torch.randint(0, lossless.VOCABULARY, (1, 3 + 2 * n), generator=generator) for n in range(3)
+    ]
     decoder = sampled.decoder(asked(shape, rule), SHAPES[shape][1])
     trees: list[Tree] = []
     for ids in prompts:
@@ -385,8 +381,8 @@ def test_combined_greedy(shape: str, rule: str, sampled: SampledProver) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "rule"), SAMPLED.items())
-def test_combined_sampled(shape: str, rule: str, sampled: SampledProver) -> None:
+def test_combined_sampled(shape: str, rule: str, sampled: lossless.SampledProver) -> None:
     """Sampled answers have the target's law."""
     found = sampled.prove(asked(shape, rule), SHAPES[shape][1], SamplingConfig(1.0), 1500, seed=0)
     assert found.accepted_per_answer > 0.1
-    assert found.p_value > ALPHA / len(SAMPLED)
+    assert found.p_value > lossless.ALPHA / len(SAMPLED)

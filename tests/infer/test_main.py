@@ -2,10 +2,8 @@
 
 import io
 import json
-import shlex
-import shutil
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,12 +12,9 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from aerie.infer import main as infer_main
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.measure.generate import ColouredStreamer, typed_lines
-from aerie.model import main as model_main
 from aerie.model.checkpoint import save_head
-from aerie.model.storage import WEIGHTS
 from tests import tiny
 
 TREE = {"levels": 3, "k": 3, "nodes": 8}
@@ -34,7 +29,7 @@ ROWS_OF_PROMPTS: list[Any] = [{"question": BOATS}, {"prompt": OWLS}, {"turns": [
 ROWS_OF_PROMPTS.append(
     {"messages": [{"role": role, "content": text} for role, text in CONVERSATION]}
 )
-Command = Callable[..., tuple[int, str, str]]
+Typing = Callable[..., str]
 
 
 def write_recipe(root: Path) -> None:
@@ -82,137 +77,102 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def command(shared: Path) -> Command:
-    """One command line on the shared recipe, in this process: exit code, stdout and stderr."""
-
-    def on_shared(name: str, *words: str, config: bool = True) -> tuple[int, str, str]:
-        is_asked = name != "generate" or {"--prompt", "--prompts"} & {*words}
-        prompt = [] if is_asked else ["--prompt", "Please count 4 boats."]
-        given = ["--config", str(shared / "recipe.yaml")] if config else []
-        line = [*given, *prompt, *(word.replace("{root}", str(shared)) for word in words)]
-        out, err = io.StringIO(), io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-            patch.setattr("aerie.infer.main.stop_on_signals", lambda: None)
-            code = tiny.call(infer_main, name, *line)
-        return code, out.getvalue(), err.getvalue()
-
-    return on_shared
+def typing(shared: Path, capsys: pytest.CaptureFixture[str]) -> Typing:
+    """`tiny.session` with names for the shared run and for a question on its recipe."""
+    config = f"--config {shared}/recipe.yaml"
+    ask = f"aerie generate {config} --prompt '{BOATS}'"
+    return partial(tiny.session, capsys=capsys, root=shared, config=config, ask=ask)
 
 
 @pytest.fixture
-def plan(command: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """The same with --plan; the test fails if a model is loaded."""
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test fails if a model is loaded."""
     forbidden = Mock(side_effect=AssertionError("a plan loads no model"))
     monkeypatch.setattr("aerie.model.target.Target.load", forbidden)
     monkeypatch.setattr("aerie.model.checkpoint.load_head", forbidden)
-    return lambda name, *words, **changes: command(name, "--plan", *words, **changes)
 
 
-ROWS = "--bench.rows '[{{method: vanilla}}, {{{}}}]'"
+MISTAKES = """
+{ask} --plan --method medusa --tree.shape dynamic
+    exit 2
+    drafts at most 2; set tree.levels to 2
+{ask} --plan --top-k 5
+    exit 2
+    --top-k and --top-p: greedy decoding
+{ask} --plan --head {root}/run
+    exit 2
+    run: a run and no head; name {root}/run/heads/draft_lm or {root}/run/heads/eagle1
+{ask} --plan --prompts {root}/rows.jsonl
+    exit 2
+    needs either --prompt TEXT
+aerie generate {config} --plan --prompts {root}/rows.jsonl --raw
+    exit 2
+    several turns need the chat template; leave --raw out
+aerie generate {config} --plan --prompts {root}/q.txt
+    exit 2
+    q.txt: cannot be read; expected .json
+{ask} --plan --method svip --head {root}/run/heads/medusa
+    exit 2
+    with a head of kind eagle1 or eagle3
+{ask} --plan --head {root}/run/heads/eagel1
+    exit 2
+    did you mean {root}/run/heads/eagle1?
+aerie bench {config} --plan --bench.rows '[{{method: vanilla}}, {{method: medusa, tree: {{choices: {root}/deep.yaml}}}}]'
+    exit 2
+    bench.rows.1: tree: is 3
+aerie bench {config} --plan --bench.rows '[{{method: vanilla}}, {{method: eagle2, head: {root}/run/heads/eagle3}}]'
+    exit 2
+    of kind eagle1, not eagle3
+aerie verify {config} --plan --methods eagle4
+    exit 2
+    --methods: method: unknown 'eagle4'; did you mean
+aerie generate --plan --prompt x
+    exit 2
+    needs --config
+"""  # noqa: E501
+PLANS = """
+{ask} --plan --method medusa --tree.shape dynamic --tree.levels 2
+{ask} --plan --top-k 5 --temperature 1
+{ask} --plan --head {root}/run/heads/eagle1
+{ask} --plan --method svip --head {root}/run/heads/eagle3
+aerie bench {config} --plan --bench.rows '[{{method: vanilla}}, {{method: medusa, tree: {{choices: {root}/shallow.yaml}}}}]'
+aerie bench {config} --plan --bench.rows '[{{method: vanilla}}, {{method: eagle3, head: {root}/run/heads/eagle3}}]'
+aerie verify {config} --plan --methods eagle2
+{ask} --plan
+    'levels': 3, 'k': 3, 'nodes': 8
+{ask} --plan --method pld --lookup.length 4
+    pld with no head, no tree
+{ask} --plan --method deagle --tree.levels 4
+    'levels': 4, 'k': 10, 'nodes': 60
+{ask} --plan --head.kind eagle3
+    eagle3 with {root}/run/heads/eagle3
+{ask} --plan --row {root}/row.yaml
+    deagle with {root}/run/heads/eagle3,
+{ask} --plan --row {root}/row.yaml --head {root}/run/heads/eagle1
+    deagle with {root}/run/heads/eagle1,
+aerie generate --plan --prompt x --target {root}/target --head {root}/run/heads/eagle3
+    eagle3 with
+aerie calibrate {config} --plan
+    , {root}/run/heads/eagle1 ->
+ls -A {root}/run | xargs test heads =
+"""  # noqa: E501
 
 
-@pytest.mark.parametrize(
-    ("line", "message", "remedy"),
-    [  # command line, message, options that work
-        (
-            "generate --method medusa --tree.shape dynamic",
-            "drafts at most 2; set tree.levels to 2",
-            "--method medusa --tree.shape dynamic --tree.levels 2",
-        ),
-        ("generate --top-k 5", "--top-k and --top-p: greedy decoding", "--top-k 5 --temperature 1"),
-        (
-            "generate --head {root}/run",
-            "run: a run and no head; name {root}/run/heads/draft_lm or {root}/run/heads/eagle1",
-            "--head {root}/run/heads/eagle1",
-        ),
-        ("generate --prompts {root}/rows.jsonl --prompt x", "needs either --prompt TEXT", None),
-        (
-            "generate --prompts {root}/rows.jsonl --raw",
-            "several turns need the chat template; leave --raw out",
-            None,
-        ),
-        ("generate --prompts {root}/q.txt", "q.txt: cannot be read; expected .json", None),
-        (
-            "generate --method svip --head {root}/run/heads/medusa",
-            "with a head of kind eagle1 or eagle3",
-            "--method svip --head {root}/run/heads/eagle3",
-        ),
-        (
-            f"bench {ROWS.format('method: medusa, tree: {choices: {root}/deep.yaml}')}",
-            "bench.rows.1: tree: is 3",
-            ROWS.format("method: medusa, tree: {choices: {root}/shallow.yaml}"),
-        ),
-        (
-            f"bench {ROWS.format('method: eagle2, head: {root}/run/heads/eagle3')}",
-            "of kind eagle1, not eagle3",
-            ROWS.format("method: eagle3, head: {root}/run/heads/eagle3"),
-        ),
-        ("generate --head {root}/run/heads/eagel1", "did you mean {root}/run/heads/eagle1?", None),
-        (
-            "verify --methods eagle4",
-            "--methods: method: unknown 'eagle4'; did you mean",
-            "--methods eagle2",
-        ),
-    ],
-)
-def test_plan_refuses(
-    line: str, message: str, remedy: str | None, plan: Command, shared: Path
-) -> None:
-    """A plan refuses in one line what cannot work, and its remedy works."""
-    name, *words = shlex.split(line)
-    code, _, err = plan(name, *words)
-    assert code == 2 and err.count("\n") == 1 and message.replace("{root}", str(shared)) in err, err
-    if remedy is not None:
-        code, _, err = plan(name, *shlex.split(remedy))
-        assert (code, err) == (0, "")
+@pytest.mark.usefixtures("no_model")
+def test_plan(typing: Typing, shared: Path) -> None:
+    """A plan refuses what cannot work, its remedy works; it tells tree and head, writes nothing."""
+    (shared / "row.yaml").write_text(f"method: deagle\nhead: {shared}/run/heads/eagle3\n")
+    typing(MISTAKES)
+    typing(PLANS)
 
 
-def test_plan_of_row(plan: Command, shared: Path, tmp_path: Path) -> None:
-    """A plan says which tree and head a method has, and writes nothing."""
-    heads, row = shared / "run" / "heads", tmp_path / "row.yaml"
-    row.write_text(f"method: deagle\nhead: {heads / 'eagle3'}\n")
-    alone = ("--target", "{root}/target", "--head", "{root}/run/heads/eagle3")
-    for words, told in {
-        (): "'levels': 3, 'k': 3, 'nodes': 8",
-        ("--method", "pld", "--lookup.length", "4"): "pld with no head, no tree",
-        ("--method", "deagle", "--tree.levels", "4"): "'levels': 4, 'k': 10, 'nodes': 60",
-        ("--head.kind", "eagle3"): f"eagle3 with {heads / 'eagle3'}",
-        ("--row", str(row)): f"deagle with {heads / 'eagle3'},",
-        (
-            "--row",
-            str(row),
-            "--head",
-            "{root}/run/heads/eagle1",
-        ): f"deagle with {heads / 'eagle1'},",
-        alone: "eagle3 with",  # the head's directory names the method
-    }.items():
-        assert told in plan("generate", *words, config="--target" not in words)[1], words
-    assert f", {heads / 'eagle1'} -> " in plan("calibrate")[1]
-    assert "needs --config" in plan("generate", config=False)[2]
-    assert sorted(path.name for path in (shared / "run").iterdir()) == [
-        "heads"
-    ]  # a plan writes nothing
-
-
-def test_foreign_head(command: Command, tmp_path: Path) -> None:
-    """A head of another target is refused."""
-    other = tiny.target(tmp_path / "other", hidden_size=64)
-    assert "belongs to another target" in command("generate", "--target", str(other))[2]
-
-
-def test_generate(command: Command) -> None:
-    """It streams the same text with every method."""
-    texts = set()
+def test_generate(typing: Typing, tmp_path: Path) -> None:
+    """It streams the same text with every method; a head of another target is refused."""
+    shown = typing("{ask} --max-new-tokens 12 --show-tree --profile\n tau\n survival\n a cycle:")
     for method in ("vanilla", "eagle2", "eagle3", "eagle-chain", "pld"):
-        words = ("--show-tree", "--profile") if method == "eagle2" else ()
-        code, out, err = command("generate", "--max-new-tokens", "12", "--method", method, *words)
-        assert (
-            code == 0
-            and "tau" in err
-            and (method != "eagle2" or ("  survival " in err and "a cycle:" in err))
-        )
-        texts.add(out)
-    assert len(texts) == 1
+        assert typing(f"{{ask}} --max-new-tokens 12 --method {method}\n tau") == shown
+    other = tiny.target(tmp_path / "other", hidden_size=64)
+    typing("{ask} --target {other}\n exit 2\n belongs to another target", other=other)
 
 
 def written(*turns: str) -> list[str]:
@@ -230,40 +190,30 @@ def written(*turns: str) -> list[str]:
     return [message["content"] for message in history[1::2]]
 
 
-def test_generate_json(command: Command, shared: Path) -> None:
+def test_generate_json(typing: Typing, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of every shape are answered as lines of JSON."""
-    words = ("--prompts", "{root}/rows.jsonl", "--json", "--max-new-tokens", "12")
-    code, out, err = command("generate", *words)
+    words = "--json --max-new-tokens 12\n tau"
+    out = typing("aerie generate {config} --prompts {root}/rows.jsonl " + words)
     rows = [json.loads(line) for line in out.splitlines()]
-    assert (
-        code == 0
-        and err.count("tau") == 5
-        and [row["prompt"] for row in rows] == [BOATS, OWLS, BOATS, OWLS, OWLS]
-    )
+    assert [row["prompt"] for row in rows] == [BOATS, OWLS, BOATS, OWLS, OWLS]
     assert [row["text"].rstrip("\ufffd") for row in rows[2:4]] == written(BOATS, OWLS)
     assert rows[0]["new_ids"] == rows[2]["new_ids"] and rows[3]["new_ids"] != rows[4]["new_ids"]
     assert rows[0]["statistics"]["decoding"]["eos_token_ids"] == [3]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.stdin", io.StringIO(BOATS + "\n"))
-        assert (
-            json.loads(command("generate", "--prompt", "-", *words[2:])[1])["new_ids"]
-            == rows[0]["new_ids"]
-        )
+    monkeypatch.setattr("sys.stdin", io.StringIO(BOATS + "\n"))
+    typed = json.loads(typing("aerie generate {config} --prompt - " + words))
+    assert typed["new_ids"] == rows[0]["new_ids"]
 
 
-def test_chat(command: Command, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat(typing: Typing, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chat answers as transformers does on the whole conversation."""
     lines = [BOATS, OWLS, "", "/reset", "boats " * 300, OWLS, "/exit", BOATS]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
-    code, out, err = command("chat", "--max-new-tokens", "12")
-    assert (
-        code == 0
-        and out.splitlines() == "\n".join([*written(BOATS, OWLS), *written(OWLS)]).splitlines()
-    )
-    assert err.count("tau") == 3 and err.count("context of 256 tokens is full; /reset") == 1
+    full = "\n context of 256 tokens is full; /reset"
+    out = typing("aerie chat {config} --max-new-tokens 12" + full)
+    assert out.splitlines() == "\n".join([*written(BOATS, OWLS), *written(OWLS)]).splitlines()
 
 
-def test_ctrl_c(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c(typing: Typing, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C stops an answer, and the chat goes on."""
     put = ColouredStreamer.put
 
@@ -273,8 +223,7 @@ def test_ctrl_c(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ColouredStreamer, "put", interrupted)
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{BOATS}\n{OWLS}\n"))
-    code, _, err = command("chat", "--max-new-tokens", "4")
-    assert code == 0 and "stopped" in err and err.count("tau") == 1
+    typing("aerie chat {config} --max-new-tokens 4\n stopped\n tau")
 
 
 def test_ctrl_c_at_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,23 +242,24 @@ def test_ctrl_c_at_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(typed_lines()) == ["owls"]
 
 
-def test_no_template(command: Command, tmp_path: Path) -> None:
+def test_no_template(typing: Typing, tmp_path: Path) -> None:
     """A target without a chat template is refused with what to give."""
-    target = str(tiny.target(tmp_path / "plain", chat_template=None))
-    plain = ("--target", target, "--max-new-tokens", "2")
-    for name in ("generate", "chat"):
-        code, _, err = command(name, *plain, config=False)
-        assert (
-            code == 2
-            and err.count("\n") == 1
-            and "give --target.chat_template FILE.jinja, or generate --raw" in err
-        )
+    plain = f"--target {tiny.target(tmp_path / 'plain', chat_template=None)} --max-new-tokens 2"
     (tmp_path / "own.jinja").write_text(tiny.TEMPLATE)
-    for fix in (("--raw",), ("--target.chat_template", str(tmp_path / "own.jinja"))):
-        assert command("generate", *plain, *fix, config=False)[0] == 0
+    text = """
+    aerie generate --prompt x {plain}
+        exit 2
+        give --target.chat_template FILE.jinja, or generate --raw
+    aerie chat {plain}
+        exit 2
+        give --target.chat_template FILE.jinja, or generate --raw
+    aerie generate --prompt x {plain} --raw
+    aerie generate --prompt x {plain} --target.chat_template {tmp}/own.jinja
+    """
+    typing(text, plain=plain, tmp=tmp_path)
 
 
-def test_a_doubled_beginning_of_text_is_said(command: Command, tmp_path: Path) -> None:
+def test_a_doubled_beginning_of_text_is_said(typing: Typing, tmp_path: Path) -> None:
     """A raw prompt that spells what the tokenizer adds is read as it is, with a warning."""
     target = tiny.target(tmp_path / "target")
     tokenizer = tiny.tokenizer()
@@ -317,101 +267,124 @@ def test_a_doubled_beginning_of_text_is_said(command: Command, tmp_path: Path) -
         single="<|system|> $A", special_tokens=[("<|system|>", tiny.SPECIAL.index("<|system|>"))]
     )
     tokenizer.save_pretrained(target)
-    words = ("generate", "--target", str(target), "--raw", "--max-new-tokens", "2", "--json")
-    for prompt, times in (("count", 0), ("<|system|>count", 1)):
-        code, _, err = command(*words, "--prompt", prompt, config=False)
-        assert code == 0 and err.count("begins with <|system|> twice") == times
-    sampled = command(*words, "--prompt", "count", "--temperature", "0.6", config=False)
-    assert "at T 0.6, of all tokens" in sampled[2]
-    assert json.loads(sampled[1])["statistics"]["decoding"]["top_k"] == 0
+    text = """
+    aerie generate {raw} --prompt '<|system|>count'
+        begins with <|system|> twice
+    aerie generate {raw} --prompt count --temperature 0.6
+        at T 0.6, of all tokens
+        "top_k": 0
+    """
+    typing(text, raw=f"--target {target} --raw --max-new-tokens 2 --json")
 
 
-def test_stages(command: Command, shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages(typing: Typing, shared: Path) -> None:
     """bench, calibrate, compare, report and push follow each other."""
-    head, exported = shared / "run" / "heads" / "eagle1", shared / "exported"
-    push = ("--repo", "me/head", "--uncommitted", "--dry-run", "--target-name", "someone/tiny")
-    records = shared / "run" / "bench" / "records.jsonl"
-    assert "no bench, or one that was stopped" in command("report")[2]
-    code, out, err = command("bench")
-    assert code == 0 and "bench: 12 answers" in out and "ms per token" in out, err
-    first = tiny.read_rows(records)
-    assert json.loads((records.parent / "suite.json").read_text())["max_context"] > 0
-    assert all(
-        row["identical"] and row["identical_to_generate"]
-        for row in first
-        if row["temperature"] == 0
-    )
-    (records.parent / "provenance.json").unlink()  # as a kill leaves it
-    assert "no bench, or one that was stopped" in command("report")[2]
-    assert command("bench")[0] == 0 and "whole, reused" in command("bench")[1]
-    assert "--overwrite" in command("bench", "--bench.prompts.max_new_tokens", "6")[2]
-    assert tiny.read_rows(records) == first
-    code, out, _ = command("compare", "--of", "1", "--against", "0", "--temperature", "0")
-    assert code == 0 and out.startswith(
-        "row 1 (eagle2, 3 levels, k 3, 8 nodes) against row 0 (vanilla):\ntau "
-    )
-    assert command("calibrate")[0] == 0
-    code, out, _ = command("report")
-    assert code == 0 and "eagle2" in out and "index.html" in out
+    head, records = shared / "run/heads/eagle1", shared / "run/bench/records.jsonl"
+    to_push = "--repo me/head --uncommitted --dry-run --target-name someone/tiny"
+    measured = """
+    aerie report {config}
+        exit 2
+        no bench, or one that was stopped
+    aerie bench {config}
+        bench: 12 answers
+        ms per token
+    grep max_context {root}/run/bench/suite.json
+    cp {records} {root}/kept
+    rm {root}/run/bench/provenance.json
+    aerie report {config}
+        exit 2
+        no bench, or one that was stopped
+    aerie bench {config}
+    aerie bench {config}
+        whole, reused
+    aerie bench {config} --bench.prompts.max_new_tokens 6
+        exit 2
+        --overwrite
+    cmp {records} {root}/kept
+    aerie compare {config} --of 1 --against 0 --temperature 0
+        row 1 (eagle2, 3 levels, k 3, 8 nodes) against row 0 (vanilla):
+    aerie calibrate {config}
+    aerie report {config}
+        eagle2
+        index.html
+    aerie results {root}/run
+        commit
+        | eagle2 |
+    aerie convert {head} --to safeailab --target {root}/target --out {root}/exported
+    """
+    typing(measured, records=records, head=head)
     summary = json.loads((shared / "run" / "report" / "summary.json").read_text())
     assert summary["schema"] == 1 and len(summary["rows"]) == 6 and summary["rows"][0]["tau"] == 1.0
-    code, out, _ = command("results", str(shared / "run"), config=False)
-    assert code == 0 and "commit" in out and out.count("| eagle2 |") == 2
-    row = next(
-        row for row in summary["rows"] if row["method"] == "eagle2" and row["temperature"] == 0
-    )
-    figures = f"| {row['task']} | 0 | {row['prompts']} | {row['tau']:.2f} |"
-    convert = ("--to", "safeailab", "--target", shared / "target", "--out", exported)
-    assert tiny.call(model_main, "convert", head, *convert) == 0
-    for pushed in ((head,), (exported, "--run", shared / "run")):
-        capsys.readouterr()
-        assert tiny.call(model_main, "push", *pushed, *push) == 0
-        said = capsys.readouterr().out
-        assert figures in said and f"{row['identical']}/{row['prompts']}" in said and "ECE" in said
-        assert {"calibration.json", "summary.json"} <= set(said.split())
-    records.write_text(records.read_text().replace("7", "8", 1))
-    for line in (["bench"], ["report"], ["compare", "--of", "1", "--against", "0"]):
-        code, _, err = command(*line)
-        assert code == 2 and "is damaged" in err and err.count("\n") == 1
-    assert "run: aerie bench --config" in err
+    greedy = [row for row in tiny.read_rows(records) if row["temperature"] == 0]
+    assert all(row["identical"] and row["identical_to_generate"] for row in greedy)
+    row = summary["rows"][1]
+    pushed = """
+    aerie push {head} {to_push}
+        | {row[task]} | 0 | {row[prompts]} | {row[tau]:.2f} |
+        {row[identical]}/{row[prompts]}
+        ECE
+        calibration.json
+        summary.json
+    aerie push {root}/exported --run {root}/run {to_push}
+        | {row[task]} | 0 | {row[prompts]} | {row[tau]:.2f} |
+        ECE
+        summary.json
+    sed -i '0,/7/s//8/' {records}
+    aerie report {config}
+        exit 2
+        is damaged
+    aerie compare {config} --of 1 --against 0
+        exit 2
+        is damaged
+        run: aerie bench --config
+    aerie bench {config}
+        exit 2
+        is damaged
+    """
+    typing(pushed, records=records, head=head, to_push=to_push, row=row)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SpeculativeDecoder, "generate", Mock(side_effect=RuntimeError("no memory")))
-        code, _, err = command("bench", "--overwrite")
-        assert code == 2 and "bench: all 12 answers failed: no memory\n" in err
-    assert command("bench")[0] == 0  # what failed is measured again
-    weights = (head / WEIGHTS).read_bytes()
-    (head / WEIGHTS).write_bytes(weights[:-1] + b"!")
-    for name, stage in {"calibrate": "calibration", "bench": "bench"}.items():
-        fault = f"{stage}: measured {head} before it was trained anew; run: aerie {name} --config"
-        assert fault in command("report")[2]
-        shutil.rmtree(shared / "run" / stage)
-    (head / WEIGHTS).write_bytes(weights)
+        typing("aerie bench {config} --overwrite\n exit 2\n all 12 answers failed: no memory")
+    trained_anew = """
+    aerie bench {config}
+    cp {head}/model.safetensors {root}/kept
+    echo more >> {head}/model.safetensors
+    aerie report {config}
+        exit 2
+        calibration: measured {head} before it was trained anew; run: aerie calibrate --config
+    rm -r {root}/run/calibration
+    aerie report {config}
+        exit 2
+        bench: measured {head} before it was trained anew; run: aerie bench --config
+    rm -r {root}/run/bench
+    mv {root}/kept {head}/model.safetensors
+    """
+    typing(trained_anew, head=head)
 
 
-def test_short_recipe(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_recipe(typing: Typing, shared: Path, tmp_path: Path) -> None:
     """A run, a target, data and a head are enough: held-out questions are measured."""
-    data = {
-        "conversations": str(tiny.write_conversations(tmp_path / "rows.jsonl", 24)),
-        "held_out": 0.4,
-    }
+    rows = str(tiny.write_conversations(tmp_path / "rows.jsonl", 24))
     values = {
         "run": str(tmp_path),
         "target": {"path": str(shared / "target")},
-        "data": data,
+        "data": {"conversations": rows, "held_out": 0.4},
         "threads": 1,
+        "head": {"kind": "eagle1"},
     }
-    config = tiny.recipe(tmp_path / "recipe.yaml", {**values, "head": {"kind": "eagle1"}})
-    shutil.copytree(shared / "run" / "heads", tmp_path / "heads")
-    (tmp_path / "heads").rename(tmp_path / "others")
-    head = tmp_path / "others" / "eagle1"
-    few = ["--bench.prompts.num_prompts=2", "--bench.prompts.max_new_tokens=6"]
-    assert tiny.call(infer_main, "bench", "--config", config, *few, "--head", head) == 0
-    assert tiny.call(infer_main, "report", "--config", config) == 0  # on the head that was measured
+    tiny.recipe(tmp_path / "recipe.yaml", values)
+    tiny.target(tmp_path / "other", seed=5)
+    text = """
+    cp -r {root}/run/heads {tmp}/others
+    aerie bench {short} --bench.prompts.num_prompts=2 --bench.prompts.max_new_tokens=6 --head {head}
+    aerie report {short}
+    aerie report {short} --target {tmp}/other
+        exit 2
+        measured another target (target.path:
+    """
+    head = tmp_path / "others/eagle1"  # the report is on the head that was measured
+    typing(text, tmp=tmp_path, short=f"--config {tmp_path}/recipe.yaml", head=head)
     summary = json.loads((tmp_path / "report" / "summary.json").read_text())
-    assert [(row["method"], row["task"]) for row in summary["rows"]] == [
-        ("vanilla", "held_out"),
-        ("eagle2", "held_out"),
-    ] and summary["head"]["name"] == str(head)
-    other = tiny.target(tmp_path / "other", seed=5)
-    assert tiny.call(infer_main, "report", "--config", config, "--target", other) == 2
-    assert "measured another target (target.path:" in capsys.readouterr().err
+    measured = [(row["method"], row["task"]) for row in summary["rows"]]
+    assert measured == [("vanilla", "held_out"), ("eagle2", "held_out")]
+    assert summary["head"]["name"] == str(head)

@@ -8,8 +8,13 @@ import pandas as pd
 import pytest
 import torch
 
-from aerie.configs.schema import decode as schema
-from aerie.configs.schema.decode import DynamicConfig, StaticConfig, TreeConfig
+from aerie.configs.schema.decode import (
+    ChainConfig,
+    DynamicConfig,
+    EntropyConfig,
+    StaticConfig,
+    TreeConfig,
+)
 from aerie.infer.decode.roles import Cycle
 from aerie.infer.decode.sampling import entropy
 from aerie.infer.decode.verify import read, reject, walk
@@ -23,11 +28,11 @@ from aerie.infer.measure.recorder import (
 from tests.infer.draws import decoder_of, make_target
 
 WIDE = DynamicConfig(levels=5, k=6, nodes=24)
-CHAIN = schema.ChainConfig(levels=4)
+CHAIN = ChainConfig(levels=4)
 STATIC = StaticConfig(choices="eagle1")
 FORM = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1))
 RULES = {
-    "R1": schema.ChainConfig(levels=3),
+    "R1": ChainConfig(levels=3),
     "R2": StaticConfig(choices=FORM, children="best"),
     "R3": StaticConfig(choices=FORM, children="sampled"),
 }
@@ -153,7 +158,7 @@ def test_a_chains_branches_are_accepted_as_deep_as_its_tokens(temperature: float
 
 @pytest.mark.parametrize(
     ("tree", "reason", "depth"),
-    [(replace(WIDE, stop=schema.EntropyConfig(c=1.0, h=0.01)), "entropy", 1), (WIDE, "levels", 5)],
+    [(replace(WIDE, stop=EntropyConfig(c=1.0, h=0.01)), "entropy", 1), (WIDE, "levels", 5)],
 )
 def test_the_rule_that_ends_a_tree_is_its_stop_reason(
     tree: TreeConfig, reason: str, depth: int

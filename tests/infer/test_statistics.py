@@ -10,8 +10,14 @@ from typing import Any
 
 import pytest
 
-from aerie.configs.schema import decode
-from aerie.configs.schema.decode import METHODS, EntropyConfig, MethodConfig, VoteConfig
+from aerie.configs.schema.decode import (
+    METHODS,
+    EntropyConfig,
+    LookaheadConfig,
+    MethodConfig,
+    PromptLookupConfig,
+    VoteConfig,
+)
 from aerie.infer.measure.bench_files import Record, line_of, read_records
 from aerie.infer.measure.bootstrap import tau_difference
 from aerie.infer.measure.statistics import (
@@ -227,7 +233,6 @@ def test_file(tmp_path: Path) -> None:
     refused(r"records\.jsonl:2: .*delete the line", read_records, path)
 
 
-LookupConfig = decode.PromptLookupConfig
 STOPS = [EntropyConfig(), EntropyConfig(c=1.0), EntropyConfig(h=0.5), VoteConfig()]
 VOTES: list[dict[str, Any]] = [
     {},
@@ -261,10 +266,10 @@ def measured(rows: list[MethodConfig]) -> list[Record]:
     "rows",
     [[MethodConfig.of(method, **changes) for changes in every] for method, every in ALIKE.items()]
     + [
-        [MethodConfig("pld", lookup=lookup) for lookup in (None, LookupConfig(3))],
+        [MethodConfig("pld", lookup=lookup) for lookup in (None, PromptLookupConfig(3))],
         [
             MethodConfig("lookahead", lookahead=each)
-            for each in (None, decode.LookaheadConfig(pool_from_text=True))
+            for each in (None, LookaheadConfig(pool_from_text=True))
         ],
     ],
     ids=lambda rows: rows[0].method,

@@ -11,8 +11,15 @@ import pytest
 from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.measure import HeldOutPrompts, PromptsConfig, TaskConfig
 from aerie.data.conversations import Tally, load_conversations
-from aerie.infer.measure import tasks
-from aerie.infer.measure.tasks import TASKS, Prompt, load_prompts, pinned, prompt_inputs, prompt_of
+from aerie.infer.measure.tasks import (
+    TASKS,
+    Prompt,
+    check_sources,
+    load_prompts,
+    pinned,
+    prompt_inputs,
+    prompt_of,
+)
 from tests import tiny
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -204,8 +211,8 @@ def test_pinned_commits(monkeypatch: pytest.MonkeyPatch) -> None:
     revisions = [facts["revision"] for facts in prompt_inputs(config)]  # type: ignore[index]
     assert revisions == [TASKS["gsm8k"]["revision"], None, "v1"]
     known = {gsm8k: "2" * 40}  # alpaca is not reachable: its commit stays
-    monkeypatch.setattr(tasks, "hub_commit", lambda name, revision: known.get(name))
-    assert [task.revision for task in pinned(config).tasks] == ["2" * 40, "2" * 40, "v1"]
-    tiny.refused(
-        "give the path", tasks.check_sources, PromptsConfig(tasks=(TaskConfig("mt-bench"),))
+    monkeypatch.setattr(
+        "aerie.infer.measure.tasks.hub_commit", lambda name, revision: known.get(name)
     )
+    assert [task.revision for task in pinned(config).tasks] == ["2" * 40, "2" * 40, "v1"]
+    tiny.refused("give the path", check_sources, PromptsConfig(tasks=(TaskConfig("mt-bench"),)))

@@ -18,17 +18,16 @@ from aerie.infer.decode.loaded_heads import LoadedHeads
 from aerie.infer.decode.proposers import tree_proposer
 from aerie.infer.measure import prices, replay, tune
 from aerie.infer.measure.lossless import VOCABULARY, write_miniature
-from aerie.infer.measure.prices import LevelCost
 from aerie.model.storage import read_json
 from aerie.model.target import Target
-from tests.infer.test_main import Command, command, shared
+from tests.infer.test_main import Typing, shared, typing
 
-__all__ = ["command", "shared"]
+__all__ = ["shared", "typing"]
 
 LEVELS, K, NEW = 5, 6, 20
 KINDS = ["eagle1", "eagle3", "draft_lm", "block"]
 COSTS = prices.Costs(
-    draft={1: LevelCost(1.0, 0.5), 3: LevelCost(2.0, 1.0)},
+    draft={1: prices.LevelCost(1.0, 0.5), 3: prices.LevelCost(2.0, 1.0)},
     verify={1: 10.0, 11: 20.0},
     rest=1.0,
     plain=10.5,
@@ -95,15 +94,21 @@ def test_every_tried_tree_is_a_method_of_its_kind(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_choice_is_written_measured_and_taken_by_generate_and_bench(
-    command: Command, shared: Path, temperature: float
+    typing: Typing, shared: Path, temperature: float
 ) -> None:
     section: dict[str, Any] = {"levels": 2, "k": 2, "temperature": temperature}
     for name, (first, second) in {"prompts": (0, 1), "measure": (2, 3)}.items():
         (shared / f"{name}.txt").write_text(f"Count {first} boats.\nCount {second} boats.\n")
         section[name] = {"path": str(shared / f"{name}.txt"), "max_new_tokens": 8}
-    head = "{root}/run/heads/eagle1"
-    code, out, err = command("tune", "--head", head, "--tune", json.dumps(section), "--overwrite")
-    assert code == 0 and "measured: tau" in out, err
+    # The warm-up: if both temperatures choose one tree, its bench would be reused.
+    text = """
+    aerie tune {config} --head {root}/run/heads/eagle1 --tune '{section}' --overwrite
+        measured: tau
+    {ask} --row {root}/run/tune/tuned.yaml --max-new-tokens 8
+    aerie bench {config} --row {root}/run/tune/tuned.yaml --bench.reference false --bench.warmup_prompts {warmup} --overwrite
+        16 answers
+    """  # noqa: E501
+    typing(text, section=json.dumps(section), warmup=f"{temperature:g}")
     folder = shared / "run/tune"
     method = yaml.safe_load((folder / "tuned.yaml").read_text())["method"]
     measured, tuned = (read_json(folder / name) for name in ("measured.json", "tune.json"))
@@ -112,8 +117,3 @@ def test_the_choice_is_written_measured_and_taken_by_generate_and_bench(
     ms = [prediction["ms_per_token"] for prediction in tuned["heads"][0]["trees"]]
     assert ms == sorted(ms)
     assert measured["predicted_over_measured"] > 0
-    row = ("--row", str(folder / "tuned.yaml"))
-    assert command("generate", *row, "--max-new-tokens", "8")[0] == 0
-    # else, if both temperatures choose one tree, its bench would be reused
-    another = ("--bench.reference", "false", "--bench.warmup_prompts", f"{temperature:g}")
-    assert "16 answers" in command("bench", *row, *another, "--overwrite")[1]

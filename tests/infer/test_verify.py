@@ -24,8 +24,6 @@ from aerie.configs.schema.decode import (
     StaticConfig,
     VoteConfig,
 )
-from aerie.infer.decode import sampling
-from aerie.infer.decode import verify as rejection
 from aerie.infer.decode.sampling import Sampler, draw
 from aerie.infer.decode.shape import make_shape
 from aerie.infer.decode.tree import DraftLaws, Tree
@@ -118,7 +116,7 @@ def test_textbook(rule: str, on_host: bool, monkeypatch: pytest.MonkeyPatch) -> 
         bonus.append(law[0] / law[0].sum())
         return draw(law, generator)
 
-    monkeypatch.setattr(rejection, "draw", remembering)
+    monkeypatch.setattr("aerie.infer.decode.verify.draw", remembering)
     lengths = set()
     for seed in range(150):
         grown, logits = random_tree(torch.Generator().manual_seed(seed), rule)
@@ -201,7 +199,7 @@ def every_tree(
             raise LookupError
 
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(LookupError):
-            patch.setattr(sampling, "distinct_draws", scripted)
+            patch.setattr("aerie.infer.decode.sampling.distinct_draws", scripted)
             yield chance, make_shape(config).grow(drafter, torch.tensor([0]), config.levels, chosen)
 
 

@@ -37,33 +37,35 @@ from aerie.model.heads.eagle import DraftVocabulary, Eagle3Head
 from aerie.model.layers import Rotary, attend
 from aerie.model.target import final_norm, load_vocab
 from tests import tiny
-from tests.model.formats import published
-from tests.model.formats.published import TAPS, eagle3, same
+from tests.model.formats.published import TAPS, eagle3, same, specforge
 from tests.model.test_layers import LLAMA3
 
 
 def expected_output(made: Eagle3Head, tokens: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
-    """(output before the final norm [T, D], logits [T, Vd]) from the definition of the layer."""
+    """(what is fed back [T, D], logits [T, Vd]) from the definition of the layer."""
     eps, layer = made.config.rms_norm_eps, made.midlayer
 
-    def normed(x: Tensor, weight: Tensor) -> Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+    def normed(x: Tensor, norm: torch.nn.Module) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * norm.weight
 
+    if made.config.fc_norm:  # each fused state alone
+        pieces = zip(taps.split(32, dim=-1), made.fc_norm, strict=True)
+        taps = torch.cat([normed(piece, norm) for piece, norm in pieces], dim=-1)
     h = taps @ made.fc.weight.T
     e = made.embed_tokens.weight[tokens]
-    normed_h = normed(h, layer.hidden_norm.weight)
-    x = torch.cat([normed(e, layer.input_layernorm.weight), normed_h], dim=-1)
+    normed_h = normed(h, layer.hidden_norm)
+    x = torch.cat([normed(e, layer.input_layernorm), normed_h], dim=-1)
     h = normed_h if made.config.norm_before_residual else h
-    q, k, v = layer.self_attn.project(
-        x[None], made.rotary.at(torch.arange(len(tokens)), len(tokens), x)
-    )
+    rotary = made.rotary.at(torch.arange(len(tokens)), len(tokens), x)
+    q, k, v = layer.self_attn.project(x[None], rotary)
     h = h + layer.self_attn.o_proj(attend(q, k, v, None, None))[0]  # as in Llama: see test_layers
-    x = normed(h, layer.post_attention_layernorm.weight)
-    gate, up, down = (
-        getattr(layer.mlp, name).weight for name in ("gate_proj", "up_proj", "down_proj")
+    x, mlp = normed(h, layer.post_attention_layernorm), layer.mlp
+    h = (
+        h
+        + (F.silu(x @ mlp.gate_proj.weight.T) * (x @ mlp.up_proj.weight.T)) @ mlp.down_proj.weight.T
     )
-    h = h + (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
-    return h, normed(h, made.norm.weight) @ made.lm_head.weight.T
+    out = normed(h, made.norm)
+    return out if made.config.norm_output else h, out @ made.lm_head.weight.T
 
 
 NEAR = {"rtol": 1e-4, "atol": 1e-4}
@@ -76,35 +78,15 @@ def slots() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("norm_before_residual", [False, True])
-def test_forward(norm_before_residual: bool) -> None:
+@pytest.mark.parametrize("flag", ["", "norm_before_residual", "norm_output", "fc_norm"])
+def test_forward(flag: str) -> None:
     """The forward is the definition. infer/test_drafters.py and train/test_objectives.py compare
     the forwards over a cache and in the unroll with it."""
-    made, (tokens, taps, positions) = eagle3(norm_before_residual=norm_before_residual), slots()
-    whole = made(tokens, made.fuse(taps), positions)
+    made, (tokens, taps, positions) = eagle3(**{flag: True} if flag else {}), slots()
+    fed_back = made(tokens, made.fuse(taps), positions)
     hidden, logits = expected_output(made, tokens[0], taps[0])
-    torch.testing.assert_close(whole[0], hidden, **NEAR)
-    torch.testing.assert_close(made.logits(whole)[0], logits, **NEAR)
-
-
-@torch.no_grad()
-def test_eagle31_norms() -> None:
-    """Norm output feeds back the normed state and fc norm norms each fused feature alone."""
-    plain, normed, made = eagle3(), eagle3(norm_output=True), eagle3(fc_norm=True)
-    normed.load_state_dict(plain.state_dict())
-    tokens, taps, positions = slots()
-    before, after = (one(tokens, one.fuse(taps), positions) for one in (plain, normed))
-    torch.testing.assert_close(after, plain.norm(before))
-    torch.testing.assert_close(normed.logits(after), plain.logits(before))
-    assert not torch.allclose(after, before, atol=1e-2)
-    weights = [made.state_dict()[f"fc_norm.{i}.weight"] for i in range(3)]
-    pieces = [
-        F.rms_norm(taps[..., 32 * i : 32 * i + 32], (32,), weights[i], 1e-6) for i in range(3)
-    ]
-    torch.testing.assert_close(made.fuse(taps), torch.cat(pieces, dim=-1) @ made.fc.weight.T)
-    assert {
-        f"fc_norm.{i}.weight" for i in range(3)
-    } == made.state_dict().keys() - plain.state_dict().keys()
+    torch.testing.assert_close(fed_back[0], hidden, **NEAR)
+    torch.testing.assert_close(made.logits(fed_back)[0], logits, **NEAR)
 
 
 @torch.no_grad()
@@ -173,20 +155,14 @@ def test_start_from_target(
 
 
 def test_most_frequent() -> None:
-    """The most frequent tokens and forced ones are in."""
+    """The most frequent tokens and forced ones are in; d2t holds offsets, t2d marks the tokens."""
     counts = np.array([0, 5, 2, 9, 2, 2, 0])
     for forced, expected in ((set(), [1, 2, 3]), ({6, 0}, [0, 3, 6])):  # ties go to the smaller id
         vocabulary = DraftVocabulary.most_frequent(counts, 3, forced)
-        assert vocabulary.ids.tolist() == expected
+        assert vocabulary.ids.tolist() == vocabulary.t2d.nonzero().flatten().tolist() == expected
+        assert vocabulary.target_ids(torch.arange(3)).tolist() == expected
+        assert vocabulary.d2t.tolist() == [token - at for at, token in enumerate(expected)]
         assert vocabulary.coverage(counts) == counts[expected].sum() / counts.sum()
-
-
-def test_d2t() -> None:
-    """D2t holds offsets, and t2d marks the same tokens."""
-    vocabulary = DraftVocabulary.of_ids(torch.tensor([9, 2, 5]), 12)
-    assert vocabulary.d2t.tolist() == [2, 4, 7]
-    assert vocabulary.t2d.nonzero().flatten().tolist() == [2, 5, 9]
-    assert vocabulary.target_ids(torch.tensor([[2, 0], [1, 1]])).tolist() == [[9, 2], [5, 5]]
 
 
 # Medusa and Hydra: how they begin, what they compute.
@@ -396,9 +372,7 @@ def test_warm_start(
     # type: ignore[union-attr]
     x, at, rotary = torch.zeros(1, 1, 1), torch.tensor([[300]]), moved.rotary
     assert torch.equal(rotary.at(at, 301, x)[0], Rotary(moved.config).at(at, 301, x)[0])
-    base = {
-        "init_from": str(published.specforge(tmp_path / "published"))
-    }  # 1e6, its target's is 1e4
+    base = {"init_from": str(specforge(tmp_path / "published"))}  # 1e6, its target's is 1e4
     theirs: Any = new_head(Eagle3Section(**base), TEXT, VOCAB, 9, after_blocks=TAPS)
     assert theirs.config.rope_theta == 1e6
     table: list[tuple[Any, Any, str]] = [

@@ -14,9 +14,8 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from aerie.model import layers, unrolled_attention
 from aerie.model.kv_cache import KeptRows, KeyValueCache
-from aerie.model.layers import DecoderLayer, HeadLayer, Rotary
+from aerie.model.layers import DecoderLayer, HeadLayer, Rotary, attend
 from aerie.model.unrolled_attention import UnrollMemory
 from tests.tiny import refused
 
@@ -148,7 +147,7 @@ def _last_step(
     q: Tensor, keys: list[Tensor], values: list[Tensor], places: Tensor, documents: Any
 ) -> Tensor:
     memory = UnrollMemory(documents, places, True, keys[:-1], values[:-1])
-    out = layers.attend(q, keys[-1], values[-1], None, memory)
+    out = attend(q, keys[-1], values[-1], None, memory)
     return out.unflatten(2, (q.shape[1], -1)).transpose(1, 2)
 
 
@@ -237,7 +236,7 @@ def test_unroll_softmax(
     library = torch.library.Library("aten", "IMPL")  # stand-ins for CUDA's kernels
     for name, function in CUDA.items():
         library.impl(name, function, "CPU")
-    monkeypatch.setattr(unrolled_attention, "kernel_of", lambda x: kernel)
+    monkeypatch.setattr("aerie.model.unrolled_attention.kernel_of", lambda x: kernel)
     q, keys, values, places = _made(heads)
     keys, values = keys[:steps], values[:steps]
     expected = _value_and_gradients(

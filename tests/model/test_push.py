@@ -18,7 +18,6 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.infer import main as inference
 from aerie.infer.decode.calibrator import Calibrator, load_calibrator
 from aerie.model import main as commands
-from aerie.model import push
 from aerie.model.checkpoint import load_head, save_head
 from aerie.model.export import export
 from aerie.model.formats.eagle_layouts import CHECKED
@@ -30,7 +29,6 @@ from aerie.model.storage import digests, write_json
 from aerie.model.target import load_config, weights_size
 from tests import tiny
 from tests.model.formats import published
-from tests.model.formats.published import TAPS, safeailab_eagle3, same, target_facts
 from tests.model.hub_server import Hub, served
 
 TOKEN = "hf_madeUpForTheTests0123456789abcdefg"
@@ -83,7 +81,7 @@ def hub(tmp_path: Path, monkeypatch: Any) -> Iterator[Hub]:
 
 @pytest.fixture(autouse=True)
 def committed(monkeypatch: Any) -> None:
-    monkeypatch.setattr(push, "is_dirty", lambda: False)
+    monkeypatch.setattr("aerie.model.push.is_dirty", lambda: False)
 
 
 @pytest.fixture
@@ -204,7 +202,7 @@ def test_private(head: Path, tmp_path: Path, monkeypatch: Any, layout: str) -> N
     place = head
     if layout != "aerie":
         place = tmp_path / "out"
-        export(head, layout, place, replace(target_facts(), name=target))
+        export(head, layout, place, replace(published.target_facts(), name=target))
     for name in (None, "someone/tiny-llama"):
         texts = packed(place, run=run, target_name=name)
         assert (
@@ -291,18 +289,18 @@ def test_misleading(head: Path, tmp_path: Path, monkeypatch: Any) -> None:
         (head, "the tree that trained it differs from the card's commit"),
     ):
         tiny.refused(message, packed, place, target_name="a/b", **UNMEASURED)
-    monkeypatch.setattr(push, "is_dirty", lambda: True)
+    monkeypatch.setattr("aerie.model.push.is_dirty", lambda: True)
     tiny.refused("this checkout differs from the card's commit", packed, head)
 
 
 def test_pickled(hub: Hub, tmp_path: Path) -> None:
     """A pickled head is fetched where there is nothing better."""
     pickle, safe = (
-        safeailab_eagle3(tmp_path / str(is_pickle), pickled=is_pickle)
+        published.safeailab_eagle3(tmp_path / str(is_pickle), pickled=is_pickle)
         for is_pickle in (True, False)
     )
     upload("me/pickle", files_of(pickle))
-    assert load_head("me/pickle", vocab=tiny.vocab(), after_blocks=TAPS).kind == "eagle3"
+    assert load_head("me/pickle", vocab=tiny.vocab(), after_blocks=published.TAPS).kind == "eagle3"
     upload("me/both", {**files_of(pickle), **files_of(safe)})
     assert not (head_directory("me/both") / "pytorch_model.bin").exists()
     tiny.refused(
@@ -351,13 +349,13 @@ def test_repository(hub: Hub, tmp_path: Path, make: Any, layout: str, command: s
     (place / "recipe.yaml").write_text(
         "data: {conversations: ['a/chats:all:train', 'a/chats', 'no.jsonl']}\n"
     )
-    server = (tmp_path / "server", target_facts())
+    server = (tmp_path / "server", published.target_facts())
     upload("me/head", pack(inspect_head(place), "me/head", server=server, **UNMEASURED)[0])
     assert (
         head_directory("me/head").name == "aerie"
         and load_calibrator(head_directory("me/head")).temperature == 1.5
     )
-    same(load_head("me/head", vocab=tiny.vocab()), head)
+    published.same(load_head("me/head", vocab=tiny.vocab()), head)
     root = tmp_path / "root"
     (root / "aerie").mkdir(parents=True)
     for name, content in hub.repositories["me/head"]["main"].items():
@@ -370,7 +368,7 @@ def test_repository(hub: Hub, tmp_path: Path, make: Any, layout: str, command: s
         "README.md",
     }
     assert read_content(root)[0] == layout
-    same(load_head(root), head)
+    published.same(load_head(root), head)
     if layout == "speculators":
         values = json.loads((root / "config.json").read_text())
         assert values["speculators_config"]["verifier"]["name_or_path"] == "someone/tiny"
@@ -385,7 +383,7 @@ def test_repository(hub: Hub, tmp_path: Path, make: Any, layout: str, command: s
         "me/head", files_of(place)
     )  # folders of an earlier push would be read first
     assert {"aerie/config.json", "aerie/model.safetensors", "aerie/recipe.yaml"} < set(removed)
-    same(load_head("me/head", vocab=tiny.vocab()), head)
+    published.same(load_head("me/head", vocab=tiny.vocab()), head)
 
 
 def test_unserved(tmp_path: Path) -> None:
@@ -418,7 +416,7 @@ def test_second_push(hub: Hub, one: Path) -> None:
         "main": {".gitattributes": b"*.bin lfs", "README.md": b"", "figure.png": b"theirs"}
     }
     upload("me/head", {**sharded, "calibration.json": b"{}"})
-    same(load_head("me/head"), head)  # both shards were fetched
+    published.same(load_head("me/head"), head)  # both shards were fetched
     for left in one.glob("model*"):
         left.unlink()
     save_head(tiny.head(tiny.vocab().embedding, seed=9), one)
@@ -426,7 +424,7 @@ def test_second_push(hub: Hub, one: Path) -> None:
     assert len(removed) == 4 and {"calibration.json", shards.name} < set(removed)
     kept = {".gitattributes", "figure.png", "README.md", "config.json", "model.safetensors"}
     assert hub.repositories["me/head"]["main"].keys() == kept
-    same(load_head("me/head"), load_head(one))
+    published.same(load_head("me/head"), load_head(one))
 
 
 def test_strangers(hub: Hub, one: Path) -> None:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from aerie.configs.schema.heads import Eagle3Train, LossName
-from aerie.train import losses
-from aerie.train.losses import LOSSES, TargetLaw, drafted_law
+from aerie.train.losses import LOSSES, TargetLaw, drafted_law, smooth_l1
 from tests import tiny
 
 VOCAB = tiny.vocab()
@@ -20,18 +19,15 @@ def kl(p: list[float], q: list[float]) -> float:
     return sum(x * math.log(x / y) for x, y in zip(p, q, strict=True))
 
 
-@pytest.mark.parametrize("cut", [True, False])
-def test_losses_by_hand(cut: bool) -> None:
+LOGITS = torch.tensor([[0.5, 0.3, 0.2]]).log() + 7.0  # logits are known up to a constant
+WHOLE = (TargetLaw.of_logits(LOGITS), [0.5, 0.3, 0.2], [0.6, 0.1, 0.3], 0.5 + 0.1 + 0.2)
+CUT_LAW = TargetLaw.of_logits(LOGITS[:, :2], LOGITS.logsumexp(-1))
+CUT = (CUT_LAW, [0.625, 0.375], [0.8, 0.2], 0.5 + 0.2)
+
+
+@pytest.mark.parametrize(("whole", "p", "q", "alpha"), [WHOLE, CUT])
+def test_losses_by_hand(whole: TargetLaw, p: list[float], q: list[float], alpha: float) -> None:
     """p = (0.5, 0.3, 0.2) over three tokens; a cut draft vocabulary has the first two."""
-    logits = torch.tensor([[0.5, 0.3, 0.2]]).log() + 7.0  # logits are known up to a constant
-    p, q, whole = [0.5, 0.3, 0.2], [0.6, 0.1, 0.3], TargetLaw.of_logits(logits)
-    if cut:
-        p, q, whole = (
-            [0.625, 0.375],
-            [0.8, 0.2],
-            TargetLaw.of_logits(logits[:, :2], logits.logsumexp(-1)),
-        )
-    alpha = 0.5 + (0.2 if cut else 0.1 + 0.2)
     mixture = [0.4 * x + 0.6 * y for x, y in zip(p, q, strict=True)]
     mix = math.exp(-2.0 * alpha)
     expected = {
@@ -45,15 +41,15 @@ def test_losses_by_hand(cut: bool) -> None:
     }
     assert expected.keys() == set(get_args(LossName))
     log_q = (torch.tensor([q, q]).log() + 3.0).log_softmax(-1)
-    for name, value in expected.items():
-        law = replace(whole, slots=torch.tensor([0, 0]))
-        settings = Eagle3Train(jsd_beta=0.4, lk_eta=2.0)
-        found = LOSSES[name](log_q, law, settings)  # type: ignore[index]
-        assert found.tolist() == pytest.approx([value, value], rel=1e-5), name
+    law = replace(whole, slots=torch.tensor([0, 0]))
+    settings = Eagle3Train(jsd_beta=0.4, lk_eta=2.0)
+    found = {name: LOSSES[name](log_q, law, settings).tolist() for name in expected}  # type: ignore[index]
+    assert found == {
+        name: pytest.approx([value, value], rel=1e-5) for name, value in expected.items()
+    }
     # beta 1: 0.5 * 0.5^2 = 0.125 and 3 - 0.5 = 2.5; the mean over two entries
-    assert losses.smooth_l1(torch.tensor([[0.5, 3.0]]), torch.zeros(1, 2)).item() == pytest.approx(
-        (0.125 + 2.5) / 2
-    )
+    near = smooth_l1(torch.tensor([[0.5, 3.0]]), torch.zeros(1, 2)).item()
+    assert near == pytest.approx((0.125 + 2.5) / 2)
 
 
 def test_lk_hybrid() -> None:

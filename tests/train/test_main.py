@@ -1,7 +1,6 @@
 """The command: plans, errors in one line, whole runs, their reuse, and how a later call continues a
 stopped one."""
 
-import json
 import re
 import shutil
 import signal
@@ -220,46 +219,54 @@ def test_mistakes(
 
 
 def test_planned_trained_reused(made: Path, capsys: Any, monkeypatch: Any) -> None:
-    """A run is planned trained once and reused."""
-    recipe, head, status = made / "eagle1.yaml", made / "run/heads/eagle1", made / "run/status.json"
-    train, before = partial(tiny.call, train_main, "--config", recipe), sorted(made.rglob("*"))
-    assert train("--plan") == 0 and sorted(made.rglob("*")) == before and train("--is-whole") == 1
-    out = capsys.readouterr().out
-    assert "steps: 6 of 8 rows x 1 x 1 process" in out
-    assert "operations an epoch (head" in out and "MiB a process in bf16" in out
+    """A run is planned, trained once and reused."""
+    names = {"made": made, "train": f"aerie train --config {made}/eagle1.yaml"}
+    names["weights"] = made / "run/heads/eagle1/model.safetensors"
+    before = sorted(made.rglob("*"))
+    plan = """
+    {train} --plan
+        steps: 6 of 8 rows x 1 x 1 process
+        operations an epoch (head
+        MiB a process in bf16
+    {train} --is-whole
+        exit 1
+    """
+    tiny.session(plan, capsys, **names)
+    assert sorted(made.rglob("*")) == before
     with monkeypatch.context() as patched:
         patched.setenv("WORLD_SIZE", "2")
-        assert train() == 2 and "asked for 2 processes and 1 trains" in capsys.readouterr().err
+        other = "{train}\n exit 2\n asked for 2 processes and 1 trains"
+        tiny.session(other, capsys, **names)
     with monkeypatch.context() as patched:  # a scheduler stops it during start-up
         patched.setattr(jobs, "build_job", lambda *_: signal.raise_signal(signal.SIGTERM))
-        assert train() == 75 and json.loads(status.read_text())["state"] == "requeue"
-    assert train() == 0 and json.loads(status.read_text()) == {
-        "stage": "train",
-        "state": "done",
-        "code": 0,
-    }
-    assert [path.name for path in (made / "run/state/eagle1").iterdir()] == [".lock"]
-    capsys.readouterr()
-    assert train() == 0 and "train eagle1: whole, reused" in capsys.readouterr().out
-    assert (
-        tiny.call(
-            train_main, "--config", head / "recipe.yaml", "--train.keep_last", 1, "--is-whole"
-        )
-        == 0
-    )
-    written = (head / "model.safetensors").read_bytes()
-    assert (
-        train("--train.seed", 5) == 2 and "train.seed: 0 there, 5 asked" in capsys.readouterr().err
-    )
-    assert (head / "model.safetensors").read_bytes() == written
-    (head / "model.safetensors").write_bytes(written[:1000])
-    assert train() == 2 and "model.safetensors: 1,000 bytes instead of" in capsys.readouterr().err
-    assert (
-        train("--train.seed", 5, "--overwrite") == 0
-        and (head / "model.safetensors").read_bytes() != written
-    )
+        tiny.session("{train}\n exit 75", capsys, **names)
+    trained = """
+    grep requeue {made}/run/status.json
+    {train}
+    cat {made}/run/status.json
+        "stage": "train"
+        "state": "done"
+        "code": 0
+    ls -A {made}/run/state/eagle1 | xargs test .lock =
+    {train}
+        train eagle1: whole, reused
+    aerie train --config {made}/run/heads/eagle1/recipe.yaml --train.keep_last 1 --is-whole
+    cp {weights} {made}/kept
+    {train} --train.seed 5
+        exit 2
+        train.seed: 0 there, 5 asked
+    cmp {weights} {made}/kept
+    truncate -s 1000 {weights}
+    {train}
+        exit 2
+        model.safetensors: 1,000 bytes instead of
+    {train} --train.seed 5 --overwrite
+    cmp --silent {weights} {made}/kept
+        exit 1
+    """
+    tiny.session(trained, capsys, **names)
     code = "import sys; from aerie.train import main; main.main(); sys.exit('torch' in sys.modules)"
-    words = [sys.executable, "-c", code, "--config", str(recipe), "--is-whole"]
+    words = [sys.executable, "-c", code, "--config", str(made / "eagle1.yaml"), "--is-whole"]
     subprocess.run(words, cwd=ROOT, timeout=60, check=True)
 
 
@@ -327,25 +334,25 @@ def test_eagle3_cached_online_packed(made: Path, tmp_path: Path, capsys: Any) ->
     assert (packed - head.fc.weight).abs().max() < 1e-3 * packed.abs().max()
 
 
-@pytest.mark.parametrize("changed", ["train.jsonl", "target/tokenizer.json"])
-def test_stale_cache(made: Path, tmp_path: Path, capsys: Any, changed: str) -> None:
+@pytest.mark.parametrize(
+    ("changed", "change"),
+    [("train.jsonl", "s/boats/ships/"), ("target/tokenizer.json", "0,/{{/s//{{ /")],
+)
+def test_stale_cache(made: Path, tmp_path: Path, capsys: Any, changed: str, change: str) -> None:
     """A cache does not outlive its data or tokenizer."""
-    file, before = made / changed, (made / changed).read_text()
-    train = partial(
-        tiny.call, train_main, "--config", made / "eagle3.yaml", "--output", tmp_path / "head"
-    )
-    assert train("--plan") == 0
-    file.write_text(
-        before.replace("boats", "ships")
-        if changed == "train.jsonl"
-        else before.replace("{", "{ ", 1)
-    )
-    try:
-        assert train("--plan") == 2
-        assert f"{file.name} changed; rebuild with: aerie features" in capsys.readouterr().err
-        assert train("--is-whole") == 1 and train("--plan", "--features.mode", "online") == 0
-    finally:
-        file.write_text(before)
+    train = f"aerie train --config {made}/eagle3.yaml --output {tmp_path}/head"
+    text = f"""
+    {train} --plan
+    sed -i.kept '{change}' {made}/{changed}
+    {train} --plan
+        exit 2
+        {Path(changed).name} changed; rebuild with: aerie features
+    {train} --is-whole
+        exit 1
+    {train} --plan --features.mode online
+    mv {made}/{changed}.kept {made}/{changed}
+    """
+    tiny.session(text, capsys)
 
 
 def test_warm_start(made: Path, tmp_path: Path) -> None:
@@ -380,32 +387,34 @@ def test_warm_start(made: Path, tmp_path: Path) -> None:
 
 def test_foreign_files_and_moved_runs(run: Any, tmp_path: Path, capsys: Any) -> None:
     """Foreign files stay and a moved run goes on."""
-    foreign = tmp_path / "foreign"
-    foreign.mkdir()
-    (foreign / "model.safetensors").write_text("precious")
-    assert run("--output", foreign) == 2 and "files that no run has made" in capsys.readouterr().err
-    assert (foreign / "model.safetensors").read_text() == "precious"
-    assert run("--output", foreign, "--overwrite") == 0 and load_head(foreign)
     choosing: Any = ("--train.measure_prompts", 1, "--train.measure_new_tokens", 4)
     assert killed_at(Stage, "finish", 1, lambda: run(*choosing))
-    (tmp_path / "run").rename(tmp_path / "moved")
-    choosing += ("--run", tmp_path / "moved")
-    assert run(*choosing, "--plan") == 0
     # The measured tau, which picks the weights, depends on the tree; a cache of rounded states has
     # the same rows.
-    for key, value, said in (
-        ("tree.levels", 3, "4 there, 3 asked"),
-        ("features.storage", "bf16", "[0-9a-f]+ there"),
-    ):
-        other = (*choosing, f"--{key}", value)
-        assert (
-            tiny.call(data_main, "features", *run.args[1:], *other, "--overwrite") == 0
-            and run(*other) == 2
-        )
-        assert re.search(
-            rf"step 2 of another recipe or other data \({key.removesuffix('.storage')}: {said}",
-            capsys.readouterr().err,
-        )
+    text = """
+    mkdir {tmp}/foreign
+    echo precious > {tmp}/foreign/model.safetensors
+    {train} --output {tmp}/foreign
+        exit 2
+        files that no run has made
+    grep precious {tmp}/foreign/model.safetensors
+    {train} --output {tmp}/foreign --overwrite
+    aerie inspect {tmp}/foreign
+    mv {tmp}/run {tmp}/moved
+    {train} {moved} --plan
+    aerie features {recipe} {moved} --tree.levels 3 --overwrite
+    {train} {moved} --tree.levels 3
+        exit 2
+        step 2 of another recipe or other data (tree.levels: 4 there, 3 asked
+    aerie features {recipe} {moved} --features.storage bf16 --overwrite
+    {train} {moved} --features.storage bf16
+        exit 2
+        step 2 of another recipe or other data (features:
+    """
+    moved = " ".join(map(str, (*choosing, "--run", tmp_path / "moved")))
+    recipe = " ".join(map(str, run.args[1:]))
+    names = {"tmp": tmp_path, "moved": moved, "recipe": recipe, "train": f"aerie train {recipe}"}
+    tiny.session(text, capsys, **names)
 
 
 def test_kill_at_the_end(run: Any, tmp_path: Path, capsys: Any) -> None:
@@ -415,25 +424,23 @@ def test_kill_at_the_end(run: Any, tmp_path: Path, capsys: Any) -> None:
     written = weights.read_bytes()
     assert killed_at(resume, "forget_saves", 1, run)
     assert run() == 0 and "train eagle1: whole, reused" in capsys.readouterr().out
-    assert weights.read_bytes() == written and not list(
-        (tmp_path / "run/state/eagle1").glob("step-*")
-    )
+    assert weights.read_bytes() == written
+    assert not list((tmp_path / "run/state/eagle1").glob("step-*"))
 
 
 def test_time_budget(run: Any, tmp_path: Path, capsys: Any) -> None:
     """A run that its budget ended goes on with another."""
-    assert run("--train.max_seconds", 0) == 0
-    said = "stopped by the time budget (train.max_seconds 0) at step 1 of 3: "
-    assert (
-        said in capsys.readouterr().out and run("--train.max_seconds", 60, "--train.seed", 5) == 2
-    )
-    assert (
-        "holds another train (train.max_seconds: 0.0 there, 60.0 asked; train.seed"
-        in capsys.readouterr().err
-    )
-    assert (
-        run("--train.max_seconds", 60) == 0
-        and "going on from step 1 of 3" in capsys.readouterr().out
-    )
-    record = json.loads((tmp_path / "run/heads/eagle1/provenance.json").read_text())
-    assert (record["ended"], record["steps"]) == ("finished", 3)
+    text = """
+    {train} --train.max_seconds 0
+        stopped by the time budget (train.max_seconds 0) at step 1 of 3:
+    {train} --train.max_seconds 60 --train.seed 5
+        exit 2
+        holds another train (train.max_seconds: 0.0 there, 60.0 asked; train.seed
+    {train} --train.max_seconds 60
+        going on from step 1 of 3
+    cat {tmp}/run/heads/eagle1/provenance.json
+        "ended": "finished"
+        "steps": 3
+    """
+    train = " ".join(map(str, ("aerie train", *run.args[1:])))
+    tiny.session(text, capsys, train=train, tmp=tmp_path)

@@ -20,7 +20,6 @@ from aerie.configs.schema.heads import Eagle1Train, MuonSection
 from aerie.model import storage
 from aerie.train import processes, resume
 from aerie.train.loop import Loop
-from aerie.train.resume import Progress, folders
 from tests.tiny import flip, refused
 from tests.train.sittings import (
     config,
@@ -43,7 +42,7 @@ BUSY: dict[str, Any] = {
     "optimizer": MuonSection(),
 }
 SHORT: dict[str, Any] = {"epochs": 2, "save_every": 3, "eval_every": 2, "keep_last": 1}
-FRESH = Progress({}, 1)
+FRESH = resume.Progress({}, 1)
 Run = tuple[Path, tuple[str, Loop]]
 
 
@@ -91,7 +90,7 @@ def test_stopped_by_signal(
     settings: dict[str, Any] = {"accumulation": 2, "batch_size": 2, "eval_every": 4, "log_every": 4}
     ended, stopped = sitting(job(tmp_path, config(**settings), (11, number)))
     assert (ended, stopped.progress.step) == (state, 6)
-    assert [folder.name for folder in folders(tmp_path / "state")] == ["step-00000006"]
+    assert [folder.name for folder in resume.folders(tmp_path / "state")] == ["step-00000006"]
     same(undisturbed(**settings), (tmp_path, sitting(job(tmp_path, config(**settings)))))
 
 
@@ -100,7 +99,7 @@ def test_killed_again_and_again(tmp_path: Path, undisturbed: Any, capsys: Any) -
     for batch in (2, 5, 4, 1, 7):
         dies = job(tmp_path, config(**BUSY), (batch, signal.SIGKILL))
         assert ended(fork(lambda dies=dies: sitting(dies))) == -signal.SIGKILL
-    assert [folder.name for folder in folders(tmp_path / "state")] == [
+    assert [folder.name for folder in resume.folders(tmp_path / "state")] == [
         "step-00000012",
         "step-00000009",
     ]
@@ -167,7 +166,7 @@ def test_tracker(tmp_path: Path) -> None:
 
 def test_other_recipe_or_engine(tmp_path: Path, undisturbed: Any) -> None:
     """Another recipe or engine is refused and other saves are not."""
-    fresh = Progress(
+    fresh = resume.Progress(
         {"rows": "r", "train": {"log_every": 1, "seed": 0}}, 2, "ZeRO-2 bf16", "NVIDIA A"
     )
     resume.save(tmp_path, replace(fresh, step=7), lambda folder: None, lambda: None, 2)
@@ -190,7 +189,7 @@ def test_other_recipe_or_engine(tmp_path: Path, undisturbed: Any) -> None:
         job(tmp_path / "run", config(save_every=2, keep_last=3, loss_chunk_slots=512))
     )
     same(undisturbed(save_every=4), (tmp_path / "run", continued))
-    assert len(folders(tmp_path / "run/state")) == 3 and all(
+    assert len(resume.folders(tmp_path / "run/state")) == 3 and all(
         hasattr(config(), name) for name in resume.FREE
     )
 
@@ -228,7 +227,10 @@ def test_broken_saves(tmp_path: Path) -> None:
     )
     assert resume.find(tmp_path, FRESH, overwrite=True)[:2] == (FRESH, None)
     save(5)  # as by a run that went on from step 3 with another save_every
-    assert [folder.name for folder in folders(tmp_path)] == ["step-00000005", "step-00000003"]
+    assert [folder.name for folder in resume.folders(tmp_path)] == [
+        "step-00000005",
+        "step-00000003",
+    ]
 
 
 def test_full_disk(small_disk: Path) -> None:

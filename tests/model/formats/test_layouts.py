@@ -21,15 +21,6 @@ from aerie.model.inspection import inspect_head, screen
 from aerie.model.target import fingerprint
 from tests import tiny
 from tests.model.formats import published
-from tests.model.formats.published import (
-    EAGLE1,
-    EAGLE3,
-    TAPS,
-    same,
-    same_tensors,
-    target_facts,
-    tensors,
-)
 
 NUMBERED = "eagle_aux_hidden_state_layer_ids"
 SERVERS = ("safeailab", "sglang", "speculators")
@@ -45,7 +36,7 @@ def early_speculators(directory: Path) -> Path:
     }
     state = {
         name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): value
-        for name, value in tensors(EAGLE1).items()
+        for name, value in published.tensors(published.EAGLE1).items()
         if name != EMBEDDING
     }
     return published.write(directory, values, state)
@@ -64,9 +55,14 @@ def early_speculators(directory: Path) -> Path:
             published.safeailab_eagle3,
             "safeailab",
             "eagle3",
-            {"after_blocks": TAPS, "rope_theta": 1e4},
+            {"after_blocks": published.TAPS, "rope_theta": 1e4},
         ),
-        (published.specforge, "sglang", "eagle3", {"after_blocks": TAPS, "rope_theta": 1e6}),
+        (
+            published.specforge,
+            "sglang",
+            "eagle3",
+            {"after_blocks": published.TAPS, "rope_theta": 1e6},
+        ),
         (published.angelslim, "sglang", "eagle3", {"rope_theta": 1e6}),
         (
             published.speculators,
@@ -82,11 +78,11 @@ def test_published(
 ) -> None:
     """A published head is recognised read whole and written back bit for bit."""
     place = make(tmp_path / "head")
-    found, files, content = read_content(place, TAPS)
+    found, files, content = read_content(place, published.TAPS)
     assert (found, content.kind) == (layout, kind)
     assert {name: getattr(content.config, name) for name in facts} == facts
     state, theirs = (
-        load_head(place, vocab=tiny.vocab(), after_blocks=TAPS).state_dict(),
+        load_head(place, vocab=tiny.vocab(), after_blocks=published.TAPS).state_dict(),
         dict(files.tensors),
     )
     theirs.setdefault(EMBEDDING, tiny.vocab().embedding.to(state["fc.weight"].dtype))
@@ -96,15 +92,17 @@ def test_published(
     if layout != "speculators":  # its names are ours
         assert all(torch.equal(state[name], value) for name, value in theirs.items())
     if make is not early_speculators:
-        export(place, layout, tmp_path / "out", target_facts())
-        same_tensors(read_tensors(tmp_path / "out")[1], theirs)
+        export(place, layout, tmp_path / "out", published.target_facts())
+        published.same_tensors(read_tensors(tmp_path / "out")[1], theirs)
 
 
 def test_published_multi_token(tmp_path: Path, capsys: Any) -> None:
     """A published Medusa or Hydra head is the very head."""
     for layers in (1, 2):
         medusa, place = published.medusa(tmp_path / f"medusa{layers}", layers, medusa_num_heads=2)
-        same_tensors(load_head(place, vocab=tiny.vocab()).state_dict(), medusa.state_dict())
+        published.same_tensors(
+            load_head(place, vocab=tiny.vocab()).state_dict(), medusa.state_dict()
+        )
         assert (
             "medusa_num_heads is 2, the weights have 4" in capsys.readouterr().err
         )  # an outdated config.json
@@ -113,14 +111,14 @@ def test_published_multi_token(tmp_path: Path, capsys: Any) -> None:
     loaded.config = replace(
         loaded.config, max_position_embeddings=hydra.config.max_position_embeddings
     )
-    same(loaded, hydra)
+    published.same(loaded, hydra)
 
 
 def test_biases(
     tmp_path: Path,
 ) -> None:
     """A bias is there where config.json is silent and not where it says so."""
-    config, own = published.EAGLE1_CONFIG, tensors(EAGLE1)
+    config, own = published.EAGLE1_CONFIG, published.tensors(published.EAGLE1)
     biases = {f"layers.0.self_attn.{name}_proj.bias": torch.ones(32) for name in "qkv"}  # Qwen2's
     state = {
         **own,
@@ -169,12 +167,12 @@ def test_every_layout(tmp_path: Path, make: Any, layouts: tuple[str, ...]) -> No
     (tmp_path / "head" / "recipe.yaml").write_text("run: r\n")
     (tmp_path / "head" / "conversations.jsonl").write_text("private\n")
     for to in layouts:
-        export(tmp_path / "head", to, tmp_path / to, target_facts())
-        same(load_head(tmp_path / to), head)
+        export(tmp_path / "head", to, tmp_path / to, published.target_facts())
+        published.same(load_head(tmp_path / to), head)
         assert load_head(tmp_path / to, vocab=tiny.vocab()).saves_embedding == head.saves_embedding
         again = tmp_path / f"{to}-again"  # and from there to another
-        export(tmp_path / to, layouts[0], again, target_facts())
-        same(load_head(again), head)
+        export(tmp_path / to, layouts[0], again, published.target_facts())
+        published.same(load_head(again), head)
         facts = head_facts(again)
         assert (
             facts["step"] == 4
@@ -207,7 +205,7 @@ def test_every_layout(tmp_path: Path, make: Any, layouts: tuple[str, ...]) -> No
 def test_commands(tmp_path: Path, make: Any, words: tuple[str, int]) -> None:
     """A printed command has vLLM's method, the head's own number of drafts and a wide target's
     dtype."""
-    head, out, target = make(), tmp_path / "out", target_facts()
+    head, out, target = make(), tmp_path / "out", published.target_facts()
     save_head(head, tmp_path / "head", template_arguments={"enable_thinking": False})
     export(tmp_path / "head", "vllm", out, target)
     speculative = {"model": str(out), "method": words[0], "num_speculative_tokens": words[1]}
@@ -224,7 +222,12 @@ def test_commands(tmp_path: Path, make: Any, words: tuple[str, int]) -> None:
 def test_disputed_keys(tmp_path: Path) -> None:
     """Every key on which vLLM and speculators disagree is written."""
     save_head(published.eagle3(), tmp_path / "head")
-    export(tmp_path / "head", "speculators", tmp_path / "out", target_facts(max_positions=4096))
+    export(
+        tmp_path / "head",
+        "speculators",
+        tmp_path / "out",
+        published.target_facts(max_positions=4096),
+    )
     values = json.loads((tmp_path / "out" / "config.json").read_text())
     layer = values["transformer_layer_config"]
     assert values["norm_before_residual"] is False and values[NUMBERED] == [2, 4, 5]
@@ -237,14 +240,18 @@ def test_disputed_keys(tmp_path: Path) -> None:
     assert layer["rope_theta"] == layer["rope_parameters"]["rope_theta"] == 10000.0
     assert "num_aux_hidden_states" not in layer  # but for another number of taps than three
     save_head(published.eagle3(after_blocks=(1, 3)), tmp_path / "two")
-    export(tmp_path / "two", "speculators", tmp_path / "two-out", target_facts())
+    export(tmp_path / "two", "speculators", tmp_path / "two-out", published.target_facts())
     layer = json.loads((tmp_path / "two-out/config.json").read_text())["transformer_layer_config"]
     assert layer["num_aux_hidden_states"] == 2
-    assert "llama.cpp's converter" in screen(inspect_head(tmp_path / "two", target_facts()))
-    assert "llama.cpp" not in screen(inspect_head(tmp_path / "head", target_facts()))
+    assert "llama.cpp's converter" in screen(
+        inspect_head(tmp_path / "two", published.target_facts())
+    )
+    assert "llama.cpp" not in screen(inspect_head(tmp_path / "head", published.target_facts()))
     for name in FLAGS:  # keys that need a later vLLM are named
         save_head(published.eagle3(**{name: True}), tmp_path / name)
-        _, notes = export(tmp_path / name, "speculators", tmp_path / f"{name}-out", target_facts())
+        _, notes = export(
+            tmp_path / name, "speculators", tmp_path / f"{name}-out", published.target_facts()
+        )
         assert any(name in note for note in notes) == (name in VLLM_SINCE)
 
 
@@ -317,13 +324,13 @@ def test_block_layouts(
     """A block head goes to its servers and back bit for bit."""
     head: Any = tiny.multi_token_head("block", tiny.vocab(), noise=0.2, **keys)
     save_head(head, tmp_path / "head")
-    export(tmp_path / "head", to, tmp_path / "out", target_facts())
+    export(tmp_path / "head", to, tmp_path / "out", published.target_facts())
     assert (
         read_content(tmp_path / "out")[0] == layout
         and named in (tmp_path / "out/config.json").read_text()
     )
-    same(load_head(tmp_path / "out"), head)
-    facts = inspect_head(tmp_path / "out", target_facts())
+    published.same(load_head(tmp_path / "out"), head)
+    facts = inspect_head(tmp_path / "out", published.target_facts())
     assert (facts["kind"], facts["taps"], facts["problems"]) == ("block", [1, 2], [])
     assert facts["made_for"] == {"speculators": "vLLM", "z-lab": "SGLang"}[layout]
     for server, other in (("vLLM", "speculators"), ("SGLang", "sglang")):
@@ -334,7 +341,9 @@ def test_block_layouts(
             assert f"{server:<12}--to sglang: cannot carry markov_rank" in screen(facts)
             continue
         assert f"{server:<12}loads it in the layout {other}" in screen(facts)
-        notes = export(tmp_path / "out", other, tmp_path / f"to-{other}", target_facts())[1]
+        notes = export(tmp_path / "out", other, tmp_path / f"to-{other}", published.target_facts())[
+            1
+        ]
         assert not any("meaning is not known" in note for note in notes)
 
 
@@ -345,15 +354,15 @@ def test_medusa_for_vllm(tmp_path: Path, layers: int) -> None:
     save_head(head, tmp_path / "head")
     for number, source in enumerate((tmp_path / "head", place)):
         out = tmp_path / f"out{number}"
-        export(source, "vllm", out, target_facts())
+        export(source, "vllm", out, published.target_facts())
         values = json.loads((out / "config.json").read_text())
         names = {"hidden_size": 32, "vocab_size": 320, "num_heads": 4, "medusa_fc_bias": True}
         names |= {"architectures": ["MedusaModel"], "model_type": "medusa"}
         assert {**values, **names, "num_hidden_layers": layers} == values
         assert f"blocks.3.layers.{layers - 1}.bias" in tensor_names(out)
         assert "lm_heads.3.weight" in tensor_names(out)
-        same_tensors(load_head(out, vocab=tiny.vocab()).state_dict(), head.state_dict())
-    facts = inspect_head(tmp_path / "out0", target_facts())
+        published.same_tensors(load_head(out, vocab=tiny.vocab()).state_dict(), head.state_dict())
+    facts = inspect_head(tmp_path / "out0", published.target_facts())
     assert (facts["layout"], facts["kind"], facts["problems"]) == ("vllm", "medusa", [])
     assert load_head(tmp_path / "out0").config == head.config
 
@@ -363,7 +372,9 @@ def test_misread(tmp_path: Path) -> None:
 
     def cannot_ship(head: Any, to: str, said: str) -> None:
         save_head(head, tmp_path / "head")
-        tiny.refused(said, export, tmp_path / "head", to, tmp_path / "out", target_facts())
+        tiny.refused(
+            said, export, tmp_path / "head", to, tmp_path / "out", published.target_facts()
+        )
         assert not (tmp_path / "out").exists()
 
     for to, names in (("safeailab", FLAGS), ("sglang", FLAGS[:3])):
@@ -409,7 +420,7 @@ def test_misread(tmp_path: Path) -> None:
     ):
         cannot_ship(faulty, "vllm", f"--to vllm: {fault}.*; decode it with aerie")
         # the layout has other readers
-        notes = export(tmp_path / "head", layout, tmp_path / layout, target_facts())[1]
+        notes = export(tmp_path / "head", layout, tmp_path / layout, published.target_facts())[1]
         assert any(fault in note and "is not for vLLM" in note for note in notes)
         assert fault in screen(inspect_head(tmp_path / "head"))
         assert "serve it with vLLM" not in screen(inspect_head(tmp_path / "head"))
@@ -456,14 +467,16 @@ def test_misread(tmp_path: Path) -> None:
 def test_damaged_head(tmp_path: Path, values: Any, state: Any, message: str) -> None:
     """A damaged head is one sentence and no model."""
     state = {
-        name: value for name, value in {**tensors(EAGLE3), **state}.items() if value is not None
+        name: value
+        for name, value in {**published.tensors(published.EAGLE3), **state}.items()
+        if value is not None
     }
     place = published.write(
         tmp_path / "head", {**published.EAGLE3_CONFIG, **values}, state, published.PICKLE
     )
     message = rf"{place}.*{message}|{message}.*{place}"
-    tiny.refused(message, load_head, place, vocab=tiny.vocab(), after_blocks=TAPS)
-    tiny.refused(message, export, place, "speculators", tmp_path / "out", target_facts())
+    tiny.refused(message, load_head, place, vocab=tiny.vocab(), after_blocks=published.TAPS)
+    tiny.refused(message, export, place, "speculators", tmp_path / "out", published.target_facts())
     assert not (tmp_path / "out").exists()
 
 
@@ -484,7 +497,7 @@ def test_no_head(tmp_path: Path) -> None:
 
 def test_other_target(tmp_path: Path) -> None:
     """A head for another target is refused."""
-    own, head, out = target_facts(), tmp_path / "head", tmp_path / "out"
+    own, head, out = published.target_facts(), tmp_path / "head", tmp_path / "out"
     save_head(
         published.eagle3(),
         head,
@@ -498,10 +511,10 @@ def test_other_target(tmp_path: Path) -> None:
         ({"seed": 5}, "made for a target with other weight files than tiny"),
     ]
     for changes, message in others:
-        tiny.refused(message, export, head, "speculators", out, target_facts(**changes))
+        tiny.refused(message, export, head, "speculators", out, published.target_facts(**changes))
         assert any(
             re.search(message, problem)
-            for problem in inspect_head(head, target_facts(**changes))["problems"]
+            for problem in inspect_head(head, published.target_facts(**changes))["problems"]
         )
     tiny.refused(
         r"--after-blocks 2,3,6: .*json says that the head reads \[2, 4, 5\]",
@@ -515,7 +528,7 @@ def test_other_target(tmp_path: Path) -> None:
     assert not out.exists()
     assert (
         "other weight files"
-        in export(head, "speculators", out, target_facts(seed=5), any_target=True)[1][0]
+        in export(head, "speculators", out, published.target_facts(seed=5), any_target=True)[1][0]
     )
 
 
@@ -538,7 +551,7 @@ def test_tensor_files(tmp_path: Path, pickled: bool) -> None:
         expected = write(tmp_path, STATE, pickled)
         place, found = read_tensors(tmp_path)
         assert place == expected and tensor_names(tmp_path) == found.keys()
-        same_tensors(found, STATE)
+        published.same_tensors(found, STATE)
         expected.unlink()
 
 
