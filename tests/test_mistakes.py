@@ -3,15 +3,12 @@
 import io
 import json
 import os
-import shlex
 import shutil
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from aerie.__main__ import ALONE, COMMANDS
 from tests import tiny
 from tests.infer.test_main import write_recipe
 
@@ -175,11 +172,9 @@ def test_a_mistake_is_one_line_and_nothing_is_lost(
 ) -> None:
     for name, text in {**SHORT, "{root}": str(root)}.items():
         line = line.replace(name, text)
-    before, words = state(root), shlex.split(line)
-    main = import_module(f"aerie.{COMMANDS[words[0]].module}")
-    monkeypatch.setattr(main, "stop_on_signals", lambda: None, raising=False)
+    before = state(root)
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    code, err = tiny.call(main, *words[words[0] in ALONE :]), capsys.readouterr().err
+    code, _, err = tiny.typed(f"aerie {line}", capsys)
     assert (code, err.count("\n"), err[:7]) == (2, 1, "error: "), err
     assert message in err, err
     assert before.items() <= state(root).items()

@@ -9,7 +9,7 @@ import re
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -27,19 +27,15 @@ from transformers.models.auto.modeling_auto import (
 from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import ChainConfig, DynamicConfig
 from aerie.configs.schema.heads import Eagle1Section, TargetConfig
-from aerie.data import main as data
 from aerie.data.batches import check_padding, forward
-from aerie.infer import main as infer
 from aerie.infer.decode import check
 from aerie.infer.decode.drafters import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.proposers import tree_proposer
-from aerie.model import main as model
 from aerie.model.checkpoint import new_head
 from aerie.model.miniature import SPEED, lengths_to_check, miniature, small_model
 from aerie.model.storage import first_line
 from aerie.model.target import Target
-from aerie.train import main as train
 from tests import tiny
 from tests.infer.draws import steered
 from tests.train.test_main import write_recipe
@@ -103,18 +99,21 @@ def test_a_hybrid_target_trains_and_exports_a_head_and_says_that_it_does_not_dec
     tiny.tokenizer().save_pretrained(target)
     tiny.write_conversations(tmp_path / "train.jsonl", 12)
     steps = {"max_steps": 2, "eval_every": 0}
-    recipe = write_recipe(tmp_path / "recipe.yaml", tmp_path, steps, target={"path": str(target)})
+    write_recipe(tmp_path / "recipe.yaml", tmp_path, steps, target={"path": str(target)})
+    text = """
+    aerie features --config {tmp}/recipe.yaml --plan
+        {why}
+    aerie features --config {tmp}/recipe.yaml
+    aerie train --config {tmp}/recipe.yaml
+    aerie convert {tmp}/run/heads/eagle1 --to safeailab --target {target} --out {tmp}/out
+    aerie generate --target {target} --prompt x
+        exit 2
+        error: {target}: {why}
+    """
     why = (
         "qwen3_next has ['linear_attention'] layers, and drafts need plain attention: heads can be"
     )
-    features = partial(tiny.call, data, "features", "--config", recipe)
-    assert features("--plan") == 0 and capsys.readouterr().err.count(why) == 1
-    assert features() == tiny.call(train, "--config", recipe) == 0
-    export = ("--to", "safeailab", "--target", target, "--out", tmp_path / "out")
-    assert tiny.call(model, "convert", tmp_path / "run/heads/eagle1", *export) == 0
-    capsys.readouterr()
-    assert tiny.call(infer, "generate", "--target", target, "--prompt", "x") == 2
-    assert f"error: {target}: {why}" in capsys.readouterr().err
+    tiny.session(text, capsys, tmp=tmp_path, target=target, why=why)
 
 
 def test_a_miniature_of_a_longrope_target_is_tried_across_its_original_length(

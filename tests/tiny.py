@@ -223,21 +223,25 @@ def call(module: Any, *words: object) -> int:
         GradientState._reset_state()
 
 
-def session(text: str, capsys: Any, **names: object) -> str:
+def session(text: str, capsys: Any, never: str = "\0", **names: object) -> str:
     """Types command lines one after another; returns what the last one writes to stdout.
 
     Below a command stand parts of what it prints, indented, and `exit CODE` where it is not 0.
+    Spaces count as one, and so do line breaks; never: a text that no command may print.
     aerie runs in this process, other commands in a shell. {name} stands for one of the names.
     """
     out = ""
     for block in re.split(r"\n(?=\S)", textwrap.dedent(text).strip()):
-        line, *expected = (part.strip() for part in block.format(**names).splitlines())
+        line, *expected = map(str.strip, block.format(**names).splitlines())
         code, out, err = typed(line, capsys)
+        printed = " ".join((out + err).split())
         if not any(part.startswith("exit ") for part in expected):
             expected.append("exit 0")
         for part in expected:
-            assert part == f"exit {code}" or part in out + err, f"{line}\n{part}\n{out}{err}"
+            is_said = part == f"exit {code}" or " ".join(part.split()) in printed
+            assert is_said, f"{line}\n{part}\n{out}{err}"
         assert code != 2 or err.splitlines()[-1].startswith("error: "), err
+        assert never not in out + err
     return out
 
 

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from aerie.configs import keys
 from aerie.configs.read import ALIASES, sections, suggestion
 from aerie.configs.schema import recipe as pipeline
-from tests.tiny import call, refused
+from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -96,7 +96,9 @@ calibrate.temperature=.inf distill.server.timeout_s=.inf run= data.conversations
 @pytest.mark.parametrize("word", OUTSIDE.split())
 def test_a_number_that_means_nothing_and_a_path_of_nothing_are_refused(word: str) -> None:
     distill = ("--distill.server.urls", "http://a", "--distill.sources", "[{path: a}]")
-    refused(rf"^--{word.split('=')[0]}.*\Z", load, CONFIGS / "embedded.yaml", *distill, f"--{word}")
+    tiny.refused(
+        rf"^--{word.split('=')[0]}.*\Z", load, CONFIGS / "embedded.yaml", *distill, f"--{word}"
+    )
 
 
 CONTRADICTIONS = """
@@ -113,7 +115,7 @@ def test_keys_that_mean_nothing_together_are_refused(line: str) -> None:
     words, _, message = line.partition(" => ")
     name, *overrides = words.split()
     said = rf"^--{overrides[-1].split('=')[0]}.*{message}"
-    refused(said, load, CONFIGS / f"{name}.yaml", *(f"--{word}" for word in overrides))
+    tiny.refused(said, load, CONFIGS / f"{name}.yaml", *(f"--{word}" for word in overrides))
 
 
 def test_names_of_other_programs_lead_to_ours() -> None:
@@ -148,7 +150,7 @@ def test_every_topology_is_one_that_accelerate_reads(path: Path) -> None:
 def test_the_page_of_recipes_is_fresh_and_every_key_has_a_meaning(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert call(keys, "--markdown") == 0
+    assert tiny.call(keys, "--markdown") == 0
     fresh = (ROOT / "docs/recipes.md").read_text(encoding="utf-8") == capsys.readouterr().out
     assert fresh, "renew it: aerie keys --markdown > docs/recipes.md"
     assert [
@@ -160,22 +162,25 @@ def test_the_page_of_recipes_is_fresh_and_every_key_has_a_meaning(
 
 
 def test_keys_tells_a_section_a_key_and_their_kinds(capsys: pytest.CaptureFixture[str]) -> None:
-    for section, texts in {
-        "": ["- `train`: "],
-        "train": [
-            "(kind: eagle1 | eagle3 | medusa | hydra | block | draft_lm)",
-            "(kind: eagle3)\n",
-            "- `unroll_steps`: ",
-        ],
-        "tree.stop": ["`tree.stop` (rule: entropy)\n"],
-        "bench.rows.0.tree.nodes": ["`bench.rows.*.tree` (shape: dynamic)\n"],
-    }.items():
-        assert call(keys, *filter(None, [section])) == 0
-        out = capsys.readouterr().out
-        assert all(text in out for text in texts), (section, out)
-    for wrong, meant in {
-        "trian": "train",
-        "tree.depth": "tree.levels",
-        "lr": "train.learning_rate",
-    }.items():
-        assert call(keys, wrong) == 2 and f"did you mean '{meant}'?" in capsys.readouterr().err
+    text = """
+    aerie keys
+        - `train`:
+    aerie keys train
+        (kind: eagle1 | eagle3 | medusa | hydra | block | draft_lm)
+        (kind: eagle3)
+        - `unroll_steps`:
+    aerie keys tree.stop
+        `tree.stop` (rule: entropy)
+    aerie keys bench.rows.0.tree.nodes
+        `bench.rows.*.tree` (shape: dynamic)
+    aerie keys trian
+        exit 2
+        did you mean 'train'?
+    aerie keys tree.depth
+        exit 2
+        did you mean 'tree.levels'?
+    aerie keys lr
+        exit 2
+        did you mean 'train.learning_rate'?
+    """
+    tiny.session(text, capsys)
