@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from aerie.infer import main as commands
 from aerie.infer.measure.bench_files import Record, line_of
 from aerie.infer.measure.bootstrap import Estimate, Side, estimate
 from aerie.infer.measure.stage_facts import calibrations_of
@@ -27,8 +26,8 @@ from aerie.infer.papers.evidence import (
 )
 from aerie.infer.papers.published import PUBLISHED, published_range
 from aerie.model.storage import ROOT, Manifest, write_text
+from tests import tiny
 from tests.infer.made_up import FAILED, PROMPTS, TUNING, drafted, record, tree_of, voting_answers
-from tests.tiny import call, recipe
 
 COSTS = read_costs(TUNING)
 
@@ -105,25 +104,35 @@ def test_best_row() -> None:
 
 
 @pytest.mark.parametrize("part", ["static/calibration", "calibration", "tune"])
-@pytest.mark.parametrize("command", ["claims", "report"])
-def test_refusals(part: str, command: str, tmp_path: Path, capsys: Any) -> None:
+def test_refusals(part: str, tmp_path: Path, capsys: Any) -> None:
     """What is damaged, or measured another target, is refused by claims and report."""
     run = tmp_path / "run"
     target: dict[str, Any] = {"path": "some/target", "revision": None, "dtype": "auto"}
     values = {"run": str(run), "target": target, "data": {"conversations": ["x.jsonl"]}}
-    words = [run] if command == "claims" else ["--config", recipe(tmp_path / "a.yaml", values)]
+    config = tiny.recipe(tmp_path / "a.yaml", values)
     write_text(run / "bench" / "records.jsonl", line_of(record()) + line_of(drafted((3, 1))))
     write_text(run / part / "measured", "{}")
     for name, path in (("bench", "some/target"), (part, "some/new")):
         inputs = {"target": {**target, "path": path}}
         Manifest.of(run / name, inputs, {"argv": ["main.py", "redo", name]}).write(run / name)
-    assert call(commands, command, *words) == 2
-    assert f"{run / part}: measured another target" in capsys.readouterr().err
-    write_text(run / part / "measured", "{")
-    assert call(commands, command, *words) == 2
-    text = capsys.readouterr().err
-    assert f"{run / part / 'measured'}: " in text and text.count("\n") == 1
-    assert text.endswith(f"run: aerie redo {part} --overwrite\n")
+    text = """
+    aerie claims {run}
+        exit 2
+        {run}/{part}: measured another target
+    aerie report --config {config}
+        exit 2
+        {run}/{part}: measured another target
+    truncate -s 1 {run}/{part}/measured
+    aerie claims {run}
+        exit 2
+        error: {run}/{part}/measured:
+        run: aerie redo {part} --overwrite
+    aerie report --config {config}
+        exit 2
+        error: {run}/{part}/measured:
+        run: aerie redo {part} --overwrite
+    """
+    tiny.session(text, capsys, run=run, part=part, config=config)
 
 
 def test_inverted_confidence() -> None:

@@ -17,12 +17,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from aerie.configs.read import as_dict
-from aerie.infer import main as commands
 from aerie.infer.measure.bench_files import SUITE, Cell, Record, SuiteFile, line_of
 from aerie.infer.papers.appendix import papers_appendix
 from aerie.infer.papers.claims import all_claims
 from aerie.infer.report.page import write_report
 from aerie.model.storage import Manifest, read_json, write_json, write_text
+from tests import tiny
 from tests.infer.made_up import (
     FAILED,
     GREEDY,
@@ -35,7 +35,6 @@ from tests.infer.made_up import (
     write_run,
 )
 from tests.infer.test_calibrate import write_calibration
-from tests.tiny import call, recipe, refused
 
 ROW_KEYS = set(
     "method head head_path task temperature top_k top_p prompts verify tree new_tokens tau "
@@ -231,10 +230,10 @@ def test_trainings(tmp_path: Path, capsys: Any) -> None:
         "target": {"path": str(run / "target")},
         "data": {"conversations": ["x.jsonl"]},
     }
-    assert call(commands, "report", "--config", recipe(tmp_path / "recipe.yaml", values)) == 0
-    out = capsys.readouterr().out
+    config = tiny.recipe(tmp_path / "recipe.yaml", values)
     stopped = "stopped by the time budget at step 483 of 1,050"
-    assert f"eagle1 head: training {stopped}\n" in out and "target: training" not in out
+    told = f"aerie report --config {config}\n eagle1 head: training {stopped}"
+    assert "target: training" not in tiny.session(told, capsys)
     # 32 parameters: the embedding is the target's
     assert f"eagle1 head {stopped} 32 483 9,000 90 s" in words_of(run)
     curves = read_json(run / "report" / "details.json")["training"]["curves"]["eagle1"]
@@ -260,7 +259,7 @@ def test_damaged_input(name: str, text: str, message: str, tmp_path: Path) -> No
     """Input that is damaged or missing is an error with the command that mends it."""
     write_records(tmp_path, record())
     write_text(tmp_path / name, text)
-    refused(message, make_report, tmp_path)
+    tiny.refused(message, make_report, tmp_path)
 
 
 DRAFTED = drafted((3, 1))

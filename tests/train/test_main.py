@@ -270,21 +270,28 @@ def test_planned_trained_reused(made: Path, capsys: Any, monkeypatch: Any) -> No
     subprocess.run(words, cwd=ROOT, timeout=60, check=True)
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "medusa", "hydra", "block", "draft_lm"])
-def test_every_kind(made: Path, tmp_path: Path, kind: str) -> None:
+MEASURED = "--train.loss kl --train.measure_prompts 2 --head.kind"
+SHALLOW = "--tree.levels null --train.law_weight 1"
+ONLINE = "--features.mode online --features.after_blocks [1,2] --head.block_size 4"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("eagle1", f"{MEASURED} eagle1"),
+        ("eagle3", f"{MEASURED} eagle3"),
+        ("eagle1", f"{MEASURED} medusa {SHALLOW}"),
+        ("eagle1", f"{MEASURED} hydra {SHALLOW}"),
+        ("eagle1", f"{MEASURED} block {ONLINE}"),  # its default depth is cut
+        ("draft_lm", ""),
+    ],
+)
+def test_every_kind(made: Path, tmp_path: Path, recipe: str, words: str, capsys: Any) -> None:
     """Every kind of head trains, is measured and is saved."""
-    head = tmp_path / "head"
-    words = ["--train.max_steps", 1, "--output", head]
-    if kind != "draft_lm":
-        words += ["--head.kind", kind, "--train.loss", "kl", "--train.measure_prompts", 2]
-    if kind in ("medusa", "hydra"):
-        words += ["--tree.levels", "null", "--train.law_weight", 1]
-    if kind == "block":  # its default depth is cut
-        words += ["--features.mode=online", "--features.after_blocks=[1,2]", "--head.block_size=4"]
-    recipe = made / f"{kind if kind in ('eagle3', 'draft_lm') else 'eagle1'}.yaml"
-    assert tiny.call(train_main, "--config", recipe, *words) == 0
-    if kind != "draft_lm":
-        assert min(head_facts(head)[name] for name in ("predicted_tau", "tau")) >= 1
+    config = f"--config {made}/{recipe}.yaml --output {tmp_path}/head"
+    tiny.session(f"aerie train {config} --train.max_steps 1 {words}", capsys)
+    facts = head_facts(tmp_path / "head") if words else {"predicted_tau": 1, "tau": 1}
+    assert min(facts["predicted_tau"], facts["tau"]) >= 1
 
 
 def test_small_lm(made: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Heads in the layouts of other projects, scaled down (D 32, I 64, V 320, Vd 107, 8 blocks)."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from aerie.model.checkpoint import save_head
+from aerie.model.export import export
 from aerie.model.formats.content import TargetFacts
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.heads.multi_token import HydraHead, MedusaHead
@@ -233,6 +236,23 @@ def eagle3(**changes: Any) -> Eagle3Head:
         if parameter.ndim == 1:
             parameter.data = 0.5 + torch.rand(parameter.shape, generator=generator)
     return made
+
+
+def made(kind: str, **changes: Any) -> Any:
+    """A small head of this project for the tiny vocabulary."""
+    if kind == "eagle1":
+        return tiny.head(tiny.vocab().embedding, **changes)
+    return eagle3(**changes) if kind == "eagle3" else of_kind(kind, **changes)
+
+
+of_kind = partial(tiny.multi_token_head, target_vocab=tiny.vocab())
+
+
+def shipped(head: Any, to: str, directory: Path, **changes: Any) -> Path:
+    """Saves a head as HEAD below a directory, exports it as OUT, and returns OUT."""
+    save_head(head, directory / "head", step=4)
+    export(directory / "head", to, directory / "out", target_facts(**changes))
+    return directory / "out"
 
 
 def medusa(directory: Path, layers: int = 1, **changes: Any) -> tuple[MedusaHead, Path]:
