@@ -267,14 +267,11 @@ def test_a_doubled_beginning_of_text_is_said(typing: Typing, tmp_path: Path) -> 
         single="<|system|> $A", special_tokens=[("<|system|>", tiny.SPECIAL.index("<|system|>"))]
     )
     tokenizer.save_pretrained(target)
-    text = """
-    aerie generate {raw} --prompt '<|system|>count'
-        begins with <|system|> twice
-    aerie generate {raw} --prompt count --temperature 0.6
-        at T 0.6, of all tokens
-        "top_k": 0
-    """
-    typing(text, raw=f"--target {target} --raw --max-new-tokens 2 --json")
+    raw = f"aerie generate --target {target} --raw --max-new-tokens 2 --json --prompt"
+    twice = "begins with <|system|> twice"
+    typing(f"{raw} '<|system|>count'\n {twice}")
+    sampled = f'{raw} count --temperature 0.6\n at T 0.6, of all tokens\n "top_k": 0'
+    typing(sampled, never=twice)
 
 
 def test_stages(typing: Typing, shared: Path) -> None:

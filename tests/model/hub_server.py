@@ -13,7 +13,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Files = dict[str, bytes]
-LARGE = (".safetensors", ".bin")
 
 
 class Refused(Exception):
@@ -30,7 +29,6 @@ class Hub:
     )  # name -> branch -> files
     private: set[str] = field(default_factory=set)
     gated: set[str] = field(default_factory=set)
-    blobs: dict[str, bytes] = field(default_factory=dict)  # SHA-256 -> uploaded large file
     requests: list[str] = field(default_factory=list)
     tokens: set[str] = field(default_factory=set)  # received Authorization headers
     failures: dict[tuple[str, str], list[int]] = field(
@@ -69,29 +67,9 @@ class Hub:
         return {}
 
     def preupload(self, body: bytes, repo: str, revision: str) -> Any:
-        return {
-            "files": [
-                {
-                    "path": file["path"],
-                    "uploadMode": "lfs" if file["path"].endswith(LARGE) else "regular",
-                    "shouldIgnore": False,
-                    "oid": None,
-                }
-                for file in json.loads(body)["files"]
-            ]
-        }
-
-    def batch(self, body: bytes, repo: str) -> Any:
-        objects = json.loads(body)["objects"]
-        for wanted in (found for found in objects if found["oid"] not in self.blobs):
-            wanted["actions"] = {
-                "upload": {"href": f"{self.address}/upload/{wanted['oid']}", "header": {}}
-            }
-        return {"transfer": "basic", "objects": objects}
-
-    def put(self, body: bytes, oid: str) -> Any:
-        self.blobs[oid] = body
-        return {}
+        """All files come with the commit, also those that the real Hub wants as large ones."""
+        kept = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
+        return {"files": [{"path": file["path"], **kept} for file in json.loads(body)["files"]]}
 
     def commit(self, body: bytes, repo: str, revision: str) -> Any:
         files = dict(self.files(repo, revision))
@@ -99,8 +77,6 @@ class Hub:
             value = entry["value"]
             if entry["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
-            elif entry["key"] == "lfsFile":
-                files[value["path"]] = self.blobs[value["oid"]]
             elif entry["key"] == "deletedFile":
                 del files[value["path"]]
         self.repositories[repo][revision] = files
@@ -148,8 +124,6 @@ ROUTES: tuple[tuple[str, Any], ...] = (
     (r"POST /api/validate-yaml", lambda hub, body: {"errors": [], "warnings": []}),
     (rf"POST /api/models/{REPO}/branch/(.+)", Hub.branch),
     (rf"POST /api/models/{REPO}/preupload/(.+)", Hub.preupload),
-    (rf"POST /{REPO}\.git/info/lfs/objects/batch", Hub.batch),
-    (r"PUT /upload/(\w+)", Hub.put),
     (rf"POST /api/models/{REPO}/commit/(.+)", Hub.commit),
     (rf"GET /api/models/{REPO}(?:/revision/(.+))?", Hub.information),
     (rf"GET /api/models/{REPO}/tree/(.+)", Hub.tree),
@@ -176,11 +150,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Prints nothing."""
 
     def do_GET(self) -> None:
-        hub, request, token = (
-            self.hub,
-            f"{self.command} {self.path.split('?')[0]}",
-            self.headers.get("Authorization"),
-        )
+        hub, token = self.hub, self.headers.get("Authorization")
+        request = f"{self.command} {self.path.split('?')[0]}"
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         hub.requests.append(request)
         hub.tokens |= {token} if token else set()
@@ -205,4 +176,4 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(content)
 
-    do_HEAD = do_POST = do_PUT = do_GET
+    do_HEAD = do_POST = do_GET

@@ -5,7 +5,6 @@ target.
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from aerie.model.heads.eagle import DraftVocabulary, Eagle3Head
 from aerie.model.layers import Rotary, attend
 from aerie.model.target import final_norm, load_vocab
 from tests import tiny
-from tests.model.formats.published import TAPS, eagle3, same, specforge
+from tests.model.formats import published
 from tests.model.test_layers import LLAMA3
 
 
@@ -82,7 +81,7 @@ def slots() -> tuple[Tensor, Tensor, Tensor]:
 def test_forward(flag: str) -> None:
     """The forward is the definition. infer/test_drafters.py and train/test_objectives.py compare
     the forwards over a cache and in the unroll with it."""
-    made, (tokens, taps, positions) = eagle3(**{flag: True} if flag else {}), slots()
+    made, (tokens, taps, positions) = published.eagle3(**{flag: True} if flag else {}), slots()
     fed_back = made(tokens, made.fuse(taps), positions)
     hidden, logits = expected_output(made, tokens[0], taps[0])
     torch.testing.assert_close(fed_back[0], hidden, **NEAR)
@@ -227,37 +226,32 @@ def test_multi_token_laws(kind: str, keys: dict[str, Any]) -> None:
 
 
 VOCAB, TEXT = tiny.vocab(), tiny.llama().config
-MADE: dict[str, Callable[[], Any]] = {
-    "eagle1": lambda: tiny.head(VOCAB.embedding),
-    "eagle1, biased and deep": lambda: tiny.head(VOCAB.embedding, bias=True, num_hidden_layers=2),
-    "eagle3": lambda: tiny.eagle3_head(VOCAB.embedding, after_blocks=TAPS),
-    "eagle3.1, deep": lambda: tiny.eagle3_head(
-        VOCAB.embedding,
-        after_blocks=TAPS,
-        num_hidden_layers=3,
-        qk_norm=True,
-        fc_norm=True,
-        norm_output=True,
-    ),
-    "medusa": lambda: tiny.multi_token_head(
-        "medusa", VOCAB, noise=0.1, lm_head="target", num_layers=2
-    ),
-    "hydra": lambda: tiny.multi_token_head("hydra", VOCAB, noise=0.1, prefix_layer=True),
-    "block": lambda: tiny.multi_token_head(
-        "block", VOCAB, noise=0.1, markov_head="gated", markov_order=2
-    ),
+DEEP = {"num_hidden_layers": 3, "qk_norm": True, "fc_norm": True, "norm_output": True}
+MADE: dict[str, tuple[str, dict[str, Any]]] = {  # kind, changes
+    "eagle1": ("eagle1", {}),
+    "eagle1, biased and deep": ("eagle1", {"bias": True, "num_hidden_layers": 2}),
+    "eagle3": ("eagle3", {}),
+    "eagle3.1, deep": ("eagle3", DEEP),
+    "medusa": ("medusa", {"noise": 0.1, "lm_head": "target", "num_layers": 2}),
+    "hydra": ("hydra", {"noise": 0.1, "prefix_layer": True}),
+    "block": ("block", {"noise": 0.1, "markov_head": "gated", "markov_order": 2}),
 }
+
+
+def made_by(name: str) -> Any:
+    kind, changes = MADE[name]
+    return published.made(kind, **changes)
 
 
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_round_trip(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """A round trip is bit exact with the recorded facts."""
-    head = MADE[name]().to(dtype)
+    head = made_by(name).to(dtype)
     save_head(head, tmp_path, step=3)
     again = load_head(tmp_path, vocab=replace(VOCAB, embedding=VOCAB.embedding.to(dtype)))
     assert again.kind == head.kind and head_facts(tmp_path) == {"step": 3}
-    same(head, again)
+    published.same(head, again)
     assert (
         {p.requires_grad for p in again.embed_tokens.parameters()} == {False}
         if "eagle" in name
@@ -275,7 +269,7 @@ def test_damaged_config(
         ("eagle3", {"after_blocks": [4, 2, 5]}, "must ascend"),
         ("eagle3", {}, r"has no 'embed_tokens.weight', which is the target's"),
     ):
-        save_head(MADE[name](), tmp_path)
+        save_head(made_by(name), tmp_path)
         place = tmp_path / "config.json"
         place.write_text(json.dumps({**json.loads(place.read_text()), **change}))
         tiny.refused(said, load_head, tmp_path)
@@ -296,10 +290,10 @@ def test_seed(section: Any) -> None:
     """The same seed gives the same new head."""
     vocabulary = DraftVocabulary.of_ids(torch.arange(5, 105), 320)
     one, two, other = (
-        new_head(section, TEXT, VOCAB, n, after_blocks=TAPS, vocabulary=vocabulary)
+        new_head(section, TEXT, VOCAB, n, after_blocks=published.TAPS, vocabulary=vocabulary)
         for n in (1, 1, 2)
     )
-    same(one, two)
+    published.same(one, two)
     drawn = any(
         not value.equal(other.state_dict()[name]) for name, value in one.state_dict().items()
     )
@@ -329,19 +323,19 @@ def test_sizes_of_target() -> None:
     assert facts(moved, LONG, f"{names} rope_scaling") == [1e4, 64, 2, 16, None]
     qwen, names = tiny.llama().config, "qk_norm hidden_size target_hidden_size draft_vocab_size"
     qwen.model_type = "qwen3"
-    assert facts(Eagle3Section(), qwen, names, TAPS, 107) == [
+    assert facts(Eagle3Section(), qwen, names, published.TAPS, 107) == [
         False,
         32,
         32,
         107,
     ]  # SGLang loads nothing else
-    assert facts(Eagle3Section(qk_norm=None, hidden_size=16), qwen, names, TAPS, 107) == [
+    assert facts(Eagle3Section(qk_norm=None, hidden_size=16), qwen, names, published.TAPS, 107) == [
         True,
         16,
         32,
         107,
     ]
-    config: Any = config_for(Eagle3Section(), LONG, VOCAB, TAPS, 320)
+    config: Any = config_for(Eagle3Section(), LONG, VOCAB, published.TAPS, 320)
     assert position_warnings(config, LONG, "head") == []
     (warning,) = position_warnings(replace(config, rope_scaling=None), LONG, "head")
     assert "with scaling None" in warning
@@ -359,26 +353,30 @@ def test_warm_start(
 ) -> None:
     """A warm start takes weights and new positions and refuses another shape."""
     for name in ("eagle1", "eagle3", "eagle3.1, deep", "hydra"):
-        save_head(MADE[name](), tmp_path / name.partition(",")[0])
+        save_head(made_by(name), tmp_path / name.partition(",")[0])
     names = ("eagle1", "eagle3", "eagle3.1", "hydra")
     one, three, normed, hydra = ({"init_from": str(tmp_path / name)} for name in names)
     asked: Any = Eagle1Section(**one, rope_theta=2e4, max_position_embeddings=512)
     kept, moved = (new_head(section, TEXT, VOCAB, 9) for section in (Eagle1Section(**one), asked))
-    assert kept.config == MADE["eagle1"]().config
-    assert new_head(Eagle3Section(**normed), TEXT, VOCAB, 9, after_blocks=TAPS).config.fc_norm
+    assert kept.config == made_by("eagle1").config
+    assert new_head(
+        Eagle3Section(**normed), TEXT, VOCAB, 9, after_blocks=published.TAPS
+    ).config.fc_norm
     assert torch.equal(kept.state_dict()["fc.weight"], moved.state_dict()["fc.weight"])
     # type: ignore[type-var]
     assert moved.config == replace(kept.config, rope_theta=2e4, max_position_embeddings=512)
     # type: ignore[union-attr]
     x, at, rotary = torch.zeros(1, 1, 1), torch.tensor([[300]]), moved.rotary
     assert torch.equal(rotary.at(at, 301, x)[0], Rotary(moved.config).at(at, 301, x)[0])
-    base = {"init_from": str(specforge(tmp_path / "published"))}  # 1e6, its target's is 1e4
-    theirs: Any = new_head(Eagle3Section(**base), TEXT, VOCAB, 9, after_blocks=TAPS)
+    base = {
+        "init_from": str(published.specforge(tmp_path / "published"))
+    }  # 1e6, its target's is 1e4
+    theirs: Any = new_head(Eagle3Section(**base), TEXT, VOCAB, 9, after_blocks=published.TAPS)
     assert theirs.config.rope_theta == 1e6
     table: list[tuple[Any, Any, str]] = [
         (
             Eagle3Section(**three, draft_vocab_size=64),
-            TAPS,
+            published.TAPS,
             "head.draft_vocab_size: the recipe asks 64, .* has 107",
         ),
         (
@@ -388,7 +386,7 @@ def test_warm_start(
         ),
         (
             Eagle3Section(**normed, fc_norm=False),
-            TAPS,
+            published.TAPS,
             "head.fc_norm: the recipe asks False, .* has True; set it",
         ),
         (Eagle1Section(**three), (), "is an eagle3 head, the recipe asks for eagle1"),

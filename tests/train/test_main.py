@@ -392,12 +392,8 @@ def test_warm_start(made: Path, tmp_path: Path) -> None:
     }
 
 
-def test_foreign_files_and_moved_runs(run: Any, tmp_path: Path, capsys: Any) -> None:
-    """Foreign files stay and a moved run goes on."""
-    choosing: Any = ("--train.measure_prompts", 1, "--train.measure_new_tokens", 4)
-    assert killed_at(Stage, "finish", 1, lambda: run(*choosing))
-    # The measured tau, which picks the weights, depends on the tree; a cache of rounded states has
-    # the same rows.
+def test_foreign_files(run: Any, tmp_path: Path, capsys: Any) -> None:
+    """Foreign files stay."""
     text = """
     mkdir {tmp}/foreign
     echo precious > {tmp}/foreign/model.safetensors
@@ -407,21 +403,38 @@ def test_foreign_files_and_moved_runs(run: Any, tmp_path: Path, capsys: Any) -> 
     grep precious {tmp}/foreign/model.safetensors
     {train} --output {tmp}/foreign --overwrite
     aerie inspect {tmp}/foreign
+    """
+    tiny.session(text, capsys, tmp=tmp_path, train=line_of(run))
+
+
+def line_of(run: Any) -> str:
+    return " ".join(map(str, ("aerie train", *run.args[1:])))
+
+
+def test_moved_runs(run: Any, tmp_path: Path, capsys: Any) -> None:
+    """A moved run goes on.
+
+    The measured tau, which picks the weights, depends on the tree; a cache of rounded states has
+    the same rows.
+    """
+    choosing: Any = ("--train.measure_prompts", 1, "--train.measure_new_tokens", 4)
+    assert killed_at(Stage, "finish", 1, lambda: run(*choosing))
+    text = """
     mv {tmp}/run {tmp}/moved
     {train} {moved} --plan
-    aerie features {recipe} {moved} --tree.levels 3 --overwrite
+    {features} {moved} --tree.levels 3
     {train} {moved} --tree.levels 3
         exit 2
         step 2 of another recipe or other data (tree.levels: 4 there, 3 asked
-    aerie features {recipe} {moved} --features.storage bf16 --overwrite
+    {features} {moved} --features.storage bf16
     {train} {moved} --features.storage bf16
         exit 2
         step 2 of another recipe or other data (features:
     """
     moved = " ".join(map(str, (*choosing, "--run", tmp_path / "moved")))
-    recipe = " ".join(map(str, run.args[1:]))
-    names = {"tmp": tmp_path, "moved": moved, "recipe": recipe, "train": f"aerie train {recipe}"}
-    tiny.session(text, capsys, **names)
+    train = line_of(run)
+    features = train.replace("train", "features --overwrite", 1)
+    tiny.session(text, capsys, tmp=tmp_path, moved=moved, train=train, features=features)
 
 
 def test_kill_at_the_end(run: Any, tmp_path: Path, capsys: Any) -> None:
@@ -449,5 +462,4 @@ def test_time_budget(run: Any, tmp_path: Path, capsys: Any) -> None:
         "ended": "finished"
         "steps": 3
     """
-    train = " ".join(map(str, ("aerie train", *run.args[1:])))
-    tiny.session(text, capsys, train=train, tmp=tmp_path)
+    tiny.session(text, capsys, train=line_of(run), tmp=tmp_path)
