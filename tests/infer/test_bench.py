@@ -307,6 +307,7 @@ class Miniatures:
     def _target(self, name: str, place: Path) -> None:
         """Has rows beyond the tokenizer's; Vicuna has no template, and Qwen settings of its own."""
         tokenizer = tiny.tokenizer(chat_template=None if "vicuna" in name else tiny.TEMPLATE)
+        tokenizer.add_special_tokens({"bos_token": "<s>"})  # Vicuna's template needs it
         model = tiny.llama(vocab_size=len(tokenizer) + 8)
         if name.startswith("Qwen"):
             ends = {"eos_token_id": [tokenizer.eos_token_id, 5], "pad_token_id": 4}

@@ -195,13 +195,13 @@ def test_a_rebuilt_tree_stands_beside_the_head_and_writes_the_same_text(
     text = """
     aerie calibrate {config} --calibrate.method medusa --calibrate.tree '{shallow}' --overwrite
         --tree.choices {choices}
-    {ask} --method medusa --tree.choices {choices}
+    {ask} --max-new-tokens 12 --method medusa --tree.choices {choices}
     """
     choices = "{root}/run/heads/medusa/" + calibrate.CHOICES
     rebuilt = typing(
         text.replace("{choices}", choices), shallow=f"{{choices: {shared}/shallow.yaml}}"
     )
-    assert rebuilt == typing("{ask} --method vanilla")
+    assert rebuilt == typing("{ask} --max-new-tokens 12 --method vanilla")
 
 
 @pytest.mark.parametrize(
