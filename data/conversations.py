@@ -18,9 +18,11 @@ from aerie.data.rows import RawRow, read_rows
 from aerie.data.turns import (
     IS_CONTEXT,
     SPOKEN_KEYS,
+    TOKEN_COLUMNS,
     UNKNOWN_KEYS,
     Message,
     UnusableRow,
+    read_token_row,
     read_turns,
     unpacked,
 )
@@ -87,6 +89,9 @@ def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversatio
         tally.rows += 1
         try:
             conversation = _conversation_of(row, config, tally)
+        except RecursionError:
+            tally.add("skipped", "its values nest too deeply", row.source)
+            continue
         except UnusableRow as error:
             if error.reason == UNKNOWN_KEYS and row.number == 1:  # so will be all others
                 raise UserError(f"{row.source} {error.sentence}") from error
@@ -108,9 +113,11 @@ def system_turns(system: str | None) -> list[Message]:
 def _conversation_of(row: RawRow, config: DataConfig, tally: Tally) -> Conversation:
     if not isinstance(row.value, dict):
         raise UnusableRow("row is no object", f"is {type(row.value).__name__}")
-    ids, mask = (unpacked(row.value.get(name)) for name in ("input_ids", "loss_mask"))
+    ids, mask = (unpacked(row.value.get(name)) for name in TOKEN_COLUMNS)
     if ids is not None and mask is not None:
         _check_tokens(ids, mask)
+        for reason in read_token_row(row.value):
+            tally.add("left out", reason, row.source)
         return Conversation(row.source, (), None, (ids, mask), _is_held_out([ids, mask], config))
 
     # Both are given, or neither.

@@ -1,16 +1,19 @@
 """The rows of files, directories and Hub data sets, each with its source."""
 
 import csv
+import datetime
 import json
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from decimal import Decimal
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from aerie.configs.errors import UserError
 from aerie.data.inputs import ROW_SUFFIXES, is_here, row_files
+from aerie.data.turns import JSON, SYSTEM_COLUMNS, object_of
 from aerie.model.hub import readable_errors
 from aerie.model.storage import first_line
 
@@ -27,7 +30,8 @@ def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
     The split is 'train' if none is named.
     """
     if not is_here(name):
-        rows = enumerate(map(_columns, _hub_rows(name, revision)), start=1)
+        batches = _hub_rows(name, revision).with_format("arrow").iter(batch_size=1024)
+        rows = enumerate(chain.from_iterable(map(_arrow_rows, batches)), start=1)
         yield from (RawRow(f"{name}: row {number:,}", number, value) for number, value in rows)
         return
     path = Path(name).expanduser()
@@ -90,26 +94,86 @@ def _arrow_file_rows(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _arrow_rows(batch: Any) -> Iterator[Any]:
-    return map(_columns, batch.to_pylist(maps_as_pydicts="strict"))
+    """The rows of a batch or a table, as JSON would have had them."""
+    rows = _python_rows(batch)
+    if "arrow.json" not in str(batch.schema):
+        return map(_columns, rows)
+    kinds = {field.name: field.type for field in batch.schema}
+    return ({name: _decoded(value, kinds[name]) for name, value in row.items()} for row in rows)
+
+
+def _python_rows(batch: Any) -> list[dict[str, Any]]:
+    """The rows of a batch; where a map has a key twice, the row's maps are lists of pairs."""
+    try:
+        rows: list[dict[str, Any]] = batch.to_pylist(maps_as_pydicts="strict")
+    except (KeyError, ValueError):  # a ValueError in a structure
+        if batch.num_rows == 1:
+            return list(batch.to_pylist())
+        rows = []
+        for number in range(batch.num_rows):
+            rows += _python_rows(batch.slice(number, 1))
+    return rows
+
+
+def _decoded(value: Any, kind: Any) -> Any:
+    """A value of an Arrow type that may hold texts of JSON, whose nulls are the row's own.
+
+    `datasets` writes such texts for what has other keys, or another type, in another row.
+    """
+    from pyarrow import JsonType, types
+
+    if isinstance(kind, JsonType) and isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            return JSON.decode(value)
+    if isinstance(value, dict) and types.is_struct(kind):
+        parts = {field.name: field.type for field in kind}
+        kept = {name: part for name, part in value.items() if part is not None}
+        return {name: _decoded(part, parts[name]) for name, part in kept.items()}
+    item_kind = getattr(kind, "value_type", None)
+    if isinstance(value, list) and item_kind is not None:
+        return [_decoded(part, item_kind) for part in value]
+    return as_json(value)
 
 
 def _columns(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: without_nulls(value) for name, value in row.items()}
+    return {name: as_json(value) for name, value in row.items()}
 
 
-def without_nulls(value: Any) -> Any:
-    """A value without the nulls that Arrow fills in for keys that only other rows have."""
-    if isinstance(value, dict):
-        return {key: without_nulls(part) for key, part in value.items() if part is not None}
-    if isinstance(value, list):
-        return [without_nulls(part) for part in value]
+def as_json(value: Any) -> Any:
+    """A value of Arrow as JSON would have had it.
+
+    Without the nulls that Arrow fills in for keys that only other rows have. A date and a time are
+    texts in ISO's form, without a time of midnight: readers of JSON make them of such texts.
+    """
+    match value:
+        case str() | None:
+            return value
+        case dict():
+            return {key: as_json(part) for key, part in value.items() if part is not None}
+        case [(_, _), *_] if isinstance(value[0], tuple):  # a map
+            return object_of((key, as_json(part)) for key, part in value)
+        case list():
+            return [as_json(part) for part in value]
+        case datetime.datetime():
+            is_midnight = value.time() == datetime.time()
+            return value.date().isoformat() if is_midnight else value.isoformat()
+        case datetime.date() | datetime.time():
+            return value.isoformat()
+        case Decimal():
+            return int(value) if value == value.to_integral_value() else float(value)
+        case bytes():
+            with suppress(UnicodeDecodeError):
+                return value.decode()
     return value
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, Any]]:
     csv.field_size_limit(sys.maxsize)  # else 128 KiB, and a conversation may be longer
     with path.open(encoding="utf-8-sig", newline="") as file:
-        yield from enumerate(csv.DictReader(file), start=1)
+        for number, row in enumerate(csv.DictReader(file), start=1):
+            # A table cannot tell an empty system turn from none.
+            empty = [name for name in SYSTEM_COLUMNS if row.get(name) == ""]
+            yield number, {name: value for name, value in row.items() if name not in empty}
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -118,9 +182,11 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
     if not text:
         return
     try:
-        value, end = json.JSONDecoder().raw_decode(text)
+        value, end = JSON.raw_decode(text)
     except json.JSONDecodeError as error:
         raise _not_json(path, error.lineno, error) from error
+    except RecursionError as error:
+        raise UserError(f"{path}: nests too deeply") from error
     if end < len(text):
         yield from _jsonl_rows(path)
     else:
@@ -134,9 +200,11 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
             if not line.strip():
                 continue
             try:
-                yield number, json.loads(line.strip())
+                yield number, JSON.decode(line.strip())
             except json.JSONDecodeError as error:
                 raise _not_json(path, number, error) from error
+            except (ValueError, RecursionError) as error:  # thousands of digits or of brackets
+                raise UserError(f"{path}:{number}: {first_line(error)}; delete the line") from error
 
 
 def _not_json(path: Path, line: int, error: json.JSONDecodeError) -> UserError:

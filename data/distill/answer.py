@@ -25,7 +25,7 @@ from aerie.data.forms import (
     THOUGHT_FORMS,
     MessageForm,
 )
-from aerie.data.turns import Message, UnusableRow, tool_calls_of
+from aerie.data.turns import Message, UnusableRow, require_arguments, tool_calls_of
 from aerie.model.storage import first_line
 
 TOO_LONG = "too long for the target's context"
@@ -482,6 +482,8 @@ class ServedTarget:
                 raise ValueError("the reply holds no whole answer")
             self.last_answer = asyncio.get_running_loop().time()
             return _answer_of(reply)
+        except UnusableRow as error:
+            raise Unanswered("skipped", error.reason) from error
         except (ValidationError, AttributeError, TypeError, LookupError) as error:
             raise Unanswered(
                 "skipped", "the server's reply has no text, or token ids that are no numbers"
@@ -503,14 +505,20 @@ def _answer_of(reply: Any) -> Answer:
     message = choice.message
     ids = getattr(choice, "token_ids", None)
     prompt_ids = getattr(reply, "prompt_token_ids", None)
-    calls = [call.model_dump(exclude_unset=True) for call in message.tool_calls or ()]
+    read_keys = {"id", "type", "function"}
+    dumped = [
+        call.model_dump(include=read_keys, exclude_unset=True) for call in message.tool_calls or ()
+    ]
+    calls = tool_calls_of(dumped, 1)
+    if not ids:  # else the answer's tokens are known
+        require_arguments(calls, 1)
     values: dict[str, Any] = {
         "content": message.content or "",
         "finish": FINISHES[choice.finish_reason],
         # vLLM has used both names.
         "reasoning": getattr(message, "reasoning_content", None)
         or getattr(message, "reasoning", None),
-        "tool_calls": tuple(tool_calls_of(calls, 1)),
+        "tool_calls": tuple(calls),
     }
     if ids:
         values |= {"token_ids": ids, "prompt_token_ids": prompt_ids}

@@ -164,7 +164,7 @@ def test_unusable(tmp_path: Path) -> None:
         "turn is not text": {
             "messages": [{"role": "user", "content": [{"type": "image"}]}, HELLO[1]]
         },
-        "tools are no list": {"messages": HELLO, "tools": {"name": "add"}},
+        "tools are no list": {"messages": HELLO, "tools": "add"},
         "keys of no known shape": {"stranger": 1},
         "row is no object": ["hello"],
         "token ids and their mask do not fit": {"input_ids": [1, 2], "loss_mask": [1, 2]},
