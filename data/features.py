@@ -29,7 +29,8 @@ from aerie.data.feature_cache import (
 )
 from aerie.data.inputs import CACHE_INDEX, FEATURES_COMMAND, state_inputs
 from aerie.data.progress import WHOLE_JOB, JobShare, format_bytes, free_bytes, start_progress
-from aerie.data.served_states import ServedStates, server_command
+from aerie.data.served_states import ServedStates
+from aerie.data.servers import states_command
 from aerie.data.tokens import TokenisedData, statistics, text_fingerprint, tokenize_for_target
 from aerie.model.heads.eagle import check_size
 from aerie.model.storage import (
@@ -361,8 +362,10 @@ def prepare(
         )
         if features.server is not None:
             longest = max(len(row.input_ids) for shard in plan.shards for row in shard.rows)
-            command = server_command(recipe.target, taps, features.server.states, longest)
-            print(f"features: from {', '.join(features.server.urls)}: {command}", flush=True)
+            urls = features.server.urls
+            states = features.server.states
+            command = states_command(recipe.target, taps, states, longest, url=urls[0])
+            print(f"features: from {', '.join(urls)}: {command}", flush=True)
     plan.require_own_directory(overwrite)
     if needed > free:
         raise UserError(

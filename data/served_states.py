@@ -10,7 +10,6 @@ import json
 import os
 import re
 import secrets
-import shlex
 import socket
 import threading
 import time
@@ -31,22 +30,15 @@ from aerie.configs.errors import UserError, rank, warn
 from aerie.configs.schema.data import StateServersConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data.chat import TokenRow
-from aerie.data.connector import CONNECTOR
 from aerie.data.feature_cache import CachedRow
 from aerie.data.progress import run_ahead
+from aerie.data.servers import can_run_here, state_ids, states_command
 from aerie.model.storage import Lock, digest, explained, first_line
-from aerie.model.target import (
-    Target,
-    context_of,
-    load_config,
-    load_shell,
-    weights_size,
-)
+from aerie.model.target import Target, load_shell
 
 PROBE_TOKENS = 32  # of a row that is compared at the start
 PROBE_S = 60.0  # for its file: network file systems may show a new one so late
 PROBE_ROWS = 8  # whose next tokens are compared, where the target's blocks are not loaded here
-FITS_BYTES = 4 * 10**9  # of weights: a target up to this size is loaded for the comparison
 CONNECT_S = 10.0
 AWAY_S = 30.0  # a server that failed is asked again after so long, or if no other answers
 LONGEST_PAUSE_S = 30.0
@@ -60,73 +52,6 @@ CLOSE_IF_NARROW = 0.05
 REQUEST = re.compile(r"aerie-(?P<run>[0-9a-f]{8})-(?P<session>[0-9a-f]{8})-")  # in a file's name
 
 
-# --- how a server is started --------------------------------------------------------------------
-
-
-def state_ids(
-    target: TargetConfig, after_blocks: Sequence[int], num_blocks: int
-) -> tuple[int, ...]:
-    """The states to ask for: vLLM's id k is the state after k blocks, the last before the norm.
-
-    Where no forward of ours can be compared with them, the embedding (id 0) is asked for, too.
-    """
-    compared = set[int]() if can_run_here(target) else {0}
-    return tuple(sorted({*after_blocks, num_blocks} | compared))
-
-
-def can_run_here(target: TargetConfig) -> bool:
-    """Whether the target's weights are here and small enough to be loaded for a comparison."""
-    if not Path(target.path).is_dir() or not 0 < weights_size(target) <= FITS_BYTES:
-        return False
-    # Its weights may be in a form that needs a GPU.
-    return getattr(load_config(target), "quantization_config", None) is None
-
-
-def server_command(
-    target: TargetConfig,
-    after_blocks: Sequence[int],
-    states: str,
-    longest: int | None = None,
-    is_cpu: bool | None = None,
-) -> str:
-    """The shell command that starts a server of the target's states after these blocks.
-
-    states: the folder that it writes to; longest: of the rows, in tokens; is_cpu: for vLLM's CPU
-    build (None: where no GPU is here).
-    """
-    text_config = load_config(target).get_text_config()
-    ids = state_ids(target, after_blocks, text_config.num_hidden_layers)
-    speculative = {
-        "method": "extract_hidden_states",
-        "num_speculative_tokens": 1,
-        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [*ids]}},
-    }
-    transfer: dict[str, Any] = {
-        "kv_connector": "ExampleHiddenStatesConnector",
-        "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": str(Path(states).absolute())},
-    }
-    dtype = target.dtype if target.dtype != "auto" else getattr(text_config, "dtype", None)
-    words = ["vllm", "serve", target.path]
-    if target.revision is not None:
-        words += ["--revision", target.revision]
-    if target.trust_remote_code:
-        words += ["--trust-remote-code"]
-    # vLLM's own choice narrows float32.
-    words += ["--dtype", str(dtype or "auto").removeprefix("torch.")]
-    context = context_of(text_config)
-    if longest is not None and (context is None or longest < context):
-        words += ["--max-model-len", str(longest + 1)]  # a request generates one token
-    environment = ""
-    if not torch.cuda.is_available() if is_cpu is None else is_cpu:
-        transfer |= {"kv_connector": CONNECTOR.name, "kv_connector_module_path": CONNECTOR.module}
-        environment = f"PYTHONPATH={shlex.quote(str(CONNECTOR.folder))} "
-    words += ["--disable-uvicorn-access-log"]  # a line for each row
-    words += ["--speculative-config", json.dumps(speculative)]
-    words += ["--kv-transfer-config", json.dumps(transfer)]
-    return environment + shlex.join(words)
-
-
 # --- the folder of files ------------------------------------------------------------------------
 
 
@@ -136,6 +61,10 @@ class ServerFault(Exception):
 
 class NoFile(ServerFault):
     """The file that a server has named is not in the folder."""
+
+
+class NoStates(ServerFault):
+    """A server gives answers alone."""
 
 
 class StatesFolder:
@@ -433,7 +362,7 @@ class ServedStates:
         if attempts > self.config.retries:
             raise UserError(
                 f"{server.url}: {fault} (attempts: {attempts:,}); run the same command again, "
-                f"which goes on, once a server answers; to start one: {self.command()}"
+                f"which goes on, once a server answers; to start one: {self.command(server)}"
             ) from fault
         now = time.monotonic()
         with self._choosing:
@@ -475,6 +404,8 @@ class ServedStates:
             "request_id": self.folder.next_request(),
         }
         answer = server.exchange("POST", "/v1/completions", body)
+        if isinstance(answer, dict) and answer.get("kv_transfer_params") is None:
+            raise NoStates("gives answers, and no states")
         try:
             path = answer["kv_transfer_params"]["hidden_states_path"]
             (next_token,) = answer["choices"][0]["token_ids"]
@@ -493,10 +424,13 @@ class ServedStates:
 
     # --- whether servers are the right ones
 
-    def command(self) -> str:
-        return server_command(
-            self.shell.recipe, self.after_blocks, self.config.states, self.longest
+    def command(self, server: StateServer) -> str:
+        return states_command(
+            self.shell.recipe, self.after_blocks, self.config.states, self.longest, url=server.url
         )
+
+    def _wrong(self, server: StateServer, why: str) -> str:
+        return f"{server.url}: {why}; start it anew: {self.command(server)}"
 
     def _expect(self, rows: list[list[int]]) -> Expected:
         if not can_run_here(self.shell.recipe):
@@ -535,7 +469,7 @@ class ServedStates:
                 raise UserError(
                     f"{server.url}: has room for {room:,} tokens (max_model_len), and the longest "
                     f"row needs {self.longest + 1:,}; lower data.max_length to {room - 1:,}, or "
-                    f"start it anew: {self.command()}"
+                    f"start it anew: {self.command(server)}"
                 )
             model = entry["id"]
             try:
@@ -546,9 +480,11 @@ class ServedStates:
                     f"{server.url}: {fault}; features.server.states must name the folder to which "
                     "it writes (shared_storage_path) as this machine sees it"
                 ) from fault
+            except NoStates as fault:
+                raise UserError(self._wrong(server, str(fault))) from fault
             why = self._difference(replies)
             if why is not None:
-                raise UserError(f"{server.url}: {why}; start it anew: {self.command()}")
+                raise UserError(self._wrong(server, why))
             self.versions.add(entry["version"])
             server.away_until = 0.0
             server.model = model

@@ -1,7 +1,7 @@
 """Writes hidden states in vLLM's CPU build, which has no CUDA events and no pinned memory.
 
 A vLLM server imports this file from its own environment: it needs torch, vllm and nothing else.
-`aerie.data.served_states.server_command` shows how it is named. Made for vLLM 0.32.
+`aerie.data.servers.states_command` shows how it is named. Made for vLLM 0.32.
 """
 
 import fcntl

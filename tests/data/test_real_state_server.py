@@ -18,7 +18,8 @@ import torch
 from aerie.configs.schema.data import StateServersConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data.features import extract
-from aerie.data.served_states import ServedStates, server_command
+from aerie.data.served_states import ServedStates
+from aerie.data.servers import states_command
 from aerie.data.tokens import TokenisedData
 from aerie.model.storage import ROOT
 from aerie.model.target import Target
@@ -64,7 +65,7 @@ def config(root: Path, local: Target) -> Iterator[StateServersConfig]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     longest = max(len(row.input_ids) for row in ROWS)
-    command = server_command(local.recipe, TAPS, str(states), longest, is_cpu=True)
+    command = states_command(local.recipe, TAPS, str(states), longest, is_cpu=True)
     # The first words are the environment's and `vllm`.
     command = command.replace(" vllm ", f" {shlex.quote(str(VENV / 'bin/vllm'))} ", 1)
     command += f" --port {port} --enforce-eager"

@@ -14,10 +14,11 @@ from accelerate import PartialState
 
 from aerie.configs.schema.data import StateServersConfig
 from aerie.configs.schema.heads import TargetConfig
-from aerie.data import served_states
+from aerie.data import served_states, servers
 from aerie.data.feature_cache import CachePlan, FeatureCache
 from aerie.data.features import extract
-from aerie.data.served_states import ServedStates, server_command
+from aerie.data.served_states import ServedStates
+from aerie.data.servers import states_command
 from aerie.data.tokens import TokenisedData
 from aerie.model.storage import Lock, read_json
 from aerie.model.target import Target, load_shell
@@ -135,7 +136,7 @@ def test_a_target_that_is_only_served(
     case: str, target: Target, plan: CachePlan, states: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without its blocks, the embedding and the next tokens tell whether it is the target."""
-    monkeypatch.setattr(served_states, "FITS_BYTES", 0)
+    monkeypatch.setattr(servers, "FITS_BYTES", 0)
     monkeypatch.setattr(Target, "load", None)  # never loaded
     change, ids, message = SERVED_ONLY[case]
     with StateStandIn(other_model(change), ids, states) as server:
@@ -231,7 +232,7 @@ def test_the_command_of_a_server(target: Target, monkeypatch: pytest.MonkeyPatch
     """vLLM's words, quoted for a shell; a large target is asked for its embedding, too."""
     path = target.recipe.path
     narrow = replace(target.recipe, dtype="bfloat16", revision="abc", trust_remote_code=True)
-    words = shlex.split(server_command(narrow, TAPS, "/some states", 40, is_cpu=False))
+    words = shlex.split(states_command(narrow, TAPS, "/some states", 40, is_cpu=False))
     assert words[:6] == ["vllm", "serve", path, "--revision", "abc", "--trust-remote-code"]
     assert words[6:10] == ["--dtype", "bfloat16", "--max-model-len", "41"]
     draft, transfer = json.loads(words[12]), json.loads(words[14])
@@ -240,9 +241,9 @@ def test_the_command_of_a_server(target: Target, monkeypatch: pytest.MonkeyPatch
     }
     assert transfer["kv_connector"] == "ExampleHiddenStatesConnector"
     assert transfer["kv_connector_extra_config"] == {"shared_storage_path": "/some states"}
-    monkeypatch.setattr(served_states, "FITS_BYTES", 0)
+    monkeypatch.setattr(servers, "FITS_BYTES", 0)
     # A row as long as the context cannot be asked for; the server keeps the model's own limit.
-    command = server_command(target.recipe, TAPS, "/states", 256, is_cpu=True)
+    command = states_command(target.recipe, TAPS, "/states", 256, is_cpu=True)
     assert command.startswith("PYTHONPATH=/") and "[0, 1, 3, 4]" in command
     assert " --dtype float32 --disable" in command and '"cpu_states"' in command
 

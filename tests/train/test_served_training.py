@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from aerie.configs.schema.heads import TargetConfig
-from aerie.data import served_states
+from aerie.data import servers
 from aerie.model.storage import WEIGHTS
 from aerie.model.target import Target
 from aerie.train import main as train_main
@@ -78,7 +78,7 @@ def test_the_blocks_stay_away(root: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """A target that is only served is trained for without its blocks."""
     with server_of(root, "eagle3") as server:
         server.ids = (0, *server.ids)
-        monkeypatch.setattr(served_states, "FITS_BYTES", 0)
+        monkeypatch.setattr(servers, "FITS_BYTES", 0)
         monkeypatch.setattr(Target, "load", None)
         assert train(root, "eagle3", "apart", server) == 0
 
