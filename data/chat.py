@@ -165,7 +165,7 @@ def answer_text(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 MARK = "\ue000"  # of private use, as those that follow: no text has them
-SHORT = 12  # characters: a text that may also be a part of what the template itself writes
+SHORT_TEXT = 12  # characters: a text that may also be a part of what the template itself writes
 
 # --- what a message says, and whether a text holds it ---------------------------------------------
 
@@ -432,7 +432,7 @@ class Chat:
             require_said(context, text[len(before) : start])
             said = list(said_by(message, index))
             said_end = start + require_said(said, text[start:])
-            if len(said) > 1 and any(len(item.text.strip()) < SHORT for item in said):
+            if len(said) > 1 and any(len(item.text.strip()) < SHORT_TEXT for item in said):
                 self._require_short(conversation, index)
             if any(end in item.text for item in said for end in self.end_texts):
                 notes.append("text behind an end-of-turn token that an answer spells")
