@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ OPENMP = ROOT / ".venv-served/lib/libiomp5.so"
 PROMPTS = 24
 AT_ONCE = 8  # requests
 NEW_TOKENS = 48
+MOST_SECONDS = 1800  # after the last head was trained
 CHAIN = 5  # drafted tokens, where no head has a number of its own
 CHAINS = {  # by kind of head: the method that drafts a chain
     "eagle1": "eagle-chain",
@@ -159,6 +161,8 @@ class Engine:
             )
 
     def give(self, speculative: dict[str, Any], is_mended: bool) -> None:
+        if self.process.poll() is not None:
+            self._fail()
         assert self.process.stdin is not None
         asked = {"speculative": speculative, "is_mended": is_mended}
         print(json.dumps(asked), file=self.process.stdin, flush=True)
@@ -166,10 +170,13 @@ class Engine:
     def finish(self) -> list[dict[str, Any]]:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        if self.process.wait():
-            end = self.log.read_text(errors="replace")[-3000:]
-            raise RuntimeError(f"vLLM ended with {self.process.returncode}:\n{end}")
+        if self.process.wait(timeout=MOST_SECONDS):
+            self._fail()
         return tiny.read_rows(self.results)
+
+    def _fail(self) -> None:
+        end = self.log.read_text(errors="replace")[-3000:]
+        raise RuntimeError(f"vLLM ended with {self.process.returncode}:\n{end}")
 
 
 # --- both ---------------------------------------------------------------------------------------
@@ -178,25 +185,31 @@ class Engine:
 def outcomes(directory: Path) -> list[Outcome]:
     """What became of each row. vLLM works while the next heads are trained."""
     engine = Engine(directory)
-    workshop = Workshop(directory)
-    job = {"ids": workshop.corpus.prompts, "at_once": AT_ONCE, "max_new_tokens": NEW_TOKENS}
-    (directory / "job.json").write_text(json.dumps(job))
-    exports: list[Ready | UserError] = []
-    for row in ROWS:
-        try:
-            ready = workshop.make(row)
-        except UserError as error:
-            exports.append(error)
-            continue
-        engine.give(ready.speculative, row.is_mended)
-        exports.append(ready)
-    results = iter(engine.finish())
+    try:
+        exports = [*make_all(Workshop(directory), engine)]
+        results = iter(engine.finish())
+    finally:
+        engine.process.kill()
     return [
         Outcome(row, "-", "-", REFUSED, first_line(export))
         if isinstance(export, UserError)
         else judge(row, export, next(results))
         for row, export in zip(ROWS, exports, strict=True)
     ]
+
+
+def make_all(workshop: Workshop, engine: Engine) -> Iterator[Ready | UserError]:
+    """Gives vLLM the exports one by one; yields them, and why others are refused."""
+    job = {"ids": workshop.corpus.prompts, "at_once": AT_ONCE, "max_new_tokens": NEW_TOKENS}
+    (workshop.directory / "job.json").write_text(json.dumps(job))
+    for row in ROWS:
+        try:
+            ready = workshop.make(row)
+        except UserError as error:
+            yield error
+            continue
+        engine.give(ready.speculative, row.is_mended)
+        yield ready
 
 
 def judge(row: Row, ready: Ready, result: dict[str, Any]) -> Outcome:
