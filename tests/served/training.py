@@ -22,7 +22,7 @@ BLOCKS = 8
 CONVERSATIONS = 256
 BATCH = 16
 TARGET_STEPS = 160
-HEAD_STEPS = 60
+HEAD_STEPS = 120
 LM_SIZES: dict[str, Any] = {
     "intermediate_size": 128,
     "num_attention_heads": 2,
