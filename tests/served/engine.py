@@ -40,7 +40,7 @@ def main() -> None:
 def mended() -> Iterator[None]:
     """Norms the keys of a block head's context layer by layer.
 
-    The kernel for CPUs of vLLM 0.32 has one weight for all rows, the first layer's.
+    vLLM 0.32 gives a kernel the weights of all layers; the one for CPUs takes the first layer's.
     """
 
     def normalize(self: Any, keys: torch.Tensor) -> torch.Tensor:  # [L, T, heads, head_dim]
