@@ -145,25 +145,23 @@ def as_json(value: Any) -> Any:
     Without the nulls that Arrow fills in for keys that only other rows have. A date and a time are
     texts in ISO's form, without a time of midnight: readers of JSON make them of such texts.
     """
-    match value:
-        case str() | None:
-            return value
-        case dict():
-            return {key: as_json(part) for key, part in value.items() if part is not None}
-        case [(_, _), *_] if isinstance(value[0], tuple):  # a map
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        return {key: as_json(part) for key, part in value.items() if part is not None}
+    if isinstance(value, list):
+        if value and isinstance(value[0], tuple):  # a map
             return object_of((key, as_json(part)) for key, part in value)
-        case list():
-            return [as_json(part) for part in value]
-        case datetime.datetime():
-            is_midnight = value.time() == datetime.time()
-            return value.date().isoformat() if is_midnight else value.isoformat()
-        case datetime.date() | datetime.time():
-            return value.isoformat()
-        case Decimal():
-            return int(value) if value == value.to_integral_value() else float(value)
-        case bytes():
-            with suppress(UnicodeDecodeError):
-                return value.decode()
+        return [as_json(part) for part in value]
+    if isinstance(value, datetime.datetime) and value.time() == datetime.time():
+        return value.date().isoformat()
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, bytes):
+        with suppress(UnicodeDecodeError):
+            return value.decode()
     return value
 
 

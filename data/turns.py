@@ -97,6 +97,9 @@ def is_text(value: Any) -> bool:
 class TwoValues:
     """Stands for the value of a key that an object has twice; no reader takes it for a value."""
 
+    def __repr__(self) -> str:
+        return "two values"
+
 
 def object_of(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     """The object that has these keys and values."""
@@ -171,10 +174,13 @@ def _transposed(turns: Any) -> Any:
 
 def _is_empty(value: Any) -> bool:
     """Whether a value says nothing; Arrow fills in nulls where another row has a value."""
-    if isinstance(value, Mapping):
-        return all(map(_is_empty, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_empty, value))
+    try:
+        if isinstance(value, Mapping):
+            return all(map(_is_empty, value.values()))
+        if isinstance(value, list | tuple):
+            return all(map(_is_empty, value))
+    except RecursionError:  # hundreds of levels
+        return False
     return value is None or (isinstance(value, str) and value.strip() in ("", "[]", "{}"))
 
 
@@ -334,8 +340,9 @@ def _message(turn: Any, number: int) -> Message:
     if name in CALLERS and text:
         before, close, call = text.rpartition(CLOSE)
         message |= {"content": before + close, "tool_calls": _spoken_calls(call, turn, number)}
-    for key in message.keys() & THOUGHT_KEYS:
-        if not isinstance(message[key], str):
+    for key in message.keys() - {"tool_calls"}:
+        kinds = str | int if key == "tool_call_id" else str
+        if not isinstance(message[key], kinds):
             raise UnusableRow("turn is not text", f"turn {number}: {key} is no text")
     if thought:
         if role != "assistant" or (message.get("reasoning_content") or thought) != thought:
@@ -441,8 +448,10 @@ def _call_of(call: Any, number: int) -> dict[str, Any]:
     holders = [call, function]
     odd = (call.keys() - {"function"} | function.keys()) - CALL_KEYS
     odd = {key for key in odd if not all(_is_empty(holder.get(key)) for holder in holders)}
+    rest = {key: value for key, value in call.items() if key in ("id", "type", "index")}
+    odd |= {key for key, value in rest.items() if not isinstance(value, str | int | None)}
     if odd:
-        raise UnusableRow(f'call key "{min(odd)}" cannot be read', f"turn {number}")
+        raise UnusableRow(f'call key "{min(map(str, odd))}" cannot be read', f"turn {number}")
     values = [holder[key] for holder in holders for key in ARGUMENT_KEYS if holder.get(key)]
     values = [object_or_text(value) for value in values]
     if any(value != values[0] for value in values) or call.get("name") not in (
@@ -450,7 +459,6 @@ def _call_of(call: Any, number: int) -> dict[str, Any]:
         function["name"],
     ):
         raise UnusableRow("a tool call says two things", f"turn {number}")
-    rest = {key: value for key, value in call.items() if key in ("id", "type", "index")}
     named_call = {"name": function["name"], "arguments": values[0] if values else {}}
     return {**rest, "type": "function", "function": named_call}
 
@@ -609,7 +617,7 @@ def _number_in(flag: Any, if_empty: float) -> float:
     """The number that a mark says, at most 2: 0 for false, 1 for true."""
     if _is_empty(flag):
         return if_empty
-    if isinstance(flag, list):
+    if isinstance(flag, list) and is_plain(flag):
         numbers = {_number_in(part, if_empty) for part in flag}
         return numbers.pop() if len(numbers) == 1 else UNKNOWN_MARK
     if isinstance(flag, str):

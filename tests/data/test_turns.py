@@ -2,6 +2,7 @@
 
 import datetime
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from pyarrow import parquet
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
 from aerie.data.conversations import Tally, load_conversations
-from aerie.data.turns import from_json
+from aerie.data.questions import read_question
+from aerie.data.turns import UnusableRow, from_json
 from tests.tiny import write_rows
 
 ASK = {"role": "user", "content": "hello"}
@@ -239,6 +241,16 @@ def test_spoken_calls(tmp_path: Path, text: str, thought: str) -> None:
 def test_texts_that_no_parser_reads(text: str) -> None:
     """A text that nests too deeply is a text."""
     assert from_json(text) == text
+
+
+@pytest.mark.parametrize("key", ["mood", "weight", "content", "tool_calls"])
+def test_values_of_many_levels(tmp_path: Path, key: str) -> None:
+    """Lists in each other, hundreds of them, end no command."""
+    levels = json.loads("[" * 900 + "1" + "]" * 900)
+    _, tally = load(tmp_path, {"messages": HELLO}, answered(**{key: levels}))
+    assert sum(tally.counts.values()) == 1
+    with suppress(UnusableRow):
+        read_question(asked(**{key: levels}))
 
 
 def test_keys_that_stand_twice(tmp_path: Path) -> None:

@@ -282,6 +282,19 @@ def test_ids_are_asked_for_once() -> None:
         assert ["return_token_ids" in body for body in server.bodies] == are_asked
 
 
+@pytest.mark.parametrize("arguments", ['{"a": ', "[" * 5000, '{"a": 1, "a": 2}'])
+def test_calls_without_an_object(arguments: str) -> None:
+    """A call whose arguments are no object is no answer, unless the server tells its tokens."""
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    reason = "the arguments of a call are no JSON object"
+    with Scripted(message=message) as server, pytest.raises(UserError, match=reason):
+        ask([server.url], "a")
+    with Scripted(message=message, token_ids=[7], prompt_token_ids=[1]) as server:
+        [answer] = ask([server.url], "a")
+    assert answer.tool_calls[0]["function"]["arguments"] == arguments
+
+
 def test_calls_are_recorded() -> None:
     """A call of a tool is an answer, and the tools go to the server."""
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
