@@ -53,6 +53,8 @@ class Tally:
     examples: dict[tuple[TallyKind, str], str] = field(default_factory=dict)
 
     def add(self, kind: TallyKind, reason: str, source: str, sentence: str = "") -> None:
+        # A key may have half of a surrogate pair, which no terminal takes.
+        reason, sentence = (text.encode(errors="replace").decode() for text in (reason, sentence))
         key = (kind, reason)
         if key not in self.counts and len(self.counts) >= MAX_REASONS:
             key = (kind, "other reasons")

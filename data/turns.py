@@ -48,7 +48,7 @@ EXTRA_KEYS = {"assistant": SPOKEN_KEYS, "tool": ("tool_call_id", "name")}
 THOUGHT_PARTS = ("thinking", "reasoning")
 TEXT_PARTS = ("text", "input_text", "output_text", *THOUGHT_PARTS)
 
-CLOSE = "</think>"  # ends a thought inside a content
+THOUGHT_END = "</think>"  # ends a thought inside a content
 IS_CONTEXT = "is_context"  # of a message while its row is read; no template sees it
 LEARN_KEYS = frozenset(SHAPES["learn"].split())
 IGNORE_KEYS = frozenset(SHAPES["ignore"].split())
@@ -338,7 +338,7 @@ def _message(turn: Any, number: int) -> Message:
     if calls := _calls_of(turn, role, number):
         message["tool_calls"] = calls
     if name in CALLERS and text:
-        before, close, call = text.rpartition(CLOSE)
+        before, close, call = text.rpartition(THOUGHT_END)
         message |= {"content": before + close, "tool_calls": _spoken_calls(call, turn, number)}
     for key in message.keys() - {"tool_calls"}:
         kinds = str | int if key == "tool_call_id" else str
@@ -520,20 +520,13 @@ def _unread_keys(
 ) -> set[str]:
     """Reasons for keys that are not read; UnusableRow for one that a turn's meaning needs."""
     unread = set[str]()
-    known = ROW_KEYS_READ.union(columns)
-    holders = [("row", row, known)]
-    for turn, message in zip(turns, messages, strict=True):
-        holders.append(("message", turn, MESSAGE_KEYS_READ[message["role"]]))
-        for key in TEXT_KEYS:
-            if isinstance(turn.get(key), list):
-                holders += [("part", part, PART_KEYS_READ) for part in _parts_in(turn[key])]
+    holders = [("row", row, ROW_KEYS_READ.union(columns)), *_holders_in(turns, messages)]
     for holder, values, read in holders:
         for key in values.keys() - read:
             value = values[key]
             is_said = holder == "row" and any(value in turn.values() for turn in turns)
-            if _is_empty(value) or is_said:
-                continue
-            if holder == "part" and key in MARKS and _share_of(key, value) == 1:
+            is_yes = holder == "part" and key in MARKS and _share_of(key, value) == 1
+            if _is_empty(value) or is_said or is_yes:
                 continue
             is_needed = key in UNREADABLE_KEYS or (holder == "part" and key in MARKS)
             if is_needed and not (are_chosen and holder == "row"):
@@ -546,6 +539,18 @@ def _unread_keys(
                     reason = f'{holder} key "{key}" is not read, as there is "{filled[0]}"'
                     unread.add(reason)
     return unread
+
+
+def _holders_in(
+    turns: list[Any], messages: list[Message]
+) -> Iterator[tuple[str, Mapping[str, Any], frozenset[str]]]:
+    """What has keys in the turns: its name, it, and the keys that are read."""
+    for turn, message in zip(turns, messages, strict=True):
+        yield "message", turn, MESSAGE_KEYS_READ[message["role"]]
+        for key in TEXT_KEYS:
+            if isinstance(turn.get(key), list):
+                for part in _parts_in(turn[key]):
+                    yield "part", part, PART_KEYS_READ
 
 
 def _parts_in(content: list[Any]) -> Iterator[Mapping[str, Any]]:

@@ -117,6 +117,7 @@ COUNTED: list[tuple[dict[str, Any], str]] = [
     (asked(reasoning_content="deep"), 'message key "reasoning_content" is not read'),
     (asked(name="Ann"), 'message key "name" is not read'),
     (answered(name="Ann"), 'message key "name" is not read'),
+    (answered(**{"\ud800": 1}), 'message key "?" is not read'),
     (asked(tool_call_id="1"), 'message key "tool_call_id" is not read'),
     (asked(content=[TEXT_PART | {"mood": "x"}]), 'part key "mood" is not read'),
     ({"messages": HELLO, "weight": 0.5}, 'row key "weight" is not read'),
