@@ -58,6 +58,7 @@ class StateStandIn(ThreadingHTTPServer):
     """A context in which it answers; `fault` says what goes wrong with the n-th request."""
 
     daemon_threads = True
+    request_queue_size = 128  # connections that wait
 
     def __init__(
         self,
