@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
-from aerie.configs.errors import warn
+from aerie.configs.errors import UserError, warn
 from aerie.configs.read import validate
 from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.heads import TargetConfig
@@ -25,6 +25,7 @@ from aerie.data.inputs import is_here
 from aerie.data.progress import format_bytes, free_bytes
 from aerie.data.rendering import CLOCK, names_read
 from aerie.data.rows import read_rows
+from aerie.data.served_recipe import Servers, measuring_prompts, start_lines, with_servers
 from aerie.data.tokens import tokenize_for_target
 from aerie.model.heads import HEADS
 from aerie.model.heads.eagle import DEFAULT_SIZE
@@ -33,6 +34,7 @@ from aerie.model.target import (
     default_taps,
     load_config,
     load_tokenizer,
+    only_trains,
     weights_size,
 )
 
@@ -45,6 +47,16 @@ LAYOUT_FOR_VLLM = {
 }
 # Folder names that say nothing: a run is called after their parent.
 EMPTY_NAMES = ("target", "model", "merged", "final", "hf", "output")
+MEMORY_SHARE = 0.8  # that the target's weights may take
+BENCH_PROMPTS = 80  # each of calibrate and bench
+FEW_PROMPTS = 20  # the same without a GPU
+COMMENTS: dict[str, str] = {  # above sections of a recipe with servers
+    "distill": "servers answer the questions of the data, whose own answers are not learnt",
+    "last_stage": "only the servers decode the target, so the run ends with the head "
+    "(docs/served.md: how much of it vLLM accepts)",
+    "calibrate": "on questions of the data that aerie distill leaves out",
+    "bench": "on others of them",
+}
 # AdamW's published rates are for this width, and a narrower head takes larger steps. Muon's suit
 # every width.
 PUBLISHED_WIDTH = 4096
@@ -64,6 +76,7 @@ class TargetSizes(NamedTuple):
     params: int
     dtype: torch.dtype
     context: int  # tokens
+    is_decoded_here: bool  # by its size and layers
 
 
 class Corpus(NamedTuple):
@@ -94,22 +107,40 @@ class Part(NamedTuple):
     comment: str
 
 
-def recipe_text(requested: Requested) -> str:
-    """A complete recipe; the requested sections need target.path and data.conversations."""
+def recipe_files(
+    requested: Requested, out: Path, servers: Servers | None = None
+) -> dict[Path, str]:
+    """What `aerie init` writes: a complete recipe, and with servers questions to measure with.
+
+    The requested sections need target.path and data.conversations; servers: of the target.
+    """
     # (1) what is there
     machine = this_machine()
     target_config: TargetConfig = validate(requested["target"], TargetConfig, "--target", {})
-    target = target_sizes(target_config, machine)
-    corpus = measure_corpus(target_config, requested["data"], target.context)
+    target = target_sizes(target_config, machine, as_stored=servers is not None)
+    measure = measure_corpus if servers is None else expected_corpus
+    corpus = measure(target_config, requested["data"], target.context)
 
     # (2) the head, and the name of the run
     kind, reason = choose_kind(requested, target)
     run = requested.get("run") or f"runs/{run_name(target_config.path)}-{kind}"
+    data = requested["data"]
+    if servers is not None:
+        requested = with_servers(requested, servers, run, target.context)
     # A wrong key is refused here, before its value decides anything.
     validate(
         {**requested, "run": run, "head": {"kind": kind} | requested["head"]}, Recipe, "--out", {}
     )
     head = choose_head(kind, requested, target, corpus)
+    measured = {} if machine.gpus else small_measurements(kind)
+    questions = dict[Path, str]()
+    if servers is not None and not target.is_decoded_here:
+        measured = {}
+        requested = {"last_stage": "train", **requested}
+    elif servers is not None:
+        most = BENCH_PROMPTS if machine.gpus else FEW_PROMPTS
+        prompts, questions = measuring_prompts(data, out, most, corpus.max_length)
+        requested = with_prompts(requested, measured, prompts)
 
     # (3) the sections
     features = features_part(requested, run, head, target, corpus, machine)
@@ -119,16 +150,20 @@ def recipe_text(requested: Requested) -> str:
         "features": features,
         "head": Part(head.section, f"{reason}; {servers_of(kind)}"),
         "train": train_part(requested, features.values, head, target, corpus, machine),
+        **measured,
     }
-    if not machine.gpus:
-        parts |= small_measurements(kind)
     values: dict[str, Any] = {**requested, "run": run}
     for name, part in parts.items():
         section = requested.get(name, {})
         # What was requested comes first in order, and its values win.
         values[name] = section | part.values | section
-    validate(values, Recipe, "--out", {})
-    return as_text(values, parts, machine)
+    recipe = validate(values, Recipe, "--out", {})
+    comments = {name: part.comment for name, part in parts.items()}
+    starts = list[str]()
+    if servers is not None:
+        starts = start_lines(recipe, has_gpu=machine.gpus > 0)
+        comments = {name: COMMENTS[name] for name in COMMENTS if name in values} | comments
+    return {out: as_text(values, comments, machine, starts), **questions}
 
 
 # --- what is there ------------------------------------------------------------------------------
@@ -144,14 +179,24 @@ def this_machine() -> Machine:
     return Machine(gpus, cores, memory, cores * CORE_SPEED)
 
 
-def target_sizes(config: TargetConfig, machine: Machine) -> TargetSizes:
+def target_sizes(config: TargetConfig, machine: Machine, as_stored: bool) -> TargetSizes:
+    """as_stored: in the dtype of its files, which its servers use, too."""
     hf_config = load_config(config)
     stored = getattr(hf_config, "dtype", None) or torch.float32
     params = weights_size(config) // stored.itemsize
     is_large = 4 * params > machine.memory / 2  # in float32
     dtype = torch.bfloat16 if machine.gpus or is_large else torch.float32
+    if as_stored:
+        dtype = stored
     text_config = hf_config.get_text_config()
-    return TargetSizes(text_config, params, dtype, context_of(text_config) or LONGEST)
+    fits = params * dtype.itemsize <= MEMORY_SHARE * machine.memory * max(machine.gpus, 1)
+    return TargetSizes(
+        text_config,
+        params,
+        dtype,
+        context_of(text_config) or LONGEST,
+        is_decoded_here=fits and only_trains(hf_config) is None,
+    )
 
 
 def measure_corpus(target: TargetConfig, section: dict[str, Any], context: int) -> Corpus:
@@ -183,6 +228,21 @@ def measure_corpus(target: TargetConfig, section: dict[str, Any], context: int) 
         longest=longest,
         mean_length=sum(min(length, max_length) for length in lengths) / len(lengths),
     )
+
+
+def expected_corpus(target: TargetConfig, section: dict[str, Any], context: int) -> Corpus:
+    """What the rows are once servers have answered their questions: about as long as now."""
+    # A server of states generates a token after the row.
+    max_length = section.get("max_length") or min(LONGEST, context - 1)
+    section = {**section, "max_length": max_length}
+    try:
+        return measure_corpus(target, section, context)
+    except UserError as error:
+        warn(f"{error}; so the length of answers is assumed")
+    num_rows = sum(1 for _ in chain.from_iterable(map(read_rows, section["conversations"])))
+    data: DataConfig = validate(section, DataConfig, "--data", {})
+    num_train = min(round(num_rows * (1 - data.held_out)), data.limit or num_rows)
+    return Corpus(num_rows, num_train, data.held_out, max_length, max_length, max_length / 2)
 
 
 def run_name(target_path: str) -> str:
@@ -258,7 +318,8 @@ def _choose_eagle3(layer: int, requested: Requested, text: Any, corpus: Corpus) 
 def target_part(target: TargetSizes, machine: Machine) -> Part:
     text = target.text_config
     values = {"dtype": str(target.dtype).removeprefix("torch.")}
-    if machine.gpus > 1 and target.params * target.dtype.itemsize > 0.8 * machine.memory:
+    num_bytes = target.params * target.dtype.itemsize
+    if machine.gpus > 1 and num_bytes > MEMORY_SHARE * machine.memory:
         values["device_map"] = "auto"
     return Part(
         values,
@@ -293,8 +354,11 @@ def features_part(
 ) -> Part:
     """Cached if that takes less than half of the free disk, in int8 if nothing else does."""
     free = free_bytes(Path(run))
+    are_served = "server" in requested.get("features", {})
     values: dict[str, Any] = {"mode": "online"}
     comment = "takes no disk: the target runs in the training step"
+    if are_served:
+        comment = "takes no disk: the servers run the target while the head is trained"
     # In rising quality: the last that fits is taken.
     forms: tuple[StorageForm | None, ...] = ("int8", None)
     for form in forms:
@@ -306,6 +370,8 @@ def features_part(
             comment = f"about {format_bytes(needed)} of the {format_bytes(free)} that are free"
     if head.taps:
         values["after_blocks"] = list(head.taps)
+    if are_served:
+        return Part(values, comment)
     seconds = 2 * target.params * corpus.num_tokens / machine.speed
     return Part(values, f"{comment}; one pass of the target: {_duration(seconds, corpus)}")
 
@@ -329,7 +395,8 @@ def train_part(
     lm_head = target.text_config.vocab_size * target.text_config.hidden_size
     operations = 6 * (3 * head.params if head.taps else head.params + lm_head)
     memory = 16 * head.params + 8 * lm_head
-    if features["mode"] == "online":
+    are_served = "server" in requested.get("features", {})
+    if features["mode"] == "online" and not are_served:
         operations += 2 * target.params
         memory += target.params * target.dtype.itemsize
     epochs = steps / max(epoch_steps, 1)
@@ -348,12 +415,12 @@ def train_part(
 
 def small_measurements(kind: str) -> dict[str, Part]:
     """Sections that keep measuring short without a GPU."""
-    prompts = {"prompts": {"num_prompts": 20, "max_new_tokens": 128}}
+    prompts = {"prompts": {"num_prompts": FEW_PROMPTS, "max_new_tokens": 128}}
     parts = {
         "calibrate": Part(
-            prompts, "fewer and shorter answers than on a GPU, to questions of held-out rows"
+            prompts, "fewer and shorter answers than on a GPU, to questions that are not learnt"
         ),
-        "bench": Part(prompts, "the same for other held-out rows"),
+        "bench": Part(prompts, "the same for other such questions"),
     }
     if kind in LAYOUT_FOR_VLLM:
         parts["tree"] = Part(
@@ -363,21 +430,42 @@ def small_measurements(kind: str) -> dict[str, Part]:
     return parts
 
 
+def with_prompts(
+    requested: Requested, parts: dict[str, Part], prompts: dict[str, dict[str, Any]]
+) -> Requested:
+    """The requested sections with what is measured on these prompts, unless others are named."""
+    requested = dict(requested)
+    for name, source in prompts.items():
+        section = requested.get(name, {})
+        named = section.get("prompts") or {}
+        if not named.keys() & {"path", "tasks"}:
+            named = source | named
+        usual = parts[name].values["prompts"] if name in parts else {}
+        requested[name] = {**section, "prompts": usual | named}
+    return requested
+
+
 def _duration(seconds: float, corpus: Corpus) -> str:
     if seconds > 3600:
         return f"{seconds / 3600:,.1f} h"
     return f"{ceil(seconds / 60)} min" if corpus.num_rows else "? h"
 
 
-def as_text(values: dict[str, Any], parts: dict[str, Part], machine: Machine) -> str:
-    """YAML: a line and a comment for each section; first the run, then the parts, then the rest."""
+def as_text(
+    values: dict[str, Any], comments: dict[str, str], machine: Machine, starts: list[str]
+) -> str:
+    """YAML: a line and a comment for each section; first the run, then those with a comment.
+
+    starts: how its servers are started.
+    """
     text = (
         f"# By aerie init, for {machine.cores} cores, {machine.gpus} GPUs. "
         "Hours, sizes and memory are estimates (docs/scale.md).\n"
     )
-    for name in dict.fromkeys(["run", *parts, *values]):
-        if name in parts:
-            text += f"# {parts[name].comment}\n"
+    text += "".join(f"# {line}\n" for line in starts)
+    for name in dict.fromkeys(["run", *comments, *values]):
+        if name in comments:
+            text += f"# {comments[name]}\n"
         flow = yaml.safe_dump(values[name], default_flow_style=True, sort_keys=False, width=inf)
         text += f"{name}: {flow.splitlines()[0]}\n"  # a bare value ends with a line "..."
     return text

@@ -105,6 +105,12 @@ def make_parser() -> Arguments:
         "--kind", choices=("eagle1", "eagle3", "medusa", "hydra"), help="default: by the target"
     )
     starting.add_argument("--run", help="the run's directory (default: runs/TARGET-KIND)")
+    option = partial(starting.add_argument, metavar="URL", nargs="+", default=[])
+    option("--server", help="vLLM servers that answer the questions of the data, and give states")
+    option("--states-server", help="vLLM servers that give states, if others than these")
+    starting.add_argument(
+        "--states", metavar="DIR", help="where servers write states, as named here (RUN/states)"
+    )
     return parser
 
 
@@ -122,11 +128,19 @@ def init(arguments: argparse.Namespace, unknown: list[str]) -> int:
     for name in arguments.data:
         is_here(name)
     quieten()
-    from aerie.data.first_recipe import recipe_text
+    from aerie.data.first_recipe import recipe_files
+    from aerie.data.served_recipe import Servers
 
-    text = recipe_text(requested)
-    write_text(arguments.out, text)
-    print(f"{text}\nwritten; what to type next:\naerie run {shlex.quote(str(arguments.out))}")
+    servers = None
+    if arguments.server:
+        servers = Servers(arguments.server, arguments.states_server, arguments.states)
+    elif arguments.states_server or arguments.states:
+        raise UserError("--states-server, --states: need --server, whose answers are learnt")
+    files = recipe_files(requested, arguments.out, servers)
+    for path, text in files.items():
+        write_text(path, text)
+    print(f"{files[arguments.out]}\nwritten: {', '.join(map(str, files))}; what to type next:")
+    print(f"aerie run {shlex.quote(str(arguments.out))}")
     return 0
 
 

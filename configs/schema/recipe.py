@@ -4,7 +4,7 @@ import argparse
 import datetime
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import PositiveInt, model_validator
 
@@ -71,6 +71,10 @@ class Recipe(Section):
         "answers that the target writes itself (`aerie distill`)", default=None
     )
     output: Place | None = key("the trained head; null: RUN/heads/KIND", default=None)
+    last_stage: Literal["train", "report"] = key(
+        "of `aerie run`; train: nothing is decoded here, as where the target does not fit",
+        default="report",
+    )
     threads: PositiveInt | None = key(
         "torch threads per process; null: torch's choice", default=None
     )

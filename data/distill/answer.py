@@ -476,6 +476,11 @@ class ServedTarget:
     async def _complete(self, client: Any, **body: Any) -> Answer:
         async with asyncio.timeout(self.limit_s):
             reply = await client.chat.completions.create(**body)
+        if getattr(reply, "kv_transfer_params", None):
+            raise UserError(
+                f"{masked(str(client.base_url))}: gives hidden states, and leaves a file of each "
+                "answer; start it anew without --speculative-config and --kv-transfer-config"
+            )
         try:
             choices = getattr(reply, "choices", None)  # a proxy's page is a text
             if not choices or choices[0].finish_reason not in FINISHES:

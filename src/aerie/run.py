@@ -76,15 +76,16 @@ def stages_of(recipe: Recipe) -> list[str]:
     """The names of the stages that a recipe asks for, in order."""
     # A model trained as a target is measured only if its recipe says so.
     is_measured = recipe.output is None or recipe.bench
+    decodes_here = recipe.last_stage != "train"
     wanted = {
         "synthetic": recipe.synthetic,
         "distill": recipe.distill,
         "features": resume.reads_cache(recipe),
         "train": True,
-        "calibrate": is_measured or recipe.calibrate,
-        "bench": is_measured,
-        "tune": recipe.tune,
-        "report": is_measured,
+        "calibrate": decodes_here and (is_measured or recipe.calibrate),
+        "bench": decodes_here and is_measured,
+        "tune": decodes_here and recipe.tune,
+        "report": decodes_here and is_measured,
     }
     return [stage for stage in STAGES if wanted[stage]]
 
@@ -107,11 +108,11 @@ def _require_usable_recipe(recipe: Recipe, stages: list[str], overwrite: bool) -
     _require_packages(recipe, stages)
     if not overwrite and all(Path(name).exists() for name in made_here):
         _require_own_outputs(recipe, stages)
-    if resume.needs_target(recipe) and recipe.target.path not in made_here:
+    decodes_here = resume.needs_target(recipe) and recipe.last_stage != "train"
+    if decodes_here and recipe.target.path not in made_here:
         targets = import_module("aerie.model.target")
-        # A run ends with measurements, so a target that can only train heads will not do.
         if why := targets.only_trains(targets.load_config(recipe.target)):
-            raise UserError(f"{recipe.target.path}: {why}; run aerie features and aerie train")
+            raise UserError(f"{recipe.target.path}: {why}; set last_stage: train")
 
 
 def _require_inputs(recipe: Recipe) -> list[str]:
@@ -203,10 +204,13 @@ def _run_stage(stage: str, words: list[str], processes: int | None, recipe: Reci
     command = [str(ROOT / package / "main.py"), *words]
     if stage != "train":  # train/main.py has one command
         command.insert(1, stage)
+    from aerie.data.servers import urls_of_stage
+
+    if urls_of_stage(recipe, stage) and _is_left(stage, command):
+        _require_server(recipe, stage)
     if stage in ("features", "train"):
         processes = _number_of_processes(stage, processes, recipe)
-        sys.argv = [*command, "--is-whole"]
-        if processes != 1 and COMMANDS[stage].run() == 1:
+        if processes != 1 and _is_left(stage, command):
             import torch
 
             gpus = torch.cuda.device_count()
@@ -215,6 +219,31 @@ def _run_stage(stage: str, words: list[str], processes: int | None, recipe: Reci
                 sys.exit(launch(command, processes, "bf16" if gpus else "no"))
     sys.argv = command
     sys.exit(COMMANDS[stage].run())
+
+
+def _is_left(stage: str, command: list[str]) -> bool:
+    """Whether the stage has something to do. command: its script, with arguments."""
+    sys.argv = [*command, "--is-whole"]
+    return COMMANDS[stage].run() == 1
+
+
+def _require_server(recipe: Recipe, stage: str) -> None:
+    """UserError with the command that starts one, if none of the stage's servers answers."""
+    from aerie.data.served_states import CONNECT_S, ServerFault, StateServer
+    from aerie.data.servers import command_of_stage, urls_of_stage
+
+    urls = urls_of_stage(recipe, stage)
+    faults = []
+    for url in urls:
+        try:
+            StateServer(url, CONNECT_S).exchange("GET", "/v1/models")
+            return
+        except ServerFault as fault:
+            faults.append(f"{url}: {fault}")
+    raise UserError(
+        f"{stage}: no server answers ({'; '.join(faults)}); start one, then run the same command: "
+        f"{command_of_stage(recipe, stage, urls[0])}"
+    )
 
 
 def _stop_with_parent() -> None:

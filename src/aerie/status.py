@@ -95,7 +95,7 @@ def _folder_state(name: str, folder: Path) -> StageState:
     """The state of a stage that writes a manifest, by its files' sizes and digests."""
     if not (folder / FILE).is_file():
         is_empty = not folder.is_dir() or not any(folder.iterdir())
-        return StageState(name, "absent" if is_empty else "stopped", [])
+        return StageState(name, "absent" if is_empty else "stopped", _progress(folder))
     record = checked = Manifest.check(folder)
     if isinstance(record, Whole) and not record.manifest.files:
         # A feature cache has its files in its index.
@@ -115,6 +115,18 @@ def _folder_state(name: str, folder: Path) -> StageState:
     finished = datetime.fromtimestamp((folder / FILE).stat().st_mtime)
     texts += [format_bytes(num_bytes), f"{finished:%Y-%m-%d %H:%M}", f"{facts['seconds']:,.0f} s"]
     return StageState(name, "whole", texts)
+
+
+def _progress(folder: Path) -> list[str]:
+    """How far a distillation or a feature cache that is not whole has come."""
+    prompts = folder / "prompts.jsonl"
+    if prompts.is_file():
+        journals = folder.glob("journal/*.jsonl")
+        ended = sum(len(path.read_bytes().splitlines()) for path in journals)
+        return [f"{ended:,} of {len(prompts.read_bytes().splitlines()):,} rows have ended"]
+    shards = [*folder.glob("shard-*.safetensors")]
+    num_bytes = sum(path.stat().st_size for path in shards)
+    return [f"shards: {len(shards):,}", format_bytes(num_bytes)] if shards else []
 
 
 def _head_state(root: Path, kind: str) -> StageState:
@@ -157,4 +169,4 @@ def _next_of_whole_run(root: Path, kind: str) -> str:
             "none is faster than vanilla yet"
         )
     push = f"aerie push {root / STAGES['train'] / kind} --repo USER/NAME --dry-run"
-    return f"{push}; see {root / 'report/index.html'}"
+    return f"{push}; see {root / 'report/index.html'}" if rows else push

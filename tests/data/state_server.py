@@ -67,8 +67,10 @@ class StateStandIn(ThreadingHTTPServer):
         states: Path,
         room: int = 300,
         fault: Callable[[int], str] = lambda number: "",
+        handler: type[Handler] = Handler,
+        port: int = 0,
     ) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(("127.0.0.1", port), handler)
         self.model = model
         self.ids = ids
         self.states = states

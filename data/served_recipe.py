@@ -1,0 +1,154 @@
+"""What `aerie init --server` puts into a recipe: who answers, who gives states, what is measured.
+
+The servers answer the questions of the data, and a head is trained on these answers. Training's
+held-out rows are token ids then, so the questions to measure with are drawn from the data first;
+`aerie distill` asks none that is like them.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from aerie.configs.schema.recipe import Recipe
+from aerie.data.inputs import hashed_number, is_here
+from aerie.data.questions import read_question
+from aerie.data.rows import read_rows
+from aerie.data.servers import command_of_stage, urls_of_stage
+from aerie.data.turns import UnusableRow
+
+TEMPERATURE = 0.8  # of the answers (SpecForge, its regeneration script)
+# vLLM's CPU build stops at a drawn answer with a seed whose prompt it reads in two steps (0.32).
+CPU_TEMPERATURE = 0.0
+MOST_ANSWER_TOKENS = 2048
+QUESTIONS_SHARE = 0.05  # of the data's questions, at most, for each of bench and calibrate
+PUBLISHED = {"calibrate": "alpaca", "bench": "mt_bench"}  # where the data are on the Hub
+
+
+class Servers(NamedTuple):
+    """As the command line names them."""
+
+    answers: list[str]  # URLs
+    states: list[str]  # URLs; empty: the same servers, started anew after the answers
+    folder: str | None  # to which they write states; None: RUN/states
+
+
+def with_servers(
+    requested: dict[str, Any], servers: Servers, run: str, context: int
+) -> dict[str, Any]:
+    """The requested sections with who answers, what is trained on, and who gives the states.
+
+    What was requested wins. context: of the target, in tokens.
+    """
+    data = dict(requested["data"])
+    source = {}
+    if "system_prompt" in data:  # it stands in the answered rows
+        source["system_prompt"] = data.pop("system_prompt")
+    if "prompt_field" in data:
+        source |= {"kind": "prompts", "field": data.pop("prompt_field")}
+        data.pop("completion_field", None)
+    distill = {
+        "sources": [{"path": path, **source} for path in data["conversations"]],
+        "server": {"urls": servers.answers},
+        "sampling": {
+            "temperature": TEMPERATURE if torch.cuda.is_available() else CPU_TEMPERATURE,
+            # Question and answer share the context.
+            "max_tokens": min(MOST_ANSWER_TOKENS, context // 2),
+        },
+    }
+    data["conversations"] = [f"{run}/distilled/conversations.jsonl"]
+    states = {
+        "urls": servers.states or servers.answers,
+        "states": servers.folder or f"{run}/states",
+    }
+    features = requested.get("features", {})
+    return {
+        **requested,
+        "data": data,
+        "distill": _merged(distill, requested.get("distill", {})),
+        "features": {**features, "server": _merged(states, features.get("server") or {})},
+    }
+
+
+def _merged(values: dict[str, Any], winning: dict[str, Any]) -> dict[str, Any]:
+    """Both, section by section; the second's values win."""
+    merged = values | winning
+    for name, value in values.items():
+        if isinstance(value, dict) and isinstance(winning.get(name), dict):
+            merged[name] = _merged(value, winning[name])
+    return merged
+
+
+# --- what is measured -----------------------------------------------------------------------------
+
+
+def draw_questions(
+    names: Sequence[str], field: str | None, most: int, longest: int
+) -> tuple[list[Any], list[Any]]:
+    """Two lists of questions, JSON-ready, which have none in common.
+
+    most: of each; longest: characters of one.
+    """
+    questions = dict[str, dict[str, Any]]()
+    for row in (row for name in names for row in read_rows(name)):
+        try:
+            asked = read_question(row.value, field)
+        except UnusableRow:
+            continue
+        messages = [*asked.before, {"role": "user", "content": asked.turns[0]}]
+        text = json.dumps(messages, ensure_ascii=False)
+        if asked.tools is None and len(text) <= longest:
+            questions[text] = {"category": "own", "messages": messages}
+    drawn = sorted(questions, key=lambda text: hashed_number(text, bits=64))
+    count = max(1, min(most, int(QUESTIONS_SHARE * len(drawn))))
+    numbered = [
+        {"question_id": number, **questions[text]}
+        for number, text in enumerate(drawn[: 2 * count], start=1)
+    ]
+    return numbered[:count], numbered[count:]
+
+
+def measuring_prompts(
+    data: dict[str, Any], out: Path, most: int, longest: int
+) -> tuple[dict[str, Any], dict[Path, str]]:
+    """`prompts` of calibrate and of bench, and the files that they name.
+
+    data: as the command line gives it; out: the recipe; most, longest: as in draw_questions.
+    """
+    prompts = dict[str, Any]()
+    files = dict[Path, str]()
+    if not all(map(is_here, data["conversations"])):
+        return {name: {"tasks": [task]} for name, task in PUBLISHED.items()}, files
+    drawn = draw_questions(data["conversations"], data.get("prompt_field"), most, longest)
+    for name, questions in zip(PUBLISHED, drawn, strict=True):
+        path = out.with_suffix(f".{name}.jsonl")
+        prompts[name] = {"path": str(path)}
+        if data.get("system_prompt"):
+            prompts[name]["system_prompt"] = data["system_prompt"]
+        lines = [json.dumps(question, ensure_ascii=False) for question in questions]
+        files[path] = "".join(f"{line}\n" for line in lines)
+    return prompts, files
+
+
+# --- what is said ---------------------------------------------------------------------------------
+
+
+def start_lines(recipe: Recipe, has_gpu: bool) -> list[str]:
+    """Which servers are to be started, by which commands, and when."""
+    lines = []
+    if not has_gpu:  # as on this machine
+        lines.append("for servers without a GPU, too: vLLM's connector for CPUs, greedy answers")
+    stages = [stage for stage in ("distill", "features", "train") if urls_of_stage(recipe, stage)]
+    answers, states = (urls_of_stage(recipe, stage) for stage in stages)
+    are_same = set(answers) == set(states)
+    for stage, urls in zip(stages, (answers, states), strict=True):
+        what = "answers" if stage == "distill" else "hidden states"
+        when = " (at once, or when aerie run asks for them)"
+        if stage != "distill" and are_same:
+            when = " (the same servers, started anew when all answers are there)"
+        lines.append(f"{what} from {', '.join(urls)}{when}:")
+        commands = [command_of_stage(recipe, stage, url) for url in urls]
+        lines += [f"  {command}" for command in dict.fromkeys(commands)]
+    return lines

@@ -1,0 +1,90 @@
+"""aerie init --server: a recipe whose servers answer and give states, run to its report.
+
+The servers are stand-ins with a real target; tests/data/test_real_state_server.py has a real vLLM.
+"""
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny
+from tests.data.distill.answering import KEEP
+from tests.data.vllm_stand_in import VllmStandIn
+
+URL = "http://127.0.0.1:{port}/v1"
+INIT = f"aerie init --target target --data chats.jsonl --out r.yaml --server {URL} --run run"
+LIMITS = """--kind eagle1 --threads 1 --train.max_steps 4 --bench.reference false
+--bench.prompts.max_new_tokens 8 --calibrate.prompts.max_new_tokens 8
+--distill.sampling.max_tokens 12 --distill.gate '{gate}'"""
+
+
+@pytest.fixture
+def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of the servers; the working directory has a target and conversations."""
+    pytest.importorskip("openai", reason="needs the extra 'distill' (pip install -e .[distill])")
+    monkeypatch.chdir(tmp_path)
+    tiny.target(tmp_path / "target")
+    tiny.write_conversations(tmp_path / "chats.jsonl", 60)
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        return int(unused.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_a_run_asks_for_its_servers_and_goes_on(port: int, capfd: Any) -> None:
+    """Each stage names the command of the server that it lacks, or that serves another purpose."""
+    states = Path("run/states")
+    names = {"port": port, "gate": json.dumps(KEEP)}
+    init = " ".join(f"{INIT} {LIMITS}".split()).format(**names)
+    text = """
+    {init}
+        # answers from http://127.0.0.1:{port}/v1
+        # vllm serve target --port {port} --dtype float32
+        "shared_storage_path": "
+        aerie run r.yaml
+    aerie run r.yaml
+        exit 2
+        distill: no server answers (http://127.0.0.1:{port}/v1:
+        vllm serve target --port {port} --dtype float32
+    """
+    tiny.session(text, capfd, init=init, port=port)
+    again = """
+    aerie run r.yaml
+        exit 2
+        gives hidden states, and leaves a file of each answer; start it anew without
+    """
+    with VllmStandIn(Path("target"), (4,), states, port):
+        tiny.session(again, capfd)
+    text = """
+    aerie run r.yaml
+        exit 2
+        gives answers, and no states; start it anew:
+        vllm serve target --port {port} --dtype float32 --max-model-len 48 --disable
+    aerie status run
+        distill whole
+        features absent
+    """
+    with VllmStandIn(Path("target"), port=port):
+        tiny.session(text, capfd, port=port)
+    with VllmStandIn(Path("target"), (4,), states, port):
+        tiny.session("aerie run r.yaml\n distill: whole, reused", capfd)
+    text = """
+    aerie run r.yaml
+        features: whole, reused
+    aerie status run
+        report whole best tau
+    """
+    tiny.session(text, capfd)  # without a server
+    assert not any(states.iterdir())
+    asked = {prompt["id"] for prompt in tiny.read_rows(Path("run/distilled/prompts.jsonl"))}
+    assert len(asked) == 60
+    for path in Path().glob("r.*.jsonl"):
+        for row in tiny.read_rows(path):
+            skipped = [
+                prompt["skip"]
+                for prompt in tiny.read_rows(Path("run/distilled/prompts.jsonl"))
+                if row["messages"][-1]["content"] in prompt["turns"]
+            ]
+            assert skipped and all(skipped)
