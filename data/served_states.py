@@ -42,7 +42,7 @@ PROBE_ROWS = 8  # whose next tokens are compared, where the target's blocks are 
 CONNECT_S = 10.0
 AWAY_S = 30.0  # a server that failed is asked again after so long, or if no other answers
 LONGEST_PAUSE_S = 30.0
-TEMPORARY = (
+TRY_AGAIN = (
     408,
     429,
 )  # HTTP statuses after which the same request may succeed; and those from 500 on
@@ -215,7 +215,7 @@ class StateServer:
                 return json.loads(text)
             raise ServerFault("its answer is no JSON")
         said = f"HTTP {status}: {_error_text(text)}"
-        if status in TEMPORARY or status >= 500:
+        if status in TRY_AGAIN or status >= 500:
             raise ServerFault(said)
         raise UserError(f"{self.url}: {said}; check features.server.urls and OPENAI_API_KEY")
 
