@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from aerie.configs.errors import UserError
 from aerie.data.inputs import ROW_SUFFIXES, is_here, row_files
-from aerie.data.turns import JSON, SYSTEM_COLUMNS, object_of
+from aerie.data.turns import JSON, object_of
 from aerie.model.hub import readable_errors
 from aerie.model.storage import first_line
 
@@ -168,10 +168,7 @@ def as_json(value: Any) -> Any:
 def _csv_rows(path: Path) -> Iterator[tuple[int, Any]]:
     csv.field_size_limit(sys.maxsize)  # else 128 KiB, and a conversation may be longer
     with path.open(encoding="utf-8-sig", newline="") as file:
-        for number, row in enumerate(csv.DictReader(file), start=1):
-            # A table cannot tell an empty system turn from none.
-            empty = [name for name in SYSTEM_COLUMNS if row.get(name) == ""]
-            yield number, {name: value for name, value in row.items() if name not in empty}
+        yield from enumerate(csv.DictReader(file), start=1)
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:

@@ -194,7 +194,8 @@ def read_turns(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> RowTurns
     """
     turns, columns = _turns_of(row, fields)
     for name in SHAPES["desired"].split():
-        if name not in columns and _number_in(row.get(name), 1.0) == 0:
+        # A number may be that of a class; a CSV file has texts.
+        if name not in columns and str(row.get(name)).lower() == "false":
             raise UnusableRow("the answer is marked as not desired", name)
     read = messages_of(row, turns, columns, are_chosen=columns[:2] == fields)
     num_turns = len(turns)  # the row's system turn stands before them
@@ -221,12 +222,12 @@ def messages_of(
     for name in SYSTEM_COLUMNS:
         if not isinstance(row.get(name), str | None):
             raise UnusableRow("a system column is no text", name)
-    systems = [row[name] for name in SYSTEM_COLUMNS if row.get(name) is not None]
-    system = next(filter(is_text, systems), systems[0] if systems else None)
+    # A column cannot tell an empty system turn from none.
+    system = next((row[name] for name in SYSTEM_COLUMNS if is_text(row.get(name))), None)
     said = [message["content"] for message in messages if message["role"] == "system"]
-    if system is not None and not said:
+    if system and not said:
         messages.insert(0, {"role": "system", "content": system})
-    elif is_text(system) and system not in said:
+    elif system and system not in said:
         unread.add("a system column beside a system turn is not read")
     return RowTurns(messages, tools, unread)
 

@@ -178,10 +178,7 @@ READ: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
     ({"prompt": "hello", "completion": "fine", "label": True}, HELLO),
     ({"prompt": "hello", "completion": "fine", "weight": "yes", "ignore": 0}, HELLO),
     ({"prompt": "hello", "completion": "fine", "input": {}}, HELLO),
-    (
-        {"prompt": "hello", "completion": "fine", "system": ""},
-        [{"role": "system", "content": ""}, *HELLO],
-    ),
+    ({"prompt": "hello", "completion": "fine", "system": "", "label": 0}, HELLO),
     (answered(reasoning=[]), HELLO),
     (answered(thinking={}, tool_calls=[], function_call={}, weight=[], ignore=None), HELLO),
     (answered(content=[{"type": "text", "text": "fine", "thinking": "deep"}]), [ASK, THOUGHT]),
