@@ -29,8 +29,8 @@ TESTS = {
     CHAT: ["tests/data/test_chat.py", "tests/data/test_templates.py"],
     FORMS: ["tests/data/test_chat.py", "tests/data/test_templates.py"],
     CONVERSATIONS: ["tests/data/test_conversations.py"],
-    TURNS: ["tests/data/test_conversations.py"],
-    ROWS: ["tests/data/test_conversations.py"],
+    TURNS: ["tests/data/test_conversations.py", "tests/data/test_turns.py"],
+    ROWS: ["tests/data/test_conversations.py", "tests/data/test_turns.py"],
 }
 MUTANTS = [  # file, text that occurs once, its replacement
     (VERIFY, "tree.tokens != choice.index_select(0, tree.parents)", "tree.tokens < 0"),
@@ -108,9 +108,13 @@ MUTANTS = [  # file, text that occurs once, its replacement
     (FORMS, 'parts += [{**spoken, "tool_calls": [call]}, result]', "parts += [spoken, result]"),
     (TURNS, "message[IS_CONTEXT] = True", "pass"),
     (TURNS, "unread.add(f'{holder} key \"{key}\" is not read')", "pass"),
-    (TURNS, "if key in UNREADABLE_KEYS and", "if False and"),
+    (TURNS, "is_needed = key in UNREADABLE_KEYS or", "is_needed = False or"),
+    (TURNS, 'yield "part", part, PART_KEYS_READ', "pass"),
+    (TURNS, "values[key] = TwoValues()", "pass"),
     (CONVERSATIONS, 'message["role"] not in ("tool", "system")', 'message["role"] != "tool"'),
-    (ROWS, " if part is not None", ""),
+    (ROWS, "for key, part in value.items() if part is not None", "for key, part in value.items()"),
+    (ROWS, "if isinstance(kind, JsonType) and isinstance(value, str):", "if False:"),
+    (ROWS, "return value.date().isoformat() if is_midnight else value.isoformat()", "return value"),
 ]
 
 
