@@ -200,17 +200,14 @@ def _run_stage(stage: str, words: list[str], processes: int | None, recipe: Reci
     # SIGINT is ignored in a shell's background processes.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_stop_with_parent, daemon=True).start()
-    package = COMMANDS[stage].module.partition(".")[0]
-    command = [str(ROOT / package / "main.py"), *words]
-    if stage != "train":  # train/main.py has one command
-        command.insert(1, stage)
+    command = _command_of(stage, words)
     from aerie.data.servers import urls_of_stage
 
-    if urls_of_stage(recipe, stage) and _is_left(stage, command):
+    if urls_of_stage(recipe, stage) and is_left(stage, words):
         _require_server(recipe, stage)
     if stage in ("features", "train"):
         processes = _number_of_processes(stage, processes, recipe)
-        if processes != 1 and _is_left(stage, command):
+        if processes != 1 and is_left(stage, words):
             import torch
 
             gpus = torch.cuda.device_count()
@@ -221,9 +218,16 @@ def _run_stage(stage: str, words: list[str], processes: int | None, recipe: Reci
     sys.exit(COMMANDS[stage].run())
 
 
-def _is_left(stage: str, command: list[str]) -> bool:
-    """Whether the stage has something to do. command: its script, with arguments."""
-    sys.argv = [*command, "--is-whole"]
+def _command_of(stage: str, words: list[str]) -> list[str]:
+    """A stage's script with its arguments."""
+    package = COMMANDS[stage].module.partition(".")[0]
+    script = str(ROOT / package / "main.py")
+    return [script, *words] if stage == "train" else [script, stage, *words]
+
+
+def is_left(stage: str, words: list[str]) -> bool:
+    """Whether the stage has something to do."""
+    sys.argv = [*_command_of(stage, words), "--is-whole"]
     return COMMANDS[stage].run() == 1
 
 

@@ -1,6 +1,8 @@
 """The batch scripts under a real SLURM of two nodes: signals and requeues change no byte."""
 
 import json
+import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from aerie.data import main as data_main
+from aerie.model.storage import ROOT, read_json
 from tests import tiny
 from tests.data.caches import contents
 from tests.slurm.cluster import Cluster, missing, started
@@ -52,6 +55,10 @@ def morning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Morning]:
             "distill": cluster.submit("distill", recipe, "--run", root / "distilled"),
             "mistake": cluster.submit("train", recipe, "--train.bath_size", 3),
             "part": cluster.submit("features", recipe, options="--array=2-3"),
+            "served": cluster.submit(
+                "served", served_recipe(root), options=servers_in(root / "venv")
+            ),
+            "crowded": cluster.submit("served", root / "served.yaml", options="--nodes=1"),
         }
         assert tiny.call(data_main, "features", "--config", recipe, "--run", root / "alone") == 0
 
@@ -102,6 +109,29 @@ def recipe_for(root: Path) -> Path:
     return write_recipe(root / "recipe.yaml", root, train, **sections)
 
 
+def served_recipe(root: Path) -> Path:
+    """What `aerie init --server` writes, for a short training."""
+    recipe = root / "served.yaml"
+    options = f"""--target {root}/target --data {root}/train.jsonl --server http://elsewhere/v1
+    --kind eagle1 --run {root}/served --threads 1 --train.max_steps 6 --out {recipe}
+    --distill.sampling.max_tokens 8 --distill.gate"""
+    gate = json.dumps(dict.fromkeys(("cut", "empty", "loop", "language", "repeated"), "keep"))
+    assert tiny.call(data_main, "init", *options.split(), gate) == 0
+    return recipe
+
+
+def servers_in(venv: Path) -> str:
+    """Options of sbatch for servers whose `vllm` is a stand-in."""
+    script = venv / "bin/vllm"
+    script.parent.mkdir(parents=True)
+    module = f"PYTHONPATH={ROOT}/src:{ROOT} exec {sys.executable} -m tests.data.vllm_stand_in"
+    script.write_text(f'#!/bin/bash\ncd {venv.parent} && {module} "$@"\n')
+    script.chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    return f"--nodes=2 --export=ALL,AERIE_SERVER_VENV={venv},AERIE_SERVER_PORT={port}"
+
+
 def state(path: Path) -> str | None:
     return json.loads(path.read_text())["state"] if path.is_file() else None
 
@@ -137,9 +167,24 @@ def test_a_process_signalled_while_it_loads_is_requeued_and_the_bench_waits_for_
     assert [row["status"] for row in rows] == ["ok", "ok"]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"), [("mistake", "'train.batch_size'?"), ("part", "(AERIE_SHARDS=n)")]
-)
+def test_servers_and_training_share_an_allocation(morning: Morning) -> None:
+    """A node serves, first answers and then states, and the other one makes the head of them."""
+    ended, code, attempt, log = morning.ended("served")
+    assert (ended, code, attempt) == ("done", 0, 1), log
+    run = morning.root / "served"
+    assert (run / "heads/eagle1/model.safetensors").is_file()
+    assert read_json(run / "features/provenance.json")["server"]["vllm"] == ["0.32.0"]
+    assert not any((run / "states").iterdir())
+
+
+MISTAKES = [
+    ("mistake", "'train.batch_size'?"),
+    ("part", "(AERIE_SHARDS=n)"),
+    ("crowded", "at least one node serves, and one trains"),
+]
+
+
+@pytest.mark.parametrize(("name", "message"), MISTAKES)
 def test_a_mistake_or_a_part_of_an_array_ends_a_job_in_one_line(
     morning: Morning, name: str, message: str
 ) -> None:
