@@ -109,12 +109,20 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "RUN/heads").symlink_to(heads)
     names = {
         **dict.fromkeys(
-            ("TARGET", "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-8B"), root / "target"
+            (
+                "TARGET",
+                "meta-llama/Llama-3.1-8B-Instruct",
+                "Qwen/Qwen3-8B",
+                "Qwen/Qwen3-235B-A22B",
+            ),
+            root / "target",
         ),
         "HEAD": heads / "eagle1",
         "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": heads / "eagle3",
         **dict.fromkeys(("runs/my", "runs/NAME", "runs/qwen3-8b-eagle3"), root / "run"),
-        **dict.fromkeys(("RECIPE", "my.yaml", "qwen3-8b.yaml"), root / "recipe.yaml"),
+        **dict.fromkeys(
+            ("RECIPE", "my.yaml", "qwen3-8b.yaml", "served.yaml"), root / "recipe.yaml"
+        ),
         "configs": ROOT / "configs",
     }
     for name, stand_in in names.items():
