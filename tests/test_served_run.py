@@ -4,13 +4,16 @@ The servers are stand-ins with a real target; tests/data/test_real_state_server.
 """
 
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from aerie.data import first_recipe
 from tests import tiny
+from tests.configs.test_recipes import load
 from tests.data.distill.answering import KEEP
 from tests.data.vllm_stand_in import VllmStandIn
 
@@ -30,6 +33,59 @@ def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     tiny.write_conversations(tmp_path / "chats.jsonl", 60)
     with socket.create_server(("127.0.0.1", 0)) as unused:
         return int(unused.getsockname()[1])
+
+
+def test_what_is_requested_wins(port: int, capfd: Any) -> None:
+    """Other servers of states, other questions and a system prompt; the data may be on the Hub."""
+    options = """--states-server http://b:1/v1 http://c:1/v1 --states /shared --distill.seed 3
+    --bench.prompts.tasks [gsm8k] --calibrate.prompts.num_prompts 2 --data.system_prompt Be.
+    --data.max_length 200"""
+    text = """
+    {init}
+        # answers from http://127.0.0.1:{port}/v1 (at once
+        # hidden states from http://b:1/v1, http://c:1/v1 (at once
+        --port 1 --dtype float32 --max-model-len 201
+    aerie init --target target --data chats.jsonl --out no.yaml --states /shared
+        exit 2
+        need --server
+    aerie init --target target --data owner/name --out hub.yaml --server http://a/v1
+        written: hub.yaml;
+    """
+    init = " ".join(f"{INIT} {options}".split()).format(port=port)
+    tiny.session(text, capfd, init=init, port=port)
+    recipe = load(Path("r.yaml"))
+    assert recipe.distill is not None and recipe.features.server is not None
+    assert (recipe.distill.seed, recipe.distill.sources[0].system_prompt) == (3, "Be.")
+    assert recipe.data.conversations == ("run/distilled/conversations.jsonl",)
+    assert recipe.data.system_prompt is None
+    assert recipe.features.server.urls == ("http://b:1/v1", "http://c:1/v1")
+    assert recipe.features.server.states == "/shared"
+    assert recipe.bench is not None and recipe.bench.prompts.path is None
+    assert recipe.calibrate is not None and recipe.calibrate.prompts.path == "r.calibrate.jsonl"
+    assert recipe.calibrate.prompts.system_prompt == "Be."
+    hub = load(Path("hub.yaml"))
+    assert hub.bench is not None and hub.bench.prompts.tasks[0].name == "mt_bench"
+
+
+def test_a_target_that_only_servers_hold(
+    port: int, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its run ends with the head; the data may be questions alone."""
+    monkeypatch.setattr(first_recipe, "MEMORY_SHARE", 0.0)
+    questions = [{"question": f"What are {number} owls?"} for number in range(40)]
+    tiny.write_rows(Path("chats.jsonl"), questions)
+    text = """
+    {init}
+        so the run ends with the head
+    aerie run r.yaml --plan
+        aerie train
+    """
+    init = INIT.format(port=port)
+    printed = tiny.session(text, capfd, init=init)
+    assert re.findall("^aerie ([a-z]+)", printed, re.MULTILINE) == ["distill", "features", "train"]
+    recipe = load(Path("r.yaml"))
+    assert recipe.last_stage == "train" and recipe.bench is None
+    assert [*Path().glob("r.*.jsonl")] == []
 
 
 @pytest.mark.slow
