@@ -152,11 +152,7 @@ def recipe_files(
         "train": train_part(requested, features.values, head, target, corpus, machine),
         **measured,
     }
-    values: dict[str, Any] = {**requested, "run": run}
-    for name, part in parts.items():
-        section = requested.get(name, {})
-        # What was requested comes first in order, and its values win.
-        values[name] = section | part.values | section
+    values = with_parts({**requested, "run": run}, parts)
     recipe = validate(values, Recipe, "--out", {})
     comments = {name: part.comment for name, part in parts.items()}
     starts = list[str]()
@@ -164,6 +160,15 @@ def recipe_files(
         starts = start_lines(recipe, has_gpu=machine.gpus > 0)
         comments = {name: COMMENTS[name] for name in COMMENTS if name in values} | comments
     return {out: as_text(values, comments, machine, starts), **questions}
+
+
+def with_parts(requested: Requested, parts: dict[str, Part]) -> Requested:
+    """The sections with the parts' values; what was requested comes first, and wins."""
+    values = dict(requested)
+    for name, part in parts.items():
+        section = requested.get(name, {})
+        values[name] = section | part.values | section
+    return values
 
 
 # --- what is there ------------------------------------------------------------------------------

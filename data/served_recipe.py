@@ -24,7 +24,7 @@ TEMPERATURE = 0.8  # of the answers (SpecForge, its regeneration script)
 CPU_TEMPERATURE = 0.0
 MOST_ANSWER_TOKENS = 2048
 QUESTIONS_SHARE = 0.05  # of the data's questions, at most, for each of bench and calibrate
-PUBLISHED = {"calibrate": "alpaca", "bench": "mt_bench"}  # where the data are on the Hub
+TASKS_OF_THE_HUB = {"calibrate": "alpaca", "bench": "mt_bench"}  # where the data are on the Hub
 
 
 class Servers(NamedTuple):
@@ -67,17 +67,17 @@ def with_servers(
     return {
         **requested,
         "data": data,
-        "distill": _merged(distill, requested.get("distill", {})),
-        "features": {**features, "server": _merged(states, features.get("server") or {})},
+        "distill": _deep_union(distill, requested.get("distill", {})),
+        "features": {**features, "server": _deep_union(states, features.get("server") or {})},
     }
 
 
-def _merged(values: dict[str, Any], winning: dict[str, Any]) -> dict[str, Any]:
+def _deep_union(values: dict[str, Any], winning: dict[str, Any]) -> dict[str, Any]:
     """Both, section by section; the second's values win."""
     merged = values | winning
     for name, value in values.items():
         if isinstance(value, dict) and isinstance(winning.get(name), dict):
-            merged[name] = _merged(value, winning[name])
+            merged[name] = _deep_union(value, winning[name])
     return merged
 
 
@@ -120,9 +120,9 @@ def measuring_prompts(
     prompts = dict[str, Any]()
     files = dict[Path, str]()
     if not all(map(is_here, data["conversations"])):
-        return {name: {"tasks": [task]} for name, task in PUBLISHED.items()}, files
+        return {name: {"tasks": [task]} for name, task in TASKS_OF_THE_HUB.items()}, files
     drawn = draw_questions(data["conversations"], data.get("prompt_field"), most, longest)
-    for name, questions in zip(PUBLISHED, drawn, strict=True):
+    for name, questions in zip(TASKS_OF_THE_HUB, drawn, strict=True):
         path = out.with_suffix(f".{name}.jsonl")
         prompts[name] = {"path": str(path)}
         if data.get("system_prompt"):

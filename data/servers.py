@@ -24,7 +24,7 @@ USUAL_PORT = 8000  # of vLLM
 
 def answers_command(target: TargetConfig, url: str = "") -> str:
     """Starts a server of the target's answers at the URL's port."""
-    words = _words(target, url)
+    words = _shared_words(target, url)
     if target.chat_template is not None:
         words += ["--chat-template", str(template_path(target.chat_template).absolute())]
     return shlex.join(words)
@@ -55,7 +55,7 @@ def states_command(
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": str(Path(states).absolute())},
     }
-    words = _words(target, url)
+    words = _shared_words(target, url)
     context = context_of(text_config)
     if longest is not None and (context is None or longest < context):
         words += ["--max-model-len", str(longest + 1)]  # a request generates one token
@@ -69,7 +69,7 @@ def states_command(
     return environment + shlex.join(words)
 
 
-def _words(target: TargetConfig, url: str) -> list[str]:
+def _shared_words(target: TargetConfig, url: str) -> list[str]:
     """The words that servers of answers and of states have in common."""
     words = ["vllm", "serve", target.path]
     port = urlsplit(url).port
