@@ -138,6 +138,9 @@ def init(arguments: argparse.Namespace, unknown: list[str]) -> int:
         raise UserError("--states-server, --states: need --server, whose answers are learnt")
     files = recipe_files(requested, arguments.out, servers)
     for path, text in files.items():
+        if path.exists() and path.read_text(encoding="utf-8") != text:
+            raise UserError(f"{path}: is there already; name another --out, or remove it")
+    for path, text in files.items():
         write_text(path, text)
     print(f"{files[arguments.out]}\nwritten: {', '.join(map(str, files))}; what to type next:")
     print(f"aerie run {shlex.quote(str(arguments.out))}")

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
 from aerie.data.connector import CONNECTOR
@@ -72,7 +73,10 @@ def states_command(
 def _shared_words(target: TargetConfig, url: str) -> list[str]:
     """The words that servers of answers and of states have in common."""
     words = ["vllm", "serve", target.path]
-    port = urlsplit(url).port
+    try:
+        port = urlsplit(url).port
+    except ValueError as error:
+        raise UserError(f"{url}: {error}; a server is http://HOST:PORT/v1") from error
     if port not in (None, USUAL_PORT):
         words += ["--port", str(port)]
     if target.revision is not None:

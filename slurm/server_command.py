@@ -14,7 +14,7 @@ import argparse
 
 from aerie.configs.errors import exit_codes
 from aerie.configs.schema.recipe import add_arguments, load
-from aerie.run import is_left
+from aerie.run import is_left, urls_asked
 
 
 @exit_codes()
@@ -23,11 +23,11 @@ def main() -> None:
     parser.add_argument("stage", choices=("distill", "features", "train"))
     add_arguments(parser)
     arguments, overrides = parser.parse_known_args()
-    from aerie.data.servers import command_of_stage, urls_of_stage
+    from aerie.data.servers import command_of_stage
 
     recipe = load(arguments, overrides)
     stage = arguments.stage
-    urls = urls_of_stage(recipe, stage)
+    urls = urls_asked(recipe, stage)
     if urls and is_left(stage, sys.argv[2:]):
         print(command_of_stage(recipe, stage, urls[0]))
 

@@ -48,6 +48,9 @@ def test_what_is_requested_wins(port: int, capfd: Any) -> None:
     aerie init --target target --data chats.jsonl --out no.yaml --states /shared
         exit 2
         need --server
+    aerie init --target target --data chats.jsonl --out no.yaml --server http://a:x/v1
+        exit 2
+        http://a:x/v1: Port could not be cast
     aerie init --target target --data owner/name --out hub.yaml --server http://a/v1
         written: hub.yaml;
     """

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 import unicodedata
 from argparse import Namespace
 from collections import Counter
@@ -227,6 +228,7 @@ class Distillation:
     config: DistillConfig
     inputs: dict[str, Any]  # JSON-ready, without the gate, which changes no answer
     questions: Sequence[str] = ()  # of the evaluation
+    started: float = field(default_factory=time.time)
 
     @classmethod
     def of(
@@ -254,7 +256,8 @@ class Distillation:
 
     @property
     def stage(self) -> Stage:
-        return Stage("distill", self.directory, {**self.inputs, "gate": as_dict(self.config.gate)})
+        inputs = {**self.inputs, "gate": as_dict(self.config.gate)}
+        return Stage("distill", self.directory, inputs, started=self.started)
 
     @cached_property
     def overlap(self) -> Overlap:

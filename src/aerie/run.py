@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -201,10 +202,9 @@ def _run_stage(stage: str, words: list[str], processes: int | None, recipe: Reci
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     command = _command_of(stage, words)
-    from aerie.data.servers import urls_of_stage
-
-    if urls_of_stage(recipe, stage) and is_left(stage, words):
-        _require_server(recipe, stage)
+    urls = urls_asked(recipe, stage)
+    if urls and is_left(stage, words):
+        _require_server(recipe, stage, urls)
     if stage in ("features", "train"):
         processes = _number_of_processes(stage, processes, recipe)
         if processes != 1 and is_left(stage, words):
@@ -231,12 +231,20 @@ def is_left(stage: str, words: list[str]) -> bool:
     return COMMANDS[stage].run() == 1
 
 
-def _require_server(recipe: Recipe, stage: str) -> None:
-    """UserError with the command that starts one, if none of the stage's servers answers."""
-    from aerie.data.served_states import CONNECT_S, ServerFault, StateServer
-    from aerie.data.servers import command_of_stage, urls_of_stage
+def urls_asked(recipe: Recipe, stage: str) -> tuple[str, ...]:
+    """The servers that a stage asks."""
+    from aerie.data.servers import urls_of_stage
 
-    urls = urls_of_stage(recipe, stage)
+    if stage == "train" and not resume.reads_servers(recipe):
+        return ()
+    return urls_of_stage(recipe, stage)
+
+
+def _require_server(recipe: Recipe, stage: str, urls: Sequence[str]) -> None:
+    """UserError with the command that starts a server, if none of these answers."""
+    from aerie.data.served_states import CONNECT_S, ServerFault, StateServer
+    from aerie.data.servers import command_of_stage
+
     faults = []
     for url in urls:
         try:
