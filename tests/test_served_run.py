@@ -113,6 +113,8 @@ def test_a_run_asks_for_its_servers_and_goes_on(port: int, capfd: Any) -> None:
     aerie run r.yaml
         exit 2
         gives hidden states, and leaves a file of each answer; start it anew without
+    aerie status run
+        distill stopped 0 of 60 rows have ended
     """
     with VllmStandIn(Path("target"), (4,), states, port):
         tiny.session(again, capfd)
