@@ -167,7 +167,8 @@ def with_parts(requested: Requested, parts: dict[str, Part]) -> Requested:
     values = dict(requested)
     for name, part in parts.items():
         section = requested.get(name, {})
-        values[name] = section | part.values | section
+        if section is not None:  # null: it is left out
+            values[name] = section | part.values | section
     return values
 
 
@@ -442,6 +443,8 @@ def with_prompts(
     requested = dict(requested)
     for name, source in prompts.items():
         section = requested.get(name, {})
+        if section is None:  # it is not to be measured
+            continue
         named = section.get("prompts") or {}
         if not named.keys() & {"path", "tasks"}:
             named = source | named

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from aerie.configs.errors import UserError
 from aerie.configs.schema.recipe import Recipe
 from aerie.data.inputs import hashed_number, is_here
 from aerie.data.questions import read_question
@@ -23,6 +24,7 @@ TEMPERATURE = 0.8  # of the answers (SpecForge, its regeneration script)
 # vLLM's CPU build stops at a drawn answer with a seed whose prompt it reads in two steps (0.32).
 CPU_TEMPERATURE = 0.0
 MOST_ANSWER_TOKENS = 2048
+LEAST_QUESTIONS = 3  # one for bench, one for calibrate, one to learn from
 QUESTIONS_SHARE = 0.05  # of the data's questions, at most, for each of bench and calibrate
 TASKS_OF_THE_HUB = {"calibrate": "alpaca", "bench": "mt_bench"}  # where the data are on the Hub
 
@@ -49,6 +51,8 @@ def with_servers(
     if "prompt_field" in data:
         source |= {"kind": "prompts", "field": data.pop("prompt_field")}
         data.pop("completion_field", None)
+    if "limit" in data and len(data["conversations"]) == 1:  # of what is asked
+        source["num_rows"] = data.pop("limit")
     distill = {
         "sources": [{"path": path, **source} for path in data["conversations"]],
         "server": {"urls": servers.answers},
@@ -64,6 +68,9 @@ def with_servers(
         "states": servers.folder or f"{run}/states",
     }
     features = requested.get("features", {})
+    for section in (requested.get("distill", {}), features):
+        if not isinstance(section, dict) or section.get("server", servers) is None:
+            raise UserError("--server: distill.server and features.server cannot be null beside it")
     return {
         **requested,
         "data": data,
@@ -87,12 +94,14 @@ def _deep_union(values: dict[str, Any], winning: dict[str, Any]) -> dict[str, An
 def draw_questions(
     names: Sequence[str], field: str | None, most: int, longest: int
 ) -> tuple[list[Any], list[Any]]:
-    """Two lists of questions, JSON-ready, which have none in common.
+    """Two lists of questions, JSON-ready, which have none in common; UserError for too few.
 
     most: of each; longest: characters of one.
     """
     questions = dict[str, dict[str, Any]]()
+    num_read = 0
     for row in (row for name in names for row in read_rows(name)):
+        num_read += 1
         try:
             asked = read_question(row.value, field)
         except UnusableRow:
@@ -101,6 +110,11 @@ def draw_questions(
         text = json.dumps(messages, ensure_ascii=False)
         if asked.tools is None and len(text) <= longest:
             questions[text] = {"category": "own", "messages": messages}
+    if len(questions) < LEAST_QUESTIONS:
+        raise UserError(
+            f"{', '.join(names)}: {len(questions)} of {num_read:,} rows ask a question of at most "
+            f"{longest:,} characters without tools; --server needs {LEAST_QUESTIONS} or more"
+        )
     drawn = sorted(questions, key=lambda text: hashed_number(text, bits=64))
     count = max(1, min(most, int(QUESTIONS_SHARE * len(drawn))))
     numbered = [

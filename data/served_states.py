@@ -200,7 +200,8 @@ class StateServer:
         self._connections.add(connection)
         try:
             connection.connect()
-            connection.sock.settimeout(self.timeout_s)
+            # What is only asked for is there at once; states may take long.
+            connection.sock.settimeout(CONNECT_S if body is None else self.timeout_s)
             connection.request(method, parts.path + path, content, headers)
             response = connection.getresponse()
             status = response.status
@@ -332,22 +333,27 @@ class ServedStates:
 
     def _fetch(self, input_ids: Sequence[int]) -> Reply:
         attempts = 0
+        failed = set[StateServer]()
         while True:
             attempts += 1
-            with self._turn() as server:
+            with self._turn(failed) as server:
                 try:
                     return self._ask(server, server.model or self._check(server), input_ids)
                 except ServerFault as fault:
+                    failed.add(server)
                     self._leave(server, fault, attempts)
             if self._closing.wait(self._pause(attempts)):
                 raise UserError(f"{server.url}: is not asked any more")
 
     @contextmanager
-    def _turn(self) -> Iterator[StateServer]:
-        """The server with the fewest requests, of those that answer."""
+    def _turn(self, failed: set[StateServer]) -> Iterator[StateServer]:
+        """The server with the fewest requests, of those that answer and did not fail this row."""
         now = time.monotonic()
         with self._choosing:
-            server = min(self.servers, key=lambda other: (other.away_until > now, other.under_way))
+            server = min(
+                self.servers,
+                key=lambda other: (other in failed, other.away_until > now, other.under_way),
+            )
             server.under_way += 1
         try:
             yield server
@@ -359,7 +365,10 @@ class ServedStates:
         """Turns to other servers for a while; UserError after the last attempt."""
         if self._closing.is_set():
             raise UserError(f"{server.url}: is not asked any more") from fault
-        if attempts > self.config.retries:
+        others = [other for other in self.servers if other is not server]
+        one_answers = any(other.model for other in others)
+        # While one answers, each of the others may fail once without ending the stage.
+        if attempts > self.config.retries + (len(others) if one_answers else 0):
             raise UserError(
                 f"{server.url}: {fault} (attempts: {attempts:,}); run the same command again, "
                 f"which goes on, once a server answers; to start one: {self.command(server)}"
@@ -399,6 +408,7 @@ class ServedStates:
             "prompt": [*input_ids],
             "max_tokens": 1,
             "temperature": 0,
+            "repetition_penalty": 1,  # vLLM takes that of generation_config.json otherwise
             "detokenize": False,
             "return_token_ids": True,
             "request_id": self.folder.next_request(),
@@ -459,10 +469,13 @@ class ServedStates:
 
     def _check(self, server: StateServer) -> str:
         """Its model; UserError if it gives other states than the target's; ServerFault if none."""
+        is_first = not server.checking.locked()
         with server.checking:
             model = server.model
             if model:  # meanwhile another thread has looked
                 return model
+            if not is_first:
+                raise ServerFault("did not answer another request")
             entry = server.listing()
             room = entry.get("max_model_len")
             if room is not None and self.longest + 1 > room:

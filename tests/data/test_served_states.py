@@ -220,6 +220,18 @@ def test_one_of_two_answers(target: Target, plan: CachePlan, states: Path) -> No
         assert write(plan, target.recipe, away, server, retries=0) is not None
 
 
+def test_many_dead_servers(
+    target: Target, plan: CachePlan, states: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one server answers, others may be dead: they end no stage, however many they are."""
+    monkeypatch.setattr(served_states, "AWAY_S", 0.0)  # they are asked again and again
+    dead = [StateStandIn(target.model, IDS, states) for _ in range(3)]
+    for server in dead:
+        server.server_close()
+    with StateStandIn(target.model, IDS, states) as server:
+        assert write(plan, target.recipe, *dead, server, retries=1) is not None
+
+
 def test_nobody_answers(target: Target, plan: CachePlan, states: Path) -> None:
     """The line has the command that starts a server."""
     server = StateStandIn(target.model, IDS, states)
