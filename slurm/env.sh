@@ -103,7 +103,8 @@ asking() {
 # serve COMMAND: starts it on every server node, and waits until all servers answer. Sets $servers to the step's srun.
 serve() {
     local path="${AERIE_SERVER_VENV:+$(realpath "$AERIE_SERVER_VENV")/bin:}$PATH"
-    srun --nodes="$num_servers" --ntasks="$num_servers" --ntasks-per-node=1 --nodelist="$server_hosts" \
+    # One server that fails ends all, and so the job: none waits for it.
+    srun --kill-on-bad-exit=1 --nodes="$num_servers" --ntasks="$num_servers" --ntasks-per-node=1 --nodelist="$server_hosts" \
         env PATH="$path" bash -c "exec env $1 ${AERIE_SERVER_WORDS:-}" &
     servers=$!
     for url in "${server_urls[@]}"; do
