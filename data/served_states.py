@@ -396,6 +396,8 @@ class ServedStates:
         if states.shape != shape or states.dtype != self.shell.dtype:
             found = f"{states.dtype} {[*states.shape]}".removeprefix("torch.")
             raise ServerFault(f"it gave other states than before ({found})")
+        if not states.isfinite().all():
+            raise ServerFault("it gave states that are not finite")
         return reply
 
     def _raw(
@@ -418,7 +420,7 @@ class ServedStates:
             raise NoStates("gives answers, and no states")
         try:
             path = answer["kv_transfer_params"]["hidden_states_path"]
-            (next_token,) = answer["choices"][0]["token_ids"]
+            (next_token,) = map(int, answer["choices"][0]["token_ids"])
             # The folder has another name on the server; a file lies directly in it.
             name = PurePosixPath(path).name
         except (LookupError, TypeError, ValueError) as error:
@@ -430,7 +432,7 @@ class ServedStates:
         token_ids = tensors.get("token_ids")
         if states is None or token_ids is None or token_ids.tolist() != [*input_ids]:
             raise ServerFault("its file holds the states of other tokens")
-        return Reply(states, int(next_token))
+        return Reply(states, next_token)
 
     # --- whether servers are the right ones
 
@@ -469,16 +471,13 @@ class ServedStates:
 
     def _check(self, server: StateServer) -> str:
         """Its model; UserError if it gives other states than the target's; ServerFault if none."""
-        is_first = not server.checking.locked()
         with server.checking:
             model = server.model
             if model:  # meanwhile another thread has looked
                 return model
-            if not is_first:
-                raise ServerFault("did not answer another request")
             entry = server.listing()
             room = entry.get("max_model_len")
-            if room is not None and self.longest + 1 > room:
+            if isinstance(room, int) and self.longest + 1 > room:
                 raise UserError(
                     f"{server.url}: has room for {room:,} tokens (max_model_len), and the longest "
                     f"row needs {self.longest + 1:,}; lower data.max_length to {room - 1:,}, or "
@@ -517,6 +516,8 @@ class ServedStates:
         if states.dtype != dtype:
             names = [str(name).removeprefix("torch.") for name in (states.dtype, dtype)]
             return f"computes in {names[0]}, and the target is {names[1]}"
+        if states.ndim == 3 and len(states) != len(self.expected.rows[0]):
+            return f"gives states of {len(states)} of {len(self.expected.rows[0])} tokens"
         if states.ndim != 3 or states.shape[2] != self.hidden_size:
             return f"serves another model (states {[*states.shape]}, not of {self.hidden_size})"
         if states.shape[1] != len(self.ids):
