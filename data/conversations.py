@@ -14,18 +14,11 @@ from typing import Any, Literal, NamedTuple
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
 from aerie.data.inputs import hashed_number
+from aerie.data.marks import IS_CONTEXT
 from aerie.data.rows import RawRow, read_rows
-from aerie.data.turns import (
-    IS_CONTEXT,
-    SPOKEN_KEYS,
-    TOKEN_COLUMNS,
-    UNKNOWN_KEYS,
-    Message,
-    UnusableRow,
-    read_token_row,
-    read_turns,
-    unpacked,
-)
+from aerie.data.shapes import Message
+from aerie.data.turns import SPOKEN_KEYS, TOKEN_COLUMNS, UNKNOWN_KEYS, read_token_row, read_turns
+from aerie.data.values import UnusableRow, unpacked
 from aerie.model.storage import digest
 
 TallyKind = Literal["skipped", "mended", "left out"]  # 'left out': turns, tokens or keys

@@ -12,7 +12,9 @@ from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
 from aerie.data.conversations import Conversation
-from aerie.data.turns import THOUGHT_KEYS, Message, UnusableRow
+from aerie.data.shapes import Message
+from aerie.data.turns import THOUGHT_KEYS
+from aerie.data.values import UnusableRow
 
 Rendering = TypeVar("Rendering")
 

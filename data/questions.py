@@ -12,29 +12,22 @@ from typing import Any, NamedTuple
 
 from aerie.configs.errors import UserError, warn_once
 from aerie.data.conversations import from_first_question, joined_speakers
+from aerie.data.marks import IS_CONTEXT, MARK_KEYS
 from aerie.data.rows import RawRow, read_rows
+from aerie.data.shapes import SHAPES, Message
 from aerie.data.turns import (
-    IGNORE_KEYS,
-    IS_CONTEXT,
-    LEARN_KEYS,
     LISTS,
     PAIRS,
-    SHAPES,
     UNKNOWN_KEYS,
-    Message,
-    UnusableRow,
-    is_text,
     messages_of,
     require_context_columns,
     turns_in_list,
-    unpacked,
 )
+from aerie.data.values import UnusableRow, is_text, unpacked
 
 QUESTION_COLUMNS = SHAPES["questions"].split()
 # The columns of an answer, which is not read where a question is asked.
 IDLE_COLUMNS = (*(answer for _, answer in PAIRS), *SHAPES["idle_of_question"].split())
-
-MARK_KEYS = LEARN_KEYS | IGNORE_KEYS  # what a row says of learning is nothing to whoever asks
 
 NO_QUESTION = "an empty question, or no text"
 
@@ -56,6 +49,7 @@ def read_question(value: Any, field: str | None = None, last_only: bool = False)
     before it; otherwise each turn of the user is, after the target's own answers.
     """
     row = value if isinstance(value, Mapping) else {"prompt": value}
+    # What a row says of learning is nothing to whoever asks.
     row = {name: cell for name, cell in row.items() if name not in MARK_KEYS}
     turns, columns, are_texts = _asked_in(row, field)
     read = messages_of(row, turns, (*columns, *IDLE_COLUMNS))

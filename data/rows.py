@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from aerie.configs.errors import UserError
 from aerie.data.inputs import ROW_SUFFIXES, is_here, row_files
-from aerie.data.turns import JSON, object_of
+from aerie.data.values import JSON, object_of
 from aerie.model.hub import readable_errors
 from aerie.model.storage import first_line
 

@@ -18,7 +18,7 @@ from aerie.data.inputs import hashed_number, is_here
 from aerie.data.questions import read_question
 from aerie.data.rows import read_rows
 from aerie.data.servers import command_of_stage, urls_of_stage
-from aerie.data.turns import UnusableRow
+from aerie.data.values import UnusableRow
 
 TEMPERATURE = 0.8  # of the answers (SpecForge, its regeneration script)
 # vLLM's CPU build stops at a drawn answer with a seed whose prompt it reads in two steps (0.32).

@@ -30,7 +30,7 @@ from aerie.data.inputs import conversation_inputs, is_here
 from aerie.data.progress import run_ahead, start_progress
 from aerie.data.rendering import bound_to, recipe_tokenizer, writes_date
 from aerie.data.rows import hub_commit
-from aerie.data.turns import UnusableRow
+from aerie.data.values import UnusableRow
 from aerie.model.heads.eagle import DEFAULT_SIZE, DraftVocabulary
 from aerie.model.storage import (
     Manifest,

@@ -4,21 +4,16 @@ Keys that are not read are reasons to count; a row that means something else wit
 left out. The names that data sets use stand in shapes.yaml.
 """
 
-import ast
-import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from aerie.configs.errors import UserError
-from aerie.configs.read import read_yaml
-
-Message = dict[str, Any]  # role (user, assistant, system or tool), content, and maybe EXTRA_KEYS
+from aerie.data.marks import MARK_KEYS, mark_context, share_of
+from aerie.data.shapes import SHAPES, Message
+from aerie.data.tools import CALL_COLUMNS, TOOL_COLUMNS, calls_of, spoken_calls, tools_of
+from aerie.data.values import UnusableRow, is_empty, is_text, read_object, unpacked
 
 UNKNOWN_KEYS = "keys of no known shape"
 
-SHAPES = read_yaml(Path(__file__).with_name("shapes.yaml"))[0]
 ROLES: dict[str, str] = {}  # the role of each name that data sets use
 for _role, _names in SHAPES["roles"].items():
     ROLES |= dict.fromkeys(_names.split(), _role)
@@ -27,7 +22,6 @@ PAIRS = [tuple(pair) for pair in SHAPES["pairs"]]  # columns of a question and i
 LISTS = ("conversations", "messages", "conversation")  # columns of turns
 TOKEN_COLUMNS = ("input_ids", "loss_mask")
 SYSTEM_COLUMNS = ("system", "system_prompt")
-TOOL_COLUMNS = ("tools", "functions")
 SPEAKER_KEYS = ("from", "role", "speaker")
 TEXT_KEYS = ("value", "content", "text")
 # The first of each that is filled is read.
@@ -36,9 +30,6 @@ SAME_KEYS = {
     "message": (TEXT_KEYS, SPEAKER_KEYS),
     "part": (),
 }
-CALL_COLUMNS = ("tool_calls", "function_call")
-ARGUMENT_KEYS = ("arguments", "parameters", "input", "args", "kwargs")  # of a call
-CALL_KEYS = {"name", "id", "type", "index", "description", *ARGUMENT_KEYS}
 
 # What a turn may hold beside its text: a turn with one of SPOKEN_KEYS needs no text.
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
@@ -47,36 +38,20 @@ EXTRA_KEYS = {"assistant": SPOKEN_KEYS, "tool": ("tool_call_id", "name")}
 # Of a part of a content: the keys, and the types, under which it has a text.
 THOUGHT_PARTS = ("thinking", "reasoning")
 TEXT_PARTS = ("text", "input_text", "output_text", *THOUGHT_PARTS)
-
 THOUGHT_END = "</think>"  # ends a thought inside a content
-IS_CONTEXT = "is_context"  # of a message while its row is read; no template sees it
-LEARN_KEYS = frozenset(SHAPES["learn"].split())
-IGNORE_KEYS = frozenset(SHAPES["ignore"].split())
+
 UNREADABLE_KEYS = frozenset(SHAPES["unreadable"].split())
-MARKS = LEARN_KEYS | IGNORE_KEYS
-SAYS_YES = frozenset(SHAPES["says_yes"])
-SAYS_NO = frozenset(SHAPES["says_no"])
-UNKNOWN_MARK = -1.0  # a share that no mark can have
 MESSAGE_KEYS = {*SPEAKER_KEYS, *TEXT_KEYS, *TOOL_COLUMNS, *SHAPES["idle_of_message"].split()}
 MESSAGE_KEYS_READ = {  # by role
-    role: frozenset(MESSAGE_KEYS | MARKS | {*EXTRA_KEYS.get(role, ())}) for role in SHAPES["roles"]
+    role: frozenset(MESSAGE_KEYS | MARK_KEYS | {*EXTRA_KEYS.get(role, ())})
+    for role in SHAPES["roles"]
 }
 MESSAGE_KEYS_READ["assistant"] |= {"function_call"}
 PART_KEYS_READ = frozenset({"type", *TEXT_PARTS, *SHAPES["idle_of_part"].split()})
 ROW_KEYS_READ = frozenset(
-    {*LISTS, *SYSTEM_COLUMNS, *TOOL_COLUMNS, *MARKS}
+    {*LISTS, *SYSTEM_COLUMNS, *TOOL_COLUMNS, *MARK_KEYS}
     | {*SHAPES["desired"].split(), *SHAPES["idle_of_row"].split()}
 )
-MAX_DEPTH = 100  # of lists and objects in each other; templates write them by recursion
-
-
-class UnusableRow(UserError):
-    """Carries a reason, which is counted, and a sentence about this row."""
-
-    def __init__(self, reason: str, sentence: str) -> None:
-        super().__init__(": ".join(filter(None, (reason, sentence))))
-        self.reason = reason
-        self.sentence = sentence
 
 
 class RowTurns(NamedTuple):
@@ -85,103 +60,6 @@ class RowTurns(NamedTuple):
     messages: list[Message]  # with the key IS_CONTEXT in an answer that is not to be learnt
     tools: list[Any] | None
     unread: set[str]  # what the row also holds, as reasons to count
-
-
-# --- values ---------------------------------------------------------------------------------------
-
-
-def is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
-class TwoValues:
-    """Stands for the value of a key that an object has twice; no reader takes it for a value."""
-
-    def __repr__(self) -> str:
-        return "two values"
-
-
-def object_of(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """The object that has these keys and values."""
-    pairs = list(pairs)
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        for key, value in pairs:
-            if values[key] != value:
-                values[key] = TwoValues()
-    return values
-
-
-JSON = json.JSONDecoder(object_pairs_hook=object_of)
-# What the parsers of JSON and of Python raise for a text that is not theirs, or nests too deeply
-NOT_READ = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
-
-
-def from_json(value: Any) -> Any:
-    """What a text of JSON holds; anything else as it is."""
-    if isinstance(value, str):
-        with suppress(ValueError, RecursionError):
-            decoded = json.loads(value)
-            return decoded if is_plain(decoded) else value
-    return value
-
-
-def unpacked(value: Any, brackets: tuple[str, ...] = ("[",)) -> Any:
-    """The list in a column, also if it is JSON or, as pandas writes into a CSV cell, Python."""
-    if isinstance(value, str) and value.lstrip().startswith(brackets):
-        for read in (JSON.decode, ast.literal_eval):
-            with suppress(*NOT_READ):
-                return read(value.strip())
-    return value
-
-
-def read_object(value: Any) -> Any:
-    """The object or the list in a text of JSON, as `datasets` writes an item, or of Python."""
-    return unpacked(value, ("[", "{"))
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value is one of JSON, of at most MAX_DEPTH levels."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        inner = list[Any]()
-        for part in level:
-            if isinstance(part, dict):
-                inner += part.keys()
-                inner += part.values()
-                if not all(isinstance(key, str) for key in part):
-                    return False
-            elif isinstance(part, list):
-                inner += part
-            elif not isinstance(part, str | int | float | None):
-                return False
-        if not inner:
-            return True
-        level = inner
-    return False
-
-
-def _transposed(turns: Any) -> Any:
-    """The list of turns, also where a data set keeps a list for each key of a turn."""
-    if isinstance(turns, list):
-        return list(map(read_object, turns))
-    if not isinstance(turns, Mapping) or not all(isinstance(part, list) for part in turns.values()):
-        return turns
-    if len({len(part) for part in turns.values()}) > 1:
-        return turns
-    return [dict(zip(turns, parts, strict=True)) for parts in zip(*turns.values(), strict=True)]
-
-
-def _is_empty(value: Any) -> bool:
-    """Whether a value says nothing; Arrow fills in nulls where another row has a value."""
-    try:
-        if isinstance(value, Mapping):
-            return all(map(_is_empty, value.values()))
-        if isinstance(value, list | tuple):
-            return all(map(_is_empty, value))
-    except RecursionError:  # hundreds of levels
-        return False
-    return value is None or (isinstance(value, str) and value.strip() in ("", "[]", "{}"))
 
 
 # --- the columns of the turns ---------------------------------------------------------------------
@@ -200,13 +78,13 @@ def read_turns(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> RowTurns
     read = messages_of(row, turns, columns, are_chosen=columns[:2] == fields)
     num_turns = len(turns)  # the row's system turn stands before them
     said = read.messages[-num_turns:] if turns else []
-    return read._replace(unread=read.unread | _mark_context(row, turns, said))
+    return read._replace(unread=read.unread | mark_context(row, turns, said))
 
 
 def read_token_row(row: Mapping[str, Any]) -> set[str]:
     """Reasons for keys beside a row's token ids; UnusableRow if it is not to be learnt."""
     beside = {name: value for name, value in row.items() if name not in TOKEN_COLUMNS}
-    return _unread_keys(beside, [], [], (), False) | _mark_context(beside, [], [])
+    return _unread_keys(beside, [], [], (), False) | mark_context(beside, [], [])
 
 
 def messages_of(
@@ -218,7 +96,7 @@ def messages_of(
     """
     messages = [_message(turn, number) for number, turn in enumerate(turns, start=1)]
     unread = _unread_keys(row, turns, messages, columns, are_chosen)
-    tools = _tools_of(row, turns)
+    tools = tools_of(row, turns)
     for name in SYSTEM_COLUMNS:
         if not isinstance(row.get(name), str | None):
             raise UnusableRow("a system column is no text", name)
@@ -257,6 +135,17 @@ def _turns_of(row: Mapping[str, Any], fields: tuple[str, ...]) -> tuple[list[Any
     raise UnusableRow(UNKNOWN_KEYS, f"has keys {', '.join(map(str, row))}; expected {expected}")
 
 
+def _transposed(turns: Any) -> Any:
+    """The list of turns, also where a data set keeps a list for each key of a turn."""
+    if isinstance(turns, list):
+        return list(map(read_object, turns))
+    if not isinstance(turns, Mapping) or not all(isinstance(part, list) for part in turns.values()):
+        return turns
+    if len({len(part) for part in turns.values()}) > 1:
+        return turns
+    return [dict(zip(turns, parts, strict=True)) for parts in zip(*turns.values(), strict=True)]
+
+
 def turns_in_list(row: Mapping[str, Any], name: str) -> list[Any]:
     """The turns in a column; UnusableRow if it holds no list."""
     turns = _transposed(unpacked(row[name]))
@@ -268,7 +157,7 @@ def turns_in_list(row: Mapping[str, Any], name: str) -> list[Any]:
 def require_context_columns(row: Mapping[str, Any], read: tuple[str, ...]) -> None:
     """UnusableRow if a column without which the question means nothing is not read."""
     for name in SHAPES["needed_by_pairs"].split():
-        if name not in read and not _is_empty(row.get(name)):
+        if name not in read and not is_empty(row.get(name)):
             raise UnusableRow(f'row key "{name}" cannot be read', "its question needs it")
     if "input" not in read and not isinstance(row.get("input"), str) and row.get("input"):
         raise UnusableRow('row key "input" is no text', "its question needs it")
@@ -336,11 +225,11 @@ def _message(turn: Any, number: int) -> Message:
         if turn.get(key) is not None and turn[key] not in ([], {}):
             message[key] = turn[key]
     message.pop("tool_calls", None)
-    if calls := _calls_of(turn, role, number):
+    if calls := calls_of(turn, role, number):
         message["tool_calls"] = calls
     if name in CALLERS and text:
         before, close, call = text.rpartition(THOUGHT_END)
-        message |= {"content": before + close, "tool_calls": _spoken_calls(call, turn, number)}
+        message |= {"content": before + close, "tool_calls": spoken_calls(call, turn, number)}
     for key in message.keys() - {"tool_calls"}:
         kinds = str | int if key == "tool_call_id" else str
         if not isinstance(message[key], kinds):
@@ -352,36 +241,11 @@ def _message(turn: Any, number: int) -> Message:
     return message
 
 
-def _calls_of(turn: Mapping[str, Any], role: str, number: int) -> list[Any]:
-    """The calls of tools of a turn; none if it has none."""
-    calls = list[Any]()
-    for key in CALL_COLUMNS:
-        if turn.get(key) is None or _is_empty(turn[key]):
-            continue
-        if role != "assistant":
-            raise UnusableRow("a turn that is no answer calls tools", f"turn {number}")
-        same = calls
-        calls = tool_calls_of(turn[key], number)
-        require_arguments(calls, number)
-        if same and [call["function"] for call in same] != [call["function"] for call in calls]:
-            raise UnusableRow("a turn has two sets of calls", f"turn {number}")
-        calls = same or calls
-    return calls
-
-
-def _spoken_calls(text: str, turn: Mapping[str, Any], number: int) -> list[Any]:
-    """The calls in ShareGPT's turn of calls."""
-    calls = read_object(text)
-    if isinstance(calls, str):
-        raise UnusableRow("a call is no JSON", f"turn {number}: {text.strip()!r:.60}")
-    return _calls_of({**turn, "function_call": calls}, "assistant", number)
-
-
 def _text_of(turn: Mapping[str, Any], number: int) -> tuple[str, str]:
     """A turn's text and, from content in parts, its thought."""
     names = [name for name in TEXT_KEYS if turn.get(name) is not None]
     has_text = not turn.keys().isdisjoint(TEXT_KEYS)
-    if not has_text and all(_is_empty(turn.get(key)) for key in (*SPOKEN_KEYS, *CALL_COLUMNS)):
+    if not has_text and all(is_empty(turn.get(key)) for key in (*SPOKEN_KEYS, *CALL_COLUMNS)):
         keys = ", ".join(map(str, turn))
         raise UnusableRow("a turn has no text", f"turn {number} has keys {keys}; expected content")
     content = turn[names[0]] if names else ""
@@ -424,91 +288,6 @@ def _joined_parts(parts: list[Any], number: int) -> tuple[str, str]:
     return "".join(texts), "".join(thoughts)
 
 
-# --- tools and their calls ------------------------------------------------------------------------
-
-
-def tool_calls_of(calls: Any, number: int) -> list[Any]:
-    """The calls as OpenAI writes them, with arguments as an object where they are one.
-
-    A template would quote JSON text twice.
-    """
-    calls = read_object(calls)
-    if isinstance(calls, Mapping):
-        calls = [calls]
-    if not isinstance(calls, list):
-        raise UnusableRow("tool calls are no list", f"turn {number}")
-    return [_call_of(read_object(call), number) for call in calls]
-
-
-def _call_of(call: Any, number: int) -> dict[str, Any]:
-    function = call
-    if isinstance(call, Mapping) and call.get("function"):
-        function = read_object(call["function"])
-    if not isinstance(function, Mapping) or not is_text(function.get("name")):
-        raise UnusableRow("a tool call names no function", f"turn {number}")
-    holders = [call, function]
-    odd = (call.keys() - {"function"} | function.keys()) - CALL_KEYS
-    odd = {key for key in odd if not all(_is_empty(holder.get(key)) for holder in holders)}
-    rest = {key: value for key, value in call.items() if key in ("id", "type", "index")}
-    odd |= {key for key, value in rest.items() if not isinstance(value, str | int | None)}
-    if odd:
-        raise UnusableRow(f'call key "{min(map(str, odd))}" cannot be read', f"turn {number}")
-    values = [holder[key] for holder in holders for key in ARGUMENT_KEYS if holder.get(key)]
-    values = [object_or_text(value) for value in values]
-    if any(value != values[0] for value in values) or call.get("name") not in (
-        None,
-        function["name"],
-    ):
-        raise UnusableRow("a tool call says two things", f"turn {number}")
-    named_call = {"name": function["name"], "arguments": values[0] if values else {}}
-    return {**rest, "type": "function", "function": named_call}
-
-
-def object_or_text(arguments: Any) -> Any:
-    """The arguments of a call as an object, or as they are if they are none."""
-    value = read_object(arguments)
-    return value if isinstance(value, dict) and is_plain(value) else arguments
-
-
-def require_arguments(calls: list[Any], number: int) -> None:
-    """UnusableRow if the arguments of a call are no object of JSON."""
-    for call in calls:
-        arguments = call["function"]["arguments"]
-        if not isinstance(arguments, dict) or not is_plain(arguments):
-            raise UnusableRow(
-                "the arguments of a call are no JSON object", f"turn {number}: {arguments!r:.60}"
-            )
-
-
-def _tools_of(row: Mapping[str, Any], turns: list[Any]) -> list[Any] | None:
-    """The tools of a row or of one of its turns, each as OpenAI writes it."""
-    tools: list[Any] | None = None
-    for holder in (row, *turns):
-        for name in TOOL_COLUMNS:
-            if holder.get(name) and not _is_empty(holder[name]):
-                more = _tools_as_openai(holder[name])
-                if tools not in (None, more):
-                    raise UnusableRow("the row has several sets of tools", "")
-                tools = more
-    return tools
-
-
-def _tools_as_openai(tools: Any) -> list[Any]:
-    tools = read_object(tools)
-    if isinstance(tools, Mapping) and not tools.keys().isdisjoint(("function", "name")):
-        tools = [tools]
-    if not isinstance(tools, list):
-        raise UnusableRow("tools are no list", f"'tools' is {type(tools).__name__}")
-    as_openai = list[Any]()
-    for tool in map(read_object, tools):
-        is_object = isinstance(tool, Mapping) and is_plain(tool)
-        if not is_object or not isinstance(tool.get("function", {}), Mapping):
-            raise UnusableRow("a tool is no object", f"{tool!r:.60}")
-        is_bare = "function" not in tool and "name" in tool
-        as_openai.append({"type": "function", "function": tool} if is_bare else tool)
-    return as_openai
-
-
 # --- keys beside the text -------------------------------------------------------------------------
 
 
@@ -526,15 +305,15 @@ def _unread_keys(
         for key in values.keys() - read:
             value = values[key]
             is_said = holder == "row" and any(value in turn.values() for turn in turns)
-            is_yes = holder == "part" and key in MARKS and _share_of(key, value) == 1
-            if _is_empty(value) or is_said or is_yes:
+            is_yes = holder == "part" and key in MARK_KEYS and share_of(key, value) == 1
+            if is_empty(value) or is_said or is_yes:
                 continue
-            is_needed = key in UNREADABLE_KEYS or (holder == "part" and key in MARKS)
+            is_needed = key in UNREADABLE_KEYS or (holder == "part" and key in MARK_KEYS)
             if is_needed and not (are_chosen and holder == "row"):
                 raise UnusableRow(f'{holder} key "{key}" cannot be read', "")
             unread.add(f'{holder} key "{key}" is not read')
         for same in SAME_KEYS[holder]:
-            filled = [key for key in same if key in values and not _is_empty(values[key])]
+            filled = [key for key in same if key in values and not is_empty(values[key])]
             for key in filled[1:]:
                 if values[key] != values[filled[0]] and key not in columns:
                     reason = f'{holder} key "{key}" is not read, as there is "{filled[0]}"'
@@ -562,76 +341,3 @@ def _parts_in(content: list[Any]) -> Iterator[Mapping[str, Any]]:
             for key in TEXT_PARTS:
                 if isinstance(part.get(key), list):
                     yield from _parts_in(part[key])
-
-
-def _mark_context(row: Mapping[str, Any], turns: list[Any], messages: list[Message]) -> set[str]:
-    """Marks the answers that their data set does not want to be learnt; reasons for odd marks."""
-    unread = set[str]()
-    if all(map(MARKS.isdisjoint, [row, *turns])):
-        return unread
-    answers = [message for message in messages if message["role"] == "assistant"]
-    marks = list(zip(messages, turns, strict=True))
-    for name in row:
-        if name not in MARKS:
-            continue
-        flags = unpacked(row[name])
-        if isinstance(flags, list) and flags:
-            marked = {len(messages): messages, len(answers): answers}.get(len(flags))
-            if marked is None:
-                raise UnusableRow(
-                    "the marks of turns to learn do not fit the turns",
-                    f"{name!r} has {len(flags)} of them, for {len(messages)} turns",
-                )
-            marks += [(message, {name: flag}) for message, flag in zip(marked, flags, strict=True)]
-            continue
-        share = _share_of(name, flags)
-        if share == 0:
-            raise UnusableRow("the row is marked as not to be learnt", name)
-        if share == UNKNOWN_MARK:
-            raise UnusableRow(f'row key "{name}" is no mark that is known', f"{flags!r:.60}")
-        if share != 1:
-            unread.add(f'row key "{name}" is not read')
-    for message, flags in marks:
-        for name in flags.keys() & MARKS:
-            if message["role"] == "assistant":
-                unread |= _mark_answer(message, name, flags[name])
-            elif flags[name] is True and name in LEARN_KEYS:
-                unread.add("a turn that is no answer is marked as to be learnt")
-    return unread
-
-
-def _mark_answer(message: Message, name: str, flag: Any) -> set[str]:
-    """Marks an answer as context if its mark says so; a reason for an odd mark."""
-    share = _share_of(name, flag)
-    if share in (0, UNKNOWN_MARK):
-        message[IS_CONTEXT] = True
-    if share == UNKNOWN_MARK:
-        return {f'the mark "{name}" is none that is known: its answer is not learnt'}
-    if share not in (0, 1):
-        return {f'the mark "{name}" is neither 0 nor 1: its answer is learnt as a whole'}
-    return set()
-
-
-def _share_of(name: str, flag: Any) -> float:
-    """How much a mark lets be learnt: 0, 1, another weight or UNKNOWN_MARK."""
-    if name in IGNORE_KEYS:
-        return {0.0: 1.0, 1.0: 0.0}.get(_number_in(flag, 0.0), UNKNOWN_MARK)
-    return _number_in(flag, 1.0)
-
-
-def _number_in(flag: Any, if_empty: float) -> float:
-    """The number that a mark says, at most 2: 0 for false, 1 for true."""
-    if _is_empty(flag):
-        return if_empty
-    if isinstance(flag, list) and is_plain(flag):
-        numbers = {_number_in(part, if_empty) for part in flag}
-        return numbers.pop() if len(numbers) == 1 else UNKNOWN_MARK
-    if isinstance(flag, str):
-        word = flag.strip().lower()
-        if word in SAYS_NO | SAYS_YES:
-            return float(word in SAYS_YES)
-        with suppress(ValueError):
-            flag = float(word)
-    if isinstance(flag, int | float) and flag >= 0:
-        return float(min(flag, 2))
-    return UNKNOWN_MARK

@@ -17,8 +17,8 @@ VERIFY, TREE, STOP, SAMPLING = (
     f"infer/decode/{name}.py" for name in ("verify", "dynamic_tree", "stop", "sampling")
 )
 LOSSES = "train/losses.py"
-CHAT, FORMS, TURNS, CONVERSATIONS, ROWS = (
-    f"data/{name}.py" for name in ("chat", "forms", "turns", "conversations", "rows")
+CHAT, SAID, FORMS, TURNS, MARKS, VALUES, CONVERSATIONS, ROWS = (
+    f"data/{name}.py" for name in "chat said forms turns marks values conversations rows".split()
 )
 TESTS = {
     VERIFY: ["tests/infer/test_verify.py", "tests/infer/test_recorder.py"],
@@ -27,7 +27,10 @@ TESTS = {
     SAMPLING: ["tests/infer/test_verify.py"],
     LOSSES: ["tests/train/test_losses.py"],
     CHAT: ["tests/data/test_chat.py", "tests/data/test_templates.py"],
+    SAID: ["tests/data/test_chat.py", "tests/data/test_templates.py"],
     FORMS: ["tests/data/test_chat.py", "tests/data/test_templates.py"],
+    MARKS: ["tests/data/test_conversations.py", "tests/data/test_turns.py"],
+    VALUES: ["tests/data/test_turns.py"],
     CONVERSATIONS: ["tests/data/test_conversations.py"],
     TURNS: ["tests/data/test_conversations.py", "tests/data/test_turns.py"],
     ROWS: ["tests/data/test_conversations.py", "tests/data/test_turns.py"],
@@ -93,10 +96,10 @@ MUTANTS = [  # file, text that occurs once, its replacement
     (CHAT, "max(said, answer.start)", "answer.start"),
     (CHAT, "                said_end = start\n", ""),
     (CHAT, "require_said(context, text[len(before) : start])", "pass"),
-    (CHAT, "(conversation.tools or ()) if indices.start == 0 else ()", "()"),
-    (CHAT, "thoughts if with_thoughts else ()", "()"),
-    (CHAT, '*_leaves(call["function"]["arguments"])', ""),
-    (CHAT, "if _writes_python(message, text[start:]):", "if False:"),
+    (SAID, "(conversation.tools or ()) if indices.start == 0 else ()", "()"),
+    (SAID, "thoughts if with_thoughts else ()", "()"),
+    (SAID, '*_leaves(call["function"]["arguments"])', ""),
+    (CHAT, "if writes_python(message, text[start:]):", "if False:"),
     (CHAT, "if answer.stop < len(ids) and ids[answer.stop] in self.end_ids:", "if False:"),
     (CHAT, "text=rendered.text + closer", "text=rendered.text"),
     (CHAT, "if self._joins_answers(", "if False and self._joins_answers("),
@@ -106,15 +109,15 @@ MUTANTS = [  # file, text that occurs once, its replacement
     (FORMS, 'text = json.dumps(function["arguments"], ensure_ascii=False)', "text = str(function)"),
     (FORMS, "results = [by_id[number] for number in ids]", "results = results[::-1]"),
     (FORMS, 'parts += [{**spoken, "tool_calls": [call]}, result]', "parts += [spoken, result]"),
-    (TURNS, "message[IS_CONTEXT] = True", "pass"),
+    (MARKS, "message[IS_CONTEXT] = True", "pass"),
     (TURNS, "unread.add(f'{holder} key \"{key}\" is not read')", "pass"),
     (TURNS, "is_needed = key in UNREADABLE_KEYS or", "is_needed = False or"),
     (TURNS, 'yield "part", part, PART_KEYS_READ', "pass"),
-    (TURNS, "values[key] = TwoValues()", "pass"),
+    (VALUES, "values[key] = TwoValues()", "pass"),
     (CONVERSATIONS, 'message["role"] not in ("tool", "system")', 'message["role"] != "tool"'),
     (ROWS, "for key, part in value.items() if part is not None", "for key, part in value.items()"),
     (ROWS, "if isinstance(kind, JsonType) and isinstance(value, str):", "if False:"),
-    (ROWS, "return value.date().isoformat() if is_midnight else value.isoformat()", "return value"),
+    (ROWS, "return value.date().isoformat()", "return value"),
 ]
 
 

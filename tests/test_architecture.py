@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import mutants
+
 ROOT = Path(__file__).resolve().parent.parent
 LADDER = {
     "configs": {"configs"},
@@ -115,3 +117,9 @@ def test_every_third_party_import_is_declared(paths: list[Path], extras: str) ->
         if not known & {normal(provider) for provider in providers}:
             undeclared.append(name)
     assert undeclared == []
+
+
+def test_a_mutant_breaks_one_line() -> None:
+    """What `python tests/mutants.py` replaces stands once in its file, also after a rebuild."""
+    texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in mutants.TESTS}
+    assert [old for file, old, _ in mutants.MUTANTS if texts[file].count(old) != 1] == []

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from aerie.configs.errors import UserError, masked, warn
 from aerie.configs.read import adapter
 from aerie.configs.schema.data import AnswerSamplingConfig, ServerConfig
-from aerie.data.chat import Chat, answer_text, find_said, render_prompt, said_by
+from aerie.data.chat import Chat, answer_text, render_prompt
 from aerie.data.conversations import Conversation, Tally, system_turns
 from aerie.data.forms import (
     CLOSE,
@@ -25,7 +25,10 @@ from aerie.data.forms import (
     THOUGHT_FORMS,
     MessageForm,
 )
-from aerie.data.turns import Message, UnusableRow, require_arguments, tool_calls_of
+from aerie.data.said import find_said, said_by
+from aerie.data.shapes import Message
+from aerie.data.tools import require_arguments, tool_calls_of
+from aerie.data.values import UnusableRow
 from aerie.model.storage import first_line
 
 TOO_LONG = "too long for the target's context"

@@ -43,7 +43,8 @@ from aerie.data.distill.prompts import (
 from aerie.data.inputs import conversation_inputs, hashed_number
 from aerie.data.progress import JobShare, start_progress
 from aerie.data.rendering import recipe_tokenizer
-from aerie.data.turns import Message, UnusableRow
+from aerie.data.shapes import Message
+from aerie.data.values import UnusableRow
 from aerie.model import storage
 from aerie.model.storage import Lock, Manifest, Stage
 from aerie.model.target import target_end_ids

@@ -17,7 +17,8 @@ from aerie.configs.schema.data import DistillConfig, SourceConfig
 from aerie.data.inputs import hashed_number
 from aerie.data.questions import read_question, tell_unread
 from aerie.data.rows import RawRow, read_rows
-from aerie.data.turns import UNKNOWN_KEYS, UnusableRow
+from aerie.data.turns import UNKNOWN_KEYS
+from aerie.data.values import UnusableRow
 from aerie.model.storage import digest
 
 TEXTS = read_yaml(Path(__file__).with_name("prompts.yaml"))[0]

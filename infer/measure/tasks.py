@@ -23,7 +23,8 @@ from aerie.data.conversations import Tally, load_conversations, system_turns
 from aerie.data.inputs import ROW_SUFFIXES
 from aerie.data.questions import RowQuestion, each_turn, read_question, tell_unread
 from aerie.data.rows import hub_commit, read_rows
-from aerie.data.turns import Message, UnusableRow, is_text
+from aerie.data.shapes import Message
+from aerie.data.values import UnusableRow, is_text
 from aerie.infer.measure.statistics import grouped
 from aerie.model.storage import digest, file_digest
 from aerie.model.target import Target

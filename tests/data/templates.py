@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from aerie.data.chat import Chat, Rendered
 from aerie.data.conversations import Conversation, Tally
-from aerie.data.turns import Message, UnusableRow
+from aerie.data.shapes import Message
+from aerie.data.values import UnusableRow
 from tests.data.chat_targets import build_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs/data.md"

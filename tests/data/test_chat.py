@@ -13,7 +13,7 @@ from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data.chat import Chat, TokenRow, answer_text
 from aerie.data.conversations import Conversation, Tally
-from aerie.data.turns import UnusableRow
+from aerie.data.values import UnusableRow
 from aerie.model.storage import template_path
 from aerie.model.target import target_end_ids
 from tests import tiny

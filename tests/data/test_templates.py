@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from aerie.data.turns import UnusableRow
+from aerie.data.values import UnusableRow
 from tests.data import templates
 
 PATHS = templates.template_paths()

@@ -15,7 +15,7 @@ from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
 from aerie.data.conversations import Tally, load_conversations
 from aerie.data.questions import read_question
-from aerie.data.turns import UnusableRow, from_json
+from aerie.data.values import UnusableRow, from_json
 from tests.tiny import write_rows
 
 ASK = {"role": "user", "content": "hello"}

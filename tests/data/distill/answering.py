@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from aerie.data import main
 from aerie.data.distill.answer import Answer, Outcome, Thinking
-from aerie.data.turns import Message
+from aerie.data.shapes import Message
 from tests import tiny
 from tests.tiny import call, read_rows
 

@@ -20,7 +20,7 @@ from aerie.data.distill.answer import Answer, Ask, Outcome, Unanswered
 from aerie.data.distill.distillation import Distillation, flaws
 from aerie.data.distill.prompts import InputRow, make_prompts, plan_line
 from aerie.data.progress import JobShare
-from aerie.data.turns import Message
+from aerie.data.shapes import Message
 from aerie.model.target import Target
 from tests import tiny
 from tests.data.chat_targets import NO_SYSTEM
