@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import torch
 
@@ -53,9 +54,10 @@ def with_servers(
         data.pop("completion_field", None)
     if "limit" in data and len(data["conversations"]) == 1:  # of what is asked
         source["num_rows"] = data.pop("limit")
+    answers = list(map(_of_api, servers.answers))
     distill = {
         "sources": [{"path": path, **source} for path in data["conversations"]],
-        "server": {"urls": servers.answers},
+        "server": {"urls": answers},
         "sampling": {
             "temperature": TEMPERATURE if torch.cuda.is_available() else CPU_TEMPERATURE,
             # Question and answer share the context.
@@ -64,7 +66,7 @@ def with_servers(
     }
     data["conversations"] = [f"{run}/distilled/conversations.jsonl"]
     states = {
-        "urls": servers.states or servers.answers,
+        "urls": list(map(_of_api, servers.states)) or answers,
         "states": servers.folder or f"{run}/states",
     }
     features = requested.get("features", {})
@@ -77,6 +79,11 @@ def with_servers(
         "distill": _deep_union(distill, requested.get("distill", {})),
         "features": {**features, "server": _deep_union(states, features.get("server") or {})},
     }
+
+
+def _of_api(url: str) -> str:
+    """A server's address with the path of its API, if it is given without one."""
+    return url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1"
 
 
 def _deep_union(values: dict[str, Any], winning: dict[str, Any]) -> dict[str, Any]:

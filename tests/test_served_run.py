@@ -53,9 +53,20 @@ def test_what_is_requested_wins(port: int, capfd: Any) -> None:
         http://a:x/v1: Port could not be cast
     aerie init --target target --data owner/name --out hub.yaml --server http://a/v1
         written: hub.yaml;
+    {bare} --out bare.yaml --data.limit 7 --bench null
+        written: bare.yaml
+    {bare} --out no.yaml --distill.server null
+        exit 2
+        cannot be null
+    aerie init --target target --data few.jsonl --out no.yaml --server http://a
+        exit 2
+        few.jsonl: 2 of 2 rows ask a question
+        needs 3 or more
     """
+    tiny.write_conversations(Path("few.jsonl"), 2)
     init = " ".join(f"{INIT} {options}".split()).format(port=port)
-    tiny.session(text, capfd, init=init, port=port)
+    bare = "aerie init --target target --data chats.jsonl --server http://a"
+    tiny.session(text, capfd, init=init, port=port, bare=bare)
     recipe = load(Path("r.yaml"))
     assert recipe.distill is not None and recipe.features.server is not None
     assert (recipe.distill.seed, recipe.distill.sources[0].system_prompt) == (3, "Be.")
@@ -66,6 +77,9 @@ def test_what_is_requested_wins(port: int, capfd: Any) -> None:
     assert recipe.bench is not None and recipe.bench.prompts.path is None
     assert recipe.calibrate is not None and recipe.calibrate.prompts.path == "r.calibrate.jsonl"
     assert recipe.calibrate.prompts.system_prompt == "Be."
+    short = load(Path("bare.yaml"))
+    assert short.distill is not None and short.distill.server is not None and short.bench is None
+    assert short.distill.server.urls == ("http://a/v1",) and short.distill.sources[0].num_rows == 7
     hub = load(Path("hub.yaml"))
     assert hub.bench is not None and hub.bench.prompts.tasks[0].name == "mt_bench"
 

@@ -119,13 +119,13 @@ class DataConfig(RenderConfig):
 class StateServersConfig(Section):
     """vLLM servers of the target that give its states (extract_hidden_states)."""
 
-    urls: Some[Annotated[str, Field(pattern="^https?://")]] = key(
-        "base URLs, such as http://host:8000/v1"
+    urls: Some[Annotated[str, Field(pattern="^https?://[^@]+$")]] = key(
+        "base URLs, such as http://host:8000/v1; a key for them: OPENAI_API_KEY"
     )
     states: Place = key(
         "the folder to which the servers write (their shared_storage_path), as it is named here"
     )
-    concurrency: PositiveInt = key("requests under way at each URL", default=16)
+    concurrency: PositiveInt = key("requests under way, for each URL, of each process", default=16)
     timeout_s: PositiveFloat = key("a server may take for one row", default=600.0)
     retries: NonNegativeInt = key(
         "of one row, on another server if there is one, with pauses of 1, 2, 4, ... s where "
