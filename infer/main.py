@@ -1,5 +1,6 @@
 """Decode with a draft head, calibrate, measure and tune it, report, and prove it lossless."""
 
+import json
 import shlex
 import sys
 from argparse import Namespace
@@ -37,6 +38,7 @@ from aerie.model.hub import head_directory, is_on_hub, require_target
 
 SECTIONS = {"bench": BenchConfig, "calibrate": CalibrateConfig, "tune": TuneConfig}
 ROW_KEYS = ("tree.", "lookup.", "lookahead.")  # of generate and chat: they change the row
+DIAGNOSIS = "diagnose.json"
 TRAINING_FACTS = ("steps", "total_steps", "tokens", "train_seconds", "ended")
 TUNABLE = tuple(kind for kind, name in USUAL.items() if METHODS[name].tree["shape"] != "static")  # type: ignore[index]
 
@@ -224,6 +226,54 @@ def _measure_stage(
             target = load_quietly(recipe.target, recipe.threads)
             facts = measure(target, recipe_tokenizer(recipe.target, recipe.data))
             stage.finish(hardware=describe_machine(target), heads=digests, **facts)
+    return 0
+
+
+def diagnose(arguments: Namespace, unknown: list[str]) -> int:
+    """why a head is accepted less than it should be: the cause, its evidence and the fix"""
+    pairs = pairs_of(unknown)
+    if arguments.config:
+        recipe = load(arguments, unknown)
+        target = recipe.target
+        head = str(arguments.head or recipe.head_output)
+        section = recipe.bench or recipe.calibrate or BenchConfig()
+        prompts = _prompts(section.prompts, recipe, 0)
+    elif arguments.target and arguments.head and arguments.prompts:
+        recipe = None
+        target = _target(arguments)
+        head = str(arguments.head)
+    else:
+        raise UserError("diagnose needs --config RECIPE, or --target, --head and --prompts FILE")
+    if arguments.prompts is not None:
+        prompts = PromptsConfig(str(arguments.prompts))
+    prompts = replace(prompts, turns=1, num_prompts=arguments.num_prompts)
+    from aerie.infer.measure.tasks import check_sources, load_prompts
+
+    check_sources(prompts)
+    _check(target, [head])
+    output = arguments.out or (recipe.root if recipe else Path()) / DIAGNOSIS
+    if arguments.plan:
+        print(f"diagnose: {head} for {target.path} -> {output}")
+        return 0
+    from aerie.data.rendering import fix_date, recipe_tokenizer
+    from aerie.infer.diagnose import examine
+    from aerie.infer.diagnose.patient import Patient, trained_texts
+    from aerie.infer.diagnose.verdict import page
+    from aerie.infer.measure.bench import load_quietly
+
+    render = fix_date(recipe, is_stage=False).data if recipe else _render_config(head, pairs)
+    tokenizer = recipe_tokenizer(target, render)
+    questions = load_prompts(prompts)
+    trained_on = []
+    if arguments.trained_on:
+        trained_on = trained_texts(target, tokenizer, arguments.trained_on, len(questions))
+    loaded = load_quietly(target, recipe.threads if recipe else None)
+    patient = Patient(loaded, tokenizer, head, questions, trained_on)
+    diagnosis = examine(patient)
+    symptoms = patient.symptoms
+    facts = {"head": head, "target": target.path, **vars(diagnosis), **symptoms.as_json()}
+    storage.write_json(output, facts)
+    print(json.dumps(facts, indent=1) if arguments.json else page(diagnosis, symptoms))
     return 0
 
 
@@ -545,7 +595,19 @@ ROWS: dict[str, Any] = {
     "required": True,
     "help": "rows of bench.rows, from 0; pooled",
 }
-SUBCOMMANDS = (generate, chat, calibrate, bench, tune, report, results, claims, compare, verify)
+SUBCOMMANDS = (
+    generate,
+    chat,
+    calibrate,
+    bench,
+    tune,
+    diagnose,
+    report,
+    results,
+    claims,
+    compare,
+    verify,
+)
 DECODING: dict[str, dict[str, Any]] = {
     "--method": {"help": f"default: the usual one of the head; {', '.join(get_args(Method))}"},
     "--row": {**YAML_FILE, "help": "a method and its tree"},
@@ -576,6 +638,21 @@ COMMAND_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "chat": DECODING,
     "bench": {"--row": {"action": "append", "default": [], **YAML_FILE, "help": "one more row"}},
+    "diagnose": {
+        "--prompts": {"type": user_path, "metavar": "FILE", "help": "default: the recipe's"},
+        "--trained-on": {
+            "type": user_path,
+            "metavar": "FILE",
+            "help": "conversations of the head's training",
+        },
+        "--num-prompts": {"type": int, "default": 24, "help": "at most (default 24)"},
+        "--json": {"action": "store_true", "help": "print the figures as JSON"},
+        "--out": {
+            "type": user_path,
+            "metavar": "FILE.json",
+            "help": "default: diagnose.json in the run, or here",
+        },
+    },
     "results": {"runs": {"type": user_path, "nargs": "+", "metavar": "RUN"}},
     "claims": {"claims_of": {"type": user_path, "metavar": "RUN"}},
     "compare": {

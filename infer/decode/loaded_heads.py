@@ -25,13 +25,17 @@ class LoadedHeads:
         self._models: dict[str, Any] = {}  # by directory or Hub id
 
     def of(self, head: str) -> Drafter:
-        kind = kind_at(head)
-        if head not in self._models:
-            load = load_draft_lm if kind == "draft_lm" else load_head_for
-            self._models[head] = load(self.target, head)
         # a drafter holds the caches of one text, so decoders share the weights alone
-        drafter: Drafter = DRAFT_MODELS[kind].drafter(self._models[head], self.target)
+        kind = DRAFT_MODELS[kind_at(head)]
+        drafter: Drafter = kind.drafter(self.model_of(head), self.target)
         return drafter
+
+    def model_of(self, head: str) -> Any:
+        """The head's module, or a draft LM as a Target."""
+        if head not in self._models:
+            load = load_draft_lm if kind_at(head) == "draft_lm" else load_head_for
+            self._models[head] = load(self.target, head)
+        return self._models[head]
 
 
 def load_head_for(target: Target, head: str) -> Head:

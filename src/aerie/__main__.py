@@ -33,6 +33,7 @@ COMMANDS = {
     "calibrate": Command("infer.main", "how confidence predicts acceptance"),
     "bench": Command("infer.main", "tau and speedup of every method asked for"),
     "tune": Command("infer.main", "the tree that suits a head on this machine"),
+    "diagnose": Command("infer.main", "why a head is accepted less than it should be"),
     "report": Command("infer.main", "a page of what was measured"),
     "results": Command("infer.main", "the tables of runs in Markdown"),
     "claims": Command("infer.main", "what the papers claim, and what of it holds in a run"),

@@ -1,0 +1,81 @@
+"""The target's own greedy answers, with the states from which heads draft them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aerie.data.batches import Batch, collate
+from aerie.data.feature_cache import CachedRow
+from aerie.data.progress import start_progress
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.model.target import Target
+
+
+@dataclass(frozen=True)
+class LearntText:
+    """A text as training sees it: what heads have to draft is marked."""
+
+    ids: Tensor  # [T], on the host
+    turn_ids: Tensor  # [T], as in Batch: the answer's tokens have a number above 0
+
+    @classmethod
+    def of_answer(cls, prompt: Sequence[int], answer: Sequence[int]) -> "LearntText":
+        turn_ids = torch.tensor([0] * len(prompt) + [1] * len(answer))
+        return cls(torch.tensor([*prompt, *answer]), turn_ids)
+
+    @property
+    def prompt(self) -> Tensor:
+        """What stands before the answer."""
+        return self.ids[: int((self.turn_ids == 0).sum())]
+
+
+@dataclass(frozen=True)
+class StatedText:
+    """A text with the target's states."""
+
+    text: LearntText
+    last_hidden: Tensor  # [T, D], after the final norm
+    states: dict[int, Tensor]  # [T, D], by their number among transformers' hidden_states
+
+    def batch(self, after_blocks: Sequence[int]) -> Batch:
+        """As training gets it, with these taps."""
+        taps = None
+        if after_blocks:
+            taps = torch.cat([self.states[tap] for tap in after_blocks], dim=-1)  # [T, L*D]
+        row = CachedRow(self.text.ids, self.text.turn_ids, self.last_hidden, taps)
+        batch = collate([row], [0])
+        return batch.to(self.last_hidden.device)
+
+
+def answer_greedily(
+    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> list[LearntText]:
+    """What the target writes after each prompt."""
+    decoder = SpeculativeDecoder(target)
+    texts = []
+    with start_progress(len(prompts), "prompts", "the target's answers") as progress:
+        for prompt in prompts:
+            room = min(decoder.limits.values()) - len(prompt)
+            generation = decoder.generate(
+                prompt, do_sample=False, max_new_tokens=max(1, min(max_new_tokens, room))
+            )
+            texts.append(LearntText.of_answer(prompt, generation.new_ids))
+            progress.update()
+    return texts
+
+
+def with_states(target: Target, texts: Sequence[LearntText], taps: Sequence[int]) -> list[Any]:
+    """The texts with the states that the target has of them, in one forward each."""
+    numbers = tuple(sorted(set(taps)))
+    stated = []
+    for text in texts:
+        output = target.features(text.ids[None].to(target.device), numbers)
+        parts: Sequence[Tensor] = ()
+        if output.taps is not None:
+            parts = output.taps[0].split(target.hidden_size, dim=-1)
+        states = dict(zip(numbers, parts, strict=True))
+        stated.append(StatedText(text, output.last_hidden[0], states))
+    return stated

@@ -1,0 +1,79 @@
+"""The figures that a verdict is made of, by name, with intervals over prompts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+
+from aerie.infer.measure.bootstrap import Estimate, PromptSums, Side, estimate
+from aerie.infer.measure.statistics import FloatArray
+
+DEPTHS = 5  # drafted positions that are told apart
+Ratio = Callable[[PromptSums], FloatArray]
+
+
+@dataclass
+class Symptoms:
+    """What was measured, such as `ladder.chain.1`; and why something was not."""
+
+    values: dict[str, Any] = field(default_factory=dict)  # Estimates and plain facts, by name
+    absent: dict[str, str] = field(default_factory=dict)  # reasons, by name or its beginning
+
+    def add(self, prefix: str, figures: dict[str, Any]) -> None:
+        """Adds figures under `prefix.name`; one that is None was not measured."""
+        for name, value in figures.items():
+            if value is not None:
+                self.values[f"{prefix}.{name}"] = value
+
+    def as_json(self) -> dict[str, Any]:
+        figures = {}
+        for name, value in self.values.items():
+            figures[name] = value._asdict() if isinstance(value, Estimate) else value
+        return {"figures": figures, "absent": self.absent}
+
+
+def shown(value: Any) -> str:
+    """A figure for people, with its interval."""
+    if isinstance(value, Estimate):
+        return f"{value.value:.2f} [{value.low:.2f}, {value.high:.2f}]"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How far drafts were accepted, prompt by prompt."""
+
+    # a line for each prompt: tokens, starts, and of each position k: tries_k, hits_k
+    table: pd.DataFrame
+
+    @classmethod
+    def of_prompts(cls, lines: Sequence[dict[str, float]]) -> "Drafting":
+        """lines: the columns of each prompt; those of a position that it has none of are 0."""
+        columns = ["tokens", "starts"]
+        for position in range(1, DEPTHS + 1):
+            columns += [f"tries_{position}", f"hits_{position}"]
+        return cls(pd.DataFrame(lines, columns=columns).fillna(0.0))
+
+    def figures(self) -> dict[str, Estimate | None]:
+        """Acceptance at each position, if those before were accepted, and tau."""
+        figures = {str(k): estimate([self.position(k)]) for k in range(1, DEPTHS + 1)}
+        return {**figures, "tau": estimate([self.tau])}
+
+    def position(self, position: int) -> Side:
+        return self._side(f"hits_{position}", f"tries_{position}")
+
+    @property
+    def tau(self) -> Side:
+        return self._side("tokens", "starts")
+
+    def _side(self, above: str, below: str) -> Side:
+        return Side(self.table[[above, below]], lambda sums: sums[..., 0] / sums[..., 1])
+
+
+def drops(above: Drafting, below: Drafting) -> dict[str, Estimate | None]:
+    """How much smaller tau and the acceptance of each position are below, paired by prompt."""
+    figures = {}
+    for k in range(1, DEPTHS + 1):
+        figures[str(k)] = estimate([above.position(k), below.position(k)])
+    return {**figures, "tau": estimate([above.tau, below.tau])}

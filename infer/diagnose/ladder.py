@@ -1,0 +1,105 @@
+"""The ladder of acceptance: the same head on the same prompts, from training's measure to a server.
+
+Each step has what the step above has not: `chain` starts where drafts ended instead of at every
+token, `tree` has more than one guess, `server` is another program, and `reported` is its own count.
+"""
+
+from collections.abc import Sequence
+
+from aerie.configs.errors import UserError
+from aerie.configs.schema.decode import ChainConfig
+from aerie.data.progress import start_progress
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.proposers import tree_proposer
+from aerie.infer.decode.roles import Cycle, Drafter, Proposer
+from aerie.infer.diagnose.answers import LearntText
+from aerie.infer.diagnose.figures import DEPTHS, Drafting, drops
+from aerie.infer.diagnose.patient import Patient
+from aerie.model.target import Target
+
+DROPS = {  # what each step loses against the one above
+    "chain": "exposure",
+    "tree": "tree",
+    "server": "server",
+    "reported": "counting",
+}
+
+
+def chain_of(drafter: Drafter) -> Proposer:
+    """Chains of the head's likeliest tokens."""
+    levels = min(DEPTHS, drafter.max_levels)
+    return tree_proposer(drafter, ChainConfig(levels=levels, children="best"))
+
+
+def decoded(target: Target, proposer: Proposer, texts: Sequence[LearntText], name: str) -> Drafting:
+    """From the cycles of decoding the texts' answers anew, after the same prompts."""
+    decoder = SpeculativeDecoder(target, proposer)
+    decoder.runners.mode = "eager"  # no speed is measured
+    lines = []
+    with start_progress(len(texts), "prompts", name) as progress:
+        for text in texts:
+            room = min(decoder.limits.values()) - len(text.prompt)
+            cycles = CycleCounts()
+            decoder.generate(
+                text.prompt,
+                do_sample=False,
+                max_new_tokens=max(1, min(len(text.ids) - len(text.prompt), room)),
+                on_cycle=cycles,
+            )
+            lines.append(cycles.line)
+            progress.update()
+    return Drafting.of_prompts(lines)
+
+
+class CycleCounts:
+    """An `on_cycle` hook that counts how far the drafts of an answer were accepted."""
+
+    def __init__(self) -> None:
+        self.line: dict[str, float] = {"tokens": 0.0, "starts": 0.0}
+
+    def __call__(self, cycle: Cycle) -> None:
+        accepted = min(cycle.verdict.accepted, cycle.new_tokens)  # an end token may cut the path
+        self.count(accepted, min(cycle.tree.levels, cycle.new_tokens), cycle.new_tokens)
+
+    def count(self, accepted: int, drafted: int, tokens: int) -> None:
+        """One cycle."""
+        self.line["tokens"] += tokens
+        self.line["starts"] += 1
+        for position in range(1, min(drafted, accepted + 1) + 1):
+            self._add(f"tries_{position}")
+            if position <= accepted:
+                self._add(f"hits_{position}")
+
+    def _add(self, column: str) -> None:
+        self.line[column] = self.line.get(column, 0.0) + 1
+
+
+def climb(patient: Patient, texts: list[LearntText]) -> None:
+    """The ladder, and what each step loses against the one above."""
+    chain = chain_of(patient.drafter)
+    steps = {
+        "teacher_forced": patient.teacher_forced(texts),
+        "chain": decoded(patient.target, chain, texts, "chain"),
+    }
+    try:
+        tree = patient.usual_tree()
+        if tree.is_chain:
+            raise UserError("its usual method drafts a chain")
+        steps["tree"] = decoded(patient.target, tree, texts, "tree")
+    except UserError as error:
+        patient.symptoms.absent["ladder.tree"] = str(error)
+    above = None
+    for name, step in steps.items():
+        patient.symptoms.add(f"ladder.{name}", step.figures())
+        if above is not None:
+            patient.symptoms.add(f"drop.{DROPS[name]}", drops(above, step))
+        above = step
+
+
+def examine_training(patient: Patient, texts: list[LearntText]) -> None:
+    """What the head reaches on the text that it was trained on."""
+    if not patient.trained_on:
+        patient.symptoms.absent["training"] = "no text of its training; name it with --trained-on"
+        return
+    drafting = patient.teacher_forced(patient.trained_on)
+    patient.symptoms.add("training.teacher_forced", drafting.figures())

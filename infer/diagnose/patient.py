@@ -1,0 +1,110 @@
+"""What is examined: a head, its target, and the texts on which both are measured."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aerie.configs.read import validate
+from aerie.configs.schema.data import DataConfig
+from aerie.configs.schema.decode import USUAL, MethodConfig, published_tree
+from aerie.configs.schema.heads import TargetConfig, Train
+from aerie.data.conversations import Tally
+from aerie.data.tokens import tokenize
+from aerie.infer.decode.find_head import check_levels, kind_at
+from aerie.infer.decode.loaded_heads import LoadedHeads
+from aerie.infer.decode.proposers import make_proposer
+from aerie.infer.decode.roles import Proposer
+from aerie.infer.diagnose.answers import LearntText, StatedText, with_states
+from aerie.infer.diagnose.figures import DEPTHS, Drafting, Symptoms
+from aerie.infer.measure.tasks import Prompt, encode_turn
+from aerie.model.heads import DRAFT_MODELS
+from aerie.model.target import Target, VocabWeights, target_end_ids
+
+MOST_TRAINED_TOKENS = 512  # of each text of the head's training
+
+
+@torch.no_grad()
+def teacher_forced(
+    kind: str, head: Any, vocab: VocabWeights, texts: Sequence[StatedText], taps: Sequence[int]
+) -> Drafting:
+    """From every token of the texts, as training's own objective measures it.
+
+    head: the module; taps: the states that it is given.
+    """
+    values: dict[str, Any] = {"kind": kind, "eval_depths": DEPTHS}
+    if kind == "eagle3":
+        values["unroll_steps"] = 1  # of the loss, which nobody reads
+    if kind == "draft_lm":
+        values["distill"] = "soft_cross_entropy"  # so that it is measured against the target
+    schema: Any = Train
+    objective = DRAFT_MODELS[kind].objective(head, vocab, validate(values, schema, "train", {}))
+    lines = []
+    for text in texts:
+        sums = objective.measure(text.batch(taps))
+        line = {}
+        for position in range(1, DEPTHS + 1):
+            hits, tries = sums.get(f"accuracy_at_{position}", (0, 0))
+            line[f"hits_{position}"] = float(hits)
+            line[f"tries_{position}"] = float(tries)
+        chain, starts = sums["chain"]
+        line["starts"] = float(starts)
+        line["tokens"] = float(starts) + float(chain)  # each start ends with the bonus token
+        lines.append(line)
+    return Drafting.of_prompts(lines)
+
+
+@dataclass
+class Patient:
+    """What is examined, and what was measured so far."""
+
+    target: Target
+    tokenizer: Any
+    head: str  # a directory or a Hub id
+    prompts: Sequence[Prompt]
+    trained_on: Sequence[LearntText] = ()  # texts of the head's training
+    symptoms: Symptoms = field(default_factory=Symptoms)
+
+    def __post_init__(self) -> None:
+        self.kind = kind_at(self.head)
+        self.heads = LoadedHeads(self.target)
+        self.drafter = self.heads.of(self.head)
+        model = self.heads.model_of(self.head)
+        self.module = model.model if isinstance(model, Target) else model
+        self.taps = self.drafter.after_blocks
+
+    def prompt_ids(self) -> list[list[int]]:
+        """The first turns of the prompts."""
+        encoded = []
+        for prompt in self.prompts:
+            encoded.append(encode_turn(prompt, (), self.tokenizer, self.target)[0].tolist())
+        return encoded
+
+    def usual_tree(self) -> Proposer:
+        """Of the published method of the head's kind; UserError where the head is too short."""
+        method = USUAL[self.kind]
+        row = MethodConfig(method, published_tree(method))
+        proposer = make_proposer(self.heads, check_levels(row, self.head, method), self.head)
+        assert proposer is not None
+        return proposer
+
+    def teacher_forced(self, texts: Sequence[LearntText]) -> Drafting:
+        """The head as its file says, on these texts."""
+        stated = with_states(self.target, texts, self.taps)
+        return teacher_forced(self.kind, self.module, self.target.vocab, stated, self.taps)
+
+
+def trained_texts(
+    target: TargetConfig, tokenizer: Any, conversations: Path, count: int
+) -> list[LearntText]:
+    """The first conversations of a head's training, as training sees them."""
+    config = DataConfig(
+        conversations=(str(conversations),),
+        held_out=0.0,
+        limit=count,
+        max_length=MOST_TRAINED_TOKENS,
+    )
+    rows = tokenize(config, tokenizer, target_end_ids(target, tokenizer), Tally()).train
+    return [LearntText(*map(torch.tensor, (row.input_ids, row.turn_ids))) for row in rows]

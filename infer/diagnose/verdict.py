@@ -1,0 +1,96 @@
+"""The verdict: the first rule of verdict.yaml whose conditions hold; and the page of it."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from aerie.configs.read import adapter
+from aerie.infer.diagnose.figures import DEPTHS, Symptoms, shown
+from aerie.infer.measure.bootstrap import Estimate
+
+IN_BRACES = re.compile(r"\{([\w.-]+)\}")
+
+
+@dataclass(frozen=True)
+class Condition:
+    figure: str
+    above: float | None = None
+    below: float | None = None
+    equals: Any = None
+    present: bool = True  # false: it holds where the figure was not measured
+
+    def holds(self, symptoms: Symptoms) -> bool:
+        value = symptoms.values.get(self.figure)
+        if value is None or not self.present:
+            return (value is not None) == self.present
+        low, high = (value.low, value.high) if isinstance(value, Estimate) else (value, value)
+        if self.above is not None and not low > self.above:
+            return False
+        if self.below is not None and not high < self.below:
+            return False
+        return self.equals is None or value == self.equals
+
+
+@dataclass(frozen=True)
+class CauseRule:
+    """A line of verdict.yaml."""
+
+    cause: str
+    says: str
+    fix: str
+    when: tuple[Condition, ...]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    cause: str
+    evidence: str
+    fix: str
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.cause}: {self.evidence}; {self.fix}"
+
+
+def read_rules() -> tuple[CauseRule, ...]:
+    text = Path(__file__).with_name("verdict.yaml").read_text(encoding="utf-8")
+    schema = adapter(tuple[CauseRule, ...])
+    rules: tuple[CauseRule, ...] = schema.validate_python(yaml.safe_load(text))
+    return rules
+
+
+def judge(symptoms: Symptoms) -> Diagnosis:
+    """The first cause whose conditions all hold; the last one has none."""
+
+    def fill(text: str) -> str:
+        return IN_BRACES.sub(lambda match: shown(symptoms.values.get(match[1])), text)
+
+    rules = read_rules()
+    rule = next(rule for rule in rules if all(each.holds(symptoms) for each in rule.when))
+    return Diagnosis(rule.cause, fill(rule.says), fill(rule.fix))
+
+
+LADDER = {
+    "teacher_forced": "from every token",
+    "chain": "chain, decoded here",
+    "tree": "tree, decoded here",
+    "server": "chain, in the server",
+    "reported": "as the server counts",
+}
+
+
+def page(diagnosis: Diagnosis, symptoms: Symptoms) -> str:
+    """What the terminal shows."""
+    lines = [diagnosis.sentence, ""]
+    columns = ["tau", *(str(k) for k in range(1, DEPTHS + 1))]
+    lines.append(f"{'acceptance':<22}" + "".join(f"{name:>20}" for name in columns))
+    for step, words in LADDER.items():
+        cells = [symptoms.values.get(f"ladder.{step}.{name}") for name in columns]
+        if cells[0] is not None:
+            row = (shown(cell) if cell is not None else "" for cell in cells)
+            lines.append(f"{words:<22}" + "".join(f"{cell:>20}" for cell in row))
+    lines += [f"not measured: {name}: {why}" for name, why in symptoms.absent.items()]
+    return "\n".join(lines)
