@@ -21,7 +21,8 @@ CACHE_INDEX = "index.json"  # of a feature cache; written last
 ROW_SUFFIXES = (".json", ".jsonl", ".parquet", ".arrow", ".csv")
 # Files that datasets' save_to_disk writes beside the rows.
 DATASET_RECORDS = ("dataset_info.json", "dataset_dict.json", "state.json")
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")  # owner/name[:[subset:]split]
+# owner/name[:[subset:]split], or owner/name:folder/*
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+((:[\w.-]+){0,2}|:[\w.-]+/\*)")
 
 
 # the files of a target's directory, as glob patterns

@@ -264,6 +264,13 @@ def trained_arguments(head: str | Path) -> dict[str, Any] | None:
     return arguments
 
 
+def trained_length(head: str | Path) -> int | None:
+    """The most tokens of a row of the head's training; None if no record of ours says so."""
+    inputs = nested(sound_record(head_directory(head)), "inputs")
+    length: int | None = nested(inputs, "data").get("max_length")
+    return length
+
+
 def warn_of_other_arguments(config: RenderConfig, heads: Iterable[str | None]) -> None:
     """Warns of heads that were trained with other template arguments."""
     for head in heads:

@@ -27,7 +27,7 @@ class RawRow(NamedTuple):
 def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
     """The rows of a file, a directory's files, or a Hub data set 'owner/name[:[subset:]split]'.
 
-    The split is 'train' if none is named.
+    The split is 'train' if none is named; 'owner/name:folder/*' are the Parquet files of a folder.
     """
     if not is_here(name):
         batches = _hub_rows(name, revision).with_format("arrow").iter(batch_size=1024)
@@ -62,6 +62,9 @@ def _hub_rows(name: str, revision: str | None) -> Any:
     identifier, *parts = name.split(":")
     *subset, split = parts or ["train"]
     try:
+        if split.endswith("*"):  # a repository with a script, which datasets runs no more
+            files = f"hf://datasets/{identifier}@{revision or 'main'}/{split}.parquet"
+            return datasets.load_dataset("parquet", data_files=files, split="train")
         return datasets.load_dataset(identifier, *subset, split=split, revision=revision)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(

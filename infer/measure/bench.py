@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aerie.configs.errors import UserError
+from aerie.configs.errors import UserError, warn_once
 from aerie.configs.read import as_dict, validate
 from aerie.configs.schema.decode import ServedConfig
 from aerie.data.chat import answer_text
@@ -197,6 +197,7 @@ def run_bench(
     prompts = load_prompts(source)
     bench = Bench.open(target, tokenizer, suite, output)
     write_json(output / SUITE, as_dict(suite_file(suite, prompts, context_of(target.config))))
+    warn_of_longer_texts(bench, prompts)
     records = measure_answers(bench, prompts, seed)
     failed = [record for record in records if record.status == "error"]
     if len(failed) == len(records):
@@ -207,6 +208,22 @@ def run_bench(
     reason = failed[0].message if failed else ""
     print(f"bench: {len(records)} answers -> {output}; {len(failed)} failed", reason)
     return {"answers": len(records), "prompts": prompt_inputs(source)}
+
+
+def warn_of_longer_texts(bench: Bench, prompts: Sequence[Prompt]) -> None:
+    """Warns of tasks whose texts may be longer than those of a head's training."""
+    ends: dict[str, int] = {}  # of each task, where its longest first answer may end
+    for prompt in prompts:
+        ids = encode_turn(prompt, (), bench.tokenizer, bench.target)
+        end = ids.shape[1] + bench.settings(ids)["max_new_tokens"]
+        ends[prompt.task] = max(end, ends.get(prompt.task, 0))
+    for row, length in bench.suite.trained_lengths.items():
+        longer = [f"{task} ({end:,})" for task, end in ends.items() if end > length]
+        if longer:
+            warn_once(
+                f"{bench.suite.rows[row].head}: was trained on texts of up to {length:,} tokens, "
+                f"and these may be longer: {', '.join(longer)}; fewer drafts may fit there"
+            )
 
 
 # --- answers ---

@@ -1,6 +1,6 @@
 """The files of a bench as types. records.jsonl has a Record a line and only grows."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -140,6 +140,8 @@ class SummaryRow:
     peak_memory_gib: float | None = None
     ms: Milliseconds | None = None
     served: dict[str, Any] | None = None  # what is known of a server's row alone
+    trained_length: int | None = None  # tokens of the longest text of the head's training
+    beyond_trained: float | None = None  # share of texts that are longer
     sweep: str | None = None  # None: a row of the bench
     key: str | None = None
     value: Any = None
@@ -169,6 +171,8 @@ class SummaryRow:
             left_out += ["sweep", "key", "value"]
         if self.served is None:
             left_out.append("served")
+        if not self.beyond_trained:
+            left_out += ["trained_length", "beyond_trained"]
         left_out += ["span", "repeated"] if self.span is None else self.NOT_BY_CONTEXT
         return {name: value for name, value in values.items() if name not in left_out}
 
@@ -200,6 +204,7 @@ class SuiteFile:
     by_task: bool = False
     contexts: tuple[int, ...] = ()
     max_context: int | None = None
+    trained_lengths: dict[int, int] = field(default_factory=dict)  # by row: of its head's texts
 
 
 @dataclass(frozen=True)

@@ -72,9 +72,10 @@ class Group:
             if record.prompt_key in self.baseline
         ]
 
-    def by_task(self) -> list["Group"]:
-        tasks = grouped(self.records, lambda record: record.task)
-        return [replace(self, records=tuple(answers)) for answers in tasks.values()]
+    def by_task(self, name_of: Callable[[str], str] = str) -> dict[str, "Group"]:
+        """The answers to each task; name_of: to each set of tasks that it gives one name."""
+        tasks = grouped(self.records, lambda record: name_of(record.task))
+        return {name: replace(self, records=tuple(answers)) for name, answers in tasks.items()}
 
 
 def group(records: Iterable[Record]) -> list[Group]:
@@ -125,6 +126,12 @@ def summary_row(members: Group, seed: int = 0) -> SummaryRow:
         ),
         ms=times,
     )
+
+
+def beyond(members: Group, length: int) -> float | None:
+    """The share of texts, prompt and answer, that are longer."""
+    ends = [record.prompt_tokens + record.new_tokens for record in members.good]
+    return _ratio(sum(end > length for end in ends), len(ends))
 
 
 def _ratio(over: float, under: float) -> float | None:

@@ -11,6 +11,7 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import set_key, validate
 from aerie.configs.schema.decode import METHODS, BenchRow, MethodConfig, ServedConfig
 from aerie.configs.schema.measure import BenchConfig, SamplingConfig, SweepConfig
+from aerie.data.rendering import trained_length
 from aerie.infer.decode.find_head import check_levels, find_head, kind_at
 from aerie.infer.measure.bench_files import Cell, Sampling, SuiteFile, SweepPoint
 from aerie.infer.measure.statistics import grouped
@@ -75,6 +76,12 @@ class Suite(NamedTuple):
         """The row whose answers are the history of later turns."""
         return next(n for n, row in enumerate(self.rows) if row.method.method == "vanilla")
 
+    @property
+    def trained_lengths(self) -> dict[int, int]:
+        """By row, the tokens of the longest text that its head was trained on, where known."""
+        lengths = {n: trained_length(row.head) for n, row in enumerate(self.rows) if row.head}
+        return {number: length for number, length in lengths.items() if length is not None}
+
 
 def read_suite(
     bench: BenchConfig, settle: Callable[[MethodConfig | ServedConfig, str], SettledRow]
@@ -131,7 +138,14 @@ def suite_file(suite: Suite, prompts: Sequence[Prompt], max_context: int | None)
         )
         for swept in suite.swept
     ]
-    return SuiteFile(tuple(main), tuple(points), bench.by_task, bench.contexts, max_context)
+    return SuiteFile(
+        tuple(main),
+        tuple(points),
+        bench.by_task,
+        bench.contexts,
+        max_context,
+        suite.trained_lengths,
+    )
 
 
 def sweep_prompts(

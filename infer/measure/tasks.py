@@ -1,21 +1,19 @@
-"""Prompts: published sets at pinned commits, and files.
-
-The sets are those of EAGLE-2 (2406.16858, section 5) and SVIP (2411.18462, section 3.2).
-"""
+"""Prompts: published sets at pinned commits (tasks.yaml), and files."""
 
 import json
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice, zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from aerie.configs.errors import UserError
+from aerie.configs.errors import UserError, warn_once
 from aerie.configs.read import read_text, read_yaml, require_regular
 from aerie.configs.schema.measure import HeldOutPrompts, PromptsConfig, TaskConfig
 from aerie.data.chat import encode_prompt
@@ -32,6 +30,7 @@ from aerie.model.target import Target
 Row = Mapping[str, Any]
 TASKS: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_name("tasks.yaml"))[0]
 GPQA_ANSWERS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+ABSENT = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # SPEED-Bench, in place of a text it may not ship
 
 
 def _multiple_choice(row: Row) -> Row:
@@ -45,6 +44,8 @@ def _multiple_choice(row: Row) -> Row:
 COLUMNS_OF: dict[str, Callable[[Row], Row]] = {  # columns to fill a task's template from
     "alpaca": lambda row: {**row, "given": f"\n\n{str(row.get('input') or '').strip()}".rstrip()},
     "gpqa_diamond": _multiple_choice,
+    "mbpp": lambda row: {**row, "tests": "\n".join(row["test_list"])},
+    "livecodebench": lambda row: {**row, "code": row.get("starter_code") or "# YOUR CODE HERE"},
 }
 
 
@@ -61,6 +62,10 @@ class Prompt:
     def key(self) -> tuple[str, str]:
         return self.task, self.prompt_id
 
+    @property
+    def is_absent(self) -> bool:
+        return any(ABSENT in turn for turn in self.turns)
+
 
 def prompt_of(task: str, row: Any, number: int, source: str, config: PromptsConfig) -> Prompt:
     """A row's prompt; one with `turns` (Spec-Bench) is taken as it is."""
@@ -74,8 +79,8 @@ def prompt_of(task: str, row: Any, number: int, source: str, config: PromptsConf
         except UnusableRow as error:
             raise UserError(f"{source}: {error}") from error
         identity = values.get("question_id")
-    if published.get("level") in values:
-        task = f"{task}-level{values[published['level']]}"
+    with suppress(KeyError):  # a set without parts, or a question that does not say its own
+        task = f"{task}-{published['part'].format_map(values)}"
     return Prompt(
         str(number if identity is None else identity),
         task,
@@ -95,8 +100,7 @@ def _published_question(task: str, row: Row, source: str) -> tuple[RowQuestion, 
             turns = columns[published["turns"]]
         else:
             turns = [published["text"].format_map(columns)]
-        if "level" in published:
-            row[published["level"]]
+        published.get("part", "").format_map(columns)
     except KeyError as error:
         raise UserError(
             f"{source}: a question of {task} needs {error}; this row has {', '.join(row)}"
@@ -104,6 +108,12 @@ def _published_question(task: str, row: Row, source: str) -> tuple[RowQuestion, 
     if not isinstance(turns, list) or not turns or not all(map(is_text, turns)):
         raise UserError(f"{source}: a question is a text or a list of texts, none empty")
     return RowQuestion((), tuple(turns)), row.get(published.get("identity", ""))
+
+
+def set_of(task: str) -> str:
+    """The published set of which a task is a part; else the task."""
+    name = task.partition("-")[0]
+    return name if "part" in TASKS.get(name, {}) else task
 
 
 def load_prompts(config: PromptsConfig) -> list[Prompt]:
@@ -165,23 +175,41 @@ def _of_file(path: Path, config: PromptsConfig) -> list[Prompt]:
         prompt = prompt_of("", row.value, row.number, f"{path}:{row.number}", config)
         task = config.task or str(row.value.get("category") or path.stem)
         prompts.append(replace(prompt, task=task))
+    prompts = _with_texts(prompts, str(path))
     chosen = {id(prompt) for prompt in _taking_turns(prompts)[: config.num_prompts]}
     return [prompt for prompt in prompts if id(prompt) in chosen]  # in the file's order
 
 
 def _of_task(task: TaskConfig, config: PromptsConfig) -> list[Prompt]:
     count = task.num_prompts or config.num_prompts
-    questions = (
-        prompt_of(task.name, row.value, row.number, row.source, config)
-        for row in read_rows(*source_of(task))
-    )
-    if task.seed is None and "level" not in TASKS.get(task.name, {}):
-        return list(islice(questions, count))
-    prompts = list(questions)
+    is_in_order = task.seed is None and "part" not in TASKS.get(task.name, {})
+    prompts = []
+    num_texts = 0
+    for row in read_rows(*source_of(task)):
+        prompt = prompt_of(task.name, row.value, row.number, row.source, config)
+        prompts.append(prompt)
+        num_texts += not prompt.is_absent
+        if is_in_order and num_texts == count:
+            break
+    prompts = _with_texts(prompts, source_of(task)[0])
+    if is_in_order:
+        return prompts
     if task.seed is not None:
         random.Random(task.seed).shuffle(prompts)
     prompts.sort(key=lambda prompt: prompt.task)
     return _taking_turns(prompts)[:count]
+
+
+def _with_texts(prompts: Sequence[Prompt], source: str) -> list[Prompt]:
+    """Those that hold their text; the others are counted in a warning."""
+    texts = [prompt for prompt in prompts if not prompt.is_absent]
+    if len(texts) < len(prompts):
+        warn_once(
+            f"{source}: {len(prompts) - len(texts)} of {len(prompts)} questions name a source in "
+            "place of their text, and are not asked; NVIDIA's prepare_data.py (Model-Optimizer, "
+            "examples/specdec_bench) fetches them: give its file as path of the task"
+        )
+    return texts
 
 
 def _taking_turns(prompts: Sequence[Prompt]) -> list[Prompt]:

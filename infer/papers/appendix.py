@@ -33,14 +33,16 @@ def papers_appendix(run: Path, findings: Findings) -> Appendix:
     evidence = Evidence.read(run)
     lines = judge_claims(evidence)
     pictures = claim_pictures(evidence)
+    comparisons = beside_published(findings.rows, findings.by_task)
+    tasks = set().union(*(line.points for line in comparisons))
     return Appendix(
         template=Path(__file__).with_name("papers.html.jinja"),
         details={"claims": {"lines": [asdict(line) for line in lines], "pictures": pictures}},
         pictures=svg_texts({name: draw_claim(picture) for name, picture in pictures.items()}),
         files={"claims.md": claims_table(lines)},
         values={
-            "comparisons": beside_published(findings.rows, findings.by_task),
-            "task_names": TASK_NAMES,
+            "comparisons": comparisons,
+            "task_names": {task: name for task, name in TASK_NAMES.items() if task in tasks},
         },
     )
 

@@ -19,6 +19,10 @@ TASK_NAMES = {
     "alpaca": "Alpaca",
     "cnn_dm": "CNN/DM",
     "natural_questions": "NQ",
+    "math500": "MATH-500",
+    "aime25": "AIME25",
+    "mbpp": "MBPP",
+    "livecodebench": "LCB",
 }
 
 
@@ -31,7 +35,7 @@ def read_published() -> pd.DataFrame:
     about = [name for name in table if name not in TASK_NAMES]
     cells = table.melt(about, var_name="task", value_name="cell")
     cells = cells[cells.cell != ""]
-    # a cell is speedup/tau, or speedup/ alone
+    # a cell is speedup/tau, speedup/ or /tau
     cells[["speedup", "tau"]] = cells.cell.str.split("/", expand=True).apply(pd.to_numeric)
     return cells.astype({"temperature": float})
 

@@ -110,6 +110,9 @@ def task_grid(rows: SummaryRows, by_task: Mapping[int, SummaryRows]) -> Grid | N
         row = rows[position]
         if row.tree is not None and row.status == "ok":
             sampling = "" if row.temperature == 0 else f", T {sampling_text(row)}"
-            lines.append(Line(row.method, tuple(points), tree_text(row) + sampling))
+            note = tree_text(row) + sampling
+            if row.trained_length is not None:
+                note += f", trained on up to {row.trained_length:,} tokens"
+            lines.append(Line(row.method, tuple(points), note))
     tasks = dict.fromkeys(row.task for row in chain(*by_task.values()))
     return Grid("By task", tuple(lines), tuple(tasks)) if lines else None

@@ -16,6 +16,7 @@ from aerie.infer.measure import bench_files as files
 from aerie.infer.measure import statistics
 from aerie.infer.measure.bench_files import Record, SummaryRow
 from aerie.infer.measure.served import served_figures
+from aerie.infer.measure.tasks import set_of
 from aerie.infer.report import tables
 from aerie.infer.report.grids import context_grids, sweep_grids, task_grid
 from aerie.infer.report.pictures import draw_pictures
@@ -35,7 +36,8 @@ class Findings:
 
     groups: list[statistics.Group]  # the answers of each row
     rows: list[SummaryRow]  # over all tasks
-    by_task: dict[int, list[SummaryRow]]  # by position in rows: the row on each of several tasks
+    # by position in rows: the row on each of several tasks, and on each set of which they are parts
+    by_task: dict[int, list[SummaryRow]]
     sweeps: list[SummaryRow]  # their points
     table: list[SummaryRow]  # rows as the suite wants them in tables: over all tasks, or by task
     checks: list[dict[str, Any]]  # what details.json adds to rows
@@ -114,6 +116,10 @@ def read_findings(bench: Path, calibration: Path, seed: int) -> Findings:
 
     def summary_row(members: statistics.Group, is_whole: bool = True) -> SummaryRow:
         row = statistics.summary_row(members, seed)
+        length = suite.trained_lengths.get(members.first.row)
+        if length is not None:
+            share = statistics.beyond(members, length)
+            row = replace(row, trained_length=length, beyond_trained=share)
         if row.method != statistics.SERVED or row.status != "ok":
             return row
         file = served if is_whole else replace(served, loads=())
@@ -128,9 +134,12 @@ def read_findings(bench: Path, calibration: Path, seed: int) -> Findings:
     checks = []
     for position, members in enumerate(groups):
         tasks = members.by_task()
-        parts = [summary_row(part, is_whole=len(tasks) == 1) for part in tasks]
+        parts = [summary_row(part, is_whole=len(tasks) == 1) for part in tasks.values()]
         table += parts
         if len(parts) > 1:
+            for name, whole in members.by_task(set_of).items():
+                if name not in tasks:
+                    parts.append(replace(summary_row(whole, is_whole=False), task=name))
             by_task[position] = [replace(part, value=part.task) for part in parts]
         answers = () if members.failed else members.records
         checks.append(

@@ -66,6 +66,12 @@ def speedup_interval(row: SummaryRow) -> str:
     return f"{bounds[0]:.2f}–{bounds[1]:.2f}"
 
 
+def beyond_text(row: SummaryRow) -> str:
+    if not row.beyond_trained:
+        return ""
+    return f"{row.beyond_trained:.0%} beyond {row.trained_length:,}"
+
+
 def identical_text(row: SummaryRow) -> str:
     if row.identical is None:
         return NOTHING

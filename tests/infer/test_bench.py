@@ -30,7 +30,7 @@ from aerie.infer.measure.bench_files import RECORDS, Record, line_of, read_recor
 from aerie.infer.measure.suite import SettledRow, read_suite, suite_file
 from aerie.infer.measure.tasks import Prompt
 from aerie.model.checkpoint import save_head
-from aerie.model.storage import ROOT, digests, write_json
+from aerie.model.storage import ROOT, Manifest, digests, read_json, write_json
 from aerie.model.target import Target, load_tokenizer
 from tests import tiny
 from tests.infer.draws import make_head
@@ -278,7 +278,8 @@ def test_sweep(place: Place, tmp_path: Path) -> None:
             measure_answers(bench(place, tmp_path, config), PROMPTS, seed=3)
 
 
-SUITES = sorted(ROOT.glob("configs/bench/*.yaml"))
+OF_2026 = ROOT / "configs" / "bench" / "2026.yaml"
+SUITES = sorted({*ROOT.glob("configs/bench/*.yaml")} - {OF_2026})
 LONG = ("deagle", "seeds", "seeds-full", "svip-qwq", "svip-mtbench")
 
 
@@ -299,7 +300,8 @@ class Miniatures:
             self._target(name, place)
         else:
             recipe = TargetConfig(self.of(target), dtype="float32")
-            save_head(make_head(Target.load(recipe), kind), place)
+            sizes = {"block_size": 17} if kind == "block" else {}
+            save_head(make_head(Target.load(recipe), kind, **sizes), place)
             calibrator = Calibrator(1.0, (0.0, 1.0), (0.0, 1.0), head=digests(place))
             write_json(place / "calibrator.json", as_dict(calibrator))
         return str(place)
@@ -392,6 +394,34 @@ def test_suite(path: Path, made: Miniatures, capsys: Any) -> None:
             record.margin,
         )
     assert tiny.call(infer, "claims", run) == 0
+
+
+@pytest.mark.slow
+def test_report_of_2026(made: Miniatures, capsys: Any) -> None:
+    """It runs to its end; its page has each set and its parts, the published figures, and which
+    texts are longer than any that a head was trained on.
+    """
+    recipe = small(OF_2026, made)
+    values = yaml.safe_load(recipe.read_text())
+    for row in values["bench"]["rows"][1:]:
+        Manifest(inputs={"data": {"max_length": 12}}).write(Path(row["head"]))
+    assert tiny.call(infer, "bench", "--config", recipe) == 0
+    told = capsys.readouterr().err
+    assert "was trained on texts of up to 12 tokens" in told and "speed_bench_16k (" in told
+    assert tiny.call(infer, "report", "--config", recipe) == 0
+    records = read_records(Path(values["run"]) / "bench" / "records.jsonl")
+    assert {record.status for record in records} == {"ok"}
+    report = Path(values["run"]) / "report"
+    page = (report / "index.html").read_text()
+    for text in ("Qwen3 8B, JetSpec, 256 nodes", "Qwen3 8B, DSpark", "9.64× / 10.76", "– / 6.17"):
+        assert text in page
+    assert "100% beyond 12<" in page
+    tasks = [row["task"] for row in read_json(report / "details.json")["by_task"]]
+    assert {"speed_bench", "speed_bench-count", "math500", "math500-level3"} <= set(tasks)
+    rows = read_json(report / "summary.json")["rows"]
+    by_length = [row for row in rows if row["task"] == "speed_bench_16k" and row["tree"]]
+    assert {row["beyond_trained"] for row in by_length} == {1.0} and len(by_length) == 10
+    assert not {"speed_bench", "math500"} & {row["task"] for row in rows}
 
 
 def test_near_tie() -> None:

@@ -6,12 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
+from aerie.configs.errors import warn_once
 from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.measure import HeldOutPrompts, PromptsConfig, TaskConfig
 from aerie.data.conversations import Tally, load_conversations
 from aerie.infer.measure.tasks import (
+    ABSENT,
     TASKS,
     Prompt,
     check_sources,
@@ -19,6 +22,7 @@ from aerie.infer.measure.tasks import (
     pinned,
     prompt_inputs,
     prompt_of,
+    set_of,
 )
 from tests import tiny
 
@@ -27,6 +31,17 @@ GPQA = {"Question": "Which?", "Correct Answer": "a"} | {
     f"Incorrect Answer {n}": "abcd"[n] for n in (1, 2, 3)
 }
 ANY = PromptsConfig("q.jsonl")
+SPEED = {
+    "question_id": "c0ffee",
+    "category": "coding",
+    "sub_category": "python",
+    "turns": ["one", "two"],
+    "source": "somewhere",
+    "src_id": "3",
+    "difficulty": "easy",
+    "multiturn": True,
+}
+TEXTS_OF = {"mbpp": ("Add.", "assert a\nassert b"), "livecodebench": ("Sort.", "# YOUR CODE HERE")}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
@@ -58,13 +73,25 @@ def loaded(task: TaskConfig, **changes: Any) -> list[Prompt]:
             "t/1",
             (f"2x = 4{BOXED}",),
         ),
+        ("aime25", {"problem": "2x = 4", "answer": "2", "id": "7"}, "7", (f"2x = 4{BOXED}",)),
+        (
+            "mbpp",
+            {"prompt": "Add.", "test_list": ["assert a", "assert b"], "task_id": 11},
+            "11",
+            None,
+        ),
+        ("livecodebench", {"question_content": "Sort.", "question_id": "abc_d"}, "abc_d", None),
+        ("speed_bench", SPEED, "c0ffee", ("one", "two")),
+        ("speed_bench_16k", SPEED, "c0ffee", ("one", "two")),
     ],
 )
 def test_rows_of_tasks(name: str, row: dict[str, Any], identity: str, turns: object) -> None:
     """A row of each task becomes its prompt, and a foreign row is refused."""
     prompt = prompt_of(name, row, 5, "file: row 5", ANY)
-    assert (prompt.prompt_id, prompt.turns) == (identity, turns)
-    assert prompt.task == ("math500-level3" if name == "math500" else name)
+    assert (prompt.prompt_id, prompt.turns) == (identity, turns or prompt.turns)
+    assert all(text in prompt.turns[0] for text in TEXTS_OF.get(name, ())) and not prompt.unread
+    parts = {"math500": "math500-level3", "speed_bench": "speed_bench-coding"}
+    assert prompt.task == parts.get(name, name) and set_of(prompt.task) == name
     tiny.refused(
         rf"file: row 5: a question of {name} needs '\w+'",
         prompt_of,
@@ -167,6 +194,37 @@ def test_chosen_rows(tmp_path: Path) -> None:
         ("1", "1"),
         ("2", "7"),
     ]
+
+
+def test_absent_texts(tmp_path: Path, capsys: Any) -> None:
+    """SPEED-Bench's references are counted and not asked; its categories take turns."""
+    named = ["coding", "coding", "math", "coding", "math"]
+    rows = [SPEED | {"question_id": str(n), "category": name} for n, name in enumerate(named)]
+    rows[0] |= {"turns": [f"{ABSENT} FROM THE SOURCE"]}
+    path = str(tiny.write_rows(tmp_path / "s.jsonl", rows))
+    for task, wanted in {"speed_bench": ["1", "2", "3"], "speed_bench_1k": ["1", "2"]}.items():
+        warn_once.cache_clear()
+        prompts = loaded(TaskConfig(task, path), num_prompts=len(wanted))
+        assert [prompt.prompt_id for prompt in prompts] == wanted
+        assert "1 of" in capsys.readouterr().err
+    assert {prompt.task for prompt in loaded(TaskConfig("speed_bench", path))} == {
+        "speed_bench-coding",
+        "speed_bench-math",
+    }
+    assert len(load_prompts(PromptsConfig(path))) == 4
+    tiny.write_rows(tmp_path / "s.jsonl", rows[:1])
+    tiny.refused("holds no prompts", loaded, TaskConfig("speed_bench", path))
+
+
+def test_files_of_a_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a repository has a script, its Parquet files are read at the pinned commit."""
+    rows = datasets.Dataset.from_list([{"question_content": "Sort.", "question_id": "a"}])
+    asked = {}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **named: asked.update(named) or rows)
+    (prompt,) = loaded(TaskConfig("livecodebench"))
+    assert prompt.prompt_id == "a"
+    files = "hf://datasets/livecodebench/code_generation_lite@{revision}/v6/*.parquet"
+    assert asked["data_files"] == files.format_map(TASKS["livecodebench"])
 
 
 def test_broken(tmp_path: Path) -> None:
