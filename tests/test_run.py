@@ -5,6 +5,7 @@ The batch scripts read how a run ended from what the command has written.
 
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -87,11 +88,14 @@ def test_init_neither_loads_nor_counts_a_data_set_of_the_hub(folder: Path, capsy
 def test_plan_refuses_what_another_target_or_head_left(folder: Path, capsys: Any) -> None:
     options = "--train.epochs 3 --train.accumulation 2 --data.held_out 0.3"
     steps = re.search(r"# ([\d,]+) steps", tiny.session(INIT + options, capsys))
+    shutil.copy("r.yaml", "w.yaml")
     recipe = load(Path("r.yaml"))
     assert steps and recipe.run == f"runs/{folder.name}-eagle1"
     tiny.target(folder / "other/target", seed=1)
     text = """
-    aerie run r.yaml --plan
+    aerie run r.yaml w.yaml --plan
+        aerie report --config r.yaml
+        aerie features --config w.yaml
     aerie train --config r.yaml --plan --features.mode online
         steps: {steps} of 4 rows
     aerie features --config r.yaml
@@ -155,6 +159,8 @@ def test_a_run_goes_to_its_report(folder: Path, capfd: Any) -> None:
         train eagle1 stopped step
     aerie run r.yaml
         features: whole, reused
+        s: start
+        , report
     aerie status run
         bench whole 6 answers
         report whole best tau

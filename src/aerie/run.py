@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -39,22 +40,50 @@ STAGES = {  # of a run, in order, with the folder of the run's directory that ho
     "tune": "tune",
     "report": "report",
 }
+# What the stages import. They are forks, which start at once when it is here already.
+LIBRARIES = (
+    "accelerate.commands.launch",
+    "deepspeed",
+    "torch.distributed.run",
+    "aerie.data.synthetic",
+    "aerie.data.features",
+    "aerie.train.loop",
+    "aerie.infer.measure.calibrate",
+    "aerie.infer.measure.tune",
+    "aerie.infer.report.page",
+    "transformers.models.llama.modeling_llama",
+)
 
 
 @exit_codes()
 def main() -> int:
-    """Runs the stages one after another; returns the first exit code that is not 0."""
+    """Runs recipes one after another; returns the first exit code that is not 0."""
     parser = Arguments("aerie run", description=COMMANDS["run"].summary, allow_abbrev=False)
     add_arguments(parser)
     parser.add_argument(
-        "recipe", type=user_path, nargs="?", metavar="RECIPE.yaml", help="in place of --config"
+        "recipes", type=user_path, nargs="*", metavar="RECIPE.yaml", help="in place of --config"
     )
     parser.add_argument(
         "--processes", type=int, help="processes of features and train (default: one per GPU)"
     )
     arguments, overrides = parser.parse_known_args()
     stop_on_signals()
-    arguments.config = arguments.recipe or arguments.config
+    seconds: dict[str, float] = {}
+    for path in arguments.recipes or [arguments.config]:
+        arguments.config = path
+        code = _run_recipe(arguments, overrides, seconds)
+        if code:
+            return code
+    if not arguments.plan:
+        by_stage = ", ".join(f"{stage} {value:.0f}" for stage, value in seconds.items())
+        print(f"run: {sum(seconds.values()):.0f} s: {by_stage}", file=sys.stderr)
+    return 0
+
+
+def _run_recipe(
+    arguments: argparse.Namespace, overrides: list[str], seconds: dict[str, float]
+) -> int:
+    """Runs the stages one after another, and adds how long each took."""
     recipe = load(arguments, overrides)
     stages = stages_of(recipe)
     _require_usable_recipe(recipe, stages, arguments.overwrite)
@@ -63,14 +92,28 @@ def main() -> int:
         print("\n".join(f"aerie {stage} {shlex.join(words)}" for stage in stages))
         return 0
     write_text(recipe.root / "recipe.yaml", dump(recipe))
-    # Imports torch too. The stages, which are forks, start sooner; the import touches no GPU.
-    import_module("transformers.models.auto")
+    began = time.monotonic()
+    _import_libraries(is_whole=not is_left("train", words))
+    seconds["start"] = seconds.get("start", 0.0) + time.monotonic() - began
     for number, stage in enumerate(stages, start=1):
         print(f"run: {stage} ({number} of {len(stages)})", file=sys.stderr, flush=True)
+        began = time.monotonic()
         code = _run_in_child(stage, words, arguments.processes, recipe)
         if code:
             return code
+        name = f"train {recipe.head.kind}" if stage == "train" else stage
+        seconds[name] = time.monotonic() - began
     return 0
+
+
+def _import_libraries(is_whole: bool) -> None:
+    """Imports what the stages need. It touches no GPU, which forks could then not use."""
+    import_module("transformers.models.auto")
+    torch = import_module("torch")
+    if is_whole or torch.backends.cuda.is_built():
+        return
+    for name in LIBRARIES:
+        import_module(name)
 
 
 def stages_of(recipe: Recipe) -> list[str]:
@@ -273,6 +316,7 @@ def _number_of_processes(stage: str, processes: int | None, recipe: Recipe) -> i
 
 def launch(command: list[str], processes: int, precision: str) -> int:
     """Runs a script in several processes; the exit code of the first that failed, or 0."""
+    import torch
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -285,6 +329,11 @@ def launch(command: list[str], processes: int, precision: str) -> int:
     logging.disable()  # of the launcher: each process prints its own error
     os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     os.environ["PET_SHUTDOWN_TIMEOUT"] = "120"
+    if precision == "no":  # without GPUs the processes are forks, which have imported all already
+        os.environ |= {"PET_RUN_PATH": "1", "PET_START_METHOD": "fork"}
+        os.register_at_fork(after_in_child=_forget_handlers)
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)  # as torchrun, whose variable comes too late for a fork
     options = ["--config_file", str(ROOT / "configs/accelerate/zero2.yaml")]
     options += ["--num_processes", str(processes), "--mixed_precision", precision]
     try:
@@ -295,3 +344,10 @@ def launch(command: list[str], processes: int, precision: str) -> int:
     except SignalException as error:
         return REQUEUE if error.sigval == signal.SIGUSR1 else 128 + int(error.sigval)
     return 0
+
+
+def _forget_handlers() -> None:
+    """Takes back what torch's launcher does at a signal: a fork of it would do so, too."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
