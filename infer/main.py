@@ -256,6 +256,7 @@ def diagnose(arguments: Namespace, unknown: list[str]) -> int:
         print(f"diagnose: {head} for {target.path} -> {output}")
         return 0
     from aerie.data.rendering import fix_date, recipe_tokenizer
+    from aerie.infer.decode.sampling import resolve
     from aerie.infer.diagnose import examine
     from aerie.infer.diagnose.patient import Patient, trained_texts
     from aerie.infer.diagnose.verdict import page
@@ -266,9 +267,14 @@ def diagnose(arguments: Namespace, unknown: list[str]) -> int:
     questions = load_prompts(prompts)
     trained_on = []
     if arguments.trained_on:
-        trained_on = trained_texts(target, tokenizer, arguments.trained_on, len(questions))
+        trained_on = trained_texts(target, tokenizer, arguments.trained_on, head)
     loaded = load_quietly(target, recipe.threads if recipe else None)
-    patient = Patient(loaded, tokenizer, head, questions, trained_on)
+    temperature = arguments.temperature
+    if temperature is None:  # as servers take it
+        temperature = resolve(loaded.generation_config).temperature
+    patient = Patient(
+        loaded, tokenizer, head, questions, trained_on, temperature, arguments.trained_target
+    )
     diagnosis = examine(patient)
     symptoms = patient.symptoms
     facts = {"head": head, "target": target.path, **vars(diagnosis), **symptoms.as_json()}
@@ -645,6 +651,8 @@ COMMAND_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "metavar": "FILE",
             "help": "conversations of the head's training",
         },
+        "--trained-target": {"help": "the target of the head's training, if it is another"},
+        "--temperature": {"type": float, "help": "of requests (default: the generation_config's)"},
         "--num-prompts": {"type": int, "default": 24, "help": "at most (default 24)"},
         "--json": {"action": "store_true", "help": "print the figures as JSON"},
         "--out": {

@@ -5,17 +5,22 @@ from collections.abc import Callable
 from aerie.infer.diagnose.answers import LearntText, answer_greedily
 from aerie.infer.diagnose.ladder import climb, examine_training
 from aerie.infer.diagnose.patient import Patient
+from aerie.infer.diagnose.text import examine_target, examine_text
 from aerie.infer.diagnose.verdict import Diagnosis, judge
 
-MOST_TOKENS = 96  # of each answer
 # adds to the patient's symptoms what it sees of the target's own answers
 Examination = Callable[[Patient, list[LearntText]], None]
-EXAMINATIONS: tuple[Examination, ...] = (climb, examine_training)
+EXAMINATIONS: tuple[Examination, ...] = (
+    climb,
+    examine_training,
+    examine_target,
+    examine_text,
+)
 
 
 def examine(patient: Patient) -> Diagnosis:
     """The verdict; the patient then has all symptoms."""
-    texts = answer_greedily(patient.target, patient.prompt_ids(), MOST_TOKENS)
+    texts = answer_greedily(patient.target, patient.prompt_ids())
     for examination in EXAMINATIONS:
         examination(patient, texts)
     return judge(patient.symptoms)

@@ -13,6 +13,8 @@ from aerie.data.progress import start_progress
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.model.target import Target
 
+MOST_TOKENS = 96  # of each answer
+
 
 @dataclass(frozen=True)
 class LearntText:
@@ -28,8 +30,8 @@ class LearntText:
 
     @property
     def prompt(self) -> Tensor:
-        """What stands before the answer."""
-        return self.ids[: int((self.turn_ids == 0).sum())]
+        """What stands before the first answer."""
+        return self.ids[: int((self.turn_ids > 0).int().argmax())]
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class StatedText:
 
 
 def answer_greedily(
-    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int = MOST_TOKENS
 ) -> list[LearntText]:
     """What the target writes after each prompt."""
     decoder = SpeculativeDecoder(target)

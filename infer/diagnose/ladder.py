@@ -101,5 +101,5 @@ def examine_training(patient: Patient, texts: list[LearntText]) -> None:
     if not patient.trained_on:
         patient.symptoms.absent["training"] = "no text of its training; name it with --trained-on"
         return
-    drafting = patient.teacher_forced(patient.trained_on)
+    drafting = patient.teacher_forced(patient.trained_on[: len(texts)])
     patient.symptoms.add("training.teacher_forced", drafting.figures())

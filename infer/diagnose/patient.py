@@ -1,10 +1,12 @@
 """What is examined: a head, its target, and the texts on which both are measured."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 
 from aerie.configs.read import validate
@@ -12,6 +14,7 @@ from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.decode import USUAL, MethodConfig, published_tree
 from aerie.configs.schema.heads import TargetConfig, Train
 from aerie.data.conversations import Tally
+from aerie.data.rendering import bind, bound_to, trained_arguments
 from aerie.data.tokens import tokenize
 from aerie.infer.decode.find_head import check_levels, kind_at
 from aerie.infer.decode.loaded_heads import LoadedHeads
@@ -19,11 +22,13 @@ from aerie.infer.decode.proposers import make_proposer
 from aerie.infer.decode.roles import Proposer
 from aerie.infer.diagnose.answers import LearntText, StatedText, with_states
 from aerie.infer.diagnose.figures import DEPTHS, Drafting, Symptoms
+from aerie.infer.diagnose.laws import score_texts
 from aerie.infer.measure.tasks import Prompt, encode_turn
 from aerie.model.heads import DRAFT_MODELS
 from aerie.model.target import Target, VocabWeights, target_end_ids
 
-MOST_TRAINED_TOKENS = 512  # of each text of the head's training
+MOST_TRAINED = 2000  # conversations of the head's training
+MOST_TRAINED_TOKENS = 512  # of each
 
 
 @torch.no_grad()
@@ -65,6 +70,8 @@ class Patient:
     head: str  # a directory or a Hub id
     prompts: Sequence[Prompt]
     trained_on: Sequence[LearntText] = ()  # texts of the head's training
+    temperature: float = 0.0  # of the requests
+    trained_target: str | None = None  # for which the head was trained, where it is another
     symptoms: Symptoms = field(default_factory=Symptoms)
 
     def __post_init__(self) -> None:
@@ -95,16 +102,25 @@ class Patient:
         stated = with_states(self.target, texts, self.taps)
         return teacher_forced(self.kind, self.module, self.target.vocab, stated, self.taps)
 
+    def scored(self, texts: Sequence[LearntText]) -> pd.DataFrame:
+        """The laws along these texts, at the temperatures that are looked at."""
+        temperatures = sorted({0.0, 1.0, self.temperature})
+        stated = with_states(self.target, texts, self.taps)
+        return score_texts(self.target, self.drafter, stated, temperatures)
+
 
 def trained_texts(
-    target: TargetConfig, tokenizer: Any, conversations: Path, count: int
+    target: TargetConfig, tokenizer: Any, conversations: Path, head: str
 ) -> list[LearntText]:
     """The first conversations of a head's training, as training sees them."""
+    arguments = trained_arguments(head)
     config = DataConfig(
         conversations=(str(conversations),),
+        template_arguments=bound_to(tokenizer).arguments if arguments is None else arguments,
         held_out=0.0,
-        limit=count,
+        limit=MOST_TRAINED,
         max_length=MOST_TRAINED_TOKENS,
     )
+    tokenizer = bind(copy(tokenizer), config)
     rows = tokenize(config, tokenizer, target_end_ids(target, tokenizer), Tally()).train
     return [LearntText(*map(torch.tensor, (row.input_ids, row.turn_ids))) for row in rows]

@@ -9,6 +9,7 @@ import yaml
 
 from aerie.configs.read import adapter
 from aerie.infer.diagnose.figures import DEPTHS, Symptoms, shown
+from aerie.infer.diagnose.text import text_lines
 from aerie.infer.measure.bootstrap import Estimate
 
 IN_BRACES = re.compile(r"\{([\w.-]+)\}")
@@ -92,5 +93,6 @@ def page(diagnosis: Diagnosis, symptoms: Symptoms) -> str:
         if cells[0] is not None:
             row = (shown(cell) if cell is not None else "" for cell in cells)
             lines.append(f"{words:<22}" + "".join(f"{cell:>20}" for cell in row))
+    lines += text_lines(symptoms)
     lines += [f"not measured: {name}: {why}" for name, why in symptoms.absent.items()]
     return "\n".join(lines)
