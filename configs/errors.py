@@ -77,10 +77,25 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def world_size() -> int:
+    """How many processes a launcher started; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def warn(message: str) -> None:
     """Only the first process prints it."""
     if rank() == 0:
         print(f"warning: {masked(message)}", file=sys.stderr, flush=True)
+
+
+def warn_of_lone_process() -> None:
+    # `accelerate launch` sets both, and WORLD_SIZE only where it starts several processes.
+    is_launched = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys()
+    if is_launched and "WORLD_SIZE" not in os.environ:
+        warn(
+            "accelerate launch: asked for several processes, started one; on a CPU launch them "
+            "with --config_file configs/accelerate/zero2.yaml, or with torchrun"
+        )
 
 
 @cache

@@ -18,7 +18,14 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from aerie.configs.errors import Arguments, UserError, exit_codes, stop_on_signals, warn
+from aerie.configs.errors import (
+    Arguments,
+    UserError,
+    exit_codes,
+    stop_on_signals,
+    warn,
+    world_size,
+)
 from aerie.configs.read import as_dict, override, user_path, validate
 from aerie.configs.schema.data import AnswerSamplingConfig, DistillConfig
 from aerie.configs.schema.heads import TargetConfig
@@ -383,11 +390,10 @@ def _processes(recipe: Recipe) -> Any:
         "timeout": timedelta(hours=12),  # so long it waits for the others' slowest shard
     }
     state = PartialState(**options if "LOCAL_RANK" in os.environ else {})
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size != state.num_processes:
+    if world_size() != state.num_processes:
         raise UserError(
-            f"WORLD_SIZE: {world_size} processes were asked for and {state.num_processes} answer; "
-            "on a CPU use configs/accelerate/zero1.yaml or torchrun"
+            f"WORLD_SIZE: {world_size()} processes were asked for and {state.num_processes} "
+            "answer; on a CPU use configs/accelerate/zero1.yaml or torchrun"
         )
     is_local = recipe.features.server is None
     if is_local and recipe.target.device_map is not None and state.num_processes > 1:

@@ -1,10 +1,14 @@
-"""Decode with a draft head, calibrate, measure and tune it, report, and prove it lossless."""
+"""Decode with a draft head, calibrate, measure and tune it, report, and prove it lossless.
+
+For several GPUs: accelerate launch infer/main.py bench, calibrate or tune.
+"""
 
 import json
 import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,11 +18,19 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     # the checkout's packages, as aerie.*
     sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")
 
-from aerie.configs.errors import Arguments, UserError, exit_codes, stop_on_signals
+from aerie.configs.errors import (
+    Arguments,
+    UserError,
+    exit_codes,
+    rank,
+    stop_on_signals,
+    warn_of_lone_process,
+    world_size,
+)
 from aerie.configs.read import as_dict, load_file, user_path, validate
 from aerie.configs.schema import decode
 from aerie.configs.schema.data import RenderConfig
-from aerie.configs.schema.decode import METHODS, USUAL, Method, MethodConfig
+from aerie.configs.schema.decode import METHODS, USUAL, Method, MethodConfig, ServedConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.measure import (
     BenchConfig,
@@ -55,6 +67,8 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
     row_schema: Any = decode.BenchRow
     rows += tuple(load_file(path, row_schema, []) for path in arguments.row)
     suite = read_suite(replace(section, rows=rows), _run_heads(arguments, recipe).settle)
+    if world_size() > 1 and any(isinstance(row.method, ServedConfig) for row in suite.rows):
+        raise UserError("bench.rows: a server may answer nobody else meanwhile; start one process")
     inputs = _machine_inputs(recipe) | decode.choice_digests(row.method.tree for row in suite.rows)
     for row in suite.rows:
         if row.head and row.method.tree and row.method.tree.calibrated and not arguments.plan:
@@ -188,9 +202,14 @@ def _measure_stage(
         warn_of_other_arguments,
     )
     from aerie.infer.measure.bench import begin_bench, describe_machine, load_quietly
+    from aerie.infer.measure.shares import connected
     from aerie.infer.measure.tasks import check_sources, prompt_inputs
 
     command = arguments.command
+    spread = recipe.target.device_map
+    if world_size() > 1 and spread is not None:
+        raise UserError(f"target.device_map: {spread} takes all GPUs; start one process")
+    warn_of_lone_process()
     check_sources(section.prompts)
     _check(recipe.target, heads)
     name = "calibration" if command == "calibrate" else command
@@ -212,20 +231,27 @@ def _measure_stage(
         "seed": recipe.seed,
     }
     stage = storage.Stage(name, output, inputs)
-    if stage.is_whole():
-        print(f"{command}: whole, reused ({output})")
+    is_whole = stage.is_whole()
+    if arguments.is_whole:
+        return 0 if is_whole else 1
+    if is_whole:
+        if rank() == 0:
+            print(f"{command}: whole, reused ({output})")
         return 0
     recipe = fix_date(recipe)
     stage.inputs.update(facts_of(recipe.data))
     stage.require_own_directory(arguments.overwrite)
     warn_of_other_arguments(recipe.data, heads)
-    with storage.working_alone(output, "measuring"):
-        if name == "bench":
+    is_first = rank() == 0
+    # One process holds the lock for all: the others would find it taken.
+    with connected(), storage.working_alone(output, "measuring") if is_first else nullcontext():
+        if name == "bench" and is_first:
             begin_bench(stage, arguments.overwrite)
         with storage.status_file(recipe.root / "status.json", command):
             target = load_quietly(recipe.target, recipe.threads)
             facts = measure(target, recipe_tokenizer(recipe.target, recipe.data))
-            stage.finish(hardware=describe_machine(target), heads=digests, **facts)
+            if is_first:
+                stage.finish(hardware=describe_machine(target), heads=digests, **facts)
     return 0
 
 
@@ -628,6 +654,9 @@ DECODING: dict[str, dict[str, Any]] = {
         "help": "print what a cycle costs: phases, kernels, bytes",
     },
 }
+MEASURING: dict[str, dict[str, Any]] = {
+    "--is-whole": {"action": "store_true", "help": "exit code 1 if something is left to do"},
+}
 COMMAND_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "generate": {
         "--prompt": {"help": "a text; - reads it from stdin"},
@@ -643,7 +672,12 @@ COMMAND_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         **DECODING,
     },
     "chat": DECODING,
-    "bench": {"--row": {"action": "append", "default": [], **YAML_FILE, "help": "one more row"}},
+    "calibrate": MEASURING,
+    "tune": MEASURING,
+    "bench": {
+        "--row": {"action": "append", "default": [], **YAML_FILE, "help": "one more row"},
+        **MEASURING,
+    },
     "diagnose": {
         "--prompts": {"type": user_path, "metavar": "FILE", "help": "default: the recipe's"},
         "--trained-on": {

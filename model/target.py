@@ -288,6 +288,12 @@ def final_transform(config: Any) -> tuple[float, float | None]:
     return scale, None if softcap is None else float(softcap)
 
 
+def local_device() -> str:
+    """The GPU that a launcher gave this process, or 'cpu'."""
+    gpu = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    return gpu if torch.cuda.is_available() else "cpu"
+
+
 def weights_size(config: TargetConfig) -> int:
     """Bytes of the weights, downloaded or not; 0 if unknown."""
     directory, revision = Path(config.path), config.revision

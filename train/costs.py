@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+from aerie.configs.errors import world_size
 from aerie.configs.schema.recipe import Recipe
 from aerie.train.jobs import Job
 from aerie.train.objectives import Objective
 from aerie.train.optimizers import muon_matrices
-from aerie.train.processes import world_size
 from aerie.train.resume import reads_cache
 from aerie.train.workload import Load
 

@@ -1,6 +1,5 @@
 """What a recipe trains: rows, a module with its objective, and how it is saved."""
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from accelerate.tracking import get_available_trackers
 
-from aerie.configs.errors import UserError, rank, warn
+from aerie.configs.errors import UserError, rank, warn, warn_of_lone_process, world_size
 from aerie.configs.read import as_dict
 from aerie.configs.schema.recipe import Recipe
 from aerie.data import tokens
@@ -28,7 +27,6 @@ from aerie.model.heads import DRAFT_MODELS, HEADS
 from aerie.model.target import VocabWeights
 from aerie.train import lm
 from aerie.train.objectives import Objective
-from aerie.train.processes import local_device, world_size
 from aerie.train.resume import (
     needs_target,
     reads_cache,
@@ -125,13 +123,7 @@ def _check_launch(recipe: Recipe) -> None:
     # Accelerate silently leaves out trackers that are not installed.
     for name in sorted({*recipe.train.trackers} - {*map(str, get_available_trackers())}):
         raise UserError(f"train.trackers: {name} is not installed; run: pip install {name}")
-    # `accelerate launch` sets both, and WORLD_SIZE only where it starts several processes.
-    is_launched = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys()
-    if is_launched and "WORLD_SIZE" not in os.environ:
-        warn(
-            "accelerate launch: asked for several processes, started one; on a CPU launch them "
-            "with --config_file configs/accelerate/zero2.yaml, or with torchrun"
-        )
+    warn_of_lone_process()
 
 
 def _read_target(recipe: Recipe, is_plan: bool) -> Source:
@@ -145,7 +137,7 @@ def _read_target(recipe: Recipe, is_plan: bool) -> Source:
             f"target.device_map: {world_size()} processes cannot share a spread target; start one"
         )
     if runs_target(recipe) and not is_plan:
-        model = targets.Target.load(recipe.target, local_device())
+        model = targets.Target.load(recipe.target, targets.local_device())
         text_config, vocab = model.config, model.vocab
     else:
         text_config, vocab = targets.load_vocab(recipe.target)

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from aerie.configs.errors import world_size
 from aerie.configs.schema.heads import LossName, TrainConfig
 from aerie.model.target import VocabWeights
-from aerie.train.processes import world_size
 
 SumsAndCounts = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count) of a mean
 P = TypeVar("P")  # a piece: what is known of some of the slots

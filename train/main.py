@@ -17,7 +17,7 @@ import os
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from aerie.configs.errors import Arguments, UserError, exit_codes, rank
+from aerie.configs.errors import Arguments, UserError, exit_codes, rank, world_size
 from aerie.configs.read import dump
 from aerie.configs.schema.recipe import Recipe, add_arguments, load
 from aerie.model.storage import Stage, status_file, working_alone, write_text
@@ -177,7 +177,7 @@ def tau_measure(recipe: Recipe, job: "Job") -> "Measure":
     from aerie.infer.decode.engine import SpeculativeDecoder
     from aerie.infer.decode.proposers import tree_proposer
     from aerie.model.heads import HEADS
-    from aerie.train.processes import all_reduce, world_size
+    from aerie.train.processes import all_reduce
 
     target: Any = job.target
     tree: Any = recipe.tree

@@ -15,20 +15,10 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from aerie.configs.errors import UserError, warn
+from aerie.configs.errors import UserError, warn, world_size
 from aerie.configs.schema.heads import MuonSection, TrainConfig
 from aerie.model.hub import quieten
 from aerie.train.deepspeed_internals import skip_shared_memory_op
-
-
-def world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def local_device() -> str:
-    """The GPU that a launcher gave this process, or 'cpu'."""
-    gpu = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    return gpu if torch.cuda.is_available() else "cpu"
 
 
 def be_quiet() -> None:

@@ -78,7 +78,7 @@ class SweepConfig(Section):
 
 
 class BenchConfig(Section):
-    """Runs every row on every prompt, interleaved, in one process."""
+    """Runs every row on every prompt, interleaved; all rows of a prompt in one process."""
 
     prompts: PromptsConfig = key("what is asked", default=PromptsConfig())
     rows: Many[BenchRow] = key(
@@ -111,6 +111,10 @@ class BenchConfig(Section):
     def __post_init__(self) -> None:
         if self.rows and not any(row.method == "vanilla" for row in self.rows):
             raise ValueError("rows must contain the vanilla row: speedup is measured against it")
+
+    @property
+    def asks_servers(self) -> bool:
+        return any(row.method == "served" for row in self.rows)
 
 
 class CalibrateConfig(Section):

@@ -1,4 +1,7 @@
-"""The bench: every row answers every prompt in one process; transformers' generate, too."""
+"""The bench: every row answers every prompt; transformers' generate, too.
+
+Several processes share the prompts out. All rows of a prompt are measured by one of them.
+"""
 
 import logging
 import os
@@ -18,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aerie.configs.errors import UserError, warn_once
+from aerie.configs.errors import UserError, rank, warn_once, world_size
 from aerie.configs.read import as_dict, validate
 from aerie.configs.schema.decode import ServedConfig
 from aerie.data.chat import answer_text
@@ -55,6 +58,7 @@ from aerie.infer.measure.served import (
     served_tree,
 )
 from aerie.infer.measure.server import Server
+from aerie.infer.measure.shares import by_first, gather, my_share, share_out
 from aerie.infer.measure.suite import Suite, rows_by_prompt, suite_file
 from aerie.infer.measure.tasks import Prompt, encode_turn, load_prompts, pinned, prompt_inputs
 from aerie.infer.measure.tree_shape import TreeShape, tree_shape
@@ -67,31 +71,40 @@ from aerie.model.storage import (
     Whole,
     first_line,
     remove_temporaries,
+    remove_tree,
     write_json,
     write_text,
 )
-from aerie.model.target import Target, context_of
+from aerie.model.target import Target, context_of, local_device
 
 CYCLES = "cycles.jsonl"
 JOB = "job.json"
+PROCESS = "process-{}"  # in the bench's directory: the files of each process but the first
 CHECKED_PROMPTS, CHECKED_TOKENS = 4, 16  # with which a server shows that it has the target
 CYCLE_PHASES = ("draft", "verify", "commit", "other")  # of a cycle; they sum to its time
 
 
 def begin_bench(stage: Stage, overwrite: bool) -> None:
     """Keeps a stopped bench's answers to the same inputs; UserError if there are others."""
-    records = stage.output / RECORDS
+    has_records = any(stage.output.rglob(RECORDS))
     is_ended = (stage.output / storage.FILE).is_file()
     checked = Manifest.check(stage.output, stage.inputs, name=JOB)
     if is_ended or not isinstance(checked, Whole):
-        if records.is_file() and not overwrite:
+        if has_records and not overwrite:
             changed = checked.differences if isinstance(checked, Foreign) else str(checked)
             fix = "choose another --run, or add --overwrite"
-            raise UserError(f"{records}: answers another recipe ({changed}); {fix}")
-        for name in (storage.FILE, RECORDS, CYCLES, SUITE, SERVED_FILE):
-            (stage.output / name).unlink(missing_ok=True)
+            path = stage.output / RECORDS
+            raise UserError(f"{path}: answers another recipe ({changed}); {fix}")
+        forget_answers(stage.output)
     remove_temporaries(stage.output)
     Manifest(inputs=stage.inputs).write(stage.output, JOB)
+
+
+def forget_answers(directory: Path) -> None:
+    for name in (storage.FILE, RECORDS, CYCLES, SUITE, SERVED_FILE):
+        (directory / name).unlink(missing_ok=True)
+    for part in directory.glob(PROCESS.format("*")):
+        remove_tree(part)
 
 
 def load_quietly(config: Any, threads: int | None) -> Target:
@@ -100,11 +113,14 @@ def load_quietly(config: Any, threads: int | None) -> Target:
     warnings.filterwarnings("ignore")
     quieten()
     logging.getLogger("torch").setLevel(logging.ERROR)
-    return Target.load(config, "cuda" if torch.cuda.is_available() else "cpu")
+    device = local_device()
+    if device != "cpu":
+        torch.cuda.set_device(device)  # of clocks and CUDA graphs, too
+    return Target.load(config, device)
 
 
 def describe_machine(target: Target) -> dict[str, Any]:
-    """Device, threads, dtype and cycle, as summary.json has them."""
+    """Device, threads, dtype, cycle and processes, as summary.json has them."""
     cpus = Path("/proc/cpuinfo")
     text = cpus.read_text(encoding="utf-8") if cpus.is_file() else ""
     model = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
@@ -116,6 +132,7 @@ def describe_machine(target: Target) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "dtype": str(target.dtype).removeprefix("torch."),
         "cycle": mode_of(target),
+        "processes": world_size(),
     }
 
 
@@ -193,10 +210,9 @@ def run_bench(
     suite: Suite, output: Path, seed: int, target: Target, tokenizer: Any
 ) -> dict[str, Any]:
     """Runs the bench; returns its facts."""
-    source = pinned(suite.config.prompts)
+    source = by_first(partial(pinned, suite.config.prompts))
     prompts = load_prompts(source)
     bench = Bench.open(target, tokenizer, suite, output)
-    write_json(output / SUITE, as_dict(suite_file(suite, prompts, context_of(target.config))))
     warn_of_longer_texts(bench, prompts)
     records = measure_answers(bench, prompts, seed)
     failed = [record for record in records if record.status == "error"]
@@ -204,6 +220,9 @@ def run_bench(
         raise UserError(f"{output}: all {len(records)} answers failed: {failed[0].message}")
     if suite.config.reference:
         records = run_reference(bench, records)
+    if rank() > 0:
+        return {}
+    write_json(output / SUITE, as_dict(suite_file(suite, prompts, context_of(target.config))))
     write_text(output / RECORDS, "".join(map(line_of, records)))
     reason = failed[0].message if failed else ""
     print(f"bench: {len(records)} answers -> {output}; {len(failed)} failed", reason)
@@ -230,7 +249,7 @@ def warn_of_longer_texts(bench: Bench, prompts: Sequence[Prompt]) -> None:
 
 
 class TurnRows(NamedTuple):
-    """A turn of a prompt, and the rows that answer it at one sampling."""
+    """A turn of a prompt, and the rows that answer it at one sampling, in their order."""
 
     prompt: Prompt
     origins: list[Origin]
@@ -241,27 +260,36 @@ def measure_answers(bench: Bench, prompts: Sequence[Prompt], seed: int) -> list[
 
     Rows take turns, so that a slower minute meets them all. Later turns follow vanilla's answers.
     """
-    bench.directory.mkdir(parents=True, exist_ok=True)
-    keep_facts(bench.directory, bench.servers)
-    records_path = bench.directory / RECORDS
-    cycles_path = bench.directory / CYCLES
     turns = turns_of(bench.suite, prompts)
-    done = {record.key: record for record in read_good_records(records_path)}
-    require_same_texts(turns, done, records_path)
-    keep_answers(cycles_path, done)
+    done = by_first(partial(collect_answers, bench.directory))
+    require_same_texts(turns, done, bench.directory / RECORDS)
+    directory = bench.directory
+    if rank() > 0:
+        directory /= PROCESS.format(rank())
+    directory.mkdir(parents=True, exist_ok=True)
+    keep_facts(directory, bench.servers)
     warm_up(bench, prompts)
     check_servers(bench, prompts)
-    with start_progress(sum(len(turn.origins) for turn in turns), "answers", "bench") as progress:
-        for number, turn in enumerate(turns):
-            first = number % len(turn.origins)
-            for origin in (*turn.origins[first:], *turn.origins[:first]):
+    # All rows and turns of a prompt, so that speeds are compared within a process.
+    mine = {prompt.key for prompt in my_share(prompts)}
+    my_turns = [(number, turn) for number, turn in enumerate(turns) if turn.prompt.key in mine]
+    count = sum(len(turn.origins) for _, turn in my_turns)
+    with start_progress(count, "answers", "bench") as progress:
+        for number, turn in my_turns:
+            for origin in turn.origins:
                 if origin.key not in done:
                     record, cycles = measure_answer(bench, origin, turn.prompt, done, seed + number)
                     if cycles:  # before the record: cycles without a record are dropped
-                        append_lines(cycles_path, cycles)
-                    append_lines(records_path, [line_of(record)])
+                        append_lines(directory / CYCLES, cycles)
+                    append_lines(directory / RECORDS, [line_of(record)])
                     done[origin.key] = record
                 progress.update()
+    for theirs in gather(done):
+        done |= theirs
+    if rank() == 0 and world_size() > 1:
+        collect_answers(bench.directory)
+    # in the order of one process
+    done = {origin.key: done[origin.key] for turn in turns for origin in turn.origins}
     records = compared_with_vanilla(bench, done)
     measure_loads(bench.directory, bench.servers, records, partial(decoding_of, bench), seed)
     return records
@@ -274,7 +302,7 @@ def decoding_of(bench: Bench, record: Record) -> Decoding:
 
 def turns_of(suite: Suite, prompts: Sequence[Prompt]) -> list[TurnRows]:
     """Every turn of every prompt at every sampling, in the order in which they are answered."""
-    turns = []
+    turns: list[TurnRows] = []
     rows_of = rows_by_prompt(suite_file(suite, prompts, None), suite.vanilla, prompts)
     for sampling, by_prompt in rows_of.items():
         # The sampling of a sweep may be over fewer prompts.
@@ -284,7 +312,8 @@ def turns_of(suite: Suite, prompts: Sequence[Prompt]) -> list[TurnRows]:
                     Origin(row, *sampling, suite.rows[row].method.method, *prompt.key, turn)
                     for row in by_prompt[prompt.key]
                 ]
-                turns.append(TurnRows(prompt, origins))
+                first = len(turns) % len(origins)
+                turns.append(TurnRows(prompt, [*origins[first:], *origins[:first]]))
     return turns
 
 
@@ -295,6 +324,24 @@ def require_same_texts(turns: Sequence[TurnRows], done: Mapping[Key, Record], pa
             if record.prompt_text != prompt.turns[record.turn]:
                 fault = f"{path}: prompt {record.prompt_id!r} of {record.task!r} has changed"
                 raise UserError(f"{fault}; delete the file to measure anew")
+
+
+def collect_answers(directory: Path) -> dict[Key, Record]:
+    """The good answers so far; those of other processes join the first's files."""
+    done: dict[Key, Record] = {}
+    for part in (directory, *sorted(directory.glob(PROCESS.format("*")))):
+        new = {record.key: record for record in read_good_records(part / RECORDS)}
+        new = {key: record for key, record in new.items() if key not in done}
+        cycles = part / CYCLES
+        keep_answers(cycles, new)
+        if part != directory:
+            # Cycles first: after a kill in between, they are dropped as cycles without a record.
+            if cycles.is_file():
+                append_lines(directory / CYCLES, [cycles.read_text(encoding="utf-8")])
+            append_lines(directory / RECORDS, [line_of(record) for record in new.values()])
+            remove_tree(part)
+        done |= new
+    return done
 
 
 def read_good_records(path: Path) -> list[Record]:
@@ -439,6 +486,23 @@ def peak_memory_gib(decoder: SpeculativeDecoder) -> float:
 # --- the reference ---
 
 
+@torch.inference_mode()
+def generate_answer(bench: Bench, record: Record) -> tuple[tuple[int, ...], float]:
+    """What transformers' generate writes in a record's place, and its milliseconds."""
+    ids = torch.tensor([record.prompt_ids], device=bench.target.device)  # [1, T]
+    ms, sequences = clocked(
+        bench.target.device,
+        bench.target.model.generate,
+        ids,
+        attention_mask=torch.ones_like(ids),
+        cache_implementation="static",
+        disable_compile=True,
+        tokenizer=bench.tokenizer,  # for stop strings
+        **bench.settings(ids),
+    )
+    return tuple(sequences[0, ids.shape[1] :].tolist()), ms
+
+
 def run_reference(bench: Bench, records: list[Record]) -> list[Record]:
     """Answers vanilla's greedy prompts with transformers' generate, and writes reference.json.
 
@@ -446,25 +510,13 @@ def run_reference(bench: Bench, records: list[Record]) -> list[Record]:
     """
     greedy = [record for record in records if record.temperature == 0.0 and record.status == "ok"]
     baseline = [record for record in greedy if record.row == bench.suite.vanilla]
+    generated = share_out(partial(generate_answer, bench), baseline, "prompts", "reference")
+    if rank() > 0:
+        return records
+    generate_ms = [ms / len(answer) for answer, ms in generated]  # per token, prefill included
     answers: dict[PromptKey, tuple[int, ...]] = {}
-    generate_ms = []  # per token, prefill included
-    with start_progress(len(baseline), "prompts", "reference") as progress, torch.inference_mode():
-        for record in baseline:
-            ids = torch.tensor([record.prompt_ids], device=bench.target.device)  # [1, T]
-            ms, sequences = clocked(
-                bench.target.device,
-                bench.target.model.generate,
-                ids,
-                attention_mask=torch.ones_like(ids),
-                cache_implementation="static",
-                disable_compile=True,
-                tokenizer=bench.tokenizer,  # for stop strings
-                **bench.settings(ids),
-            )
-            answer = sequences[0, ids.shape[1] :].tolist()
-            answers[record.prompt_key] = tuple(answer)
-            generate_ms.append(ms / len(answer))
-            progress.update()
+    for record, (answer, _) in zip(baseline, generated, strict=True):
+        answers[record.prompt_key] = answer
     identical = {
         record.key: record.output_ids == answers[record.prompt_key]
         for record in greedy

@@ -18,9 +18,9 @@ from scipy.special import log_expit, logit
 from sklearn.isotonic import IsotonicRegression
 from torch import Tensor
 
+from aerie.configs.errors import rank
 from aerie.configs.schema.decode import Choice, Fit, MethodConfig, StaticConfig, TreeConfig
 from aerie.configs.schema.measure import CalibrateConfig
-from aerie.data.progress import start_progress
 from aerie.infer.decode.calibrator import FLOOR, Calibrator
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
 from aerie.infer.decode.find_head import kind_at
@@ -28,6 +28,7 @@ from aerie.infer.decode.loaded_heads import LoadedHeads
 from aerie.infer.decode.roles import TreeProposer
 from aerie.infer.decode.tree import Tree
 from aerie.infer.measure.recorder import COLUMNS, CycleRecord, Recorder, Tables, tables_of
+from aerie.infer.measure.shares import share_out
 from aerie.infer.measure.statistics import FloatArray
 from aerie.infer.measure.tasks import encode_turn, load_prompts
 from aerie.model.storage import (
@@ -55,7 +56,7 @@ class Question(NamedTuple):
 class Observer:
     """What else a calibration measures; this one measures nothing. The papers' room has another."""
 
-    def attach(self, decoder: SpeculativeDecoder, tree: TreeConfig, seed: int) -> None:
+    def attach(self, decoder: SpeculativeDecoder, tree: TreeConfig) -> None:
         """Before the first prompt; may replace the decoder's proposer."""
 
     def law_columns(self, tree: Tree, nodes: Sequence[int]) -> CycleRecord:
@@ -63,7 +64,7 @@ class Observer:
         return {}
 
     def complete(self, tables: Tables) -> None:
-        """After the last prompt: may add columns to the tables."""
+        """After a prompt: may add columns to its tables."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,16 @@ def run_calibration(
         for prompt in load_prompts(section.prompts)
     ]
     decoder = make_decoder(LoadedHeads(target), method, method.head)
-    observer.attach(decoder, cast(TreeConfig, method.tree), seed)
+    observer.attach(decoder, cast(TreeConfig, method.tree))
     recorded = record_cycles(decoder, questions, section, seed, observer)
-    print(*write_calibration(output, recorded, section.bins, method.head, method.method), sep="\n")
+    probed = None
     if isinstance(method.tree, StaticConfig):
-        write_choices(output, method, questions, section, target)
+        probed = record_ranks(method, questions, section, target)
+    if rank() > 0:
+        return {}
+    print(*write_calibration(output, recorded, section.bins, method.head, method.method), sep="\n")
+    if probed is not None:
+        write_choices(output, method, probed, section)
     return {name: len(recorded.tables[name]) for name in ("nodes", "cycles")}
 
 
@@ -110,24 +116,24 @@ def record_cycles(
     decoder.runners.mode = "eager"  # no speed is measured, and an observer must see every forward
     settings: dict[str, Any] = {"temperature": section.temperature, "top_k": 0, "top_p": 1.0}
     context = min(decoder.limits.values())
-    answers: list[Tables] = []
-    with start_progress(len(questions), "prompts", "calibrate") as progress:
-        for number, question in enumerate(questions):
-            # a prompt that leaves no room still gets the target's first token
-            room = max(1, context - question.ids.shape[1])
-            settings["max_new_tokens"] = min(section.prompts.max_new_tokens, room)
-            # a prime apart, so that no two seeds share the stream of a prompt
-            generator = torch.Generator(question.ids.device).manual_seed(seed * 1_000_003 + number)
-            recorder = Recorder(observer.law_columns)
-            generation = decoder.generate(
-                question.ids, on_cycle=recorder, generator=generator, **settings
-            )
-            answers.append(tables_of(number, recorder.records, generation.sequences[0].tolist()))
-            progress.update()
+
+    def record(number: int) -> Tables:
+        ids = questions[number].ids  # [1, T]
+        # a prompt that leaves no room still gets the target's first token
+        room = max(1, context - ids.shape[1])
+        settings["max_new_tokens"] = min(section.prompts.max_new_tokens, room)
+        # a prime apart, so that no two seeds share the stream of a prompt
+        generator = torch.Generator(ids.device).manual_seed(seed * 1_000_003 + number)
+        recorder = Recorder(observer.law_columns)
+        generation = decoder.generate(ids, on_cycle=recorder, generator=generator, **settings)
+        tables = tables_of(number, recorder.records, generation.sequences[0].tolist())
+        observer.complete(tables)
+        return tables
+
+    answers = share_out(record, range(len(questions)), "prompts", "calibrate")
     tables = {}
     for name in COLUMNS:
         tables[name] = pd.concat([answer[name] for answer in answers], ignore_index=True)
-    observer.complete(tables)
     return RecordedCycles(tables, [question.task for question in questions], section.temperature)
 
 
@@ -368,23 +374,22 @@ def advice(scored: ScoredFit) -> str:
 # --- a static tree, rebuilt ---
 
 
-def write_choices(
-    output: Path,
-    method: MethodConfig,
-    questions: Sequence[Question],
-    section: CalibrateConfig,
-    target: Target,
-) -> None:
-    """Writes choices.yaml, beside the head too: the best static tree for this head.
-
-    How often each rank is accepted comes from a wider tree's greedy answers.
-    """
+def record_ranks(
+    method: MethodConfig, questions: Sequence[Question], section: CalibrateConfig, target: Target
+) -> RecordedCycles:
+    """Greedy answers of a wider static tree: how often each rank is accepted."""
     tree = cast(StaticConfig, method.tree)
     probe = replace(method, tree=replace(tree, choices=probe_choices(tree, section.ranks)))
     greedy = replace(section, temperature=0.0)
-    recorded = record_cycles(
-        make_decoder(LoadedHeads(target), probe, method.head), questions, greedy, 0, Observer()
-    )
+    decoder = make_decoder(LoadedHeads(target), probe, method.head)
+    return record_cycles(decoder, questions, greedy, 0, Observer())
+
+
+def write_choices(
+    output: Path, method: MethodConfig, recorded: RecordedCycles, section: CalibrateConfig
+) -> None:
+    """Writes choices.yaml, beside the head too: the best static tree for this head."""
+    tree = cast(StaticConfig, method.tree)
     accuracy = rank_accuracy(recorded.tables["nodes"], tree.levels, section.ranks)
     choices = rebuild_tree(tree, accuracy, section.nodes)
     size = f"{len(choices)} drafted nodes"
@@ -438,7 +443,7 @@ def rebuild_tree(
         choices.add(choice)
         if depth == len(accuracy):
             continue
-        for rank, share in enumerate(accuracy[depth]):
+        for child, share in enumerate(accuracy[depth]):
             if share > 0:
-                heapq.heappush(heap, (chance * share, depth + 1, (*choice, rank)))
+                heapq.heappush(heap, (chance * share, depth + 1, (*choice, child)))
     return tuple(sorted(choices - {()}, key=lambda choice: (len(choice), choice)))

@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aerie.configs.schema.decode import ChainConfig, DynamicConfig
-from aerie.data.progress import start_progress
 from aerie.infer.decode.dynamic_tree import DynamicTree
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
 from aerie.infer.decode.proposers import tree_proposer
 from aerie.infer.decode.roles import Cycle, Drafter
 from aerie.infer.measure.bench_files import Record
+from aerie.infer.measure.shares import share_out
 from aerie.model.target import Target
 
 Integers = NDArray[np.int64]
@@ -53,38 +53,43 @@ def record_drafts(
     proposer.shape.nodes = 1
     proposer.shape.keeps_pool = True
     decoder = SpeculativeDecoder(target, proposer)
-    columns: dict[str, list[Any]] = {name: [] for name in RecordedDrafts._fields}
 
-    def keep_draft(cycle: Cycle) -> None:
-        if cycle.tree.pool is None:
-            return  # the answer's last token, or the last but one, has no draft
-        tokens = np.full((levels, k, k), -1, dtype=np.int64)
-        survival = np.full((levels, k, k), -np.inf, dtype=np.float32)
-        frontier = np.zeros((levels, k), dtype=np.int64)
-        for depth, level in enumerate(cycle.tree.pool.levels):
-            rows = level.expanded.shape[0]
-            tokens[depth, :rows] = level.tokens.view(rows, k).cpu()
-            survival[depth, :rows] = level.survival.view(rows, k).cpu()
-            frontier[depth] = level.frontier.cpu()
-        columns["tokens"].append(tokens)
-        columns["survival"].append(survival)
-        columns["frontier"].append(frontier)
-        columns["room"].append(len(cycle.tree.pool.levels))
+    def record(number: int) -> dict[str, list[Any]]:
+        """The columns of one answer's drafts."""
+        columns: dict[str, list[Any]] = {name: [] for name in RecordedDrafts._fields}
 
-    with start_progress(len(prompts), "answers", "drafts") as progress:
-        for number, ids in enumerate(prompts):
-            before = len(columns["room"])
-            answer = decoder.generate(
-                ids, max_new_tokens=max_new_tokens, do_sample=False, on_cycle=keep_draft
-            ).new_ids
-            padded = [*answer, *([-1] * levels)]
-            # the first draft's root is the answer's first token
-            for written in range(1, 1 + len(columns["room"]) - before):
-                columns["text"].append(padded[written : written + levels])
-                columns["answer"].append(number)
-                columns["left"].append(len(answer) - written)
-            progress.update()
-    return RecordedDrafts(**{name: np.array(values) for name, values in columns.items()})
+        def keep_draft(cycle: Cycle) -> None:
+            if cycle.tree.pool is None:
+                return  # the answer's last token, or the last but one, has no draft
+            tokens = np.full((levels, k, k), -1, dtype=np.int64)
+            survival = np.full((levels, k, k), -np.inf, dtype=np.float32)
+            frontier = np.zeros((levels, k), dtype=np.int64)
+            for depth, level in enumerate(cycle.tree.pool.levels):
+                rows = level.expanded.shape[0]
+                tokens[depth, :rows] = level.tokens.view(rows, k).cpu()
+                survival[depth, :rows] = level.survival.view(rows, k).cpu()
+                frontier[depth] = level.frontier.cpu()
+            columns["tokens"].append(tokens)
+            columns["survival"].append(survival)
+            columns["frontier"].append(frontier)
+            columns["room"].append(len(cycle.tree.pool.levels))
+
+        answer = decoder.generate(
+            prompts[number], max_new_tokens=max_new_tokens, do_sample=False, on_cycle=keep_draft
+        ).new_ids
+        padded = [*answer, *([-1] * levels)]
+        # the first draft's root is the answer's first token
+        for written in range(1, 1 + len(columns["room"])):
+            columns["text"].append(padded[written : written + levels])
+            columns["answer"].append(number)
+            columns["left"].append(len(answer) - written)
+        return columns
+
+    answers = share_out(record, range(len(prompts)), "answers", "drafts")
+    columns = {}
+    for name in RecordedDrafts._fields:
+        columns[name] = np.array([value for answer in answers for value in answer[name]])
+    return RecordedDrafts(**columns)
 
 
 class PathRanks(NamedTuple):

@@ -2,19 +2,21 @@
 
 Greedy decoding: fixed trees are replayed from recorded drafts, stop rules are decoded, and the best
 of both are timed. Where tokens are sampled another tree writes another text, so trees are timed.
+Several processes share the decoding out; what is timed beside other trees, the first one times.
 """
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from functools import partial
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
 import yaml
 from torch import Tensor
 
-from aerie.configs.errors import UserError
+from aerie.configs.errors import UserError, rank
 from aerie.configs.read import as_dict, read_yaml
 from aerie.configs.schema.decode import (
     METHODS,
@@ -40,8 +42,12 @@ from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
 from aerie.infer.decode.loaded_heads import LoadedHeads
 from aerie.infer.decode.proposers import tree_proposer
 from aerie.infer.decode.runners import mode_of
-from aerie.infer.measure.bench import Bench, describe_machine, measure_answers
-from aerie.infer.measure.bench_files import RECORDS
+from aerie.infer.measure.bench import (
+    Bench,
+    describe_machine,
+    forget_answers,
+    measure_answers,
+)
 from aerie.infer.measure.prices import (
     Costs,
     cycle_ms,
@@ -56,6 +62,7 @@ from aerie.infer.measure.replay import (
     record_drafts,
     replay_tree,
 )
+from aerie.infer.measure.shares import by_first, gather, my_share
 from aerie.infer.measure.statistics import Group, group, speedups, summary_row
 from aerie.infer.measure.suite import SettledRow, Suite
 from aerie.infer.measure.tasks import check_sources, encode_turn, load_prompts
@@ -231,9 +238,14 @@ class HeadTuning:
     ) -> list[list[Statistics]]:
         """The answers of the target alone, then those of each tree, at the tuned temperature."""
         decoders = [SpeculativeDecoder(self.target), *map(self.decoder, trees)]
-        return time_in_turns(
-            decoders, prompts, repetitions, label, self.max_new_tokens, self.config.temperature
+        arguments = (decoders, prompts, repetitions, label)
+        return by_first(
+            partial(time_in_turns, *arguments, self.max_new_tokens, self.config.temperature)
         )
+
+    def measure_costs(self) -> Costs:
+        arguments = (self.target, self.drafter, self.prompts, self.max_new_tokens)
+        return by_first(partial(measure_costs, *arguments))
 
     def facts(self) -> dict[str, Any]:
         """tune.json's entry of this head."""
@@ -253,12 +265,14 @@ class GreedyTuning(HeadTuning):
     """Replays all fixed trees from greedy answers; then tries stop rules on the best one."""
 
     def search(self) -> None:
-        print(
-            f"tune: {self.kind}: every tree of up to {self.config.levels} levels and k {self.k} on "
-            f"{len(self.prompts)} answers of up to {self.max_new_tokens} tokens, then stop rules",
-            file=sys.stderr,
-            flush=True,
-        )
+        if rank() == 0:
+            print(
+                f"tune: {self.kind}: every tree of up to {self.config.levels} levels and k "
+                f"{self.k} on {len(self.prompts)} answers of up to {self.max_new_tokens} tokens, "
+                "then stop rules",
+                file=sys.stderr,
+                flush=True,
+            )
         self.drafts = record_drafts(
             self.target,
             self.drafter,
@@ -267,7 +281,7 @@ class GreedyTuning(HeadTuning):
             self.k,
             self.max_new_tokens,
         )
-        self.costs = measure_costs(self.target, self.drafter, self.prompts, self.max_new_tokens)
+        self.costs = self.measure_costs()
         trees = trees_up_to(self.config.levels, self.k, self.stop)
         self.trees = self.replay(trees)[: SEARCH["shown"]]
         self.choice = self.trees[0]
@@ -291,10 +305,11 @@ class GreedyTuning(HeadTuning):
         for tree in trees:
             decoder = self.decoder(tree)
             answers = []
-            for ids in prompts:
+            for ids in my_share(prompts):
                 answer = decoder.generate(ids, max_new_tokens=self.max_new_tokens, do_sample=False)
                 answers.append(answer.statistics)
-            predictions.append(self.predict(tree, count_cycles(answers)))
+            everyones = list(chain.from_iterable(gather(answers)))
+            predictions.append(self.predict(tree, count_cycles(everyones)))
         return fastest_first(predictions)
 
     def predict(self, tree: GrownConfig, counts: CycleCounts) -> Prediction:
@@ -354,7 +369,7 @@ class SampledTuning(HeadTuning):
     """
 
     def search(self) -> None:
-        self.costs = measure_costs(self.target, self.drafter, self.prompts, self.max_new_tokens)
+        self.costs = self.measure_costs()
         trees = [self.usual_tree(), *sampled_trees(self.config.levels, self.k, self.stop)]
         self.published, *predictions = self.time(
             trees, self.prompts[: SEARCH["sampled_prompts"]], "trees"
@@ -405,6 +420,13 @@ def run_tuning(
         tunings.append(tuning)
     best = max(tunings, key=lambda tuning: tuning.choice.speedup)
     best.refine()
+    if rank() == 0:
+        write_choice(best, tunings, output)
+    measure_choice(best, tokenizer, config, output, seed)
+    return {}
+
+
+def write_choice(best: HeadTuning, tunings: Sequence[HeadTuning], output: Path) -> None:
     choice = best.choice
     published = best.published
     line = (
@@ -415,16 +437,15 @@ def run_tuning(
     tree = {key: value for key, value in as_dict(choice.tree).items() if value is not None}
     row = {"method": choice.method, "head": best.head, "tree": tree}
     chosen = yaml.safe_dump(row, sort_keys=False)
-    write_text(output / TUNED, f"# tuned on {describe_machine(target)['device']}: {line}\n{chosen}")
+    device = describe_machine(best.target)["device"]
+    write_text(output / TUNED, f"# tuned on {device}: {line}\n{chosen}")
+    print(f"tune: {output / TUNED} (generate --row FILE, bench --row FILE)", flush=True)
     facts = {
         "chosen": best.kind,
-        "temperature": config.temperature,
+        "temperature": best.config.temperature,
         "heads": [tuning.facts() for tuning in tunings],
     }
     write_json(output / "tune.json", facts)
-    measure_choice(best, tokenizer, config, output, seed)
-    print(f"tune: {output / TUNED} (generate --row FILE, bench --row FILE)")
-    return {}
 
 
 def rows_to_measure(
@@ -453,8 +474,10 @@ def measure_choice(
     settled = [SettledRow(row, tuning.head, tuning.kind) for row in drafting_rows]
     suite = Suite(section, (SettledRow(vanilla), *settled))
     bench = Bench.open(tuning.target, tokenizer, suite, output / "bench")
-    (output / "bench" / RECORDS).unlink(missing_ok=True)
+    by_first(partial(forget_answers, output / "bench"))
     records = measure_answers(bench, load_prompts(config.measure), seed)
+    if rank() > 0:
+        return
     groups = {members.first.row: members for members in group(records)}
     measured = []
     for number, row in enumerate(rows):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import nan
 from typing import Any, cast
 
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -21,6 +22,8 @@ from aerie.infer.decode.tree import Pool, Tree, expanded_numbers
 from aerie.infer.measure.calibrate import Observer
 from aerie.infer.measure.recorder import CycleRecord, Tables
 
+OWN_STREAM = 500_000  # from an answer's seed to its oracle's: further than prompts' are apart
+
 
 class PaperObserver(Observer):
     """Adds the papers' columns to a calibration's tables."""
@@ -31,10 +34,10 @@ class PaperObserver(Observer):
         self.oracle: Oracle | None = None
         self.features: Features | None = None
 
-    def attach(self, decoder: SpeculativeDecoder, tree: TreeConfig, seed: int) -> None:
+    def attach(self, decoder: SpeculativeDecoder, tree: TreeConfig) -> None:
         drafter = cast(TreeProposer, decoder.proposer).drafter
         if self.oracle_levels is not None:
-            self.oracle = Oracle(decoder, tree, self.oracle_levels, seed)
+            self.oracle = Oracle(decoder, tree, self.oracle_levels)
             decoder.eager.proposer = self.oracle
         if isinstance(drafter, EagleDrafter):
             self.features = Features(decoder, drafter)
@@ -43,7 +46,8 @@ class PaperObserver(Observer):
         return {} if self.features is None else self.features.errors(tree, nodes)
 
     def complete(self, tables: Tables) -> None:
-        tables["cycles"]["oracle"] = nan if self.oracle is None else self.oracle.lengths
+        lengths = nan if self.oracle is None else self.oracle.lengths
+        tables["cycles"]["oracle"] = pd.Series(lengths, tables["cycles"].index, dtype=float)
 
 
 # --- what is recorded: features, and oracle draft lengths ---
@@ -97,9 +101,7 @@ class Oracle(TreeProposer):
     change, and a sampled chain is a prefix of the longer one.
     """
 
-    def __init__(
-        self, decoder: SpeculativeDecoder, tree: TreeConfig, levels: int, seed: int
-    ) -> None:
+    def __init__(self, decoder: SpeculativeDecoder, tree: TreeConfig, levels: int) -> None:
         proposer = cast(TreeProposer, decoder.proposer)
         super().__init__(proposer.drafter, proposer.shape)
         if not isinstance(tree, StaticConfig):
@@ -110,8 +112,8 @@ class Oracle(TreeProposer):
         self.draft_slots = max(proposer.draft_slots, self.longer.draft_slots)
         self.levels = max(proposer.shape.levels, self.longer.levels)
         self.lm = decoder.lm
-        self.generator = torch.Generator(decoder.target.device).manual_seed(seed)
-        # of each cycle; nan: nothing was drafted, or no oracle is defined for the rule
+        self.generator = torch.Generator(decoder.target.device)
+        # of the answer's cycles; nan: nothing was drafted, or no oracle is defined for the rule
         self.lengths: list[float] = []
 
     def traits(self, decoding: Decoding) -> Traits:
@@ -128,7 +130,9 @@ class Oracle(TreeProposer):
 
     def learn(self, new: list[int], cycle: Cycle | None) -> None:
         super().learn(new, cycle)
-        if cycle is None:
+        if cycle is None:  # a prompt begins, with the same draws whichever came before it
+            self.generator.manual_seed(self._sampler.generator.initial_seed() + OWN_STREAM)
+            self.lengths = []
             return
         length = nan
         if cycle.tree.levels > 0 and cycle.rule in ("R0", "R1", "R2"):

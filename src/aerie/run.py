@@ -40,6 +40,7 @@ STAGES = {  # of a run, in order, with the folder of the run's directory that ho
     "tune": "tune",
     "report": "report",
 }
+MEASURING = ("calibrate", "bench", "tune")
 # What the stages import. They are forks, which start at once when it is here already.
 LIBRARIES = (
     "accelerate.commands.launch",
@@ -64,7 +65,7 @@ def main() -> int:
         "recipes", type=user_path, nargs="*", metavar="RECIPE.yaml", help="in place of --config"
     )
     parser.add_argument(
-        "--processes", type=int, help="processes of features and train (default: one per GPU)"
+        "--processes", type=int, help="of features, train and what measures (default: one per GPU)"
     )
     arguments, overrides = parser.parse_known_args()
     stop_on_signals()
@@ -207,7 +208,7 @@ def _require_own_outputs(recipe: Recipe, stages: list[str]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# A stage runs in a child process, and features and train in one process per GPU.
+# A stage runs in a child process; features, train and what measures in one process per GPU.
 
 
 def _run_in_child(stage: str, words: list[str], processes: int | None, recipe: Recipe) -> int:
@@ -248,15 +249,13 @@ def _run_stage(stage: str, words: list[str], processes: int | None, recipe: Reci
     urls = urls_asked(recipe, stage)
     if urls and is_left(stage, words):
         _require_server(recipe, stage, urls)
-    if stage in ("features", "train"):
-        processes = _number_of_processes(stage, processes, recipe)
-        if processes != 1 and is_left(stage, words):
-            import torch
+    if stage in ("features", "train", *MEASURING):
+        import torch
 
-            gpus = torch.cuda.device_count()
-            processes = processes or gpus
-            if processes > 1:
-                sys.exit(launch(command, processes, "bf16" if gpus else "no"))
+        gpus = torch.cuda.device_count()
+        processes = _number_of_processes(stage, processes, recipe) or gpus
+        if processes > 1 and is_left(stage, words):
+            sys.exit(launch(command, processes, "bf16" if gpus else "no"))
     sys.argv = command
     sys.exit(COMMANDS[stage].run())
 
@@ -308,9 +307,12 @@ def _stop_with_parent() -> None:
 
 
 def _number_of_processes(stage: str, processes: int | None, recipe: Recipe) -> int | None:
-    """One, if the stage spreads its target over all GPUs; otherwise what was asked for."""
+    """One, if the stage spreads its target over all GPUs or asks the servers of a bench's rows;
+    otherwise what was asked for."""
+    if stage == "bench" and recipe.bench and recipe.bench.asks_servers:
+        return 1
     makes_features = stage == "features" and recipe.features.server is None
-    loads_target = makes_features or resume.runs_target(recipe)
+    loads_target = makes_features or stage in MEASURING or resume.runs_target(recipe)
     return 1 if recipe.target.device_map is not None and loads_target else processes
 
 

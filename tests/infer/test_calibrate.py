@@ -83,7 +83,7 @@ def write_calibration(output: Path) -> None:
     ]
     decoder = decoder_of(make_target(), WIDE)
     observer = analysis.PaperObserver(oracle_levels=5)
-    observer.attach(decoder, WIDE, 0)
+    observer.attach(decoder, WIDE)
     recorded = calibrate.record_cycles(decoder, questions, SECTION, 0, observer)
     calibrate.write_calibration(output, recorded, 20, None, "eagle2")
     Stage("calibration", output, {}).finish()
@@ -216,7 +216,7 @@ def test_an_observer_adds_columns_and_changes_nothing(
     runs = []
     for observer in (calibrate.Observer(), analysis.PaperObserver(oracle_levels=5)):
         decoder = decoder_of(make_target(), tree, kind)
-        observer.attach(decoder, tree, 3)
+        observer.attach(decoder, tree)
         runs.append(calibrate.record_cycles(decoder, QUESTIONS, section, 3, observer))
     plain, tables = (run.tables for run in runs)
     for name in plain:
