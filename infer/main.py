@@ -654,7 +654,7 @@ DECODING: dict[str, dict[str, Any]] = {
         "help": "print what a cycle costs: phases, kernels, bytes",
     },
 }
-MEASURING: dict[str, dict[str, Any]] = {
+IS_WHOLE: dict[str, dict[str, Any]] = {
     "--is-whole": {"action": "store_true", "help": "exit code 1 if something is left to do"},
 }
 COMMAND_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
@@ -672,11 +672,11 @@ COMMAND_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         **DECODING,
     },
     "chat": DECODING,
-    "calibrate": MEASURING,
-    "tune": MEASURING,
+    "calibrate": IS_WHOLE,
+    "tune": IS_WHOLE,
     "bench": {
         "--row": {"action": "append", "default": [], **YAML_FILE, "help": "one more row"},
-        **MEASURING,
+        **IS_WHOLE,
     },
     "diagnose": {
         "--prompts": {"type": user_path, "metavar": "FILE", "help": "default: the recipe's"},
