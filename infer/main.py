@@ -27,7 +27,7 @@ from aerie.configs.errors import (
     warn_of_lone_process,
     world_size,
 )
-from aerie.configs.read import as_dict, load_file, user_path, validate
+from aerie.configs.read import as_dict, load_file, read_text, user_path, validate
 from aerie.configs.schema import decode
 from aerie.configs.schema.data import RenderConfig
 from aerie.configs.schema.decode import METHODS, USUAL, Method, MethodConfig, ServedConfig
@@ -373,24 +373,11 @@ def _command_line(words: list[str]) -> str:
 
 
 def results(arguments: Namespace, unknown: list[str]) -> int:
-    """the tables of runs in Markdown, with commit and hardware, as in docs/results.md"""
-    from aerie.infer.measure.stage_facts import measured_facts
-    from aerie.infer.papers.claims import claims_of_report
-    from aerie.infer.report.tables import report_results
+    """the tables of Markdown pages, filled from the runs that they name, as docs/results.md does"""
+    from aerie.infer.report.tables import page_with_results
 
-    names = []
-    text = ""
-    for run in arguments.runs:
-        if (run / "bench" / storage.FILE).is_file():  # else only the report is left
-            measured_facts(run / "bench", f"--run {run}")
-        name, results = report_results(run, run / "report")
-        names.append(name)
-        text += results + claims_of_report(run / "report", name)
-    print(
-        f"# Results\n\nWritten by `aerie results {shlex.join(names)}` from the runs' reports. "
-        f"What the columns mean: [metrics.md](metrics.md).\n{text}",
-        end="",
-    )
+    for page in arguments.pages:
+        storage.write_text(page, page_with_results(read_text(page), page))
     return 0
 
 
@@ -695,7 +682,7 @@ COMMAND_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "help": "default: diagnose.json in the run, or here",
         },
     },
-    "results": {"runs": {"type": user_path, "nargs": "+", "metavar": "RUN"}},
+    "results": {"pages": {"type": user_path, "nargs": "+", "metavar": "PAGE.md"}},
     "claims": {"claims_of": {"type": user_path, "metavar": "RUN"}},
     "compare": {
         "--of": ROWS,

@@ -71,10 +71,45 @@ def lines() -> Iterator[tuple[str, list[str]]]:
 LINES = list(lines())
 
 
-def test_every_file_that_a_page_links_is_there() -> None:
-    for page in PAGES:
-        for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
-            assert (page.parent / link).exists(), f"{page.name}: {link}"
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to a page's headings."""
+    text = re.sub(r"(?s)```.*?```", "", page.read_text())
+    titles = re.findall(r"(?m)^#+ (.+)$", text)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_file_and_heading_that_a_page_links_is_there() -> None:
+    for page in [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]:
+        for link in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
+            name, _, heading = link.partition("#")
+            linked = page.parent / name if name else page
+            assert linked.exists(), f"{page.name}: {link}"
+            assert not heading or heading in anchors(linked), f"{page.name}: {link}"
+
+
+RESULTS = ROOT / "docs/results.md"
+MAKE = re.compile(r"`make (demo|bench|gpu)`")
+
+
+def tables(page: Path) -> dict[str, list[list[str]]]:
+    """The cells of each table that `aerie results` fills, by its run."""
+    blocks = re.findall(r"(?s)<!-- results (\S+): .*? -->\n(.*?)\n\n", page.read_text())
+    return {run: [line.split(" | ") for line in table.splitlines()] for run, table in blocks}
+
+
+def test_the_readme_has_the_rows_of_the_results() -> None:
+    rows = tables(ROOT / "README.md")
+    assert rows and all(tables(RESULTS)[run] == table for run, table in rows.items())
+
+
+def test_no_page_has_a_figure_of_a_make_command_that_the_results_do_not_have() -> None:
+    """numerics.md tells what such figures were before: it has a commit for each."""
+    known = set(re.findall(r"\d+\.\d\d", RESULTS.read_text()))
+    for page in [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]:
+        for paragraph in re.split(r"\n\n|\n- ", page.read_text()):
+            if MAKE.search(paragraph) and page.name != "numerics.md":
+                told = set(re.findall(r"(?<![\w.])\d\.\d\d(?![\w.])", paragraph))
+                assert told <= known, f"{page.name}: {told - known}: {paragraph[:200]}"
 
 
 @pytest.fixture(scope="module")

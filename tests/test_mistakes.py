@@ -116,8 +116,9 @@ tune --config {bad}/empty.yaml => empty.yaml: a recipe is a mapping of sections;
 tune {recipe} --head {root}/run => run: a run and no head
 report --config {bad}/date.yaml => date.yaml: not YAML (month must be in 1..12)
 report {recipe} => bench: no bench, or one that was stopped
-results {bad}/odd => report: is damaged; run: aerie report --run
-results => the following arguments are required: RUN
+results {bad}/odd.md => report: is damaged; run: aerie report --run
+results {bad}/q.txt => has no <!-- results RUN: method, tau -->
+results => the following arguments are required: PAGE.md
 claims {bad}/none => bench: no bench, or one that was stopped
 compare {recipe} --of 0 --against 1 => records.jsonl
 verify => verify needs --config RECIPE, or --target
@@ -144,6 +145,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, text in TEXTS.items():
         (root / "bad" / name).parent.mkdir(parents=True, exist_ok=True)
         (root / "bad" / name).write_text(text)
+    mark = f"<!-- results {root}/bad/odd: tau -->\n<!-- /results -->\n"
+    (root / "bad/odd.md").write_text(mark)
     (root / "bad/latin.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
     shutil.copytree(root / "target", root / "bad/lost")
     (root / "bad/lost/generation_config.json").unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from aerie.configs.read import read_text, read_yaml
+from aerie.configs.read import read_yaml
 from aerie.infer.measure.bootstrap import Estimate
 from aerie.infer.papers.evidence import Entry, Evidence, estimates_by_head
 from aerie.infer.papers.published import published_range
@@ -145,17 +145,4 @@ def claims_table(lines: Sequence[ClaimLine]) -> str:
             line.why,
         ]
         text += f"| {' | '.join(cell.replace('|', '/') or '–' for cell in cells)} |\n"
-    return text
-
-
-def claims_of_report(report: Path, run: str) -> str:
-    """The part of docs/results.md on the claims, from a run's report."""
-    lines = read_text(report / "claims.md").splitlines(keepends=True)
-    measured = [line for line in lines if "Not measured: " not in line]
-    text = f"\n### What the papers claim\n\n{''.join(measured)}"
-    # by their numbers, each once
-    left_out = {line.split(".")[0].strip("| "): True for line in lines if "Not measured: " in line}
-    if left_out:
-        text += f"\nNot measured, in part or at all: {', '.join(left_out)}"
-        text += f" (`aerie claims {run}` says what would).\n"
     return text

@@ -1,5 +1,7 @@
 """Rows of the summary in words and as text tables."""
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,12 +11,16 @@ import pandas as pd
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_text, read_yaml
 from aerie.infer.measure.bench_files import Record, SummaryRow
+from aerie.infer.measure.stage_facts import measured_facts
 from aerie.infer.measure.statistics import VANILLA, group, identity, told_apart
 from aerie.infer.measure.tree_shape import aligned
-from aerie.model.storage import read_json
+from aerie.model.storage import FILE, read_json
 
 SummaryRows = Sequence[SummaryRow]
 NOTHING = "–"
+RESULTS = re.compile(
+    r"(<!-- results (\S+): (.+?) -->\n)(.*?)(<!-- /results -->)", re.DOTALL
+)  # the mark, with run and columns; the table; the end
 TEXT_COLUMNS: dict[str, list[str]] = read_yaml(Path(__file__).with_name("columns.yaml"))[0]
 
 
@@ -218,19 +224,63 @@ def csv_table(rows: SummaryRows, *, are_points: bool = False) -> str:
     return table.to_csv(index=False, lineterminator="\n")
 
 
-def report_results(run: Path, report: Path) -> tuple[str, str]:
-    """A run's name, and its part of docs/results.md, from the files of its report."""
-    if not (report / "summary.json").is_file():
-        raise UserError(f"{run}: has no report; run aerie report --config RECIPE --run {run}")
+def run_results(run: Path, columns: Sequence[str]) -> str:
+    """These columns of a run's table and of its tuned row; then commit, hardware and claims."""
+    if (run / "bench" / FILE).is_file():  # else only the report is left
+        measured_facts(run / "bench", f"--run {run}")
+    report = run / "report"
     summary = read_json(report / "summary.json")
+    details = read_json(report / "details.json")
     try:
         hardware = [f"{key} {value}" for key, value in summary["hardware"].items() if value]
-        text = (
-            f"\n## {summary['run']}\n\nTarget `{summary['target']['name']}`; "
-            f"{', '.join(hardware)}; commit `{summary['commit']}`.\n\n"
-        )
-        stopped = read_json(report / "details.json")["training"]["stopped"]
-        text += "".join(f"- {training}: {words}.\n" for training, words in stopped.items())
-    except (KeyError, TypeError, AttributeError) as error:
+        facts = f"`{summary['run']}`, commit `{summary['commit']}`: {', '.join(hardware)}."
+        for training, words in details["training"]["stopped"].items():
+            facts += f" {training}: {words}."
+        claims = details["claims"] or {"lines": []}
+        judged = [line for line in claims["lines"] if not line["why"].startswith("Not measured")]
+        verdicts = Counter(line["verdict"] for line in judged).items()
+        if verdicts:
+            told = ", ".join(f"{verdict} {count}" for verdict, count in verdicts)
+            facts += f" Verdicts on the papers' claims: {told}."
+        table = read_text(report / "table.md").split("\n\n")[0].splitlines()
+        names, _, *lines = [line.strip("| ").split(" | ") for line in table]
+        rows = [dict(zip(names, cells, strict=True)) for cells in lines]
+        if measured := (details["tuning"] or {}).get("measured"):
+            rows += [tuned_cells(measured)]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{report}: is damaged; run: aerie report --run {run}") from error
-    return summary["run"], text + read_text(report / "table.md")
+    text = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
+    for row in rows:
+        text += f"| {' | '.join(row.get(name, NOTHING) for name in columns)} |\n"
+    return f"{text}\n{facts}\n"
+
+
+def tuned_cells(measured: Mapping[str, Any]) -> dict[str, str]:
+    """The chosen row of measured.json, by column."""
+    chosen = [row["chosen_against_it"] for row in measured["rows"]].index(1.0)
+    method, _, tree = measured["names"][chosen].partition(", ")
+    low, high = measured["rows"][chosen]["speedup_ci95"]
+    return {
+        "method": f"{method} (tuned)",
+        "tree": tree or NOTHING,
+        "T": "0",
+        "tau": number(measured["rows"][chosen]["tau"]),
+        "speedup": number(measured["rows"][chosen]["speedup"], unit="x"),
+        "95 % interval": f"{low:.2f}–{high:.2f}",
+    }
+
+
+def page_with_results(text: str, page: Path) -> str:
+    """The page with what its marked runs measured; a run without a report leaves its table."""
+
+    def filled(block: re.Match[str]) -> str:
+        first, run, columns, _, last = block.groups()
+        if not (Path(run) / "report/summary.json").is_file():
+            print(f"{page}: {run} has no report; its table stays")
+            return block[0]
+        return first + run_results(Path(run), columns.split(", ")) + last
+
+    text, found = RESULTS.subn(filled, text)
+    if not found:
+        raise UserError(f"{page}: has no <!-- results RUN: method, tau --> ... <!-- /results -->")
+    return text

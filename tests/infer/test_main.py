@@ -304,12 +304,17 @@ def test_stages(typing: Typing, shared: Path) -> None:
     aerie report {config}
         eagle2
         index.html
-    aerie results {root}/run
-        commit
-        | eagle2 |
+    aerie results {page}
     aerie convert {head} --to safeailab --target {root}/target --out {root}/exported
     """
-    typing(measured, records=records, head=head)
+    page = shared / "results.md"
+    mark = f"<!-- results {shared}/run: method, T, tau -->\n"
+    away = "<!-- results runs/away: method -->\nkept\n<!-- /results -->\n"
+    page.write_text(f"# Results\n\n{mark}before<!-- /results -->\n{away}")
+    typing(measured, records=records, head=head, page=page)
+    results = page.read_text()
+    assert mark in results and "\n| eagle2 | 0 | " in results and "commit" in results
+    assert away in results and "before" not in results
     summary = json.loads((shared / "run" / "report" / "summary.json").read_text())
     assert summary["schema"] == 1 and len(summary["rows"]) == 6 and summary["rows"][0]["tau"] == 1.0
     greedy = [row for row in tiny.read_rows(records) if row["temperature"] == 0]
