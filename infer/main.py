@@ -303,6 +303,8 @@ def diagnose(arguments: Namespace, unknown: list[str]) -> int:
     )
     diagnosis = examine(patient)
     symptoms = patient.symptoms
+    if arguments.mend is not None:
+        patient.mend(arguments.mend)
     facts = {"head": head, "target": target.path, **vars(diagnosis), **symptoms.as_json()}
     storage.write_json(output, facts)
     print(json.dumps(facts, indent=1) if arguments.json else page(diagnosis, symptoms))
@@ -675,6 +677,11 @@ COMMAND_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--trained-target": {"help": "the target of the head's training, if it is another"},
         "--temperature": {"type": float, "help": "of requests (default: the generation_config's)"},
         "--num-prompts": {"type": int, "default": 24, "help": "at most (default 24)"},
+        "--mend": {
+            "type": user_path,
+            "metavar": "DIRECTORY",
+            "help": "write the head here as it is best read",
+        },
         "--json": {"action": "store_true", "help": "print the figures as JSON"},
         "--out": {
             "type": user_path,

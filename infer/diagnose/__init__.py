@@ -5,6 +5,7 @@ from collections.abc import Callable
 from aerie.infer.diagnose.answers import LearntText, answer_greedily
 from aerie.infer.diagnose.ladder import climb, examine_training
 from aerie.infer.diagnose.patient import Patient
+from aerie.infer.diagnose.readings import read_otherwise
 from aerie.infer.diagnose.text import examine_target, examine_text
 from aerie.infer.diagnose.verdict import Diagnosis, judge
 
@@ -12,6 +13,7 @@ from aerie.infer.diagnose.verdict import Diagnosis, judge
 Examination = Callable[[Patient, list[LearntText]], None]
 EXAMINATIONS: tuple[Examination, ...] = (
     climb,
+    read_otherwise,
     examine_training,
     examine_target,
     examine_text,

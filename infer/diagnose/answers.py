@@ -1,11 +1,10 @@
 """The target's own greedy answers, with the states from which heads draft them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aerie.data.batches import Batch, collate
 from aerie.data.feature_cache import CachedRow
@@ -41,6 +40,7 @@ class StatedText:
     text: LearntText
     last_hidden: Tensor  # [T, D], after the final norm
     states: dict[int, Tensor]  # [T, D], by their number among transformers' hidden_states
+    before_norm: Tensor  # [T, D], last_hidden before the final norm
 
     def batch(self, after_blocks: Sequence[int]) -> Batch:
         """As training gets it, with these taps."""
@@ -69,15 +69,27 @@ def answer_greedily(
     return texts
 
 
-def with_states(target: Target, texts: Sequence[LearntText], taps: Sequence[int]) -> list[Any]:
+def with_states(
+    target: Target, texts: Sequence[LearntText], taps: Collection[int]
+) -> list[StatedText]:
     """The texts with the states that the target has of them, in one forward each."""
-    numbers = tuple(sorted(set(taps)))
+    numbers = tuple(sorted(taps))
+    inputs: list[Tensor] = []  # of the final norm
+    hook = final_norm(target).register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
     stated = []
     for text in texts:
         output = target.features(text.ids[None].to(target.device), numbers)
-        parts: Sequence[Tensor] = ()
-        if output.taps is not None:
-            parts = output.taps[0].split(target.hidden_size, dim=-1)
+        parts = () if output.taps is None else output.taps[0].split(target.hidden_size, dim=-1)
         states = dict(zip(numbers, parts, strict=True))
-        stated.append(StatedText(text, output.last_hidden[0], states))
+        stated.append(StatedText(text, output.last_hidden[0], states, inputs.pop()[0]))
+    hook.remove()
     return stated
+
+
+def final_norm(target: Target) -> nn.Module:
+    """What makes last_hidden."""
+    last = nn.Identity()
+    for part in target.decoder.children():
+        if getattr(getattr(part, "weight", None), "shape", None) == (target.hidden_size,):
+            last = part
+    return last

@@ -39,7 +39,7 @@ def decoded(target: Target, proposer: Proposer, texts: Sequence[LearntText], nam
     with start_progress(len(texts), "prompts", name) as progress:
         for text in texts:
             room = min(decoder.limits.values()) - len(text.prompt)
-            cycles = CycleCounts()
+            cycles = AcceptanceCounts()
             decoder.generate(
                 text.prompt,
                 do_sample=False,
@@ -51,7 +51,7 @@ def decoded(target: Target, proposer: Proposer, texts: Sequence[LearntText], nam
     return Drafting.of_prompts(lines)
 
 
-class CycleCounts:
+class AcceptanceCounts:
     """An `on_cycle` hook that counts how far the drafts of an answer were accepted."""
 
     def __init__(self) -> None:

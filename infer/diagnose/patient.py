@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from aerie.configs.errors import UserError
 from aerie.configs.read import validate
 from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.decode import USUAL, MethodConfig, published_tree
@@ -24,41 +25,12 @@ from aerie.infer.diagnose.answers import LearntText, StatedText, with_states
 from aerie.infer.diagnose.figures import DEPTHS, Drafting, Symptoms
 from aerie.infer.diagnose.laws import score_texts
 from aerie.infer.measure.tasks import Prompt, encode_turn
+from aerie.model.checkpoint import head_facts, is_targets, save_head
 from aerie.model.heads import DRAFT_MODELS
 from aerie.model.target import Target, VocabWeights, target_end_ids
 
 MOST_TRAINED = 2000  # conversations of the head's training
 MOST_TRAINED_TOKENS = 512  # of each
-
-
-@torch.no_grad()
-def teacher_forced(
-    kind: str, head: Any, vocab: VocabWeights, texts: Sequence[StatedText], taps: Sequence[int]
-) -> Drafting:
-    """From every token of the texts, as training's own objective measures it.
-
-    head: the module; taps: the states that it is given.
-    """
-    values: dict[str, Any] = {"kind": kind, "eval_depths": DEPTHS}
-    if kind == "eagle3":
-        values["unroll_steps"] = 1  # of the loss, which nobody reads
-    if kind == "draft_lm":
-        values["distill"] = "soft_cross_entropy"  # so that it is measured against the target
-    schema: Any = Train
-    objective = DRAFT_MODELS[kind].objective(head, vocab, validate(values, schema, "train", {}))
-    lines = []
-    for text in texts:
-        sums = objective.measure(text.batch(taps))
-        line = {}
-        for position in range(1, DEPTHS + 1):
-            hits, tries = sums.get(f"accuracy_at_{position}", (0, 0))
-            line[f"hits_{position}"] = float(hits)
-            line[f"tries_{position}"] = float(tries)
-        chain, starts = sums["chain"]
-        line["starts"] = float(starts)
-        line["tokens"] = float(starts) + float(chain)  # each start ends with the bonus token
-        lines.append(line)
-    return Drafting.of_prompts(lines)
 
 
 @dataclass
@@ -73,6 +45,7 @@ class Patient:
     temperature: float = 0.0  # of the requests
     trained_target: str | None = None  # for which the head was trained, where it is another
     symptoms: Symptoms = field(default_factory=Symptoms)
+    better: Any = None  # the head's module under its best other reading
 
     def __post_init__(self) -> None:
         self.kind = kind_at(self.head)
@@ -99,8 +72,49 @@ class Patient:
 
     def teacher_forced(self, texts: Sequence[LearntText]) -> Drafting:
         """The head as its file says, on these texts."""
-        stated = with_states(self.target, texts, self.taps)
-        return teacher_forced(self.kind, self.module, self.target.vocab, stated, self.taps)
+        return self.drafting(self.module, with_states(self.target, texts, self.taps))
+
+    def mend(self, directory: Path) -> None:
+        """Writes the head as it is best read."""
+        if self.better is None:
+            raise UserError(f"--mend {directory}: no other reading of {self.head} is better")
+        if directory.exists():
+            raise UserError(f"--mend {directory}: is there; name a new directory")
+        if hasattr(self.better, "saves_embedding"):
+            embedding = self.better.embed_tokens.weight
+            self.better.saves_embedding = not is_targets(embedding, self.target.vocab)
+        save_head(self.better, directory, **head_facts(self.head))
+
+    @torch.no_grad()
+    def drafting(
+        self, head: Any, texts: Sequence[StatedText], vocab: VocabWeights | None = None
+    ) -> Drafting:
+        """From every token of the texts, as training's own objective measures it.
+
+        head: its module, or another reading of it; vocab: what it drafts with, if not the target's.
+        """
+        values: dict[str, Any] = {"kind": self.kind, "eval_depths": DEPTHS}
+        if self.kind == "eagle3":
+            values["unroll_steps"] = 1  # of the loss, which nobody reads
+        if self.kind == "draft_lm":
+            values["distill"] = "soft_cross_entropy"  # so that it is measured against the target
+        schema: Any = Train
+        settings = validate(values, schema, "train", {})
+        make_objective = DRAFT_MODELS[self.kind].objective
+        objective = make_objective(head, vocab or self.target.vocab, settings)
+        lines = []
+        for text in texts:
+            sums = objective.measure(text.batch(getattr(head.config, "after_blocks", ())))
+            line = {}
+            for position in range(1, DEPTHS + 1):
+                hits, tries = sums.get(f"accuracy_at_{position}", (0, 0))
+                line[f"hits_{position}"] = float(hits)
+                line[f"tries_{position}"] = float(tries)
+            chain, starts = sums["chain"]
+            line["starts"] = float(starts)
+            line["tokens"] = float(starts) + float(chain)  # each start ends with the bonus token
+            lines.append(line)
+        return Drafting.of_prompts(lines)
 
     def scored(self, texts: Sequence[LearntText]) -> pd.DataFrame:
         """The laws along these texts, at the temperatures that are looked at."""

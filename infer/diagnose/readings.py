@@ -1,0 +1,160 @@
+"""Readings of a head: what its file leaves open, or what a server might take otherwise.
+
+All readings of a head are measured on the same states of the target: no forward of it is repeated.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aerie.data.progress import start_progress
+from aerie.infer.diagnose.answers import LearntText, StatedText, final_norm, with_states
+from aerie.infer.diagnose.figures import Drafting
+from aerie.infer.diagnose.patient import Patient
+from aerie.infer.measure.bootstrap import Estimate, estimate
+from aerie.model.checkpoint import rope_of
+from aerie.model.heads import HEADS
+from aerie.model.heads.eagle import EMBEDDING
+from aerie.model.target import Target, VocabWeights, default_taps
+
+# options that a file may have wrong: whether a norm or a bias is there, and where
+FLAGS = {
+    "norm_before_residual": "norm",
+    "norm_output": "norm",
+    "norm_before_fc": "norm",
+    "fc_norm": "norm",
+    "qk_norm": "norm",
+    "bias": "bias",
+    "qkv_bias": "bias",
+}
+BASES = (10_000.0, 500_000.0, 1_000_000.0)  # of RoPE, as published heads and targets have them
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A head, read otherwise than its file says."""
+
+    family: str  # as verdict.yaml names it
+    words: str  # how the head is read
+    config: Any
+    state: dict[str, Tensor]  # by name
+    is_before_norm: bool = False  # the head is given states from before the target's final norm
+
+    def module(self) -> Any:
+        """The head; a norm that its file lacks does nothing, and so does a bias."""
+        kind = next(kind for kind in HEADS.values() if kind.config is type(self.config))
+        with torch.device("meta"):  # shapes, without memory for them
+            module = kind.module(self.config)
+        state = {}
+        for name, tensor in module.state_dict().items():
+            neutral = torch.zeros if name.endswith("bias") else torch.ones
+            state[name] = self.state[name] if name in self.state else neutral(tensor.shape)
+        module.load_state_dict(state, assign=True)
+        return module.eval().requires_grad_(False)
+
+    def drafting(self, patient: Patient, texts: Sequence[StatedText]) -> Drafting:
+        """On texts with all states that readings need."""
+        if not self.is_before_norm:
+            return patient.drafting(self.module(), texts)
+        before = [replace(text, last_hidden=text.before_norm) for text in texts]
+        vocab = NormedVocab(**vars(patient.target.vocab), norm=final_norm(patient.target))
+        return patient.drafting(self.module(), before, vocab)
+
+
+@dataclass(frozen=True)
+class NormedVocab(VocabWeights):
+    """The LM head behind the target's final norm."""
+
+    norm: nn.Module = nn.Identity()
+
+    def logits(self, last_hidden: Tensor, rows: Tensor | slice | None = None) -> Tensor:
+        return super().logits(self.norm(last_hidden), rows)
+
+
+def readings_of(module: Any, target: Target) -> Iterator[Reading]:
+    """Every other reading of a head."""
+    config = module.config
+    state = module.state_dict()
+    for taps in other_taps(getattr(config, "after_blocks", ()), target.num_blocks):
+        yield Reading("taps", f"its taps are {[*taps]}", replace(config, after_blocks=taps), state)
+    for name, family in FLAGS.items():
+        is_on = getattr(config, name, None)
+        if is_on or (is_on is False and family == "norm"):
+            words = f"{name} is {str(not is_on).lower()}"
+            yield Reading(family, words, replace(config, **{name: not is_on}), state)
+    if getattr(config, "rope_theta", None) is not None:
+        ropes = [*((base, None) for base in BASES), rope_of(target.config)]
+        for theta, scaling in ropes:
+            if (theta, scaling) != (config.rope_theta, config.rope_scaling):
+                words = f"RoPE's base is {theta:,.0f}, its scaling {scaling}"
+                rope = replace(config, rope_theta=theta, rope_scaling=scaling)
+                yield Reading("RoPE", words, rope, state)
+    yield from other_weights_of(config, state, target.vocab)
+    if not hasattr(config, "after_blocks"):
+        words = "its features are from before the target's final norm"
+        yield Reading("final norm", words, config, state, is_before_norm=True)
+
+
+def other_taps(taps: tuple[int, ...], num_blocks: int) -> list[tuple[int, ...]]:
+    """All of them shifted, each of them shifted, and the default ones, which servers guess."""
+    if not taps:
+        return []
+    guesses = [tuple(tap + by for tap in taps) for by in (-1, 1)]
+    for number, tap in enumerate(taps):
+        guesses += [(*taps[:number], tap + by, *taps[number + 1 :]) for by in (-1, 1)]
+    guesses.append(default_taps(num_blocks) or taps)
+    allowed = []
+    for guess in dict.fromkeys(guesses):
+        ascends = list(guess) == sorted({*guess}) and guess[0] >= 0 and guess[-1] < num_blocks
+        if ascends and guess != taps and len(guess) == len(taps):
+            allowed.append(guess)
+    return allowed
+
+
+def other_weights_of(
+    config: Any, state: dict[str, Tensor], vocab: VocabWeights
+) -> Iterator[Reading]:
+    """With the target's weights in place of the head's, and draft ids as they are."""
+    embedding = state.get(EMBEDDING, vocab.embedding)
+    is_theirs = torch.equal(embedding, vocab.embedding)
+    if embedding.shape == vocab.embedding.shape and not is_theirs:
+        theirs = state | {EMBEDDING: vocab.embedding}
+        yield Reading("embedding", "its embedding is the target's", config, theirs)
+    ids = torch.arange(config.vocab_size)
+    if getattr(config, "draft_vocab_size", config.vocab_size) < config.vocab_size:
+        ids = torch.arange(len(state["d2t"])) + state["d2t"]
+        as_ids = state | {"d2t": torch.zeros_like(state["d2t"])}
+        yield Reading("draft ids", "its draft ids are target ids", config, as_ids)
+    names = [name for name in state if "lm_head" in name and name.endswith(".weight")]
+    rows = vocab.lm_head[ids]
+    if names and state[names[0]].shape == rows.shape:
+        theirs = state | dict.fromkeys(names, rows)
+        yield Reading("LM head", "its LM head is the target's", config, theirs)
+
+
+def read_otherwise(patient: Patient, texts: Sequence[LearntText]) -> None:
+    """Which reading is accepted most, and by how much more than the file's."""
+    if patient.kind not in HEADS:
+        patient.symptoms.absent["reading"] = "the files of a draft LM leave nothing open"
+        return
+    target = patient.target
+    readings = [*readings_of(patient.module, target)]
+    taps = {tap for reading in readings for tap in getattr(reading.config, "after_blocks", ())}
+    stated = with_states(target, texts, {*taps, *patient.taps})
+    of_file = patient.drafting(patient.module, stated)
+    gains: list[tuple[Reading, Estimate]] = []
+    with start_progress(len(readings), "readings", "other readings") as progress:
+        for reading in readings:
+            gain = estimate([reading.drafting(patient, stated).tau, of_file.tau])
+            if gain is not None:
+                gains.append((reading, gain))
+            progress.update()
+    best, gain = max(gains, key=lambda pair: pair[1].low)
+    figures = {"family": best.family, "words": best.words, "gain": gain}
+    patient.symptoms.add("reading", figures)
+    patient.symptoms.add("readings", {reading.words: gain for reading, gain in gains})
+    if gain.low > 0 and not best.is_before_norm:
+        patient.better = best.module()
