@@ -287,6 +287,7 @@ def diagnose(arguments: Namespace, unknown: list[str]) -> int:
     from aerie.infer.diagnose.patient import Patient, trained_texts
     from aerie.infer.diagnose.verdict import page
     from aerie.infer.measure.bench import load_quietly
+    from aerie.infer.measure.server import Server
 
     render = fix_date(recipe, is_stage=False).data if recipe else _render_config(head, pairs)
     tokenizer = recipe_tokenizer(target, render)
@@ -299,7 +300,14 @@ def diagnose(arguments: Namespace, unknown: list[str]) -> int:
     if temperature is None:  # as servers take it
         temperature = resolve(loaded.generation_config).temperature
     patient = Patient(
-        loaded, tokenizer, head, questions, trained_on, temperature, arguments.trained_target
+        loaded,
+        tokenizer,
+        head,
+        questions,
+        trained_on,
+        temperature,
+        arguments.trained_target,
+        Server(ServedConfig("served", arguments.server), "--server") if arguments.server else None,
     )
     diagnosis = examine(patient)
     symptoms = patient.symptoms
@@ -669,6 +677,7 @@ COMMAND_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "diagnose": {
         "--prompts": {"type": user_path, "metavar": "FILE", "help": "default: the recipe's"},
+        "--server": {"metavar": "URL", "help": "a server that drafts with the head"},
         "--trained-on": {
             "type": user_path,
             "metavar": "FILE",

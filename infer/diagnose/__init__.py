@@ -5,7 +5,7 @@ from collections.abc import Callable
 from aerie.infer.diagnose.answers import LearntText, answer_greedily
 from aerie.infer.diagnose.ladder import climb, examine_training
 from aerie.infer.diagnose.patient import Patient
-from aerie.infer.diagnose.readings import read_otherwise
+from aerie.infer.diagnose.readings import explain_server, read_otherwise
 from aerie.infer.diagnose.text import examine_target, examine_text
 from aerie.infer.diagnose.verdict import Diagnosis, judge
 
@@ -14,6 +14,7 @@ Examination = Callable[[Patient, list[LearntText]], None]
 EXAMINATIONS: tuple[Examination, ...] = (
     climb,
     read_otherwise,
+    explain_server,
     examine_training,
     examine_target,
     examine_text,
@@ -22,6 +23,8 @@ EXAMINATIONS: tuple[Examination, ...] = (
 
 def examine(patient: Patient) -> Diagnosis:
     """The verdict; the patient then has all symptoms."""
+    if patient.symptoms.values:  # its files are wrong
+        return judge(patient.symptoms)
     texts = answer_greedily(patient.target, patient.prompt_ids())
     for examination in EXAMINATIONS:
         examination(patient, texts)

@@ -12,22 +12,26 @@ from aerie.data.progress import start_progress
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.proposers import tree_proposer
 from aerie.infer.decode.roles import Cycle, Drafter, Proposer
+from aerie.infer.decode.sampling import resolve
 from aerie.infer.diagnose.answers import LearntText
-from aerie.infer.diagnose.figures import DEPTHS, Drafting, drops
+from aerie.infer.diagnose.figures import Drafting, drops
 from aerie.infer.diagnose.patient import Patient
+from aerie.infer.measure.served import require_same_target
+from aerie.infer.measure.server import Server
 from aerie.model.target import Target
 
-DROPS = {  # what each step loses against the one above
-    "chain": "exposure",
-    "tree": "tree",
-    "server": "server",
-    "reported": "counting",
+DROPS = {  # what each step loses, and against which step
+    "chain": ("exposure", "teacher_forced"),
+    "tree": ("tree", "chain"),
+    "server": ("server", "chain"),
+    "reported": ("counting", "server"),
 }
+CHECKED = 2  # prompts by which a server shows that it serves the target
 
 
-def chain_of(drafter: Drafter) -> Proposer:
+def chain_of(drafter: Drafter, levels: int) -> Proposer:
     """Chains of the head's likeliest tokens."""
-    levels = min(DEPTHS, drafter.max_levels)
+    levels = min(levels, drafter.max_levels)
     return tree_proposer(drafter, ChainConfig(levels=levels, children="best"))
 
 
@@ -74,26 +78,52 @@ class AcceptanceCounts:
         self.line[column] = self.line.get(column, 0.0) + 1
 
 
+def served(patient: Patient, server: Server, texts: Sequence[LearntText]) -> dict[str, Drafting]:
+    """The steps of a server: what its answers took, and what it counts."""
+    config = patient.target.generation_config
+    took = []
+    counted = []
+    with start_progress(len(texts), "prompts", "server") as progress:
+        for text in texts:
+            room = len(text.ids) - len(text.prompt)
+            decoding = resolve(config, do_sample=False, max_new_tokens=room)
+            cycles = AcceptanceCounts()
+            answer = server.answer(text.prompt.tolist(), decoding, 0)
+            for accepted in answer.drafts.accepted:
+                cycles.count(accepted, server.facts.draft_tokens, accepted + 1)
+            counted.append(cycles.line)
+            tokens = {"tokens": answer.new_tokens - 1, "starts": answer.drafts.cycles}
+            took.append({**cycles.line, **tokens})
+            progress.update()
+    return {"server": Drafting.of_prompts(took), "reported": Drafting.of_prompts(counted)}
+
+
 def climb(patient: Patient, texts: list[LearntText]) -> None:
-    """The ladder, and what each step loses against the one above."""
-    chain = chain_of(patient.drafter)
-    steps = {
-        "teacher_forced": patient.teacher_forced(texts),
-        "chain": decoded(patient.target, chain, texts, "chain"),
-    }
+    """The ladder, and what each step loses against another."""
+    symptoms = patient.symptoms
+    steps = patient.steps
+    chain = chain_of(patient.drafter, patient.levels)
+    steps["teacher_forced"] = patient.teacher_forced(texts)
+    steps["chain"] = decoded(patient.target, chain, texts, "chain")
     try:
         tree = patient.usual_tree()
         if tree.is_chain:
             raise UserError("its usual method drafts a chain")
         steps["tree"] = decoded(patient.target, tree, texts, "tree")
     except UserError as error:
-        patient.symptoms.absent["ladder.tree"] = str(error)
-    above = None
+        symptoms.absent["ladder.tree"] = str(error)
+    if patient.server is None:
+        symptoms.absent["ladder.server"] = "no server; name it with --server"
+    else:
+        prompts = [text.prompt.tolist() for text in texts[:CHECKED]]
+        decoding = resolve(patient.target.generation_config, do_sample=False, max_new_tokens=16)
+        require_same_target(patient.server, patient.target, prompts, decoding)
+        steps |= served(patient, patient.server, texts)
     for name, step in steps.items():
-        patient.symptoms.add(f"ladder.{name}", step.figures())
-        if above is not None:
-            patient.symptoms.add(f"drop.{DROPS[name]}", drops(above, step))
-        above = step
+        symptoms.add(f"ladder.{name}", step.figures())
+        if name in DROPS:
+            drop, above = DROPS[name]
+            symptoms.add(f"drop.{drop}", drops(steps[above], step))
 
 
 def examine_training(patient: Patient, texts: list[LearntText]) -> None:

@@ -24,6 +24,7 @@ from aerie.infer.decode.roles import Proposer
 from aerie.infer.diagnose.answers import LearntText, StatedText, with_states
 from aerie.infer.diagnose.figures import DEPTHS, Drafting, Symptoms
 from aerie.infer.diagnose.laws import score_texts
+from aerie.infer.measure.server import Server
 from aerie.infer.measure.tasks import Prompt, encode_turn
 from aerie.model.checkpoint import head_facts, is_targets, save_head
 from aerie.model.heads import DRAFT_MODELS
@@ -44,14 +45,23 @@ class Patient:
     trained_on: Sequence[LearntText] = ()  # texts of the head's training
     temperature: float = 0.0  # of the requests
     trained_target: str | None = None  # for which the head was trained, where it is another
+    server: Server | None = None  # that drafts with the head
     symptoms: Symptoms = field(default_factory=Symptoms)
     better: Any = None  # the head's module under its best other reading
 
     def __post_init__(self) -> None:
+        self.steps: dict[str, Drafting] = {}  # of the ladder
+        self.readings: list[Any] = []  # other readings of the head
+        drafts = self.server.facts.draft_tokens if self.server else 0
+        self.levels = drafts or DEPTHS  # of the chains that are decoded here
         self.kind = kind_at(self.head)
         self.heads = LoadedHeads(self.target)
+        try:
+            model = self.heads.model_of(self.head)
+        except UserError as error:
+            self.symptoms.add("file", {"problem": str(error)})
+            return
         self.drafter = self.heads.of(self.head)
-        model = self.heads.model_of(self.head)
         self.module = model.model if isinstance(model, Target) else model
         self.taps = self.drafter.after_blocks
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from aerie.data.progress import start_progress
 from aerie.infer.diagnose.answers import LearntText, StatedText, final_norm, with_states
 from aerie.infer.diagnose.figures import Drafting
+from aerie.infer.diagnose.ladder import chain_of, decoded
 from aerie.infer.diagnose.patient import Patient
 from aerie.infer.measure.bootstrap import Estimate, estimate
 from aerie.model.checkpoint import rope_of
@@ -30,6 +31,8 @@ FLAGS = {
     "bias": "bias",
     "qkv_bias": "bias",
 }
+SAME = 0.03  # the share of cycles by which the same drafts differ: rounding turns a few
+TRIED = 6  # readings whose chains are compared with a server's
 BASES = (10_000.0, 500_000.0, 1_000_000.0)  # of RoPE, as published heads and targets have them
 
 
@@ -156,5 +159,36 @@ def read_otherwise(patient: Patient, texts: Sequence[LearntText]) -> None:
     figures = {"family": best.family, "words": best.words, "gain": gain}
     patient.symptoms.add("reading", figures)
     patient.symptoms.add("readings", {reading.words: gain for reading, gain in gains})
+    patient.readings = [reading for reading, _ in gains]
     if gain.low > 0 and not best.is_before_norm:
         patient.better = best.module()
+
+
+def explain_server(patient: Patient, texts: Sequence[LearntText]) -> None:
+    """The reading whose chains take as many cycles as the server's, if the file's do not."""
+    served = patient.steps.get("server")
+    if served is None or not served.table.starts.any():
+        return
+
+    def distance(chain: Drafting) -> float:
+        gaps = (chain.table.starts - served.table.starts).abs()
+        return float(gaps.sum() / served.table.starts.sum())
+
+    of_file = distance(patient.steps["chain"])
+    if of_file < SAME:
+        return
+    symptoms = patient.symptoms
+    loss = symptoms.values["drop.server.tau"].value
+
+    def unlike(reading: Reading) -> float:
+        return abs(symptoms.values[f"readings.{reading.words}"].value + loss)
+
+    distances = []
+    for reading in sorted(patient.readings, key=unlike)[:TRIED]:
+        drafter = HEADS[patient.kind].drafter(reading.module(), patient.target)
+        chain = decoded(patient.target, chain_of(drafter, patient.levels), texts, reading.words)
+        distances.append((distance(chain), reading.words))
+    nearest, words = min(distances, default=(1.0, ""))
+    symptoms.add("server", {"differs": of_file})
+    if nearest < of_file / 2:
+        symptoms.add("server", {"words": words, "differs_so": nearest})
