@@ -141,6 +141,9 @@ def recipe_files(
         most = BENCH_PROMPTS if machine.gpus else FEW_PROMPTS
         prompts, questions = measuring_prompts(data, out, most, corpus.max_length)
         requested = with_prompts(requested, measured, prompts)
+        sections = [requested[name] or {} for name in prompts]
+        paths = {section.get("prompts", {}).get("path") for section in sections}
+        questions = {path: text for path, text in questions.items() if str(path) in paths}
 
     # (3) the sections
     features = features_part(requested, run, head, target, corpus, machine)

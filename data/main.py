@@ -323,6 +323,10 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
     # Compares sizes only; --verify and `check` read every byte.
     is_there = isinstance(Manifest.check(stage.output, content=False, name=CACHE_INDEX), Whole)
     if is_there and stage.is_whole() and not (arguments.verify or arguments.estimate):
+        if recipe.features.server is not None:
+            from aerie.data.served_states import sweep_states
+
+            sweep_states(recipe.features.server, stage.output)
         return _reuse(arguments, stage, status)
     if arguments.is_whole:
         return 1

@@ -7,6 +7,7 @@ file is whole once its lock is free, and nobody but its reader removes it.
 import fcntl
 import itertools
 import json
+import math
 import os
 import re
 import secrets
@@ -132,6 +133,12 @@ class StatesFolder:
                     left.unlink()
 
 
+def sweep_states(config: StateServersConfig, run: Path) -> None:
+    """Removes what servers wrote for a run after its processes had gone."""
+    if Path(config.states).is_dir():
+        StatesFolder(Path(config.states), run).close()
+
+
 def _patiently(path: Path, deadline: float, is_closed: Callable[[], bool]) -> Path:
     """The path, once it exists: network file systems show a new file late."""
     pause = 0.001
@@ -170,8 +177,10 @@ class StateServer:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.timeout_s = timeout_s
         self.under_way = 0  # requests
-        self.away_until = 0.0  # by time.monotonic(); others are asked first
+        # By time.monotonic(); others are asked first. Without an end while it is looked at.
+        self.away_until = 0.0
         self.model = ""  # as the server calls it; "": it is not known to be the right one
+        self.fault: ServerFault | None = None  # of the last look
         self.checking = threading.Lock()
         self._connections = set[HTTPConnection]()
 
@@ -286,7 +295,8 @@ class ServedStates:
         self.close()
 
     def close(self) -> None:
-        self._closing.set()
+        with self._choosing:
+            self._closing.set()
         for server in self.servers:
             server.hang_up()
         self.pool.shutdown(cancel_futures=True)
@@ -347,19 +357,38 @@ class ServedStates:
 
     @contextmanager
     def _turn(self, failed: set[StateServer]) -> Iterator[StateServer]:
-        """The server with the fewest requests, of those that answer and did not fail this row."""
+        """The server with the fewest requests, of those that answer and did not fail this row.
+
+        While one answers, no row waits for another: a thread of its own looks at that.
+        """
         now = time.monotonic()
+
+        def rank_of(server: StateServer) -> tuple[bool, float, bool, int]:
+            seconds = max(server.away_until - now, 0.0)
+            return not server.model, seconds, server in failed, server.under_way
+
         with self._choosing:
-            server = min(
-                self.servers,
-                key=lambda other: (other in failed, other.away_until > now, other.under_way),
-            )
+            server = min(self.servers, key=rank_of)
             server.under_way += 1
+            for other in self.servers:
+                is_due = other.away_until <= now and not (other.model or other.checking.locked())
+                if server.model and is_due and not self._closing.is_set():
+                    other.away_until = math.inf
+                    self.pool.submit(self._look_again, other)
         try:
             yield server
         finally:
             with self._choosing:
                 server.under_way -= 1
+
+    def _look_again(self, server: StateServer) -> None:
+        """Takes a server that failed back if it gives the target's states."""
+        try:
+            self._check(server)
+        except ServerFault:
+            server.away_until = time.monotonic() + AWAY_S
+        except UserError as error:  # another model was started there: nobody asks it any more
+            warn(str(error))
 
     def _leave(self, server: StateServer, fault: ServerFault, attempts: int) -> None:
         """Turns to other servers for a while; UserError after the last attempt."""
@@ -398,6 +427,9 @@ class ServedStates:
             raise ServerFault(f"it gave other states than before ({found})")
         if not states.isfinite().all():
             raise ServerFault("it gave states that are not finite")
+        # An embedding (id 0) may be zero.
+        if not states[:, int(self.ids[0] == 0) :].any(-1).all():
+            raise ServerFault("it gave states of zeros")
         return reply
 
     def _raw(
@@ -470,43 +502,55 @@ class ServedStates:
             time.sleep(self._pause(attempts))
 
     def _check(self, server: StateServer) -> str:
-        """Its model; UserError if it gives other states than the target's; ServerFault if none."""
+        """Its model; UserError if it gives other states than the target's; ServerFault if none.
+
+        One thread looks; those that wait for it have its outcome.
+        """
+        fault = server.fault
         with server.checking:
-            model = server.model
-            if model:  # meanwhile another thread has looked
-                return model
-            entry = server.listing()
-            room = entry.get("max_model_len")
-            if isinstance(room, int) and self.longest + 1 > room:
-                raise UserError(
-                    f"{server.url}: has room for {room:,} tokens (max_model_len), and the longest "
-                    f"row needs {self.longest + 1:,}; lower data.max_length to {room - 1:,}, or "
-                    f"start it anew: {self.command(server)}"
-                )
-            model = entry["id"]
+            if server.model:
+                return server.model
+            if server.fault is not None and server.fault is not fault:
+                raise server.fault
             try:
-                rows = self.expected.rows
-                replies = [self._raw(server, model, row, PROBE_S) for row in rows]
-            except NoFile as fault:
-                raise UserError(
-                    f"{server.url}: {fault}; features.server.states must name the folder to which "
-                    "it writes (shared_storage_path) as this machine sees it"
-                ) from fault
-            except NoStates as fault:
-                raise UserError(self._wrong(server, str(fault))) from fault
-            why = self._difference(replies)
-            if why is not None:
-                raise UserError(self._wrong(server, why))
-            self.versions.add(entry["version"])
+                server.model = self._look(server)
+            except ServerFault as error:
+                server.fault = error
+                raise
             server.away_until = 0.0
-            server.model = model
-            if rank() == 0:
-                print(
-                    f"states: {server.url}: vLLM {entry['version']} with {model}: "
-                    f"as {self.expected.how}",
-                    flush=True,
-                )
-            return model
+            return server.model
+
+    def _look(self, server: StateServer) -> str:
+        entry = server.listing()
+        room = entry.get("max_model_len")
+        if isinstance(room, int) and self.longest + 1 > room:
+            raise UserError(
+                f"{server.url}: has room for {room:,} tokens (max_model_len), and the longest "
+                f"row needs {self.longest + 1:,}; lower data.max_length to {room - 1:,}, or "
+                f"start it anew: {self.command(server)}"
+            )
+        model: str = entry["id"]
+        try:
+            rows = self.expected.rows
+            replies = [self._raw(server, model, row, PROBE_S) for row in rows]
+        except NoFile as fault:
+            raise UserError(
+                f"{server.url}: {fault}; features.server.states must name the folder to which "
+                "it writes (shared_storage_path) as this machine sees it"
+            ) from fault
+        except NoStates as fault:
+            raise UserError(self._wrong(server, str(fault))) from fault
+        why = self._difference(replies)
+        if why is not None:
+            raise UserError(self._wrong(server, why))
+        self.versions.add(entry["version"])
+        if rank() == 0:
+            print(
+                f"states: {server.url}: vLLM {entry['version']} with {model}: "
+                f"as {self.expected.how}",
+                flush=True,
+            )
+        return model
 
     def _difference(self, replies: Sequence[Reply]) -> str | None:
         """Why these are not the target's states, or None."""

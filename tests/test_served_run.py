@@ -77,6 +77,9 @@ def test_what_is_requested_wins(port: int, capfd: Any) -> None:
     assert recipe.bench is not None and recipe.bench.prompts.path is None
     assert recipe.calibrate is not None and recipe.calibrate.prompts.path == "r.calibrate.jsonl"
     assert recipe.calibrate.prompts.system_prompt == "Be."
+    drawn = {path.name for path in Path().glob("*.calibrate.jsonl")}
+    assert drawn == {"r.calibrate.jsonl", "bare.calibrate.jsonl"}
+    assert not [*Path().glob("*.bench.jsonl")]  # nobody asks them
     short = load(Path("bare.yaml"))
     assert short.distill is not None and short.distill.server is not None and short.bench is None
     assert short.distill.server.urls == ("http://a/v1",) and short.distill.sources[0].num_rows == 7

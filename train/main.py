@@ -49,6 +49,10 @@ def main() -> int:
         if arguments.is_whole:  # an earlier stage may not have written the target
             return 1
         raise
+    if is_whole and resume.reads_servers(recipe) and rank() == 0:
+        from aerie.data.served_states import sweep_states
+
+        sweep_states(recipe.features.server, state)  # type: ignore[arg-type]
     if arguments.is_whole:
         return int(not is_whole)
     if is_whole:

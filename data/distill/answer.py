@@ -429,7 +429,7 @@ class ServedTarget:
         body = self.body | ({"tools": tools} if tools else {})
         strikes = 0
         while True:
-            url = min(self.clients, key=lambda url: self.under_way[url] + (url in self.away))
+            url = min(self.clients, key=self._load_of)
             self.under_way[url] += 1
             try:
                 answer = await self._complete(
@@ -458,6 +458,11 @@ class ServedTarget:
                 self.away.add(url)
                 warn(f"{url}: {why}; it is asked again for {self.config.patience_s:g} s")
             await asyncio.sleep(PAUSE_S)
+
+    def _load_of(self, url: str) -> tuple[bool, int]:
+        """The least is asked next; a server that is away has one row at a time."""
+        under_way = self.under_way[url]
+        return url in self.away and under_way > 0, under_way + (url in self.away)
 
     def _raise_if_final(self, url: str, status: int | None, why: str, error: Any) -> None:
         """Raises if another try cannot help: UserError for all rows, Unanswered for this one."""

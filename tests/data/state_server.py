@@ -37,6 +37,9 @@ class Handler(BaseHTTPRequestHandler):
         if fault == "die":
             self.server.is_dead = True
             return
+        if fault == "hang":
+            self.server.stopped.wait()
+            return
         if fault == "garbage":
             self.reply(200, "<html>a proxy's page</html>")
         elif fault == "busy":
@@ -79,6 +82,7 @@ class StateStandIn(ThreadingHTTPServer):
         self.count = 0
         self.is_dead = False
         self.counting = threading.Lock()
+        self.stopped = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
 
     def __enter__(self) -> "StateStandIn":
@@ -86,6 +90,7 @@ class StateStandIn(ThreadingHTTPServer):
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stopped.set()
         self.shutdown()
         self.server_close()
 
@@ -106,6 +111,8 @@ class StateStandIn(ThreadingHTTPServer):
             "hidden_states": torch.stack([states[number][0] for number in self.ids], dim=1),
             "token_ids": torch.tensor(ids[1:] if fault == "other tokens" else ids),
         }
+        if fault == "zeros":
+            tensors["hidden_states"][-1] = 0.0
         name = f"cmpl-{body['request_id']}-0-{secrets.token_hex(4)}.safetensors"
         self.states.mkdir(parents=True, exist_ok=True)
         lock = (self.states / f"{name}.lock").open("wb")

@@ -2,7 +2,9 @@
 
 import json
 import shlex
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.data import served_states, servers
 from aerie.data.feature_cache import CachePlan, FeatureCache
 from aerie.data.features import extract
-from aerie.data.served_states import ServedStates
+from aerie.data.served_states import ServedStates, ServerFault, StatesFolder, sweep_states
 from aerie.data.servers import states_command
 from aerie.data.tokens import TokenisedData
 from aerie.model.storage import Lock, read_json
@@ -150,7 +152,7 @@ def sometimes(fault: str, first: int, last: int = 10**9) -> Callable[[int], str]
     return lambda number: fault if first <= number <= last else ""
 
 
-@pytest.mark.parametrize("fault", ["die", "garbage", "busy", "other tokens", "no file"])
+@pytest.mark.parametrize("fault", ["die", "garbage", "busy", "other tokens", "no file", "zeros"])
 def test_lost_requests(
     fault: str, target: Target, plan: CachePlan, states: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,6 +165,51 @@ def test_lost_requests(
     warnings = [line for line in capsys.readouterr().err.splitlines() if "asked again" in line]
     assert len(warnings) == 1 and wrong.url.removesuffix("/v1") in warnings[0]
     assert [*states.iterdir()] == []
+
+
+def test_a_server_that_hangs(
+    target: Target, plan: CachePlan, states: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an error it is looked at once more; no row waits for that."""
+    monkeypatch.setattr(served_states, "AWAY_S", 0.0)
+
+    def fault(number: int) -> str:
+        return {1: "", 2: "busy"}.get(number, "hang")
+
+    with ExitStack() as stack:
+        right = stack.enter_context(StateStandIn(target.model, IDS, states))
+        wrong = stack.enter_context(StateStandIn(target.model, IDS, states, fault=fault))
+        before = time.monotonic()
+        assert write(plan, target.recipe, wrong, right, concurrency=1, timeout_s=60.0)
+        assert time.monotonic() - before < 60.0 and wrong.count <= 5
+    assert [*states.iterdir()] == []
+
+
+def test_all_wait_for_one_look(target: Target, plan: CachePlan, states: Path) -> None:
+    """Where only a server that hangs is left, all rows wait for one request to it."""
+    hangs = sometimes("hang", 2)
+    with StateStandIn(target.model, IDS, states, fault=hangs) as server:
+        config = StateServersConfig((server.url,), str(states), timeout_s=1.0)
+        with ServedStates(config, target.recipe, TAPS, ROWS, plan.directory) as source:
+            [only] = source.servers
+            only.model = ""
+            with ThreadPoolExecutor(8) as pool:
+                looks = [pool.submit(source._check, only) for _ in range(8)]
+            assert all(isinstance(look.exception(), ServerFault) for look in looks)
+    assert server.count == 2
+
+
+def test_late_files(target: Target, plan: CachePlan, states: Path) -> None:
+    """What a server writes after the end of a stage goes when the stage is next looked at."""
+    with StateStandIn(target.model, IDS, states) as server:
+        write(plan, target.recipe, server)
+        run = StatesFolder(states, plan.directory)
+        late = f"cmpl-{run.next_request()}-0-0123.safetensors"
+        run.close()
+        for name in (late, f"{late}.lock", "cmpl-of-another.safetensors"):
+            (states / name).touch()
+        sweep_states(StateServersConfig((server.url,), str(states)), plan.directory)
+    assert [path.name for path in states.iterdir()] == ["cmpl-of-another.safetensors"]
 
 
 @pytest.mark.parametrize("fault", ["die", "garbage"])

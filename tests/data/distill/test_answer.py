@@ -132,6 +132,19 @@ def test_request_is_made_again(fault: str, few: int) -> None:
         assert server.asked.count("a") == few + 1
 
 
+def test_a_server_that_hangs() -> None:
+    """After an error it has one row at a time; the others go to the server that answers."""
+    questions = [str(number) for number in range(16)]
+    with (
+        Scripted(lambda _, tries: "slow" if tries else "503") as wrong,
+        Scripted() as right,
+    ):
+        answers = ask([wrong.url, right.url], *questions, timeout_s=0.5)
+        asked_again = len(wrong.asked) - len({*wrong.asked})
+    assert answers == [f"re: {question}" for question in questions]
+    assert asked_again <= 3 < len(wrong.asked)
+
+
 @pytest.mark.parametrize("fault", ["400", "502", "long"])
 def test_row_alone_fails(fault: str) -> None:
     """A row that the server alone cannot answer has failed or is skipped."""
