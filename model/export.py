@@ -165,7 +165,7 @@ def _check_written(
     state_again = _complete(files, content_again, target)
     if not _is_same(content.config, state, content_again.config, state_again):
         raise AssertionError(
-            f"layout {layout}: the head was read back otherwise than it was written"
+            f"layout {layout}: what was read back differs from the head that was written"
         )
 
 

@@ -20,14 +20,14 @@ from aerie.configs.schema.heads import Float, Seed, Share
 class SyntheticConfig(Section):
     """A made-up corpus, with a tokenizer and measuring prompts."""
 
-    num_conversations: PositiveInt = key("to train on", default=12000)
+    num_conversations: PositiveInt = key("conversations to train on", default=12000)
     num_prompts: PositiveInt = key(
         "measuring prompts, disjoint from the conversations", default=120
     )
     vocab_size: Annotated[int, Field(ge=300)] = key(
-        "of the byte-level BPE trained on the corpus", default=2048
+        "size of the byte-level BPE that is trained on the corpus", default=2048
     )
-    seed: Seed = key("of the draws", default=0)
+    seed: Seed = key("decides the draws", default=0)
 
 
 # What the chat template gets from transformers, or from another key.
@@ -94,21 +94,23 @@ class DataConfig(RenderConfig):
     prompt_field: str | None = key(
         "for prompt/completion rows; null: the usual names are tried", default=None
     )
-    completion_field: str | None = key("goes with prompt_field", default=None)
-    system_prompt: str | None = key("for conversations without one", default=None)
+    completion_field: str | None = key("the column of the answer, with prompt_field", default=None)
+    system_prompt: str | None = key("the system turn of conversations without one", default=None)
     max_length: Annotated[int, Field(ge=8)] = key(
         "tokens; longer conversations are cut", default=2048
     )
     held_out: Annotated[float, Field(ge=0, lt=1)] = key(
-        "share that training never sees, chosen by hash", default=0.05
+        "the share that training never sees; a hash chooses it", default=0.05
     )
     limit: PositiveInt | None = key(
         "only the first conversations, after the hash split", default=None
     )
     supervise: Literal["assistant", "all"] = key(
-        "all: every token but the first", default="assistant"
+        "what is learnt: the answers, or all: every token but the first", default="assistant"
     )
-    min_supervised_share: Share = key("of the tokens; an error if less", default=0.01)
+    min_supervised_share: Share = key(
+        "the least share of supervised tokens; with less, the command stops", default=0.01
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,7 +128,7 @@ class StateServersConfig(Section):
         "the folder to which the servers write (their shared_storage_path), as it is named here"
     )
     concurrency: PositiveInt = key("requests under way, for each URL, of each process", default=16)
-    timeout_s: PositiveFloat = key("a server may take for one row", default=600.0)
+    timeout_s: PositiveFloat = key("the longest that a server may take for one row", default=600.0)
     retries: NonNegativeInt = key(
         "of one row, on another server if there is one, with pauses of 1, 2, 4, ... s where "
         "none answers",
@@ -147,7 +149,7 @@ class FeaturesConfig(Section):
     )
     batch_tokens: PositiveInt = key("tokens of one target forward, padding included", default=8192)
     shard_tokens: PositiveInt = key("tokens of one safetensors shard", default=262144)
-    dtype: Float | None = key("of what training reads; null: the target's", default=None)
+    dtype: Float | None = key("the dtype that training reads; null: the target's", default=None)
     storage: Literal["bf16", "fp8", "int8"] | None = key(
         "on disk; null: dtype. fp8 (E4M3) and int8 take a byte per value, and a float32 scale "
         "per token and state",
@@ -188,7 +190,7 @@ class SourceConfig(Section):
     ask: Literal["solution", "problem"] = key(
         "personas: solve the row's problem, or first invent one", default="solution"
     )
-    system_prompt: str | None = key("for rows without one", default=None)
+    system_prompt: str | None = key("the system turn of rows without one", default=None)
 
     def __post_init__(self) -> None:
         if (self.field is not None and self.kind != "prompts") or (
@@ -207,7 +209,7 @@ class AnswerSamplingConfig(Section):
     top_k: Annotated[int, Field(ge=-1)] | None = key(
         "null: the server's default; 0 is off (vLLM: -1, too)", default=None
     )
-    max_tokens: PositiveInt = key("of one answer", default=2048)
+    max_tokens: PositiveInt = key("most tokens of one answer", default=2048)
 
 
 class ServerConfig(Section):
@@ -222,8 +224,10 @@ class ServerConfig(Section):
         "a request may take timeout_s * (retries + 1) in all; thinking can take long",
         default=1800.0,
     )
-    retries: NonNegativeInt = key("of one request, by openai's client", default=5)
-    patience_s: PositiveFloat = key("without any answer for so long, the run stops", default=900.0)
+    retries: NonNegativeInt = key("tries of one request, by openai's client", default=5)
+    patience_s: PositiveFloat = key(
+        "if no server answers for so long, the run stops", default=900.0
+    )
     token_ids: bool | Literal["auto"] = key(
         "ask for the ids (vLLM: return_token_ids), which are then trained on; "
         "auto: if the server gives them",
@@ -240,11 +244,15 @@ Action = Literal["keep", "drop"]
 class GateConfig(Section):
     """What to do with answers that have a flaw."""
 
-    cut: Action = key("at max_tokens; if kept, it has no end-of-turn token", default="drop")
-    empty: Action = key("nothing after the thinking", default="drop")
-    loop: Action = key("the same words over and over", default="drop")
-    language: Action = key("in another script than its question", default="drop")
-    refusal: Action = key("a draft head has to follow the target", default="keep")
+    cut: Action = key(
+        "an answer that ends at max_tokens; if kept, it has no end-of-turn token", default="drop"
+    )
+    empty: Action = key("an answer with nothing after the thinking", default="drop")
+    loop: Action = key("an answer that says the same words over and over", default="drop")
+    language: Action = key("an answer in another script than its question", default="drop")
+    refusal: Action = key(
+        "an answer that refuses; a draft head has to follow the target", default="keep"
+    )
     repeated: Action = key("an invented problem that an earlier row has too", default="drop")
 
 
@@ -269,7 +277,7 @@ class QuestionsConfig(Section):
 class DistillConfig(Section):
     """Prompts that the target answers (RUN/distilled)."""
 
-    sources: Some[SourceConfig] = key("of the prompts")
+    sources: Some[SourceConfig] = key("where the prompts come from")
     server: ServerConfig | None = key(
         "null: this process, with the run's draft head if any", default=None
     )
@@ -282,4 +290,4 @@ class DistillConfig(Section):
         "words in a row that no prompt may share with an evaluation question", default=13
     )
     gate: GateConfig = key("which answers are kept", default=GateConfig())
-    seed: Seed = key("of the prompts' order and of each answer's draws", default=0)
+    seed: Seed = key("decides the prompts' order and each answer's draws", default=0)

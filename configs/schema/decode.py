@@ -42,8 +42,8 @@ class HeuristicConfig(Section):
 
     rule: Literal["heuristic"] = "heuristic"
     start: PositiveInt = key("the first length (SVIP's code)", default=5)
-    more: PositiveInt = key("added if all was accepted", default=2)
-    fewer: PositiveInt = key("else subtracted, down to one token", default=1)
+    more: PositiveInt = key("tokens added if all were accepted", default=2)
+    fewer: PositiveInt = key("tokens taken away otherwise, down to one", default=1)
 
 
 class EntropyConfig(Section):
@@ -70,14 +70,14 @@ class VoteConfig(Section):
 
     rule: Literal["vote"] = "vote"
     signals: Annotated[Some[Literal["probability", "momentum", "expectation"]], distinct] = key(
-        "that vote (table 4 tests each alone)",
+        "the signals that vote (table 4 tests each alone)",
         default=("probability", "momentum", "expectation"),
     )
     probability_threshold: Share = key(
-        "votes when the summed survival is below it (section 4.1)", default=0.15
+        "probability votes when the summed survival is below it (section 4.1)", default=0.15
     )
     momentum_threshold: Share = key("a ratio below it is a decline (section 4.1)", default=0.6)
-    declines: PositiveInt = key('that make momentum vote ("two times")', default=2)
+    declines: PositiveInt = key('momentum votes after so many declines ("two times")', default=2)
     bonus: NonNegativeFloat = key(
         "added to E_d: 1 for the target's own token, and 2 because the extended code counts "
         "depths from 0 at the second level (table 4 needs that much); 0: equations 22 and 26 "
@@ -91,7 +91,7 @@ class VoteConfig(Section):
 
     @property
     def needed(self) -> int:
-        """Votes that end a tree: two, or one if there is one signal."""
+        """How many votes end a tree: two, or one where only one signal votes."""
         return min(2, len(self.signals))
 
 
@@ -99,8 +99,12 @@ class ProbabilitySumConfig(Section):
     """Dynamic Depth Decoding: stop at some depths if the frontier's summed survival is low."""
 
     rule: Literal["probability_sum"] = "probability_sum"
-    checks: Annotated[Some[PositiveInt], ascending] = key("the depths", default=(5, 7, 9))
-    threshold: Share = key("stop below it (DEAGLE's; DDD tunes it per model)", default=0.15)
+    checks: Annotated[Some[PositiveInt], ascending] = key(
+        "the depths at which the rule looks", default=(5, 7, 9)
+    )
+    threshold: Share = key(
+        "the draft ends below it (DEAGLE's; DDD tunes it per model)", default=0.15
+    )
 
 
 class MarginalGainConfig(Section):
@@ -145,7 +149,7 @@ class _AnyShape(Section, kw_only=True):
 
     stop: StopConfig = key("when to end a draft early", default=ConstantConfig())
     calibrated: Fit | None = key(
-        "correct confidences by this fit of `aerie calibrate`", default=None
+        "corrects confidences by this fit of `aerie calibrate`", default=None
     )
 
 
@@ -460,12 +464,12 @@ class ServedConfig(Section):
     url: Annotated[str, Field(pattern="^https?://")] = key(
         "its base URL, such as http://host:8000/v1"
     )
-    name: Annotated[str, Field(min_length=1)] = key("of the row in tables", default="server")
+    name: Annotated[str, Field(min_length=1)] = key("the row's name in tables", default="server")
     model: str | None = key("its name on the server; null: the only one", default=None)
     at_once: Annotated[Many[PositiveInt], ascending] = key(
         "then also this many requests at once; empty: only one by one", default=(8, 32)
     )
-    timeout_s: PositiveFloat = key("of a request", default=600.0)
+    timeout_s: PositiveFloat = key("the longest that a request may take", default=600.0)
     extra_body: dict[str, Any] = key("sent with every request", default_factory=dict)
     head = None  # the server's own
     tree = None

@@ -74,7 +74,7 @@ class HeadSection(Section, kw_only=True):
         "warm start: a directory or Hub id, in any published layout", default=None
     )
     max_position_embeddings: PositiveInt | None = key(
-        "null: the target's, or data.max_length and a draft, if more", default=None
+        "longest text; null: the target's, or data.max_length and a draft, if more", default=None
     )
 
     @staticmethod
@@ -89,12 +89,14 @@ class _LayerSizes(Section, kw_only=True):
     intermediate_size: PositiveInt | None = key("width of the MLP", default=None)
     num_attention_heads: PositiveInt | None = key("query heads", default=None)
     num_key_value_heads: PositiveInt | None = key(
-        "fewer than the query heads: grouped-query attention", default=None
+        "key and value heads; fewer than the query heads: grouped-query attention", default=None
     )
     head_dim: Annotated[int, Field(gt=0, multiple_of=2)] | None = key(
         "even: RoPE turns pairs of entries", default=None
     )
-    rope_theta: PositiveFloat | None = key("null: the target's base and scaling", default=None)
+    rope_theta: PositiveFloat | None = key(
+        "base of the head's RoPE; null: the target's base and scaling", default=None
+    )
 
 
 class Eagle1Section(_LayerSizes, HeadSection, kw_only=True):
@@ -235,7 +237,7 @@ class BlockSection(_TapHead, kw_only=True):
     kind: Literal["block"] = "block"
     num_hidden_layers: PositiveInt = key("decoder layers; published heads for 8B have 5", default=1)
     block_size: Annotated[int, Field(ge=2)] = key(
-        "rows of its forward: the last known token, then masks (z-lab: 16)", default=8
+        "rows of the head's forward: the last known token, then masks (z-lab: 16)", default=8
     )
     in_block: Literal["bidirectional", "causal"] = key(
         "what a row sees of its block (JetSpec: causal)", default="bidirectional"
@@ -250,13 +252,13 @@ class BlockSection(_TapHead, kw_only=True):
         "null: a row of the target's embedding that no text uses", default=None
     )
     markov_rank: NonNegativeInt = key(
-        "of the correction of logits by previous tokens; 0: none (DSpark, 8B: 256)", default=64
+        "rank of the correction of logits by previous tokens; 0: none (DSpark, 8B: 256)", default=64
     )
     markov_order: PositiveInt = key(
-        "how many previous tokens it sees; no server loads more than DSpark's one", default=1
+        "how many previous tokens the correction sees; servers load DSpark's one alone", default=1
     )
     markov_head: Literal["vanilla", "gated"] = key(
-        "gated: by the row's state too", default="vanilla"
+        "gated: the row's state weighs the correction", default="vanilla"
     )
 
     @staticmethod
@@ -308,7 +310,7 @@ class MuonSection(Section, kw_only=True):
     )
     momentum: Annotated[float, Field(ge=0, lt=1)] = key("weight of earlier gradients", default=0.95)
     weight_decay: NonNegativeFloat = key(
-        "of these matrices (the paper's); train.weight_decay is AdamW's", default=0.1
+        "decay of these matrices (the paper's); train.weight_decay is AdamW's", default=0.1
     )
 
 
@@ -347,7 +349,7 @@ class TrainConfig(Section, kw_only=True):
         "share of the learning rate at which linear and cosine end", default=0.0
     )
     scale_rates: RateScaling | None = key(
-        "to the number of steps; null: rates as given", default=None
+        "scales both rates to the number of steps; null: rates as given", default=None
     )
     optimizer: Annotated[AdamWSection | MuonSection, Discriminator("kind")] = key(
         "AdamW, or Muon and AdamW", default=AdamWSection()
@@ -355,7 +357,7 @@ class TrainConfig(Section, kw_only=True):
     betas: tuple[Beta, Beta] = key("AdamW's decay rates of the two moments", default=(0.9, 0.95))
     weight_decay: NonNegativeFloat = key("AdamW's (EAGLE's DeepSpeed script: 0)", default=0.01)
     clip_norm: PositiveFloat = key(
-        "of the gradient (EAGLE's accelerate script clips values)", default=0.5
+        "greatest norm of the gradient (EAGLE's accelerate script clips values)", default=0.5
     )
     lk_eta: NonNegativeFloat = key(
         "lk_hybrid: lambda = exp(-eta alpha) (arXiv 2602.23881)", default=3.0
@@ -364,12 +366,13 @@ class TrainConfig(Section, kw_only=True):
         "jsd: the target's weight in the mixture (arXiv 2310.08461)", default=0.5
     )
     loss_chunk_slots: PositiveInt | None = key(
-        "slots whose laws are held at once; null: what fits 1 GiB (GPU: 4 GiB)", default=None
+        "slots whose distributions are held at once; null: as many as fit 1 GiB (GPU: 4 GiB)",
+        default=None,
     )
     gradient_checkpointing: bool = key(
         "recompute the layers in the backward pass: less memory, more time", default=False
     )
-    seed: Seed = key("of new weights, the order of the rows and the noise", default=0)
+    seed: Seed = key("decides new weights, the order of the rows and the noise", default=0)
     log_every: PositiveInt = key(
         "steps between lines of metrics.jsonl; the terminal shows at most one in 5 s", default=10
     )
@@ -378,7 +381,7 @@ class TrainConfig(Section, kw_only=True):
     eval_depths: PositiveInt = key("drafted tokens per start slot for the predicted tau", default=5)
     save_every: PositiveInt = key("steps between saves, to go on from", default=500)
     keep_last: PositiveInt = key(
-        "saves; with 2, a broken newest one costs save_every steps", default=2
+        "how many saves stay; with 2, a broken newest one costs save_every steps", default=2
     )
     trackers: Many[Tracker] = key(
         "tensorboard, wandb, trackio or another of accelerate's", default=()
@@ -393,11 +396,13 @@ class TrainConfig(Section, kw_only=True):
 class DraftHeadTrain(TrainConfig, kw_only=True):
     """For all heads that read the target's features."""
 
-    loss: LossName = key("between the target's and the draft's law", default="soft_cross_entropy")
+    loss: LossName = key(
+        "the loss between the target's and the draft's distribution", default="soft_cross_entropy"
+    )
     measure_prompts: NonNegativeInt = key(
         "held-out prompts decoded at each evaluation: their tau picks the best weights", default=0
     )
-    measure_new_tokens: PositiveInt = key("of each such prompt", default=64)
+    measure_new_tokens: PositiveInt = key("new tokens of each such prompt", default=64)
 
 
 class Eagle1Train(DraftHeadTrain, kw_only=True):
@@ -405,9 +410,11 @@ class Eagle1Train(DraftHeadTrain, kw_only=True):
 
     kind: Literal["eagle1"] = "eagle1"
     feature_weight: NonNegativeFloat = key(
-        "of the Smooth-L1 between drafted and true feature", default=1.0
+        "weight of the Smooth-L1 between drafted and true feature", default=1.0
     )
-    classification_weight: NonNegativeFloat = key("of the loss between the laws", default=0.1)
+    classification_weight: NonNegativeFloat = key(
+        "weight of the loss between the distributions", default=0.1
+    )
     feature_noise: NonNegativeFloat = key(
         "half-width of the uniform noise on input features; 0 switches it off", default=0.1
     )
@@ -430,16 +437,17 @@ class MultiTokenTrain(DraftHeadTrain, kw_only=True):
 
     kind: Literal["medusa", "hydra"]
     label_weight: NonNegativeFloat = key(
-        "of the cross-entropy to the conversation's own tokens", default=1.0
+        "weight of the cross-entropy to the conversation's own tokens", default=1.0
     )
     law_weight: NonNegativeFloat = key(
-        "of the loss to the target's law (Hydra++: 1, with label_weight 0)", default=0.0
+        "weight of the loss to the target's distribution (Hydra++: 1, with label_weight 0)",
+        default=0.0,
     )
     head_decay: Decay = key(
         "head k = 1, 2, ... weighs head_decay ** k (Medusa, eq. 1; Hydra: 1)", default=0.8
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] = key(
-        "of each block's inputs (Hydra++: 0.2)", default=0.0
+        "dropout of each block's inputs (Hydra++: 0.2)", default=0.0
     )
 
 
@@ -454,9 +462,11 @@ class BlockTrain(DraftHeadTrain, kw_only=True):
         "place k = 1, 2, ... weighs place_decay ** (k - 1); DFlash: exp(-1 / 4)", default=0.7788
     )
     label_weight: NonNegativeFloat = key(
-        "of the cross-entropy to the conversation's own tokens (DFlash's loss)", default=0.0
+        "weight of the cross-entropy to the conversation's own tokens (DFlash's loss)", default=0.0
     )
-    law_weight: NonNegativeFloat = key("of the loss to the target's law", default=1.0)
+    law_weight: NonNegativeFloat = key(
+        "weight of the loss to the target's distribution", default=1.0
+    )
 
 
 class DraftLMTrain(TrainConfig, kw_only=True):
@@ -464,11 +474,12 @@ class DraftLMTrain(TrainConfig, kw_only=True):
 
     kind: Literal["draft_lm"] = "draft_lm"
     distill: LossName | None = key(
-        "this loss to the target's laws, beside cross-entropy on the tokens", default=None
+        "a loss to the target's distribution beside cross-entropy on the tokens; null: none",
+        default=None,
     )
-    distill_weight: PositiveFloat = key("of that loss", default=1.0)
+    distill_weight: PositiveFloat = key("weight of that loss", default=1.0)
     token_weight: NonNegativeFloat = key(
-        "of the cross-entropy, where `distill` is set", default=1.0
+        "weight of the cross-entropy, where `distill` is set", default=1.0
     )
 
     def __post_init__(self) -> None:

@@ -26,16 +26,18 @@ class PromptsConfig(Section):
         "a .jsonl file of questions {question_id, category, turns}, or a text with one a line",
         default=None,
     )
-    num_prompts: PositiveInt | None = key("of the file, or of each task; null: all", default=80)
-    max_new_tokens: PositiveInt = key("of each turn", default=512)
+    num_prompts: PositiveInt | None = key(
+        "prompts of the file, or of each task; null: all", default=80
+    )
+    max_new_tokens: PositiveInt = key("new tokens of each turn", default=512)
     task: str | None = key("one name for all of `path`; null: the file's categories", default=None)
     tasks: Annotated[Many[Annotated[TaskConfig, by_name]], distinct] = key(
-        "in place of path", default=()
+        "published sets, in place of path", default=()
     )
     turns: PositiveInt | None = key(
         "most turns of a question; null: all, but of held-out conversations the first", default=None
     )
-    system_prompt: str | None = key("before each conversation", default=None)
+    system_prompt: str | None = key("the system turn before each conversation", default=None)
 
     def __post_init__(self) -> None:
         if self.tasks and (self.path, self.task) != (None, None):
@@ -70,8 +72,8 @@ class SweepConfig(Section):
         "a key of a row (tree.levels, tree.nodes, tree.k, method, head, lookup.length, ...), "
         "or temperature"
     )
-    values: Some[Any] = key("of that setting")
-    rows: Some[dict[str, Any]] = key("as the bench's")
+    values: Some[Any] = key("the values of that setting")
+    rows: Some[dict[str, Any]] = key("rows like the bench's")
     sampling: Many[SamplingConfig] = key("empty: the bench's", default=())
     tasks: Many[str] = key("names; empty: all", default=())
     num_prompts: PositiveInt | None = key("the first ones of each task; null: all", default=None)
@@ -123,8 +125,8 @@ class CalibrateConfig(Section):
     prompts: PromptsConfig = key("other prompts than the bench's", default=PromptsConfig())
     method: Method | None = key("null: the usual one of the recipe's head", default=None)
     tree: TreeConfig | None = key("changes to the method's tree", default=None)
-    bins: PositiveInt = key("of the reliability diagram", default=20)
-    temperature: NonNegativeFloat = key("of the decoding", default=0.0)
+    bins: PositiveInt = key("bars of the reliability diagram", default=20)
+    temperature: NonNegativeFloat = key("temperature of the decoding", default=0.0)
     oracle_levels: PositiveInt | None = key(
         "also draft this deep in each cycle: the oracle draft length (SVIP: 40)", default=None
     )
@@ -132,7 +134,7 @@ class CalibrateConfig(Section):
         "how many of a law's best tokens a rebuilt static tree tries", default=10
     )
     nodes: Annotated[int, Field(ge=2)] | None = key(
-        "of the rebuilt tree, with the root; null: as many as before", default=None
+        "nodes of the rebuilt tree, with the root; null: as many as before", default=None
     )
 
     def __post_init__(self) -> None:
@@ -146,11 +148,11 @@ class TuneConfig(Section):
     """The search for the fastest tree of a head on this machine."""
 
     prompts: PromptsConfig = key(
-        "to predict from; default: at most 24 held-out conversations, 128 new tokens each",
+        "tune predicts from these; default: at most 24 held-out conversations, 128 new tokens each",
         default=PromptsConfig(num_prompts=24, max_new_tokens=128),
     )
     measure: PromptsConfig | None = key(
-        "other prompts, to time the choice on; null: not timed", default=None
+        "other prompts, on which the choice is timed; null: it is not timed", default=None
     )
     levels: Annotated[int, Field(ge=2)] = key("the deepest tree", default=10)
     k: Annotated[int, Field(ge=2)] = key("the widest frontier", default=10)

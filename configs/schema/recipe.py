@@ -72,15 +72,13 @@ class Recipe(Section):
     )
     output: Place | None = key("the trained head; null: RUN/heads/KIND", default=None)
     last_stage: Literal["train", "report"] = key(
-        "of `aerie run`; train: nothing is decoded here, as where the target does not fit",
+        "the stage that ends `aerie run`; train: decode nothing here (the target does not fit)",
         default="report",
     )
     threads: PositiveInt | None = key(
         "torch threads per process; null: torch's choice", default=None
     )
-    seed: Seed = key(
-        "of measurements: the draws of sampled rows, the bootstrap of intervals", default=0
-    )
+    seed: Seed = key("decides the draws of sampled rows and the bootstrap of intervals", default=0)
 
     @property
     def root(self) -> Path:
