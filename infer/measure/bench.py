@@ -226,7 +226,11 @@ def run_bench(
     write_text(output / RECORDS, "".join(map(line_of, records)))
     reason = failed[0].message if failed else ""
     print(f"bench: {len(records)} answers -> {output}; {len(failed)} failed", reason)
-    return {"answers": len(records), "prompts": prompt_inputs(source)}
+    return {
+        "answers": len(records),
+        "prompts": prompt_inputs(source),
+        "trained_lengths": suite.trained_lengths,
+    }
 
 
 def warn_of_longer_texts(bench: Bench, prompts: Sequence[Prompt]) -> None:

@@ -1,6 +1,6 @@
 """The files of a bench as types. records.jsonl has a Record a line and only grows."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -204,7 +204,6 @@ class SuiteFile:
     by_task: bool = False
     contexts: tuple[int, ...] = ()
     max_context: int | None = None
-    trained_lengths: dict[int, int] = field(default_factory=dict)  # by row: of its head's texts
 
 
 @dataclass(frozen=True)

@@ -138,14 +138,7 @@ def suite_file(suite: Suite, prompts: Sequence[Prompt], max_context: int | None)
         )
         for swept in suite.swept
     ]
-    return SuiteFile(
-        tuple(main),
-        tuple(points),
-        bench.by_task,
-        bench.contexts,
-        max_context,
-        suite.trained_lengths,
-    )
+    return SuiteFile(tuple(main), tuple(points), bench.by_task, bench.contexts, max_context)
 
 
 def sweep_prompts(

@@ -22,7 +22,7 @@ from aerie.infer.report.grids import context_grids, sweep_grids, task_grid
 from aerie.infer.report.pictures import draw_pictures
 from aerie.infer.report.tables import SummaryRows
 from aerie.infer.report.training import stopped_by_budget, training_curves
-from aerie.model.storage import plainly, write_json, write_text
+from aerie.model.storage import plainly, sound_record, write_json, write_text
 
 SCHEMA = 1  # of summary.json and details.json
 TINTS = 4  # of the sample answer
@@ -112,11 +112,12 @@ def read_findings(bench: Path, calibration: Path, seed: int) -> Findings:
         suite = files.SuiteFile(tuple(files.Cell(r.row, *r.sampling) for r in records))
     main = {(cell.row, cell.sampling) for cell in suite.main}
     all_groups = statistics.group(records)
+    trained_lengths = sound_record(bench).get("trained_lengths", {})  # of each row's head
     served = read_if_there(bench / files.SERVED_FILE, files.ServedFile)
 
     def summary_row(members: statistics.Group, is_whole: bool = True) -> SummaryRow:
         row = statistics.summary_row(members, seed)
-        length = suite.trained_lengths.get(members.first.row)
+        length = trained_lengths.get(str(members.first.row))
         if length is not None:
             share = statistics.beyond(members, length)
             row = replace(row, trained_length=length, beyond_trained=share)
