@@ -371,7 +371,7 @@ class Chat:
     # --- how a turn ends ------------------------------------------------------------------------
 
     def _closed(self, rendered: Rendered, is_call: bool) -> Rendered:
-        """With the end of the last turn, if the template writes it with the next message only."""
+        """Adds the end of the last turn where the template writes it with the next message."""
         start, said_end, end = rendered.answers[-1]
         closer = self.closer(is_call)
         if not closer or any(text in rendered.text[said_end:] for text in self.end_texts):

@@ -199,7 +199,7 @@ def from_first_question(messages: list[Message], changes: set[str]) -> list[Mess
 
 
 def joined_speakers(messages: list[Message], changes: set[str]) -> list[Message]:
-    """With turns in a row by one speaker as one turn; turns with more than a text stay apart."""
+    """Joins neighbouring turns of one speaker; turns with more than a text stay apart."""
     joined = list[Message]()
     for message in messages:
         role = message["role"]

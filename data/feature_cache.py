@@ -291,7 +291,7 @@ class FeatureCache(Sequence[CachedRow]):
 
     @property
     def shards(self) -> list[range]:
-        """For each file, the positions of its rows in this view (a split or all rows)."""
+        """The positions of each file's rows in this view (a split or all rows)."""
         ranges = []
         for start, end in pairwise(self._first_rows):
             first = max(start, self.numbers.start) - self.numbers.start

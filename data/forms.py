@@ -92,7 +92,7 @@ def _as_given(message: Message) -> Message:
 
 
 def _in_parts(message: Message) -> Message:
-    """As processors of images take it."""
+    """The message with its content in parts, as processors of images take it."""
     return {**message, "content": [{"type": "text", "text": content_text(message)}]}
 
 

@@ -25,7 +25,7 @@ LOG_LINE_WITHOUT_TOTAL = "{desc}: {n_fmt}{unit}, {rate_noinv_fmt}"
 
 
 def format_bytes(num_bytes: float) -> str:
-    """In KiB, MiB or GiB, with one decimal."""
+    """The size in KiB, MiB or GiB, with one decimal."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if num_bytes >= size:
             return f"{num_bytes / size:,.1f} {unit}"
@@ -33,7 +33,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def free_bytes(path: Path) -> int:
-    """Of the disk that path is on, or will be."""
+    """The free bytes of the disk that path is on, or will be."""
     path = path.absolute()
     return shutil.disk_usage(next(at for at in (path, *path.parents) if at.exists())).free
 

@@ -209,7 +209,7 @@ class NamesRead(NamedTuple):
 
 
 def names_read(template: Any) -> NamesRead:
-    """Of a template, or of several by name; none if it is no Jinja, which rendering reports."""
+    """The names that a template, or several by name, reads; none where it is no Jinja."""
     texts = template.values() if isinstance(template, Mapping) else [template or ""]
     parts = list(map(_names_in, texts))
     return NamesRead(
@@ -251,7 +251,7 @@ def _with_default(tree: nodes.Template) -> Iterator[str]:
 
 
 def facts_of(config: RenderConfig) -> dict[str, Any]:
-    """For a record: what the template of its rows got; nothing if it got nothing."""
+    """What the template of a record's rows got beside them; empty if it got nothing."""
     values = as_dict(config)
     return {name: values[name] for name in (ARGUMENTS, "date") if name in values}
 

@@ -84,7 +84,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _arrow_file_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Of a file that datasets' save_to_disk has written: a stream of batches, or Arrow's file."""
+    """The rows of a file of datasets' save_to_disk: a stream of batches, or Arrow's file."""
     from pyarrow import ArrowInvalid, ipc
 
     with path.open("rb") as file:

@@ -31,7 +31,7 @@ TASKS_OF_THE_HUB = {"calibrate": "alpaca", "bench": "mt_bench"}  # where the dat
 
 
 class Servers(NamedTuple):
-    """As the command line names them."""
+    """The servers that the command line names."""
 
     answers: list[str]  # URLs
     states: list[str]  # URLs; empty: the same servers, started anew after the answers

@@ -310,7 +310,7 @@ class ServedStates:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Of the servers, for the record of a shard."""
+        """What is known of the servers, for the record of a shard."""
         dtype = str(self.shell.dtype).removeprefix("torch.")
         return {"server": {"vllm": sorted(self.versions), "dtype": dtype, "state_ids": [*self.ids]}}
 
@@ -587,7 +587,7 @@ class ServedStates:
         return None
 
     def _difference_in_law(self, replies: Sequence[Reply]) -> str | None:
-        """As above, from the embedding and from each row's next token."""
+        """The same difference, judged by the embedding and by each row's next token."""
         limit = CLOSE.get(self.shell.dtype, CLOSE_IF_NARROW)
         for row, reply in zip(self.expected.rows, replies, strict=True):
             ours = self.shell.vocab.embedding[row].float()  # [T, D]

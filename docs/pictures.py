@@ -187,13 +187,13 @@ def panel(
         body += text(left - 8, y + 5, f"{tick:g}", "tick end small")
     for number, x in enumerate(xs):
         body += text(at(number / (len(xs) - 1), 0)[0], 254, f"{x:,g}", "tick small")
-    for colour, name, values in curves:
+    for number, (colour, name, values) in enumerate(curves):
         points = [at(n / (len(xs) - 1), value / ticks[-1]) for n, value in enumerate(values)]
         body += line(points, colour)
-        body += "".join(
-            f'<circle class="{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>\n' for x, y in points
-        )
-        body += text(points[-1][0] - 4, points[-1][1] - 10, name, f"{colour} end small")
+        for x, y in points:
+            body += f'<circle class="{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>\n'
+        # curves rise to the right: the upper left corner is free
+        body += text(left + 12, 60 + 18 * number, name, f"{colour} start small")
     return body
 
 
@@ -218,7 +218,7 @@ def draw_nodes(run: Path) -> None:
         for length, number in zip(tau, nodes, strict=True)
     ]
     body = panel(44, "tau", nodes, [("a", "EAGLE-1", tau)], range(8))
-    speeds = [("b", "CPU, measured", cpu), ("c", "GPU, calculated", gpu)]
+    speeds = [("c", "GPU, calculated", gpu), ("b", "CPU, measured", cpu)]
     body += panel(344, "speedup over vanilla", nodes, speeds, range(5))
     body += text(
         12,

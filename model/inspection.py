@@ -176,7 +176,7 @@ def _judge(
 
 
 def _judge_servers(content: HeadContent, target: TargetFacts | None) -> dict[str, Any]:
-    """By server: the layout that it loads, and why the head cannot be written in it."""
+    """The layout that each server loads, and why the head cannot be written in it."""
     kind = HEADS[content.kind]
     config: Any = content.config
     servers = {}

@@ -161,7 +161,7 @@ class Attention(nn.Module):
             self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def project(self, x: Tensor, rope: Rope, query_rows: Tensor | None = None) -> Projections:
-        """Of x [B, T, inputs]; query_rows: those that have queries (None: all)."""
+        """Projects x [B, T, inputs]; query_rows are the rows that have queries (None: all)."""
         rows = slice(None) if query_rows is None else query_rows
         q = self.by_head(self.q_proj(x[:, rows]))
         k = self.by_head(self.k_proj(x))

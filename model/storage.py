@@ -109,7 +109,7 @@ def read_json(path: Path) -> Any:
 
 
 def plainly(value: Any, nothing: str = "none") -> str:
-    """For people: yes, no or nothing; numbers with at most four decimals."""
+    """The value for people: yes, no or nothing; numbers with at most four decimals."""
     if value is None:
         return nothing
     if isinstance(value, bool):

@@ -169,7 +169,7 @@ class BlockObjective(Objective):
         return columns
 
     def measure(self, batch: Batch) -> SumsAndCounts:
-        """Of greedy chains from the anchors. Each position is given the text's previous tokens."""
+        """Measures greedy chains from the anchors; each position gets the text's earlier tokens."""
         slots = self._draft(batch)
         outputs, previous, _ = slots.piece.columns
         choices = self.choose(slots.piece.states)

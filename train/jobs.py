@@ -316,7 +316,7 @@ def _complete_section(recipe: Recipe, source: Source) -> tuple[Any, VocabWeights
 
 
 def _needed_positions(recipe: Recipe, source: Source) -> tuple[int, int]:
-    """Of the longest row, and of a draft behind its last token."""
+    """The positions of the longest row, and of a draft behind its last token."""
     # A row is as long as the recipe or the target allows.
     max_length = recipe.data.max_length
     length = min(max_length, targets.context_of(source.text_config) or max_length)

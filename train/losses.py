@@ -37,7 +37,7 @@ class TargetLaw:
 
     @classmethod
     def of_logits(cls, logits: Tensor, log_normaliser: Tensor | None = None) -> "TargetLaw":
-        """From logits [S, Vd] and the full vocabulary's log-sum-exp [S] (None: their own)."""
+        """The law of logits [S, Vd] and the full vocabulary's log-sum-exp [S] (None: their own)."""
         log_p = logits.float().log_softmax(-1)
         if log_normaliser is None:
             return cls(log_p, log_p.new_zeros(log_p.shape[:1]))
@@ -164,7 +164,7 @@ class Piece(NamedTuple):
 
     @classmethod
     def of_own_states(cls, states: Tensor, *columns: Tensor) -> "Piece":
-        """Of slots with a state each."""
+        """A piece of slots with a state each."""
         return cls(states, [torch.arange(len(states))], [[column] for column in columns])
 
 

@@ -48,7 +48,7 @@ class StepOutput:
 
     @classmethod
     def of_sums(cls, sums: losses.Sums, count: Tensor, terms: Iterable[str]) -> "StepOutput":
-        """Of sums that have one divisor; those that are no terms are metrics."""
+        """An output made of sums with one divisor; sums that are no terms are metrics."""
         means = {name: (value, count) for name, value in sums.items()}
         return cls({name: means.pop(name) for name in terms}, means)
 
@@ -450,7 +450,7 @@ class Eagle3Objective(Objective):
         return self._step_sums(loss, log_q, piece.choices[slots], piece.outputs, piece.laws)
 
     def _sums(self, piece: Piece) -> losses.Sums:
-        """With any other loss. To save memory the backward pass recomputes the law, too."""
+        """The sums with any other loss. To save memory the backward pass makes the law again."""
         law, choices = losses.drafted_law(piece.states, self.target, self.ids)
         slots = torch.cat(piece.which).to(choices.device, non_blocking=True)  # [S]
         out = self.head.normed(torch.cat(piece.columns[0]))  # [S, D]

@@ -19,7 +19,7 @@ class Load:
 
     @classmethod
     def of_rows(cls, rows: Iterable[tuple[Any, Any]], num_steps: int) -> "Load":
-        """From rows of (input_ids, turn_ids)."""
+        """The load of rows of (input_ids, turn_ids)."""
         lengths = []
         slots = np.zeros(num_steps, dtype=np.int64)
         for input_ids, turn_ids in rows:
@@ -33,7 +33,7 @@ class Load:
 
 
 class Work(NamedTuple):
-    """Of a forward pass of some rows."""
+    """The work of a forward pass of some rows."""
 
     products: int  # weights of the head's matrices times the rows that go through them
     attention: int  # operations of attention's two products, with their backward pass
@@ -81,7 +81,7 @@ class MatrixSizes(NamedTuple):
 
 
 def attention_width(config: Any) -> int:
-    """Of all query heads together; 0 for a head without attention."""
+    """The width of all query heads together; 0 for a head without attention."""
     heads = getattr(config, "num_attention_heads", None) or 0
     return heads * (getattr(config, "head_dim", None) or 0)
 

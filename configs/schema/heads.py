@@ -394,7 +394,7 @@ class TrainConfig(Section, kw_only=True):
 
 
 class DraftHeadTrain(TrainConfig, kw_only=True):
-    """For all heads that read the target's features."""
+    """How heads that read the target's features are trained."""
 
     loss: LossName = key(
         "the loss between the target's and the draft's distribution", default="soft_cross_entropy"

@@ -47,7 +47,7 @@ class PromptsConfig(Section):
 
 
 class HeldOutPrompts(PromptsConfig, kw_only=True):
-    """For a recipe that names none."""
+    """The prompts of a recipe that names none: held-out questions."""
 
     data: DataConfig
     part: int = key("0: the first, third, ... of them; 1: the others")

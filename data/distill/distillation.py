@@ -145,7 +145,7 @@ class Ended(NamedTuple):
 
 
 def ended_rows(directory: Path) -> dict[str, Ended]:
-    """By row: its first done line, else its last whole line."""
+    """Each row's first done line, or else its last whole line, by the row's id."""
     rows: dict[str, Ended] = {}
     for path in sorted((directory / "journal").glob("shard-*.jsonl")):
         offset = 0

@@ -118,7 +118,7 @@ def _with_question(
 
 
 def _with_persona(prompt: InputRow, row: Mapping[str, Any], is_invented: bool) -> InputRow:
-    """With the row's problem, or with the request to invent one for its persona."""
+    """The prompt with the row's problem, or with the request to invent one for its persona."""
     kind = "persona" if is_invented else "problem"
     text = next((str(row[name]).strip() for name in TEXTS["fields"][kind] if row.get(name)), "")
     if not text:

@@ -71,7 +71,7 @@ class CachedLM:
         return self._step(output, last_only=True)
 
     def read(self, tokens: Tensor) -> TargetStep:
-        """As `prefill`, for the prompt's next tokens [n]."""
+        """Reads the prompt's next tokens [n], as `prefill` reads its first."""
         depth = self.cache.kept.positions[: len(tokens)]
         # among themselves; the kept rows before them are all visible
         mask = depth[:, None] >= depth  # [n, n] causal

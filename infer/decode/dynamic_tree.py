@@ -214,7 +214,7 @@ class BestChildren:
         return level
 
     def rows_and_depths(self, levels: Sequence[Level]) -> Tensor:
-        """Of each candidate, the root first [2, C]: its row among all expanded nodes; its depth."""
+        """Each candidate's row among all expanded nodes, and its depth [2, C], the root first."""
         sizes = tuple(len(level.tokens) for level in levels)
         return _regular_rows_and_depths(sizes, self.k, levels[0].tokens.device)
 

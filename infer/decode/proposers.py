@@ -1,4 +1,4 @@
-"""From a settled row to its proposer; those without a head are here: prompt lookup, lookahead."""
+"""Makes the proposer of a settled row. Those without a head are here: lookup and lookahead."""
 
 import itertools
 import math

@@ -229,7 +229,7 @@ class Sampler:
         return scores
 
     def _make_text_processors(self, device: torch.device) -> list[Any]:
-        """In transformers' order."""
+        """The processors that look at the text, in transformers' order."""
         process = logits_process
         prompt_length = self._prompt_length
         ends = sorted(self.decoding.eos_token_ids)

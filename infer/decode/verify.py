@@ -139,7 +139,7 @@ class Families:
 
 
 class Chances(NamedTuple):
-    """Of the children of M parents, each judged as if its parent were accepted."""
+    """The chances of the children of M parents, each judged as if its parent were accepted."""
 
     q: Tensor  # [N, V] the distributions that they were drawn from, by parent
     families: Families

@@ -480,7 +480,7 @@ def answer_facts(bench: Bench, row: int, generation: Generation) -> dict[str, An
 
 
 def peak_memory_gib(decoder: SpeculativeDecoder) -> float:
-    """Of the GPUs since their last reset, the decoder's graphs included; else of this process."""
+    """The peak of the GPUs since their last reset, with graphs; without GPUs, of this process."""
     if not torch.cuda.is_available():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     devices = range(torch.cuda.device_count())

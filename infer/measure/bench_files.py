@@ -160,7 +160,7 @@ class SummaryRow:
     ]
 
     def as_dict(self) -> dict[str, Any]:
-        """As summary.json has it, without the fields that rows of its sort lack."""
+        """The row as summary.json has it, without the fields that rows of its sort lack."""
         values = asdict(self)
         if self.tree is not None:
             values["tree"] = self.tree.as_dict()

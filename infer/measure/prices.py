@@ -97,7 +97,7 @@ def measure_costs(
 
 
 def _level_cost(shallow: Sequence[Statistics], deep: Sequence[Statistics]) -> LevelCost:
-    """From the answers of two trees of one k: a line through the times of their mean levels."""
+    """A line through the times of two trees of one k, over their mean levels."""
     levels = []
     times = []
     for answers in (shallow, deep):

@@ -238,7 +238,7 @@ def beside_chain(members: Group, groups: Sequence[Group]) -> dict[str, Any] | No
 
 
 def compare_with_chains(records: Sequence[Record], rows: Collection[int]) -> list[dict[str, Any]]:
-    """Of those rows, each served one beside each chain of equal length."""
+    """Each served row of these, compared with each chain of equal length."""
     groups = [members for members in group(records) if members.first.row in rows]
     pairs = [pair for pair in permutations(groups, 2) if is_like(*pair)]
     return [comparison for pair in pairs if (comparison := compare_drafts(*pair)) is not None]

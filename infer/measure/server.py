@@ -99,7 +99,7 @@ def drafts_of(cycles: int, draft_tokens: int, counts: Sequence[int], new_tokens:
 
 
 def counted_drafts(counters: Counters, new_tokens: int) -> Drafts:
-    """Of the one answer that the counters have counted."""
+    """The drafts of the one answer that the counters have counted."""
     at_least = (counters.drafts, *counters.accepted, 0)
     counts = [more - fewer for more, fewer in pairwise(at_least)]
     return drafts_of(counters.drafts, counters.draft_tokens, counts, new_tokens)

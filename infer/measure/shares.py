@@ -20,7 +20,7 @@ LONGEST_WAIT = timedelta(hours=12)  # for the process with the slowest share
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """In the block the processes exchange results."""
+    """A block in which the processes exchange results."""
     if world_size() == 1:
         yield
         return

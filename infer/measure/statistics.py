@@ -370,7 +370,7 @@ def stretch_of(record: Record, above: int, length: int) -> Stretch | None:
 
 
 def repeated_ngrams(answer: Sequence[int]) -> list[bool]:
-    """For each n-gram of an answer, by its start, whether the answer has had it before."""
+    """Whether the answer had each of its n-grams before, by the n-gram's start."""
     earlier = set[tuple[int, ...]]()
     repeats = []
     for start in range(len(answer) - NGRAM + 1):

@@ -78,7 +78,7 @@ class Suite(NamedTuple):
 
     @property
     def trained_lengths(self) -> dict[int, int]:
-        """By row, the tokens of the longest text that its head was trained on, where known."""
+        """The tokens of the longest text of each row's head's training, where known, by row."""
         lengths = {n: trained_length(row.head) for n, row in enumerate(self.rows) if row.head}
         return {number: length for number, length in lengths.items() if length is not None}
 

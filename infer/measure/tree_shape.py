@@ -30,7 +30,7 @@ class TreeShape:
         return f"{text}, {self.variant}" if self.variant else text
 
     def as_dict(self) -> dict[str, Any]:
-        """As summary.json has it."""
+        """The tree as summary.json has it."""
         values = {key: value for key, value in vars(self).items() if value not in (None, "")}
         return values.pop("settings") | values
 

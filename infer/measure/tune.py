@@ -92,7 +92,7 @@ class Prediction:
         return MethodConfig(self.method, self.tree)
 
     def facts(self) -> dict[str, Any]:
-        """As tune.json has it; k and nodes of a chain, too."""
+        """The row as tune.json has it; k and nodes of a chain, too."""
         tree = {**as_dict(self.tree), "k": self.tree.k, "nodes": self.tree.nodes}
         return {**as_dict(self), "tree": tree, "name": row_name(self.row)}
 

@@ -19,7 +19,7 @@ from aerie.infer.report.pictures import LEAST_COUNT, LOOK, SERIES, draw_panels, 
 
 
 class PicturePoint(NamedTuple):
-    """As details.json has it."""
+    """A point of a picture, as details.json has it."""
 
     x: float | str
     value: float

@@ -89,7 +89,7 @@ class Evidence:
 
 
 def read_costs(tuning: Mapping[str, Any]) -> dict[str, Costs]:
-    """Of tune.json, validated, for its keys are texts."""
+    """The costs in tune.json, validated because its keys are texts."""
     heads = tuning["heads"]
     return {head["kind"]: adapter(Costs).validate_python(head["costs_ms"]) for head in heads}
 
@@ -147,7 +147,7 @@ def modelled_ms(answers: Sequence[Record], costs: Mapping[str, Costs]) -> float 
 
 
 def ratio(sums: PromptSums) -> FloatArray:
-    """Of y to x."""
+    """The ratio of y to x."""
     return sums[..., 2] / sums[..., 1]
 
 
@@ -222,7 +222,7 @@ STATISTICS: dict[str, Callable[[PromptSums], FloatArray]] = {
 
 
 def side_of_table(table: pd.DataFrame, entry: Entry) -> Side:
-    """Of entry: `value`, one expression of the columns or several; `where`, lines; `by`, groups."""
+    """A side of an entry: `value` holds expressions of the columns, `where` lines, `by` groups."""
     prompts = np.sort(table.prompt.unique())  # those without a chosen line count as zeros
     if "where" in entry:
         table = table.query(entry["where"])
@@ -262,7 +262,7 @@ def estimates_by_head(evidence: Evidence, claim: Entry, temperature: float) -> d
 
 
 def sides_of_rows(evidence: Evidence, claim: Entry, temperature: float) -> dict[str, list[Side]]:
-    """By head, the claim's figure of a row, and of the one that it is held against."""
+    """The claim's figure of a row and of the row that it is held against, by head."""
     if evidence.answers.empty:
         return {}
     figure = FIGURES[claim["figure"]]
@@ -320,7 +320,7 @@ def highest_of(sides: Sequence[Side]) -> Side:
 
 
 def sides_of_tables(evidence: Evidence, claim: Entry, temperature: float) -> dict[str, list[Side]]:
-    """By head, the claim's figures of its table; a side may name a head of its own."""
+    """The claim's figures of its table, by head; a side may name a head of its own."""
     tables = tables_by_head(evidence, claim, temperature)
     entries = [{**claim, **claim[side]} for side in ("of", "against") if side in claim]
     sides = {}

@@ -317,7 +317,7 @@ def lossless_verdict(findings: Findings) -> dict[str, Any]:
 
 
 def sample_answer(findings: Findings) -> dict[str, Any] | None:
-    """From the fastest greedy row that drafts, the answer of median tau, cycle by cycle."""
+    """The answer of median tau of the fastest greedy row that drafts, cycle by cycle."""
     by_speedup: dict[float, Sequence[Record]] = {}
     for row, members in zip(findings.rows, findings.groups, strict=True):
         if row.status == "ok" and row.tree is not None and row.temperature == 0:

@@ -131,7 +131,7 @@ def shares_text(shares: Sequence[float] | None) -> str:
 
 
 def load_texts(row: SummaryRow) -> dict[str, tuple[str, str]]:
-    """By '8 at once': tokens/s, and how many answers were vanilla's or failed."""
+    """Tokens/s, and how many answers were vanilla's or failed, by names such as '8 at once'."""
     texts = {}
     for load in row.served["at_once"] if row.served else ():
         words = []

@@ -78,7 +78,7 @@ def _refuse_unknown(
 
 
 def refuse_block(layout: str, config: Any, target: content.TargetFacts | None = None) -> None:
-    """As `refuse_eagle`; `sglang` is z-lab's layout."""
+    """Refuses as `refuse_eagle` does; `sglang` is z-lab's layout."""
     nowhere = {  # options that no server has
         "in_block causal": config.in_block == "causal",
         "anchor_feature": config.anchor_feature,
@@ -103,7 +103,7 @@ def refuse_block(layout: str, config: Any, target: content.TargetFacts | None = 
 def write_block(
     layout: str, head: content.HeadContent, target: content.TargetFacts
 ) -> content.Export:
-    """As `write_eagle1`."""
+    """Writes a head as `write_eagle1` does."""
     config: Any = head.config
     refuse_block(layout, config)
     sizes, notes = content.write_sizes(config, target)

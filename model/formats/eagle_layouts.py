@@ -136,7 +136,7 @@ def write_eagle1(
 def write_eagle3(
     layout: str, head: content.HeadContent, target: content.TargetFacts
 ) -> content.Export:
-    """As `write_eagle1`."""
+    """Writes a head as `write_eagle1` does."""
     config: Any = head.config
     refuse_eagle(layout, config, target)
     tensors = dict(head.tensors)  # with the embedding: not every reader takes the target's

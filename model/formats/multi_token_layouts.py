@@ -139,7 +139,7 @@ def refuse_multi_token(layout: str, config: Any, target: content.TargetFacts | N
 def write_multi_token(
     layout: str, head: content.HeadContent, target: content.TargetFacts
 ) -> content.Export:
-    """As `write_eagle1`."""
+    """Writes a head as `write_eagle1` does."""
     config: Any = head.config
     refuse_multi_token(layout, config)
     values = {

@@ -39,7 +39,7 @@ class DraftVocabulary:
 
     @classmethod
     def of_tables(cls, d2t: Tensor, t2d: Tensor, path: str) -> "DraftVocabulary":
-        """From a head's file at path."""
+        """The vocabulary of a head's file at path."""
         if not d2t.ndim == t2d.ndim == 1 or (d2t.long() != d2t).any() or (t2d.bool() != t2d).any():
             raise UserError(
                 f"{path}: d2t must be a list of integer offsets, and t2d a list of booleans"
