@@ -27,7 +27,7 @@ from aerie.configs.errors import (
 from aerie.configs.read import dump, user_path
 from aerie.configs.schema.recipe import Recipe, add_arguments, load, pairs_of_flags
 from aerie.data.inputs import feature_stage, is_here, target_inputs
-from aerie.model.storage import ROOT, Stage, digest, sound_record, write_text
+from aerie.model.storage import ROOT, Stage, digest, sound_record, write_status, write_text
 from aerie.train import resume
 
 STAGES = {  # of a run, in order, with the folder of the run's directory that holds its output
@@ -226,16 +226,21 @@ def _run_in_child(stage: str, words: list[str], processes: int | None, recipe: R
             is_requeued = isinstance(interrupt, Requeued)
             os.kill(child.pid, signal.SIGUSR1 if is_requeued else signal.SIGINT)
     if child.exitcode < 0:
-        # The line is below a progress bar, which has no end of line.
-        print(
-            f"\nerror: {stage}: killed by signal {-child.exitcode}, often for lack of memory; "
-            "run the same command again",
-            file=sys.stderr,
-        )
-        return 128 - int(child.exitcode)
+        return _killed(stage, -child.exitcode)
     if child.exitcode == 0 and stop is not None:
         raise stop
     return int(child.exitcode)
+
+
+def _killed(what: str, number: int) -> int:
+    """Says that a signal killed it; returns the exit code."""
+    # The line is below a progress bar, which has no end of line.
+    print(
+        f"\nerror: {what}: killed by signal {number}, often for lack of memory; "
+        "run the same command again",
+        file=sys.stderr,
+    )
+    return 128 + number
 
 
 @exit_codes()
@@ -255,7 +260,11 @@ def _run_stage(stage: str, words: list[str], processes: int | None, recipe: Reci
         gpus = torch.cuda.device_count()
         processes = _number_of_processes(stage, processes, recipe) or gpus
         if processes > 1 and is_left(stage, words):
-            sys.exit(launch(command, processes, "bf16" if gpus else "no"))
+            code = launch(command, processes, "bf16" if gpus else "no")
+            if code not in (0, REQUEUE, 130):
+                # The first process may have been ended by the failure of another.
+                write_status(recipe.root / "status.json", stage, "failed", code)
+            sys.exit(code)
     sys.argv = command
     sys.exit(COMMANDS[stage].run())
 
@@ -342,7 +351,7 @@ def launch(command: list[str], processes: int, precision: str) -> int:
         launch_command(launch_command_parser().parse_args([*options, *command]))
     except ChildFailedError as error:
         code = min(error.failures.values(), key=order_of_failure).exitcode
-        return code if code > 0 else 128 - code
+        return code if code > 0 else _killed("a process", -code)
     except SignalException as error:
         return REQUEUE if error.sigval == signal.SIGUSR1 else 128 + int(error.sigval)
     return 0
