@@ -1,4 +1,4 @@
-"""Draws the pictures of the docs from runs: python docs/pictures.py DEMO NODES ROWS
+"""Draws the pictures of the docs from runs: python docs/pictures.py DEMO NODES ROWS ...
 
 DEMO: the run of make demo; NODES and ROWS: runs whose reports have a row for each number of nodes,
 and for each number of training rows (docs/studies.md has their commands). The colours follow the
@@ -230,27 +230,24 @@ def draw_nodes(run: Path) -> None:
     save("nodes", 316, "Tau and speedup against the nodes of a tree, on a CPU and on a GPU", body)
 
 
-def draw_rows(run: Path) -> None:
+def draw_rows(runs: Sequence[Path]) -> None:
     kinds = {"eagle1": ("a", "EAGLE-1"), "eagle3": ("b", "EAGLE-3"), "block": ("c", "block")}
     taus: dict[str, dict[int, float]] = {kind: {} for kind in kinds}
-    for row in rows_of(run):
+    for row in (row for run in runs for row in rows_of(run)):
         if row["head_path"]:
             head = Path(row["head_path"])
             taus[head.name][4 * int(head.parent.name.removeprefix("rows-"))] = row["tau"]
     numbers = sorted(taus["eagle1"])
     curves = [
-        (*kinds[kind], [values[number] for number in numbers]) for kind, values in taus.items()
+        (*kinds[kind], [by_rows[number] for number in numbers if number in by_rows])
+        for kind, by_rows in taus.items()
     ]
     body = panel(44, "tau, embedded target", numbers, curves, range(7))
     # docs/studies.md, EAGLE-3 against EAGLE-1: means of three seeds
     real = [("a", "EAGLE-1", [2.62, 4.54, 5.66, 6.12]), ("b", "EAGLE-3", [3.59, 5.29, 5.99, 6.29])]
     body += panel(344, "tau, real-text target", [416, 1600, 4800, 22200], real, range(8))
-    body += text(
-        12,
-        286,
-        "training rows (conversations); trees of 8 levels, k 10, 60 nodes, T = 0",
-        "say small",
-    )
+    told = "training rows (conversations); trees of 8 levels, k 10, 60 nodes, T = 0"
+    body += text(12, 286, told, "say small")
     save("rows", 298, "Tau against training rows, for EAGLE-1, EAGLE-3 and block heads", body)
 
 
@@ -297,7 +294,7 @@ def draw_ladder(demo: Path) -> None:
 
 
 def main() -> None:
-    demo, nodes, rows = map(Path, sys.argv[1:])
+    demo, nodes, *rows = map(Path, sys.argv[1:])
     draw_slots(demo)
     draw_expansion(demo)
     draw_ladder(demo)
