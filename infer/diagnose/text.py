@@ -34,6 +34,7 @@ from aerie.model.target import load_config, other_weights
 
 CLASSES = 8  # of tokens, by the target's entropy
 FEW = 40  # tokens: fewer say nothing of a length
+RARE = 1e-4  # share of the training's tokens
 THINKING = ("enable_thinking", "thinking")  # arguments of chat templates
 SYSTEM_TURNS: dict[str, tuple[Any, ...]] = {
     "without a system prompt": (),
@@ -142,16 +143,21 @@ def length_figures(table: pd.DataFrame, accept: str) -> dict[str, Any]:
 
 
 def trained_figures(
-    trained: pd.DataFrame, answered: pd.DataFrame, learnt: set[int], accept: str
+    trained: pd.DataFrame, answered: pd.DataFrame, learnt: Sequence[int], accept: str
 ) -> dict[str, Any]:
-    """The gap in acceptance between answers to the training's prompts and these, and its parts."""
+    """The gap in acceptance between answers to the training's prompts and these, and its parts.
+
+    learnt: the tokens of the training's answers.
+    """
     answered = answered.assign(row=answered.row + 1 + trained.row.max())  # no pairs
-    unseen = ~answered.token.isin(learnt)
-    figures = {"unseen": mean_over_texts(answered.assign(unseen=unseen), "unseen")}
+    shares = pd.Series(learnt).value_counts(normalize=True)
+    figures = {}
     for name, table in (("trained", trained), ("answers", answered)):
         figures[f"accept.{name}"] = mean_over_texts(table, accept)
         figures[f"entropy.{name}"] = mean_over_texts(table, "entropy")
         figures[f"outside.{name}"] = mean_over_texts(table.assign(out=~table.inside), "out")
+        is_rare = table.token.map(shares).fillna(0.0) < RARE
+        figures[f"rare.{name}"] = mean_over_texts(table.assign(rare=is_rare), "rare")
     gap = compare_texts(trained, answered, accept)
     return {**figures, **{f"gap.{name}": part for name, part in gap.items()}}
 
@@ -263,7 +269,7 @@ def examine_text(patient: Patient, texts: list[LearntText]) -> None:
         prompts = [text.prompt.tolist() for text in patient.trained_on[: len(texts)]]
         trained = patient.scored(answer_greedily(patient.target, prompts))
         learnt = torch.cat([text.ids[text.turn_ids > 0] for text in patient.trained_on])
-        add("text", trained_figures(trained, answers, set(learnt.tolist()), accept))
+        add("text", trained_figures(trained, answers, learnt.tolist(), accept))
     gains = {}
     varied = patient.prompts[:VARIED_PROMPTS]
     served = answers[answers.row < VARIED_PROMPTS]

@@ -1,10 +1,22 @@
-"""What of a gap in acceptance is the text's, the draft vocabulary's and the head's."""
+"""What of a gap in acceptance is the text's, the draft vocabulary's and the head's.
+
+And a clinic of heads that nothing ails but their template, text, temperature or target.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from safetensors.torch import load_file, save_file
 
+from aerie.infer.diagnose import examine
+from aerie.infer.diagnose.patient import Patient
 from aerie.infer.diagnose.text import PARTS, compare_texts, length_figures
+from tests.infer.text_ward import AT_ONCE, Ward, learnt, prompts, quantised
 
 ACCEPT = "accept_0"
 
@@ -62,3 +74,84 @@ def test_the_length_at_which_acceptance_falls() -> None:
     fall = length_figures(table, ACCEPT)
     assert fall["at"] == 32 and fall["loss"].low > 0.15
     assert length_figures(table[:20], ACCEPT) == {}
+
+
+# --- the clinic -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    cause: str
+    head: str  # of the ward: what it has learnt
+    thinking: bool = False  # served with it
+    other_language: bool = False
+    long: bool = False
+    trained_on: bool = False  # the training text is known
+    count: int = 12  # of prompts
+    changes: Callable[[Ward, Path], dict[str, Any]] = lambda ward, directory: {}  # to the patient
+
+
+def other_target(ward: Ward, directory: Path) -> dict[str, Any]:
+    """The head's files say where the one of its training is."""
+    return {"target": ward.fine_tuned()}
+
+
+def quantised_target(ward: Ward, directory: Path) -> dict[str, Any]:
+    path = ward.target.recipe.path
+    return {"target": quantised(ward.target, directory / "fp8"), "trained_target": path}
+
+
+def flattened(ward: Ward, directory: Path) -> dict[str, Any]:
+    """The head's choices stay, its probabilities do not."""
+    weights = ward.directory / "at once/model.safetensors"
+    tensors = load_file(weights)
+    tensors["lm_head.weight"] *= 0.2
+    directory = ward.directory / "flat"
+    directory.mkdir()
+    (directory / "config.json").write_bytes(weights.with_name("config.json").read_bytes())
+    save_file(tensors, directory / weights.name)
+    return {"head": str(directory), "temperature": 1.0}
+
+
+CASES = {
+    "healthy": Case("healthy", "at once", trained_on=True),
+    "healthy, sampled": Case("healthy", "at once", changes=lambda *_: {"temperature": 1.0}),
+    "healthy, long": Case("healthy", "all", long=True),
+    "healthy, another language": Case("healthy", "all", other_language=True),
+    "template": Case("template", "arguments recorded", thinking=True),
+    "thinking": Case("thinking", "at once", thinking=True),
+    "BOS": Case("BOS", "twice BOS"),
+    "temperature": Case("temperature", "at once", changes=flattened),
+    "long context": Case("long context", "at once", long=True, trained_on=True, count=32),
+    "another language": Case("other text", "at once", other_language=True, trained_on=True),
+    "fine-tuned target": Case("other target", "at once", changes=other_target),
+    "quantised target": Case("quantised target", "at once", changes=quantised_target, count=32),
+}
+
+
+@pytest.fixture(scope="module")
+def ward(tmp_path_factory: pytest.TempPathFactory) -> Ward:
+    made = Ward(tmp_path_factory.mktemp("ward"))
+    made.head("at once", made.at_once)
+    made.head("twice BOS", made.twice_bos)
+    made.head("all", made.all, steps=240)
+    made.record("at once", "arguments recorded", template_arguments=AT_ONCE)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_the_first_sentence_names_what_is_not_the_heads_fault(
+    ward: Ward, name: str, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    values = {
+        "target": ward.target,
+        "tokenizer": ward.tokenizers[case.thinking],
+        "head": str(ward.directory / case.head),
+        "prompts": prompts(case.count, case.other_language, case.long),
+        "trained_on": learnt(ward.at_once) if case.trained_on else (),
+        **case.changes(ward, tmp_path),
+    }
+    diagnosis = examine(Patient(**values))
+    assert diagnosis.cause == case.cause, diagnosis.sentence
