@@ -27,6 +27,7 @@ text { fill: #24292f; text-anchor: middle }
 rect { fill: #f6f8fa; stroke: #d0d7de }
 path { fill: none; stroke: #d0d7de; stroke-width: 1.5 }
 .kept rect { fill: #dafbe1; stroke: #1a7f37 } path.kept { stroke: #1a7f37; stroke-width: 2.5 }
+.own rect { fill: #fff1e5; stroke: #bc4c00 }
 .out text { fill: #6e7781 } .out rect { stroke-dasharray: 4 3 } path.out { stroke-dasharray: 4 3 }
 .a { stroke: #c2570c; stroke-width: 2.5 } .b { stroke: #0f766e; stroke-width: 2.5 }
 .c { stroke: #5b4fc4; stroke-width: 2.5 }
@@ -37,6 +38,7 @@ circle.a { fill: #c2570c } circle.b { fill: #0f766e } circle.c { fill: #5b4fc4 }
 text { fill: #e6edf3 } .say, .tick { fill: #9198a1 }
 rect { fill: #161b22; stroke: #3d444d } path { stroke: #3d444d }
 .kept rect { fill: #12261e; stroke: #3fb950 } path.kept { stroke: #3fb950 }
+.own rect { fill: #2b1a0e; stroke: #f0883e }
 .out text { fill: #9198a1 }
 .a { stroke: #f0883e } .b { stroke: #2dd4bf } .c { stroke: #a89bff }
 text.a { fill: #f0883e } text.b { fill: #2dd4bf } text.c { fill: #a89bff }
@@ -108,6 +110,55 @@ def draw_slots(demo: Path) -> None:
     body += text(12, below + 24, "as in decoding. A dashed box does not count in the loss.", "say")
     title = "A conversation with its loss mask, the slots of a head and three unrolled steps"
     save("slots", below + 36, title, body)
+
+
+# --- a draft and what the target kept of it
+
+
+def draw_draft(demo: Path) -> None:
+    tree = {"shape": "dynamic", "levels": 4, "k": 3, "nodes": 14}
+    head = demo / "heads/eagle1"
+    decoder = SpeculativeDecoder.from_pretrained(demo / "target", head, method="eagle2", tree=tree)
+    cycles: list[Any] = []
+    question = "Write a short letter to thank a friend."
+    decoder.generate(question, do_sample=False, max_new_tokens=96, on_cycle=cycles.append)
+    whole = [cycle for cycle in cycles if cycle.verdict.accepted == tree["levels"]]
+    # one of words rather than of signs
+    drawn = max(whole, key=lambda cycle: len(decoder.tokenizer.decode(cycle.verdict.tokens)))
+    depths, parents = drawn.tree.depth.tolist(), drawn.tree.parents.tolist()
+    names = [shown(decoder.tokenizer.decode([token])) for token in drawn.tree.tokens.tolist()]
+    kept = drawn.verdict.path
+    heads = ["last token", *["drafted"] * max(depths), "target’s own"]
+    spots = {}
+    body = ""
+    for depth, words in enumerate(heads):
+        x = 12 + depth * (WIDTH - 24 - 80) / (len(heads) - 1)
+        body += text(x + 40, 20, words, "tick small") if depth < len(heads) - 1 else ""
+        nodes = [node for node in range(len(depths)) if depths[node] == depth]
+        nodes.sort(key=lambda node: node not in kept)
+        for number, node in enumerate(nodes):
+            spots[node] = (x, 40 + 42 * number)
+    bonus = (WIDTH - 92.0, spots[kept[-1]][1])
+    body += text(WIDTH - 12, 20, heads[-1], "tick end small")
+    for node, parent in enumerate(parents):
+        if node:
+            (x, y), (px, py) = spots[node], spots[parent]
+            ends = [(px + 80, py + 15), (x, y + 15)]
+            body += line(ends, "kept" if node in kept else "")
+    body += line([(spots[kept[-1]][0] + 80, bonus[1] + 15), (bonus[0], bonus[1] + 15)], "a")
+    for node, (x, y) in spots.items():
+        body += box(x, y, 80, names[node], "kept" if node in kept else "")
+    own = shown(decoder.tokenizer.decode([drawn.verdict.bonus]))
+    body += box(*bonus, 80, own, "own")
+    bottom = 40 + 42 * max(depths.count(depth) for depth in depths) + 20
+    told = [
+        f"The head guesses {len(names) - 1} tokens. One forward of the target checks them all:",
+        f"it keeps {drawn.verdict.accepted} and adds one, as it would have written by itself.",
+    ]
+    for number, words in enumerate(told):
+        body += text(12, bottom + number * 20, words, "say")
+    title = f"A draft tree: of {len(names) - 1} guesses the target keeps {drawn.verdict.accepted}"
+    save("tree", bottom + 34, f"{title} and adds one", body)
 
 
 # --- EAGLE-2's expansion and reranking
@@ -295,6 +346,7 @@ def draw_ladder(demo: Path) -> None:
 
 def main() -> None:
     demo, nodes, *rows = map(Path, sys.argv[1:])
+    draw_draft(demo)
     draw_slots(demo)
     draw_expansion(demo)
     draw_ladder(demo)

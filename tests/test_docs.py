@@ -87,6 +87,13 @@ def test_every_file_and_heading_that_a_page_links_is_there() -> None:
             assert not heading or heading in anchors(linked), f"{page.name}: {link}"
 
 
+def test_every_picture_is_shown_in_a_page_and_follows_the_readers_colours() -> None:
+    pages = "".join(page.read_text() for page in PAGES)
+    for picture in ROOT.glob("docs/*.svg"):
+        assert f"{picture.name})" in pages
+        assert "prefers-color-scheme: dark" in picture.read_text()
+
+
 RESULTS = ROOT / "docs/results.md"
 MAKE = re.compile(r"`make (demo|bench|gpu)`")
 
