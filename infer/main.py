@@ -50,7 +50,6 @@ from aerie.model.hub import head_directory, is_on_hub, require_target
 
 SECTIONS = {"bench": BenchConfig, "calibrate": CalibrateConfig, "tune": TuneConfig}
 ROW_KEYS = ("tree.", "lookup.", "lookahead.")  # of generate and chat: they change the row
-DIAGNOSIS = "diagnose.json"
 TRAINING_FACTS = ("steps", "total_steps", "tokens", "train_seconds", "ended")
 TUNABLE = tuple(kind for kind, name in USUAL.items() if METHODS[name].tree["shape"] != "static")  # type: ignore[index]
 
@@ -277,7 +276,7 @@ def diagnose(arguments: Namespace, unknown: list[str]) -> int:
 
     check_sources(prompts)
     _check(target, [head])
-    output = arguments.out or (recipe.root if recipe else Path()) / DIAGNOSIS
+    output = arguments.out or (recipe.root if recipe else Path()) / storage.DIAGNOSIS
     if arguments.plan:
         print(f"diagnose: {head} for {target.path} -> {output}")
         return 0
@@ -313,9 +312,11 @@ def diagnose(arguments: Namespace, unknown: list[str]) -> int:
     symptoms = patient.symptoms
     if arguments.mend is not None:
         patient.mend(arguments.mend)
-    facts = {"head": head, "target": target.path, **vars(diagnosis), **symptoms.as_json()}
+    text = page(diagnosis, symptoms)
+    facts = {"head": head, "target": target.path, **vars(diagnosis), "page": text}
+    facts |= symptoms.as_json()
     storage.write_json(output, facts)
-    print(json.dumps(facts, indent=1) if arguments.json else page(diagnosis, symptoms))
+    print(json.dumps(facts, indent=1) if arguments.json else text)
     return 0
 
 

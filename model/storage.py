@@ -222,6 +222,7 @@ def working_alone(directory: Path, doing: str) -> Lock:
 
 FILE, CALIBRATOR, CHOICES = "provenance.json", "calibrator.json", "choices.yaml"
 LATER = (FILE, CALIBRATOR, CHOICES)  # written after an output is finished: no part of it
+DIAGNOSIS = "diagnose.json"  # of `aerie diagnose`, in a run
 PACKAGES = "torch transformers accelerate deepspeed datasets safetensors tokenizers".split()
 
 

@@ -1,16 +1,14 @@
 """The figures that a verdict is made of, by name, with intervals over prompts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
 
-from aerie.infer.measure.bootstrap import Estimate, PromptSums, Side, estimate
-from aerie.infer.measure.statistics import FloatArray
+from aerie.infer.measure.bootstrap import Estimate, Side, estimate
 
 DEPTHS = 5  # drafted positions that are told apart
-Ratio = Callable[[PromptSums], FloatArray]
 
 
 @dataclass
@@ -52,28 +50,18 @@ class Drafting:
         """lines: the columns of each prompt; those of a position that it has none of are 0."""
         columns = ["tokens", "starts"]
         for position in range(1, DEPTHS + 1):
-            columns += [f"tries_{position}", f"hits_{position}"]
+            columns += [f"hits_{position}", f"tries_{position}"]
         return cls(pd.DataFrame(lines, columns=columns).fillna(0.0))
 
-    def figures(self) -> dict[str, Estimate | None]:
-        """Acceptance at each position, if those before were accepted, and tau."""
-        figures = {str(k): estimate([self.position(k)]) for k in range(1, DEPTHS + 1)}
-        return {**figures, "tau": estimate([self.tau])}
-
-    def position(self, position: int) -> Side:
-        return self._side(f"hits_{position}", f"tries_{position}")
-
-    @property
-    def tau(self) -> Side:
-        return self._side("tokens", "starts")
-
-    def _side(self, above: str, below: str) -> Side:
-        return Side(self.table[[above, below]], lambda sums: sums[..., 0] / sums[..., 1])
+    def side(self, name: str) -> Side:
+        """Of tau, or of a position's acceptance if those before were accepted."""
+        columns = ["tokens", "starts"] if name == "tau" else [f"hits_{name}", f"tries_{name}"]
+        return Side(self.table[columns], lambda sums: sums[..., 0] / sums[..., 1])
 
 
-def drops(above: Drafting, below: Drafting) -> dict[str, Estimate | None]:
-    """How much smaller tau and the acceptance of each position are below, paired by prompt."""
-    figures = {}
-    for k in range(1, DEPTHS + 1):
-        figures[str(k)] = estimate([above.position(k), below.position(k)])
-    return {**figures, "tau": estimate([above.tau, below.tau])}
+FIGURES_OF_A_STEP = ["tau", *(str(position) for position in range(1, DEPTHS + 1))]
+
+
+def estimates(*steps: Drafting) -> dict[str, Estimate | None]:
+    """The figures of a step, or how much smaller those of a second one are, paired by prompt."""
+    return {name: estimate([step.side(name) for step in steps]) for name in FIGURES_OF_A_STEP}

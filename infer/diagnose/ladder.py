@@ -14,7 +14,7 @@ from aerie.infer.decode.proposers import tree_proposer
 from aerie.infer.decode.roles import Cycle, Drafter, Proposer
 from aerie.infer.decode.sampling import resolve
 from aerie.infer.diagnose.answers import LearntText
-from aerie.infer.diagnose.figures import Drafting, drops
+from aerie.infer.diagnose.figures import Drafting, estimates
 from aerie.infer.diagnose.patient import Patient
 from aerie.infer.measure.served import require_same_target
 from aerie.infer.measure.server import Server
@@ -120,10 +120,10 @@ def climb(patient: Patient, texts: list[LearntText]) -> None:
         require_same_target(patient.server, patient.target, prompts, decoding)
         steps |= served(patient, patient.server, texts)
     for name, step in steps.items():
-        symptoms.add(f"ladder.{name}", step.figures())
+        symptoms.add(f"ladder.{name}", estimates(step))
         if name in DROPS:
             drop, above = DROPS[name]
-            symptoms.add(f"drop.{drop}", drops(steps[above], step))
+            symptoms.add(f"drop.{drop}", estimates(steps[above], step))
 
 
 def examine_training(patient: Patient, texts: list[LearntText]) -> None:
@@ -132,4 +132,4 @@ def examine_training(patient: Patient, texts: list[LearntText]) -> None:
         patient.symptoms.absent["training"] = "no text of its training; name it with --trained-on"
         return
     drafting = patient.teacher_forced(patient.trained_on[: len(texts)])
-    patient.symptoms.add("training.teacher_forced", drafting.figures())
+    patient.symptoms.add("training.teacher_forced", estimates(drafting))

@@ -103,7 +103,7 @@ class Patient:
 
         head: its module, or another reading of it; vocab: what it drafts with, if not the target's.
         """
-        values: dict[str, Any] = {"kind": self.kind, "eval_depths": DEPTHS}
+        values: dict[str, Any] = {"kind": self.kind, "eval_depths": self.levels}
         if self.kind == "eagle3":
             values["unroll_steps"] = 1  # of the loss, which nobody reads
         if self.kind == "draft_lm":

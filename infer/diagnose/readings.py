@@ -84,7 +84,7 @@ def readings_of(module: Any, target: Target) -> Iterator[Reading]:
     for taps in other_taps(getattr(config, "after_blocks", ()), target.num_blocks):
         yield Reading("taps", f"its taps are {[*taps]}", replace(config, after_blocks=taps), state)
     for name, family in FLAGS.items():
-        is_on = getattr(config, name, None)
+        is_on = vars(config).get(name)
         if is_on or (is_on is False and family == "norm"):
             words = f"{name} is {str(not is_on).lower()}"
             yield Reading(family, words, replace(config, **{name: not is_on}), state)
@@ -151,7 +151,7 @@ def read_otherwise(patient: Patient, texts: Sequence[LearntText]) -> None:
     gains: list[tuple[Reading, Estimate]] = []
     with start_progress(len(readings), "readings", "other readings") as progress:
         for reading in readings:
-            gain = estimate([reading.drafting(patient, stated).tau, of_file.tau])
+            gain = estimate([reading.drafting(patient, stated).side("tau"), of_file.side("tau")])
             if gain is not None:
                 gains.append((reading, gain))
             progress.update()
@@ -178,10 +178,13 @@ def explain_server(patient: Patient, texts: Sequence[LearntText]) -> None:
     if of_file < SAME:
         return
     symptoms = patient.symptoms
-    loss = symptoms.values["drop.server.tau"].value
+    forced = symptoms.values["ladder.teacher_forced.tau"].value
+    share = symptoms.values["ladder.server.tau"].value / symptoms.values["ladder.chain.tau"].value
 
     def unlike(reading: Reading) -> float:
-        return abs(symptoms.values[f"readings.{reading.words}"].value + loss)
+        """How far its share of the file's tau is from the server's share."""
+        gain = symptoms.values[f"readings.{reading.words}"].value
+        return abs(1 + gain / forced - share)
 
     distances = []
     for reading in sorted(patient.readings, key=unlike)[:TRIED]:

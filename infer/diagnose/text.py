@@ -136,7 +136,8 @@ def length_figures(table: pd.DataFrame, accept: str) -> dict[str, Any]:
     if not falls:
         return {}
     worst = max(falls, key=lambda length: falls[length].low)
-    return {"at": worst, "loss": falls[worst]}
+    before = mean_over_texts(table[table.length < worst], accept)
+    return {"at": worst, "loss": falls[worst], "before": before}
 
 
 # --- the text that the head was trained on --------------------------------------------------------
@@ -262,6 +263,7 @@ def examine_text(patient: Patient, texts: list[LearntText]) -> None:
     accept = accept_at(patient.temperature)
     answers = patient.scored(texts)
     add = patient.symptoms.add
+    add("text", {"outside": mean_over_texts(answers.assign(out=~answers.inside), "out")})
     add("text.temperature", temperature_figures(answers, patient.temperature))
     add("text.length", length_figures(answers, accept))
     if patient.trained_on:

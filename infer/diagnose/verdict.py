@@ -9,6 +9,7 @@ import yaml
 
 from aerie.configs.read import adapter
 from aerie.infer.diagnose.figures import DEPTHS, Symptoms, shown
+from aerie.infer.diagnose.ladder import DROPS
 from aerie.infer.diagnose.text import text_lines
 from aerie.infer.measure.bootstrap import Estimate
 
@@ -78,21 +79,25 @@ LADDER = {
     "teacher_forced": "from every token",
     "chain": "chain, decoded here",
     "tree": "tree, decoded here",
-    "server": "chain, in the server",
+    "server": "in the server",
     "reported": "as the server counts",
 }
 
 
 def page(diagnosis: Diagnosis, symptoms: Symptoms) -> str:
     """What the terminal shows."""
-    lines = [diagnosis.sentence, ""]
-    columns = ["tau", *(str(k) for k in range(1, DEPTHS + 1))]
-    lines.append(f"{'acceptance':<22}" + "".join(f"{name:>20}" for name in columns))
+    values = symptoms.values
+    lines = [diagnosis.sentence]
+    if "ladder.teacher_forced.tau" in values:
+        lines += ["", f"{'':<22}{'tau':<20}{'drop':<30}accepted at position 1, 2, ..."]
     for step, words in LADDER.items():
-        cells = [symptoms.values.get(f"ladder.{step}.{name}") for name in columns]
-        if cells[0] is not None:
-            row = (shown(cell) if cell is not None else "" for cell in cells)
-            lines.append(f"{words:<22}" + "".join(f"{cell:>20}" for cell in row))
+        if f"ladder.{step}.tau" in values:
+            drop, _ = DROPS.get(step, ("", ""))
+            loss = values.get(f"drop.{drop}.tau")
+            lost = f"{drop} {shown(loss)}" if loss else ""
+            positions = (values.get(f"ladder.{step}.{k}") for k in range(1, DEPTHS + 1))
+            shares = " ".join(f"{share.value:.2f}" for share in positions if share is not None)
+            lines.append(f"{words:<22}{shown(values[f'ladder.{step}.tau']):<20}{lost:<30}{shares}")
     lines += text_lines(symptoms)
     lines += [f"not measured: {name}: {why}" for name, why in symptoms.absent.items()]
     return "\n".join(lines)

@@ -22,7 +22,14 @@ from aerie.infer.report.grids import context_grids, sweep_grids, task_grid
 from aerie.infer.report.pictures import draw_pictures
 from aerie.infer.report.tables import SummaryRows
 from aerie.infer.report.training import stopped_by_budget, training_curves
-from aerie.model.storage import plainly, sound_record, write_json, write_text
+from aerie.model.storage import (
+    DIAGNOSIS,
+    plainly,
+    read_json,
+    sound_record,
+    write_json,
+    write_text,
+)
 
 SCHEMA = 1  # of summary.json and details.json
 TINTS = 4  # of the sample answer
@@ -76,6 +83,8 @@ def write_report(
     appendix = write_appendix(findings) if write_appendix else Appendix()
     details = make_details(findings, facts, bench.parent / "metrics.jsonl")
     details |= appendix.details
+    diagnosis = bench.parent / DIAGNOSIS
+    details["diagnosis"] = read_json(diagnosis) if diagnosis.is_file() else None
     sweeps = sweep_grids(findings.sweeps)
     contexts = context_grids(findings.sweeps)
     pictures = draw_pictures(findings.rows, details, sweeps, contexts) | appendix.pictures

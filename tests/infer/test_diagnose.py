@@ -1,13 +1,234 @@
 """The diagnosis: what is wrong with a head, said in the first sentence."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
-from aerie.model.storage import read_json
+from aerie.configs.schema.decode import ServedConfig
+from aerie.infer import diagnose
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.loaded_heads import LoadedHeads
+from aerie.infer.diagnose import text as texts
+from aerie.infer.diagnose.ladder import chain_of
+from aerie.infer.diagnose.patient import Patient
+from aerie.infer.diagnose.verdict import IN_BRACES, read_rules
+from aerie.infer.measure.server import Server
+from aerie.model.export import export
+from aerie.model.formats.content import TargetFacts
+from aerie.model.heads.eagle import EMBEDDING
+from aerie.model.storage import ROOT, read_json
 from tests import tiny
+from tests.infer.clinic import Ward
 from tests.infer.test_main import write_recipe
+from tests.infer.test_served_rows import LEVELS, Chained
+
+SMALL = torch.arange(40)
+
+
+class Fault(NamedTuple):
+    name: str
+    cause: str  # that the first sentence names
+    make: Callable[[Ward], Patient]  # a patient who has it
+
+
+def eagle3(name: str, **changes: Any) -> Callable[[Ward], Patient]:
+    """An EAGLE-3 head whose files say something else."""
+    return lambda ward: ward.patient(ward.broken(ward.head("eagle3"), name, **changes))
+
+
+def eagle1(name: str, **changes: Any) -> Callable[[Ward], Patient]:
+    return lambda ward: ward.patient(ward.broken(ward.head("eagle1"), name, **changes))
+
+
+def published(name: str, layout: str, **values: Any) -> Callable[[Ward], Patient]:
+    """A head in another program's layout, with values of its config.json changed."""
+
+    def make(ward: Ward) -> Patient:
+        kind = "eagle1" if layout == "safeailab" else "eagle3"
+        out = ward.root / "exports" / name
+        facts = TargetFacts.load(ward.target.recipe.path)
+        export(ward.head(kind), layout, out, facts, pickled=False)
+        return ward.patient(ward.broken(out, name, **values))
+
+    return make
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def served(
+    reads: Callable[[Ward], Path], kind: str = "eagle3", **facts: Any
+) -> Callable[[Ward], Patient]:
+    """A healthy head, and a server that drafts with it as another file has it."""
+
+    def make(ward: Ward) -> Patient:
+        draft = str(ward.head("draft_lm"))
+        parts: Any = SimpleNamespace(
+            target=ward.target, tokenizer=ward.tokenizer, draft=lambda seed: draft
+        )
+        server = Chained(parts)
+        drafter = LoadedHeads(ward.target).of(str(reads(ward)))
+        server.decoder = SpeculativeDecoder(ward.target, chain_of(drafter, LEVELS))
+        vars(server).update(facts)
+        ward.servers.append(server.__enter__())
+        config = ServedConfig("served", server.url)
+        return ward.patient(ward.root / "heads" / kind, server=Server(config, "--server"))
+
+    return make
+
+
+FAULTS = [
+    Fault("all taps one low", "taps", eagle3("low", after_blocks=[0, 2])),
+    Fault("all taps one high", "taps", eagle3("high", after_blocks=[2, 4])),
+    Fault("the first tap one low", "taps", eagle3("first-low", after_blocks=[0, 3])),
+    Fault("the first tap one high", "taps", eagle3("first-high", after_blocks=[2, 3])),
+    Fault("the last tap one low", "taps", eagle3("last-low", after_blocks=[1, 2])),
+    Fault("the last tap one high", "taps", eagle3("last-high", after_blocks=[1, 4])),
+    Fault(
+        "taps of a block head one low",
+        "taps",
+        lambda ward: ward.patient(ward.broken(ward.head("block"), "block", after_blocks=[0, 2])),
+    ),
+    Fault("the residual is normed", "norm", eagle3("residual", norm_before_residual=True)),
+    Fault("the normed output is fed back", "norm", eagle3("output", norm_output=True)),
+    Fault("RoPE's base", "RoPE", eagle3("rope", rope_theta=10_000.0)),
+    Fault("RoPE's base of EAGLE-1", "RoPE", eagle1("rope1", rope_theta=10_000.0)),
+    Fault(
+        "another embedding",
+        "embedding",
+        eagle3("embedding", tensors=lambda tensors: {**tensors, EMBEDDING: noise(320, 64)}),
+    ),
+    Fault(
+        "another LM head",
+        "LM head",
+        eagle3("lm-head", tensors=lambda tensors: {**tensors, "lm_head.weight": noise(320, 64)}),
+    ),
+    Fault(
+        "d2t holds ids",
+        "file",
+        lambda ward: ward.patient(
+            ward.broken(
+                ward.head("eagle3", "even", vocabulary=torch.arange(0, 320, 2)),
+                "ids",
+                tensors=lambda tensors: {**tensors, "d2t": torch.arange(0, 320, 2)},
+            )
+        ),
+    ),
+    Fault(
+        "a bias that was not trained",
+        "bias",
+        eagle1(
+            "bias",
+            bias=True,
+            tensors=lambda tensors: {**tensors, "fc.bias": 2 * torch.ones(64)},
+        ),
+    ),
+    Fault(
+        "features from before the final norm",
+        "final norm",
+        lambda ward: ward.patient(ward.head("eagle1", "before", before_norm=True)),
+    ),
+    Fault(
+        "undertrained",
+        "undertrained",
+        lambda ward: ward.patient(ward.head("eagle1", "young", steps=5)),
+    ),
+    Fault(
+        "a small draft vocabulary",
+        "draft vocabulary",
+        lambda ward: ward.patient(ward.head("eagle3", "small", vocabulary=SMALL)),
+    ),
+    Fault(
+        "overfitted",
+        "overfitted",
+        lambda ward: ward.patient(ward.head("eagle1", "old", rows=4), trained_on=ward.rows[:4]),
+    ),
+    Fault(
+        "SafeAILab's layout without RoPE's base",
+        "RoPE",
+        published("s", "safeailab", rope_theta=None, rope_parameters=None),
+    ),
+    Fault(
+        "SGLang's numbers of taps",
+        "taps",
+        published(
+            "g",
+            "sglang",
+            after_blocks=None,
+            eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2]},
+        ),
+    ),
+    Fault(
+        "speculators with vLLM's default",
+        "norm",
+        published("p", "speculators", norm_before_residual=True),
+    ),
+]
+SERVED = [
+    Fault(
+        "a server with another tap",
+        "server reading",
+        served(lambda ward: ward.broken(ward.head("eagle3"), "served", after_blocks=[0, 2])),
+    ),
+    Fault(
+        "a server that drops the bias",
+        "server reading",
+        served(
+            lambda ward: ward.broken(
+                ward.head("eagle1", "biased", bias=True),
+                "unbiased",
+                bias=False,
+                tensors=lambda tensors: {k: v for k, v in tensors.items() if k != "fc.bias"},
+            ),
+            "biased",
+        ),
+    ),
+    Fault(
+        "a server's count",
+        "server's count",
+        served(lambda ward: ward.head("eagle3"), counts_bonus=True),
+    ),
+    Fault("a healthy server", "healthy", served(lambda ward: ward.head("eagle3"))),
+]
+HEALTHY = ["eagle1", "eagle3", "medusa", "block", "draft_lm"]
+
+
+@pytest.fixture(scope="module")
+def ward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ward]:
+    """The same answers to the same prompts are decoded once."""
+    answers: dict[str, Any] = {}
+    decode = diagnose.answer_greedily
+
+    def remembered(target: Any, prompts: Any, *most: int) -> Any:
+        key = f"{id(target)} {prompts} {most}"
+        if key not in answers:
+            answers[key] = decode(target, prompts, *most)
+        return answers[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(diagnose, "answer_greedily", remembered)
+        patch.setattr(texts, "answer_greedily", remembered)
+        ward = Ward(tmp_path_factory.mktemp("ward"))
+        yield ward
+        for server in ward.servers:
+            server.__exit__()
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, *SERVED], ids=lambda fault: fault.name)
+def test_the_first_sentence_names_the_cause(ward: Ward, fault: Fault) -> None:
+    diagnosis = diagnose.examine(fault.make(ward))
+    assert diagnosis.cause == fault.cause, diagnosis.sentence
+
+
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_a_healthy_head_is_not_called_ill(ward: Ward, kind: str) -> None:
+    diagnosis = diagnose.examine(ward.patient(ward.head(kind), trained_on=ward.rows[:16]))
+    assert diagnosis.cause == "healthy", diagnosis.sentence
 
 
 @pytest.fixture(scope="module")
@@ -31,3 +252,12 @@ def test_it_is_said_on_a_page_and_in_a_file(world: Path, capsys: Any) -> None:
         root=world,
     )
     assert read_json(world / "found.json")["cause"] == "undertrained"
+
+
+def test_the_table_of_causes_is_that_of_the_rules() -> None:
+    lines = []
+    for rule in read_rules():
+        cells = f"| {rule.cause} | {rule.says} | {rule.fix} |"
+        lines.append(IN_BRACES.sub(r"`\1`", cells) + "\n")
+    table = "".join(lines)
+    assert table in (ROOT / "docs" / "diagnose.md").read_text(encoding="utf-8"), table

@@ -111,6 +111,7 @@ class Chained(ThreadingHTTPServer):
     """Answers with a chain of aerie; `says`: where it tells its cycles; `fault`: see `_Handler`."""
 
     daemon_threads = True
+    counts_bonus = False  # among the accepted drafts
 
     def __init__(self, models: Models, says: str = "counters", seed: int = 1) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -163,6 +164,8 @@ class Chained(ThreadingHTTPServer):
             accepted = list(generation.statistics.accepted)
             if accepted:  # counted before the cut at the answer's end
                 accepted[-1] = LEVELS
+            if self.counts_bonus:
+                accepted = [min(count + 1, LEVELS) for count in accepted]
             histogram = [accepted.count(number) for number in range(LEVELS + 1)]
             self.counts["drafts"] += len(accepted)
             self.counts["draft_tokens"] += LEVELS * len(accepted)
