@@ -196,6 +196,23 @@ SERVED = [
     Fault("a healthy server", "healthy", served(lambda ward: ward.head("eagle3"))),
 ]
 HEALTHY = ["eagle1", "eagle3", "medusa", "block", "draft_lm"]
+QUICK = {  # the others take a head of their own, or are like one of these
+    "all taps one low",
+    "the residual is normed",
+    "RoPE's base",
+    "another embedding",
+    "another LM head",
+    "a bias that was not trained",
+    "undertrained",
+    "SGLang's numbers of taps",
+    "a server with another tap",
+    "eagle1",
+    "eagle3",
+}
+
+
+def marked(value: Any, name: str) -> Any:
+    return pytest.param(value, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
 
 
 @pytest.fixture(scope="module")
@@ -219,13 +236,13 @@ def ward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ward]:
             server.__exit__()
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, *SERVED], ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", [marked(fault, fault.name) for fault in (*FAULTS, *SERVED)])
 def test_the_first_sentence_names_the_cause(ward: Ward, fault: Fault) -> None:
     diagnosis = diagnose.examine(fault.make(ward))
     assert diagnosis.cause == fault.cause, diagnosis.sentence
 
 
-@pytest.mark.parametrize("kind", HEALTHY)
+@pytest.mark.parametrize("kind", [marked(kind, kind) for kind in HEALTHY])
 def test_a_healthy_head_is_not_called_ill(ward: Ward, kind: str) -> None:
     diagnosis = diagnose.examine(ward.patient(ward.head(kind), trained_on=ward.rows[:16]))
     assert diagnosis.cause == "healthy", diagnosis.sentence
