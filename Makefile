@@ -1,4 +1,5 @@
 # The README's commands. All but help and clean first set up .venv, unless it is there already.
+BEGAN := $(shell date +%s)
 BIN := .venv/bin
 STAMP := .venv/installed
 RECIPE := configs/embedded.yaml
@@ -46,9 +47,8 @@ help:
 	@echo "make clean  removes caches and runs/embedded; .venv and other runs stay"
 
 demo: $(STAMP)
-	@$(BIN)/python data/main.py synthetic --config $(RECIPE)
-	@$(BIN)/aerie run $(TARGET_RECIPE) --processes $(PROCESSES)
-	@$(BIN)/aerie run $(RECIPE) --processes $(PROCESSES)
+	@$(BIN)/aerie run $(TARGET_RECIPE) $(RECIPE) --processes $(PROCESSES)
+	@echo "make demo: $$(( $$(date +%s) - $(BEGAN) )) s; $$(cat $(STAMP))"
 
 # `make bench` trains a head for every method, in a run of its own; SEEDED points a recipe of the embedded default to it.
 SEEDS := runs/seeds
@@ -69,7 +69,6 @@ SEEDS_CHAIN := --run $(SEEDS)/chain $(SEEDS_CALIBRATED) --head $(SEEDS)/heads/ea
 SEEDS_SVIP := --target $(SEEDS)/target --head $(SEEDS)/heads/draft_lm --calibrate.method sps-svip
 
 bench: $(STAMP)
-	@$(BIN)/python data/main.py synthetic --config $(RECIPE) --run $(SEEDS)
 	@$(BIN)/aerie run $(TARGET_RECIPE) --run $(SEEDS) --output $(SEEDS)/target --target $(SEEDS)/tokenizer \
 		--data.conversations [$(SEEDS)/conversations/train.jsonl] --train.max_seconds null --processes $(PROCESSES)
 	@$(BIN)/python data/main.py features --config $(RECIPE) $(SEEDED) --is-whole || \
@@ -142,13 +141,12 @@ lock: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt requirements.lock
 	@$(find_python); \
-	echo "setting up .venv with $$python ($$("$$python" --version)): torch $(TORCH), then the rest; about two minutes"; \
+	echo "setting up .venv with $$python ($$("$$python" --version)), torch $(TORCH): about a minute"; \
 	[ -x $(BIN)/python ] || "$$python" -m venv .venv
-	@if $(BIN)/python -c $(IS_LOCKED); then $(BIN)/python -m $(PIP) --no-deps --require-hashes -r requirements.lock; \
-	else echo "requirements.lock is not for this Python and machine: versions are pinned, hashes are not checked"; fi
-	@$(install_torch)
-	@$(BIN)/python -m $(PIP) -c constraints.txt -e '.[report,dev]'
-	@touch $(STAMP)
+	@if $(BIN)/python -c $(IS_LOCKED); then $(install_locked); \
+	else echo "requirements.lock is not for this Python and machine: versions are pinned, hashes are not checked"; \
+		$(install_torch) && $(BIN)/python -m $(PIP) -c constraints.txt -e '.[report,dev]'; fi
+	@echo "setting up .venv took $$(( $$(date +%s) - $(BEGAN) )) s" >$(STAMP)
 
 $(SERVED_STAMP): constraints-served.txt | $(STAMP)
 	@echo "setting up $(SERVED): vLLM $(VLLM) for the CPU, 3 GB"
@@ -183,15 +181,30 @@ if [ -z "$$python" ]; then \
 fi
 endef
 
-# Installs torch before the rest. With a GPU: the build of pip's index (CUDA). Without: the CPU build (200 MB instead of
-# several GB), from where pip is set up to look (a find-links folder), else PyTorch's index, else pip's default build.
+# Installs torch. With a GPU: the build of pip's index (CUDA). Without: the CPU build (200 MB instead of several GB), from
+# where pip is set up to look (a find-links folder), else PyTorch's index, else pip's default build.
+has_torch = $(BIN)/python -c 'import sys; from importlib.metadata import version; \
+	sys.exit(version("torch").split("+")[0] != "$(TORCH)")' 2>/dev/null
+define install_cpu_torch
+{ $(has_torch) || $(BIN)/python -m $(PIP) --no-deps 'torch==$(TORCH)+cpu' 2>/dev/null || \
+	$(BIN)/python -m $(PIP) --no-deps --index-url $(CPU_WHEELS) 'torch==$(TORCH)' 2>/dev/null; }
+endef
 define install_torch
 pip="$(BIN)/python -m $(PIP)"; \
-if $(BIN)/python -c 'import sys; from importlib.metadata import version; sys.exit(version("torch").split("+")[0] != "$(TORCH)")' \
-	2>/dev/null; then :; \
+if $(has_torch); then :; \
 elif [ "$(GPUS)" != 0 ]; then $$pip -c constraints.txt 'torch==$(TORCH)'; \
-elif $$pip --no-deps 'torch==$(TORCH)+cpu' 2>/dev/null; then :; \
-elif $$pip --no-deps --index-url $(CPU_WHEELS) 'torch==$(TORCH)' 2>/dev/null; then :; \
+elif $(install_cpu_torch); then :; \
 else echo "no CPU build of torch $(TORCH) found (it is at $(CPU_WHEELS)); taking pip's default build, which may be large"; \
 	$$pip -c constraints.txt 'torch==$(TORCH)'; fi
+endef
+
+# A recent pip comes first: an older one takes twice as long. The lock is the whole set, so nothing is resolved again. The
+# CPU build of torch is installed beside it, on another core.
+define install_locked
+pip="$(BIN)/python -m $(PIP) --no-deps"; \
+grep -E '^(pip|setuptools)==' requirements.lock >.venv/first.txt; \
+$$pip --require-hashes -r .venv/first.txt || exit 2; \
+[ "$(GPUS)" != 0 ] || $(install_cpu_torch) & \
+$$pip --require-hashes -r requirements.lock || exit 2; \
+wait; $(install_torch) && $(BIN)/python -m $(PIP) --no-deps --no-build-isolation -e .
 endef

@@ -158,7 +158,7 @@ def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
     config = recipe.synthetic
     if config is None:
         raise UserError(
-            f"{arguments.config}: no section 'synthetic'; see configs/embedded.yaml for one"
+            f"{arguments.config}: no section 'synthetic'; see configs/draft_lm/embedded.yaml"
         )
     inputs = {"synthetic": as_dict(config)}
     corpus = Stage("corpus", recipe.root / "conversations", inputs)

@@ -65,7 +65,7 @@ class Recipe(Section):
         "search for the fastest tree; if set, `aerie run` tunes too", default=None
     )
     synthetic: SyntheticConfig | None = key(
-        "a made-up corpus (`aerie synthetic`), as in configs/embedded.yaml", default=None
+        "a made-up corpus (`aerie synthetic`), as in configs/draft_lm/embedded.yaml", default=None
     )
     distill: DistillConfig | None = key(
         "answers that the target writes itself (`aerie distill`)", default=None
