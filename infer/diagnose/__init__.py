@@ -7,7 +7,7 @@ from aerie.infer.diagnose.ladder import climb, examine_training
 from aerie.infer.diagnose.patient import Patient
 from aerie.infer.diagnose.readings import explain_server, read_otherwise
 from aerie.infer.diagnose.text import examine_target, examine_text
-from aerie.infer.diagnose.verdict import Diagnosis, judge
+from aerie.infer.diagnose.verdict import Diagnosis, find_cause
 
 # adds to the patient's symptoms what it sees of the target's own answers
 Examination = Callable[[Patient, list[LearntText]], None]
@@ -24,8 +24,8 @@ EXAMINATIONS: tuple[Examination, ...] = (
 def examine(patient: Patient) -> Diagnosis:
     """The verdict; the patient then has all symptoms."""
     if patient.symptoms.values:  # its files are wrong
-        return judge(patient.symptoms)
+        return find_cause(patient.symptoms)
     texts = answer_greedily(patient.target, patient.prompt_ids())
     for examination in EXAMINATIONS:
         examination(patient, texts)
-    return judge(patient.symptoms)
+    return find_cause(patient.symptoms)

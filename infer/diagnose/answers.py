@@ -69,13 +69,13 @@ def answer_greedily(
     return texts
 
 
-def with_states(
+def state_texts(
     target: Target, texts: Sequence[LearntText], taps: Collection[int]
 ) -> list[StatedText]:
     """The texts with the states that the target has of them, in one forward each."""
     numbers = tuple(sorted(taps))
     inputs: list[Tensor] = []  # of the final norm
-    hook = final_norm(target).register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    hook = last_norm(target).register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
     stated = []
     for text in texts:
         output = target.features(text.ids[None].to(target.device), numbers)
@@ -86,7 +86,7 @@ def with_states(
     return stated
 
 
-def final_norm(target: Target) -> nn.Module:
+def last_norm(target: Target) -> nn.Module:
     """What makes last_hidden."""
     last = nn.Identity()
     for part in target.decoder.children():

@@ -1,6 +1,6 @@
 """The figures that a verdict is made of, by name, with intervals over prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +46,7 @@ class Drafting:
     table: pd.DataFrame
 
     @classmethod
-    def of_prompts(cls, lines: Sequence[dict[str, float]]) -> "Drafting":
+    def of_prompts(cls, lines: Sequence[Mapping[str, float]]) -> "Drafting":
         """lines: the columns of each prompt; those of a position that it has none of are 0."""
         columns = ["tokens", "starts"]
         for position in range(1, DEPTHS + 1):

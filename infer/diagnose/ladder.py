@@ -4,6 +4,7 @@ Each step has what the step above has not: `chain` starts where drafts ended ins
 token, `tree` has more than one guess, `server` is another program, and `reported` is its own count.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from aerie.configs.errors import UserError
@@ -26,7 +27,7 @@ DROPS = {  # what each step loses, and against which step
     "server": ("server", "chain"),
     "reported": ("counting", "server"),
 }
-CHECKED = 2  # prompts by which a server shows that it serves the target
+ASKED_FIRST = 2  # prompts by which a server shows that it serves the target
 
 
 def chain_of(drafter: Drafter, levels: int) -> Proposer:
@@ -59,7 +60,7 @@ class AcceptanceCounts:
     """An `on_cycle` hook that counts how far the drafts of an answer were accepted."""
 
     def __init__(self) -> None:
-        self.line: dict[str, float] = {"tokens": 0.0, "starts": 0.0}
+        self.line = Counter[str](tokens=0, starts=0)
 
     def __call__(self, cycle: Cycle) -> None:
         accepted = min(cycle.verdict.accepted, cycle.new_tokens)  # an end token may cut the path
@@ -70,12 +71,8 @@ class AcceptanceCounts:
         self.line["tokens"] += tokens
         self.line["starts"] += 1
         for position in range(1, min(drafted, accepted + 1) + 1):
-            self._add(f"tries_{position}")
-            if position <= accepted:
-                self._add(f"hits_{position}")
-
-    def _add(self, column: str) -> None:
-        self.line[column] = self.line.get(column, 0.0) + 1
+            self.line[f"tries_{position}"] += 1
+            self.line[f"hits_{position}"] += position <= accepted
 
 
 def served(patient: Patient, server: Server, texts: Sequence[LearntText]) -> dict[str, Drafting]:
@@ -115,7 +112,7 @@ def climb(patient: Patient, texts: list[LearntText]) -> None:
     if patient.server is None:
         symptoms.absent["ladder.server"] = "no server; name it with --server"
     else:
-        prompts = [text.prompt.tolist() for text in texts[:CHECKED]]
+        prompts = [text.prompt.tolist() for text in texts[:ASKED_FIRST]]
         decoding = resolve(patient.target.generation_config, do_sample=False, max_new_tokens=16)
         require_same_target(patient.server, patient.target, prompts, decoding)
         steps |= served(patient, patient.server, texts)

@@ -21,7 +21,7 @@ from aerie.infer.decode.find_head import check_levels, kind_at
 from aerie.infer.decode.loaded_heads import LoadedHeads
 from aerie.infer.decode.proposers import make_proposer
 from aerie.infer.decode.roles import Proposer
-from aerie.infer.diagnose.answers import LearntText, StatedText, with_states
+from aerie.infer.diagnose.answers import LearntText, StatedText, state_texts
 from aerie.infer.diagnose.figures import DEPTHS, Drafting, Symptoms
 from aerie.infer.diagnose.laws import score_texts
 from aerie.infer.measure.server import Server
@@ -82,7 +82,7 @@ class Patient:
 
     def teacher_forced(self, texts: Sequence[LearntText]) -> Drafting:
         """The head as its file says, on these texts."""
-        return self.drafting(self.module, with_states(self.target, texts, self.taps))
+        return self.drafting(self.module, state_texts(self.target, texts, self.taps))
 
     def mend(self, directory: Path) -> None:
         """Writes the head as it is best read."""
@@ -129,7 +129,7 @@ class Patient:
     def scored(self, texts: Sequence[LearntText]) -> pd.DataFrame:
         """The laws along these texts, at the temperatures that are looked at."""
         temperatures = sorted({0.0, 1.0, self.temperature})
-        stated = with_states(self.target, texts, self.taps)
+        stated = state_texts(self.target, texts, self.taps)
         return score_texts(self.target, self.drafter, stated, temperatures)
 
 

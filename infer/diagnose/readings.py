@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from aerie.data.progress import start_progress
-from aerie.infer.diagnose.answers import LearntText, StatedText, final_norm, with_states
+from aerie.infer.diagnose.answers import LearntText, StatedText, last_norm, state_texts
 from aerie.infer.diagnose.figures import Drafting
 from aerie.infer.diagnose.ladder import chain_of, decoded
 from aerie.infer.diagnose.patient import Patient
@@ -63,7 +63,7 @@ class Reading:
         if not self.is_before_norm:
             return patient.drafting(self.module(), texts)
         before = [replace(text, last_hidden=text.before_norm) for text in texts]
-        vocab = NormedVocab(**vars(patient.target.vocab), norm=final_norm(patient.target))
+        vocab = NormedVocab(**vars(patient.target.vocab), norm=last_norm(patient.target))
         return patient.drafting(self.module(), before, vocab)
 
 
@@ -146,7 +146,7 @@ def read_otherwise(patient: Patient, texts: Sequence[LearntText]) -> None:
     target = patient.target
     readings = [*readings_of(patient.module, target)]
     taps = {tap for reading in readings for tap in getattr(reading.config, "after_blocks", ())}
-    stated = with_states(target, texts, {*taps, *patient.taps})
+    stated = state_texts(target, texts, {*taps, *patient.taps})
     of_file = patient.drafting(patient.module, stated)
     gains: list[tuple[Reading, Estimate]] = []
     with start_progress(len(readings), "readings", "other readings") as progress:

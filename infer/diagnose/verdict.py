@@ -64,7 +64,7 @@ def read_rules() -> tuple[CauseRule, ...]:
     return rules
 
 
-def judge(symptoms: Symptoms) -> Diagnosis:
+def find_cause(symptoms: Symptoms) -> Diagnosis:
     """The first cause whose conditions all hold; the last one has none."""
 
     def fill(text: str) -> str:

@@ -15,7 +15,7 @@ from aerie.configs.read import validate
 from aerie.configs.schema.heads import KINDS, TargetConfig, Train
 from aerie.data.batches import Batch, collate
 from aerie.data.feature_cache import CachedRow
-from aerie.infer.diagnose.answers import LearntText, StatedText, final_norm, with_states
+from aerie.infer.diagnose.answers import LearntText, StatedText, last_norm, state_texts
 from aerie.infer.diagnose.patient import Patient
 from aerie.infer.diagnose.readings import NormedVocab
 from aerie.infer.measure.tasks import Prompt
@@ -116,7 +116,7 @@ class Ward:
 
     @cached_property
     def stated(self) -> list[StatedText]:
-        return with_states(self.target, self.rows, range(SIZES["num_blocks"]))
+        return state_texts(self.target, self.rows, range(SIZES["num_blocks"]))
 
     def head(self, kind: str, name: str = "", steps: int = 150, **keys: Any) -> Path:
         """A trained head; keys: of the section, or rows, vocabulary, before_norm."""
@@ -152,7 +152,7 @@ class Ward:
         settings = validate({"kind": kind, **unroll}, schema, "train", {})
         vocab = target.vocab
         if before_norm:
-            vocab = NormedVocab(**vars(vocab), norm=final_norm(target))
+            vocab = NormedVocab(**vars(vocab), norm=last_norm(target))
         objective = HEADS[kind].objective(head, vocab, settings).train()
 
         def loss_of(batch: Batch) -> Any:

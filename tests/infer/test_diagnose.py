@@ -25,6 +25,7 @@ from tests import tiny
 from tests.infer.clinic import Ward
 from tests.infer.test_main import write_recipe
 from tests.infer.test_served_rows import LEVELS, Chained
+from tests.tiny import refused
 
 SMALL = torch.arange(40)
 
@@ -191,7 +192,7 @@ SERVED = [
     Fault(
         "a server's count",
         "server's count",
-        served(lambda ward: ward.head("eagle3"), counts_bonus=True),
+        served(lambda ward: ward.head("eagle1"), "eagle1", counts_bonus=True),
     ),
     Fault("a healthy server", "healthy", served(lambda ward: ward.head("eagle3"))),
 ]
@@ -240,6 +241,21 @@ def ward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ward]:
 def test_the_first_sentence_names_the_cause(ward: Ward, fault: Fault) -> None:
     diagnosis = diagnose.examine(fault.make(ward))
     assert diagnosis.cause == fault.cause, diagnosis.sentence
+
+
+def test_a_head_is_mended(ward: Ward, tmp_path: Path) -> None:
+    """The head that is written is the one that was broken, bit for bit."""
+    head = ward.head("eagle3")
+    patient = ward.patient(ward.broken(head, "to-mend", after_blocks=[0, 2]))
+    refused("no other reading", patient.mend, tmp_path / "mended")
+    assert diagnose.examine(patient).cause == "taps"
+    patient.mend(tmp_path / "mended")
+    mended = ward.patient(tmp_path / "mended").module
+    assert mended.config == ward.patient(head).module.config
+    weights = mended.state_dict()
+    for name, tensor in ward.patient(head).module.state_dict().items():
+        assert torch.equal(tensor, weights[name]), name
+    refused("is there; name a new directory", patient.mend, tmp_path / "mended")
 
 
 @pytest.mark.parametrize("kind", [marked(kind, kind) for kind in HEALTHY])
