@@ -44,6 +44,8 @@ TEMPLATE_KINDS = ("thinking", "BOS", "system prompt", "arguments")
 VARIED_PROMPTS = 12  # that are rendered in other ways
 VARIED_TOKENS = 48  # of their answers
 SHOWN = {  # on the page
+    "reading.words": "the best other reading of the head",
+    "reading.gain": "  tokens more a cycle so",
     "text.temperature.0": "accepted at temperature 0",
     "text.temperature.1": "accepted at temperature 1",
     "text.accept.trained": "accepted after prompts of the training",

@@ -271,20 +271,29 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_it_is_said_on_a_page_and_in_a_file(world: Path, capsys: Any) -> None:
+def test_it_is_said_on_a_page_in_a_file_and_in_the_report(world: Path, capsys: Any) -> None:
     tiny.session(
         """
         aerie diagnose --target {root}/target --head {root}/run/heads/eagle3
             exit 2
             error: diagnose needs --config RECIPE, or --target, --head and --prompts FILE
-        aerie diagnose --config {root}/recipe.yaml --out {root}/found.json
+        aerie diagnose --config {root}/recipe.yaml --prompts {root}/none.jsonl
+            exit 2
+            none.jsonl: no such file of prompts
+        aerie bench --config {root}/recipe.yaml --bench.sampling '[{{}}]'
+        aerie diagnose --config {root}/recipe.yaml
             undertrained: none of the known causes
             chain, decoded here
+        aerie report --config {root}/recipe.yaml
         """,
         capsys,
         root=world,
     )
-    assert read_json(world / "found.json")["cause"] == "undertrained"
+    found = read_json(world / "run" / "diagnose.json")
+    assert found["cause"] == "undertrained"
+    assert found["figures"]["ladder.chain.tau"]["prompts"] == 2
+    report = (world / "run" / "report" / "index.html").read_text(encoding="utf-8")
+    assert "Why the head is accepted as it is" in report and "chain, decoded here" in report
 
 
 def test_the_table_of_causes_is_that_of_the_rules() -> None:
