@@ -11,11 +11,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.diagnose import examine
+from aerie.infer.diagnose.answers import LearntText
 from aerie.infer.diagnose.patient import Patient
 from aerie.infer.diagnose.text import PARTS, compare_texts, length_figures
+from aerie.model.checkpoint import save_head
+from aerie.model.target import Target
+from tests import tiny
 from tests.infer.text_ward import AT_ONCE, Ward, learnt, prompts, quantised
 
 ACCEPT = "accept_0"
@@ -74,6 +80,37 @@ def test_the_length_at_which_acceptance_falls() -> None:
     fall = length_figures(table, ACCEPT)
     assert fall["at"] == 32 and fall["loss"].low > 0.15
     assert length_figures(table[:20], ACCEPT) == {}
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "medusa", "hydra", "block", "draft_lm"])
+def test_the_laws_accept_what_training_counts(kind: str, tmp_path: Path) -> None:
+    target = Target.load(TargetConfig(str(tiny.target(tmp_path / "target")), dtype="float32"))
+    head = tmp_path / kind
+    if kind == "eagle1":
+        save_head(tiny.head(target.vocab.embedding, scale=8.0), head)
+    elif kind == "eagle3":
+        save_head(tiny.eagle3_head(target.vocab.embedding, torch.arange(200), scale=8.0), head)
+    elif kind == "draft_lm":
+        tiny.target(head, seed=1, num_blocks=1)
+    else:
+        save_head(tiny.multi_token_head(kind, target.vocab, noise=0.05), head)
+    generator = torch.Generator().manual_seed(0)
+    texts = []
+    for length in (9, 30):
+        turn_ids = torch.tensor([0, 0, 1]).repeat_interleave(length)
+        turn_ids[2] = 0 if length == 9 else 1  # a second answer, too short for a draft
+        texts.append(
+            LearntText(torch.randint(5, 300, (3 * length,), generator=generator), turn_ids)
+        )
+    patient = Patient(target, tiny.tokenizer(), str(head), ())
+    counted = patient.teacher_forced(texts).table
+    scored = patient.scored(texts)
+    assert len(scored) == counted.tries_1.sum() == 8 + 29
+    assert scored.accept_0.sum() == counted.hits_1.sum()
+    if kind == "eagle3":
+        assert not scored.inside.all() and not scored.accept_0[~scored.inside].any()
+    else:
+        assert scored.inside.all()
 
 
 # --- the clinic -----------------------------------------------------------------------------------
