@@ -265,7 +265,7 @@ def diagnose(arguments: Namespace, unknown: list[str]) -> int:
         prompts = _prompts(section.prompts, recipe, 0)
     elif arguments.target and arguments.head and arguments.prompts:
         recipe = None
-        target = _target(arguments)
+        target = _target(arguments, [pair for pair in pairs if pair.startswith("target.")])
         head = str(arguments.head)
     else:
         raise UserError("diagnose needs --config RECIPE, or --target, --head and --prompts FILE")
@@ -276,6 +276,10 @@ def diagnose(arguments: Namespace, unknown: list[str]) -> int:
 
     check_sources(prompts)
     _check(target, [head])
+    if arguments.trained_target:
+        _check(replace(target, path=arguments.trained_target, revision=None), [])
+    if arguments.temperature is not None:
+        validate({"temperature": arguments.temperature}, SamplingConfig, "--temperature", {})
     output = arguments.out or (recipe.root if recipe else Path()) / storage.DIAGNOSIS
     if arguments.plan:
         print(f"diagnose: {head} for {target.path} -> {output}")
@@ -288,7 +292,11 @@ def diagnose(arguments: Namespace, unknown: list[str]) -> int:
     from aerie.infer.measure.bench import load_quietly
     from aerie.infer.measure.server import Server
 
-    render = fix_date(recipe, is_stage=False).data if recipe else _render_config(head, pairs)
+    template_pairs = [pair for pair in pairs if not pair.startswith("target.")]
+    if recipe:
+        render: RenderConfig = fix_date(recipe, is_stage=False).data
+    else:
+        render = _render_config(head, template_pairs)
     tokenizer = recipe_tokenizer(target, render)
     questions = load_prompts(prompts)
     trained_on = []

@@ -268,6 +268,9 @@ def examine_text(patient: Patient, texts: list[LearntText]) -> None:
     add("text", {"outside": mean_over_texts(answers.assign(out=~answers.inside), "out")})
     add("text.temperature", temperature_figures(answers, patient.temperature))
     add("text.length", length_figures(answers, accept))
+    tasks = answers.row.map({row: prompt.task for row, prompt in enumerate(patient.prompts)})
+    by_task = {task: mean_over_texts(part, accept) for task, part in answers.groupby(tasks)}
+    add("text.by_task", by_task)
     if patient.trained_on:
         # the target's own answers, too: a gap to people's words would be the text's
         prompts = [text.prompt.tolist() for text in patient.trained_on[: len(texts)]]

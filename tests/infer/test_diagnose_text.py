@@ -22,6 +22,7 @@ from aerie.infer.diagnose.text import PARTS, compare_texts, length_figures
 from aerie.model.checkpoint import save_head
 from aerie.model.target import Target
 from tests import tiny
+from tests.infer.test_main import write_recipe
 from tests.infer.text_ward import AT_ONCE, Ward, learnt, prompts, quantised
 
 ACCEPT = "accept_0"
@@ -111,6 +112,27 @@ def test_the_laws_accept_what_training_counts(kind: str, tmp_path: Path) -> None
         assert not scored.inside.all() and not scored.accept_0[~scored.inside].any()
     else:
         assert scored.inside.all()
+
+
+def test_mistakes_are_told_before_anything_is_measured(tmp_path: Path, capsys: Any) -> None:
+    write_recipe(tmp_path)
+    tiny.session(
+        """
+        aerie diagnose --config {root}/recipe.yaml --trained-target {root}/none
+            exit 2
+            none: no such
+        aerie diagnose --config {root}/recipe.yaml --temperature -1
+            exit 2
+            temperature
+        aerie diagnose {given} --prompts {root}/q.txt --target.chat_templat x
+            exit 2
+            did you mean 'chat_template'?
+        """,
+        capsys,
+        root=tmp_path,
+        given=f"--target {tmp_path}/target --head {tmp_path}/run/heads/eagle1",
+        never="answers:",
+    )
 
 
 # --- the clinic -----------------------------------------------------------------------------------
