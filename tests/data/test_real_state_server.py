@@ -7,7 +7,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
@@ -71,24 +71,30 @@ def config(root: Path, local: Target) -> Iterator[StateServersConfig]:
     command += f" --port {port} --enforce-eager"
     environment = {**os.environ, **SETTINGS, "VLLM_CACHE_ROOT": str(root / "cache")}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # imports would take 19 s more
-    with (root / "server.log").open("wb") as log:
+    words = ["bash", "-c", f"exec env {command}"]
+    with running(words, environment, port, root / "server.log"):
+        yield StateServersConfig((f"http://127.0.0.1:{port}/v1",), str(states), retries=0)
+
+
+@contextmanager
+def running(
+    words: list[str], environment: dict[str, str], port: int, log_path: Path
+) -> Iterator[None]:
+    """Starts a server, waits until it answers, and ends it with all its processes."""
+    with log_path.open("wb") as log:
         server = subprocess.Popen(
-            ["bash", "-c", f"exec env {command}"],
-            stdout=log,
-            stderr=log,
-            env=environment,
-            start_new_session=True,
+            words, stdout=log, stderr=log, env=environment, start_new_session=True
         )
-        try:
-            wait_for(server, port, root / "server.log")
-            yield StateServersConfig((f"http://127.0.0.1:{port}/v1",), str(states), retries=0)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                server.wait(30)
-            with suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGKILL)
+    try:
+        wait_for(server, port, log_path)
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(30)
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
 
 
 def wait_for(server: "subprocess.Popen[bytes]", port: int, log: Path) -> None:

@@ -24,6 +24,7 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.measure import BenchConfig, PromptsConfig, SamplingConfig, SweepConfig
 from aerie.infer import main as infer
 from aerie.infer.decode.calibrator import Calibrator
+from aerie.infer.measure import bench as bench_module
 from aerie.infer.measure.agreement import first_difference
 from aerie.infer.measure.bench import CYCLES, Bench, measure_answers, run_reference
 from aerie.infer.measure.bench_files import RECORDS, Record, line_of, read_records
@@ -193,6 +194,35 @@ def test_killed(place: Place, tmp_path: Path, measured: Measured) -> None:
     (tmp_path / CYCLES).write_text("".join(cycles[:3]) + "{}\n")
     message = r"cycles.jsonl: a line is damaged .*; add --overwrite"
     tiny.refused(message, measure_answers, bench(place, tmp_path), PROMPTS, seed=3)
+
+
+@pytest.mark.parametrize("call", ["append_lines", "remove_tree"])
+def test_answers_of_several_processes_join_in_spite_of_a_kill(
+    call: str, tmp_path: Path, measured: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill after the cycles, or after the records, neither doubles nor loses a line."""
+    cycles = (measured[0] / CYCLES).read_text().splitlines(keepends=True)
+    lines = [line_of(record) for record in measured[1]]
+    ends = [0, *itertools.accumulate(record.target_forwards for record in measured[1])]
+    for part, answers in ((tmp_path, range(5)), (tmp_path / "process-1", range(5, 9))):
+        part.mkdir(exist_ok=True)
+        (part / RECORDS).write_text("".join(lines[answers.start : answers.stop]))
+        (part / CYCLES).write_text("".join(cycles[ends[answers.start] : ends[answers.stop]]))
+    real = getattr(bench_module, call)
+
+    def killed(*arguments: Any) -> None:
+        if arguments[0] != tmp_path / CYCLES:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(bench_module, call, killed)
+        bench_module.collect_answers(tmp_path)
+    found = bench_module.collect_answers(tmp_path)
+    assert [*found] == [record.key for record in measured[1][:9]]
+    assert (tmp_path / RECORDS).read_text() == "".join(lines[:9])
+    assert (tmp_path / CYCLES).read_text() == "".join(cycles[: ends[9]])
+    assert not (tmp_path / "process-1").exists()
 
 
 def test_sampling(

@@ -7,9 +7,11 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any, NamedTuple
@@ -21,6 +23,7 @@ from aerie.model.formats.content import TargetFacts
 from aerie.model.inspection import inspect_head, serve_command
 from aerie.model.storage import first_line
 from tests import tiny
+from tests.data.test_real_state_server import running
 from tests.served.rows import OTHER, REFUSED, ROWS, SAME, STOPS, Row
 from tests.served.training import HEAD_STEPS, make_corpus, train_head, train_target
 
@@ -143,21 +146,30 @@ class Workshop:
 # --- vLLM ---------------------------------------------------------------------------------------
 
 
+def environment_of(directory: Path) -> dict[str, str]:
+    environment = {**os.environ, **ENVIRONMENT, "VLLM_CACHE_ROOT": str(directory / "cache")}
+    if OPENMP.exists():  # without it drafting is slow, says vLLM
+        environment["LD_PRELOAD"] = str(OPENMP)
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # imports would take 20 s each time
+    return environment
+
+
 class Engine:
     """A process of vLLM that drafts with one configuration after another."""
 
     def __init__(self, directory: Path) -> None:
         self.results = directory / "results.jsonl"
         self.log = directory / "vllm.log"
-        environment = {**os.environ, **ENVIRONMENT, "VLLM_CACHE_ROOT": str(directory / "cache")}
-        if OPENMP.exists():  # without it drafting is slow, says vLLM
-            environment["LD_PRELOAD"] = str(OPENMP)
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # imports would take 20 s each time
         script = Path(__file__).with_name("engine.py")
         command = [PYTHON, script, directory / "target", directory / "job.json", self.results]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                command, env=environment, text=True, stdin=PIPE, stdout=log, stderr=log
+                command,
+                env=environment_of(directory),
+                text=True,
+                stdin=PIPE,
+                stdout=log,
+                stderr=log,
             )
 
     def give(self, speculative: dict[str, Any], is_mended: bool) -> None:
@@ -177,6 +189,21 @@ class Engine:
     def _fail(self) -> None:
         end = self.log.read_text(errors="replace")[-3000:]
         raise RuntimeError(f"vLLM ended with {self.process.returncode}:\n{end}")
+
+
+@contextmanager
+def serving(directory: Path, speculative: dict[str, Any]) -> Iterator[str]:
+    """The URL of a server of the target that drafts so."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [str(PYTHON.with_name("vllm")), "serve", str(directory / "target")]
+    words += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "2"]
+    words += ["--speculative-config", json.dumps(speculative)]
+    environment = environment_of(directory)
+    del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
+    with running(words, environment, port, directory / "server.log"):
+        yield f"http://127.0.0.1:{port}"
 
 
 # --- both ---------------------------------------------------------------------------------------

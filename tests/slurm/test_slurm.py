@@ -48,10 +48,11 @@ def morning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Morning]:
         features = cluster.submit("features", recipe, options="--array=1-2")
         after = f"--nodes=2 --dependency=afterok:{features}"
         train = cluster.submit("train", recipe, options=after)
+        two = f"--dependency=afterok:{train} --export=ALL,AERIE_PROCESSES=2"
         jobs = {
             "features": features,
             "train": train,
-            "bench": cluster.submit("bench", recipe, options=f"--dependency=afterok:{train}"),
+            "bench": cluster.submit("bench", recipe, options=two),
             "distill": cluster.submit("distill", recipe, "--run", root / "distilled"),
             "mistake": cluster.submit("train", recipe, "--train.bath_size", 3),
             "part": cluster.submit("features", recipe, options="--array=2-3"),
@@ -77,7 +78,8 @@ def morning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Morning]:
 def recipe_for(root: Path) -> Path:
     tiny.target(root / "target", num_blocks=2)
     rows = str(tiny.write_conversations(root / "train.jsonl", 60, seed=2))
-    (root / "questions.jsonl").write_text('{"turns": ["How many owls are two lamps?"]}\n')
+    questions = [{"turns": [f"How many owls are {number} lamps?"]} for number in (2, 3)]
+    tiny.write_rows(root / "questions.jsonl", questions)
     tree = {"levels": 3, "k": 2, "nodes": 6}
     train = {
         "max_steps": STEPS,
@@ -100,7 +102,7 @@ def recipe_for(root: Path) -> Path:
         "bench": {
             "prompts": {
                 "path": str(root / "questions.jsonl"),
-                "num_prompts": 1,
+                "num_prompts": 2,
                 "max_new_tokens": 8,
             },
             "rows": [{"method": "vanilla"}, {"method": "eagle2", "tree": tree}],
@@ -163,8 +165,9 @@ def test_a_process_signalled_while_it_loads_is_requeued_and_the_bench_waits_for_
     assert morning.ended("distill")[:3] == ("done", 0, 2), morning.ended("distill")
     assert len(tiny.read_rows(morning.root / "distilled/distilled/conversations.jsonl")) == 8
     assert morning.ended("bench")[0] == "done", morning.ended("bench")
-    rows = json.loads((morning.root / "run/report/summary.json").read_text())["rows"]
-    assert [row["status"] for row in rows] == ["ok", "ok"]
+    summary = read_json(morning.root / "run/report/summary.json")
+    assert [(row["status"], row["prompts"]) for row in summary["rows"]] == [("ok", 2)] * 2
+    assert summary["hardware"]["processes"] == 2
 
 
 def test_servers_and_training_share_an_allocation(morning: Morning) -> None:
