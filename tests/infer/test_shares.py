@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import time
 from pathlib import Path
@@ -11,11 +12,13 @@ import pandas as pd
 import pytest
 import yaml
 
+from aerie import run
 from aerie.infer import main as infer
 from aerie.infer.measure.bench import CYCLES
 from aerie.infer.measure.bench_files import RECORDS
 from aerie.model.storage import read_json
 from tests import tiny
+from tests.configs.test_recipes import load
 from tests.data.caches import contents
 from tests.infer.test_main import write_recipe
 from tests.train.sittings import ended
@@ -146,3 +149,27 @@ def test_a_process_that_fails_ends_all_with_its_line(recipe: Path) -> None:
     assert "error: another process failed" in log.read_text()
     assert f"error: {run}/bench/process-1: File exists" in log.read_text()
     assert read_json(run / "status.json") == {"stage": "bench", "state": "failed", "code": 2}
+
+
+def test_servers_and_a_spread_target_take_one_process(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    rows = "[{method: vanilla}, {method: served, url: 'http://localhost:1'}]"
+    changes = {"bench": f"bench.rows={rows}", "tune": "target.device_map=auto"}
+    for stage, change in changes.items():
+        plain = load(recipe)
+        changed = load(recipe, f"--{change}")
+        numbers = [run._number_of_processes(stage, 8, made) for made in (plain, changed)]
+        assert numbers == [8, 1]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    text = """
+    aerie bench {words} --plan --{bench}
+        exit 2
+        bench.rows: a server may answer nobody else meanwhile; start one process
+    aerie tune {words} --plan --{tune}
+        exit 2
+        target.device_map: auto takes all GPUs; start one process
+    """
+    quoted = {stage: shlex.quote(change) for stage, change in changes.items()}
+    words = f"--config {recipe} --head {recipe.parent}/run/heads/eagle1"
+    tiny.session(text, capsys, words=words, **quoted)
