@@ -21,6 +21,7 @@ from aerie.infer.measure.bench_files import SUITE, Cell, Record, SuiteFile, line
 from aerie.infer.papers.appendix import papers_appendix
 from aerie.infer.papers.claims import all_claims
 from aerie.infer.report.page import write_report
+from aerie.infer.report.tables import tuned_cells
 from aerie.model.storage import Manifest, read_json, write_json, write_text
 from tests import tiny
 from tests.infer.made_up import (
@@ -308,3 +309,14 @@ def test_claims_and_points(swept: Path) -> None:
         [4, "eagle2", 4.0],
         [4, "deagle", 2.0],
     ]
+
+
+def test_the_tuned_row_of_a_results_page_is_the_chosen_one() -> None:
+    rows = [
+        {"tau": tau, "speedup": tau / 2, "speedup_ci95": [1.0, 2.0], "chosen_against_it": speed}
+        for tau, speed in ((1.0, 1.5), (4.0, 1.0), (5.0, 1.25))
+    ]
+    names = ["vanilla", "eagle2, 6 levels, k 2, 12 nodes", "eagle2, published"]
+    cells = tuned_cells({"names": names, "rows": rows})
+    assert cells["method"] == "eagle2 (tuned)" and cells["tree"] == "6 levels, k 2, 12 nodes"
+    assert (cells["tau"], cells["speedup"]) == ("4.00", "2.00x")
