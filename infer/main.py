@@ -299,9 +299,11 @@ def diagnose(arguments: Namespace, unknown: list[str]) -> int:
         render = _render_config(head, template_pairs)
     tokenizer = recipe_tokenizer(target, render)
     questions = load_prompts(prompts)
-    trained_on = []
-    if arguments.trained_on:
-        trained_on = trained_texts(target, tokenizer, arguments.trained_on, head)
+    questions = questions[:: -(-len(questions) // max(1, arguments.num_prompts))]  # of all tasks
+    known = [arguments.trained_on] if arguments.trained_on else []
+    if recipe and not known:
+        known = [path for path in map(Path, recipe.data.conversations) if path.is_file()]
+    trained_on = trained_texts(target, tokenizer, known[0], head) if known else []
     loaded = load_quietly(target, recipe.threads if recipe else None)
     temperature = arguments.temperature
     if temperature is None:  # as servers take it

@@ -19,6 +19,8 @@ from aerie.infer.diagnose.figures import Drafting, estimates
 from aerie.infer.diagnose.patient import Patient
 from aerie.infer.measure.served import require_same_target
 from aerie.infer.measure.server import Server
+from aerie.model.checkpoint import head_facts
+from aerie.model.inspection import SCORES
 from aerie.model.target import Target
 
 DROPS = {  # what each step loses, and against which step
@@ -124,7 +126,9 @@ def climb(patient: Patient, texts: list[LearntText]) -> None:
 
 
 def examine_training(patient: Patient, texts: list[LearntText]) -> None:
-    """What the head reaches on the text that it was trained on."""
+    """What the head reaches on the text that it was trained on, and what its files say of it."""
+    facts = head_facts(patient.head)
+    patient.symptoms.add("recorded", {name: facts.get(name) for name in SCORES})
     if not patient.trained_on:
         patient.symptoms.absent["training"] = "no text of its training; name it with --trained-on"
         return

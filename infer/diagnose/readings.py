@@ -18,7 +18,7 @@ from aerie.infer.diagnose.patient import Patient
 from aerie.infer.measure.bootstrap import Estimate, estimate
 from aerie.model.checkpoint import rope_of
 from aerie.model.heads import HEADS
-from aerie.model.heads.eagle import EMBEDDING
+from aerie.model.heads.eagle import EMBEDDING, DraftVocabulary
 from aerie.model.target import Target, VocabWeights, default_taps
 
 # options that a file may have wrong: whether a norm or a bias is there, and where
@@ -51,10 +51,11 @@ class Reading:
         kind = next(kind for kind in HEADS.values() if kind.config is type(self.config))
         with torch.device("meta"):  # shapes, without memory for them
             module = kind.module(self.config)
+        like = next(tensor for tensor in self.state.values() if tensor.is_floating_point())
         state = {}
         for name, tensor in module.state_dict().items():
-            neutral = torch.zeros if name.endswith("bias") else torch.ones
-            state[name] = self.state[name] if name in self.state else neutral(tensor.shape)
+            neutral = like.new_full(tensor.shape, float(not name.endswith("bias")))
+            state[name] = self.state.get(name, neutral)
         module.load_state_dict(state, assign=True)
         return module.eval().requires_grad_(False)
 
@@ -81,8 +82,9 @@ def readings_of(module: Any, target: Target) -> Iterator[Reading]:
     """Every other reading of a head."""
     config = module.config
     state = module.state_dict()
-    for taps in other_taps(getattr(config, "after_blocks", ()), target.num_blocks):
-        yield Reading("taps", f"its taps are {[*taps]}", replace(config, after_blocks=taps), state)
+    for taps, note in other_taps(getattr(config, "after_blocks", ()), target.num_blocks).items():
+        words = f"its taps are {[*taps]}{note}"
+        yield Reading("taps", words, replace(config, after_blocks=taps), state)
     for name, family in FLAGS.items():
         is_on = vars(config).get(name)
         if is_on or (is_on is False and family == "norm"):
@@ -101,19 +103,24 @@ def readings_of(module: Any, target: Target) -> Iterator[Reading]:
         yield Reading("final norm", words, config, state, is_before_norm=True)
 
 
-def other_taps(taps: tuple[int, ...], num_blocks: int) -> list[tuple[int, ...]]:
-    """All of them shifted, each of them shifted, and the default ones, which servers guess."""
+def other_taps(taps: tuple[int, ...], num_blocks: int) -> dict[tuple[int, ...], str]:
+    """All of them shifted, each of them shifted, and the default ones; and who reads them so."""
     if not taps:
-        return []
-    guesses = [tuple(tap + by for tap in taps) for by in (-1, 1)]
+        return {}
+    guesses = {
+        tuple(tap - 1 for tap in taps): ", as vLLM reads a head that is written for SGLang",
+        tuple(tap + 1 for tap in taps): ", as SGLang reads numbers that vLLM takes as they are",
+    }
     for number, tap in enumerate(taps):
-        guesses += [(*taps[:number], tap + by, *taps[number + 1 :]) for by in (-1, 1)]
-    guesses.append(default_taps(num_blocks) or taps)
-    allowed = []
-    for guess in dict.fromkeys(guesses):
+        for by in (-1, 1):
+            guesses[(*taps[:number], tap + by, *taps[number + 1 :])] = ""
+    default = default_taps(num_blocks) or taps
+    guesses[default] = ", the default ones, which llama.cpp and others guess"
+    allowed = {}
+    for guess, note in guesses.items():
         ascends = list(guess) == sorted({*guess}) and guess[0] >= 0 and guess[-1] < num_blocks
         if ascends and guess != taps and len(guess) == len(taps):
-            allowed.append(guess)
+            allowed[guess] = note
     return allowed
 
 
@@ -126,10 +133,12 @@ def other_weights_of(
     if embedding.shape == vocab.embedding.shape and not is_theirs:
         theirs = state | {EMBEDDING: vocab.embedding}
         yield Reading("embedding", "its embedding is the target's", config, theirs)
-    ids = torch.arange(config.vocab_size)
+    ids = torch.arange(config.vocab_size, device=embedding.device)
     if getattr(config, "draft_vocab_size", config.vocab_size) < config.vocab_size:
-        ids = torch.arange(len(state["d2t"])) + state["d2t"]
-        as_ids = state | {"d2t": torch.zeros_like(state["d2t"])}
+        first = DraftVocabulary.of_ids(ids[: config.draft_vocab_size].cpu(), config.vocab_size)
+        ids = ids[: config.draft_vocab_size] + state["d2t"]
+        tables = {"d2t": first.d2t.to(ids.device), "t2d": first.t2d.to(ids.device)}
+        as_ids = state | tables
         yield Reading("draft ids", "its draft ids are target ids", config, as_ids)
     names = [name for name in state if "lm_head" in name and name.endswith(".weight")]
     rows = vocab.lm_head[ids]

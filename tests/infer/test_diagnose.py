@@ -19,7 +19,7 @@ from aerie.infer.diagnose.verdict import IN_BRACES, read_rules
 from aerie.infer.measure.server import Server
 from aerie.model.export import export
 from aerie.model.formats.content import TargetFacts
-from aerie.model.heads.eagle import EMBEDDING
+from aerie.model.heads.eagle import EMBEDDING, DraftVocabulary
 from aerie.model.storage import ROOT, read_json
 from tests import tiny
 from tests.infer.clinic import Ward
@@ -117,6 +117,20 @@ FAULTS = [
                 ward.head("eagle3", "even", vocabulary=torch.arange(0, 320, 2)),
                 "ids",
                 tensors=lambda tensors: {**tensors, "d2t": torch.arange(0, 320, 2)},
+            )
+        ),
+    ),
+    Fault(
+        "the tables of another draft vocabulary",
+        "draft ids",
+        lambda ward: ward.patient(
+            ward.broken(
+                ward.head("eagle3", "first", vocabulary=torch.arange(300)),
+                "tables",
+                tensors=lambda tensors: {
+                    **tensors,
+                    **vars(DraftVocabulary.of_ids(torch.arange(20, 320), 320)),
+                },
             )
         ),
     ),
