@@ -28,6 +28,7 @@ from tests.infer.test_served_rows import LEVELS, Chained
 from tests.tiny import refused
 
 SMALL = torch.arange(40)
+OTHERS = torch.tensor([*range(10), *range(30, 320)])
 
 
 class Fault(NamedTuple):
@@ -129,7 +130,7 @@ FAULTS = [
                 "tables",
                 tensors=lambda tensors: {
                     **tensors,
-                    **vars(DraftVocabulary.of_ids(torch.arange(20, 320), 320)),
+                    **vars(DraftVocabulary.of_ids(OTHERS, 320)),
                 },
             )
         ),
