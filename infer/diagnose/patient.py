@@ -67,10 +67,11 @@ class Patient:
 
     def prompt_ids(self) -> list[list[int]]:
         """The first turns of the prompts."""
-        encoded = []
-        for prompt in self.prompts:
-            encoded.append(encode_turn(prompt, (), self.tokenizer, self.target)[0].tolist())
-        return encoded
+        return self.rendered(self.prompts, self.tokenizer)
+
+    def rendered(self, prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:
+        """Token ids of the first turns, by this tokenizer's template."""
+        return [encode_turn(prompt, (), tokenizer, self.target)[0].tolist() for prompt in prompts]
 
     def usual_tree(self) -> Proposer:
         """Of the published method of the head's kind; UserError where the head is too short."""

@@ -17,7 +17,6 @@ import pandas as pd
 import torch
 
 from aerie.configs.schema.data import RenderConfig
-from aerie.data.chat import encode_prompt
 from aerie.data.rendering import bind, bound_to, names_read, trained_arguments
 from aerie.data.values import UnusableRow
 from aerie.infer.diagnose.answers import LearntText, answer_greedily
@@ -33,6 +32,7 @@ from aerie.model.formats.content import TargetFacts
 from aerie.model.target import load_config, other_weights
 
 CLASSES = 8  # of tokens, by the target's entropy
+LENGTHS = tuple(2**power for power in range(3, 24))  # at which acceptance may fall
 FEW = 40  # tokens: fewer say nothing of a length
 RARE = 1e-4  # share of the training's tokens
 THINKING = ("enable_thinking", "thinking")  # arguments of chat templates
@@ -58,7 +58,7 @@ SHOWN = {  # on the page
     "text.template.gain": "  accepted more so",
     "target.loss.total": "accepted more with the target of the training",
 }
-PARTS = ("total", "vocabulary", "text", "head")
+GAP = ("total", "vocabulary", "text", "head")
 
 
 # --- two texts ------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def compare_texts(
     side = pd.concat(sums, axis=1).fillna(0.0)
     return {
         name: estimate([Side(side, partial(_part, number))], seed=seed)
-        for number, name in enumerate(PARTS)
+        for number, name in enumerate(GAP)
     }
 
 
@@ -94,7 +94,7 @@ def _sums_by_class(table: pd.DataFrame, accept: str, edges: FloatArray) -> pd.Da
 
 
 def _part(number: int, sums: PromptSums) -> FloatArray:
-    """One of PARTS, of sums [..., 2 * 2 * classes]."""
+    """One of GAP, of sums [..., 2 * 2 * classes]."""
     texts = sums.reshape(*sums.shape[:-1], 2, 2, -1)
     starts, accepted = texts[..., 0, :], texts[..., 1, :]  # [..., 2, classes]
     inside = starts[..., 1:].sum(-1) / starts.sum(-1)  # [..., 2] share of tokens
@@ -126,20 +126,22 @@ def length_figures(table: pd.DataFrame, accept: str) -> dict[str, Any]:
 
     The lengths are powers of two, with FEW tokens on both sides; {} without one.
     """
-    lengths = 2 ** np.arange(3, 24)
-    short = [(table.length < length).sum() for length in lengths]
-    candidates = lengths[(np.array(short) >= FEW) & (len(table) - np.array(short) >= FEW)]
     falls = {}
-    for length in candidates.tolist():
+    for length in LENGTHS:
         is_long = table.length >= length
-        fall = compare_texts(table[~is_long], table[is_long], accept)["head"]
-        if fall is not None:
-            falls[length] = fall
-    if not falls:
+        if FEW <= is_long.sum() <= len(table) - FEW:
+            falls[length] = compare_texts(table[~is_long], table[is_long], accept)["head"]
+    worst = _surest(falls)
+    if worst is None:
         return {}
-    worst = max(falls, key=lambda length: falls[length].low)
     before = mean_over_texts(table[table.length < worst], accept)
     return {"at": worst, "loss": falls[worst], "before": before}
+
+
+def _surest(figures: Mapping[Any, Estimate | None]) -> Any:
+    """The key of the figure whose interval begins highest; None without any."""
+    lows = {key: figure.low for key, figure in figures.items() if figure is not None}
+    return max(lows, key=lambda key: lows[key], default=None)
 
 
 # --- the text that the head was trained on --------------------------------------------------------
@@ -168,28 +170,26 @@ def trained_figures(
 # --- the template ---------------------------------------------------------------------------------
 
 
-def template_variants(
-    prompts: Sequence[Prompt], tokenizer: Any, trained: Mapping[str, Any] | None
-) -> dict[str, list[list[int]]]:
-    """Other token ids of the first turns, by the way in which the prompts are rendered.
-
-    trained: the template's arguments in the head's training, where its files name them.
-    """
+def template_variants(patient: Patient) -> dict[str, list[list[int]]]:
+    """Other token ids of the first turns, by the way in which some prompts are rendered."""
+    prompts = patient.prompts[:VARIED_PROMPTS]
+    tokenizer = patient.tokenizer
     served = bound_to(tokenizer)
-    ways: dict[str, dict[str, Any]] = {}
-    if trained is not None:
-        ways["with the template arguments of training"] = dict(trained)
+    ways: dict[str, dict[str, Any]] = {"": served.arguments}
+    trained = trained_arguments(patient.head)
+    if trained is not None:  # else its files do not name them
+        ways["with the template arguments of training"] = trained
     for name in sorted(names_read(tokenizer.chat_template).arguments & {*THINKING}):
         ways["with thinking"] = served.arguments | {name: True}
         ways["without thinking"] = served.arguments | {name: False}
-    variants = {"": [_first_turn(prompt, tokenizer) for prompt in prompts]}
+    variants = {}
     for way, arguments in ways.items():
         bound = bind(copy(tokenizer), RenderConfig(template_arguments=arguments, date=served.date))
-        variants[way] = [_first_turn(prompt, bound) for prompt in prompts]
+        variants[way] = patient.rendered(prompts, bound)
     for way, system in SYSTEM_TURNS.items():
         with suppress(UnusableRow):
             changed = [replace(prompt, before=_with_system(prompt, system)) for prompt in prompts]
-            variants[way] = [_first_turn(prompt, tokenizer) for prompt in changed]
+            variants[way] = patient.rendered(changed, tokenizer)
     bos = tokenizer.bos_token_id
     if bos is not None:
         variants["with one BOS more"] = [[bos, *ids] for ids in variants[""]]
@@ -207,19 +207,13 @@ def _with_system(prompt: Prompt, system: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*system, *(turn for turn in prompt.before if turn["role"] != "system"))
 
 
-def _first_turn(prompt: Prompt, tokenizer: Any) -> list[int]:
-    messages = [*prompt.before, {"role": "user", "content": prompt.turns[0]}]
-    return encode_prompt(tokenizer, messages, prompt.tools)
-
-
 def template_figures(gains: Mapping[str, Estimate | None]) -> dict[str, Any]:
     """What other ways to render the prompts gain, and the best of them."""
-    known = {way: gain for way, gain in gains.items() if gain is not None}
-    if not known:
+    best = _surest(gains)
+    if best is None:
         return {}
-    best = max(known, key=lambda way: known[way].low)
     kind = next((kind for kind in TEMPLATE_KINDS if kind in best), None)
-    return {"best": best, "kind": kind, "gain": known[best], **known}
+    return {"best": best, "kind": kind, "gain": gains[best], **gains}
 
 
 # --- the target -----------------------------------------------------------------------------------
@@ -231,8 +225,7 @@ def examine_target(patient: Patient, texts: list[LearntText]) -> None:
     facts = head_facts(patient.head)
     difference = other_weights(facts.get("target"), target.recipe, target.config, target.vocab)
     settings = getattr(load_config(target.recipe), "quantization_config", None) or {}
-    figures = {"other": difference, "quantised": settings.get("quant_method")}
-    patient.symptoms.add("target", figures)
+    patient.symptoms.add("target", {"other": difference, "quantised": settings.get("quant_method")})
     trained_for = patient.trained_target or (difference and _still_there(facts))
     if trained_for is None:
         patient.symptoms.absent["target.loss"] = "no other target; name it with --trained-target"
@@ -242,8 +235,7 @@ def examine_target(patient: Patient, texts: list[LearntText]) -> None:
     prompts = [text.prompt.tolist() for text in texts]
     trained = theirs.scored(answer_greedily(original, prompts))
     accept = accept_at(patient.temperature)
-    loss = compare_texts(trained, patient.scored(texts), accept)
-    patient.symptoms.add("target.loss", loss)
+    patient.symptoms.add("target.loss", compare_texts(trained, patient.scored(texts), accept))
     patient.symptoms.add("target", {"accept": mean_over_texts(trained, accept)})
 
 
@@ -278,10 +270,8 @@ def examine_text(patient: Patient, texts: list[LearntText]) -> None:
         learnt = torch.cat([text.ids[text.turn_ids > 0] for text in patient.trained_on])
         add("text", trained_figures(trained, answers, learnt.tolist(), accept))
     gains = {}
-    varied = patient.prompts[:VARIED_PROMPTS]
     served = answers[answers.row < VARIED_PROMPTS]
-    known = trained_arguments(patient.head)
-    for way, ids in template_variants(varied, patient.tokenizer, known).items():
+    for way, ids in template_variants(patient).items():
         texts = answer_greedily(patient.target, ids, VARIED_TOKENS)
         if any(map(drafts_in, texts)):
             gains[way] = compare_texts(patient.scored(texts), served, accept)["head"]
@@ -290,8 +280,8 @@ def examine_text(patient: Patient, texts: list[LearntText]) -> None:
 
 def text_lines(symptoms: Symptoms) -> list[str]:
     """What the terminal shows of it."""
-    lines = []
-    for name, words in SHOWN.items():
-        if symptoms.values.get(name) is not None:
-            lines.append(f"{words:<48}{shown(symptoms.values[name])}")
-    return lines
+    return [
+        f"{words:<48}{shown(symptoms.values[name])}"
+        for name, words in SHOWN.items()
+        if name in symptoms.values
+    ]

@@ -18,7 +18,7 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.diagnose import examine
 from aerie.infer.diagnose.answers import LearntText
 from aerie.infer.diagnose.patient import Patient
-from aerie.infer.diagnose.text import PARTS, compare_texts, length_figures
+from aerie.infer.diagnose.text import GAP, compare_texts, length_figures
 from aerie.model.checkpoint import save_head
 from aerie.model.target import Target
 from tests import tiny
@@ -58,8 +58,8 @@ def places(
 def test_the_gap_is_that_parts_alone(part: str, changes: dict[str, float]) -> None:
     worse = places(**{"seed": 1, "hardness": 0.5, "first_row": 40, **changes})  # type: ignore[arg-type]
     gap = compare_texts(places(0, 0.5), worse, ACCEPT)
-    assert gap["total"].value == pytest.approx(sum(gap[name].value for name in PARTS[1:]))
-    for name in PARTS[1:]:
+    assert gap["total"].value == pytest.approx(sum(gap[name].value for name in GAP[1:]))
+    for name in GAP[1:]:
         assert (gap[name].low > 0.1) == (name == part)
         assert gap[name].high > 0.1 or abs(gap[name].value) < 0.06
     assert gap["total"].prompts == 80  # no pairs
