@@ -3,7 +3,6 @@
 For several GPUs: accelerate launch infer/main.py bench, calibrate or tune.
 """
 
-import json
 import shlex
 import sys
 from argparse import Namespace
@@ -31,11 +30,9 @@ from aerie.configs.read import as_dict, load_file, read_text, user_path, validat
 from aerie.configs.schema import decode
 from aerie.configs.schema.data import RenderConfig
 from aerie.configs.schema.decode import METHODS, USUAL, Method, MethodConfig, ServedConfig
-from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.measure import (
     BenchConfig,
     CalibrateConfig,
-    HeldOutPrompts,
     PromptsConfig,
     SamplingConfig,
     TuneConfig,
@@ -43,8 +40,18 @@ from aerie.configs.schema.measure import (
 from aerie.configs.schema.recipe import Recipe, add_arguments, load, pairs_of
 from aerie.data.inputs import target_inputs
 from aerie.data.questions import RowQuestion, read_prompts
+from aerie.infer.command_inputs import (
+    head_path,
+    is_of_template,
+    prompts_or_held_out,
+    render_config,
+    require_decodable,
+    run_heads,
+    target_of,
+)
+from aerie.infer.diagnosing import diagnose
 from aerie.model import storage
-from aerie.model.hub import head_directory, is_on_hub, require_target
+from aerie.model.hub import head_directory, require_target
 
 # No torch yet: --help and mistakes are answered at once.
 
@@ -65,7 +72,7 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
     rows = section.rows or (MethodConfig.of("vanilla"), usual)
     row_schema: Any = decode.BenchRow
     rows += tuple(load_file(path, row_schema, []) for path in arguments.row)
-    suite = read_suite(replace(section, rows=rows), _run_heads(arguments, recipe).settle)
+    suite = read_suite(replace(section, rows=rows), run_heads(arguments, recipe).settle)
     if world_size() > 1 and any(isinstance(row.method, ServedConfig) for row in suite.rows):
         raise UserError("bench.rows: a server may answer nobody else meanwhile; start one process")
     inputs = _machine_inputs(recipe) | decode.choice_digests(row.method.tree for row in suite.rows)
@@ -101,7 +108,7 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
 
     if arguments.head is not None:
         check_kind(row.method, kind_at(arguments.head), "--head")
-    settled = _run_heads(arguments, recipe).settle(row, "calibrate")
+    settled = run_heads(arguments, recipe).settle(row, "calibrate")
     row = replace(settled.method, head=settled.head)
     observer = PaperObserver(section.oracle_levels)
     return _measure_stage(
@@ -149,30 +156,10 @@ def _load_section(arguments: Namespace, unknown: list[str]) -> tuple[Recipe, Any
     section = getattr(recipe, command) or SECTIONS[command]()
     # No prompt is both fitted and measured on: half of the held-out ones are for each.
     part = 0 if command == "bench" else 1
-    section = replace(section, prompts=_prompts(section.prompts, recipe, part))
+    section = replace(section, prompts=prompts_or_held_out(section.prompts, recipe, part))
     if command == "tune" and section.measure is not None:
-        section = replace(section, measure=_prompts(section.measure, recipe, 0))
+        section = replace(section, measure=prompts_or_held_out(section.measure, recipe, 0))
     return recipe, section
-
-
-def _prompts(prompts: PromptsConfig, recipe: Recipe, part: int) -> PromptsConfig:
-    """The prompts that a section names, else a part of the held-out conversations."""
-    if prompts.path is not None or prompts.tasks:
-        return prompts
-    data = replace(recipe.data, date=None)  # decides no question
-    return HeldOutPrompts(**vars(prompts), data=data, part=part)
-
-
-def _run_heads(arguments: Namespace, recipe: Recipe) -> Any:
-    from aerie.infer.measure.suite import RunHeads
-
-    return RunHeads(
-        directory=recipe.root / "heads",
-        kind=recipe.head.kind,
-        trained=recipe.head_output,
-        option=arguments.head,
-        is_plan=arguments.plan,
-    )
 
 
 def _machine_inputs(recipe: Recipe) -> dict[str, Any]:
@@ -210,7 +197,7 @@ def _measure_stage(
         raise UserError(f"target.device_map: {spread} takes all GPUs; start one process")
     warn_of_lone_process()
     check_sources(section.prompts)
-    _check(recipe.target, heads)
+    require_decodable(recipe.target, heads)
     name = "calibration" if command == "calibrate" else command
     output = recipe.root / name
     if arguments.plan:
@@ -251,82 +238,6 @@ def _measure_stage(
             facts = measure(target, recipe_tokenizer(recipe.target, recipe.data))
             if is_first:
                 stage.finish(hardware=describe_machine(target), heads=digests, **facts)
-    return 0
-
-
-def diagnose(arguments: Namespace, unknown: list[str]) -> int:
-    """why a head is accepted less than it should be: the cause, its evidence and the fix"""
-    pairs = pairs_of(unknown)
-    if arguments.config:
-        recipe = load(arguments, unknown)
-        target = recipe.target
-        head = str(arguments.head or recipe.head_output)
-        section = recipe.bench or recipe.calibrate or BenchConfig()
-        prompts = _prompts(section.prompts, recipe, 0)
-    elif arguments.target and arguments.head and arguments.prompts:
-        recipe = None
-        target = _target(arguments, [pair for pair in pairs if pair.startswith("target.")])
-        head = str(arguments.head)
-    else:
-        raise UserError("diagnose needs --config RECIPE, or --target, --head and --prompts FILE")
-    if arguments.prompts is not None:
-        prompts = PromptsConfig(str(arguments.prompts))
-    prompts = replace(prompts, turns=1, num_prompts=arguments.num_prompts)
-    from aerie.infer.measure.tasks import check_sources, load_prompts
-
-    check_sources(prompts)
-    _check(target, [head])
-    if arguments.trained_target:
-        _check(replace(target, path=arguments.trained_target, revision=None), [])
-    if arguments.temperature is not None:
-        validate({"temperature": arguments.temperature}, SamplingConfig, "--temperature", {})
-    output = arguments.out or (recipe.root if recipe else Path()) / storage.DIAGNOSIS
-    if arguments.plan:
-        print(f"diagnose: {head} for {target.path} -> {output}")
-        return 0
-    from aerie.data.rendering import fix_date, recipe_tokenizer
-    from aerie.infer.decode.sampling import resolve
-    from aerie.infer.diagnose import examine
-    from aerie.infer.diagnose.patient import Patient, trained_texts
-    from aerie.infer.diagnose.verdict import page
-    from aerie.infer.measure.bench import load_quietly
-    from aerie.infer.measure.server import Server
-
-    template_pairs = [pair for pair in pairs if not pair.startswith("target.")]
-    if recipe:
-        render: RenderConfig = fix_date(recipe, is_stage=False).data
-    else:
-        render = _render_config(head, template_pairs)
-    tokenizer = recipe_tokenizer(target, render)
-    questions = load_prompts(prompts)
-    questions = questions[:: -(-len(questions) // max(1, arguments.num_prompts))]  # of all tasks
-    known = [arguments.trained_on] if arguments.trained_on else []
-    if recipe and not known:
-        known = [path for path in map(Path, recipe.data.conversations) if path.is_file()]
-    trained_on = trained_texts(target, tokenizer, known[0], head) if known else []
-    loaded = load_quietly(target, recipe.threads if recipe else None)
-    temperature = arguments.temperature
-    if temperature is None:  # as servers take it
-        temperature = resolve(loaded.generation_config).temperature
-    patient = Patient(
-        loaded,
-        tokenizer,
-        head,
-        questions,
-        trained_on,
-        temperature,
-        arguments.trained_target,
-        Server(ServedConfig("served", arguments.server), "--server") if arguments.server else None,
-    )
-    diagnosis = examine(patient)
-    symptoms = patient.symptoms
-    if arguments.mend is not None:
-        patient.mend(arguments.mend)
-    text = page(diagnosis, symptoms)
-    facts = {"head": head, "target": target.path, **vars(diagnosis), "page": text}
-    facts |= symptoms.as_json()
-    storage.write_json(output, facts)
-    print(json.dumps(facts, indent=1) if arguments.json else text)
     return 0
 
 
@@ -449,7 +360,7 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
     from aerie.infer.decode.find_head import heads_by_kind, kind_at
     from aerie.infer.measure.lossless import run_verify
 
-    target = recipe.target if recipe else _target(arguments)
+    target = recipe.target if recipe else target_of(arguments)
     if not arguments.dtype:  # rounding then explains no difference
         target = replace(target, dtype="float32")
     heads = heads_by_kind(arguments.head, recipe.root / "heads" if recipe else None)
@@ -457,7 +368,7 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
         heads |= {kind_at(row.head): row.head for row in recipe.bench.rows if row.head is not None}
     section = recipe and (recipe.bench or recipe.calibrate)
     prompts = section.prompts if section else PromptsConfig()
-    render = _render_config(None, pairs)
+    render = render_config(None, pairs)
     if recipe:
         render = fix_date(recipe, is_stage=False).data
     threads = recipe.threads if recipe else None
@@ -509,7 +420,7 @@ def _decode(
     elif arguments.target is not None:
         row_pairs = [pair for pair in pairs if not pair.startswith(("target.", "data."))]
         recipe = None
-        target = _target(arguments, [pair for pair in pairs if pair.startswith("target.")])
+        target = target_of(arguments, [pair for pair in pairs if pair.startswith("target.")])
     else:
         raise UserError(
             f"{arguments.command} needs --config RECIPE, or --target with --head or --method"
@@ -526,7 +437,7 @@ def _decode(
     from aerie.infer.measure.bench import load_quietly
 
     row = _row_to_decode(arguments, recipe, row_pairs)
-    _check(target, [row.head])
+    require_decodable(target, [row.head])
     if arguments.plan:
         tree = as_dict(row.method.tree) if row.method.tree else "no tree"
         drafting = f"{row.method.method} with {row.head or 'no head'}, {tree}"
@@ -535,7 +446,7 @@ def _decode(
     if recipe:
         render: RenderConfig = fix_date(recipe, is_stage=False).data
     else:
-        render = _render_config(row.head, template_pairs)
+        render = render_config(row.head, template_pairs)
     warn_of_other_arguments(render, [row.head])
     tokenizer = recipe_tokenizer(target, render)
     if not (tokenizer.chat_template or getattr(arguments, "raw", False)):
@@ -578,56 +489,13 @@ def _row_to_decode(arguments: Namespace, recipe: Recipe | None, pairs: list[str]
         check_kind(row.method, kind_at(arguments.head), "--head")
         row = replace(row, head=str(arguments.head))
     if recipe is not None:
-        return _run_heads(arguments, recipe).settle(row, arguments.command)
+        return run_heads(arguments, recipe).settle(row, arguments.command)
     if row.head is None and METHODS[row.method].heads:
         raise UserError(f"{row.method} needs a head; give --head")
     return fit_to_head(row, row.head, arguments.command)
 
 
-def is_of_template(pair: str) -> bool:
-    return pair.startswith("data.")
-
-
-def _render_config(head: str | None, pairs: Sequence[str]) -> RenderConfig:
-    """What the template gets without a recipe: what the head was trained with, and the options."""
-    from aerie.data.rendering import ARGUMENTS, trained_arguments
-
-    values = {ARGUMENTS: (trained_arguments(head) if head else None) or {}}
-    return validate(
-        values,
-        RenderConfig,
-        "command line",
-        {},
-        [pair.removeprefix("data.") for pair in pairs],
-    )
-
-
-def _target(arguments: Namespace, pairs: Sequence[str] = ()) -> TargetConfig:
-    flags = {"dtype": arguments.dtype, "device_map": arguments.device_map}
-    values = {"path": arguments.target} | {key: word for key, word in flags.items() if word}
-    overrides = [pair.removeprefix("target.") for pair in pairs]
-    return validate(values, TargetConfig, "--target", {}, overrides)
-
-
-def _check(target: TargetConfig, heads: Sequence[str | None]) -> None:
-    from aerie.model.target import load_config, only_trains
-
-    reason = only_trains(load_config(target))
-    if reason:
-        raise UserError(f"{target.path}: {reason}")
-    for head in heads:
-        if head and not is_on_hub(head) and storage.find_weights(Path(head)) is None:
-            raise UserError(
-                f"{head}: holds no weights; train the head with: aerie train --config RECIPE"
-            )
-
-
-def _head_path(text: str) -> Path:
-    path = user_path(text)
-    return path if is_on_hub(path) else head_directory(path)
-
-
-HEAD: dict[str, Any] = {"type": _head_path, "help": "a head directory (default: the run's own)"}
+HEAD: dict[str, Any] = {"type": head_path, "help": "a head directory (default: the run's own)"}
 YAML_FILE: dict[str, Any] = {"type": user_path, "metavar": "FILE.yaml"}
 ROWS: dict[str, Any] = {
     "type": int,

@@ -32,7 +32,7 @@ from aerie.model.formats.content import TargetFacts
 from aerie.model.target import load_config, other_weights
 
 CLASSES = 8  # of tokens, by the target's entropy
-LENGTHS = tuple(2**power for power in range(3, 24))  # at which acceptance may fall
+TEXT_LENGTHS = tuple(2**power for power in range(3, 24))  # at which acceptance may fall
 FEW = 40  # tokens: fewer say nothing of a length
 RARE = 1e-4  # share of the training's tokens
 THINKING = ("enable_thinking", "thinking")  # arguments of chat templates
@@ -127,7 +127,7 @@ def length_figures(table: pd.DataFrame, accept: str) -> dict[str, Any]:
     The lengths are powers of two, with FEW tokens on both sides; {} without one.
     """
     falls = {}
-    for length in LENGTHS:
+    for length in TEXT_LENGTHS:
         is_long = table.length >= length
         if FEW <= is_long.sum() <= len(table) - FEW:
             falls[length] = compare_texts(table[~is_long], table[is_long], accept)["head"]

@@ -1,0 +1,81 @@
+"""What the decoding commands are given: a target, heads, prompts and the template's arguments."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from aerie.configs.errors import UserError
+from aerie.configs.read import user_path, validate
+from aerie.configs.schema.data import RenderConfig
+from aerie.configs.schema.heads import TargetConfig
+from aerie.configs.schema.measure import HeldOutPrompts, PromptsConfig
+from aerie.configs.schema.recipe import Recipe
+from aerie.model import storage
+from aerie.model.hub import head_directory, is_on_hub
+
+# No torch: --help and mistakes are answered at once.
+
+
+def prompts_or_held_out(prompts: PromptsConfig, recipe: Recipe, part: int) -> PromptsConfig:
+    """The prompts that a section names, else a part of the held-out conversations."""
+    if prompts.path is not None or prompts.tasks:
+        return prompts
+    data = replace(recipe.data, date=None)  # decides no question
+    return HeldOutPrompts(**vars(prompts), data=data, part=part)
+
+
+def run_heads(arguments: Namespace, recipe: Recipe) -> Any:
+    from aerie.infer.measure.suite import RunHeads
+
+    return RunHeads(
+        directory=recipe.root / "heads",
+        kind=recipe.head.kind,
+        trained=recipe.head_output,
+        option=arguments.head,
+        is_plan=arguments.plan,
+    )
+
+
+def is_of_template(pair: str) -> bool:
+    return pair.startswith("data.")
+
+
+def render_config(head: str | None, pairs: Sequence[str]) -> RenderConfig:
+    """What the template gets without a recipe: what the head was trained with, and the options."""
+    from aerie.data.rendering import ARGUMENTS, trained_arguments
+
+    values = {ARGUMENTS: (trained_arguments(head) if head else None) or {}}
+    return validate(
+        values,
+        RenderConfig,
+        "command line",
+        {},
+        [pair.removeprefix("data.") for pair in pairs],
+    )
+
+
+def target_of(arguments: Namespace, pairs: Sequence[str] = ()) -> TargetConfig:
+    flags = {"dtype": arguments.dtype, "device_map": arguments.device_map}
+    values = {"path": arguments.target} | {key: word for key, word in flags.items() if word}
+    overrides = [pair.removeprefix("target.") for pair in pairs]
+    return validate(values, TargetConfig, "--target", {}, overrides)
+
+
+def require_decodable(target: TargetConfig, heads: Sequence[str | None]) -> None:
+    from aerie.model.target import load_config, only_trains
+
+    reason = only_trains(load_config(target))
+    if reason:
+        raise UserError(f"{target.path}: {reason}")
+    for head in heads:
+        if head and not is_on_hub(head) and storage.find_weights(Path(head)) is None:
+            raise UserError(
+                f"{head}: holds no weights; train the head with: aerie train --config RECIPE"
+            )
+
+
+def head_path(text: str) -> Path:
+    path = user_path(text)
+    return path if is_on_hub(path) else head_directory(path)
