@@ -94,7 +94,8 @@ def warn_of_lone_process() -> None:
     if is_launched and "WORLD_SIZE" not in os.environ:
         warn(
             "accelerate launch: asked for several processes, started one; on a CPU launch them "
-            "with --config_file configs/accelerate/zero2.yaml, or with torchrun"
+            "with --config_file configs/accelerate/zero2.yaml, or with torchrun "
+            "(-- before the script)"
         )
 
 

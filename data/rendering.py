@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 
 from aerie.configs.errors import UserError, rank, warn
-from aerie.configs.read import as_dict
+from aerie.configs.read import as_dict, read_yaml
 from aerie.configs.schema.data import DistillConfig, RenderConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe, read_date, with_date
@@ -266,8 +266,9 @@ def trained_arguments(head: str | Path) -> dict[str, Any] | None:
 
 def trained_length(head: str | Path) -> int | None:
     """The most tokens of a row of the head's training; None if no record of ours says so."""
-    inputs = nested(sound_record(head_directory(head)), "inputs")
-    length: int | None = nested(inputs, "data").get("max_length")
+    recipe = head_directory(head) / "recipe.yaml"
+    data = nested(read_yaml(recipe)[0], "data") if recipe.is_file() else {}
+    length: int | None = data.get("max_length")
     return length
 
 

@@ -21,6 +21,8 @@ from aerie.infer.command_inputs import (
 )
 from aerie.model import storage
 
+FEWEST_PROMPTS = 4  # fewer give no intervals
+
 
 class Examined(NamedTuple):
     """What `aerie diagnose` was asked to examine."""
@@ -44,20 +46,27 @@ def diagnose(arguments: Namespace, unknown: list[str]) -> int:
 
     patient = _patient(arguments, unknown, examined)
     diagnosis = examine(patient)
-    if arguments.mend is not None:
-        patient.mend(arguments.mend)
     text = page(diagnosis, patient.symptoms)
     facts = {"head": examined.head, "target": examined.target.path, **vars(diagnosis)}
     facts |= {"page": text, **patient.symptoms.as_json()}
     storage.write_json(output, facts)
     print(json.dumps(facts, indent=1) if arguments.json else text)
+    if arguments.mend is not None:
+        patient.mend(arguments.mend)
     return 0
 
 
 def _examined(arguments: Namespace, unknown: list[str]) -> Examined:
     """What the arguments name; UserError if some of it is missing."""
+    if arguments.num_prompts < FEWEST_PROMPTS:
+        raise UserError(f"--num-prompts must be at least {FEWEST_PROMPTS}, for intervals")
+    if arguments.mend and arguments.mend.exists():
+        raise UserError(f"--mend {arguments.mend}: is there; name a new directory")
     prompts = PromptsConfig(str(arguments.prompts)) if arguments.prompts else None
     recipe = None
+    if not prompts and not arguments.config and arguments.head:
+        stored = arguments.head.absolute().parents[1] / "recipe.yaml"  # of the head's run
+        arguments.config = stored if stored.is_file() else None
     if arguments.config:
         recipe = load(arguments, unknown)
         target = recipe.target
@@ -99,7 +108,9 @@ def _patient(arguments: Namespace, unknown: list[str], examined: Examined) -> An
         render = render_config(head, pairs)
     tokenizer = recipe_tokenizer(target, render)
     questions = load_prompts(prompts)
-    questions = questions[:: -(-len(questions) // max(1, arguments.num_prompts))]  # of all tasks
+    if len(questions) < FEWEST_PROMPTS:
+        raise UserError(f"diagnose needs at least {FEWEST_PROMPTS} prompts, not {len(questions)}")
+    questions = questions[:: -(-len(questions) // arguments.num_prompts)]  # of all tasks
     conversations = [arguments.trained_on] if arguments.trained_on else []
     if recipe and not conversations:
         conversations = [path for path in map(Path, recipe.data.conversations) if path.is_file()]

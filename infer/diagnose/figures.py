@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import pandas as pd
@@ -27,12 +28,18 @@ class Symptoms:
     def as_json(self) -> dict[str, Any]:
         figures = {}
         for name, value in self.values.items():
-            figures[name] = value._asdict() if isinstance(value, Estimate) else value
+            if isinstance(value, Estimate):
+                ends = {"low": value.low, "high": value.high}
+                known = {end: number if isfinite(number) else None for end, number in ends.items()}
+                value = value._asdict() | known
+            figures[name] = value
         return {"figures": figures, "absent": self.absent}
 
 
 def shown(value: Any) -> str:
     """A figure for people, with its interval."""
+    if isinstance(value, Estimate) and value.prompts < 2:
+        return f"{value.value:.2f} (one prompt)"
     if isinstance(value, Estimate):
         return f"{value.value:.2f} [{value.low:.2f}, {value.high:.2f}]"
     return f"{value:.2f}" if isinstance(value, float) else str(value)

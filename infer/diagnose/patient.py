@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ from aerie.infer.measure.server import Server
 from aerie.infer.measure.tasks import Prompt, encode_turn
 from aerie.model.checkpoint import head_facts, is_targets, save_head
 from aerie.model.heads import DRAFT_MODELS
-from aerie.model.target import Target, VocabWeights, target_end_ids
+from aerie.model.target import Target, VocabWeights, context_of, target_end_ids
 
+ROOM = 32  # tokens: for an answer, and for other ways to render its prompt
 MOST_TRAINED = 2000  # conversations of the head's training
 MOST_TRAINED_TOKENS = 512  # of each
 
@@ -66,8 +68,18 @@ class Patient:
         self.taps = self.drafter.after_blocks
 
     def prompt_ids(self) -> list[list[int]]:
-        """The first turns of the prompts."""
-        return self.rendered(self.prompts, self.tokenizer)
+        """The first turns of the prompts; those that leave no room for answers are left out."""
+        limit = self.drafter.max_positions
+        limit = min(limit, context_of(self.target.config) or limit) - ROOM
+        rendered = self.rendered(self.prompts, self.tokenizer)
+        fits = [len(ids) <= limit for ids in rendered]
+        if not any(fits):
+            raise UserError(f"no prompt is short enough for the target or the head: {limit} tokens")
+        if not all(fits):
+            why = f"{fits.count(False)} of {len(fits)} are longer than {limit} tokens"
+            self.symptoms.absent["prompts"] = f"{why}, first number {fits.index(False) + 1}"
+        self.prompts = [*compress(self.prompts, fits)]
+        return [*compress(rendered, fits)]
 
     def rendered(self, prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:
         """Token ids of the first turns, by this tokenizer's template."""
@@ -86,11 +98,12 @@ class Patient:
         return self.drafting(self.module, state_texts(self.target, texts, self.taps))
 
     def mend(self, directory: Path) -> None:
-        """Writes the head as it is best read."""
+        """Writes the head as it is best read; UserError if that is how its file reads."""
         if self.better is None:
-            raise UserError(f"--mend {directory}: no other reading of {self.head} is better")
-        if directory.exists():
-            raise UserError(f"--mend {directory}: is there; name a new directory")
+            raise UserError(
+                f"--mend {directory}: nothing is written: no other reading that a file can have "
+                f"is clearly better for {self.head}"
+            )
         if hasattr(self.better, "saves_embedding"):
             embedding = self.better.embed_tokens.weight
             self.better.saves_embedding = not is_targets(embedding, self.target.vocab)

@@ -32,6 +32,7 @@ FLAGS = {
     "qkv_bias": "bias",
 }
 SAME = 0.03  # the share of cycles by which the same drafts differ: rounding turns a few
+CLEAR = 0.05  # tau: what a better reading gains at least, as in verdict.yaml
 TRIED = 6  # readings whose chains are compared with a server's
 BASES = (10_000.0, 500_000.0, 1_000_000.0)  # of RoPE, as published heads and targets have them
 
@@ -164,12 +165,15 @@ def read_otherwise(patient: Patient, texts: Sequence[LearntText]) -> None:
             if gain is not None:
                 gains.append((reading, gain))
             progress.update()
+    if not gains:
+        patient.symptoms.absent["reading"] = "no answer has two tokens"
+        return
     best, gain = max(gains, key=lambda pair: pair[1].low)
     figures = {"family": best.family, "words": best.words, "gain": gain}
     patient.symptoms.add("reading", figures)
     patient.symptoms.add("readings", {reading.words: gain for reading, gain in gains})
     patient.readings = [reading for reading, _ in gains]
-    if gain.low > 0 and not best.is_before_norm:
+    if gain.low > CLEAR and not best.is_before_norm:
         patient.better = best.module()
 
 

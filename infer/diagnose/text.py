@@ -43,11 +43,13 @@ SYSTEM_TURNS: dict[str, tuple[Any, ...]] = {
 TEMPLATE_KINDS = ("thinking", "BOS", "system prompt", "arguments")
 VARIED_PROMPTS = 12  # that are rendered in other ways
 VARIED_TOKENS = 48  # of their answers
+BY_TASK = "text.by_task."
 SHOWN = {  # on the page
     "reading.words": "the best other reading of the head",
     "reading.gain": "  tokens more a cycle so",
     "text.temperature.0": "accepted at temperature 0",
     "text.temperature.1": "accepted at temperature 1",
+    "text.temperature.loss": "accepted less at the requests' temperature than at 0",
     "text.accept.trained": "accepted after prompts of the training",
     "text.accept.answers": "accepted after these prompts",
     "text.gap.total": "the gap between them",
@@ -280,8 +282,11 @@ def examine_text(patient: Patient, texts: list[LearntText]) -> None:
 
 def text_lines(symptoms: Symptoms) -> list[str]:
     """What the terminal shows of it."""
+    by_task = [name for name in symptoms.values if name.startswith(BY_TASK)]
+    tasks = {name: f"accepted in {name.removeprefix(BY_TASK)}" for name in by_task}
+    shown_lines = SHOWN if len(tasks) < 2 else SHOWN | tasks
     return [
-        f"{words:<48}{shown(symptoms.values[name])}"
-        for name, words in SHOWN.items()
+        f"{words:<53}{shown(symptoms.values[name])}"
+        for name, words in shown_lines.items()
         if name in symptoms.values
     ]

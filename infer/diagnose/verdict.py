@@ -89,15 +89,17 @@ def page(diagnosis: Diagnosis, symptoms: Symptoms) -> str:
     values = symptoms.values
     lines = [diagnosis.sentence]
     if "ladder.teacher_forced.tau" in values:
-        lines += ["", f"{'':<22}{'tau':<20}{'drop':<30}accepted at position 1, 2, ..."]
-    for step, words in LADDER.items():
-        if f"ladder.{step}.tau" in values:
-            drop, _ = DROPS.get(step, ("", ""))
-            loss = values.get(f"drop.{drop}.tau")
-            lost = f"{drop} {shown(loss)}" if loss else ""
-            positions = (values.get(f"ladder.{step}.{k}") for k in range(1, DEPTHS + 1))
-            shares = " ".join(f"{share.value:.2f}" for share in positions if share is not None)
-            lines.append(f"{words:<22}{shown(values[f'ladder.{step}.tau']):<20}{lost:<30}{shares}")
+        lines += ["", f"{'':<22}{'tau':<20}what it loses"]
+    steps = {step: words for step, words in LADDER.items() if f"ladder.{step}.tau" in values}
+    for step, words in steps.items():
+        drop, above = DROPS.get(step, ("", ""))
+        loss = values.get(f"drop.{drop}.tau")
+        lost = f"{drop} {shown(loss)} against: {LADDER[above]}" if loss else ""
+        lines.append(f"{words:<22}{shown(values[f'ladder.{step}.tau']):<20}{lost}")
+    for step, words in steps.items():
+        positions = (values.get(f"ladder.{step}.{k}") for k in range(1, DEPTHS + 1))
+        shares = "".join(f"{shown(share):<20}" for share in positions if share is not None)
+        lines += [f"accepted at position 1, 2, ...: {words}", f"  {shares}"]
     lines += text_lines(symptoms)
     lines += [f"not measured: {name}: {why}" for name, why in symptoms.absent.items()]
     return "\n".join(lines)

@@ -71,7 +71,9 @@ def prompt_of(task: str, row: Any, number: int, source: str, config: PromptsConf
     """A row's prompt; one with `turns` (Spec-Bench) is taken as it is."""
     values: Row = row if isinstance(row, Mapping) else {}
     published = TASKS.get(task, {})
-    if published and "turns" not in values:
+    if published and ABSENT in str(values.get("turns")):
+        question, identity = RowQuestion((), (ABSENT,)), values.get("question_id")
+    elif published and "turns" not in values:
         question, identity = _published_question(task, values, source)
     else:
         try:
@@ -204,10 +206,13 @@ def _with_texts(prompts: Sequence[Prompt], source: str) -> list[Prompt]:
     """Those that hold their text; the others are counted in a warning."""
     texts = [prompt for prompt in prompts if not prompt.is_absent]
     if len(texts) < len(prompts):
+        absent = Counter(prompt.task for prompt in prompts if prompt.is_absent)
+        by_task = ", ".join(f"{count} of {task}" for task, count in absent.items())
         warn_once(
             f"{source}: {len(prompts) - len(texts)} of {len(prompts)} questions name a source in "
-            "place of their text, and are not asked; NVIDIA's prepare_data.py (Model-Optimizer, "
-            "examples/specdec_bench) fetches them: give its file as path of the task"
+            f"place of their text, and are not asked ({by_task}); NVIDIA's "
+            "prepare_data.py (Model-Optimizer, examples/specdec_bench) fetches them: "
+            "give its file as path of the task"
         )
     return texts
 

@@ -270,7 +270,6 @@ def test_a_head_is_mended(ward: Ward, tmp_path: Path) -> None:
     weights = mended.state_dict()
     for name, tensor in ward.patient(head).module.state_dict().items():
         assert torch.equal(tensor, weights[name]), name
-    refused("is there; name a new directory", patient.mend, tmp_path / "mended")
 
 
 @pytest.mark.parametrize("kind", [marked(kind, kind) for kind in HEALTHY])
@@ -283,6 +282,8 @@ def test_a_healthy_head_is_not_called_ill(ward: Ward, kind: str) -> None:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("diagnose")
     write_recipe(root)
+    asked = "".join(f"Please count {number} boats.\n" for number in range(2, 6))
+    (root / "asked.txt").write_text(f"{asked}{'boats ' * 2000}\n")
     return root
 
 
@@ -297,6 +298,12 @@ def test_it_is_said_on_a_page_in_a_file_and_in_the_report(world: Path, capsys: A
             none.jsonl: no such file of prompts
         aerie bench --config {root}/recipe.yaml --bench.sampling '[{{}}]'
         aerie diagnose --config {root}/recipe.yaml
+            exit 2
+            diagnose needs at least 4 prompts, not 2
+        aerie diagnose --config {root}/recipe.yaml --num-prompts 1
+            exit 2
+            --num-prompts must be at least 4
+        aerie diagnose --config {root}/recipe.yaml --prompts {root}/asked.txt
             undertrained: none of the known causes
             chain, decoded here
         aerie report --config {root}/recipe.yaml
@@ -306,7 +313,8 @@ def test_it_is_said_on_a_page_in_a_file_and_in_the_report(world: Path, capsys: A
     )
     found = read_json(world / "run" / "diagnose.json")
     assert found["cause"] == "undertrained"
-    assert found["figures"]["ladder.chain.tau"]["prompts"] == 2
+    assert "1 of 5 are longer" in found["absent"]["prompts"]
+    assert found["figures"]["ladder.chain.tau"]["prompts"] == 4
     report = (world / "run" / "report" / "index.html").read_text(encoding="utf-8")
     assert "Why the head is accepted as it is" in report and "chain, decoded here" in report
 

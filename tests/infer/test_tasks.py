@@ -91,6 +91,7 @@ def test_rows_of_tasks(name: str, row: dict[str, Any], identity: str, turns: obj
     assert (prompt.prompt_id, prompt.turns) == (identity, turns or prompt.turns)
     assert all(text in prompt.turns[0] for text in TEXTS_OF.get(name, ())) and not prompt.unread
     parts = {"math500": "math500-level3", "speed_bench": "speed_bench-coding"}
+    parts["speed_bench_16k"] = "speed_bench_16k-coding"
     assert prompt.task == parts.get(name, name) and set_of(prompt.task) == name
     tiny.refused(
         rf"file: row 5: a question of {name} needs '\w+'",
@@ -200,17 +201,19 @@ def test_absent_texts(tmp_path: Path, capsys: Any) -> None:
     """SPEED-Bench's references are counted and not asked; its categories take turns."""
     named = ["coding", "coding", "math", "coding", "math"]
     rows = [SPEED | {"question_id": str(n), "category": name} for n, name in enumerate(named)]
-    rows[0] |= {"turns": [f"{ABSENT} FROM THE SOURCE"]}
+    rows[0] |= {"turns": [f"{ABSENT} FROM THE SOURCE", ""]}
     path = str(tiny.write_rows(tmp_path / "s.jsonl", rows))
     for task, wanted in {"speed_bench": ["1", "2", "3"], "speed_bench_1k": ["1", "2"]}.items():
         warn_once.cache_clear()
         prompts = loaded(TaskConfig(task, path), num_prompts=len(wanted))
         assert [prompt.prompt_id for prompt in prompts] == wanted
-        assert "1 of" in capsys.readouterr().err
+        assert f"(1 of {task}-coding)" in capsys.readouterr().err
     assert {prompt.task for prompt in loaded(TaskConfig("speed_bench", path))} == {
         "speed_bench-coding",
         "speed_bench-math",
     }
+    rows[0] |= {"turns": [ABSENT]}
+    tiny.write_rows(tmp_path / "s.jsonl", rows)
     assert len(load_prompts(PromptsConfig(path))) == 4
     tiny.write_rows(tmp_path / "s.jsonl", rows[:1])
     tiny.refused("holds no prompts", loaded, TaskConfig("speed_bench", path))

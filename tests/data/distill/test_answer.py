@@ -142,7 +142,8 @@ def test_a_server_that_hangs() -> None:
         answers = ask([wrong.url, right.url], *questions, timeout_s=0.5)
         asked_again = len(wrong.asked) - len({*wrong.asked})
     assert answers == [f"re: {question}" for question in questions]
-    assert asked_again <= 3 < len(wrong.asked)
+    assert asked_again < len(questions) // 2  # that many, without the rule
+    assert len(wrong.asked) > 3
 
 
 @pytest.mark.parametrize("fault", ["400", "502", "long"])
