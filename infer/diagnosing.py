@@ -21,7 +21,7 @@ from aerie.infer.command_inputs import (
 )
 from aerie.model import storage
 
-FEWEST_PROMPTS = 4  # fewer give no intervals
+LEAST_PROMPTS = 4  # fewer give no intervals
 
 
 class Examined(NamedTuple):
@@ -58,8 +58,8 @@ def diagnose(arguments: Namespace, unknown: list[str]) -> int:
 
 def _examined(arguments: Namespace, unknown: list[str]) -> Examined:
     """What the arguments name; UserError if some of it is missing."""
-    if arguments.num_prompts < FEWEST_PROMPTS:
-        raise UserError(f"--num-prompts must be at least {FEWEST_PROMPTS}, for intervals")
+    if arguments.num_prompts < LEAST_PROMPTS:
+        raise UserError(f"--num-prompts must be at least {LEAST_PROMPTS}, for intervals")
     if arguments.mend and arguments.mend.exists():
         raise UserError(f"--mend {arguments.mend}: is there; name a new directory")
     prompts = PromptsConfig(str(arguments.prompts)) if arguments.prompts else None
@@ -108,8 +108,8 @@ def _patient(arguments: Namespace, unknown: list[str], examined: Examined) -> An
         render = render_config(head, pairs)
     tokenizer = recipe_tokenizer(target, render)
     questions = load_prompts(prompts)
-    if len(questions) < FEWEST_PROMPTS:
-        raise UserError(f"diagnose needs at least {FEWEST_PROMPTS} prompts, not {len(questions)}")
+    if len(questions) < LEAST_PROMPTS:
+        raise UserError(f"diagnose needs at least {LEAST_PROMPTS} prompts, not {len(questions)}")
     questions = questions[:: -(-len(questions) // arguments.num_prompts)]  # of all tasks
     conversations = [arguments.trained_on] if arguments.trained_on else []
     if recipe and not conversations:
