@@ -127,7 +127,7 @@ def exit_codes() -> Iterator[None]:
         )
         sys.exit(REQUEUE)
     except KeyboardInterrupt:
-        print("interrupted: run the same command again to continue", file=sys.stderr)
+        print("interrupted; the same command goes on from what is saved", file=sys.stderr)
         sys.exit(130)
 
 

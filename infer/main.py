@@ -237,7 +237,9 @@ def _measure_stage(
             target = load_quietly(recipe.target, recipe.threads)
             facts = measure(target, recipe_tokenizer(recipe.target, recipe.data))
             if is_first:
-                stage.finish(hardware=describe_machine(target), heads=digests, **facts)
+                counts = {"processes": facts.pop("processes", str(world_size()))}
+                hardware = describe_machine(target) | counts
+                stage.finish(hardware=hardware, heads=digests, **facts)
     return 0
 
 

@@ -224,7 +224,7 @@ class ServerConfig(Section):
         "a request may take timeout_s * (retries + 1) in all; thinking can take long",
         default=1800.0,
     )
-    retries: NonNegativeInt = key("tries of one request, by openai's client", default=5)
+    retries: NonNegativeInt = key("how often openai's client repeats a failed request", default=5)
     patience_s: PositiveFloat = key(
         "if no server answers for so long, the run stops", default=900.0
     )

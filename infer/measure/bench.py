@@ -120,7 +120,7 @@ def load_quietly(config: Any, threads: int | None) -> Target:
 
 
 def describe_machine(target: Target) -> dict[str, Any]:
-    """Device, threads, dtype, cycle and processes, as summary.json has them."""
+    """Device, threads, dtype and cycle, as summary.json has them."""
     cpus = Path("/proc/cpuinfo")
     text = cpus.read_text(encoding="utf-8") if cpus.is_file() else ""
     model = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
@@ -132,7 +132,6 @@ def describe_machine(target: Target) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "dtype": str(target.dtype).removeprefix("torch."),
         "cycle": mode_of(target),
-        "processes": world_size(),
     }
 
 
@@ -230,6 +229,7 @@ def run_bench(
         "answers": len(records),
         "prompts": prompt_inputs(source),
         "trained_lengths": suite.trained_lengths,
+        "processes": " and ".join(map(str, sorted({record.processes for record in records}))),
     }
 
 
@@ -265,7 +265,7 @@ def measure_answers(bench: Bench, prompts: Sequence[Prompt], seed: int) -> list[
     Rows take turns, so that a slower minute meets them all. Later turns follow vanilla's answers.
     """
     turns = turns_of(bench.suite, prompts)
-    done = by_first(partial(collect_answers, bench.directory))
+    done = by_first(partial(whole_prompts, bench.directory, turns))
     require_same_texts(turns, done, bench.directory / RECORDS)
     directory = bench.directory
     if rank() > 0:
@@ -348,6 +348,24 @@ def collect_answers(directory: Path) -> dict[Key, Record]:
     return done
 
 
+def whole_prompts(directory: Path, turns: Sequence[TurnRows]) -> dict[Key, Record]:
+    """The good answers so far, but those of prompts that other processes have not finished.
+
+    These prompts are measured anew: rows are compared on one device.
+    """
+    done = collect_answers(directory)
+    begun = {turn.prompt.key for turn in turns for origin in turn.origins if origin.key not in done}
+    whole = {
+        key: record
+        for key, record in done.items()
+        if (record.task, record.prompt_id) not in begun or record.processes == world_size()
+    }
+    if len(whole) < len(done):
+        write_text(directory / RECORDS, "".join(map(line_of, whole.values())))
+        keep_answers(directory / CYCLES, whole)
+    return whole
+
+
 def read_good_records(path: Path) -> list[Record]:
     """The good records of an earlier call; the file loses all others, and a line that was cut."""
     if not path.is_file():
@@ -411,6 +429,7 @@ def measure_answer(
         "head_path": row.method.head,
         "tree": bench.tree_of(origin.row),
         "prompt_text": prompt.turns[origin.turn],
+        "processes": world_size(),
     }
     history = []
     for turn in range(origin.turn):

@@ -101,6 +101,7 @@ class Record(Origin):
     margin: float | None = None
     peak_memory_gib: float | None = None
     graph_bytes: int = 0  # of CUDA graphs captured so far for the row
+    processes: int = 1  # that shared out the prompts
     status: Literal["ok", "error"] = "ok"
     message: str | None = None
 

@@ -29,7 +29,7 @@ SECTIONS: dict[str, Any] = {
     "calibrate": {"method": "eagle-chain", "tree": {"levels": 1}, "oracle_levels": 5},
     "tune": {"levels": 3, "k": 2},
 }
-TIMED = ("t_draft", "t_verify", "cycle_ms", "ms", "peak_memory_gib")
+TIMED = ("t_draft", "t_verify", "cycle_ms", "ms", "peak_memory_gib", "processes")
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_two_benches_are_one(recipe: Path) -> None:
     assert_same_bench(one, two / "bench")
     references = [read_json(path / "reference.json") for path in (one, two / "bench")]
     assert references[0]["identical_to_generate"] == references[1]["identical_to_generate"] == 9
-    assert read_json(two / "bench/provenance.json")["hardware"]["processes"] == 2
+    assert read_json(two / "bench/provenance.json")["hardware"]["processes"] == "2"
     assert log.count("bench: 72 answers") == 1
 
     cut = recipe.with_name("cut") / "bench"
@@ -108,6 +108,13 @@ def test_two_benches_are_one(recipe: Path) -> None:
     assert [*map(ended, children)] == [-signal.SIGKILL] * 2
     assert not (cut / "provenance.json").exists()
     assert_same_bench(one, alone(recipe, "cut", "bench") / "bench")
+    hardware = read_json(cut / "provenance.json")["hardware"]
+    by_prompt: dict[Any, set[int]] = {}
+    for line in tiny.read_rows(cut / RECORDS):
+        by_prompt.setdefault(line["prompt_id"], set()).add(line["processes"])
+    assert all(len(counts) == 1 for counts in by_prompt.values())
+    counts = sorted(set().union(*by_prompt.values()))
+    assert hardware["processes"] == " and ".join(map(str, counts))
 
 
 @pytest.mark.slow
