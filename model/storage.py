@@ -297,6 +297,8 @@ class Manifest:
             "files": self.files,
             **self.facts,
         }
+        # Sealed as it is read: JSON turns a number that is a key into text, which sorts otherwise.
+        table = json.loads(json.dumps(table))
         return {**table, "seal": digest(table)}
 
     def write(self, directory: Path, name: str = FILE) -> None:

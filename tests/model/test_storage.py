@@ -121,6 +121,12 @@ def test_manifest(tmp_path: Path) -> None:
     assert isinstance(Manifest.check(folder, mine), Whole)
 
 
+def test_a_manifest_with_numbers_as_keys_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """2 comes before 10 as a number, and after it as text."""
+    Manifest.of(tmp_path, facts={"lengths": {2: 384, 10: 384}}).write(tmp_path)
+    assert Manifest.read(tmp_path).facts == {"lengths": {"2": 384, "10": 384}}
+
+
 def test_stage(tmp_path: Path) -> None:
     """A stage reuses its own output and refuses another's."""
     stage, other = (
