@@ -1,4 +1,5 @@
-"""Mistakes of the user: one line on stderr and exit code 2, no traceback."""
+"""A user's mistake ends the process with one line on stderr and exit code 2, without a
+traceback."""
 
 import argparse
 import json
@@ -20,7 +21,7 @@ REQUEUE = 75  # the exit code that asks for another start (sysexits.h: EX_TEMPFA
 SECRETS = re.compile(
     "|".join(
         (
-            r"(?<=://)(?:[^\s/@]*:[^\s@]+|[^\s/]+)(?=@)",  # user and password, in a URL
+            r"(?<=://)(?:[^\s/@]*:[^\s@]+|[^\s/]+)(?=@)",  # user and password in a URL
             r"(?<=[?&#])([\w.-]+=)[^\s&]*[\w%+/=-]",  # the values of a URL
             r"\bhf_\w{30,}",  # a token of the Hub
             r"\bsk-[\w-]{16,}",  # a key of OpenAI
@@ -34,29 +35,29 @@ SECRETS = re.compile(
 
 
 class UserError(Exception):
-    """Its text names the place, the value and the fix."""
+    """A user's mistake. Its text names the place, the value and the fix."""
 
 
 class NotWritable(UserError):
-    """A file that cannot be written, such as on a full disk."""
+    """A file that cannot be written, for instance because the disk is full."""
 
 
 class Requeued(KeyboardInterrupt):
-    """At SIGUSR1, which a scheduler sends before its time limit."""
+    """Raised at SIGUSR1, which a scheduler sends before its time limit."""
 
 
 class Arguments(argparse.ArgumentParser):
-    """A wrong command line is a UserError of one line."""
+    """A parser that reports a wrong command line as a UserError of one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
 
 def stop_on_signals() -> None:
-    """SIGTERM stops this process as Ctrl-C does, and SIGUSR1 raises Requeued."""
+    """Makes SIGTERM stop this process as Ctrl-C does, and SIGUSR1 raise Requeued."""
 
     def requeue(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)  # batch scripts repeat it
+        signal.signal(number, signal.SIG_IGN)  # batch scripts repeat the signal
         raise Requeued
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -64,12 +65,13 @@ def stop_on_signals() -> None:
 
 
 def masked(text: str) -> str:
-    """The text with *** for passwords and keys, such as in a server's address or reply."""
+    """The text with *** in place of passwords and keys, which a server's address or reply may
+    hold."""
     for name in ("OPENAI_API_KEY", "HF_TOKEN"):
         secret = os.environ.get(name, "")
         if len(secret) >= 8:
             text = text.replace(secret, "***")
-    return SECRETS.sub(r"\1\2***", text)  # the groups are the names, which stay
+    return SECRETS.sub(r"\1\2***", text)  # the groups hold the names, which stay readable
 
 
 def rank() -> int:
@@ -83,39 +85,40 @@ def world_size() -> int:
 
 
 def warn(message: str) -> None:
-    """Only the first process prints it."""
+    """Prints a warning to stderr, in the first process only."""
     if rank() == 0:
         print(f"warning: {masked(message)}", file=sys.stderr, flush=True)
 
 
 def warn_of_lone_process() -> None:
-    # `accelerate launch` sets both, and WORLD_SIZE only where it starts several processes.
+    """Warns if `accelerate launch` was to start several processes and started one."""
+    # The launcher always sets both names, but WORLD_SIZE only if it starts several processes.
     is_launched = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys()
     if is_launched and "WORLD_SIZE" not in os.environ:
         warn(
-            "accelerate launch: asked for several processes, started one; on a CPU launch them "
+            "accelerate launch: started one process of the several you asked for; on a CPU, launch "
             "with --config_file configs/accelerate/zero2.yaml, or with torchrun "
-            "(-- before the script)"
+            "(and -- before the script)"
         )
 
 
 @cache
 def warn_once(message: str) -> None:
-    """Says it once in a process."""
+    """Prints a warning once per process."""
     warn(message)
 
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Wraps a main, and ends the process with the code for what was raised.
+    """Wraps a main, and ends the process with the exit code for what it raised.
 
-    2: an error of the user or of files; 130: Ctrl-C; 75: SIGUSR1; 141: stdout was closed.
+    2: a mistake of the user, or an unusable file; 130: Ctrl-C; 75: SIGUSR1; 141: stdout was closed.
     """
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes stdout again at its end, where an error would print a traceback.
+        # Python flushes stdout again when it exits; an error there would print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except (UserError, OSError, SafetensorError, UnicodeDecodeError) as error:
@@ -123,7 +126,7 @@ def exit_codes() -> Iterator[None]:
         sys.exit(2)
     except Requeued:
         print(
-            "stopped before the time limit: run the same command again to continue", file=sys.stderr
+            "stopped before the time limit; run the same command again to continue", file=sys.stderr
         )
         sys.exit(REQUEUE)
     except KeyboardInterrupt:
@@ -132,7 +135,8 @@ def exit_codes() -> Iterator[None]:
 
 
 def _line_of(error: Exception) -> str:
-    """All problems of a UserError; the first line of another error."""
+    """The whole text of a UserError, which may list several problems; the first line of another
+    error."""
     if isinstance(error, UserError):
         text = str(error)
     elif isinstance(error, OSError) and error.filename is not None:
@@ -143,11 +147,11 @@ def _line_of(error: Exception) -> str:
 
 
 def _report(text: str) -> None:
-    # torch's launcher quotes this file at the end of its own report.
+    """Prints the error, and leaves it in the file that torch's launcher quotes at its end."""
     if reply := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         content = {"message": f"error: {text}", "timestamp": int(time.time())}
         Path(reply).write_text(json.dumps(content))
-    # The first process prints the same error; then the launcher ends this one.
+    # Other processes wait: the first one prints the same error, and the launcher then ends them.
     if os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(3)

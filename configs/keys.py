@@ -1,4 +1,5 @@
-"""`aerie keys`: the keys of a recipe with their meaning, type and default, from its schema."""
+"""`aerie keys` prints the keys of a recipe with their meaning, type and default, from its
+schema."""
 
 import dataclasses
 import re
@@ -26,35 +27,38 @@ BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 PAGE_HEADER = """# Recipes: every key
 
 A recipe is a YAML file with the sections below; only `run`, `target.path` and `data.conversations`
-are required. Any key can also be set on the command line: `--train.learning_rate 1e-4`,
-`--bench.rows.1.tree.nodes 30` (`*` below stands for a position in a list, from 0). A single value
-counts as a list of one, and `~` is the home directory in every path. `aerie keys SECTION` prints a
-section.
+are required. You can also set any key on the command line: `--train.learning_rate 1e-4`,
+`--bench.rows.1.tree.nodes 30`. Below, `*` stands for a position in a list, counted from 0. A single
+value counts as a list of one. In every path, `~` is the home directory. `aerie keys SECTION` prints
+one section.
 
-This page is made from the schema by `aerie keys --markdown > docs/recipes.md`.
+`aerie keys --markdown > docs/recipes.md` makes this page from the schema.
 """
 
 
 class KeyBlock(NamedTuple):
     """The keys of one class of the schema."""
 
-    heading: str  # where the section stands, and for which kind: `train` (kind: eagle3)
-    text: str  # what the section is
+    heading: str  # the section and its kind: `train` (kind: eagle3)
+    text: str  # what the section is for
     keys: dict[str, str]  # the meaning of each key, with (type; default)
 
 
 @exit_codes()
 def main() -> int:
-    parser = Arguments("aerie keys", description="The keys of a recipe: meaning, type, default.")
+    parser = Arguments(
+        "aerie keys",
+        description="Prints the keys of a recipe with their meaning, type and default.",
+    )
     parser.add_argument(
         "section",
         nargs="?",
         default="",
-        help="such as train, bench.prompts or tree.stop; default: the sections; a command line can "
-        "set each key: --section.key VALUE",
+        help="a section or key, such as train, bench.prompts or tree.stop.rule; without one, the "
+        "sections are listed. A command line can set any key: --section.key VALUE",
     )
     parser.add_argument(
-        "--markdown", action="store_true", help="print the page of every section in Markdown"
+        "--markdown", action="store_true", help="print a page of all sections in Markdown"
     )
     arguments = parser.parse_args()
     section = re.sub(r"\.\d+(?=\.|$)", ".*", arguments.section)
@@ -65,7 +69,7 @@ def main() -> int:
     if arguments.markdown:
         print(PAGE_HEADER)
     elif not section:
-        del blocks[1:]  # those of its sections
+        del blocks[1:]  # only the recipe's own block
     for number, (heading, text, keys) in enumerate(blocks):
         listed = "".join(f"- `{key}`: {words}\n" for key, words in keys.items())
         print("\n" * (number > 0) + f"## {heading}\n\n{text}\n\n{listed}", end="")
@@ -73,7 +77,8 @@ def main() -> int:
 
 
 def documented_keys(section: str = "") -> list[KeyBlock]:
-    """A block for each class of the schema at and below a section; or one with a single key."""
+    """A block for each class of the schema in or below a section, or one block with the key that
+    section names; [] for an unknown name."""
     uses: dict[Any, dict[str, list[str]]] = {}  # class -> path of a section -> its kinds there
     for schema, path, kind in sections(Recipe):
         uses.setdefault(schema, {}).setdefault(path, []).append(kind)
@@ -82,7 +87,7 @@ def documented_keys(section: str = "") -> list[KeyBlock]:
     for schema, kinds_at in uses.items():
         paths = [path for path in kinds_at if not section or f"{path}.".startswith(f"{section}.")]
         keys = _meanings(schema)
-        if any(map(any, kinds_at.values())):  # the heading tells the kind
+        if any(map(any, kinds_at.values())):  # the heading already names the kind
             keys = {name: words for name, words in keys.items() if name not in TAGS}
         if not paths and parent in kinds_at and key in keys:
             paths = [parent]
@@ -94,7 +99,7 @@ def documented_keys(section: str = "") -> list[KeyBlock]:
 
 
 def _heading(paths: list[str], kinds_at: dict[str, list[str]]) -> str:
-    """Such as '`train` (kind: eagle1 | eagle3)'; 'A recipe' for the top."""
+    """A block's heading, such as '`train` (kind: eagle1 | eagle3)', or 'A recipe' for the top."""
     kinds = dict.fromkeys(chain.from_iterable(kinds_at[path] for path in paths))
     kinds.pop("", None)
     names = ", ".join(f"`{path}`" for path in paths if path)
@@ -106,7 +111,7 @@ def _heading(paths: list[str], kinds_at: dict[str, list[str]]) -> str:
 
 
 def _meanings(schema: Any) -> dict[str, str]:
-    """The meaning of each key of a class, but of its bases', with its type and default."""
+    """The meaning of each key that the class itself declares, with its type and default."""
     return {
         field.name: f"{field.metadata.get('description', '')} ({_type_and_default(field)})".strip()
         for field in dataclasses.fields(schema)
@@ -128,7 +133,7 @@ def _type_and_default(field: dataclasses.Field[Any]) -> str:
 
 
 def _type_text(hint: Any) -> str:
-    """Such as 'integer >= 1', 'chain | static', 'list of text | null'."""
+    """A type in words, such as 'integer >= 1', 'chain | static' or 'list of text | null'."""
     if hint == Place:
         return "path"
     if isinstance(hint, type) and issubclass(hint, Section):
@@ -148,7 +153,7 @@ def _type_text(hint: Any) -> str:
 
 
 def _bounds(annotations: tuple[Any, ...]) -> list[str]:
-    """Such as ['>= 0', '< 1'] of the limits in a type's annotations."""
+    """The limits in a type's annotations, such as ['>= 0', '< 1']."""
     limits: dict[str, Any] = {}
     for annotation in annotations:
         for rule in getattr(annotation, "metadata", [annotation]):

@@ -1,4 +1,5 @@
-"""YAML recipe -> frozen dataclasses; all problems at once, each with its line and a suggestion."""
+"""Reads YAML recipes into frozen dataclasses, and reports all problems at once, each with its line
+and a fix."""
 
 import copy
 import dataclasses
@@ -25,7 +26,7 @@ from pydantic import (
 from aerie.configs.errors import UserError
 
 T = TypeVar("T")
-TAGS = ("kind", "shape", "rule", "method")  # the key that tells the members of a union apart
+TAGS = ("kind", "shape", "rule", "method")  # keys that tell the members of a union apart
 
 
 # ---------------------------------------------------------------------------------------------
@@ -36,13 +37,14 @@ def _as_list(value: Any) -> Any:
     return value if isinstance(value, list | tuple | None) else [value]
 
 
-# A path, or the Hub's name for one.
+# A path or a Hub id.
 Place = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
-Many = Annotated[tuple[T, ...], BeforeValidator(_as_list)]  # a list; one value is a list of one
+Many = Annotated[tuple[T, ...], BeforeValidator(_as_list)]  # a single value is a list of one
 Some = Annotated[tuple[T, ...], Field(min_length=1), BeforeValidator(_as_list)]
 
 
 def require_ascending(values: tuple[int, ...]) -> tuple[int, ...]:
+    """The values; ValueError if they do not ascend."""
     meant = sorted(set(values))
     if list(values) != meant:
         raise ValueError(f"must ascend without repeats; did you mean {meant}?")
@@ -50,24 +52,27 @@ def require_ascending(values: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _require_distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The values; ValueError if two have the same name, or are equal where they have no names."""
     names = [getattr(value, "name", value) for value in values]
     if len(set(names)) < len(names):
-        raise ValueError(f"{max(names, key=names.count)} stands there twice")
+        raise ValueError(f"{max(names, key=names.count)} stands there twice; leave one out")
     return values
 
 
 ascending = AfterValidator(require_ascending)
-distinct = AfterValidator(_require_distinct)  # by name, where the members have one
+distinct = AfterValidator(_require_distinct)
 
 
 def key(description: str, **default: Any) -> Any:
-    """A key of a section: its meaning, for `aerie keys`, and its `default` or `default_factory`."""
+    """A key of a section: its meaning, which `aerie keys` prints, and its `default` or
+    `default_factory`."""
     return dataclasses.field(metadata={"description": description}, **default)
 
 
 @typing.dataclass_transform(frozen_default=True, field_specifiers=(key,))
 class Section:
-    """Makes a subclass a frozen dataclass that refuses unknown keys, infinities and NaN."""
+    """Base of the schema's classes: frozen dataclasses that refuse unknown keys, infinities and
+    NaN."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -76,14 +81,16 @@ class Section:
         dataclasses.dataclass(frozen=True, kw_only=kw_only)(cls)
 
 
-# Cached: making one takes as long as thousands of calls.
+# Cached, because making an adapter takes as long as thousands of calls to one.
 adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 
 def sections(hint: Any, path: str = "", kind: str = "") -> Iterator[tuple[Any, str, str]]:
-    """(class, dotted path, kind that selects it) of each class with keys, at and below a path.
+    """Yields (class, dotted path, kind that selects it) for each class that declares keys, at and
+    below a path.
 
-    Base classes come first; `*` in a path stands for a position in a list.
+    Base classes come before the classes that inherit from them. `*` in a path stands for a position
+    in a list.
     """
     if isinstance(hint, type) and issubclass(hint, Section):
         for base in reversed(hint.__mro__):
@@ -105,7 +112,7 @@ def sections(hint: Any, path: str = "", kind: str = "") -> Iterator[tuple[Any, s
 
 
 def _tag_of(members: tuple[Any, ...]) -> str:
-    """The key that tells the members of a union apart; '' where there is none."""
+    """The key that tells the members of a union apart; '' if there is none."""
     keys = Counter(key for member in members for key in getattr(member, "__dataclass_fields__", ()))
     return next((tag for tag in TAGS if keys[tag] > 1), "")
 
@@ -126,7 +133,8 @@ _Loader.add_implicit_resolver(  # 3e-5 is a number, as in YAML 1.2
 
 
 def load_file(path: Path, schema: type[T], overrides: Sequence[str]) -> T:
-    """The file at path as an instance of schema, with `section.key=value` overrides."""
+    """The YAML file at path as an instance of schema, with `section.key=value` overrides; UserError
+    if it is wrong."""
     values, lines = read_yaml(path)
     return validate(values, schema, str(path), lines, overrides)
 
@@ -137,13 +145,13 @@ def user_path(text: str) -> Path:
 
 
 def require_regular(path: Path) -> None:
-    """UserError for pipes, devices and sockets: they may never end."""
+    """UserError for a pipe, device or socket: reading one may never end."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise UserError(f"{path}: a pipe or a device; name a regular file")
 
 
 def read_text(path: Path) -> str:
-    """A file's UTF-8 text; UserError if it is unreadable."""
+    """A file's UTF-8 text; UserError if the file cannot be read."""
     try:
         require_regular(path)
         return path.read_text(encoding="utf-8")
@@ -153,7 +161,7 @@ def read_text(path: Path) -> str:
 
 
 def _parse_yaml(text: str, source: str) -> tuple[Any, Any]:
-    """(value, YAML node) of a text; source: what an error names."""
+    """(value, YAML node) of a text; UserError names the source."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -166,7 +174,7 @@ def _parse_yaml(text: str, source: str) -> tuple[Any, Any]:
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The file's mapping, and 'file:line' of each dotted key."""
+    """A file's mapping, and the place 'file:line' of each dotted key."""
     values, node = _parse_yaml(read_text(path), str(path))
     if not isinstance(values, dict):
         raise UserError(
@@ -179,7 +187,9 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
             name = f"{prefix}{key_node.value}"
             line = f"{path}:{key_node.start_mark.line + 1}"
             if name in lines:
-                raise UserError(f"{line}: {name}: set twice (first at {lines[name]})")
+                raise UserError(
+                    f"{line}: {name}: set twice (first at {lines[name]}); delete one of the two"
+                )
             lines[name] = line
             if isinstance(value, yaml.MappingNode):
                 mark_lines(value, f"{name}.")
@@ -189,7 +199,8 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def override(words: Sequence[str], values: dict[str, Any], lines: dict[str, str]) -> None:
-    """Sets `a.b.c=value` in values, and `--a.b.c` in lines for each key on its path."""
+    """Applies overrides `a.b.c=value` to values. In lines, `--a.b.c` becomes the place of each key
+    on the path."""
     for word in words:
         name, _, text = word.partition("=")
         value, _ = _parse_yaml(text, f"--{name}")
@@ -199,18 +210,20 @@ def override(words: Sequence[str], values: dict[str, Any], lines: dict[str, str]
 
 
 def set_key(section: Any, name: str, value: Any, source: str) -> None:
-    """Sets a dotted key, and makes sections that are missing; source: what an error names."""
+    """Sets a dotted key, and makes the sections on its path that are missing; UserError names the
+    source."""
     *parents, leaf = name.split(".")
     for part in parents:
         index = _index(section, part, source)
-        # A copy: other uses of a YAML anchor keep what they have.
+        # A copy, so that other uses of the same YAML anchor keep their values.
         section[index] = copy.copy(section[index]) or {}
         section = section[index]
     section[_index(section, leaf, source)] = value
 
 
 def _index(section: Any, part: str, source: str) -> Any:
-    """Where a part of a dotted name is in its section: a key, None if new, or a position."""
+    """The index of one part of a dotted name: a key, which is added if it is new, or a list
+    position."""
     if isinstance(section, dict) and not part.isdecimal():
         section.setdefault(part, None)
         return part
@@ -220,17 +233,17 @@ def _index(section: Any, part: str, source: str) -> Any:
 
 
 def as_dict(section: Any) -> dict[str, Any]:
-    """JSON-ready, with every default."""
+    """The section with every default, ready for JSON."""
     return typing.cast(dict[str, Any], adapter(type(section)).dump_python(section, mode="json"))
 
 
 def dump(recipe: Any) -> str:
-    """YAML with every default."""
+    """The recipe as YAML, with every default."""
     return yaml.safe_dump(as_dict(recipe), sort_keys=False, allow_unicode=True, width=120)
 
 
 # ---------------------------------------------------------------------------------------------
-# Checking: every problem is a line that names the place, the value and the fix.
+# Checking: the line of each problem names the place, the value and the fix.
 
 
 def validate(
@@ -242,7 +255,8 @@ def validate(
 ) -> T:
     """An instance of schema; UserError with a line for each problem.
 
-    lines: where each dotted key is written, as 'file:line' or '--key'; source: where others are.
+    lines holds the place of each dotted key, 'file:line' or '--key'; source is the place of all
+    other keys.
     """
     override(overrides, values, lines)
     try:
@@ -250,7 +264,7 @@ def validate(
     except ValidationError as error:
         texts = []
         problems: list[Any] = error.errors()
-        # A list of wrong items is called too short as well.
+        # pydantic also calls a list too short if its items are wrong.
         for problem in [p for p in problems if p["type"] != "too_short"] or problems:
             parts = _key_parts(problem, values)
             advice = _advice(problem, parts, schema)
@@ -259,7 +273,7 @@ def validate(
 
 
 def _key_parts(problem: Any, values: Any) -> list[str]:
-    """The parts of a problem's dotted name. pydantic's location also has unions' tags: no keys."""
+    """The parts of a problem's dotted name, without the tags of unions, which pydantic adds."""
     loc = problem["loc"]
     parts = []
     for number, part in enumerate(loc, start=1):
@@ -278,12 +292,13 @@ def _has(values: Any, part: Any) -> bool:
 
 
 def _location(parts: list[str], source: str, lines: dict[str, str]) -> str:
-    """Where the key, or the closest section around it that is written somewhere, is set."""
+    """The place where the key, or the closest section around it, is written, with the key's
+    name."""
     name = ".".join(parts)
     line = source
     for end in range(1, len(parts) + 1):  # from the outermost section inwards
         line = lines.get(".".join(parts[:end]), line)
-    is_clear = not name or f"{line}.".startswith(f"--{name}.")  # the flag says the name
+    is_clear = not name or f"{line}.".startswith(f"--{name}.")  # the flag contains the name
     return line if is_clear else f"{line}: {name}"
 
 
@@ -313,10 +328,10 @@ def _advice(problem: Any, parts: list[str], schema: type) -> str:
 
 
 def suggestion(parts: list[str], schema: Any, loc: Sequence[Any] = ()) -> str:
-    """Advice for an unknown key: our key for another program's name, or a similar key."""
+    """The fix for an unknown key: our key for another program's name, or a similar key."""
     *section, leaf = parts
     here: list[str] = []
-    full_names: dict[str, str] = {}  # a key -> its dotted name, where it stands in no list
+    full_names: dict[str, str] = {}  # key -> its dotted name; without keys inside lists
     for cls, path, _ in sections(schema):
         for field in dataclasses.fields(cls):
             if path == _pattern(section) and field.name not in here:
@@ -325,7 +340,7 @@ def suggestion(parts: list[str], schema: Any, loc: Sequence[Any] = ()) -> str:
                 full_names.setdefault(field.name, f"{path}.{field.name}".lstrip("."))
     if leaf in here:  # a key of another kind
         name = next(part for part in reversed(section) if not part.isdecimal())
-        return f"it belongs to another kind of {name} than {loc[-2]}, leave it out"
+        return f"it belongs to another kind of {name} than {loc[-2]}; leave it out"
     full_names |= {name: ".".join([*section, name]) for name in here}
     name = ALIASES.get(leaf.lower().replace("-", "_"), "")
     if name.rpartition(".")[2] not in full_names:
@@ -336,14 +351,14 @@ def suggestion(parts: list[str], schema: Any, loc: Sequence[Any] = ()) -> str:
 
 
 def _similar(word: str, choices: list[str], cutoff: float = 0.6) -> str:
-    """The choice that is most like a word; '' if none is."""
+    """The choice most like a word; '' if none is like it."""
     return next(iter(difflib.get_close_matches(word, choices, n=1, cutoff=cutoff)), "")
 
 
 def _pattern(parts: list[str]) -> str:
-    """A dotted path with * for list positions, as in `sections`."""
+    """A dotted path with * for list positions, as `sections` writes it."""
     return ".".join("*" if part.isdecimal() else part for part in parts)
 
 
-# Our key for each name that another program calls it.
+# Another program's name of a key -> our name.
 ALIASES: dict[str, str] = read_yaml(Path(__file__).parent / "schema/aliases.yaml")[0]

@@ -86,9 +86,9 @@ train {recipe} --train.betas '[0.9]' => --train.betas: train.betas.1: required, 
 bench {recipe} --plan --bench.prompts '{tasks: [gsm8k], task: x}' => set one of them
 bench {recipe} --plan --bench.rows '[{method: vanilla}, {method: served, url: x}]' => should match
 bench {recipe} --plan --bench.rows '[{method: vanilla}, {method: served, url: http://x, tree: {}}]'
-    => tree: unknown key; it belongs to another kind of rows than served, leave it out
+    => tree: unknown key; it belongs to another kind of rows than served; leave it out
 bench {recipe} --plan --bench.rows '[{method: eagle, url: http://x}]'
-    => url: unknown key; it belongs to another kind of rows than eagle, leave it out
+    => url: unknown key; it belongs to another kind of rows than eagle; leave it out
 generate {recipe} => generate needs either --prompt TEXT
 generate {recipe} --prompt - => --prompt: the prompt is empty, or no text
 generate {recipe} --prompts {bad}/pipe.jsonl => pipe.jsonl: a pipe or a device

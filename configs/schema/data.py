@@ -18,19 +18,19 @@ from aerie.configs.schema.heads import Float, Seed, Share
 
 
 class SyntheticConfig(Section):
-    """A made-up corpus, with a tokenizer and measuring prompts."""
+    """A made-up corpus, with its tokenizer and measuring prompts."""
 
-    num_conversations: PositiveInt = key("conversations to train on", default=12000)
+    num_conversations: PositiveInt = key("number of conversations to train on", default=12000)
     num_prompts: PositiveInt = key(
-        "measuring prompts, disjoint from the conversations", default=120
+        "number of measuring prompts; none of them is in the conversations", default=120
     )
     vocab_size: Annotated[int, Field(ge=300)] = key(
-        "size of the byte-level BPE that is trained on the corpus", default=2048
+        "size of the byte-level BPE vocabulary that is trained on the corpus", default=2048
     )
     seed: Seed = key("decides the draws", default=0)
 
 
-# What the chat template gets from transformers, or from another key.
+# Arguments that the chat template gets from transformers or from another key.
 TAKEN = (
     "messages",
     "conversation",
@@ -52,145 +52,165 @@ TAKEN = (
 
 
 def _without_dates(values: Any) -> Any:
-    """YAML reads 2026-11-27 as a date; a template gets it as text."""
+    """The values with each date as text: YAML reads 2026-11-27 as a date, and a template needs
+    text."""
     if not isinstance(values, dict):
         return values
     is_date = datetime.date
     return {key: str(v) if isinstance(v, is_date) else v for key, v in values.items()}
 
 
-# Left out of what is recorded while they say nothing, so that older records stay valid.
+# An empty key is left out of records, so that records older than the key stay valid.
 unless_set = Field(exclude_if=lambda value: not value)
 
 
 class RenderConfig(Section, kw_only=True):
-    """What the chat template gets beside the conversation."""
+    """What the chat template gets besides the conversation."""
 
     template_arguments: Annotated[
         dict[str, JsonValue], BeforeValidator(_without_dates), unless_set
     ] = key(
-        "given to the chat template by all stages, such as {enable_thinking: false}; on the "
-        "command line: --data.template_arguments.KEY VALUE",
+        "arguments that all stages give to the chat template, such as {enable_thinking: false}. "
+        "On the command line: --data.template_arguments.KEY VALUE",
         default_factory=dict,
     )
     date: Annotated[datetime.date | None, unless_set] = key(
-        "that a chat template with today's date writes; null: the day on which the run began, "
-        "which the run keeps in RUN/date.txt",
+        "the date that a chat template writes as today's; null means the day on which the run "
+        "began, which RUN/date.txt keeps",
         default=None,
     )
 
     def __post_init__(self) -> None:
         taken = sorted(self.template_arguments.keys() & {*TAKEN})
         if taken:
-            raise ValueError(f"template_arguments: {taken[0]} is no argument of one's own")
+            raise ValueError(
+                f"template_arguments: aerie or transformers sets {taken[0]}; leave it out"
+            )
 
 
 class DataConfig(RenderConfig):
-    """Which conversations, and how they become tokens and a loss mask."""
+    """Which conversations to read, and how they become tokens and a loss mask."""
 
     conversations: Some[Place] = key(
-        ".json, .jsonl, .parquet, .arrow or .csv files, directories or Hub ids"
+        "files (.json, .jsonl, .parquet, .arrow or .csv), directories or Hub ids"
     )
     prompt_field: str | None = key(
-        "for prompt/completion rows; null: the usual names are tried", default=None
+        "the column of the prompt, in prompt/completion rows; null tries the usual names",
+        default=None,
     )
-    completion_field: str | None = key("the column of the answer, with prompt_field", default=None)
-    system_prompt: str | None = key("the system turn of conversations without one", default=None)
+    completion_field: str | None = key(
+        "the column of the answer; set both fields or neither", default=None
+    )
+    system_prompt: str | None = key(
+        "the system turn for conversations that have none", default=None
+    )
     max_length: Annotated[int, Field(ge=8)] = key(
-        "tokens; longer conversations are cut", default=2048
+        "the most tokens of a conversation; longer ones are cut", default=2048
     )
     held_out: Annotated[float, Field(ge=0, lt=1)] = key(
-        "the share that training never sees; a hash chooses it", default=0.05
+        "the share of conversations that training never sees; a hash chooses them", default=0.05
     )
     limit: PositiveInt | None = key(
-        "only the first conversations, after the hash split", default=None
+        "reading stops after this many conversations for training; null reads all", default=None
     )
     supervise: Literal["assistant", "all"] = key(
-        "what is learnt: the answers, or all: every token but the first", default="assistant"
+        "which tokens are learnt: the answers, or `all` tokens but the first", default="assistant"
     )
     min_supervised_share: Share = key(
-        "the least share of supervised tokens; with less, the command stops", default=0.01
+        "the command stops if a smaller share of the tokens is supervised", default=0.01
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.prompt_field is None) != (self.completion_field is None):
-            raise ValueError("prompt_field and completion_field go together")
+            raise ValueError("prompt_field and completion_field go together; set both or neither")
 
 
 class StateServersConfig(Section):
-    """vLLM servers of the target that give its states (extract_hidden_states)."""
+    """vLLM servers that give the target's states (extract_hidden_states)."""
 
     urls: Some[Annotated[str, Field(pattern="^https?://[^@]+$")]] = key(
-        "base URLs, such as http://host:8000/v1; a key for them: OPENAI_API_KEY"
+        "base URLs, such as http://host:8000/v1; the variable OPENAI_API_KEY may hold their key"
     )
     states: Place = key(
-        "the folder to which the servers write (their shared_storage_path), as it is named here"
+        "the path, on this machine, of the folder to which the servers write (their "
+        "shared_storage_path)"
     )
-    concurrency: PositiveInt = key("requests under way, for each URL, of each process", default=16)
+    concurrency: PositiveInt = key(
+        "requests that each process keeps under way at each URL", default=16
+    )
     timeout_s: PositiveFloat = key("the longest that a server may take for one row", default=600.0)
     retries: NonNegativeInt = key(
-        "of one row, on another server if there is one, with pauses of 1, 2, 4, ... s where "
-        "none answers",
+        "how often a row is asked again, of another server if there is one. While no server "
+        "answers, the pauses are 1, 2, 4, ... s",
         default=5,
     )
 
 
 class FeaturesConfig(Section):
-    """The target's states, and how they are stored."""
+    """Where the target's states come from, and how they are stored."""
 
     mode: Literal["cached", "online"] = key(
-        "online: the target runs in the training step", default="cached"
+        "`cached` reads the states from RUN/features; `online` makes them in the training step",
+        default="cached",
     )
     after_blocks: Annotated[Many[NonNegativeInt], ascending] | None = key(
-        "taps, the residual stream after k blocks; null: what the head needs (EAGLE-3: 2, "
-        "n//2, n-3)",
+        "the taps: numbers of the blocks after which the head reads the residual stream; null "
+        "takes what the head needs (EAGLE-3: 2, n//2 and n-3 of n blocks)",
         default=None,
     )
-    batch_tokens: PositiveInt = key("tokens of one target forward, padding included", default=8192)
-    shard_tokens: PositiveInt = key("tokens of one safetensors shard", default=262144)
-    dtype: Float | None = key("the dtype that training reads; null: the target's", default=None)
+    batch_tokens: PositiveInt = key(
+        "tokens in one forward pass of the target, padding included", default=8192
+    )
+    shard_tokens: PositiveInt = key("tokens in one safetensors shard", default=262144)
+    dtype: Float | None = key(
+        "the dtype of the states in training; null means the target's", default=None
+    )
     storage: Literal["bf16", "fp8", "int8"] | None = key(
-        "on disk; null: dtype. fp8 (E4M3) and int8 take a byte per value, and a float32 scale "
-        "per token and state",
+        "the format on disk; null means dtype. fp8 (E4M3) and int8 take one byte per value, and "
+        "a float32 scale per token and state",
         default=None,
     )
     shuffle_shards: PositiveInt | None = key(
-        "training draws rows from so many shards at a time; null: all", default=None
+        "the number of shards from which training draws rows at a time; null means all",
+        default=None,
     )
     server: Annotated[StateServersConfig | None, unless_set] = key(
-        "null: the target runs in this process", default=None
+        "servers that give the states; with null this process runs the target", default=None
     )
 
     def __post_init__(self) -> None:
         if self.mode == "online" and (self.storage or self.shuffle_shards):
-            raise ValueError("storage and shuffle_shards are a cache's; drop them, or mode: online")
+            raise ValueError(
+                "storage and shuffle_shards are a cache's; drop them, or set mode: cached"
+            )
 
 
 class SourceConfig(Section):
     """Where prompts come from."""
 
     path: Place = key(
-        "a file (.json, .jsonl, .parquet, .arrow, .csv), a directory or a Hub data set "
+        "a file (.json, .jsonl, .parquet, .arrow or .csv), a directory or a Hub data set "
         "(owner/name:subset:split)"
     )
     kind: Literal["conversations", "prompts", "personas"] = key(
-        "human turns, asked after the new answers; one question per row; or rows of "
-        "PersonaHub, made into math problems",
+        "`conversations` gives human turns, each asked after the new answers to those before "
+        "it; `prompts` one question per row; `personas` rows of PersonaHub, made into math "
+        "problems",
         default="conversations",
     )
-    revision: str | None = key("the Hub data set's commit", default=None)
+    revision: str | None = key("the commit of the Hub data set", default=None)
     num_rows: PositiveInt | None = key(
-        "drawn with distill.seed; null: all, in their order", default=None
+        "number of rows to draw with distill.seed; null takes all in their order", default=None
     )
-    samples: PositiveInt = key("answers to each row, with seeds of their own", default=1)
+    samples: PositiveInt = key("answers to each row, each with its own seed", default=1)
     field: str | None = key(
-        "prompts: the column of the question; null: the usual names are tried", default=None
+        "the column of the question, for `prompts`; null tries the usual names", default=None
     )
     ask: Literal["solution", "problem"] = key(
-        "personas: solve the row's problem, or first invent one", default="solution"
+        "for `personas`: solve the row's problem, or first invent one", default="solution"
     )
-    system_prompt: str | None = key("the system turn of rows without one", default=None)
+    system_prompt: str | None = key("the system turn for rows that have none", default=None)
 
     def __post_init__(self) -> None:
         if (self.field is not None and self.kind != "prompts") or (
@@ -202,23 +222,27 @@ class SourceConfig(Section):
 
 
 class AnswerSamplingConfig(Section):
-    """How the tokens of an answer are drawn."""
+    """How the target draws the tokens of an answer."""
 
-    temperature: NonNegativeFloat = key("1: the target's own law; 0: greedy", default=1.0)
-    top_p: Annotated[float, Field(gt=0, le=1)] = key("1: off", default=1.0)
-    top_k: Annotated[int, Field(ge=-1)] | None = key(
-        "null: the server's default; 0 is off (vLLM: -1, too)", default=None
+    temperature: NonNegativeFloat = key(
+        "1 keeps the target's own distribution; 0 is greedy", default=1.0
     )
-    max_tokens: PositiveInt = key("most tokens of one answer", default=2048)
+    top_p: Annotated[float, Field(gt=0, le=1)] = key("1 switches it off", default=1.0)
+    top_k: Annotated[int, Field(ge=-1)] | None = key(
+        "0 switches it off (vLLM: -1, too); null leaves it to the server", default=None
+    )
+    max_tokens: PositiveInt = key("the most tokens of an answer", default=2048)
 
 
 class ServerConfig(Section):
-    """OpenAI-compatible servers (vLLM, SGLang, transformers serve) of the same target."""
+    """OpenAI-compatible servers (vLLM, SGLang, transformers serve) of the target."""
 
     urls: Some[Annotated[str, Field(pattern="^https?://")]] = key(
         "base URLs, such as http://host:8000/v1"
     )
-    model: str | None = key("its name on the servers; null: target.path", default=None)
+    model: str | None = key(
+        "the target's name on the servers; null means target.path", default=None
+    )
     concurrency: PositiveInt = key("requests under way at each URL", default=64)
     timeout_s: PositiveFloat = key(
         "a request may take timeout_s * (retries + 1) in all; thinking can take long",
@@ -226,15 +250,15 @@ class ServerConfig(Section):
     )
     retries: NonNegativeInt = key("how often openai's client repeats a failed request", default=5)
     patience_s: PositiveFloat = key(
-        "if no server answers for so long, the run stops", default=900.0
+        "the run stops if no server answers for this long", default=900.0
     )
     token_ids: bool | Literal["auto"] = key(
-        "ask for the ids (vLLM: return_token_ids), which are then trained on; "
-        "auto: if the server gives them",
+        "whether to ask for token ids, which training then uses (vLLM: return_token_ids); "
+        "`auto` does so if the server gives them",
         default="auto",
     )
     extra_body: dict[str, Any] = key(
-        "sent with every request (min_p, chat_template_kwargs)", default_factory=dict
+        "fields that go with every request (min_p, chat_template_kwargs)", default_factory=dict
     )
 
 
@@ -248,15 +272,15 @@ class GateConfig(Section):
         "an answer that ends at max_tokens; if kept, it has no end-of-turn token", default="drop"
     )
     empty: Action = key("an answer with nothing after the thinking", default="drop")
-    loop: Action = key("an answer that says the same words over and over", default="drop")
+    loop: Action = key("an answer that repeats the same words over and over", default="drop")
     language: Action = key("an answer in another script than its question", default="drop")
     refusal: Action = key(
-        "an answer that refuses; a draft head has to follow the target", default="keep"
+        "an answer that refuses; a draft head should follow the target in this too", default="keep"
     )
-    repeated: Action = key("an invented problem that an earlier row has too", default="drop")
+    repeated: Action = key("an invented problem that an earlier row has already", default="drop")
 
 
-# a published set may be given by its name alone
+# The name alone is enough for a published set.
 by_name = BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
 
 
@@ -264,30 +288,39 @@ class QuestionsConfig(Section):
     """A set of questions."""
 
     name: Annotated[str, Field(min_length=1)] = key(
-        "a published one (mt_bench, humaneval, gsm8k, ...), or a name of your own for the "
+        "a published set (mt_bench, humaneval, gsm8k, ...), or a name of your own for the "
         "questions at `path`"
     )
     path: Place | None = key(
-        "a file, a directory or a Hub data set (owner/name:subset:split); null: the published one",
+        "a file, a directory or a Hub data set (owner/name:subset:split); null means the "
+        "published set",
         default=None,
     )
-    revision: str | None = key("null: the published one's pinned commit", default=None)
+    revision: str | None = key(
+        "the commit of the Hub data set; null means the published set's pinned one", default=None
+    )
 
 
 class DistillConfig(Section):
-    """Prompts that the target answers (RUN/distilled)."""
+    """Prompts, and how the target answers them (RUN/distilled)."""
 
     sources: Some[SourceConfig] = key("where the prompts come from")
     server: ServerConfig | None = key(
-        "null: this process, with the run's draft head if any", default=None
+        "servers that answer; with null this process answers, and drafts with the run's head if "
+        "it has one",
+        default=None,
     )
-    sampling: AnswerSamplingConfig = key("how the target answers", default=AnswerSamplingConfig())
-    max_turns: PositiveInt | None = key("most questions of a conversation", default=None)
+    sampling: AnswerSamplingConfig = key(
+        "how the target draws its answers", default=AnswerSamplingConfig()
+    )
+    max_turns: PositiveInt | None = key("the most questions of a conversation", default=None)
     exclude: Many[Annotated[QuestionsConfig, by_name]] = key(
-        "questions that no prompt may overlap, beside the recipe's own", default=()
+        "questions that no prompt may overlap, beside those of the recipe's own measurements",
+        default=(),
     )
     ngram: Annotated[int, Field(ge=3)] = key(
-        "words in a row that no prompt may share with an evaluation question", default=13
+        "a prompt may not share this many words in a row with a measuring or excluded question",
+        default=13,
     )
-    gate: GateConfig = key("which answers are kept", default=GateConfig())
-    seed: Seed = key("decides the prompts' order and each answer's draws", default=0)
+    gate: GateConfig = key("which answers to keep", default=GateConfig())
+    seed: Seed = key("decides the order of the prompts and each answer's draws", default=0)

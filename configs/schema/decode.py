@@ -1,4 +1,4 @@
-"""How to decode: a method, and what differs from its published settings (METHODS)."""
+"""How to decode: a method, and changes to its published settings (METHODS)."""
 
 import hashlib
 from collections.abc import Iterable
@@ -38,16 +38,17 @@ class ConstantConfig(Section):
 
 
 class HeuristicConfig(Section):
-    """transformers' draft length, which follows how many tokens were accepted."""
+    """transformers' rule: the number of accepted tokens decides the next draft's length."""
 
     rule: Literal["heuristic"] = "heuristic"
-    start: PositiveInt = key("the first length (SVIP's code)", default=5)
-    more: PositiveInt = key("tokens added if all were accepted", default=2)
-    fewer: PositiveInt = key("tokens taken away otherwise, down to one", default=1)
+    start: PositiveInt = key("length of the first draft (SVIP's code)", default=5)
+    more: PositiveInt = key("tokens added to the length after all were accepted", default=2)
+    fewer: PositiveInt = key("tokens taken off otherwise, down to a length of one", default=1)
 
 
 class EntropyConfig(Section):
-    """SVIP: stop when sqrt(c * H) > h, H in nats. Defaults as in its code (the paper: c = 1)."""
+    """SVIP stops when sqrt(c * H) > h, with q's entropy H in nats. Defaults are those of its code
+    (the paper: c = 1)."""
 
     rule: Literal["entropy"] = "entropy"
     c: PositiveFloat = key("weight of q's entropy", default=0.15)
@@ -55,18 +56,20 @@ class EntropyConfig(Section):
 
     @property
     def max_entropy(self) -> float:
+        """The entropy in nats above which a draft ends."""
         return self.h**2 / self.c
 
 
 class ConfidenceConfig(Section):
-    """Stop after a token whose q is below the threshold."""
+    """Stops after a token whose q is below the threshold."""
 
     rule: Literal["confidence"] = "confidence"
     threshold: Share = key("transformers' assistant_confidence_threshold", default=0.4)
 
 
 class VoteConfig(Section):
-    """DEAGLE's vote. Momentum is section 3.4's S_d / S_{d-1}: equation 25's would never vote."""
+    """DEAGLE's vote. Momentum is S_d / S_{d-1}, as in section 3.4: that of equation 25 would never
+    vote."""
 
     rule: Literal["vote"] = "vote"
     signals: Annotated[Some[Literal["probability", "momentum", "expectation"]], distinct] = key(
@@ -74,55 +77,57 @@ class VoteConfig(Section):
         default=("probability", "momentum", "expectation"),
     )
     probability_threshold: Share = key(
-        "probability votes when the summed survival is below it (section 4.1)", default=0.15
+        "probability votes when the summed survival is below this (section 4.1)", default=0.15
     )
-    momentum_threshold: Share = key("a ratio below it is a decline (section 4.1)", default=0.6)
-    declines: PositiveInt = key('momentum votes after so many declines ("two times")', default=2)
+    momentum_threshold: Share = key("a momentum below this is a decline (section 4.1)", default=0.6)
+    declines: PositiveInt = key('momentum votes after this many declines ("two times")', default=2)
     bonus: NonNegativeFloat = key(
-        "added to E_d: 1 for the target's own token, and 2 because the extended code counts "
-        "depths from 0 at the second level (table 4 needs that much); 0: equations 22 and 26 "
-        "as printed, at most the depth",
+        "added to E_d. The 3 is 1 for the target's own token, and 2 because the extended code "
+        "counts depths from 0 at the second level; table 4 needs that much. 0 gives equations "
+        "22 and 26 as printed, where E_d is at most the depth",
         default=3.0,
     )
 
     def __post_init__(self) -> None:
         if self.signals == ("expectation",) and not self.bonus:
-            raise ValueError("without a bonus the expectation always votes; raise bonus")
+            raise ValueError("without a bonus the expectation always votes; set bonus above 0")
 
     @property
     def needed(self) -> int:
-        """How many votes end a tree: two, or one where only one signal votes."""
+        """How many votes end a tree: two, or one if only one signal votes."""
         return min(2, len(self.signals))
 
 
 class ProbabilitySumConfig(Section):
-    """Dynamic Depth Decoding: stop at some depths if the frontier's summed survival is low."""
+    """Dynamic Depth Decoding stops at one of these depths if the frontier's summed survival is
+    low."""
 
     rule: Literal["probability_sum"] = "probability_sum"
     checks: Annotated[Some[PositiveInt], ascending] = key(
         "the depths at which the rule looks", default=(5, 7, 9)
     )
     threshold: Share = key(
-        "the draft ends below it (DEAGLE's; DDD tunes it per model)", default=0.15
+        "the draft ends below this (DEAGLE's value; DDD tunes it per model)", default=0.15
     )
 
 
 class MarginalGainConfig(Section):
-    """OPT-Tree: stop when a level adds too little expected length."""
+    """OPT-Tree stops when a level adds too little expected length."""
 
     rule: Literal["marginal_gain"] = "marginal_gain"
     threshold: Annotated[Share, Field(lt=1.0)] = key(
-        "least gain, in expected tokens (its README)", default=0.5
+        "the least gain, in expected tokens (its README)", default=0.5
     )
 
 
 class ExactConfig(Section):
-    """Stop when no deeper node could enter the tree: all levels would give the same one."""
+    """Stops when no deeper node could enter the tree, so the tree is the same as with all
+    levels."""
 
     rule: Literal["exact"] = "exact"
 
 
-# The first four suit chains and trees, the others trees alone: they judge by the frontier.
+# The first four suit chains and trees. The others judge by a tree's frontier.
 StopConfig = Annotated[
     ConstantConfig
     | HeuristicConfig
@@ -143,23 +148,24 @@ class ChoicesFile(Section):
     choices: Many[Choice]
 
 
-# Of every shape `levels` is the limit, whatever the stop rule, and `nodes` counts the root.
+# In every shape, `levels` is the limit under any stop rule, and `nodes` counts the root.
 class _AnyShape(Section, kw_only=True):
     """A tree of any shape; a chain is one, too."""
 
-    stop: StopConfig = key("when to end a draft early", default=ConstantConfig())
+    stop: StopConfig = key("the rule that ends a draft early", default=ConstantConfig())
     calibrated: Fit | None = key(
-        "corrects confidences by this fit of `aerie calibrate`", default=None
+        "the fit of `aerie calibrate` that corrects confidences; null corrects none", default=None
     )
 
 
 class ChainConfig(_AnyShape, kw_only=True):
-    """`levels` tokens in a row: drawn from q if the target samples (R1), or q's most probable."""
+    """A chain of `levels` tokens: drawn from q if the target samples (R1), or q's most probable."""
 
     shape: Literal["chain"] = "chain"
-    levels: PositiveInt = key("drafted tokens, at most", default=6)
+    levels: PositiveInt = key("the most drafted tokens", default=6)
     children: Literal["best", "sampled"] = key(
-        "sampled: drawn from q if the target samples; best: q's most probable", default="sampled"
+        "`sampled` draws tokens from q if the target samples; `best` takes q's most probable token",
+        default="sampled",
     )
     k = 1  # a path does not branch
 
@@ -173,17 +179,17 @@ class StaticConfig(_AnyShape, kw_only=True):
 
     shape: Literal["static"] = "static"
     choices: Place | tuple[Choice, ...] = key(
-        "paths of child ranks [[0], [1], [0, 0], ...], a YAML file with them under `choices`, "
-        "or a published tree"
+        "paths of child ranks [[0], [1], [0, 0], ...], a YAML file with such paths under "
+        "`choices`, or the name of a published tree"
     )
     children: Literal["best", "sampled"] = key(
-        "sampled: drawn without replacement if the target samples (R3); best: q's most "
-        "probable (R2)",
+        "`sampled` draws children without replacement if the target samples (R3); `best` takes "
+        "q's most probable tokens (R2)",
         default="sampled",
     )
 
     def __post_init__(self) -> None:
-        assert self.paths  # which checks the choices
+        assert self.paths  # reading the paths checks the choices
 
     @property
     def file(self) -> Path | None:
@@ -192,7 +198,7 @@ class StaticConfig(_AnyShape, kw_only=True):
 
     @cached_property
     def paths(self) -> tuple[Choice, ...]:
-        """The nodes in level order, siblings by rank; ValueError for choices that are no tree."""
+        """The nodes in level order, siblings by rank; ValueError if the choices are no tree."""
         choices = self.choices
         source = "tree.choices"
         if isinstance(choices, str):
@@ -210,7 +216,7 @@ class StaticConfig(_AnyShape, kw_only=True):
             fault = f"{source}: {[*parent, rank]} is listed without"
             if tuple(parent) not in nodes:
                 raise ValueError(f"{fault} its parent {parent}; add the parent")
-            # the child of rank r is the token drawn r-th, so no earlier draw may be left out
+            # The child of rank r is the token drawn r-th, so no earlier draw may be left out.
             if self.children == "sampled" and rank and (*parent, rank - 1) not in nodes:
                 fix = "which would bias the output; list it too, or use children: best"
                 raise ValueError(f"{fault} {[*parent, rank - 1]}, {fix}")
@@ -230,25 +236,31 @@ class StaticConfig(_AnyShape, kw_only=True):
 
 
 class DynamicConfig(_AnyShape, kw_only=True):
-    """EAGLE-2's tree of q's most probable tokens, or of drawn tokens."""
+    """EAGLE-2's tree, of q's most probable tokens or of drawn tokens."""
 
     shape: Literal["dynamic"] = "dynamic"
     levels: PositiveInt = key(
-        "greatest depth; the root has depth 0 (EAGLE-2, appendix A: 6)", default=6
+        "greatest depth of the tree; the root has depth 0 (EAGLE-2, appendix A: 6)", default=6
     )
-    k: PositiveInt = key("children per node, frontier width", default=10)
-    nodes: Annotated[int, Field(ge=2)] = key("verified nodes, the root included", default=60)
+    k: PositiveInt = key("children per node, and width of the frontier", default=10)
+    nodes: Annotated[int, Field(ge=2)] = key(
+        "number of verified nodes, the root included", default=60
+    )
     children: Literal["best", "sampled"] = key(
-        "q's most probable (R2), or drawn if the target samples (R3)", default="best"
+        "`best` takes q's most probable tokens (R2); `sampled` draws them if the target samples "
+        "(R3)",
+        default="best",
     )
     rank: Literal["survival", "confidence"] = key(
-        "confidence: EAGLE-2's ablation (table 3)", default="survival"
+        "the value that ranks nodes; `confidence` is EAGLE-2's ablation (table 3)",
+        default="survival",
     )
     rerank: bool = key(
-        "false (table 3): verify every level's k best, k * levels + 1 nodes", default=True
+        "false verifies the k best nodes of every level, k * levels + 1 in all (table 3)",
+        default=True,
     )
     stop_read: Literal["each", "late"] = key(
-        "when to read `stop`: before each level, or late, once the next level runs. The tree "
+        "when to read `stop`: before each level, or `late`, while the next level runs. The tree "
         "is the same",
         default="each",
     )
@@ -256,16 +268,17 @@ class DynamicConfig(_AnyShape, kw_only=True):
     def __post_init__(self) -> None:
         if isinstance(self.stop, ProbabilitySumConfig) and self.stop.checks[0] >= self.levels:
             raise ValueError(
-                f"stop.checks {list(self.stop.checks)} are never reached in {self.levels} levels"
+                f"stop.checks {list(self.stop.checks)} are never reached in {self.levels} levels; "
+                f"start them below {self.levels}"
             )
         if self.children == "sampled" and self.rank != "survival":
-            # a later draw could have a node expanded that pushes an earlier one out of the tree
+            # A later draw could expand a node that pushes an earlier draw out of the tree.
             raise ValueError(
                 "children: sampled with rank: confidence would bias the output; use rank: survival"
             )
         if isinstance(self.stop, ExactConfig) and not (self.rank == "survival" and self.rerank):
             raise ValueError("stop.rule: exact needs rank: survival and rerank: true")
-        if not self.rerank:  # however it is made, its caches have room for all of them
+        if not self.rerank:  # all these nodes are verified, so caches need room for them
             object.__setattr__(self, "nodes", self.k * self.levels + 1)
 
     @property
@@ -277,7 +290,7 @@ TreeConfig = Annotated[ChainConfig | StaticConfig | DynamicConfig, Discriminator
 
 
 def choice_digests(trees: Iterable[Any]) -> dict[str, dict[str, str]]:
-    """{"choices": {file: digest}} of the files that trees name."""
+    """{"choices": {file: digest}} for the files that static trees name; {} if none names a file."""
     choices = {}
     for tree in trees:
         if isinstance(tree, StaticConfig) and tree.file:
@@ -286,12 +299,13 @@ def choice_digests(trees: Iterable[Any]) -> dict[str, dict[str, str]]:
 
 
 class PromptLookupConfig(Section):
-    """Prompt lookup as in transformers 5: what followed the first copy of the last n-gram."""
+    """Prompt lookup as in transformers 5: drafts what followed the first copy of the last
+    n-gram."""
 
     ngram: PositiveInt = key(
-        "the longest (transformers' default; prompt-lookup-decoding: 3)", default=2
+        "length of the longest n-gram (transformers' default; prompt-lookup-decoding: 3)", default=2
     )
-    length: PositiveInt = key("drafted tokens, at most", default=10)
+    length: PositiveInt = key("the most drafted tokens", default=10)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -304,20 +318,24 @@ class PromptLookupConfig(Section):
 
 
 class LookaheadConfig(Section):
-    """Lookahead decoding (arXiv 2402.02057); N, W, G as published."""
+    """Lookahead decoding (arXiv 2402.02057). N, W and G have their published values."""
 
     ngram: Annotated[int, Field(ge=2)] = key(
-        "N: a guess has N - 1 tokens, the window N - 1 rows", default=5
+        "N: a guess has N - 1 tokens, and the window N - 1 rows", default=5
     )
-    window: PositiveInt = key("W: the window's columns", default=7)
-    guesses: PositiveInt = key("G: n-grams kept per first token, all verified at once", default=7)
+    window: PositiveInt = key("W: columns of the window", default=7)
+    guesses: PositiveInt = key(
+        "G: n-grams kept for each first token; one forward pass verifies all of them", default=7
+    )
     pool_from_text: bool = key(
-        "also pool n-grams of prompt and answer (its POOL_FROM_PROMPT)", default=False
+        "whether the n-grams of prompt and answer join the pool (its POOL_FROM_PROMPT)",
+        default=False,
     )
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """(levels, k, nodes with root and the window's tokens, also while the window fills)."""
+        """(levels, k, nodes). nodes counts the root and the window's tokens, also while the window
+        fills."""
         rows, columns = self.ngram - 1, self.window
         warm_up = max((row + 1) * (columns + rows - 1 - row) for row in range(rows))
         return rows, self.guesses, max(rows * columns + rows * self.guesses, warm_up)
@@ -334,11 +352,11 @@ OPTIONS: dict[str, type[Options]] = {"lookup": PromptLookupConfig, "lookahead": 
 
 @dataclass
 class Published:
-    """A method as its paper has it."""
+    """A method as its paper describes it."""
 
-    tree: dict[str, Any] | None = None  # TreeConfig's keys
-    options: str | None = None  # its section, if it grows no tree
-    heads: tuple[str, ...] = ()  # the kinds of head that list it
+    tree: dict[str, Any] | None = None  # keys of its TreeConfig
+    options: str | None = None  # the section with its settings, if it grows no tree
+    heads: tuple[str, ...] = ()  # the kinds of head with which it drafts
 
 
 def _tree(shape: str, size: Any, rule: str = "constant", **more: Any) -> Published:
@@ -348,7 +366,7 @@ def _tree(shape: str, size: Any, rule: str = "constant", **more: Any) -> Publish
 
 METHODS: dict[str, Published] = {
     "vanilla": Published(),
-    # a constant of 5 and caps of 40 are SVIP's (arXiv 2411.18462), 20 is transformers'
+    # SVIP (arXiv 2411.18462) has the constant of 5 and the caps of 40, transformers that of 20.
     "sps": _tree("chain", 5),
     "sps-heuristic": _tree("chain", 40, "heuristic"),
     "sps-svip": _tree("chain", 40, "entropy"),
@@ -363,8 +381,8 @@ METHODS: dict[str, Published] = {
     "eagle2": _tree("dynamic", 6),
     "eagle3": _tree("dynamic", 8),
     "eagle-chain": _tree("chain", 5),
-    # rules that end the tree of EAGLE-2 or EAGLE-3: DEAGLE (section 4.1), SVIP (table 2), DDD (at
-    # most 11 levels), OPT-Tree
+    # Rules that end the tree of EAGLE-2 or EAGLE-3: DEAGLE (section 4.1), SVIP (table 2), DDD (at
+    # most 11 levels), OPT-Tree.
     "deagle": _tree("dynamic", 8, "vote"),
     "svip": _tree("dynamic", 8, "entropy"),
     "ddd": _tree("dynamic", 11, "probability_sum"),
@@ -382,9 +400,9 @@ else:
 
 
 def completed(method: Any, changes: Any) -> Any:
-    """A method's published tree with a recipe's changes; another shape has its own defaults.
+    """A method's published tree with a recipe's changes. A changed shape has its own defaults.
 
-    None for a method that grows no tree, or that is unknown: `method` is reported for that.
+    None for a method that grows no tree, and for an unknown method, which the key `method` reports.
     """
     if method not in METHODS:
         return None
@@ -401,14 +419,15 @@ def completed(method: Any, changes: Any) -> Any:
     if isinstance(changes.get("stop"), dict):
         changes["stop"] = published["stop"] | changes["stop"]
     if method == "opt-tree" and isinstance(changes.get("nodes"), int):
-        changes.setdefault("k", changes["nodes"] - 1)  # its frontier is as wide as its budget
+        changes.setdefault("k", changes["nodes"] - 1)  # the frontier is as wide as the budget
     return published | changes
 
 
 def fitted(tree: Any, method: str, most: int, where: str, head: str) -> Any:
-    """A TreeConfig no deeper than its head drafts.
+    """The TreeConfig, at most as deep as its head drafts.
 
-    Cuts the method's default depth; UserError for any other depth.
+    Cuts the method's default depth; raises UserError if any other depth is too great. where and
+    head are what the error names.
     """
     if tree.levels <= most:
         return tree
@@ -426,17 +445,21 @@ def published_tree(method: str, **changes: Any) -> Any:
 
 
 class MethodConfig(Section):
-    """What decodes. Its tree is whole: a recipe's row and `of` start with the published one."""
+    """What decodes. Its tree is complete: the published one with the changes."""
 
-    method: Method = key("its tree and options are the published ones unless set below")
+    method: Method = key(
+        "the name of a method; it drafts as published unless a key below changes it"
+    )
     tree: TreeConfig | None = key("changes to the method's tree", default=None)
-    head: Place | None = key("a directory or Hub id; null: the run's own", default=None)
-    lookup: PromptLookupConfig | None = key("for method pld", default=None)
-    lookahead: LookaheadConfig | None = key("for method lookahead", default=None)
+    head: Place | None = key(
+        "a directory or Hub id of a head; null takes the run's own", default=None
+    )
+    lookup: PromptLookupConfig | None = key("settings of method pld", default=None)
+    lookahead: LookaheadConfig | None = key("settings of method lookahead", default=None)
 
     @classmethod
     def of(cls, method: str, head: str | None = None, **changes: Any) -> "MethodConfig":
-        """The published method, with changes to its tree."""
+        """The published method with changes to its tree."""
         return cls(method, published_tree(method, **changes), head)
 
     @model_validator(mode="before")
@@ -458,20 +481,24 @@ class MethodConfig(Section):
 
 
 class ServedConfig(Section):
-    """A row that an OpenAI-compatible server of the target answers: vLLM, SGLang."""
+    """A row that an OpenAI-compatible server of the target answers, such as vLLM or SGLang."""
 
-    method: Literal["served"] = key("the server drafts as it was started to")
+    method: Literal["served"] = key("the server drafts in the way in which it was started")
     url: Annotated[str, Field(pattern="^https?://")] = key(
-        "its base URL, such as http://host:8000/v1"
+        "the server's base URL, such as http://host:8000/v1"
     )
     name: Annotated[str, Field(min_length=1)] = key("the row's name in tables", default="server")
-    model: str | None = key("its name on the server; null: the only one", default=None)
+    model: str | None = key(
+        "the target's name on the server; null takes the only one there", default=None
+    )
     at_once: Annotated[Many[PositiveInt], ascending] = key(
-        "then also this many requests at once; empty: only one by one", default=(8, 32)
+        "numbers of requests to keep under way at once, after a round one by one; empty leaves "
+        "these rounds out",
+        default=(8, 32),
     )
     timeout_s: PositiveFloat = key("the longest that a request may take", default=600.0)
-    extra_body: dict[str, Any] = key("sent with every request", default_factory=dict)
-    head = None  # the server's own
+    extra_body: dict[str, Any] = key("fields that go with every request", default_factory=dict)
+    head = None  # the server has its own
     tree = None
 
 

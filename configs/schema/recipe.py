@@ -1,4 +1,4 @@
-"""The whole recipe and where a run keeps its files: what the four `main.py` share."""
+"""The whole recipe, and where a run keeps its files. Every `main.py` uses both."""
 
 import argparse
 import datetime
@@ -32,7 +32,7 @@ from aerie.configs.schema.heads import (
 )
 from aerie.configs.schema.measure import BenchConfig, CalibrateConfig, TuneConfig
 
-KEYS_OF_FLAGS = {  # an option's name in argparse's result: the key that it overrides
+KEYS_OF_FLAGS = {  # argparse's name of an option -> the key that it overrides
     "run": "run",
     "target": "target.path",
     "dtype": "target.dtype",
@@ -41,44 +41,52 @@ KEYS_OF_FLAGS = {  # an option's name in argparse's result: the key that it over
 
 
 class Recipe(Section):
-    """The whole recipe."""
+    """What to run, and how."""
 
-    run: Place = key("the run's directory")
-    target: TargetConfig = key("the model that is sped up")
-    data: DataConfig = key("what is trained on, and what is held out")
+    run: Place = key("the directory in which the run keeps its files")
+    target: TargetConfig = key("the model that aerie speeds up")
+    data: DataConfig = key("the conversations that the head learns from, and those held out")
     head: HeadConfig = key(
-        "the draft head; its `kind` (eagle1) decides which other keys there are",
+        "the draft head; its `kind` (eagle1) decides which keys the section has",
         default=Eagle1Section(),
     )
     features: FeaturesConfig = key(
         "the target's states that heads learn from", default=FeaturesConfig()
     )
     train: Train = key(
-        "how the head is trained; the keys depend on head.kind", default=Eagle1Train()
+        "how to train the head; head.kind decides which keys the section has", default=Eagle1Train()
     )
     tree: TreeConfig | None = key("changes to the tree of the head's usual method", default=None)
     calibrate: CalibrateConfig | None = key(
-        "how far the head's confidence can be trusted; null: all defaults", default=None
+        "how to measure whether the head's confidence can be trusted; null means all defaults",
+        default=None,
     )
-    bench: BenchConfig | None = key("tau and speedup of methods; null: all defaults", default=None)
+    bench: BenchConfig | None = key(
+        "how to measure tau and speedup of methods; null means all defaults", default=None
+    )
     tune: TuneConfig | None = key(
-        "search for the fastest tree; if set, `aerie run` tunes too", default=None
+        "how to search for the fastest tree; `aerie run` tunes only if this is set", default=None
     )
     synthetic: SyntheticConfig | None = key(
-        "a made-up corpus (`aerie synthetic`), as in configs/draft_lm/embedded.yaml", default=None
+        "a made-up corpus, which `aerie synthetic` writes; see configs/draft_lm/embedded.yaml",
+        default=None,
     )
     distill: DistillConfig | None = key(
-        "answers that the target writes itself (`aerie distill`)", default=None
+        "how `aerie distill` lets the target answer prompts", default=None
     )
-    output: Place | None = key("the trained head; null: RUN/heads/KIND", default=None)
+    output: Place | None = key(
+        "where the trained head goes; null means RUN/heads/KIND", default=None
+    )
     last_stage: Literal["train", "report"] = key(
-        "the stage that ends `aerie run`; train: decode nothing here (the target does not fit)",
+        "the last stage of `aerie run`; `train` suits a target that does not fit this machine",
         default="report",
     )
     threads: PositiveInt | None = key(
-        "torch threads per process; null: torch's choice", default=None
+        "torch threads per process; null lets torch choose", default=None
     )
-    seed: Seed = key("decides the draws of sampled rows and the bootstrap of intervals", default=0)
+    seed: Seed = key(
+        "decides what rows with sampling draw, and the bootstrap of intervals", default=0
+    )
 
     @property
     def root(self) -> Path:
@@ -86,20 +94,20 @@ class Recipe(Section):
 
     @property
     def date_file(self) -> Path:
-        """Keeps the date that the chat template writes in this run's rows."""
+        """The file with the date that the chat template writes into this run's rows."""
         return self.root / "date.txt"
 
     @property
     def head_output(self) -> Path:
-        """What a training writes."""
+        """The directory that training writes."""
         return Path(self.output or self.root / "heads" / self.head.kind)
 
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, values: Any) -> Any:
-        """Adds the published settings of the trees, and the head's kind to `train`."""
+        """The values with the trees' published settings, and with the head's kind in `train`."""
         kind, method = _kind_and_method(values)
-        usual = USUAL.get(kind)  # None: the section `head` reports a wrong kind
+        usual = USUAL.get(kind)  # None for a wrong kind, which the section `head` reports
         train = values.get("train") or {}
         calibrate = values.get("calibrate")
         if isinstance(train, dict):
@@ -111,7 +119,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _fit_tree(self) -> "Recipe":
-        """Cuts the tree to the levels that the head drafts."""
+        """The recipe with its tree cut to the levels that the head drafts."""
         most = self.head.levels_of(vars(self.head))
         if not most or self.tree is None or self.tree.shape == "static":
             return self
@@ -120,7 +128,8 @@ class Recipe(Section):
 
 
 def _kind_and_method(values: dict[str, Any]) -> tuple[str, str | None]:
-    """The head's kind, and the method that calibrate measures, in unchecked values."""
+    """The head's kind, and the method that calibrate measures, from values that are not checked
+    yet."""
     head = values.get("head")
     calibrate = values.get("calibrate")
     kind = head.get("kind", DEFAULT_KIND) if isinstance(head, dict) else DEFAULT_KIND
@@ -129,29 +138,32 @@ def _kind_and_method(values: dict[str, Any]) -> tuple[str, str | None]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds every command's options; any other `--section.key value` is an override."""
+    """Adds the options of every command. Any other `--section.key value` is an override."""
     parser.epilog = (
-        "Any key of the recipe can be set too: --section.key VALUE (--train.learning_rate 1e-4). "
-        "`aerie keys SECTION` prints the keys of a section, what they mean and their defaults."
+        "You can also set any key of the recipe: --section.key VALUE (--train.learning_rate 1e-4). "
+        "`aerie keys SECTION` prints a section's keys with their meaning and default."
     )
     parser.add_argument("--config", type=user_path, help="the recipe (YAML)")
     parser.add_argument("--run", help="the run's directory")
-    parser.add_argument("--target", help="directory or Hub id (overrides target.path)")
+    parser.add_argument("--target", help="a directory or a Hub id; overrides target.path")
     parser.add_argument("--dtype", help="overrides target.dtype")
     parser.add_argument("--device-map", help="overrides target.device_map")
-    parser.add_argument("--plan", action="store_true", help="print what would run, and stop")
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace what another recipe left in the output"
+        "--plan", action="store_true", help="print what the command would do, and stop"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an output that another recipe made"
     )
 
 
 def load(
     arguments: argparse.Namespace, unknown: list[str], method_of_tree: str | None = None
 ) -> Recipe:
-    """The recipe with the command line's overrides, and the date that its run has kept.
+    """The recipe with the command line's overrides, and with the date that its run has kept.
 
-    Another kind of head or another method there drops the file's tree. method_of_tree: what
-    overrides of `tree` are meant for; they count if it is the usual method (None) of the head.
+    If an override changes the head's kind or the method, the file's tree is dropped. method_of_tree
+    names the method that overrides of `tree` are meant for; they count only if that is the head's
+    usual method, or None.
     """
     if arguments.config is None:
         raise UserError("no recipe; name one with --config RECIPE.yaml")
@@ -178,16 +190,18 @@ def with_date(recipe: Recipe, date: datetime.date) -> Recipe:
 
 
 def read_date(path: Path) -> datetime.date:
-    """The date in a run's date_file."""
+    """The date in a run's date_file; UserError if the file holds no date."""
     text = read_text(path).strip()
     try:
         return datetime.date.fromisoformat(text)
     except ValueError as error:
-        raise UserError(f"{path}: {text[:40]!r} is no date like 2026-11-27; mend it") from error
+        raise UserError(
+            f"{path}: {text[:40]!r} is no date like 2026-11-27; correct it, or delete the file"
+        ) from error
 
 
 def pairs_of_flags(arguments: argparse.Namespace) -> list[str]:
-    """The overrides for which there are options, such as ['target.path=llama'] for --target."""
+    """The overrides that have an option of their own: ['target.path=llama'] for --target llama."""
     values = {name: getattr(arguments, flag, None) for flag, name in KEYS_OF_FLAGS.items()}
     return [f"{name}={value}" for name, value in values.items() if value is not None]
 
@@ -199,14 +213,14 @@ def pairs_of(words: list[str]) -> list[str]:
     for word in rest:
         if not word.startswith("--"):
             raise UserError(
-                f"{word}: not an option; overrides look like --train.learning_rate 1e-4, and a "
-                "list is one word: --features.after_blocks '[2, 8]'"
+                f"{word}: not an option; overrides look like --train.learning_rate 1e-4. Quote a "
+                "list as one word: --features.after_blocks '[2, 8]'"
             )
         name, equals, value = word.removeprefix("--").partition("=")
         if not equals:
             value = next(rest, "")
             if not value:
-                raise UserError(f"{word}: needs a value")
+                raise UserError(f"{word}: needs a value; write {word} VALUE")
         if name.startswith("generation."):
             name = f"target.{name}"
         pairs.append(f"{name}={value}")
