@@ -1,5 +1,5 @@
-"""The objective of block heads: blocks at random anchors in answers, and the target's law at each
-position of a block."""
+"""The objective of block heads: blocks start at random anchors in answers, and each position of a
+block learns the target's law."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -27,19 +27,19 @@ from aerie.train.workload import (
 
 
 class BlockSlots(NamedTuple):
-    """Blocks and what they learn; k = 0, 1, ... counts the drafted positions of a block."""
+    """Blocks and what they learn. k = 0, 1, ... counts the drafted positions of a block."""
 
     supervised: Tensor  # [B, A, K] bool, on the host
-    blocks: list[Tensor]  # of each k, on the host [S_k]: the blocks of B * A that are supervised
-    piece: Piece  # columns: outputs [S_k, D], the tokens before [S_k, n], labels [S_k]
+    blocks: list[Tensor]  # per k [S_k], on the host: the supervised ones of the B * A blocks
+    piece: Piece  # its columns: outputs [S_k, D], tokens before [S_k, n], labels [S_k]
 
 
 class BlockObjective(Objective):
-    """Position k's law and label loss times place_decay ** k (k = 0, 1, ...), divided by all
-    supervised positions (arXiv 2602.06036).
+    """Label and law losses of position k = 0, 1, ... times place_decay ** k, divided by the number
+    of supervised positions (arXiv 2602.06036).
 
-    A block at anchor a drafts t_{a+1}, t_{a+2}, ...; t_{a+1+k} is supervised where it is of
-    the same turn as t_a.
+    A block at anchor a drafts t_{a+1}, t_{a+2}, ... Position k is supervised if t_{a+1+k} is in the
+    turn of t_a.
     """
 
     is_random = True
@@ -53,16 +53,16 @@ class BlockObjective(Objective):
         head.gradient_checkpointing = settings.gradient_checkpointing
 
     def draw_blocks(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Anchors [B, A], with zeros after a row's last, and supervised positions [B, A, K] bool;
-        both on the host.
+        """Anchors [B, A] and supervised positions [B, A, K] bool, both on the host. Zeros fill up a
+        row's anchors.
 
-        Rows' seeds draw at most `train.anchors` each; without seeds (in evaluation) they are evenly
-        spread."""
-        # A row's blocks depend on its seed alone: not on the process that draws them, nor on when
-        # it was started.
+        Each row's seed draws at most `train.anchors` of its slots. Without seeds, in evaluation,
+        the anchors are evenly spread.
+        """
+        # A row's blocks depend only on its seed: any process draws the same ones, at any time.
         drawn = []
         for row, slots in enumerate(batch.supervised()):
-            # Slot p: t_{p+1} and t_{p+2} are of one turn, so a block at p + 1 can learn something.
+            # At slot p, t_{p+1} and t_{p+2} share a turn, so a block at p + 1 has a token to learn.
             possible = slots.nonzero()[:, 0] + 1
             count = min(len(possible), self.settings.anchors)
             if batch.seeds is None:
@@ -72,15 +72,15 @@ class BlockObjective(Objective):
                 order = torch.randperm(len(possible), generator=generator)
                 chosen = order[:count].sort().values
             drawn.append(possible[chosen])
-        # The extra row makes A >= 1: a process without supervised tokens still calls the head.
+        # The extra row makes A >= 1: a process without supervised tokens must call the head, too.
         extra = torch.zeros(1, dtype=torch.long)
         anchors = pad_sequence([*drawn, extra], batch_first=True)[:-1]  # [B, A]
         drafted = anchors[..., None] + 1 + torch.arange(len(self.depths))  # [B, A, K] positions
         turn_ids = F.pad(batch.turn_ids, (0, len(self.depths)))
-        # Beyond the row's end the turn is 0, which no anchor is of.
+        # Beyond the row's end the turn is 0, and no anchor is in turn 0.
         of_anchor = turn_ids.gather(1, anchors)  # [B, A]
         of_drafted = turn_ids.gather(1, drafted.flatten(1)).view_as(drafted)  # [B, A, K]
-        is_block = anchors > 0  # the others fill up a row
+        is_block = anchors > 0  # zeros only fill up a row
         return anchors, (of_drafted == of_anchor[..., None]) & is_block[..., None]
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
@@ -99,25 +99,25 @@ class BlockObjective(Objective):
         return StepOutput(terms, metrics)
 
     def _draft(self, batch: Batch) -> BlockSlots:
-        """Draws blocks and runs the head over them."""
+        """Draws blocks, and runs the head over them."""
         device = batch.input_ids.device
         ids = batch.input_ids.flatten()  # [B * T]
         anchors, supervised = self.draw_blocks(batch)
-        # All indices are made on the host, from the turn ids: no step waits for the device.
-        blocks = [supervised[..., k].flatten().nonzero()[:, 0] for k in self.depths]
+        # The host makes all indices from the turn ids, so no step waits for the device.
+        blocks = [supervised[..., k].flatten().nonzero()[:, 0] for k in self.depths]  # K x [S_k]
         # (1) the head
         at = anchors.to(device, non_blocking=True)
         tokens = batch.input_ids.gather(1, at)  # [B, A]
-        # Of a block only the drafting rows come back: K states each.
+        # The head returns only the drafting rows of a block: K states each.
         states = self.head(tokens, batch.taps, at, self.target.embedding)  # [B, A, K, D]
         states = states.flatten(0, 1)  # [B * A, K, D]
-        # (2) the target's laws. That of t_{a+1+k} is at a + k, where the token before it stands.
-        # Blocks overlap: a law that several of them learn is computed once.
+        # (2) the target's laws: that of t_{a+1+k} comes from the state of the token before it.
+        # Blocks overlap, and `unique` makes sure that a law is computed once.
         row_starts = torch.arange(0, len(ids), batch.input_ids.shape[1])  # [B]
-        flat_anchors = (row_starts[:, None] + anchors).flatten()
+        flat_anchors = (row_starts[:, None] + anchors).flatten()  # [B * A], positions in B * T
         before = [flat_anchors[numbers] + k for k, numbers in enumerate(blocks)]  # K x [S_k]
-        needed, which = torch.cat(before).unique(return_inverse=True)
-        # (3) what each position is given, and what it shall draft
+        needed, which = torch.cat(before).unique(return_inverse=True)  # [S], [sum of S_k]
+        # (3) for each position: its output, the tokens before it, and the token that it learns
         windows = self._last_tokens(batch.input_ids)  # [B * T, n]
         outputs = []
         previous = []
@@ -132,25 +132,26 @@ class BlockObjective(Objective):
         return BlockSlots(supervised, blocks, Piece(true, of_depths, [outputs, previous, labels]))
 
     def _last_tokens(self, ids: Tensor) -> Tensor:
-        """The n tokens [B * T, n] up to each position; they correct the law of the next one."""
+        """The last n tokens [B * T, n] up to each position, which correct the law of the next
+        token."""
         n = self.head.config.markov_order
-        # The first token also fills what is before it.
+        # Copies of the first token stand before the text.
         filled = torch.cat([ids[:, :1].expand(-1, n - 1), ids], dim=1)  # [B, T + n - 1]
         return filled.unfold(1, n, 1).flatten(0, 1)
 
     def _laws(self, outputs: Tensor, before: Tensor) -> Tensor:
-        """log q [S, V] of outputs [S, D], after tokens [S, n]."""
-        # The target's LM head stays in its own dtype, as in decoding.
+        """log q [S, V] of outputs [S, D], corrected by the tokens [S, n] before them."""
+        # The target's LM head keeps its own dtype, as in decoding.
         with torch.autocast(outputs.device.type, enabled=False):
             outputs = outputs.float()
             return self.head.correct(self.target.logits(outputs), before, outputs).log_softmax(-1)
 
     def _sums(self, piece: Piece) -> losses.Sums:
-        """Sums of each position [K]."""
+        """The sums of each position [K]."""
         outputs, previous, labels = piece.columns
         with torch.no_grad(), torch.autocast(piece.states.device.type, enabled=False):
             law = losses.TargetLaw.of_logits(self.target.logits(piece.states))
-        # All positions in one call of the LM head; `sizes` splits them again.
+        # One call of the LM head serves all positions; `sizes` splits them again.
         slots = torch.cat(piece.which).to(piece.states.device, non_blocking=True)  # [S]
         law = replace(law, slots=slots)
         log_q = self._laws(torch.cat(outputs), torch.cat(previous))  # [S, V]
@@ -169,11 +170,12 @@ class BlockObjective(Objective):
         return columns
 
     def measure(self, batch: Batch) -> SumsAndCounts:
-        """Measures greedy chains from the anchors; each position gets the text's earlier tokens."""
+        """The sums of `forward`, and those of greedy chains from the anchors. Each position is
+        corrected by the text's own tokens, not by drafted ones."""
         slots = self._draft(batch)
         outputs, previous, _ = slots.piece.columns
         choices = self.choose(slots.piece.states)
-        # A block's chain ends at its first miss, or where its turn does.
+        # A block's chain ends at its first miss or at the end of its turn. hits: [B * A, depths]
         hits = torch.zeros(slots.supervised.shape[:2].numel(), self.settings.eval_depths)
         for k in self.depths[: self.settings.eval_depths]:
             parts = zip(outputs[k].split(self.chunk), previous[k].split(self.chunk), strict=True)
@@ -188,10 +190,10 @@ class BlockObjective(Objective):
         sizes = MatrixSizes.of(self.head)
         shared = self.target.lm_head.numel()
         blocks = min(load.slots[0], load.rows * self.settings.anchors)
-        # attention's two products are counted like weights: a row meets the keys of a row of text
+        # Attention's two products count like weights, as many as the keys of a row of text.
         products = 2 * config.num_hidden_layers * attention_width(config)
         products *= load.tokens // load.rows
-        # fc, keys and values of all tokens; the rest of the blocks' rows alone
+        # fc, keys and values for all tokens; everything else for the blocks' rows only
         of_text = (sizes.fc + sizes.keys_and_values) * load.tokens
         of_blocks = (sizes.body - sizes.fc + products) * blocks * config.block_size
         laws = 2 * shared * load.slots[0]
@@ -203,11 +205,11 @@ class BlockObjective(Objective):
         layers = KeptNumbers.of(config, self.settings.gradient_checkpointing)
         blocks = min(tokens, self.settings.batch_size * self.settings.anchors)
         rows = blocks * config.block_size
-        # not only the blocks' rows: fc, keys and values of the text
+        # fc, keys and values of the text, beside those of the blocks' rows
         kv_width = config.num_key_value_heads * config.head_dim
         of_text = tokens * (5 * config.hidden_size + 2 * kv_width * config.num_hidden_layers)
         ends = 7 * config.hidden_size + of_text // rows
         numbers = rows * (layers.kept + ends) + tokens * layers.recomputed
-        # a chunk counts the target's states, which the slots of several blocks share
+        # A chunk counts the target's states, and slots of several blocks share a state.
         chunk = self.chunk_on(is_gpu=True) * max(1, rows // tokens) // config.block_size
         return Activations(numbers, 6 * config.vocab_size * min(rows, chunk))

@@ -1,4 +1,4 @@
-"""What a training takes, by formulas: operations, hours and memory (`train --plan`)."""
+"""Estimates what a training takes: operations, hours and memory (`train --plan`)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,14 +13,14 @@ from aerie.train.workload import Load
 
 # Dense bf16 operations per second of an H100 and an H200 (SXM; NVIDIA's data sheets).
 PEAK = 989e12
-# The share that good training reaches. Model FLOPs utilisation: recomputation takes time, but does
-# not count as work.
+# Model FLOPs utilisation: the share of PEAK that good training reaches. Recomputation takes time,
+# but does not count as work.
 MFU = 0.4
 GPUS = {"H100": 80e9, "H200": 141e9}  # bytes of memory
 
 
 def plan_text(recipe: Recipe, job: Job) -> str:
-    """What `train --plan` prints: rows, steps, work and memory."""
+    """The text of `train --plan`: rows, steps, work and memory."""
     lengths = job.rows.lengths
     lines = [
         f"data: {len(lengths):,} rows, {sum(lengths):,} tokens an epoch; "
@@ -35,7 +35,7 @@ def plan_text(recipe: Recipe, job: Job) -> str:
 
 def _plan_steps(job: Job) -> str:
     config = job.objective.settings
-    # In a plan without a launcher WORLD_SIZE is what the user has set, or one.
+    # Without a launcher, the world size is the user's WORLD_SIZE or one.
     order, steps = job.order(world_size())
     text = (
         f"{steps:,} of {config.batch_size} rows x {config.accumulation} x {world_size()} "
@@ -54,7 +54,7 @@ def _plan_work(recipe: Recipe, job: Job) -> str:
     load = Load.of_rows(job.rows.tokens(), getattr(job.objective.settings, "unroll_steps", 1))
     work = operations(job.objective, load, None if reads_cache(recipe) else job.trunk)
     muon = optimizer_operations(job.objective)
-    if muon:  # every process turns the same matrices
+    if muon:  # every process computes the step for all matrices
         work["Muon"] = muon * job.order(world_size())[0].steps_per_epoch * world_size()
     total = sum(work.values())
     hours = total / PEAK / MFU / 3600
@@ -66,10 +66,10 @@ def _plan_work(recipe: Recipe, job: Job) -> str:
 
 
 def _plan_memory(recipe: Recipe, job: Job) -> str:
-    # The worst batch: as many of the longest rows as one batch has, with their padding.
+    # The worst batch holds only rows of the greatest length.
     largest = job.objective.settings.batch_size * max(job.rows.lengths)  # tokens of a batch
     parts = memory(job.objective, largest, 2, job.trunk)
-    # A spread target shares no GPU with the head that is trained.
+    # A target that is spread over GPUs is not on the GPU of the head.
     spread = parts.pop("target", 0) if recipe.target.device_map is not None else 0
     peak = sum(parts.values())
     unit, name = (2**30, "GiB") if peak > 2**30 else (2**20, "MiB")
@@ -79,7 +79,7 @@ def _plan_memory(recipe: Recipe, job: Job) -> str:
     )
     if spread:
         text += f", beside {spread / unit:,.1f} {name} of the target over all GPUs"
-    # A twentieth is left for CUDA's context, kernels' work space and fragmentation.
+    # CUDA's context, the kernels' work space and fragmentation take a twentieth.
     fitting = [gpu for gpu, size in GPUS.items() if peak < 0.95 * size]
     fits = f"fits {' and '.join(fitting)}" if fitting else "more than an H200 has"
     return f"{text}, at {largest:,} tokens a batch; {fits}"
@@ -90,8 +90,8 @@ def _listed(parts: Mapping[str, float], unit: float, suffix: str) -> str:
 
 
 def operations(objective: Objective, load: Load, trunk: Any = None) -> dict[str, float]:
-    """Operations of the head's layers, the laws (LM heads) and, with online features (trunk), the
-    target's forward.
+    """The operations of the head's layers, of the laws (LM heads) and, if trunk is given, of the
+    target's forward pass.
 
     A row of a matrix product takes 2 operations per weight, and 4 more in the backward pass.
     """
@@ -101,55 +101,56 @@ def operations(objective: Objective, load: Load, trunk: Any = None) -> dict[str,
         text = trunk.config.get_text_config()
         weights = sum(parameter.numel() for parameter in trunk.get_decoder().parameters())
         weights -= trunk.get_input_embeddings().weight.numel()
-        # Two products a pair, forward alone: the target is frozen.
+        # Two products per pair, only in the forward pass, because the target is frozen.
         attention = 4 * load.pairs * text.num_hidden_layers * text.hidden_size
         totals["target"] = 2.0 * weights * load.tokens + attention
     return totals
 
 
 def optimizer_operations(objective: Objective) -> float:
-    """Operations of a Muon step in one process, for any batch: five rounds of Newton-Schulz
-    (arXiv 2502.16982, eq. 2).
+    """The operations of one Muon step in one process: five rounds of Newton-Schulz (arXiv
+    2502.16982, eq. 2). 0 without Muon.
 
     A round for X [n, m] with n <= m computes A = X X^T, A A, and their sum times X.
     """
     if objective.settings.optimizer.kind != "muon":
         return 0.0
     sides = [sorted(matrix.shape) for matrix in muon_matrices(objective.head)]
-    # n <= m, so the two products with X are of 2 n n m operations each, and A A of 2 n n n.
+    # As n <= m, each of the two products with X takes 2 n n m operations, and A A takes 2 n n n.
     return float(sum(5 * (4 * n * n * m + 2 * n**3) for n, m in sides))
 
 
 def memory(objective: Objective, tokens: int, itemsize: int, trunk: Any = None) -> dict[str, int]:
-    """Peak bytes of each part on a GPU without ZeRO.
+    """The peak bytes of each part on a GPU, without ZeRO.
 
-    tokens: of the largest batch; itemsize: bytes of an activation's number."""
+    tokens: of the largest batch; itemsize: bytes of one number of an activation.
+    """
     head = objective.head
     target = objective.target
     tensors = [*head.parameters(), *head.buffers()]
     trained = [parameter.numel() for parameter in head.parameters() if parameter.requires_grad]
     count = sum(trained)
-    shared: dict[int, int] = {}  # bytes of the target's weights, by address
+    shared: dict[int, int] = {}  # address -> bytes, of the target's weights
     precision = 4
     if target is not None:
         precision = target.lm_head.itemsize
-        # Embedding and LM head may be one tensor; each counts once.
+        # Embedding and LM head may be one tensor, which counts once.
         for weight in (target.embedding, target.lm_head):
             shared[weight.data_ptr()] = weight.nbytes
-    # Trained weights, their gradients and the two moments of AdamW are in float32, also under bf16.
+    # Trained weights, gradients and AdamW's two moments are in float32, even if bf16 computes.
     parts = {"weights": 4 * count, "gradients": 4 * count, "moments": 8 * count}
     if objective.settings.optimizer.kind == "muon":  # Muon has one moment, AdamW two
         parts["moments"] -= 4 * sum(matrix.numel() for matrix in muon_matrices(head))
     head_bytes = sum(tensor.nbytes for tensor in tensors)
     parts["frozen"] = head_bytes - 4 * count + sum(shared.values())
-    # The loop's twin has the target's dtype, so that it is measured as it will be used.
+    # The loop measures a twin in the target's dtype, in which the head will be used.
     parts["copy that is measured"] = sum(
         tensor.numel() * min(precision, tensor.itemsize) for tensor in tensors
     )
     if trunk is not None:
         weights = sum(parameter.numel() for parameter in trunk.parameters())
         parts["target"] = weights * precision - sum(shared.values())
-    # The two peaks add up: the laws of a chunk are held while all activations are.
+    # The two peaks add up, because a chunk's laws and all activations are held together.
     activations = objective.activations(tokens)
     if activations is not None:
         parts["activations"] = itemsize * activations.numbers

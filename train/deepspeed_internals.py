@@ -1,4 +1,4 @@
-"""All that reaches into DeepSpeed's private parts, as they are in 0.19."""
+"""All code that reaches into DeepSpeed's private parts, as they are in version 0.19."""
 
 from itertools import chain
 from typing import Any, cast
@@ -8,21 +8,22 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError
 
-KNOWN_VERSIONS = "0.19."  # how they begin
+KNOWN_VERSIONS = "0.19."  # the start of their names
 
 
 def require_known_version() -> None:
+    """UserError if DeepSpeed's private parts may differ from those that this file knows."""
     import deepspeed
 
     if not deepspeed.__version__.startswith(KNOWN_VERSIONS):
         raise UserError(
-            f"deepspeed {deepspeed.__version__}: aerie changes private parts of {KNOWN_VERSIONS}*; "
-            f"pip install 'deepspeed=={KNOWN_VERSIONS}*', or launch with torchrun"
+            f"deepspeed {deepspeed.__version__}: aerie needs private parts of {KNOWN_VERSIONS}*; "
+            f"run: pip install 'deepspeed=={KNOWN_VERSIONS}*', or launch with torchrun"
         )
 
 
 def skip_shared_memory_op() -> None:
-    """Spares processes on CPUs the build (70 s) of an operation that gloo does as well."""
+    """Saves processes on CPUs a build of 70 s, of an operation that gloo does as well."""
     import deepspeed.ops
 
     require_known_version()
@@ -30,28 +31,28 @@ def skip_shared_memory_op() -> None:
 
 
 def zero_muon(matrices: dict[str, Any], adamw: torch.optim.AdamW) -> torch.optim.Optimizer:
-    """One optimiser, as ZeRO requires: DeepSpeed's Muon for the group of matrices, AdamW for its
-    own groups."""
+    """One optimiser, as ZeRO requires: DeepSpeed's Muon for the matrices, and AdamW for AdamW's
+    groups."""
     from deepspeed.runtime.zero.muon import original_muon
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
     require_known_version()
     if matrices["params"][0].device.type == "cpu":
-        # Its rounds are in float32 on CPUs, as those of aerie.train.optimizers.Muon.
+        # On CPUs its rounds run in float32, as in aerie.train.optimizers.Muon.
         original_muon.ns_compute_dtype = lambda method: torch.float32
     for parameter in matrices["params"]:
         parameter.use_muon = True
-    # As torch.optim.Muon: five rounds, and the rate times sqrt(max(1, rows / columns)).
+    # As in torch.optim.Muon: five rounds, and the rate times sqrt(max(1, rows / columns)).
     groups = [{**matrices, "ns_method": "standard"}]
     groups += [{**group, "use_muon": False} for group in adamw.param_groups]
     return cast(torch.optim.Optimizer, MuonWithAuxAdam(groups, torch.optim.AdamW))
 
 
 def clip_before_muon(zero: Any, clip_norm: float) -> None:
-    """Makes ZeRO's optimiser clip the gradients; DeepSpeed would clip the updates that Muon
-    computes from them. Their norm is far above clip_norm, so every step would be cut."""
+    """Makes ZeRO's optimiser clip the gradients. DeepSpeed would clip Muon's updates, whose norm is
+    far above clip_norm, so it would cut every step."""
     require_known_version()
-    # ZeRO 1 and 2 share a class, which has no such groups.
+    # ZeRO 1 and 2 share a class that has no such groups.
     is_stage_3 = hasattr(zero, "fp16_groups")
     take_step = zero.step
     end_backward = zero.independent_gradient_partition_epilogue
@@ -59,7 +60,7 @@ def clip_before_muon(zero: Any, clip_norm: float) -> None:
     @torch.compiler.set_stance("force_eager")  # DeepSpeed would compile Muon at its first use
     def step() -> None:
         gradients, norm = _stage_3_gradients(zero) if is_stage_3 else _unpartitioned_gradients(zero)
-        # As torch.nn.utils.clip_grad_norm_, but over all processes.
+        # As in torch.nn.utils.clip_grad_norm_, but over all processes.
         factor = ((norm + 1e-6) / clip_norm).clamp(min=1.0)
         for group in gradients.values():
             for gradient in group:
@@ -67,14 +68,14 @@ def clip_before_muon(zero: Any, clip_norm: float) -> None:
         if not is_stage_3:
             zero.finalize_gradient_accumulation_boundary()  # runs Muon
         take_step()
-        zero._global_grad_norm = norm  # what accelerator.clip_grad_norm_ reads
+        zero._global_grad_norm = norm  # accelerator.clip_grad_norm_ reads this
 
     def keep_gradients() -> None:
-        zero.set_gradient_accumulation_boundary(False)  # else ZeRO 1 and 2 run Muon here
+        zero.set_gradient_accumulation_boundary(False)  # otherwise ZeRO 1 and 2 run Muon here
         end_backward()
 
     zero.step = step
-    # DeepSpeed would clip behind Muon.
+    # DeepSpeed's own clipping, which comes after Muon, is off.
     zero.clip_grad = 0.0
     if not is_stage_3:
         zero.independent_gradient_partition_epilogue = keep_gradients
@@ -88,12 +89,13 @@ def _stage_3_gradients(zero: Any) -> tuple[dict[Any, list[Tensor]], Tensor]:
 
 
 def _unpartitioned_gradients(zero: Any) -> tuple[dict[Any, list[Tensor]], Tensor]:
-    """The same of ZeRO 1 and 2: partitions them without Muon for the norm, and takes this back."""
-    # Partitioning empties this table, so it is kept and put back.
+    """The gradients of ZeRO 1 or 2 by group, and their norm over all processes. For the norm they
+    are partitioned without Muon, and then put back."""
+    # Partitioning empties this table, so a copy is put back.
     gradients = dict(zero.all_grad_tensors)
     trained = chain.from_iterable(zero.bit16_groups)
     matrices = [parameter for parameter in trained if getattr(parameter, "use_muon", False)]
-    # Without the mark DeepSpeed takes these for AdamW's and leaves their gradients as they are.
+    # Without the mark, DeepSpeed treats the matrices as AdamW's and leaves their gradients alone.
     for parameter in matrices:
         parameter.use_muon = False
     zero.finalize_gradient_accumulation_boundary()

@@ -1,4 +1,4 @@
-"""What a recipe trains: rows, a module with its objective, and how it is saved."""
+"""What a recipe trains: its rows, its module with the objective, and how the module is saved."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -39,34 +39,38 @@ from aerie.train.resume import (
 
 @dataclass(frozen=True)
 class Rows:
+    """The training and held-out rows of a job."""
+
     train: Sequence[BatchRow]
     held_out: Sequence[BatchRow]
-    lengths: Sequence[int]  # of the training rows, in tokens
+    lengths: Sequence[int]  # the training rows' lengths in tokens
     tokens: Callable[[], Iterable[tuple[Any, Any]]]  # (input_ids, turn_ids) of the training rows
-    digest: str  # of the training rows' ids
-    pools: ShardPools | None = None  # None: one pool, the whole cache
-    held_out_tokens: Callable[[], Iterable[tuple[Any, Any]]] = tuple  # as tokens
+    digest: str  # of the training rows' token ids
+    pools: ShardPools | None = None  # None if the whole cache is one pool
+    held_out_tokens: Callable[[], Iterable[tuple[Any, Any]]] = tuple  # the same of held-out rows
 
 
 @dataclass(frozen=True)
 class Job:
-    kind: str  # of what is trained; a draft LM's says how it learns, too
+    """A training before it starts."""
+
+    kind: str  # of the head; a draft LM's also names its loss
     objective: Objective
     rows: Rows
     output: Path
     state: Path
     metrics: Path
     save: Callable[..., None]  # (head with complete weights, directory, **facts)
-    features: Callable[[Batch], Batch] | None = None  # adds the target's states; None: cached
-    target: targets.Target | None = None  # if its blocks are loaded, too
-    trunk: Any = None  # in a plan: the target's model without weights, if training would load it
+    features: Callable[[Batch], Batch] | None = None  # adds the target's states; None if cached
+    target: targets.Target | None = None  # if training needs its blocks, too
+    trunk: Any = None  # in a plan, the target without weights, if training would load it
     overwrite: bool = False
-    servers: ServedStates | None = None  # that give the rows' states; to be entered
+    servers: ServedStates | None = None  # a context manager: servers that give the rows' states
 
     def order(self, world: int) -> tuple[Order, int]:
         """The rows of each optimiser step, and the number of steps."""
         config = self.objective.settings
-        # A step's rows are drawn for all processes together, then dealt out.
+        # A step draws its rows for all processes together, then deals them out.
         order = Order(
             self.rows.lengths,
             config.seed,
@@ -81,10 +85,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Source:
-    """What a training knows of its target; of none, if a small LM learns from tokens alone."""
+    """What a training knows of its target. A small LM that learns from tokens alone knows only the
+    tokenizer."""
 
     tokenizer: Any
-    end_ids: set[int]  # that end a turn
+    end_ids: set[int]  # tokens that end a turn
     text_config: Any = None
     vocab: Any = None  # VocabWeights
     taps: tuple[int, ...] = ()
@@ -92,9 +97,10 @@ class Source:
 
 
 def build_job(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) -> Job:
-    """The recipe's job. A plan loads no more of the target than its embedding and LM head."""
+    """The recipe's job; UserError if it cannot be trained. A plan loads only the target's embedding
+    and LM head."""
     _check_launch(recipe)
-    # Cheap steps come first, so that a mistake is found before a head is built.
+    # Cheap steps come first, so that a mistake shows before a head is built.
     source = _read_target(recipe, is_plan)
     rows = _read_cache(recipe, source) if reads_cache(recipe) else _tokenise_rows(recipe, source)
     features = _online_features(recipe, source)
@@ -120,7 +126,7 @@ def build_job(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = Fal
 
 
 def _check_launch(recipe: Recipe) -> None:
-    # Accelerate silently leaves out trackers that are not installed.
+    """UserError if a tracker is not installed. accelerate would leave it out without a word."""
     for name in sorted({*recipe.train.trackers} - {*map(str, get_available_trackers())}):
         raise UserError(f"train.trackers: {name} is not installed; run: pip install {name}")
     warn_of_lone_process()
@@ -134,21 +140,22 @@ def _read_target(recipe: Recipe, is_plan: bool) -> Source:
     model = None
     if runs_target(recipe) and recipe.target.device_map is not None and world_size() > 1:
         raise UserError(
-            f"target.device_map: {world_size()} processes cannot share a spread target; start one"
+            f"target.device_map: {world_size()} processes cannot share a spread target; "
+            "start one process"
         )
     if runs_target(recipe) and not is_plan:
         model = targets.Target.load(recipe.target, targets.local_device())
         text_config, vocab = model.config, model.vocab
     else:
         text_config, vocab = targets.load_vocab(recipe.target)
-    # Taps need the number of blocks, so a wrong one is found only now.
+    # Checking taps needs the number of blocks, so a wrong tap shows only now.
     taps = targets.taps_of(recipe, text_config.num_hidden_layers)
     return replace(source, text_config=text_config, vocab=vocab, taps=taps, model=model)
 
 
 def _read_cache(recipe: Recipe, source: Source) -> Rows:
     directory = recipe.root / "features"
-    # The cache knows what it was built from, and refuses data, taps or storage that differ.
+    # The cache refuses other data, taps or storage than those from which it was built.
     cache = FeatureCache.open(
         directory,
         {
@@ -157,7 +164,7 @@ def _read_cache(recipe: Recipe, source: Source) -> Rows:
             "storage": recipe.features.storage,
         },
     )
-    # The cache's states are of the weights with which it was built, whatever their path.
+    # The cache fits only the weights with which it was built, whatever their path.
     difference = targets.other_weights(
         cache.fingerprint["target"], recipe.target, source.text_config, source.vocab
     )
@@ -178,7 +185,7 @@ def _read_cache(recipe: Recipe, source: Source) -> Rows:
 
 
 def _tokenise_rows(recipe: Recipe, source: Source) -> Rows:
-    # No row is longer than the target can read.
+    # Rows are cut to the target's context.
     data = tokens.tokenize(
         within_context(recipe.data, source.text_config), source.tokenizer, source.end_ids, Tally()
     )
@@ -197,18 +204,19 @@ def _tokenise_rows(recipe: Recipe, source: Source) -> Rows:
 
 
 def _online_features(recipe: Recipe, source: Source) -> Callable[[Batch], Batch] | None:
-    """What adds the target's states to a batch; None: they are cached, or this is a plan."""
+    """A function that adds the target's states to a batch; None if they are cached or this is a
+    plan."""
     model = source.model
     if model is None or not reads_online(recipe):
         return None
-    # Some targets compute other states where a longer row is in the batch: refused.
+    # Refuses targets whose states of a row change with longer rows in the batch.
     check_padding(model)
     dtype = getattr(torch, recipe.features.dtype or "", model.dtype)
     return partial(with_states, model, source.taps, dtype)
 
 
 def _serve_rows(recipe: Recipe, source: Source, rows: Rows) -> tuple[Rows, ServedStates]:
-    """The rows with states from servers, and these."""
+    """The rows with states from servers, and the servers."""
     config: Any = recipe.features.server
     splits: Any = (rows.train, rows.held_out)
     run = recipe.root / "state" / state_name(recipe)
@@ -218,13 +226,13 @@ def _serve_rows(recipe: Recipe, source: Source, rows: Rows) -> tuple[Rows, Serve
     return replace(rows, train=train, held_out=held_out), servers
 
 
-Trained = tuple[Objective, Callable[..., None]]  # what is trained, and what saves it
+Trained = tuple[Objective, Callable[..., None]]  # the objective, and what saves its head
 
 
 def _build_draft_lm(recipe: Recipe, source: Source, rows: Rows) -> Trained:
     settings: Any = recipe.train
     section: Any = recipe.head
-    # A draft LM has a row for each of its target's ids.
+    # A draft LM's embedding has a row for each id of its target.
     vocab_size = len(source.tokenizer if source.vocab is None else source.vocab.embedding)
     head = lm.new_causal_lm(section, source.tokenizer, settings.seed, vocab_size)
     objective = lm.LMObjective(head, source.vocab, settings)
@@ -239,11 +247,11 @@ def _build_head(recipe: Recipe, source: Source, rows: Rows) -> Trained:
     vocabulary = None
     facts: dict[str, Any] = {}  # about the draft vocabulary
     line = ""
-    # (1) what a new head's section leaves to the target and to the rows
+    # (1) for a new head, what its section leaves to the target and the rows
     if section.init_from is None:
         if kind.has_draft_vocabulary:
             num_tokens = len(vocab.embedding)
-            # A draft must be able to write what ends a turn, however rare it is in the rows.
+            # A draft must be able to end a turn, even if such tokens are rare in the rows.
             size = section.draft_vocab_size
             forced = tokens.forced_ids(source.tokenizer, source.end_ids, num_tokens, size)
             vocabulary, facts, line = tokens.draft_vocabulary(
@@ -266,7 +274,7 @@ def _build_head(recipe: Recipe, source: Source, rows: Rows) -> Trained:
         vocabulary,
     ).float()
     if section.init_from is not None and kind.has_draft_vocabulary:
-        # A warm start keeps its vocabulary, which must be able to end a turn.
+        # A warm start keeps its draft vocabulary, which must be able to end a turn.
         head.vocabulary.check_ends(source.end_ids, f"head.init_from: {section.init_from}")
         _, facts, line = tokens.draft_vocabulary(
             rows.tokens(),
@@ -275,10 +283,10 @@ def _build_head(recipe: Recipe, source: Source, rows: Rows) -> Trained:
             held_out=rows.held_out_tokens(),
             tokenizer=source.tokenizer,
         )
-    # The head is in float32 from here on; autocast or DeepSpeed narrow what they compute.
+    # The head's weights are in float32; autocast and DeepSpeed compute in narrower dtypes.
     objective = kind.objective(head, vocab, recipe.train)
     _require_positions(objective, recipe, source)
-    # Said only now, when nothing is refused any more.
+    # These come only now, when nothing can be refused any more.
     if rank() == 0:
         origin = section.init_from or "head"
         for sentence in position_warnings(head.config, source.text_config, origin):
@@ -288,7 +296,7 @@ def _build_head(recipe: Recipe, source: Source, rows: Rows) -> Trained:
             lines += rope_notes(source.text_config)
         for sentence in lines:
             print(sentence, flush=True)
-    # (3) what is saved beside the weights; it lets a loader refuse another target
+    # (3) what is saved beside the weights, so that a loader can refuse another target
     fingerprint = targets.fingerprint(recipe.target, source.text_config, vocab)
     known: dict[str, Any] = {"draft_vocabulary": facts} if facts else {}
     known |= facts_of(recipe.data)
@@ -298,16 +306,17 @@ def _build_head(recipe: Recipe, source: Source, rows: Rows) -> Trained:
 
 
 def _complete_section(recipe: Recipe, source: Source) -> tuple[Any, VocabWeights]:
-    """A new head's section with what its target decides, and the weights from which it starts."""
+    """A new head's section with all that its target decides, and the weights from which the head
+    starts."""
     section: Any = recipe.head
     vocab = source.vocab
     if getattr(section, "norm_init", None) == "target":
-        # Read apart: no other kind of start needs this weight.
+        # Read separately, because no other start needs this weight.
         vocab = replace(vocab, final_norm=targets.final_norm(recipe.target))
     if getattr(section, "mask_token_id", 0) is None:
         mask = tokens.mask_token(source.tokenizer, source.end_ids, vocab.embedding)
         section = replace(section, mask_token_id=mask)
-    # A draft goes on behind the longest row: its positions need RoPE, too.
+    # A draft goes on behind the longest row, so RoPE must cover its positions, too.
     if section.max_position_embeddings is None:
         context = targets.context_of(source.text_config) or 0
         positions = max(context, sum(_needed_positions(recipe, source)))
@@ -316,19 +325,20 @@ def _complete_section(recipe: Recipe, source: Source) -> tuple[Any, VocabWeights
 
 
 def _needed_positions(recipe: Recipe, source: Source) -> tuple[int, int]:
-    """The positions of the longest row, and of a draft behind its last token."""
-    # A row is as long as the recipe or the target allows.
+    """The positions of the longest row, and those of a draft behind its last token."""
+    # The recipe and the target limit a row's length.
     max_length = recipe.data.max_length
     length = min(max_length, targets.context_of(source.text_config) or max_length)
     positions_ahead = DRAFT_MODELS[recipe.head.kind].positions_ahead
     if positions_ahead is None or recipe.tree is None:
         return length, 0
-    # Whatever drafts furthest: decoding, evaluation or training.
+    # Decoding, evaluation and training draft to different depths; the greatest counts.
     ahead = positions_ahead(recipe.head, recipe.train)
     return length, max(recipe.tree.levels, recipe.train.eval_depths, ahead)
 
 
 def _require_positions(objective: Objective, recipe: Recipe, source: Source) -> None:
+    """UserError if the head has too few positions for the longest row and a draft."""
     length, drafted = _needed_positions(recipe, source)
     needed = length + drafted
     positions = getattr(objective.config, "max_position_embeddings", None) or needed

@@ -1,4 +1,4 @@
-"""Trains a small LM: by cross-entropy, or also by a target's laws (a draft LM)."""
+"""Trains a small LM by cross-entropy on tokens or, as a draft LM, on a target's laws too."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -22,11 +22,15 @@ from aerie.train.workload import Load, MatrixSizes, Work, attention_operations
 
 
 class LMObjective(Objective):
-    """If a vocabulary is padded, the softmax is over the tokens that both have, as in drafting."""
+    """Cross-entropy on tokens, plus a loss to the target's law if there is a target.
+
+    If one of the two vocabularies is padded, the softmax is over the tokens that both have, as in
+    drafting.
+    """
 
     def __init__(self, head: Any, target: VocabWeights | None, settings: DraftLMTrain) -> None:
         super().__init__(head, target, settings)
-        # Rows of the LM's embedding, and columns of the softmax: common tokens alone.
+        # Rows of the LM's embedding; columns of the softmax, for tokens that both models have.
         self.num_rows = int(self.config.vocab_size)
         self.num_columns = self.num_rows
         self.weights = {"cross_entropy": settings.token_weight}
@@ -40,13 +44,13 @@ class LMObjective(Objective):
         return dict.fromkeys(self.weights, (batch.turn_ids[:, 1:] != 0).sum())
 
     def forward(self, batch: Batch) -> StepOutput:
-        # All tokens with a turn are learnt, but a row's first, which nothing predicts.
+        # The LM learns all tokens with a turn, except a row's first, which nothing predicts.
         mask = batch.turn_ids[:, 1:] != 0  # [B, T-1]
         tokens = batch.input_ids[:, 1:][mask]  # [S]
         states = self.states(batch.input_ids)[mask]  # [S, D], the LM's
-        # The target's states [S, Dt]; on tokens alone nothing reads them.
+        # The target's states [S, Dt]. Without a target nothing reads them.
         true = states.detach() if self.target is None else batch.features[:, :-1][mask]
-        # Cut into pieces by slots, because logits [S, V] of a batch would not fit.
+        # In pieces, because the logits [S, V] of a whole batch would not fit.
         slots = Piece.of_own_states(true, states, tokens)
         pieces = losses.by_target_state(slots, self.chunk)
         sums = losses.added(list(losses.by_piece(self._sums, pieces)))
@@ -56,7 +60,7 @@ class LMObjective(Objective):
         (states,), (tokens,) = piece.columns
         log_q = self.logits(states).float().log_softmax(-1)  # [S, num_columns]
         choice = log_q.detach().argmax(-1)  # [S]
-        # A token without a column cannot be learnt; the law at its slot still is.
+        # The LM cannot learn a token without a column, but it learns the law at its slot.
         is_known = tokens < self.num_columns
         columns = tokens.clamp(max=self.num_columns - 1)[:, None]
         of_text = log_q.gather(1, columns)[:, 0]  # [S]
@@ -66,7 +70,7 @@ class LMObjective(Objective):
         }
         if self.target is None:
             return sums
-        # The target's softmax is over all its tokens; what the LM lacks is outside mass.
+        # The target's softmax covers all its tokens; those that the LM lacks count as outside mass.
         law, target_choice = losses.drafted_law(
             piece.states, self.target, torch.arange(self.num_columns)
         )
@@ -78,15 +82,15 @@ class LMObjective(Objective):
         return sums
 
     def states(self, input_ids: Tensor) -> Tensor:
-        """States [B, T-1, D] that predict the tokens after the first."""
-        # An id from the target's padding is read as the LM's last token. Rows are padded on the
-        # right, where causal attention never looks, so there is no mask.
+        """States [B, T-1, D], which predict the tokens after the first."""
+        # An id that the LM lacks is read as its last token. Rows are padded on the right, where
+        # causal attention never looks, so there is no mask.
         known_ids = input_ids[:, :-1].clamp(max=self.num_rows - 1)
         output = self.head.get_decoder()(input_ids=known_ids, use_cache=False)
         return cast(Tensor, output.last_hidden_state)
 
     def logits(self, states: Tensor) -> Tensor:
-        """[S, num_columns], with the LM's own scale and softcap."""
+        """Logits [S, num_columns] of states [S, D], with the LM's own scale and softcap."""
         logits = self.head.get_output_embeddings()(states)
         logits = targets.transformed(logits, *targets.final_transform(self.config))
         return logits[:, : self.num_columns]
@@ -95,8 +99,8 @@ class LMObjective(Objective):
         return self(batch).sums() if self.target is None else super().measure(batch)
 
     def draft_greedily(self, batch: Batch) -> Iterator[Tensor]:
-        # On the text's own tokens, a deeper draft is the first draft some tokens later: one forward
-        # has all.
+        # Along the text's own tokens, the draft at depth k is the first draft k tokens later, so
+        # one forward pass gives all depths.
         choose = partial(argmax_in_chunks, self.logits, chunk=self.chunk)
         tokens = chosen_after(batch, self.states(batch.input_ids), choose)  # [B, T]
         for k in range(self.settings.eval_depths):
@@ -118,24 +122,25 @@ class LMObjective(Objective):
 
 
 def new_causal_lm(config: DraftLMSection, tokenizer: Any, seed: int, vocab_size: int) -> Any:
-    """A Llama with tied embeddings of vocab_size rows, or the LM of config.init_from."""
+    """A Llama with tied embeddings of vocab_size rows, or the LM of config.init_from; UserError if
+    that cannot draft."""
     if config.init_from is not None:
         try:
             return _load_causal_lm(config.init_from, tokenizer)
         except UserError as error:
             raise UserError(f"head.init_from: {error}") from error
-    # A small Llama of the section's sizes.
+    # A small Llama with the section's sizes.
     sizes = as_dict(config)
     del sizes["kind"], sizes["init_from"]
     sizes |= {"rope_theta": config.rope_theta or 10000.0, "vocab_size": vocab_size}
     llama = LlamaConfig(
         **sizes, rms_norm_eps=1e-6, tie_word_embeddings=True, **_special_tokens(tokenizer)
     )
-    # transformers draws weights from the global generator, which stays as it was.
+    # transformers draws weights from the global generator; the fork restores it afterwards.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         lm = LlamaForCausalLM(llama)
-    # The residual stream keeps its scale (GPT-2).
+    # Smaller output matrices keep the scale of the residual stream over the layers (GPT-2).
     for name, parameter in lm.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             parameter.data.mul_((2 * config.num_hidden_layers) ** -0.5)
@@ -143,9 +148,10 @@ def new_causal_lm(config: DraftLMSection, tokenizer: Any, seed: int, vocab_size:
 
 
 def _load_causal_lm(path: str, tokenizer: Any) -> Any:
-    """The LM of a directory, or UserError if it cannot draft for a target with this tokenizer."""
+    """The LM of a directory or Hub id; UserError if it cannot draft for a target with this
+    tokenizer."""
     source = TargetConfig(path, dtype="float32")
-    lm: Any = Target.load(source).model  # refused and frozen as in drafting
+    lm: Any = Target.load(source).model  # with the checks of drafting; this also freezes it
     if why := targets.only_trains(lm.config):
         raise UserError(f"{path}: {why}")
     token_ids = load_tokenizer(source).get_vocab()

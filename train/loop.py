@@ -1,4 +1,5 @@
-"""The training loop: a sitting of a run, from its last save to its end, its budget or a signal."""
+"""The training loop. It trains from the last save to the end of the run, of its budget, or to a
+signal."""
 
 import copy
 import json
@@ -32,13 +33,13 @@ from aerie.train.objectives import Objective
 from aerie.train.optimizers import build_optimizers, learning_rate
 
 Measure = Callable[[Any], dict[str, float]]
-SAY_SECONDS = 5.0  # between two lines of the terminal
+SAY_SECONDS = 5.0  # the least time between two lines on the terminal
 METER = "meter-{}.pt"  # each process's sums since the last log line
 
 
 def means(sums: SumsAndCounts, device: torch.device) -> dict[str, float]:
-    """sum / count of every name over all processes, which must have the same names."""
-    names = sorted(sums)  # each process may have met them in another order
+    """sum / count of each name over all processes, which must have the same names."""
+    names = sorted(sums)  # processes may have met the names in different orders
     flat: list[Tensor] = []
     for name in names:
         flat += [part.double().to(device) for part in sums[name]]
@@ -49,14 +50,16 @@ def means(sums: SumsAndCounts, device: torch.device) -> dict[str, float]:
 
 
 def add_sums(totals: SumsAndCounts, sums: SumsAndCounts) -> None:
-    # Tensors, as numbers would wait for the device; float64, for millions of slots.
+    """Adds sums to totals, in place."""
+    # Tensors, because numbers would wait for the device; float64, for sums over millions of slots.
     for name, (value, count) in sums.items():
         before = totals.get(name, (0.0, 0.0))
         totals[name] = (before[0] + value.double(), before[1] + count.double())
 
 
 def grouped_by_stem(values: dict[str, float]) -> list[str]:
-    """['feature 1.234', 'accuracy @1 0.71 @2 0.62'] of feature, accuracy_at_1 and accuracy_at_2."""
+    """Texts such as ['feature 1.234', 'accuracy @1 0.71 @2 0.62'], from feature, accuracy_at_1 and
+    accuracy_at_2."""
     groups: dict[str, list[str]] = {}
     for name, value in values.items():
         stem, separator, depth = name.partition("_at_")
@@ -65,13 +68,13 @@ def grouped_by_stem(values: dict[str, float]) -> list[str]:
 
 
 class MetricsFile:
-    """metrics.jsonl, shared by all trainings of a run; one that goes on removes its lines after
-    from_step."""
+    """metrics.jsonl, which all trainings of a run share. A training that goes on removes its own
+    lines after from_step."""
 
     def __init__(self, path: Path, kind: str, from_step: int) -> None:
         self.path = path
         self.reached = 0  # the last step of this kind with a line
-        # Read and rewritten under a lock, as another training of the run may append meanwhile.
+        # Under a lock, because another training of the run may append meanwhile.
         with self._turn():
             lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
             kept = []
@@ -88,6 +91,7 @@ class MetricsFile:
                 write_text(path, "".join(kept))
 
     def write(self, record: dict[str, Any]) -> None:
+        """Appends a line."""
         with self._turn(), self.path.open("a", encoding="utf-8") as handle:
             handle.write(json.dumps(record) + "\n")
 
@@ -101,18 +105,20 @@ class MetricsFile:
 class Agreement(NamedTuple):
     """What all processes have agreed on before a step."""
 
-    counts: dict[str, float]  # of each term: the slots that its loss is divided by
+    counts: dict[str, float]  # per term: the number of slots that divides its loss
     tokens: int
-    # The ending that some process asks for; "" if none does. "requeue" and "interrupted" are
-    # granted before the step, "budget" after it.
+    # The ending that some process asks for; "" if none does. The loop ends before the step for
+    # "requeue" and "interrupted", and after it for "budget".
     wish: str
 
 
 class Loop:
+    """A training in this process. Every process of the run makes one and calls `run`."""
+
     def __init__(
         self, job: Job, accelerator: Accelerator, made_of: dict[str, Any], measure: Measure | None
     ) -> None:
-        """made_of: all that decides the weights; measure: gives a head's tau."""
+        """made_of holds all that decides the weights; measure gives a head's tau."""
         self.job = job
         self.accelerator = accelerator
         self.measure = measure
@@ -121,30 +127,30 @@ class Loop:
         self.device = accelerator.device
         self.rank = accelerator.process_index
         self.world = accelerator.num_processes
-        # The order depends on the seed and the rows alone, so a sitting can begin at any step.
+        # The order depends only on the seed and the rows, so a sitting can begin at any step.
         self.order, self.total = job.order(self.world)
-        # Before accelerate wraps the module and DeepSpeed shards it.
+        # The copy comes before accelerate wraps the module and DeepSpeed shards it.
         self.twin = self._copied_objective()
         self._prepare_module()
         # Since the last log line:
         self.sums = SumsAndCounts()
         self.clock: Any = Counter()
-        self.held_out: dict[str, float] = {}  # of the last evaluation
+        self.held_out: dict[str, float] = {}  # measures of the last evaluation
         made_of = {**made_of, "rows": job.rows.digest}
         engine_and_machine = processes.engine_and_machine(accelerator)
         self.progress = self._resume(resume.Progress(made_of, self.world, *engine_and_machine))
         self.file = None if self.rank else MetricsFile(job.metrics, job.kind, self.progress.step)
         if accelerator.log_with:
             self._init_trackers()
-        # Prints a line above the bar, on the first process.
+        # On the first process, prints a line above the progress bar.
         self.say: Callable[[str], None] = lambda text: None
         self._grad_norm: Any = 0.0
         self._said_at = -math.inf
         self._since = time.monotonic() - self.progress.seconds
-        self._saved_at = self.progress.step  # or started there, with nothing to save
+        self._saved_at = self.progress.step  # the step of the last save or of the start
 
     def _copied_objective(self) -> Objective:
-        """The twin: it is never sharded, so it is what we measure and save."""
+        """The twin: a copy that is never sharded. The loop measures and saves the twin."""
         objective = self.job.objective
         dtype = torch.float32 if objective.target is None else objective.target.lm_head.dtype
         head = copy.deepcopy(objective.head)
@@ -154,15 +160,16 @@ class Loop:
         objective = self.job.objective
         is_zero = self.accelerator.state.deepspeed_plugin is not None
         optimizers = build_optimizers(objective, self.config, zero_muon if is_zero else None)
-        # From here on parameters may be sharded: the loop calls self.module, never the objective.
+        # From here on parameters may be sharded, so the loop calls self.module, not the objective.
         self.module, *self.optimizers = self.accelerator.prepare(objective, *optimizers)
         if is_zero and self.is_muon:
             clip_before_muon(self.module.optimizer, self.config.clip_norm)
         self.module.train()
 
     def _resume(self, fresh: resume.Progress) -> resume.Progress:
-        """Loads the save to go on from, and makes its best weights the output again."""
-        # Only the first process looks for a save; the others get what it found, or its error.
+        """Loads the newest save, and makes its best weights the output again; returns the
+        progress."""
+        # Only the first process looks for a save. It sends the result, or its error, to the others.
         answer: list[Any] = [None]
         if self.rank == 0:
             try:
@@ -175,7 +182,7 @@ class Loop:
         saved: resume.Found = answer[0]
         folder = saved.folder
         if folder is not None:
-            # Each process loads its own part: ZeRO has cut weights and moments into shards.
+            # Each process loads its own part, because ZeRO cuts weights and moments into shards.
             processes.load_state(self.accelerator, folder)
             self.sums = torch.load(folder / METER.format(self.rank), self.device, weights_only=True)
         if self.rank == 0:
@@ -184,7 +191,7 @@ class Loop:
             if folder is None:
                 resume.clear(self.job.state)
             else:
-                # Later weights are measured again, so the output goes back, too.
+                # The steps after the save run again, so the output goes back to the best before it.
                 if saved.progress.best_step:
                     resume.publish(folder / "best", self.job.output)
                 at = f"{saved.progress.step:,} of {self.total:,}"
@@ -195,7 +202,7 @@ class Loop:
     def _init_trackers(self) -> None:
         from pandas import json_normalize
 
-        # A run that goes on keeps its id; of steps after the save tensorboard drops the old values,
+        # A resumed run keeps its id. For steps after the save, tensorboard drops the old values and
         # wandb the new ones.
         step = self.progress.step
         run_id = self.progress.run_id
@@ -203,7 +210,7 @@ class Loop:
         options: dict[str, Any] = {
             "tensorboard": {"purge_step": step + 1},
             "wandb": {"id": f"{self.job.kind}-{run_id}", "name": name, "resume": "allow"},
-            "trackio": {"name": f"{name}-{run_id}", "resume": "allow"},  # its id is the name
+            "trackio": {"name": f"{name}-{run_id}", "resume": "allow"},  # its name is its id
         }
         # Trackers take flat tables of numbers and texts.
         flat = {
@@ -222,17 +229,17 @@ class Loop:
         with start_progress(self.total, "step", f"train {job.kind}", done=start) as progress_bar:
             if self.rank == 0:
                 self.say = progress_bar.write
-            # The prefetching threads work ahead, so `waited` is time in which they were too slow.
+            # Threads read the next steps ahead; `waited` is how long the loop waited for them.
             began = time.monotonic()
             threads = threads_for(job.rows.train, self.order.rows_per_step // self.world)
             read_ahead = prefetched(self._read, steps, threads)
             for step, (batches, error) in zip(steps, read_ahead, strict=True):
                 waited = time.monotonic() - began
                 # -------------------------------------------------------------------
-                # Before the step: all processes agree on its divisors and whether to go on.
+                # Before the step: all processes agree on its divisors and on whether to go on.
                 counts, tokens, wish = self._agree(batches, stop, error)
                 if wish in resume.EXIT_CODES:
-                    # The batches that were read are dropped: the next sitting reads them again.
+                    # The loop drops the batches; the next sitting reads them again.
                     ending = wish
                     break
                 # -------------------------------------------------------------------
@@ -246,8 +253,7 @@ class Loop:
                         self.accelerator.backward(loss)
                         add_sums(self.sums, output.sums())
                         self._clip()
-                        # accelerate's optimisers step and clear only at the last of the
-                        # accumulated batches.
+                        # accelerate's optimisers do nothing before the last accumulated batch.
                         for optimizer in self.optimizers:
                             optimizer.step()
                             optimizer.zero_grad()
@@ -262,8 +268,8 @@ class Loop:
                 )
                 self.clock.update(steps=1, tokens=tokens, waited=waited, seconds=now - began)
                 progress_bar.update(1)
-                # The last step is logged and evaluated in `_end`, whatever the intervals are, and
-                # never saved: there is nothing to go on with.
+                # `_end` logs and evaluates the last step at any intervals. Nothing goes on from the
+                # last step, so it is not saved.
                 if step + 1 == self.total:
                     break
                 if wish:  # a budget
@@ -275,16 +281,16 @@ class Loop:
                     self._evaluate()
                 if (step + 1) % self.config.save_every == 0:
                     self._save_state()
-                # Logging, evaluating and saving are not timed.
+                # The clock leaves out logging, evaluating and saving.
                 began = time.monotonic()
             self._end(ending)
         stop.is_stepping = False
         return ending
 
     def _end(self, ending: str) -> None:
-        """Leaves what the next sitting, or the user, needs."""
+        """Leaves what the next sitting or the user needs."""
         if ending in resume.EXIT_CODES:
-            # No log line: its sums are saved, and it comes at the same step as in an unbroken run.
+            # The sums are saved without a log line, which comes at the step of an unbroken run.
             step = self.progress.step
             if step != self._saved_at:
                 self._save_state()
@@ -293,22 +299,23 @@ class Loop:
             )
             return
         self._log()
-        # Before the save, which takes the best weights along.
+        # This comes before the save, which holds the best weights, too.
         self._evaluate()
         if ending == "budget":
             self._save_state()
         self.accelerator.wait_for_everyone()
 
     def _read(self, step: int) -> tuple[list[Batch], UserError | None]:
-        """This process's batches of a step; runs in the prefetching threads."""
-        # An error is returned, not raised: first every process has to know of it.
+        """This process's batches of a step, and an error if reading failed. The prefetching threads
+        call this."""
+        # An error is returned, because every process must learn of it before one raises it.
         batches = []
         try:
             parts = self.order.parts(step, self.rank)
             rows = iter(fetch_rows(self.job.rows.train, [*chain.from_iterable(parts)]))
             for numbers in parts:
                 of_part = [*islice(rows, len(numbers))]
-                # EAGLE-3's unroll alone keeps packed conversations apart.
+                # Only EAGLE-3's unroll keeps packed conversations apart.
                 batch = collate(of_part, numbers, getattr(self.config, "packing", False))
                 batch = self.job.objective.prepare(batch, self.order.epoch_of(step))
                 batches.append(batch.pinned() if self.device.type == "cuda" else batch)
@@ -317,19 +324,20 @@ class Loop:
             return [collate([], ())], error
 
     def _load(self, batch: Batch) -> Batch:
-        # Online features are made here, on the device, and not in the prefetching threads.
+        """The batch on the device, with its features."""
+        # Online features are made here on the device, not in the prefetching threads.
         batch = batch.to(self.device)
         return batch if self.job.features is None else self.job.features(batch)
 
     def _agree(
         self, batches: list[Batch], stop: resume.StopRequest, error: UserError | None
     ) -> Agreement:
-        """Sums each process's counts and wishes. Any process may ask for an ending.
+        """Sums each process's counts and wishes; any process may ask for an ending.
 
-        It comes before the step's first backward pass. DeepSpeed steps inside the last one, when it
-        is too late to scale anything; and the token ids alone decide the counts.
+        This comes before the step's first backward pass, because DeepSpeed steps inside the last
+        one, when it is too late to scale a loss. The token ids alone decide the counts.
         """
-        # Errors, tokens and wishes travel with the counts: one all-reduce for all.
+        # One all-reduce sums errors, tokens, wishes and counts.
         counts = [self.job.objective.counts(batch) for batch in batches]
         names = list(counts[0])
         budget = self.config.max_seconds
@@ -346,13 +354,14 @@ class Loop:
         num_errors, tokens, requeue, interrupted, over_budget, *sums = totals.tolist()
         processes.raise_together(error, num_errors, self.device)
         wishes = {"requeue": requeue, "interrupted": interrupted, "budget": over_budget}
-        # The first wish that a process has: a signal comes before the budget.
+        # The first wish that any process has, in this order: a signal comes before the budget.
         wish = next(filter(wishes.get, wishes), "")
         return Agreement(dict(zip(names, sums, strict=True)), int(tokens), wish)
 
     def _loss_scales(self, counts: dict[str, float]) -> dict[str, float]:
-        """What turns a batch's sum of each term into its part of the mean over the step's slots."""
-        # Accelerate and DeepSpeed divide by the accumulation and average over the processes. The
+        """The factors that turn a batch's sum of each term into its part of the mean over the
+        step's slots."""
+        # accelerate and DeepSpeed divide by the accumulation, and average over the processes. The
         # factor undoes both.
         factor = self.world * self.config.accumulation
         return {name: factor / max(count, 1.0) for name, count in counts.items()}
@@ -364,19 +373,19 @@ class Loop:
                 group["lr"] = learning_rate(step, self.total, self.config, is_muon)
 
     def _clip(self) -> None:
-        # Under DeepSpeed this only reads the norm: the engine itself clips.
+        # Under DeepSpeed this only reads the norm, because the engine clips.
         if self.accelerator.sync_gradients:
             self._grad_norm = self.accelerator.clip_grad_norm_(
                 self.module.parameters(), self.config.clip_norm
             )
 
     def _log(self) -> None:
-        """Writes the means since the last line."""
+        """Writes the means since the last line of the log."""
         if not self.clock["steps"]:
             return
         clock = self.clock
-        last = self.progress.step - 1  # counts from 0
-        # On all processes, although only the first one writes: it is an all-reduce.
+        last = self.progress.step - 1  # steps count from 0
+        # All processes call this all-reduce, although only the first one writes.
         averages = means(self.sums, self.device)
         self.sums = {}
         self.clock = Counter()
@@ -385,7 +394,7 @@ class Loop:
             "epoch": self.order.epoch_of(last),
             "loss": sum(weight * averages[name] for name, weight in weights.items()),
             **averages,
-            # Before clipping; None under DeepSpeed without ZeRO.
+            # The norm before clipping; None under DeepSpeed without ZeRO.
             "grad_norm": None if self._grad_norm is None else float(self._grad_norm),
             "learning_rate": learning_rate(last, self.total, self.config),
         }
@@ -400,7 +409,7 @@ class Loop:
         self._record(record, "train")
 
     def _record(self, values: dict[str, Any], section: str) -> None:
-        """Writes a line of metrics; UserError if one is not finite."""
+        """Writes a line of metrics; UserError if a value is not finite."""
         step = self.progress.step
         numbers = {name: value for name, value in values.items() if isinstance(value, float)}
         if section != "train" or time.monotonic() - self._said_at >= SAY_SECONDS:
@@ -412,15 +421,15 @@ class Loop:
             )
             curves = {f"{section}/{name}": value for name, value in numbers.items()}
             for tracker in self.accelerator.trackers:
-                # trackio cannot drop what it has of steps after the save.
+                # trackio keeps the old values of steps after the save, so it gets no new ones.
                 if tracker.name != "trackio" or step > self.file.reached:
                     with explained(Path(self.accelerator.project_dir)):
                         tracker.log(curves, step=step)
-        # Only after the line, so that the file shows where the training diverged.
+        # This comes after the line, so that the file shows where the training diverged.
         for name, value in numbers.items():
             if not math.isfinite(value) and name != "grad_norm":
                 best = self.progress.best_step
-                kept = f"step {best:,} is kept" if best else "nothing was kept"
+                kept = f"the weights of step {best:,} are kept" if best else "nothing was kept"
                 of_muon = ", train.optimizer.matrix_rate" if self.is_muon else ""
                 raise UserError(
                     f"train: {name} is {value} at step {step:,}: the training diverged ({kept}); "
@@ -428,8 +437,8 @@ class Loop:
                 )
 
     def _evaluate(self) -> None:
-        """Measures the weights; the best so far become the output."""
-        # All processes call this, even if only the first one saves: ZeRO gathers from all.
+        """Measures the weights; if they are the best so far, they become the output."""
+        # All processes call this, because ZeRO gathers from all; only the first one saves.
         weights = processes.full_weights(self.accelerator, self.module)
         with torch.no_grad():
             for name, parameter in self.twin.named_parameters():
@@ -438,12 +447,12 @@ class Loop:
         score = None
         if rows:
             self.held_out = self._measure_held_out(rows)
-            # By measured tau, else by the predicted one, else by the loss.
+            # The score is the measured tau; without one the predicted tau; without both the loss.
             predicted = self.held_out.get("predicted_tau", -self.held_out["loss"])
             score = self.held_out.get("tau", predicted)
             self._record({f"held_out_{k}": value for k, value in self.held_out.items()}, "held_out")
         best = self.progress.best_score
-        # Without a score the latest weights are the best.
+        # Without held-out rows the latest weights are the best.
         if score is None or best is None or score > best:
             self.progress = replace(self.progress, best_score=score, best_step=self.progress.step)
             if self.rank == 0:
@@ -451,7 +460,7 @@ class Loop:
         self.accelerator.wait_for_everyone()
 
     def _publish_twin(self) -> None:
-        # Saved apart first: a full disk must not leave half a head as the output.
+        # First saved elsewhere, because a full disk must not leave half a head as the output.
         fresh = self.job.state / ".best.tmp"
         remove_tree(fresh)
         with explained(self.job.output):
@@ -461,7 +470,8 @@ class Loop:
         remove_tree(fresh)
 
     def _measure_held_out(self, rows: Sequence[BatchRow]) -> dict[str, float]:
-        # Every process needs a row, to have the same names of sums; few rows are measured by all.
+        # Every process needs a row, so that all have the same names. All measure all rows if there
+        # are fewer rows than processes.
         is_shared = len(rows) >= self.world
         numbers = range(len(rows))[self.rank :: self.world] if is_shared else range(len(rows))
         sums = SumsAndCounts()
@@ -481,7 +491,7 @@ class Loop:
 
     def _save_state(self) -> None:
         def fill(folder: Path) -> None:
-            # Also the sums since the last log line: the next line needs them.
+            # With the sums since the last log line, which the next line needs.
             self.accelerator.save_state(str(folder))
             torch.save(self.sums, folder / METER.format(self.rank))
             if self.rank == 0 and self.progress.best_step:
@@ -499,7 +509,7 @@ class Loop:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory that this process has used, of a GPU if it trains on one."""
+    """The most memory in bytes that this process has used, on its GPU if it trains on one."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,4 +1,4 @@
-"""Trains what the recipe's section `head` names, and writes it to RUN/heads/KIND (or to `output`).
+"""Trains the head that a recipe describes, and writes it to RUN/heads/KIND (or to `output`).
 
 accelerate launch --config_file configs/accelerate/zero2.yaml train/main.py --config RECIPE \
     [--section.key VALUE ...]
@@ -10,7 +10,7 @@ from pathlib import Path
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(
         Path(__file__).resolve().parents[1] / "src"
-    )  # the checkout's packages, as aerie.*
+    )  # imports the checkout's packages as aerie.*
 
 import copy
 import os
@@ -23,7 +23,7 @@ from aerie.configs.schema.recipe import Recipe, add_arguments, load
 from aerie.model.storage import Stage, status_file, working_alone, write_text
 from aerie.train import resume
 
-# Nothing above imports torch, so that --is-whole answers at once; functions import the rest.
+# No import above loads torch, so that --is-whole answers at once. Functions import the rest.
 if TYPE_CHECKING:
     from aerie.train.jobs import Job
     from aerie.train.loop import Loop, Measure
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 @exit_codes()
 def main() -> int:
-    parser = Arguments(
-        "aerie train", description="Train a head, or a small LM.", allow_abbrev=False
-    )
+    parser = Arguments("aerie train", description="Train a head or a small LM.", allow_abbrev=False)
     add_arguments(parser)
     parser.add_argument(
-        "--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1"
+        "--is-whole",
+        action="store_true",
+        help="exit code 0 if nothing is left to do, else 1",
     )
     arguments, unknown = parser.parse_known_args()
     recipe = load(arguments, unknown)
-    # The saves lie beside the output, so that the output holds nothing but the head.
+    # The saves are outside the output, which holds only the head.
     state = recipe.root / "state" / resume.state_name(recipe)
     try:
         stage = Stage("train", recipe.head_output, resume.stage_inputs(recipe))
@@ -56,12 +56,12 @@ def main() -> int:
     if arguments.is_whole:
         return int(not is_whole)
     if is_whole:
-        # A kill may have left saves after the record was written.
+        # A kill after the record was written may have left saves.
         if rank() == 0:
             resume.forget_saves(stage.output, state)
             print(f"train {recipe.head.kind}: whole, reused ({stage.output})", flush=True)
         return 0
-    if not resume.reads_cache(recipe):  # a cache has its rows
+    if not resume.reads_cache(recipe):  # a cache's rows have their date already
         from aerie.data.rendering import fix_date
 
         recipe = fix_date(recipe, is_stage=not arguments.plan)
@@ -78,6 +78,7 @@ def main() -> int:
 
 
 def _print_plan(recipe: Recipe, stage: Stage, overwrite: bool) -> None:
+    """Prints what the training would take, after one rehearsed step."""
     from aerie.data.main import try_in_miniature
     from aerie.model.heads import HEADS
     from aerie.train import costs, jobs, processes, rehearsal
@@ -88,11 +89,11 @@ def _print_plan(recipe: Recipe, stage: Stage, overwrite: bool) -> None:
         rehearsal.rehearse_head(job.objective.head.config, recipe.train)
     else:
         rehearsal.rehearse(job.objective)
-    # Training would also run the target, which a plan does not load.
+    # Training would run the target, which a plan does not load, so a miniature runs instead.
     if resume.reads_online(recipe):
         try_in_miniature(recipe)
     text = costs.plan_text(recipe, job)
-    if "LOCAL_RANK" in os.environ:  # a launcher's processes have to connect once
+    if "LOCAL_RANK" in os.environ:  # a launcher's processes must connect once
         processes.build_accelerator(recipe.train, recipe.root).end_training()
     if rank() == 0:
         print(text, flush=True)
@@ -109,7 +110,7 @@ def _train(
     processes.be_quiet()
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
-    # Before the Accelerator: under ZeRO-3, whatever is loaded later is sharded.
+    # This comes before the Accelerator, because ZeRO-3 shards whatever is loaded later.
     job = jobs.build_job(recipe, stage.output, overwrite)
     measure = tau_measure(recipe, job) if getattr(recipe.train, "measure_prompts", 0) else None
     with job.servers or nullcontext():
@@ -119,24 +120,25 @@ def _train(
 def _run_loop(
     recipe: Recipe, stage: Stage, job: "Job", measure: "Measure | None", stop: resume.StopRequest
 ) -> tuple[str, int]:
+    """Runs the loop and records its end; returns (state, exit code)."""
     from aerie.train import processes
     from aerie.train.loop import Loop
 
     accelerator = processes.build_accelerator(recipe.train, recipe.root / "trackers" / job.kind)
     is_first = accelerator.is_main_process
-    # One process holds the lock for all: the others would find it taken.
+    # The first process holds the lock for all; the others would find it taken.
     with working_alone(job.state, "training") if is_first else nullcontext():
         if job.objective.target is not None:
             job.objective.target = job.objective.target.to(accelerator.device)
         loop = Loop(job, accelerator, stage.inputs, measure)
-        # Only now: a save that is refused leaves an earlier output as it was.
+        # Only now, because the loop may refuse a save, and then an earlier output must stay.
         if is_first:
             resume.begin_output(stage.output, job.state)
         ending = loop.run(stop)
-        # After a signal the output keeps its marker, so that the next sitting goes on.
+        # After a signal the output keeps its marker, with which the next sitting goes on.
         if is_first and ending not in resume.EXIT_CODES:
             _finish(recipe, stage, loop, ending)
-        # Free the module first: the end of the process group could wait for it.
+        # The module goes first, because the end of the process group could wait for it.
         del loop
         accelerator.free_memory()
         accelerator.end_training()
@@ -144,7 +146,7 @@ def _run_loop(
 
 
 def _finish(recipe: Recipe, stage: Stage, loop: "Loop", ending: str) -> None:
-    """Records the finished output, and removes the saves that led to it."""
+    """Records the finished output, and removes its saves."""
     from aerie.data.rendering import facts_of
 
     progress = loop.progress
@@ -160,7 +162,7 @@ def _finish(recipe: Recipe, stage: Stage, loop: "Loop", ending: str) -> None:
         held_out=loop.held_out,
         **facts_of(recipe.data),
     )
-    # Only now: a kill before this goes on from the last save.
+    # Only now, because after a kill before this the training goes on from the last save.
     resume.forget_saves(stage.output, loop.job.state)
     done = (
         f"{progress.step:,} steps in {progress.seconds:,.0f} s, best at step {progress.best_step:,}"
@@ -174,7 +176,8 @@ def _finish(recipe: Recipe, stage: Stage, loop: "Loop", ending: str) -> None:
 
 
 def tau_measure(recipe: Recipe, job: "Job") -> "Measure":
-    """A function that decodes held-out prompts greedily, a share per process, for tau."""
+    """A function from a head to {'tau': tau}. It decodes held-out prompts greedily, and each
+    process decodes a share."""
     import torch
 
     from aerie.infer.decode.check import checked_lm
@@ -185,19 +188,19 @@ def tau_measure(recipe: Recipe, job: "Job") -> "Measure":
 
     target: Any = job.target
     tree: Any = recipe.tree
-    # A tree needs a mask over its branches, which not every model reads.
+    # A tree needs a mask over its branches, and not every model reads one.
     checked_lm(target, form="chain" if tree.shape == "chain" else "tree")
-    # Every process decodes a share; the sums below are over all of them.
+    # Every process decodes a share of the prompts; `all_reduce` sums over the processes.
     prompts = _held_out_prompts(recipe, job)[rank() :: world_size()]
     settings: Any = recipe.train
 
     def measure(head: Any) -> dict[str, float]:
-        # On the target's device: of several, that of its LM head.
+        # The target's device is that of its LM head, if it has several.
         copied = copy.deepcopy(head).to(target.device)
         drafter = HEADS[recipe.head.kind].drafter(copied, target)
         decoder = SpeculativeDecoder(target, tree_proposer(drafter, tree))
         totals = torch.zeros(2, dtype=torch.float64)  # new tokens after the first, cycles
-        # Batches of one prompt: tau is a count, and does not depend on speed.
+        # One prompt at a time, because tau counts tokens and does not depend on speed.
         for ids in prompts:
             answer = decoder.generate(
                 torch.tensor([ids], device=target.device),
@@ -213,8 +216,8 @@ def tau_measure(recipe: Recipe, job: "Job") -> "Measure":
 
 
 def _held_out_prompts(recipe: Recipe, job: "Job") -> list[list[int]]:
-    """The tokens before the first answer of held-out conversations, where head and target have room
-    for them and what is generated."""
+    """The tokens before the first answer of held-out conversations, if head and target have room
+    for them and for an answer; UserError if no prompt fits."""
     import torch
 
     from aerie.model.target import context_of
@@ -225,7 +228,6 @@ def _held_out_prompts(recipe: Recipe, job: "Job") -> list[list[int]]:
     context = context_of(target.config) or positions
     room = min(context, positions) - settings.measure_new_tokens
     prompts: list[list[int]] = []
-    # A prompt is all that stands before a conversation's first answer.
     for input_ids, turn_ids in job.rows.held_out_tokens():
         first = int(torch.as_tensor(turn_ids).nonzero()[0])
         if 0 < first <= room and len(prompts) < settings.measure_prompts:

@@ -1,4 +1,5 @@
-"""The processes of a run: their Accelerator, sums over all of them, and weights that they share."""
+"""The processes of a training: their Accelerator, sums over all of them, and weights that they
+share."""
 
 import logging
 import os
@@ -22,6 +23,7 @@ from aerie.train.deepspeed_internals import skip_shared_memory_op
 
 
 def be_quiet() -> None:
+    """Silences the logs and warnings of the libraries."""
     for name in ("accelerate", "torch.distributed", "DeepSpeed"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(deepspeed|accelerate|torch)\b")
@@ -29,35 +31,36 @@ def be_quiet() -> None:
 
 
 def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
+    """The Accelerator of this process; UserError if the launch does not fit the recipe."""
     has_gpu = torch.cuda.is_available()
-    # A launcher has started this process, and there is no GPU to train on.
+    # Whether a launcher started this process on a machine without a GPU.
     is_cpu_process = "LOCAL_RANK" in os.environ and not has_gpu
     uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     if is_cpu_process and uses_deepspeed:
         skip_shared_memory_op()
     if has_gpu:
-        torch.set_float32_matmul_precision("high")  # TF32 for products not in bf16
+        torch.set_float32_matmul_precision("high")  # TF32 for products that are not in bf16
     accelerator = Accelerator(
         mixed_precision=os.environ.get("ACCELERATE_MIXED_PRECISION", "bf16" if has_gpu else "no"),
-        # Otherwise torchrun's processes on CPUs connect, but do not average their gradients.
+        # Without this, torchrun's processes on CPUs connect but do not average their gradients.
         cpu=is_cpu_process and not uses_deepspeed,
         gradient_accumulation_steps=config.accumulation,
         log_with=list(config.trackers) or None,
         project_dir=str(directory),
-        # Without gloo, DeepSpeed on CPUs sees only one process; on a GPU, gloo would replace NCCL.
+        # DeepSpeed on CPUs needs gloo to see other processes; on a GPU, gloo would replace NCCL.
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if is_cpu_process else [],
     )
     if has_gpu and accelerator.mixed_precision == "no":
         warn(
-            "accelerate launch: trains in float32; add --mixed_precision bf16, "
-            "unless that is what you want"
+            "accelerate launch: training in float32, which is slow on a GPU; "
+            "to train in bf16, add --mixed_precision bf16"
         )
-    # Without a kind of distribution each process trains alone, whatever the launcher has started.
+    # Under DistributedType.NO each process trains alone, even if the launcher started several.
     is_alone = accelerator.distributed_type == DistributedType.NO
     count = 1 if is_alone else accelerator.num_processes
     if count != world_size():
         raise UserError(
-            f"WORLD_SIZE: the launcher asked for {world_size()} processes and {count} trains; "
+            f"WORLD_SIZE: the launcher asked for {world_size()} processes, but {count} trains; "
             "launch with --config_file configs/accelerate/zero2.yaml, or with torchrun"
         )
     if isinstance(config.optimizer, MuonSection):
@@ -67,23 +70,25 @@ def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
 
 
 def _prepare_for_muon(accelerator: Accelerator) -> None:
+    """UserError if Muon cannot train under this launch; otherwise sets what it needs."""
     plugin = accelerator.state.deepspeed_plugin
     zero = plugin.deepspeed_config["zero_optimization"] if plugin else {}
     is_offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
-    # In float16 the scale of gradients changes, and Muon's momentum would mix scales.
+    # In float16 the gradients' scale changes, and Muon's momentum would mix scales.
     if accelerator.mixed_precision == "fp16" or is_offloaded or zero.get("stage") == 0:
         raise UserError(
             "train.optimizer: muon trains in float32 or bf16 and, under DeepSpeed, "
             "with ZeRO 1 to 3 without offload; use configs/accelerate/zero2.yaml, or adamw"
         )
-    zero["reduce_scatter"] = zero.get("stage") != 3  # in stage 3 DeepSpeed's Muon refuses it
+    zero["reduce_scatter"] = zero.get("stage") != 3  # DeepSpeed's Muon refuses it in stage 3
 
 
 def _configure_deepspeed(accelerator: Accelerator, config: TrainConfig) -> None:
+    """Writes the recipe's settings into DeepSpeed's configuration."""
     plugin = accelerator.state.deepspeed_plugin
     if plugin is None:
         return
-    # The recipe decides these; accelerate's file leaves them out.
+    # The recipe decides these settings, so accelerate's file leaves them out.
     plugin.deepspeed_config |= {
         # accelerator.clip_grad_norm_ clips nothing under DeepSpeed.
         "gradient_clipping": config.clip_norm,
@@ -93,11 +98,12 @@ def _configure_deepspeed(accelerator: Accelerator, config: TrainConfig) -> None:
 
 
 def engine_and_machine(accelerator: Accelerator) -> tuple[str, str]:
-    """('ZeRO-2 bf16', 'cpu with 2 threads, torch 2.13.0')."""
+    """The engine and the machine in words, such as ('ZeRO-2 bf16', 'cpu with 2 threads, torch
+    2.13.0')."""
     plugin = accelerator.state.deepspeed_plugin
     engine = "plain" if plugin is None else f"ZeRO-{plugin.zero_stage}"
     precision = accelerator.mixed_precision.replace("no", "float32")
-    # The number of threads moves the last bits of sums on a CPU.
+    # On a CPU, the number of threads changes the last bits of sums.
     device = accelerator.device
     machine = f"{device.type} with {torch.get_num_threads()} threads"
     if device.type == "cuda":
@@ -106,9 +112,9 @@ def engine_and_machine(accelerator: Accelerator) -> tuple[str, str]:
 
 
 def load_state(accelerator: Accelerator, folder: Path) -> None:
-    """Loads a save, but only tensors, plain values and the classes below; DeepSpeed would load any
-    pickle."""
-    # The variable below makes each torch.load take weights only; DeepSpeed's saves hold these, too.
+    """Loads a save, but only tensors, plain values and the classes below. DeepSpeed alone would
+    load any pickle."""
+    # The variable below makes every torch.load refuse other classes. DeepSpeed's saves hold these.
     classes: list[Any] = []
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
@@ -124,8 +130,8 @@ def load_state(accelerator: Accelerator, folder: Path) -> None:
             accelerator.load_state(str(folder))
     except UnpicklingError as error:
         raise UserError(
-            f"{folder}: holds more than tensors and plain values, which is never loaded; "
-            "remove it, or start anew with --overwrite"
+            f"{folder}: holds more than tensors and plain values, which aerie never loads; "
+            "remove it, or start again with --overwrite"
         ) from error
 
 
@@ -137,19 +143,21 @@ def all_reduce(values: Tensor) -> Tensor:
 
 
 def raise_together(error: UserError | None, num_errors: float, device: torch.device) -> None:
-    """If all_reduce has counted errors, every process raises: its own error, or one that says that
+    """If any process has an error, every process raises: its own error, or one that says that
     another process failed."""
     if num_errors:
-        # The first to leave closes the connections, so all must get here first.
+        # The first process to leave closes the connections, so all must arrive here first.
         with suppress(RuntimeError):
             all_reduce(torch.zeros(1, device=device))
-        raise error or UserError("train: another process failed; the line that it printed says why")
+        raise error or UserError(
+            "train: another process failed; the error that it printed says why"
+        )
 
 
 def full_weights(accelerator: Accelerator, prepared: nn.Module) -> dict[str, Tensor]:
-    """Every parameter, complete, on every process's CPU; all must call it, as ZeRO gathers them one
-    by one."""
-    # In the order of the module, which is the same in every process.
+    """Every parameter, complete, on every process's CPU. All processes must call this, because ZeRO
+    gathers the parameters one by one."""
+    # The module's order is the same in every process.
     parameters = dict(accelerator.unwrap_model(prepared).named_parameters())
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}
@@ -158,9 +166,9 @@ def full_weights(accelerator: Accelerator, prepared: nn.Module) -> dict[str, Ten
 
     weights = {}
     for name, parameter in parameters.items():
-        # DeepSpeed keeps float32 masters beside bf16 parameters, but none of frozen ones.
+        # DeepSpeed keeps float32 masters of trained bf16 parameters, but not of frozen ones.
         master = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
-        with GatheredParameters([parameter], enabled=master is None):  # matters only under ZeRO-3
+        with GatheredParameters([parameter], enabled=master is None):  # gathers under ZeRO-3 only
             weight = parameter.detach() if master is None else master.detach().float()
             weights[name] = weight.cpu().clone()
     return weights

@@ -1,4 +1,4 @@
-"""One training step in small: what a plan accepts can be trained."""
+"""Rehearses one training step in miniature, so that a plan accepts only what can be trained."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -14,7 +14,7 @@ from aerie.model.storage import first_line
 from aerie.model.target import VocabWeights
 from aerie.train.objectives import Objective
 
-TOKENS, WIDTH, VOCABULARY = 40, 32, 64  # of the miniature, and of its row
+TOKENS, WIDTH, VOCABULARY = 40, 32, 64  # of the miniature's row and head
 SMALL_HEAD = {
     "hidden_size": WIDTH,
     "target_hidden_size": WIDTH,
@@ -26,7 +26,7 @@ SMALL_HEAD = {
 
 
 def planned_config(section: Any, text_config: Any, taps: tuple[int, ...]) -> AnyConfig:
-    """The configuration that a new head gets, but for its vocabulary."""
+    """The configuration that a new head will get, except for its vocabulary."""
     if getattr(section, "mask_token_id", 0) is None:
         section = replace(section, mask_token_id=0)
     embedding = torch.empty(text_config.vocab_size, text_config.hidden_size, device="meta")
@@ -35,8 +35,8 @@ def planned_config(section: Any, text_config: Any, taps: tuple[int, ...]) -> Any
 
 
 def rehearse_head(config: AnyConfig, settings: TrainConfig) -> None:
-    """UserError if a head of this form cannot take a training step: its form is kept (heads,
-    layers, taps, RoPE), and its widths and vocabularies are small."""
+    """UserError if a head of this form cannot take a training step. The miniature keeps the form
+    (heads, layers, taps, RoPE), with small widths and vocabularies."""
     kind = HEADS[settings.kind]
     names = {field.name for field in fields(config)}
     small: dict[str, Any] = {name: size for name, size in SMALL_HEAD.items() if name in names}
@@ -44,33 +44,36 @@ def rehearse_head(config: AnyConfig, settings: TrainConfig) -> None:
     matrix = torch.randn(VOCABULARY, WIDTH, generator=generator)  # [V, D]
     bias = torch.zeros(VOCABULARY) if getattr(config, "lm_head_bias", False) else None
     vocab = VocabWeights(matrix, matrix, bias, 1.0, None)
-    # Without the target's weights: only whether a step can be taken is asked.
+    # Random weights do, because only whether a step can be taken matters.
     head: Any = kind.module(replace(config, **small))
     head.initialise(vocab, generator)
     rehearse(kind.objective(head, vocab, settings))
 
 
 def rehearse(objective: Objective) -> None:
-    """UserError if the objective cannot take a step on a row of made-up states."""
+    """UserError if the objective cannot take a training step on a row of made-up states."""
     kind = objective.settings.kind
     try:
         output = objective(objective.prepare(_made_up(objective), epoch=0))
         loss = output.total(objective.weights)
         loss.backward()
-    # What torch raises for shapes, sizes and indices that do not fit each other.
+    # torch raises these for shapes, sizes and indices that do not fit.
     except (RuntimeError, ValueError, TypeError, LookupError) as error:
         raise UserError(
-            f"head: a {kind} head of this form takes no training step "
+            f"head: a {kind} head of this form cannot take a training step "
             f"({type(error).__name__}: {first_line(error)}); change the keys of section head"
         ) from error
-    # A small LM is rehearsed itself: its gradients must not stay.
+    # A small LM rehearses itself, not a miniature, so its gradients must go.
     objective.zero_grad()
     if not loss.isfinite():
-        raise UserError(f"head: the loss of a {kind} head of this form is {loss:g}")
+        raise UserError(
+            f"head: the loss of a {kind} head of this form is {loss:g}; "
+            "change the keys of section head"
+        )
 
 
 def _made_up(objective: Objective) -> Batch:
-    """A row that is one answer after four tokens."""
+    """A row of four tokens and one answer, with random states."""
     config = objective.config
     length = min(TOKENS, getattr(config, "max_position_embeddings", TOKENS))
     turn_ids = torch.ones(1, length, dtype=torch.long)  # [1, T]

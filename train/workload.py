@@ -1,4 +1,4 @@
-"""How much work rows are. An objective turns it into operations and memory (`train --plan`)."""
+"""How much work rows are. An objective turns this into operations and memory (`train --plan`)."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Load:
-    """Counts of some rows, which decide the costs."""
+    """Counts of some rows, which decide their costs."""
 
     tokens: int
-    # of a query and a key in one row, causal or not, as torch's FlopCounterMode counts them
+    # (query, key) pairs within the rows, causal or not, as torch's FlopCounterMode counts them
     pairs: int
-    slots: Sequence[int]  # supervised after 0, 1, ... unroll steps
+    slots: Sequence[int]  # numbers of supervised slots in unroll step 0, 1, ...
     rows: int = 1
 
     @classmethod
@@ -24,8 +24,8 @@ class Load:
         slots = np.zeros(num_steps, dtype=np.int64)
         for input_ids, turn_ids in rows:
             lengths.append(len(input_ids))
-            # Unroll step k supervises all slots of a turn but its last k + 1.
-            # the tokens of each turn, without the row's first token, which nothing predicts
+            # The tokens of each turn, without the row's first token, which nothing predicts.
+            # Unroll step k supervises all of a turn's slots but the last k + 1.
             sizes = np.bincount(np.asarray(turn_ids)[1:])[1:]
             slots += np.clip(sizes[:, None] - 1 - np.arange(num_steps), 0, None).sum(0)
         pairs = sum(length**2 for length in lengths)
@@ -35,26 +35,26 @@ class Load:
 class Work(NamedTuple):
     """The work of a forward pass of some rows."""
 
-    products: int  # weights of the head's matrices times the rows that go through them
+    products: int  # for each of the head's matrices: weights times rows that go through it
     attention: int  # operations of attention's two products, with their backward pass
     laws: int  # operations of the LM heads, with their backward pass
 
 
 class Activations(NamedTuple):
-    """What the backward pass needs of one batch."""
+    """What one batch keeps for the backward pass."""
 
-    numbers: int  # that autograd keeps, in the dtype of the forward pass
-    law_numbers: int  # in float32: logits, both laws, what the loss makes of them, and gradients
+    numbers: int  # numbers that autograd keeps, in the dtype of the forward pass
+    law_numbers: int  # float32 numbers: logits, both laws, the loss's results, gradients
 
 
 class MatrixSizes(NamedTuple):
-    """Numbers of weights of a head's matrices, without embeddings."""
+    """Numbers of weights in a head's matrices, without embeddings."""
 
-    body: int  # all but the next two
+    body: int  # all matrices but the next two
     lm_head: int
-    path_correction: int  # of a block head
-    fc: int  # in body
-    keys_and_values: int  # in body
+    path_correction: int  # the matrices with which a block head corrects logits
+    fc: int  # part of body
+    keys_and_values: int  # part of body
 
     @classmethod
     def of(cls, head: Any) -> "MatrixSizes":
@@ -64,7 +64,7 @@ class MatrixSizes(NamedTuple):
             if parameter.ndim == 2 and "embed" not in name
         }
 
-        # By name: the same parts have the same names in all heads.
+        # By name, because the same parts have the same names in all heads.
         def of_names(*parts: str) -> int:
             return sum(size for name, size in sizes.items() if any(part in name for part in parts))
 
@@ -87,25 +87,27 @@ def attention_width(config: Any) -> int:
 
 
 def attention_operations(config: Any, pairs: int) -> int:
+    """Operations of attention's two products for these pairs, with their backward pass."""
     return 12 * pairs * attention_width(config) * getattr(config, "num_hidden_layers", 0)
 
 
 class KeptNumbers(NamedTuple):
-    """Numbers a slot that autograd keeps of all decoder layers."""
+    """Numbers per slot that autograd keeps for all decoder layers."""
 
     kept: int
-    recomputed: int  # of one layer, while the backward pass computes it again
+    recomputed: int  # for one layer, while the backward pass computes it again
 
     @classmethod
     def of(cls, config: Any, checkpointing: bool) -> "KeptNumbers":
-        """checkpointing: keep each layer's input, keys and values, and compute the rest again."""
+        """With checkpointing, autograd keeps each layer's input, keys and values, and computes the
+        rest again."""
         width = config.hidden_size
         kv_width = config.num_key_value_heads * config.head_dim
-        # the inputs of its norms and matrices, queries, keys, values, attention's output
+        # The inputs of norms and matrices, queries, keys, values, and attention's output.
         layer = (
             6 * width + 2 * attention_width(config) + 2 * kv_width + 4 * config.intermediate_size
         )
-        # Keys and values of an unroll's steps are kept anyway: later steps read them.
+        # Keys and values stay in any case, because later steps of an unroll read them.
         if checkpointing:
             return cls(config.num_hidden_layers * (width + 2 * kv_width), layer)
         return cls(config.num_hidden_layers * layer, 0)

@@ -1,1 +1,1 @@
-"""aerie: draft heads for any Hugging Face causal LM: train, calibrate, decode losslessly, ship."""
+"""aerie trains, calibrates, runs and ships draft heads for any Hugging Face causal LM."""

@@ -1,4 +1,4 @@
-"""`aerie COMMAND`: every command of the project under one name."""
+"""`aerie COMMAND`: all commands of the project under one name."""
 
 import difflib
 import sys
@@ -18,32 +18,34 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "run": Command("run", "do what is left of a recipe, to the report"),
-    "status": Command("status", "what a run has, and what to type next"),
-    "keys": Command("configs.keys", "the keys of a recipe: meaning, type, default"),
+    "run": Command("run", "run what is left of a recipe, up to the report"),
+    "status": Command("status", "show what a run has done, and what to type next"),
+    "keys": Command("configs.keys", "print a recipe's keys with their meaning, type and default"),
     "init": Command("data.main", "write a recipe that suits a target, its data and this machine"),
     "synthetic": Command("data.main", "write a corpus, questions and a tokenizer"),
-    "check": Command("data.main", "read every byte of a feature cache"),
-    "show": Command("data.main", "conversations with the loss mask in colour"),
-    "features": Command("data.main", "cache the target's hidden features"),
-    "distill": Command("data.main", "have the target answer the prompts"),
+    "check": Command("data.main", "check every byte of a feature cache"),
+    "show": Command("data.main", "show conversations with their loss mask in colour"),
+    "features": Command("data.main", "cache the target's hidden states"),
+    "distill": Command("data.main", "let the target answer prompts"),
     "train": Command("train.main", "train a head"),
-    "generate": Command("infer.main", "answers to prompts"),
+    "generate": Command("infer.main", "answer prompts"),
     "chat": Command("infer.main", "talk with the target"),
-    "calibrate": Command("infer.main", "how confidence predicts acceptance"),
-    "bench": Command("infer.main", "tau and speedup of every method asked for"),
-    "tune": Command("infer.main", "the tree that suits a head on this machine"),
-    "diagnose": Command("infer.main", "why a head is accepted less than it should be"),
-    "report": Command("infer.main", "a page of what was measured"),
-    "results": Command("infer.main", "the tables of runs in Markdown"),
-    "claims": Command("infer.main", "what the papers claim, and what of it holds in a run"),
-    "compare": Command("infer.main", "the difference between two rows of a bench"),
+    "calibrate": Command("infer.main", "measure how well confidence predicts acceptance"),
+    "bench": Command("infer.main", "measure tau and speedup of methods"),
+    "tune": Command("infer.main", "find the fastest tree for a head on this machine"),
+    "diagnose": Command(
+        "infer.main", "find out why the target accepts a head's drafts less than it should"
+    ),
+    "report": Command("infer.main", "make a page of what was measured"),
+    "results": Command("infer.main", "write tables of runs in Markdown"),
+    "claims": Command("infer.main", "check which claims of the papers hold in a run"),
+    "compare": Command("infer.main", "compare two rows of a bench"),
     "verify": Command("infer.main", "prove that methods are lossless"),
-    "inspect": Command("model.main", "what a head is, and whether it fits a target"),
+    "inspect": Command("model.main", "show what a head is, and whether it fits a target"),
     "convert": Command("model.main", "write a head in another program's layout"),
     "push": Command("model.main", "ship a head to the Hub"),
 }
-ALONE = ("run", "status", "keys", "train")  # their modules have one command, and read no name of it
+ALONE = ("run", "status", "keys", "train")  # their modules have one command and expect no name
 
 
 @exit_codes()
@@ -56,7 +58,7 @@ def main() -> int:
         return COMMANDS[name].run()
     if not name.startswith("-"):
         close = difflib.get_close_matches(name, COMMANDS, n=1)
-        advice = f"; did you mean {close[0]!r}?" if close else ""
+        advice = f"; did you mean {close[0]!r}?" if close else "; aerie --help lists all"
         print(f"error: {name}: no command{advice}", file=sys.stderr)
         return 2
     print("usage: aerie COMMAND [OPTION ...]; aerie COMMAND --help shows a command's options\n")

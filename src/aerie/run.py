@@ -1,4 +1,4 @@
-"""`aerie run`: every stage of a recipe that is not done yet, each in a process of its own."""
+"""`aerie run` runs every stage of a recipe that is not done yet, each in a process of its own."""
 
 import argparse
 import logging
@@ -30,7 +30,7 @@ from aerie.data.inputs import feature_stage, is_here, target_inputs
 from aerie.model.storage import ROOT, Stage, digest, sound_record, write_status, write_text
 from aerie.train import resume
 
-STAGES = {  # of a run, in order, with the folder of the run's directory that holds its output
+STAGES = {  # stages in their order -> the folder for the output, in the run's directory
     "synthetic": "conversations",
     "distill": "distilled",
     "features": "features",
@@ -41,7 +41,7 @@ STAGES = {  # of a run, in order, with the folder of the run's directory that ho
     "report": "report",
 }
 MEASURING = ("calibrate", "bench", "tune")
-# What the stages import. They are forks, which start at once when it is here already.
+# What the stages import. They are forks, and start at once if this process has imported it.
 LIBRARIES = (
     "accelerate.commands.launch",
     "deepspeed",
@@ -58,14 +58,20 @@ LIBRARIES = (
 
 @exit_codes()
 def main() -> int:
-    """Runs recipes one after another; returns the first exit code that is not 0."""
+    """Runs the recipes one after another; returns the first exit code that is not 0."""
     parser = Arguments("aerie run", description=COMMANDS["run"].summary, allow_abbrev=False)
     add_arguments(parser)
     parser.add_argument(
-        "recipes", type=user_path, nargs="*", metavar="RECIPE.yaml", help="in place of --config"
+        "recipes",
+        type=user_path,
+        nargs="*",
+        metavar="RECIPE.yaml",
+        help="recipes to run one after another, in place of --config",
     )
     parser.add_argument(
-        "--processes", type=int, help="of features, train and what measures (default: one per GPU)"
+        "--processes",
+        type=int,
+        help="processes of features, train and the measuring stages (default: one per GPU)",
     )
     arguments, overrides = parser.parse_known_args()
     stop_on_signals()
@@ -84,7 +90,8 @@ def main() -> int:
 def _run_recipe(
     arguments: argparse.Namespace, overrides: list[str], seconds: dict[str, float]
 ) -> int:
-    """Runs the stages one after another, and adds how long each took."""
+    """Runs a recipe's stages one after another, and adds their seconds to `seconds`; returns the
+    first exit code that is not 0."""
     recipe = load(arguments, overrides)
     stages = stages_of(recipe)
     _require_usable_recipe(recipe, stages, arguments.overwrite)
@@ -108,7 +115,8 @@ def _run_recipe(
 
 
 def _import_libraries(is_whole: bool) -> None:
-    """Imports what the stages need. It touches no GPU, which forks could then not use."""
+    """Imports what the stages need, so that their forks start at once. It touches no GPU, which
+    forks could not use after that."""
     import_module("transformers.models.auto")
     torch = import_module("torch")
     if is_whole or torch.backends.cuda.is_built():
@@ -119,7 +127,7 @@ def _import_libraries(is_whole: bool) -> None:
 
 def stages_of(recipe: Recipe) -> list[str]:
     """The names of the stages that a recipe asks for, in order."""
-    # A model trained as a target is measured only if its recipe says so.
+    # A recipe with its own output trains a target, which is measured only if a bench is set.
     is_measured = recipe.output is None or recipe.bench
     decodes_here = recipe.last_stage != "train"
     wanted = {
@@ -144,7 +152,7 @@ def _stage_arguments(arguments: argparse.Namespace, overrides: list[str]) -> lis
 
 
 # ---------------------------------------------------------------------------------------------
-# Checks before anything starts: a mistake shall not show after hours of work.
+# Checks before anything starts, so that a mistake does not show after hours of work.
 
 
 def _require_usable_recipe(recipe: Recipe, stages: list[str], overwrite: bool) -> None:
@@ -179,8 +187,9 @@ def _require_inputs(recipe: Recipe) -> list[str]:
 
 
 def _require_packages(recipe: Recipe, stages: list[str]) -> None:
+    """UserError if a stage needs a package that is not installed."""
     if "report" in stages and find_spec("matplotlib") is None:
-        raise UserError("report: matplotlib is not installed; pip install aerie[report]")
+        raise UserError("report: matplotlib is not installed; run: pip install aerie[report]")
 
 
 def _require_own_outputs(recipe: Recipe, stages: list[str]) -> None:
@@ -202,19 +211,21 @@ def _require_own_outputs(recipe: Recipe, stages: list[str]) -> None:
         Stage(stage, folder, made_now).require_own_directory(overwrite=False)
         if made_of.get("head") and not train.is_whole():
             raise UserError(
-                f"{folder}: holds the {stage} of another head than {train.output}, which is still "
-                "to be trained; choose another --run, or add --overwrite"
+                f"{folder}: holds the {stage} of another head than {train.output}, which this run "
+                "has not trained yet; choose another --run, or add --overwrite"
             )
 
 
 # ---------------------------------------------------------------------------------------------
-# A stage runs in a child process; features, train and what measures in one process per GPU.
+# A stage runs in a child process, which starts one process per GPU for features, train and
+# the measuring stages.
 
 
 def _run_in_child(stage: str, words: list[str], processes: int | None, recipe: Recipe) -> int:
-    """A stage's exit code. Ctrl-C and SIGUSR1 are passed on to it, and raised when it has ended."""
+    """Runs a stage in a child process; returns its exit code. Passes Ctrl-C and SIGUSR1 on to the
+    child, and raises them after its end."""
     stop = None
-    # A fork: its end frees the stage's memory.
+    # A fork, because its end frees the stage's memory.
     make_child = multiprocessing.get_context("fork").Process
     child: Any = make_child(target=_run_stage, args=(stage, words, processes, recipe))
     child.start()
@@ -233,8 +244,8 @@ def _run_in_child(stage: str, words: list[str], processes: int | None, recipe: R
 
 
 def _killed(what: str, number: int) -> int:
-    """Says that a signal killed it; returns the exit code."""
-    # The line is below a progress bar, which has no end of line.
+    """Prints that a signal killed a stage or process; returns the exit code for it."""
+    # The newline ends the line of a progress bar.
     print(
         f"\nerror: {what}: killed by signal {number}, often for lack of memory; "
         "run the same command again",
@@ -245,9 +256,9 @@ def _killed(what: str, number: int) -> int:
 
 @exit_codes()
 def _run_stage(stage: str, words: list[str], processes: int | None, recipe: Recipe) -> None:
-    """Runs a stage's main in this process, or in several (None: one per GPU), and exits."""
-    os.setpgid(0, 0)  # the terminal sends Ctrl-C to `aerie run` alone, which passes it on once
-    # SIGINT is ignored in a shell's background processes.
+    """Runs a stage's main in this process, or in several (None means one per GPU), and exits."""
+    os.setpgid(0, 0)  # so Ctrl-C reaches `aerie run` alone, which passes it on once
+    # A shell makes its background processes ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     command = _command_of(stage, words)
@@ -262,7 +273,7 @@ def _run_stage(stage: str, words: list[str], processes: int | None, recipe: Reci
         if processes > 1 and is_left(stage, words):
             code = launch(command, processes, "bf16" if gpus else "no")
             if code not in (0, REQUEUE, 130):
-                # The first process may have been ended by the failure of another.
+                # The failure of another process may have ended the first, which writes the status.
                 write_status(recipe.root / "status.json", stage, "failed", code)
             sys.exit(code)
     sys.argv = command
@@ -270,20 +281,20 @@ def _run_stage(stage: str, words: list[str], processes: int | None, recipe: Reci
 
 
 def _command_of(stage: str, words: list[str]) -> list[str]:
-    """A stage's script with its arguments."""
+    """The words that run a stage: its script and the arguments."""
     package = COMMANDS[stage].module.partition(".")[0]
     script = str(ROOT / package / "main.py")
     return [script, *words] if stage == "train" else [script, stage, *words]
 
 
 def is_left(stage: str, words: list[str]) -> bool:
-    """Whether the stage has something to do."""
+    """Whether a stage still has something to do."""
     sys.argv = [*_command_of(stage, words), "--is-whole"]
     return COMMANDS[stage].run() == 1
 
 
 def urls_asked(recipe: Recipe, stage: str) -> tuple[str, ...]:
-    """The servers that a stage asks."""
+    """The URLs of the servers that a stage asks."""
     from aerie.data.servers import urls_of_stage
 
     if stage == "train" and not resume.reads_servers(recipe):
@@ -292,7 +303,7 @@ def urls_asked(recipe: Recipe, stage: str) -> tuple[str, ...]:
 
 
 def _require_server(recipe: Recipe, stage: str, urls: Sequence[str]) -> None:
-    """UserError with the command that starts a server, if none of these answers."""
+    """UserError if no server answers; it names the command that starts one."""
     from aerie.data.served_states import CONNECT_S, ServerFault, StateServer
     from aerie.data.servers import command_of_stage
 
@@ -310,14 +321,15 @@ def _require_server(recipe: Recipe, stage: str, urls: Sequence[str]) -> None:
 
 
 def _stop_with_parent() -> None:
-    """Interrupts this process when `aerie run` ends, also by a kill that nobody can catch."""
+    """Interrupts this process when `aerie run` ends, even if a signal that nobody can catch kills
+    it."""
     multiprocessing.parent_process().join()  # type: ignore[union-attr]
     os.kill(os.getpid(), signal.SIGINT)
 
 
 def _number_of_processes(stage: str, processes: int | None, recipe: Recipe) -> int | None:
-    """One, if the stage spreads its target over all GPUs or asks the servers of a bench's rows;
-    otherwise what was asked for."""
+    """How many processes a stage gets. One, if it spreads its target over all GPUs or asks the
+    servers of a bench's rows; otherwise `processes`."""
     if stage == "bench" and recipe.bench and recipe.bench.asks_servers:
         return 1
     makes_features = stage == "features" and recipe.features.server is None
@@ -326,7 +338,7 @@ def _number_of_processes(stage: str, processes: int | None, recipe: Recipe) -> i
 
 
 def launch(command: list[str], processes: int, precision: str) -> int:
-    """Runs a script in several processes; the exit code of the first that failed, or 0."""
+    """Runs a script in several processes; returns the exit code of the first that failed, or 0."""
     import torch
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -337,14 +349,14 @@ def launch(command: list[str], processes: int, precision: str) -> int:
         was_ended = failure.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM)
         return was_ended, failure.timestamp
 
-    logging.disable()  # of the launcher: each process prints its own error
+    logging.disable()  # the launcher's: each process prints its own error
     os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     os.environ["PET_SHUTDOWN_TIMEOUT"] = "120"
-    if precision == "no":  # without GPUs the processes are forks, which have imported all already
+    if precision == "no":  # without GPUs the processes are forks of this one and import nothing
         os.environ |= {"PET_RUN_PATH": "1", "PET_START_METHOD": "fork"}
         os.register_at_fork(after_in_child=_forget_handlers)
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(1)  # as torchrun, whose variable comes too late for a fork
+            torch.set_num_threads(1)  # torchrun sets a variable for this, too late for a fork
     options = ["--config_file", str(ROOT / "configs/accelerate/zero2.yaml")]
     options += ["--num_processes", str(processes), "--mixed_precision", precision]
     try:
@@ -358,7 +370,7 @@ def launch(command: list[str], processes: int, precision: str) -> int:
 
 
 def _forget_handlers() -> None:
-    """Takes back what torch's launcher does at a signal: a fork of it would do so, too."""
+    """Undoes the signal handlers of torch's launcher, which its forks inherit."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""`aerie status`: what a run has, what is running, and what to type next."""
+"""`aerie status` shows what a run has done, what is running, and what to type next."""
 
 import json
 from argparse import Namespace
@@ -19,14 +19,14 @@ from aerie.run import STAGES, stages_of
 class StageState(NamedTuple):
     """What a stage has left in a run's directory."""
 
-    name: str  # with the kind of head, where the stage is train
+    name: str  # of the stage; that of train has the kind of head, too
     state: str  # whole, damaged, running, stopped or absent
     facts: list[str]  # texts to print
 
 
 @exit_codes()
 def main() -> int:
-    """Prints a line for each status file, a line for each stage, and what to type next."""
+    """Prints a line for each status file and each stage, and what to type next."""
     parser = Arguments("aerie status", description=COMMANDS["status"].summary)
     parser.add_argument("directory", type=user_path, metavar="RUN", help="the run's directory")
     root = parser.parse_args().directory
@@ -42,7 +42,7 @@ def main() -> int:
     stages = _stage_states(root, running)
     states = {stage.state for stage in stages}
     if states == {"absent"} and not recipe.exists():
-        raise UserError(f"{root}: no run; name the directory that a recipe calls `run`")
+        raise UserError(f"{root}: no run; name the directory in the key `run` of a recipe")
     lines += [f"  {name:<14} {state:<8} {', '.join(facts)}" for name, state, facts in stages]
     if running:
         lines.append(f"next: wait for {running}")
@@ -57,17 +57,19 @@ def main() -> int:
 
 
 def _read_status(path: Path) -> dict[str, Any]:
-    """What a stage last wrote of itself: stage (such as distill 2/8), state and exit code."""
+    """What a stage last wrote about itself: stage (such as distill 2/8), state and exit code. The
+    state is killed if a stage that calls itself running does not run any more."""
     status: dict[str, Any] = read_json(path)
     if status["state"] == "running":
         with suppress(OSError), Lock(path.with_name(f".{path.name}.lock")) as lock:
-            if lock.acquire(wait=False) is True:  # a stage that still runs would hold it
+            if lock.acquire(wait=False) is True:  # a running stage holds the lock
                 status |= {"state": "killed", "code": 137}
     return status
 
 
 def _stage_states(root: Path, running: str) -> list[StageState]:
-    """The stages that the run's recipe asks for, and others that left something."""
+    """The states of the stages that the run's recipe asks for, and of any other stage that left
+    files."""
     heads = root / STAGES["train"]
     kinds = sorted(path.name for path in heads.glob("[!.]*"))
     expected = ["features", "train", "calibrate", "bench", "report"]
@@ -92,13 +94,13 @@ def _stage_states(root: Path, running: str) -> list[StageState]:
 
 
 def _folder_state(name: str, folder: Path) -> StageState:
-    """The state of a stage that writes a manifest, by its files' sizes and digests."""
+    """The state of a stage that writes a manifest, judged by the sizes and digests of its files."""
     if not (folder / FILE).is_file():
         is_empty = not folder.is_dir() or not any(folder.iterdir())
         return StageState(name, "absent" if is_empty else "stopped", _progress(folder))
     record = checked = Manifest.check(folder)
     if isinstance(record, Whole) and not record.manifest.files:
-        # A feature cache has its files in its index.
+        # The files of a feature cache stand in its index.
         checked = Manifest.check(folder, content=False, name="index.json")
     if not isinstance(record, Whole) or not isinstance(checked, Whole):
         return StageState(name, "damaged", [str(checked)])
@@ -118,7 +120,7 @@ def _folder_state(name: str, folder: Path) -> StageState:
 
 
 def _progress(folder: Path) -> list[str]:
-    """How far a distillation or a feature cache that is not whole has come."""
+    """How far an unfinished distillation or feature cache has come."""
     prompts = folder / "prompts.jsonl"
     if prompts.is_file():
         journals = folder.glob("journal/*.jsonl")
@@ -130,11 +132,11 @@ def _progress(folder: Path) -> list[str]:
 
 
 def _head_state(root: Path, kind: str) -> StageState:
-    """The state of a training, with its last logged step and its best tau."""
+    """The state of a training, with its last logged step and best tau."""
     name, state, facts = _folder_state(f"train {kind}", root / STAGES["train"] / kind)
     metrics = root / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8").splitlines() if kind and metrics.is_file() else []
-    # Other heads of the run log there too, and a kill may have cut the last line.
+    # The run's other heads log there too, and a kill may have cut the last line.
     start = f'{{"kind": "{kind}'
     records = [json.loads(line) for line in lines if line.startswith(start) and line[-1] == "}"]
     logged = [record for record in records if "loss" in record]
@@ -147,7 +149,7 @@ def _head_state(root: Path, kind: str) -> StageState:
 
 
 def _report_state(folder: Path) -> StageState:
-    """The state of the report, which has no manifest, with the best tau in it."""
+    """The state of the report, with the best tau in it. A report has no manifest."""
     summary = folder / "summary.json"
     if not summary.is_file():
         return _folder_state("report", folder)
@@ -159,14 +161,15 @@ def _report_state(folder: Path) -> StageState:
 
 
 def _next_of_whole_run(root: Path, kind: str) -> str:
-    """What to type when every stage is whole: tune, or push; and where the report is."""
+    """What to type when every stage is whole: tune if no row is faster than vanilla and nothing is
+    tuned yet, otherwise push."""
     summary = root / "report/summary.json"
     rows = read_json(summary)["rows"] if summary.is_file() else []
     is_slow = rows and all((row["speedup"] or 0) <= 1 for row in rows)  # vanilla's is 1
     if is_slow and not (root / STAGES["tune"]).is_dir():
         return (
-            f"aerie tune --config {root / 'recipe.yaml'}, for a tree that suits this machine: "
-            "none is faster than vanilla yet"
+            f"aerie tune --config {root / 'recipe.yaml'}, to find a faster tree: "
+            "no row is faster than vanilla yet"
         )
     push = f"aerie push {root / STAGES['train'] / kind} --repo USER/NAME --dry-run"
     return f"{push}; see {root / 'report/index.html'}" if rows else push

@@ -207,7 +207,7 @@ def test_two_go_on(
     assert json.loads((cut / "status.json").read_text())["state"] == state
     assert tiny.call(train_main, *words, "--run", cut) == 2
     assert (
-        "saved by 2 processes, now there are 1; go on with --num_processes 2"
+        "saved by 2 processes, but this run has 1; go on with --num_processes 2"
         in capsys.readouterr().err
     )
     assert "going on from step" in together(launcher, cut, *words)

@@ -79,7 +79,7 @@ def test_heads_with_layers_learn_beside_yarn_of_a_part(kind: str) -> None:
 def test_a_form_that_cannot_learn_is_named() -> None:
     config: Any = planned_config(Eagle1Section(), tiny.llama().config, ())
     tiny.refused(
-        "eagle1 head of this form takes no training step",
+        "eagle1 head of this form cannot take a training step",
         rehearse_head,
         replace(config, num_key_value_heads=3),
         Eagle1Train(),

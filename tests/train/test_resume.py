@@ -173,7 +173,7 @@ def test_other_recipe_or_engine(tmp_path: Path, undisturbed: Any) -> None:
         r"\(rows: r there, s asked; train.seed: 0 there": replace(
             fresh, made_of={"rows": "s", "train": {"seed": 1}}
         ),
-        "saved under ZeRO-2 bf16, now it is plain bf16; go on as there, or": replace(
+        "saved under ZeRO-2 bf16, but this run uses plain bf16; launch it as before, or": replace(
             fresh, engine="plain bf16"
         ),
     }.items():
@@ -200,7 +200,7 @@ def test_pickle(tmp_path: Path) -> None:
         load_state=lambda folder: torch.load(Path(folder, "state.pt"), weights_only=False)
     )
     refused(
-        "holds more than tensors and plain values, which is never loaded; remove it",
+        "holds more than tensors and plain values, which aerie never loads; remove it",
         processes.load_state,
         accelerator,
         tmp_path,
@@ -218,7 +218,7 @@ def test_broken_saves(tmp_path: Path) -> None:
     flip(save(3), 200)
     flip(save(6), 200)
     refused(
-        r"6/weights.bin: is damaged; no other save is whole: start anew with --ov",
+        r"6/weights.bin: is damaged; no other save is whole: start again with --ov",
         resume.find,
         tmp_path,
         FRESH,
