@@ -140,7 +140,7 @@ BLOCK = "--features.mode online --head.kind block"
         (
             "eagle3",
             "--head.norm_init target --head.init_from ENDLESS",
-            "begun already; set norm_init ones",
+            "so it cannot start from others; set norm_init: ones",
         ),
         (
             "eagle3",
@@ -155,7 +155,7 @@ BLOCK = "--features.mode online --head.kind block"
         (
             "eagle3",
             "--head.fc_norm true --head.norm_before_fc true",
-            "no server does both; choose one",
+            "no server does both; set one of them",
         ),
         (
             "eagle3",
@@ -235,7 +235,7 @@ def test_planned_trained_reused(made: Path, capsys: Any, monkeypatch: Any) -> No
     assert sorted(made.rglob("*")) == before
     with monkeypatch.context() as patched:
         patched.setenv("WORLD_SIZE", "2")
-        other = "{train}\n exit 2\n asked for 2 processes and 1 trains"
+        other = "{train}\n exit 2\n asked for 2 processes, but 1 trains"
         tiny.session(other, capsys, **names)
     with monkeypatch.context() as patched:  # a scheduler stops it during start-up
         patched.setattr(jobs, "build_job", lambda *_: signal.raise_signal(signal.SIGTERM))
