@@ -1,5 +1,5 @@
-"""The objectives of draft heads. They return sums, and the loop divides. So the way in which a step
-is cut into batches changes no gradient.
+"""The objectives of draft heads. They return sums and the loop divides, so cutting a step into
+other batches changes no gradient.
 
 Slot p gets the feature of t_p and the token t_{p+1}; the head's output there predicts t_{p+2}. At
 unroll step k = 0, 1, ... slot p predicts t_{p+2+k}. `Batch.supervised` says which slots learn.

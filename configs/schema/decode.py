@@ -64,7 +64,9 @@ class ConfidenceConfig(Section):
     """Stops after a token whose q is below the threshold."""
 
     rule: Literal["confidence"] = "confidence"
-    threshold: Share = key("transformers' assistant_confidence_threshold", default=0.4)
+    threshold: Share = key(
+        "the least q; transformers calls it assistant_confidence_threshold", default=0.4
+    )
 
 
 class VoteConfig(Section):
@@ -492,8 +494,8 @@ class ServedConfig(Section):
         "the target's name on the server; null takes the only one there", default=None
     )
     at_once: Annotated[Many[PositiveInt], ascending] = key(
-        "numbers of requests to keep under way at once, after a round one by one; empty leaves "
-        "these rounds out",
+        "after asking one by one, the bench also keeps this many requests under way at once; "
+        "empty leaves that out",
         default=(8, 32),
     )
     timeout_s: PositiveFloat = key("the longest that a request may take", default=600.0)

@@ -168,17 +168,18 @@ class Eagle3Section(_TapHead, kw_only=True):
         default=None,
     )
     norm_output: bool | None = key(
-        "whether the head feeds back its output after the final norm (EAGLE-3.1); null as for "
-        "fc_norm",
+        "whether the head feeds back its output after the final norm (EAGLE-3.1); null means "
+        "false, or as in init_from",
         default=None,
     )
     norm_before_residual: bool | None = key(
-        "whether the first layer's residual is the feature after its norm; only vLLM loads it. "
-        "null as for fc_norm",
+        "whether the first layer's residual is the feature after its norm, which only vLLM "
+        "loads; null means false, or as in init_from",
         default=None,
     )
     norm_before_fc: bool | None = key(
-        "whether one norm over all taps comes before fc; only vLLM loads it. null as for fc_norm",
+        "whether one norm over all taps comes before fc, which only vLLM loads; null means "
+        "false, or as in init_from",
         default=None,
     )
     lm_head: Literal["trained", "frozen"] = key(
@@ -202,7 +203,7 @@ class _MultiToken(HeadSection, kw_only=True):
     """Medusa and Hydra: each head drafts one future token."""
 
     num_heads: PositiveInt = key(
-        "number of heads, one for each future token (the papers' number)", default=4
+        "number of heads, one per future token; the default is the papers' number", default=4
     )
     num_layers: PositiveInt = key("number of residual blocks in each head", default=1)
     lm_head: Literal["own", "target"] = key(
@@ -281,7 +282,8 @@ class BlockSection(_TapHead, kw_only=True):
         "rows of a block: the last known token, then mask tokens (z-lab: 16)", default=8
     )
     in_block: Literal["bidirectional", "causal"] = key(
-        "whether a row attends to its whole block or only to the rows before it (JetSpec: causal)",
+        "whether a row attends to its whole block, or only to itself and the rows before it "
+        "(JetSpec: causal)",
         default="bidirectional",
     )
     anchor_feature: bool = key(

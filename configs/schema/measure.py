@@ -119,8 +119,8 @@ class BenchConfig(Section):
         "series of rows in which one setting varies", default=()
     )
     contexts: Annotated[Many[PositiveInt], ascending] = key(
-        "lengths of prompt and answer in tokens at which answers are split for a sweep: up to "
-        "each length, and between neighbours",
+        "lengths of prompt and answer, in tokens, at which a sweep splits answers: up to each "
+        "length, and between neighbours",
         default=(),
     )
 
