@@ -2,6 +2,7 @@
 schema."""
 
 import dataclasses
+import datetime
 import re
 import types
 import typing
@@ -21,6 +22,7 @@ TYPE_NAMES = {
     str: "text",
     bool: "true | false",
     dict: "mapping",
+    datetime.date: "date",
     type(None): "null",
 }
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}

@@ -169,6 +169,8 @@ def test_keys_tells_a_section_a_key_and_their_kinds(capsys: pytest.CaptureFixtur
         (kind: eagle1 | eagle3 | medusa | hydra | block | draft_lm)
         (kind: eagle3)
         - `unroll_steps`:
+    aerie keys data.date
+        (date | null; default null)
     aerie keys tree.stop
         `tree.stop` (rule: entropy)
     aerie keys bench.rows.0.tree.nodes
