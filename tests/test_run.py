@@ -115,7 +115,7 @@ def test_plan_refuses_what_another_target_or_head_left(folder: Path, capsys: Any
     text = """
     aerie run r.yaml --plan
         exit 2
-        holds the calibrate of another head
+        holds what calibrate made with another head
     aerie status {run}
         {run}: features done
         absent

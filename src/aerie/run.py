@@ -211,8 +211,8 @@ def _require_own_outputs(recipe: Recipe, stages: list[str]) -> None:
         Stage(stage, folder, made_now).require_own_directory(overwrite=False)
         if made_of.get("head") and not train.is_whole():
             raise UserError(
-                f"{folder}: holds the {stage} of another head than {train.output}, which this run "
-                "has not trained yet; choose another --run, or add --overwrite"
+                f"{folder}: holds what {stage} made with another head than {train.output}, which "
+                "is not trained yet; choose another --run, or add --overwrite"
             )
 
 
