@@ -167,6 +167,10 @@ def test_a_run_goes_to_its_report(folder: Path, capfd: Any) -> None:
         next: aerie
     """
     tiny.session(text, capfd)
+    began = time.monotonic()
+    _, _, printed = tiny.typed("aerie run r.yaml r.yaml", capfd)
+    total = re.search(r"run: (\d+) s", printed)
+    assert total and int(total[1]) > 0.7 * (time.monotonic() - began)  # of both recipes
     tiny.flip(Path("run/heads/eagle1/model.safetensors"))
     text = """
     aerie status run

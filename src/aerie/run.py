@@ -110,7 +110,7 @@ def _run_recipe(
         if code:
             return code
         name = f"train {recipe.head.kind}" if stage == "train" else stage
-        seconds[name] = time.monotonic() - began
+        seconds[name] = seconds.get(name, 0.0) + time.monotonic() - began
     return 0
 
 
