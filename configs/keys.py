@@ -64,7 +64,9 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     section = re.sub(r"\.\d+(?=\.|$)", ".*", arguments.section)
-    blocks = documented_keys(section)
+    # A key such as head.kind has no line: the headings of its section name its values.
+    tagged = re.sub(rf"\.({'|'.join(TAGS)})$", "", section)
+    blocks = documented_keys(section) or documented_keys(tagged)
     if not blocks:
         advice = suggestion(section.split("."), Recipe)
         raise UserError(f"{section}: no section or key of a recipe; {advice}")

@@ -173,6 +173,8 @@ def test_keys_tells_a_section_a_key_and_their_kinds(capsys: pytest.CaptureFixtur
         (date | null; default null)
     aerie keys tree.stop
         `tree.stop` (rule: entropy)
+    aerie keys tree.stop.rule
+        `tree.stop` (rule: entropy)
     aerie keys bench.rows.0.tree.nodes
         `bench.rows.*.tree` (shape: dynamic)
     aerie keys trian
