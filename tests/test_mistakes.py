@@ -83,7 +83,7 @@ train {recipe} --lr 1 => --lr: unknown key; did you mean 'train.learning_rate'
 train {recipe} --train.max_steps 0 => --train.max_steps: input should be greater than 0
 train {recipe} --target {bad}/nowhere/x => no such target directory
 train {recipe} --train.betas '[0.9]' => --train.betas: train.betas.1: required, and not set
-bench {recipe} --plan --bench.prompts '{tasks: [gsm8k], task: x}' => set one of them
+bench {recipe} --plan --bench.prompts '{tasks: [gsm8k], task: x}' => leave one of them out
 bench {recipe} --plan --bench.rows '[{method: vanilla}, {method: served, url: x}]' => should match
 bench {recipe} --plan --bench.rows '[{method: vanilla}, {method: served, url: http://x, tree: {}}]'
     => tree: unknown key; it belongs to another kind of rows than served; leave it out

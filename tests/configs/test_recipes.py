@@ -104,7 +104,7 @@ def test_a_number_that_means_nothing_and_a_path_of_nothing_are_refused(word: str
 CONTRADICTIONS = """
 embedded train.feature_weight=0 train.classification_weight=0 => nothing would be learnt
 embedded features.mode=online features.storage=fp8 => are a cache's
-embedded tree.stop.rule=vote tree.stop.signals=expectation tree.stop.bonus=0 => raise bonus
+embedded tree.stop.rule=vote tree.stop.signals=expectation tree.stop.bonus=0 => set bonus above 0
 hydra/embedded head.prefix_layer=false head.head_dim=8 => head_dim is the prefix layer's
 draft_lm/embedded train.distill=null train.distill_weight=2 => weigh nothing without distill
 """

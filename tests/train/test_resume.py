@@ -182,7 +182,7 @@ def test_other_recipe_or_engine(tmp_path: Path, undisturbed: Any) -> None:
     progress, _, warnings = resume.find(
         tmp_path, replace(fresh, machine="NVIDIA B"), overwrite=False
     )
-    assert progress.step == 7 and "saved with NVIDIA A, this is NVIDIA B" in warnings[0]
+    assert progress.step == 7 and "saved on NVIDIA A, this is NVIDIA B" in warnings[0]
     cut(tmp_path / "run", config(save_every=4))
     continued = sitting(
         job(tmp_path / "run", config(save_every=2, keep_last=3, loss_chunk_slots=512))
