@@ -1,4 +1,4 @@
-"""Whether greedy answers are the same, and how near a tie the first difference is."""
+"""Compares greedy answers, and says whether rounding explains their first difference."""
 
 import itertools
 from collections.abc import Sequence
@@ -16,28 +16,31 @@ ROUNDING = 4.0  # in units of eps times the largest logit
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token that differs, and how far apart the two tokens' logits are.
+    """The first token at which two answers differ, and the gap between the two tokens' logits.
 
-    The logits are those of a plain forward.
+    A plain forward of the target gives the logits.
     """
 
     prompt: int
     position: int
-    ours: int  # -1: the answer ended before
-    theirs: int
-    gap: float
-    rounding: float  # a gap that rounding can make in the target's dtype
+    ours: int  # -1: our answer ended here
+    theirs: int  # -1: their answer ended here
+    gap: float  # between the two logits; infinite if one answer ended
+    rounding: float  # the largest gap that rounding can make in the target's dtype
 
     @property
     def margin(self) -> float:
-        """The gap over what rounding can make; at most 1: rounding explains the difference."""
+        """gap / rounding. Rounding explains the difference if the margin is at most 1."""
         return self.gap / self.rounding if self.rounding else float("inf")
 
 
 def first_difference(
     target: Target, ids: Tensor, prompt: int, ours: Sequence[int], theirs: Sequence[int]
 ) -> Difference:
-    """The first difference between two unlike answers to ids [1, T]; prompt: its number."""
+    """The first difference between two answers to ids [1, T], which must differ.
+
+    prompt: the number of the prompt.
+    """
     pairs = enumerate(itertools.zip_longest(ours, theirs, fillvalue=-1))
     position, tokens = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
     our_token, their_token = tokens
@@ -54,12 +57,12 @@ def first_difference(
 
 
 def with_margin(target: Target, record: Record, answer: Sequence[int]) -> Record:
-    """The record with the margin to another answer; in float32 there is none to measure.
+    """The record with its margin to another answer. In float32 it stays without a margin.
 
-    A record that differs from two answers keeps the larger margin. If one answer ends earlier, it
-    is infinite, null in JSON.
+    A record that differs from two answers keeps the larger margin. The margin is infinite (null in
+    JSON) if one answer ended earlier.
     """
-    if target.dtype == torch.float32:  # rounding explains no difference
+    if target.dtype == torch.float32:  # here rounding excuses no difference
         return record
     ids = torch.tensor([record.prompt_ids], device=target.device)
     margin = first_difference(target, ids, 0, record.output_ids, answer).margin

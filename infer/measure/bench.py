@@ -1,6 +1,6 @@
-"""The bench: every row answers every prompt; transformers' generate, too.
+"""Runs the bench: every row answers every prompt, and so does transformers' generate.
 
-Several processes share the prompts out. All rows of a prompt are measured by one of them.
+Several processes share the prompts. One process measures all rows of a prompt.
 """
 
 import logging
@@ -79,13 +79,16 @@ from aerie.model.target import Target, context_of, local_device
 
 CYCLES = "cycles.jsonl"
 JOB = "job.json"
-PROCESS = "process-{}"  # in the bench's directory: the files of each process but the first
-CHECKED_PROMPTS, CHECKED_TOKENS = 4, 16  # with which a server shows that it has the target
-CYCLE_PHASES = ("draft", "verify", "commit", "other")  # of a cycle; they sum to its time
+PROCESS = "process-{}"  # a directory in the bench's, for each process but the first
+CHECKED_PROMPTS, CHECKED_TOKENS = 4, 16  # a server shows with these that it serves the target
+CYCLE_PHASES = ("draft", "verify", "commit", "other")  # their times sum to the cycle's
 
 
 def begin_bench(stage: Stage, overwrite: bool) -> None:
-    """Keeps a stopped bench's answers to the same inputs; UserError if there are others."""
+    """Keeps the answers of a stopped bench with the same inputs.
+
+    Without `overwrite` it raises UserError if there are answers to other inputs.
+    """
     has_records = any(stage.output.rglob(RECORDS))
     is_ended = (stage.output / storage.FILE).is_file()
     checked = Manifest.check(stage.output, stage.inputs, name=JOB)
@@ -94,7 +97,7 @@ def begin_bench(stage: Stage, overwrite: bool) -> None:
             changed = checked.differences if isinstance(checked, Foreign) else str(checked)
             fix = "choose another --run, or add --overwrite"
             path = stage.output / RECORDS
-            raise UserError(f"{path}: answers another recipe ({changed}); {fix}")
+            raise UserError(f"{path}: has the answers of another recipe ({changed}); {fix}")
         forget_answers(stage.output)
     remove_temporaries(stage.output)
     Manifest(inputs=stage.inputs).write(stage.output, JOB)
@@ -115,12 +118,12 @@ def load_quietly(config: Any, threads: int | None) -> Target:
     logging.getLogger("torch").setLevel(logging.ERROR)
     device = local_device()
     if device != "cpu":
-        torch.cuda.set_device(device)  # of clocks and CUDA graphs, too
+        torch.cuda.set_device(device)  # clocks and CUDA graphs use the current device
     return Target.load(config, device)
 
 
 def describe_machine(target: Target) -> dict[str, Any]:
-    """Device, threads, dtype and cycle, as summary.json has them."""
+    """The device, threads, dtype and cycle's mode for summary.json."""
     cpus = Path("/proc/cpuinfo")
     text = cpus.read_text(encoding="utf-8") if cpus.is_file() else ""
     model = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
@@ -138,7 +141,7 @@ def describe_machine(target: Target) -> dict[str, Any]:
 def clocked(
     device: torch.device, work: Callable[..., Any], *arguments: Any, **settings: Any
 ) -> tuple[float, Any]:
-    """(milliseconds, what the call returns)"""
+    """The milliseconds that the call takes, and what it returns."""
     clock = Clock({}, device.type == "cuda")
     result = work(*arguments, **settings)
     return clock.lap(None), result
@@ -150,13 +153,16 @@ class Bench:
     tokenizer: Any
     suite: Suite
     directory: Path
-    # by row of the suite; a row has either
+    # by row of the suite; each row has a decoder or a server
     decoders: dict[int, SpeculativeDecoder]
     servers: dict[int, Server]
 
     @classmethod
     def open(cls, target: Target, tokenizer: Any, suite: Suite, directory: Path) -> "Bench":
-        """A decoder for each row; those that read the same target states share a cache."""
+        """Makes a decoder or a server for each row.
+
+        Decoders that read the same taps of the target share a cache.
+        """
         drafters = LoadedHeads(target)
         caches: dict[tuple[int, ...], CachedLM] = {}
         decoders = {}
@@ -168,7 +174,7 @@ class Bench:
             decoder = make_decoder(drafters, row.method, row.head)
             decoder.eager.lm = caches.setdefault(decoder.lm.after_blocks, decoder.lm)
             if suite.config.cycles and isinstance(decoder.proposer, TreeProposer):
-                decoder.proposer.shape.keeps_pool = True  # its candidates, for the recorder
+                decoder.proposer.shape.keeps_pool = True  # the recorder reads the candidates
             decoders[number] = decoder
         return cls(target, tokenizer, suite, directory, decoders, servers)
 
@@ -179,13 +185,16 @@ class Bench:
         return tree_shape(method)
 
     def settings(self, ids: Tensor) -> dict[str, Any]:
-        """Greedy decoding of a prompt [1, T], alike for every row and as long as there is room."""
+        """The settings of a greedy answer to a prompt [1, T].
+
+        All rows get the same length: the row with the least room sets it.
+        """
         length = ids.shape[1]
         limits = list(
             chain.from_iterable(decoder.limits.values() for decoder in self.decoders.values())
         )
         limits += filter(None, (server.facts.max_positions for server in self.servers.values()))
-        # A limit that the prompt alone exceeds does not count: its row fails.
+        # A row whose limit the prompt alone exceeds will fail, so its limit does not count.
         room = min((limit - length for limit in limits if limit > length), default=1)
         most = self.suite.config.prompts.max_new_tokens
         return {"max_new_tokens": min(most, room), "do_sample": False}
@@ -193,8 +202,8 @@ class Bench:
     def sampled(self, ids: Tensor, cell: Cell) -> dict[str, Any]:
         """The settings of a row's answer to a prompt [1, T].
 
-        What draws a token is the suite's own; penalties and stop strings are those of the target's
-        generation_config.
+        The suite sets temperature, top_k and top_p. The target's generation_config sets penalties
+        and stop strings.
         """
         return self.settings(ids) | {
             "do_sample": cell.temperature > 0,
@@ -208,7 +217,10 @@ class Bench:
 def run_bench(
     suite: Suite, output: Path, seed: int, target: Target, tokenizer: Any
 ) -> dict[str, Any]:
-    """Runs the bench; returns its facts."""
+    """Runs the bench and writes its files; returns its facts.
+
+    Raises UserError if every answer failed.
+    """
     source = by_first(partial(pinned, suite.config.prompts))
     prompts = load_prompts(source)
     bench = Bench.open(target, tokenizer, suite, output)
@@ -216,15 +228,17 @@ def run_bench(
     records = measure_answers(bench, prompts, seed)
     failed = [record for record in records if record.status == "error"]
     if len(failed) == len(records):
-        raise UserError(f"{output}: all {len(records)} answers failed: {failed[0].message}")
+        raise UserError(
+            f"{output}: all {len(records)} answers failed; the first: {failed[0].message}"
+        )
     if suite.config.reference:
         records = run_reference(bench, records)
     if rank() > 0:
         return {}
     write_json(output / SUITE, as_dict(suite_file(suite, prompts, context_of(target.config))))
     write_text(output / RECORDS, "".join(map(line_of, records)))
-    reason = failed[0].message if failed else ""
-    print(f"bench: {len(records)} answers -> {output}; {len(failed)} failed", reason)
+    reason = f"; the first: {failed[0].message}" if failed else ""
+    print(f"bench: {len(records)} answers -> {output}; {len(failed)} failed{reason}")
     return {
         "answers": len(records),
         "prompts": prompt_inputs(source),
@@ -234,8 +248,8 @@ def run_bench(
 
 
 def warn_of_longer_texts(bench: Bench, prompts: Sequence[Prompt]) -> None:
-    """Warns of tasks whose texts may be longer than those of a head's training."""
-    ends: dict[str, int] = {}  # of each task, where its longest first answer may end
+    """Warns of tasks whose texts may be longer than the texts that a head was trained on."""
+    ends: dict[str, int] = {}  # task -> length at which its longest first answer may end
     for prompt in prompts:
         ids = encode_turn(prompt, (), bench.tokenizer, bench.target)
         end = ids.shape[1] + bench.settings(ids)["max_new_tokens"]
@@ -245,7 +259,8 @@ def warn_of_longer_texts(bench: Bench, prompts: Sequence[Prompt]) -> None:
         if longer:
             warn_once(
                 f"{bench.suite.rows[row].head}: was trained on texts of up to {length:,} tokens, "
-                f"and these may be longer: {', '.join(longer)}; fewer drafts may fit there"
+                f"and these may be longer: {', '.join(longer)}; "
+                "the target may accept fewer drafts there"
             )
 
 
@@ -253,16 +268,17 @@ def warn_of_longer_texts(bench: Bench, prompts: Sequence[Prompt]) -> None:
 
 
 class TurnRows(NamedTuple):
-    """A turn of a prompt, and the rows that answer it at one sampling, in their order."""
+    """A turn of a prompt, with the rows that answer it at one sampling, in order."""
 
     prompt: Prompt
     origins: list[Origin]
 
 
 def measure_answers(bench: Bench, prompts: Sequence[Prompt], seed: int) -> list[Record]:
-    """Measures what records.jsonl lacks, and returns all records.
+    """Measures the answers that records.jsonl lacks, and returns all records.
 
-    Rows take turns, so that a slower minute meets them all. Later turns follow vanilla's answers.
+    All rows answer a turn one after the other, so a slow minute of the machine slows all rows. A
+    conversation goes on from vanilla's answers.
     """
     turns = turns_of(bench.suite, prompts)
     done = by_first(partial(whole_prompts, bench.directory, turns))
@@ -274,7 +290,7 @@ def measure_answers(bench: Bench, prompts: Sequence[Prompt], seed: int) -> list[
     keep_facts(directory, bench.servers)
     warm_up(bench, prompts)
     check_servers(bench, prompts)
-    # All rows and turns of a prompt, so that speeds are compared within a process.
+    # A process takes all rows and turns of a prompt, so speeds are compared within a process.
     mine = {prompt.key for prompt in my_share(prompts)}
     my_turns = [(number, turn) for number, turn in enumerate(turns) if turn.prompt.key in mine]
     count = sum(len(turn.origins) for _, turn in my_turns)
@@ -292,7 +308,7 @@ def measure_answers(bench: Bench, prompts: Sequence[Prompt], seed: int) -> list[
         done |= theirs
     if rank() == 0 and world_size() > 1:
         collect_answers(bench.directory)
-    # in the order of one process
+    # in the order in which a single process would answer
     done = {origin.key: done[origin.key] for turn in turns for origin in turn.origins}
     records = compared_with_vanilla(bench, done)
     measure_loads(bench.directory, bench.servers, records, partial(decoding_of, bench), seed)
@@ -305,11 +321,11 @@ def decoding_of(bench: Bench, record: Record) -> Decoding:
 
 
 def turns_of(suite: Suite, prompts: Sequence[Prompt]) -> list[TurnRows]:
-    """Every turn of every prompt at every sampling, in the order in which they are answered."""
+    """Every turn of every prompt at every sampling, in the order of answering."""
     turns: list[TurnRows] = []
     rows_of = rows_by_prompt(suite_file(suite, prompts, None), suite.vanilla, prompts)
     for sampling, by_prompt in rows_of.items():
-        # The sampling of a sweep may be over fewer prompts.
+        # A sweep's sampling may have fewer prompts.
         for prompt in (prompt for prompt in prompts if prompt.key in by_prompt):
             for turn in range(len(prompt.turns)):
                 origins = [
@@ -322,16 +338,19 @@ def turns_of(suite: Suite, prompts: Sequence[Prompt]) -> list[TurnRows]:
 
 
 def require_same_texts(turns: Sequence[TurnRows], done: Mapping[Key, Record], path: Path) -> None:
-    """UserError where a recorded answer is to another text, as of a data set without a commit."""
+    """Raises UserError if a recorded answer belongs to another text.
+
+    The texts of a data set without a fixed commit can change.
+    """
     for prompt, origins in turns:
         for record in filter(None, (done.get(origin.key) for origin in origins)):
             if record.prompt_text != prompt.turns[record.turn]:
                 fault = f"{path}: prompt {record.prompt_id!r} of {record.task!r} has changed"
-                raise UserError(f"{fault}; delete the file to measure anew")
+                raise UserError(f"{fault}; delete the file to measure all prompts again")
 
 
 def collect_answers(directory: Path) -> dict[Key, Record]:
-    """The good answers so far; those of other processes join the first's files."""
+    """The good answers so far. It moves other processes' answers to the first one's files."""
     done: dict[Key, Record] = {}
     for part in (directory, *sorted(directory.glob(PROCESS.format("*")))):
         new = {record.key: record for record in read_good_records(part / RECORDS)}
@@ -339,7 +358,8 @@ def collect_answers(directory: Path) -> dict[Key, Record]:
         cycles = part / CYCLES
         keep_answers(cycles, new)
         if part != directory:
-            # Cycles first: after a kill in between, they are dropped as cycles without a record.
+            # Cycles come first: after a kill in between, the next call drops cycles that have no
+            # record.
             if cycles.is_file():
                 append_lines(directory / CYCLES, [cycles.read_text(encoding="utf-8")])
             append_lines(directory / RECORDS, [line_of(record) for record in new.values()])
@@ -349,9 +369,9 @@ def collect_answers(directory: Path) -> dict[Key, Record]:
 
 
 def whole_prompts(directory: Path, turns: Sequence[TurnRows]) -> dict[Key, Record]:
-    """The good answers so far, but those of prompts that other processes have not finished.
+    """The good answers so far, without prompts that a different number of processes began.
 
-    These prompts are measured anew: rows are compared on one device.
+    Such an unfinished prompt is measured again, so that one device measures all its rows.
     """
     done = collect_answers(directory)
     begun = {turn.prompt.key for turn in turns for origin in turn.origins if origin.key not in done}
@@ -367,7 +387,7 @@ def whole_prompts(directory: Path, turns: Sequence[TurnRows]) -> dict[Key, Recor
 
 
 def read_good_records(path: Path) -> list[Record]:
-    """The good records of an earlier call; the file loses all others, and a line that was cut."""
+    """The good records of an earlier call. It removes all others, and a cut line, from the file."""
     if not path.is_file():
         return []
     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
@@ -382,12 +402,12 @@ def warm_up(bench: Bench, prompts: Sequence[Prompt]) -> None:
     for prompt in prompts[: config.warmup_prompts]:
         ids = encode_turn(prompt, (), bench.tokenizer, bench.target)
         for decoder in bench.decoders.values():
-            with suppress(UserError, RuntimeError):  # the records will say why
+            with suppress(UserError, RuntimeError):  # the row's records will have the message
                 decoder.generate(ids, max_new_tokens=most, do_sample=False)
 
 
 def check_servers(bench: Bench, prompts: Sequence[Prompt]) -> None:
-    """UserError for a server of another target. Its first answers also warm it up."""
+    """Raises UserError if a server serves another target. The answers also warm the server up."""
     if not bench.servers:
         return
     texts = []
@@ -401,7 +421,7 @@ def check_servers(bench: Bench, prompts: Sequence[Prompt]) -> None:
 
 
 def compared_with_vanilla(bench: Bench, done: Mapping[Key, Record]) -> list[Record]:
-    """All records; the greedy ones say whether they are vanilla's answers."""
+    """All records; the greedy ones now say whether they are identical to vanilla's answers."""
     records = []
     for record in done.values():
         baseline = done[replace(record, row=bench.suite.vanilla).key]
@@ -418,9 +438,9 @@ def compared_with_vanilla(bench: Bench, done: Mapping[Key, Record]) -> list[Reco
 def measure_answer(
     bench: Bench, origin: Origin, prompt: Prompt, done: Mapping[Key, Record], seed: int
 ) -> tuple[Record, list[str]]:
-    """A row's answer to a turn, or its failure, and the lines of its cycles.
+    """The record of a row's answer to a turn, or of its failure, and the lines of its cycles.
 
-    done: the answers so far.
+    done: the answers so far; vanilla's answers to earlier turns are part of the prompt.
     """
     row = bench.suite.rows[origin.row]
     facts = {
@@ -435,7 +455,7 @@ def measure_answer(
     for turn in range(origin.turn):
         earlier = done[replace(origin, row=bench.suite.vanilla, turn=turn).key]
         if earlier.status != "ok":
-            fault = f"turn {turn + 1} has no answer of vanilla to go on from: {earlier.message}"
+            fault = f"vanilla has no answer to turn {turn + 1}: {earlier.message}"
             return Record(**facts, verify="none", status="error", message=fault), []
         history.append(earlier.text)
     ids = encode_turn(prompt, history, bench.tokenizer, bench.target)  # [1, T]
@@ -456,7 +476,10 @@ def measure_answer(
 def ask_server(
     bench: Bench, origin: Origin, ids: Tensor, facts: dict[str, Any], seed: int
 ) -> Record:
-    """A server's answer, or why it gives none to this prompt; UserError if it is away."""
+    """The record of a server's answer, or of the reason why it gives none to this prompt.
+
+    Raises UserError if the server cannot be reached.
+    """
     decoding = resolve(bench.target.generation_config, **bench.sampled(ids, origin))
     try:
         answer = bench.servers[origin.row].answer(ids[0].tolist(), decoding, seed)
@@ -478,7 +501,7 @@ def decode_turn(
 
 
 def answer_facts(bench: Bench, row: int, generation: Generation) -> dict[str, Any]:
-    """A record's counts, times and texts."""
+    """The counts, times and texts of a record."""
     statistics = generation.statistics
     decoder = bench.decoders[row]
     ends = accumulate(statistics.cycle_tokens, initial=1)
@@ -499,7 +522,7 @@ def answer_facts(bench: Bench, row: int, generation: Generation) -> dict[str, An
 
 
 def peak_memory_gib(decoder: SpeculativeDecoder) -> float:
-    """The peak of the GPUs since their last reset, with graphs; without GPUs, of this process."""
+    """The GPUs' peak since the last reset, with CUDA graphs; without GPUs, this process's peak."""
     if not torch.cuda.is_available():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     devices = range(torch.cuda.device_count())
@@ -511,7 +534,7 @@ def peak_memory_gib(decoder: SpeculativeDecoder) -> float:
 
 @torch.inference_mode()
 def generate_answer(bench: Bench, record: Record) -> tuple[tuple[int, ...], float]:
-    """What transformers' generate writes in a record's place, and its milliseconds."""
+    """The tokens that transformers' generate writes for a record's prompt, and the milliseconds."""
     ids = torch.tensor([record.prompt_ids], device=bench.target.device)  # [1, T]
     ms, sequences = clocked(
         bench.target.device,
@@ -527,9 +550,9 @@ def generate_answer(bench: Bench, record: Record) -> tuple[tuple[int, ...], floa
 
 
 def run_reference(bench: Bench, records: list[Record]) -> list[Record]:
-    """Answers vanilla's greedy prompts with transformers' generate, and writes reference.json.
+    """Lets transformers' generate answer vanilla's greedy prompts, and writes reference.json.
 
-    Returns the records, the greedy ones with `identical_to_generate`.
+    Returns the records, and sets `identical_to_generate` in the greedy ones.
     """
     greedy = [record for record in records if record.temperature == 0.0 and record.status == "ok"]
     baseline = [record for record in greedy if record.row == bench.suite.vanilla]

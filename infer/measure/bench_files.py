@@ -1,4 +1,4 @@
-"""The files of a bench as types. records.jsonl has a Record a line and only grows."""
+"""The files of a bench as types. records.jsonl only grows, and has one Record a line."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ SERVED_FILE = "served.json"
 
 @dataclass(frozen=True)
 class Milliseconds:
-    """Wall-clock of one answer; the parts sum to wall."""
+    """The wall-clock times of an answer; all others sum to `wall`."""
 
     prefill: float
     draft: float
@@ -49,7 +49,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Origin(Cell):
-    """Which row and sampling an answer is of, and which turn of which prompt."""
+    """The row, the sampling, and the turn of a prompt that an answer belongs to."""
 
     method: str
     task: str
@@ -62,7 +62,7 @@ class Origin(Cell):
 
     @property
     def prompt_key(self) -> PromptKey:
-        """What pairs a row's answer with vanilla's."""
+        """The key that pairs a row's answer with vanilla's."""
         return self.task, self.prompt_id, self.turn
 
     @property
@@ -72,7 +72,7 @@ class Origin(Cell):
 
 @dataclass(frozen=True, kw_only=True)
 class Record(Origin):
-    """One answer. `new_tokens` counts the prefill's token; `cycle_tokens` does not."""
+    """An answer. `new_tokens` counts the prefill's token; `cycle_tokens` does not."""
 
     tree: TreeShape | None
     verify: str  # R0 to R3 (decode/verify.py), server or none
@@ -84,31 +84,30 @@ class Record(Origin):
     new_tokens: int = 0
     output_ids: tuple[int, ...] = ()
     text: str = ""
-    cycle_texts: tuple[str, ...] = ()  # the prefill's first
-    accepted: tuple[int, ...] = ()  # draft tokens kept per cycle, after the cut at an end
-    cycle_tokens: tuple[int, ...] = ()  # per cycle, after the same cut
+    cycle_texts: tuple[str, ...] = ()  # the prefill's text, then each cycle's
+    accepted: tuple[int, ...] = ()  # accepted draft tokens per cycle, cut at the answer's end
+    cycle_tokens: tuple[int, ...] = ()  # new tokens per cycle, cut at the answer's end
     cycle_ms: tuple[float, ...] = ()
     cycle_nodes: tuple[int, ...] = ()
-    target_forwards: int = 0  # the prefill is not counted
+    target_forwards: int = 0  # without the prefill
     draft_forwards: int = 0
     draft_levels: int = 0
     draft_forwards_wasted: int = 0
     draft_nodes: int = 0
     ms: Milliseconds | None = None
-    identical: bool | None = None  # to the vanilla row's tokens; None where sampled
+    identical: bool | None = None  # to vanilla's tokens; None if tokens are sampled
     identical_to_generate: bool | None = None
-    # Gap of the first difference over what 16-bit rounding makes; at most 1: rounding explains it.
-    margin: float | None = None
+    margin: float | None = None  # as in agreement.Difference; None: none was measured
     peak_memory_gib: float | None = None
-    graph_bytes: int = 0  # of CUDA graphs captured so far for the row
-    processes: int = 1  # that shared out the prompts
+    graph_bytes: int = 0  # of the CUDA graphs that the row has captured so far
+    processes: int = 1  # how many shared the prompts
     status: Literal["ok", "error"] = "ok"
     message: str | None = None
 
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """A row of summary.json or a point of a sweep; one that failed has a message and no figure."""
+    """A row of summary.json, or a point of a sweep. A failed row has a message and no figures."""
 
     method: str
     head: str | None
@@ -125,7 +124,7 @@ class SummaryRow:
     new_tokens: int | None = None
     tau: float | None = None  # pooled over the cycles of all prompts
     tau_macro: float | None = None
-    accepted_histogram: list[int] | None = None  # entry a: cycles in which a draft tokens were kept
+    accepted_histogram: list[int] | None = None  # entry a: cycles that accepted a draft tokens
     tokens_per_s: float | None = None
     speedup: float | None = None
     speedup_ci95: list[float] | None = None
@@ -140,14 +139,14 @@ class SummaryRow:
     mismatch: int | None = None
     peak_memory_gib: float | None = None
     ms: Milliseconds | None = None
-    served: dict[str, Any] | None = None  # what is known of a server's row alone
-    trained_length: int | None = None  # tokens of the longest text of the head's training
-    beyond_trained: float | None = None  # share of texts that are longer
-    sweep: str | None = None  # None: a row of the bench
+    served: dict[str, Any] | None = None  # served_figures; None: no server answered this row
+    trained_length: int | None = None  # tokens of the longest text that the head was trained on
+    beyond_trained: float | None = None  # the share of texts that are longer
+    sweep: str | None = None  # the sweep's name; None: a row of the bench
     key: str | None = None
     value: Any = None
-    span: str | None = None  # cumulative or bucket, of context lengths
-    repeated: float | None = None  # share of 4-grams that came before
+    span: str | None = None  # cumulative or bucket, for a point by context length
+    repeated: float | None = None  # the share of 4-grams that came before
     NOT_BY_CONTEXT: ClassVar = [
         "tau_macro",
         "accepted_histogram",
@@ -161,7 +160,7 @@ class SummaryRow:
     ]
 
     def as_dict(self) -> dict[str, Any]:
-        """The row as summary.json has it, without the fields that rows of its sort lack."""
+        """The row for summary.json, without the fields that do not apply to it."""
         values = asdict(self)
         if self.tree is not None:
             values["tree"] = self.tree.as_dict()
@@ -180,7 +179,7 @@ class SummaryRow:
 
 @dataclass(frozen=True)
 class Reference:
-    """reference.json: vanilla against transformers' generate; medians over prompts."""
+    """reference.json compares vanilla with transformers' generate; times are medians of prompts."""
 
     vanilla_ms_per_token: float
     prompts: int
@@ -190,7 +189,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class SweepPoint(Cell):
-    """One value of a sweep, on these prompts alone."""
+    """One value of a sweep, with the prompts that the sweep uses."""
 
     sweep: str
     key: str
@@ -209,20 +208,20 @@ class SuiteFile:
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What a served row is asked of."""
+    """The server of a served row."""
 
-    name: str  # of the row
+    name: str  # the row's
     url: str
     model: str
-    root: str | None  # the model's directory or Hub id, as the server was given it
+    root: str | None  # the model's directory or Hub id, as the server reports it
     server: str  # such as 'vllm 0.32.0'
-    draft_tokens: int  # of a cycle; 0: none, or unknown
-    max_positions: int | None  # of prompt and answer
+    draft_tokens: int  # a cycle; 0: none, or unknown
+    max_positions: int | None  # the most tokens of prompt and answer together
 
 
 @dataclass(frozen=True)
 class ServedLoad(Cell):
-    """The answers of a served row, asked so many at once."""
+    """How fast a server answers a row's prompts, with `at_once` requests at the same time."""
 
     at_once: int
     answers: int
@@ -230,7 +229,7 @@ class ServedLoad(Cell):
     new_tokens: int
     seconds: float
     compared: int  # greedy answers with token ids
-    identical: int  # of them, to vanilla's
+    identical: int  # those of them that equal vanilla's
 
     @property
     def tokens_per_s(self) -> float:

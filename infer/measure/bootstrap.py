@@ -1,4 +1,4 @@
-"""Figures of sums over prompts, with 95 % bootstrap intervals; two sides are paired by prompt."""
+"""Estimates figures of sums over prompts, with 95 % bootstrap intervals paired by prompt."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,32 +12,33 @@ from aerie.configs.errors import UserError
 from aerie.infer.measure.bench_files import Record
 from aerie.infer.measure.statistics import RESAMPLES, FloatArray
 
-IN_MEMORY = 250  # resamples that are in memory at once
+IN_MEMORY = 250  # resamples held in memory at once
 PromptSums = FloatArray  # [..., m]: sums over prompts of a table's m columns
 
 
 class Side(NamedTuple):
-    """What a figure is made of, or one of two that are compared."""
+    """A figure, or one of two figures to compare."""
 
-    table: pd.DataFrame  # a line for each prompt
-    figure: Callable[[PromptSums], FloatArray]  # of the sums of its columns: [..., m] -> [...]
+    table: pd.DataFrame  # one line a prompt, m columns
+    figure: Callable[[PromptSums], FloatArray]  # column sums [..., m] -> figures [...]
 
 
 class Estimate(NamedTuple):
-    """A figure and the ends of its interval."""
+    """A figure with its 95 % interval."""
 
     value: float
     low: float
     high: float
-    prompts: int  # those with data on all sides
+    prompts: int  # with data on every side
 
 
 def estimate(
     sides: Sequence[Side], *, is_ratio: bool = False, is_share: bool = False, seed: int = 0
 ) -> Estimate | None:
-    """The figure of one side, or the difference (or ratio) of two on the prompts of both.
+    """The figure of one side, or the difference of two (is_ratio: their ratio).
 
-    None: nothing was measured. is_share: the figure is a mean of 0 and 1.
+    Two sides are compared on the prompts that both have. Returns None if nothing was measured.
+    is_share: the figure is a mean of zeros and ones.
     """
     prompts = sides[0].table.index.intersection(sides[-1].table.index)
     tables = [side.table.loc[prompts].to_numpy(dtype=np.float64) for side in sides]  # [n, m] each
@@ -58,11 +59,10 @@ def estimate(
     if with_data < 2:
         return Estimate(value, -np.inf, np.inf, with_data)
     if is_share and value in (0, 1):
-        # A share that is the same on all prompts has no spread to resample: the exact interval of
-        # Clopper and Pearson.
+        # A share of 0 or 1 has no spread to resample, so it gets Clopper and Pearson's interval.
         exact = stats.binomtest(round(value * with_data), with_data).proportion_ci()
         return Estimate(value, exact.low, exact.high, with_data)
-    with catch_warnings(action="ignore"):  # about resamples with no figure, or an infinite one
+    with catch_warnings(action="ignore"):  # scipy warns of resamples without a finite figure
         resampled = stats.bootstrap(
             (numbers,),
             figure_of,
@@ -79,15 +79,19 @@ def estimate(
 def tau_difference(
     records: Sequence[Record], rows: Sequence[int], against: Sequence[int], seed: int = 0
 ) -> str:
-    """How much tau differs between two sets of rows (numbers of bench.rows), each pooled."""
+    """A line with the difference in tau between two sets of rows; each set is pooled.
+
+    rows, against: numbers of bench.rows.
+    """
     if len({record.sampling for record in records}) > 1:
-        raise UserError("the bench has several samplings; choose one with --temperature")
+        raise UserError("the bench has several samplings: choose one with --temperature")
     prompts = {record.prompt for record in records if record.row in (*rows, *against)}
     good = [record for record in records if record.status == "ok"]
     for row in (*rows, *against):
         if not prompts or {record.prompt for record in good if record.row == row} != prompts:
             raise UserError(
-                f"row {row} of bench.rows (from 0) lacks answers; measure every prompt in all"
+                f"row {row} of bench.rows (from 0) lacks answers; "
+                "compare rows that answer every prompt"
             )
     sides = []
     for numbers in (rows, against):
@@ -100,7 +104,9 @@ def tau_difference(
         sides.append(Side(sums, lambda sums: sums[..., 1] / sums[..., 0]))
     difference = estimate(sides, seed=seed)
     if difference is None:
-        raise UserError("no answer has a cycle in both: all ended with their first token")
+        raise UserError(
+            "tau cannot be compared: no prompt has an answer of two tokens or more on both sides"
+        )
     mine, theirs = (float(side.figure(side.table.sum().to_numpy())) for side in sides)
     return (
         f"tau {mine:.3f} against {theirs:.3f}: {difference.value:+.3f} "

@@ -1,4 +1,7 @@
-"""How a head's confidence predicts acceptance: summaries, a calibrator, a rebuilt static tree."""
+"""Measures how well a head's confidence predicts acceptance.
+
+A calibration writes summaries and a calibrator, and rebuilds a static tree for the head.
+"""
 
 import hashlib
 import heapq
@@ -41,10 +44,10 @@ from aerie.model.storage import (
 )
 from aerie.model.target import Target
 
-EDGE = 1e-7  # least distance to 0 and 1, which float32 may round to
+EDGE = 1e-7  # a confidence is kept this far from 0 and 1, where its logit is infinite
 FITS: tuple[Fit, ...] = get_args(Fit)
-SPLIT = 0  # seed of the halves of the prompts
-# a node has all its children in the probe where the ranks on its path sum to at most this
+SPLIT = 0  # the seed that splits the prompts into halves
+# The probe tree gives a node all its children if the ranks on its path sum to at most this.
 REACH = 2
 
 
@@ -54,25 +57,25 @@ class Question(NamedTuple):
 
 
 class Observer:
-    """What else a calibration measures; this one measures nothing. The papers' room has another."""
+    """Adds measurements to a calibration; this one adds none. infer/papers/analysis.py has one."""
 
     def attach(self, decoder: SpeculativeDecoder, tree: TreeConfig) -> None:
-        """Before the first prompt; may replace the decoder's proposer."""
+        """Is called before the first prompt, and may replace the decoder's proposer."""
 
     def law_columns(self, tree: Tree, nodes: Sequence[int]) -> CycleRecord:
-        """More columns of a cycle's `law`, at these nodes."""
+        """Returns more columns for the table `law`, with a value for each of these nodes."""
         return {}
 
     def complete(self, tables: Tables) -> None:
-        """After a prompt: may add columns to its tables."""
+        """Is called after each prompt, and may add columns to the prompt's tables."""
 
 
 @dataclass(frozen=True)
 class RecordedCycles:
-    """The cycles of some prompts."""
+    """The recorded cycles of some prompts."""
 
     tables: Tables
-    tasks: Sequence[str]  # of each prompt
+    tasks: Sequence[str]  # one a prompt
     temperature: float
 
 
@@ -85,7 +88,7 @@ def run_calibration(
     target: Target,
     tokenizer: Any,
 ) -> dict[str, Any]:
-    """Writes the calibration, returns its facts; for a static tree also choices.yaml."""
+    """Writes the calibration's files (for a static tree also choices.yaml); returns its facts."""
     questions = [
         Question(encode_turn(prompt, (), tokenizer, target), prompt.task)
         for prompt in load_prompts(section.prompts)
@@ -111,18 +114,18 @@ def record_cycles(
     seed: int,
     observer: Observer,
 ) -> RecordedCycles:
-    # with a head every method has such a proposer
+    # every method with a head has a TreeProposer
     cast(TreeProposer, decoder.proposer).shape.keeps_pool = True
-    decoder.runners.mode = "eager"  # no speed is measured, and an observer must see every forward
+    decoder.runners.mode = "eager"  # an observer must see every forward, and speed does not count
     settings: dict[str, Any] = {"temperature": section.temperature, "top_k": 0, "top_p": 1.0}
     context = min(decoder.limits.values())
 
     def record(number: int) -> Tables:
         ids = questions[number].ids  # [1, T]
-        # a prompt that leaves no room still gets the target's first token
+        # The target writes a first token even if the prompt fills the context.
         room = max(1, context - ids.shape[1])
         settings["max_new_tokens"] = min(section.prompts.max_new_tokens, room)
-        # a prime apart, so that no two seeds share the stream of a prompt
+        # The large factor keeps the streams of different seeds apart.
         generator = torch.Generator(ids.device).manual_seed(seed * 1_000_003 + number)
         recorder = Recorder(observer.law_columns)
         generation = decoder.generate(ids, on_cycle=recorder, generator=generator, **settings)
@@ -146,7 +149,7 @@ def write_calibration(
 ) -> list[str]:
     """Writes all files but choices.yaml; returns lines for the user.
 
-    The calibrator is written beside the head, too.
+    It also writes the calibrator beside the head.
     """
     for name, table in recorded.tables.items():
         write_atomically(output / f"{name}.parquet", partial(table.to_parquet, index=False))
@@ -164,7 +167,7 @@ def write_calibration(
     if summary["nodes"]:
         line += f"; ECE {summary['ece']:.4f}, Brier {summary['brier']:.4f}"
     if scored is None:
-        return [line, "calibrate: no calibrator: one half of the prompts drafted nothing"]
+        return [line, "calibrate: no calibrator, because one half of the prompts has no drafts"]
     write_calibrator(output, scored.calibrator, head)
     return [line, advice(scored)]
 
@@ -172,14 +175,14 @@ def write_calibration(
 def write_calibrator(output: Path, calibrator: Calibrator, head: str | None) -> None:
     directories = output_directories(output, head)
     if len(directories) > 1:
-        # so that it is refused once other weights stand beside it
+        # With the weights' digests a reader can refuse the calibrator if the weights change.
         calibrator = replace(calibrator, head=digests(directories[1]))
     for directory in directories:
         write_json(directory / CALIBRATOR, asdict(calibrator))
 
 
 def output_directories(output: Path, head: str | None) -> list[Path]:
-    """The output directory, and the head's where it is a directory (and no Hub id)."""
+    """The output directory and, unless the head is a Hub id, the head's directory."""
     if head is None or not Path(head).is_dir():
         return [output]
     return [output, Path(head)]
@@ -195,11 +198,12 @@ def mean_of(values: Any) -> float | None:
 def reliability(nodes: pd.DataFrame, bins: int = 20) -> dict[str, Any]:
     """ECE, Brier score and bins of equal width (EAGLE-2, section 3.2).
 
-    With an acceptance probability a, confidence c has the expected squared error c^2 - 2ca + a.
+    A node with confidence c, accepted with probability a, has the expected squared error
+    c^2 - 2ca + a.
     """
     confidence = nodes.confidence.to_numpy()
     acceptance = nodes.acceptance.to_numpy()
-    # the tolerance keeps float32 values such as 0.15 (0.15000001 or 0.1499999) above their edge
+    # The tolerance puts a float32 value such as 0.15, which may be 0.1499999, above its edge.
     index = np.clip(np.floor(confidence * bins + 1e-6).astype(np.int64), 0, bins - 1)
     counts = np.bincount(index, minlength=bins)
     confidences = np.bincount(index, weights=confidence, minlength=bins)  # sums by bin
@@ -221,10 +225,10 @@ def reliability(nodes: pd.DataFrame, bins: int = 20) -> dict[str, Any]:
 
 
 def summarise(recorded: RecordedCycles, bins: int = 20) -> dict[str, Any]:
-    """calibration.json.
+    """The facts of calibration.json.
 
-    At depth d `survived` is P(accepted >= d), and `conditional` is the same given accepted >= d -
-    1.
+    At depth d `survived` is P(accepted >= d), and `conditional` is
+    P(accepted >= d | accepted >= d - 1).
     """
     nodes = recorded.tables["nodes"]
     cycles = recorded.tables["cycles"]
@@ -255,9 +259,9 @@ def summarise(recorded: RecordedCycles, bins: int = 20) -> dict[str, Any]:
 
 
 def analyse(recorded: RecordedCycles, bins: int = 20) -> dict[str, Any]:
-    """analysis.json without `head`, `method` and `calibrator`.
+    """The facts of analysis.json without `head`, `method` and `calibrator`.
 
-    Both lists are curves of EAGLE-2's figure 6.
+    `by_depth` and `by_task` hold curves like those of EAGLE-2's figure 6.
     """
     nodes = recorded.tables["nodes"]
     task_of = nodes.prompt.map(dict(enumerate(recorded.tasks)))
@@ -293,9 +297,9 @@ class ScoredFit(NamedTuple):
 
 
 def fit_and_score(recorded: RecordedCycles, bins: int) -> ScoredFit | None:
-    """A calibrator that is fitted on half of the prompts and scored on the other half.
+    """Fits a calibrator on half of the prompts and scores it on the other half.
 
-    None if one of the halves has no nodes.
+    Returns None if either half has no nodes.
     """
     nodes = recorded.tables["nodes"]
     is_held_out = held_out(nodes.prompt)
@@ -307,11 +311,11 @@ def fit_and_score(recorded: RecordedCycles, bins: int) -> ScoredFit | None:
     confidences = {"before": held.confidence.to_numpy()}
     with np.errstate(divide="ignore"):
         log_q = torch.from_numpy(np.log(confidences["before"])).float()
-    for fit in FITS:  # as decoding computes them
+    for fit in FITS:  # in float32, as in decoding
         confidences[fit] = calibrator.map(fit)(log_q).exp().double().numpy()
     acceptance = held.acceptance.to_numpy()
-    scores = {}  # calibrator.json's
-    scores_with_bins = {}  # analysis.json's
+    scores = {}  # for calibrator.json
+    scores_with_bins = {}  # for analysis.json
     for name, confidence in confidences.items():
         sure = confidence.clip(FLOOR, 1.0 - FLOOR)
         loss = mean_of(-(acceptance * np.log(sure) + (1.0 - acceptance) * np.log1p(-sure)))
@@ -331,7 +335,7 @@ def fit_and_score(recorded: RecordedCycles, bins: int) -> ScoredFit | None:
 
 
 def held_out(prompts: pd.Series) -> NDArray[np.bool_]:
-    """Which rows [n] are of held-out prompts: half of them, chosen by hash."""
+    """Whether each row [n] belongs to a held-out prompt; a hash holds out half of the prompts."""
 
     def is_odd(prompt: int) -> bool:
         return hashlib.sha256(f"{SPLIT}:{prompt}".encode()).digest()[0] % 2 == 1
@@ -340,10 +344,10 @@ def held_out(prompts: pd.Series) -> NDArray[np.bool_]:
 
 
 def fit_calibrator(confidence: FloatArray, acceptance: FloatArray) -> Calibrator:
-    """The calibrator of nodes [n] with these confidences and outcomes (0, 1 or probabilities).
+    """Fits a calibrator to the confidences [n] and acceptances [n] (0, 1 or a chance) of nodes.
 
-    `temperature` is the T of sigmoid(logit(c) / T) with the least log loss; the knots are those of
-    isotonic regression.
+    `temperature` is the T that gives sigmoid(logit(c) / T) the least log loss. Isotonic regression
+    gives the knots.
     """
     odds = logit(confidence.clip(EDGE, 1.0 - EDGE))
 
@@ -364,10 +368,10 @@ def advice(scored: ScoredFit) -> str:
     eces = {name: scores["ece"] for name, scores in scored.facts["held_out"].items()}
     best = min(eces, key=lambda name: eces[name])
     figures = ", ".join(f"{ece:.4f} {name}" for name, ece in eces.items())
-    use = "use none of them" if best == "before" else f"use it with --tree.calibrated {best}"
+    use = "use no calibrator" if best == "before" else f"use it with --tree.calibrated {best}"
     return (
-        f"calibrate: ECE on {scored.facts['held_out_prompts']} prompts that the calibrator was "
-        f"not fitted on: {figures}; {use}"
+        f"calibrate: ECE on the {scored.facts['held_out_prompts']} held-out prompts is {figures}; "
+        f"{use}"
     )
 
 
@@ -377,7 +381,7 @@ def advice(scored: ScoredFit) -> str:
 def record_ranks(
     method: MethodConfig, questions: Sequence[Question], section: CalibrateConfig, target: Target
 ) -> RecordedCycles:
-    """Greedy answers of a wider static tree: how often each rank is accepted."""
+    """Decodes greedily with a wider static tree, which shows how often each rank is accepted."""
     tree = cast(StaticConfig, method.tree)
     probe = replace(method, tree=replace(tree, choices=probe_choices(tree, section.ranks)))
     greedy = replace(section, temperature=0.0)
@@ -388,7 +392,7 @@ def record_ranks(
 def write_choices(
     output: Path, method: MethodConfig, recorded: RecordedCycles, section: CalibrateConfig
 ) -> None:
-    """Writes choices.yaml, beside the head too: the best static tree for this head."""
+    """Writes the best static tree for this head as choices.yaml, and also beside the head."""
     tree = cast(StaticConfig, method.tree)
     accuracy = rank_accuracy(recorded.tables["nodes"], tree.levels, section.ranks)
     choices = rebuild_tree(tree, accuracy, section.nodes)
@@ -399,13 +403,13 @@ def write_choices(
         *(f"  - {list(choice)}" for choice in choices),
     ]
     for directory in output_directories(output, method.head):
-        path = directory / CHOICES  # the head's, if it has a directory, comes last
+        path = directory / CHOICES  # the last path is the head's, if the head is a directory
         write_text(path, "\n".join(lines) + "\n")
-    print(f"{method.method}: a tree of {size}; use it with --tree.choices {path}")
+    print(f"calibrate: rebuilt {method.method}'s tree: {size}; use it with --tree.choices {path}")
 
 
 def probe_choices(tree: StaticConfig, ranks: int) -> tuple[Choice, ...]:
-    """The tree's nodes, and so many children of every node that is likely enough."""
+    """The tree's nodes and, for every node within REACH, `ranks` children."""
     choices = {*tree.paths}
     for depth in range(tree.levels):
         for path in product(range(min(ranks, REACH + 1)), repeat=depth):
@@ -415,10 +419,7 @@ def probe_choices(tree: StaticConfig, ranks: int) -> tuple[Choice, ...]:
 
 
 def rank_accuracy(nodes: pd.DataFrame, levels: int, ranks: int) -> list[list[float]]:
-    """[levels][ranks]: mean acceptance by depth and rank among siblings.
-
-    It is 0 where no node was judged.
-    """
+    """The mean acceptance [levels][ranks] by depth and rank among siblings; 0 without nodes."""
     rank = nodes.place.str.rsplit(".", n=1).str[-1].astype(int)
     shares = nodes.groupby([nodes.depth, rank]).acceptance.mean().unstack()
     shares = shares.reindex(index=range(1, levels + 1), columns=range(ranks))
@@ -430,13 +431,13 @@ def rebuild_tree(
 ) -> tuple[Choice, ...]:
     """The tree with the longest expected path (Medusa, section 2.3.3).
 
-    nodes: of the new tree, with the root; None: as many as before. A tree of drawn siblings may not
-    skip a rank, so no rank counts as better than those before it.
+    nodes: the new tree's size with the root; None keeps the old size. A tree of drawn siblings may
+    not skip a rank, so there no rank counts as better than an earlier one.
     """
     if tree.children != "best":
         accuracy = [list(accumulate(shares, min)) for shares in accuracy]
     choices: set[Choice] = set()
-    # (-the chance that all its path is accepted, node): a node comes after its parent
+    # (-chance that the whole path is accepted, depth, node); a parent leaves before its children
     heap: list[tuple[float, int, Choice]] = [(-1.0, 0, ())]
     while heap and len(choices) < (nodes or tree.nodes):
         chance, depth, choice = heapq.heappop(heap)

@@ -1,4 +1,4 @@
-"""Answers on the command line: streamed, with draft tokens in colour, as JSON, or turn by turn."""
+"""Answers prompts on the command line, and shows what a cycle of an answer costs."""
 
 import json
 import re
@@ -27,17 +27,17 @@ from aerie.infer.decode.sampling import Decoding, resolve
 from aerie.infer.decode.tree import describe
 from aerie.infer.measure.bench import CYCLE_PHASES, clocked
 
-CHAT_HELP = "/reset begins a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+CHAT_HELP = "/reset begins a new conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer"
 
 
 class ColouredStreamer(BaseStreamer):
-    """Prints the answer; on a terminal, drafted tokens that the target accepted are green."""
+    """Prints the answer as it comes; on a terminal, accepted draft tokens are green."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.accepted = 0  # drafted tokens among those of the next put
+        self.accepted = 0  # how many of the next put's tokens were drafted
         self.text = ""  # printed so far
-        self._ids: list[int] | None = None  # of the answer; None: the prompt is still to come
+        self._ids: list[int] | None = None  # the answer's; None: the first put brings the prompt
 
     def put(self, value: Tensor) -> None:
         if self._ids is None:
@@ -52,7 +52,7 @@ class ColouredStreamer(BaseStreamer):
     def _print(self, ids: list[int], colour: str = "", end: str = "") -> None:
         self._ids = [*(self._ids or ()), *ids]
         text = answer_text(self.tokenizer, self._ids)
-        if ids and not text.endswith("\ufffd"):  # half a character: wait for the rest
+        if ids and not text.endswith("\ufffd"):  # a character is incomplete: wait for its rest
             print(f"{colour}{text[len(self.text) :]}{end}", end="", flush=True)
             self.text = text
 
@@ -63,11 +63,11 @@ class ColouredStreamer(BaseStreamer):
 def answer_prompts(
     prompts: list[RowQuestion], decoder: SpeculativeDecoder, arguments: Namespace
 ) -> None:
-    """Answers every turn of each prompt, which begins with the seed."""
+    """Answers every turn of each prompt; each prompt starts with the same seed."""
     for question in prompts:
         generator = torch.Generator(decoder.target.device).manual_seed(arguments.seed)
         history = list(question.before)
-        # A prompt without turns ends with the result of a tool.
+        # A prompt without turns ends with a tool's result, which the target answers.
         for turn in question.turns or (None,):
             if turn is not None:
                 history.append({"role": "user", "content": turn})
@@ -78,7 +78,7 @@ def answer_prompts(
                 prompt = encode_prompt(decoder.tokenizer, history, question.tools)
             streamer = None if arguments.json else ColouredStreamer(decoder.tokenizer)
             if streamer and len(prompts) + len(question.before) + len(question.turns) > 2:
-                print(f"> {text}")  # which question is answered
+                print(f"> {text}")  # the question, if there are several
             generation = answer_turn(decoder, prompt, arguments, generator, streamer)
             history.append({"role": "assistant", "content": generation.text})
             if arguments.json:
@@ -97,7 +97,7 @@ def answer_prompts(
 def run_chat(
     decoder: SpeculativeDecoder, arguments: Namespace, system_prompt: str | None = None
 ) -> None:
-    """Answers each line typed or piped in, with the conversation so far."""
+    """Answers each line from stdin, typed or piped, as the next turn of a conversation."""
     bound, limit = min(decoder.limits.items(), key=lambda item: item[1])
     full = f"{bound} of {limit:,} tokens is full; /reset begins a new conversation"
     settings = resolve(decoder.target.generation_config, max_new_tokens=arguments.max_new_tokens)
@@ -129,10 +129,13 @@ def run_chat(
 
 
 def typed_lines() -> Iterator[str]:
-    """The lines of stdin up to its end; a Ctrl-C drops a line that is being typed, or leaves."""
+    """The lines of stdin. Ctrl-C drops the line that a user is typing; on an empty line it quits.
+
+    Without readline Ctrl-C always quits.
+    """
     readline: Any = None
     with suppress(ImportError):  # some Pythons are built without it
-        import readline  # input() then edits its line and remembers those before
+        import readline  # lets the user of input() edit the line and recall earlier ones
     prompt = "\n> " if sys.stdin.isatty() else ""
     while True:
         try:
@@ -145,7 +148,7 @@ def typed_lines() -> Iterator[str]:
 
 
 class WorkCounter(TorchDispatchMode):
-    """Counts kernels, and the bytes that products and attention read."""
+    """Counts kernels, and the bytes that matrix products and attention read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +166,7 @@ class WorkCounter(TorchDispatchMode):
 def cycle_work(
     decoder: SpeculativeDecoder, prompt: Any, prompt_tokens: int, settings: dict[str, Any]
 ) -> tuple[float, float]:
-    """(kernels, bytes that products and attention read) of a median cycle of an answer."""
+    """(kernels, bytes that matrix products and attention read) of an answer's median cycle."""
     counter = WorkCounter()
     totals: list[tuple[int, int]] = []
 
@@ -172,14 +175,15 @@ def cycle_work(
 
     more = min(24, min(decoder.limits.values()) - prompt_tokens)
     settings = settings | {"max_new_tokens": more, "eos_token_id": []}
-    with patch.object(decoder.runners, "mode", "eager"), counter:  # the same kernels, one by one
+    # Eager cycles launch the same kernels one by one, so the counter sees each of them.
+    with patch.object(decoder.runners, "mode", "eager"), counter:
         decoder.generate(prompt, on_cycle=watch, **settings)
     kernels, read = np.median(np.diff(totals, axis=0), axis=0)
     return kernels, read
 
 
 def copy_speed(device: torch.device) -> float:
-    """The bytes a second of a copy in the device's memory."""
+    """How many bytes a second the device reads and writes while it copies within its memory."""
     size = 2**30 if device.type == "cuda" else 2**27
     blocks = torch.ones(2, size, dtype=torch.uint8, device=device)
     ms = min(clocked(device, blocks[0].copy_, blocks[1])[0] for _ in range(5))
@@ -189,9 +193,9 @@ def copy_speed(device: torch.device) -> float:
 def profile(
     decoder: SpeculativeDecoder, prompt: Any, statistics: Statistics, settings: dict[str, Any]
 ) -> str:
-    """What a cycle of an answer took.
+    """A line with the times, kernels and bytes of an answer's cycle.
 
-    Also the share of a copy's speed at which it read its weights and caches.
+    It compares the speed at which a cycle read weights and caches with the speed of a copy.
     """
     kernels, read = cycle_work(decoder, prompt, statistics.prompt_tokens, settings)
     speed = copy_speed(decoder.target.device)
@@ -201,14 +205,14 @@ def profile(
     when = " before compiling" if decoder.runners.mode == "compiled" else ""
     return (
         f"a cycle: {sum(ms.values()):.2f} ms ({phases}), {kernels:,.0f} kernels{when}; "
-        f"{format_bytes(read)} read by products and attention, "
+        f"matrix products and attention read {format_bytes(read)}, "
         f"at {read / seconds / speed:.0%} of a copy's {speed / 1e9:.1f} GB/s; "
         f"graphs take {format_bytes(decoder.graph_bytes)}"
     )
 
 
 def sampling_words(decoding: Decoding) -> str:
-    """What draws an answer: 'T 0', 'T 0.6, of all tokens', 'T 0.6, top-k 20, top-p 0.8'."""
+    """The sampling in words: 'T 0', 'T 0.6, of all tokens' or 'T 0.6, top-k 20, top-p 0.8'."""
     if not decoding.do_sample:
         return "T 0"
     cuts = {
@@ -223,7 +227,10 @@ def sampling_words(decoding: Decoding) -> str:
 def answer_turn(
     decoder: SpeculativeDecoder, prompt: Any, arguments: Namespace, generator: Any, streamer: Any
 ) -> Generation:
-    """The answer, streamed to stdout unless streamer is None; statistics to stderr."""
+    """The answer to a prompt. The streamer prints it to stdout; statistics go to stderr.
+
+    prompt: messages, a text or token ids. streamer: None prints no answer.
+    """
     trees: list[str] = []
 
     def watch(cycle: Cycle) -> None:
@@ -252,13 +259,13 @@ def answer_turn(
         file=sys.stderr,
     )
     if arguments.profile and statistics.target_forwards:
-        # The same answer once more, as the first one may have waited for a compiler.
+        # Time the same answer again, because the first one may have waited for a compiler.
         generator.set_state(state)
         again = decoder.generate(prompt, generator=generator, timed=True, **settings).statistics
         print(profile(decoder, prompt, again, settings), file=sys.stderr)
     if not generation.text.strip():
         print(
-            "there is no text to show in these tokens: "
+            "these tokens hold no text to show; "
             "a model that thinks first may need a larger --max-new-tokens",
             file=sys.stderr,
         )

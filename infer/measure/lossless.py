@@ -1,6 +1,6 @@
-"""The proof that methods are lossless.
+"""Proves that methods are lossless.
 
-Greedy answers are compared on the real target, sampled ones with the exact law of a miniature.
+It compares greedy answers on the real target, and sampled answers with a miniature's exact law.
 """
 
 import sys
@@ -42,35 +42,35 @@ from aerie.model.heads.eagle import DraftVocabulary
 from aerie.model.storage import write_json
 from aerie.model.target import Target, load_tokenizer
 
-ALPHA = 1e-3  # chance that a proof fails by bad luck, over all its p-values (Bonferroni)
-MIN_DRAWS = 200  # fewer leave the law hardly a cell
-EXPECTED = 5.0  # draws that every cell of the chi-square test must expect
+ALPHA = 1e-3  # the chance that a proof fails by bad luck, over all its p-values (Bonferroni)
+MIN_DRAWS = 200  # with fewer draws the chi-square test has hardly a cell
+EXPECTED = 5.0  # the least expected draws in a cell of the chi-square test
 PROOF_SAMPLINGS = (SamplingConfig(1.0), SamplingConfig(0.6, top_p=0.8))
-LENGTHS = (32, 3, 12, 4, 20, 6)  # max_new_tokens of the prompts, in turn
-# All drafts refused; all accepted to their deepest node; an end token inside an accepted path;
-# max_new_tokens inside an accepted path.
+LENGTHS = (32, 3, 12, 4, 20, 6)  # the prompts take these max_new_tokens in turn
+# The target refuses all drafts; it accepts each draft down to its deepest node; an end token ends
+# the answer inside an accepted path; max_new_tokens ends it there.
 EDGES = ("rejected", "accepted", "ended", "cut")
 
-VOCABULARY = 8  # of the miniature
+VOCABULARY = 8  # the miniature's
 SEED = 4
 HEAD_SETTINGS = {
     "hydra": {"prefix_layer": True},
     "block": {"mask_token_id": 0, "markov_rank": 4},
 }
-LENGTH = 4  # new tokens of a sampled answer; with fewer no tree has a second level
-LONGER = {"sps-heuristic": 5}  # only its second draft depends on what was accepted
-# every token once, and n-grams that come back
+LENGTH = 4  # new tokens of a sampled answer; shorter answers leave no room for a second level
+LONGER = {"sps-heuristic": 5}  # its rule first acts on the second draft
+# The prompt has every token, and n-grams that come back.
 PROMPT = (1, 5, 3, 4, 1, 6, 3, 2, 7, 0, 5, 4, 2, 6, 1, 7, 3, 0, 4)
 DECODED = read_yaml(Path(__file__).with_name("lossless.yaml"))[0]
 MINIATURES = {
     method: validate({"method": method, **keys}, MethodConfig, method, {})
     for method, keys in DECODED["methods"].items()
 }
-AnswerLaw = dict[tuple[int, ...], float]  # an answer's tokens -> its chance
+AnswerLaw = dict[tuple[int, ...], float]  # an answer's tokens -> the answer's chance
 
 
 class GreedyReference(NamedTuple):
-    """A prompt and the target's longest greedy answer to it; shorter ones are its beginnings."""
+    """A prompt and the target's longest greedy answer; shorter answers are its beginnings."""
 
     ids: Tensor  # [1, T]
     answer: list[int]
@@ -80,8 +80,8 @@ class GreedyReference(NamedTuple):
 class GreedyResult:
     prompts: int
     identical: int
-    edges: dict[str, int]  # answers that met each
-    differences: list[Difference]  # the first of each prompt
+    edges: dict[str, int]  # how many answers met each of EDGES
+    differences: list[Difference]  # at most one a prompt
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,16 @@ class LawTest:
     temperature: float
     top_p: float
     p_value: float
-    accepted_per_answer: float  # drafted tokens; without any there is nothing to prove
+    accepted_per_answer: float  # draft tokens; at 0 the test proves nothing
 
 
 @dataclass
 class ProofRow:
-    """A method, its kind of head (None: without), and what was proved."""
+    """A method with its proofs."""
 
     config: MethodConfig
-    kind: str | None
-    head: str | None = None  # its directory; None: the sampled proof alone
+    kind: str | None  # of its head; None: the method has no head
+    head: str | None = None  # the head's directory; None: only sampled answers are tested
     greedy: GreedyResult | None = None
     laws: tuple[LawTest, ...] = ()
     verdict: str = ""
@@ -111,12 +111,12 @@ class ProofRow:
         return f"{self.config.method} drawn" if is_drawn else self.config.method
 
     def judge(self, least_p_value: float, is_exact: bool) -> None:
-        """Sets verdict and holds; is_exact: even a difference within rounding fails."""
+        """Sets `verdict` and `holds`. is_exact: rounding excuses no difference."""
         differences = self.greedy.differences if self.greedy else []
         failures = [
             f"law at {_setting(law)}"
             for law in self.laws
-            if not law.p_value >= least_p_value  # it may be NaN
+            if not law.p_value >= least_p_value  # a NaN fails, too
         ]
         if any(is_exact or difference.gap > difference.rounding for difference in differences):
             failures.insert(0, "greedy")
@@ -142,15 +142,21 @@ def run_verify(
     render: RenderConfig = RenderConfig(),  # noqa: B008
     threads: int | None = None,
 ) -> int:
-    """The command `verify`; 1 if a row fails. heads: directories by kind."""
+    """Runs the command `verify`; returns 1 if a row fails, else 0.
+
+    heads: their directories by kind.
+    """
     if options.prompts < 1 or options.draws < MIN_DRAWS:
-        raise UserError(f"--prompts, --draws: at least 1 prompt and {MIN_DRAWS} draws are needed")
+        raise UserError(
+            f"--prompts {options.prompts} --draws {options.draws}: "
+            f"verify needs at least 1 prompt and {MIN_DRAWS} draws"
+        )
     rows = rows_to_prove(options.methods.split(","), heads)
     if options.plan:
         print(f"verify: {config.path} in {config.dtype}: {', '.join(row.name for row in rows)}")
         return 0
     print(
-        f"verify: {len(rows)} methods, each: {options.prompts} prompts on the target, "
+        f"verify: {len(rows)} methods, each with {options.prompts} prompts on the target and "
         f"{len(PROOF_SAMPLINGS)} x {options.draws:,} draws on a miniature",
         file=sys.stderr,
         flush=True,
@@ -179,7 +185,7 @@ def run_verify(
 
 
 def rows_to_prove(methods: Sequence[str], heads: dict[str, str]) -> list[ProofRow]:
-    """A row for each method and each head that it drafts with; drawn dynamic trees at the end."""
+    """A row for each method with each of its heads, then rows for dynamic trees that are drawn."""
     configs = [
         validate({"method": name.strip()}, MethodConfig, "--methods", {}) for name in methods
     ]
@@ -203,7 +209,7 @@ def prove_rows(
     prompts: PromptsConfig,
     options: Namespace,
 ) -> None:
-    """Answers greedy prompts on the target, and draws answers on a miniature, for every row."""
+    """For every row: answers greedy prompts on the target, and draws answers on a miniature."""
     plain = SpeculativeDecoder(target)
     plain.tokenizer = tokenizer
     references = [
@@ -211,7 +217,8 @@ def prove_rows(
         for text in proof_texts(prompts, options.prompts)
     ]
     drafters = LoadedHeads(target)
-    # Of the target's settings that look at the text, the lists name tokens that a miniature lacks.
+    # The miniature takes the target's settings that look at the text, except lists: they name
+    # tokens that it lacks.
     of_text = resolve(target.generation_config).of_text
     laws = {name: value for name, value in of_text.items() if isinstance(value, int | float)}
     with (
@@ -232,7 +239,7 @@ def prove_rows(
 
 
 def proof_texts(prompts: PromptsConfig, count: int) -> list[str]:
-    """The first turns of the recipe's prompts, else made-up tasks."""
+    """The first turns of the recipe's prompts; made-up tasks if the recipe has no prompts."""
     if prompts.path or prompts.tasks:
         chosen = load_prompts(replace(prompts, num_prompts=count))
         return [prompt.turns[0] for prompt in chosen[:count]]
@@ -246,7 +253,7 @@ def proof_facts(row: ProofRow) -> dict[str, Any]:
 
 
 def proof_table(rows: Sequence[ProofRow]) -> str:
-    """A line for each row, then one for each difference."""
+    """A table with a line for each row, then a line for each difference."""
     p_names = (f"p {_setting(sampling)}" for sampling in PROOF_SAMPLINGS)
     lines = []
     notes = []
@@ -257,8 +264,8 @@ def proof_table(rows: Sequence[ProofRow]) -> str:
         for difference in row.greedy.differences if row.greedy else ():
             notes.append(
                 f"{row.name}: prompt {difference.prompt}, new token {difference.position}: "
-                f"{difference.ours} instead of {difference.theirs}, "
-                f"logits {difference.gap:.3g} apart (rounding: up to {difference.rounding:.3g})"
+                f"{difference.ours} instead of {difference.theirs}; their logits are "
+                f"{difference.gap:.3g} apart (rounding makes up to {difference.rounding:.3g})"
             )
     headings = ["method", "head", "greedy identical", *p_names, "verdict"]
     return "\n".join([aligned(headings, lines), *notes])
@@ -280,7 +287,7 @@ def greedy_reference(target: Target, ids: Tensor) -> GreedyReference:
 def compare_greedy(
     decoder: SpeculativeDecoder, references: Sequence[GreedyReference]
 ) -> GreedyResult:
-    """Answers each prompt, then with an end token and with a limit in an accepted path."""
+    """Answers each prompt; again with an end token or a limit inside an accepted path."""
     edges = dict.fromkeys(EDGES, 0)
     differences = []
     for number, reference in enumerate(references):
@@ -292,12 +299,12 @@ def compare_greedy(
 
 @dataclass
 class GreedyTrials:
-    """The answers to one prompt: where they differ from the reference, and the edges they met."""
+    """Answers one prompt, and notes differences from the reference and the edges met."""
 
     decoder: SpeculativeDecoder
     reference: GreedyReference
     number: int  # of the prompt
-    edges: dict[str, int]  # is counted up
+    edges: dict[str, int]  # `run` adds to these counts
     differences: list[Difference] = field(default_factory=list)
 
     def run(self) -> None:
@@ -315,9 +322,9 @@ class GreedyTrials:
                 self.edges["cut"] += 1
 
     def answer(self, max_new_tokens: int, end: int | None = None) -> tuple[list[int], Statistics]:
-        """The decoder's answer and its cycles; end: one more end token."""
+        """The decoder's answer with its statistics; end: an additional end token."""
         ids = self.reference.ids
-        drafts: list[tuple[int, int]] = []  # accepted tokens, and the deepest drafted node
+        drafts: list[tuple[int, int]] = []  # (accepted tokens, depth of the deepest drafted node)
 
         def watch(cycle: Cycle) -> None:
             tree = cycle.tree
@@ -342,13 +349,13 @@ class GreedyTrials:
         return ours, generation.statistics
 
     def accepted_token(self, text: Sequence[int], statistics: Statistics) -> int | None:
-        """The first token of the answer that was drafted and accepted, and may be its end."""
-        least = self.decoder.target.generation_config.min_new_tokens or 0  # no end before it
-        start = 1  # of the cycle's tokens; the prefill's token stands before them
+        """The first accepted draft token of the answer that can serve as an end token, or None."""
+        least = self.decoder.target.generation_config.min_new_tokens or 0  # no end token before
+        start = 1  # of the cycle's tokens; the prefill made token 0
         for count, accepted in zip(statistics.cycle_tokens, statistics.accepted, strict=True):
             for position in range(start, start + accepted):
                 token = text[position]
-                is_new = text.index(token) == position  # else the answer would end earlier
+                is_new = text.index(token) == position  # or the answer would end earlier
                 if is_new and position >= least and token not in self.end_ids():
                     return token
             start += count
@@ -364,7 +371,7 @@ class GreedyTrials:
 class SampledProver:
     """Compares sampled answers with their law, on a miniature that it writes into a directory.
 
-    generation: what its generation_config sets; model_type, prompt: the miniature's.
+    generation: settings for the miniature's generation_config. prompt: token ids.
     """
 
     def __init__(
@@ -382,7 +389,7 @@ class SampledProver:
         self._law = cache(partial(answer_law, self.target, self.ids))
 
     def decoder(self, config: MethodConfig, kind: str | None) -> SpeculativeDecoder:
-        """The method with a tree that suits the miniature."""
+        """A decoder with the method, and with a tree that suits the miniature."""
         small = MINIATURES.get(config.method, config)
         if isinstance(config.tree, DynamicConfig) and isinstance(small.tree, DynamicConfig):
             small = replace(small, tree=replace(small.tree, children=config.tree.children))
@@ -419,9 +426,9 @@ class SampledProver:
 def write_miniature(
     directory: Path, vocabulary: int = VOCABULARY, model_type: str = "llama"
 ) -> TargetConfig:
-    """Writes directory/target, a model that never ends, and directory/heads/KIND.
+    """Writes a model without end token to directory/target, and heads to directory/heads/KIND.
 
-    The draft vocabulary of EAGLE-3 lacks every third token.
+    EAGLE-3's draft vocabulary lacks every third token.
     """
     generator = torch.Generator().manual_seed(SEED)
     config = AutoConfig.for_model(model_type, vocab_size=vocabulary, **DECODED["model"])
@@ -437,7 +444,7 @@ def write_miniature(
 
     matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
     for matrix in matrices:
-        # three or four tokens are likely at each position
+        # This deviation makes three or four tokens likely at each position.
         matrix.data.normal_(0.0, 0.38, generator=generator)
     save_model("target")
     target_config = TargetConfig(str(directory / "target"), dtype="float32")
@@ -456,7 +463,7 @@ def write_miniature(
         head = new_head(section, target.config, target.vocab, SEED, **settings)
         for name, parameter in head.named_parameters():
             if parameter.ndim == 2 and name != "embed_tokens.weight":
-                # without noise the laws of a new head are flat, or the target's
+                # Without noise a new head's laws are flat, or equal to the target's.
                 add_noise(parameter, 0.12, generator)
         save_head(head, directory / "heads" / kind)
     return target_config
@@ -467,7 +474,10 @@ def add_noise(matrix: Tensor, deviation: float, generator: torch.Generator) -> N
 
 
 def answer_law(target: Target, ids: Tensor, length: int, sampling: SamplingConfig) -> AnswerLaw:
-    """The chance of every answer of `length` tokens to ids [1, T], by forwards of all prefixes."""
+    """The chance of every answer of `length` tokens to ids [1, T].
+
+    The target's forwards over all prefixes give the chances.
+    """
     decoding = resolve(target.generation_config, **asdict(sampling))
     sampler = Sampler(decoding, torch.Generator(), ids[0])
     law: AnswerLaw = {(): 1.0}
@@ -486,9 +496,9 @@ def answer_law(target: Target, ids: Tensor, length: int, sampling: SamplingConfi
 
 
 def p_value(law: AnswerLaw, counts: Counter[tuple[int, ...]]) -> float:
-    """The p-value of Pearson's chi-square test, rare answers pooled.
+    """The p-value of Pearson's chi-square test, which pools rare answers.
 
-    0 if the law excludes an answer that was drawn.
+    It is 0 if an answer was drawn that the law excludes.
     """
     if not counts.keys() <= law.keys():
         return 0.0

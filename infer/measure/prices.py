@@ -1,4 +1,4 @@
-"""What drafting and verifying cost on this machine, and what cycles cost at these prices."""
+"""Measures what drafting and verifying cost on this machine, and prices cycles with it."""
 
 import statistics
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from aerie.infer.measure.bench import CYCLE_PHASES
 from aerie.infer.measure.replay import CycleCounts
 from aerie.model.target import Target
 
-# levels, k, nodes: a shallow and a deep tree of each k, which give the cost of the first level and
-# that of each further one
+# levels, k, nodes. A shallow and a deep tree of each k give the cost of the first level and the
+# cost of each further level.
 PRICED_TREES = (
     (2, 1, 2),
     (8, 1, 4),
@@ -35,26 +35,28 @@ PRICED_TREES = (
 )
 PRICED_PROMPTS = 2
 PRICE_REPETITIONS = 3
-TIMED_TOKENS = 128  # new tokens of one timed answer, at most
+TIMED_TOKENS = 128  # the most new tokens of a timed answer
 WARM_UP = 12  # new tokens
 
 
 class LevelCost(NamedTuple):
-    first: float
-    further: float  # each
+    """Milliseconds."""
+
+    first: float  # of the first level
+    further: float  # of each further level
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Milliseconds of one cycle's parts; k and nodes in between are interpolated."""
+    """Milliseconds of the parts of a cycle; costs of other k and nodes are interpolated."""
 
     draft: dict[int, LevelCost]  # by k
-    verify: dict[int, float]  # by nodes: a target forward over them with the choice among them
-    rest: float  # what a drafting cycle costs beside them (committing)
-    plain: float  # a whole cycle without drafting
+    verify: dict[int, float]  # by nodes: the target's forward over the nodes, and verification
+    rest: float  # of a cycle with a draft, beside drafting and verifying (mostly the commit)
+    plain: float  # of a whole cycle without a draft
 
     def price(self, counts: CycleCounts, k: int) -> float:
-        """Milliseconds of these cycles of a tree of this k."""
+        """Milliseconds of these cycles, which drafted trees of this k."""
         widths = sorted(self.draft)
         first = np.interp(k, widths, [self.draft[width].first for width in widths])
         further = np.interp(k, widths, [self.draft[width].further for width in widths])
@@ -70,7 +72,7 @@ class Costs:
 def measure_costs(
     target: Target, drafter: Drafter, prompts: Sequence[Tensor], max_new_tokens: int
 ) -> Costs:
-    """What a drafter's trees cost on the first prompts [1, T]: medians over answers."""
+    """The costs of a drafter's trees on the first prompts [1, T], as medians over answers."""
     trees = [
         DynamicConfig(levels=min(levels, drafter.max_levels), k=k, nodes=nodes)
         for levels, k, nodes in PRICED_TREES
@@ -84,7 +86,7 @@ def measure_costs(
     for number in range(0, len(trees), 2):
         draft[trees[number].k] = _level_cost(drafted[number], drafted[number + 1])
     verify = np.array([cycle_ms(answers, ["verify"]) for answers in (plain, *drafted)])
-    # more nodes never cost less: the middle between the rising curves below and above the values
+    # More nodes never cost less: take the middle between the rising curves below and above.
     below = np.minimum.accumulate(verify[::-1])[::-1]
     verify = (np.maximum.accumulate(verify) + below) / 2
     sizes = [1, *(tree.nodes for tree in trees)]
@@ -97,7 +99,7 @@ def measure_costs(
 
 
 def _level_cost(shallow: Sequence[Statistics], deep: Sequence[Statistics]) -> LevelCost:
-    """A line through the times of two trees of one k, over their mean levels."""
+    """Fits a line to the drafting times of two trees of one k over their mean levels."""
     levels = []
     times = []
     for answers in (shallow, deep):
@@ -116,10 +118,10 @@ def time_in_turns(
     max_new_tokens: int,
     temperature: float = 0.0,
 ) -> list[list[Statistics]]:
-    """Each decoder's answers to prompts [1, T], up to TIMED_TOKENS long.
+    """The statistics of each decoder's answers, up to TIMED_TOKENS long, to prompts [1, T].
 
-    The decoders take turns, so whatever else the machine does slows all alike. All answers are
-    equally long, because an answer's last trees are short, and cost less.
+    The decoders take turns, so other work on the machine slows all of them alike. All answers get
+    the same limit, because the last trees of an answer are small and cost less.
     """
     settings: dict[str, Any] = {
         "max_new_tokens": min(max_new_tokens, TIMED_TOKENS),
@@ -133,14 +135,14 @@ def time_in_turns(
     with start_progress(repetitions * len(prompts), "turns", label) as progress:
         for repetition, prompt in product(range(repetitions), prompts):
             for turn in range(len(decoders)):
-                number = (repetition + turn) % len(decoders)  # another decoder begins each time
+                number = (repetition + turn) % len(decoders)  # each repetition begins with another
                 answers[number].append(decoders[number].generate(prompt, **settings).statistics)
             progress.update()
     return answers
 
 
 def cycle_ms(answers: Sequence[Statistics], phases: Sequence[str] = CYCLE_PHASES) -> float:
-    """Milliseconds of these phases of a mean decoding cycle: the median over answers."""
+    """Milliseconds that these phases take in a cycle: the median over answers of their means."""
     means = []
     for answer in answers:
         ms = sum(answer.ms[name] for name in phases)

@@ -1,4 +1,4 @@
-"""Records decoding cycles: as lines of cycles.jsonl, and as the tables that calibration reads."""
+"""Records decoding cycles as lines of cycles.jsonl, and as tables for calibration."""
 
 import json
 import os
@@ -22,16 +22,16 @@ from aerie.infer.decode.verify import acceptance
 from aerie.infer.measure.bench_files import Key, Origin
 from aerie.model.storage import explained, first_line, write_atomically
 
-# of one cycle, JSON-ready; times in ms, natural logarithms, None: unknown
+# One cycle, ready for JSON. Times are in ms, logarithms are natural, None is unknown.
 CycleRecord = dict[str, Any]
-LawColumns = Callable[[Tree, Sequence[int]], CycleRecord]  # (tree, nodes) -> columns over the nodes
+LawColumns = Callable[[Tree, Sequence[int]], CycleRecord]  # (tree, nodes) -> columns of the nodes
 TableRow = tuple[Any, ...]
 
 
 def judged_nodes(tree: Tree, path: Sequence[int]) -> Tensor:
-    """Which nodes [N] the target judged: those below an accepted node.
+    """Which nodes [N] the target judged: the children of accepted nodes.
 
-    Neither the root nor a passenger is judged.
+    It judges neither the root nor passengers.
     """
     accepted = torch.tensor(path, device=tree.parents.device)
     is_judged = torch.isin(tree.parents, accepted)  # [N]
@@ -40,10 +40,10 @@ def judged_nodes(tree: Tree, path: Sequence[int]) -> Tensor:
 
 
 def node_acceptance(cycle: Cycle) -> Tensor:
-    """Each node's acceptance [N], float64, given that its parent is accepted.
+    """Each node's chance [N] of acceptance if its parent is accepted, in float64.
 
-    R0: 0 or 1, of judged nodes only. R2: p(x). R1: min(1, p / q). R3: the chance that earlier
-    siblings are refused and this node is accepted, given the drawn tokens.
+    R0: 0 or 1, right for judged nodes only. R1: min(1, p / q). R2: p(x). R3: the chance that the
+    target refuses the earlier siblings and accepts this node, given the drawn tokens.
     """
     tree = cycle.tree
     if cycle.rule == "R0":
@@ -57,16 +57,19 @@ def node_acceptance(cycle: Cycle) -> Tensor:
 
 
 class Recorder:
-    """An `on_cycle` hook that records one answer, a mapping per cycle.
+    """An `on_cycle` hook that records one answer, with a mapping for each cycle.
 
-    `node`: columns over the nodes in level order. `level` (DEAGLE, equations 22 to 26): S_d of the
-    frontier, S_d / S_{d-1}, E_d without the bonus token. `law`: q against p at accepted nodes.
-    `frontier`: branches before reranking. `stop_reason`: the stop rule, `levels`, `budget`
-    (max_new_tokens), `guess` (no laws); None: nothing was drafted.
+    - `node`: a column has a value for each node, in level order.
+    - `level` (DEAGLE, equations 22 to 26): the frontier's S_d, S_d / S_{d-1}, and E_d without the
+      bonus token.
+    - `law`: compares q with p at accepted nodes.
+    - `frontier`: the branches before reranking.
+    - `stop_reason`: the stop rule, `levels`, `budget` (max_new_tokens) or `guess` (a draft without
+      laws); None if nothing was drafted.
     """
 
     def __init__(self, more_law_columns: LawColumns | None = None) -> None:
-        """more_law_columns: makes further columns of `law`."""
+        """more_law_columns: makes additional columns of `law`."""
         self.records: list[CycleRecord] = []
         self.more_law_columns = more_law_columns
 
@@ -80,7 +83,7 @@ class Recorder:
         self.records.append(
             {
                 "cycle": len(self.records),
-                "pos_start": cycle.position,  # of the root, in prompt and answer
+                "pos_start": cycle.position,  # the root's position in prompt and answer
                 "t_draft": cycle.draft_ms,
                 "t_verify": cycle.verify_ms,
                 "verify": cycle.rule,
@@ -90,7 +93,7 @@ class Recorder:
                 "nodes": len(tree),
                 "accepted": cycle.verdict.accepted,
                 "bonus_id": cycle.verdict.bonus,
-                "new_tokens": cycle.new_tokens,  # up to the end token and max_new_tokens
+                "new_tokens": cycle.new_tokens,  # cut at an end token and at max_new_tokens
                 "stop_reason": self._stop_reason(cycle),
                 "node": _node_columns(cycle),
                 "level": {
@@ -115,7 +118,7 @@ class Recorder:
             return tree.pool.stopped_by
         first_root = self.records[0]["pos_start"] if self.records else cycle.position
         answered = cycle.position - first_root + 1
-        # the bonus token takes one of the tokens that are left
+        # one of the remaining tokens is the bonus token's
         room = cycle.sampler.decoding.max_new_tokens - answered - 1
         return "budget" if tree.levels >= room else "levels"
 
@@ -123,7 +126,7 @@ class Recorder:
 def _level_masses(tree: Tree, frontiers: Sequence[tuple[list[TokenPath], Tensor]]) -> list[float]:
     """S_d of each level: the summed survival of its frontier.
 
-    A tree without a pool has no frontiers; there all nodes of the level count.
+    A tree without a pool has no frontiers, so all nodes of its levels count.
     """
     if tree.pool is not None:
         return [float(survival.exp().sum()) for _, survival in frontiers]
@@ -134,7 +137,7 @@ def _level_masses(tree: Tree, frontiers: Sequence[tuple[list[TokenPath], Tensor]
 
 
 def _branches(frontiers: Sequence[tuple[list[TokenPath], Tensor]]) -> list[tuple[TokenPath, float]]:
-    """(the tokens down to it, its survival) of every node of the frontiers."""
+    """(tokens from the root's child to the node, survival) of every node in the frontiers."""
     branches: list[tuple[TokenPath, float]] = []
     for paths, survival in frontiers:
         branches += zip(paths, survival.exp().tolist(), strict=True)
@@ -147,7 +150,7 @@ def _node_columns(cycle: Cycle) -> CycleRecord:
     is_drafted = torch.arange(len(tree), device=tree.tokens.device) > 0  # [N]
     if tree.passengers is not None:
         is_drafted &= ~tree.passengers
-    entropies: dict[int, float] = {}  # of the laws of each node's children
+    entropies: dict[int, float] = {}  # node -> entropy of the law of its children
     if tree.pool is not None and (laws := tree.pool.log_laws()):
         stacked = torch.stack(list(laws.values()))  # [M, Vd]
         entropies = dict(zip(laws, entropy(stacked.exp()).tolist(), strict=True))
@@ -155,12 +158,12 @@ def _node_columns(cycle: Cycle) -> CycleRecord:
     path = set(cycle.verdict.path)
     return {
         "token": tree.tokens.tolist(),
-        "parent": parents,  # the root is its own
+        "parent": parents,  # the root is its own parent
         "depth": tree.depth.tolist(),
         "q": _where_known(tree.confidence.double().exp(), is_drafted),
         "survival": _where_known(tree.survival.double().exp(), is_drafted),
         "entropy": [entropies.get(parent) if node else None for node, parent in enumerate(parents)],
-        # at temperature 0 of the plain softmax
+        # at temperature 0 p is the plain softmax
         "p": _where_known(p[tree.parents, tree.tokens], is_drafted),
         "acceptance": _where_known(node_acceptance(cycle), judged_nodes(tree, cycle.verdict.path)),
         "accepted": [node in path for node in range(len(tree))],
@@ -174,10 +177,10 @@ def _where_known(values: Tensor, is_known: Tensor) -> list[float | None]:
 
 
 def _law_columns(cycle: Cycle) -> CycleRecord | None:
-    """q of the children of accepted nodes against p; y is the first judged child of each node.
+    """Compares q with p for the children of accepted nodes; y is a node's first judged child.
 
-    p and q are what verification compares: q is after the processors if children are drawn from it,
-    else the head's own. At temperature 0 both are plain softmaxes.
+    p and q are the laws that verification compares. If children are drawn from q, it is the law
+    after the processors; otherwise it is the head's own. At temperature 0 both are plain softmaxes.
     """
     tree = cycle.tree
     if tree.pool is None or tree.levels == 0:
@@ -189,14 +192,14 @@ def _law_columns(cycle: Cycle) -> CycleRecord | None:
         children.setdefault(parents[child], []).append(child)
     nodes = [node for node in cycle.verdict.path if node in children]
     first = [children[node][0] for node in nodes]
-    # --- the laws of their children ---
+    # --- the laws of these children ---
     laws = tree.pool.log_laws()
     raw = torch.stack([laws[node] for node in nodes])  # [M, Vd]
     is_drawn = tree.draft_laws is not None
     log_q = (cycle.sampler.log_law(raw) if is_drawn else raw).double().log_softmax(-1)  # [M, Vd]
     log_p = cycle.sampler.log_law(cycle.step.logits[nodes]).double().log_softmax(-1)  # [M, V]
     ids = tree.pool.ids  # [Vd]
-    # over the target's vocabulary; a token that the draft's lacks has probability 0
+    # q over the target's vocabulary: a token outside the draft vocabulary has probability 0
     log_q_wide = torch.full_like(log_p, float("-inf")).index_copy_(1, ids, log_q)  # [M, V]
     gaps = (log_q_wide.exp() - log_p.exp()).abs()  # [M, V]
     largest_gaps = [
@@ -226,15 +229,18 @@ def _law_columns(cycle: Cycle) -> CycleRecord | None:
 def _compare_laws(
     log_p: Tensor, log_q: Tensor, log_q_wide: Tensor, ids: Tensor
 ) -> dict[str, Tensor]:
-    """Columns [M] of p [M, V] against q [M, Vd], also given over the target's vocabulary [M, V]."""
+    """Columns [M] that compare p [M, V] with q [M, Vd].
+
+    log_q_wide: log q over the target's vocabulary [M, V]. ids: the draft vocabulary [Vd].
+    """
     p = log_p.exp()
     q = log_q.exp()
     return {
         "top_q": q.max(-1).values,  # DEAGLE's c
         "agrees": ids[log_q.argmax(-1)] == log_p.argmax(-1),  # DEAGLE's alpha
         "tvd": 1.0 - torch.minimum(p[:, ids], q).sum(-1).clamp(max=1.0),  # 1 - tvd is SVIP's beta
-        # infinite where the draft's vocabulary lacks a token that p allows, or a processor removed
-        # one that q allows
+        # A divergence is infinite if the draft vocabulary lacks a token that p allows, or if a
+        # processor removed a token that q allows.
         "kl_pq": torch.where(p > 0, p * (log_p - log_q_wide), 0.0).sum(-1).clamp(min=0.0),
         "kl_qp": torch.where(q > 0, q * (log_q - log_p[:, ids]), 0.0).sum(-1).clamp(min=0.0),
         "entropy": entropy(q),
@@ -242,9 +248,9 @@ def _compare_laws(
 
 
 def lines_of(origin: Origin, records: Sequence[CycleRecord]) -> list[str]:
-    """The lines of cycles.jsonl, without frontiers.
+    """The lines for cycles.jsonl, without frontiers.
 
-    Numbers have 7 digits, and are null where they are not finite.
+    They hold numbers with 7 digits, and null for a number that is not finite.
     """
     lines = []
     for record in records:
@@ -267,7 +273,7 @@ def append_lines(path: Path, lines: Sequence[str]) -> None:
 
 
 def keep_answers(path: Path, answers: Collection[Key]) -> None:
-    """Drops from cycles.jsonl a line that a kill cut off, and the lines of any other answers."""
+    """Keeps only the lines of these answers in cycles.jsonl, and drops a line that a kill cut."""
 
     def write(temporary: Path) -> None:
         with path.open("rb") as old, temporary.open("wb") as new:
@@ -283,18 +289,19 @@ def keep_answers(path: Path, answers: Collection[Key]) -> None:
             write_atomically(path, write)
     except (ValueError, LookupError, TypeError) as error:
         raise UserError(
-            f"{path}: a line is damaged ({first_line(error)}); add --overwrite"
+            f"{path}: a line is damaged ({first_line(error)}); "
+            "add --overwrite to measure everything again"
         ) from error
 
 
 Tables = dict[str, pd.DataFrame]
-# nan, except for EAGLE heads in `aerie calibrate`
+# NaN, unless `aerie calibrate` measures an EAGLE head
 FEATURE_COLUMNS = ("feature_error", "feature_norm", "kl_bound")
 LAW_COLUMNS = (
     "node", "depth", "token", "q", "p", "acceptance", "top_q", "agrees", "tvd", "kl_pq", "kl_qp",
     "entropy", "accepted", "followed", "largest_gap", *FEATURE_COLUMNS,
 )  # fmt: skip
-COLUMNS = {  # of the tables, after `prompt` and `cycle`, which identify a row
+COLUMNS = {  # the tables' columns after `prompt` and `cycle`, which tell a row's origin
     "cycles": ("position", "answered", "levels", "accepted", "rule"),
     "nodes": ("depth", "place", "confidence", "survival", "acceptance"),  # of judged nodes
     "laws": LAW_COLUMNS,
@@ -303,7 +310,10 @@ COLUMNS = {  # of the tables, after `prompt` and `cycle`, which identify a row
 
 
 def tables_of(prompt: int, records: Sequence[CycleRecord], text: list[int]) -> Tables:
-    """The cycles of one answer as tables; text has the token ids of prompt and answer."""
+    """The cycles of one answer as tables.
+
+    prompt: the prompt's number. text: the token ids of prompt and answer.
+    """
     rows: dict[str, list[TableRow]] = {name: [] for name in COLUMNS}
     for number, record in enumerate(records):
         position = record["pos_start"]
@@ -336,10 +346,10 @@ def _law_rows(law: CycleRecord | None) -> list[TableRow]:
 
 
 def _frontier_rows(record: CycleRecord, written: TokenPath) -> list[TableRow]:
-    """A row per branch that ends within the text; written: the text after the tree's root.
+    """A row for each branch that ends within the text. written: the text after the tree's root.
 
-    A branch is accepted where the target wrote it (R0, R2: the text is the target's own draw), or
-    where the tree's accepted path has it (children drawn: R1, R3).
+    Under R0 and R2 the target draws the text itself, so a branch is accepted if the text has it.
+    Under R1 and R3, with drawn children, it is accepted if the tree's accepted path has it.
     """
     accepted = written
     if record["verify"] not in ("R0", "R2"):
@@ -355,9 +365,9 @@ def _frontier_rows(record: CycleRecord, written: TokenPath) -> list[TableRow]:
 
 
 def sibling_ranks(parents: Sequence[int]) -> list[str]:
-    """Of each node [N], the ranks among siblings from the root down.
+    """For each node [N], the ranks among siblings on the path from the root.
 
-    For example "0", or "0.1" for the second child of the first one; "" for the root.
+    The root has "", its first child "0", and that child's second child "0.1".
     """
     ranks = [""]
     counts = [0] * len(parents)

@@ -1,4 +1,4 @@
-"""Records drafts at every position of some answers; counts any fixed tree's cycles from them."""
+"""Records drafts at every position of greedy answers, and counts any fixed tree's cycles."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,24 +18,24 @@ from aerie.infer.measure.shares import share_out
 from aerie.model.target import Target
 
 Integers = NDArray[np.int64]
-GrownConfig = ChainConfig | DynamicConfig  # trees whose depth can be searched
-NOWHERE = np.iinfo(np.int64).max  # the rank of a token that the tree lacks
+GrownConfig = ChainConfig | DynamicConfig  # trees whose depth `tune` can search
+NOWHERE = np.iinfo(np.int64).max  # the rank of a token that is no candidate
 
 
 class RecordedDrafts(NamedTuple):
-    """The drafts at P positions of some answers: L levels of at most K rows of K children.
+    """The drafts at P positions of some answers. A draft has L levels of K rows of K children.
 
-    A row is an expanded node: row r of level l + 1 is node frontier[:, l, r] (row * K + child) of
-    level l. Children stand by falling confidence.
+    A row is an expanded node. Row r of level l + 1 expands node frontier[:, l, r] of level l, and
+    a level numbers its nodes as row * K + child. Children are sorted by falling confidence.
     """
 
     tokens: Integers  # [P, L, K, K] the target's ids; -1 where there is no node
     survival: NDArray[np.float32]  # [P, L, K, K] log survival; -inf where there is no node
     frontier: Integers  # [P, L, K]
     room: Integers  # [P] levels that were drafted: fewer than L near max_new_tokens
-    text: Integers  # [P, L] what the target wrote next; -1 beyond the answer's end
+    text: Integers  # [P, L] the target's next tokens; -1 beyond the answer's end
     answer: Integers  # [P] the answer's number, ascending
-    left: Integers  # [P] tokens that the answer still had after the draft's root
+    left: Integers  # [P] how many tokens of the answer follow the draft's root
 
 
 def record_drafts(
@@ -46,10 +46,10 @@ def record_drafts(
     k: int,
     max_new_tokens: int,
 ) -> RecordedDrafts:
-    """The widest draft at every position of the greedy answers to prompts [1, T]."""
+    """The whole draft of width k at every position of the greedy answers to prompts [1, T]."""
     proposer = tree_proposer(drafter, DynamicConfig(levels=levels, k=k))
     assert isinstance(proposer.shape, DynamicTree)
-    # all is drafted, but the root alone is verified: so each cycle moves on by one position
+    # The target verifies the root alone, so each cycle moves on by one position.
     proposer.shape.nodes = 1
     proposer.shape.keeps_pool = True
     decoder = SpeculativeDecoder(target, proposer)
@@ -60,7 +60,7 @@ def record_drafts(
 
         def keep_draft(cycle: Cycle) -> None:
             if cycle.tree.pool is None:
-                return  # the answer's last token, or the last but one, has no draft
+                return  # near the end of an answer nothing is drafted
             tokens = np.full((levels, k, k), -1, dtype=np.int64)
             survival = np.full((levels, k, k), -np.inf, dtype=np.float32)
             frontier = np.zeros((levels, k), dtype=np.int64)
@@ -78,7 +78,7 @@ def record_drafts(
             prompts[number], max_new_tokens=max_new_tokens, do_sample=False, on_cycle=keep_draft
         ).new_ids
         padded = [*answer, *([-1] * levels)]
-        # the first draft's root is the answer's first token
+        # The root of the first draft is the answer's first token.
         for written in range(1, 1 + len(columns["room"])):
             columns["text"].append(padded[written : written + levels])
             columns["answer"].append(number)
@@ -93,28 +93,31 @@ def record_drafts(
 
 
 class PathRanks(NamedTuple):
-    """How the text's own path fares in the trees of one depth and k."""
+    """The ranks of the target's own text in trees of one depth and k."""
 
-    ranks: Integers  # [P, levels] of the text's tokens among all candidates, or NOWHERE
+    # [P, levels] the rank by survival of the text's token among the candidates of all levels;
+    # NOWHERE if it is no candidate
+    ranks: Integers
     # [P, levels] how many candidates, down to this level, are at least as good as its best one
     as_good: Integers
 
 
 def path_ranks(drafts: RecordedDrafts, levels: int, k: int) -> PathRanks:
-    """Of trees that are at most as deep and wide as the recorded drafts.
+    """The ranks for trees of these levels and k, which may not exceed the recorded drafts'.
 
-    Nodes that were not expanded in the recording have no children, so a narrower tree can only be
-    underestimated.
+    A narrower tree may expand a node that the recording did not. Such a node has no children here,
+    so the replay can underestimate the tree, but never overestimates it.
     """
     count = len(drafts.tokens)
     width = drafts.tokens.shape[-1]
     positions = np.arange(count)
     expanded = np.zeros((count, width), dtype=bool)  # [P, K] rows that the narrower tree has
     expanded[:, 0] = True
-    row = np.zeros(count, dtype=np.int64)  # [P] below the text's path; -1: the tree lacks the path
-    survivals: list[NDArray[np.float32]] = []  # [P, K * K] of each level's candidates
+    # [P] the row of the text's last token; -1 where the tree has left the text's path
+    row = np.zeros(count, dtype=np.int64)
+    survivals: list[NDArray[np.float32]] = []  # of each level's candidates, [P, K * K]
     as_good = np.empty((count, levels), dtype=np.int64)
-    # the text's candidate of each level, numbered through all levels
+    # the text's candidate at each level, numbered through all levels
     chosen = np.full((count, levels), -1, dtype=np.int64)
     for level in range(levels):
         # (1) the narrower tree's candidates
@@ -124,7 +127,7 @@ def path_ranks(drafts: RecordedDrafts, levels: int, k: int) -> PathRanks:
         survivals.append(survival)
         so_far = np.concatenate(survivals, axis=1)  # [P, (level + 1) * K * K]
         as_good[:, level] = (so_far >= survival.max(1, keepdims=True)).sum(1)
-        # (2) the one among them that the text took
+        # (2) the candidate that the text took
         text = drafts.text[:, level]
         is_taken = drafts.tokens[positions, level, row] == text[:, None]  # [P, K]
         is_taken &= is_candidate[positions, row] & ((row >= 0) & (text >= 0))[:, None]
@@ -137,7 +140,7 @@ def path_ranks(drafts: RecordedDrafts, levels: int, k: int) -> PathRanks:
         expanded = (recorded[:, :, None] == frontier[:, None]).any(-1) & is_real
         below = (recorded == taken[:, None]) & expanded & (taken >= 0)[:, None]
         row = np.where(below.any(1), below.argmax(1), -1)
-    # the earlier candidate first where two tie, as in the tree's own reranking
+    # A stable sort: of two equal candidates the earlier comes first, as in the tree's reranking.
     order = np.argsort(-so_far, axis=1, kind="stable")
     ranks = np.take_along_axis(np.argsort(order, axis=1), chosen.clip(min=0), axis=1)
     return PathRanks(np.where(chosen >= 0, ranks, NOWHERE), as_good)
@@ -145,13 +148,13 @@ def path_ranks(drafts: RecordedDrafts, levels: int, k: int) -> PathRanks:
 
 @dataclass(frozen=True)
 class CycleCounts:
-    """Counts over some answers; tokens exclude the prefill's."""
+    """Counts of decoding cycles, summed over some answers."""
 
-    tokens: int
-    target_forwards: int
-    draft_trees: int  # cycles that drafted (the last token of an answer may need no draft)
+    tokens: int  # without the prefill's
+    target_forwards: int  # without the prefill
+    draft_trees: int  # cycles with a draft; the last token of an answer may need none
     draft_levels: int
-    nodes: float = field(compare=False)  # that a drafting cycle verifies, on average
+    nodes: float = field(compare=False)  # what a cycle with a draft verifies, on average
 
     @property
     def tau(self) -> float:
@@ -159,12 +162,16 @@ class CycleCounts:
 
 
 def replay_tree(drafts: RecordedDrafts, path: PathRanks, tree: GrownConfig) -> CycleCounts:
-    """The cycles of a fixed tree with the constant or the exact rule; path: of its levels and k."""
-    # the nodes beside the root are the best candidates, so a path is accepted as deep as it is in
+    """Counts the cycles of a fixed tree whose stop rule is constant or exact.
+
+    path: the ranks for the tree's levels and k.
+    """
+    # The tree keeps the root and the nodes - 1 best candidates. The target accepts the text's path
+    # down to the first token that the tree does not keep.
     accepted = np.logical_and.accumulate(path.ranks < tree.nodes - 1, axis=1).sum(1)  # [P]
-    depth = np.full(len(path.ranks), tree.levels)  # [P] levels that are drafted, if there is room
+    depth = np.full(len(path.ranks), tree.levels)  # [P] drafted levels
     if tree.stop.rule == "exact":
-        # drafting ends at a level if the tree is full of nodes as good as this level's best
+        # Drafting ends at a level once nodes as good as the level's best fill the tree.
         goes_on = path.as_good[:, :-1] < tree.nodes - 1
         depth = 1 + np.logical_and.accumulate(goes_on, axis=1).sum(1)
     depth = np.minimum(depth, drafts.room)
@@ -182,17 +189,17 @@ def replay_tree(drafts: RecordedDrafts, path: PathRanks, tree: GrownConfig) -> C
                 trees += 1
                 levels += depth_here[position]
                 position += accepted_here[position]
-            position += 1  # the target's own token
+            position += 1  # the bonus token
     return CycleCounts(tokens, forwards, trees, levels, tree.nodes)
 
 
 def count_cycles(answers: Sequence[Statistics] | Sequence[Record]) -> CycleCounts:
-    """The cycles of a decoder's answers."""
+    """Counts the cycles of decoded answers."""
     tokens = forwards = trees = levels = nodes = 0
     for answer in answers:
         tokens += answer.new_tokens - 1
         forwards += answer.target_forwards
-        # records made before levels were counted have none
+        # old records lack draft_levels
         levels += max(answer.draft_levels, answer.draft_forwards)
         nodes += answer.draft_nodes
         trees += sum(drafted > 0 for drafted in answer.cycle_nodes)

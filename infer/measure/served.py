@@ -1,6 +1,7 @@
-"""Rows that a server answers: is it the same target, several requests at once, and its drafts.
+"""Measures rows that a server answers.
 
-Its drafts are compared with those of a chain of equal length that was decoded here.
+It checks that the server has the same target, times several requests at once, and compares the
+server's drafts with those of an equally long chain that this engine decoded.
 """
 
 import time
@@ -35,20 +36,23 @@ from aerie.infer.measure.tree_shape import TreeShape
 from aerie.model.storage import write_json
 from aerie.model.target import Target
 
-LEAST_AGREEMENT = 0.8  # rounding and quantised weights change a few tokens of a hundred
+LEAST_AGREEMENT = 0.8  # rounding and quantised weights change a few tokens in a hundred
 
 # --- the row's records ----------------------------------------------------------------------------
 
 
 def served_tree(server: ServerFacts) -> TreeShape:
-    """What stands in place of a served row's tree: its name, and how long its drafts are."""
+    """A served row has this instead of a tree: its name, and the length of its drafts."""
     tokens = server.draft_tokens
     text = f"{server.name}, {tokens} tokens" if tokens else server.name
     return TreeShape("served", tokens, 1, tokens + 1, {"name": server.name}, text)
 
 
 def record_facts(answer: ServedAnswer, text: str) -> dict[str, Any]:
-    """What a record says of an answer; `accepted` is in no order, and before the cut at its end."""
+    """The fields of a record that a server's answer gives.
+
+    `accepted` has no order, and the server counts it before it cuts the answer at its end.
+    """
     decode_ms = answer.wall_ms - answer.prefill_ms
     return {
         "verify": "server",
@@ -66,7 +70,10 @@ def record_facts(answer: ServedAnswer, text: str) -> dict[str, Any]:
 
 
 def keep_facts(directory: Path, servers: Mapping[int, Server]) -> None:
-    """Writes what the servers are; UserError if an earlier call of the bench asked others."""
+    """Writes the servers' facts, by row.
+
+    Raises UserError if they differ from those of an earlier call of the bench.
+    """
     if not servers:
         return
     path = directory / SERVED_FILE
@@ -79,7 +86,7 @@ def keep_facts(directory: Path, servers: Mapping[int, Server]) -> None:
             if was != now:
                 raise UserError(
                     f"{server.url}: its {name.replace('_', ' ')} is {now} now, and was {was} for "
-                    "the answers so far; start it as before, or add --overwrite"
+                    "the answers so far; start the server as before, or add --overwrite"
                 )
     write_json(path, as_dict(replace(kept, servers=facts)))
 
@@ -87,13 +94,13 @@ def keep_facts(directory: Path, servers: Mapping[int, Server]) -> None:
 def require_same_target(
     server: Server, target: Target, prompts: Sequence[Sequence[int]], decoding: Decoding
 ) -> None:
-    """UserError unless most of the server's greedy tokens are the target's own choices."""
+    """Raises UserError unless the target itself would choose most of the server's greedy tokens."""
     agreed = 0
     count = 0
     for prompt_ids in prompts:
         try:
             answer = server.read(server.complete(prompt_ids, decoding, 0))
-        except Unanswered:  # the records will say why
+        except Unanswered:  # the row's records will have the reason
             continue
         ids = answer.token_ids
         count += len(ids)
@@ -105,7 +112,7 @@ def require_same_target(
     if agreed < LEAST_AGREEMENT * count:
         raise UserError(
             f"{server.url}: serves another model ({server.facts.root or server.facts.model}): "
-            f"{agreed} of its {count} greedy tokens are those of {target.recipe.path}"
+            f"{target.recipe.path} would write {agreed} of its {count} greedy tokens"
         )
 
 
@@ -119,7 +126,7 @@ def measure_loads(
     decoding_of: Callable[[Record], Decoding],
     seed: int,
 ) -> None:
-    """Asks each row's prompts again, several at once, unless served.json has it."""
+    """Asks each row's prompts again, several at once, unless served.json has the result."""
     path = directory / SERVED_FILE
     for row, server in servers.items():
         answers = [record for record in records if record.row == row and record.status == "ok"]
@@ -146,7 +153,10 @@ def measure_load(
     decoding_of: Callable[[Record], Decoding],
     seed: int,
 ) -> ServedLoad:
-    """Wall-clock of the row's prompts, each at least once, prefill included."""
+    """Times the row's prompts, each asked at least once, prefill included.
+
+    records: of all rows; vanilla's answers are compared with the server's.
+    """
     asked = list(islice(cycle(answers), max(len(answers), 2 * at_once)))
 
     def ask(record: Record) -> ServedAnswer | None:
@@ -187,7 +197,7 @@ class Drafted(NamedTuple):
     """The drafts of a row, or of some of its answers."""
 
     cycles: int
-    accepted: FloatArray  # [K]: of how many cycles the token of each position was accepted
+    accepted: FloatArray  # [K] how many cycles accepted the draft token at each position
 
     @property
     def shares(self) -> list[float]:
@@ -205,7 +215,10 @@ def drafted(records: Iterable[Record], levels: int) -> Drafted:
 
 
 def served_figures(members: Group, groups: Sequence[Group], file: ServedFile) -> dict[str, Any]:
-    """What summary.json says of a served row alone. groups: of all rows; file: served.json."""
+    """The figures that summary.json has only for a served row.
+
+    groups: of all rows. file: the content of served.json.
+    """
     first = members.first
     server = file.servers[first.row]
     levels = first.tree.levels if first.tree else 0
@@ -220,7 +233,7 @@ def served_figures(members: Group, groups: Sequence[Group], file: ServedFile) ->
             at_once.append(values)
     return {
         **asdict(server),
-        # before an answer is cut at its end, as the server itself says it
+        # The server counts these before it cuts an answer at its end.
         "accepted_by_position": total.shares if tells else None,
         "mean_acceptance_length": 1 + sum(total.shares) if tells else None,
         "at_once": at_once,
@@ -229,39 +242,40 @@ def served_figures(members: Group, groups: Sequence[Group], file: ServedFile) ->
 
 
 def beside_chain(members: Group, groups: Sequence[Group]) -> dict[str, Any] | None:
-    """The drafts beside those of the bench's chain of equal length; None without one.
+    """A comparison with the drafts of the bench's equally long chain; None without such a chain.
 
-    Of several chains (of several heads) the one whose cycles are most alike.
+    Of several such chains, whose heads differ, it takes the one with the most similar cycles.
     """
     comparisons = [compare_drafts(members, chain) for chain in groups if is_like(members, chain)]
     return min(filter(None, comparisons), key=lambda chain: chain["differing"], default=None)
 
 
 def compare_with_chains(records: Sequence[Record], rows: Collection[int]) -> list[dict[str, Any]]:
-    """Each served row of these, compared with each chain of equal length."""
+    """Compares each served row among `rows` with each equally long chain among them."""
     groups = [members for members in group(records) if members.first.row in rows]
     pairs = [pair for pair in permutations(groups, 2) if is_like(*pair)]
     return [comparison for pair in pairs if (comparison := compare_drafts(*pair)) is not None]
 
 
 def is_like(members: Group, chain: Group) -> bool:
-    """Whether a row is a chain that always drafts as many tokens as the server."""
+    """Whether `chain` is a greedy chain that always drafts as many tokens as the server."""
     tree, served = chain.first.tree, members.first.tree
     if tree is None or served is None or chain.first.sampling != members.first.sampling:
         return False
     is_constant = tree.settings.get("stop", {}).get("rule") == "constant"
-    is_greedy = members.first.temperature == 0  # else drawn tokens decide
+    is_greedy = members.first.temperature == 0  # sampled answers differ anyway
     if members.first.method != statistics.SERVED or not is_greedy:
         return False
     return tree.shape == "chain" and is_constant and tree.levels == served.levels
 
 
 def compare_drafts(members: Group, chain: Group) -> dict[str, Any] | None:
-    """Cycles and acceptance of the answers that both wrote alike; None without any.
+    """Compares cycles and acceptance on the answers that are identical; None without any.
 
-    The drafts are the same if every answer took as many cycles. Else they differ from the first
-    position on at which the shares of accepted tokens differ by more than the server's counting
-    explains: it counts an answer's last cycle before the cut at the answer's end.
+    The drafts are the same if both took equally many cycles for every answer. Otherwise
+    `other_from` is the first position at which the shares of accepted tokens differ by more than
+    the server's way of counting explains. The server counts the last cycle of an answer before it
+    cuts the answer at its end.
     """
     theirs = {record.prompt_key: record for record in chain.good}
     pairs = []

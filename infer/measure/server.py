@@ -1,7 +1,7 @@
-"""A server that answers a row of the bench, and the cycles that it counts.
+"""Asks a server for a row's answers, and reads how many cycles they took.
 
-vLLM: in the reply, if it was started with --per-request-spec-decode-metrics, else by its counters
-at /metrics. SGLang: in the reply's meta_info.
+vLLM tells the cycles in its reply if it was started with --per-request-spec-decode-metrics, and
+counts them at /metrics otherwise. SGLang tells them in the reply's meta_info.
 """
 
 import os
@@ -22,16 +22,16 @@ from aerie.model.storage import first_line
 # a line of /metrics: name, labels, value
 COUNTER = re.compile(r"^vllm:(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 POSITION = re.compile(r'position="(\d+)"')
-SETTLE_S = 2.0  # in which an answer is counted after it came
+SETTLE_S = 2.0  # a server may count an answer up to this long after sending it
 RETRIES = 1
 
 
 class Counters(NamedTuple):
-    """vLLM's, summed over its engines since it started."""
+    """vLLM's counters, summed over its engines since the server started."""
 
-    drafts: int  # steps that verified a draft
+    drafts: int  # cycles that verified a draft
     draft_tokens: int
-    accepted: tuple[int, ...]  # by position
+    accepted: tuple[int, ...]  # by position in the draft
     tokens: int  # of all answers
     prefill_ms: float
 
@@ -48,17 +48,18 @@ class Counters(NamedTuple):
 
 @dataclass(frozen=True)
 class Drafts:
-    """What a server says of the drafts of one answer."""
+    """What a server tells about the drafts of one answer."""
 
-    cycles: int = 0  # 0: it says nothing
+    cycles: int = 0  # 0: the server tells nothing
     draft_tokens: int = 0
-    # of each cycle, in no order, before the answer is cut at its end; empty: it says nothing
+    # One number a cycle, in no order, before the cut at the answer's end. Empty: the server does
+    # not tell.
     accepted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class ServedAnswer:
-    token_ids: tuple[int, ...]  # empty: the server gives none
+    token_ids: tuple[int, ...]  # empty: the server sends none
     text: str
     new_tokens: int
     drafts: Drafts
@@ -67,7 +68,7 @@ class ServedAnswer:
 
 
 def read_counters(page: str) -> Counters | None:
-    """The counters of a page of metrics; None without any of vLLM's."""
+    """The counters on a page of metrics; None if vLLM's are not there."""
     sums: dict[str, float] = {}
     accepted: dict[int, float] = {}
     for name, labels, value in COUNTER.findall(page):
@@ -87,9 +88,10 @@ def read_counters(page: str) -> Counters | None:
 
 
 def drafts_of(cycles: int, draft_tokens: int, counts: Sequence[int], new_tokens: int) -> Drafts:
-    """Of an answer with the counts of cycles that accepted 0, 1, ... draft tokens.
+    """The drafts of an answer. counts: how many cycles accepted 0, 1, ... draft tokens.
 
-    vLLM counts no steps without a draft, which prompt lookup has: each made one token.
+    vLLM does not count cycles without a draft, which prompt lookup has. Each of them made one
+    token, so they are what is missing from new_tokens.
     """
     accepted = []
     for number, count in enumerate(counts):
@@ -99,7 +101,7 @@ def drafts_of(cycles: int, draft_tokens: int, counts: Sequence[int], new_tokens:
 
 
 def counted_drafts(counters: Counters, new_tokens: int) -> Drafts:
-    """The drafts of the one answer that the counters have counted."""
+    """The drafts of one answer. counters: of this answer alone."""
     at_least = (counters.drafts, *counters.accepted, 0)
     counts = [more - fewer for more, fewer in pairwise(at_least)]
     return drafts_of(counters.drafts, counters.draft_tokens, counts, new_tokens)
@@ -107,14 +109,14 @@ def counted_drafts(counters: Counters, new_tokens: int) -> Drafts:
 
 class Server:
     def __init__(self, config: ServedConfig, location: str) -> None:
-        """location: of the row, as errors name it."""
+        """location: the row's place in the recipe, for errors."""
         try:
             import openai
         except ImportError as error:
             raise UserError(f"{location}: needs openai: pip install -e .[distill]") from error
         self.config = config
         self.base_url = config.url.rstrip("/").removesuffix("/v1")
-        self.url = masked(self.base_url)  # as messages and files name it
+        self.url = masked(self.base_url)  # for messages and files
         self.errors = openai.APIError
         timeout = openai.Timeout(config.timeout_s, connect=min(10.0, config.timeout_s))
         self.client = openai.OpenAI(
@@ -122,12 +124,12 @@ class Server:
             api_key=os.environ.get("OPENAI_API_KEY") or "none",
             timeout=timeout,
             max_retries=RETRIES,
-            # the new address would get the key and the prompts
+            # A redirect would send the key and the prompts to another address.
             http_client=openai.DefaultHttpxClient(follow_redirects=False, timeout=timeout),
         )
         self.facts = self._ask_facts(location)
 
-    # --- what it serves ---
+    # --- what the server serves ---
 
     def _ask_facts(self, location: str) -> ServerFacts:
         try:
@@ -137,7 +139,7 @@ class Server:
         served = ", ".join(cards) or "no model"
         model = self.config.model
         if model is None and len(cards) != 1:
-            raise UserError(f"{location}: {self.url} serves {served}; choose one by `model`")
+            raise UserError(f"{location}: {self.url} serves {served}; choose one with `model`")
         if model is not None and model not in cards:
             raise UserError(f"{location}.model: {self.url} serves {served}, not {model}")
         card = cards[model or next(iter(cards))]
@@ -171,9 +173,10 @@ class Server:
     # --- answers ---
 
     def answer(self, prompt_ids: Sequence[int], decoding: Decoding, seed: int) -> ServedAnswer:
-        """One answer, while nothing else is asked; Unanswered if the server refuses the prompt.
+        """The answer to a prompt. The server may answer nobody else meanwhile.
 
-        UserError if it is away, or answers others at the same time.
+        Raises Unanswered if the server refuses the prompt, and UserError if it cannot be reached
+        or answered others at the same time.
         """
         before = self.counters()
         start = time.perf_counter()
@@ -190,7 +193,7 @@ class Server:
         return replace(answer, drafts=drafts, prefill_ms=min(prefill_ms, wall_ms), wall_ms=wall_ms)
 
     def complete(self, prompt_ids: Sequence[int], decoding: Decoding, seed: int) -> Any:
-        """openai's reply to a prompt; Unanswered or UserError as `answer` has them."""
+        """openai's reply to a prompt; raises Unanswered or UserError like `answer`."""
         try:
             return self.client.completions.create(**self._body(prompt_ids, decoding, seed))
         except self.errors as error:
@@ -198,7 +201,7 @@ class Server:
             if status in REJECTED:
                 raise Unanswered("skipped", f"{self.url}: {_reason(error)}") from error
             is_final = status in REDIRECTS or status in WRONG_ADDRESS
-            if not is_final and self._is_up():  # then the prompt is at fault
+            if not is_final and self._is_up():  # the fault is the prompt's
                 raise Unanswered("failed", f"{self.url}: {_reason(error)}") from error
             raise UserError(self._fault(error)) from error
 
@@ -206,10 +209,11 @@ class Server:
         unknown = sorted(set(decoding.of_text) - {"repetition_penalty"})
         if unknown:
             raise UserError(
-                f"{self.url}: generation_config sets {', '.join(unknown)}, which a server does "
-                "not apply; switch it off with --target.generation"
+                f"{self.url}: the target's generation_config sets {', '.join(unknown)}, which a "
+                "server does not apply; switch it off with --target.generation"
             )
-        # All is said, as servers have defaults of their own; the end ids are the target's.
+        # Every setting is sent, because servers have defaults of their own. The target's end ids
+        # replace the server's.
         extra = {
             "top_k": decoding.top_k or -1,
             "min_p": decoding.min_p,
@@ -217,7 +221,7 @@ class Server:
             "stop_token_ids": sorted(decoding.eos_token_ids),
             "ignore_eos": True,
             "return_token_ids": True,
-            "return_meta_info": True,  # SGLang's
+            "return_meta_info": True,  # a key of SGLang's
         }
         body: dict[str, Any] = {
             "model": self.facts.model,
@@ -233,7 +237,7 @@ class Server:
         return body
 
     def read(self, reply: Any) -> ServedAnswer:
-        """An answer from a reply; Unanswered if there is none in it."""
+        """Reads the answer from a reply; raises Unanswered if it holds no whole answer."""
         try:
             choice = reply.choices[0]
             ids = tuple(map(int, getattr(choice, "token_ids", None) or ()))
@@ -246,7 +250,7 @@ class Server:
         return ServedAnswer(ids, str(choice.text), new_tokens, drafts)
 
     def _counted_since(self, before: Counters, new_tokens: int) -> Counters:
-        """The counters of one answer; UserError if they count other answers, too."""
+        """The counters of one answer; raises UserError if they count other answers, too."""
         deadline = time.monotonic() + SETTLE_S
         while True:
             now = self.counters()
@@ -256,13 +260,13 @@ class Server:
             if time.monotonic() > deadline:
                 count = "no" if counted is None else counted.tokens
                 raise UserError(
-                    f"{self.url}: counted {count} tokens for an answer of {new_tokens}; it must "
-                    "answer nobody else while it is measured. Then run the same command"
+                    f"{self.url}: counted {count} tokens for an answer of {new_tokens}; stop all "
+                    "other requests to the server, then run the same command again"
                 )
             time.sleep(0.02)
 
     def _is_up(self) -> bool:
-        """Whether it answers another prompt."""
+        """Whether the server answers another prompt."""
         client = self.client.with_options(max_retries=0)
         try:
             client.completions.create(model=self.facts.model, prompt="a", max_tokens=1)
@@ -272,7 +276,7 @@ class Server:
 
     def _fault(self, error: Exception) -> str:
         status = getattr(error, "status_code", None)
-        fix = "start it (again), then run the same command"
+        fix = "start the server, then run the same command again"
         if status in REDIRECTS or status in WRONG_ADDRESS:
             fix = "check url, model and OPENAI_API_KEY"
         return f"{self.url}: {_reason(error)}; {fix}"
@@ -283,7 +287,7 @@ def _reason(error: Exception) -> str:
 
 
 def _drafts_in(reply: Any, choice: Any, new_tokens: int) -> Drafts:
-    """What a reply says of its drafts."""
+    """The drafts that a reply of vLLM or SGLang tells about."""
     metrics: Mapping[str, Any] = getattr(reply, "metrics", None) or {}
     vllm: Mapping[str, Any] = metrics.get("speculative_decoding") or {}
     if vllm:

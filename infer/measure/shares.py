@@ -1,6 +1,6 @@
-"""Several processes that a launcher started, one a GPU, measure as if they were one.
+"""Lets the processes that a launcher started, one a GPU, measure as if they were one process.
 
-Each works on its share of the prompts, and gets the results of all.
+Each process works on its share of the prompts and gets the results of all.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,33 +20,33 @@ LONGEST_WAIT = timedelta(hours=12)  # for the process with the slowest share
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """A block in which the processes exchange results."""
+    """A context in which the processes can exchange results."""
     if world_size() == 1:
         yield
         return
-    # On GPUs, too: a process that waits in gloo takes no time of a GPU or a core from the others.
+    # gloo on GPUs, too: a process that waits in gloo takes no GPU or core time from the others.
     distributed.init_process_group("gloo", timeout=LONGEST_WAIT)
     yield
     distributed.destroy_process_group()
 
 
 def gather(value: Result) -> list[Result]:
-    """Every process's value, by rank; all processes must call it."""
+    """The values of all processes, by rank. Every process must call it."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
     try:
         distributed.all_gather_object(values, value)
-    except RuntimeError as error:  # its end has closed the connections
+    except RuntimeError as error:  # a process that ended has closed its connections
         raise UserError(
-            "another process failed, and the line that it printed says why, or it was killed, "
-            "often for lack of memory; the same command goes on"
+            "another process failed; its last line says why. If it printed none, it was killed, "
+            "often for lack of memory. Run the same command again to continue"
         ) from error
     return values
 
 
 def by_first(work: Callable[[], Result]) -> Result:
-    """What the first process's call returns, in every process; only the first calls it."""
+    """Calls `work` in the first process, and returns its result in every process."""
     return gather(work() if rank() == 0 else None)[0]  # type: ignore[return-value]
 
 
@@ -58,7 +58,10 @@ def my_share(items: Sequence[Item]) -> Sequence[Item]:
 def share_out(
     work: Callable[[Item], Result], items: Sequence[Item], unit: str, description: str
 ) -> list[Result]:
-    """The results of all items, in their order; each process works on its share."""
+    """Calls `work` on this process's share of the items; returns the results for all items.
+
+    The results are in the order of the items.
+    """
     share = my_share(items)
     results = []
     with start_progress(len(share), unit, description) as progress:

@@ -1,4 +1,4 @@
-"""What a run's finished stages recorded, if target, heads and files are still the same."""
+"""Reads what a run's finished stages recorded, after checking target, heads and files."""
 
 import shlex
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from aerie.model.storage import Manifest, Whole, differences, digests, find_weig
 
 
 def calibrations_of(run: Path) -> list[Path]:
-    """The finished calibrations of a run, in RUN/calibration and RUN/*/calibration."""
+    """The directories of a run's finished calibrations: RUN/calibration, RUN/*/calibration."""
     records = [*run.glob(f"calibration/{storage.FILE}"), *run.glob(f"*/calibration/{storage.FILE}")]
     return sorted(path.parent for path in records)
 
@@ -22,9 +22,9 @@ def calibrations_of(run: Path) -> list[Path]:
 def run_facts(
     run: Path, recipe_words: str, target: TargetConfig | None = None
 ) -> dict[Path, dict[str, Any]]:
-    """`measured_facts` of a run's calibrations, bench and tuning, which must be of one target.
+    """The `measured_facts` of a run's calibrations, bench and tuning, by directory.
 
-    target: None stands for the bench's.
+    All stages must have measured `target`, or the bench's target if it is None.
     """
     expected = storage.sound_record(run / "bench").get("inputs", {}).get("target")
     if target and Path(target.path).is_dir():
@@ -39,9 +39,10 @@ def run_facts(
 def measured_facts(
     directory: Path, recipe_words: str, target: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The facts that a stage recorded at its end.
+    """The facts that a finished stage recorded.
 
-    UserError if its files, its heads or its target (an input) changed since.
+    target: the stage's input of this name, as it should be. Raises UserError if the stage is not
+    finished, or if its files, heads or target have changed since.
     """
     words = storage.sound_record(directory).get("argv", ())[1:]
     command = shlex.join(word for word in words if word != "--overwrite")
@@ -49,7 +50,7 @@ def measured_facts(
         command = f"{directory.name.replace('calibration', 'calibrate')} {recipe_words}"
     again = f"run: aerie {command}"
     if not (directory / storage.FILE).is_file():
-        raise UserError(f"{directory}: no {directory.name}, or one that was stopped; {again}")
+        raise UserError(f"{directory}: the stage is not finished; {again}")
     checked = Manifest.check(directory)
     if not isinstance(checked, Whole):
         raise UserError(f"{checked}; {again} --overwrite")
@@ -64,7 +65,5 @@ def measured_facts(
     for head, files in facts.get("heads", {}).items():
         is_here = Path(head).is_dir() and find_weights(head_directory(head))
         if is_here and digests(head_directory(head)) != files:
-            raise UserError(
-                f"{directory}: measured {head} before it was trained anew; {again} --overwrite"
-            )
+            raise UserError(f"{directory}: measured other weights of {head}; {again} --overwrite")
     return facts

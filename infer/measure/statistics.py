@@ -1,6 +1,6 @@
-"""Records -> the rows of summary.json.
+"""Turns records into the rows of summary.json.
 
-The prefill makes the first new token; decoding times are those of the other tokens.
+The prefill makes the first new token. Decoding times are the times of the other tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,9 +17,9 @@ from aerie.infer.measure.bench_files import Milliseconds, PromptKey, Record, Sui
 FloatArray = NDArray[np.float64]
 RESAMPLES = 2000
 VANILLA = "vanilla"
-SERVED = "served"  # rows that a server answers
+SERVED = "served"  # the method of a row that a server answers
 ALL_TASKS = "all"
-NGRAM = 4  # tokens whose return counts as repetition
+NGRAM = 4  # an n-gram of this many tokens counts as repeated when it comes back
 COUNTS = (
     "new_tokens",
     "target_forwards",
@@ -38,7 +38,7 @@ def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[A
 
 
 class Pair(NamedTuple):
-    """A row's answer and vanilla's to the same turn."""
+    """A row's answer to a turn, and vanilla's answer to the same turn."""
 
     record: Record
     baseline: Record
@@ -46,7 +46,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """The answers of one row at one sampling, and vanilla's at the same."""
+    """One row's answers at one sampling, and vanilla's good answers at that sampling."""
 
     records: tuple[Record, ...]
     baseline: dict[PromptKey, Record]
@@ -65,7 +65,7 @@ class Group:
 
     @property
     def pairs(self) -> list[Pair]:
-        """Those of which both are ok."""
+        """The row's good answers, each with vanilla's, where vanilla has a good one."""
         return [
             Pair(record, self.baseline[record.prompt_key])
             for record in self.good
@@ -73,13 +73,13 @@ class Group:
         ]
 
     def by_task(self, name_of: Callable[[str], str] = str) -> dict[str, "Group"]:
-        """The answers to each task; name_of: to each set of tasks that it gives one name."""
+        """A group for each task, or for all tasks to which name_of gives the same name."""
         tasks = grouped(self.records, lambda record: name_of(record.task))
         return {name: replace(self, records=tuple(answers)) for name, answers in tasks.items()}
 
 
 def group(records: Iterable[Record]) -> list[Group]:
-    """One group per (sampling, row), rows in their order; the first vanilla row is the baseline."""
+    """A group for each sampling and row, in order; the first vanilla row is the baseline."""
     groups = []
     for answers in grouped(records, lambda record: record.sampling).values():
         by_row = grouped(answers, lambda record: record.row)
@@ -91,7 +91,7 @@ def group(records: Iterable[Record]) -> list[Group]:
 
 
 def summary_row(members: Group, seed: int = 0) -> SummaryRow:
-    """One row of summary.json: counts and times are summed, peak_memory_gib is the largest."""
+    """A row of summary.json: it sums counts and times, and takes the largest peak_memory_gib."""
     row = identity(members)
     records = members.records
     if members.failed:
@@ -129,7 +129,7 @@ def summary_row(members: Group, seed: int = 0) -> SummaryRow:
 
 
 def beyond(members: Group, length: int) -> float | None:
-    """The share of texts, prompt and answer, that are longer."""
+    """The share of the texts (prompt and answer) that are longer than `length` tokens."""
     ends = [record.prompt_tokens + record.new_tokens for record in members.good]
     return _ratio(sum(end > length for end in ends), len(ends))
 
@@ -139,10 +139,10 @@ def _ratio(over: float, under: float) -> float | None:
 
 
 def identity(members: Group) -> SummaryRow:
-    """A row without figures."""
+    """The row of summary.json before figures are added."""
     first = members.first
     tasks = {record.task for record in members.records}
-    # an answer without any draft says R2 even where the row's drafts follow R1 or R3
+    # An answer without drafts says R2 even if the row's drafts follow R1 or R3.
     drafted = [record for record in members.good if record.draft_nodes]
     judged = [*drafted, *members.good, first][0]
     return SummaryRow(
@@ -160,7 +160,7 @@ def identity(members: Group) -> SummaryRow:
 
 
 def told_apart(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
-    """The rows; if two differ in the head alone, the variant of their trees names it."""
+    """The rows. Where two differ in the head alone, the variant of each tree names the head."""
     alike = grouped(rows, lambda row: repr((row.method, row.tree)))
     renamed = []
     for row in rows:
@@ -179,15 +179,15 @@ def told_apart(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
 def sweep_rows(
     groups: Sequence[Group], bench_groups: Sequence[Group], suite: SuiteFile, seed: int
 ) -> list[SummaryRow]:
-    """`sweeps` of summary.json.
+    """The rows of `sweeps` in summary.json.
 
-    bench_groups: those of the bench's own rows, for points by context length.
+    bench_groups: the groups of the bench's own rows, which give the points by context length.
     """
     group_of = {(members.first.row, members.first.sampling): members for members in groups}
     rows = []
     for point in suite.points:
         members = group_of.get((point.row, point.sampling))
-        if members is None:  # a bench that was ended before it measured this point
+        if members is None:  # the bench ended before it measured this point
             continue
         records = [record for record in members.records if record.prompt in point.prompts]
         if not records:
@@ -200,13 +200,13 @@ def sweep_rows(
 
 
 def tau(records: Sequence[Record]) -> float | None:
-    """New tokens after the prefill's per target forward, bonus included, pooled over prompts."""
+    """New tokens per target forward, pooled over prompts, without the prefill and its token."""
     tokens = sum(record.new_tokens for record in records) - len(records)
     return _ratio(tokens, sum(record.target_forwards for record in records))
 
 
 def tau_interval(records: Sequence[Record], seed: int = 0) -> list[float] | None:
-    """95 % bootstrap interval of tau over prompts."""
+    """The 95 % bootstrap interval of tau over prompts; None if no prompt has a cycle."""
     prompts = per_prompt(records)
     if not prompts.forwards.any():
         return None
@@ -214,9 +214,9 @@ def tau_interval(records: Sequence[Record], seed: int = 0) -> list[float] | None
 
 
 def speedups(pairs: Sequence[Pair], seed: int = 0) -> dict[str, Any]:
-    """The speedup fields of a row; the interval is a bootstrap paired by prompt.
+    """The speedup fields of a row; a bootstrap paired by prompt gives the interval.
 
-    None for a server's row: vanilla ran in another engine.
+    A server's row has None in all fields, because vanilla ran in another engine.
     """
     decoded = [pair for pair in pairs if min(pair.record.new_tokens, pair.baseline.new_tokens) > 1]
     if not decoded or decoded[0].record.method == SERVED:
@@ -245,11 +245,11 @@ def milliseconds(records: Sequence[Record]) -> Milliseconds:
 
 
 class SumsByPrompt(NamedTuple):
-    """Sums over the turns of each prompt [n]."""
+    """Sums over the turns of a prompt; an array [n] has a value for each prompt."""
 
-    tokens: FloatArray  # without the prefill's
-    forwards: FloatArray  # of the target, without the prefill's
-    ms: FloatArray  # of decoding
+    tokens: FloatArray  # new tokens without the prefill's
+    forwards: FloatArray  # target forwards without the prefill's
+    ms: FloatArray  # decoding time
 
 
 def per_prompt(records: Sequence[Record]) -> SumsByPrompt:
@@ -264,9 +264,9 @@ def per_prompt(records: Sequence[Record]) -> SumsByPrompt:
 def interval(
     above: Sequence[FloatArray], below: Sequence[FloatArray], seed: int = 0
 ) -> list[float] | None:
-    """95 % bootstrap interval over prompts of product(sums above) / product(sums below).
+    """The 95 % bootstrap interval over prompts of product(sums above) / product(sums below).
 
-    Each array [n] has a value per prompt. None for one prompt.
+    Each array [n] has a value for each prompt. Returns None for a single prompt.
     """
     size = len(above[0])
     if size < 2:
@@ -285,7 +285,10 @@ def interval(
 def context_rows(
     members: Group, contexts: Sequence[int], limit: int | None, seed: int = 0
 ) -> list[SummaryRow]:
-    """A row's points of `sweeps` by context length: up to each, and from the one before it."""
+    """A row's points of `sweeps` by context length.
+
+    A cumulative point covers the answer up to a length; a bucket covers it from the length before.
+    """
     if members.failed or members.first.method == SERVED:  # a server times no cycle
         return []
     rows = []
@@ -300,20 +303,20 @@ def context_rows(
 
 
 class Stretch(NamedTuple):
-    """What an answer took between two context lengths."""
+    """An answer's counts between two context lengths."""
 
     tokens: float
     ms: float
     cycles: float
-    accepted: float  # draft tokens
-    nodes: float  # that were drafted
+    accepted: float  # accepted draft tokens
+    nodes: float  # drafted nodes
 
 
 def context_row(members: Group, above: int, length: int, seed: int) -> SummaryRow | None:
-    """From the prompts that the row and vanilla both answer that far; None without any.
+    """A row of the prompts for which both the row's and vanilla's answer reach `length`, or None.
 
-    `repeated`: the share of 4-grams there that the row's own answer had before, as loops are easy
-    to draft.
+    `repeated` is the share of the stretch's 4-grams that stand earlier in the same answer. It shows
+    loops, which are easy to draft.
     """
     stretches, base_ms, repeats = [], [], list[bool]()
     for record, baseline in members.pairs:
@@ -328,7 +331,7 @@ def context_row(members: Group, above: int, length: int, seed: int) -> SummaryRo
     if not stretches:
         return None
     total = Stretch(*np.sum(stretches, axis=0).tolist())
-    # Tokens are as many in both, so that the speedup is a ratio of times.
+    # Both stretches have equally many tokens, so the speedup is a ratio of times.
     times = np.array([stretch.ms for stretch in stretches])  # [n]
     base_times = np.array(base_ms)
     return replace(
@@ -348,8 +351,8 @@ def context_row(members: Group, above: int, length: int, seed: int) -> SummaryRo
 
 
 def stretch_of(record: Record, above: int, length: int) -> Stretch | None:
-    """None: the answer is shorter."""
-    # [cycles + 1]: the context after each cycle; the prefill's token is there at the start
+    """The answer's counts from context `above` to `length`; None if the answer is shorter."""
+    # [cycles + 1] the context before the first cycle, with the prefill's token, and after each
     ends = record.prompt_tokens + 1 + np.cumsum((0, *record.cycle_tokens))
     start = max(above, int(ends[0]))
     if start >= length or ends[-1] < length:
@@ -370,7 +373,7 @@ def stretch_of(record: Record, above: int, length: int) -> Stretch | None:
 
 
 def repeated_ngrams(answer: Sequence[int]) -> list[bool]:
-    """Whether the answer had each of its n-grams before, by the n-gram's start."""
+    """For each n-gram of the answer, by its start: whether it stands earlier in the answer."""
     earlier = set[tuple[int, ...]]()
     repeats = []
     for start in range(len(answer) - NGRAM + 1):

@@ -1,4 +1,4 @@
-"""The rows, samplings and prompts of a bench. A row that stands in it twice is measured once."""
+"""Settles the rows, samplings and prompts of a bench, which measures equal rows only once."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -18,31 +18,34 @@ from aerie.infer.measure.statistics import grouped
 from aerie.infer.measure.tasks import Prompt
 from aerie.model.hub import is_on_hub
 
-ROW: Any = BenchRow  # as validate takes it
+ROW: Any = BenchRow  # mypy does not take this union for a type
 
 
 @dataclass(frozen=True)
 class SettledRow:
-    """A row as it is decoded; nothing that reads it changes it again."""
+    """A row with its final tree and head."""
 
-    # with the published values, and no deeper than the head drafts; or a server
+    # A method has its published values, and a tree no deeper than the head drafts.
     method: MethodConfig | ServedConfig
     head: str | None = None  # its directory or Hub id: the row's, --head, or the run's
-    kind: str | None = None  # of that head
+    kind: str | None = None  # the head's
 
 
 @dataclass(frozen=True)
 class RunHeads:
-    """Where a row that names no head finds one."""
+    """The heads that a row without a head of its own can use."""
 
     directory: Path  # of the run's heads, a folder for each kind
-    kind: str  # the recipe's, which is tried first
-    trained: Path  # where the recipe's head is
+    kind: str  # the recipe's kind, which comes first
+    trained: Path  # the head that the recipe trains
     option: Path | None = None  # --head
-    is_plan: bool = False  # nothing is downloaded
+    is_plan: bool = False  # True: download nothing
 
     def settle(self, row: MethodConfig | ServedConfig, location: str) -> SettledRow:
-        """The row with a head that fits its method, and a tree that fits the head; or UserError."""
+        """The row with a head that fits its method, and a tree that fits the head.
+
+        location: the row's place in the recipe, for errors. Raises UserError if no head fits.
+        """
         if isinstance(row, ServedConfig):
             return SettledRow(row)
         kinds = METHODS[row.method].heads
@@ -58,7 +61,7 @@ def fit_to_head(row: MethodConfig, head: str | None, location: str) -> SettledRo
 
 
 class SweptRow(NamedTuple):
-    """A row at one value of a sweep."""
+    """A row of the suite at one value of a sweep."""
 
     sweep: int  # its number in bench.sweeps
     value: Any
@@ -73,12 +76,12 @@ class Suite(NamedTuple):
 
     @property
     def vanilla(self) -> int:
-        """The row whose answers are the history of later turns."""
+        """The row whose answers later turns of a conversation go on from."""
         return next(n for n, row in enumerate(self.rows) if row.method.method == "vanilla")
 
     @property
     def trained_lengths(self) -> dict[int, int]:
-        """The tokens of the longest text of each row's head's training, where known, by row."""
+        """The longest text (in tokens) that each row's head was trained on, by row, if known."""
         lengths = {n: trained_length(row.head) for n, row in enumerate(self.rows) if row.head}
         return {number: length for number, length in lengths.items() if length is not None}
 
@@ -86,7 +89,7 @@ class Suite(NamedTuple):
 def read_suite(
     bench: BenchConfig, settle: Callable[[MethodConfig | ServedConfig, str], SettledRow]
 ) -> Suite:
-    """Settles every row of a bench and of its sweeps."""
+    """The bench's rows and its sweeps' rows, each settled by `settle`."""
     rows = [settle(row, f"bench.rows.{number}") for number, row in enumerate(bench.rows)]
     bench = replace(bench, rows=tuple(row.method for row in rows))
     swept = []
@@ -95,14 +98,14 @@ def read_suite(
             location = f"bench.sweeps.{number} ({sweep.vary} {value})"
             samplings = sweep.sampling or bench.sampling
             values = copy.deepcopy(sweep.rows)
-            if sweep.vary == "temperature":  # it belongs to the sampling, not to a row
+            if sweep.vary == "temperature":  # a key of the sampling, not of a row
                 heated = (
                     validate(
                         asdict(sampling) | {"temperature": value}, SamplingConfig, location, {}
                     )
                     for sampling in samplings
                 )
-                samplings = tuple(dict.fromkeys(heated))  # each once
+                samplings = tuple(dict.fromkeys(heated))  # without repeats
             else:
                 for row_values in values:
                     set_key(row_values, sweep.vary, value, location)
@@ -118,7 +121,10 @@ def read_suite(
 
 
 def suite_file(suite: Suite, prompts: Sequence[Prompt], max_context: int | None) -> SuiteFile:
-    """What suite.json holds: who is measured with which sampling, and on which prompts."""
+    """The content of suite.json: each row's samplings and prompts.
+
+    max_context: the target's context length in tokens.
+    """
     bench = suite.config
     main = [
         Cell(row, **asdict(sampling))
@@ -144,13 +150,16 @@ def suite_file(suite: Suite, prompts: Sequence[Prompt], max_context: int | None)
 def sweep_prompts(
     sweep: SweepConfig, number: int, prompts: Sequence[Prompt]
 ) -> tuple[tuple[str, str], ...]:
-    """(task, prompt_id) of the first prompts of each of the sweep's tasks, in their order."""
+    """(task, prompt_id) of the first prompts of each of the sweep's tasks, in order.
+
+    number: the sweep's number, for errors.
+    """
     tasks = grouped([prompt.key for prompt in prompts], lambda key: key[0])
     for task in sweep.tasks:
         if task not in tasks:
             raise UserError(
-                f"bench.sweeps.{number}: no prompt is of task {task!r}; "
-                f"tasks are {', '.join(tasks)}"
+                f"bench.sweeps.{number}: bench.prompts has no task {task!r}; "
+                f"its tasks are {', '.join(tasks)}"
             )
     chosen = {key for task in sweep.tasks or tasks for key in tasks[task][: sweep.num_prompts]}
     return tuple(prompt.key for prompt in prompts if prompt.key in chosen)
@@ -159,7 +168,7 @@ def sweep_prompts(
 def rows_by_prompt(
     file: SuiteFile, vanilla: int, prompts: Sequence[Prompt]
 ) -> dict[Sampling, dict[tuple[str, str], list[int]]]:
-    """Per sampling, the rows that answer each (task, prompt_id), vanilla among them."""
+    """For each sampling, the rows that answer each (task, prompt_id), vanilla's included."""
     rows_of: dict[Sampling, dict[tuple[str, str], list[int]]] = {}
     for cell in (*file.main, *file.points):
         rows = rows_of.setdefault(cell.sampling, {})

@@ -1,4 +1,4 @@
-"""Prompts: published sets at pinned commits (tasks.yaml), and files."""
+"""Loads prompts from published sets at pinned commits (tasks.yaml), files and held-out data."""
 
 import json
 import random
@@ -30,18 +30,18 @@ from aerie.model.target import Target
 Row = Mapping[str, Any]
 TASKS: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_name("tasks.yaml"))[0]
 GPQA_ANSWERS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
-ABSENT = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # SPEED-Bench, in place of a text it may not ship
+ABSENT = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # SPEED-Bench ships this for a text it may not
 
 
 def _multiple_choice(row: Row) -> Row:
-    """The question, and its answers in an order that it seeds."""
+    """The question, and its answers in an order that the question seeds."""
     answers = [row[name].strip() for name in GPQA_ANSWERS]
     random.Random(row["Question"]).shuffle(answers)
     listed = "\n".join(map("{}) {}".format, "ABCD", answers))
     return {"question": row["Question"].strip(), "listed": listed}
 
 
-COLUMNS_OF: dict[str, Callable[[Row], Row]] = {  # columns to fill a task's template from
+COLUMNS_OF: dict[str, Callable[[Row], Row]] = {  # a row -> the columns for its task's template
     "alpaca": lambda row: {**row, "given": f"\n\n{str(row.get('input') or '').strip()}".rstrip()},
     "gpqa_diamond": _multiple_choice,
     "mbpp": lambda row: {**row, "tests": "\n".join(row["test_list"])},
@@ -54,9 +54,9 @@ class Prompt:
     prompt_id: str
     task: str
     turns: tuple[str, ...]
-    before: tuple[Message, ...] = ()  # read before the first turn
+    before: tuple[Message, ...] = ()  # messages before the first turn
     tools: list[Any] | None = None
-    unread: frozenset[str] = field(default=frozenset(), compare=False)  # what its row also holds
+    unread: frozenset[str] = field(default=frozenset(), compare=False)  # columns left unread
 
     @property
     def key(self) -> tuple[str, str]:
@@ -68,7 +68,10 @@ class Prompt:
 
 
 def prompt_of(task: str, row: Any, number: int, source: str, config: PromptsConfig) -> Prompt:
-    """A row's prompt; one with `turns` (Spec-Bench) is taken as it is."""
+    """A row's prompt; the turns of a row with `turns` (Spec-Bench) are taken as they are.
+
+    number: the row's. source: the row's place, for errors. Raises UserError for an unusable row.
+    """
     values: Row = row if isinstance(row, Mapping) else {}
     published = TASKS.get(task, {})
     if published and ABSENT in str(values.get("turns")):
@@ -81,7 +84,7 @@ def prompt_of(task: str, row: Any, number: int, source: str, config: PromptsConf
         except UnusableRow as error:
             raise UserError(f"{source}: {error}") from error
         identity = values.get("question_id")
-    with suppress(KeyError):  # a set without parts, or a question that does not say its own
+    with suppress(KeyError):  # a set without parts, or a row that does not name its part
         task = f"{task}-{published['part'].format_map(values)}"
     return Prompt(
         str(number if identity is None else identity),
@@ -94,7 +97,7 @@ def prompt_of(task: str, row: Any, number: int, source: str, config: PromptsConf
 
 
 def _published_question(task: str, row: Row, source: str) -> tuple[RowQuestion, Any]:
-    """The question of a published set's row, and what names it there."""
+    """The question of a published set's row, and the row's id."""
     published = TASKS[task]
     try:
         columns = COLUMNS_OF.get(task, dict)(row)
@@ -105,15 +108,16 @@ def _published_question(task: str, row: Row, source: str) -> tuple[RowQuestion, 
         published.get("part", "").format_map(columns)
     except KeyError as error:
         raise UserError(
-            f"{source}: a question of {task} needs {error}; this row has {', '.join(row)}"
+            f"{source}: a question of {task} needs the column {error}; "
+            f"this row has {', '.join(row)}"
         ) from error
     if not isinstance(turns, list) or not turns or not all(map(is_text, turns)):
-        raise UserError(f"{source}: a question is a text or a list of texts, none empty")
+        raise UserError(f"{source}: a question must be a text or a list of texts, none empty")
     return RowQuestion((), tuple(turns)), row.get(published.get("identity", ""))
 
 
 def set_of(task: str) -> str:
-    """The published set of which a task is a part; else the task."""
+    """The published set that has the task as a part; the task itself if there is none."""
     name = task.partition("-")[0]
     return name if "part" in TASKS.get(name, {}) else task
 
@@ -132,13 +136,13 @@ def load_prompts(config: PromptsConfig) -> list[Prompt]:
     tell_unread(source, ((f"question {prompt.prompt_id}", prompt.unread) for prompt in prompts))
     (task, prompt_id), count = Counter(prompt.key for prompt in prompts).most_common(1)[0]
     if count > 1:
-        raise UserError(f"{source}: question_id {prompt_id} of {task!r} stands there {count} times")
+        raise UserError(f"{source}: {count} questions of {task!r} have question_id {prompt_id}")
     return prompts
 
 
 def _held_out(config: HeldOutPrompts) -> list[Prompt]:
-    """Questions that training never sees, none as long as max_length, so that answers fit."""
-    # The system prompt of the questions comes before that of the data; a row's own before both.
+    """Questions that training never sees, each short enough to leave room for an answer."""
+    # The questions' system prompt overrides the data's, and a row's own overrides both.
     data = replace(config.data, system_prompt=None)
     system = config.system_prompt or config.data.system_prompt
     prompts: dict[tuple[str, ...], Prompt] = {}
@@ -163,8 +167,8 @@ def _held_out(config: HeldOutPrompts) -> list[Prompt]:
 
 
 def _of_file(path: Path, config: PromptsConfig) -> list[Prompt]:
-    if path.suffix not in ROW_SUFFIXES:  # a text with a question a line
-        lines = enumerate(read_text(path).split("\n"), start=1)  # not at U+2028
+    if path.suffix not in ROW_SUFFIXES:  # a text file with one question a line
+        lines = enumerate(read_text(path).split("\n"), start=1)  # splitlines() splits at U+2028
         before = tuple(system_turns(config.system_prompt))
         prompts = [
             Prompt(str(number), config.task or path.stem, (line,), before)
@@ -203,14 +207,14 @@ def _of_task(task: TaskConfig, config: PromptsConfig) -> list[Prompt]:
 
 
 def _with_texts(prompts: Sequence[Prompt], source: str) -> list[Prompt]:
-    """Those that hold their text; the others are counted in a warning."""
+    """The prompts that hold their text; a warning counts the others."""
     texts = [prompt for prompt in prompts if not prompt.is_absent]
     if len(texts) < len(prompts):
         absent = Counter(prompt.task for prompt in prompts if prompt.is_absent)
         by_task = ", ".join(f"{count} of {task}" for task, count in absent.items())
         warn_once(
-            f"{source}: {len(prompts) - len(texts)} of {len(prompts)} questions name a source in "
-            f"place of their text, and are not asked ({by_task}); NVIDIA's "
+            f"{source}: {len(prompts) - len(texts)} of {len(prompts)} questions ({by_task}) name a "
+            "source instead of their text and are left out; NVIDIA's "
             "prepare_data.py (Model-Optimizer, examples/specdec_bench) fetches them: "
             "give its file as path of the task"
         )
@@ -224,18 +228,21 @@ def _taking_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def source_of(task: TaskConfig) -> tuple[str, str | None]:
-    """A task's file, directory or Hub data set, and the revision (None: the latest)."""
+    """A task's file, directory or Hub data set, and the revision (None: the latest).
+
+    Raises UserError for a task that is neither published nor has a path.
+    """
     if task.path is not None:
         return task.path, task.revision
     if task.name not in TASKS:
         raise UserError(
-            f"task {task.name!r}: is none of {', '.join(TASKS)}; give the path of its questions"
+            f"task {task.name!r} is none of {', '.join(TASKS)}; give the path of its questions"
         )
     return TASKS[task.name]["source"], task.revision or TASKS[task.name]["revision"]
 
 
 def check_sources(config: PromptsConfig) -> None:
-    """UserError for a missing file; the Hub is not asked."""
+    """Raises UserError if a file is missing or a task is unknown; does not ask the Hub."""
     sources = [config.path] if config.path else [source_of(task)[0] for task in config.tasks]
     for path in map(Path, sources):
         require_regular(path)
@@ -264,7 +271,7 @@ def prompt_inputs(config: PromptsConfig) -> str | list[dict[str, Any]]:
 
 
 def pinned(config: PromptsConfig) -> PromptsConfig:
-    """config with every Hub data set at its revision's commit, if the Hub answers."""
+    """The config with each Hub data set's revision replaced by its commit, if the Hub answers."""
     tasks = []
     for task in config.tasks:
         source, revision = source_of(task)
@@ -274,7 +281,7 @@ def pinned(config: PromptsConfig) -> PromptsConfig:
 
 
 def encode_turn(prompt: Prompt, answers: Sequence[str], tokenizer: Any, target: Target) -> Tensor:
-    """Token ids [1, T] of the turn after these answers, with what came before."""
+    """Token ids [1, T] of the conversation up to the turn that follows these answers."""
     messages = list(prompt.before)
     for turn, answer in zip(prompt.turns, answers, strict=False):
         messages.append({"role": "user", "content": turn})

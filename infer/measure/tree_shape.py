@@ -1,4 +1,4 @@
-"""How a row's tree is named in records, summaries and tables; a table for a terminal."""
+"""Names a row's tree in records, summaries and tables, and aligns tables for a terminal."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,32 +11,32 @@ from aerie.model.storage import digest, plainly
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The tree of a row, root counted; `settings`: what else the method was given."""
+    """The tree of a row."""
 
-    shape: str  # dynamic, chain, static, lookup, lookahead
+    shape: str  # dynamic, chain, static, lookup, lookahead or served
     levels: int
     k: int
-    nodes: int
-    settings: dict[str, Any] = field(default_factory=dict)
-    text: str | None = None
-    variant: str = ""
+    nodes: int  # with the root
+    settings: dict[str, Any] = field(default_factory=dict)  # the method's other settings
+    text: str | None = None  # the words for the sizes, if they are not the usual ones
+    variant: str = ""  # the settings that differ from the method's published ones
 
     @property
     def words(self) -> str:
-        """Such as '6 levels, k 8, 16 nodes' or '5 levels, chain, stop entropy'."""
+        """Words such as '6 levels, k 8, 16 nodes' or '5 levels, chain, stop entropy'."""
         sizes = {"chain": "chain", "static": f"static, {self.nodes} nodes"}
         size = sizes.get(self.shape, f"k {self.k}, {self.nodes} nodes")
         text = self.text or f"{self.levels} levels, {size}"
         return f"{text}, {self.variant}" if self.variant else text
 
     def as_dict(self) -> dict[str, Any]:
-        """The tree as summary.json has it."""
+        """The tree for summary.json."""
         values = {key: value for key, value in vars(self).items() if value not in (None, "")}
         return values.pop("settings") | values
 
 
 def tree_shape(row: MethodConfig) -> TreeShape | None:
-    """A row's tree, None for vanilla; its variant names what differs from the method's own."""
+    """A row's tree, or None for vanilla."""
     if row.options is not None:
         return TreeShape(
             METHODS[row.method].options or "",
@@ -69,7 +69,10 @@ def tree_shape(row: MethodConfig) -> TreeShape | None:
 def aligned(
     headings: Sequence[str], rows: Iterable[Sequence[str]], to_the_right: Collection[str] = ()
 ) -> str:
-    """A table for a terminal; headings are underlined, and those `to_the_right` hold numbers."""
+    """A table for a terminal with underlined headings.
+
+    to_the_right: the headings of columns that are aligned to the right, such as numbers.
+    """
     columns = []
     for heading, *cells in zip(headings, *rows, strict=True):
         width = max(map(len, [heading, *cells]))
@@ -80,7 +83,7 @@ def aligned(
 
 
 def _words(value: Any) -> str:
-    """'stop entropy, h 0.5'."""
+    """Words such as 'stop entropy, h 0.5'."""
     if isinstance(value, dict):
         return ", ".join(f"{key.replace('_', ' ')} {_words(part)}" for key, part in value.items())
     if isinstance(value, list):

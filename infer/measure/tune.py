@@ -1,8 +1,8 @@
 """Finds the fastest method for a run's heads on this machine.
 
-Greedy decoding: fixed trees are replayed from recorded drafts, stop rules are decoded, and the best
-of both are timed. Where tokens are sampled another tree writes another text, so trees are timed.
-Several processes share the decoding out; what is timed beside other trees, the first one times.
+For greedy decoding it replays fixed trees from recorded drafts, decodes with stop rules, and times
+the best of both. Sampled answers change with the tree, so at a temperature it times every tree.
+Several processes share the decoding, but the first process alone times trees beside each other.
 """
 
 import sys
@@ -74,12 +74,12 @@ from aerie.model.target import Target
 CONSTANT = ConstantConfig()
 TUNED = "tuned.yaml"
 SEARCH = read_yaml(Path(__file__).with_name("tune.yaml"))[0]
-CHOICE_ROW = 1  # of the rows that are measured; vanilla is the first
+CHOICE_ROW = 1  # the choice among `rows_to_measure`; vanilla is row 0
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a method's tree is predicted to do."""
+    """The predicted tau and speed of a method with this tree."""
 
     method: Method
     tree: GrownConfig
@@ -92,7 +92,7 @@ class Prediction:
         return MethodConfig(self.method, self.tree)
 
     def facts(self) -> dict[str, Any]:
-        """The row as tune.json has it; k and nodes of a chain, too."""
+        """The prediction as in tune.json; a chain has k and nodes there, too."""
         tree = {**as_dict(self.tree), "k": self.tree.k, "nodes": self.tree.nodes}
         return {**as_dict(self), "tree": tree, "name": row_name(self.row)}
 
@@ -108,7 +108,7 @@ def row_name(row: MethodConfig) -> str:
 
 
 def check_apart(config: TuneConfig) -> None:
-    """UserError where a prompt of tune.measure is one of tune.prompts."""
+    """Raises UserError if tune.measure and tune.prompts share a prompt."""
     check_sources(config.measure or config.prompts)
     if config.measure is None:
         return
@@ -117,7 +117,7 @@ def check_apart(config: TuneConfig) -> None:
         if prompt.turns[0] in texts:
             raise UserError(
                 f"tune.measure: prompt {prompt.prompt_id!r} is in tune.prompts too; "
-                "measure on others"
+                "measure on other prompts"
             )
 
 
@@ -131,8 +131,8 @@ def sized_tree(levels: int, k: int, nodes: int, stop: StopConfig = CONSTANT) -> 
 
 
 def method_of(kind: str, tree: GrownConfig) -> Method:
-    """The kind's method with the tree's shape and stop rule, else with its shape."""
-    methods = {}  # by rule
+    """The kind's method whose published tree has this shape and stop rule, or else this shape."""
+    methods = {}  # stop rule -> method
     for method in KINDS[kind].methods:
         published = METHODS[method].tree
         if published and published["shape"] == tree.shape:
@@ -141,12 +141,12 @@ def method_of(kind: str, tree: GrownConfig) -> Method:
 
 
 def trees_up_to(levels: int, k: int, stop: StopConfig) -> list[GrownConfig]:
-    """Every fixed tree that is replayed; those of like levels and k are neighbours."""
+    """Every fixed tree to replay; trees with the same levels and k are neighbours."""
     trees: list[GrownConfig] = []
     for depth in range(1, levels + 1):
         trees.append(ChainConfig(levels=depth))
         for width in range(2, k + 1):
-            most = 1 + width + (depth - 1) * width * width  # nodes of a tree that is not pruned
+            most = 1 + width + (depth - 1) * width * width  # nodes before reranking drops some
             for nodes in SEARCH["nodes"]:
                 if nodes <= most:
                     trees.append(sized_tree(depth, width, nodes, stop))
@@ -154,18 +154,18 @@ def trees_up_to(levels: int, k: int, stop: StopConfig) -> list[GrownConfig]:
 
 
 def sampled_trees(levels: int, k: int, stop: StopConfig) -> list[GrownConfig]:
-    """Where tokens are sampled: chains, and trees of the best and of drawn children."""
+    """The trees to time at a temperature: chains, trees of the best children, of drawn ones."""
     best = [
         sized_tree(min(depth, levels), min(width, k), nodes, stop)
         for depth, width, nodes in SEARCH["sampled"]
     ]
     drawn = [replace(tree, children="sampled") for tree in best if isinstance(tree, DynamicConfig)]
-    return list(dict.fromkeys([*best, *drawn]))  # small levels and k make several alike
+    return list(dict.fromkeys([*best, *drawn]))  # small levels and k make some trees equal
 
 
 def rules_for(kind: str, tree: GrownConfig, levels: int) -> list[GrownConfig]:
-    """A fixed tree with room to grow to `levels`, with every stop rule at every threshold."""
-    is_tree = tree.shape != "chain"  # on a chain the rules of trees are votes
+    """The fixed tree, allowed to grow to `levels`, with every stop rule at every threshold."""
+    is_tree = tree.shape != "chain"  # on a chain the two rules of trees decide like votes
     checks = tuple(depth for depth in SEARCH["checks"] if depth < levels)
     stops: list[StopConfig] = [EntropyConfig(h=h) for h in SEARCH["entropy_thresholds"]]
     for threshold in SEARCH["thresholds"]:
@@ -186,7 +186,7 @@ def rules_for(kind: str, tree: GrownConfig, levels: int) -> list[GrownConfig]:
 
 
 class HeadTuning:
-    """The search for one head. `search` finds its best fixed tree, `refine` looks further."""
+    """The search for one head: `search` ranks fixed trees, `refine` times the best and chooses."""
 
     costs: Costs
     published: Prediction  # of the head's usual method
@@ -195,30 +195,31 @@ class HeadTuning:
     def __init__(
         self, target: Target, kind: str, head: str, prompts: Sequence[Tensor], config: TuneConfig
     ) -> None:
-        """prompts: [1, T] each."""
+        """prompts: token ids [1, T] each."""
         self.target = target
         self.kind = kind
         self.head = head
         self.prompts = prompts
         self.drafter = LoadedHeads(target).of(head)
         self.config = replace(config, levels=min(config.levels, self.drafter.max_levels))
-        self.k = 1 if kind == "draft_lm" else config.k  # its methods are chains
+        self.k = 1 if kind == "draft_lm" else config.k  # all methods of a draft LM are chains
         self.max_new_tokens = config.prompts.max_new_tokens
-        # where reading the rule's answer costs next to nothing, no level is drafted in vain
+        # On the CPU the host reads a rule's answer at once, so the exact rule saves levels for
+        # free. On a GPU the host would wait for that answer.
         is_read = mode_of(target) == "eager" and target.device.type == "cpu"
         self.stop: StopConfig = ExactConfig() if is_read else CONSTANT
-        self.fixed: Prediction | None = None  # the best tree without a threshold; None: not timed
+        self.fixed: Prediction | None = None  # the best tree without a threshold, once timed
         self.trees: list[Prediction] = []  # fixed trees, the fastest first
         self.rules: list[Prediction] = []  # trees with a stop rule, the fastest first
 
     def search(self) -> None:
-        """Measures the costs, finds `trees`, and predicts the published tree."""
+        """Measures the costs; sets `trees`, `choice` and `published`."""
 
     def refine(self) -> None:
-        """Times the best of what was found; sets `fixed` and `choice`."""
+        """Times the best candidates; sets `fixed` and `choice`."""
 
     def usual_tree(self) -> GrownConfig:
-        """The published tree, not deeper nor wider than the search."""
+        """The published tree, cut to the search's levels and k."""
         tree = published_tree(USUAL[self.kind])
         tree = replace(tree, levels=min(tree.levels, self.config.levels))
         if isinstance(tree, DynamicConfig):
@@ -236,7 +237,10 @@ class HeadTuning:
         repetitions: int,
         label: str,
     ) -> list[list[Statistics]]:
-        """The answers of the target alone, then those of each tree, at the tuned temperature."""
+        """The statistics of the target's own answers, then of each tree's.
+
+        The temperature is the one that is tuned for.
+        """
         decoders = [SpeculativeDecoder(self.target), *map(self.decoder, trees)]
         arguments = (decoders, prompts, repetitions, label)
         return by_first(
@@ -262,12 +266,12 @@ class HeadTuning:
 
 
 class GreedyTuning(HeadTuning):
-    """Replays all fixed trees from greedy answers; then tries stop rules on the best one."""
+    """Replays all fixed trees from recorded greedy answers, then tries stop rules on the best."""
 
     def search(self) -> None:
         if rank() == 0:
             print(
-                f"tune: {self.kind}: every tree of up to {self.config.levels} levels and k "
+                f"tune: {self.kind}: tries every tree of up to {self.config.levels} levels and k "
                 f"{self.k} on {len(self.prompts)} answers of up to {self.max_new_tokens} tokens, "
                 "then stop rules",
                 file=sys.stderr,
@@ -288,9 +292,9 @@ class GreedyTuning(HeadTuning):
         (self.published,) = self.replay([self.usual_tree()])
 
     def replay(self, trees: Iterable[GrownConfig]) -> list[Prediction]:
-        """Predictions of fixed trees, the fastest first.
+        """Predictions for fixed trees, the fastest first.
 
-        Trees of like levels and k must be neighbours: they share one pass over the drafts.
+        Trees with the same levels and k must be neighbours, as they share a pass over the drafts.
         """
         predictions = []
         for (levels, k), alike in groupby(trees, key=lambda tree: (tree.levels, tree.k)):
@@ -300,7 +304,7 @@ class GreedyTuning(HeadTuning):
         return fastest_first(predictions)
 
     def decode(self, trees: Iterable[GrownConfig], prompts: Sequence[Tensor]) -> list[Prediction]:
-        """Predictions of decoded trees, priced at the costs, the fastest first."""
+        """Decodes with each tree and prices its cycles; returns predictions, the fastest first."""
         predictions = []
         for tree in trees:
             decoder = self.decoder(tree)
@@ -318,7 +322,7 @@ class GreedyTuning(HeadTuning):
         return Prediction(method, tree, counts.tau, ms, self.costs.plain / ms)
 
     def refine(self) -> None:
-        """Times the best stop rules beside the best fixed trees and the published one."""
+        """Times the best stop rules beside the best fixed trees and the published tree."""
         fixed = self.trees[: SEARCH["fixed"]]
         timed = self.time_again([*fixed, self.published, *self.best_rules()])
         self.fixed = fastest_first(timed[: len(fixed)])[0]
@@ -337,7 +341,7 @@ class GreedyTuning(HeadTuning):
             rules = fastest_first([*rules, *self.decode(calibrated, few)])
         finalists = rules[: SEARCH["finalists"]]
         predictions = self.decode([rule.tree for rule in finalists], self.prompts)
-        if mode_of(self.target) == "captured":  # here a rule's answer is a wait for the device
+        if mode_of(self.target) == "captured":  # here the host waits for each answer of a rule
             late = [
                 replace(rule.tree, stop_read="late")
                 for rule in finalists
@@ -347,10 +351,10 @@ class GreedyTuning(HeadTuning):
         return predictions
 
     def time_again(self, predictions: Sequence[Prediction]) -> list[Prediction]:
-        """The predictions with timed cycles; tau stays, as it comes from more prompts.
+        """The predictions with measured times; tau stays, because more prompts gave it.
 
-        The costs leave out what a stop rule, a calibrator, and trees that change from cycle to
-        cycle take.
+        The predicted times leave out what a stop rule and a calibrator take, and what a cycle
+        costs because its tree differs from the last one.
         """
         prompts = self.prompts[: SEARCH["timed_prompts"]]
         trees = [prediction.tree for prediction in predictions]
@@ -363,9 +367,9 @@ class GreedyTuning(HeadTuning):
 
 
 class SampledTuning(HeadTuning):
-    """Times trees at the temperature that is tuned for.
+    """Times every tree at the tuned temperature.
 
-    All trees are timed on some of the prompts, and the best of them again on all prompts.
+    `search` times all trees on some of the prompts, `refine` times the best again on all prompts.
     """
 
     def search(self) -> None:
@@ -408,7 +412,10 @@ def run_tuning(
     target: Target,
     tokenizer: Any,
 ) -> dict[str, Any]:
-    """Writes tune.json and, in tuned.yaml, the fastest method with heads (kind -> directory)."""
+    """Writes tune.json, and the fastest method as tuned.yaml; returns no facts.
+
+    heads: their directories by kind.
+    """
     prompts = [
         encode_turn(prompt, (), tokenizer, target) for prompt in load_prompts(config.prompts)
     ]
@@ -439,7 +446,10 @@ def write_choice(best: HeadTuning, tunings: Sequence[HeadTuning], output: Path) 
     chosen = yaml.safe_dump(row, sort_keys=False)
     device = describe_machine(best.target)["device"]
     write_text(output / TUNED, f"# tuned on {device}: {line}\n{chosen}")
-    print(f"tune: {output / TUNED} (generate --row FILE, bench --row FILE)", flush=True)
+    print(
+        f"tune: wrote {output / TUNED}; use it with generate --row FILE or bench --row FILE",
+        flush=True,
+    )
     facts = {
         "chosen": best.kind,
         "temperature": best.config.temperature,
@@ -451,7 +461,7 @@ def write_choice(best: HeadTuning, tunings: Sequence[HeadTuning], output: Path) 
 def rows_to_measure(
     kind: str, choice: MethodConfig, grid: bool, max_levels: int = 2**31
 ) -> list[MethodConfig]:
-    """Vanilla, the choice, the published row and, with `grid`, trees that one would try by hand."""
+    """Vanilla, the choice and the published row; with `grid` also trees a user tries by hand."""
     rows = [MethodConfig.of("vanilla"), choice, MethodConfig.of(USUAL[kind])]
     for levels, k, nodes in SEARCH["grid"] if grid else ():
         if levels <= max_levels and (k == 1 or kind != "draft_lm"):
@@ -463,7 +473,7 @@ def rows_to_measure(
 def measure_choice(
     tuning: HeadTuning, tokenizer: Any, config: TuneConfig, output: Path, seed: int
 ) -> None:
-    """Writes measured.json, if the recipe has prompts for it: each row's speed on tune.measure."""
+    """Writes measured.json, the speed of each row on tune.measure, if the recipe sets that key."""
     if config.measure is None:
         return
     rows = rows_to_measure(tuning.kind, tuning.choice.row, config.grid, tuning.drafter.max_levels)
@@ -499,7 +509,7 @@ def measure_choice(
 
 def measured_row(row: MethodConfig, members: Group, choice: Group, seed: int) -> dict[str, Any]:
     figures = summary_row(members, seed)
-    # the choice's speed relative to this row: this row stands in for vanilla
+    # the choice's speed relative to this row, whose answers therefore serve as the baseline
     answers = {record.prompt_key: record for record in members.records if record.status == "ok"}
     relative = speedups(replace(choice, baseline=answers).pairs, seed)
     return {

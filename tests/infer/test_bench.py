@@ -300,7 +300,7 @@ def test_sweep(place: Place, tmp_path: Path) -> None:
     for wrong, message in (
         (replace(sweep, vary="method.k"), r"bench\.sweeps\.0 \(method\.k 1\): there is no 'k'"),
         (replace(sweep, vary="tree.depth"), r"bench\.sweeps\.0 \(tree\.depth 1\): .*: unknown key"),
-        (replace(warm, tasks=("math",)), r"bench\.sweeps\.0: no prompt is of task 'math'"),
+        (replace(warm, tasks=("math",)), r"bench\.sweeps\.0: bench.prompts has no task 'math'"),
     ):
         config = replace(GREEDY, sweeps=(wrong,))
         with pytest.raises(UserError, match=message):

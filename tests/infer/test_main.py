@@ -281,7 +281,7 @@ def test_stages(typing: Typing, shared: Path) -> None:
     measured = """
     aerie report {config}
         exit 2
-        no bench, or one that was stopped
+        the stage is not finished
     aerie bench {config}
         bench: 12 answers
         ms per token
@@ -290,7 +290,7 @@ def test_stages(typing: Typing, shared: Path) -> None:
     rm {root}/run/bench/provenance.json
     aerie report {config}
         exit 2
-        no bench, or one that was stopped
+        the stage is not finished
     aerie bench {config}
     aerie bench {config}
         whole, reused
@@ -346,18 +346,18 @@ def test_stages(typing: Typing, shared: Path) -> None:
     typing(pushed, records=records, head=head, to_push=to_push, row=row)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SpeculativeDecoder, "generate", Mock(side_effect=RuntimeError("no memory")))
-        typing("aerie bench {config} --overwrite\n exit 2\n all 12 answers failed: no memory")
+        typing("aerie bench {config} --overwrite\n exit 2\n answers failed; the first: no memory")
     trained_anew = """
     aerie bench {config}
     cp {head}/model.safetensors {root}/kept
     echo more >> {head}/model.safetensors
     aerie report {config}
         exit 2
-        calibration: measured {head} before it was trained anew; run: aerie calibrate --config
+        calibration: measured other weights of {head}; run: aerie calibrate --config
     rm -r {root}/run/calibration
     aerie report {config}
         exit 2
-        bench: measured {head} before it was trained anew; run: aerie bench --config
+        bench: measured other weights of {head}; run: aerie bench --config
     rm -r {root}/run/bench
     mv {root}/kept {head}/model.safetensors
     """

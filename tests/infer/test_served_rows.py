@@ -334,7 +334,7 @@ def test_server_dies(models: Models, tmp_path: Path) -> None:
     with Chained(models) as server:
         bench = models.bench(tmp_path, [served(server, timeout_s=5.0)])
         server.fault = "dies after 5"  # three answers show that the target is the same
-        refused("start it .* same command", measure_answers, bench, PROMPTS, seed=3)
+        refused("start the server, .* same command", measure_answers, bench, PROMPTS, seed=3)
         before = read_records(tmp_path / RECORDS)
         assert sum(record.method == "served" for record in before) == 2
         server.fault = ""
@@ -373,11 +373,11 @@ def test_refused_servers(models: Models, tmp_path: Path) -> None:
         refused("serves tiny, not large", models.bench, tmp_path, [wrong])
         card = MODELS["data"][0]
         server.cards = {"object": "list", "data": [card, {**card, "id": "b"}]}
-        refused("serves tiny, b; choose one by `model`", models.bench, tmp_path, [served(server)])
+        refused("serves tiny, b; choose one with `model`", models.bench, tmp_path, [served(server)])
         server.cards = MODELS
         server.fault = "shared"
         bench = models.bench(tmp_path / "shared", [served(server)])
-        refused("must answer nobody else", measure_answers, bench, PROMPTS, seed=3)
+        refused("stop all other requests", measure_answers, bench, PROMPTS, seed=3)
         server.fault = ""
         bench = models.bench(tmp_path / "later", [served(server, at_once=())])
         measure_answers(bench, PROMPTS[1:2], seed=3)

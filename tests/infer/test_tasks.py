@@ -94,7 +94,7 @@ def test_rows_of_tasks(name: str, row: dict[str, Any], identity: str, turns: obj
     parts["speed_bench_16k"] = "speed_bench_16k-coding"
     assert prompt.task == parts.get(name, name) and set_of(prompt.task) == name
     tiny.refused(
-        rf"file: row 5: a question of {name} needs '\w+'",
+        rf"file: row 5: a question of {name} needs the column '\w+'",
         prompt_of,
         name,
         {"foreign": 1},
@@ -237,7 +237,7 @@ def test_broken(tmp_path: Path) -> None:
         '{"answer": "a"}\n': "the question must be in turns or conversations or messages",
         '{"turns": []}\n': "a text or a list of texts",
         "": "holds no prompts",
-        twice + twice: "stands there 2 times",
+        twice + twice: "2 questions of .* have question_id",
     }.items():
         (tmp_path / "q.jsonl").write_text(text)
         tiny.refused(message, load_prompts, PromptsConfig(str(tmp_path / "q.jsonl")))
