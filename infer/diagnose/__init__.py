@@ -1,4 +1,4 @@
-"""Why a head is accepted less than it should be: symptoms, and rules that judge them."""
+"""Finds out why a head is accepted less than it should be: it measures, then applies rules."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from aerie.infer.diagnose.readings import explain_server, read_otherwise
 from aerie.infer.diagnose.text import examine_target, examine_text
 from aerie.infer.diagnose.verdict import Diagnosis, find_cause
 
-# adds to the patient's symptoms what it sees of the target's own answers
+# Each examination measures on the target's own answers, and adds to the patient's symptoms.
 Examination = Callable[[Patient, list[LearntText]], None]
 EXAMINATIONS: tuple[Examination, ...] = (
     climb,
@@ -22,8 +22,8 @@ EXAMINATIONS: tuple[Examination, ...] = (
 
 
 def examine(patient: Patient) -> Diagnosis:
-    """The verdict; the patient then has all symptoms."""
-    if patient.symptoms.values:  # its files are wrong
+    """Runs all examinations, which fill in the patient's symptoms; returns the verdict."""
+    if patient.symptoms.values:  # the head cannot be loaded
         return find_cause(patient.symptoms)
     texts = answer_greedily(patient.target, patient.prompt_ids())
     for examination in EXAMINATIONS:

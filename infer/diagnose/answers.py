@@ -1,4 +1,4 @@
-"""The target's own greedy answers, with the states from which heads draft them."""
+"""The target's own greedy answers, with the states that heads draft from."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from aerie.data.progress import start_progress
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.model.target import Target
 
-MOST_TOKENS = 96  # of each answer
+MOST_TOKENS = 96  # the most tokens of an answer
 
 
 @dataclass(frozen=True)
 class LearntText:
-    """A text as training sees it: what heads have to draft is marked."""
+    """A text with training's loss mask, which marks the tokens that heads must draft."""
 
     ids: Tensor  # [T], on the host
-    turn_ids: Tensor  # [T], as in Batch: the answer's tokens have a number above 0
+    turn_ids: Tensor  # [T], as in Batch: above 0 for an answer's tokens
 
     @classmethod
     def of_answer(cls, prompt: Sequence[int], answer: Sequence[int]) -> "LearntText":
@@ -29,7 +29,7 @@ class LearntText:
 
     @property
     def prompt(self) -> Tensor:
-        """What stands before the first answer."""
+        """The tokens before the first answer."""
         return self.ids[: int((self.turn_ids > 0).int().argmax())]
 
 
@@ -39,11 +39,11 @@ class StatedText:
 
     text: LearntText
     last_hidden: Tensor  # [T, D], after the final norm
-    states: dict[int, Tensor]  # [T, D], by their number among transformers' hidden_states
-    before_norm: Tensor  # [T, D], last_hidden before the final norm
+    states: dict[int, Tensor]  # tap -> transformers' hidden_states[tap], [T, D]
+    before_norm: Tensor  # [T, D], before the final norm
 
     def batch(self, after_blocks: Sequence[int]) -> Batch:
-        """As training gets it, with these taps."""
+        """The text as a training batch of one row, with these taps."""
         taps = None
         if after_blocks:
             taps = torch.cat([self.states[tap] for tap in after_blocks], dim=-1)  # [T, L*D]
@@ -55,7 +55,7 @@ class StatedText:
 def answer_greedily(
     target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int = MOST_TOKENS
 ) -> list[LearntText]:
-    """What the target writes after each prompt."""
+    """Each prompt (token ids) with the target's greedy answer."""
     decoder = SpeculativeDecoder(target)
     texts = []
     with start_progress(len(prompts), "prompts", "the target's answers") as progress:
@@ -72,7 +72,7 @@ def answer_greedily(
 def state_texts(
     target: Target, texts: Sequence[LearntText], taps: Collection[int]
 ) -> list[StatedText]:
-    """The texts with the states that the target has of them, in one forward each."""
+    """The texts with the target's states, from one forward for each text."""
     numbers = tuple(sorted(taps))
     inputs: list[Tensor] = []  # of the final norm
     hook = last_norm(target).register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
@@ -87,7 +87,7 @@ def state_texts(
 
 
 def last_norm(target: Target) -> nn.Module:
-    """What makes last_hidden."""
+    """The target's final norm, which makes last_hidden."""
     last = nn.Identity()
     for part in target.decoder.children():
         if getattr(getattr(part, "weight", None), "shape", None) == (target.hidden_size,):

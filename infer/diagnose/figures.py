@@ -1,4 +1,4 @@
-"""The figures that a verdict is made of, by name, with intervals over prompts."""
+"""The figures that decide a verdict, by name, with 95 % intervals over prompts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,18 +9,18 @@ import pandas as pd
 
 from aerie.infer.measure.bootstrap import Estimate, Side, estimate
 
-DEPTHS = 5  # drafted positions that are told apart
+DEPTHS = 5  # acceptance is measured at this many positions of a draft
 
 
 @dataclass
 class Symptoms:
-    """What was measured, such as `ladder.chain.1`; and why something was not."""
+    """The measured figures, and the reasons why others were not measured."""
 
-    values: dict[str, Any] = field(default_factory=dict)  # Estimates and plain facts, by name
-    absent: dict[str, str] = field(default_factory=dict)  # reasons, by name or its beginning
+    values: dict[str, Any] = field(default_factory=dict)  # by name, such as `ladder.chain.1`
+    absent: dict[str, str] = field(default_factory=dict)  # name, or its beginning -> reason
 
     def add(self, prefix: str, figures: dict[str, Any]) -> None:
-        """Adds figures under `prefix.name`; one that is None was not measured."""
+        """Adds each figure as `prefix.name`, unless it is None, which means not measured."""
         for name, value in figures.items():
             if value is not None:
                 self.values[f"{prefix}.{name}"] = value
@@ -37,7 +37,7 @@ class Symptoms:
 
 
 def shown(value: Any) -> str:
-    """A figure for people, with its interval."""
+    """A figure in words, with its interval."""
     if isinstance(value, Estimate) and value.prompts < 2:
         return f"{value.value:.2f} (one prompt)"
     if isinstance(value, Estimate):
@@ -47,21 +47,21 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Drafting:
-    """How far drafts were accepted, prompt by prompt."""
+    """How far the target accepted drafts, by prompt."""
 
-    # a line for each prompt: tokens, starts, and of each position k: tries_k, hits_k
+    # A line for each prompt, with the columns tokens, starts, and hits_k, tries_k of position k.
     table: pd.DataFrame
 
     @classmethod
     def of_prompts(cls, lines: Sequence[Mapping[str, float]]) -> "Drafting":
-        """lines: the columns of each prompt; those of a position that it has none of are 0."""
+        """lines: the columns of each prompt; a missing column counts as 0."""
         columns = ["tokens", "starts"]
         for position in range(1, DEPTHS + 1):
             columns += [f"hits_{position}", f"tries_{position}"]
         return cls(pd.DataFrame(lines, columns=columns).fillna(0.0))
 
     def side(self, name: str) -> Side:
-        """Of tau, or of a position's acceptance if those before were accepted."""
+        """The side of tau, or of a position's acceptance, given that all before were accepted."""
         columns = ["tokens", "starts"] if name == "tau" else [f"hits_{name}", f"tries_{name}"]
         return Side(self.table[columns], lambda sums: sums[..., 0] / sums[..., 1])
 
@@ -70,5 +70,5 @@ FIGURES_OF_A_STEP = ["tau", *(str(position) for position in range(1, DEPTHS + 1)
 
 
 def estimates(*steps: Drafting) -> dict[str, Estimate | None]:
-    """The figures of a step, or how much smaller those of a second one are, paired by prompt."""
+    """The figures of one step, or how much a second step loses of each, paired by prompt."""
     return {name: estimate([step.side(name) for step in steps]) for name in FIGURES_OF_A_STEP}

@@ -1,7 +1,8 @@
-"""The ladder of acceptance: the same head on the same prompts, from training's measure to a server.
+"""Measures the ladder of acceptance: the same head and prompts, from training to a server.
 
-Each step has what the step above has not: `chain` starts where drafts ended instead of at every
-token, `tree` has more than one guess, `server` is another program, and `reported` is its own count.
+Each step adds one thing to the step above. `teacher_forced` drafts at every token, like training;
+`chain` drafts only where the last draft ended; `tree` has more than one guess; `server` is another
+program; `reported` is that program's own count.
 """
 
 from collections import Counter
@@ -23,25 +24,28 @@ from aerie.model.checkpoint import head_facts
 from aerie.model.inspection import SCORES
 from aerie.model.target import Target
 
-DROPS = {  # what each step loses, and against which step
+DROPS = {  # step -> the name of its loss, and the step that it is compared with
     "chain": ("exposure", "teacher_forced"),
     "tree": ("tree", "chain"),
     "server": ("server", "chain"),
     "reported": ("counting", "server"),
 }
-ASKED_FIRST = 2  # prompts by which a server shows that it serves the target
+ASKED_FIRST = 2  # a server shows with this many prompts that it serves the target
 
 
 def chain_of(drafter: Drafter, levels: int) -> Proposer:
-    """Chains of the head's likeliest tokens."""
+    """A proposer of chains of the head's likeliest tokens."""
     levels = min(levels, drafter.max_levels)
     return tree_proposer(drafter, ChainConfig(levels=levels, children="best"))
 
 
 def decoded(target: Target, proposer: Proposer, texts: Sequence[LearntText], name: str) -> Drafting:
-    """From the cycles of decoding the texts' answers anew, after the same prompts."""
+    """Decodes the texts' answers again, after the same prompts, and counts the cycles.
+
+    name: for the progress line.
+    """
     decoder = SpeculativeDecoder(target, proposer)
-    decoder.runners.mode = "eager"  # no speed is measured
+    decoder.runners.mode = "eager"  # speed does not count here
     lines = []
     with start_progress(len(texts), "prompts", name) as progress:
         for text in texts:
@@ -69,7 +73,7 @@ class AcceptanceCounts:
         self.count(accepted, min(cycle.tree.levels, cycle.new_tokens), cycle.new_tokens)
 
     def count(self, accepted: int, drafted: int, tokens: int) -> None:
-        """One cycle."""
+        """Adds a cycle with this many accepted, drafted and new tokens."""
         self.line["tokens"] += tokens
         self.line["starts"] += 1
         for position in range(1, min(drafted, accepted + 1) + 1):
@@ -78,7 +82,7 @@ class AcceptanceCounts:
 
 
 def served(patient: Patient, server: Server, texts: Sequence[LearntText]) -> dict[str, Drafting]:
-    """The steps of a server: what its answers took, and what it counts."""
+    """The server's two steps: the cycles that its answers took, and its own count of tokens."""
     config = patient.target.generation_config
     took = []
     counted = []
@@ -98,7 +102,7 @@ def served(patient: Patient, server: Server, texts: Sequence[LearntText]) -> dic
 
 
 def climb(patient: Patient, texts: list[LearntText]) -> None:
-    """The ladder, and what each step loses against another."""
+    """Adds the ladder's steps, and what each step loses against the one it is compared with."""
     symptoms = patient.symptoms
     steps = patient.steps
     chain = chain_of(patient.drafter, patient.levels)
@@ -107,12 +111,12 @@ def climb(patient: Patient, texts: list[LearntText]) -> None:
     try:
         tree = patient.usual_tree()
         if tree.is_chain:
-            raise UserError("its usual method drafts a chain")
+            raise UserError("the published method of this kind drafts a chain")
         steps["tree"] = decoded(patient.target, tree, texts, "tree")
     except UserError as error:
         symptoms.absent["ladder.tree"] = str(error)
     if patient.server is None:
-        symptoms.absent["ladder.server"] = "no server; name it with --server"
+        symptoms.absent["ladder.server"] = "no server was named (--server URL)"
     else:
         prompts = [text.prompt.tolist() for text in texts[:ASKED_FIRST]]
         decoding = resolve(patient.target.generation_config, do_sample=False, max_new_tokens=16)
@@ -126,11 +130,11 @@ def climb(patient: Patient, texts: list[LearntText]) -> None:
 
 
 def examine_training(patient: Patient, texts: list[LearntText]) -> None:
-    """What the head reaches on the text that it was trained on, and what its files say of it."""
+    """Adds the head's acceptance on its training text, and the scores in the head's files."""
     facts = head_facts(patient.head)
     patient.symptoms.add("recorded", {name: facts.get(name) for name in SCORES})
     if not patient.trained_on:
-        patient.symptoms.absent["training"] = "no text of its training; name it with --trained-on"
+        patient.symptoms.absent["training"] = "no training text was named (--trained-on FILE)"
         return
     drafting = patient.teacher_forced(patient.trained_on[: len(texts)])
     patient.symptoms.add("training.teacher_forced", estimates(drafting))

@@ -1,4 +1,4 @@
-"""The target's and the head's distributions along texts: is a draft's first token accepted?"""
+"""Compares the target's and the head's distributions along texts: is a first draft accepted?"""
 
 from collections.abc import Sequence
 
@@ -18,11 +18,12 @@ from aerie.model.target import Target
 def score_texts(
     target: Target, drafter: Drafter, texts: Sequence[StatedText], temperatures: Sequence[float]
 ) -> pd.DataFrame:
-    """A line for each token of an answer that a draft may start with.
+    """A line for each token of an answer that can be a draft's first token.
 
-    Columns: `row`, the text's number; `length` of what is read there; the target's `entropy` and
-    its likeliest `token`; `inside`: the draft vocabulary has it; for each temperature the chance
-    that the first drafted token is accepted: at 0 whether both choose the same, else 1 - TV.
+    Columns: `row`, the text's number; `length`, the tokens read before the draft; the target's
+    `entropy` and its likeliest `token`; `inside`, whether the draft vocabulary has that token.
+    `accept_at` names a column for each temperature: the chance that the target accepts the draft's
+    first token. At 0 it is whether both choose the same token, else it is 1 - TV(p, q).
     """
     tables = []
     with start_progress(len(texts), "answers", "laws") as progress:
@@ -34,7 +35,7 @@ def score_texts(
 
 
 def drafts_in(text: LearntText) -> bool:
-    """Whether something of it is drafted: the first token of an answer is not."""
+    """Whether a token of the text can be drafted, which an answer's first token cannot."""
     return int((text.turn_ids > 0).sum()) > 1
 
 
@@ -43,7 +44,7 @@ def _score_text(
 ) -> pd.DataFrame:
     ids = text.text.ids.to(target.device)  # [T]
     turns = text.text.turn_ids
-    # the last token that was read, the root, and the drafted one are of one answer
+    # A draft starts where the last token read (its root follows) belongs to the root's answer.
     starts = ((turns[:-1] == turns[1:]) & (turns[:-1] > 0)).nonzero()[:, 0].tolist()
     batch = text.batch(drafter.after_blocks)
     states = (batch.features if batch.taps is None else batch.taps)[0]  # [T, D or L*D]
@@ -81,6 +82,6 @@ def accept_at(temperature: float) -> str:
 
 
 def mean_over_texts(table: pd.DataFrame, column: str) -> Estimate | None:
-    """The mean over tokens, with its interval over texts."""
+    """The mean of a column over tokens, with its 95 % interval over texts."""
     sums = table.assign(starts=1.0).groupby("row")[["starts", column]].sum()
     return estimate([Side(sums, lambda sums: sums[..., 1] / sums[..., 0])])

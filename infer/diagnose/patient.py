@@ -1,4 +1,4 @@
-"""What is examined: a head, its target, and the texts on which both are measured."""
+"""The patient of a diagnosis: a head, its target, and the texts on which both are measured."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -31,31 +31,31 @@ from aerie.model.checkpoint import head_facts, is_targets, save_head
 from aerie.model.heads import DRAFT_MODELS
 from aerie.model.target import Target, VocabWeights, context_of, target_end_ids
 
-ROOM = 32  # tokens: for an answer, and for other ways to render its prompt
-MOST_TRAINED = 2000  # conversations of the head's training
-MOST_TRAINED_TOKENS = 512  # of each
+ROOM = 32  # tokens that a prompt leaves for its answer and for longer ways to render it
+MOST_TRAINED = 2000  # conversations read from the head's training data
+MOST_TRAINED_TOKENS = 512  # tokens read of each
 
 
 @dataclass
 class Patient:
-    """What is examined, and what was measured so far."""
+    """A head under examination, and what was measured so far."""
 
     target: Target
     tokenizer: Any
     head: str  # a directory or a Hub id
     prompts: Sequence[Prompt]
-    trained_on: Sequence[LearntText] = ()  # texts of the head's training
+    trained_on: Sequence[LearntText] = ()  # texts that the head was trained on
     temperature: float = 0.0  # of the requests
-    trained_target: str | None = None  # for which the head was trained, where it is another
-    server: Server | None = None  # that drafts with the head
+    trained_target: str | None = None  # the target that the head was trained for, if another
+    server: Server | None = None  # it drafts with the head
     symptoms: Symptoms = field(default_factory=Symptoms)
-    better: Any = None  # the head's module under its best other reading
+    better: Any = None  # the head's module in a better reading, if there is one
 
     def __post_init__(self) -> None:
-        self.steps: dict[str, Drafting] = {}  # of the ladder
-        self.readings: list[Any] = []  # other readings of the head
+        self.steps: dict[str, Drafting] = {}  # of the ladder, by name
+        self.readings: list[Any] = []  # the other readings that were measured
         drafts = self.server.facts.draft_tokens if self.server else 0
-        self.levels = drafts or DEPTHS  # of the chains that are decoded here
+        self.levels = drafts or DEPTHS  # the length of the chains to decode
         self.kind = kind_at(self.head)
         self.heads = LoadedHeads(self.target)
         try:
@@ -68,13 +68,18 @@ class Patient:
         self.taps = self.drafter.after_blocks
 
     def prompt_ids(self) -> list[list[int]]:
-        """The first turns of the prompts; those that leave no room for answers are left out."""
+        """Token ids of the first turns. It drops prompts that leave no room for an answer.
+
+        Raises UserError if no prompt leaves room.
+        """
         limit = self.drafter.max_positions
         limit = min(limit, context_of(self.target.config) or limit) - ROOM
         rendered = self.rendered(self.prompts, self.tokenizer)
         fits = [len(ids) <= limit for ids in rendered]
         if not any(fits):
-            raise UserError(f"no prompt is short enough for the target or the head: {limit} tokens")
+            raise UserError(
+                f"all prompts are too long: the target and the head have room for {limit} tokens"
+            )
         if not all(fits):
             why = f"{fits.count(False)} of {len(fits)} are longer than {limit} tokens"
             self.symptoms.absent["prompts"] = f"{why}, first number {fits.index(False) + 1}"
@@ -82,11 +87,14 @@ class Patient:
         return [*compress(rendered, fits)]
 
     def rendered(self, prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:
-        """Token ids of the first turns, by this tokenizer's template."""
+        """Token ids of the first turns, rendered by this tokenizer's template."""
         return [encode_turn(prompt, (), tokenizer, self.target)[0].tolist() for prompt in prompts]
 
     def usual_tree(self) -> Proposer:
-        """Of the published method of the head's kind; UserError where the head is too short."""
+        """The proposer of the published method of the head's kind.
+
+        Raises UserError if the head drafts fewer levels than that method's tree has.
+        """
         method = USUAL[self.kind]
         row = MethodConfig(method, published_tree(method))
         proposer = make_proposer(self.heads, check_levels(row, self.head, method), self.head)
@@ -94,15 +102,15 @@ class Patient:
         return proposer
 
     def teacher_forced(self, texts: Sequence[LearntText]) -> Drafting:
-        """The head as its file says, on these texts."""
+        """How far the head, read as its file says, is accepted on these texts."""
         return self.drafting(self.module, state_texts(self.target, texts, self.taps))
 
     def mend(self, directory: Path) -> None:
-        """Writes the head as it is best read; UserError if that is how its file reads."""
+        """Writes the head in its best reading; raises UserError if the file's own is the best."""
         if self.better is None:
             raise UserError(
-                f"--mend {directory}: nothing is written: no other reading that a file can have "
-                f"is clearly better for {self.head}"
+                f"--mend {directory}: wrote nothing, because no other reading that a file can "
+                f"have is clearly better for {self.head}"
             )
         if hasattr(self.better, "saves_embedding"):
             embedding = self.better.embed_tokens.weight
@@ -113,15 +121,16 @@ class Patient:
     def drafting(
         self, head: Any, texts: Sequence[StatedText], vocab: VocabWeights | None = None
     ) -> Drafting:
-        """From every token of the texts, as training's own objective measures it.
+        """How far drafts from every token of the texts are accepted, by training's own measure.
 
-        head: its module, or another reading of it; vocab: what it drafts with, if not the target's.
+        head: the head's module, or another reading of it. vocab: the embedding and LM head to
+        draft with; None: the target's.
         """
         values: dict[str, Any] = {"kind": self.kind, "eval_depths": self.levels}
         if self.kind == "eagle3":
-            values["unroll_steps"] = 1  # of the loss, which nobody reads
+            values["unroll_steps"] = 1  # only the loss needs more, and nobody reads the loss
         if self.kind == "draft_lm":
-            values["distill"] = "soft_cross_entropy"  # so that it is measured against the target
+            values["distill"] = "soft_cross_entropy"  # so accuracy means agreement with the target
         schema: Any = Train
         settings = validate(values, schema, "train", {})
         make_objective = DRAFT_MODELS[self.kind].objective
@@ -141,7 +150,7 @@ class Patient:
         return Drafting.of_prompts(lines)
 
     def scored(self, texts: Sequence[LearntText]) -> pd.DataFrame:
-        """The laws along these texts, at the temperatures that are looked at."""
+        """`score_texts` of these texts, at temperatures 0 and 1 and at the requests'."""
         temperatures = sorted({0.0, 1.0, self.temperature})
         stated = state_texts(self.target, texts, self.taps)
         return score_texts(self.target, self.drafter, stated, temperatures)
@@ -150,7 +159,7 @@ class Patient:
 def trained_texts(
     target: TargetConfig, tokenizer: Any, conversations: Path, head: str
 ) -> list[LearntText]:
-    """The first conversations of a head's training, as training sees them."""
+    """The first conversations of a head's training data, with training's tokens and loss mask."""
     arguments = trained_arguments(head)
     config = DataConfig(
         conversations=(str(conversations),),

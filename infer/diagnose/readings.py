@@ -1,6 +1,6 @@
-"""Readings of a head: what its file leaves open, or what a server might take otherwise.
+"""Tries other readings of a head: what its file leaves open, or what a server may misread.
 
-All readings of a head are measured on the same states of the target: no forward of it is repeated.
+All readings use the same states of the target, so its forwards run only once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from aerie.model.heads import HEADS
 from aerie.model.heads.eagle import EMBEDDING, DraftVocabulary
 from aerie.model.target import Target, VocabWeights, default_taps
 
-# options that a file may have wrong: whether a norm or a bias is there, and where
+# options that a file may have wrong -> the family of readings in verdict.yaml
 FLAGS = {
     "norm_before_residual": "norm",
     "norm_output": "norm",
@@ -31,26 +31,26 @@ FLAGS = {
     "bias": "bias",
     "qkv_bias": "bias",
 }
-SAME = 0.03  # the share of cycles by which the same drafts differ: rounding turns a few
-CLEAR = 0.05  # tau: what a better reading gains at least, as in verdict.yaml
-TRIED = 6  # readings whose chains are compared with a server's
-BASES = (10_000.0, 500_000.0, 1_000_000.0)  # of RoPE, as published heads and targets have them
+SAME = 0.03  # up to this share of cycles differs between equal drafts, because of rounding
+CLEAR = 0.05  # a better reading gains at least this much tau, as in verdict.yaml
+TRIED = 6  # the chains of this many readings are compared with a server's
+BASES = (10_000.0, 500_000.0, 1_000_000.0)  # RoPE's bases in published heads and targets
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A head, read otherwise than its file says."""
+    """A reading of a head that differs from what the head's file says."""
 
-    family: str  # as verdict.yaml names it
-    words: str  # how the head is read
+    family: str  # its name in verdict.yaml
+    words: str  # a clause that tells the reading
     config: Any
-    state: dict[str, Tensor]  # by name
-    is_before_norm: bool = False  # the head is given states from before the target's final norm
+    state: dict[str, Tensor]  # the weights by name
+    is_before_norm: bool = False  # the head reads states from before the target's final norm
 
     def module(self) -> Any:
-        """The head; a norm that its file lacks does nothing, and so does a bias."""
+        """The head's module in this reading. Norms and biases that the file lacks do nothing."""
         kind = next(kind for kind in HEADS.values() if kind.config is type(self.config))
-        with torch.device("meta"):  # shapes, without memory for them
+        with torch.device("meta"):  # shapes without memory
             module = kind.module(self.config)
         like = next(tensor for tensor in self.state.values() if tensor.is_floating_point())
         state = {}
@@ -61,7 +61,7 @@ class Reading:
         return module.eval().requires_grad_(False)
 
     def drafting(self, patient: Patient, texts: Sequence[StatedText]) -> Drafting:
-        """On texts with all states that readings need."""
+        """How far this reading's drafts are accepted; texts: with the states that it reads."""
         if not self.is_before_norm:
             return patient.drafting(self.module(), texts)
         before = [replace(text, last_hidden=text.before_norm) for text in texts]
@@ -71,7 +71,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class NormedVocab(VocabWeights):
-    """The LM head behind the target's final norm."""
+    """The target's vocabulary weights, whose logits apply the final norm first."""
 
     norm: nn.Module = nn.Identity()
 
@@ -80,7 +80,7 @@ class NormedVocab(VocabWeights):
 
 
 def readings_of(module: Any, target: Target) -> Iterator[Reading]:
-    """Every other reading of a head."""
+    """Every other reading to try for a head's module."""
     config = module.config
     state = module.state_dict()
     for taps, note in other_taps(getattr(config, "after_blocks", ()), target.num_blocks).items():
@@ -105,18 +105,21 @@ def readings_of(module: Any, target: Target) -> Iterator[Reading]:
 
 
 def other_taps(taps: tuple[int, ...], num_blocks: int) -> dict[tuple[int, ...], str]:
-    """All of them shifted, each of them shifted, and the default ones; and who reads them so."""
+    """Other taps to try -> a note on who reads them so.
+
+    It shifts all taps by one, shifts each tap by one, and takes the default taps.
+    """
     if not taps:
         return {}
     guesses = {
-        tuple(tap - 1 for tap in taps): ", as vLLM reads a head that is written for SGLang",
-        tuple(tap + 1 for tap in taps): ", as SGLang reads numbers that vLLM takes as they are",
+        tuple(tap - 1 for tap in taps): ", as vLLM reads a head written for SGLang",
+        tuple(tap + 1 for tap in taps): ", as SGLang reads a head written for vLLM",
     }
     for number, tap in enumerate(taps):
         for by in (-1, 1):
             guesses[(*taps[:number], tap + by, *taps[number + 1 :])] = ""
     default = default_taps(num_blocks) or taps
-    guesses[default] = ", the default ones, which llama.cpp and others guess"
+    guesses[default] = ", the default ones that llama.cpp and others assume"
     allowed = {}
     for guess, note in guesses.items():
         ascends = list(guess) == sorted({*guess}) and guess[0] >= 0 and guess[-1] < num_blocks
@@ -128,7 +131,7 @@ def other_taps(taps: tuple[int, ...], num_blocks: int) -> dict[tuple[int, ...], 
 def other_weights_of(
     config: Any, state: dict[str, Tensor], vocab: VocabWeights
 ) -> Iterator[Reading]:
-    """With the target's weights in place of the head's, and draft ids as they are."""
+    """Readings with the target's embedding or LM head, and with draft ids taken as target ids."""
     embedding = state.get(EMBEDDING, vocab.embedding)
     is_theirs = torch.equal(embedding, vocab.embedding)
     if embedding.shape == vocab.embedding.shape and not is_theirs:
@@ -149,9 +152,9 @@ def other_weights_of(
 
 
 def read_otherwise(patient: Patient, texts: Sequence[LearntText]) -> None:
-    """Which reading is accepted most, and by how much more than the file's."""
+    """Adds the other reading with the surest gain in tau over the file's reading."""
     if patient.kind not in HEADS:
-        patient.symptoms.absent["reading"] = "the files of a draft LM leave nothing open"
+        patient.symptoms.absent["reading"] = "the files of a draft LM have only one reading"
         return
     target = patient.target
     readings = [*readings_of(patient.module, target)]
@@ -178,7 +181,7 @@ def read_otherwise(patient: Patient, texts: Sequence[LearntText]) -> None:
 
 
 def explain_server(patient: Patient, texts: Sequence[LearntText]) -> None:
-    """The reading whose chains take as many cycles as the server's, if the file's do not."""
+    """Adds the reading whose chains take as many cycles as the server, if the file's do not."""
     served = patient.steps.get("server")
     if served is None or not served.table.starts.any():
         return
@@ -195,7 +198,7 @@ def explain_server(patient: Patient, texts: Sequence[LearntText]) -> None:
     share = symptoms.values["ladder.server.tau"].value / symptoms.values["ladder.chain.tau"].value
 
     def unlike(reading: Reading) -> float:
-        """How far its share of the file's tau is from the server's share."""
+        """The distance between the reading's and the server's share of the file's tau."""
         gain = symptoms.values[f"readings.{reading.words}"].value
         return abs(1 + gain / forced - share)
 

@@ -1,6 +1,7 @@
-"""What of a loss of acceptance is not the head's: template, temperature, length, domain, target.
+"""Finds losses of acceptance whose cause is not the head.
 
-Each question compares two texts by their tables of laws.py (`compare_texts`).
+They come from the template, temperature, length, domain or target. `compare_texts` compares two
+sets of texts by their tables from laws.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,34 +32,34 @@ from aerie.model.checkpoint import head_facts
 from aerie.model.formats.content import TargetFacts
 from aerie.model.target import load_config, other_weights
 
-CLASSES = 8  # of tokens, by the target's entropy
+CLASSES = 8  # classes of tokens, by the target's entropy
 TEXT_LENGTHS = tuple(2**power for power in range(3, 24))  # at which acceptance may fall
-FEW = 40  # tokens: fewer say nothing of a length
-RARE = 1e-4  # share of the training's tokens
+FEW = 40  # fewer tokens tell nothing about a length
+RARE = 1e-4  # a token with a smaller share of the training's tokens is rare
 THINKING = ("enable_thinking", "thinking")  # arguments of chat templates
 SYSTEM_TURNS: dict[str, tuple[Any, ...]] = {
     "without a system prompt": (),
     "with an empty system prompt": ({"role": "system", "content": ""},),
 }
 TEMPLATE_KINDS = ("thinking", "BOS", "system prompt", "arguments")
-VARIED_PROMPTS = 12  # that are rendered in other ways
-VARIED_TOKENS = 48  # of their answers
+VARIED_PROMPTS = 12  # how many prompts are rendered in other ways
+VARIED_TOKENS = 48  # the most tokens of an answer to such a prompt
 BY_TASK = "text.by_task."
-SHOWN = {  # on the page
+SHOWN = {  # figures that the terminal shows -> their words, up to 53 columns
     "reading.words": "the best other reading of the head",
-    "reading.gain": "  tokens more a cycle so",
+    "reading.gain": "  its gain in tokens per cycle",
     "text.temperature.0": "accepted at temperature 0",
     "text.temperature.1": "accepted at temperature 1",
-    "text.temperature.loss": "accepted less at the requests' temperature than at 0",
-    "text.accept.trained": "accepted after prompts of the training",
+    "text.temperature.loss": "the loss from 0 to the requests' temperature",
+    "text.accept.trained": "accepted after the training's prompts",
     "text.accept.answers": "accepted after these prompts",
-    "text.gap.total": "the gap between them",
-    "text.gap.vocabulary": "  of it, the draft vocabulary's part",
+    "text.gap.total": "the gap between these two",
+    "text.gap.vocabulary": "  the draft vocabulary's part",
     "text.gap.text": "  the text's part: the target is less sure",
     "text.gap.head": "  the head's part",
     "text.template.best": "the best other way to render the prompts",
-    "text.template.gain": "  accepted more so",
-    "target.loss.total": "accepted more with the target of the training",
+    "text.template.gain": "  its gain in acceptance",
+    "target.loss.total": "the gain with the target of the training",
 }
 GAP = ("total", "vocabulary", "text", "head")
 
@@ -69,12 +70,12 @@ GAP = ("total", "vocabulary", "text", "head")
 def compare_texts(
     better: pd.DataFrame, worse: pd.DataFrame, accept: str, seed: int = 0
 ) -> dict[str, Estimate | None]:
-    """How much less of one text than of another is accepted, and three parts that sum to it.
+    """The gap in acceptance between two texts (`total`), and the three parts that sum to it.
 
-    `vocabulary`: more of the target's choices are outside the draft vocabulary. `text`: of the
-    others the head would accept less even if it accepted, where the target's entropy is alike, as
-    much as of the better text. `head`: at the same entropy it accepts less. (The decomposition of
-    Kitagawa, Oaxaca and Blinder, with classes of entropy.) Rows with one number are pairs.
+    `vocabulary`: more of the target's choices are outside the draft vocabulary. `text`: the target
+    is less sure, and drafts of uncertain tokens are accepted less. `head`: less is accepted even
+    at the same entropy of the target. This is Kitagawa, Oaxaca and Blinder's decomposition, with
+    classes of entropy. accept: the column of acceptance. Rows with one number are pairs.
     """
     inside = [table.entropy[table.inside] for table in (better, worse)]
     edges = np.unique(np.quantile(pd.concat(inside), np.linspace(0, 1, CLASSES + 1)[1:-1]))
@@ -87,7 +88,7 @@ def compare_texts(
 
 
 def _sums_by_class(table: pd.DataFrame, accept: str, edges: FloatArray) -> pd.DataFrame:
-    """Of each text, all tokens and the accepted ones by class; class 0: outside the vocabulary."""
+    """Each text's tokens and accepted tokens by class; class 0 is outside the draft vocabulary."""
     classes = np.where(table.inside, 1 + np.searchsorted(edges, table.entropy), 0)
     groups = table.assign(starts=1.0).groupby([table.row, pd.Series(classes, table.index)])
     sums = groups[["starts", accept]].sum().unstack(fill_value=0.0)
@@ -96,13 +97,13 @@ def _sums_by_class(table: pd.DataFrame, accept: str, edges: FloatArray) -> pd.Da
 
 
 def _part(number: int, sums: PromptSums) -> FloatArray:
-    """One of GAP, of sums [..., 2 * 2 * classes]."""
+    """Part `number` of GAP [...], from sums [..., 2 texts * 2 columns * classes]."""
     texts = sums.reshape(*sums.shape[:-1], 2, 2, -1)
     starts, accepted = texts[..., 0, :], texts[..., 1, :]  # [..., 2, classes]
-    inside = starts[..., 1:].sum(-1) / starts.sum(-1)  # [..., 2] share of tokens
-    rate = accepted[..., 1:].sum(-1) / starts[..., 1:].sum(-1)  # [..., 2] at those inside
-    overall = accepted.sum(-1) / starts.sum(-1)
-    # the better text's rates [..., classes], with one token more of its mean rate in each
+    inside = starts[..., 1:].sum(-1) / starts.sum(-1)  # [..., 2] the share of tokens inside
+    rate = accepted[..., 1:].sum(-1) / starts[..., 1:].sum(-1)  # [..., 2] acceptance of these
+    overall = accepted.sum(-1) / starts.sum(-1)  # [..., 2]
+    # The better text's rates [..., classes]. One more token with its mean rate fills empty classes.
     rates = (accepted[..., 0, 1:] + rate[..., :1]) / (starts[..., 0, 1:] + 1.0)
     weights = starts[..., 1, 1:] / starts[..., 1, 1:].sum(-1, keepdims=True)
     alike = (rates * weights).sum(-1)  # the worse text's tokens at the better text's rates
@@ -117,16 +118,16 @@ def _part(number: int, sums: PromptSums) -> FloatArray:
 
 
 def temperature_figures(table: pd.DataFrame, served: float) -> dict[str, Any]:
-    """Acceptance by temperature, and how much less it is at the served one than at 0."""
+    """Acceptance by temperature, and the loss from temperature 0 to the served one."""
     figures = {f"{t:g}": mean_over_texts(table, accept_at(t)) for t in sorted({0.0, 1.0, served})}
     loss = table[accept_at(0.0)] - table[accept_at(served)]
     return {**figures, "served": served, "loss": mean_over_texts(table.assign(loss=loss), "loss")}
 
 
 def length_figures(table: pd.DataFrame, accept: str) -> dict[str, Any]:
-    """From which length on less is accepted at the same entropy, and how much less.
+    """The length from which on acceptance is lowest at the same entropy, and the loss there.
 
-    The lengths are powers of two, with FEW tokens on both sides; {} without one.
+    A length is a power of two, with at least FEW tokens on both sides. Returns {} without one.
     """
     falls = {}
     for length in TEXT_LENGTHS:
@@ -141,7 +142,7 @@ def length_figures(table: pd.DataFrame, accept: str) -> dict[str, Any]:
 
 
 def _surest(figures: Mapping[Any, Estimate | None]) -> Any:
-    """The key of the figure whose interval begins highest; None without any."""
+    """The key of the figure whose interval has the highest lower end; None without figures."""
     lows = {key: figure.low for key, figure in figures.items() if figure is not None}
     return max(lows, key=lambda key: lows[key], default=None)
 
@@ -152,11 +153,12 @@ def _surest(figures: Mapping[Any, Estimate | None]) -> Any:
 def trained_figures(
     trained: pd.DataFrame, answered: pd.DataFrame, learnt: Sequence[int], accept: str
 ) -> dict[str, Any]:
-    """The gap in acceptance between answers to the training's prompts and these, and its parts.
+    """Compares answers to the training's prompts with answers to these prompts.
 
-    learnt: the tokens of the training's answers.
+    Returns the gap in acceptance with its parts, and figures of both. learnt: the tokens of the
+    training's own answers.
     """
-    answered = answered.assign(row=answered.row + 1 + trained.row.max())  # no pairs
+    answered = answered.assign(row=answered.row + 1 + trained.row.max())  # rows are not pairs
     shares = pd.Series(learnt).value_counts(normalize=True)
     figures = {}
     for name, table in (("trained", trained), ("answers", answered)):
@@ -173,13 +175,13 @@ def trained_figures(
 
 
 def template_variants(patient: Patient) -> dict[str, list[list[int]]]:
-    """Other token ids of the first turns, by the way in which some prompts are rendered."""
+    """Token ids of the first prompts, rendered in other ways, by the words for the way."""
     prompts = patient.prompts[:VARIED_PROMPTS]
     tokenizer = patient.tokenizer
     served = bound_to(tokenizer)
     ways: dict[str, dict[str, Any]] = {"": served.arguments}
     trained = trained_arguments(patient.head)
-    if trained is not None:  # else its files do not name them
+    if trained is not None:  # the head's files name the arguments
         ways["with the template arguments of training"] = trained
     for name in sorted(names_read(tokenizer.chat_template).arguments & {*THINKING}):
         ways["with thinking"] = served.arguments | {name: True}
@@ -196,7 +198,7 @@ def template_variants(patient: Patient) -> dict[str, list[list[int]]]:
     if bos is not None:
         variants["with one BOS more"] = [[bos, *ids] for ids in variants[""]]
         variants["without BOS"] = [ids[ids[0] == bos :] for ids in variants[""]]
-    # ways that write the same tokens as one before them tell nothing
+    # A way tells nothing if an earlier way gives the same tokens.
     distinct: dict[str, list[list[int]]] = {}
     for way, ids in variants.items():
         if ids not in distinct.values():
@@ -210,7 +212,7 @@ def _with_system(prompt: Prompt, system: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def template_figures(gains: Mapping[str, Estimate | None]) -> dict[str, Any]:
-    """What other ways to render the prompts gain, and the best of them."""
+    """The gain of each other way to render the prompts, and the best way."""
     best = _surest(gains)
     if best is None:
         return {}
@@ -222,7 +224,7 @@ def template_figures(gains: Mapping[str, Estimate | None]) -> dict[str, Any]:
 
 
 def examine_target(patient: Patient, texts: list[LearntText]) -> None:
-    """Another target than the head was trained for: its fingerprint, and acceptance on both."""
+    """Adds whether the target is another one than the head was trained for, and what that costs."""
     target = patient.target
     facts = head_facts(patient.head)
     difference = other_weights(facts.get("target"), target.recipe, target.config, target.vocab)
@@ -242,7 +244,7 @@ def examine_target(patient: Patient, texts: list[LearntText]) -> None:
 
 
 def _still_there(facts: dict[str, Any]) -> str | None:
-    """The directory that a head's facts name as its target, if it still holds those weights."""
+    """The directory that the head's facts name as its target, if the weights are still there."""
     path = str(facts.get("target_path"))
     is_same = Path(path).is_dir() and not TargetFacts.load(path).other_weights(facts["target"])
     return path if is_same else None
@@ -252,7 +254,7 @@ def _still_there(facts: dict[str, Any]) -> str | None:
 
 
 def examine_text(patient: Patient, texts: list[LearntText]) -> None:
-    """What the text takes from a head: temperature, length, domain and template."""
+    """Adds acceptance by temperature, length, task, training text and template."""
     if not any(map(drafts_in, texts)):
         patient.symptoms.absent["text"] = "no answer has two tokens"
         return
@@ -266,7 +268,8 @@ def examine_text(patient: Patient, texts: list[LearntText]) -> None:
     by_task = {task: mean_over_texts(part, accept) for task, part in answers.groupby(tasks)}
     add("text.by_task", by_task)
     if patient.trained_on:
-        # the target's own answers, too: a gap to people's words would be the text's
+        # The target answers the training's prompts itself. Answers written by people would add a
+        # gap that is the text's.
         prompts = [text.prompt.tolist() for text in patient.trained_on[: len(texts)]]
         trained = patient.scored(answer_greedily(patient.target, prompts))
         learnt = torch.cat([text.ids[text.turn_ids > 0] for text in patient.trained_on])
@@ -281,7 +284,7 @@ def examine_text(patient: Patient, texts: list[LearntText]) -> None:
 
 
 def text_lines(symptoms: Symptoms) -> list[str]:
-    """What the terminal shows of it."""
+    """The lines with SHOWN's figures for the terminal."""
     by_task = [name for name in symptoms.values if name.startswith(BY_TASK)]
     tasks = {name: f"accepted in {name.removeprefix(BY_TASK)}" for name in by_task}
     shown_lines = SHOWN if len(tasks) < 2 else SHOWN | tasks

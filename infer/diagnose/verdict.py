@@ -1,4 +1,4 @@
-"""The verdict: the first rule of verdict.yaml whose conditions hold; and the page of it."""
+"""Finds the verdict, the first rule of verdict.yaml whose conditions hold, and prints a page."""
 
 import re
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Condition:
     above: float | None = None
     below: float | None = None
     equals: Any = None
-    present: bool = True  # false: it holds where the figure was not measured
+    present: bool = True  # false: the condition holds if the figure was not measured
 
     def holds(self, symptoms: Symptoms) -> bool:
         value = symptoms.values.get(self.figure)
@@ -38,7 +38,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class CauseRule:
-    """A line of verdict.yaml."""
+    """An entry of verdict.yaml."""
 
     cause: str
     says: str
@@ -65,7 +65,7 @@ def read_rules() -> tuple[CauseRule, ...]:
 
 
 def find_cause(symptoms: Symptoms) -> Diagnosis:
-    """The first cause whose conditions all hold; the last one has none."""
+    """The first cause whose conditions all hold; the last cause has no conditions."""
 
     def fill(text: str) -> str:
         return IN_BRACES.sub(lambda match: shown(symptoms.values.get(match[1])), text)
@@ -85,11 +85,11 @@ LADDER = {
 
 
 def page(diagnosis: Diagnosis, symptoms: Symptoms) -> str:
-    """What the terminal shows."""
+    """The page for the terminal: the verdict, the ladder, other figures, and what is missing."""
     values = symptoms.values
     lines = [diagnosis.sentence]
     if "ladder.teacher_forced.tau" in values:
-        lines += ["", f"{'':<22}{'tau':<20}what it loses"]
+        lines += ["", f"{'':<22}{'tau':<20}loss"]
     steps = {step: words for step, words in LADDER.items() if f"ladder.{step}.tau" in values}
     for step, words in steps.items():
         drop, above = DROPS.get(step, ("", ""))

@@ -304,7 +304,7 @@ def test_it_is_said_on_a_page_in_a_file_and_in_the_report(world: Path, capsys: A
             exit 2
             --num-prompts must be at least 4
         aerie diagnose --config {root}/recipe.yaml --prompts {root}/asked.txt
-            undertrained: none of the known causes
+            undertrained: none of the other causes was seen
             chain, decoded here
         aerie report --config {root}/recipe.yaml
         """,
