@@ -82,7 +82,7 @@ class Patient:
             )
         if not all(fits):
             why = f"{fits.count(False)} of {len(fits)} are longer than {limit} tokens"
-            self.symptoms.absent["prompts"] = f"{why}, first number {fits.index(False) + 1}"
+            self.symptoms.absent["prompts"] = f"{why}, the first is number {fits.index(False) + 1}"
         self.prompts = [*compress(self.prompts, fits)]
         return [*compress(rendered, fits)]
 

@@ -232,7 +232,8 @@ def examine_target(patient: Patient, texts: list[LearntText]) -> None:
     patient.symptoms.add("target", {"other": difference, "quantised": settings.get("quant_method")})
     trained_for = patient.trained_target or (difference and _still_there(facts))
     if trained_for is None:
-        patient.symptoms.absent["target.loss"] = "no other target; name it with --trained-target"
+        why = "no other target was named (--trained-target DIR) or found"
+        patient.symptoms.absent["target.loss"] = why
         return
     original = load_quietly(replace(target.recipe, path=trained_for, revision=None), None)
     theirs = replace(patient, target=original, symptoms=Symptoms())

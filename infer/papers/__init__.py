@@ -1,1 +1,1 @@
-"""What the papers claim and draw: the product does not import it."""
+"""Judges what the papers claim and draws their pictures; the product does not import it."""

@@ -1,4 +1,4 @@
-"""EAGLE-2's ablations (arXiv 2406.16858, table 3): without the value, and without reranking."""
+"""EAGLE-2's ablations (arXiv 2406.16858, table 3): a tree without value or without reranking."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,10 @@ from aerie.infer.decode.tree import Level, first_numbers, zeros
 
 
 class AblatedTree(DynamicTree):
-    """rank: confidence ranks nodes by their own q; rerank: false keeps every level's k best."""
+    """A dynamic tree with `rank: confidence`, `rerank: false`, or both.
+
+    rank: confidence ranks nodes by their own q. rerank: false keeps each level's k best nodes.
+    """
 
     def __init__(self, stop: Stop, config: DynamicConfig, calibrate: Calibrate) -> None:
         super().__init__(stop, config, calibrate)
@@ -32,9 +35,9 @@ class AblatedTree(DynamicTree):
             return self._frontiers(levels)
         if self.by_survival:
             return super()._kept(levels, survival)
-        # A node counts no more than the least sure node above it, so that the best are connected.
+        # A node's score is the least confidence on its path, so the best nodes are connected.
         certain = zeros(1, survival.device)
-        above = certain  # by candidate of the level above
+        above = certain  # the scores of the level above
         scores = [certain]
         for level in levels:
             parents = level.expanded.index_select(0, level.rows)
@@ -43,7 +46,7 @@ class AblatedTree(DynamicTree):
         return super()._kept(levels, torch.cat(scores))
 
     def _frontiers(self, levels: tuple[Level, ...]) -> Tensor:
-        """The numbers of the root and of the k best candidates of every level, ascending."""
+        """The numbers of the root and of each level's k best candidates, ascending."""
         numbers = [levels[0].expanded]  # the root, 0
         for first, level in zip(first_numbers(levels), levels, strict=True):
             best = level.survival if self.by_survival else level.confidence
@@ -52,7 +55,7 @@ class AblatedTree(DynamicTree):
 
 
 class SurestChildren(BestChildren):
-    """The candidates of the highest q are expanded next, whatever stands above them."""
+    """Expands the candidates with the highest q next, however unsure their parents are."""
 
     def with_frontier(self, level: Level) -> Level:
         frontier = level.confidence.topk(self.k).indices

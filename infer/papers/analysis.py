@@ -1,6 +1,6 @@
-"""What SVIP's and DEAGLE's claims need beside a calibration's own tables.
+"""Adds the columns that SVIP's and DEAGLE's claims need to a calibration's tables.
 
-These are oracle lengths (SVIP, arXiv 2411.18462) and the errors of drafted features (DEAGLE).
+They are oracle lengths (SVIP, arXiv 2411.18462) and the errors of drafted features (DEAGLE).
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,15 @@ from aerie.infer.decode.tree import Pool, Tree, expanded_numbers
 from aerie.infer.measure.calibrate import Observer
 from aerie.infer.measure.recorder import CycleRecord, Tables
 
-OWN_STREAM = 500_000  # from an answer's seed to its oracle's: further than prompts' are apart
+# An oracle's seed is the answer's seed plus this, which no prompt's number reaches.
+OWN_STREAM = 500_000
 
 
 class PaperObserver(Observer):
     """Adds the papers' columns to a calibration's tables."""
 
     def __init__(self, oracle_levels: int | None) -> None:
-        """oracle_levels: also draft this deep in each cycle; None: no oracle lengths."""
+        """oracle_levels: the depth of the additional draft of each cycle; None: no oracle."""
         self.oracle_levels = oracle_levels
         self.oracle: Oracle | None = None
         self.features: Features | None = None
@@ -50,16 +51,16 @@ class PaperObserver(Observer):
         tables["cycles"]["oracle"] = pd.Series(lengths, tables["cycles"].index, dtype=float)
 
 
-# --- what is recorded: features, and oracle draft lengths ---
+# --- features and oracle lengths ---
 
 
 class Features:
-    """Watches what both LM heads read: DEAGLE's features f and drafted f (equations 2 to 4)."""
+    """Records what both LM heads read: DEAGLE's features f and drafted f (equations 2 to 4)."""
 
     def __init__(self, decoder: SpeculativeDecoder, drafter: EagleDrafter) -> None:
         target = decoder.target
-        self.true = torch.empty(0)  # [N, D] of the tree's nodes
-        self.drafted: list[Tensor] = []  # [rows, D] by level
+        self.true = torch.empty(0)  # [N, D] the target's features at the tree's nodes
+        self.drafted: list[Tensor] = []  # [rows, D] the drafted features, by level
         drafter_logits = drafter.logits
         target_logits = target.logits
 
@@ -74,15 +75,15 @@ class Features:
         drafter.logits = draft_logits_watched
         vars(target)["logits"] = target_logits_watched
         lm_head = target.vocab.lm_head.float()  # [V, D]
-        # its spectral norm, without its singular vectors
+        # The largest eigenvalue gives the spectral norm without computing singular vectors.
         norm = float(torch.linalg.eigvalsh(lm_head.T @ lm_head)[-1].sqrt())
         self.lm_head_norm = norm * target.vocab.scale
 
     def errors(self, tree: Tree, nodes: Sequence[int]) -> CycleRecord:
-        """At these nodes: ||f - drafted f||, ||f||, and half of (||W|| ||f - drafted f||)^2."""
+        """For these nodes: ||f - drafted f||, ||f||, and half of (||W|| ||f - drafted f||)^2."""
         pool = cast(Pool, tree.pool)
         expanded = expanded_numbers(pool.levels)
-        # an oracle's longer tree stands before this tree
+        # The oracle's deeper tree, if there is one, was drafted first, so take the last levels.
         drafted = torch.cat(self.drafted[-len(pool.levels) :])  # [expanded, D]
         self.drafted.clear()
         rows = [int((expanded == pool.kept[node]).nonzero()[0]) for node in nodes]
@@ -95,10 +96,10 @@ class Features:
 
 
 class Oracle(TreeProposer):
-    """A proposer that in each cycle also drafts to a cap, for the target to judge (SVIP, 2.1).
+    """A proposer that also drafts up to `levels` in each cycle, for SVIP's oracle (section 2.1).
 
-    The longer draft has no stop rule. The generator is set back after it, so decoding does not
-    change, and a sampled chain is a prefix of the longer one.
+    The deeper draft has no stop rule. Afterwards the generator gets its old state back, so
+    decoding does not change, and a sampled chain is a prefix of the deeper one.
     """
 
     def __init__(self, decoder: SpeculativeDecoder, tree: TreeConfig, levels: int) -> None:
@@ -107,13 +108,13 @@ class Oracle(TreeProposer):
         if not isinstance(tree, StaticConfig):
             tree = replace(tree, levels=min(levels, proposer.drafter.max_levels))
         self.longer = make_shape(replace(tree, stop=ConstantConfig()))
-        # the decoder makes room for the larger of both trees
+        # The decoder must make room for the larger of the two trees.
         self.max_nodes = max(proposer.max_nodes, self.longer.max_nodes)
         self.draft_slots = max(proposer.draft_slots, self.longer.draft_slots)
         self.levels = max(proposer.shape.levels, self.longer.levels)
         self.lm = decoder.lm
         self.generator = torch.Generator(decoder.target.device)
-        # of the answer's cycles; nan: nothing was drafted, or no oracle is defined for the rule
+        # by cycle of the answer; NaN: nothing was drafted, or the rule (R3) has no oracle
         self.lengths: list[float] = []
 
     def traits(self, decoding: Decoding) -> Traits:
@@ -122,7 +123,7 @@ class Oracle(TreeProposer):
     def propose(self, root: Tensor, max_levels: int) -> Tree:
         state = self._sampler.generator.get_state()
         self.tree = self.longer.grow(self.drafter, root, max_levels, self._sampler)
-        # the cycle's own forward writes over the cache rows of this one
+        # The cycle's own forward overwrites the cache rows of this forward.
         logits = self.lm.extend(self.tree.tokens, self.tree.depth, self.tree.mask).logits  # [N, V]
         self.logits = self._sampler.with_text(logits, self.tree)
         self._sampler.generator.set_state(state)
@@ -130,7 +131,7 @@ class Oracle(TreeProposer):
 
     def learn(self, new: list[int], cycle: Cycle | None) -> None:
         super().learn(new, cycle)
-        if cycle is None:  # a prompt begins, with the same draws whichever came before it
+        if cycle is None:  # A prompt begins. Its draws must not depend on earlier prompts.
             self.generator.manual_seed(self._sampler.generator.initial_seed() + OWN_STREAM)
             self.lengths = []
             return
@@ -141,11 +142,12 @@ class Oracle(TreeProposer):
 
 
 def oracle_length(cycle: Cycle, tree: Tree, logits: Tensor, generator: torch.Generator) -> int:
-    """How many tokens of a deeper tree the target would accept, given what it did accept.
+    """How many tokens of a deeper tree the target would accept, given what the cycle accepted.
 
-    logits [N, V] are the target's after the deeper tree's nodes. R1: a refusal stands, and only
-    tokens beyond a wholly accepted chain are judged. R0, R2: the target's choices stand, and it
-    makes new ones beyond them. The length is never below what the cycle accepted.
+    logits: the target's after the deeper tree's nodes [N, V]. Under R1 a refusal stands, and the
+    target judges only tokens beyond a wholly accepted chain. Under R0 and R2 the cycle's tokens
+    stand, and the target chooses new ones beyond them. The length is never below what the cycle
+    accepted.
     """
     if cycle.rule == "R1":
         return _oracle_of_drawn_chain(cycle, tree, logits, generator)
@@ -173,7 +175,7 @@ def _oracle_of_drawn_chain(
 ) -> int:
     start = len(cycle.tree)
     is_refused = cycle.verdict.accepted < cycle.tree.num_drafted
-    # the device's arithmetic may not repeat: then this is another chain
+    # If the device's arithmetic is not reproducible, the deeper chain may be another one.
     is_same_chain = torch.equal(tree.tokens[:start], cycle.tree.tokens)
     if is_refused or not is_same_chain or tree.draft_laws is None:
         return cycle.verdict.accepted
@@ -182,7 +184,7 @@ def _oracle_of_drawn_chain(
     for node in range(start, len(tree)):
         token = tree.tokens[node]
         uniform = torch.rand((), generator=generator, device=p.device)
-        # accepted with probability min(1, p / q), the laws after the node's parent
+        # Accept with probability min(1, p / q). A node's laws stand at its parent, node - 1.
         if not bool(uniform * q[node - 1, token] < p[node - 1, token]):
             return node - 1
     return len(tree) - 1

@@ -1,4 +1,4 @@
-"""The papers' part of a report: their claims, with pictures, and what they published."""
+"""Makes the papers' part of a report: their claims, pictures, and published figures."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -19,7 +19,7 @@ from aerie.infer.report.pictures import LEAST_COUNT, LOOK, SERIES, draw_panels, 
 
 
 class PicturePoint(NamedTuple):
-    """A point of a picture, as details.json has it."""
+    """A point of a picture in details.json, with its 95 % interval."""
 
     x: float | str
     value: float
@@ -29,7 +29,7 @@ class PicturePoint(NamedTuple):
 
 @rc_context(LOOK)
 def papers_appendix(run: Path, findings: Findings) -> Appendix:
-    """findings: the run's figures, which `write_report` has read."""
+    """The papers' part of the report of a run. findings: the figures that the report has read."""
     evidence = Evidence.read(run)
     lines = judge_claims(evidence)
     pictures = claim_pictures(evidence)
@@ -48,7 +48,7 @@ def papers_appendix(run: Path, findings: Findings) -> Appendix:
 
 
 def claim_pictures(evidence: Evidence) -> dict[str, dict[str, Any]]:
-    """The register's pictures that the run has points for; lines holds what was measured."""
+    """The register's pictures for which the run has points; their `lines` hold these points."""
     pictures = {}
     for name, picture in REGISTER["pictures"].items():
         lines = []
@@ -62,7 +62,7 @@ def claim_pictures(evidence: Evidence) -> dict[str, dict[str, Any]]:
 
 
 def picture_points(table: pd.DataFrame, entry: Entry) -> list[PicturePoint]:
-    """The figure of each group of the table's lines that has an interval."""
+    """A point for each group of the table's lines whose figure has an interval."""
     points = []
     for x, lines in table.groupby(table.eval(entry["x"])):
         if len(lines) >= LEAST_COUNT:
@@ -73,7 +73,7 @@ def picture_points(table: pd.DataFrame, entry: Entry) -> list[PicturePoint]:
 
 
 def draw_claim(picture: Mapping[str, Any]) -> Figure:
-    """A claim's lines with their intervals; the paper's points are hollow."""
+    """Draws the measured lines with their intervals, and the paper's points hollow."""
     names = [line["label"] for line in picture["lines"]]
     colours = dict(zip(names, SERIES, strict=False))
     published_colours = dict(zip(picture["published"], SERIES[::-1], strict=False))

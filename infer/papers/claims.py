@@ -1,4 +1,4 @@
-"""Judges the papers' claims as claims.yaml says, each with a 95 % interval over prompts."""
+"""Judges the papers' claims by the rules of claims.yaml, with 95 % intervals over prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,13 +14,13 @@ from aerie.infer.papers.evidence import Entry, Evidence, estimates_by_head
 from aerie.infer.papers.published import published_range
 
 REGISTER = read_yaml(Path(__file__).with_name("claims.yaml"))[0]
-MOST_PROMPTS = 100_000  # beyond them no number of prompts is given
-FEWEST_PROMPTS = 6  # that settle anything: five on one side are chance once in 16, more than 5 %
+MOST_PROMPTS = 100_000  # if a claim needs more prompts, their number is not told
+FEWEST_PROMPTS = 6  # for a verdict: by chance, five prompts agree once in 16, more than 5 %
 
 
 @dataclass(frozen=True)
 class ClaimLine:
-    """A claim for one head at one temperature, as details.json has it."""
+    """A claim for one head at one temperature, for details.json."""
 
     number: int
     id: str
@@ -28,7 +28,7 @@ class ClaimLine:
     place: str  # in the paper
     claim: str
     published: str
-    verdict: str = "open"  # or holds, does not hold, out of reach
+    verdict: str = "open"  # or "holds", "does not hold", "out of reach"
     why: str = ""
     head: str | None = None
     temperature: float | None = None
@@ -40,7 +40,7 @@ class ClaimLine:
 
 
 def all_claims() -> list[dict[str, Any]]:
-    """The claims of the register in its order, with their papers."""
+    """All claims with their papers, in the register's order."""
     claims = []
     for paper, entries in REGISTER["claims"].items():
         claims += [{"paper": paper, **entry} for entry in entries]
@@ -67,7 +67,7 @@ def judge_claims(evidence: Evidence) -> list[ClaimLine]:
                 verdict, why = judge_estimate(claim, measured)
                 figures: dict[str, Any] = {"head": head, "verdict": verdict, "why": why}
                 figures |= measured._asdict()
-                if measured.prompts < 2:  # then the interval is infinite, which JSON cannot say
+                if measured.prompts < 2:  # the interval is infinite, which JSON cannot hold
                     figures |= {"low": None, "high": None}
                 lines.append(replace(line, ours=estimate_words(claim, measured), **figures))
             if not estimates:
@@ -76,7 +76,7 @@ def judge_claims(evidence: Evidence) -> list[ClaimLine]:
 
 
 def estimate_words(claim: Entry, measured: Estimate) -> str:
-    """'+0.48 [+0.20 to +0.70] unit'."""
+    """The figure in words, such as '+0.48 [+0.20 to +0.70] unit'."""
     is_difference = "against" in claim and "as" not in claim
     form = claim.get("form", "{:+.2f}" if is_difference else "{:.2f}")
     if measured.prompts < 2:
@@ -84,23 +84,23 @@ def estimate_words(claim: Entry, measured: Estimate) -> str:
     elif 0 < measured.high - measured.low < np.inf:
         interval = f"{form.format(measured.low)} to {form.format(measured.high)}"
     else:  # all resamples agree
-        interval = f"alike on all {measured.prompts} prompts"
+        interval = f"the same on all {measured.prompts} prompts"
     return f"{form.format(measured.value)} [{interval}] {claim.get('unit', '')}"
 
 
 def judge_estimate(claim: Entry, measured: Estimate) -> tuple[str, str]:
-    """The verdict by the rules of claims.yaml, and why."""
+    """The verdict by the rules of claims.yaml, and the reason."""
     low = claim.get("at_least", -np.inf)
     high = claim.get("at_most", np.inf)
     effect = claim.get("effect", 0.0)
     is_share = claim.get("statistic") == "share"
-    if is_share and (low == 1 or high == 0):  # a claim on every answer or law
+    if is_share and (low == 1 or high == 0):  # a claim about every answer or law
         if not low <= measured.value <= high:
             return "does not hold", "One counterexample is enough."
         if measured.prompts > 1:
             return "holds", f"No counterexample on {measured.prompts} prompts."
     if measured.prompts < FEWEST_PROMPTS:
-        return "open", f"Too few prompts: a verdict takes {FEWEST_PROMPTS} at least."
+        return "open", f"Too few prompts: a verdict needs at least {FEWEST_PROMPTS}."
     limits = [(low, f"at least {low:g}"), (high, f"at most {high:g}")]
     within = " and ".join(words for limit, words in limits if np.isfinite(limit))
     is_inside = low <= measured.low and measured.high <= high
@@ -110,29 +110,33 @@ def judge_estimate(claim: Entry, measured: Estimate) -> tuple[str, str]:
     if measured.high < low or measured.low > high:
         return "does not hold", f"No part of the interval is {within}."
     if measured.high < low + effect or measured.low > high - effect:
-        why = f"The interval ends less than {effect:g} beyond the limit, too little to count."
+        why = f"The interval ends less than {effect:g} beyond the limit, which is too little."
         return "does not hold", why
     needed = prompts_needed(claim, measured)
     how_many = f"{needed:,}" if needed else f"more than {MOST_PROMPTS:,}"
-    why = f"the interval is partly {within}; {how_many} prompts would settle it."
+    why = f"only part of the interval is {within}; {how_many} prompts would settle it."
     return "open", f"Too few prompts: {why}"
 
 
 def prompts_needed(claim: Entry, measured: Estimate) -> int | None:
-    """So many that half the interval is half the effect, or the value's distance to the limit."""
+    """The number of prompts that would settle the claim; None if it is above MOST_PROMPTS.
+
+    With it, half the interval is half the effect or, without an effect, the value's distance to
+    the limit.
+    """
     limits = (claim.get("at_least", -np.inf), claim.get("at_most", np.inf))
     distance = min(abs(measured.value - limit) for limit in limits)
     margin = np.float64(claim.get("effect", 0.0) / 2 or distance)
     with np.errstate(all="ignore"):
         if claim.get("statistic") == "share" and measured.value in (0, 1):
-            needed = np.log(0.025) / np.log1p(-margin)  # the exact interval: 0.025 ** (1 / prompts)
+            needed = np.log(0.025) / np.log1p(-margin)  # the exact interval ends at 0.025^(1/n)
         else:
             needed = measured.prompts * ((measured.high - measured.low) / 2 / margin) ** 2
     return max(FEWEST_PROMPTS, ceil(needed)) if needed < MOST_PROMPTS else None
 
 
 def claims_table(lines: Sequence[ClaimLine]) -> str:
-    """A table in Markdown, one line a claim."""
+    """A table in Markdown with one line for each claim."""
     text = "| claim | published | here [95 %] | prompts | verdict | why |\n"
     text += "|---|---|---|---|---|---|\n"
     for line in lines:

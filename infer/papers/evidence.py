@@ -1,4 +1,4 @@
-"""Which answers and laws of a run an entry of claims.yaml means, and their figures."""
+"""Finds the answers and laws of a run that an entry of claims.yaml means, and their figures."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,17 +20,17 @@ from aerie.infer.measure.stage_facts import calibrations_of
 from aerie.infer.measure.statistics import FloatArray, group
 from aerie.model.storage import read_json
 
-Entry = Mapping[str, Any]  # of claims.yaml: a claim, one of its sides, or a line of a picture
-# the figures of answers, by statistics of the columns that `answer_line` writes
+Entry = Mapping[str, Any]  # in claims.yaml: a claim, one of its sides, or a line of a picture
+# figures of answers -> a statistic of the columns that `answer_line` writes
 FIGURES: dict[str, Entry] = {
     "tau": {"statistic": "ratio", "value": ["forwards", "tokens"]},
-    "length": {"statistic": "ratio", "value": ["forwards", "drafted"]},  # drafted tokens a cycle
+    "length": {"statistic": "ratio", "value": ["forwards", "drafted"]},  # drafted tokens per cycle
     "accept_rate": {"statistic": "ratio", "value": ["drafted", "accepted"]},
     "modelled": {"statistic": "ratio", "value": ["modelled_ms", "tokens"]},
     "wasted": {"statistic": "mean", "value": "wasted"},
     "identical": {"statistic": "mean", "value": "identical"},
 }
-# which rows an entry means unless it says otherwise: the papers calibrate nothing and draw no trees
+# An entry means such rows by default, because the papers calibrate nothing and draw no trees.
 UNLESS_SAID = {"calibrated": "no", "is_drawn": False}
 
 
@@ -38,7 +38,7 @@ UNLESS_SAID = {"calibrated": "no", "is_drawn": False}
 class CalibrationTables:
     """The tables of one `aerie calibrate`."""
 
-    head: str  # its kind
+    head: str  # the kind of head
     method: str
     temperature: float
     tables: Mapping[str, pd.DataFrame]
@@ -46,7 +46,7 @@ class CalibrationTables:
     @classmethod
     def read(cls, directory: Path) -> "CalibrationTables":
         tables = {path.stem: pd.read_parquet(path) for path in directory.glob("*.parquet")}
-        # a cycle's expected length is computed from how many laws it judged, and their distances
+        # expected_length needs each cycle's number of judged laws and the sum of their TV
         keys = ["prompt", "cycle"]
         by_cycle = tables["laws"].groupby(keys).tvd.agg(judged="size", distance="sum")
         tables["cycles"] = tables["cycles"].merge(by_cycle.reset_index(), on=keys)
@@ -57,7 +57,7 @@ class CalibrationTables:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What claims are judged by."""
+    """The measurements by which claims are judged."""
 
     records: Sequence[Record]
     costs: Mapping[str, Costs] = field(default_factory=dict)  # by kind of head, from `tune`
@@ -74,7 +74,7 @@ class Evidence:
 
     @cached_property
     def answers(self) -> pd.DataFrame:
-        """A line for each answer, but of rows with a failed answer, top-k or top-p."""
+        """A line for each answer, except those of rows with a failed answer, top-k or top-p."""
         plain = [record for record in self.records if (record.top_k, record.top_p) == (0, 1.0)]
         lines = []
         for members in group(plain):
@@ -89,13 +89,13 @@ class Evidence:
 
 
 def read_costs(tuning: Mapping[str, Any]) -> dict[str, Costs]:
-    """The costs in tune.json, validated because its keys are texts."""
+    """The costs in tune.json by kind of head; validation turns JSON's keys into numbers."""
     heads = tuning["heads"]
     return {head["kind"]: adapter(Costs).validate_python(head["costs_ms"]) for head in heads}
 
 
 def answer_line(answer: Record, costs: Mapping[str, Costs]) -> dict[str, Any]:
-    """What entries may ask of an answer: its row, and what figures are made of (nan: unknown)."""
+    """The columns of an answer: its row's settings, and counts for figures (NaN: unknown)."""
     tree = answer.tree.as_dict() if answer.tree else {}
     stop = tree.get("stop", {"rule": "constant"})
     is_rounding = answer.margin is not None and answer.margin <= 1
@@ -108,7 +108,7 @@ def answer_line(answer: Record, costs: Mapping[str, Costs]) -> dict[str, Any]:
         "temperature": answer.temperature,
         "rule": stop_name(stop),
         "is_drawn": (tree.get("shape"), tree.get("children")) == ("dynamic", "sampled"),
-        "family": repr(family),  # trees that differ in depth alone
+        "family": repr(family),  # equal for trees that differ in depth alone
         **{name: tree.get(name) for name in ("shape", "rank", "rerank")},
         **{name: tree.get(name, 0) for name in ("levels", "k", "nodes")},
         **{name: stop.get(name) for name in ("h", "bonus")},
@@ -120,20 +120,20 @@ def answer_line(answer: Record, costs: Mapping[str, Costs]) -> dict[str, Any]:
         "drafted": answer.draft_nodes,
         "accepted": sum(answer.accepted),
         "modelled_ms": modelled_ms([answer], costs),
-        # a margin of up to 1 is rounding, and no difference
+        # Rounding explains a margin of up to 1, so this is no difference.
         "identical": None if answer.identical is None else answer.identical or is_rounding,
     }
 
 
 def stop_name(stop: Mapping[str, Any]) -> str:
-    """'fixed', 'vote' (of all three signals), fewer signals by name, or another rule."""
+    """'fixed', 'vote' (with all three signals), the names of fewer signals, or another rule."""
     if stop["rule"] == "vote" and len(stop["signals"]) < 3:
         return " and ".join(stop["signals"])
     return "fixed" if stop["rule"] == "constant" else str(stop["rule"])
 
 
 def modelled_ms(answers: Sequence[Record], costs: Mapping[str, Costs]) -> float | None:
-    """Milliseconds of a row's cycles, at the costs that `tune` measured for its kind of head."""
+    """Milliseconds of a row's cycles at the costs of its kind of head; None if tune has none."""
     tree = answers[0].tree
     head_costs = costs.get(answers[0].head or "")
     if head_costs is None or tree is None:
@@ -142,8 +142,8 @@ def modelled_ms(answers: Sequence[Record], costs: Mapping[str, Costs]) -> float 
 
 
 # --- figures of tables ---
-# They are made of sums over a table's lines: of 1, of columns x, y, ..., and of the products of two
-# columns x^2, xy, ..., y^2, ...
+# Sums over a table's lines give a figure: the sum of 1, of the columns x, y, ..., and of their
+# products x^2, xy, ..., y^2, ...
 
 
 def ratio(sums: PromptSums) -> FloatArray:
@@ -166,9 +166,9 @@ def correlation(sums: PromptSums) -> FloatArray:
 
 
 def misfit(sums: PromptSums, is_normal: bool) -> FloatArray:
-    """Share of x below y by a law that is fitted by moments, minus the counted share, x < y.
+    """The share of x below y under a law fitted by moments, minus the counted share.
 
-    SVIP's equations 14 (normal law) and 9 (gamma law).
+    The law is SVIP's equation 14 (normal) or 9 (gamma). The third column is x < y.
     """
     count, x, y, below, xx = np.moveaxis(sums[..., :5], -1, 0)
     mu = x / count
@@ -180,9 +180,9 @@ def misfit(sums: PromptSums, is_normal: bool) -> FloatArray:
 
 
 def expected_length(sums: PromptSums) -> FloatArray:
-    """Tokens a cycle, counted minus computed from alpha = 1 - TV and g levels.
+    """Counted minus computed tokens per cycle, with alpha = 1 - TV and g levels.
 
-    Leviathan et al., equation 1: (1 - alpha^(g + 1)) / (1 - alpha).
+    Leviathan et al., equation 1, computes (1 - alpha^(g + 1)) / (1 - alpha).
     """
     count, accepted, levels, judged, distance = np.moveaxis(sums[..., :5], -1, 0)
     alpha = 1 - distance / judged
@@ -190,7 +190,7 @@ def expected_length(sums: PromptSums) -> FloatArray:
 
 
 def by_group(sums: PromptSums) -> FloatArray:
-    """[3, ..., groups]: sizes of groups, their sums of x, and those of y."""
+    """[3, ..., groups]: the groups' sizes, their sums of x, and their sums of y."""
     return np.moveaxis(sums.reshape(*sums.shape[:-1], 6, -1), -2, 0)[:3]
 
 
@@ -200,7 +200,7 @@ def calibration_error(sums: PromptSums) -> FloatArray:
 
 
 def growth(sums: PromptSums) -> FloatArray:
-    """The power of y with which x grows: the slope of log mean x over log mean y."""
+    """The power of y with which x grows, which is the slope of log mean x over log mean y."""
     size, x, y = by_group(sums)
     log_y = np.log(y / size)
     centred = log_y - np.nanmean(log_y, -1, keepdims=True)
@@ -222,8 +222,11 @@ STATISTICS: dict[str, Callable[[PromptSums], FloatArray]] = {
 
 
 def side_of_table(table: pd.DataFrame, entry: Entry) -> Side:
-    """A side of an entry: `value` holds expressions of the columns, `where` lines, `by` groups."""
-    prompts = np.sort(table.prompt.unique())  # those without a chosen line count as zeros
+    """The table's side of an entry.
+
+    The entry's `value` holds expressions of the columns, `where` chooses lines, `by` makes groups.
+    """
+    prompts = np.sort(table.prompt.unique())  # prompts without a chosen line count as zeros
     if "where" in entry:
         table = table.query(entry["where"])
     values = {name: table.eval(name) for name in np.atleast_1d(entry["value"])}
@@ -249,7 +252,7 @@ def estimate_of(claim: Entry, sides: Sequence[Side]) -> Estimate | None:
 
 
 def estimates_by_head(evidence: Evidence, claim: Entry, temperature: float) -> dict[str, Estimate]:
-    """The claim's figure, or how much it differs from another, of each head that has it."""
+    """The claim's figure, or its difference from another, for each head that has the figure."""
     sides_by_head = sides_of_tables if "table" in claim else sides_of_rows
     estimates = {}
     for head, sides in sides_by_head(evidence, claim, temperature).items():
@@ -262,7 +265,7 @@ def estimates_by_head(evidence: Evidence, claim: Entry, temperature: float) -> d
 
 
 def sides_of_rows(evidence: Evidence, claim: Entry, temperature: float) -> dict[str, list[Side]]:
-    """The claim's figure of a row and of the row that it is held against, by head."""
+    """By head: the sides of the claim's row and of the row that it is compared with."""
     if evidence.answers.empty:
         return {}
     figure = FIGURES[claim["figure"]]
@@ -291,7 +294,7 @@ def sides_of_rows(evidence: Evidence, claim: Entry, temperature: float) -> dict[
 
 
 def answers_meant(evidence: Evidence, entry: Entry, temperature: float) -> pd.DataFrame:
-    """The answers of the rows that fit the entry."""
+    """The answers of the rows that the entry means."""
     answers = evidence.answers
     for name, wanted in {"temperature": temperature, **UNLESS_SAID, **entry}.items():
         if name not in ("pick", "head"):
@@ -300,13 +303,13 @@ def answers_meant(evidence: Evidence, entry: Entry, temperature: float) -> pd.Da
 
 
 def deepest_first(answers: pd.DataFrame) -> pd.DataFrame:
-    """Those of rows whose tree differs from that of another row of its head in depth alone."""
+    """The answers of rows with trees that differ in depth alone, by falling depth."""
     depths = answers.groupby(["label", "family"]).levels.transform("nunique")
     return answers[depths > 1].sort_values("levels", ascending=False, kind="stable")
 
 
 def highest_of(sides: Sequence[Side]) -> Side:
-    """The highest of several figures, on the prompts that all have; each resample picks its own."""
+    """The highest of several figures on the prompts that all have; a resample picks its own."""
     columns = len(sides[0].table.columns)
 
     def highest(sums: PromptSums) -> FloatArray:
@@ -320,7 +323,7 @@ def highest_of(sides: Sequence[Side]) -> Side:
 
 
 def sides_of_tables(evidence: Evidence, claim: Entry, temperature: float) -> dict[str, list[Side]]:
-    """The claim's figures of its table, by head; a side may name a head of its own."""
+    """By head: the claim's sides of its table. A side of the claim may name another head."""
     tables = tables_by_head(evidence, claim, temperature)
     entries = [{**claim, **claim[side]} for side in ("of", "against") if side in claim]
     sides = {}
@@ -333,7 +336,7 @@ def sides_of_tables(evidence: Evidence, claim: Entry, temperature: float) -> dic
 
 
 def tables_by_head(evidence: Evidence, entry: Entry, temperature: float) -> dict[str, pd.DataFrame]:
-    """The table that entry names, of each head's first calibration that fits."""
+    """By head: the table that the entry names, from the head's first calibration that fits."""
     tables: dict[str, pd.DataFrame] = {}
     for calibration in evidence.calibrations:
         fits = calibration.temperature == temperature and calibration.method in entry["method"]

@@ -1,4 +1,4 @@
-"""What the papers published: speedup and tau of their models on their machines."""
+"""Reads the speedups and tau that the papers published for their models and machines."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +29,7 @@ TASK_NAMES = {
 def read_published() -> pd.DataFrame:
     """A line for each published cell: source, model, method, temperature, task, speedup, tau.
 
-    `key` and `value` say which setting a paper's table varies; both are empty in others.
+    `key` and `value` are the setting that a paper's table varies, and empty in other tables.
     """
     table = pd.read_csv(Path(__file__).with_name("published.csv"), dtype=str, keep_default_na=False)
     about = [name for name in table if name not in TASK_NAMES]
@@ -44,7 +44,10 @@ PUBLISHED = read_published()
 
 
 def published_range(figures: Mapping[str, Any], temperature: float, is_ratio: bool) -> str:
-    """The range of figures of method `of` against those of `against`, as differences or ratios."""
+    """The range of the differences (or ratios) between the figures of two methods, in words.
+
+    figures: a claim's `published`: source, of, against, figure, and value of a varied setting.
+    """
     table = PUBLISHED[PUBLISHED.source.str.startswith(figures["source"])]
     table = table[table.temperature == temperature]
     if "value" in figures:
@@ -70,12 +73,12 @@ class Comparison(NamedTuple):
 
 
 def beside_published(rows: SummaryRows, by_task: Mapping[int, SummaryRows]) -> list[Comparison]:
-    """Each method's measured lines, then the published ones; none of a method without these.
+    """The measured lines of each method that has published ones, followed by these.
 
-    by_task: by position in rows, the row on each task.
+    by_task: position in rows -> the row's figures on each task.
     """
     depths = {str(row.tree.levels) for row in rows if row.tree}
-    # of depths that a paper varies, only those that are measured here
+    # Of the depths that a paper varies, only those measured here are shown.
     at_depths = (PUBLISHED.key == LEVELS) & PUBLISHED["value"].isin(depths)
     published = PUBLISHED[at_depths | (PUBLISHED.key == "")].replace(np.nan, None)
     comparisons = []
