@@ -1,4 +1,4 @@
-"""Quiets libraries, so that stdout is the project's alone; and makes a disk that is soon full."""
+"""Quiets libraries, so that only the project writes to stdout; makes a disk that fills soon."""
 
 import os
 import subprocess
@@ -9,12 +9,12 @@ import pytest
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # do not ask the Hub for made-up names
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # a fork cannot use its parent's threads
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a forked process cannot use its parent's threads
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def pytest_collection_modifyitems(items: list) -> None:
-    items.sort(key=lambda item: "slurm" not in item.nodeid)  # first: they wait for jobs
+    items.sort(key=lambda item: "slurm" not in item.nodeid)  # SLURM's tests first: jobs take long
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
-"""The golden net: two checkouts do the same jobs on one machine; what they leave is compared.
+"""The golden net: two checkouts do the same jobs on one machine, and it compares their files.
 
-python tests/golden.py run CHECKOUT WORKDIR      does the jobs: all files are below WORKDIR
+python tests/golden.py run CHECKOUT WORKDIR      does the jobs, with all files below WORKDIR
 python tests/golden.py compare BEFORE AFTER      compares two WORKDIRs; exit code 1 if they differ
-python tests/golden.py against COMMIT            a commit and this checkout, run and compared
+python tests/golden.py against COMMIT            runs a commit and this checkout, and compares both
 
 Training's numbers may differ by 1e-6 of their size, recorded cycles by 2e-4 (the file rounds them),
-other fractions by 1e-9. Left out: times and what depends on them (speeds, costs, the tree that
-`tune` chooses), memory, commits, hardware, paths; and keys that only one version's files have.
+and other fractions by 1e-9. The net does not compare times and what depends on them (speeds, costs,
+the tree that `tune` chooses), memory, commits, hardware, paths, and keys that only one version has.
 """
 
 import hashlib
@@ -46,10 +46,10 @@ TIMED = re.compile(
     "|^data_wait|^key$|^seal$|^config.json$|^made_of$|^target$|^path$|^run$"
 )
 TRAINED = re.compile(r"/(loss|grad_norm|held_out)[^/]*$")
-# Not compared: where a file comes from, how a stage ended, what has times on every line.
+# Files that are not compared: records of origins and of how stages ended, files full of times.
 OTHERS = re.compile(r"^(provenance|recipe|status|details|stages|\.)")
 
-# Every layout can hold such a head.
+# Every layout can hold a head with these options.
 PLAIN = {"fc_norm": False, "norm_output": False, "norm_before_residual": False}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # recipe, changes to its section `head`
     "target": (
@@ -78,14 +78,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "draft_lm-jsd": ("draft_lm", {"train.distill": "jsd"}),
 }
 LAYOUTS = {"eagle1": ("safeailab", "sglang"), "eagle3": ("safeailab", "sglang", "speculators")}
-CALIBRATIONS: dict[str, dict[str, Any]] = {  # report and a bench row read eagle1's
+CALIBRATIONS: dict[str, dict[str, Any]] = {  # the report and a row of the bench read eagle1's
     "eagle1": {"calibrate.tree": {"levels": 4, "k": 4, "nodes": 16}, "calibrate.oracle_levels": 5},
     "draft_lm": {"calibrate.temperature": 1.0},
-    "medusa": {"calibrate.nodes": 20, "calibrate.ranks": 5},  # a static tree, rebuilt
+    "medusa": {"calibrate.nodes": 20, "calibrate.ranks": 5},  # rebuilds a static tree
 }
 PUBLISHED = """vanilla sps sps-heuristic sps-svip sps-confidence pld lookahead medusa hydra
 eagle eagle2 eagle3 eagle-chain deagle svip ddd opt-tree""".split()
-ROWS: list[dict[str, Any]] = [  # every published method, then other options of rows
+ROWS: list[dict[str, Any]] = [  # every published method, then rows with other options
     *({"method": name} for name in PUBLISHED),
     *({"method": name, "tree": {"stop": {"h": 0.8}}} for name in ("sps-svip", "svip")),
     {"method": "sps-confidence", "tree": {"stop": {"threshold": 0.1}}},
@@ -131,11 +131,11 @@ TUNE = {"tune.levels": 3, "tune.k": 2, "tune.grid": "true"}
 
 
 def jobs(work: Path) -> Iterator[tuple[str, list[str]]]:
-    """(name, command line) of each job; where the name is a file's, it keeps what is printed."""
+    """(name, command line) of each job. A name with a suffix is the file of what the job prints."""
     main, taps = work / "run", work / "taps"
 
     def job(command: str, kind: str, run: Path, **options: Any) -> list[str]:
-        """A command on a kind of head's recipe, with overrides."""
+        """The command line of a command with the recipe of a kind of head, and overrides."""
         recipe, sizes = KINDS[kind]
         fixed = {
             "config": f"configs/{recipe}.yaml",
@@ -218,7 +218,7 @@ def with_head(row: dict[str, Any], heads: Path) -> dict[str, Any]:
 
 
 def run(checkout: Path, work: Path) -> Path:
-    """Does the jobs, each in a fork, which has the libraries already; returns the directory."""
+    """Does each job in a fork, which has the libraries already; returns the directory."""
     os.environ |= ENVIRONMENT  # before the libraries are loaded
     for library in LIBRARIES:
         importlib.import_module(library)
@@ -251,7 +251,7 @@ def become(checkout: Path, words: list[str], output: Path) -> None:
 
 
 def against(commit: str) -> int:
-    """Compares a commit, in a worktree of its own, with this checkout."""
+    """Compares a commit, in its own worktree, with this checkout; returns the exit code."""
     worktree = ["git", "-C", str(ROOT), "worktree"]
     with tempfile.TemporaryDirectory() as directory:
         tree = Path(directory) / "tree"
@@ -280,9 +280,9 @@ def contents(work: Path) -> dict[str, Any]:
 
 
 def content(path: Path, work: str) -> Any:
-    """A file's values, or the text without local paths, or the digest of its bytes."""
+    """A file's values, its text without local paths, or a digest; None: it is not compared."""
     match path.suffix:
-        case ".bin" | ".npz":  # torch names its archive after a temporary file; zlib has versions
+        case ".bin" | ".npz":  # the archive's own bytes vary with torch's file names and with zlib
             with zipfile.ZipFile(path) as archive:
                 members = b"".join(archive.read(member) for member in archive.namelist())
             return hashlib.sha256(members).hexdigest()
@@ -300,7 +300,7 @@ def content(path: Path, work: str) -> Any:
 
 
 def taus(tuning: dict[str, Any]) -> dict[str, float]:
-    """The tau of every tree that was replayed or timed. Costs choose one of them, and its name."""
+    """The tau of every replayed or timed tree. Costs, which vary, choose among these trees."""
     names = tuning.get("names", ())
     found = dict(zip(names, (row["tau"] for row in tuning.get("rows", ())), strict=True))
     for head in tuning.get("heads", ()):
@@ -327,7 +327,7 @@ def differences(name: str, before: Any, after: Any) -> Iterator[str]:
 def are_close(name: str, before: Any, after: Any) -> bool:
     if not (isinstance(before, float) and isinstance(after, float)):
         return False
-    if "cycles.jsonl/" in name:  # the file rounds them
+    if "cycles.jsonl/" in name:  # this file rounds its numbers
         return math.isclose(before, after, rel_tol=2e-4, abs_tol=2e-4)
     return math.isclose(before, after, rel_tol=1e-6 if TRAINED.search(name) else 1e-9)
 

@@ -1,10 +1,10 @@
-"""Runs on one CUDA device: its tests, then timed features, training and decoding at real sizes.
+"""Runs the GPU tests on one CUDA device, then times features, training and decoding at real sizes.
 
-python -m tests.gpu [--out DIR]            # make gpu: 10 to 20 minutes; the driver and wheels do
+python -m tests.gpu [--out DIR]            # make gpu: 10 to 20 minutes; needs no CUDA toolkit
 python -m tests.gpu --device cpu --tiny    # the same code in seconds
 
-Weights are random and made in memory: tau means nothing here, but the shares of a cycle do.
-mfu: of dense bf16. bandwidth: that of a cycle, as a share of a copy's.
+Weights are random and made in memory, so tau means nothing here, but a cycle's times do.
+mfu: the share of the peak for dense bf16. bandwidth: a cycle's, as a share of a copy's.
 """
 
 import argparse
@@ -51,17 +51,17 @@ from aerie.train import costs, processes
 from aerie.train.optimizers import build_optimizers
 from aerie.train.workload import Load
 
-Row = dict[str, Any]  # size, what, tokens_per_s, ms, and other figures of what was timed
+Row = dict[str, Any]  # size, what (the timed work), tokens_per_s, ms, and other figures
 
 
 @dataclass(frozen=True)
 class Size:
     name: str
-    target: dict[str, int]  # of a Llama's configuration
+    target: dict[str, int]  # keys of a Llama's configuration
     draft_vocab: int
-    rows: int  # of a batch
-    length: int  # tokens of a row
-    steps: int  # timed, after half as many untimed
+    rows: int  # in a batch
+    length: int  # tokens in a row
+    steps: int  # timed steps, after half as many untimed ones
     new_tokens: int
     tree: DynamicConfig = DynamicConfig(levels=6, k=10, nodes=60)
 
@@ -108,8 +108,8 @@ def main() -> int:
     summary = __doc__.split("\n", 1)[0]
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=summary)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, and no tests first")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="where gpu.json goes")
+    parser.add_argument("--tiny", action="store_true", help="use small sizes, run no tests")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of gpu.json")
     arguments = parser.parse_args()
     hardware = f"a CPU, {torch.get_num_threads()} threads"
     if arguments.device == "cpu":
@@ -118,9 +118,9 @@ def main() -> int:
         hardware = torch.cuda.get_device_name()  # fails without a GPU
     code = 0
     if not arguments.tiny:
-        # In its own process, so that its memory is free afterwards.
+        # In a process of their own, so that the tests' memory is free afterwards.
         tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
-        code = subprocess.run(tests, check=False).returncode % 5  # 5: no test has the mark
+        code = subprocess.run(tests, check=False).returncode % 5  # pytest's code 5: no test ran
     rows: list[Row] = []
     facts = {
         "hardware": hardware,
@@ -134,14 +134,14 @@ def main() -> int:
     for size in [SMALL] if arguments.tiny else SIZES:
         for row in run_size(size, accelerator):
             rows.append(row)
-            # Written at once: a later row may run out of memory.
+            # Write after each row, as a later one may run out of memory.
             (arguments.out / "gpu.json").write_text(json.dumps(facts, indent=1) + "\n")
     print(pd.json_normalize(rows).round(3).to_string(na_rep=""))
     return code
 
 
 def run_size(size: Size, accelerator: Accelerator) -> Iterator[Row]:
-    """Times features, then the training of each head, then decoding with each of them."""
+    """Times features, then the training of each head, then decoding with each head."""
     device = accelerator.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = LlamaConfig(
@@ -176,7 +176,7 @@ def run_size(size: Size, accelerator: Accelerator) -> Iterator[Row]:
     lengths = torch.full((size.rows,), size.length)
     batch = replace(
         Batch(ids.cpu(), turn_ids, lengths, tuple(range(size.rows))).to(device),
-        # Clones: autograd cannot save inference tensors.
+        # Clone them, because autograd cannot save inference tensors.
         features=states.last_hidden.clone(),
         taps=states.taps.clone(),
     )
@@ -208,7 +208,7 @@ def run_size(size: Size, accelerator: Accelerator) -> Iterator[Row]:
     cycles: dict[Any, tuple[str, ...]] = {"eager": ("vanilla", *trained)}
     if device.type == "cuda":
         cycles["captured"] = ("vanilla", *trained)
-    cycles["compiled"] = ("vanilla", "eagle3")  # a minute for each
+    cycles["compiled"] = ("vanilla", "eagle3")  # each takes a minute to compile
     for cycle, kinds in cycles.items():
         target.recipe = replace(target.recipe, cycle=cycle)
         for kind in kinds:
@@ -218,7 +218,7 @@ def run_size(size: Size, accelerator: Accelerator) -> Iterator[Row]:
 def training_step(
     accelerator: Accelerator, objective: Any, settings: Any, batch: Batch
 ) -> Callable[[], None]:
-    """A training step as in the loop, without reading its batch."""
+    """A training step like the loop's, without reading a batch."""
     module, *optimizers = accelerator.prepare(objective, *build_optimizers(objective, settings))
     batch = objective.prepare(batch, 0)
     scales = {name: 1.0 / float(count) for name, count in objective.counts(batch).items()}
@@ -234,8 +234,8 @@ def training_step(
 
 
 def run_decoding(size: Size, target: Target, kind: str, head: Any, prompt: torch.Tensor) -> Row:
-    """Decodes twice, and gives the second answer's speed and the work of a cycle."""
-    target.decodes |= {"tree", "chain"}  # skip the check: weights are random
+    """Decodes twice; returns the second answer's speed and a cycle's work."""
+    target.decodes |= {"tree", "chain"}  # skips the check, because the weights are random
     drafter = BlockDrafter if kind == "block" else EagleDrafter
     decoder = SpeculativeDecoder(target, head and tree_proposer(drafter(head, target), size.tree))
     generate = partial(decoder.generate, prompt, max_new_tokens=size.new_tokens, do_sample=False)
@@ -258,7 +258,7 @@ def run_decoding(size: Size, target: Target, kind: str, head: Any, prompt: torch
 
 
 def timed(work: Callable[[], Any], count: int, device: torch.device) -> tuple[float, float]:
-    """(seconds of a call after warm-up, peak of allocated bytes; on a CPU, of the process)."""
+    """(seconds of a call after warm-up, peak of allocated bytes). On a CPU the process's peak."""
     is_cuda = device.type == "cuda"
     gc.collect()
     for _ in range(count // 2 + 1):

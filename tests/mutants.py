@@ -1,8 +1,8 @@
-"""Breaks verification, rejection, losses and loss masks line by line; the tests must notice.
+"""Breaks verification, rejection, losses and loss masks line by line, which tests must notice.
 
-python tests/mutants.py        prints a line per mutant; exit code 1 if one survives
+python tests/mutants.py        prints a line for each mutant; exit code 1 if one survives
 
-Each mutant lives in a copy of the checkout, where only the named tests run.
+Each mutant gets a copy of the checkout, in which only the named tests run.
 """
 
 import os
@@ -35,7 +35,7 @@ TESTS = {
     TURNS: ["tests/data/test_conversations.py", "tests/data/test_turns.py"],
     ROWS: ["tests/data/test_conversations.py", "tests/data/test_turns.py"],
 }
-MUTANTS = [  # file, text that occurs once, its replacement
+MUTANTS = [  # file, a text that the file has once, its replacement
     (VERIFY, "tree.tokens != choice.index_select(0, tree.parents)", "tree.tokens < 0"),
     (VERIFY, "refused = refused | tree.passengers", "pass"),
     (
@@ -60,7 +60,7 @@ MUTANTS = [  # file, text that occurs once, its replacement
     ),
     (VERIFY, "weight.index_select(0, row) * is_parent", "weight.index_select(0, row)"),
     (VERIFY, "(1.0 - accept).cumprod(-1)", "torch.ones_like(accept)"),
-    # Drawn trees: ranked by the drawn token's q; with later draws first; without the least likely.
+    # Drawn trees that rank by the token's q, put later draws first, or drop the least likely token.
     (SAMPLING, "return chances.masked", "return q.gather(-1, columns).log().masked"),
     (SAMPLING, "return chances.masked", "return chances.flip(-1).masked"),
     (
@@ -91,7 +91,7 @@ MUTANTS = [  # file, text that occurs once, its replacement
     ),
     (CHAT, "                is_one_text = False\n", ""),
     (CHAT, "start, said_end, len(text))", "0, said_end, len(text))"),
-    # A word of a row that the template loses: of an answer, of what stands before it, of a tool.
+    # The template loses a word of a row: of an answer, of its context, or of a tool.
     (CHAT, "start + require_said(said, text[start:])", "len(text)"),
     (CHAT, "max(said, answer.start)", "answer.start"),
     (CHAT, "                said_end = start\n", ""),
@@ -122,12 +122,12 @@ MUTANTS = [  # file, text that occurs once, its replacement
 
 
 def survives(number: int, directory: Path) -> bool:
-    """Whether the tests of the file pass with the mutant in place."""
+    """Whether the file's tests pass with this mutant in place."""
     file, old, new = MUTANTS[number]
     source = (ROOT / file).read_text(encoding="utf-8")
     if source.count(old) != 1:
         raise SystemExit(
-            f"{file}: {old!r} stands there {source.count(old)} times; write the mutant anew"
+            f"{file}: has {old!r} {source.count(old)} times, not once; rewrite mutant {number}"
         )
     copy = directory / str(number)
     ignored = shutil.ignore_patterns(".git", ".venv", "runs", ".*_cache", "__pycache__")
@@ -139,7 +139,7 @@ def survives(number: int, directory: Path) -> bool:
         command, check=False, cwd=copy, env=environment, capture_output=True, text=True
     )
     shutil.rmtree(copy)
-    if result.returncode not in (0, 1):  # 2 and more: the tests did not run
+    if result.returncode not in (0, 1):  # the tests did not run
         raise SystemExit(result.stdout + result.stderr)
     ending = "dies" if result.returncode else "SURVIVES"
     print(f"{ending}: {file}: {old.strip()} -> {new.strip()}", flush=True)

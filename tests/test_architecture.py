@@ -1,4 +1,4 @@
-"""The rules of the house, checked in the source: the import ladder, declared dependencies."""
+"""Checks the rules of the house in the source: the import ladder and declared dependencies."""
 
 import ast
 import re
@@ -26,16 +26,16 @@ LADDER = {
 ROOF = sorted((ROOT / "src/aerie").glob("*.py"))  # the command; its modules import from everywhere
 SOURCES = ROOF + sorted(path for package in LADDER for path in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-# vLLM's Python runs these
+# vLLM's Python runs these files
 OF_VLLM = [ROOT / "data/connector/cpu_states.py", ROOT / "tests/served/engine.py"]
 ENTRIES = ("main", "__main__", "__init__")
 MAX_SINGLE_IMPORTERS = 15
-distributions = cache(packages_distributions)  # by top-level module
+distributions = cache(packages_distributions)  # top-level module -> distributions
 
 
 @cache
 def imported(path: Path) -> list[str]:
-    """Dotted names of every import in a file, also in functions and by import_module("...")."""
+    """Dotted names of all imports in a file, also those in functions and by import_module("")."""
     names = []
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
@@ -54,7 +54,10 @@ def dotted(path: Path) -> str:
 
 
 def forbidden(path: Path) -> Iterator[str]:
-    """Imports that a file may not make: configs imports no torch, and nobody the roof or tests."""
+    """The imports of a file that break the rules.
+
+    A package imports what its ladder allows, configs no torch, and nobody the roof or the tests.
+    """
     package = path.relative_to(ROOT).parts[0]
     composes = path.stem == "main" or path in ROOF
     for name in imported(path):
@@ -66,7 +69,7 @@ def forbidden(path: Path) -> Iterator[str]:
 
 
 def declared(*extras: str) -> set[str]:
-    """Normalised names of the dependencies in pyproject.toml, with these extras."""
+    """Normalised names of pyproject.toml's dependencies, with these extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = list(project["dependencies"])
     for extra in extras:
@@ -120,6 +123,6 @@ def test_every_third_party_import_is_declared(paths: list[Path], extras: str) ->
 
 
 def test_a_mutant_breaks_one_line() -> None:
-    """What `python tests/mutants.py` replaces stands once in its file, also after a rebuild."""
+    """Each text that `python tests/mutants.py` replaces stands exactly once in its file."""
     texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in mutants.TESTS}
     assert [old for file, old, _ in mutants.MUTANTS if texts[file].count(old) != 1] == []

@@ -1,6 +1,7 @@
-"""Every command line of README.md and docs/: its command accepts it, with stand-in files.
+"""Checks README.md and docs/ against the code.
 
-The code of README.md and the notebook runs on a tiny target; and which prompts are accepted.
+Each command accepts its command lines, with stand-in files. README.md's code and the notebook run
+on a tiny target. Links, pictures and figures are in place, and every kind of prompt is accepted.
 """
 
 import json
@@ -27,7 +28,7 @@ from tests.infer.test_main import write_recipe
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 OTHERS = ("accelerate", "make", "pip", "python", "sbatch", "vllm")
-# Each command is a function that prints its words between separators, and a number, as sbatch.
+# Each command is a function that prints its words with separators, and a number like sbatch's.
 BASH = "exec 3>&1; record() { printf '%s\\037' \"$@\" >&3; printf '\\036' >&3; echo 1; }; set -u\n"
 BASH += "".join(f'{name}() {{ record {name} "$@"; }}; ' for name in ("aerie", *OTHERS))
 AT_ONCE = (
@@ -42,7 +43,7 @@ AT_ONCE = (
     "results",
     "status",
 )
-# Files that a command needs, and that earlier lines make.
+# What a command says if a file is missing that an earlier line of the docs makes.
 FIRST = {
     "claims": "no bench",
     "compare": "records",
@@ -56,7 +57,7 @@ FIRST = {
 
 
 def lines() -> Iterator[tuple[str, list[str]]]:
-    """(page, words) of each command in a bash block."""
+    """(page, words) of each command in the pages' bash blocks."""
     for page in PAGES:
         for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.S):
             text = re.sub(r"(?m)^\. .*activate$|&& \. .*$", "", block)
@@ -99,7 +100,7 @@ MAKE = re.compile(r"`make (demo|bench|gpu)`")
 
 
 def tables(page: Path) -> dict[str, list[list[str]]]:
-    """The cells of each table that `aerie results` fills, by its run."""
+    """The cells of each table that `aerie results` fills, by run."""
     blocks = re.findall(r"(?s)<!-- results (\S+): .*? -->\n(.*?)\n\n", page.read_text())
     return {run: [line.split(" | ") for line in table.splitlines()] for run, table in blocks}
 
@@ -110,7 +111,7 @@ def test_the_readme_has_the_rows_of_the_results() -> None:
 
 
 def test_no_page_has_a_figure_of_a_make_command_that_the_results_do_not_have() -> None:
-    """numerics.md tells what such figures were before: it has a commit for each."""
+    """numerics.md is exempt, because it tells older figures, each with its commit."""
     known = set(re.findall(r"\d+\.\d\d", RESULTS.read_text()))
     for page in [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]:
         for paragraph in re.split(r"\n\n|\n- ", page.read_text()):
@@ -121,7 +122,7 @@ def test_no_page_has_a_figure_of_a_make_command_that_the_results_do_not_have() -
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small stand-in for every name in the docs."""
+    """A folder with a small stand-in for every file that the docs name."""
     root = tmp_path_factory.mktemp("docs")
     write_recipe(root)
     rows = tiny.write_conversations(root / "conversations.jsonl", 12)

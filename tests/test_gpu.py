@@ -1,4 +1,4 @@
-"""The benchmark of a GPU runs on a CPU, too."""
+"""The GPU's benchmark runs on a CPU, too."""
 
 import json
 from functools import partial

@@ -1,4 +1,4 @@
-"""Mistakes with every command: a line that begins with error:, exit code 2, and no file is lost."""
+"""A mistake with any command gives one line that begins with error:, code 2, and no lost file."""
 
 import io
 import json
@@ -161,7 +161,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def state(root: Path) -> dict[Path, Any]:
-    """Size and time of each file, except those that record how a stage ended."""
+    """Size and time of each file, except files that record how a stage ended."""
     files = (path for path in root.rglob("*") if not path.is_dir() and "status" not in path.name)
     return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 

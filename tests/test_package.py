@@ -1,4 +1,4 @@
-"""The package as pip installs it: all under `aerie`, beside modules with our folders' names."""
+"""pip installs everything under `aerie`, beside a user's modules with our folders' names."""
 
 import os
 import subprocess

@@ -1,6 +1,6 @@
-"""aerie init, run and status: a recipe for any target, run to its report, stopped and continued.
+"""aerie init writes a recipe for any target; aerie run takes it to its report, also after stops.
 
-The batch scripts read how a run ended from what the command has written.
+aerie status tells what is left. The batch scripts read how a stage ended from its status file.
 """
 
 import os
@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "gemma3_text", "gpt_oss"])
 def test_init_writes_a_recipe_that_trains(folder: Path, family: str, capsys: Any) -> None:
-    """For any family: features and training take it; another optimiser leaves the rate alone."""
+    """Features and training take any family's recipe; another optimiser keeps its rate."""
     sizes = {"vocab_size": 320, "num_hidden_layers": 8, "layer_types": None}
     ends = {f"{name}_token_id": tiny.SPECIAL.index(f"<|{word}|>") for name, word in ENDS.items()}
     small_model(AutoConfig.for_model(family), **sizes, **ends).save_pretrained(folder / family)
@@ -61,7 +61,7 @@ def test_init_writes_a_recipe_that_trains(folder: Path, family: str, capsys: Any
     recipe, warm, adamw = (load(Path(f"{name}.yaml")) for name in "rwa")
     assert (recipe.features.mode, recipe.data.max_length) == ("cached", 128)
     assert recipe.features.after_blocks == (2, 4, 7)
-    # A published head has the usual taps.
+    # Taps for a warm start are the usual ones, which published heads have.
     assert warm.features.after_blocks == (2, 4, 5) and warm.train.optimizer.kind == "adamw"
     assert (adamw.train.learning_rate, adamw.train.scale_rates) == (warm.train.learning_rate, None)
 
@@ -70,7 +70,7 @@ def test_init_writes_a_recipe_that_trains(folder: Path, family: str, capsys: Any
 def test_init_on_gpus(
     folder: Path, monkeypatch: Any, capsys: Any, speed: float, every: int
 ) -> None:
-    """Evaluates and saves after a quarter of 80 steps, or every ten minutes."""
+    """A training evaluates and saves after a quarter of its 80 steps, or every ten minutes."""
     properties = SimpleNamespace(total_memory=80e9)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
@@ -125,7 +125,7 @@ def test_plan_refuses_what_another_target_or_head_left(folder: Path, capsys: Any
 
 @pytest.mark.slow
 def test_a_run_goes_to_its_report(folder: Path, capfd: Any) -> None:
-    """After mistakes, a failure and a kill; and status says what is left each time."""
+    """The run goes on after mistakes, a failure and a kill; status always says what is left."""
     options = """--run run --bench.reference false --train.epochs 1
     --bench.prompts.path questions.jsonl --bench.prompts.max_new_tokens 8
     --calibrate.prompts.path questions.jsonl --calibrate.prompts.max_new_tokens 8"""
@@ -192,7 +192,8 @@ def test_a_mistake_under_the_launcher_is_its_last_line_and_its_code(capfd: Any) 
 def test_the_scripts_read_the_status_that_a_command_writes_of_one_stage_of_one_share(
     tmp_path: Path, capsys: Any
 ) -> None:
-    target = {"path": str(tiny.target(tmp_path / "bare", chat_template=None))}  # a mistake: code 2
+    # A target without a chat template is a mistake: code 2.
+    target = {"path": str(tiny.target(tmp_path / "bare", chat_template=None))}
     data = {"conversations": [str(tiny.write_conversations(tmp_path / "rows.jsonl", 4))]}
     run, values = tmp_path / "run", {"run": "elsewhere", "target": target, "data": data}
     words = f"--config {tiny.recipe(tmp_path / 'recipe.yaml', values)} --run {run}"
@@ -219,5 +220,5 @@ def test_the_scripts_read_the_status_that_a_command_writes_of_one_stage_of_one_s
         unknown
     {state} {words} --train.max_steps 9
         failed 2
-    """  # train/main.py has no commands
+    """  # state.py gets no command for train/main.py, which has none
     tiny.session(text, capsys, state=state, words=words)

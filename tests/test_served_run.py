@@ -1,6 +1,6 @@
-"""aerie init --server: a recipe whose servers answer and give states, run to its report.
+"""aerie init --server writes a recipe for servers of answers and states; it runs to its report.
 
-The servers are stand-ins with a real target; tests/data/test_real_state_server.py has a real vLLM.
+The servers here are stand-ins with a real target. tests/data/test_real_state_server.py has a vLLM.
 """
 
 import json
@@ -26,7 +26,7 @@ LIMITS = """--kind eagle1 --threads 1 --train.max_steps 4 --bench.reference fals
 
 @pytest.fixture
 def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Of the servers; the working directory has a target and conversations."""
+    """The servers' port. The working directory has a target and conversations."""
     pytest.importorskip("openai", reason="needs the extra 'distill' (pip install -e .[distill])")
     monkeypatch.chdir(tmp_path)
     tiny.target(tmp_path / "target")
@@ -36,7 +36,7 @@ def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_what_is_requested_wins(port: int, capfd: Any) -> None:
-    """Other servers of states, other questions and a system prompt; the data may be on the Hub."""
+    """A user's own servers of states, questions and system prompt win over the defaults."""
     options = """--states-server http://b:1/v1 http://c:1/v1 --states /shared --distill.seed 3
     --bench.prompts.tasks [gsm8k] --calibrate.prompts.num_prompts 2 --data.system_prompt Be.
     --data.max_length 200"""
@@ -79,7 +79,7 @@ def test_what_is_requested_wins(port: int, capfd: Any) -> None:
     assert recipe.calibrate.prompts.system_prompt == "Be."
     drawn = {path.name for path in Path().glob("*.calibrate.jsonl")}
     assert drawn == {"r.calibrate.jsonl", "bare.calibrate.jsonl"}
-    assert not [*Path().glob("*.bench.jsonl")]  # nobody asks them
+    assert not [*Path().glob("*.bench.jsonl")]  # no stage reads such questions
     short = load(Path("bare.yaml"))
     assert short.distill is not None and short.distill.server is not None and short.bench is None
     assert short.distill.server.urls == ("http://a/v1",) and short.distill.sources[0].num_rows == 7
@@ -90,7 +90,7 @@ def test_what_is_requested_wins(port: int, capfd: Any) -> None:
 def test_a_target_that_only_servers_hold(
     port: int, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its run ends with the head; the data may be questions alone."""
+    """The run ends with the head, and the data may be questions alone."""
     monkeypatch.setattr(first_recipe, "MEMORY_SHARE", 0.0)
     questions = [{"question": f"What are {number} owls?"} for number in range(40)]
     tiny.write_rows(Path("chats.jsonl"), questions)
@@ -110,7 +110,7 @@ def test_a_target_that_only_servers_hold(
 
 @pytest.mark.slow
 def test_a_run_asks_for_its_servers_and_goes_on(port: int, capfd: Any) -> None:
-    """Each stage names the command of the server that it lacks, or that serves another purpose."""
+    """A stage without its server, or with a server of another purpose, names the right command."""
     states = Path("run/states")
     names = {"port": port, "gate": json.dumps(KEEP)}
     init = " ".join(f"{INIT} {LIMITS}".split()).format(**names)

@@ -1,8 +1,8 @@
 """For every family of targets, drafts give the tokens of plain decoding, or are refused by name.
 
-It tries every causal LM of transformers, and the text part of every model that also reads images or
-sound, in miniature:
 python -m tests.test_targets > docs/targets.md
+tries every causal LM of transformers in miniature, and the text part of every model that also reads
+images or sound.
 """
 
 import re
@@ -53,10 +53,10 @@ MULTIMODAL = [
     for name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 ]
-# Families whose positions turn by time, height and width; their configurations leave it out.
+# These families rotate positions by time, height and width; their defaults lack mrope_section.
 MROPE = """glm46v glm4v glm4v_moe glm_ocr glmga paddleocr_vl qwen2_5_vl qwen2_vl
 qwen2_5_omni_thinker qwen3_omni_moe_thinker""".split()
-ALL_STATES = ("falcon", "gpt_neo", "mpt", "rwkv")  # they take no list of the states to keep
+ALL_STATES = ("falcon", "gpt_neo", "mpt", "rwkv")  # these cannot be told which states to keep
 
 
 @pytest.mark.parametrize("name", FAST)
@@ -68,7 +68,7 @@ def test_a_family_decodes_as_it_does_alone_or_is_refused_by_name(name: str) -> N
 @pytest.mark.parametrize("name", sorted({*FAST} - {"bert", "blip"}))
 def test_states_of_right_padded_rows_need_no_mask_and_only_the_taps_are_kept(name: str) -> None:
     target = Target(small(name), TargetConfig(path=name))
-    counts: list[int] = []  # of the states that a forward gives
+    counts: list[int] = []  # how many states each forward returns
     target.decoder.register_forward_hook(
         lambda _, __, out: counts.append(sum(state is not None for state in out.hidden_states))
     )
@@ -140,7 +140,7 @@ def test_a_miniature_of_a_longrope_target_is_tried_across_its_original_length(
     assert target is not None and target.rope_switch == 28 and max(lengths_to_check(target)) > 28
     check.checked_lm(target)
     check_padding(target)
-    target.rope_switch = None  # a row of 36 tokens changes RoPE for one of 12
+    target.rope_switch = None  # now a row of 36 tokens changes RoPE for a row of 12 beside it
     with (
         monkeypatch.context() as patch,
         pytest.raises(UserError, match="beside a longer row of 36 tokens"),
@@ -150,7 +150,7 @@ def test_a_miniature_of_a_longrope_target_is_tried_across_its_original_length(
 
 
 def test_longrope_decodes_as_plainly() -> None:
-    """Before, across and beyond its original length, which is also that of each padded row."""
+    """This holds before, across and beyond the original length, and for padded rows."""
     target = Target(small("phi3"), TargetConfig(path="phi3"))
     assert target.rope_switch == 28
     check_padding(target)  # rows of 32 and 10 tokens
@@ -169,7 +169,7 @@ def test_a_narrow_dtype_hides_no_wrong_tree(
     dtype: torch.dtype, monkeypatch: Any, capsys: Any
 ) -> None:
     refusal = "GPTNeoForCausalLM .gpt_neo.: its logits for a draft tree after 14 tokens"
-    for can_be_small in (True, False):  # False: checked by a copy in float32
+    for can_be_small in (True, False):  # False: the check uses a copy in float32
         monkeypatch.setattr(
             check, "miniature", check.miniature if can_be_small else lambda *_: None
         )
@@ -193,7 +193,7 @@ def test_a_large_target_is_checked_once_and_again_where_its_weights_change(
         config = TargetConfig(str(tiny.target(tmp_path / f"target-{seed}", seed=seed)))
         SpeculativeDecoder(Target.load(config))
     assert checked == ["chain", "chain"]
-    monkeypatch.setitem(SPEED, "cpu", 1.0)  # too slow for long texts: a miniature reads them
+    monkeypatch.setitem(SPEED, "cpu", 1.0)  # too slow for long texts, which a miniature reads
     SpeculativeDecoder(Target.load(TargetConfig(str(tiny.target(tmp_path / "target-2", seed=2)))))
     assert len(checked) == 4
     monkeypatch.setattr(check, "_fault", lambda target, form: "is wrong")
@@ -220,7 +220,7 @@ WORDS = {
     "trees are refused",
     "trained": "train and export heads; decoding is refused",
     "refused": "are refused",
-    "not built": "are not built in miniature here, so that nothing is said about them",
+    "not built": "cannot be built in miniature here, so nothing is known about them",
     "WRONG": "are WRONG",
 }
 
@@ -311,7 +311,7 @@ def page() -> str:
 
 
 def table(names: list[str]) -> str:
-    """What holds for these families, in sections."""
+    """The outcome for each of these families, in a section for each kind of outcome."""
     reasons = defaultdict[str, dict[str, str]](dict)  # word -> family -> why
     for name in names:
         result = outcome(name)

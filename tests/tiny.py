@@ -1,4 +1,4 @@
-"""Tiny targets, tokenizers, conversations and heads for the tests: seeded, quick, no downloads."""
+"""Tiny targets, tokenizers, conversations and heads for tests, seeded and without downloads."""
 
 import json
 import random
@@ -33,7 +33,7 @@ from aerie.model.heads.eagle import (
 )
 from aerie.model.target import VocabWeights
 
-torch.set_num_threads(1)  # tests run beside other work: one thread each
+torch.set_num_threads(1)  # tests run beside other work
 
 SPECIAL = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>"]
 TEMPLATE = (
@@ -66,7 +66,7 @@ def _tokenizer_json(vocab_size: int) -> str:
 def tokenizer(
     vocab_size: int = 320, chat_template: str | None = TEMPLATE
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with eos <|end|>, pad <|pad|> and a chat template, if not None."""
+    """A byte-level BPE tokenizer with eos <|end|> and pad <|pad|>, and a chat template or None."""
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_tokenizer_json(vocab_size)),
         eos_token="<|end|>",
@@ -107,7 +107,7 @@ def write_conversations(path: Path, count: int, seed: int = 0) -> Path:
 def llama(
     vocab_size: int = 320, hidden_size: int = 32, num_blocks: int = 4, seed: int = 0, **changes: Any
 ) -> LlamaForCausalLM:
-    """A Llama with random weights so large (0.2, not 0.02) that a few tokens are likelier."""
+    """A Llama with random weights. They are large (0.2, not 0.02), so a few tokens are likelier."""
     sizes: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -127,7 +127,7 @@ def llama(
 
 
 def target(directory: Path, chat_template: str | None = TEMPLATE, **sizes: Any) -> Path:
-    """A target as Hugging Face writes it: config, generation_config, safetensors, tokenizer."""
+    """A target's directory as Hugging Face writes it: configs, safetensors, tokenizer."""
     model = llama(**sizes)
     model.save_pretrained(directory)
     tokenizer(model.config.vocab_size, chat_template).save_pretrained(directory)
@@ -144,7 +144,7 @@ def vocab(vocab_size: int = 320, hidden_size: int = 32, seed: int = 0) -> VocabW
 def _eagle(
     module: Any, config: Any, embedding: Tensor, seed: int, scale: float, changes: dict[str, Any]
 ) -> Any:
-    """A head (GQA 4:2) for an embedding [V, D], with its matrices times scale."""
+    """A head (GQA 4:2) for an embedding [V, D]; its matrices are multiplied by scale."""
     vocab_size, width = embedding.shape
     sizes: dict[str, Any] = {
         "hidden_size": width,
@@ -174,7 +174,7 @@ def head(embedding: Tensor, seed: int = 0, scale: float = 1.0, **changes: Any) -
 def eagle3_head(
     embedding: Tensor, ids: Tensor | None = None, seed: int = 0, scale: float = 1.0, **changes: Any
 ) -> Eagle3Head:
-    """An EAGLE-3 head with taps (1, 2) over the target ids [Vd] (None: every third)."""
+    """An EAGLE-3 head with taps (1, 2) that drafts the target ids [Vd] (None: every third id)."""
     vocab_size, width = embedding.shape
     ids = torch.arange(0, vocab_size, 3) if ids is None else ids
     vocabulary = DraftVocabulary.of_ids(ids, vocab_size)
@@ -192,7 +192,7 @@ def eagle3_head(
 def multi_token_head(
     kind: str, target_vocab: VocabWeights, noise: float = 0.0, seed: int = 0, **keys: Any
 ) -> Any:
-    """A Medusa, Hydra or block head for a tiny llama; noise moves every weight."""
+    """A Medusa, Hydra or block head for a tiny Llama; noise moves every weight."""
     if kind == "block":
         keys = {"mask_token_id": 4, **keys}
     head = new_head(KINDS[kind](**keys), llama().config, target_vocab, seed, after_blocks=(1, 2))
@@ -203,7 +203,7 @@ def multi_token_head(
 
 
 def flip(path: Path, byte: int | None = None) -> None:
-    """Flips one bit of a file, at this byte or in the middle."""
+    """Flips one bit of a file, in this byte or in the middle one."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2 if byte is None else byte] ^= 0x10
     path.write_bytes(content)
@@ -226,9 +226,10 @@ def call(module: Any, *words: object) -> int:
 def session(text: str, capsys: Any, never: str = "\0", **names: object) -> str:
     """Types command lines one after another; returns what the last one writes to stdout.
 
-    Below a command stand parts of what it prints, indented, and `exit CODE` where it is not 0.
-    Spaces count as one, and so do line breaks; never: a text that no command may print.
-    aerie runs in this process, other commands in a shell. {name} stands for one of the names.
+    Below each command stand, indented, parts of what it must print, and `exit CODE` for a code
+    other than 0. Spaces and line breaks count as one space. never: a text that no command may
+    print. `aerie` runs in this process, other commands run in a shell. {name} is replaced by that
+    name's value.
     """
     out = ""
     for block in re.split(r"\n(?=\S)", textwrap.dedent(text).strip()):
@@ -259,7 +260,7 @@ def typed(line: str, capsys: Any) -> tuple[int, str, str]:
 
 
 def refused(message: str, function: Any, /, *arguments: Any, **options: Any) -> None:
-    """Asserts that a call ends in a user's error of one line, in which this pattern is found."""
+    """Asserts that a call raises a UserError of one line that matches this pattern."""
     with pytest.raises(UserError, match=message, check=lambda error: "\n" not in str(error)):
         function(*arguments, **options)
 
@@ -273,7 +274,7 @@ def recipe(path: Path, values: dict[str, Any]) -> Path:
 def rows(
     count: int, vocab_size: int = 320, hidden_size: int = 32, seed: int = 0
 ) -> list[CachedRow]:
-    """Rows as from a feature cache: random tokens and features, with one or two answers."""
+    """Rows like a feature cache's, with random tokens and features and one or two answers."""
     generator = torch.Generator().manual_seed(seed)
     cached = []
     for number in range(count):

@@ -1,6 +1,6 @@
-"""Exports heads of every kind and compares what vLLM drafts with them to what is drafted here.
+"""Exports heads of every kind, and compares vLLM's drafts with the drafts of this engine.
 
-`python -m tests.served` writes the table of docs/served.md; `make served` compares it.
+`python -m tests.served` writes the table of docs/served.md; `make served` checks that table.
 """
 
 import json
@@ -33,11 +33,11 @@ MARKERS = ("<!-- heads -->\n", "<!-- /heads -->\n")
 PYTHON = ROOT / ".venv-served/bin/python"
 OPENMP = ROOT / ".venv-served/lib/libiomp5.so"
 PROMPTS = 24
-AT_ONCE = 8  # requests
+AT_ONCE = 8  # requests at the same time
 NEW_TOKENS = 48
-MOST_SECONDS = 1800  # after the last head was trained
-CHAIN = 5  # drafted tokens, where no head has a number of its own
-CHAINS = {  # by kind of head: the method that drafts a chain
+MOST_SECONDS = 1800  # that vLLM may take after the last head was trained
+CHAIN = 5  # drafted tokens of a row whose head sets no number
+CHAINS = {  # kind of head -> the method that drafts a chain
     "eagle1": "eagle-chain",
     "eagle3": "eagle-chain",
     "block": "block-chain",
@@ -50,21 +50,21 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engines one after another, in one process
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process runs all engines, one after another
     "VLLM_NO_USAGE_STATS": "1",
 }
 
 
 class Answers(NamedTuple):
     ids: list[list[int]]  # new tokens of each prompt
-    cycles: list[int]  # of each prompt, that verified a draft
+    cycles: list[int]  # for each prompt, the cycles that verified a draft
 
 
 class Ready(NamedTuple):
-    """An export that vLLM is given, and what its head drafts here."""
+    """An export for vLLM, and the answers that its head drafts here."""
 
     layout: str
-    speculative: dict[str, Any]  # vLLM's configuration
+    speculative: dict[str, Any]  # vLLM's speculative configuration
     ours: Answers
 
 
@@ -73,8 +73,8 @@ class Outcome(NamedTuple):
     layout: str
     method: str  # vLLM's
     state: str  # SAME, OTHER, STOPS or REFUSED
-    why: str  # it stops or is refused
-    cycles: tuple[int, ...] = ()  # here; in vLLM prompt by prompt; all prompts at once
+    why: str  # the reason why it stops or is refused
+    cycles: tuple[int, ...] = ()  # here, in vLLM prompt by prompt, in vLLM all prompts at once
 
     @property
     def cells(self) -> list[str]:
@@ -98,19 +98,19 @@ class Workshop:
         self._heads: dict[Any, Path] = {}  # by `Row.trained`
 
     def make(self, row: Row) -> Ready:
-        """UserError if the export is refused."""
+        """Trains and exports the row's head; raises UserError if the export is refused."""
         if not row.kind:
             speculative = {**(row.speculative or {}), "num_speculative_tokens": CHAIN}
             return Ready("-", speculative, self._decode(row, None, CHAIN))
         head = self._head(row)
-        if row.kind == "draft_lm":  # vLLM loads it as it is
+        if row.kind == "draft_lm":  # vLLM loads a draft LM without an export
             speculative = {"model": str(head), "method": "draft_model"}
             speculative["num_speculative_tokens"] = CHAIN
             return Ready("its own", speculative, self._decode(row, head, CHAIN))
         output = self.directory / f"export{len(list(self.directory.iterdir()))}"
         export(head, row.to, output, self.facts, pickled=row.pickled)
         described = inspect_head(output, self.facts)
-        command = serve_command(described, "vLLM", "me/target", str(output))  # as it is printed
+        command = serve_command(described, "vLLM", "me/target", str(output))  # as inspect prints it
         words = shlex.split(command)
         speculative = json.loads(words[words.index("--speculative-config") + 1])
         drafts = speculative["num_speculative_tokens"]
@@ -126,7 +126,7 @@ class Workshop:
         return self._heads[row.trained]
 
     def _decode(self, row: Row, head: Path | None, drafts: int) -> Answers:
-        """The answers, with chains of this length."""
+        """The answers, decoded with chains of this length."""
         tree = {"shape": "chain", "levels": drafts} if head else None
         decoder = SpeculativeDecoder.from_pretrained(
             self.target, head, method=CHAINS[row.kind], tree=tree, tokenizer=self.tokenizer
@@ -137,7 +137,7 @@ class Workshop:
             answer = decoder.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
             answers.append(answer.new_ids)
             counted = answer.statistics
-            # of prompt lookup's cycles, vLLM counts those with a draft
+            # Of prompt lookup's cycles, vLLM counts only those with a draft.
             drafted = sum(nodes > 0 for nodes in counted.cycle_nodes)
             cycles.append(counted.target_forwards if row.kind else drafted)
         return Answers(answers, cycles)
@@ -148,14 +148,14 @@ class Workshop:
 
 def environment_of(directory: Path) -> dict[str, str]:
     environment = {**os.environ, **ENVIRONMENT, "VLLM_CACHE_ROOT": str(directory / "cache")}
-    if OPENMP.exists():  # without it drafting is slow, says vLLM
+    if OPENMP.exists():  # vLLM warns that drafting is slow without it
         environment["LD_PRELOAD"] = str(OPENMP)
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # imports would take 20 s each time
     return environment
 
 
 class Engine:
-    """A process of vLLM that drafts with one configuration after another."""
+    """A process that runs vLLM with one configuration after another."""
 
     def __init__(self, directory: Path) -> None:
         self.results = directory / "results.jsonl"
@@ -193,7 +193,7 @@ class Engine:
 
 @contextmanager
 def serving(directory: Path, speculative: dict[str, Any]) -> Iterator[str]:
-    """The URL of a server of the target that drafts so."""
+    """The URL of a server of the target, which drafts with this configuration."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -210,7 +210,7 @@ def serving(directory: Path, speculative: dict[str, Any]) -> Iterator[str]:
 
 
 def outcomes(directory: Path) -> list[Outcome]:
-    """What became of each row. vLLM works while the next heads are trained."""
+    """The outcome of each row. vLLM works while the next heads are trained."""
     engine = Engine(directory)
     try:
         exports = [*make_all(Workshop(directory), engine)]
@@ -226,7 +226,7 @@ def outcomes(directory: Path) -> list[Outcome]:
 
 
 def make_all(workshop: Workshop, engine: Engine) -> Iterator[Ready | UserError]:
-    """Gives vLLM the exports one by one; yields them, and why others are refused."""
+    """Gives vLLM the exports one by one; yields each export, or why it is refused."""
     job = {"ids": workshop.corpus.prompts, "at_once": AT_ONCE, "max_new_tokens": NEW_TOKENS}
     (workshop.directory / "job.json").write_text(json.dumps(job))
     for row in ROWS:
@@ -240,10 +240,10 @@ def make_all(workshop: Workshop, engine: Engine) -> Iterator[Ready | UserError]:
 
 
 def judge(row: Row, ready: Ready, result: dict[str, Any]) -> Outcome:
-    """Compares vLLM's answers and cycles with ours; AssertionError if an answer differs."""
+    """Compares vLLM's answers and cycles with ours; raises AssertionError if an answer differs."""
     method = ready.speculative["method"]
     if "error" in result:
-        # of pydantic's error only the sentence in its frame
+        # keep only the sentence in pydantic's error
         why = re.sub(r"(?s)^.*Value error, | \[type=.*", "", result["error"])
         return Outcome(row, ready.layout, method, STOPS, why)
     alone, together = result["alone"], result["together"]
@@ -268,12 +268,12 @@ def table(rows: list[Outcome]) -> str:
 
 
 def without_cycles(text: str) -> str:
-    """A table without its last column, which depends on how each machine's heads learn."""
+    """The table without its last column, which varies with the machine that trains the heads."""
     return re.sub(r"(?m)[\d =,]*\|$", "", text)
 
 
 def page_parts() -> list[str]:
-    """The page: what is before the table, the table, and the rest."""
+    """The page in three parts: before the table, the table, and after it."""
     return re.split("|".join(MARKERS), PAGE.read_text(encoding="utf-8"))
 
 

@@ -1,9 +1,10 @@
-"""Has vLLM draft with one head after another in this process, and writes what it counted.
+"""Lets vLLM draft with one head after another in this process, and writes what vLLM counted.
 
-VENV/bin/python engine.py TARGET JOB.json RESULTS.jsonl, with the Python that has vLLM: this file
-imports torch and vllm alone. The job: {ids of each prompt, at_once, max_new_tokens}. Each line of
-stdin is {speculative: a configuration, is_mended}; each line of the results, in the same order, is
-{alone, together} or {error}.
+VENV/bin/python engine.py TARGET JOB.json RESULTS.jsonl
+
+VENV has vLLM, so this file imports only torch and vllm. The job is {ids: of each prompt, at_once,
+max_new_tokens}. Each line of stdin is {speculative: a configuration, is_mended}. The results have a
+line for each, in the same order: {alone, together} or {error}.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from vllm import _custom_ops as ops
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 
-CYCLES = "vllm:spec_decode_num_drafts"  # steps of a request that verified a draft
+CYCLES = "vllm:spec_decode_num_drafts"  # counts the cycles that verified a draft
 Prompts = list[list[int]]
 
 
@@ -38,9 +39,9 @@ def main() -> None:
 
 @contextlib.contextmanager
 def mended() -> Iterator[None]:
-    """Norms the keys of a block head's context layer by layer.
+    """Norms the keys of a block head's context layer by layer, which mends a fault of vLLM 0.32.
 
-    vLLM 0.32 gives a kernel the weights of all layers; the one for CPUs takes the first layer's.
+    vLLM gives a kernel the weights of all layers, but the kernel for CPUs uses only the first's.
     """
 
     def normalize(self: Any, keys: torch.Tensor) -> torch.Tensor:  # [L, T, heads, head_dim]
@@ -54,7 +55,7 @@ def mended() -> Iterator[None]:
 
 
 def run(target: str, job: dict[str, Any], speculative: dict[str, Any]) -> dict[str, Any]:
-    """Answers and cycles, prompt by prompt and of all prompts at once."""
+    """Answers and cycles, first prompt by prompt, then with all prompts at once."""
     llm = None
     try:
         llm = LLM(
@@ -74,14 +75,14 @@ def run(target: str, job: dict[str, Any], speculative: dict[str, Any]) -> dict[s
             "alone": answer(llm, sampling, [[prompt] for prompt in ids]),
             "together": answer(llm, sampling, [ids]),
         }
-    except Exception as error:  # noqa: BLE001 (whatever vLLM raises is the result)
+    except Exception as error:  # noqa: BLE001 (any error of vLLM is a result)
         return {"error": str(error)}
     finally:
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
-        with contextlib.suppress(Exception):  # an engine that did not start has left little
+        with contextlib.suppress(Exception):  # an engine that did not start may lack parts
             cleanup_dist_env_and_memory()
 
 

@@ -1,4 +1,4 @@
-"""The table: which head is exported in which layout, and what vLLM must do with it."""
+"""The rows of the table in docs/served.md: a head, its layout, and what vLLM must do with it."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,31 +7,31 @@ SAME = "the same drafts"
 OTHER = "other drafts"
 STOPS = "vLLM stops"
 REFUSED = "refused"
-TAPS = (2, 4, 7)  # of 8 blocks
+TAPS = (2, 4, 7)  # of a target with 8 blocks
 
 
 @dataclass(frozen=True)
 class Row:
     name: str
-    kind: str  # of the head; "": no head drafts
-    head: dict[str, Any] = field(default_factory=dict)  # changes to its section of the recipe
+    kind: str  # of the head; "": there is no head
+    head: dict[str, Any] = field(default_factory=dict)  # changes to the recipe's section `head`
     expected: str = SAME
-    to: str = "vllm"  # what the export is asked for
+    to: str = "vllm"  # the layout that export writes
     taps: tuple[int, ...] = TAPS
     pickled: bool = False
-    drafted_tokens: int | None = None  # of the draft vocabulary; None: all
-    is_mended: bool = False  # vLLM without its fault in the keys of several layers
-    speculative: dict[str, Any] | None = None  # for vLLM; None: as `aerie inspect` prints it
+    drafted_tokens: int | None = None  # size of the draft vocabulary; None: all tokens
+    is_mended: bool = False  # engine.py mends vLLM's fault in the keys of several layers
+    speculative: dict[str, Any] | None = None  # vLLM's; None: as `aerie inspect` prints it
 
     @property
     def trained(self) -> tuple[Any, ...]:
-        """Rows that agree in this share a head."""
-        is_refused = self.expected == REFUSED  # needs no training
+        """The key of the row's head: rows with equal keys share a trained head."""
+        is_refused = self.expected == REFUSED  # such a head needs no training
         return self.kind, str(self.head), self.taps, self.drafted_tokens, is_refused
 
 
 def _row(name: str, kind: str, expected: str = SAME, **changes: Any) -> Row:
-    """A row of the table; changes that are no field of it belong to the head's section."""
+    """A row of the table. Changes that are no fields of Row go to the head's section."""
     of_row = {key: changes.pop(key) for key in [*changes] if key in Row.__dataclass_fields__}
     return Row(name, kind, changes, expected, **of_row)
 
@@ -74,7 +74,7 @@ ROWS = [
     _row("Medusa, `lm_head: target`", "medusa", REFUSED, lm_head="target"),
     _row("Hydra", "hydra", REFUSED),
     _row("draft LM", "draft_lm"),
-    # the last one: engines after it failed. It drafts end tokens, too.
+    # It must be the last row, because engines after it failed. It also drafts end tokens.
     _row(
         "none: prompt lookup",
         "",

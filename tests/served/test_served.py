@@ -1,6 +1,6 @@
-"""Each row of the table in docs/served.md: vLLM drafts with an export what its head drafts here.
+"""vLLM drafts with each export what the head drafts here, and aerie diagnose asks a vLLM server.
 
-And aerie diagnose asks a vLLM server.
+The exports are the rows of the table in docs/served.md.
 """
 
 from pathlib import Path
@@ -61,5 +61,5 @@ def test_the_ladder_has_the_servers_steps(made: list[Outcome], directory: Path) 
     figures = read_json(directory / "diagnose.json")["figures"]
     for step in ("server", "reported"):
         assert figures[f"ladder.{step}.tau"]["value"] > 1
-    # every draft is accepted up to the same token as here
+    # The server accepts every draft up to the same token as this engine.
     assert figures["drop.server.tau"]["value"] == pytest.approx(0, abs=1e-9)

@@ -1,4 +1,4 @@
-"""A target and heads for it, each trained in seconds on a tiny corpus."""
+"""Trains a target and its heads, each in seconds, on a tiny corpus."""
 
 from itertools import cycle, islice
 from pathlib import Path
@@ -29,7 +29,7 @@ LM_SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
     "initializer_range": 0.1,
 }
-# vLLM's attention on a CPU takes heads of 32
+# vLLM's attention on a CPU accepts a head_dim of 32
 LAYER_SIZES = {"intermediate_size": 128, "num_attention_heads": 2, "head_dim": 32}
 SIZES: dict[str, dict[str, Any]] = {
     "eagle1": LAYER_SIZES,
@@ -52,7 +52,7 @@ class Corpus(NamedTuple):
 
 
 def make_corpus(tokenizer: Any, num_prompts: int) -> Corpus:
-    """Conversations to learn, cut after the first answer, and questions of others."""
+    """Training conversations, cut after the first answer, and prompts of other conversations."""
     rows = []
     for row in tiny.conversations(CONVERSATIONS + num_prompts):
         question, answer = (turn["value"] for turn in row["conversations"][:2])
@@ -70,7 +70,7 @@ def make_corpus(tokenizer: Any, num_prompts: int) -> Corpus:
 
 
 def train(objective: Any, batches: list[Batch], steps: int, rate: float) -> None:
-    """AdamW with a linear decay; the loss is the mean over supervised tokens."""
+    """Trains with AdamW and a linear decay; the loss is the mean over supervised tokens."""
     trained = [parameter for parameter in objective.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
     for step, batch in enumerate(islice(cycle(batches), steps)):
@@ -84,7 +84,7 @@ def train(objective: Any, batches: list[Batch], steps: int, rate: float) -> None
 
 
 def train_target(directory: Path, tokenizer: Any, batches: list[Batch]) -> Target:
-    """A Llama that knows the corpus, from its files."""
+    """Trains a Llama on the corpus, saves it, and loads it from its files."""
     sizes = {**LM_SIZES, "num_hidden_layers": BLOCKS, "hidden_size": 64}
     lm = new_causal_lm(DraftLMSection(**sizes), tokenizer, 0, len(tokenizer))
     train(LMObjective(lm, None, DraftLMTrain()), batches, TARGET_STEPS, 1e-2)
@@ -95,7 +95,7 @@ def train_target(directory: Path, tokenizer: Any, batches: list[Batch]) -> Targe
 def train_head(
     row: Row, target: Target, tokenizer: Any, batches: list[Batch], steps: int, out: Path
 ) -> None:
-    """Trains a row's head on these tokens and the target's states, and saves it."""
+    """Trains a row's head on the batches and the target's states, and saves it in `out`."""
     section = KINDS[row.kind](**SIZES[row.kind] | row.head)
     settings = TypeAdapter(Train).validate_python({"kind": row.kind, **TRAINING.get(row.kind, {})})
     if isinstance(section, DraftLMSection):

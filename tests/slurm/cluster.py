@@ -1,4 +1,4 @@
-"""A real SLURM of two nodes on this machine: munged, slurmctld, and a slurmd for each node."""
+"""Starts a real SLURM with two nodes on this machine: munged, slurmctld, a slurmd a node."""
 
 import json
 import os
@@ -18,8 +18,8 @@ from typing import Any
 from aerie.model.storage import ROOT
 
 DAEMONS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun")
-# More CPUs than the machine has: jobs wait for cores, not in the queue. A requeued job waits
-# cred_expire seconds; values below five count as the default, 120.
+# The nodes claim more CPUs than the machine has, so jobs run at once instead of waiting in the
+# queue. A requeued job waits cred_expire seconds; a value below 5 counts as the default of 120.
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 CONFIGURATION = """\
 ClusterName=aerie
@@ -47,7 +47,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str:
-    """Why SLURM cannot be started here."""
+    """The reason why SLURM cannot be started here, or ''."""
     absent = [name for name in DAEMONS if shutil.which(name, path=PATH) is None]
     absent += ["rights of root"] if os.geteuid() else []
     return f"no {', '.join(absent)} (Debian: apt-get install slurm-wlm munge)" if absent else ""
@@ -77,7 +77,7 @@ class Cluster:
         return done.stdout
 
     def job(self, number: str) -> dict[str, Any]:
-        """A job's status as its script wrote it; {} before that."""
+        """The status that a job's script wrote; {} if it has not written one."""
         paths = list((self.root / "logs").glob(f"*-{number}.json"))
         return json.loads(paths[0].read_text()) if paths else {}
 
@@ -85,7 +85,7 @@ class Cluster:
         return "".join(path.read_text() for path in (self.root / "logs").glob(f"*-{number}.log"))
 
     def wait(self, numbers: Iterable[str], seconds: float = 600.0) -> None:
-        """Waits until the jobs are out of the queue."""
+        """Waits until the jobs have left the queue."""
         queue = partial(self.run, "squeue", "--noheader", "--format=%F")
         _until(
             lambda: not set(numbers) & set(queue().split()),
@@ -106,7 +106,7 @@ class Cluster:
 
 @contextmanager
 def started() -> Iterator[Cluster]:
-    """Starts a cluster with two idle nodes; stops it and its jobs at the end."""
+    """A cluster with two idle nodes. At the end it and its jobs are stopped."""
     root = Path(tempfile.mkdtemp(prefix="aerie-slurm-"))
     root.chmod(0o755)  # munged runs as another user
     environment = {
@@ -157,7 +157,7 @@ def started() -> Iterator[Cluster]:
             }
             stack.callback(
                 stack.enter_context(subprocess.Popen(command, **options)).terminate
-            )  # and then waits
+            )  # the stack calls terminate, then waits for the process
             if number == 0:
                 _until(Path(keys["socket"]).exists, lambda: "munged's socket")
         cluster = Cluster(root, environment)
@@ -177,4 +177,4 @@ def _until(is_so: Callable[[], bool], what: Callable[[], str], seconds: float = 
     end = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < end, f"waited {seconds:g} s: {what()}"
-        time.sleep(0.3)  # each look at the queue starts a process
+        time.sleep(0.3)  # each call of is_so may start a process

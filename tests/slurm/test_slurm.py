@@ -1,4 +1,4 @@
-"""The batch scripts under a real SLURM of two nodes: signals and requeues change no byte."""
+"""Runs the batch scripts under a real SLURM of two nodes; signals and requeues change no byte."""
 
 import json
 import socket
@@ -20,18 +20,18 @@ from tests.train.test_processes import together
 
 pytestmark = pytest.mark.slow
 STEPS = 200
-# Like --signal=B:USR1@300: only the batch script gets it.
+# Like --signal=B:USR1@300, it signals only the batch script.
 SIGNAL = ("scancel", "--batch", "--signal=USR1")
 
 
 @dataclass(frozen=True)
 class Morning:
-    """Jobs that are in the queue together: their numbers, and what was seen on the way."""
+    """Jobs that were in the queue together, and what they left."""
 
     cluster: Cluster
-    root: Path  # has the cluster's run, and the run `alone`: undisturbed, with two processes here
-    jobs: dict[str, str]
-    after_the_signal: dict[str, Any]  # the run's status.json once the ranks had stopped
+    root: Path  # of the cluster's run, and of the run `alone` by two undisturbed processes
+    jobs: dict[str, str]  # name -> number
+    after_the_signal: dict[str, Any]  # the training's status.json once its processes had stopped
 
     def ended(self, name: str) -> tuple[Any, ...]:
         status = self.cluster.job(self.jobs[name])
@@ -112,7 +112,7 @@ def recipe_for(root: Path) -> Path:
 
 
 def served_recipe(root: Path) -> Path:
-    """What `aerie init --server` writes, for a short training."""
+    """The recipe that `aerie init --server` writes, for a short training."""
     recipe = root / "served.yaml"
     options = f"""--target {root}/target --data {root}/train.jsonl --server http://elsewhere/v1
     --kind eagle1 --run {root}/served --threads 1 --train.max_steps 6 --out {recipe}
@@ -123,7 +123,7 @@ def served_recipe(root: Path) -> Path:
 
 
 def servers_in(venv: Path) -> str:
-    """Options of sbatch for servers whose `vllm` is a stand-in."""
+    """sbatch's options for servers with a stand-in for `vllm`."""
     script = venv / "bin/vllm"
     script.parent.mkdir(parents=True)
     module = f"PYTHONPATH={ROOT}/src:{ROOT} exec {sys.executable} -m tests.data.vllm_stand_in"
@@ -171,7 +171,7 @@ def test_a_process_signalled_while_it_loads_is_requeued_and_the_bench_waits_for_
 
 
 def test_servers_and_training_share_an_allocation(morning: Morning) -> None:
-    """A node serves, first answers and then states, and the other one makes the head of them."""
+    """One node serves first answers, then states, and the other node trains the head on them."""
     ended, code, attempt, log = morning.ended("served")
     assert (ended, code, attempt) == ("done", 0, 1), log
     run = morning.root / "served"
