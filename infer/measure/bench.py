@@ -111,6 +111,7 @@ def forget_answers(directory: Path) -> None:
 
 
 def load_quietly(config: Any, threads: int | None) -> Target:
+    """The target on this process's device; also silences the libraries' warnings."""
     if threads is not None:
         torch.set_num_threads(threads)
     warnings.filterwarnings("ignore")
@@ -149,6 +150,8 @@ def clocked(
 
 @dataclass(frozen=True)
 class Bench:
+    """A suite with all that answers its rows."""
+
     target: Target
     tokenizer: Any
     suite: Suite

@@ -247,6 +247,7 @@ def line_of(record: Record) -> str:
 
 
 def read_records(path: Path) -> list[Record]:
+    """The records in records.jsonl, without a cut last line; a UserError names a bad line."""
     records = []
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
@@ -265,6 +266,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def read_as(path: Path, schema: type[Schema]) -> Schema:
+    """The content of a stage's JSON file; a UserError tells how to make the file again."""
     try:
         return validate(read_json(path), schema, str(path), {})
     except UserError as error:

@@ -404,6 +404,7 @@ class SampledProver:
         draws: int,
         seed: int,
     ) -> LawTest:
+        """Draws answers with a method, and tests them against the target's law."""
         length = LONGER.get(config.method, LENGTH)
         decoder = self.decoder(config, kind)
         generator = torch.Generator().manual_seed(seed)

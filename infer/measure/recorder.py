@@ -266,6 +266,7 @@ def lines_of(origin: Origin, records: Sequence[CycleRecord]) -> list[str]:
 
 
 def append_lines(path: Path, lines: Sequence[str]) -> None:
+    """Appends lines, and returns when they are on the disk."""
     with explained(path), path.open("a", encoding="utf-8") as file:
         file.write("".join(lines))
         file.flush()

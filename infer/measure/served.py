@@ -112,7 +112,8 @@ def require_same_target(
     if agreed < LEAST_AGREEMENT * count:
         raise UserError(
             f"{server.url}: serves another model ({server.facts.root or server.facts.model}): "
-            f"{target.recipe.path} would write {agreed} of its {count} greedy tokens"
+            f"{target.recipe.path} would write {agreed} of its {count} greedy tokens; "
+            "serve this target"
         )
 
 

@@ -123,6 +123,10 @@ def set_of(task: str) -> str:
 
 
 def load_prompts(config: PromptsConfig) -> list[Prompt]:
+    """The prompts of a file, of published sets, or of held-out data.
+
+    Raises UserError if there are none, or if two have the same id.
+    """
     if isinstance(config, HeldOutPrompts):
         return _held_out(config)
     if config.path is not None:
