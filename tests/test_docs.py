@@ -1,7 +1,7 @@
 """Checks README.md and docs/ against the code.
 
-Each command accepts its command lines, with stand-in files. README.md's code and the notebook run
-on a tiny target. Links, pictures and figures are in place, and every kind of prompt is accepted.
+Commands accept the command lines, with stand-in files. README.md's code and the notebook run on a
+tiny target. Links, pictures and figures are right, and every kind of prompt is accepted.
 """
 
 import json

@@ -30,7 +30,7 @@ DROPS = {  # step -> the name of its loss, and the step that it is compared with
     "server": ("server", "chain"),
     "reported": ("counting", "server"),
 }
-ASKED_FIRST = 2  # a server shows with this many prompts that it serves the target
+ASKED_FIRST = 2  # prompts to check that a server has the target
 
 
 def chain_of(drafter: Drafter, levels: int) -> Proposer:
@@ -40,10 +40,7 @@ def chain_of(drafter: Drafter, levels: int) -> Proposer:
 
 
 def decoded(target: Target, proposer: Proposer, texts: Sequence[LearntText], name: str) -> Drafting:
-    """Decodes the texts' answers again, after the same prompts, and counts the cycles.
-
-    name: for the progress line.
-    """
+    """Decodes the texts' answers again, after the same prompts, and counts the cycles."""
     decoder = SpeculativeDecoder(target, proposer)
     decoder.runners.mode = "eager"  # speed does not count here
     lines = []
@@ -82,7 +79,7 @@ class AcceptanceCounts:
 
 
 def served(patient: Patient, server: Server, texts: Sequence[LearntText]) -> dict[str, Drafting]:
-    """The server's two steps: the cycles that its answers took, and its own count of tokens."""
+    """The server's two steps: the cycles of its answers, and its own count."""
     config = patient.target.generation_config
     took = []
     counted = []
@@ -102,7 +99,7 @@ def served(patient: Patient, server: Server, texts: Sequence[LearntText]) -> dic
 
 
 def climb(patient: Patient, texts: list[LearntText]) -> None:
-    """Adds the ladder's steps, and what each step loses against the one it is compared with."""
+    """Adds the ladder's steps, and what each step loses."""
     symptoms = patient.symptoms
     steps = patient.steps
     chain = chain_of(patient.drafter, patient.levels)

@@ -44,7 +44,7 @@ def _score_text(
 ) -> pd.DataFrame:
     ids = text.text.ids.to(target.device)  # [T]
     turns = text.text.turn_ids
-    # A draft starts where the last token read (its root follows) belongs to the root's answer.
+    # The last token that was read, the root and the drafted token belong to one answer.
     starts = ((turns[:-1] == turns[1:]) & (turns[:-1] > 0)).nonzero()[:, 0].tolist()
     batch = text.batch(drafter.after_blocks)
     states = (batch.features if batch.taps is None else batch.taps)[0]  # [T, D or L*D]

@@ -31,7 +31,7 @@ from aerie.model.checkpoint import head_facts, is_targets, save_head
 from aerie.model.heads import DRAFT_MODELS
 from aerie.model.target import Target, VocabWeights, context_of, target_end_ids
 
-ROOM = 32  # tokens that a prompt leaves for its answer and for longer ways to render it
+ROOM = 32  # tokens that a prompt leaves for its answer and other ways to render it
 MOST_TRAINED = 2000  # conversations read from the head's training data
 MOST_TRAINED_TOKENS = 512  # tokens read of each
 
@@ -53,7 +53,7 @@ class Patient:
 
     def __post_init__(self) -> None:
         self.steps: dict[str, Drafting] = {}  # of the ladder, by name
-        self.readings: list[Any] = []  # the other readings that were measured
+        self.readings: list[Any] = []  # other readings of the head
         drafts = self.server.facts.draft_tokens if self.server else 0
         self.levels = drafts or DEPTHS  # the length of the chains to decode
         self.kind = kind_at(self.head)
@@ -68,10 +68,7 @@ class Patient:
         self.taps = self.drafter.after_blocks
 
     def prompt_ids(self) -> list[list[int]]:
-        """Token ids of the first turns. It drops prompts that leave no room for an answer.
-
-        Raises UserError if no prompt leaves room.
-        """
+        """Token ids of the first turns, without prompts that leave no room, or UserError."""
         limit = self.drafter.max_positions
         limit = min(limit, context_of(self.target.config) or limit) - ROOM
         rendered = self.rendered(self.prompts, self.tokenizer)
@@ -91,10 +88,7 @@ class Patient:
         return [encode_turn(prompt, (), tokenizer, self.target)[0].tolist() for prompt in prompts]
 
     def usual_tree(self) -> Proposer:
-        """The proposer of the published method of the head's kind.
-
-        Raises UserError if the head drafts fewer levels than that method's tree has.
-        """
+        """The published method's proposer; raises UserError if the head drafts too few levels."""
         method = USUAL[self.kind]
         row = MethodConfig(method, published_tree(method))
         proposer = make_proposer(self.heads, check_levels(row, self.head, method), self.head)
@@ -123,8 +117,7 @@ class Patient:
     ) -> Drafting:
         """How far drafts from every token of the texts are accepted, by training's own measure.
 
-        head: the head's module, or another reading of it. vocab: the embedding and LM head to
-        draft with; None: the target's.
+        head: the head's module in any reading. vocab: what it drafts with; None: the target's.
         """
         values: dict[str, Any] = {"kind": self.kind, "eval_depths": self.levels}
         if self.kind == "eagle3":
@@ -159,7 +152,7 @@ class Patient:
 def trained_texts(
     target: TargetConfig, tokenizer: Any, conversations: Path, head: str
 ) -> list[LearntText]:
-    """The first conversations of a head's training data, with training's tokens and loss mask."""
+    """The first conversations of a head's training, with training's loss mask."""
     arguments = trained_arguments(head)
     config = DataConfig(
         conversations=(str(conversations),),

@@ -1,7 +1,6 @@
-"""Finds losses of acceptance whose cause is not the head.
+"""Finds what template, temperature, length, domain and target take from acceptance.
 
-They come from the template, temperature, length, domain or target. `compare_texts` compares two
-sets of texts by their tables from laws.py.
+`compare_texts` compares two sets of texts by their tables from laws.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,9 +72,8 @@ def compare_texts(
     """The gap in acceptance between two texts (`total`), and the three parts that sum to it.
 
     `vocabulary`: more of the target's choices are outside the draft vocabulary. `text`: the target
-    is less sure, and drafts of uncertain tokens are accepted less. `head`: less is accepted even
-    at the same entropy of the target. This is Kitagawa, Oaxaca and Blinder's decomposition, with
-    classes of entropy. accept: the column of acceptance. Rows with one number are pairs.
+    is less sure. `head`: less is accepted at the same entropy of the target. (Kitagawa, Oaxaca and
+    Blinder's decomposition, with classes of entropy.) Rows with one number are pairs.
     """
     inside = [table.entropy[table.inside] for table in (better, worse)]
     edges = np.unique(np.quantile(pd.concat(inside), np.linspace(0, 1, CLASSES + 1)[1:-1]))
@@ -125,9 +123,9 @@ def temperature_figures(table: pd.DataFrame, served: float) -> dict[str, Any]:
 
 
 def length_figures(table: pd.DataFrame, accept: str) -> dict[str, Any]:
-    """The length from which on acceptance is lowest at the same entropy, and the loss there.
+    """The length from which on the loss at the same entropy is surest, and that loss.
 
-    A length is a power of two, with at least FEW tokens on both sides. Returns {} without one.
+    A length is a power of two with FEW tokens on both sides. {} without one.
     """
     falls = {}
     for length in TEXT_LENGTHS:
@@ -153,10 +151,9 @@ def _surest(figures: Mapping[Any, Estimate | None]) -> Any:
 def trained_figures(
     trained: pd.DataFrame, answered: pd.DataFrame, learnt: Sequence[int], accept: str
 ) -> dict[str, Any]:
-    """Compares answers to the training's prompts with answers to these prompts.
+    """Figures of answers to the training's prompts and to these, and the gap with its parts.
 
-    Returns the gap in acceptance with its parts, and figures of both. learnt: the tokens of the
-    training's own answers.
+    learnt: the tokens of the training's own answers.
     """
     answered = answered.assign(row=answered.row + 1 + trained.row.max())  # rows are not pairs
     shares = pd.Series(learnt).value_counts(normalize=True)
@@ -269,8 +266,7 @@ def examine_text(patient: Patient, texts: list[LearntText]) -> None:
     by_task = {task: mean_over_texts(part, accept) for task, part in answers.groupby(tasks)}
     add("text.by_task", by_task)
     if patient.trained_on:
-        # The target answers the training's prompts itself. Answers written by people would add a
-        # gap that is the text's.
+        # The target answers these, too: people's answers would add a gap that is the text's.
         prompts = [text.prompt.tolist() for text in patient.trained_on[: len(texts)]]
         trained = patient.scored(answer_greedily(patient.target, prompts))
         learnt = torch.cat([text.ids[text.turn_ids > 0] for text in patient.trained_on])

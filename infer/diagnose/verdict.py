@@ -85,7 +85,7 @@ LADDER = {
 
 
 def page(diagnosis: Diagnosis, symptoms: Symptoms) -> str:
-    """The page for the terminal: the verdict, the ladder, other figures, and what is missing."""
+    """The verdict, the ladder and other figures for the terminal."""
     values = symptoms.values
     lines = [diagnosis.sentence]
     if "ladder.teacher_forced.tau" in values:

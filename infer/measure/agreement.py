@@ -37,10 +37,7 @@ class Difference:
 def first_difference(
     target: Target, ids: Tensor, prompt: int, ours: Sequence[int], theirs: Sequence[int]
 ) -> Difference:
-    """The first difference between two answers to ids [1, T], which must differ.
-
-    prompt: the number of the prompt.
-    """
+    """The first difference between two unequal answers to ids [1, T]. prompt: its number."""
     pairs = enumerate(itertools.zip_longest(ours, theirs, fillvalue=-1))
     position, tokens = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
     our_token, their_token = tokens

@@ -79,16 +79,13 @@ from aerie.model.target import Target, context_of, local_device
 
 CYCLES = "cycles.jsonl"
 JOB = "job.json"
-PROCESS = "process-{}"  # a directory in the bench's, for each process but the first
-CHECKED_PROMPTS, CHECKED_TOKENS = 4, 16  # a server shows with these that it serves the target
+PROCESS = "process-{}"  # the directory of each process but the first
+CHECKED_PROMPTS, CHECKED_TOKENS = 4, 16  # to check that a server has the target
 CYCLE_PHASES = ("draft", "verify", "commit", "other")  # their times sum to the cycle's
 
 
 def begin_bench(stage: Stage, overwrite: bool) -> None:
-    """Keeps the answers of a stopped bench with the same inputs.
-
-    Without `overwrite` it raises UserError if there are answers to other inputs.
-    """
+    """Keeps a stopped bench's answers to the same inputs; deletes others, or raises UserError."""
     has_records = any(stage.output.rglob(RECORDS))
     is_ended = (stage.output / storage.FILE).is_file()
     checked = Manifest.check(stage.output, stage.inputs, name=JOB)
@@ -142,7 +139,7 @@ def describe_machine(target: Target) -> dict[str, Any]:
 def clocked(
     device: torch.device, work: Callable[..., Any], *arguments: Any, **settings: Any
 ) -> tuple[float, Any]:
-    """The milliseconds that the call takes, and what it returns."""
+    """(milliseconds of the call, its result)"""
     clock = Clock({}, device.type == "cuda")
     result = work(*arguments, **settings)
     return clock.lap(None), result
@@ -150,8 +147,6 @@ def clocked(
 
 @dataclass(frozen=True)
 class Bench:
-    """A suite with all that answers its rows."""
-
     target: Target
     tokenizer: Any
     suite: Suite
@@ -162,10 +157,7 @@ class Bench:
 
     @classmethod
     def open(cls, target: Target, tokenizer: Any, suite: Suite, directory: Path) -> "Bench":
-        """Makes a decoder or a server for each row.
-
-        Decoders that read the same taps of the target share a cache.
-        """
+        """Makes a decoder or a server for each row; decoders with the same taps share a cache."""
         drafters = LoadedHeads(target)
         caches: dict[tuple[int, ...], CachedLM] = {}
         decoders = {}
@@ -188,25 +180,21 @@ class Bench:
         return tree_shape(method)
 
     def settings(self, ids: Tensor) -> dict[str, Any]:
-        """The settings of a greedy answer to a prompt [1, T].
-
-        All rows get the same length: the row with the least room sets it.
-        """
+        """The settings of a greedy answer to ids [1, T], as long as every row has room."""
         length = ids.shape[1]
         limits = list(
             chain.from_iterable(decoder.limits.values() for decoder in self.decoders.values())
         )
         limits += filter(None, (server.facts.max_positions for server in self.servers.values()))
-        # A row whose limit the prompt alone exceeds will fail, so its limit does not count.
+        # A row without room for the prompt will fail, so its limit does not count.
         room = min((limit - length for limit in limits if limit > length), default=1)
         most = self.suite.config.prompts.max_new_tokens
         return {"max_new_tokens": min(most, room), "do_sample": False}
 
     def sampled(self, ids: Tensor, cell: Cell) -> dict[str, Any]:
-        """The settings of a row's answer to a prompt [1, T].
+        """The settings of a row's answer to ids [1, T].
 
-        The suite sets temperature, top_k and top_p. The target's generation_config sets penalties
-        and stop strings.
+        The suite says how tokens are drawn; penalties and stop strings are generation_config's.
         """
         return self.settings(ids) | {
             "do_sample": cell.temperature > 0,
@@ -220,10 +208,7 @@ class Bench:
 def run_bench(
     suite: Suite, output: Path, seed: int, target: Target, tokenizer: Any
 ) -> dict[str, Any]:
-    """Runs the bench and writes its files; returns its facts.
-
-    Raises UserError if every answer failed.
-    """
+    """Runs the bench and returns its facts; raises UserError if every answer failed."""
     source = by_first(partial(pinned, suite.config.prompts))
     prompts = load_prompts(source)
     bench = Bench.open(target, tokenizer, suite, output)
@@ -251,7 +236,7 @@ def run_bench(
 
 
 def warn_of_longer_texts(bench: Bench, prompts: Sequence[Prompt]) -> None:
-    """Warns of tasks whose texts may be longer than the texts that a head was trained on."""
+    """Warns of tasks whose texts may be longer than those that a head was trained on."""
     ends: dict[str, int] = {}  # task -> length at which its longest first answer may end
     for prompt in prompts:
         ids = encode_turn(prompt, (), bench.tokenizer, bench.target)
@@ -280,8 +265,8 @@ class TurnRows(NamedTuple):
 def measure_answers(bench: Bench, prompts: Sequence[Prompt], seed: int) -> list[Record]:
     """Measures the answers that records.jsonl lacks, and returns all records.
 
-    All rows answer a turn one after the other, so a slow minute of the machine slows all rows. A
-    conversation goes on from vanilla's answers.
+    All rows answer a turn in succession, so a slow minute slows all. Later turns follow vanilla's
+    answers.
     """
     turns = turns_of(bench.suite, prompts)
     done = by_first(partial(whole_prompts, bench.directory, turns))
@@ -293,7 +278,7 @@ def measure_answers(bench: Bench, prompts: Sequence[Prompt], seed: int) -> list[
     keep_facts(directory, bench.servers)
     warm_up(bench, prompts)
     check_servers(bench, prompts)
-    # A process takes all rows and turns of a prompt, so speeds are compared within a process.
+    # A process takes all rows and turns of a prompt, as speeds are compared within a process.
     mine = {prompt.key for prompt in my_share(prompts)}
     my_turns = [(number, turn) for number, turn in enumerate(turns) if turn.prompt.key in mine]
     count = sum(len(turn.origins) for _, turn in my_turns)
@@ -311,7 +296,7 @@ def measure_answers(bench: Bench, prompts: Sequence[Prompt], seed: int) -> list[
         done |= theirs
     if rank() == 0 and world_size() > 1:
         collect_answers(bench.directory)
-    # in the order in which a single process would answer
+    # in the order of a single process
     done = {origin.key: done[origin.key] for turn in turns for origin in turn.origins}
     records = compared_with_vanilla(bench, done)
     measure_loads(bench.directory, bench.servers, records, partial(decoding_of, bench), seed)
@@ -324,7 +309,7 @@ def decoding_of(bench: Bench, record: Record) -> Decoding:
 
 
 def turns_of(suite: Suite, prompts: Sequence[Prompt]) -> list[TurnRows]:
-    """Every turn of every prompt at every sampling, in the order of answering."""
+    """Every turn of every prompt at every sampling, in order."""
     turns: list[TurnRows] = []
     rows_of = rows_by_prompt(suite_file(suite, prompts, None), suite.vanilla, prompts)
     for sampling, by_prompt in rows_of.items():
@@ -341,10 +326,7 @@ def turns_of(suite: Suite, prompts: Sequence[Prompt]) -> list[TurnRows]:
 
 
 def require_same_texts(turns: Sequence[TurnRows], done: Mapping[Key, Record], path: Path) -> None:
-    """Raises UserError if a recorded answer belongs to another text.
-
-    The texts of a data set without a fixed commit can change.
-    """
+    """Raises UserError if a prompt changed, as in a data set without a commit."""
     for prompt, origins in turns:
         for record in filter(None, (done.get(origin.key) for origin in origins)):
             if record.prompt_text != prompt.turns[record.turn]:
@@ -353,7 +335,7 @@ def require_same_texts(turns: Sequence[TurnRows], done: Mapping[Key, Record], pa
 
 
 def collect_answers(directory: Path) -> dict[Key, Record]:
-    """The good answers so far. It moves other processes' answers to the first one's files."""
+    """The good answers so far, after moving other processes' answers to the first one's files."""
     done: dict[Key, Record] = {}
     for part in (directory, *sorted(directory.glob(PROCESS.format("*")))):
         new = {record.key: record for record in read_good_records(part / RECORDS)}
@@ -361,8 +343,7 @@ def collect_answers(directory: Path) -> dict[Key, Record]:
         cycles = part / CYCLES
         keep_answers(cycles, new)
         if part != directory:
-            # Cycles come first: after a kill in between, the next call drops cycles that have no
-            # record.
+            # Cycles come first: after a kill, the next call drops those without a record.
             if cycles.is_file():
                 append_lines(directory / CYCLES, [cycles.read_text(encoding="utf-8")])
             append_lines(directory / RECORDS, [line_of(record) for record in new.values()])
@@ -372,9 +353,9 @@ def collect_answers(directory: Path) -> dict[Key, Record]:
 
 
 def whole_prompts(directory: Path, turns: Sequence[TurnRows]) -> dict[Key, Record]:
-    """The good answers so far, without prompts that a different number of processes began.
+    """The good answers so far, except to prompts that another number of processes began.
 
-    Such an unfinished prompt is measured again, so that one device measures all its rows.
+    These are measured again, so that one device measures all rows of a prompt.
     """
     done = collect_answers(directory)
     begun = {turn.prompt.key for turn in turns for origin in turn.origins if origin.key not in done}
@@ -390,7 +371,7 @@ def whole_prompts(directory: Path, turns: Sequence[TurnRows]) -> dict[Key, Recor
 
 
 def read_good_records(path: Path) -> list[Record]:
-    """The good records of an earlier call. It removes all others, and a cut line, from the file."""
+    """The good records of an earlier call, after removing all others and a cut line."""
     if not path.is_file():
         return []
     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
@@ -410,7 +391,7 @@ def warm_up(bench: Bench, prompts: Sequence[Prompt]) -> None:
 
 
 def check_servers(bench: Bench, prompts: Sequence[Prompt]) -> None:
-    """Raises UserError if a server serves another target. The answers also warm the server up."""
+    """Raises UserError if a server has another target; its answers also warm it up."""
     if not bench.servers:
         return
     texts = []
@@ -424,7 +405,7 @@ def check_servers(bench: Bench, prompts: Sequence[Prompt]) -> None:
 
 
 def compared_with_vanilla(bench: Bench, done: Mapping[Key, Record]) -> list[Record]:
-    """All records; the greedy ones now say whether they are identical to vanilla's answers."""
+    """All records; the greedy ones say whether they equal vanilla's answers."""
     records = []
     for record in done.values():
         baseline = done[replace(record, row=bench.suite.vanilla).key]
@@ -441,9 +422,9 @@ def compared_with_vanilla(bench: Bench, done: Mapping[Key, Record]) -> list[Reco
 def measure_answer(
     bench: Bench, origin: Origin, prompt: Prompt, done: Mapping[Key, Record], seed: int
 ) -> tuple[Record, list[str]]:
-    """The record of a row's answer to a turn, or of its failure, and the lines of its cycles.
+    """The record of a row's answer (or failure), and the lines of its cycles.
 
-    done: the answers so far; vanilla's answers to earlier turns are part of the prompt.
+    done: the answers so far, among them vanilla's to earlier turns.
     """
     row = bench.suite.rows[origin.row]
     facts = {
@@ -479,10 +460,7 @@ def measure_answer(
 def ask_server(
     bench: Bench, origin: Origin, ids: Tensor, facts: dict[str, Any], seed: int
 ) -> Record:
-    """The record of a server's answer, or of the reason why it gives none to this prompt.
-
-    Raises UserError if the server cannot be reached.
-    """
+    """The record of a server's answer or refusal; raises UserError if the server is away."""
     decoding = resolve(bench.target.generation_config, **bench.sampled(ids, origin))
     try:
         answer = bench.servers[origin.row].answer(ids[0].tolist(), decoding, seed)
@@ -525,7 +503,7 @@ def answer_facts(bench: Bench, row: int, generation: Generation) -> dict[str, An
 
 
 def peak_memory_gib(decoder: SpeculativeDecoder) -> float:
-    """The GPUs' peak since the last reset, with CUDA graphs; without GPUs, this process's peak."""
+    """The GPUs' peak since the last reset, with CUDA graphs; without GPUs, the process's."""
     if not torch.cuda.is_available():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     devices = range(torch.cuda.device_count())
@@ -537,7 +515,7 @@ def peak_memory_gib(decoder: SpeculativeDecoder) -> float:
 
 @torch.inference_mode()
 def generate_answer(bench: Bench, record: Record) -> tuple[tuple[int, ...], float]:
-    """The tokens that transformers' generate writes for a record's prompt, and the milliseconds."""
+    """transformers' answer to a record's prompt, and its milliseconds."""
     ids = torch.tensor([record.prompt_ids], device=bench.target.device)  # [1, T]
     ms, sequences = clocked(
         bench.target.device,
@@ -553,9 +531,9 @@ def generate_answer(bench: Bench, record: Record) -> tuple[tuple[int, ...], floa
 
 
 def run_reference(bench: Bench, records: list[Record]) -> list[Record]:
-    """Lets transformers' generate answer vanilla's greedy prompts, and writes reference.json.
+    """Compares vanilla's greedy answers with transformers' generate, and writes reference.json.
 
-    Returns the records, and sets `identical_to_generate` in the greedy ones.
+    Returns the records; the greedy ones get `identical_to_generate`.
     """
     greedy = [record for record in records if record.temperature == 0.0 and record.status == "ok"]
     baseline = [record for record in greedy if record.row == bench.suite.vanilla]

@@ -140,7 +140,7 @@ class SummaryRow:
     peak_memory_gib: float | None = None
     ms: Milliseconds | None = None
     served: dict[str, Any] | None = None  # served_figures; None: no server answered this row
-    trained_length: int | None = None  # tokens of the longest text that the head was trained on
+    trained_length: int | None = None  # tokens of the longest text in the head's training
     beyond_trained: float | None = None  # the share of texts that are longer
     sweep: str | None = None  # the sweep's name; None: a row of the bench
     key: str | None = None
@@ -213,15 +213,15 @@ class ServerFacts:
     name: str  # the row's
     url: str
     model: str
-    root: str | None  # the model's directory or Hub id, as the server reports it
+    root: str | None  # the model's directory or Hub id, says the server
     server: str  # such as 'vllm 0.32.0'
-    draft_tokens: int  # a cycle; 0: none, or unknown
-    max_positions: int | None  # the most tokens of prompt and answer together
+    draft_tokens: int  # per cycle; 0: none, or unknown
+    max_positions: int | None  # for prompt and answer together
 
 
 @dataclass(frozen=True)
 class ServedLoad(Cell):
-    """How fast a server answers a row's prompts, with `at_once` requests at the same time."""
+    """A served row's answers to `at_once` requests at the same time."""
 
     at_once: int
     answers: int
@@ -229,7 +229,7 @@ class ServedLoad(Cell):
     new_tokens: int
     seconds: float
     compared: int  # greedy answers with token ids
-    identical: int  # those of them that equal vanilla's
+    identical: int  # those that equal vanilla's
 
     @property
     def tokens_per_s(self) -> float:
@@ -247,7 +247,7 @@ def line_of(record: Record) -> str:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records in records.jsonl, without a cut last line; a UserError names a bad line."""
+    """The records, without a cut last line; UserError for a bad line."""
     records = []
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
@@ -266,7 +266,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def read_as(path: Path, schema: type[Schema]) -> Schema:
-    """The content of a stage's JSON file; a UserError tells how to make the file again."""
+    """A stage's JSON file; UserError if it is damaged."""
     try:
         return validate(read_json(path), schema, str(path), {})
     except UserError as error:

@@ -1,7 +1,4 @@
-"""Measures how well a head's confidence predicts acceptance.
-
-A calibration writes summaries and a calibrator, and rebuilds a static tree for the head.
-"""
+"""Measures how a head's confidence predicts acceptance; fits a calibrator and a static tree."""
 
 import hashlib
 import heapq
@@ -175,7 +172,7 @@ def write_calibration(
 def write_calibrator(output: Path, calibrator: Calibrator, head: str | None) -> None:
     directories = output_directories(output, head)
     if len(directories) > 1:
-        # With the weights' digests a reader can refuse the calibrator if the weights change.
+        # Readers refuse the calibrator if the head's weights change.
         calibrator = replace(calibrator, head=digests(directories[1]))
     for directory in directories:
         write_json(directory / CALIBRATOR, asdict(calibrator))
@@ -203,7 +200,7 @@ def reliability(nodes: pd.DataFrame, bins: int = 20) -> dict[str, Any]:
     """
     confidence = nodes.confidence.to_numpy()
     acceptance = nodes.acceptance.to_numpy()
-    # The tolerance puts a float32 value such as 0.15, which may be 0.1499999, above its edge.
+    # The tolerance puts a float32 such as 0.15, which may be 0.1499999, above its edge.
     index = np.clip(np.floor(confidence * bins + 1e-6).astype(np.int64), 0, bins - 1)
     counts = np.bincount(index, minlength=bins)
     confidences = np.bincount(index, weights=confidence, minlength=bins)  # sums by bin

@@ -129,13 +129,10 @@ def run_chat(
 
 
 def typed_lines() -> Iterator[str]:
-    """The lines of stdin. Ctrl-C drops the line that a user is typing; on an empty line it quits.
-
-    Without readline Ctrl-C always quits.
-    """
+    """The lines of stdin. Ctrl-C drops a line that is being typed; on an empty line it quits."""
     readline: Any = None
     with suppress(ImportError):  # some Pythons are built without it
-        import readline  # lets the user of input() edit the line and recall earlier ones
+        import readline  # with it, input() lets a user edit and recall lines
     prompt = "\n> " if sys.stdin.isatty() else ""
     while True:
         try:
@@ -175,15 +172,14 @@ def cycle_work(
 
     more = min(24, min(decoder.limits.values()) - prompt_tokens)
     settings = settings | {"max_new_tokens": more, "eos_token_id": []}
-    # Eager cycles launch the same kernels one by one, so the counter sees each of them.
-    with patch.object(decoder.runners, "mode", "eager"), counter:
+    with patch.object(decoder.runners, "mode", "eager"), counter:  # the same kernels, one by one
         decoder.generate(prompt, on_cycle=watch, **settings)
     kernels, read = np.median(np.diff(totals, axis=0), axis=0)
     return kernels, read
 
 
 def copy_speed(device: torch.device) -> float:
-    """How many bytes a second the device reads and writes while it copies within its memory."""
+    """The bytes that a copy in the device's memory reads and writes in a second."""
     size = 2**30 if device.type == "cuda" else 2**27
     blocks = torch.ones(2, size, dtype=torch.uint8, device=device)
     ms = min(clocked(device, blocks[0].copy_, blocks[1])[0] for _ in range(5))
@@ -193,10 +189,7 @@ def copy_speed(device: torch.device) -> float:
 def profile(
     decoder: SpeculativeDecoder, prompt: Any, statistics: Statistics, settings: dict[str, Any]
 ) -> str:
-    """A line with the times, kernels and bytes of an answer's cycle.
-
-    It compares the speed at which a cycle read weights and caches with the speed of a copy.
-    """
+    """A line with a cycle's times, kernels, bytes, and speed of reading against a copy's."""
     kernels, read = cycle_work(decoder, prompt, statistics.prompt_tokens, settings)
     speed = copy_speed(decoder.target.device)
     seconds = (statistics.ms["wall"] - statistics.ms["prefill"]) / 1000 / statistics.target_forwards
@@ -227,10 +220,7 @@ def sampling_words(decoding: Decoding) -> str:
 def answer_turn(
     decoder: SpeculativeDecoder, prompt: Any, arguments: Namespace, generator: Any, streamer: Any
 ) -> Generation:
-    """The answer to a prompt. The streamer prints it to stdout; statistics go to stderr.
-
-    prompt: messages, a text or token ids. streamer: None prints no answer.
-    """
+    """The answer, which the streamer (if any) prints to stdout; statistics go to stderr."""
     trees: list[str] = []
 
     def watch(cycle: Cycle) -> None:

@@ -47,8 +47,8 @@ MIN_DRAWS = 200  # with fewer draws the chi-square test has hardly a cell
 EXPECTED = 5.0  # the least expected draws in a cell of the chi-square test
 PROOF_SAMPLINGS = (SamplingConfig(1.0), SamplingConfig(0.6, top_p=0.8))
 LENGTHS = (32, 3, 12, 4, 20, 6)  # the prompts take these max_new_tokens in turn
-# The target refuses all drafts; it accepts each draft down to its deepest node; an end token ends
-# the answer inside an accepted path; max_new_tokens ends it there.
+# All drafts are refused; all are accepted to their deepest node; an end token stands inside an
+# accepted path; max_new_tokens ends inside one.
 EDGES = ("rejected", "accepted", "ended", "cut")
 
 VOCABULARY = 8  # the miniature's
@@ -185,7 +185,7 @@ def run_verify(
 
 
 def rows_to_prove(methods: Sequence[str], heads: dict[str, str]) -> list[ProofRow]:
-    """A row for each method with each of its heads, then rows for dynamic trees that are drawn."""
+    """A row for each method with each of its heads; drawn dynamic trees come last."""
     configs = [
         validate({"method": name.strip()}, MethodConfig, "--methods", {}) for name in methods
     ]
@@ -209,7 +209,7 @@ def prove_rows(
     prompts: PromptsConfig,
     options: Namespace,
 ) -> None:
-    """For every row: answers greedy prompts on the target, and draws answers on a miniature."""
+    """Answers greedy prompts on the target, and draws answers on a miniature, for every row."""
     plain = SpeculativeDecoder(target)
     plain.tokenizer = tokenizer
     references = [
@@ -217,8 +217,7 @@ def prove_rows(
         for text in proof_texts(prompts, options.prompts)
     ]
     drafters = LoadedHeads(target)
-    # The miniature takes the target's settings that look at the text, except lists: they name
-    # tokens that it lacks.
+    # Settings that are lists may name tokens that the miniature lacks.
     of_text = resolve(target.generation_config).of_text
     laws = {name: value for name, value in of_text.items() if isinstance(value, int | float)}
     with (
@@ -239,7 +238,7 @@ def prove_rows(
 
 
 def proof_texts(prompts: PromptsConfig, count: int) -> list[str]:
-    """The first turns of the recipe's prompts; made-up tasks if the recipe has no prompts."""
+    """The first turns of the recipe's prompts, or else made-up tasks."""
     if prompts.path or prompts.tasks:
         chosen = load_prompts(replace(prompts, num_prompts=count))
         return [prompt.turns[0] for prompt in chosen[:count]]
@@ -475,10 +474,7 @@ def add_noise(matrix: Tensor, deviation: float, generator: torch.Generator) -> N
 
 
 def answer_law(target: Target, ids: Tensor, length: int, sampling: SamplingConfig) -> AnswerLaw:
-    """The chance of every answer of `length` tokens to ids [1, T].
-
-    The target's forwards over all prefixes give the chances.
-    """
+    """The chance of every answer of `length` tokens to ids [1, T], by forwards of all prefixes."""
     decoding = resolve(target.generation_config, **asdict(sampling))
     sampler = Sampler(decoding, torch.Generator(), ids[0])
     law: AnswerLaw = {(): 1.0}

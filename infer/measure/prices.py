@@ -120,8 +120,8 @@ def time_in_turns(
 ) -> list[list[Statistics]]:
     """The statistics of each decoder's answers, up to TIMED_TOKENS long, to prompts [1, T].
 
-    The decoders take turns, so other work on the machine slows all of them alike. All answers get
-    the same limit, because the last trees of an answer are small and cost less.
+    The decoders take turns, so other work on the machine slows all alike. All answers get the same
+    limit, because the last trees of an answer are small and cost less.
     """
     settings: dict[str, Any] = {
         "max_new_tokens": min(max_new_tokens, TIMED_TOKENS),

@@ -57,15 +57,14 @@ def node_acceptance(cycle: Cycle) -> Tensor:
 
 
 class Recorder:
-    """An `on_cycle` hook that records one answer, with a mapping for each cycle.
+    """An `on_cycle` hook that records one answer, a mapping per cycle.
 
-    - `node`: a column has a value for each node, in level order.
-    - `level` (DEAGLE, equations 22 to 26): the frontier's S_d, S_d / S_{d-1}, and E_d without the
-      bonus token.
-    - `law`: compares q with p at accepted nodes.
+    - `node`: columns over the nodes, in level order.
+    - `level` (DEAGLE, equations 22 to 26): the frontier's S_d, S_d / S_{d-1}, E_d without bonus.
+    - `law`: q against p at accepted nodes.
     - `frontier`: the branches before reranking.
-    - `stop_reason`: the stop rule, `levels`, `budget` (max_new_tokens) or `guess` (a draft without
-      laws); None if nothing was drafted.
+    - `stop_reason`: the stop rule, `levels`, `budget` (max_new_tokens) or `guess` (no laws); None
+      if nothing was drafted.
     """
 
     def __init__(self, more_law_columns: LawColumns | None = None) -> None:
@@ -179,8 +178,8 @@ def _where_known(values: Tensor, is_known: Tensor) -> list[float | None]:
 def _law_columns(cycle: Cycle) -> CycleRecord | None:
     """Compares q with p for the children of accepted nodes; y is a node's first judged child.
 
-    p and q are the laws that verification compares. If children are drawn from q, it is the law
-    after the processors; otherwise it is the head's own. At temperature 0 both are plain softmaxes.
+    Verification compares the same laws: q is after the processors if children are drawn from it,
+    else the head's own. At temperature 0 both are plain softmaxes.
     """
     tree = cycle.tree
     if tree.pool is None or tree.levels == 0:
@@ -229,18 +228,15 @@ def _law_columns(cycle: Cycle) -> CycleRecord | None:
 def _compare_laws(
     log_p: Tensor, log_q: Tensor, log_q_wide: Tensor, ids: Tensor
 ) -> dict[str, Tensor]:
-    """Columns [M] that compare p [M, V] with q [M, Vd].
-
-    log_q_wide: log q over the target's vocabulary [M, V]. ids: the draft vocabulary [Vd].
-    """
+    """Columns [M] that compare p [M, V] with q [M, Vd], here also over all ids [M, V]."""
     p = log_p.exp()
     q = log_q.exp()
     return {
         "top_q": q.max(-1).values,  # DEAGLE's c
         "agrees": ids[log_q.argmax(-1)] == log_p.argmax(-1),  # DEAGLE's alpha
         "tvd": 1.0 - torch.minimum(p[:, ids], q).sum(-1).clamp(max=1.0),  # 1 - tvd is SVIP's beta
-        # A divergence is infinite if the draft vocabulary lacks a token that p allows, or if a
-        # processor removed a token that q allows.
+        # infinite if the draft vocabulary lacks a token that p allows, or a processor removed a
+        # token that q allows
         "kl_pq": torch.where(p > 0, p * (log_p - log_q_wide), 0.0).sum(-1).clamp(min=0.0),
         "kl_qp": torch.where(q > 0, q * (log_q - log_p[:, ids]), 0.0).sum(-1).clamp(min=0.0),
         "entropy": entropy(q),
@@ -250,7 +246,7 @@ def _compare_laws(
 def lines_of(origin: Origin, records: Sequence[CycleRecord]) -> list[str]:
     """The lines for cycles.jsonl, without frontiers.
 
-    They hold numbers with 7 digits, and null for a number that is not finite.
+    Numbers have 7 digits; null stands for a number that is not finite.
     """
     lines = []
     for record in records:
@@ -266,7 +262,6 @@ def lines_of(origin: Origin, records: Sequence[CycleRecord]) -> list[str]:
 
 
 def append_lines(path: Path, lines: Sequence[str]) -> None:
-    """Appends lines, and returns when they are on the disk."""
     with explained(path), path.open("a", encoding="utf-8") as file:
         file.write("".join(lines))
         file.flush()
@@ -311,10 +306,7 @@ COLUMNS = {  # the tables' columns after `prompt` and `cycle`, which tell a row'
 
 
 def tables_of(prompt: int, records: Sequence[CycleRecord], text: list[int]) -> Tables:
-    """The cycles of one answer as tables.
-
-    prompt: the prompt's number. text: the token ids of prompt and answer.
-    """
+    """The cycles of one answer as tables. text: the token ids of prompt and answer."""
     rows: dict[str, list[TableRow]] = {name: [] for name in COLUMNS}
     for number, record in enumerate(records):
         position = record["pos_start"]
@@ -349,8 +341,8 @@ def _law_rows(law: CycleRecord | None) -> list[TableRow]:
 def _frontier_rows(record: CycleRecord, written: TokenPath) -> list[TableRow]:
     """A row for each branch that ends within the text. written: the text after the tree's root.
 
-    Under R0 and R2 the target draws the text itself, so a branch is accepted if the text has it.
-    Under R1 and R3, with drawn children, it is accepted if the tree's accepted path has it.
+    Under R0 and R2 the target draws the text itself, so a branch in the text is accepted. Under R1
+    and R3, with drawn children, a branch in the tree's accepted path is.
     """
     accepted = written
     if record["verify"] not in ("R0", "R2"):

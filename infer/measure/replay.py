@@ -105,8 +105,8 @@ class PathRanks(NamedTuple):
 def path_ranks(drafts: RecordedDrafts, levels: int, k: int) -> PathRanks:
     """The ranks for trees of these levels and k, which may not exceed the recorded drafts'.
 
-    A narrower tree may expand a node that the recording did not. Such a node has no children here,
-    so the replay can underestimate the tree, but never overestimates it.
+    Nodes that the recording did not expand have no children, so the replay can only underestimate
+    a narrower tree.
     """
     count = len(drafts.tokens)
     width = drafts.tokens.shape[-1]
@@ -166,8 +166,8 @@ def replay_tree(drafts: RecordedDrafts, path: PathRanks, tree: GrownConfig) -> C
 
     path: the ranks for the tree's levels and k.
     """
-    # The tree keeps the root and the nodes - 1 best candidates. The target accepts the text's path
-    # down to the first token that the tree does not keep.
+    # The tree keeps the root and the nodes - 1 best candidates, and accepts the text's path as far
+    # as it is kept.
     accepted = np.logical_and.accumulate(path.ranks < tree.nodes - 1, axis=1).sum(1)  # [P]
     depth = np.full(len(path.ranks), tree.levels)  # [P] drafted levels
     if tree.stop.rule == "exact":

@@ -49,10 +49,7 @@ def served_tree(server: ServerFacts) -> TreeShape:
 
 
 def record_facts(answer: ServedAnswer, text: str) -> dict[str, Any]:
-    """The fields of a record that a server's answer gives.
-
-    `accepted` has no order, and the server counts it before it cuts the answer at its end.
-    """
+    """A record's fields. `accepted` has no order, and is not cut at the answer's end."""
     decode_ms = answer.wall_ms - answer.prefill_ms
     return {
         "verify": "server",
@@ -70,10 +67,7 @@ def record_facts(answer: ServedAnswer, text: str) -> dict[str, Any]:
 
 
 def keep_facts(directory: Path, servers: Mapping[int, Server]) -> None:
-    """Writes the servers' facts, by row.
-
-    Raises UserError if they differ from those of an earlier call of the bench.
-    """
+    """Writes the servers' facts; raises UserError if an earlier call of the bench had others."""
     if not servers:
         return
     path = directory / SERVED_FILE
@@ -94,7 +88,7 @@ def keep_facts(directory: Path, servers: Mapping[int, Server]) -> None:
 def require_same_target(
     server: Server, target: Target, prompts: Sequence[Sequence[int]], decoding: Decoding
 ) -> None:
-    """Raises UserError unless the target itself would choose most of the server's greedy tokens."""
+    """Raises UserError unless the target would choose most of the server's greedy tokens."""
     agreed = 0
     count = 0
     for prompt_ids in prompts:
@@ -156,7 +150,7 @@ def measure_load(
 ) -> ServedLoad:
     """Times the row's prompts, each asked at least once, prefill included.
 
-    records: of all rows; vanilla's answers are compared with the server's.
+    records: of all rows, for vanilla's answers.
     """
     asked = list(islice(cycle(answers), max(len(answers), 2 * at_once)))
 
@@ -243,9 +237,9 @@ def served_figures(members: Group, groups: Sequence[Group], file: ServedFile) ->
 
 
 def beside_chain(members: Group, groups: Sequence[Group]) -> dict[str, Any] | None:
-    """A comparison with the drafts of the bench's equally long chain; None without such a chain.
+    """A comparison with the bench's equally long chain, or None.
 
-    Of several such chains, whose heads differ, it takes the one with the most similar cycles.
+    Of several such chains (of several heads) it takes the one with the most similar cycles.
     """
     comparisons = [compare_drafts(members, chain) for chain in groups if is_like(members, chain)]
     return min(filter(None, comparisons), key=lambda chain: chain["differing"], default=None)
@@ -275,8 +269,7 @@ def compare_drafts(members: Group, chain: Group) -> dict[str, Any] | None:
 
     The drafts are the same if both took equally many cycles for every answer. Otherwise
     `other_from` is the first position at which the shares of accepted tokens differ by more than
-    the server's way of counting explains. The server counts the last cycle of an answer before it
-    cuts the answer at its end.
+    the server's counting explains: it counts an answer's last cycle before the cut at its end.
     """
     theirs = {record.prompt_key: record for record in chain.good}
     pairs = []

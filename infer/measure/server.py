@@ -22,7 +22,7 @@ from aerie.model.storage import first_line
 # a line of /metrics: name, labels, value
 COUNTER = re.compile(r"^vllm:(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 POSITION = re.compile(r'position="(\d+)"')
-SETTLE_S = 2.0  # a server may count an answer up to this long after sending it
+SETTLE_S = 2.0  # a server counts an answer at most this long after sending it
 RETRIES = 1
 
 
@@ -52,8 +52,7 @@ class Drafts:
 
     cycles: int = 0  # 0: the server tells nothing
     draft_tokens: int = 0
-    # One number a cycle, in no order, before the cut at the answer's end. Empty: the server does
-    # not tell.
+    # by cycle, in no order, before the cut at the answer's end; empty: the server tells nothing
     accepted: tuple[int, ...] = ()
 
 
@@ -90,8 +89,7 @@ def read_counters(page: str) -> Counters | None:
 def drafts_of(cycles: int, draft_tokens: int, counts: Sequence[int], new_tokens: int) -> Drafts:
     """The drafts of an answer. counts: how many cycles accepted 0, 1, ... draft tokens.
 
-    vLLM does not count cycles without a draft, which prompt lookup has. Each of them made one
-    token, so they are what is missing from new_tokens.
+    vLLM does not count cycles without a draft, which prompt lookup has. Each made one token.
     """
     accepted = []
     for number, count in enumerate(counts):
@@ -173,10 +171,9 @@ class Server:
     # --- answers ---
 
     def answer(self, prompt_ids: Sequence[int], decoding: Decoding, seed: int) -> ServedAnswer:
-        """The answer to a prompt. The server may answer nobody else meanwhile.
+        """The answer to a prompt; raises Unanswered if the server refuses the prompt.
 
-        Raises Unanswered if the server refuses the prompt, and UserError if it cannot be reached
-        or answered others at the same time.
+        Raises UserError if the server is away, or answers others at the same time.
         """
         before = self.counters()
         start = time.perf_counter()
@@ -212,8 +209,7 @@ class Server:
                 f"{self.url}: the target's generation_config sets {', '.join(unknown)}, which a "
                 "server does not apply; switch it off with --target.generation"
             )
-        # Every setting is sent, because servers have defaults of their own. The target's end ids
-        # replace the server's.
+        # Send every setting, as servers have defaults of their own. The end ids are the target's.
         extra = {
             "top_k": decoding.top_k or -1,
             "min_p": decoding.min_p,

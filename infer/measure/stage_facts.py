@@ -41,8 +41,7 @@ def measured_facts(
 ) -> dict[str, Any]:
     """The facts that a finished stage recorded.
 
-    target: the stage's input of this name, as it should be. Raises UserError if the stage is not
-    finished, or if its files, heads or target have changed since.
+    Raises UserError if the stage is not finished, or if its files, heads or target changed since.
     """
     words = storage.sound_record(directory).get("argv", ())[1:]
     command = shlex.join(word for word in words if word != "--overwrite")

@@ -19,7 +19,7 @@ RESAMPLES = 2000
 VANILLA = "vanilla"
 SERVED = "served"  # the method of a row that a server answers
 ALL_TASKS = "all"
-NGRAM = 4  # an n-gram of this many tokens counts as repeated when it comes back
+NGRAM = 4  # tokens of an n-gram that counts as repeated
 COUNTS = (
     "new_tokens",
     "target_forwards",
@@ -46,7 +46,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """One row's answers at one sampling, and vanilla's good answers at that sampling."""
+    """One row's answers at one sampling, and vanilla's good ones."""
 
     records: tuple[Record, ...]
     baseline: dict[PromptKey, Record]
@@ -65,7 +65,7 @@ class Group:
 
     @property
     def pairs(self) -> list[Pair]:
-        """The row's good answers, each with vanilla's, where vanilla has a good one."""
+        """The turns that both the row and vanilla answered well."""
         return [
             Pair(record, self.baseline[record.prompt_key])
             for record in self.good
@@ -73,7 +73,7 @@ class Group:
         ]
 
     def by_task(self, name_of: Callable[[str], str] = str) -> dict[str, "Group"]:
-        """A group for each task, or for all tasks to which name_of gives the same name."""
+        """A group for each name that name_of gives to tasks."""
         tasks = grouped(self.records, lambda record: name_of(record.task))
         return {name: replace(self, records=tuple(answers)) for name, answers in tasks.items()}
 
@@ -91,7 +91,7 @@ def group(records: Iterable[Record]) -> list[Group]:
 
 
 def summary_row(members: Group, seed: int = 0) -> SummaryRow:
-    """A row of summary.json: it sums counts and times, and takes the largest peak_memory_gib."""
+    """A row of summary.json, with sums of counts and times and the largest peak_memory_gib."""
     row = identity(members)
     records = members.records
     if members.failed:
@@ -160,7 +160,7 @@ def identity(members: Group) -> SummaryRow:
 
 
 def told_apart(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
-    """The rows. Where two differ in the head alone, the variant of each tree names the head."""
+    """The rows; where two differ in the head alone, their trees' variants name the head."""
     alike = grouped(rows, lambda row: repr((row.method, row.tree)))
     renamed = []
     for row in rows:
@@ -181,7 +181,7 @@ def sweep_rows(
 ) -> list[SummaryRow]:
     """The rows of `sweeps` in summary.json.
 
-    bench_groups: the groups of the bench's own rows, which give the points by context length.
+    bench_groups: of the bench's own rows, for points by context length.
     """
     group_of = {(members.first.row, members.first.sampling): members for members in groups}
     rows = []
@@ -214,9 +214,9 @@ def tau_interval(records: Sequence[Record], seed: int = 0) -> list[float] | None
 
 
 def speedups(pairs: Sequence[Pair], seed: int = 0) -> dict[str, Any]:
-    """The speedup fields of a row; a bootstrap paired by prompt gives the interval.
+    """The speedup fields of a row, with a bootstrap interval paired by prompt.
 
-    A server's row has None in all fields, because vanilla ran in another engine.
+    They are None for a server's row, because vanilla ran in another engine.
     """
     decoded = [pair for pair in pairs if min(pair.record.new_tokens, pair.baseline.new_tokens) > 1]
     if not decoded or decoded[0].record.method == SERVED:
@@ -245,11 +245,11 @@ def milliseconds(records: Sequence[Record]) -> Milliseconds:
 
 
 class SumsByPrompt(NamedTuple):
-    """Sums over the turns of a prompt; an array [n] has a value for each prompt."""
+    """Sums over the turns of each prompt [n]."""
 
-    tokens: FloatArray  # new tokens without the prefill's
-    forwards: FloatArray  # target forwards without the prefill's
-    ms: FloatArray  # decoding time
+    tokens: FloatArray  # without the prefill's
+    forwards: FloatArray  # of the target, without the prefill's
+    ms: FloatArray  # of decoding
 
 
 def per_prompt(records: Sequence[Record]) -> SumsByPrompt:
@@ -266,7 +266,7 @@ def interval(
 ) -> list[float] | None:
     """The 95 % bootstrap interval over prompts of product(sums above) / product(sums below).
 
-    Each array [n] has a value for each prompt. Returns None for a single prompt.
+    Each array [n] has a value for each prompt. None for a single prompt.
     """
     size = len(above[0])
     if size < 2:
@@ -287,7 +287,7 @@ def context_rows(
 ) -> list[SummaryRow]:
     """A row's points of `sweeps` by context length.
 
-    A cumulative point covers the answer up to a length; a bucket covers it from the length before.
+    A cumulative point counts an answer up to a length, a bucket from the length before it.
     """
     if members.failed or members.first.method == SERVED:  # a server times no cycle
         return []
@@ -313,10 +313,9 @@ class Stretch(NamedTuple):
 
 
 def context_row(members: Group, above: int, length: int, seed: int) -> SummaryRow | None:
-    """A row of the prompts for which both the row's and vanilla's answer reach `length`, or None.
+    """The point of the prompts whose answers by the row and by vanilla reach `length`, or None.
 
-    `repeated` is the share of the stretch's 4-grams that stand earlier in the same answer. It shows
-    loops, which are easy to draft.
+    `repeated` is the share of 4-grams that the answer had before: loops are easy to draft.
     """
     stretches, base_ms, repeats = [], [], list[bool]()
     for record, baseline in members.pairs:
@@ -351,8 +350,8 @@ def context_row(members: Group, above: int, length: int, seed: int) -> SummaryRo
 
 
 def stretch_of(record: Record, above: int, length: int) -> Stretch | None:
-    """The answer's counts from context `above` to `length`; None if the answer is shorter."""
-    # [cycles + 1] the context before the first cycle, with the prefill's token, and after each
+    """The answer's counts between these contexts; None if it is shorter."""
+    # [cycles + 1] the context before the first cycle (with the prefill's token) and after each
     ends = record.prompt_tokens + 1 + np.cumsum((0, *record.cycle_tokens))
     start = max(above, int(ends[0]))
     if start >= length or ends[-1] < length:
@@ -373,7 +372,7 @@ def stretch_of(record: Record, above: int, length: int) -> Stretch | None:
 
 
 def repeated_ngrams(answer: Sequence[int]) -> list[bool]:
-    """For each n-gram of the answer, by its start: whether it stands earlier in the answer."""
+    """For each n-gram of the answer: whether the answer had it before."""
     earlier = set[tuple[int, ...]]()
     repeats = []
     for start in range(len(answer) - NGRAM + 1):

@@ -42,10 +42,7 @@ class RunHeads:
     is_plan: bool = False  # True: download nothing
 
     def settle(self, row: MethodConfig | ServedConfig, location: str) -> SettledRow:
-        """The row with a head that fits its method, and a tree that fits the head.
-
-        location: the row's place in the recipe, for errors. Raises UserError if no head fits.
-        """
+        """The row with a head that fits its method and a tree that fits the head, or UserError."""
         if isinstance(row, ServedConfig):
             return SettledRow(row)
         kinds = METHODS[row.method].heads
@@ -81,7 +78,7 @@ class Suite(NamedTuple):
 
     @property
     def trained_lengths(self) -> dict[int, int]:
-        """The longest text (in tokens) that each row's head was trained on, by row, if known."""
+        """By row: the tokens of the longest text that its head was trained on, if known."""
         lengths = {n: trained_length(row.head) for n, row in enumerate(self.rows) if row.head}
         return {number: length for number, length in lengths.items() if length is not None}
 
@@ -121,10 +118,7 @@ def read_suite(
 
 
 def suite_file(suite: Suite, prompts: Sequence[Prompt], max_context: int | None) -> SuiteFile:
-    """The content of suite.json: each row's samplings and prompts.
-
-    max_context: the target's context length in tokens.
-    """
+    """The content of suite.json: each row's samplings and prompts."""
     bench = suite.config
     main = [
         Cell(row, **asdict(sampling))
@@ -150,10 +144,7 @@ def suite_file(suite: Suite, prompts: Sequence[Prompt], max_context: int | None)
 def sweep_prompts(
     sweep: SweepConfig, number: int, prompts: Sequence[Prompt]
 ) -> tuple[tuple[str, str], ...]:
-    """(task, prompt_id) of the first prompts of each of the sweep's tasks, in order.
-
-    number: the sweep's number, for errors.
-    """
+    """(task, prompt_id) of the first prompts of each of the sweep's tasks, in order."""
     tasks = grouped([prompt.key for prompt in prompts], lambda key: key[0])
     for task in sweep.tasks:
         if task not in tasks:

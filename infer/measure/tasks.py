@@ -1,4 +1,4 @@
-"""Loads prompts from published sets at pinned commits (tasks.yaml), files and held-out data."""
+"""Loads prompts from published sets (tasks.yaml), files and held-out data."""
 
 import json
 import random
@@ -68,9 +68,9 @@ class Prompt:
 
 
 def prompt_of(task: str, row: Any, number: int, source: str, config: PromptsConfig) -> Prompt:
-    """A row's prompt; the turns of a row with `turns` (Spec-Bench) are taken as they are.
+    """A row's prompt, or UserError. It takes `turns` (Spec-Bench) as they are.
 
-    number: the row's. source: the row's place, for errors. Raises UserError for an unusable row.
+    number: the row's. source: the row's place, for errors.
     """
     values: Row = row if isinstance(row, Mapping) else {}
     published = TASKS.get(task, {})
@@ -117,16 +117,13 @@ def _published_question(task: str, row: Row, source: str) -> tuple[RowQuestion, 
 
 
 def set_of(task: str) -> str:
-    """The published set that has the task as a part; the task itself if there is none."""
+    """The published set that has the task as a part, or else the task."""
     name = task.partition("-")[0]
     return name if "part" in TASKS.get(name, {}) else task
 
 
 def load_prompts(config: PromptsConfig) -> list[Prompt]:
-    """The prompts of a file, of published sets, or of held-out data.
-
-    Raises UserError if there are none, or if two have the same id.
-    """
+    """The prompts; raises UserError if there are none, or if two have the same id."""
     if isinstance(config, HeldOutPrompts):
         return _held_out(config)
     if config.path is not None:
@@ -232,10 +229,7 @@ def _taking_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def source_of(task: TaskConfig) -> tuple[str, str | None]:
-    """A task's file, directory or Hub data set, and the revision (None: the latest).
-
-    Raises UserError for a task that is neither published nor has a path.
-    """
+    """A task's file, directory or Hub data set, and the revision (None: the latest)."""
     if task.path is not None:
         return task.path, task.revision
     if task.name not in TASKS:
@@ -275,7 +269,7 @@ def prompt_inputs(config: PromptsConfig) -> str | list[dict[str, Any]]:
 
 
 def pinned(config: PromptsConfig) -> PromptsConfig:
-    """The config with each Hub data set's revision replaced by its commit, if the Hub answers."""
+    """The config, with the commits of the Hub's data sets as revisions if the Hub answers."""
     tasks = []
     for task in config.tasks:
         source, revision = source_of(task)
@@ -285,7 +279,7 @@ def pinned(config: PromptsConfig) -> PromptsConfig:
 
 
 def encode_turn(prompt: Prompt, answers: Sequence[str], tokenizer: Any, target: Target) -> Tensor:
-    """Token ids [1, T] of the conversation up to the turn that follows these answers."""
+    """Token ids [1, T] of the conversation up to the turn after these answers."""
     messages = list(prompt.before)
     for turn, answer in zip(prompt.turns, answers, strict=False):
         messages.append({"role": "user", "content": turn})

@@ -69,10 +69,7 @@ def tree_shape(row: MethodConfig) -> TreeShape | None:
 def aligned(
     headings: Sequence[str], rows: Iterable[Sequence[str]], to_the_right: Collection[str] = ()
 ) -> str:
-    """A table for a terminal with underlined headings.
-
-    to_the_right: the headings of columns that are aligned to the right, such as numbers.
-    """
+    """A table for a terminal; to_the_right: the headings of columns with numbers."""
     columns = []
     for heading, *cells in zip(headings, *rows, strict=True):
         width = max(map(len, [heading, *cells]))

@@ -204,8 +204,7 @@ class HeadTuning:
         self.config = replace(config, levels=min(config.levels, self.drafter.max_levels))
         self.k = 1 if kind == "draft_lm" else config.k  # all methods of a draft LM are chains
         self.max_new_tokens = config.prompts.max_new_tokens
-        # On the CPU the host reads a rule's answer at once, so the exact rule saves levels for
-        # free. On a GPU the host would wait for that answer.
+        # On a CPU a rule's answer can be read at once, so the exact rule saves levels for free.
         is_read = mode_of(target) == "eager" and target.device.type == "cpu"
         self.stop: StopConfig = ExactConfig() if is_read else CONSTANT
         self.fixed: Prediction | None = None  # the best tree without a threshold, once timed
@@ -237,10 +236,7 @@ class HeadTuning:
         repetitions: int,
         label: str,
     ) -> list[list[Statistics]]:
-        """The statistics of the target's own answers, then of each tree's.
-
-        The temperature is the one that is tuned for.
-        """
+        """Statistics of the target's own answers, then of each tree's, at the tuned temperature."""
         decoders = [SpeculativeDecoder(self.target), *map(self.decoder, trees)]
         arguments = (decoders, prompts, repetitions, label)
         return by_first(

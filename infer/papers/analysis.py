@@ -144,10 +144,9 @@ class Oracle(TreeProposer):
 def oracle_length(cycle: Cycle, tree: Tree, logits: Tensor, generator: torch.Generator) -> int:
     """How many tokens of a deeper tree the target would accept, given what the cycle accepted.
 
-    logits: the target's after the deeper tree's nodes [N, V]. Under R1 a refusal stands, and the
-    target judges only tokens beyond a wholly accepted chain. Under R0 and R2 the cycle's tokens
-    stand, and the target chooses new ones beyond them. The length is never below what the cycle
-    accepted.
+    logits: the target's after the deeper tree's nodes [N, V]. Under R1 a refusal stands, and only
+    tokens beyond a wholly accepted chain are judged. Under R0 and R2 the cycle's tokens stand, and
+    the target chooses new ones beyond them. The length is at least what the cycle accepted.
     """
     if cycle.rule == "R1":
         return _oracle_of_drawn_chain(cycle, tree, logits, generator)

@@ -119,10 +119,9 @@ def judge_estimate(claim: Entry, measured: Estimate) -> tuple[str, str]:
 
 
 def prompts_needed(claim: Entry, measured: Estimate) -> int | None:
-    """The number of prompts that would settle the claim; None if it is above MOST_PROMPTS.
+    """How many prompts would settle the claim; None: more than MOST_PROMPTS.
 
-    With it, half the interval is half the effect or, without an effect, the value's distance to
-    the limit.
+    They make half the interval half the effect or, without one, the value's distance to the limit.
     """
     limits = (claim.get("at_least", -np.inf), claim.get("at_most", np.inf))
     distance = min(abs(measured.value - limit) for limit in limits)

@@ -44,9 +44,9 @@ PUBLISHED = read_published()
 
 
 def published_range(figures: Mapping[str, Any], temperature: float, is_ratio: bool) -> str:
-    """The range of the differences (or ratios) between the figures of two methods, in words.
+    """The range of the differences or ratios of two methods' figures, in words.
 
-    figures: a claim's `published`: source, of, against, figure, and value of a varied setting.
+    figures: `published` of a claim.
     """
     table = PUBLISHED[PUBLISHED.source.str.startswith(figures["source"])]
     table = table[table.temperature == temperature]

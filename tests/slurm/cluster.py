@@ -18,8 +18,8 @@ from typing import Any
 from aerie.model.storage import ROOT
 
 DAEMONS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun")
-# The nodes claim more CPUs than the machine has, so jobs run at once instead of waiting in the
-# queue. A requeued job waits cred_expire seconds; a value below 5 counts as the default of 120.
+# The nodes claim more CPUs than the machine has, so no job waits in the queue. A requeued job waits
+# cred_expire seconds; a value below 5 counts as the default of 120.
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 CONFIGURATION = """\
 ClusterName=aerie
