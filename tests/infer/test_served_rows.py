@@ -367,7 +367,7 @@ def test_refused_servers(models: Models, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         gone = ServedConfig("served", f"http://127.0.0.1:{free.getsockname()[1]}")
-    refused(r"bench row 2: .*Connection error.*; start it", models.bench, tmp_path, [gone])
+    refused(r"bench row 2: .*Connection error.*; start the server", models.bench, tmp_path, [gone])
     with Chained(models) as server:
         wrong = served(server, model="large")
         refused("serves tiny, not large", models.bench, tmp_path, [wrong])
