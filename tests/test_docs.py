@@ -45,7 +45,7 @@ AT_ONCE = (
 )
 # What a command says if a file is missing that an earlier line of the docs makes.
 FIRST = {
-    "claims": "no bench",
+    "claims": "not finished",
     "compare": "records",
     "check": "index.json",
     "bench": "train the head",
